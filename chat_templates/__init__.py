@@ -1,0 +1,1 @@
+"""Chat templates of model families, as jinja data read by `llmrl.data.llm.templates`."""

@@ -1,0 +1,176 @@
+"""Stopping a run without losing it: checkpoints that are whole or not there, and Ctrl-C as a flag.
+
+What a checkpoint holds is up to the recipe, which is handed an empty folder to fill; nothing here knows of tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType, TracebackType
+
+from llmrl.errors import CheckpointError, ConfigError
+
+__all__ = ["CheckpointStore", "InterruptGuard", "latest_checkpoint"]
+
+_DRAFT, _REPLACED, _PRUNED = ".draft-", ".replaced-", ".pruned-"
+
+
+class CheckpointStore:
+    """``<run>/checkpoints/stepN``, the last ``keep`` of them.
+
+    A checkpoint is written to a draft folder, flushed to the disk and renamed; one that is removed is renamed first. So
+    a folder called ``stepN`` is whole, whatever was killed when. Drafts and remains of an earlier process are removed
+    when a writer opens the store; pass ``writer=False`` on ranks and in tools that only read.
+    """
+
+    def __init__(self, run_dir: Path | str, *, keep: int = 2, writer: bool = True):
+        if keep < 1:
+            raise ConfigError(f"CheckpointStore: must keep at least one checkpoint: got keep={keep}.")
+        self.folder = Path(run_dir) / "checkpoints"
+        self.keep = keep
+        if writer:
+            self._clean()
+
+    def save(self, step: int, write: Callable[[Path], None]) -> Path:
+        """Calls ``write(folder)`` with an empty folder and publishes the result as ``step<N>``.
+
+        A checkpoint of the same step is replaced once the new one is whole.
+
+        Returns  the published folder
+        Raises   CheckpointError if anything fails; the draft is gone and earlier checkpoints are untouched
+        """
+        target = self.folder / f"step{step}"
+        draft = self.folder / f"{_DRAFT}step{step}"
+        try:
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir(parents=True)
+            write(draft)
+            _flush(draft)
+            if target.exists():
+                replaced = self.folder / f"{_REPLACED}step{step}"
+                os.rename(target, replaced)
+                os.rename(draft, target)
+                shutil.rmtree(replaced)
+            else:
+                os.rename(draft, target)
+            _flush_folder(self.folder)
+        except Exception as error:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise CheckpointError(self._failure(step, error)) from error
+        except BaseException:  # a second Ctrl-C
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+        self._prune()
+        return target
+
+    def latest(self) -> Path | None:
+        """The whole checkpoint of the highest step, or None."""
+        return next((self.folder / f"step{step}" for step in reversed(self.steps())), None)
+
+    def steps(self) -> list[int]:
+        """The steps of the whole checkpoints, ascending."""
+        return sorted(int(match[1]) for path in self._entries() if (match := re.fullmatch(r"step(\d+)", path.name)))
+
+    def _entries(self) -> Iterator[Path]:
+        return (path for path in self.folder.iterdir() if path.is_dir()) if self.folder.is_dir() else iter(())
+
+    def _prune(self) -> None:
+        for step in self.steps()[: -self.keep]:
+            doomed = self.folder / f"{_PRUNED}step{step}"
+            with contextlib.suppress(OSError):  # costs disk space, not the run; the next start tries again
+                os.rename(self.folder / f"step{step}", doomed)
+                shutil.rmtree(doomed)
+
+    def _clean(self) -> None:
+        for path in list(self._entries()):
+            if path.name.startswith(_REPLACED):
+                target = self.folder / path.name.removeprefix(_REPLACED)
+                if not target.exists():  # killed between the two renames: the old one is still the one that counts
+                    os.rename(path, target)
+                    continue
+            if path.name.startswith((_DRAFT, _REPLACED, _PRUNED)):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _failure(self, step: int, error: Exception) -> str:
+        latest = self.latest()
+        safe = f"{latest.name} is intact" if latest else "there is no earlier one"
+        cause = error.strerror if isinstance(error, OSError) and error.strerror else error
+        try:
+            usage = shutil.disk_usage(self.folder)
+            space = f"{usage.free / 2**30:.2f} GiB free of {usage.total / 2**30:.2f} GiB on that disk"
+        except OSError:
+            space = "the disk's free space is unknown"
+        return (
+            f"CheckpointStore: step {step} could not be written to {self.folder}: {type(error).__name__}: {cause}; "
+            f"{safe}; {space}. Make room or correct the cause, then run: llmrl resume {self.folder.parent}"
+        )
+
+
+def latest_checkpoint(run_dir: Path | str) -> Path | None:
+    """The newest whole checkpoint of a run that may be running, for readers: nothing is cleaned."""
+    return CheckpointStore(run_dir, writer=False).latest()
+
+
+class InterruptGuard:
+    """Inside it, Ctrl-C and SIGTERM set ``requested`` and the loop stops at its next step boundary.
+
+    A second Ctrl-C raises KeyboardInterrupt at once. Signals within ``debounce_s`` of the first are taken for the same
+    one: torchrun sends its own after the terminal's. In a multi-process run the ranks see the flag at different times;
+    reduce it over the ranks before acting on it. Outside the main thread, signals are left alone.
+
+    The loop reads ``guard.requested`` after each step, writes its checkpoint and returns 130.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self, *, debounce_s: float = 0.3):
+        self.requested = False
+        self._debounce_s = debounce_s
+        self._first = 0.0
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> InterruptGuard:
+        if threading.current_thread() is threading.main_thread():
+            for number in self.SIGNALS:
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if not self.requested:
+            self.requested = True
+            self._first = now
+        elif number == signal.SIGINT and now - self._first > self._debounce_s:
+            raise KeyboardInterrupt
+
+
+def _flush(folder: Path) -> None:
+    """Every byte below ``folder`` is on the disk before the rename makes it count."""
+    for root, _, names in os.walk(folder):
+        for name in names:
+            with open(Path(root) / name, "rb") as file:
+                os.fsync(file.fileno())
+        _flush_folder(Path(root))
+
+
+def _flush_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

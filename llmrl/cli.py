@@ -1,0 +1,313 @@
+"""The command ``llmrl``: reads the command line, checks the settings, then hands over to a recipe.
+
+Everything up to a valid configuration runs without torch, so that help and mistakes answer at once. What a command does
+is in the recipes (sft, grpo, eval, resume), in `llmrl.show` and in `llmrl.doctor`.
+
+Exit codes: 0 done, 2 bad configuration, 3 the environment or the data lacks something, 4 training aborted,
+130 interrupted (after a checkpoint).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import llmrl
+from llmrl.checkpoint import latest_checkpoint
+from llmrl.config import Loaded, dump_config, dump_defaults, find_recipe, load_config, recipe_names
+from llmrl.console import make_console, print_plan
+from llmrl.errors import ConfigError, DataError, LLMRLError, MissingDependencyError, TemplateError, closest
+from llmrl.rundir import RunDir
+
+__all__ = ["main"]
+
+DONE, BAD_CONFIG, ENVIRONMENT, ABORTED, INTERRUPTED = 0, 2, 3, 4, 130
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Where a training command's settings and its loop live; the first is imported without torch."""
+
+    settings_module: str
+    settings_class: str
+    module: str
+
+    def settings(self) -> type[Any]:
+        return getattr(importlib.import_module(self.settings_module), self.settings_class)
+
+
+RECIPES = {
+    "sft": Recipe("llmrl.recipes.sft_config", "SFTConfig", "llmrl.recipes.sft"),
+    "grpo": Recipe("llmrl.recipes.grpo_config", "GRPOConfig", "llmrl.recipes.grpo"),
+}
+
+HELP = """\
+usage: llmrl COMMAND ...
+
+  sft     RECIPE [section.key=value ...]   teach a model by examples
+  grpo    RECIPE [section.key=value ...]   improve a model by reward
+  resume  RUN [section.key=value ...]      go on from a run's last checkpoint
+  eval    RUN [section.key=value ...]      measure a run's checkpoint
+  show    RUN                              a run's steps, before and after, samples; reads files only
+  doctor                                   devices, versions, and what works here
+
+RECIPE is a YAML file or a packaged recipe: {recipes}
+RUN is a folder, or the name of one in runs/. Each command has its own --help.
+exit codes: 0 done, 2 bad configuration, 3 environment or data, 4 training aborted, 130 interrupted"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code. ``argv`` None: the arguments of this process."""
+    started = time.perf_counter()
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(arguments)
+    except ConfigError as error:
+        if _rank() == 0:
+            print(_config_report(error, arguments, time.perf_counter() - started), file=sys.stderr)
+        return BAD_CONFIG
+    except (DataError, MissingDependencyError, TemplateError) as error:
+        _report(error)
+        return ENVIRONMENT
+    except LLMRLError as error:
+        traceback.print_exc()
+        _report(error)
+        return ABORTED
+    except KeyboardInterrupt:
+        if _rank() == 0:
+            print("interrupted; what was saved before is in the run's checkpoints/", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # `llmrl show ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
+
+
+def _dispatch(arguments: list[str]) -> int:
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "sft": lambda rest: _train("sft", rest),
+        "grpo": lambda rest: _train("grpo", rest),
+        "resume": _resume,
+        "eval": _eval,
+        "show": _show,
+        "doctor": _doctor,
+    }
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(HELP.format(recipes=", ".join(recipe_names()) or "none"))
+        return DONE if arguments else BAD_CONFIG
+    if arguments[0] == "--version":
+        print(f"llmrl {llmrl.__version__}")
+        return DONE
+    command, *rest = arguments
+    if command not in commands:
+        match = closest(command, commands)
+        raise ConfigError(
+            f"llmrl {command}  is not a command"
+            + (f"\ndid you mean  llmrl {match}?" if match else f"\nknown here    {', '.join(commands)}")
+        )
+    return commands[command](rest)
+
+
+# --- commands --------------------------------------------------------------------------------------------------------
+
+
+def _train(command: str, arguments: list[str]) -> int:
+    parser = _Parser(f"llmrl {command}", usage=f"llmrl {command} [RECIPE] [section.key=value ...] [options]")
+    parser.add_argument("items", nargs="*", metavar="RECIPE | section.key=value", help="a YAML file or packaged recipe")
+    parser.add_argument("--name", help="the run's folder under --runs; without it, the recipe's name and four digits")
+    parser.add_argument("--runs", default="runs", metavar="DIR", help="where runs are kept (default: runs)")
+    parser.add_argument("--dry-run", action="store_true", help="print the settings and the plan; write nothing")
+    parser.add_argument("--defaults", action="store_true", help="print every setting, its default and its meaning")
+    options = parser.parse(arguments)
+    recipe = RECIPES[command]
+    if options.defaults:
+        print(dump_defaults(recipe.settings()), end="")
+        return DONE
+    path, overrides = _split(command, options.items)
+    if path is None and not overrides:
+        parser.error(f"needs a recipe or settings; packaged recipes: {', '.join(recipe_names())}")
+    loaded = load_config(recipe.settings(), path, overrides)
+    if options.dry_run:
+        console = make_console()
+        console.print(dump_config(loaded.config, loaded.origins), end="", markup=False, soft_wrap=True)
+        print_plan(console, f"{command} (dry run)", importlib.import_module(recipe.module).plan(loaded.config))
+        return DONE
+    name = path.stem if path else command
+    run = _agree(lambda: _new_run(command, name, loaded, arguments, options.runs, options.name))
+    return importlib.import_module(recipe.module).run(loaded.config, run_dir=run.path, resume=False)
+
+
+def _resume(arguments: list[str]) -> int:
+    parser = _Parser("llmrl resume", usage="llmrl resume RUN [section.key=value ...]")
+    parser.add_argument("run", help="a run's folder, or its name in runs/")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings to change, e.g. steps=400")
+    options = parser.parse(arguments)
+    run = RunDir.open(options.run)
+    recipe, info, loaded = _load_run(run, options.overrides)
+    if latest_checkpoint(run.path) is None:
+        raise DataError(f"{run.checkpoints}: must hold a checkpoint to go on from: there is none; start a new run.")
+    if options.overrides and _rank() == 0:
+        origins = dict(info.get("origins", {}))
+        origins |= {name: "resume" for name, place in loaded.origins.items() if place == "command line"}
+        run.config.write_text(dump_config(loaded.config, origins), encoding="utf-8")
+        run.write_info(info | {"origins": origins})
+    return importlib.import_module(recipe.module).run(loaded.config, run_dir=run.path, resume=True)
+
+
+def _eval(arguments: list[str]) -> int:
+    parser = _Parser("llmrl eval", usage="llmrl eval RUN [section.key=value ...] [options]")
+    parser.add_argument("run", help="a run's folder, or its name in runs/")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings to change")
+    parser.add_argument("--checkpoint", metavar="stepN", help="which checkpoint (default: the last)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse(arguments)
+    run = RunDir.open(options.run)
+    _, info, loaded = _load_run(run, options.overrides)
+    checkpoint = run.checkpoints / options.checkpoint if options.checkpoint else latest_checkpoint(run.path)
+    if checkpoint is None or not checkpoint.is_dir():
+        there = ", ".join(sorted(path.name for path in run.checkpoints.glob("step*"))) or "none"
+        raise DataError(f"llmrl eval: needs a checkpoint: got {options.checkpoint or 'the last'}, there: {there}.")
+    evaluate = importlib.import_module("llmrl.recipes.evaluate")
+    return evaluate.run(
+        run.path, command=info["command"], config=loaded.config, checkpoint=checkpoint, as_json=options.json
+    )
+
+
+def _show(arguments: list[str]) -> int:
+    parser = _Parser("llmrl show", usage="llmrl show RUN [options]")
+    parser.add_argument("run", help="a run's folder, or its name in runs/")
+    parser.add_argument("--rows", type=int, default=20, metavar="N", help="steps in the table (default: 20; 0: all)")
+    parser.add_argument("--step", type=int, metavar="K", help="whose samples (default: the last step's)")
+    parser.add_argument("--samples", type=int, default=2, metavar="N", help="conversations to print (default: 2)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse(arguments)
+    run = RunDir.open(options.run)
+    show = importlib.import_module("llmrl.show")
+    if options.json:
+        print(show.as_json(run))
+    else:
+        show.show(make_console(), run, rows=options.rows, step=options.step, samples=options.samples)
+    return DONE
+
+
+def _doctor(arguments: list[str]) -> int:
+    parser = _Parser("llmrl doctor", usage="llmrl doctor [--json]")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse(arguments)
+    return importlib.import_module("llmrl.doctor").report(make_console(), as_json=options.json)
+
+
+# --- pieces ----------------------------------------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse without abbreviations, that lets options stand between settings and knows near misses."""
+
+    def __init__(self, prog: str, usage: str):
+        super().__init__(prog=prog, usage=usage, allow_abbrev=False)
+
+    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        options, unknown = self.parse_known_intermixed_args(arguments)
+        if unknown:
+            name, equals, _ = unknown[0].partition("=")
+            takes_value = [text for text, action in self._option_string_actions.items() if action.nargs != 0]
+            match = closest(name, takes_value if equals else self._option_string_actions)
+            hint = f"\ndid you mean  {match}?" if match else ""
+            if equals and not match:
+                hint = f"\ndid you mean  {unknown[0].lstrip('-')}   (settings have no dashes)?"
+            raise ConfigError(f"{self.prog} {unknown[0]}  is not an option{hint}")
+        return options
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog}  {message}")
+
+
+def _split(command: str, items: Sequence[str]) -> tuple[Path | None, list[str]]:
+    recipes = [item for item in items if "=" not in item]
+    if len(recipes) > 1:
+        raise ConfigError(f"llmrl {command}  takes one recipe, and settings as section.key=value: got {recipes}")
+    return (find_recipe(recipes[0]) if recipes else None), [item for item in items if "=" in item]
+
+
+def _new_run(
+    command: str, recipe: str, loaded: Loaded, arguments: Sequence[str], root: str, name: str | None
+) -> RunDir:
+    text = dump_config(loaded.config, loaded.origins)
+    run = RunDir.create(recipe, text, root=root, name=name)
+    run.config.write_text(text, encoding="utf-8")
+    run.write_info(
+        {
+            "command": command,
+            "recipe": recipe,
+            "arguments": list(arguments),
+            "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "llmrl": llmrl.__version__,
+            "python": sys.version.split()[0],
+            "origins": loaded.origins,
+        }
+    )
+    return run
+
+
+def _load_run(run: RunDir, overrides: Sequence[str]) -> tuple[Recipe, dict[str, Any], Loaded]:
+    info = run.read_info()
+    if info.get("command") not in RECIPES:
+        raise ConfigError(f"{run.info}  must name the command {' or '.join(RECIPES)}: got {info.get('command')!r}")
+    recipe = RECIPES[info["command"]]
+    return recipe, info, load_config(recipe.settings(), run.config, overrides)
+
+
+def _agree(create: Callable[[], RunDir]) -> RunDir:
+    """One run folder for all processes: rank 0 makes it and tells the others through the launcher's store."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return create()
+    from datetime import timedelta
+
+    from torch.distributed import rendezvous  # the settings are valid: torch is needed next anyway
+
+    store, rank, _ = next(rendezvous("env://", timeout=timedelta(seconds=120)))
+    key = f"llmrl/run/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    if rank == 0:
+        try:
+            run = create()
+        except ConfigError:
+            store.set(key, "")
+            raise
+        store.set(key, str(run.path.absolute()))
+        return run
+    path = store.get(key).decode()
+    if not path:
+        raise ConfigError("rank 0 could not make the run folder")
+    return RunDir(Path(path))
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _report(error: Exception) -> None:
+    rank = f"[rank {_rank()}] " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+    print(f"{rank}error         {error}", file=sys.stderr)
+
+
+def _config_report(error: ConfigError, arguments: Sequence[str], seconds: float) -> str:
+    hints = ("did you mean  ", "it means      ", "known here    ", "packaged      ")
+    first, *rest = str(error).splitlines()
+    lines = [f"config error  {first}", *(line if line.startswith(hints) else f"{'':14}{line}" for line in rest)]
+    if "torch" not in sys.modules:
+        last = f"nothing was loaded ({seconds:.2f} s)."
+        if arguments and arguments[0] in RECIPES:
+            last += f"  llmrl {arguments[0]} --defaults  lists every setting."
+        lines.append(f"{'':14}{last}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

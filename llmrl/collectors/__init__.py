@@ -1,0 +1,5 @@
+"""Collectors run a policy in an environment and hand out what happened; the language-model ones are in `collectors.llm`."""
+
+from llmrl.collectors.weight_updaters import PublisherUpdater, VanillaWeightUpdater, WeightUpdaterBase
+
+__all__ = ["PublisherUpdater", "VanillaWeightUpdater", "WeightUpdaterBase"]

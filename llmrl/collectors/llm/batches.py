@@ -1,0 +1,113 @@
+"""Rows of a batch taken out, put in order, and put together again, with ragged containers in any of its columns.
+
+Columns are handled whole and by type; nothing builds a tensordict per row. What the rows mean is the collector's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import (
+    LazyStackedTensorDict,
+    NonTensorData,
+    NonTensorStack,
+    TensorDict,
+    TensorDictBase,
+    is_tensorclass,
+    lazy_stack,
+)
+from torch import Tensor
+
+from llmrl.data.llm.chat import History
+from llmrl.data.llm.columns import column
+from llmrl.errors import ShapeError
+from llmrl.modules.llm.policies.containers import ChatHistory, LogProbs, Masks, Text, Tokens
+
+__all__ = ["cat_rows", "take_rows"]
+
+_CONTAINERS = (ChatHistory, LogProbs, Masks, Text, Tokens)
+
+
+def take_rows(td: TensorDictBase, rows: Sequence[int]) -> TensorDictBase:
+    """The rows at these indices, in this order, as a batch of their own. Ragged rows are shared, not copied.
+
+    >>> td = TensorDict(a=torch.arange(3), q=column(["x", "y", "z"]), batch_size=[3])
+    >>> taken = take_rows(td, [2, 0])
+    >>> taken["a"].tolist(), taken.get("q").tolist()
+    ([2, 0], ['z', 'x'])
+    """
+    index = torch.tensor(rows, dtype=torch.int64)
+    return _map(td, lambda value: _take(value, rows, index), len(rows))
+
+
+def cat_rows(batches: Sequence[TensorDictBase]) -> TensorDictBase:
+    """Batches [B1], [B2], ... of the same keys as one batch [B1 + B2 + ...].
+
+    Raises  ShapeError where a batch lacks a key that another one has
+
+    >>> parts = [TensorDict(q=column(["x"]), batch_size=[1]), TensorDict(q=column(["y", "z"]), batch_size=[2])]
+    >>> cat_rows(parts).get("q").tolist()
+    ['x', 'y', 'z']
+    """
+    if len(batches) == 1:
+        return batches[0]
+    keys = list(batches[0].keys())
+    for batch in batches[1:]:
+        if set(batch.keys()) != set(keys):
+            differing = sorted(map(repr, set(batch.keys()) ^ set(keys)))
+            raise ShapeError(f"LLMCollector: every turn must have the same entries: only some have {', '.join(differing)}.")
+    count = sum(batch.batch_size[0] for batch in batches)
+    out = {key: _cat([batch.get(key) for batch in batches]) for key in keys}
+    return TensorDict._new_unsafe(out, batch_size=torch.Size([count]), device=batches[0].device)
+
+
+def _map(td: TensorDictBase, fn: Any, count: int) -> TensorDictBase:
+    entries = {key: fn(value) for key, value in td.items()}
+    return TensorDict._new_unsafe(entries, batch_size=torch.Size([count]), device=td.device)
+
+
+def _take(value: Any, rows: Sequence[int], index: Tensor) -> Any:
+    if isinstance(value, Tensor):
+        return value[index.to(value.device)]
+    if isinstance(value, NonTensorStack):
+        return _stack([value.tensordicts[row] for row in rows])
+    if isinstance(value, NonTensorData):
+        return column([value.data] * len(rows))
+    if type(value) is TensorDict:
+        return _map(value, lambda entry: _take(entry, rows, index), len(rows))
+    if is_tensorclass(value):
+        return type(value)._from_tensordict(_take(value._tensordict, rows, index), dict(value._non_tensordict))
+    return value[index]
+
+
+def _cat(values: list[Any]) -> Any:
+    first = values[0]
+    if all(isinstance(value, Tensor) for value in values):
+        if len({value.shape[1:] for value in values}) == 1:
+            return torch.cat(values)
+        raise ShapeError(
+            "LLMCollector: a dense entry must have one shape in every turn: got "
+            f"{', '.join(str(tuple(v.shape)) for v in values)}; write it per row, in a ragged container."
+        )
+    if isinstance(first, (NonTensorStack, NonTensorData)):
+        return _stack([cell for value in values for cell in value.unbind(0)])
+    if type(first) is TensorDict:
+        return cat_rows(values)
+    if isinstance(first, _CONTAINERS) and not any(getattr(value, "padded", False) for value in values):
+        fields = [field for field in type(first).__expected_keys__ if all(v.get(field, None) is not None for v in values)]
+        return type(first).from_rows({field: _field(values, field) for field in fields if field != "padded"})
+    return lazy_stack([row for value in values for row in value.unbind(0)])
+
+
+def _field(containers: list[Any], field: str) -> Any:
+    if isinstance(containers[0], ChatHistory):
+        return History.stack([row for value in containers for row in value.get(field).unbind(0)])
+    return [row for value in containers for row in value.rows(field)]
+
+
+def _stack(cells: list[Any]) -> NonTensorStack:
+    stack = NonTensorStack.__new__(NonTensorStack)
+    LazyStackedTensorDict.__init__(stack, *cells)
+    return stack

@@ -1,0 +1,462 @@
+"""`LLMCollector`: runs a policy in a chat environment and hands out turns or whole conversations.
+
+What a turn is worth is the environment's transforms' part; grouping is MCAdvantage's; how weights travel is `weight_update`'s.
+This file decides when a conversation is reset, stepped, finished and handed out, and counts every turn on the way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
+
+from llmrl.collectors.llm.batches import cat_rows, take_rows
+from llmrl.collectors.weight_updaters import PublisherUpdater, WeightUpdaterBase
+from llmrl.envs.base import EnvBase
+from llmrl.envs.llm.chat import ChatEnv
+from llmrl.envs.llm.transforms.dataloading import EndOfData
+from llmrl.envs.llm.transforms.policy_version import PolicyVersion
+from llmrl.envs.transforms.base import Transform
+from llmrl.envs.transforms.step_counter import StepCounter
+from llmrl.envs.transforms.transformed_env import TransformedEnv
+from llmrl.envs.utils import stack_steps
+from llmrl.errors import ConfigError, ShapeError, WeightSyncError
+from llmrl.weight_update import WeightPublisher
+
+__all__ = ["LLMCollector"]
+
+Policy = Callable[[TensorDictBase], TensorDictBase]
+
+
+class LLMCollector:
+    """Iterates over what ``policy`` does in ``env``, synchronously.
+
+    Yields, by default           (B, T) lazy stacks of turns, T = ``dialog_turns_per_batch`` / B rounded up (1 where not given);
+                                 conversations that end are reset in place and go on in the next batch, unless
+                                 ``reset_at_each_iter``
+    ``yield_completed_trajectories``  the turns of finished conversations, [N], conversation after conversation. All B
+                                 conversations of a batch start together and are run to their ends; the ones that are done
+                                 leave the batch that is stepped. ``dialog_turns_per_batch``: start over until there are as many
+    ``yield_only_last_steps``    (implies the former) one row per finished conversation: its last turn, whose "full" views,
+                                 masks and log-probs cover all turns; ("next", "reward") is the sum over its turns; what
+                                 ("next", view) would repeat is left out
+    ``replay_buffer``            what would be yielded is written there, one row per turn, and None is yielded
+
+    ``total_dialog_turns`` is a budget of turns, kept exactly (rounded up to a multiple of B in the default form); -1: none. The
+    iteration also ends where the data end (`EndOfData`). ``max_dialog_turns`` truncates a conversation. ``postproc(data)`` runs
+    before data are handed out. ``flatten_data`` hands out [B * T] instead of (B, T); with a buffer that is always so.
+
+    ``counters``: turns "produced" = "delivered" + "dropped"; dropped are the turns of conversations that a budget cut off.
+    Raises  ConfigError for arguments that exclude each other, and for finished conversations of an env in which none need end
+
+    >>> from llmrl.envs.llm import DatasetChatEnv
+    >>> from llmrl.testing import ScriptedPolicy
+    >>> env = DatasetChatEnv(dataset=[{"question": "2 + 2?", "answer": "4"}], num_envs=2)
+    >>> collector = LLMCollector(env, policy=ScriptedPolicy(["4", "5"]), total_dialog_turns=4, yield_only_last_steps=True)
+    >>> [len(batch) for batch in collector], collector.counters["delivered"]
+    ([2, 2], 4)
+    """
+
+    def __init__(
+        self,
+        env: EnvBase,
+        *,
+        policy: Policy | None = None,
+        policy_factory: Callable[[], Policy] | None = None,
+        dialog_turns_per_batch: int | None = None,
+        yield_only_last_steps: bool | None = None,
+        yield_completed_trajectories: bool | None = None,
+        postproc: Callable[[TensorDictBase], TensorDictBase | None] | None = None,
+        total_dialog_turns: int = -1,
+        replay_buffer: Any | None = None,
+        reset_at_each_iter: bool = False,
+        flatten_data: bool | None = None,
+        weight_updater: WeightUpdaterBase | None = None,
+        track_policy_version: bool | PolicyVersion = False,
+        max_dialog_turns: int | None = None,
+    ):
+        if (policy is None) == (policy_factory is None):
+            raise ConfigError("LLMCollector: give exactly one of policy and policy_factory.")
+        if len(env.batch_size) != 1:
+            raise ShapeError(f"LLMCollector: the env must have one batch dimension: got {tuple(env.batch_size)}.")
+        if yield_only_last_steps and yield_completed_trajectories is False:
+            raise ConfigError("LLMCollector: yield_only_last_steps is a form of yield_completed_trajectories, which is False.")
+        for name, value in (("dialog_turns_per_batch", dialog_turns_per_batch), ("max_dialog_turns", max_dialog_turns)):
+            if value is not None and value < 1:
+                raise ConfigError(f"LLMCollector: {name} must be at least 1: got {value}.")
+        if total_dialog_turns < 1 and total_dialog_turns != -1:
+            raise ConfigError(f"LLMCollector: total_dialog_turns must be positive, or -1 for no limit: got {total_dialog_turns}.")
+        self.env, self.policy_version_tracker = _with_tracker(env, track_policy_version)
+        self.policy: Policy = policy if policy is not None else policy_factory()  # type: ignore[misc]
+        self.yield_only_last_steps = bool(yield_only_last_steps)
+        self.yield_completed_trajectories = bool(yield_completed_trajectories or yield_only_last_steps)
+        if self.yield_completed_trajectories and max_dialog_turns is None:
+            _check_can_end(env)
+        if self.yield_completed_trajectories and reset_at_each_iter:
+            raise ConfigError("LLMCollector: finished conversations start anew at each iteration anyway: drop reset_at_each_iter.")
+        num_envs = env.batch_size[0]
+        self.dialog_turns_per_batch = dialog_turns_per_batch or num_envs
+        self.total_dialog_turns = total_dialog_turns
+        if not self.yield_completed_trajectories:
+            self.dialog_turns_per_batch = math.ceil(self.dialog_turns_per_batch / num_envs) * num_envs
+            if total_dialog_turns > 0:
+                self.total_dialog_turns = math.ceil(total_dialog_turns / num_envs) * num_envs
+        self.max_dialog_turns = max_dialog_turns
+        self.postproc = postproc
+        self.replay_buffer = replay_buffer
+        self.reset_at_each_iter = reset_at_each_iter
+        self.flatten_data = replay_buffer is not None if flatten_data is None else flatten_data
+        if replay_buffer is not None and not self.flatten_data:
+            raise ConfigError("LLMCollector: a replay buffer holds one row per turn: drop flatten_data=False.")
+        self.counters = {"produced": 0, "delivered": 0, "dropped": 0, "conversations": 0}
+        self._root: TensorDictBase | None = None  # the default form: conversations on their way
+        self._turns_B: Tensor | None = None  # their turns so far
+        self._exhausted = False
+        self._version = 0
+        self.weight_updater = weight_updater if weight_updater is not None else self._default_updater()
+        self.weight_updater.register_collector(self)
+        self._adopt_engine_version()
+        if callable(register := getattr(self.policy, "register_collector", None)):
+            register(self)
+
+    # -- data ----------------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[TensorDictBase | None]:
+        while (data := self._collect()) is not None:
+            if self.postproc is not None and (data := self.postproc(data)) is None:
+                continue
+            if self.replay_buffer is None:
+                yield data
+            else:
+                self.replay_buffer.extend(data)
+                yield None
+
+    def next(self) -> TensorDictBase | None:
+        """The next batch (None with a replay buffer). Raises StopIteration at the end of the budget or of the data."""
+        return next(iter(self))
+
+    def rollout(self) -> TensorDictBase:
+        """One batch as it is collected: before ``postproc``, and not into the replay buffer. Raises StopIteration at the end."""
+        if (data := self._collect()) is None:
+            raise StopIteration
+        return data
+
+    @torch.no_grad()
+    def _collect(self) -> TensorDictBase | None:
+        if self._exhausted or self._left() == 0:
+            return None
+        return self._finished_conversations() if self.yield_completed_trajectories else self._turns()
+
+    # -- whole conversations -------------------------------------------------------------------------------------------
+
+    def _finished_conversations(self) -> TensorDictBase | None:
+        goal = self.counters["produced"] + self.dialog_turns_per_batch
+        batches: list[TensorDictBase] = []
+        while not batches or self.counters["produced"] < goal:
+            batch = self._run_to_the_end()
+            if batch is not None:
+                batches.append(batch)
+            if self._exhausted or self._left() == 0:
+                break
+        return cat_rows(batches) if batches else None
+
+    def _run_to_the_end(self) -> TensorDictBase | None:
+        """Starts a batch of conversations and steps the ones that are alive until none is, or the budget is used up."""
+        root = self._start(min(self.env.batch_size[0], self._left()))
+        if root is None:
+            return None
+        slots = list(range(root.batch_size[0]))
+        turns: list[tuple[list[int], TensorDictBase]] = []  # (who, what), turn by turn
+        last_turn_of: dict[int, tuple[int, int]] = {}  # slot -> (turn, row) of its last turn
+        returns_B: Tensor | None = None
+        while slots:
+            if (left := self._left()) < len(slots):
+                slots, root = slots[:left], take_rows(root, range(left))
+                returns_B = None if returns_B is None else returns_B[:left]
+                if not slots:
+                    break
+            td = self._turn(root)
+            next_td = td.get("next")
+            if self.max_dialog_turns is not None and len(turns) + 1 >= self.max_dialog_turns:
+                _truncate(next_td, torch.ones_like(next_td.get("done")))
+            if self.yield_only_last_steps and (reward := next_td.get("reward", None)) is not None:
+                returns_B = reward if returns_B is None else _added(returns_B, reward)
+                next_td.set("reward", returns_B)
+            turns.append((slots, td))
+            done = next_td.get("done").view(-1).tolist()
+            last_turn_of.update((slot, (len(turns) - 1, row)) for row, slot in enumerate(slots) if done[row])
+            alive = [row for row, is_done in enumerate(done) if not is_done]
+            if alive:
+                slots = [slots[row] for row in alive]
+                whole = len(alive) == len(done)
+                root = self.env.step_mdp(td if whole else take_rows(td, alive))
+                returns_B = returns_B if whole or returns_B is None else returns_B[torch.tensor(alive)]
+            else:
+                slots = []
+        return self._gathered(turns, last_turn_of)
+
+    def _gathered(
+        self, turns: list[tuple[list[int], TensorDictBase]], last_turn_of: dict[int, tuple[int, int]]
+    ) -> TensorDictBase | None:
+        """The rows to hand out, conversation after conversation in the order in which they were started."""
+        turns_of: dict[int, list[tuple[int, int]]] = {slot: [] for slot in last_turn_of}
+        for turn, (slots, _) in enumerate(turns):
+            for row, slot in enumerate(slots):
+                if slot in turns_of:
+                    turns_of[slot].append((turn, row))
+        delivered = sum(map(len, turns_of.values()))
+        self.counters["delivered"] += delivered
+        self.counters["dropped"] += sum(len(slots) for slots, _ in turns) - delivered
+        self.counters["conversations"] += len(last_turn_of)
+        wanted = [where for slot in sorted(turns_of) for where in (turns_of[slot][-1:] if self.yield_only_last_steps else turns_of[slot])]
+        if not wanted:
+            return None
+        pieces: list[TensorDictBase] = []
+        position: dict[tuple[int, int], int] = {}
+        for turn, (slots, td) in enumerate(turns):
+            rows = sorted(row for t, row in wanted if t == turn)
+            if not rows:
+                continue
+            for row in rows:
+                position[turn, row] = len(position)
+            pieces.append(td if len(rows) == len(slots) else take_rows(td, rows))
+            if self.yield_only_last_steps:
+                pieces[-1].set("next", _without_views(pieces[-1].get("next")))
+        data = cat_rows(pieces)
+        order = [position[where] for where in wanted]
+        return data if order == list(range(len(order))) else take_rows(data, order)
+
+    # -- turns ---------------------------------------------------------------------------------------------------------
+
+    def _turns(self) -> TensorDictBase | None:
+        if self.reset_at_each_iter or self._root is None:
+            self._root = self._start(self.env.batch_size[0])
+            if self._root is None:
+                return None
+            self._turns_B = torch.zeros(self._root.batch_size[0], dtype=torch.int64)
+        steps: list[TensorDictBase] = []
+        num_steps = max(1, min(self.dialog_turns_per_batch, self._left()) // self.env.batch_size[0])
+        for _ in range(num_steps):
+            td = self._turn(self._root)
+            next_td = td.get("next")
+            self._turns_B += 1
+            if self.max_dialog_turns is not None:
+                _truncate(next_td, (self._turns_B >= self.max_dialog_turns).view(-1, 1))
+            steps.append(td)
+            if not self._continue(td):
+                break
+        count = sum(step.batch_size[0] for step in steps)
+        self.counters["delivered"] += count
+        return self._flat(steps) if self.flatten_data else stack_steps(steps)
+
+    def _continue(self, td: TensorDictBase) -> bool:
+        """Moves to the next turn, with new conversations in place of the finished ones; False where the data have ended."""
+        done = td.get("next").get("done").view(-1).tolist()
+        ended = sum(done)
+        self.counters["conversations"] += ended
+        if not ended:
+            self._root = self.env.step_mdp(td)
+            return True
+        if self._left() == 0:
+            return False
+        fresh = self._start(ended)
+        if fresh is None:
+            return False
+        if fresh.batch_size[0] < ended:  # the last of the data: too few to go on with whole batches
+            self._exhausted = True
+            return False
+        if ended == len(done):
+            self._root, self._turns_B = fresh, torch.zeros_like(self._turns_B)
+            return True
+        alive = [row for row, is_done in enumerate(done) if not is_done]
+        going_on = self.env.step_mdp(take_rows(td, alive))
+        order = [0] * len(done)
+        for position, row in enumerate([*alive, *(row for row, is_done in enumerate(done) if is_done)]):
+            order[row] = position
+        self._root = take_rows(_side_by_side(going_on, fresh), order)
+        self._turns_B = self._turns_B * torch.tensor([not is_done for is_done in done])
+        return True
+
+    def _flat(self, steps: list[TensorDictBase]) -> TensorDictBase:
+        """[B * T], the turns of a row after each other."""
+        if len(steps) == 1:
+            return steps[0]
+        rows = steps[0].batch_size[0]
+        return take_rows(cat_rows(steps), [t * rows + b for b in range(rows) for t in range(len(steps))])
+
+    # -- one turn ------------------------------------------------------------------------------------------------------
+
+    def _start(self, count: int) -> TensorDictBase | None:
+        """A reset of ``count`` conversations; None where the data have ended."""
+        try:
+            if count == self.env.batch_size[0]:
+                return self.env.reset()
+            return self.env.reset(TensorDict._new_unsafe({}, batch_size=torch.Size([count])))
+        except EndOfData:
+            self._exhausted = True
+            return None
+
+    def _turn(self, root: TensorDictBase) -> TensorDictBase:
+        td = self.env.step(self.policy(root))
+        self.counters["produced"] += td.batch_size[0]
+        return td
+
+    def _left(self) -> int:
+        """Turns that the budget still allows."""
+        if self.total_dialog_turns < 0:
+            return 1 << 62
+        return max(0, self.total_dialog_turns - self.counters["produced"])
+
+    # -- weights and versions ------------------------------------------------------------------------------------------
+
+    @property
+    def policy_version(self) -> int | str:
+        """The version of the weights that sample now."""
+        return self._version if self.policy_version_tracker is None else self.policy_version_tracker.version
+
+    def update_policy_weights_(self, weights: nn.Module | TensorDictBase | Mapping[str, Tensor] | None = None) -> None:
+        """Hands new weights to the policy's engine, all or nothing, and moves the policy version with them.
+
+        Reads   a module, a TensorDict or a mapping of named tensors; None: the engine shares the trainer's module, so only the
+                version moves
+        Raises  WeightSyncError where they do not arrive; the version then stays
+        """
+        self.weight_updater.push_weights(weights)
+
+    def increment_version(self) -> None:
+        """Moves the policy version without weights: called by the weight updater after each update."""
+        engine = getattr(self.policy, "engine", None)
+        self._version = self._version + 1 if engine is None else engine.version
+        tracker = self.policy_version_tracker
+        if tracker is not None:
+            if tracker.version_type == "int":
+                tracker.set_version(self._version)
+            else:
+                tracker.increment_version()
+            if self._root is not None and "policy_version" in self._root.keys():  # sampled from here on with the new weights
+                tracker._call(self._root)
+
+    def _default_updater(self) -> WeightUpdaterBase:
+        engine = getattr(self.policy, "engine", None)
+        return PublisherUpdater(WeightPublisher([engine] if engine is not None else []))
+
+    def _adopt_engine_version(self) -> None:
+        engine, tracker = getattr(self.policy, "engine", None), self.policy_version_tracker
+        counted = tracker is not None and tracker.version_type == "int"
+        if engine is not None:
+            self._version = engine.version
+            if counted and tracker.version != engine.version:
+                tracker.set_version(engine.version)
+        elif counted:
+            self._version = tracker.version
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the collection stands: the env's data cursor, the version, the counters.
+
+        Between batches of whole conversations that is everything. In the default form conversations are on their way; they are not
+        part of the state, and new ones take their place.
+        """
+        return {
+            "env": self.env.state_dict(),
+            "version": self._version,
+            "counters": dict(self.counters),
+            "exhausted": self._exhausted,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from ``state``. The weights are the caller's part; the engine is told which version they have."""
+        self.env.load_state_dict(state["env"])
+        self.counters = dict(state["counters"])
+        self._exhausted = state["exhausted"]
+        self._root = self._turns_B = None
+        self._version = state["version"]
+        engine = getattr(self.policy, "engine", None)
+        if engine is not None and engine.version != self._version:
+            engine.update_weights(None, version=self._version)
+            if engine.version != self._version:
+                raise WeightSyncError(
+                    f"LLMCollector: the engine must take the version of the checkpoint, {self._version}: it says {engine.version}."
+                )
+        if isinstance(self.weight_updater, PublisherUpdater):
+            self.weight_updater.publisher.version = self._version
+
+    def shutdown(self, close_env: bool = True) -> None:
+        """Ends the collection; closes the environment, and with it what its transforms hold."""
+        self._exhausted = True
+        self._root = None
+        if close_env and not self.env.is_closed:
+            self.env.close()
+
+
+def _with_tracker(env: EnvBase, track: bool | PolicyVersion) -> tuple[EnvBase, PolicyVersion | None]:
+    for transform in _transforms(env):
+        if isinstance(transform, PolicyVersion):
+            return env, transform
+    if track is False:
+        return env, None
+    tracker = PolicyVersion() if track is True else track
+    return env.append_transform(tracker), tracker
+
+
+def _check_can_end(env: EnvBase) -> None:
+    base = env.base_env if isinstance(env, TransformedEnv) else env
+    limited = any(isinstance(t, StepCounter) and t.max_steps is not None for t in _transforms(env))
+    if isinstance(base, ChatEnv) and not limited:
+        raise ConfigError(
+            "LLMCollector: finished conversations were asked for, but this env need never finish one: a ChatEnv does not by "
+            "itself; add StepCounter(max_steps=...) to it, or pass max_dialog_turns."
+        )
+
+
+def _transforms(env: EnvBase) -> list[Transform]:
+    return list(env.transform.leaves()) if isinstance(env, TransformedEnv) else []
+
+
+def _truncate(next_td: TensorDictBase, cut: Tensor) -> None:
+    done = next_td.get("done")
+    next_td.set("truncated", next_td.get("truncated") | (cut & ~done))
+    next_td.set("done", done | cut)
+
+
+def _added(total: Tensor, reward: Tensor) -> Tensor:
+    if total.shape != reward.shape:
+        raise ShapeError(
+            f"LLMCollector: rewards that are summed over turns must have one shape: got {tuple(reward.shape)} after "
+            f"{tuple(total.shape)}; per-token rewards need yield_completed_trajectories without yield_only_last_steps."
+        )
+    return total + reward
+
+
+def _without_views(next_td: TensorDictBase) -> TensorDictBase:
+    return next_td.exclude("history", "text", "tokens", "masks", "log_probs")
+
+
+def _side_by_side(going_on: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
+    """Conversations on their way and new ones as one batch. A new one has no stream of tokens yet: rows of no ids."""
+    count = fresh.batch_size[0]
+    for name, blanks in _BLANKS.items():
+        view = going_on.get(name, None)
+        if view is None or name in fresh.keys():
+            continue
+        if getattr(view, "padded", False):
+            raise ConfigError(
+                "LLMCollector: padded conversations cannot be continued beside new ones: use pad_output=False, "
+                "reset_at_each_iter, or yield_completed_trajectories."
+            )
+        columns = {field: [blank] * count for field, blank in blanks.items() if view.rows(field) is not None}
+        fresh.set(name, type(view).from_rows(columns))
+    return cat_rows([going_on.select(*fresh.keys()), fresh])
+
+
+_BLANKS: dict[str, dict[str, Any]] = {
+    "text": {"prompt": ""},
+    "tokens": {"prompt": torch.empty(0, dtype=torch.int64), "covered": torch.tensor(0)},
+    "log_probs": {"prompt": torch.empty(0)},
+    "masks": {"prompt_assistant_mask": torch.empty(0, dtype=torch.bool)},
+}

@@ -1,0 +1,466 @@
+"""`History`: conversations in the chat format, as a tensorclass that batches, slices and renders.
+
+Storage is `llmrl.data.llm.message_stack`, text and ids are `llmrl.data.llm.codec`. A History is a view for people, tools
+and environments; what is trained is the stream of token ids, which is never rebuilt from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorClass, TensorDict, TensorDictBase
+
+from llmrl.data.llm.codec import ChatCodec, Tools, codec_for, render_text
+from llmrl.data.llm.masks import rows_to_tensors, spans_to_masks
+from llmrl.data.llm.message_stack import (
+    FIELDS,
+    join_message,
+    nested_messages,
+    split_message,
+    stack_nested,
+)
+from llmrl.data.llm.templates import Message, add_chat_template, find_template
+from llmrl.errors import ConfigError, ShapeError, TemplateError
+from llmrl.padding import pad_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["History", "add_chat_template"]
+
+PADDING_ROLE = "<none>"  # a message of this role only fills a dense batch; it is never rendered
+
+
+class History(TensorClass["nocast"]):
+    """Conversations: the last batch dimension counts messages, the ones before it count conversations.
+
+    Fields  role, content   a string per message; ``content`` may also be a list of parts, or None
+            is_complete     False for a message that was cut off
+            tool_calls      the calls an assistant message makes, in the format of the Transformers library
+            tool_responses  what they returned, for templates that want it there
+            extra           a dict with every other key of the message
+
+    ``History(role="user", content="Hi")`` is one message (batch size []), lists make a conversation [M], lists of lists
+    a batch [B, M] whose conversations may differ in length ([B, -1]). Messages are shared between histories and never
+    changed; appending costs as much as copying a list. There are no tensors, so a History has no device.
+
+    >>> history = History.from_chats([[{"role": "user", "content": "Hi"}], [{"role": "user", "content": "Hello"}]])
+    >>> answer = History(role=["assistant", "assistant"], content=["Hi!", "Hello!"])
+    >>> history.append(answer).shape
+    torch.Size([2, 2])
+    >>> history[..., -1].content
+    ['Hi!', 'Hello!']
+    """
+
+    role: str
+    content: Any
+    is_complete: bool = True
+    tool_calls: Any = None
+    tool_responses: Any = None
+    extra: Any = None
+
+    # Construction (``__init__`` is set below: a tensorclass generates its own)
+
+    @classmethod
+    def from_chats(cls, chats: Sequence[Sequence[Message]]) -> History:
+        """Lists of messages -> [B, M], or [B, -1] if they differ in length. The dicts are copied, not kept."""
+        return cls._of([[dict(message) for message in chat] for chat in chats], 2)
+
+    @classmethod
+    def from_messages(cls, messages: Sequence[Message]) -> History:
+        """One conversation -> [M]. The dicts are copied, not kept."""
+        return cls._of([dict(message) for message in messages], 1)
+
+    @classmethod
+    def stack(cls, rows: Sequence[History], dim: int = 0) -> History:
+        """Histories of one number of dimensions -> one with a new first dimension; lengths may differ.
+
+        Raises  ShapeError if the numbers of dimensions differ, or for another ``dim``
+        """
+        ndims = {row.ndim for row in rows}
+        if dim != 0 or len(ndims) != 1:
+            raise ShapeError(
+                f"History.stack: histories of one number of dimensions are stacked along dim 0: got dim {dim} and "
+                f"{sorted(ndims)} dimensions."
+            )
+        return cls._of([row._nested for row in rows], ndims.pop() + 1)
+
+    @classmethod
+    def from_text(
+        cls,
+        text: str | Sequence[str],
+        chat_template_name: str | None = None,
+        chat_template: str | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> History:
+        """Reads rendered text back: a string -> [M], a list of strings -> [B, -1].
+
+        Reads   the format of ``chat_template``, else of ``chat_template_name``, else of the tokenizer's template, else
+                ChatML
+        Raises  TemplateError if the format has no parser, or if a text holds no message
+
+        A message whose end marker is missing has ``is_complete`` False. For people and tools only: nothing that trains
+        reads ids from here.
+
+        >>> History.from_text("<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHel").is_complete
+        [True, False]
+        """
+        row = find_template(tokenizer, chat_template_name, template=chat_template)
+        if row.parse is None:
+            raise TemplateError(
+                f"History.from_text: template {row.name!r} must have an inverse parser: got none; give one to "
+                "add_chat_template, or name a template that has one."
+            )
+        chats = []
+        for part in [text] if isinstance(text, str) else text:
+            parsed = row.parse(part)
+            if not isinstance(parsed, (list, tuple)):
+                parsed = parsed._nested
+            if not parsed:
+                raise TemplateError(
+                    f"History.from_text: text must hold a message of template {row.name!r}: got {part[:80]!r}."
+                )
+            chats.append([dict(message) for message in parsed])
+        return cls._of(chats[0], 1) if isinstance(text, str) else cls._of(chats, 2)
+
+    # Growing
+
+    def append(self, history: History, *, inplace: bool = True, dim: int = -1) -> History:
+        """Adds one message to each conversation (``dim=-1``), or one conversation to the batch (``dim=0``).
+
+        Reads    history  one dimension fewer than self, of the shape of self without ``dim``
+        Returns  self if ``inplace``, else a new History
+        Raises   ShapeError otherwise
+        """
+        if not self.ndim:
+            raise ShapeError(
+                "History.append: a history must have a dimension to append to: got one message; unsqueeze(0) it."
+            )
+        if history.ndim != self.ndim - 1:
+            raise ShapeError(
+                f"History.append: the new history must have {self.ndim - 1} dimensions, one fewer than this one: got "
+                f"{history.ndim}; index it, or unsqueeze this one, or use extend."
+            )
+        new, depth = history._nested, self._depth(dim)
+        return self._grown(_added(self._nested, _wrapped(new, depth, history.ndim), depth, "append"), inplace)
+
+    def extend(self, history: History, *, inplace: bool = True, dim: int = 0) -> History:
+        """Adds messages to each conversation (``dim=-1``), or conversations to the batch (``dim=0``).
+
+        Reads    history  as many dimensions as self
+        Returns  self if ``inplace``, else a new History
+        Raises   ShapeError otherwise
+        """
+        if not self.ndim or history.ndim != self.ndim:
+            raise ShapeError(
+                f"History.extend: The new history to extend with must have as many dimensions as this one, at least one: "
+                f"got {history.ndim} and {self.ndim}; unsqueeze the shorter one, or use append."
+            )
+        return self._grown(_added(self._nested, history._nested, self._depth(dim), "extend"), inplace)
+
+    # Reading
+
+    def to_chats(self) -> list[Any]:
+        """Messages as dicts: a list for [M], lists of lists for [B, M]; padding messages are left out.
+
+        The dicts are copies, without ``is_complete``: ready for ``tokenizer.apply_chat_template``.
+        """
+        if not self.ndim:
+            raise ShapeError(
+                "History.to_chats: a conversation must have a dimension of messages: got one; unsqueeze(0) it."
+            )
+        return _chats(self._nested, self.ndim)
+
+    def apply_chat_template(
+        self,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        chat_template_name: str | None = None,
+        continue_final_message: bool = False,
+        tokenize: bool | None = None,
+        padding: bool = False,
+        truncation: bool = False,
+        return_tensors: str | None = None,
+        return_dict: bool | None = None,
+        return_assistant_tokens_mask: bool = False,
+        include_end_of_turn: bool = True,
+        tools: Tools | None = None,
+        **template_kwargs: Any,
+    ) -> Any:
+        """Writes the conversations as a model reads them.
+
+        Reads    tokenizer        its own template is used unless ``chat_template`` or ``chat_template_name`` is given;
+                                  may be left out for text
+                 padding          pad the rows of a batch to one length, on the tokenizer's side
+                 truncation       cut rows at ``tokenizer.model_max_length``
+                 return_tensors   "pt", or None for lists of ids
+                 template_kwargs  handed to the template
+        Returns  text by default: a string for [M], a list for [B, M]; ids with ``tokenize``, which masks, tensors and
+                 dicts imply; with ``return_dict`` a TensorDict with "input_ids" int64[T], "attention_mask" bool[T] and,
+                 if asked for, "assistant_masks" bool[T] (True where the assistant wrote the token, its end-of-turn
+                 token included): a lazy stack of B rows, dense with ``padding``
+        Raises   TemplateError if the conversation does not fit the template, ConfigError for settings that exclude each
+                 other
+        """
+        if continue_final_message and (add_generation_prompt or return_assistant_tokens_mask):
+            raise ConfigError(
+                "History.apply_chat_template: continue_final_message must come without a generation prompt and without "
+                "a mask: got one; pass add_generation_prompt=False."
+            )
+        if return_tensors not in (None, "pt"):
+            raise ConfigError(
+                f"History.apply_chat_template: return_tensors must be 'pt' or None: got {return_tensors!r}."
+            )
+        return_dict = return_assistant_tokens_mask if return_dict is None else return_dict
+        if return_assistant_tokens_mask and not return_dict:
+            raise ConfigError("History.apply_chat_template: a mask is returned in a dict: got return_dict=False.")
+        chats = self.to_chats() if self.ndim > 1 else [self.to_chats()]
+        if self.ndim > 2:
+            raise ShapeError(
+                f"History.apply_chat_template: a batch must have shape [M] or [B, M]: got {list(self.shape)}."
+            )
+        template = find_template(tokenizer, chat_template_name, template=chat_template)
+        if tokenize is None:
+            tokenize = bool(return_dict or return_tensors)
+        if not tokenize:
+            texts = render_text(
+                template,
+                chats,
+                tokenizer,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                template_kwargs=template_kwargs,
+            )
+            return texts[0] if self.ndim == 1 else texts
+        if tokenizer is None or continue_final_message:
+            raise ConfigError(
+                "History.apply_chat_template: ids need a tokenizer and whole messages: got tokenizer=None or "
+                "continue_final_message=True; ask for text, or for the ids of a Renderer."
+            )
+        make_codec = codec_for if not template_kwargs else partial(ChatCodec, template_kwargs=template_kwargs)
+        codec = make_codec(tokenizer, template, include_end_of_turn=include_end_of_turn)
+        if return_assistant_tokens_mask:
+            texts, spans = codec.render_with_spans(chats, add_generation_prompt=add_generation_prompt, tools=tools)
+        else:
+            texts, spans = codec.render(chats, add_generation_prompt=add_generation_prompt, tools=tools), None
+        ids, token_spans = codec.encode_with_spans(texts, spans)
+        masks = spans_to_masks(token_spans, [len(row) for row in ids]) if return_assistant_tokens_mask else None
+        length = tokenizer.model_max_length if truncation else None
+        columns = {"input_ids": [row[:length] for row in rows_to_tensors(ids)]}
+        columns["attention_mask"] = [torch.ones(len(row), dtype=torch.bool) for row in columns["input_ids"]]
+        if masks is not None:
+            columns["assistant_masks"] = [row[:length] for row in masks]
+        if return_dict:
+            return _as_tensordict(columns, tokenizer, padding=padding, squeeze=self.ndim == 1)
+        if return_tensors is None and not padding:
+            rows: Any = [row.tolist() for row in columns["input_ids"]]
+        elif padding:
+            rows = pad_rows(columns["input_ids"], value=tokenizer.pad_token_id, side=tokenizer.padding_side)
+        else:
+            rows = columns["input_ids"]
+        return rows[0] if self.ndim == 1 else rows
+
+    @classmethod
+    def default_spec(cls, shape: Sequence[int] = (-1,)) -> Any:
+        """The spec of a History of this shape: strings and other Python objects, which have no dtype.
+
+        >>> History.default_spec((2, 3)).shape
+        torch.Size([2, 3])
+        """
+        from llmrl.data.specs import Composite, NonTensor
+
+        return Composite({name: NonTensor(shape=tuple(shape)) for name in FIELDS}, shape=tuple(shape), data_cls=cls)
+
+    # The tensorclass, told about the nested lists underneath
+
+    def __getitem__(self, index: Any) -> History:
+        found = _index(self._nested, index, self.ndim)
+        if found is None:  # an index that lists cannot answer, such as None or a mask of two dimensions
+            return type(self)._from_tensordict(self._tensordict[index])
+        return type(self)._of(*found)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in FIELDS:
+            object.__setattr__(self, name, value)
+            return
+        columns = {field: getattr(self, field) for field in FIELDS} | {name: value}
+        self.__dict__["_tensordict"] = stack_nested(_zipped(columns, self.ndim), self.ndim)
+
+    @classmethod
+    def _of(cls, nested: Any, ndim: int) -> History:
+        """A History over nested lists of messages, which it keeps."""
+        self = cls.__new__(cls)
+        self.__dict__["_tensordict"] = stack_nested(nested, ndim)
+        self.__dict__["_non_tensordict"] = {}
+        return self
+
+    @property
+    def _nested(self) -> Any:
+        """Nested lists of the messages themselves: to be read, not to be changed."""
+        return nested_messages(self._tensordict)
+
+    def _depth(self, dim: int) -> int:
+        if not -self.ndim <= dim < self.ndim:
+            raise ShapeError(f"History: dim must be in [{-self.ndim}, {self.ndim}): got {dim}.")
+        return dim % self.ndim
+
+    def _grown(self, nested: Any, inplace: bool) -> History:
+        if not inplace:
+            return type(self)._of(nested, self.ndim)
+        if self._tensordict.is_locked:
+            raise RuntimeError(
+                "History: a locked history must not be changed in place; unlock_() it, or pass inplace=False."
+            )
+        self.__dict__["_tensordict"] = stack_nested(nested, self.ndim)
+        return self
+
+
+def _init(
+    self: History,
+    role: Any,
+    content: Any = None,
+    is_complete: Any = True,
+    tool_calls: Any = None,
+    tool_responses: Any = None,
+    extra: Any = None,
+    *,
+    batch_size: Sequence[int] | int | None = None,
+) -> None:
+    """A message, a conversation or a batch, by the nesting of ``role``; the shape is read from it."""
+    ndim = 0
+    probe = role
+    while isinstance(probe, (list, tuple)):
+        ndim, probe = ndim + 1, probe[0] if probe else ""
+    columns = dict(zip(FIELDS, (role, content, is_complete, tool_calls, tool_responses, extra), strict=True))
+    self.__dict__["_tensordict"] = stack_nested(_zipped(columns, ndim), ndim)
+    self.__dict__["_non_tensordict"] = {}
+    if batch_size is not None:
+        expected = torch.Size([batch_size] if isinstance(batch_size, int) else batch_size)
+        if expected != self.batch_size:
+            raise ShapeError(
+                f"History: batch_size must be the nesting of role: got {list(expected)} for {list(self.batch_size)}."
+            )
+
+
+def _column(self: History, name: str) -> Any:
+    """One field of every message: a value, a list, or nested lists."""
+    return _picked(self._nested, self.ndim, name)
+
+
+# A tensorclass generates ``__init__`` and serves fields from its TensorDict; over the lists both are faster, and simpler.
+History.__init__ = _init
+for _name in FIELDS:
+    setattr(History, _name, property(partial(_column, name=_name)))
+
+
+def _picked(nested: Any, ndim: int, name: str) -> Any:
+    if ndim:
+        return [_picked(row, ndim - 1, name) for row in nested]
+    return split_message(nested)[name] if name in ("is_complete", "extra") else nested.get(name)
+
+
+def _zipped(columns: dict[str, Any], ndim: int) -> Any:
+    """Columns of nested lists -> nested lists of messages. A column that is no list holds for every message."""
+    if not ndim:
+        return join_message(columns)
+    length = len(columns["role"])
+    lists = {name: value for name, value in columns.items() if isinstance(value, (list, tuple))}
+    for name, value in lists.items():
+        if len(value) != length:
+            raise ShapeError(f"History: {name} must have one entry for each of {length} roles: got {len(value)}.")
+    return [
+        _zipped({name: value[row] if name in lists else value for name, value in columns.items()}, ndim - 1)
+        for row in range(length)
+    ]
+
+
+def _chats(nested: Any, ndim: int) -> list[Any]:
+    if ndim > 1:
+        return [_chats(row, ndim - 1) for row in nested]
+    chat = [dict(message) for message in nested if message["role"] != PADDING_ROLE]
+    for message in chat:
+        message.pop("is_complete", None)
+    return chat
+
+
+def _wrapped(nested: Any, depth: int, ndim: int) -> Any:
+    """Nested lists with a new dimension of size one at ``depth``."""
+    return [nested] if depth == 0 else [_wrapped(row, depth - 1, ndim - 1) for row in nested]
+
+
+def _added(nested: Any, new: Any, depth: int, method: str) -> Any:
+    """Nested lists joined at ``depth``; everything around it must agree in length."""
+    if depth == 0:
+        return [*nested, *new]
+    if len(nested) != len(new):
+        raise ShapeError(
+            f"History.{method}: the new history must have a row for each of {len(nested)} conversations: got "
+            f"{len(new)}."
+        )
+    return [_added(row, new_row, depth - 1, method) for row, new_row in zip(nested, new, strict=True)]
+
+
+def _index(nested: Any, index: Any, ndim: int) -> tuple[Any, int] | None:
+    """Indexes nested lists as tensors are indexed; (result, its dimensions), or None for what only tensors can do."""
+    index = index if isinstance(index, tuple) else (index,)
+    spots = [spot for spot, part in enumerate(index) if part is Ellipsis]
+    if len(spots) > 1 or len(index) - len(spots) > ndim:
+        return None
+    if spots:
+        fill = (slice(None),) * (ndim - len(index) + 1)
+        index = (*index[: spots[0]], *fill, *index[spots[0] + 1 :])
+    if sum(not isinstance(part, (int, slice)) for part in index) > 1 or any(part is None for part in index):
+        return None
+    if not index:
+        return nested, ndim
+    first, rest = index[0], index[1:]
+    if isinstance(first, torch.Tensor) and not isinstance(first.tolist(), list):
+        first = int(first)
+    if isinstance(first, bool):
+        return None
+    if isinstance(first, int):
+        return _index(nested[first], rest, ndim - 1)
+    if isinstance(first, slice):
+        rows = nested[first]
+    else:
+        picks = first.tolist() if hasattr(first, "tolist") else list(first)
+        if any(isinstance(pick, list) for pick in picks):
+            return None
+        if picks and isinstance(picks[0], bool):
+            if len(picks) != len(nested):
+                raise ShapeError(
+                    f"History: a mask must have an entry for each of {len(nested)} rows: got {len(picks)}."
+                )
+            picks = [position for position, keep in enumerate(picks) if keep]
+        rows = [nested[pick] for pick in picks]
+    if not rest:
+        return rows, ndim
+    found = [_index(row, rest, ndim - 1) for row in rows]
+    if any(row is None for row in found):
+        return None
+    inner = found[0][1] if found else ndim - 1 - sum(isinstance(part, int) for part in rest)
+    return [row[0] for row in found], inner + 1
+
+
+def _as_tensordict(
+    columns: dict[str, list[torch.Tensor]], tokenizer: PreTrainedTokenizerBase, *, padding: bool, squeeze: bool
+) -> TensorDictBase:
+    if padding:
+        fill = {"input_ids": tokenizer.pad_token_id}
+        padded = {
+            name: pad_rows(rows, value=fill.get(name, False), side=tokenizer.padding_side)
+            for name, rows in columns.items()
+        }
+        td: TensorDictBase = TensorDict(padded, batch_size=[len(columns["input_ids"])])
+        return td[0] if squeeze else td
+    rows = [
+        TensorDict._new_unsafe(dict(zip(columns, row, strict=True)), batch_size=torch.Size([]))
+        for row in zip(*columns.values(), strict=True)
+    ]
+    return rows[0] if squeeze else LazyStackedTensorDict(*rows)

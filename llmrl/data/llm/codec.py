@@ -1,0 +1,509 @@
+"""One tokenizer and one template: messages -> text -> ids, with the spans that the assistant wrote.
+
+The template's text is the Transformers library's own rendering; this file adds three things to it. Spans, for templates
+with and without generation blocks. The end-of-turn text, which belongs to the assistant's span. And the escape that
+keeps control tokens written *inside* a message from becoming control tokens. Streams of ids and their prefix property
+are left to `llmrl.modules.llm.rendering`.
+
+How the escape works: before a message reaches the template, every special token spelled out in it is replaced by one
+private-use character; when the text is tokenised, that character is encoded as the marker's plain characters. The ids
+decode to exactly what the user wrote, and none of them is a control id.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from jinja2.exceptions import TemplateError as JinjaError
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from llmrl.data.llm.masks import Span, common_prefix_length, end_span, token_span
+from llmrl.data.llm.templates import ChatTemplate, Message
+from llmrl.errors import TemplateError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Chat = Sequence[Message]
+Tools = Sequence[Mapping[str, Any] | Callable[..., Any]]
+
+_FIRST_STAND_IN = 0xF0000  # supplementary private-use plane A: no text that means anything uses it
+_CONTENT_STAND_IN = 0x100000  # plane B: marks the place of a content in a skeleton
+_MAX_SKELETONS = 512
+_REFUSALS = (JinjaError, TypeError, KeyError)  # what a template raises for a conversation that it does not do
+
+
+class ChatCodec:
+    """Writes conversations as one model reads them.
+
+    Reads   tokenizer            a fast tokenizer (its ids, its special tokens, its character offsets)
+            template             from ``find_template``
+            include_end_of_turn  whether the end-of-turn text belongs to the assistant's span
+            template_kwargs      passed to the template by name, such as ``enable_thinking``
+    Raises  TemplateError if the template cannot render a user's turn and an assistant's answer
+
+    ``end_of_turn`` is what follows the assistant's content up to its control token (``"<|im_end|>"``), ``""`` if the
+    template has none.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template: ChatTemplate,
+        *,
+        include_end_of_turn: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+        self.include_end_of_turn = include_end_of_turn
+        self._kwargs = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
+        self._marks_generation = template.marks_generation
+        added = {index: str(token) for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+        controls = {*added.values(), *tokenizer.all_special_tokens}
+        self._control_ids = {*added, *tokenizer.all_special_ids}
+        # Longest first: a marker may begin with another one.
+        self._controls = sorted((marker for marker in controls if marker), key=lambda marker: (-len(marker), marker))
+        self._heads = _heads(self._controls)
+        self._stand_ins = {marker: chr(_FIRST_STAND_IN + index) for index, marker in enumerate(self._controls)}
+        self._find_controls = re.compile("|".join(map(re.escape, self._controls)) or r"(?!)")
+        self._find_stand_ins = re.compile(f"([{''.join(self._stand_ins.values())}])") if self._controls else None
+        self._plain_ids: dict[str, list[int]] = {}
+        self._skeletons: dict[tuple[str, ...], _Skeleton | None] = {}
+        self.end_of_turn = self._find_end_of_turn()
+        self.end_of_turn_ids: list[int] = self.encode([self.end_of_turn])[0] if self.end_of_turn else []
+        self.end_is_control = self._find_controls.search(self.end_of_turn) is not None
+
+    def render(
+        self, chats: Sequence[Chat], *, add_generation_prompt: bool = False, tools: Tools | None = None
+    ) -> list[str]:
+        """The text of each conversation, escaped: to be given to :meth:`encode`."""
+        return self._render(self.escape(chats), add_generation_prompt, self._escape_tools(tools))
+
+    def render_with_spans(
+        self, chats: Sequence[Chat], *, add_generation_prompt: bool = False, tools: Tools | None = None
+    ) -> tuple[list[str], list[list[Span]]]:
+        """The text of each conversation, escaped, and the character spans of its assistant messages.
+
+        Raises  TemplateError naming the conversation and the message whose span cannot be found
+        """
+        chats, tools = self.escape(chats), self._escape_tools(tools)
+        texts = self._render(chats, add_generation_prompt, tools)
+        skeletons = self._skeletons if tools is None else {}
+        spans = []
+        for row, (chat, text) in enumerate(zip(chats, texts, strict=True)):
+            found = self._spans_from_skeleton(chat, text, skeletons, add_generation_prompt, tools)
+            if found is None and self._marks_generation:
+                found = self._spans_from_blocks(chat, row, add_generation_prompt, tools)
+            elif found is None:
+                found = self._spans_from_prefixes(chat, text, row, tools)
+            spans.append([end_span(text, span, self.end_of_turn, include=self.include_end_of_turn) for span in found])
+        return texts, spans
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of escaped texts, in one call of the tokenizer."""
+        return self.encode_with_spans(texts, None)[0]
+
+    def encode_with_spans(
+        self, texts: Sequence[str], spans: Sequence[Sequence[Span]] | None
+    ) -> tuple[list[list[int]], list[list[Span]]]:
+        """Ids of escaped texts and the token spans of the character spans, in one call of the tokenizer."""
+        if not texts:
+            return [], []
+        pieces, owners = self._cut_at_stand_ins(texts)
+        batch = self.tokenizer(list(pieces), add_special_tokens=False, return_attention_mask=False)
+        ids, encodings = batch["input_ids"], batch.encodings
+        if spans is not None and encodings is None:
+            raise TemplateError(
+                f"ChatCodec: masks need the character offsets of a fast tokenizer: got {type(self.tokenizer).__name__}."
+            )
+        if owners is None:
+            if spans is None:
+                return ids, []
+            found = [
+                [token_span(encodings[row], span, len(text)) for span in spans[row]] for row, text in enumerate(texts)
+            ]
+            return ids, found
+        return self._join_pieces(pieces, owners, len(texts), ids, encodings, spans)
+
+    # What the template does
+
+    def _render(self, chats: Sequence[Chat], add_generation_prompt: bool, tools: Tools | None) -> list[str]:
+        try:
+            return render_jinja_template(
+                conversations=chats,
+                chat_template=self.template.jinja,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                **self._kwargs,
+            )[0]
+        except _REFUSALS as error:
+            raise TemplateError(
+                f"ChatCodec: template {self.template.name!r} must render the conversation: got "
+                f"{type(error).__name__}: {error}{self._first_refused(chats, add_generation_prompt, tools)}"
+            ) from error
+
+    def _first_refused(self, chats: Sequence[Chat], add_generation_prompt: bool, tools: Tools | None) -> str:
+        """Names the first conversation that does not render, and the message with which it stops rendering."""
+        for row, chat in enumerate(chats):
+            for length in range(1, len(chat) + 1):
+                try:
+                    self._render_one(chat[:length], add_generation_prompt and length == len(chat), tools)
+                except _REFUSALS:
+                    message = chat[length - 1]
+                    role = message.get("role") if isinstance(message, Mapping) else type(message).__name__
+                    return f" (conversation {row}, message {length - 1}, role {role!r})."
+        return "."
+
+    def _render_one(self, chat: Chat, add_generation_prompt: bool, tools: Tools | None) -> str:
+        return render_jinja_template(
+            conversations=[chat],
+            chat_template=self.template.jinja,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            **self._kwargs,
+        )[0][0]
+
+    def _find_end_of_turn(self) -> str:
+        """What the template writes after the assistant's content, up to and including the first control token."""
+        stand_in = chr(_CONTENT_STAND_IN)
+        probe = [{"role": "user", "content": "question"}, {"role": "assistant", "content": stand_in}]
+        text = self._render([probe], False, None)[0]
+        if text.count(stand_in) != 1:
+            raise TemplateError(
+                f"ChatCodec: template {self.template.name!r} must write the assistant's content once: it wrote it "
+                f"{text.count(stand_in)} times."
+            )
+        suffix = text.partition(stand_in)[2]
+        control = self._find_controls.search(suffix)
+        return suffix[: control.end()] if control else suffix.rstrip()
+
+    # Spans
+
+    def _spans_from_skeleton(
+        self,
+        chat: Chat,
+        text: str,
+        skeletons: dict[tuple[str, ...], _Skeleton | None],
+        add_generation_prompt: bool,
+        tools: Tools | None,
+    ) -> list[Span] | None:
+        """Spans by comparison with the same roles around stand-in contents; None if the template did anything else."""
+        try:
+            contents = [message["content"] for message in chat if len(message) == 2]
+            roles = (*[message["role"] for message in chat], "+" if add_generation_prompt else "")
+        except KeyError:
+            return None
+        if len(contents) != len(chat):
+            return None
+        if roles not in skeletons:
+            if len(skeletons) >= _MAX_SKELETONS:
+                skeletons.clear()
+            skeletons[roles] = self._skeleton(roles, tools)
+        skeleton = skeletons[roles]
+        if skeleton is None:
+            return None
+        try:
+            found = skeleton.spans(contents, text)
+            return skeleton.spans([content.strip() for content in contents], text) if found is None else found
+        except (AttributeError, TypeError):  # a content that is no string
+            return None
+
+    def _skeleton(self, roles: tuple[str, ...], tools: Tools | None) -> _Skeleton | None:
+        """What the template writes around contents; None if that is not simply in their order."""
+        *roles, prompt = roles
+        stand_ins = [chr(_CONTENT_STAND_IN + index) for index in range(len(roles))]
+        chat = [{"role": role, "content": stand_in} for role, stand_in in zip(roles, stand_ins, strict=True)]
+        try:
+            text = self._render_one(chat, bool(prompt), tools)
+            places = [text.index(stand_in) for stand_in in stand_ins]
+            if places != sorted(places) or any(text.count(stand_in) != 1 for stand_in in stand_ins):
+                return None
+            spans = self._spans_from_blocks(chat, 0, bool(prompt), tools) if self._marks_generation else None
+            if spans is None:
+                spans = self._spans_from_prefixes(chat, text, 0, tools)
+        except (*_REFUSALS, ValueError):
+            return None
+        turns = [index for index, role in enumerate(roles) if role == "assistant"]
+        leads, trails = [], []
+        for turn, (start, end) in zip(turns, spans, strict=True):
+            if not start <= places[turn] < end:
+                return None
+            leads.append(places[turn] - start)
+            trails.append(end - places[turn] - 1)
+        cuts = [-1, *places, len(text)]
+        pieces = [text[left + 1 : right] for left, right in pairwise(cuts)]
+        return _Skeleton(pieces, turns, leads, trails)
+
+    def _spans_from_blocks(self, chat: Chat, row: int, add_generation_prompt: bool, tools: Tools | None) -> list[Span]:
+        """Spans of the template's generation blocks, one per assistant message."""
+        turns = [index for index, message in enumerate(chat) if message["role"] == "assistant"]
+        blocks = self._blocks(chat, tools)
+        if len(blocks) == len(turns):
+            return blocks
+        spans: list[Span] = []
+        for turn in turns:  # several blocks, or none, for a message: see what each message adds
+            own = self._blocks(chat[: turn + 1], tools)
+            new = [block for block in own if not spans or block[0] >= spans[-1][1]]
+            if not new:
+                raise TemplateError(
+                    f"ChatCodec: each assistant message must lie in a generation block of template "
+                    f"{self.template.name!r}: message {turn} of conversation {row} does not."
+                )
+            spans.append((new[0][0], new[-1][1]))
+        return spans
+
+    def _blocks(self, chat: Chat, tools: Tools | None) -> list[Span]:
+        return render_jinja_template(
+            conversations=[chat],
+            chat_template=self.template.jinja,
+            tools=tools,
+            return_assistant_tokens_mask=True,
+            **self._kwargs,
+        )[1][0]
+
+    def _spans_from_prefixes(self, chat: Chat, text: str, row: int, tools: Tools | None) -> list[Span]:
+        """Spans by rendering what came before: a turn starts where its generation prompt ends in the whole text.
+
+        It ends at the first end-of-turn marker after that (contents hold none, they are escaped) or, in a template
+        without one, where the conversation up to and including the turn ends.
+        """
+        spans = []
+        for turn, message in enumerate(chat):
+            if message["role"] != "assistant":
+                continue
+            start = self._start_from_prefix(chat, turn, text, row, tools)
+            if self.end_is_control:
+                end = text.find(self.end_of_turn, start)
+                if end < 0:
+                    raise TemplateError(self._no_span(turn, row, f"no {self.end_of_turn!r} follows it"))
+            else:
+                upto = self._render_one(chat[: turn + 1], False, tools)
+                if not text.startswith(upto):
+                    raise TemplateError(self._no_span(turn, row, "its text changes when later messages are added"))
+                end = len(upto[start:].rstrip()) + start
+                if self.end_of_turn and text.endswith(self.end_of_turn, start, end):
+                    end -= len(self.end_of_turn)
+            spans.append((start, end))
+        return spans
+
+    def _start_from_prefix(self, chat: Chat, turn: int, text: str, row: int, tools: Tools | None) -> int:
+        try:
+            prompt = self._render_one(chat[:turn], True, tools)
+            if text.startswith(prompt):
+                return len(prompt)
+            before = self._render_one(chat[:turn], False, tools)
+        except _REFUSALS as error:
+            raise TemplateError(self._no_span(turn, row, "the messages before it cannot be rendered alone")) from error
+        start = common_prefix_length(prompt, text)
+        if start < len(before):
+            raise TemplateError(self._no_span(turn, row, "the text before it changes when it is added"))
+        return start
+
+    def _no_span(self, turn: int, row: int, reason: str) -> str:
+        return (
+            f"ChatCodec: the text of each assistant message must be found in what template {self.template.name!r} "
+            f"writes: message {turn} of conversation {row} is not, {reason}; put {{% generation %}} blocks in it."
+        )
+
+    # Control tokens in contents
+
+    def escape(self, chats: Sequence[Chat]) -> Sequence[Chat]:
+        """Conversations whose strings spell no control token; the very same objects where none did."""
+        if not self._may_hold_control(chats):
+            return chats
+        return [
+            [self._escaped(message, row, index) for index, message in enumerate(chat)] for row, chat in enumerate(chats)
+        ]
+
+    def _may_hold_control(self, chats: Sequence[Chat]) -> bool:
+        strings: list[str] = []
+        for row, chat in enumerate(chats):
+            for index, message in enumerate(chat):
+                if not isinstance(message, Mapping):
+                    raise TemplateError(
+                        f"ChatCodec: a message must be a mapping with 'role' and 'content': got "
+                        f"{type(message).__name__} for message {index} of conversation {row}."
+                    )
+                for value in message.values():
+                    if type(value) is str:
+                        strings.append(value)
+                    else:
+                        strings.extend(_strings(value))
+        everything = "\0".join(strings)
+        if any(head in everything for head in self._heads):
+            return True
+        return bool(self.end_of_turn) and not self.end_is_control and self.end_of_turn.strip() in everything
+
+    def _escaped(self, value: Any, row: int, index: int) -> Any:
+        if isinstance(value, str):
+            if not self.end_is_control and self.end_of_turn.strip() and self.end_of_turn.strip() in value:
+                raise TemplateError(
+                    f"ChatCodec: a message must not hold the end-of-turn text: message {index} of conversation {row} "
+                    f"holds {self.end_of_turn.strip()!r}, which this tokenizer cannot tell from the real one; remove it, "
+                    "or add it to the tokenizer as a special token."
+                )
+            if not self._find_controls.search(value):
+                return value
+            if self._find_stand_ins.search(value):
+                raise TemplateError(
+                    "ChatCodec: a message must not hold control tokens and private-use characters at once: message "
+                    f"{index} of conversation {row} does; remove one of them."
+                )
+            return self._find_controls.sub(lambda match: self._stand_ins[match.group()], value)
+        if isinstance(value, Mapping):
+            return {self._escaped(key, row, index): self._escaped(item, row, index) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self._escaped(item, row, index) for item in value]
+        return value
+
+    def _escape_tools(self, tools: Tools | None) -> Tools | None:
+        return [self._escaped(tool, -1, -1) for tool in tools] if tools else None
+
+    def _cut_at_stand_ins(self, texts: Sequence[str]) -> tuple[Sequence[str], list[int] | None]:
+        """Texts cut so that each stand-in is a piece of its own, and the row of each piece; None if nothing was cut."""
+        if self._find_stand_ins is None or all(text.isascii() for text in texts):
+            return texts, None
+        if not any(self._find_stand_ins.search(text) for text in texts):
+            return texts, None
+        pieces: list[str] = []
+        owners: list[int] = []
+        for row, text in enumerate(texts):
+            cut = [piece for piece in self._find_stand_ins.split(text) if piece] or [""]
+            pieces += cut
+            owners += [row] * len(cut)
+        return pieces, owners
+
+    def _join_pieces(
+        self,
+        pieces: Sequence[str],
+        owners: Sequence[int],
+        num_rows: int,
+        piece_ids: Sequence[list[int]],
+        encodings: Sequence[Any] | None,
+        spans: Sequence[Sequence[Span]] | None,
+    ) -> tuple[list[list[int]], list[list[Span]]]:
+        markers = {stand_in: marker for marker, stand_in in self._stand_ins.items()}
+        ids: list[list[int]] = [[] for _ in range(num_rows)]
+        starts: list[list[int]] = [[] for _ in range(num_rows)]  # first character of each token
+        length = [0] * num_rows
+        for index, (piece, row) in enumerate(zip(pieces, owners, strict=True)):
+            if piece in markers:
+                new = self._plain(markers[piece])
+                starts[row] += [length[row]] * len(new)
+            else:
+                new = piece_ids[index]
+                if spans is not None:
+                    starts[row] += [length[row] + offset[0] for offset in encodings[index].offsets]
+            ids[row] += new
+            length[row] += len(piece)
+        if spans is None:
+            return ids, []
+        return ids, [
+            [(_first_at_least(starts[row], start), _first_at_least(starts[row], end)) for start, end in spans[row]]
+            for row in range(num_rows)
+        ]
+
+    def _plain(self, marker: str) -> list[int]:
+        """Ids of a special token's characters, none of them special."""
+        if marker not in self._plain_ids:
+            ids = self.tokenizer(marker, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+            if not self._control_ids.isdisjoint(ids):
+                raise TemplateError(
+                    f"ChatCodec: a message holds {marker!r}, which {type(self.tokenizer).__name__} cannot encode as "
+                    "ordinary text; remove it from the message."
+                )
+            self._plain_ids[marker] = ids
+        return self._plain_ids[marker]
+
+
+def render_text(
+    template: ChatTemplate,
+    chats: Sequence[Chat],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    add_generation_prompt: bool = False,
+    continue_final_message: bool = False,
+    tools: Tools | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """The text of each conversation as the template writes it, nothing escaped: to be shown, not to be tokenised.
+
+    Raises  TemplateError if the template refuses a conversation
+    """
+    special_tokens = tokenizer.special_tokens_map if tokenizer is not None else {}
+    try:
+        return render_jinja_template(
+            conversations=chats,
+            chat_template=template.jinja,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **{**special_tokens, **(template_kwargs or {})},
+        )[0]
+    except _REFUSALS as error:
+        raise TemplateError(
+            f"render_text: template {template.name!r} must render the conversation: {error}."
+        ) from error
+
+
+class _Skeleton:
+    """What a template writes around the contents of one sequence of roles."""
+
+    __slots__ = ("_leads", "_pieces", "_trails", "_turns")
+
+    def __init__(self, pieces: list[str], turns: list[int], leads: list[int], trails: list[int]) -> None:
+        self._pieces = pieces  # one more than messages
+        self._turns = turns  # which messages are the assistant's
+        self._leads = leads  # characters of the span before the content
+        self._trails = trails  # and after it
+
+    def spans(self, contents: list[str], text: str) -> list[Span] | None:
+        """The assistant's spans if ``text`` is exactly the contents in the skeleton, else None."""
+        parts = [self._pieces[0]]
+        for content, piece in zip(contents, self._pieces[1:], strict=True):
+            parts += (content, piece)
+        if "".join(parts) != text:
+            return None
+        place, places = 0, []
+        for part in parts:
+            places.append(place)
+            place += len(part)
+        return [
+            (places[2 * turn + 1] - lead, places[2 * turn + 2] + trail)
+            for turn, lead, trail in zip(self._turns, self._leads, self._trails, strict=True)
+        ]
+
+
+@lru_cache(maxsize=8)
+def codec_for(
+    tokenizer: PreTrainedTokenizerBase, template: ChatTemplate, *, include_end_of_turn: bool = True
+) -> ChatCodec:
+    """The codec of a tokenizer and a template; the last few are kept."""
+    return ChatCodec(tokenizer, template, include_end_of_turn=include_end_of_turn)
+
+
+def _first_at_least(starts: Sequence[int], position: int) -> int:
+    return next((index for index, start in enumerate(starts) if start >= position), len(starts))
+
+
+def _strings(value: Any) -> Iterable[str]:
+    """Every string inside a JSON-like value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _strings(key)
+            yield from _strings(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _strings(item)
+
+
+def _heads(markers: Sequence[str]) -> list[str]:
+    """Shortest beginnings such that a text without any of them holds no marker; a quick first look."""
+    return sorted({marker[:3] for marker in markers})

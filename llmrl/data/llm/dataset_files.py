@@ -1,0 +1,251 @@
+"""Reads a dataset that somebody has (a local file or a hub name) into rows, and rows into conversations or prompts.
+
+`load_rows` opens the file. `to_messages` turns a row into the conversation that SFT trains on, `to_prompt` into the
+prompt and reference answer that an environment starts from. The columns decide, row by row:
+
+| columns of the row | as a conversation | as a prompt |
+|---|---|---|
+| ``messages`` | the messages | the messages before the last assistant turn; that turn is the reference |
+| ``prompt``, ``completion`` | both; each a string or a list of messages | the prompt |
+| a prompt column, a reference column | user asks, assistant answers | the prompt and the reference |
+
+A prompt column is ``prompt``, ``question``, ``query``, ``problem`` or ``instruction``; a reference column is ``answer``,
+``reference``, ``solution``, ``ground_truth`` or ``target``; GSM8K's ``question`` and ``answer`` are one such pair. Other names are
+given as arguments. Rows are counted from 1 in every message. Tokenising and filtering by length belong to the recipes.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from llmrl.errors import DataError, near
+
+__all__ = ["load_rows", "to_messages", "to_prompt"]
+
+Message = dict[str, Any]
+Row = Mapping[str, Any]
+
+PROMPT_COLUMNS = ("prompt", "question", "query", "problem", "instruction")
+REFERENCE_COLUMNS = ("answer", "reference", "solution", "ground_truth", "target")
+FILE_FORMATS = (".jsonl", ".json", ".parquet", ".csv")
+
+
+def load_rows(
+    source: str | Path, *, split: str = "train", name: str | None = None, columns: Sequence[str] | None = None
+) -> Sequence[Row]:
+    """The rows of a dataset: something with a length that gives one dict per index.
+
+    Reads    ``source``: a ``.jsonl``, ``.json`` (a list of objects), ``.parquet`` or ``.csv`` file, or a name on the Hugging
+             Face hub (``split`` and the configuration ``name`` apply to that one only)
+    Returns  a list of dicts, or a ``datasets.Dataset``
+    Raises   DataError for a missing file, an unreadable row, a missing one of ``columns``, or no rows at all
+    """
+    path = Path(source).expanduser()
+    if path.suffix.lower() in FILE_FORMATS or path.exists():
+        rows = _load_file(path)
+    else:
+        rows = _load_hub(str(source), split=split, name=name)
+    if len(rows) == 0:
+        raise DataError(f"load_rows: a dataset must have at least one row: {source} has none.")
+    if columns:
+        known = list(rows[0])
+        for column in columns:
+            if column not in known:
+                raise DataError(
+                    f"load_rows: {source} must have the column {column!r}: its columns are "
+                    f"{', '.join(known)}.{near(column, known)}"
+                )
+    return rows
+
+
+def to_messages(
+    row: Row,
+    *,
+    number: int | None = None,
+    prompt_column: str | None = None,
+    completion_column: str | None = None,
+    system_prompt: str | None = None,
+) -> list[Message]:
+    """The conversation of a row, for SFT. The table at the top of this file says which columns are read.
+
+    Writes   ``system_prompt`` as the first message, where given and where the row has no system message of its own
+    Raises   DataError naming the row (``number``) for a missing column, a malformed message or no assistant turn
+
+    >>> to_messages({"question": "2 + 2?", "answer": "4"})
+    [{'role': 'user', 'content': '2 + 2?'}, {'role': 'assistant', 'content': '4'}]
+    """
+    where = _where(number)
+    if prompt_column is None and completion_column is None and row.get("messages") is not None:
+        messages = _checked(row["messages"], "messages", where)
+    else:
+        prompt_column = prompt_column or _pick(row, PROMPT_COLUMNS, "prompt", where, or_messages=True)
+        completion_column = completion_column or _pick(row, ("completion", *REFERENCE_COLUMNS), "completion", where)
+        prompt = _as_messages(row, prompt_column, "user", where)
+        messages = prompt + _as_messages(row, completion_column, "assistant", where)
+    if not any(message["role"] == "assistant" for message in messages):
+        roles = ", ".join(message["role"] for message in messages)
+        raise DataError(
+            f"to_messages: a conversation to train on must have an assistant turn: {where} has only {roles}."
+        )
+    return _with_system(messages, system_prompt)
+
+
+def to_prompt(
+    row: Row,
+    *,
+    number: int | None = None,
+    prompt_column: str | None = None,
+    answer_column: str | None = None,
+) -> dict[str, Any]:
+    """What an environment starts a conversation from: the row, with ``query`` and, where there is a reference, ``answer``.
+
+    Returns  a new dict: "query" is a string, or a list of messages where the row has one; "answer" is a string; the other
+             columns are kept under their names, for reward functions that ask for them
+    Raises   DataError naming the row (``number``) for a missing column, or a prompt without any message
+
+    >>> to_prompt({"problem": "2 + 2?", "solution": 4, "level": "easy"})
+    {'level': 'easy', 'query': '2 + 2?', 'answer': '4'}
+    """
+    where = _where(number)
+    reference: Any = None
+    if prompt_column is None and row.get("messages") is not None:
+        query, reference, used = *_split_messages(_checked(row["messages"], "messages", where)), {"messages"}
+        if not query:
+            raise DataError(f"to_prompt: a prompt must have at least one message: {where} has only an assistant turn.")
+    else:
+        prompt_column = prompt_column or _pick(row, PROMPT_COLUMNS, "prompt", where, or_messages=True)
+        query, used = _require(row, prompt_column, where), {prompt_column}
+        query = query if isinstance(query, str) else _checked(query, prompt_column, where)
+    if answer_column is not None:
+        reference = _require(row, answer_column, where)
+    else:
+        answer_column = next((c for c in REFERENCE_COLUMNS if row.get(c) is not None and c not in used), None)
+        reference = row[answer_column] if answer_column else reference
+    if answer_column:
+        used.add(answer_column)
+    prompt = {column: value for column, value in row.items() if column not in used}
+    prompt["query"] = query
+    if reference is not None:
+        prompt["answer"] = reference if isinstance(reference, str) else str(reference)
+    return prompt
+
+
+def _load_file(path: Path) -> list[Row]:
+    if not path.is_file():
+        raise DataError(f"load_rows: a dataset file must exist: {path} (from {Path.cwd()}) does not.")
+    suffix = path.suffix.lower()
+    if suffix == ".jsonl":
+        with path.open(encoding="utf-8") as lines:
+            return [_parse(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
+    if suffix == ".json":
+        rows = _parse(path.read_text(encoding="utf-8"), str(path), kind=list)
+        for number, row in enumerate(rows, 1):
+            if not isinstance(row, dict):
+                raise DataError(f"load_rows: every row must be an object: row {number} of {path} is {row!r:.60}.")
+        return rows
+    if suffix == ".parquet":
+        from pyarrow import parquet  # here and not above: it takes longer to import than a JSONL file to read
+
+        try:
+            return parquet.read_table(path).to_pylist()
+        except (OSError, ValueError) as error:
+            raise DataError(f"load_rows: {path} cannot be read as Parquet: {error}.") from error
+    if suffix == ".csv":
+        with path.open(encoding="utf-8", newline="") as lines:
+            return list(csv.DictReader(lines))
+    raise DataError(f"load_rows: a dataset file must end in one of {', '.join(FILE_FORMATS)}: got {path}.")
+
+
+def _parse(text: str, where: str, kind: type = dict) -> Any:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"load_rows: {where} must be JSON: {error}.") from error
+    if not isinstance(value, kind):
+        expected = "an object, {...}" if kind is dict else "a list of objects, [{...}, ...]"
+        raise DataError(f"load_rows: {where} must hold {expected}: got {type(value).__name__}.")
+    return value
+
+
+def _load_hub(source: str, *, split: str, name: str | None) -> Sequence[Row]:
+    import datasets  # a second of imports that a local file does not need
+
+    try:
+        return datasets.load_dataset(source, name, split=split)
+    except (OSError, ValueError) as error:  # the hub: no such dataset, split or configuration, or no network
+        raise DataError(
+            f"load_rows: {source!r} must be a file ending in {', '.join(FILE_FORMATS)} or a dataset on the hub with the "
+            f"split {split!r}: there is no such file here, and the hub answers: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _where(number: int | None) -> str:
+    return "the row" if number is None else f"row {number}"
+
+
+def _require(row: Row, column: str, where: str) -> Any:
+    value = row.get(column)
+    if value is None:
+        what = "is empty" if column in row else "is missing"
+        raise DataError(
+            f"dataset: the column {column!r} {what} in {where}: its columns are {', '.join(row)}.{near(column, row)}"
+        )
+    return value
+
+
+def _pick(row: Row, names: Iterable[str], what: str, where: str, *, or_messages: bool = False) -> str:
+    for column in names:
+        if row.get(column) is not None:
+            return column
+    expected = [*(["messages"] if or_messages else []), *names]
+    hint = next((h for column in row if (h := near(column, expected))), "")
+    raise DataError(
+        f"dataset: {where} must have a {what} column, one of {', '.join(expected)}: its columns are {', '.join(row)}."
+        f"{hint} Otherwise name the column."
+    )
+
+
+def _as_messages(row: Row, column: str, role: str, where: str) -> list[Message]:
+    value = _require(row, column, where)
+    if isinstance(value, (list, tuple)):
+        return _checked(value, column, where)
+    return [{"role": role, "content": value if isinstance(value, str) else str(value)}]
+
+
+def _checked(messages: Any, column: str, where: str) -> list[Message]:
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise DataError(f"dataset: {column!r} must be a list of messages: {where} has {messages!r:.60}.")
+    checked: list[Message] = []
+    for position, message in enumerate(messages, 1):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise DataError(
+                f"dataset: a message must have 'role' and 'content': message {position} of {column!r} in {where} is "
+                f"{message!r:.80}."
+            )
+        # Parquet gives every message the union of all fields; the fields that this one never had come back as None.
+        kept = {key: value for key, value in message.items() if value is not None}
+        if "content" not in kept:
+            if "tool_calls" not in kept:
+                raise DataError(
+                    f"dataset: a message must have 'content': message {position} ({kept['role']}) of {column!r} in "
+                    f"{where} has none."
+                )
+            kept["content"] = ""
+        checked.append(kept)
+    return checked
+
+
+def _split_messages(messages: list[Message]) -> tuple[list[Message], str | None]:
+    if messages[-1]["role"] == "assistant":
+        return messages[:-1], messages[-1]["content"]
+    return messages, None
+
+
+def _with_system(messages: list[Message], system_prompt: str | None) -> list[Message]:
+    if system_prompt is None or messages[0]["role"] == "system":
+        return messages
+    return [{"role": "system", "content": system_prompt}, *messages]

@@ -1,0 +1,362 @@
+"""Takes a batch of tensordicts apart into columns, and puts columns together again.
+
+A batch is a tree (tensordicts, tensorclasses, lazy stacks) over flat entries. ``take_apart`` separates the two: a
+``Layout`` (the tree, comparable with ``==``) and one *column* per entry. Storages keep columns, or rows of them
+(``rows.py``), and never look inside a tensordict again; ``put_together`` is the way back. This is the one file that
+knows how tensordict stores its entries. What is kept, where, and for how long is the storages' business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase, is_non_tensor, is_tensorclass
+from tensordict.base import is_tensor_collection
+from tensordict.tensorclass import NonTensorStack
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+_EMPTY = torch.Size([])
+
+
+class TensorLeaf(NamedTuple):
+    """A tensor entry with one shape for every row. Column: tensor[B, *shape]."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class Leaf(Enum):
+    """The other kinds of entry. Column: a list of B values."""
+
+    RAGGED = "ragged"  # tensors whose shape may differ from row to row
+    DATA = "data"  # Python values
+    ROW = "row"  # tensor collections that are kept whole
+    SIZE = "size"  # the batch size of a row of a lazy stack
+
+
+class Branch(NamedTuple):
+    """A dense tensordict; ``batch_size`` is what follows the row dimension."""
+
+    names: tuple[str, ...]
+    children: tuple[Any, ...]
+    batch_size: torch.Size
+    device: torch.device | None
+
+
+class LazyBranch(NamedTuple):
+    """A lazy stack of tensordicts that have the same keys; rows may differ in shape and batch size."""
+
+    names: tuple[str, ...]
+    children: tuple[Any, ...]
+    device: torch.device | None
+
+
+class Columns(NamedTuple):
+    """A lazy stack that keeps columns itself: it has ``_columns`` (a dict) and ``from_columns(columns, num_rows)``."""
+
+    cls: type
+    names: tuple[str, ...]
+    children: tuple[Any, ...]
+
+
+class Wrapped(NamedTuple):
+    """A tensorclass around a tree, with its non-tensor fields."""
+
+    cls: type
+    inner: Any
+    fields: dict[str, Any]
+
+
+class Tree(NamedTuple):
+    """A dict, tuple or list of the above."""
+
+    spec: pytree.TreeSpec
+    children: tuple[Any, ...]
+
+
+class Layout(NamedTuple):
+    """The shape of a batch without its entries: the tree, and the kind of every column in order."""
+
+    root: Any
+    kinds: tuple[Any, ...]
+
+    @property
+    def dense(self) -> bool:
+        """True if every entry has one shape for all rows, so that columns can be preallocated."""
+        return all(type(kind) is TensorLeaf or kind is Leaf.DATA for kind in self.kinds)
+
+
+# --- apart ---------------------------------------------------------------------------------------------------------
+
+
+def take_apart(
+    batch: Any, *, stacked: bool = True, device: torch.device | None = None
+) -> tuple[Layout, list[Any]]:
+    """Separates a batch (``stacked``: the leading dimension counts rows) or a single row into layout and columns.
+
+    The columns are the entries themselves, not copies (see ``copy_columns``). ``device`` is what the layout notes as
+    the device of every tensordict, for columns that will be kept there; None notes what the batch says.
+    """
+    visitor = _Visitor(stacked, device)
+    return Layout(visitor.visit(batch), tuple(visitor.kinds)), visitor.columns
+
+
+def take_rows_apart(
+    rows: Sequence[Any], *, device: torch.device | None = None
+) -> tuple[Layout, list[Any]] | None:
+    """The same for a sequence of single rows; None if they do not share one layout."""
+    visitor = _Visitor(True, device)
+    root = visitor.visit_rows(rows)
+    return None if root is Leaf.ROW else (Layout(root, tuple(visitor.kinds)), visitor.columns)
+
+
+class _Visitor:
+    """One walk over a batch: collects columns and their kinds in order, returns the tree."""
+
+    __slots__ = ("columns", "device", "kinds", "stacked")
+
+    def __init__(self, stacked: bool, device: torch.device | None) -> None:
+        self.stacked = stacked
+        self.device = device
+        self.columns: list[Any] = []
+        self.kinds: list[Any] = []
+
+    def visit(self, value: Any) -> Any:
+        stacked = self.stacked
+        if isinstance(value, Tensor):
+            return self._leaf(TensorLeaf(value.shape[1:] if stacked else value.shape, value.dtype), value)
+        kind = type(value)
+        if kind is TensorDict and not value._has_names():
+            entries = value._tensordict
+            names = tuple(sorted(entries))
+            children = tuple([self.visit(entries[name]) for name in names])
+            size = value.batch_size
+            return Branch(names, children, size[1:] if stacked else size, self.device or value.device)
+        if kind is NonTensorData:
+            data = _data_of(value)
+            return self._leaf(Leaf.DATA, [data] * len(value) if stacked else data)
+        if not is_tensor_collection(value):
+            if isinstance(value, dict | tuple | list):
+                leaves, spec = pytree.tree_flatten(value, is_leaf=is_tensor_collection)
+                return Tree(spec, tuple([self.visit(leaf) for leaf in leaves]))
+            return self._leaf(Leaf.DATA, [value] if stacked else value)
+        if is_tensorclass(value):
+            return Wrapped(kind, self.visit(value._tensordict), dict(value._non_tensordict))
+        if not stacked:
+            return self._leaf(Leaf.ROW, value)
+        entries = getattr(value, "_columns", None)
+        if entries is not None and hasattr(kind, "from_columns"):
+            names = tuple(sorted(entries))
+            return Columns(kind, names, tuple([self._visit_entry(entries[name]) for name in names]))
+        return self.visit_rows(_unstack(value))
+
+    def visit_rows(self, rows: Sequence[Any]) -> Any:
+        first = rows[0]
+        kind = type(first)
+        if any([type(row) is not kind for row in rows]):
+            return self._leaf(Leaf.ROW, list(rows))
+        if kind is TensorDict:
+            entries = [row._tensordict for row in rows]
+            keys = entries[0].keys()
+            if all([entry.keys() == keys for entry in entries]) and not any([row._has_names() for row in rows]):
+                self._leaf(Leaf.SIZE, [row.batch_size for row in rows])
+                names = tuple(sorted(keys))
+                children = tuple([self._visit_column([entry[name] for entry in entries]) for name in names])
+                return LazyBranch(names, children, self.device or first.device)
+        elif kind is NonTensorData:
+            return self._leaf(Leaf.DATA, [_data_of(row) for row in rows])
+        elif is_tensorclass(first):
+            fields = dict(first._non_tensordict)
+            if all([row._non_tensordict == fields for row in rows]):
+                return Wrapped(kind, self.visit_rows([row._tensordict for row in rows]), fields)
+        return self._leaf(Leaf.ROW, list(rows))
+
+    def _visit_column(self, values: list[Any]) -> Any:
+        if all([isinstance(value, Tensor) for value in values]):
+            return self._leaf(Leaf.RAGGED, values)
+        return self.visit_rows(values)
+
+    def _visit_entry(self, values: Any) -> Any:
+        if type(values) is not list:
+            return self.visit(values)
+        tensors = all([isinstance(value, Tensor) for value in values])
+        return self._leaf(Leaf.RAGGED if tensors else Leaf.DATA, values)
+
+    def _leaf(self, kind: Any, column: Any) -> Any:
+        self.columns.append(column)
+        self.kinds.append(kind)
+        return kind
+
+
+def _unstack(value: TensorDictBase) -> Sequence[Any]:
+    if type(value) in (LazyStackedTensorDict, NonTensorStack) and value.stack_dim == 0 and value.hook_out is None:
+        return value.tensordicts
+    return value.unbind(0)
+
+
+def _data_of(value: NonTensorData) -> Any:
+    return value.__dict__["_non_tensordict"]["data"]
+
+
+# --- copies --------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def copy_columns(layout: Layout, columns: Sequence[Any], device: torch.device | None = None) -> list[Any]:
+    """Columns that share no memory with the given ones: one kernel per column where the rows allow it.
+
+    Python values are kept by reference (nothing can be said about copying them); a tensor column may come in as one
+    tensor or as a list of rows, and leaves as one tensor.
+    """
+    copies: list[Any] = []
+    for kind, column in zip(layout.kinds, columns, strict=True):
+        if type(kind) is TensorLeaf:
+            copy = column.clone() if isinstance(column, Tensor) else torch.stack(column)
+            copies.append(copy if device is None else copy.to(device))
+        elif kind is Leaf.RAGGED:
+            copies.append(_copy_ragged(column, device))
+        elif kind is Leaf.ROW:
+            copies.append([row.clone() if device is None else row.clone().to(device) for row in column])
+        else:
+            copies.append(column)
+    return copies
+
+
+def _copy_ragged(values: Sequence[Tensor], device: torch.device | None) -> list[Tensor]:
+    first = values[0]
+    plain = all([type(value) is Tensor and value.layout is torch.strided for value in values])
+    shapes = [value.shape for value in values]
+    same_kind = plain and len({(value.dtype, value.device) for value in values}) == 1
+    if same_kind and len(set(shapes)) == 1:
+        return list(_to(torch.stack(list(values)), device).unbind(0))
+    if same_kind and first.ndim and len({shape[1:] for shape in shapes}) == 1:
+        return list(_to(torch.cat(list(values)), device).split_with_sizes([shape[0] for shape in shapes]))
+    return [_to(value.clone(), device) for value in values]
+
+
+def _to(tensor: Tensor, device: torch.device | None) -> Tensor:
+    return tensor if device is None else tensor.to(device)
+
+
+# --- together ------------------------------------------------------------------------------------------------------
+
+
+def put_together(layout: Layout, columns: Sequence[Any], num_rows: int) -> Any:
+    """The batch of ``num_rows`` rows whose entries *are* the given columns, in the form that was taken apart."""
+    return _batch(layout.root, iter(columns), num_rows)
+
+
+def put_rows_together(layout: Layout, columns: Sequence[Any]) -> list[Any]:
+    """The same as a list of single rows."""
+    return list(_rows(layout.root, iter(columns)))
+
+
+def _batch(node: Any, columns: Iterator[Any], num_rows: int) -> Any:
+    kind = type(node)
+    if kind is TensorLeaf:
+        return next(columns)
+    if kind is Branch:
+        entries = {
+            name: _batch(child, columns, num_rows) for name, child in zip(node.names, node.children, strict=True)
+        }
+        size = torch.Size([num_rows, *node.batch_size])
+        return TensorDict._new_unsafe(entries, batch_size=size, device=node.device)
+    if kind is Wrapped:
+        return node.cls._from_tensordict(_batch(node.inner, columns, num_rows), dict(node.fields), safe=False)
+    if kind is Tree:
+        return pytree.tree_unflatten([_batch(child, columns, num_rows) for child in node.children], node.spec)
+    if kind is Columns:
+        entries = {
+            name: list(next(columns)) if isinstance(child, Leaf) and child is not Leaf.ROW else _batch(child, columns, num_rows)
+            for name, child in zip(node.names, node.children, strict=True)
+        }
+        return node.cls.from_columns(entries, num_rows)
+    if node is Leaf.DATA:
+        return NonTensorStack._new_lazy_unsafe(*_wrap_data(next(columns)))
+    rows = list(_rows(node, columns))
+    if kind is LazyBranch or not (is_tensorclass(rows[0]) or is_non_tensor(rows[0])):
+        return LazyStackedTensorDict._new_lazy_unsafe(*rows)
+    return LazyStackedTensorDict.lazy_stack(rows)
+
+
+def _rows(node: Any, columns: Iterator[Any]) -> Sequence[Any]:
+    kind = type(node)
+    if kind is TensorLeaf:
+        return next(columns).unbind(0)
+    if kind is Branch or kind is LazyBranch or kind is Columns:
+        sizes = next(columns) if kind is LazyBranch else None
+        names, device = node.names, None if kind is Columns else node.device
+        by_name = [_rows(child, columns) for child in node.children]
+        new = TensorDict._new_unsafe
+        if sizes is None:
+            size = _EMPTY if kind is Columns else node.batch_size
+            return [new(dict(zip(names, values, strict=True)), size, device) for values in zip(*by_name, strict=True)]
+        if not names:
+            return [new({}, size, device) for size in sizes]
+        return [
+            new(dict(zip(names, values, strict=True)), size, device)
+            for size, *values in zip(sizes, *by_name, strict=True)
+        ]
+    if kind is Wrapped:
+        cls, fields = node.cls, node.fields
+        return [cls._from_tensordict(row, dict(fields), safe=False) for row in _rows(node.inner, columns)]
+    if kind is Tree:
+        by_leaf = [_rows(child, columns) for child in node.children]
+        return [pytree.tree_unflatten(list(leaves), node.spec) for leaves in zip(*by_leaf, strict=True)]
+    if node is Leaf.DATA:
+        return _wrap_data(next(columns))
+    return next(columns)
+
+
+def _wrap_data(values: Sequence[Any]) -> list[NonTensorData]:
+    new, wrap = TensorDict._new_unsafe, NonTensorData._from_tensordict
+    return [
+        wrap(new({}, _EMPTY), {"data": value, "_is_non_tensor": True, "_metadata": None}, safe=False)
+        for value in values
+    ]
+
+
+# --- differences ---------------------------------------------------------------------------------------------------
+
+
+def difference(expected: Any, got: Any, path: tuple[str, ...] = ()) -> str:
+    """The first way in which two trees differ, in words that name the key."""
+    where = repr(path[0] if len(path) == 1 else path) if path else "the row"
+    if type(expected) is Wrapped and type(got) is Wrapped and expected.cls is got.cls:
+        return difference(expected.inner, got.inner, path)
+    if type(expected) is Branch and type(got) is Branch:
+        for name in got.names:
+            if name not in expected.names:
+                return f"unknown key {(*path, name)!r}" if path else f"unknown key {name!r}"
+        for name, child in zip(expected.names, expected.children, strict=True):
+            if name not in got.names:
+                return f"missing key {(*path, name)!r}" if path else f"missing key {name!r}"
+            other = got.children[got.names.index(name)]
+            if child != other:
+                return difference(child, other, (*path, name))
+        return f"{where}: got batch size {list(got.batch_size)} after the row dimension and device {got.device}, " + (
+            f"expected {list(expected.batch_size)} and {expected.device}"
+        )
+    if type(expected) is TensorLeaf and type(got) is TensorLeaf:
+        return f"{where}: got {_describe(got)}, expected {_describe(expected)}"
+    return f"{where}: got {_name(got)}, expected {_name(expected)}"
+
+
+def _describe(leaf: TensorLeaf) -> str:
+    return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)} per row"
+
+
+def _name(node: Any) -> str:
+    if type(node) is TensorLeaf:
+        return _describe(node)
+    if type(node) is Tree:
+        return f"a {node.spec.type.__name__ if node.spec.type else 'tree'} of {len(node.children)} entries"
+    if type(node) is Wrapped:
+        return node.cls.__name__
+    if isinstance(node, Leaf):
+        return {Leaf.DATA: "a Python value", Leaf.RAGGED: "a ragged entry"}.get(node, "a tensordict")
+    return "a tensordict" if type(node) is Branch else "a lazy stack"

@@ -1,0 +1,75 @@
+"""Batches prepared ahead by threads, in the order in which they were drawn."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any, NamedTuple
+
+from llmrl.errors import DeadlineError
+
+
+class _Waiting(NamedTuple):
+    before: dict[str, Any]  # the sampler's state before this batch was drawn
+    future: Future[Any]
+    info: dict[str, Any]
+    ran_out: bool
+
+
+class Prefetcher:
+    """Keeps up to ``depth`` drawn batches waiting.
+
+    Rows are drawn and copied in the caller's thread, one batch after the other; what threads do is the collating and the
+    transforms, which must therefore bear to run beside each other. Each draw notes the sampler's state before it:
+    ``clear`` returns the state that belongs to the oldest batch nobody has taken, so drawing again gives the same.
+    """
+
+    def __init__(self, depth: int, timeout_s: float) -> None:
+        if depth < 1 or timeout_s <= 0:
+            raise ValueError(
+                f"ReplayBuffer: prefetch and prefetch_timeout_s must be positive: got {depth} and {timeout_s}."
+            )
+        self.depth = depth
+        self.timeout_s = timeout_s
+        self._pool = ThreadPoolExecutor(max_workers=depth, thread_name_prefix="replay-buffer-prefetch")
+        self._queue: deque[_Waiting] = deque()
+
+    def fill(
+        self,
+        draw: Callable[[], tuple[Any, dict[str, Any], bool]],
+        state: Callable[[], dict[str, Any]],
+        finish: Callable[[Any], Any],
+    ) -> None:
+        """Draws batches until ``depth`` wait besides the one to be taken now; threads ``finish`` them."""
+        while len(self._queue) <= self.depth:
+            before = state()
+            raw, info, ran_out = draw()
+            self._queue.append(_Waiting(before, self._pool.submit(finish, raw), info, ran_out))
+
+    def take(self) -> _Waiting:
+        return self._queue.popleft()
+
+    def wait(self, waiting: _Waiting) -> tuple[Any, dict[str, Any], bool]:
+        try:
+            data = waiting.future.result(timeout=self.timeout_s)
+        except FutureTimeoutError as error:
+            raise DeadlineError(
+                f"ReplayBuffer: a prefetched batch must be ready within prefetch_timeout_s={self.timeout_s:g}: it is "
+                "not; a transform or collate_fn hangs."
+            ) from error
+        return data, waiting.info, waiting.ran_out
+
+    def clear(self) -> dict[str, Any] | None:
+        """Drops what waits; returns the sampler's state to go back to, or ``None`` if nothing waited."""
+        if not self._queue:
+            return None
+        before = self._queue[0].before
+        for waiting in self._queue:
+            waiting.future.cancel()
+        self._queue.clear()
+        return before
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)

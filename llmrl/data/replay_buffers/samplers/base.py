@@ -1,0 +1,85 @@
+"""What a sampler is: it picks the positions of the next batch, from its own generator."""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmrl.data.replay_buffers.storages import Storage
+
+
+class Sampler(ABC):
+    """Picks rows of a storage. Draws from its own generator, which is part of its state.
+
+    A generator that is not given is seeded from torch's global one at the first draw, so ``torch.manual_seed`` makes a
+    run repeatable, and what is drawn afterwards depends on nothing else.
+    """
+
+    def __init__(self) -> None:
+        self._generator: torch.Generator | None = None
+
+    @property
+    def generator(self) -> torch.Generator:
+        if self._generator is None:
+            seed = int(torch.randint(torch.iinfo(torch.int64).max, ()))
+            self._generator = torch.Generator().manual_seed(seed)
+        return self._generator
+
+    def set_rng(self, generator: torch.Generator) -> None:
+        self._generator = generator
+
+    @property
+    def ran_out(self) -> bool:
+        """True if the last batch ended a pass; never, for a sampler that has no passes."""
+        return False
+
+    @property
+    def drop_last(self) -> bool:
+        """True if every batch has exactly the size that was asked for."""
+        return False
+
+    @abstractmethod
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
+        """The positions of the next batch, int64[N], and what is to be known about them, each [N]."""
+
+    def add(self, index: int) -> None:
+        """A row was written at ``index``."""
+
+    def extend(self, index: Tensor) -> None:
+        """Rows were written at ``index``, int64[N]."""
+
+    def mark_update(self, index: int | Tensor) -> None:
+        """The rows at ``index`` were changed in place."""
+
+    def update_priority(self, index: int | Tensor, priority: float | Tensor) -> None:
+        """The rows at ``index`` are to be drawn in proportion to ``priority``."""
+        warnings.warn(f"{type(self).__name__} has no priorities: update_priority has no effect.", stacklevel=2)
+
+    def empty(self) -> None:
+        """The storage was emptied."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.set_state(state["generator"])
+
+    def dumps(self, path: str | Path) -> None:
+        """Writes the state to the directory ``path``."""
+        Path(path).mkdir(parents=True, exist_ok=True)
+        torch.save(self.state_dict(), Path(path) / "state.pt")
+
+    def loads(self, path: str | Path) -> None:
+        """Reads what ``dumps`` wrote."""
+        self.load_state_dict(torch.load(Path(path) / "state.pt", weights_only=True))
+
+    def _length(self, storage: Storage) -> int:
+        length = len(storage)
+        if not length:
+            raise RuntimeError(f"{type(self).__name__}: there must be a row to draw: got an empty storage.")
+        return length

@@ -1,0 +1,105 @@
+"""Tensordict rows of any length, read back as one batch: the storage for conversations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict.base import is_tensor_collection
+from torch import Tensor
+
+from llmrl.data.replay_buffers.layout import Layout
+from llmrl.data.replay_buffers.rows import Row, from_rows, pack, single_rows, to_rows, unpack
+from llmrl.data.replay_buffers.storages.base import Storage, positions, row_limit
+from llmrl.errors import DataError
+
+
+class LazyStackStorage(Storage):
+    """Tensordicts whose entries may differ in shape from row to row, up to ``max_size`` of them (default: no limit).
+
+    ``get`` returns a batch in the form in which the rows were written: a dense tensordict whose ragged containers are
+    lazy stacks comes back as such, single rows and lazy stacks come back as one lazy stack. Once rows of different
+    layouts were written (other keys, or another shape of a dense entry), every batch is a lazy stack of single rows,
+    whatever rows it holds; ``empty`` starts anew. ``stack_dim`` is where a lazy stack has its row dimension. Tensors are
+    copied, detached, and moved to ``device`` if given; Python values (strings, messages) are kept by reference.
+
+    >>> from tensordict import TensorDict
+    >>> storage = LazyStackStorage(10)
+    >>> storage.set(0, TensorDict(ids=torch.arange(3)))
+    >>> storage.set(1, TensorDict(ids=torch.arange(5)))
+    >>> [ids.tolist() for ids in storage.get(slice(0, 2)).get("ids", as_list=True)]
+    [[0, 1, 2], [0, 1, 2, 3, 4]]
+    """
+
+    def __init__(
+        self, max_size: int | None = None, *, stack_dim: int = 0, device: torch.device | str | None = None
+    ) -> None:
+        self.max_size = row_limit("LazyStackStorage", max_size)
+        self.stack_dim = stack_dim
+        self.device = None if device is None else torch.device(device)
+        self.empty()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def empty(self) -> None:
+        self._rows: list[Row] = []
+        self._layout: Layout | None = None  # of all rows, as long as they have one
+        self._mixed = False
+
+    def count(self, data: Any) -> int:
+        if isinstance(data, list):
+            return len(data)
+        if not is_tensor_collection(data) or not data.batch_dims:
+            raise DataError(
+                "LazyStackStorage: a batch is a tensordict with a batch dimension, or a list of tensordicts: got "
+                f"{_describe(data)}."
+            )
+        return data.batch_size[0]
+
+    def set(self, index: int | slice | Tensor, data: Any) -> None:
+        singles = [data] if isinstance(index, int) else data
+        if isinstance(singles, list):
+            for row in singles:
+                if not is_tensor_collection(row):
+                    raise DataError(f"LazyStackStorage: a row must be a tensordict: got {_describe(row)}.")
+        self._put(positions(index, self.max_size), to_rows(singles, self.device))
+
+    def get(self, index: int | slice | Tensor) -> Any:
+        if isinstance(index, int):
+            return single_rows([self._rows[index]])[0]
+        rows = [self._rows[position] for position in positions(index, len(self))]
+        if not rows:
+            raise IndexError(f"LazyStackStorage: the index must name a row: got {index} of {len(self)} rows.")
+        return from_rows(rows, lazy=self._mixed, stack_dim=self.stack_dim)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rows": pack(self._rows), "mixed": self._mixed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._check_fits(state["rows"]["size"] - 1)
+        self._rows = unpack(state["rows"])
+        self._mixed = state["mixed"]
+        self._layout = self._rows[0].layout if self._rows else None
+
+    def _put(self, where: list[int], rows: list[Row]) -> None:
+        self._check_run(where, len(rows))
+        known = self._layout
+        for position, row in zip(where, rows, strict=True):
+            if row.layout is not known:  # rows of one batch share the object, so this compares once per batch
+                if self._layout is None:
+                    self._layout = row.layout
+                self._mixed = self._mixed or row.layout != self._layout
+                known = row.layout
+            if known is not self._layout and not self._mixed:
+                row = Row(self._layout, row.leaves)
+            if position < len(self._rows):
+                self._rows[position] = row
+            else:
+                self._rows.append(row)
+
+
+def _describe(value: Any) -> str:
+    if is_tensor_collection(value):
+        return f"a {type(value).__name__} with batch size {list(value.batch_size)}"
+    return f"a {type(value).__name__}"

@@ -1,0 +1,60 @@
+"""What a writer is: it decides where in the storage the next rows go, and counts them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmrl.data.replay_buffers.storages import Storage
+
+
+class Writer(ABC):
+    """Puts rows into the storage that it was registered with."""
+
+    def __init__(self) -> None:
+        self._storage: Storage | None = None
+
+    def register_storage(self, storage: Storage) -> None:
+        self._storage = storage
+
+    @property
+    def storage(self) -> Storage:
+        if self._storage is None:
+            raise RuntimeError(f"{type(self).__name__}: a storage must be registered before the first write.")
+        return self._storage
+
+    @property
+    @abstractmethod
+    def write_count(self) -> int:
+        """How many rows were ever written."""
+
+    @abstractmethod
+    def add(self, data: Any) -> int:
+        """Writes one row and returns its position."""
+
+    @abstractmethod
+    def extend(self, data: Any) -> Tensor:
+        """Writes a batch and returns the position of every row, int64[N]."""
+
+    @abstractmethod
+    def empty(self, empty_write_count: bool = True) -> None:
+        """Starts again at the first position."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def dumps(self, path: str | Path) -> None:
+        """Writes the state to the directory ``path``."""
+        Path(path).mkdir(parents=True, exist_ok=True)
+        torch.save(self.state_dict(), Path(path) / "state.pt")
+
+    def loads(self, path: str | Path) -> None:
+        """Reads what ``dumps`` wrote."""
+        self.load_state_dict(torch.load(Path(path) / "state.pt", weights_only=True))

@@ -1,0 +1,248 @@
+"""Numeric domains: `Bounded` between a low and a high, `Unbounded` over everything that the dtype holds.
+
+A `Bounded` or `Unbounded` is an instance of its ``...Continuous`` or ``...Discrete`` subclass, chosen by the dtype or
+by ``domain``, as `pathlib.Path` picks its flavour.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal, Self
+
+import torch
+from torch import Size, Tensor
+
+from llmrl.data.specs.base import LeafSpec
+from llmrl.data.specs.shape import unexpanded
+from llmrl.errors import ConfigError, ShapeError
+
+__all__ = [
+    "Bounded",
+    "BoundedContinuous",
+    "BoundedDiscrete",
+    "Unbounded",
+    "UnboundedContinuous",
+    "UnboundedDiscrete",
+]
+
+Domain = Literal["continuous", "discrete"]
+
+
+class _Numeric(LeafSpec):
+    # The dtype says whether a domain is continuous, unless the caller does.
+
+    @property
+    def domain(self) -> Domain:
+        return "discrete" if isinstance(self, (BoundedDiscrete, UnboundedDiscrete)) else "continuous"
+
+    def to(self, dest: torch.device | str | int | torch.dtype) -> Self:
+        new = super().to(dest)
+        if isinstance(dest, torch.dtype):
+            if dest.is_floating_point != self.dtype.is_floating_point:
+                new.__class__ = _flavour(self, "continuous" if dest.is_floating_point else "discrete")
+            for name in self._fields:
+                setattr(new, name, getattr(new, name).to(dest))
+        return new
+
+    def _settle(self, domain: Domain | None, dtype: torch.dtype | None) -> torch.dtype:
+        """Gives the spec its subclass. Returns the dtype, int64 for a discrete domain and float else if None is
+        given."""
+        own = type(self).__name__
+        fixed = "discrete" if own.endswith("Discrete") else "continuous" if own.endswith("Continuous") else None
+        if domain not in (None, "continuous", "discrete") or (fixed and domain and fixed != domain):
+            raise ConfigError(f"{own}: domain must be {fixed or 'continuous or discrete'}: got {domain!r}.")
+        domain = domain or fixed
+        if dtype is None:
+            dtype = torch.int64 if domain == "discrete" else torch.get_default_dtype()
+        if domain is None:
+            domain = "continuous" if dtype.is_floating_point or dtype.is_complex else "discrete"
+        if type(self) in _FLAVOURS:
+            self.__class__ = _flavour(self, domain)
+        return dtype
+
+
+class Bounded(_Numeric):
+    """A box: ``low`` and ``high`` are numbers or tensors that broadcast to ``shape``; both belong to the domain.
+
+    Raises  ConfigError where a low exceeds its high or ``domain`` is not a domain; ShapeError where bounds do not fit
+            ``shape``
+
+    Without ``shape`` it is the bounds' own; without ``dtype`` that of tensor bounds, else float (int64 if ``domain`` is
+    "discrete").
+
+    >>> spec = Bounded(-1, 1, shape=(2,))
+    >>> type(spec).__name__, spec.project(torch.tensor([0.5, 3.0]))
+    ('BoundedContinuous', tensor([0.5000, 1.0000]))
+    """
+
+    _fields: ClassVar[dict[str, int]] = {"_low": 0, "_high": 0}
+
+    def __init__(
+        self,
+        low: float | Tensor | Sequence[Any],
+        high: float | Tensor | Sequence[Any],
+        shape: Sequence[int] | int | None = None,
+        *,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        domain: Domain | None = None,
+    ):
+        if dtype is None and isinstance(low, Tensor) and isinstance(high, Tensor):
+            dtype = torch.promote_types(low.dtype, high.dtype)
+        dtype = self._settle(domain, dtype)
+        low, high = torch.as_tensor(low), torch.as_tensor(high)
+        if shape is None:
+            shape = torch.broadcast_shapes(low.shape, high.shape)
+        super().__init__(shape, device, dtype)
+        self._low = self._bound(low, "low")
+        self._high = self._bound(high, "high")
+        if bool((self._low > self._high).any()):
+            raise ConfigError(
+                f"{type(self).__name__}: low must not exceed high: got low={low.tolist()}, high={high.tolist()}."
+            )
+
+    @property
+    def low(self) -> Tensor:
+        """The lower bound at the spec's shape: a view, size 1 where the spec has any size."""
+        return self._expanded("_low")
+
+    @property
+    def high(self) -> Tensor:
+        """The upper bound at the spec's shape: a view, size 1 where the spec has any size."""
+        return self._expanded("_high")
+
+    def cardinality(self) -> int | float:
+        if self.domain == "continuous" or -1 in self.shape:
+            return math.inf
+        counts = (self.high.long() - self.low.long()).flatten().tolist()
+        return math.prod(count + 1 for count in counts)
+
+    def _bound(self, bound: Tensor, name: str) -> Tensor:
+        missing = len(self.shape) - bound.ndim
+        if missing < 0 or not all(
+            got in (1, size) for got, size in zip(bound.shape, self.shape[max(missing, 0) :], strict=False)
+        ):
+            raise ShapeError(
+                f"{type(self).__name__}: {name} must broadcast to the shape {tuple(self.shape)}: got "
+                f"{tuple(bound.shape)}."
+            )
+        bound = bound.to(self.device, self.dtype).reshape((1,) * missing + bound.shape)
+        return unexpanded(bound, self.shape, type(self).__name__).clone()
+
+    def _outside(self, value: Tensor) -> Tensor:
+        low, high = self._low.to(value.device), self._high.to(value.device)
+        return ~((value >= low) & (value <= high))
+
+    def _nearest(self, value: Tensor) -> Tensor:
+        low, high = self._low.to(value.device, value.dtype), self._high.to(value.device, value.dtype)
+        if value.is_floating_point():
+            value = torch.where(value.isnan(), torch.zeros_like(value), value)
+        return torch.minimum(torch.maximum(value, low), high)
+
+    def _domain_text(self) -> str:
+        def text(bound: Tensor) -> str:
+            return str(bound.item()) if bound.numel() == 1 else str(bound.tolist())
+
+        return f"within [{text(self._low)}, {text(self._high)}]"
+
+    def _enumerate(self, use_mask: bool) -> Tensor:
+        lows, highs = self.low.flatten().tolist(), self.high.flatten().tolist()
+        ranges = [torch.arange(low, high + 1) for low, high in zip(lows, highs, strict=True)]
+        return choices(ranges, self.shape).to(self.device)
+
+
+class BoundedContinuous(Bounded):
+    """A `Bounded` whose values are uniform between the bounds; an infinite bound is approached by a normal tail."""
+
+    def _sample(self, shape: Size, generator: torch.Generator | None) -> Tensor:
+        dtype = self.dtype if self.dtype.is_floating_point else torch.float64
+        device = self.device if generator is None else generator.device
+        low, high = self._low.to(device, dtype), self._high.to(device, dtype)
+        unit = torch.rand(shape, generator=generator, dtype=dtype, device=device)
+        value = low * (1 - unit) + high * unit
+        if not bool(low.isfinite().all() and high.isfinite().all()):
+            tail = torch.randn(shape, generator=generator, dtype=dtype, device=device)
+            value = torch.where(low.isfinite() & high.isinf(), low + tail.abs(), value)
+            value = torch.where(low.isinf() & high.isfinite(), high - tail.abs(), value)
+            value = torch.where(low.isinf() & high.isinf(), tail, value)
+        return torch.minimum(torch.maximum(value, low), high)
+
+
+class BoundedDiscrete(Bounded):
+    """A `Bounded` of whole numbers, each as likely as the next."""
+
+    def _outside(self, value: Tensor) -> Tensor:
+        outside = super()._outside(value)
+        return outside | (value != value.round()) if value.is_floating_point() else outside
+
+    def _nearest(self, value: Tensor) -> Tensor:
+        return super()._nearest(value.round() if value.is_floating_point() else value)
+
+    def _sample(self, shape: Size, generator: torch.Generator | None) -> Tensor:
+        device = self.device if generator is None else generator.device
+        low, high = self._low.to(device, torch.int64), self._high.to(device, torch.int64)
+        width = high - low + 1  # wraps to 0 or below where more than 2**63 numbers are in the domain
+        drawn = torch.empty(shape, dtype=torch.int64, device=device)
+        value = low + drawn.random_(0, torch.iinfo(torch.int64).max, generator=generator) % width.clamp(min=1)
+        if bool((width <= 0).any()):
+            anything = drawn.random_(torch.iinfo(torch.int64).min, None, generator=generator)
+            value = torch.where(width <= 0, torch.minimum(torch.maximum(anything, low), high), value)
+        return value
+
+
+class Unbounded(_Numeric):
+    """Any value of the dtype.
+
+    >>> Unbounded(shape=(3,), dtype=torch.int64).is_in(torch.tensor([1, 2, 3]))
+    True
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int] | int = (1,),
+        *,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        domain: Domain | None = None,
+    ):
+        super().__init__(shape, device, self._settle(domain, dtype))
+
+
+class UnboundedContinuous(Unbounded):
+    """An `Unbounded` drawn from the standard normal distribution."""
+
+    def _sample(self, shape: Size, generator: torch.Generator | None) -> Tensor:
+        dtype = self.dtype if self.dtype.is_floating_point or self.dtype.is_complex else torch.get_default_dtype()
+        device = self.device if generator is None else generator.device
+        return torch.randn(shape, generator=generator, dtype=dtype, device=device)
+
+
+class UnboundedDiscrete(Unbounded):
+    """An `Unbounded` drawn uniformly from every whole number of its dtype."""
+
+    def _sample(self, shape: Size, generator: torch.Generator | None) -> Tensor:
+        device = self.device if generator is None else generator.device
+        drawn = torch.empty(shape, dtype=torch.int64, device=device)
+        if self.dtype == torch.bool or self.dtype.is_floating_point:
+            return drawn.random_(0, 2, generator=generator)
+        info = torch.iinfo(self.dtype)
+        upper = None if info.max == torch.iinfo(torch.int64).max else info.max + 1
+        return drawn.random_(info.min, upper, generator=generator)
+
+
+_FLAVOURS: dict[type, dict[str, type]] = {
+    Bounded: {"continuous": BoundedContinuous, "discrete": BoundedDiscrete},
+    Unbounded: {"continuous": UnboundedContinuous, "discrete": UnboundedDiscrete},
+}
+
+
+def _flavour(spec: _Numeric, domain: str) -> type:
+    return _FLAVOURS[Bounded if isinstance(spec, Bounded) else Unbounded][domain]
+
+
+def choices(ranges: list[Tensor], shape: Size) -> Tensor:
+    """Every combination of one entry per range, as a tensor [number, *shape]; the last range varies fastest."""
+    if not ranges:
+        return torch.zeros((1, *shape), dtype=torch.int64)
+    return torch.stack(torch.meshgrid(*ranges, indexing="ij"), -1).reshape(-1, *shape)

@@ -1,0 +1,176 @@
+"""Shape algebra for specs: each shape operation written once, for a spec, its bounds and its mask alike.
+
+A `ShapeOp` is a tensor operation on the leading dims of whatever it is applied to; dims after those (a nested leaf's
+own dims, the ``n`` of a mask) ride along. A spec learns its new shape by applying the operation to a meta tensor, and
+gives it to the tensors that describe its domain, which are stored *unexpanded*: size 1 in every dim along which they do
+not vary.
+
+A dim of -1 ("any size") is measured with a stand-in prime, so that what it is merged into comes out as -1 too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Size, Tensor
+
+from llmrl.errors import ShapeError
+
+__all__ = ["ShapeOp", "as_size", "expand", "flatten", "index", "reshape", "select", "squeeze", "unflatten", "unsqueeze"]
+
+_STAND_INS = (7919, 7927, 7933, 7937)
+
+
+@dataclass(frozen=True)
+class ShapeOp:
+    """``apply(tensor of shape lead + tail, tail)`` acts on ``lead``; ``text`` says what it does, for errors."""
+
+    text: str
+    apply: Callable[[Tensor, Size], Tensor]
+
+    def on_shape(self, lead: Size, owner: str) -> tuple[Size, Size]:
+        """Returns the new shape, and ``lead`` with the stand-in for -1.
+
+        Raises  ShapeError, naming ``owner``, where the operation does not fit
+        """
+        stand_in = next(prime for prime in _STAND_INS if all(size <= 0 or size % prime for size in lead))
+        measured = Size(stand_in if size == -1 else size for size in lead)
+        try:
+            sizes = self.apply(torch.empty(measured, device="meta"), Size()).shape
+        except (RuntimeError, IndexError, ValueError) as error:
+            raise ShapeError(f"{owner}: cannot {self.text} a spec of shape {tuple(lead)}: {error}") from error
+        if stand_in not in measured:
+            return sizes, measured
+        return Size(-1 if size and size % stand_in == 0 else size for size in sizes), measured
+
+    def on_field(self, field: Tensor, lead: Size, measured: Size, owner: str) -> Tensor:
+        """The operation on an unexpanded tensor whose first ``len(measured)`` dims are those of the spec.
+
+        ``lead`` is the new shape of those dims. The result is unexpanded again.
+        """
+        tail = field.shape[len(measured) :]
+        return unexpanded(self.apply(field.expand(*measured, *tail), tail), lead, owner)
+
+
+def unexpanded(field: Tensor, lead: Size, owner: str) -> Tensor:
+    """``field`` with size 1 in each of its first dims along which it is a broadcast, or which are -1 in ``lead``."""
+    for dim, size in enumerate(lead):
+        if field.shape[dim] <= 1:
+            continue
+        if field.stride(dim) != 0:
+            if size != -1:
+                continue
+            if not bool((field == field.narrow(dim, 0, 1)).all()):
+                raise ShapeError(f"{owner}: bounds and masks cannot vary along dim {dim}, which has size -1 (any).")
+        field = field.narrow(dim, 0, 1)
+    return field
+
+
+def as_size(shape: Sequence[Any]) -> Size:
+    """The size in ``(2, 3)``, ``((2, 3),)`` or ``(torch.Size([2, 3]),)``: shape operations take either spelling."""
+    if len(shape) == 1 and not isinstance(shape[0], int):
+        shape = shape[0]
+    return Size(shape)
+
+
+def expand(sizes: Size) -> ShapeOp:
+    return ShapeOp(f"expand to {tuple(sizes)}", lambda t, tail: t.expand(*sizes, *tail))
+
+
+def reshape(sizes: Size) -> ShapeOp:
+    return ShapeOp(f"reshape to {tuple(sizes)}", lambda t, tail: t.reshape(*sizes, *tail))
+
+
+def flatten(shape: Size, start_dim: int, end_dim: int) -> ShapeOp:
+    if not shape:
+        return unsqueeze(shape, 0)
+    text = f"flatten dims {start_dim} to {end_dim} of"
+    start, end = _dim(start_dim, len(shape), text), _dim(end_dim, len(shape), text)
+    return ShapeOp(text, lambda t, tail: t.flatten(start, end))
+
+
+def unflatten(shape: Size, dim: int, sizes: Size) -> ShapeOp:
+    text = f"unflatten dim {dim} into {tuple(sizes)} of"
+    at = _dim(dim, len(shape), text)
+    return ShapeOp(text, lambda t, tail: t.unflatten(at, sizes))
+
+
+def squeeze(shape: Size, dim: int | None) -> ShapeOp:
+    dims = range(len(shape)) if dim is None else [_dim(dim, len(shape), f"squeeze dim {dim} of")]
+    dropped = {d for d in dims if shape[d] == 1}
+    index = tuple(0 if d in dropped else slice(None) for d in range(len(shape)))
+    return ShapeOp("squeeze", lambda t, tail: t[index])
+
+
+def unsqueeze(shape: Size, dim: int) -> ShapeOp:
+    at = _dim(dim, len(shape) + 1, f"unsqueeze dim {dim} of")
+    return ShapeOp(f"unsqueeze dim {dim} of", lambda t, tail: t.unsqueeze(at))
+
+
+def select(shape: Size, dim: int, position: int) -> ShapeOp:
+    before = (slice(None),) * dim
+    return ShapeOp(f"take entry {position} of dim {dim} of", lambda t, tail: t[(*before, position)])
+
+
+def index(shape: Size, item: Any) -> ShapeOp:
+    """``spec[item]`` with everything a tensor can be indexed with; an Ellipsis stands for dims of ``shape`` only."""
+    full = _full_index(shape, item)
+    return ShapeOp(f"index with {item!r}", lambda t, tail: t[full])
+
+
+def normal_dim(dim: int, shape: Size, owner: str) -> int:
+    """``dim`` counted from the front. Raises ShapeError if ``shape`` has no such dim."""
+    return _dim(dim, len(shape), f"{owner}: cannot take dim {dim} of", raw=True)
+
+
+def _dim(dim: int, ndim: int, text: str, raw: bool = False) -> int:
+    if not -ndim <= dim < ndim:
+        prefix = text if raw else f"spec: cannot {text}"
+        raise ShapeError(f"{prefix} a spec with {ndim} dims to choose from.")
+    return dim % ndim
+
+
+def _full_index(shape: Size, item: Any) -> tuple[Any, ...]:
+    items = [_as_index(part) for part in (item if isinstance(item, tuple) else (item,))]
+    wanted = sum(_dims_used(part) for part in items)
+    if wanted > len(shape):
+        raise ShapeError(f"spec: an index cannot have more dims than the spec: got {wanted}, shape {tuple(shape)}.")
+    missing = [slice(None)] * (len(shape) - wanted)
+    holes = [position for position, part in enumerate(items) if part is Ellipsis]
+    if len(holes) > 1:
+        raise ShapeError("spec: an index can hold one Ellipsis at most.")
+    at = holes[0] if holes else len(items)
+    items[at : at + len(holes)] = missing
+    full: list[Any] = []
+    dim = 0
+    for part in items:
+        used = _dims_used(part)
+        if isinstance(part, Tensor) and part.dtype == torch.bool:
+            if part.shape != shape[dim : dim + used]:
+                raise ShapeError(
+                    f"spec: a mask index must have the shape of what it masks: got {tuple(part.shape)}, expected "
+                    f"{tuple(shape[dim : dim + used])}."
+                )
+            full.extend(part.nonzero(as_tuple=True))  # a meta tensor cannot be masked
+        elif isinstance(part, slice) and shape[dim] == -1:
+            full.append(slice(None))  # a slice of any size is of any size
+        else:
+            full.append(part)
+        dim += used
+    return tuple(full)
+
+
+def _as_index(part: Any) -> Any:
+    if isinstance(part, (bool, str)):
+        raise ShapeError(f"spec: an index cannot hold {part!r}.")
+    return torch.as_tensor(part) if isinstance(part, (list, range, np.ndarray)) else part
+
+
+def _dims_used(part: Any) -> int:
+    if part is None or part is Ellipsis:
+        return 0
+    return part.ndim if isinstance(part, Tensor) and part.dtype == torch.bool else 1

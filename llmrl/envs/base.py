@@ -1,0 +1,556 @@
+"""`EnvBase`: reset, step, rollout and specs over tensordicts.
+
+Data are in TED form: what was there before the step is at the root (t), what the step made is under ``"next"`` (t+1).
+Transforms around an env are `TransformedEnv`'s part, moving ``"next"`` to the root `step_mdp`'s, and whether an env
+keeps the specs it declares `check_env_specs`'s: no step looks at a spec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from tensordict import NestedKey, TensorDict, TensorDictBase
+from torch import Tensor
+
+from llmrl.data.specs import Categorical, Composite, TensorSpec
+from llmrl.envs.rows import fill_missing, present_keys, put_rows, shallow_copy, stack_steps
+from llmrl.envs.utils import next_seed, step_mdp
+from llmrl.errors import ConfigError, MissingKeyError, RolloutError, ShapeError
+
+if TYPE_CHECKING:
+    from llmrl.envs.transforms.base import Transform
+    from llmrl.envs.transforms.transformed_env import TransformedEnv
+
+__all__ = ["EnvBase"]
+
+Policy = Callable[[TensorDictBase], TensorDictBase]
+
+DONE_KEYS = ("done", "terminated", "truncated")
+
+
+class EnvBase:
+    """An environment. A subclass writes ``_reset`` and ``_step`` and, so that it can be checked, its specs.
+
+    ``_reset(td | None) -> td``  the content of t = 0. ``td`` holds what the caller gave; in a `batch_locked` env its
+                                 ``"_reset"`` bool[*B, 1] (absent: all) names the rows to restart
+    ``_step(td) -> td``          the content of t+1 in a new tensordict: observations, reward, done. ``td`` is not
+    changed
+    ``_set_seed(seed)``          seeds whatever the env draws from
+
+    ``"done"``, ``"terminated"``, ``"truncated"`` are bool[*B, 1]. Those that a subclass leaves out are filled in: done
+    is terminated or truncated, a done without a reason is terminated, the rest is False.
+
+    With ``batch_locked=False`` the env keeps nothing between calls: any leading batch size may be stepped or reset,
+    such as the rows still alive, and a reset of some rows runs on those rows alone.
+
+    >>> class CountTo(EnvBase):
+    ...     def __init__(self, limit, batch_size=()):
+    ...         super().__init__(batch_size=batch_size, batch_locked=False)
+    ...         self.limit = limit
+    ...     def _reset(self, td):
+    ...         batch_size = self.batch_size if td is None else td.batch_size
+    ...         return TensorDict(count=torch.zeros(*batch_size, 1), batch_size=batch_size)
+    ...     def _step(self, td):
+    ...         count = td["count"] + 1
+    ...         return TensorDict(count=count, reward=count, done=count >= self.limit, batch_size=td.batch_size)
+    >>> CountTo(3).rollout(10, policy=lambda td: td)["next", "reward"].flatten()
+    tensor([1., 2., 3.])
+    """
+
+    def __init__(
+        self,
+        *,
+        device: torch.device | str | None = None,
+        batch_size: Sequence[int] | torch.Size = (),
+        batch_locked: bool = True,
+    ):
+        self._device = None if device is None else torch.device(device)
+        self._batch_size = torch.Size(batch_size)
+        self._batch_locked = batch_locked
+        self._specs: dict[str, Composite] = {}
+        self._spec_version = 0
+        self._action_roots: tuple[int, tuple[str, ...]] | None = None
+        self._row_action_spec: tuple[int, Composite] | None = None
+        self._generator: torch.Generator | None = None
+        self.is_closed = False
+
+    # -- what a subclass writes ----------------------------------------------------------------------------------------
+
+    def _reset(self, td: TensorDictBase | None) -> TensorDictBase:
+        raise TypeError(f"{type(self).__name__}: an EnvBase subclass must define _reset(td) -> the content of t = 0.")
+
+    def _step(self, td: TensorDictBase) -> TensorDictBase:
+        raise TypeError(f"{type(self).__name__}: an EnvBase subclass must define _step(td) -> the content of t+1.")
+
+    def _set_seed(self, seed: int) -> None:
+        pass
+
+    # -- one step ------------------------------------------------------------------------------------------------------
+
+    def reset(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
+        """Starts trajectories.
+
+        Reads   ``"_reset"`` bool[*B, 1] or [*B], if there: only these rows start anew, the others keep their values
+                what else ``tensordict`` holds is handed to the env and its transforms (a query, say)
+        Returns a new tensordict: what was given, without ``"_reset"`` and ``"next"``, overwritten by what the reset
+                made
+        Raises  ShapeError for another batch size than a `batch_locked` env's; MissingKeyError where rows that are to
+                keep their values do not have one of the entries that the reset writes
+        """
+        if tensordict is None:
+            return self._start(None)
+        self._check_batch_size(tensordict, "reset")
+        rows = tensordict.get("_reset", None)
+        if rows is None:
+            return _carry(tensordict, self._start(tensordict))
+        return self._reset_rows(tensordict, rows, given=tensordict)
+
+    def step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Takes the action in ``tensordict``.
+
+        Reads   the action entries (`action_keys`) and whatever the env needs of time t
+        Writes  ``"next"``: observations, reward, done. An entry that a policy left under ``"next"`` and the env does
+                not write stays. Nothing else in ``tensordict`` changes
+        Returns ``tensordict``
+        Raises  MissingKeyError without an action, ShapeError for another batch size than a `batch_locked` env's
+        """
+        self._check_batch_size(tensordict, "step")
+        next_td = self._transition(tensordict)
+        preset = tensordict.get("next", None)
+        if preset is not None:
+            fill_missing(next_td, preset)
+        tensordict.set("next", next_td)
+        return tensordict
+
+    def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+        """One step, and the root of the next one: rows that are done start a new trajectory, from nothing of the old.
+
+        Returns ``(tensordict with "next", a new tensordict for the next step)``
+        """
+        tensordict = self.step(tensordict)
+        next_root = self.step_mdp(tensordict)
+        done = next_root.get("done")
+        if done.any():
+            next_root = self._reset_rows(next_root, done, given=None)
+        return tensordict, next_root
+
+    def step_mdp(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """`llmrl.envs.utils.step_mdp` with this env's keys: without its rewards and its actions."""
+        return step_mdp(
+            tensordict,
+            exclude_action=True,
+            reward_keys=self.reward_keys or ("reward",),
+            action_keys=self.action_keys or ("action",),
+        )
+
+    def _transition(self, td: TensorDictBase) -> TensorDictBase:
+        roots = self._action_root_names()
+        keys = td.keys()
+        for name in roots:
+            if name not in keys:
+                raise MissingKeyError(
+                    f"{type(self).__name__}.step: reads the action {name!r}, which is not there; keys present: "
+                    f"{present_keys(td)}; let the policy, or env.rand_action(td), write it first."
+                )
+        next_td = self._step(td)
+        if next_td is None or next_td is td:
+            got = "None" if next_td is None else "the tensordict it was given"
+            raise RolloutError(
+                f"{type(self).__name__}._step: must return a new tensordict with the content of t+1: got {got}."
+            )
+        _complete_done(next_td)
+        return next_td
+
+    def _start(self, td: TensorDictBase | None) -> TensorDictBase:
+        reset_td = self._reset(td)
+        if reset_td is None:
+            raise RolloutError(
+                f"{type(self).__name__}._reset: must return a tensordict with the content of t = 0: got None."
+            )
+        _complete_done(reset_td)
+        return reset_td
+
+    def _reset_rows(self, td: TensorDictBase, mask: Tensor, given: TensorDictBase | None) -> TensorDictBase:
+        # ``given`` is what the reset hooks see of the old rows; None: only how many there are.
+        batch_size = td.batch_size
+        if mask.numel() != batch_size.numel():
+            raise ShapeError(
+                f"{type(self).__name__}.reset: '_reset' must have one entry per row: got shape {tuple(mask.shape)} for "
+                f"batch size {tuple(batch_size)}."
+            )
+        rows = mask.reshape(batch_size)
+        flags = rows.reshape(-1).tolist()
+        if not any(flags):
+            return shallow_copy(td, without=("_reset", "next"))
+        if all(flags):
+            start = (
+                TensorDict._new_unsafe({}, batch_size=batch_size) if given is None else shallow_copy(given, ("_reset",))
+            )
+            return _carry(td, self._start(start))
+        old = shallow_copy(td, without=("_reset", "next"))
+        if self.batch_locked:
+            start = TensorDict._new_unsafe({}, batch_size=batch_size) if given is None else shallow_copy(given)
+            start.set("_reset", rows.unsqueeze(-1))
+            whole = self._start(start)
+            new = whole[rows]
+            fill_missing(old, whole)
+        else:
+            count = sum(flags)
+            new = self._start(
+                TensorDict._new_unsafe({}, batch_size=torch.Size([count]))
+                if given is None
+                else shallow_copy(given, without=("_reset", "next"))[rows]
+            )
+        return put_rows(old, rows, new, reader=f"{type(self).__name__}.reset")
+
+    def _check_batch_size(self, td: TensorDictBase, what: str) -> None:
+        if self.batch_locked and td.batch_size != self.batch_size:
+            raise ShapeError(
+                f"{type(self).__name__}.{what}: a batch-locked env takes its own batch size only: got "
+                f"{tuple(td.batch_size)}, expected {tuple(self.batch_size)}."
+            )
+
+    # -- many steps ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def rollout(
+        self,
+        max_steps: int,
+        policy: Policy | None = None,
+        callback: Callable[[EnvBase, TensorDictBase], Any] | None = None,
+        *,
+        auto_reset: bool = True,
+        break_when_any_done: bool = True,
+        break_when_all_done: bool = False,
+        tensordict: TensorDictBase | None = None,
+        auto_cast_to_device: bool = False,
+    ) -> TensorDictBase:
+        """Runs ``policy`` (None: random actions) for at most ``max_steps`` steps.
+
+        Stops   as soon as a row is done (``break_when_any_done``), or when every row has been done once
+                (``break_when_all_done``; rows go on being stepped until then), else at ``max_steps``, rows that are
+                done being reset
+        Calls   ``callback(env, td)`` after each step
+        Returns the steps stacked along a last dim named "time": dense, or a lazy stack where the steps are ragged
+        Raises  ConfigError for ``max_steps`` below 1, or ``auto_reset=False`` without ``tensordict``
+        """
+        if max_steps < 1:
+            raise ConfigError(f"{type(self).__name__}.rollout: max_steps must be at least 1: got {max_steps}.")
+        if auto_reset:
+            td = self.reset(tensordict)
+        elif tensordict is None:
+            raise ConfigError(f"{type(self).__name__}.rollout: auto_reset=False needs the tensordict to start from.")
+        else:
+            td = shallow_copy(tensordict)
+        policy_device = _device_of(policy) if auto_cast_to_device else None
+        resets = not (break_when_any_done or break_when_all_done)
+        ever_done: Tensor | None = None
+        steps: list[TensorDictBase] = []
+        for step in range(max_steps):
+            if policy is None:
+                td = self.rand_action(td)
+            elif policy_device is None:
+                td = policy(td)
+            else:
+                td = policy(td.to(policy_device))
+                td = td if self.device is None else td.to(self.device)
+            last = step == max_steps - 1
+            if resets and not last:
+                td, next_root = self.step_and_maybe_reset(td)
+            else:
+                td, next_root = self.step(td), None
+            steps.append(td)
+            if callback is not None:
+                callback(self, td)
+            if resets:
+                td = next_root
+                continue
+            done = td.get("next").get("done")
+            ever_done = done if ever_done is None else ever_done | done
+            if (break_when_any_done and done.any()) or (break_when_all_done and ever_done.all()):
+                break
+            if not last:
+                td = self.step_mdp(td)
+        return stack_steps(steps)
+
+    def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
+        """Draws the action entries from `full_action_spec`, in place; with `set_seed`, from the env's own generator."""
+        if tensordict is None:
+            tensordict = TensorDict({}, batch_size=self.batch_size, device=self.device)
+        spec = self.full_action_spec
+        if spec.is_empty():
+            raise ConfigError(
+                f"{type(self).__name__}.rand_action: needs an action_spec to draw from, and none is declared; "
+                "pass a policy."
+            )
+        if tensordict.batch_size == self.batch_size:
+            action = spec.rand(generator=self._generator)
+        else:
+            if self._row_action_spec is None or self._row_action_spec[0] != self.spec_version:
+                self._row_action_spec = (
+                    self.spec_version,
+                    spec[(0,) * len(self.batch_size)] if self.batch_size else spec,
+                )
+            action = self._row_action_spec[1].rand(tensordict.batch_size, generator=self._generator)
+        for key in self.action_keys:
+            tensordict.set(key, action.get(key))
+        return tensordict
+
+    def rand_step(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
+        """`rand_action`, then `step`; from a reset if no tensordict is given."""
+        return self.step(self.rand_action(self.reset() if tensordict is None else tensordict))
+
+    def fake_tensordict(self) -> TensorDictBase:
+        """A tensordict of zeros with the entries, shapes and dtypes that the specs declare for a step."""
+        root = TensorDict({}, batch_size=self.batch_size, device=self.device)
+        next_td = TensorDict({}, batch_size=self.batch_size, device=self.device)
+        for part in ("state", "observation", "action", "done"):
+            root.update(self._get_spec(part).zero())
+        for part in ("observation", "reward", "done"):
+            next_td.update(self._get_spec(part).zero())
+        return root.set("next", next_td)
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seeds the env and its random actions. Returns the seed for the next env (``seed`` itself if
+        ``static_seed``)."""
+        self._generator = torch.Generator(device=self.device or "cpu").manual_seed(seed)
+        self._set_seed(seed)
+        return seed if static_seed else next_seed(seed)
+
+    # -- transforms ----------------------------------------------------------------------------------------------------
+
+    def append_transform(self, transform: Transform) -> TransformedEnv:
+        """This env with ``transform`` around it (and after those it has)."""
+        from llmrl.envs.transforms.transformed_env import TransformedEnv  # it subclasses this class
+
+        return TransformedEnv(self, transform)
+
+    def insert_transform(self, index: int, transform: Transform) -> TransformedEnv:
+        """This env with ``transform`` at ``index`` of its transforms; of a plain env, which has none, only 0 fits."""
+        if index != 0:
+            raise ConfigError(
+                f"{type(self).__name__}.insert_transform: an env without transforms takes index 0: got {index}."
+            )
+        return self.append_transform(transform)
+
+    # -- specs ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def observation_spec(self) -> Composite:
+        return self._get_spec("observation")
+
+    @observation_spec.setter
+    def observation_spec(self, spec: Composite) -> None:
+        self._set_spec("observation", spec)
+
+    @property
+    def state_spec(self) -> Composite:
+        return self._get_spec("state")
+
+    @state_spec.setter
+    def state_spec(self, spec: Composite) -> None:
+        self._set_spec("state", spec)
+
+    @property
+    def action_spec(self) -> TensorSpec:
+        """The spec of the action: the leaf if there is one, else the whole `Composite`. Set it with either."""
+        return _only_leaf(self._get_spec("action"))
+
+    @action_spec.setter
+    def action_spec(self, spec: TensorSpec) -> None:
+        self._set_spec("action", spec)
+
+    @property
+    def reward_spec(self) -> TensorSpec:
+        """The spec of the reward: the leaf if there is one, else the whole `Composite`. Set it with either."""
+        return _only_leaf(self._get_spec("reward"))
+
+    @reward_spec.setter
+    def reward_spec(self, spec: TensorSpec) -> None:
+        self._set_spec("reward", spec)
+
+    @property
+    def done_spec(self) -> Composite:
+        return self._get_spec("done")
+
+    @done_spec.setter
+    def done_spec(self, spec: TensorSpec) -> None:
+        self._set_spec("done", spec)
+
+    full_observation_spec = observation_spec
+    full_state_spec = state_spec
+    full_done_spec = done_spec
+
+    @property
+    def full_action_spec(self) -> Composite:
+        return self._get_spec("action")
+
+    @full_action_spec.setter
+    def full_action_spec(self, spec: Composite) -> None:
+        self._set_spec("action", spec)
+
+    @property
+    def full_reward_spec(self) -> Composite:
+        return self._get_spec("reward")
+
+    @full_reward_spec.setter
+    def full_reward_spec(self, spec: Composite) -> None:
+        self._set_spec("reward", spec)
+
+    @property
+    def action_keys(self) -> tuple[NestedKey, ...]:
+        return self._leaf_keys("action")
+
+    @property
+    def reward_keys(self) -> tuple[NestedKey, ...]:
+        return self._leaf_keys("reward")
+
+    @property
+    def done_keys(self) -> tuple[NestedKey, ...]:
+        return self._leaf_keys("done")
+
+    @property
+    def action_key(self) -> NestedKey:
+        """The key of the action. Raises ConfigError if there is not exactly one."""
+        keys = self.action_keys
+        if len(keys) != 1:
+            raise ConfigError(
+                f"{type(self).__name__}.action_key: there must be one action: got {list(keys)}; use action_keys."
+            )
+        return keys[0]
+
+    @property
+    def reward_key(self) -> NestedKey:
+        """The key of the reward. Raises ConfigError if there is not exactly one."""
+        keys = self.reward_keys
+        if len(keys) != 1:
+            raise ConfigError(
+                f"{type(self).__name__}.reward_key: there must be one reward: got {list(keys)}; use reward_keys."
+            )
+        return keys[0]
+
+    @property
+    def spec_version(self) -> int:
+        """Moves whenever a spec is set: what is derived from specs is kept for as long as it stands still."""
+        return self._spec_version
+
+    def _get_spec(self, part: str) -> Composite:
+        spec = self._specs.get(part)
+        if spec is None:
+            spec = Composite(shape=self.batch_size, device=self.device)
+            if part == "done":
+                spec = _with_done_keys(spec)
+            self._specs[part] = spec.lock_()
+        return spec
+
+    def _set_spec(self, part: str, spec: TensorSpec) -> None:
+        batch_size = self.batch_size
+        if not isinstance(spec, Composite):
+            if part in ("observation", "state"):
+                raise ConfigError(
+                    f"{type(self).__name__}.{part}_spec: must be a Composite that names its entries: got "
+                    f"{type(spec).__name__}."
+                )
+            spec = Composite({part: spec}, shape=batch_size, device=spec.device)
+        elif spec.shape != batch_size:
+            spec = Composite(dict(spec.items()), shape=batch_size, device=spec.device)
+        else:
+            spec = spec.clone()
+        if self.device is not None:
+            spec = spec.to(self.device)
+        if part == "done":
+            spec = _with_done_keys(spec)
+        self._specs[part] = spec.lock_()
+        self._spec_version += 1
+
+    def _leaf_keys(self, part: str) -> tuple[NestedKey, ...]:
+        return self._get_spec(part).leaf_keys
+
+    def _action_root_names(self) -> tuple[str, ...]:
+        if self._action_roots is None or self._action_roots[0] != self.spec_version:
+            names = dict.fromkeys(key if isinstance(key, str) else key[0] for key in self.action_keys)
+            self._action_roots = (self.spec_version, tuple(names))
+        return self._action_roots[1]
+
+    # -- housekeeping --------------------------------------------------------------------------------------------------
+
+    @property
+    def batch_size(self) -> torch.Size:
+        return self._batch_size
+
+    @property
+    def batch_locked(self) -> bool:
+        return self._batch_locked
+
+    @property
+    def device(self) -> torch.device | None:
+        return self._device
+
+    def to(self, device: torch.device | str) -> Self:
+        """Moves the specs, in place. A subclass with tensors of its own moves those too."""
+        self._device = torch.device(device)
+        self._specs = {part: spec.to(self._device).lock_() for part, spec in self._specs.items()}
+        self._spec_version += 1
+        return self
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the env needs to go on exactly where it was: the state of its random actions' generator."""
+        return {} if self._generator is None else {"generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if "generator" in state:
+            self._generator = torch.Generator(device=self.device or "cpu")
+            self._generator.set_state(state["generator"])
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(batch_size={tuple(self.batch_size)}, device={self.device})"
+
+
+def _complete_done(td: TensorDictBase) -> None:
+    done, terminated, truncated = (td.get(key, None) for key in DONE_KEYS)
+    if done is not None and terminated is not None and truncated is not None:
+        return
+    if done is None:
+        given = [flag for flag in (terminated, truncated) if flag is not None]
+        nothing = torch.zeros((*td.batch_size, 1), dtype=torch.bool, device=td.device)
+        done = given[0] | given[-1] if given else nothing
+        td.set("done", done)
+    if truncated is None:
+        truncated = torch.zeros_like(done) if terminated is None else done & ~terminated
+        td.set("truncated", truncated)
+    if terminated is None:
+        td.set("terminated", done & ~truncated)
+
+
+def _carry(td: TensorDictBase, reset_td: TensorDictBase) -> TensorDictBase:
+    if td.batch_size != reset_td.batch_size:  # the data ran out and fewer rows than asked for have started
+        return reset_td
+    out = shallow_copy(td, without=("_reset", "next"))
+    for key, value in reset_td.items():
+        out.set(key, value)
+    return out
+
+
+def _only_leaf(spec: Composite) -> TensorSpec:
+    keys = spec.leaf_keys
+    return spec[keys[0]] if len(keys) == 1 else spec
+
+
+def _with_done_keys(spec: Composite) -> Composite:
+    shape = spec["done"].shape if "done" in spec else torch.Size((*spec.shape, 1))
+    for key in DONE_KEYS:
+        if key not in spec:
+            spec[key] = Categorical(2, shape=shape, dtype=torch.bool, device=spec.device)
+    return spec
+
+
+def _device_of(policy: Any) -> torch.device | None:
+    device = getattr(policy, "device", None)
+    if device is None and isinstance(policy, torch.nn.Module):
+        device = next((parameter.device for parameter in policy.parameters()), None)
+    return device

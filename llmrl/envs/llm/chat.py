@@ -1,0 +1,308 @@
+"""`ChatEnv`: a conversation as an environment, and `DatasetChatEnv`: one that starts from the rows of a dataset.
+
+The state is the conversation so far; the action is what the policy adds to it. Everything else (rewards, tools, turn limits,
+prompts from data) is a transform. What a prompt looks like to a model is the renderer's part, sampling the policy's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from llmrl.data.llm.chat import History
+from llmrl.data.llm.columns import column_values
+from llmrl.data.llm.dataset_files import load_rows, to_prompt
+from llmrl.data.specs import Composite, NonTensor
+from llmrl.envs.base import EnvBase
+from llmrl.envs.llm.transforms.dataloading import DataLoadingPrimer
+from llmrl.envs.transforms.step_counter import StepCounter
+from llmrl.envs.transforms.transformed_env import TransformedEnv
+from llmrl.envs.utils import present_keys
+from llmrl.errors import ConfigError, DataError, MissingKeyError, near
+from llmrl.modules.llm.policies.containers import ChatHistory, LogProbs, Masks, Text, Tokens
+from llmrl.modules.llm.rendering import Renderer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["ChatEnv", "DatasetChatEnv"]
+
+MODES = ("history", "text", "tokens")
+Message = dict[str, Any]
+
+
+class ChatEnv(EnvBase):
+    """A batch of conversations. It never ends one and gives no reward: transforms do.
+
+    Reset  reads   ``data_key``  NonTensor [B]: what the user says, a string or a list of messages; one string serves every row
+           writes  (mode, "prompt"): the system prompt, if any, and the user's message, as a History in history mode, as rendered
+                   text or ids with the generation prompt in the other two; the other columns that it was given come along
+    Step   reads   (mode, "full"): the conversation with the policy's turn
+           writes  ("next", view, "prompt") = (view, "full") for every view that the policy left, with the masks and log-probs
+                   of the turns so far: the next turn continues the stream of tokens that was sampled
+    Raises MissingKeyError without ``data_key`` at reset or (mode, "full") at step; ConfigError for an unknown mode, an empty
+           batch size, or text and tokens mode without a tokenizer
+
+    Nothing is kept between calls, so any rows of a batch can be stepped or reset by themselves.
+
+    >>> env = ChatEnv(batch_size=[2], system_prompt="Be brief.")
+    >>> td = env.reset(TensorDict(query="2 + 2?", batch_size=[2]))
+    >>> td["history"].prompt.to_chats()[1]
+    [{'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': '2 + 2?'}]
+    """
+
+    def __init__(
+        self,
+        *,
+        input_mode: str = "history",
+        batch_size: int | Sequence[int] | None = None,
+        system_prompt: str | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        system_role: str = "system",
+        user_role: str = "user",
+        policy_role: str = "assistant",
+        data_key: str | None = None,
+        device: torch.device | str | None = None,
+    ):
+        if input_mode not in MODES:
+            raise ConfigError(
+                f"ChatEnv: input_mode must be one of {', '.join(MODES)}: got {input_mode!r}.{near(str(input_mode), MODES)}"
+            )
+        batch_size = torch.Size((1,) if batch_size is None else (batch_size,) if isinstance(batch_size, int) else batch_size)
+        if len(batch_size) != 1:
+            raise ConfigError(f"ChatEnv: batch_size must be the number of conversations, as in [8]: got {list(batch_size)}.")
+        if input_mode != "history" and tokenizer is None:
+            raise ConfigError(f"ChatEnv: input_mode={input_mode!r} renders the prompt at reset and needs a tokenizer.")
+        super().__init__(device=device, batch_size=batch_size, batch_locked=False)
+        self.input_mode = input_mode
+        self.system_prompt = system_prompt
+        self.tokenizer = tokenizer
+        self.system_role = system_role
+        self.user_role = user_role
+        self.policy_role = policy_role
+        self.data_key = "query" if data_key is None else data_key
+        self._renderer = (
+            Renderer(tokenizer, template_kwargs=template_kwargs) if tokenizer is not None and input_mode != "history" else None
+        )
+        self.observation_spec = Composite(
+            {input_mode: Composite(prompt=NonTensor(shape=batch_size), shape=batch_size)}, shape=batch_size
+        )
+        self.action_spec = Composite(
+            {input_mode: Composite(full=NonTensor(shape=batch_size), shape=batch_size)}, shape=batch_size
+        )
+        self.state_spec = Composite({self.data_key: NonTensor(shape=batch_size)}, shape=batch_size)
+
+    @classmethod
+    def from_dataloader(
+        cls,
+        dataloader: Iterable[Any],
+        *,
+        repeats: int | None = None,
+        device: torch.device | str | None = None,
+        group_repeats: bool = False,
+        batch_size: int | Sequence[int] | None = None,
+        primers: Any | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        input_mode: str = "history",
+        data_key: str | None = None,
+        system_prompt: str | None = None,
+    ) -> TransformedEnv:
+        """A `ChatEnv` whose prompts come from ``dataloader`` through a `DataLoadingPrimer`.
+
+        >>> env = ChatEnv.from_dataloader([{"query": "2 + 2?"}], repeats=2, group_repeats=True)
+        >>> env.reset()["group_id"].tolist()
+        [0, 0]
+        """
+        primer = DataLoadingPrimer(
+            dataloader,
+            primers=primers,
+            batch_size=batch_size,
+            repeats=repeats,
+            device=device,
+            group_repeats=group_repeats,
+        )
+        env = cls(
+            input_mode=input_mode,
+            batch_size=primer.batch_size,
+            system_prompt=system_prompt,
+            tokenizer=tokenizer,
+            template_kwargs=template_kwargs,
+            data_key=data_key,
+            device=device,
+        )
+        return TransformedEnv(env, primer)
+
+    def _reset(self, td: TensorDictBase | None) -> TensorDictBase:
+        queries = None if td is None else column_values(td, self.data_key)
+        if queries is None:
+            keys = "none" if td is None else present_keys(td)
+            raise MissingKeyError(
+                f"ChatEnv.reset: what the user says must be in {self.data_key!r}; keys present: {keys}; pass "
+                f"TensorDict({self.data_key}=..., batch_size={list(self.batch_size)}), or add a DataLoadingPrimer."
+            )
+        out = TensorDict._new_unsafe(
+            {key: value for key, value in td.items() if key != "_reset"}, batch_size=td.batch_size, device=self.device
+        )
+        out.set(self.input_mode, self._prompt([self._chat(query) for query in queries]))
+        return out
+
+    def _step(self, td: TensorDictBase) -> TensorDictBase:
+        view = td.get(self.input_mode)
+        if view.rows("full") is None:
+            fields = [field for field in ("prompt", "response") if view.rows(field) is not None]
+            raise MissingKeyError(
+                f"ChatEnv.step: the policy must write {(self.input_mode, 'full')!r}, the conversation with its turn: "
+                f"{self.input_mode!r} has {' and '.join(fields) or 'nothing'}."
+            )
+        return TensorDict._new_unsafe(carried_views(td), batch_size=td.batch_size, device=self.device)
+
+    def _chat(self, query: Any) -> list[Message]:
+        if isinstance(query, str):
+            chat = [{"role": self.user_role, "content": query}]
+        elif isinstance(query, (list, tuple)) and query and all(isinstance(m, Mapping) for m in query):
+            chat = [dict(message) for message in query]
+        elif isinstance(query, History):
+            chat = query.to_chats()
+        else:
+            raise DataError(
+                f"ChatEnv.reset: {self.data_key!r} must be a string, a list of messages or a History: got {query!r:.80}."
+            )
+        if self.system_prompt is not None and chat[0]["role"] != self.system_role:
+            chat.insert(0, {"role": self.system_role, "content": self.system_prompt})
+        return chat
+
+    def _prompt(self, chats: list[list[Message]]) -> ChatHistory | Text | Tokens:
+        if self.input_mode == "history":
+            return ChatHistory.from_rows({"prompt": History.from_chats(chats)})
+        if self.input_mode == "text":
+            return Text.from_rows({"prompt": self._renderer.codec.render(chats, add_generation_prompt=True)})
+        return Tokens.from_rows({"prompt": [ids.to(self.device) for ids in self._renderer.prompt_ids(chats)]})
+
+
+class DatasetChatEnv(TransformedEnv):
+    """A `ChatEnv` that starts every conversation from a row of a dataset and ends it after ``max_steps`` turns.
+
+    Reads   ``dataset``: a local file, a hub name (with ``name`` and ``split``), or rows; columns as `to_prompt` reads them,
+            unless ``prompt_column`` and ``answer_column`` name them, or ``collate_fn(list of rows)`` returns other rows
+    Writes  what `DataLoadingPrimer` and `ChatEnv` write; "answer" NonTensor [B] where the data have a reference
+    Raises  DataError for data that cannot be read or have no prompt; EndOfData at a reset after ``epochs``
+
+    ``num_envs`` conversations run side by side; with ``group_repeats=True`` it counts prompts, each ``repeats`` times.
+    ``shuffle``, ``seed``, ``epochs``, ``rank`` and ``world_size`` are the primer's.
+
+    >>> env = DatasetChatEnv(dataset=[{"question": "2 + 2?", "answer": "4"}], shuffle=False)
+    >>> env.reset().get("answer").tolist()
+    ['4']
+    """
+
+    SYSTEM_PROMPT: ClassVar[str | None] = None
+
+    def __init__(
+        self,
+        *,
+        dataset: str | Path | Sequence[Mapping[str, Any]],
+        shuffle: bool = True,
+        name: str | None = None,
+        split: str | None = None,
+        num_envs: int = 1,
+        repeats: int | None = None,
+        seed: int | None = None,
+        group_repeats: bool = False,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        device: torch.device | str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        collate_fn: Callable[[list[Any]], Sequence[Mapping[str, Any]]] | None = None,
+        input_mode: str = "history",
+        data_key: str | None = None,
+        primers: Any | None = None,
+        system_prompt: str | None = None,
+        prompt_column: str | None = None,
+        answer_column: str | None = None,
+        max_steps: int | None = 1,
+        epochs: int | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+    ):
+        rows: Sequence[Any] = load_rows(dataset, split=split or "train", name=name) if isinstance(dataset, (str, Path)) else dataset
+        rows = list(rows)
+        if collate_fn is not None:
+            rows = list(collate_fn(rows))
+        else:
+            rows = [
+                to_prompt(row, number=number, prompt_column=prompt_column, answer_column=answer_column)
+                for number, row in enumerate(rows, 1)
+            ]
+        if data_key not in (None, "query"):
+            rows = [{data_key if key == "query" else key: value for key, value in row.items()} for row in rows]
+        self.primer = DataLoadingPrimer(
+            rows,
+            primers=primers,
+            batch_size=num_envs,
+            repeats=repeats,
+            device=device,
+            group_repeats=group_repeats,
+            shuffle=shuffle,
+            seed=seed,
+            epochs=epochs,
+            rank=rank,
+            world_size=world_size,
+        )
+        env = ChatEnv(
+            input_mode=input_mode,
+            batch_size=self.primer.batch_size,
+            system_prompt=self.SYSTEM_PROMPT if system_prompt is None else system_prompt,
+            tokenizer=tokenizer,
+            template_kwargs=template_kwargs,
+            data_key=data_key,
+            device=device,
+        )
+        super().__init__(env, self.primer)
+        if max_steps is not None:
+            self.append_transform(StepCounter(max_steps=max_steps))
+
+    def reset_dataloader(self) -> None:
+        """Starts again at the first row of the first epoch."""
+        self.primer.reset_dataloader()
+
+
+def carried_views(td: TensorDictBase) -> dict[str, Any]:
+    """The views of the next turn's prompt: what is ``full`` now. References, whatever the length of the conversation.
+
+    Writes  (view, "prompt") for history, text, tokens and log_probs; ("masks", "prompt_assistant_mask" and, where padded,
+            "prompt_attention_mask"); ("tokens", "covered")
+    """
+    views: dict[str, Any] = {}
+    if (history := td.get("history", None)) is not None and (full := history.get("full", None)) is not None:
+        views["history"] = ChatHistory.from_rows({"prompt": full})
+    if (text := td.get("text", None)) is not None and (texts := text.rows("full")) is not None:
+        views["text"] = Text.from_rows({"prompt": texts})
+    for name, container, fields in _STREAMS:
+        if (view := td.get(name, None)) is None:
+            continue
+        padded = bool(view.padded)
+        columns = {
+            to: (view.get(field, None) if padded else view.rows(field))
+            for field, to in fields.items()
+            if padded or to != "prompt_attention_mask"
+        }
+        columns = {field: values for field, values in columns.items() if values is not None}
+        if columns:
+            views[name] = (container.from_padded if padded else container.from_rows)(columns, td.batch_size)
+    return views
+
+
+_STREAMS: tuple[tuple[str, Any, dict[str, str]], ...] = (
+    ("tokens", Tokens, {"full": "prompt", "covered": "covered"}),
+    ("log_probs", LogProbs, {"full": "prompt"}),
+    (
+        "masks",
+        Masks,
+        {"all_assistant_mask": "prompt_assistant_mask", "all_attention_mask": "prompt_attention_mask"},
+    ),
+)

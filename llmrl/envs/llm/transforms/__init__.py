@@ -1,0 +1,7 @@
+"""Transforms for chat environments: prompts from data, rewards, the policy version."""
+
+from llmrl.envs.llm.transforms.dataloading import DataLoadingPrimer, EndOfData
+from llmrl.envs.llm.transforms.policy_version import PolicyVersion
+from llmrl.envs.llm.transforms.reward import RewardFunction, load_reward
+
+__all__ = ["DataLoadingPrimer", "EndOfData", "PolicyVersion", "RewardFunction", "load_reward"]

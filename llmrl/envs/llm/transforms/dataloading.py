@@ -1,0 +1,193 @@
+"""Starts conversations from a dataset: pulls one row per resetting slot, repeats it, and numbers what it drew.
+
+Where rows come from and in which order is `prompt_stream`; how a row's text becomes a prompt is `ChatEnv`. This file owns
+the cursor: how many rows were handed out, which group and which sampling seed each of them has, and where the data end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from llmrl.data.llm.columns import column
+from llmrl.envs.llm.transforms.prompt_stream import IndexedRows, next_seeds, row_seeds, row_source
+from llmrl.envs.transforms.base import Transform
+from llmrl.errors import CheckpointError, ConfigError, DataError, LLMRLError, MissingKeyError, near
+
+__all__ = ["DataLoadingPrimer", "EndOfData"]
+
+
+class EndOfData(LLMRLError, EOFError):
+    """A reset asked for prompts and every epoch has been handed out. Collectors stop on it; it is not a fault."""
+
+
+class DataLoadingPrimer(Transform):
+    """Loads one row of a dataset into every conversation that starts.
+
+    Reads   ``dataloader``: a sequence of rows (dicts), a ``datasets.Dataset``, a DataLoader, or any iterable of rows or of
+            batches that can be started again; or ``dataloader_factory()``, called once
+    Writes  every column of the row  NonTensor [B] (a tensor stays a tensor)   at reset; a step carries them along
+            "group_id"  int64[B]   the number of the draw; the ``repeats`` copies of one prompt share it, nothing else does
+            "seed"      int64[B]   where ``seed`` is given: what this row samples with at this turn
+    Raises  EndOfData at a reset after ``epochs`` epochs (None: never); the last reset before it may hand out fewer rows
+            DataError for an empty dataset; ConfigError for settings that contradict each other
+
+    ``repeats=G`` hands out every prompt G times in a row. With ``group_repeats=True`` an environment built around the primer
+    has G slots per prompt (``batch_size`` counts prompts), so that a whole group comes in one batch.
+
+    Row n of rank r of w is copy ``n % G`` of draw ``(n // G) * w + r``. Its group, its order in the epoch and its seed follow
+    from that number and ``seed``, so a run is the same alone, under data parallelism and after a resume. The order is
+    shuffled per epoch where ``shuffle`` is set; the order of a DataLoader is its own.
+
+    >>> primer = DataLoadingPrimer([{"query": "2 + 2?"}, {"query": "3 + 3?"}], repeats=2)
+    >>> rows = primer.pull(4)
+    >>> rows.get("query").tolist(), rows["group_id"].tolist()
+    (['2 + 2?', '2 + 2?', '3 + 3?', '3 + 3?'], [0, 0, 1, 1])
+    """
+
+    def __init__(
+        self,
+        dataloader: Iterable[Any] | None = None,
+        *,
+        dataloader_factory: Callable[[], Iterable[Any]] | None = None,
+        primers: Any | None = None,
+        stack_method: Callable[[list[Any]], Any] | None = None,
+        batch_size: int | Sequence[int] | None = None,
+        repeats: int | None = None,
+        device: torch.device | str | None = None,
+        group_repeats: bool = False,
+        shuffle: bool = False,
+        seed: int | None = None,
+        epochs: int | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+    ):
+        super().__init__()
+        if (dataloader is None) == (dataloader_factory is None):
+            raise ConfigError("DataLoadingPrimer: give exactly one of dataloader and dataloader_factory.")
+        for name, value, least in (("repeats", repeats, 1), ("epochs", epochs, 1), ("world_size", world_size, 1)):
+            if value is not None and value < least:
+                raise ConfigError(f"DataLoadingPrimer: {name} must be at least {least}: got {value}.")
+        if not 0 <= rank < world_size:
+            raise ConfigError(f"DataLoadingPrimer: rank must be within [0, {world_size}), the world size: got {rank}.")
+        self.repeats = repeats or 1
+        self.group_repeats = group_repeats
+        self.epochs = epochs
+        self.rank = rank
+        self.world_size = world_size
+        self.seed = seed
+        self.device = torch.device(device) if device is not None else None
+        self.stack_method = stack_method
+        self.primers = primers
+        loader = dataloader if dataloader is not None else dataloader_factory()  # type: ignore[misc]
+        self._source = row_source(loader, shuffle=shuffle, seed=seed or 0)
+        if batch_size is None:
+            batch_size = getattr(loader, "batch_size", None) or 1
+        prompts = batch_size if isinstance(batch_size, int) else int(torch.Size(batch_size).numel())
+        self.batch_size = torch.Size([prompts * (self.repeats if group_repeats else 1)])
+        self._handed_out = 0  # rows, on this rank: the whole state
+
+    def pull(self, count: int) -> TensorDictBase:
+        """The next ``count`` rows as a batch; fewer where the data end.
+
+        Raises  EndOfData where nothing is left, MissingKeyError for a row without one of the columns of ``primers``
+        """
+        first = self._handed_out
+        numbers = range(first, first + count)
+        draws = self._within_limit([(n // self.repeats) * self.world_size + self.rank for n in numbers])
+        distinct = list(dict.fromkeys(draws))
+        by_draw = dict(zip(distinct, self._source.rows(distinct), strict=True))
+        draws = self._within_limit(draws)  # reading may have shown where an iterable's epoch ends
+        count = len(draws)
+        if count == 0:
+            raise EndOfData(f"DataLoadingPrimer: all {self.epochs} epochs were handed out ({first} rows on this rank).")
+        self._handed_out = first + count
+        batch = self._columns([by_draw[draw] for draw in draws])
+        batch["group_id"] = torch.tensor(draws, device=self.device)
+        if self.seed is not None:
+            copies = [n % self.repeats for n in numbers[:count]]
+            batch["seed"] = row_seeds(self.seed, draws, copies).to(self.device)
+        return TensorDict._new_unsafe(batch, batch_size=torch.Size([count]), device=self.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the data stand: enough to go on with exactly the next row, also with another number of ranks."""
+        return {
+            "rows": self._handed_out * self.world_size,
+            "repeats": self.repeats,
+            "seed": self.seed,
+            "epoch_size": self._source.epoch_size,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes to where ``state`` stood. Raises CheckpointError where the data or their order are not those of the state."""
+        for name, mine in (("repeats", self.repeats), ("seed", self.seed), ("epoch_size", self._source.epoch_size)):
+            if state[name] != mine and None not in (state[name], mine):
+                raise CheckpointError(
+                    f"DataLoadingPrimer: the data must be those of the checkpoint: {name} was {state[name]}, is {mine}."
+                )
+        rows, rest = divmod(state["rows"], self.world_size)
+        if rest:
+            raise CheckpointError(
+                f"DataLoadingPrimer: {state['rows']} rows were handed out, which {self.world_size} ranks cannot share evenly."
+            )
+        self._handed_out = rows
+
+    @property
+    def columns(self) -> tuple[str, ...] | None:
+        """The columns that it loads; None where an iterable does not tell before it is read."""
+        if self.primers is not None:
+            return tuple(self.primers.keys())
+        return tuple(self._source.rows([0])[0]) if isinstance(self._source, IndexedRows) else None
+
+    def reset_dataloader(self) -> None:
+        """Starts again at the first row of the first epoch."""
+        self._handed_out = 0
+
+    def _reset_env_preprocess(self, td: TensorDictBase | None) -> TensorDictBase:
+        if td is None:
+            return self.pull(self.batch_size.numel() if self.container is None else self.container.batch_size.numel())
+        rows = self.pull(td.batch_size.numel())
+        if rows.batch_size == td.batch_size:
+            for key, value in td.items():
+                if key not in rows.keys():
+                    rows.set(key, value)
+        return rows
+
+    def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
+        if (seeds := td.get("seed", None)) is not None:
+            next_td.set("seed", next_seeds(seeds))
+        return next_td
+
+    def _within_limit(self, draws: list[int]) -> list[int]:
+        if self.epochs is None or self._source.epoch_size is None:
+            return draws
+        # A tail that would leave some ranks without a row is left out on all of them, so that they end together.
+        limit = self.epochs * self._source.epoch_size // self.world_size * self.world_size
+        return [draw for draw in draws if draw < limit]
+
+    def _columns(self, rows: list[Mapping[str, Any]]) -> dict[str, Any]:
+        names = tuple(rows[0]) if self.primers is None else tuple(self.primers.keys())
+        try:
+            return {name: self._column([row[name] for row in rows]) for name in names}
+        except KeyError as error:
+            name = error.args[0]
+            row = next(row for row in rows if name not in row)
+            raise MissingKeyError(
+                f"DataLoadingPrimer: every row must have the column {name!r}: one has {', '.join(row)}.{near(name, row)}"
+            ) from error
+
+    def _column(self, values: list[Any]) -> Any:
+        if not isinstance(values[0], Tensor):
+            return column(values)
+        if self.stack_method is not None:
+            return self.stack_method(values)
+        if any(value.shape != values[0].shape for value in values):
+            raise DataError(
+                "DataLoadingPrimer: tensors of one column must have one shape, or a stack_method that makes one batch of "
+                f"them: got {tuple(values[0].shape)} and others."
+            )
+        return torch.stack(values)

@@ -1,0 +1,184 @@
+"""The endless (or counted) stream of prompts that `DataLoadingPrimer` pulls from, addressed by one integer.
+
+Position ``p`` of the stream is prompt ``p % N`` of epoch ``p // N``, in that epoch's order. A source answers "the rows at
+these positions"; nothing else is state. So a saved position restores the stream exactly, and rank r of w reads positions
+r, r + w, r + 2w, ...: together the ranks read what one process would, batch by batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from llmrl.errors import DataError
+
+__all__ = ["IndexedRows", "IteratedRows", "RowSource", "row_seeds", "row_source"]
+
+Row = Mapping[str, Any]
+
+
+class RowSource(Protocol):
+    """Where rows come from."""
+
+    epoch_size: int | None  # None until the end of the first epoch has been seen
+
+    def rows(self, positions: Sequence[int]) -> list[Row]:
+        """The rows at increasing positions of the stream; shorter than asked only where the stream has ended."""
+
+
+class IndexedRows:
+    """Rows of something with a length and an index, in an order that depends on (seed, epoch) alone.
+
+    Raises  DataError for an empty dataset
+
+    >>> stream = IndexedRows(["a", "b", "c"], shuffle=True, seed=0)
+    >>> sorted(stream.rows([0, 1, 2])) == sorted(stream.rows([3, 4, 5])) == ["a", "b", "c"]
+    True
+    """
+
+    def __init__(self, dataset: Sequence[Row], *, shuffle: bool, seed: int):
+        if len(dataset) == 0:
+            raise DataError("DataLoadingPrimer: a dataset must have at least one row: got an empty one.")
+        self.dataset = dataset
+        self.epoch_size: int | None = len(dataset)
+        self.shuffle = shuffle
+        self.seed = seed
+        self._order: tuple[int, list[int]] = (-1, [])  # the last epoch's permutation
+
+    def rows(self, positions: Sequence[int]) -> list[Row]:
+        indices = [self._index(position) for position in positions]
+        if hasattr(self.dataset, "column_names"):  # datasets.Dataset: one read for all rows, as columns
+            columns = self.dataset[indices]
+            return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        return [self.dataset[index] for index in indices]
+
+    def _index(self, position: int) -> int:
+        epoch, offset = divmod(position, len(self.dataset))
+        if not self.shuffle:
+            return offset
+        if self._order[0] != epoch:
+            generator = torch.Generator().manual_seed(int(row_seeds(self.seed, [epoch])[0]))
+            self._order = (epoch, torch.randperm(len(self.dataset), generator=generator).tolist())
+        return self._order[1][offset]
+
+
+class IteratedRows:
+    """Rows of an iterable (a DataLoader, a generator function's object with ``__iter__``), started again at every epoch.
+
+    A position that was passed is not read again: going back (to resume) starts the iterable from its beginning and skips.
+    The order is the iterable's own; a shuffling DataLoader resumes exactly only if its generator is seeded alike.
+    Raises  DataError where an epoch yields nothing
+    """
+
+    def __init__(self, loader: Iterable[Any]):
+        self.loader = loader
+        self.epoch_size: int | None = None
+        batch_size = getattr(loader, "batch_size", None)
+        self._batched = bool(batch_size)
+        self._iterator: Iterator[Row] | None = None
+        self._next = 0
+
+    def rows(self, positions: Sequence[int]) -> list[Row]:
+        found: list[Row] = []
+        for position in positions:
+            if self._iterator is None or position < self._next:
+                self._iterator, self._next = self._stream(), 0
+            row: Row | None = None
+            while self._next <= position:
+                row = next(self._iterator)
+                self._next += 1
+            found.append(row)  # type: ignore[arg-type]
+        return found
+
+    def _stream(self) -> Iterator[Row]:
+        while True:
+            count = 0
+            for element in self.loader:
+                for row in self._split(element):
+                    count += 1
+                    yield row
+            if count == 0:
+                raise DataError(
+                    "DataLoadingPrimer: an epoch must yield at least one row: the dataloader yielded none. An iterator that "
+                    "can be read once only cannot be used: give something with __iter__, such as a list or a DataLoader."
+                )
+            self.epoch_size = count
+
+    def _split(self, element: Any) -> Iterable[Row]:
+        if isinstance(element, TensorDictBase):
+            rows = element.unbind(0) if element.batch_dims else [element]
+            return [row.to_dict() for row in rows]
+        if isinstance(element, Mapping):
+            columns = list(element.values())
+            lengths = {len(c) if isinstance(c, (list, tuple, Tensor)) and _has_rows(c) else None for c in columns}
+            if len(lengths) == 1 and None not in lengths and (self._batched or _all_strings(columns)):
+                return [dict(zip(element, values, strict=True)) for values in zip(*columns, strict=True)]
+            return [element]
+        return element  # a list of rows
+
+
+def row_source(dataloader: Any, *, shuffle: bool, seed: int) -> RowSource:
+    """Indexed where the data can be indexed, iterated otherwise."""
+    if hasattr(dataloader, "__getitem__") and hasattr(dataloader, "__len__"):
+        return IndexedRows(dataloader, shuffle=shuffle, seed=seed)
+    if not hasattr(dataloader, "__iter__"):
+        raise DataError(
+            f"DataLoadingPrimer: the data must be a sequence of rows or an iterable: got {type(dataloader).__name__}."
+        )
+    if shuffle:
+        raise DataError(
+            f"DataLoadingPrimer: shuffle=True needs rows that can be indexed: got {type(dataloader).__name__}, whose order is "
+            "its own; shuffle there, or give a list or a datasets.Dataset."
+        )
+    return IteratedRows(dataloader)
+
+
+def row_seeds(base: int, *parts: Sequence[int]) -> Tensor:
+    """One seed per row, from a base seed and the row's identity: the same for every batch composition, rank and process.
+
+    Returns  int64[B], not negative
+    Source   the finaliser of splitmix64 (Steele, Lea, Flood 2014), applied once per part
+
+    >>> row_seeds(0, [3, 4]).tolist() == [int(row_seeds(0, [3])), int(row_seeds(0, [4]))]
+    True
+    """
+    mixed = torch.tensor(_signed(base), dtype=torch.int64)
+    for part in parts:
+        mixed = _mix(mixed + _GOLDEN * (torch.as_tensor(part, dtype=torch.int64) + 1))
+    return mixed & 0x7FFF_FFFF_FFFF_FFFF
+
+
+def next_seeds(seeds: Tensor) -> Tensor:
+    """The seeds of the next turn of the same conversations, int64[B]."""
+    return _mix(seeds + _GOLDEN) & 0x7FFF_FFFF_FFFF_FFFF
+
+
+def _signed(value: int) -> int:
+    value &= 0xFFFF_FFFF_FFFF_FFFF
+    return value - (1 << 64) if value >> 63 else value
+
+
+_GOLDEN = _signed(0x9E37_79B9_7F4A_7C15)
+_FACTORS = (_signed(0xBF58_476D_1CE4_E5B9), _signed(0x94D0_49BB_1331_11EB))
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ _shift(x, 30)) * _FACTORS[0]
+    x = (x ^ _shift(x, 27)) * _FACTORS[1]
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    return (x >> bits) & ((1 << (64 - bits)) - 1)  # int64 shifts carry the sign along; splitmix shifts in zeros
+
+
+def _has_rows(value: Any) -> bool:
+    return not isinstance(value, Tensor) or value.ndim > 0
+
+
+def _all_strings(columns: Sequence[Any]) -> bool:
+    return all(isinstance(item, str) for column in columns for item in column)

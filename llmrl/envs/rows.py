@@ -1,0 +1,126 @@
+"""Cheap operations on batches whose entries may be ragged: shallow copies, filling gaps, putting rows back, stacking
+steps.
+
+They look at containers, never into lazily stacked rows: what a tensorclass or a lazy stack holds is moved as it is.
+Which entries mean what (action, reward, done) is the env's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from tensordict import (
+    LazyStackedTensorDict,
+    NonTensorData,
+    NonTensorStack,
+    TensorDict,
+    TensorDictBase,
+    is_tensor_collection,
+    is_tensorclass,
+)
+from torch import Tensor
+
+from llmrl.errors import MissingKeyError, ShapeError
+
+__all__ = ["fill_missing", "present_keys", "put_rows", "shallow_copy", "stack_steps"]
+
+
+def present_keys(td: TensorDictBase) -> str:
+    """The root keys of ``td`` as an error message lists them."""
+    return ", ".join(sorted(map(repr, td.keys()))) or "none"
+
+
+def shallow_copy(td: TensorDictBase, without: Collection[str] = ()) -> TensorDictBase:
+    """A new root with the same entries (nested containers are shared), less the root keys in ``without``."""
+    if type(td) is not TensorDict:
+        return td.exclude(*without)
+    entries = {key: value for key, value in td.items() if key not in without}
+    return TensorDict._new_unsafe(entries, batch_size=td.batch_size, device=td.device, names=_names(td))
+
+
+def fill_missing(td: TensorDictBase, other: TensorDictBase) -> None:
+    """Gives ``td``, in place, the entries of ``other`` that it lacks; plain nested tensordicts are filled in turn."""
+    keys = td.keys()
+    for key, value in other.items():
+        if key not in keys:
+            td.set(key, value)
+        elif type(value) is TensorDict and type(nested := td.get(key)) is TensorDict:
+            filled = shallow_copy(nested)
+            fill_missing(filled, value)
+            td.set(key, filled)
+
+
+def put_rows(old: TensorDictBase, rows: Tensor, new: TensorDictBase, *, reader: str) -> TensorDictBase:
+    """``old`` with the rows where ``rows`` (bool[*B]) is True replaced by those of ``new``, in a new tensordict.
+
+    Raises  MissingKeyError for an entry of ``new`` that ``old`` lacks; ShapeError where the rows do not fit
+    """
+    count = int(rows.sum())
+    if new.batch_size.numel() != count:
+        raise ShapeError(f"{reader}: {count} rows are to be replaced: got {new.batch_size.numel()} new ones.")
+    out = shallow_copy(old)
+    keys = old.keys()
+    for key, value in new.items():
+        if key not in keys:
+            raise MissingKeyError(
+                f"{reader}: rows that are not reset keep their values, so the tensordict must hold {key!r}: "
+                f"keys present: {present_keys(old)}."
+            )
+        try:
+            out.set(key, _replaced(old.get(key), rows, value, reader))
+        except (RuntimeError, IndexError) as error:
+            raise ShapeError(f"{reader}: the new rows of {key!r} must fit the old ones: {error}") from error
+    return out
+
+
+def stack_steps(steps: Sequence[TensorDictBase]) -> TensorDictBase:
+    """The steps along a new last dim named "time": dense where every step has the same shapes, else a lazy stack."""
+    dim = steps[0].batch_dims
+    names = [*steps[0].names[:dim], "time"] if steps[0]._has_names() else [None] * dim + ["time"]
+    if all(_is_dense(step) for step in steps):
+        out = TensorDict.maybe_dense_stack(list(steps), dim)
+    else:
+        out = LazyStackedTensorDict.lazy_stack(list(steps), dim)
+    out.names = names
+    return out
+
+
+def _names(td: TensorDictBase) -> list[str | None] | None:
+    return td.names if td._has_names() else None
+
+
+def _is_dense(value: Any) -> bool:
+    if isinstance(value, (Tensor, NonTensorData, NonTensorStack)):
+        return True
+    return type(value) is TensorDict and all(_is_dense(entry) for entry in value.values())
+
+
+def _replaced(old: Any, rows: Tensor, new: Any, reader: str) -> Any:
+    if isinstance(old, Tensor):
+        out = old.clone()
+        out[rows] = new
+        return out
+    if type(old) is TensorDict and type(new) is TensorDict:
+        return put_rows(old, rows, new, reader=reader)
+    if isinstance(old, (NonTensorData, NonTensorStack)):
+        return NonTensorStack(*_merged(_members(old), rows, _members(new)))
+    if is_tensorclass(old):
+        inner = _replaced(old._tensordict, rows, new._tensordict if is_tensorclass(new) else new, reader)
+        return type(old)._from_tensordict(inner, dict(old._non_tensordict))
+    merged = _merged(_members(old), rows, _members(new))
+    return LazyStackedTensorDict.lazy_stack(merged, 0)
+
+
+def _members(value: Any) -> list[Any]:
+    if isinstance(value, LazyStackedTensorDict) and value.stack_dim == 0:
+        return list(value.tensordicts)
+    if not is_tensor_collection(value):
+        raise ShapeError(f"the rows of a {type(value).__name__} cannot be told apart.")
+    return list(value.unbind(0))
+
+
+def _merged(old: list[Any], rows: Tensor, new: list[Any]) -> list[Any]:
+    fresh = iter(new)
+    return [next(fresh) if flag else member for flag, member in zip(torch.atleast_1d(rows).tolist(), old, strict=True)]

@@ -1,0 +1,7 @@
+"""Transforms that do not depend on language models; those that do are in `llmrl.envs.llm.transforms`."""
+
+from llmrl.envs.transforms.base import Compose, Transform
+from llmrl.envs.transforms.step_counter import StepCounter
+from llmrl.envs.transforms.transformed_env import TransformedEnv
+
+__all__ = ["Compose", "StepCounter", "Transform", "TransformedEnv"]

@@ -1,0 +1,343 @@
+"""`Transform`, the one extension point of environments and replay buffers, and `Compose`, a list of them.
+
+A transform overrides one hook, seldom two. Transforms run in the order they were appended; ``inv`` runs in the opposite
+order, because what the policy (or the writer of a buffer) hands in meets the outermost transform first.
+
+| hook | runs in | sees | override it to |
+|---|---|---|---|
+| ``_apply_transform(value)`` | default of ``_call`` and ``forward``, per key pair | one entry | map a value |
+| ``_call(next_td)`` | reset and step | t+1 | derive an entry from the new state |
+| ``_step(td, next_td)`` | step (default: ``_call(next_td)``) | t and t+1 | reward, tools, done |
+| ``_reset(td, reset_td)`` | reset, after the env (default: ``_call``) | what was asked for, t = 0 | counters |
+| ``_reset_env_preprocess(td)`` | reset, before the env | what was asked for, or None | hand the env its prompts |
+| ``forward(td)`` | buffer sample | a batch | relabel, pad |
+| ``inv(td)`` | buffer extend; before the env's step | a batch | group (may return None), decode an action |
+| ``_inv_apply_transform(value)`` | default of ``inv``, per inverse key pair | one entry | map an action |
+| ``transform_<part>_spec(spec)`` | once, when specs are read | a copy of the `Composite` | declare what you write |
+| ``set_container(env)`` | once, when attached | the env | look at ``self.parent`` |
+| ``_set_seed``, ``state_dict``, ``load_state_dict``, ``close`` | with the env's | | own a cursor, a process |
+
+Rules: ``td`` (time t) is the caller's and is not changed; ``next_td`` and ``reset_td`` are changed in place and
+returned. A reset of some rows of a batch runs the same hooks on those rows only (or, in a `batch_locked` env, on all
+rows, of which the others are then put back), so that no hook has to look for a mask. Running the hooks is
+`TransformedEnv`'s part.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+from tensordict import NestedKey, TensorDictBase
+
+from llmrl.envs.rows import present_keys, shallow_copy
+from llmrl.errors import ConfigError, MissingKeyError
+
+if TYPE_CHECKING:
+    from llmrl.data.specs import Composite
+    from llmrl.envs.base import EnvBase
+
+__all__ = ["Compose", "Transform"]
+
+Keys = NestedKey | Sequence[NestedKey]
+
+
+class Transform:
+    """Changes what goes into and comes out of an env, or a replay buffer; by itself it changes nothing.
+
+    Reads   ``in_keys`` (of t+1, or of a batch), ``out_keys_inv`` (what the policy writes)
+    Writes  ``out_keys`` (default: ``in_keys``), ``in_keys_inv`` (what the env reads)
+    Raises  MissingKeyError where an entry of ``in_keys`` is absent at a step; at a reset an absent one is left out
+
+    >>> import torch
+    >>> from tensordict import TensorDict
+    >>> class Negate(Transform):
+    ...     def _apply_transform(self, value):
+    ...         return -value
+    >>> Negate(in_keys=["reward"])(TensorDict(reward=torch.ones(2, 1), batch_size=[2]))["reward"].flatten()
+    tensor([-1., -1.])
+    """
+
+    def __init__(
+        self,
+        in_keys: Keys | None = None,
+        out_keys: Keys | None = None,
+        in_keys_inv: Keys | None = None,
+        out_keys_inv: Keys | None = None,
+    ):
+        self.in_keys = _as_keys(in_keys)
+        self.out_keys = self.in_keys if out_keys is None else _as_keys(out_keys)
+        self.in_keys_inv = _as_keys(in_keys_inv)
+        self.out_keys_inv = self.in_keys_inv if out_keys_inv is None else _as_keys(out_keys_inv)
+        self._container: EnvBase | None = None
+
+    # -- one entry -----------------------------------------------------------------------------------------------------
+
+    def _apply_transform(self, value: Any) -> Any:
+        return value
+
+    def _inv_apply_transform(self, value: Any) -> Any:
+        return value
+
+    # -- in an env -----------------------------------------------------------------------------------------------------
+
+    def _call(self, next_td: TensorDictBase) -> TensorDictBase:
+        return self._map_entries(next_td)
+
+    def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
+        return self._call(next_td)
+
+    def _reset(self, td: TensorDictBase, reset_td: TensorDictBase) -> TensorDictBase:
+        if type(self)._call is Transform._call:
+            return self._map_entries(reset_td, required=False)  # a reward, say, is not there yet
+        return self._call(reset_td)
+
+    def _reset_env_preprocess(self, td: TensorDictBase | None) -> TensorDictBase | None:
+        return td
+
+    def _set_seed(self, seed: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    # -- in a buffer, and for actions ----------------------------------------------------------------------------------
+
+    def forward(self, td: TensorDictBase) -> TensorDictBase:
+        return self._map_entries(td)
+
+    def __call__(self, td: TensorDictBase) -> TensorDictBase:
+        return self.forward(td)
+
+    def inv(self, td: TensorDictBase) -> TensorDictBase | None:
+        if not self.in_keys_inv:
+            return td
+        td = shallow_copy(td)
+        for in_key, out_key in zip(self.in_keys_inv, self.out_keys_inv, strict=True):
+            if (value := td.get(out_key, None)) is not None:
+                td.set(in_key, self._inv_apply_transform(value))
+        return td
+
+    # -- specs: each gets a copy that it may change and return ---------------------------------------------------------
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        return observation_spec
+
+    def transform_state_spec(self, state_spec: Composite) -> Composite:
+        return state_spec
+
+    def transform_action_spec(self, action_spec: Composite) -> Composite:
+        return action_spec
+
+    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
+        return reward_spec
+
+    def transform_done_spec(self, done_spec: Composite) -> Composite:
+        return done_spec
+
+    # -- where it stands -----------------------------------------------------------------------------------------------
+
+    @property
+    def container(self) -> EnvBase | None:
+        """The env that this transform was appended to; None in a buffer or on its own."""
+        return self._container
+
+    @property
+    def parent(self) -> EnvBase | None:
+        """The env as this transform sees it: the base env with the transforms before this one. None if unattached.
+
+        Built at each access: read what is needed once, in ``set_container``, not at every step.
+        """
+        return None if self._container is None else self._container.env_below(self)
+
+    def set_container(self, container: EnvBase) -> None:
+        """Called when the transform is put into an env. Raises ConfigError if it is in another one already."""
+        if self._container is not None and self._container is not container:
+            raise ConfigError(
+                f"{type(self).__name__}: a transform belongs to one env at a time and this one is in a "
+                f"{type(self._container).__name__} already; append transform.clone() instead."
+            )
+        self._container = container
+
+    def clone(self) -> Self:
+        """A shallow copy that belongs to no env."""
+        other = copy.copy(self)
+        other._container = None
+        return other
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state:
+            raise ConfigError(f"{type(self).__name__}: keeps no state, but was given {', '.join(state)} to load.")
+
+    def __repr__(self) -> str:
+        keys = f"in_keys={self.in_keys}, out_keys={self.out_keys}" if self.in_keys or self.out_keys else ""
+        return f"{type(self).__name__}({keys})"
+
+    def _map_entries(self, td: TensorDictBase, required: bool = True) -> TensorDictBase:
+        for in_key, out_key in zip(self.in_keys, self.out_keys, strict=True):
+            value = td.get(in_key, None)
+            if value is not None:
+                td.set(out_key, self._apply_transform(value))
+            elif required:
+                raise MissingKeyError(
+                    f"{type(self).__name__}: reads {in_key!r}, which is not there; keys present: {present_keys(td)}."
+                )
+        return td
+
+
+class Compose(Transform):
+    """Several transforms as one: they run in the order given, and their ``inv`` in the opposite one.
+
+    Raises  ConfigError for a member that is not a `Transform`, or that returned None where a tensordict is due
+
+    >>> compose = Compose(Transform(), Transform(in_keys=["observation"]))
+    >>> len(compose), compose[1].in_keys
+    (2, ['observation'])
+    """
+
+    def __init__(self, *transforms: Transform):
+        super().__init__()
+        self.transforms: list[Transform] = []
+        for transform in transforms:
+            self.append(transform)
+
+    def append(self, transform: Transform) -> None:
+        self.insert(len(self.transforms), transform)
+
+    def insert(self, index: int, transform: Transform) -> None:
+        if not isinstance(transform, Transform):
+            raise ConfigError(f"Compose: members must be Transform instances: got {transform!r}.")
+        if transform is self or any(transform is leaf for leaf in self.leaves()):
+            raise ConfigError(f"Compose: {transform!r} is already in it; insert transform.clone() to run it twice.")
+        if self._container is not None:
+            transform.set_container(self._container)
+        self.transforms.insert(index, transform)
+
+    def leaves(self) -> Iterator[Transform]:
+        """Every transform in running order, members of nested `Compose` included."""
+        for transform in self.transforms:
+            if isinstance(transform, Compose):
+                yield from transform.leaves()
+            else:
+                yield transform
+
+    def __getitem__(self, index: int | slice) -> Transform | Compose:
+        """A member; for a slice, a `Compose` over the same members, attached to nothing."""
+        if not isinstance(index, slice):
+            return self.transforms[index]
+        part = Compose()
+        part.transforms = self.transforms[index]
+        return part
+
+    def __len__(self) -> int:
+        return len(self.transforms)
+
+    def __iter__(self) -> Iterator[Transform]:
+        return iter(self.transforms)
+
+    def __repr__(self) -> str:
+        return f"Compose({', '.join(map(repr, self.transforms))})"
+
+    def _call(self, next_td: TensorDictBase) -> TensorDictBase:
+        for transform in self.transforms:
+            next_td = transform._call(next_td)
+        return next_td
+
+    def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
+        for transform in self.transforms:
+            next_td = transform._step(td, next_td)
+            if next_td is None:
+                raise _returned_none(transform, "_step", "next_td")
+        return next_td
+
+    def _reset(self, td: TensorDictBase, reset_td: TensorDictBase) -> TensorDictBase:
+        for transform in self.transforms:
+            reset_td = transform._reset(td, reset_td)
+            if reset_td is None:
+                raise _returned_none(transform, "_reset", "reset_td")
+        return reset_td
+
+    def _reset_env_preprocess(self, td: TensorDictBase | None) -> TensorDictBase | None:
+        for transform in self.transforms:
+            td = transform._reset_env_preprocess(td)
+        return td
+
+    def forward(self, td: TensorDictBase) -> TensorDictBase:
+        for transform in self.transforms:
+            td = transform(td)
+            if td is None:
+                raise _returned_none(transform, "forward", "td")
+        return td
+
+    def inv(self, td: TensorDictBase) -> TensorDictBase | None:
+        for transform in reversed(self.transforms):
+            td = transform.inv(td)
+            if td is None:
+                return None
+        return td
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        return self._map_spec("transform_observation_spec", observation_spec)
+
+    def transform_state_spec(self, state_spec: Composite) -> Composite:
+        return self._map_spec("transform_state_spec", state_spec)
+
+    def transform_action_spec(self, action_spec: Composite) -> Composite:
+        return self._map_spec("transform_action_spec", action_spec)
+
+    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
+        return self._map_spec("transform_reward_spec", reward_spec)
+
+    def transform_done_spec(self, done_spec: Composite) -> Composite:
+        return self._map_spec("transform_done_spec", done_spec)
+
+    def set_container(self, container: EnvBase) -> None:
+        super().set_container(container)
+        for transform in self.transforms:
+            transform.set_container(container)
+
+    def clone(self) -> Self:
+        other = super().clone()
+        other.transforms = [transform.clone() for transform in self.transforms]
+        return other
+
+    def state_dict(self) -> dict[str, Any]:
+        return {str(index): transform.state_dict() for index, transform in enumerate(self.transforms)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if set(state) != {str(index) for index in range(len(self.transforms))}:
+            raise ConfigError(
+                f"Compose: the state must have one entry per transform: got {len(state)}, expected "
+                f"{len(self.transforms)}."
+            )
+        for index, transform in enumerate(self.transforms):
+            transform.load_state_dict(state[str(index)])
+
+    def close(self) -> None:
+        for transform in self.transforms:
+            transform.close()
+
+    def _set_seed(self, seed: int) -> None:
+        for transform in self.transforms:
+            transform._set_seed(seed)
+
+    def _map_spec(self, hook: str, spec: Composite) -> Composite:
+        for transform in self.transforms:
+            spec = getattr(transform, hook)(spec)
+            if spec is None:
+                raise _returned_none(transform, hook, "spec")
+        return spec
+
+
+def _as_keys(keys: Keys | None) -> list[NestedKey]:
+    if keys is None:
+        return []
+    return [keys] if isinstance(keys, (str, tuple)) else list(keys)
+
+
+def _returned_none(transform: Transform, hook: str, due: str) -> ConfigError:
+    return ConfigError(f"{type(transform).__name__}.{hook}: must return {due}, got None; is a return missing?")

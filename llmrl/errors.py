@@ -1,0 +1,114 @@
+"""The error tree of llmrl, and the spelling help that its messages use. Messages are written where the fault is seen.
+
+Every class is also the standard-library error that it refines, so an ``except ValueError`` written for it still works::
+
+    LLMRLError
+    ├── ConfigError             ValueError    a setting that cannot be run
+    ├── DataError               ValueError    a data file, column or row that cannot be trained on
+    ├── TemplateError           ValueError    a chat template, or what it did to a conversation
+    ├── ShapeError              ValueError    tensors that do not fit each other
+    ├── MissingKeyError         KeyError      a TensorDict entry that the reader needs
+    ├── MissingDependencyError  ImportError   an extra that is not installed
+    ├── WeightSyncError         RuntimeError  weights that did not arrive, or not whole
+    ├── RolloutError            RuntimeError  a conversation that could not be finished
+    ├── DeadlineError           TimeoutError  a wait that ran past its deadline
+    └── CheckpointError         RuntimeError  a checkpoint that could not be written or read
+
+A message reads *who: what must hold: got X, expected Y; what to do*. To add a class: subclass `LLMRLError` and the
+standard-library error, add it above and to ``__all__``, and keep it constructible from its message alone, because Ray
+and multiprocessing pickle errors to carry them home.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "DeadlineError",
+    "LLMRLError",
+    "MissingDependencyError",
+    "MissingKeyError",
+    "RolloutError",
+    "ShapeError",
+    "TemplateError",
+    "WeightSyncError",
+    "closest",
+    "near",
+]
+
+
+class LLMRLError(Exception):
+    """Everything that llmrl raises on purpose."""
+
+
+class ConfigError(LLMRLError, ValueError):
+    """A setting is unknown, has a value that cannot be used, or contradicts another one."""
+
+
+class DataError(LLMRLError, ValueError):
+    """A dataset, a column or a row cannot be read, or cannot be trained on."""
+
+
+class TemplateError(LLMRLError, ValueError):
+    """A chat template is missing, or breaks a rule that training depends on."""
+
+
+class ShapeError(LLMRLError, ValueError):
+    """Tensors that must fit each other do not."""
+
+
+class MissingKeyError(LLMRLError, KeyError):
+    """An entry that the reader needs is not in the TensorDict.
+
+    >>> print(MissingKeyError("GRPOLoss: 'advantage' is not in the batch; keys present: tokens, masks."))
+    GRPOLoss: 'advantage' is not in the batch; keys present: tokens, masks.
+    """
+
+    def __str__(self) -> str:
+        return Exception.__str__(self)  # KeyError shows repr(message), which quotes and escapes a sentence
+
+
+class MissingDependencyError(LLMRLError, ImportError):
+    """An optional package is used but not installed."""
+
+
+class WeightSyncError(LLMRLError, RuntimeError):
+    """New weights did not reach every receiver, or arrived incomplete or with another version."""
+
+
+class RolloutError(LLMRLError, RuntimeError):
+    """A conversation could not be finished: a tool, a reward or an engine failed. That is not a reward of zero."""
+
+
+class DeadlineError(LLMRLError, TimeoutError):
+    """A wait ran past its deadline; the message names who was waited for."""
+
+
+class CheckpointError(LLMRLError, RuntimeError):
+    """A checkpoint could not be written or read; the one before it is untouched."""
+
+
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that ``name`` was most likely meant to be, or None where nothing is close.
+
+    >>> closest("learning_rat", ["lr", "learning_rate", "warmup"])
+    'learning_rate'
+    """
+    matches = get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return matches[0] if matches else None
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """The end of an error message about an unknown name: a suggestion, or nothing where no known name is close.
+
+    >>> near("rewrad", ["reward", "done"])
+    " Did you mean 'reward'?"
+    >>> near("xyz", ["reward", "done"])
+    ''
+    """
+    match = closest(name, known)
+    return f" Did you mean {match!r}?" if match else ""

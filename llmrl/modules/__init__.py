@@ -1,0 +1,1 @@
+"""Modules: what holds weights or calls an engine that does. Language models are in `llmrl.modules.llm`."""

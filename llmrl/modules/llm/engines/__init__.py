@@ -1,0 +1,6 @@
+"""Engines: what turns prompt ids into sampled ids. The protocol is in ``base``, one file per backend."""
+
+from llmrl.modules.llm.engines.base import Engine, Generation, SamplingParams, StopReason
+from llmrl.modules.llm.engines.transformers import TransformersEngine
+
+__all__ = ["Engine", "Generation", "SamplingParams", "StopReason", "TransformersEngine"]

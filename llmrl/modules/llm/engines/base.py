@@ -1,0 +1,142 @@
+"""What a generation engine is: token ids in, sampled token ids with their log-probs out.
+
+This file holds the protocol and the three values that cross it (``SamplingParams``, ``Generation``, ``StopReason``). Messages,
+templates, tensordicts and masks are the wrapper's business (``policies``); an engine knows ids only, so an adapter is small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+from llmrl.errors import ConfigError
+
+__all__ = ["Engine", "Generation", "SamplingParams", "StopReason"]
+
+
+class StopReason(IntEnum):
+    """Why a generation ended. ``EOS`` and ``STOP_STRING`` are natural ends, ``LENGTH`` is a truncation.
+
+    ``TOOL`` marks a turn handed to a tool, ``ABORT`` one that was cut from outside: never a natural stop.
+
+    >>> StopReason.LENGTH.natural, StopReason.EOS.natural
+    (False, True)
+    """
+
+    EOS = 0
+    STOP_STRING = 1
+    LENGTH = 2
+    TOOL = 3
+    ABORT = 4
+
+    @property
+    def natural(self) -> bool:
+        """True when the model itself ended the turn."""
+        return self in (StopReason.EOS, StopReason.STOP_STRING, StopReason.TOOL)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one call samples. The defaults are the model's own distribution: no truncation, temperature 1.
+
+    ``temperature == 0`` and ``do_sample=False`` both mean greedy. Order: repetition penalty, temperature, top-k, top-p, min-p.
+
+    Raises  ConfigError  where a value is out of its range
+
+    >>> SamplingParams(temperature=0.0).greedy
+    True
+    >>> SamplingParams(top_p=1.5)
+    Traceback (most recent call last):
+        ...
+    llmrl.errors.ConfigError: SamplingParams: top_p must be within [0, 1]: got 1.5.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()  # in addition to the engine's own end-of-sequence ids
+    stop_strings: tuple[str, ...] = ()
+    do_sample: bool = True
+
+    def __post_init__(self) -> None:
+        for name, holds, rule in (
+            ("max_new_tokens", self.max_new_tokens >= 1, "positive"),
+            ("temperature", self.temperature >= 0, "non-negative"),
+            ("top_p", 0 <= self.top_p <= 1, "within [0, 1]"),
+            ("top_k", self.top_k >= 0, "positive, or 0 to turn it off"),
+            ("min_p", 0 <= self.min_p <= 1, "within [0, 1]"),
+            ("repetition_penalty", self.repetition_penalty > 0, "positive"),
+        ):
+            if not holds:
+                raise ConfigError(f"SamplingParams: {name} must be {rule}: got {getattr(self, name)!r}.")
+        if isinstance(self.stop_strings, str) or not all(self.stop_strings):
+            raise ConfigError(
+                f"SamplingParams: stop_strings must be a sequence of non-empty strings: got {self.stop_strings!r}."
+            )
+
+    @property
+    def greedy(self) -> bool:
+        """True when the most likely token is taken at every step."""
+        return self.temperature == 0 or not self.do_sample
+
+    @property
+    def scoring_temperature(self) -> float:
+        """The temperature under which log-probs are reported and re-scored: 1 for greedy, which has no distribution."""
+        return 1.0 if self.greedy else self.temperature
+
+    @property
+    def truncates(self) -> bool:
+        """True when the distribution sampled from is not ``softmax(logits / temperature)``."""
+        if self.repetition_penalty != 1.0:
+            return True
+        return not self.greedy and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)
+
+
+@dataclass
+class Generation:
+    """What an engine drew, row by row, in the order of the prompts.
+
+    ids             list of int64[R_i]   as drawn, the stop token included; a prompt is never part of it
+    log_probs       list of float32[R_i] of the distribution that was sampled from, first token included
+    plain_log_probs the same tokens under ``softmax(logits / temperature)``; None where nothing was truncated
+    stop_reasons    list of StopReason
+    version         the version of the weights that drew all of it
+    """
+
+    ids: list[Tensor]
+    log_probs: list[Tensor]
+    plain_log_probs: list[Tensor] | None
+    stop_reasons: list[StopReason]
+    version: int
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """The seam between the wrapper and whatever runs the model.
+
+    ``generate``       prompts: int64[P_i] each; ``seeds``: one int per row, or None for fresh ones. A row's sample is a function of
+                       its prompt, its seed and the weights, never of the rows beside it.
+    ``score``          float32[T_i] per sequence: [t] = log p(token t | tokens before t), [0] = 0; 0 where ``masks[i]`` is False
+    ``update_weights`` all or nothing; None where the engine shares the trainer's module, so that only the version moves
+    """
+
+    version: int
+
+    def generate(
+        self, prompts: Sequence[Tensor], params: SamplingParams, *, seeds: Sequence[int] | None = None
+    ) -> Generation: ...
+
+    def score(
+        self, sequences: Sequence[Tensor], *, temperature: float = 1.0, masks: Sequence[Tensor] | None = None
+    ) -> list[Tensor]: ...
+
+    def update_weights(self, weights: Mapping[str, Tensor] | None, *, version: int) -> None: ...
+
+    def close(self) -> None: ...

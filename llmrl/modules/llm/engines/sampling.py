@@ -1,0 +1,98 @@
+"""The arithmetic of drawing one token: uniforms, truncation, inverse CDF. Tensors in, tensors out.
+
+B rows, R steps, V vocabulary. ``transformers.py`` runs the loop that calls these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from llmrl.modules.llm.engines.base import SamplingParams
+
+__all__ = ["draw", "penalize_repetition", "row_uniforms", "truncate"]
+
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # the constants of SplitMix64 as signed 64-bit integers
+_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX_2 = 0x94D049BB133111EB - (1 << 64)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical shift: torch's own keeps the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ _shift_right(x, 30)) * _MIX_1
+    x = (x ^ _shift_right(x, 27)) * _MIX_2
+    return x ^ _shift_right(x, 31)
+
+
+def row_uniforms(seeds: Sequence[int], num_steps: int) -> Tensor:
+    """float32[B, R] in [0, 1): entry (i, t) is a function of ``seeds[i]`` and ``t`` alone.
+
+    A counter-based generator instead of one ``torch.Generator`` per row: the whole table costs a dozen tensor operations, a row
+    does not depend on the rows beside it, and a longer table begins with the shorter one.
+
+    Source  Steele, Lea and Flood 2014, SplitMix64
+
+    >>> bool((row_uniforms([5, 7], 9)[1] == row_uniforms([7], 20)[0, :9]).all())
+    True
+    """
+    seeds_B = torch.tensor([(int(seed) + (1 << 63)) % (1 << 64) - (1 << 63) for seed in seeds], dtype=torch.int64)
+    steps_R = torch.arange(1, num_steps + 1, dtype=torch.int64)
+    bits_BR = _mix(_mix(seeds_B + _GOLDEN)[:, None] + steps_R * _GOLDEN)
+    return _shift_right(bits_BR, 40).float() * 2.0**-24
+
+
+def penalize_repetition(logits_BV: Tensor, seen_BV: Tensor, penalty: float) -> Tensor:
+    """Divides the positive and multiplies the negative logits of tokens already in the sequence by ``penalty``.
+
+    Source  Keskar et al. 2019 (arXiv:1909.05858), section 4.1
+    """
+    penalized_BV = torch.where(logits_BV < 0, logits_BV * penalty, logits_BV / penalty)
+    return torch.where(seen_BV, penalized_BV, logits_BV)
+
+
+def truncate(logits_BV: Tensor, params: SamplingParams) -> Tensor:
+    """Sets the logits that top-k, top-p and min-p (in this order, each on what the last left) exclude to -inf.
+
+    At least one token always stays. Ties with the last token that stays, stay.
+    """
+    if 0 < params.top_k < logits_BV.shape[-1]:
+        kth_B1 = logits_BV.topk(params.top_k, dim=-1).values[:, -1:]
+        logits_BV = logits_BV.masked_fill(logits_BV < kth_B1, float("-inf"))
+    if params.top_p < 1.0:
+        logits_BV = logits_BV.masked_fill(logits_BV < _nucleus_floor(logits_BV, params.top_p), float("-inf"))
+    if params.min_p > 0.0:
+        floor_B1 = logits_BV.amax(-1, keepdim=True) + torch.tensor(params.min_p).log().item()
+        logits_BV = logits_BV.masked_fill(logits_BV < floor_B1, float("-inf"))
+    return logits_BV
+
+
+def _nucleus_floor(logits_BV: Tensor, top_p: float) -> Tensor:
+    """[B, 1]: the smallest logit of the smallest set of most likely tokens that holds a mass of ``top_p``.
+
+    Source  Holtzman et al. 2020 (arXiv:1904.09751), section 3.1
+    """
+    vocabulary = logits_BV.shape[-1]
+    log_total_B1 = logits_BV.logsumexp(-1, keepdim=True)
+    # Sorting the vocabulary is what top-p costs on a CPU (30 times the rest of a draw), and the nucleus is nearly always small.
+    for size in (256, vocabulary) if vocabulary > 256 and logits_BV.device.type == "cpu" else (vocabulary,):
+        top_BK = logits_BV.topk(size, dim=-1).values
+        probs_BK = (top_BK - log_total_B1).exp()
+        inside_BK = probs_BK.cumsum(-1) - probs_BK < top_p  # the mass before this token does not suffice yet
+        if size == vocabulary or not inside_BK[:, -1].any():
+            break
+    return top_BK.gather(1, (inside_BK.sum(-1, keepdim=True) - 1).clamp_(min=0))
+
+
+def draw(log_probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
+    """int64[B]: the first token whose cumulative probability exceeds the row's uniform. A token of probability 0 is never drawn."""
+    cdf_BV = log_probs_BV.exp().cumsum(-1)
+    total_B1 = cdf_BV[:, -1:]
+    below_total_B1 = torch.nextafter(total_B1, torch.zeros_like(total_B1))
+    target_B1 = torch.minimum(uniforms_B[:, None] * total_B1, below_total_B1)
+    return torch.searchsorted(cdf_BV, target_B1, right=True).squeeze(-1)

@@ -1,0 +1,437 @@
+"""Log-probabilities of chosen tokens under a causal language model: the one place where logits exist.
+
+The model's body runs once over the batch; the output head then runs over the *selected* positions only, a chunk at a
+time, and each chunk's logits are thrown away and made again in the backward pass. A ``[B, T, V]`` tensor never exists,
+neither forwards nor backwards. The matrix product runs in the model's dtype, everything after it in float32.
+
+Which positions are wanted, and what the numbers are used for, is the business of the wrappers and the losses.
+
+Shapes: B sequences, T tokens, V vocabulary, H hidden size, N selected tokens of the batch, C tokens of one chunk.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from llmrl.errors import ConfigError, ShapeError
+
+__all__ = ["TokenScorer", "TokenScores", "token_logprobs"]
+
+
+class TokenScores(NamedTuple):
+    """What a model says about the selected tokens of a padded batch; 0 (False) where a token was not selected.
+
+    ``log_probs``  float32[B, T]          log p(token t | tokens before t), with grad
+    ``entropy``    float32[B, T] or None  entropy of the distribution that token t was drawn from, with grad
+    ``top1``       bool[B, T] or None     token t is the most likely one
+    """
+
+    log_probs: Tensor
+    entropy: Tensor | None
+    top1: Tensor | None = None
+
+
+def token_logprobs(
+    model: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    select: Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+    entropy: bool = False,
+    position_ids: Tensor | None = None,
+) -> TokenScores:
+    """Scores the selected tokens of a padded batch, left- or right-padded.
+
+    Reads    input_ids int64[B, T], attention_mask bool or int[B, T] (true on real tokens), select bool[B, T]
+    Returns  TokenScores, float32 (float64 for a float64 model); a selected token that has no predecessor scores 0
+    Calls    the model's body and output head by keyword, without a cache; positions are counted from the mask.
+             When head(body) is not what the model returns as logits, the whole model, a few rows at a time
+    Raises   ShapeError if the three tensors differ in shape, ConfigError for a temperature or chunk not above 0
+
+    ``chunk`` is the number of tokens whose logits exist at a time; the default follows from the vocabulary.
+
+    >>> from transformers import Qwen2Config, Qwen2ForCausalLM
+    >>> config = Qwen2Config(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+    ...                      num_attention_heads=2, num_key_value_heads=2)
+    >>> model = Qwen2ForCausalLM(config)
+    >>> ids = torch.tensor([[5, 6, 7, 8]])
+    >>> response = torch.tensor([[False, False, True, True]])
+    >>> scores = token_logprobs(model, ids, torch.ones_like(ids), response)
+    >>> scores.log_probs.shape, scores.log_probs.lt(0).tolist()
+    (torch.Size([1, 4]), [[False, False, True, True]])
+    """
+    if not (input_ids.shape == attention_mask.shape == select.shape) or input_ids.ndim != 2:
+        raise ShapeError(
+            "token_logprobs: input_ids, attention_mask and select must have one shape [B, T]: got "
+            f"{tuple(input_ids.shape)}, {tuple(attention_mask.shape)} and {tuple(select.shape)}."
+        )
+    if not temperature > 0:
+        raise ConfigError(
+            f"token_logprobs: temperature must be above 0, got {temperature}; greedy decoding has no distribution, "
+            "score its tokens at temperature 1."
+        )
+    if chunk is not None and chunk < 1:
+        raise ConfigError(f"token_logprobs: chunk counts tokens and must be at least 1, got {chunk}.")
+    attended_BT = attention_mask.bool()
+    scored_BT = select.bool() & attended_BT
+    scored_BT[:, 1:] &= attended_BT[:, :-1]  # a token without a predecessor has nothing to be predicted from
+    scored_BT[:, :1] = False
+    if position_ids is None:
+        position_ids = (attended_BT.long().cumsum(-1) - 1).clamp(min=0)
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+
+    path = find_head_path(model)
+    if path is None:
+        packed = _score_with_whole_model(model, inputs, scored_BT, temperature, entropy)
+    else:
+        hidden_BTH = path.body(**_accepted(path.body, inputs)).last_hidden_state
+        hidden_NH = hidden_BTH[:, :-1][scored_BT[:, 1:]]
+        packed = _score_hidden(path, hidden_NH, input_ids[scored_BT], temperature, chunk, entropy)
+    return TokenScores(*(None if value_N is None else _unpack(value_N, scored_BT) for value_N in packed))
+
+
+class TokenScorer(nn.Module):
+    """``token_logprobs`` as a module: what DDP and FSDP2 wrap, so that every parameter is used inside its ``forward``.
+
+    Reads    input_ids int64[B, T], attention_mask bool[B, T], select bool[B, T]
+    Returns  TokenScores; a batch without any selected token still reaches every parameter, with zero gradients
+    Calls    the model twice on a few tokens when it is built, to learn whether head(body) is what it returns
+
+    ``.model`` is the language model itself. A loss takes the scorer as its ``actor_network``: ``token_scores`` is the
+    same call at the scorer's own ``temperature``.
+    """
+
+    def __init__(self, model: nn.Module, *, temperature: float = 1.0, chunk: int | None = None) -> None:
+        super().__init__()
+        self.model = model
+        self.temperature = temperature
+        self.chunk = chunk
+        if not any(parameter.is_meta for parameter in model.parameters()):
+            find_head_path(model)  # now, and not between the collectives of a sharded first step
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        select: Tensor,
+        temperature: float | None = None,
+        entropy: bool = False,
+        position_ids: Tensor | None = None,
+    ) -> TokenScores:
+        return token_logprobs(
+            self.model,
+            input_ids,
+            attention_mask,
+            select,
+            temperature=self.temperature if temperature is None else temperature,
+            chunk=self.chunk,
+            entropy=entropy,
+            position_ids=position_ids,
+        )
+
+    def token_scores(
+        self, input_ids: Tensor, attention_mask: Tensor, select: Tensor, *, entropy: bool = False
+    ) -> TokenScores:
+        return self(input_ids, attention_mask, select, entropy=entropy)
+
+
+# ---------------------------------------------------------------------------------------------- the model's two parts
+
+
+@dataclass(frozen=True)
+class HeadPath:
+    """A model taken apart: logits = cap tanh(scale head(body) / cap), or scale head(body) without ``softcap``."""
+
+    body: nn.Module
+    head: nn.Module
+    scale: float
+    softcap: float | None
+
+
+# model -> index of the split that was found to give the model's own logits, None when none does. The parts themselves
+# are looked up at each call: a head that was replaced (LoRA, a larger vocabulary) is then the one that is used.
+_probed: weakref.WeakKeyDictionary[nn.Module, int | None] = weakref.WeakKeyDictionary()
+
+
+def find_head_path(model: nn.Module) -> HeadPath | None:
+    """The split of ``model`` into body and head that reproduces its logits on a few tokens; None when there is none."""
+    candidates = _candidate_paths(model)
+    if model not in _probed:
+        _probed[model] = _probe(model, candidates)
+    choice = _probed[model]
+    return None if choice is None else candidates[choice]
+
+
+def _candidate_paths(model: nn.Module) -> list[HeadPath]:
+    causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft keeps the model inside
+    head = causal_lm.get_output_embeddings() if hasattr(causal_lm, "get_output_embeddings") else None
+    if not isinstance(head, nn.Module):
+        return []
+    config = causal_lm.config.get_text_config()
+    scale = 1.0
+    if getattr(config, "logits_scaling", None):  # Granite divides
+        scale = 1.0 / config.logits_scaling
+    elif getattr(config, "logit_scale", None):  # Cohere multiplies
+        scale = float(config.logit_scale)
+    softcap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
+    bodies = [causal_lm.base_model, causal_lm.get_decoder()]
+    maps = [(scale, softcap), (1.0, None)]
+    return [HeadPath(body, head, *map_) for body in bodies if body is not causal_lm for map_ in maps]
+
+
+@torch.no_grad()
+def _probe(model: nn.Module, candidates: list[HeadPath]) -> int | None:
+    if not candidates:
+        return None
+    head_weight = next(candidates[0].head.parameters())
+    ids = torch.arange(5, device=head_weight.device)[None]
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": ids}
+    was_training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        expected = model(**_accepted(model, inputs)).logits.double()
+        # the two ways run the same operations: any real difference (a cap, a scale, a norm) is far above the rounding
+        tolerance = 1e-5 if head_weight.dtype in (torch.float32, torch.float64) else 1e-2
+        for index, path in enumerate(candidates):
+            hidden = path.body(**_accepted(path.body, inputs)).last_hidden_state
+            got = _map_logits(path.head(hidden), path, 1.0).double()
+            if got.shape == expected.shape and (got - expected).abs().max() <= tolerance * expected.abs().max():
+                return index
+        return None
+    finally:
+        for module in was_training:
+            module.training = True
+
+
+def _accepted(module: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Any]:
+    """The entries of ``inputs`` that ``module.forward`` names, plus ``use_cache=False`` where it has that."""
+    causal_lm = module.get_base_model() if hasattr(module, "get_base_model") else module
+    named = inspect.signature(causal_lm.forward).parameters
+    arguments: dict[str, Any] = {name: value for name, value in inputs.items() if name in named}
+    if "use_cache" in named:
+        arguments["use_cache"] = False
+    return arguments
+
+
+# ------------------------------------------------------------------------------------------------- scores from hidden
+
+
+def _score_hidden(
+    path: HeadPath, hidden_NH: Tensor, targets_N: Tensor, temperature: float, chunk: int | None, entropy: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    head = path.head
+    plain = type(head) is nn.Linear and not (head._forward_hooks or head._forward_pre_hooks)
+    if plain and type(head.weight) in (Tensor, nn.Parameter):
+        device_type = hidden_NH.device.type
+        in_autocast = torch.is_autocast_enabled(device_type)
+        spec = _HeadSpec(
+            dtype=torch.get_autocast_dtype(device_type) if in_autocast else head.weight.dtype,
+            chunk=chunk or _chunk_rows(head.weight.shape[0], device_type),
+            path=path,
+            temperature=temperature,
+            entropy=entropy,
+        )
+        return _HeadScores.apply(hidden_NH, head.weight, head.bias, targets_N, spec)
+
+    # any other head (LoRA, quantised, sharded) is called as the module it is; checkpointing makes its logits anew
+    def score(hidden_CH: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        return _score_logits(_map_logits(head(hidden_CH), path, temperature), targets_C, entropy)
+
+    size = chunk or _chunk_rows(getattr(head, "out_features", 0) or 1 << 17, hidden_NH.device.type)
+    pieces = [
+        checkpoint(score, hidden_CH, targets_C, use_reentrant=False)
+        for hidden_CH, targets_C in zip(hidden_NH.split(size), targets_N.split(size), strict=True)
+    ]
+    return _concatenate(pieces)
+
+
+def _score_with_whole_model(
+    model: nn.Module, inputs: dict[str, Tensor], scored_BT: Tensor, temperature: float, entropy: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    def score(rows: dict[str, Tensor], scored: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        output = model(**_accepted(model, rows))
+        logits = getattr(output, "logits", output)[:, :-1][scored[:, 1:]]
+        return _score_logits(_map_logits(logits, None, temperature), rows["input_ids"][scored], entropy)
+
+    num_tokens = scored_BT.shape[1]
+    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None) or 1 << 17
+    size = max(1, _chunk_rows(vocabulary, scored_BT.device.type) // max(num_tokens, 1))
+    pieces = [
+        checkpoint(score, {key: value[i : i + size] for key, value in inputs.items()}, scored_BT[i : i + size],
+                   use_reentrant=False)
+        for i in range(0, scored_BT.shape[0], size)
+    ]  # fmt: skip
+    return _concatenate(pieces)
+
+
+def _concatenate(pieces: list[tuple[Tensor, Tensor | None, Tensor]]) -> tuple[Tensor, Tensor | None, Tensor]:
+    log_probs, entropies, top1 = zip(*pieces, strict=True)
+    return torch.cat(log_probs), None if entropies[0] is None else torch.cat(entropies), torch.cat(top1)
+
+
+def _score_logits(logits_CV: Tensor, targets_C: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+    log_p_CV = logits_CV.log_softmax(-1)
+    log_prob_C = log_p_CV.gather(1, targets_C[:, None]).squeeze(1)
+    entropy_C = -(log_p_CV.exp() * log_p_CV).sum(-1) if entropy else None
+    return log_prob_C, entropy_C, log_prob_C.detach() >= log_p_CV.detach().amax(-1)
+
+
+def _map_logits(logits: Tensor, path: HeadPath | None, temperature: float) -> Tensor:
+    """Head output -> float32 logits of the distribution that is sampled from: scale, cap, temperature."""
+    logits = logits.to(_reduction_dtype(logits.dtype))
+    if path is None:
+        return logits / temperature
+    if path.softcap is None:
+        return logits * (path.scale / temperature)
+    return torch.tanh(logits * (path.scale / path.softcap)) * (path.softcap / temperature)
+
+
+def _unpack(value_N: Tensor, scored_BT: Tensor) -> Tensor:
+    return value_N.new_zeros(scored_BT.shape).masked_scatter(scored_BT, value_N)
+
+
+def _reduction_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _chunk_rows(vocabulary: int, device_type: str) -> int:
+    """Tokens per chunk: 64 MB of float32 logits on a CPU, 512 MB on an accelerator, 1024 tokens at most."""
+    budget = 1 << 24 if device_type == "cpu" else 1 << 27
+    return max(32, min(1024, budget // vocabulary))
+
+
+# ------------------------------------------------------------------------------------ the chunked head, with recompute
+
+
+@dataclass(frozen=True)
+class _HeadSpec:
+    dtype: torch.dtype  # of the matrix product
+    chunk: int
+    path: HeadPath
+    temperature: float
+    entropy: bool
+
+
+class _HeadScores(torch.autograd.Function):
+    """Log-probs, entropies and hits of N tokens from their hidden states, holding the logits of one chunk at a time.
+
+    With x the logits, p = softmax(x), y the target and H the entropy:
+    d log p_y / dx = onehot(y) - p,   dH / dx = -p (log p + H).
+    Saved for backward: the inputs and two floats per token (log-sum-exp and entropy).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        spec: _HeadSpec,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        dtype = _reduction_dtype(spec.dtype)
+        log_prob_N = hidden_NH.new_empty(targets_N.shape, dtype=dtype)
+        log_sum_N = torch.empty_like(log_prob_N)
+        entropy_N = torch.empty_like(log_prob_N) if spec.entropy else None
+        top1_N = torch.empty_like(targets_N, dtype=torch.bool)
+        for part, logits_CV, _ in _chunks_of_logits(hidden_NH, weight_VH, bias_V, spec):
+            target_C = logits_CV.gather(1, targets_N[part, None]).squeeze(1)
+            max_C = logits_CV.amax(-1)
+            top1_N[part] = target_C >= max_C
+            logits_CV.sub_(max_C[:, None])
+            if entropy_N is None:
+                log_norm_C = logits_CV.exp_().sum(-1).log_()
+            else:
+                weight_CV = logits_CV.exp()
+                norm_C = weight_CV.sum(-1)
+                log_norm_C = norm_C.log()
+                entropy_N[part] = log_norm_C - _row_dot(weight_CV, logits_CV) / norm_C
+            log_sum_N[part] = max_C + log_norm_C
+            log_prob_N[part] = target_C - max_C - log_norm_C
+        ctx.spec = spec
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(top1_N)
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, log_sum_N, entropy_N)
+        return log_prob_N, entropy_N, top1_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_log_prob_N: Tensor | None, grad_entropy_N: Tensor | None, _: None) -> tuple:
+        hidden_NH, weight_VH, bias_V, targets_N, log_sum_N, entropy_N = ctx.saved_tensors
+        spec: _HeadSpec = ctx.spec
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_hidden_NH = torch.zeros_like(hidden_NH) if needs_hidden else None
+        grad_weight_VH = torch.zeros_like(weight_VH) if needs_weight else None
+        grad_bias_V = torch.zeros_like(bias_V) if needs_bias else None
+        if grad_log_prob_N is None:
+            grad_log_prob_N = torch.zeros_like(log_sum_N)
+        cast_VH = weight_VH.to(spec.dtype)
+        for part, logits_CV, slope_CV in _chunks_of_logits(hidden_NH, cast_VH, bias_V, spec, with_slope=True):
+            grad_C1 = grad_log_prob_N[part, None]
+            log_p_CV = logits_CV.sub_(log_sum_N[part, None])
+            if grad_entropy_N is None:
+                grad_CV = log_p_CV.exp_().mul_(-grad_C1)
+            else:
+                p_CV = log_p_CV.exp()
+                grad_CV = (
+                    log_p_CV.add_(entropy_N[part, None]).mul_(-grad_entropy_N[part, None]).sub_(grad_C1).mul_(p_CV)
+                )
+                del p_CV
+            grad_CV.scatter_add_(1, targets_N[part, None], grad_C1)
+            grad_CV = (grad_CV.mul_(slope_CV) if slope_CV is not None else grad_CV).to(spec.dtype)
+            if grad_hidden_NH is not None:
+                grad_hidden_NH[part] = (grad_CV @ cast_VH).to(hidden_NH.dtype)
+            if grad_weight_VH is not None:
+                _add_product(grad_weight_VH, grad_CV.T, hidden_NH[part].to(spec.dtype))
+            if grad_bias_V is not None:
+                grad_bias_V += grad_CV.sum(0)
+        return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None
+
+
+def _chunks_of_logits(
+    hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, spec: _HeadSpec, *, with_slope: bool = False
+) -> Iterator[tuple[slice, Tensor, Tensor | float | None]]:
+    """Yields (rows, logits[C, V], d logits / d head output); the consumer may overwrite the logits."""
+    path = spec.path
+    weight_VH = weight_VH.to(spec.dtype)
+    bias_V = None if bias_V is None else bias_V.to(spec.dtype)
+    for start in range(0, hidden_NH.shape[0], spec.chunk):
+        part = slice(start, min(start + spec.chunk, hidden_NH.shape[0]))
+        with torch.autocast(hidden_NH.device.type, enabled=False):
+            logits_CV = F.linear(hidden_NH[part].to(spec.dtype), weight_VH, bias_V).to(_reduction_dtype(spec.dtype))
+        slope: Tensor | float | None = None
+        factor = path.scale / spec.temperature
+        if path.softcap is None:
+            if factor != 1.0:
+                logits_CV.mul_(factor)
+                slope = factor
+        else:
+            logits_CV.mul_(path.scale / path.softcap).tanh_()
+            if with_slope:
+                slope = logits_CV.square().neg_().add_(1.0).mul_(factor)
+            logits_CV.mul_(path.softcap / spec.temperature)
+        yield part, logits_CV, slope
+
+
+def _row_dot(a_CV: Tensor, b_CV: Tensor) -> Tensor:
+    return torch.bmm(a_CV[:, None, :], b_CV[:, :, None]).view(-1)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, without a temporary of total's size where the dtypes allow it."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right

@@ -1,0 +1,473 @@
+"""``LLMWrapperBase``: a language model as a policy on TensorDicts. Reads a prompt or a conversation, calls an engine, writes every view.
+
+One code path for every backend: a backend is an ``Engine`` and says in ``_build`` how to make one. What differs between history, text
+and tokens is in ``modes``, the bookkeeping of a turn in ``stream``, the layout of what is written in ``writing``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
+
+from llmrl.errors import ConfigError, ShapeError, near
+from llmrl.modules.llm.engines import Engine
+from llmrl.modules.llm.log_probs import TokenScores
+from llmrl.modules.llm.policies.containers import (
+    ChatHistory,
+    LogProbs,
+    Masks,
+    Text,
+    Tokens,
+    field_rows,
+    is_ragged,
+)
+from llmrl.modules.llm.policies.modes import Key, Prompts, Turn, make_mode, unpadded_rows
+from llmrl.modules.llm.policies.options import GenerationOptions, generation_options
+from llmrl.modules.llm.policies.stream import Stream, record_turn
+from llmrl.modules.llm.policies.writing import padded_containers, ragged_containers
+from llmrl.modules.llm.rendering import Renderer
+from llmrl.padding import lengths_mask, pad_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["Backend", "LLMWrapperBase"]
+
+
+@dataclass
+class Backend:
+    """What ``_build`` returns: the engine, the module that scores with gradients (None where there is none), and the padding id."""
+
+    engine: Engine
+    scorer: nn.Module | None
+    pad_token_id: int
+
+
+class LLMWrapperBase(nn.Module):
+    """A policy over an engine. ``model`` is an ``Engine`` here; subclasses take what their backend runs.
+
+    Generating (``generate=True``):
+      Reads   (mode, "prompt"), and where an environment carried an earlier turn on: ("tokens", "prompt" | "covered"),
+              ("masks", "prompt_assistant_mask"), ("log_probs", "prompt"). The ids of earlier turns are used as they are; only
+              what was appended since is rendered
+              "seed" int64[B], if present: one seed per row
+      Writes  text, masks, tokens, log_probs and history containers (those of the mode), "stop_reason" int64[B] (``StopReason``),
+              "policy_version" int64[B]
+    Scoring (``generate=False``):
+      Reads   ("tokens", "full") if present, else (mode, "full")
+      Writes  ("log_probs", "full") float32[T], [t] = log p(token t | tokens before t), with gradients where they are enabled;
+              tokens and masks where it had to make them
+    Raises  MissingKeyError, TypeError, ConfigError, ShapeError, TemplateError
+
+    input_mode           "history", "text" or "tokens"
+    input_key            what to read instead of (mode, "prompt") or (mode, "full")
+    attention_mask_key   mask of a dense ("tokens", "prompt"); without it every id counts
+    generate_kwargs      max_new_tokens, temperature, top_p, top_k, min_p, repetition_penalty, do_sample, stop_sequences,
+                         stop_token_ids, num_return_sequences, skip_special_tokens, logprobs, seed; ``max_tokens`` and ``n`` are
+                         accepted. An unknown name raises here and now
+    tokenizer_kwargs     in text mode: arguments of the tokenizer's call (no special tokens are added by default); in history
+                         mode: variables of the chat template
+    pad_output           dense, padded containers instead of rows
+    pad_model_input      False: the model never sees a padding token; rows run in groups of equal length
+    inplace              True (default): into the input; False: a new TensorDict; "empty": ``td.empty()``
+    num_samples          n responses per prompt: batch [*B, n]; never in place
+    return_log_probs     True by default; scoring needs it
+    prefer_tokens        False: render the whole conversation anew every turn; masks and log-probs then start with this turn
+    layout               torch.strided only: ask for ``td.get(key, as_nested_tensor=True)`` to read rows as a nested tensor
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        tokenizer: PreTrainedTokenizerBase | str | None = None,
+        input_mode: Literal["history", "text", "tokens"] = "history",
+        input_key: Key | None = None,
+        attention_mask_key: Key = "attention_mask",
+        generate: bool = True,
+        generate_kwargs: Mapping[str, Any] | None = None,
+        tokenizer_kwargs: Mapping[str, Any] | None = None,
+        pad_output: bool = False,
+        pad_model_input: bool | None = None,
+        inplace: bool | Literal["empty"] | None = None,
+        device: torch.device | str | None = None,
+        layout: torch.layout | None = None,
+        num_samples: int | None = None,
+        chat_template_name: str | None = None,
+        chat_template: str | None = None,
+        return_log_probs: bool | None = None,
+        history_key: str = "history",
+        text_key: str = "text",
+        tokens_key: str = "tokens",
+        masks_key: str = "masks",
+        log_probs_key: str = "log_probs",
+        prefer_tokens: bool = True,
+    ) -> None:
+        settings = {name: value for name, value in locals().items() if name not in ("self", "model", "__class__")}
+        super().__init__()
+        self._settings: dict[str, Any] = settings
+        self.generate = generate
+        self.options = generation_options(generate_kwargs)
+        self._check(self.options)
+        self.tokenizer = self._load_tokenizer(model, tokenizer)
+        self.renderer = self._make_renderer()
+        self.mode = make_mode(
+            input_mode, tokenizer=self.tokenizer, renderer=self.renderer, tokenizer_kwargs=tokenizer_kwargs
+        )
+        self.keys = {
+            "history": history_key,
+            "text": text_key,
+            "tokens": tokens_key,
+            "masks": masks_key,
+            "log_probs": log_probs_key,
+        }
+        self.input_key: Key = input_key or self.mode.in_key(self.keys[self.mode.name], generate)
+        self.attention_mask_key = attention_mask_key
+        self.num_samples = num_samples if num_samples is not None else self.options.num_return_sequences
+        wanted = self.options.logprobs if return_log_probs is None else return_log_probs
+        self.return_log_probs = True if wanted is None else wanted
+        self.inplace = (self.num_samples is None) if inplace is None else inplace
+        self.pad_output = pad_output
+        self.prefer_tokens = prefer_tokens
+        backend = self._build(model)
+        self.engine = backend.engine
+        self.scorer = backend.scorer
+        self.pad_token_id = backend.pad_token_id
+        self.stop_token_ids = self._stop_token_ids()
+        self.seed = self.options.seed
+
+    # --- what a backend decides -----------------------------------------------------------------------------------------------
+
+    def _build(self, model: Any) -> Backend:
+        """Makes the engine and the scorer of ``model``."""
+        if not isinstance(model, Engine):
+            raise ConfigError(
+                f"{type(self).__name__}: model must be an Engine: got {type(model).__name__}; a Hugging Face model goes into "
+                "TransformersWrapper."
+            )
+        for name in ("device", "pad_model_input"):
+            if self._settings[name] is not None:
+                raise ConfigError(f"{type(self).__name__}: {name} is decided by the engine that it was given: leave it out.")
+        pad = getattr(self.tokenizer, "pad_token_id", None)
+        return Backend(model, None, 0 if pad is None else pad)
+
+    def _load_tokenizer(
+        self, model: Any, tokenizer: PreTrainedTokenizerBase | str | None
+    ) -> PreTrainedTokenizerBase | None:
+        if isinstance(tokenizer, str):
+            from transformers import AutoTokenizer
+
+            return AutoTokenizer.from_pretrained(tokenizer)
+        return tokenizer
+
+    # --- what everybody may read or set ---------------------------------------------------------------------------------------
+
+    @property
+    def in_keys(self) -> list[Key]:
+        """The key that is read in every call."""
+        return [self.input_key]
+
+    @property
+    def out_keys(self) -> list[Key]:
+        """The entries that are written, in their order."""
+        text, history = ("text" in self.mode.written, "history" in self.mode.written) if self.generate else (False, False)
+        names = ["text"] * text + ["masks", "tokens"] + ["log_probs"] * self.return_log_probs + ["history"] * history
+        return [self.keys[name] for name in names] + ["stop_reason", "policy_version"] * self.generate
+
+    @property
+    def temperature(self) -> float:
+        """The temperature of the policy's distribution; 1 for a greedy policy."""
+        return self.options.params.scoring_temperature
+
+    @property
+    def seed(self) -> int | None:
+        """The seed that row seeds are drawn from; None leaves them to the engine. Setting it starts its sequence again."""
+        return self._seed
+
+    @seed.setter
+    def seed(self, value: int | None) -> None:
+        self._seed = value
+        self._generator = None if value is None else torch.Generator().manual_seed(value)
+
+    def get_new_version(self, **changes: Any) -> Self:
+        """This wrapper with some constructor arguments changed and everything else kept; engine and weights are shared.
+
+        Raises  ConfigError for a name that is no argument of the constructor
+
+        >>> from llmrl.testing import FakeEngine, tiny_tokenizer
+        >>> policy = LLMWrapperBase(FakeEngine(["hello"]), tokenizer=tiny_tokenizer(), text_key="words")
+        >>> scorer = policy.get_new_version(generate=False)
+        >>> scorer.generate, scorer.keys["text"], scorer.engine is policy.engine
+        (False, 'words', True)
+        """
+        known = (*self._settings, "model")
+        for name in changes:
+            if name not in known:
+                raise ConfigError(f"get_new_version: {name!r} is no argument of {type(self).__name__}.{near(name, known)}")
+        model = changes.pop("model", None)
+        new = type(self)(self._source() if model is None else model, **{**self._settings, **changes})
+        if model is None:
+            if not changes.keys() & {"device", "pad_model_input"}:
+                new.engine = self.engine
+            new.engine.version = self.engine.version
+            new.scorer = self.scorer
+            if "generate_kwargs" not in changes:
+                new._seed, new._generator = self._seed, self._generator
+        return new
+
+    def token_scores(
+        self, input_ids: Tensor, attention_mask: Tensor, select: Tensor, *, entropy: bool = False
+    ) -> TokenScores:
+        """Log-probs of the selected tokens at the policy's temperature, with gradients: what the losses call.
+
+        input_ids int64[B, T], attention_mask bool[B, T], select bool[B, T]; see ``token_logprobs``
+        Raises  ConfigError where the backend has no model in this process
+        """
+        if self.scorer is None:
+            raise ConfigError(
+                f"{type(self).__name__}: gradients need a model in this process: this wrapper has an engine only; score with "
+                "a TransformersWrapper of the trainer's model."
+            )
+        return self.scorer(input_ids, attention_mask, select, temperature=self.temperature, entropy=entropy)
+
+    def forward(self, td: TensorDictBase, *, generate_kwargs: Mapping[str, Any] | None = None) -> TensorDictBase:
+        """Generates or scores. ``generate_kwargs`` override single options for this call; the others stay as they are."""
+        if not td.batch_size.numel():
+            raise ShapeError(f"{type(self).__name__}: a batch must have at least one row: got {list(td.batch_size)}.")
+        if not self.generate:
+            return self._score(td)
+        options = self.options
+        if generate_kwargs is not None:
+            options = generation_options(self._settings["generate_kwargs"], generate_kwargs)
+        return self._generate(td, options)
+
+    # --- generating -----------------------------------------------------------------------------------------------------------
+
+    def _generate(self, td: TensorDictBase, options: GenerationOptions) -> TensorDictBase:
+        prompts = self.mode.read(td, self.input_key, self.attention_mask_key)
+        stream = self._read_stream(td, prompts) if self.prefer_tokens else None
+        texts = None if stream is None else self._carried_texts(td, stream)
+        prompt_ids, num_new = self._prompt_ids(prompts, stream)
+        if texts is None:
+            num_new = [len(ids) for ids in prompt_ids]
+        seeds = self._seeds(td, len(prompt_ids))
+        batch_size = td.batch_size
+        if self.num_samples is not None:
+            rows = [row for row in range(len(prompt_ids)) for _ in range(self.num_samples)]
+            prompts, prompt_ids, num_new = prompts.select(rows), [prompt_ids[row] for row in rows], [num_new[row] for row in rows]
+            stream = None if stream is None else stream.select(rows)
+            texts = None if texts is None else [texts[row] for row in rows]
+            batch_size = torch.Size([*batch_size, self.num_samples])
+        params = replace(options.params, stop_token_ids=self.stop_token_ids + options.params.stop_token_ids)
+        generation = self.engine.generate(prompt_ids, params, seeds=seeds)
+        turn = Turn(
+            prompts=prompts,
+            prompt_ids=prompt_ids,
+            response_ids=generation.ids,
+            stop_reasons=generation.stop_reasons,
+            num_new=num_new,
+            carried_texts=texts,
+            stop_token_ids=frozenset(params.stop_token_ids) | frozenset(getattr(self.engine, "eos_token_ids", ())),
+            skip_special_tokens=options.skip_special_tokens,
+        )
+        views, covered = self.mode.views(turn)
+        log_probs = generation.log_probs if self.return_log_probs else None
+        record = record_turn(prompt_ids, generation.ids, log_probs, generation.plain_log_probs, stream)
+        carried = None
+        if stream is not None and stream.assistant_mask is not None:
+            carried = [mask[: len(ids)] for mask, ids in zip(record.assistant_mask, prompt_ids, strict=True)]
+        if self.pad_output:
+            masks, tokens, log_probs = padded_containers(record, carried, covered, batch_size, self.pad_token_id)
+        else:
+            masks, tokens, log_probs = ragged_containers(record, carried, covered, batch_size)
+        views_of_mode = {name: _CONTAINERS[name].from_rows(columns, batch_size) for name, columns in views.items()}
+        out = self._output(td, batch_size)
+        for name, value in (
+            ("text", views_of_mode.get("text")),
+            ("masks", masks),
+            ("tokens", tokens),
+            ("log_probs", log_probs),
+            ("history", views_of_mode.get("history")),
+        ):
+            if value is not None:
+                out.set(self.keys[name], value)
+        out.set("stop_reason", torch.tensor(generation.stop_reasons).reshape(batch_size))
+        out.set("policy_version", torch.full(batch_size, generation.version, dtype=torch.int64))
+        return out
+
+    def _read_stream(self, td: TensorDictBase, prompts: Prompts) -> Stream | None:
+        """What an environment carried over from the last turn; None where this turn is the first."""
+        tokens, masks, log_probs = (
+            getattr(td.get(self.keys[name], None), "_tensordict", None) for name in ("tokens", "masks", "log_probs")
+        )
+        attention = None if masks is None or is_ragged(masks) else masks.get("prompt_attention_mask", None)
+
+        def rows(holder: TensorDictBase | None, field: str) -> list[Tensor] | None:
+            if holder is None or field not in holder.keys():  # noqa: SIM118
+                return None
+            return unpadded_rows(holder, field, attention)
+
+        carried_mask = rows(masks, "prompt_assistant_mask")
+        carried_log_probs = rows(log_probs, "prompt")
+        if self.mode.name == "tokens":
+            if carried_mask is None:
+                return None
+            ids = [row[: len(mask)] for row, mask in zip(prompts.rows, carried_mask, strict=True)]
+            return Stream(ids, carried_mask, carried_log_probs, [len(row) for row in ids], rows(log_probs, "plain"))
+        ids, covered = rows(tokens, "prompt"), rows(tokens, "covered")
+        if ids is None or covered is None:
+            return None
+        answered = rows(tokens, "response") is not None
+        if answered and carried_mask is None:
+            return None  # this very prompt was answered before, and is rendered again
+        plain = None if answered else rows(log_probs, "plain")
+        return Stream(ids, carried_mask, carried_log_probs, [int(value) for value in covered], plain, answered)
+
+    def _carried_texts(self, td: TensorDictBase, stream: Stream) -> list[str] | None:
+        """The text of the stream, where the environment carried it; a row that starts afresh has none yet."""
+        text = td.get(self.keys["text"], None) if self.mode.name == "history" else None
+        rows = None if text is None else field_rows(text._tensordict, "prompt")
+        if rows is None:
+            return None
+        return [row if len(ids) else "" for row, ids in zip(rows, stream.ids, strict=True)]
+
+    def _prompt_ids(self, prompts: Prompts, stream: Stream | None) -> tuple[list[Tensor], list[int]]:
+        """The ids that the engine is given, and how many of them this turn adds."""
+        if stream is None:
+            ids = self.mode.encode(prompts.rows)
+            return ids, [len(row) for row in ids]
+        if stream.complete:
+            return stream.ids, [0] * len(stream.ids)
+        fresh = [row for row, ids in enumerate(stream.ids) if not len(ids)]
+        grown = [row for row, ids in enumerate(stream.ids) if len(ids)]
+        prompt_ids: list[Tensor] = list(stream.ids)
+        if fresh:
+            for row, ids in zip(fresh, self.mode.encode([prompts.rows[row] for row in fresh]), strict=True):
+                prompt_ids[row] = ids
+        if grown:
+            rows = [prompts.rows[row] for row in grown]
+            for row, added in zip(grown, self.mode.extend(stream.select(grown), rows), strict=True):
+                prompt_ids[row] = torch.cat([stream.ids[row], added])
+        return prompt_ids, [len(ids) - len(before) for ids, before in zip(prompt_ids, stream.ids, strict=True)]
+
+    def _seeds(self, td: TensorDictBase, num_rows: int) -> list[int] | None:
+        """One seed per row and sample: from the batch, else from the wrapper's own sequence, else the engine's."""
+        num_samples = self.num_samples or 1
+        given = td.get("seed", None)
+        if isinstance(given, Tensor):
+            return [seed + sample * _SEED_STRIDE for seed in given.flatten().tolist() for sample in range(num_samples)]
+        if self._generator is None:
+            return None
+        return torch.randint(1 << 62, (num_rows * num_samples,), generator=self._generator).tolist()
+
+    # --- scoring --------------------------------------------------------------------------------------------------------------
+
+    def _score(self, td: TensorDictBase) -> TensorDictBase:
+        tokens = getattr(td.get(self.keys["tokens"], None), "_tensordict", None)
+        masks = getattr(td.get(self.keys["masks"], None), "_tensordict", None)
+        out = self._output(td, td.batch_size)
+        if tokens is not None and "full" in tokens.keys():  # noqa: SIM118
+            attention = None if is_ragged(tokens) or masks is None else masks.get("all_attention_mask", None)
+            rows = self._score_rows(unpadded_rows(tokens, "full", attention))
+            if is_ragged(tokens) or td.ndim == 0:
+                log_probs = LogProbs.from_rows({"full": rows}, td.batch_size)
+            else:
+                full = tokens.get("full")
+                kept = torch.ones_like(full, dtype=torch.bool) if attention is None else attention.bool()
+                dense = torch.zeros(full.shape, device=rows[0].device).masked_scatter(kept, torch.cat(rows))
+                log_probs = LogProbs.from_padded({"full": dense}, td.batch_size)
+        else:
+            ids, assistant = self.mode.encode_full(self.mode.read(td, self.input_key, self.attention_mask_key).rows)
+            columns = {"all_attention_mask": [torch.ones(len(row), dtype=torch.bool) for row in ids]}
+            if assistant is not None:
+                columns["all_assistant_mask"] = assistant
+            out.set(self.keys["masks"], self._layout(Masks, columns, td.batch_size, False))
+            out.set(self.keys["tokens"], self._layout(Tokens, {"full": ids}, td.batch_size, self.pad_token_id))
+            log_probs = self._layout(LogProbs, {"full": self._score_rows(ids)}, td.batch_size, 0.0)
+        out.set(self.keys["log_probs"], log_probs)
+        return out
+
+    def _score_rows(self, ids: Sequence[Tensor]) -> list[Tensor]:
+        if self.scorer is None or not torch.is_grad_enabled():
+            return self.engine.score(ids, temperature=self.temperature)
+        lengths = [len(row) for row in ids]
+        device = next(self.scorer.parameters()).device
+        ids_BT = pad_rows(ids, value=self.pad_token_id).to(device)
+        attention_BT = lengths_mask(lengths, ids_BT.shape[1]).to(device)
+        scores_BT = self.token_scores(ids_BT, attention_BT, attention_BT).log_probs
+        return [row[:length] for row, length in zip(scores_BT, lengths, strict=True)]
+
+    def _layout(self, container: Any, columns: dict[str, list[Tensor]], batch_size: Sequence[int], fill: float) -> Any:
+        if not self.pad_output:
+            return container.from_rows(columns, batch_size)
+        dense = {name: pad_rows(rows, value=fill) for name, rows in columns.items()}
+        return container.from_padded(
+            {name: value.reshape(*batch_size, value.shape[-1]) for name, value in dense.items()}, batch_size
+        )
+
+    # --- construction helpers -------------------------------------------------------------------------------------------------
+
+    def _check(self, options: GenerationOptions) -> None:
+        who, settings = type(self).__name__, self._settings
+        if not settings["generate"] and settings["return_log_probs"] is False:
+            raise ConfigError(f"{who}: return_log_probs must be True when generate=False: scoring writes nothing else.")
+        if options.logprobs is not None and settings["return_log_probs"] not in (None, options.logprobs):
+            raise ConfigError(f"{who}: generate_kwargs logprobs={options.logprobs} contradicts return_log_probs.")
+        if settings["layout"] not in (None, torch.strided):
+            raise ConfigError(
+                f"{who}: layout must be torch.strided: got {settings['layout']}; rows are kept apart, read them with "
+                "td.get(key, as_nested_tensor=True, layout=torch.jagged)."
+            )
+        samples = settings["num_samples"]
+        if samples is not None and samples < 1:
+            raise ConfigError(f"{who}: num_samples must be positive: got {samples}.")
+        if None not in (samples, options.num_return_sequences) and samples != options.num_return_sequences:
+            raise ConfigError(
+                f"{who}: num_samples and num_return_sequences name one thing: got {samples} and {options.num_return_sequences}."
+            )
+        several = samples is not None or options.num_return_sequences is not None
+        if several and settings["inplace"] is True:
+            raise ConfigError(f"{who}: num_samples changes the batch size, so inplace must not be True.")
+        if settings["inplace"] not in (None, True, False, "empty"):
+            raise ConfigError(f"{who}: inplace must be True, False or 'empty': got {settings['inplace']!r}.")
+        for name in ("padding", "return_tensors", "truncation"):
+            if name in (settings["tokenizer_kwargs"] or {}):
+                raise ConfigError(f"{who}: tokenizer_kwargs must not set {name}: rows are kept apart and whole.")
+
+    def _make_renderer(self) -> Renderer | None:
+        settings, history = self._settings, self._settings["input_mode"] == "history"
+        name, template = settings["chat_template_name"], settings["chat_template"]
+        if self.tokenizer is None or not (history or name or template or self.tokenizer.chat_template):
+            return None
+        return Renderer(
+            self.tokenizer,
+            chat_template=template,
+            chat_template_name=name,
+            template_kwargs=settings["tokenizer_kwargs"] if history else None,
+        )
+
+    def _stop_token_ids(self) -> tuple[int, ...]:
+        if self.renderer is not None:
+            return tuple(self.renderer.stop_token_ids)
+        eos = getattr(self.tokenizer, "eos_token_id", None)
+        return () if eos is None else (eos,)
+
+    def _source(self) -> Any:
+        """What another wrapper over the same weights is built from."""
+        return self.engine
+
+    def _output(self, td: TensorDictBase, batch_size: Sequence[int]) -> TensorDictBase:
+        if self.generate and self.num_samples is not None:
+            return TensorDict({}, batch_size=batch_size)
+        if self.inplace == "empty":
+            return td.empty()
+        return td if self.inplace else TensorDict({}, batch_size=batch_size)
+
+
+_CONTAINERS = {"text": Text, "history": ChatHistory}
+_SEED_STRIDE = 0x2545F4914F6CDD1D  # the samples of one prompt take seeds far apart

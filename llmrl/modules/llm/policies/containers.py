@@ -1,0 +1,285 @@
+"""The containers of a conversation in a batch: ``Text``, ``ChatHistory``, ``Tokens``, ``LogProbs``, ``Masks``.
+
+Each is a TensorClass with the fields prompt, response and full, in a batch [B] (or any other batch size, one row alone included).
+Two layouts: ragged (a list of rows, the default) and padded (dense tensors, ``padded`` True). Tokens are the truth of a
+conversation, text and history are views of it. This file holds the fields and the conversions between views; who writes what is
+the wrapper's business, columns of rows are ``ragged``'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorClass, TensorDict, TensorDictBase
+from torch import Tensor
+
+from llmrl.data.llm.chat import History
+from llmrl.errors import ShapeError, TemplateError
+from llmrl.modules.llm.policies.ragged import stack_columns
+from llmrl.modules.llm.rendering import Renderer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["ChatHistory", "LogProbs", "Masks", "Text", "Tokens"]
+
+
+class _Rows:
+    """How every container is built from rows and read back as rows."""
+
+    @classmethod
+    def from_rows(cls, columns: Mapping[str, Any], batch_size: Sequence[int] | None = None) -> Self:
+        """A ragged container of one value per row, without copying any of them.
+
+        columns     field -> list of tensors or strings, Tensor[B, ...] or History[B, M]; all of one length
+        batch_size  [number of rows] by default; any other shape of as many rows, () for one row alone
+        Raises      ShapeError where the lengths disagree
+        """
+        if batch_size is None:
+            batch_size = (len(next(iter(columns.values()))) if columns else 0,)
+        num_rows = torch.Size(batch_size).numel()
+        for name, values in columns.items():
+            if len(values) != num_rows:
+                raise ShapeError(f"{cls.__name__}: {name} must hold one value per row: got {len(values)} for {num_rows} rows.")
+        flags = {"padded": False} if "padded" in cls.__expected_keys__ else None
+        return cls._from_tensordict(stack_columns(columns, batch_size), flags)
+
+    @classmethod
+    def from_padded(cls, columns: Mapping[str, Tensor], batch_size: Sequence[int] | None = None) -> Self:
+        """A padded container of dense tensors [*batch_size, T]."""
+        if batch_size is None:
+            batch_size = next(iter(columns.values())).shape[:-1]
+        return cls._from_tensordict(TensorDict(dict(columns), batch_size=batch_size), {"padded": True})
+
+    def rows(self, field: str) -> list[Any] | None:
+        """The field as a flat list with one value per row of the batch, whatever the batch size; None where it is not set.
+
+        >>> Text.from_rows({"prompt": ["a", "b"]}).rows("prompt")
+        ['a', 'b']
+        """
+        return field_rows(self._tensordict, field)
+
+
+def field_rows(td: TensorDictBase, field: str) -> list[Any] | None:
+    """The values of one entry, one per row of the batch in order; None where it is missing. Strings come as str."""
+    if td.ndim > 1:
+        parts = [field_rows(part, field) for part in td.unbind(0)]
+        return None if any(part is None for part in parts) else [value for part in parts for value in part]
+    values = td.get(field, None, as_list=True) if td.ndim and is_ragged(td) else td.get(field, None)
+    if values is None or isinstance(values, list):
+        return values
+    if td.ndim == 0:
+        return [_plain(values)]
+    return [_plain(value) for value in (values.unbind(0) if hasattr(values, "unbind") else values)]
+
+
+def is_ragged(td: TensorDictBase) -> bool:
+    """True for a lazy stack of rows, False for dense tensors."""
+    return isinstance(td, LazyStackedTensorDict)
+
+
+def _plain(value: Any) -> Any:
+    return value.data if not isinstance(value, Tensor) and getattr(value, "_is_non_tensor", False) else value
+
+
+class Text(_Rows, TensorClass["nocast"]):
+    """Strings: ``full == prompt + response``, control tokens included.
+
+    >>> text = Text.from_rows({"prompt": ["1+1="], "response": ["2"], "full": ["1+1=2"]})
+    >>> text.full, text[0].response, text.batch_size
+    (['1+1=2'], '2', torch.Size([1]))
+    """
+
+    prompt: str | None = None
+    response: str | None = None
+    full: str | None = None
+
+    def to_tokens(self, tokenizer: PreTrainedTokenizerBase, *, padding: bool = False) -> Tokens:
+        """Tokenises each field. The response is what the full text has beyond the prompt's ids.
+
+        Raises  ValueError for ``padding=True``
+        """
+        if padding:
+            raise ShapeError("Text.to_tokens: Padding is not yet supported: rows stay apart, pad what you read from them.")
+        encode = _encoder(tokenizer)
+        return _tokens(self, encode(self.rows("prompt")), encode(self.rows("full")), encode(self.rows("response")))
+
+    def to_history(self, tokenizer: PreTrainedTokenizerBase, *, chat_template_name: str | None = None) -> ChatHistory:
+        """Parses each field back into messages (``History.from_text``)."""
+
+        def parse(texts: list[str] | None) -> Any:
+            if texts is None:
+                return None
+            return [History.from_text(text, chat_template_name=chat_template_name, tokenizer=tokenizer) for text in texts]
+
+        columns = {name: parse(self.rows(name)) for name in ("prompt", "full")}
+        prompts, fulls = columns["prompt"], columns["full"]
+        if prompts is not None and fulls is not None:
+            prompts = columns["prompt"] = [_without_opening(p, f) for p, f in zip(prompts, fulls, strict=True)]
+            columns["response"] = [full[len(prompt) :] for prompt, full in zip(prompts, fulls, strict=True)]
+        return ChatHistory.from_rows(_stacked_histories(columns), self.batch_size)
+
+
+class ChatHistory(_Rows, TensorClass["nocast"]):
+    """Messages: ``History`` objects of batch [*B, M]; ``full`` is the prompt's messages and then the response's.
+
+    >>> ask = [{"role": "user", "content": "Hi"}]
+    >>> history = ChatHistory.from_rows({"prompt": History.from_chats([ask, ask])})
+    >>> history.prompt.to_chats()[1]
+    [{'role': 'user', 'content': 'Hi'}]
+    """
+
+    prompt: History | None = None
+    response: History | None = None
+    full: History | None = None
+
+    def chats(self, field: str) -> list[list[dict[str, Any]]] | None:
+        """The conversations of a field as lists of messages, one per row of the batch."""
+        history = self.get(field, None)
+        return None if history is None else history_chats(history, self.ndim)
+
+    def to_tokens(self, tokenizer: PreTrainedTokenizerBase | Renderer) -> Tokens:
+        """Renders with the chat template: ``prompt`` asks for an answer, ``full`` begins with it, ``response`` is the rest.
+
+        Raises  TemplateError where the template writes the prompt differently once the answer follows
+        """
+        renderer = _renderer(tokenizer)
+        prompts, fulls = self.chats("prompt"), self.chats("full")
+        columns: dict[str, list[Tensor]] = {}
+        if prompts is not None:
+            columns["prompt"] = renderer.prompt_ids(prompts)
+        if fulls is not None:
+            columns["full"] = _tensors(renderer.codec.encode(renderer.codec.render(fulls)))
+        if len(columns) == 2:
+            columns["response"] = [_beyond(*pair, row) for row, pair in enumerate(zip(*columns.values(), strict=True))]
+        return Tokens.from_rows(columns, self.batch_size)
+
+    def to_text(self, tokenizer: PreTrainedTokenizerBase | Renderer) -> Text:
+        """What :meth:`to_tokens` gives, as text: ``full == prompt + response``."""
+        renderer = _renderer(tokenizer)
+        return self.to_tokens(renderer).to_text(renderer.tokenizer)
+
+
+class Tokens(_Rows, TensorClass["nocast"]):
+    """Token ids as the engine drew them: ``full == cat(prompt, response)``.
+
+    prompt    int64[P]  left-padded where ``padded``
+    response  int64[R]  right-padded where ``padded``
+    full      int64[T]
+    covered   int64[]   how much of the mode's own view ``full`` covers: messages in history mode, characters in text mode. What the
+                        environment appends to the view beyond that is what the next turn adds to the stream
+    padded    bool      the layout of the three
+    """
+
+    prompt: Tensor | None = None
+    response: Tensor | None = None
+    full: Tensor | None = None
+    covered: Tensor | None = None
+    padded: bool | None = None
+
+    def to_text(self, tokenizer: PreTrainedTokenizerBase) -> Text:
+        """Decodes each field, control tokens included.
+
+        Raises  ValueError for padded tokens
+        """
+        if self.padded:
+            raise ShapeError("Tokens.to_text: padded tokens cannot be decoded without their masks: use ragged ones.")
+        columns = {}
+        for name in ("prompt", "response", "full"):
+            rows = self.rows(name)
+            if rows is not None:
+                columns[name] = tokenizer.batch_decode([row.tolist() for row in rows], skip_special_tokens=False)
+        if len(columns) == 3:
+            columns["full"] = [a + b for a, b in zip(columns["prompt"], columns["response"], strict=True)]
+        return Text.from_rows(columns, self.batch_size)
+
+    def to_history(
+        self, tokenizer: PreTrainedTokenizerBase, *, chat_template_name: str | None = None
+    ) -> ChatHistory:
+        """Decodes and parses back into messages. Raises ValueError for padded tokens."""
+        return self.to_text(tokenizer).to_history(tokenizer, chat_template_name=chat_template_name)
+
+
+class LogProbs(_Rows, TensorClass["nocast"]):
+    """Log-probs of the tokens beside them, float32, aligned with the same field of ``Tokens``; 0 where nothing was sampled.
+
+    prompt, response, full  of the distribution that was sampled from (or, in a scoring call, of the model)
+    plain                   aligned with ``full``: the same tokens under ``softmax(logits / temperature)``; set only where top-k, top-p,
+                            min-p or a repetition penalty made the two differ
+    """
+
+    prompt: Tensor | None = None
+    response: Tensor | None = None
+    full: Tensor | None = None
+    plain: Tensor | None = None
+    padded: bool | None = None
+
+
+class Masks(_Rows, TensorClass["nocast"]):
+    """Which tokens are what, aligned with ``tokens.full`` (the ``prompt_`` masks with ``tokens.prompt``).
+
+    all_attention_mask     bool[T]  True on real tokens
+    all_assistant_mask     bool[T]  True on tokens that the policy sampled, in any turn so far; from bookkeeping, never token values
+    prompt_assistant_mask  bool[P]  the last turn's ``all_assistant_mask``, carried to this turn's prompt by the environment
+    prompt_attention_mask  bool[P]  the same for ``all_attention_mask``; only padded prompts need it
+    """
+
+    all_attention_mask: Tensor | None = None
+    all_assistant_mask: Tensor | None = None
+    prompt_assistant_mask: Tensor | None = None
+    prompt_attention_mask: Tensor | None = None
+    padded: bool | None = None
+
+
+def history_chats(history: History, batch_ndim: int) -> list[list[dict[str, Any]]]:
+    """The conversations of a History of batch [*batch, M] as lists of messages, one per row of the batch."""
+    if batch_ndim > 1:
+        return [chat for part in history.unbind(0) for chat in history_chats(part, batch_ndim - 1)]
+    return history.to_chats() if batch_ndim else [history.to_chats()]
+
+
+def _renderer(tokenizer: PreTrainedTokenizerBase | Renderer) -> Renderer:
+    return tokenizer if isinstance(tokenizer, Renderer) else Renderer(tokenizer)
+
+
+def _tensors(rows: Sequence[Sequence[int]]) -> list[Tensor]:
+    return [torch.tensor(row, dtype=torch.int64) for row in rows]
+
+
+def _encoder(tokenizer: PreTrainedTokenizerBase) -> Any:
+    def encode(texts: list[str] | None) -> list[Tensor] | None:
+        return None if texts is None else _tensors(tokenizer(texts, add_special_tokens=False)["input_ids"])
+
+    return encode
+
+
+def _tokens(
+    source: Any, prompts: list[Tensor] | None, fulls: list[Tensor] | None, responses: list[Tensor] | None
+) -> Tokens:
+    """Tokens of three tokenised views. Where both ends are known, ``full`` is their concatenation, so the three agree."""
+    columns = {"prompt": prompts, "response": responses, "full": fulls}
+    if prompts is not None and responses is not None:
+        columns["full"] = [torch.cat(pair) for pair in zip(prompts, responses, strict=True)]
+    return Tokens.from_rows({name: rows for name, rows in columns.items() if rows is not None}, source.batch_size)
+
+
+def _beyond(prompt: Tensor, full: Tensor, row: int) -> Tensor:
+    if not torch.equal(full[: len(prompt)], prompt):
+        raise TemplateError(
+            f"ChatHistory.to_tokens: the rendered conversation must begin with its rendered prompt: row {row} does not; this "
+            "template rewrites the past, so prompt and response have no boundary in it."
+        )
+    return full[len(prompt) :]
+
+
+def _without_opening(prompt: History, full: History) -> History:
+    """A rendered prompt ends with the opening of an answer, which parses as an empty assistant message."""
+    messages, whole = prompt.to_chats(), full.to_chats()
+    opened = len(messages) > 0 and messages[-1]["role"] == "assistant" and not messages[-1]["content"]
+    return prompt[: len(messages) - 1] if opened and messages[-1] != whole[len(messages) - 1] else prompt
+
+
+def _stacked_histories(columns: Mapping[str, list[History] | None]) -> dict[str, History]:
+    return {name: History.stack(rows) for name, rows in columns.items() if rows is not None}

@@ -1,0 +1,301 @@
+"""History, text, tokens: the three ways a policy can be asked, and the only code that knows them apart.
+
+A mode reads its own view of the conversation, turns it into ids (whole, or only what was appended since the last turn), and
+writes its views of a finished turn. The ids are the truth in all three; what an engine drew is never tokenised again.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from llmrl.data.llm.chat import History
+from llmrl.errors import ConfigError, MissingKeyError, RolloutError, near
+from llmrl.modules.llm.engines import StopReason
+from llmrl.modules.llm.policies.containers import ChatHistory, Text, Tokens, field_rows, is_ragged
+from llmrl.modules.llm.policies.stream import Stream
+from llmrl.padding import unpad_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from llmrl.modules.llm.rendering import Renderer
+
+__all__ = ["HistoryMode", "Mode", "Prompts", "TextMode", "TokensMode", "Turn", "make_mode"]
+
+Key = str | tuple[str, ...]
+
+
+@dataclass
+class Prompts:
+    """What a mode read: one value per row of the batch, in order, and the object they came from where it is kept whole."""
+
+    rows: list[Any]
+    source: Any = None
+
+    def select(self, rows: Sequence[int]) -> Prompts:
+        """The rows at these indices, which may repeat."""
+        source = None if self.source is None else self.source[list(rows)]
+        return Prompts([self.rows[row] for row in rows], source)
+
+
+@dataclass
+class Turn:
+    """A finished turn as a mode needs it to write its views. ``prompt_texts`` and the ids are per row."""
+
+    prompts: Prompts
+    prompt_ids: list[Tensor]
+    response_ids: list[Tensor]
+    stop_reasons: list[StopReason]
+    num_new: list[int]  # ids at the end of each prompt that this turn added to the stream
+    carried_texts: list[str] | None  # text of the stream before this turn
+    stop_token_ids: frozenset[int]
+    skip_special_tokens: bool
+
+
+class Mode(ABC):
+    """One way of asking the policy.
+
+    name       the ``input_mode`` that selects it, and the default key of its container
+    container  the TensorClass its view is kept in
+    """
+
+    name: ClassVar[str]
+    container: ClassVar[type]
+
+    def in_key(self, container_key: str, generate: bool) -> Key:
+        """What is read: the prompt to generate, the whole conversation to score."""
+        return (container_key, "prompt" if generate else "full")
+
+    @abstractmethod
+    def read(self, td: TensorDictBase, key: Key, attention_mask_key: Key) -> Prompts:
+        """The view under ``key``, one value per row. Raises MissingKeyError, or TypeError for another kind of object."""
+
+    @abstractmethod
+    def encode(self, rows: Sequence[Any]) -> list[Tensor]:
+        """Ids of prompts that start afresh."""
+
+    @abstractmethod
+    def extend(self, stream: Stream, rows: Sequence[Any]) -> list[Tensor]:
+        """Only the ids that each row adds to its stream."""
+
+    @abstractmethod
+    def encode_full(self, rows: Sequence[Any]) -> tuple[list[Tensor], list[Tensor] | None]:
+        """Ids of whole conversations that were not sampled here, and which of them the assistant wrote, where that is known."""
+
+    @abstractmethod
+    def views(self, turn: Turn) -> tuple[dict[str, dict[str, Any]], list[int] | None]:
+        """Columns per container ("text", "history") of a finished turn, and how much of the mode's view the ids now cover."""
+
+    @property
+    @abstractmethod
+    def written(self) -> tuple[str, ...]:
+        """The containers that :meth:`views` fills."""
+
+
+class HistoryMode(Mode):
+    """Messages, through the renderer of the tokenizer's own template."""
+
+    name = "history"
+    container = ChatHistory
+    written = ("text", "history")
+
+    def __init__(self, renderer: Renderer, role: str = "assistant") -> None:
+        self.renderer = renderer
+        self.role = role
+
+    def read(self, td: TensorDictBase, key: Key, attention_mask_key: Key) -> Prompts:
+        holder, field = _holder(td, key)
+        history = holder.get(field, None)
+        if not isinstance(history, History):
+            raise TypeError(f"LLM wrapper: Expected History object under {key!r}: got {type(history).__name__}.")
+        flat = _flat(history)
+        return Prompts(flat.to_chats(), flat)
+
+    def encode(self, rows: Sequence[Any]) -> list[Tensor]:
+        return self.renderer.prompt_ids(rows)
+
+    def extend(self, stream: Stream, rows: Sequence[Any]) -> list[Tensor]:
+        num_new = [len(chat) - covered for chat, covered in zip(rows, stream.covered, strict=True)]
+        if min(num_new) < 0:
+            row = num_new.index(min(num_new))
+            raise RolloutError(
+                f"LLM wrapper: a conversation only grows: row {row} has {len(rows[row])} messages, its tokens cover "
+                f"{stream.covered[row]}; what rewrites the past must also drop ('tokens', 'prompt') to start a new stream."
+            )
+        return self.renderer.extend(stream.ids, rows, num_new)
+
+    def encode_full(self, rows: Sequence[Any]) -> tuple[list[Tensor], list[Tensor] | None]:
+        rendered = self.renderer.render(rows)
+        return [row.ids for row in rendered], [row.assistant_mask for row in rendered]
+
+    def views(self, turn: Turn) -> tuple[dict[str, dict[str, Any]], list[int] | None]:
+        contents, text = _text_views(self.renderer.tokenizer, turn, None)
+        messages = [
+            [{"role": self.role, "content": content}]
+            if reason.natural
+            else [{"role": self.role, "content": content, "is_complete": False}]
+            for content, reason in zip(contents, turn.stop_reasons, strict=True)
+        ]
+        prompt = turn.prompts.source
+        response = History.from_chats(messages)
+        history = {"prompt": prompt, "response": response, "full": prompt.extend(response, inplace=False, dim=-1)}
+        return {"text": text, "history": history}, [len(chat) + 1 for chat in turn.prompts.rows]
+
+
+class TextMode(Mode):
+    """Strings, tokenised as they are: no template, no special tokens unless ``tokenizer_kwargs`` asks for them."""
+
+    name = "text"
+    container = Text
+    written = ("text",)
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, tokenizer_kwargs: Mapping[str, Any] | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.tokenizer_kwargs = {"add_special_tokens": False, **(tokenizer_kwargs or {})}
+
+    def read(self, td: TensorDictBase, key: Key, attention_mask_key: Key) -> Prompts:
+        rows = field_rows(*_holder(td, key))
+        if not all(isinstance(row, str) for row in rows):
+            raise TypeError(f"LLM wrapper: Expected str under {key!r}: got {type(rows[0]).__name__}.")
+        return Prompts(rows)
+
+    def encode(self, rows: Sequence[Any]) -> list[Tensor]:
+        return _tokenise(self.tokenizer, rows, self.tokenizer_kwargs)
+
+    def extend(self, stream: Stream, rows: Sequence[Any]) -> list[Tensor]:
+        for row, (text, covered) in enumerate(zip(rows, stream.covered, strict=True)):
+            if len(text) < covered:
+                raise RolloutError(
+                    f"LLM wrapper: a text only grows: row {row} has {len(text)} characters, its tokens cover {covered}; what "
+                    "rewrites the past must also drop ('tokens', 'prompt') to start a new stream."
+                )
+        added = [text[covered:] for text, covered in zip(rows, stream.covered, strict=True)]
+        return _tokenise(self.tokenizer, added, {**self.tokenizer_kwargs, "add_special_tokens": False})
+
+    def encode_full(self, rows: Sequence[Any]) -> tuple[list[Tensor], list[Tensor] | None]:
+        return self.encode(rows), None
+
+    def views(self, turn: Turn) -> tuple[dict[str, dict[str, Any]], list[int] | None]:
+        _, text = _text_views(self.tokenizer, turn, turn.prompts.rows)
+        return {"text": text}, [len(full) for full in text["full"]]
+
+
+class TokensMode(Mode):
+    """Ids as they are. The prompt is always the whole stream, so there is nothing to cover or to extend."""
+
+    name = "tokens"
+    container = Tokens
+    written = ()
+
+    def read(self, td: TensorDictBase, key: Key, attention_mask_key: Key) -> Prompts:
+        rows = unpadded_rows(*_holder(td, key), td.get(attention_mask_key, None))
+        if not all(isinstance(row, Tensor) and row.ndim == 1 and not row.is_floating_point() for row in rows):
+            raise TypeError(f"LLM wrapper: Expected int64[P] per row under {key!r}: got {type(rows[0]).__name__}.")
+        return Prompts(rows)
+
+    def encode(self, rows: Sequence[Any]) -> list[Tensor]:
+        return list(rows)
+
+    def extend(self, stream: Stream, rows: Sequence[Any]) -> list[Tensor]:
+        return [row[len(ids) :] for row, ids in zip(rows, stream.ids, strict=True)]
+
+    def encode_full(self, rows: Sequence[Any]) -> tuple[list[Tensor], list[Tensor] | None]:
+        return list(rows), None
+
+    def views(self, turn: Turn) -> tuple[dict[str, dict[str, Any]], list[int] | None]:
+        return {}, None
+
+
+def make_mode(
+    name: str,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None,
+    renderer: Renderer | None,
+    tokenizer_kwargs: Mapping[str, Any] | None,
+) -> Mode:
+    """The mode of that name. Raises ConfigError for an unknown one, or one that needs a tokenizer and has none."""
+    known = ("history", "text", "tokens")
+    if name not in known:
+        raise ConfigError(f"LLM wrapper: input_mode must be one of {', '.join(known)}: got {name!r}.{near(name, known)}")
+    if name == "tokens":
+        return TokensMode()
+    if tokenizer is None:
+        raise ConfigError(f"LLM wrapper: input_mode {name!r} needs a tokenizer: pass tokenizer=, or use 'tokens'.")
+    return HistoryMode(renderer) if name == "history" else TextMode(tokenizer, tokenizer_kwargs)
+
+
+def _text_views(
+    tokenizer: PreTrainedTokenizerBase, turn: Turn, prompt_texts: list[str] | None
+) -> tuple[list[str], dict[str, list[str]]]:
+    """What each response says without its end-of-turn token, and the text container's columns; one call of the decoder."""
+    bodies: list[list[int]] = []
+    ends: list[int | None] = []
+    for ids, reason in zip(turn.response_ids, turn.stop_reasons, strict=True):
+        body = ids.tolist()
+        ended = reason is StopReason.EOS and bool(body) and body[-1] in turn.stop_token_ids
+        ends.append(body.pop() if ended else None)
+        bodies.append(body)
+    pending: dict[tuple[int, ...], int] = {}  # equal prompts, as in a group, are decoded once
+    which: list[int] = []
+    if prompt_texts is None:
+        for ids, num_new in zip(turn.prompt_ids, turn.num_new, strict=True):
+            key = tuple(ids[len(ids) - num_new :].tolist())
+            which.append(pending.setdefault(key, len(pending)))
+    end_ids = sorted({end for end in ends if end is not None})
+    texts = tokenizer.batch_decode([*bodies, *pending, *([end] for end in end_ids)], skip_special_tokens=False)
+    contents, added = texts[: len(bodies)], texts[len(bodies) : len(bodies) + len(pending)]
+    end_texts = {None: "", **dict(zip(end_ids, texts[len(bodies) + len(pending) :], strict=True))}
+    if prompt_texts is None:
+        carried = turn.carried_texts or [""] * len(which)
+        prompt_texts = [before + added[index] for before, index in zip(carried, which, strict=True)]
+    if turn.skip_special_tokens:
+        responses = tokenizer.batch_decode(bodies, skip_special_tokens=True)
+    else:
+        responses = [content + end_texts[end] for content, end in zip(contents, ends, strict=True)]
+    full = [prompt + response for prompt, response in zip(prompt_texts, responses, strict=True)]
+    return contents, {"prompt": prompt_texts, "response": responses, "full": full}
+
+
+def _tokenise(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], options: Mapping[str, Any]) -> list[Tensor]:
+    unique = list(dict.fromkeys(texts))
+    encoded = dict(zip(unique, tokenizer(unique, **options)["input_ids"], strict=True)) if unique else {}
+    return [torch.tensor(encoded[text], dtype=torch.int64) for text in texts]
+
+
+def unpadded_rows(holder: TensorDictBase, field: str, mask: Tensor | None) -> list[Any]:
+    """The rows of a field; where it is one dense tensor and ``mask`` has its shape, only what the mask keeps."""
+    value = None if is_ragged(holder) else holder.get(field)
+    if isinstance(value, Tensor) and isinstance(mask, Tensor) and mask.shape == value.shape:
+        return unpad_rows(value.reshape(-1, value.shape[-1]), mask.reshape(-1, mask.shape[-1]).bool())
+    return field_rows(holder, field)
+
+
+def _flat(history: History) -> History:
+    """[M] or [*batch, M] -> [B, M]."""
+    if history.ndim == 1:
+        return History.stack([history])
+    while history.ndim > 2:
+        history = History.stack([row for part in history.unbind(0) for row in part.unbind(0)])
+    return history
+
+
+def _holder(td: TensorDictBase, key: Key) -> tuple[TensorDictBase, str]:
+    """The tensordict that holds the last part of ``key``, and that part. Raises MissingKeyError where it is not there."""
+    path = (key,) if isinstance(key, str) else tuple(key)
+    holder: Any = td
+    for part in path[:-1]:
+        holder = holder.get(part, None)
+        holder = getattr(holder, "_tensordict", holder)
+        if holder is None:
+            break
+    if holder is None or path[-1] not in holder.keys():  # noqa: SIM118  tensordict's own containment test is nested
+        present = ", ".join(sorted(str(name) for name in td.keys()))
+        raise MissingKeyError(f"LLM wrapper: Expected '{key}' key in the input: keys present: {present}.")
+    return holder, path[-1]

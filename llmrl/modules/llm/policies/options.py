@@ -1,0 +1,90 @@
+"""``generate_kwargs``: the documented option names, checked when the wrapper is built, and turned into ``SamplingParams``.
+
+An unknown name, or one that the engine cannot honour, is an error with the nearest known name; nothing is dropped in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llmrl.errors import ConfigError, near
+from llmrl.modules.llm.engines import SamplingParams
+
+__all__ = ["GenerationOptions", "generation_options"]
+
+_LEGACY = {"max_tokens": "max_new_tokens", "n": "num_return_sequences", "stop_strings": "stop_sequences", "stop": "stop_sequences"}
+_SAMPLING = (
+    "max_new_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "do_sample",
+    "stop_sequences",
+    "stop_token_ids",
+)
+_OTHER = ("num_return_sequences", "skip_special_tokens", "logprobs", "seed")
+_SEARCH = {"num_beams": 1, "length_penalty": 1.0, "early_stopping": False}  # beam search, and the values that mean none of it
+_KNOWN = (*_SAMPLING, *_OTHER, *_SEARCH, *_LEGACY)
+
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """What ``generate_kwargs`` asks for."""
+
+    params: SamplingParams
+    num_return_sequences: int | None = None
+    skip_special_tokens: bool = False
+    logprobs: bool | None = None
+    seed: int | None = None
+
+
+def generation_options(*layers: Mapping[str, Any] | None) -> GenerationOptions:
+    """Reads one or more mappings; later ones override earlier ones name by name. Legacy names win over the names they stand for.
+
+    Raises  ConfigError for an unknown name, a search option, or a value out of range
+
+    >>> generation_options({"max_tokens": 8, "temperature": 0.7}, {"temperature": 0.0}).params.greedy
+    True
+    >>> generation_options({"temprature": 1.0})
+    Traceback (most recent call last):
+        ...
+    llmrl.errors.ConfigError: generate_kwargs: unknown option 'temprature'. Did you mean 'temperature'?
+    """
+    options: dict[str, Any] = {}
+    for layer in layers:
+        named = dict(layer or {})
+        for name in named:
+            if name not in _KNOWN:
+                raise ConfigError(f"generate_kwargs: unknown option {name!r}.{near(name, _KNOWN)}")
+        legacy = {_LEGACY[name]: named.pop(name) for name in list(named) if name in _LEGACY}
+        options |= named | legacy
+        if "temperature" in named and "do_sample" not in named and layer is not layers[0]:
+            options.pop("do_sample", None)  # the later layer decides between greedy and sampling
+        if named.get("do_sample") is False and "temperature" not in named:
+            options["temperature"] = 0.0
+    for name, neutral in _SEARCH.items():
+        if options.get(name, neutral) not in (neutral, None):
+            raise ConfigError(f"generate_kwargs: {name} must be {neutral!r}: got {options[name]!r}; engines sample, they do not search.")
+    temperature, do_sample = options.get("temperature", 1.0), options.get("do_sample")
+    if do_sample is False and temperature != 0:
+        raise ConfigError(f"generate_kwargs: greedy decoding (do_sample=False) needs temperature 0: got {temperature!r}.")
+    if do_sample and temperature == 0:
+        raise ConfigError("generate_kwargs: sampling (do_sample=True) needs a temperature above 0: got 0.")
+    sampling = {name: options[name] for name in _SAMPLING if options.get(name) is not None}
+    stops = sampling.pop("stop_sequences", ())
+    sampling["stop_strings"] = (stops,) if isinstance(stops, str) else tuple(stops)
+    sampling["stop_token_ids"] = tuple(sampling.get("stop_token_ids", ()))
+    num = options.get("num_return_sequences")
+    if num is not None and num < 1:
+        raise ConfigError(f"generate_kwargs: num_return_sequences must be positive: got {num!r}.")
+    return GenerationOptions(
+        params=SamplingParams(**sampling),
+        num_return_sequences=num,
+        skip_special_tokens=bool(options.get("skip_special_tokens", False)),
+        logprobs=None if options.get("logprobs") is None else options["logprobs"] is not False,
+        seed=options.get("seed"),
+    )

@@ -1,0 +1,117 @@
+"""The token record of one turn: what the turn's prompt ids are made of, and what the finished turn is written as.
+
+Pure functions on lists of rows. B rows, P prompt length, R response length, T = P + R, S length of the stream before this turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llmrl.errors import ShapeError
+
+__all__ = ["Stream", "TurnRecord", "record_turn"]
+
+
+@dataclass
+class Stream:
+    """What earlier turns left on the prompt side, per row; a row of zero ids starts afresh.
+
+    ids             int64[S]
+    assistant_mask  bool[S]     tokens that the policy sampled
+    log_probs       float32[S]  0 where it did not
+    covered         how much of the mode's view the ids cover
+    plain           float32[S]  as log_probs, before truncation; None where no turn was truncated
+    complete        True where the ids are this turn's prompt already, because it was answered before
+    """
+
+    ids: list[Tensor]
+    assistant_mask: list[Tensor] | None
+    log_probs: list[Tensor] | None
+    covered: list[int]
+    plain: list[Tensor] | None = None
+    complete: bool = False
+
+    def select(self, rows: Sequence[int]) -> Stream:
+        """The rows at these indices, which may repeat."""
+
+        def pick(values: list | None) -> list | None:
+            return None if values is None else [values[row] for row in rows]
+
+        columns = (self.ids, self.assistant_mask, self.log_probs, self.covered, self.plain)
+        return Stream(*(pick(column) for column in columns), self.complete)
+
+
+@dataclass
+class TurnRecord:
+    """A finished turn, per row: ids, masks and log-probs of prompt, response and both."""
+
+    prompt: list[Tensor]  # int64[P]
+    response: list[Tensor]  # int64[R]
+    full: list[Tensor]  # int64[T]
+    attention_mask: list[Tensor]  # bool[T]
+    assistant_mask: list[Tensor]  # bool[T]
+    prompt_log_probs: list[Tensor] | None  # float32[P]
+    response_log_probs: list[Tensor] | None  # float32[R]
+    full_log_probs: list[Tensor] | None  # float32[T]
+    plain_log_probs: list[Tensor] | None  # float32[T]
+
+
+def record_turn(
+    prompts: list[Tensor],
+    responses: list[Tensor],
+    log_probs: list[Tensor] | None,
+    plain: list[Tensor] | None,
+    stream: Stream | None,
+) -> TurnRecord:
+    """Joins prompts and responses. Ids that were not sampled, now or in an earlier turn, get mask False and log-prob 0."""
+    prompt_lengths = [len(prompt) for prompt in prompts]
+    response_lengths = [len(response) for response in responses]
+    lengths = [prompt + response for prompt, response in zip(prompt_lengths, response_lengths, strict=True)]
+    carried_masks = None if stream is None else stream.assistant_mask
+    masks = _rows(prompt_lengths, response_lengths)
+    if carried_masks is not None:
+        _check_aligned(carried_masks, prompt_lengths, "masks", "prompt_assistant_mask")
+        for mask, carried in zip(masks, carried_masks, strict=True):
+            mask[: len(carried)] = carried
+    full = [torch.cat(pair) for pair in zip(prompts, responses, strict=True)]
+    attention = [row.clone() for row in torch.ones(sum(lengths), dtype=torch.bool).split(lengths)] if lengths else []
+    prompt_lp = full_lp = full_plain = None
+    if log_probs is not None:
+        prompt_lp = _padded_with_zeros(None if stream is None else stream.log_probs, prompt_lengths, "log_probs", "prompt")
+        full_lp = [torch.cat(pair) for pair in zip(prompt_lp, log_probs, strict=True)]
+        carried_plain = None if stream is None else stream.plain
+        if plain is not None or carried_plain is not None:
+            before = prompt_lp if carried_plain is None else _padded_with_zeros(carried_plain, prompt_lengths, "log_probs", "plain")
+            after = log_probs if plain is None else plain
+            full_plain = [torch.cat(pair) for pair in zip(before, after, strict=True)]
+    return TurnRecord(prompts, responses, full, attention, masks, prompt_lp, log_probs, full_lp, full_plain)
+
+
+def _rows(prompt_lengths: list[int], response_lengths: list[int]) -> list[Tensor]:
+    """bool[T] per row, True on the response."""
+    if not prompt_lengths:
+        return []
+    runs = torch.tensor([prompt_lengths, response_lengths]).T.flatten()
+    flat = torch.tensor([False, True]).repeat(len(prompt_lengths)).repeat_interleave(runs)
+    lengths = [prompt + response for prompt, response in zip(prompt_lengths, response_lengths, strict=True)]
+    return [row.clone() for row in flat.split(lengths)]
+
+
+def _padded_with_zeros(rows: list[Tensor] | None, lengths: list[int], container: str, field: str) -> list[Tensor]:
+    if rows is None:
+        return [row.clone() for row in torch.zeros(sum(lengths)).split(lengths)] if lengths else []
+    _check_aligned(rows, lengths, container, field)
+    return [torch.nn.functional.pad(row, (0, length - len(row))) for row, length in zip(rows, lengths, strict=True)]
+
+
+def _check_aligned(rows: list[Tensor], lengths: list[int], container: str, field: str) -> None:
+    for row, (values, length) in enumerate(zip(rows, lengths, strict=True)):
+        if len(values) > length:
+            raise ShapeError(
+                f"LLM wrapper: ({container!r}, {field!r}) must not be longer than the prompt it describes: got {len(values)} "
+                f"values for {length} prompt tokens in row {row}."
+            )

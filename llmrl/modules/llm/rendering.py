@@ -1,0 +1,344 @@
+"""Messages -> token streams: what is trained, what the engine is prompted with, and what a turn adds.
+
+A conversation is one growing stream of ids. Ids that an engine drew are never computed again from text:
+`Renderer.extend` returns only what the environment's new messages add. Text, spans and escapes are the work of
+`llmrl.data.llm.codec`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from llmrl.data.llm.codec import Chat, ChatCodec, Tools
+from llmrl.data.llm.masks import Span, common_prefix_length, rows_to_tensors, spans_to_masks
+from llmrl.data.llm.templates import Message, find_template
+from llmrl.errors import TemplateError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+_MAX_SIGNATURES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """One conversation as a model reads it."""
+
+    ids: Tensor  # int64[T]
+    assistant_mask: Tensor  # bool[T], True where the assistant wrote the token, its end-of-turn token included
+    spans: list[Span]  # the same as half-open token ranges, one per assistant message
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateReport:
+    """What a template does to training, measured on a short conversation."""
+
+    trained_share: float  # of the tokens of a question and its answer, how many are trained
+    stop_token_trained: bool  # whether the model learns to end its turn
+    prefix_preserving: bool  # whether a longer conversation begins with the shorter one
+    reason: str  # what is wrong, in words; empty if nothing is
+
+
+class Renderer:
+    """Turns conversations into ids with one tokenizer and one template.
+
+    Reads   tokenizer            a fast tokenizer of the Transformers library
+            chat_template        jinja text to use instead of the tokenizer's own
+            chat_template_name   a registered template to use instead of the tokenizer's own
+            include_end_of_turn  whether the end-of-turn token counts as written by the assistant; without it a model is
+                                 never taught to stop
+            template_kwargs      passed to the template by name, such as ``{"enable_thinking": False}``
+    Raises  TemplateError for an unknown name, or a template that cannot render a question and an answer
+
+    Special tokens spelled out inside a message are encoded as plain characters: no message can open a turn.
+
+    >>> from llmrl.testing import tiny_tokenizer
+    >>> tokenizer = tiny_tokenizer()
+    >>> chat = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]
+    >>> [row] = Renderer(tokenizer).render([chat])
+    >>> tokenizer.decode(row.ids[row.assistant_mask])
+    '4<|im_end|>'
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        chat_template: str | None = None,
+        chat_template_name: str | None = None,
+        include_end_of_turn: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.template = find_template(tokenizer, chat_template_name, template=chat_template)
+        self.codec = ChatCodec(
+            tokenizer, self.template, include_end_of_turn=include_end_of_turn, template_kwargs=template_kwargs
+        )
+        self.end_of_turn_ids: list[int] = self.codec.end_of_turn_ids
+        stops = [*self.end_of_turn_ids[-1:]] if self.codec.end_is_control else []
+        if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in stops:
+            stops.append(tokenizer.eos_token_id)
+        self.stop_token_ids: tuple[int, ...] = tuple(stops)
+        self._verified: set[tuple[Any, ...]] = set()
+
+    def render(
+        self, chats: Sequence[Chat], *, add_generation_prompt: bool = False, tools: Tools | None = None
+    ) -> list[Rendered]:
+        """Ids and assistant masks of whole conversations, in one call of the tokenizer.
+
+        Returns  one `Rendered` per conversation; the ids equal ``tokenizer.apply_chat_template``'s
+        Raises   TemplateError naming the conversation and the message that has no span or no token to train, or a
+                 conversation without any assistant message (unless a generation prompt is asked for)
+        """
+        texts, spans = self.codec.render_with_spans(chats, add_generation_prompt=add_generation_prompt, tools=tools)
+        ids, token_spans = self.codec.encode_with_spans(texts, spans)
+        for row, found in enumerate(token_spans):
+            if not found and not add_generation_prompt:
+                raise TemplateError(
+                    f"Renderer: a conversation to train on must hold an assistant message: conversation {row} has the "
+                    f"roles {[message['role'] for message in chats[row]]}."
+                )
+            for turn, (start, end) in enumerate(found):
+                if start >= end:
+                    index = [i for i, message in enumerate(chats[row]) if message["role"] == "assistant"][turn]
+                    raise TemplateError(
+                        f"Renderer: each assistant message must have a token to train: message {index} of conversation "
+                        f"{row} has none; give it content, or drop it."
+                    )
+        masks = spans_to_masks(token_spans, [len(row) for row in ids])
+        return [Rendered(*row) for row in zip(rows_to_tensors(ids), masks, token_spans, strict=True)]
+
+    def prompt_ids(self, chats: Sequence[Chat], *, tools: Tools | None = None) -> list[Tensor]:
+        """Ids of conversations that end with a generation prompt; equal conversations are rendered and encoded once.
+
+        Returns  one int64[T] per conversation, none sharing memory with another
+        """
+        keys = [_chat_key(chat) for chat in chats]
+        unique = dict(zip(keys, chats, strict=True))
+        texts = self.codec.render(list(unique.values()), add_generation_prompt=True, tools=tools)
+        text_by_key = dict(zip(unique, texts, strict=True))
+        return rows_to_tensors(self._encode_once([text_by_key[key] for key in keys]))
+
+    def extend(
+        self,
+        ids: Sequence[Tensor],
+        chats: Sequence[Chat],
+        new: Sequence[int],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Tools | None = None,
+    ) -> list[Tensor]:
+        """What the last ``new[i]`` messages of conversation i add to its stream of ids, in O(new messages).
+
+        Reads    ids[i]  int64[T_i], the stream of ``chats[i]`` without its last ``new[i]`` messages, as it was drawn
+                 tools   what the prompt was rendered with
+        Returns  int64[D_i] per conversation: ``cat(ids[i], result[i])`` is the longer stream. If an assistant turn ends
+                 the stream without its end-of-turn ids (it was cut off), the result begins with them
+        Raises   TemplateError if the template writes the earlier messages differently once the new ones follow, for
+                 example drops their thinking: such a conversation has to start a new stream with :meth:`prompt_ids`
+
+        The new messages are rendered after a short stand-in for what came before. That this equals rendering everything
+        is checked against a full render the first time that a pattern of roles is seen.
+        """
+        extensions = [
+            self._extension(chat, num_new, len(stream), add_generation_prompt, tools)
+            for stream, chat, num_new in zip(ids, chats, new, strict=True)
+        ]
+        encoded = self._encode_once([extension.text for extension in extensions])
+        rows: list[list[int]] = []
+        for stream, extension, with_context in zip(ids, extensions, encoded, strict=True):
+            row = with_context[extension.num_context_ids :]
+            if extension.after_assistant:
+                row = self._missing_end(stream) + row
+            elif _ends_with(stream, self._generation_prompt_ids):
+                raise TemplateError(
+                    "Renderer.extend: a generation prompt must be answered before other messages follow: the stream of "
+                    f"conversation {len(rows)} ends with an open one; add the assistant's message first."
+                )
+            rows.append(row)
+        return rows_to_tensors(rows)
+
+    def check(self) -> TemplateReport:
+        """Tries the template on short conversations; a recipe shows the result before it trains.
+
+        >>> from llmrl.testing import tiny_tokenizer
+        >>> Renderer(tiny_tokenizer()).check().prefix_preserving
+        True
+        """
+        question, answer = {"role": "user", "content": "What is 2+2?"}, {"role": "assistant", "content": "It is 4."}
+        [row] = self.render([[question, answer]])
+        last = row.ids[row.spans[-1][1] - 1].item()
+        stop_token_trained = last in self.stop_token_ids
+        reasons = (
+            [] if stop_token_trained else ["the end-of-turn token is not trained, so the model will not learn to stop"]
+        )
+        thinking = {"role": "assistant", "content": "<think>\nTwo and two.\n</think>\n\nIt is 4."}
+        call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
+        calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+        result = {"role": "tool", "content": "4", "name": "add"}
+        probes = {
+            "when the user speaks again": ([question, answer], [question]),
+            "when the user speaks after an answer with thinking": ([question, thinking], [question]),
+            "when a tool answers": ([question, calling], [result]),
+        }
+        preserving = True
+        for case, (covered, added) in probes.items():
+            try:
+                self.codec.render([covered + added], add_generation_prompt=True)
+            except TemplateError:
+                continue  # a conversation that the template does not do
+            try:
+                self._verify(covered + added, len(added), add_generation_prompt=True, tools=None)
+            except TemplateError:
+                preserving = False
+                reasons.append(f"earlier messages are written differently {case}")
+        return TemplateReport(
+            row.assistant_mask.float().mean().item(), stop_token_trained, preserving, "; ".join(reasons)
+        )
+
+    def _encode_once(self, texts: Sequence[str]) -> list[list[int]]:
+        unique = list(dict.fromkeys(texts))
+        ids_by_text = dict(zip(unique, self.codec.encode(unique), strict=True))
+        return [ids_by_text[text] for text in texts]
+
+    def _extension(
+        self, chat: Chat, num_new: int, num_ids: int, add_generation_prompt: bool, tools: Tools | None
+    ) -> _Extension:
+        """The text that the last messages add, after the assistant's end-of-turn text where one is due."""
+        covered = len(chat) - num_new
+        if covered <= 0:
+            if num_ids:
+                raise TemplateError(
+                    f"Renderer.extend: new must count fewer messages than the conversation has when its stream is not "
+                    f"empty: got {num_new} of {len(chat)} messages and a stream of {num_ids} ids."
+                )
+            [text] = self.codec.render([chat], add_generation_prompt=add_generation_prompt, tools=tools)
+            return _Extension(text, 0, False)
+        signature = (_signature(chat, covered), add_generation_prompt, tools is not None)
+        if signature not in self._verified:
+            self._verify(chat, num_new, add_generation_prompt=add_generation_prompt, tools=tools)
+            if len(self._verified) >= _MAX_SIGNATURES:
+                self._verified.clear()
+            self._verified.add(signature)
+        return self._after_anchor(chat, num_new, add_generation_prompt, tools)
+
+    def _after_anchor(self, chat: Chat, num_new: int, add_generation_prompt: bool, tools: Tools | None) -> _Extension:
+        covered = len(chat) - num_new
+        anchor = _anchor(chat, covered)
+        [before] = self.codec.render([anchor], tools=tools)
+        [after] = self.codec.render(
+            [[*anchor, *chat[covered:]]], add_generation_prompt=add_generation_prompt, tools=tools
+        )
+        after_assistant = chat[covered - 1]["role"] == "assistant"
+        cut = self._cut(before, after_assistant)
+        if not after.startswith(before[:cut]):
+            raise TemplateError(self._rewrites(before, after, chat, covered))
+        if after_assistant and self.codec.end_is_control:
+            # Encoded with the control token in front, so the tokenizer sees the boundary that the whole text has.
+            return _Extension(self.codec.end_of_turn + after[cut:], len(self.end_of_turn_ids), True)
+        return _Extension(after[cut:], 0, after_assistant)
+
+    def _verify(self, chat: Chat, num_new: int, *, add_generation_prompt: bool, tools: Tools | None) -> None:
+        """Compares the stand-in's extension with full renders of the conversation. Raises TemplateError."""
+        covered = len(chat) - num_new
+        before = self.codec.render([chat[:covered]], tools=tools)[0]
+        after = self.codec.render([chat], add_generation_prompt=add_generation_prompt, tools=tools)[0]
+        after_assistant = chat[covered - 1]["role"] == "assistant"
+        cut = self._cut(before, after_assistant)  # what follows the end of turn belongs to the next message
+        prefixes = [before[:cut]]
+        if after_assistant and covered > 1:  # what the engine saw when it wrote the last answer
+            prefixes.append(self.codec.render([chat[: covered - 1]], add_generation_prompt=True, tools=tools)[0])
+        for prefix in prefixes:
+            if not after.startswith(prefix):
+                raise TemplateError(self._rewrites(prefix, after, chat, covered))
+        extension = self._after_anchor(chat, num_new, add_generation_prompt, tools)
+        expected = after[cut:]
+        if extension.after_assistant and self.codec.end_is_control:
+            expected = self.codec.end_of_turn + expected
+        if extension.text != expected:
+            raise TemplateError(
+                "Renderer.extend: what new messages add must not depend on the messages before the last turn: template "
+                f"{self.template.name!r} writes {expected[:80]!r} in the whole conversation and "
+                f"{extension.text[:80]!r} after its last turn alone; start a new stream with prompt_ids."
+            )
+
+    def _cut(self, text: str, after_assistant: bool) -> int:
+        """Where the stream of a rendered conversation ends: after the end-of-turn text if an assistant spoke last."""
+        if not after_assistant:
+            return len(text)
+        end = text.rfind(self.codec.end_of_turn) if self.codec.end_of_turn else -1
+        return len(text.rstrip()) if end < 0 else end + len(self.codec.end_of_turn)
+
+    def _rewrites(self, prefix: str, text: str, chat: Chat, covered: int) -> str:
+        same = common_prefix_length(prefix, text)
+        return (
+            "Renderer.extend: a longer conversation must begin with the shorter one: template "
+            f"{self.template.name!r} rewrites the past when {[message['role'] for message in chat[covered:]]} follow: "
+            f"{prefix[same : same + 40]!r} became {text[same : same + 40]!r}; start a new stream with prompt_ids."
+        )
+
+    def _missing_end(self, stream: Tensor) -> list[int]:
+        """The end-of-turn ids that the stream does not end with."""
+        end = self.end_of_turn_ids
+        tail = stream[-len(end) :].tolist() if end else []
+        for present in range(len(end), 0, -1):
+            if tail[-present:] == end[:present]:
+                return end[present:]
+        return list(end)
+
+    @cached_property
+    def _generation_prompt_ids(self) -> list[int]:
+        """The ids that ask for an answer; empty if they cannot be told apart from the question."""
+        question = [{"role": "user", "content": "question"}]
+        before, after = self.codec.render([question])[0], self.codec.render([question], add_generation_prompt=True)[0]
+        return self.codec.encode([after[len(before) :]])[0] if after.startswith(before) and after != before else []
+
+
+@dataclass(frozen=True, slots=True)
+class _Extension:
+    text: str
+    num_context_ids: int  # ids of the text that only give the tokenizer its boundary
+    after_assistant: bool
+
+
+def _anchor(chat: Chat, covered: int) -> list[Message]:
+    """A short conversation whose end is the end of the covered one: system prompt, a question, the last turn."""
+    last = next((index for index in range(covered - 1, -1, -1) if chat[index]["role"] == "assistant"), None)
+    if last is None:
+        return list(chat[:covered])
+    system = [chat[0]] if chat[0]["role"] == "system" and last > 0 else []
+    question = [{"role": "user", "content": "question"}] if last > len(system) else []
+    return [*system, *question, *chat[last:covered]]
+
+
+def _signature(chat: Chat, covered: int) -> tuple[Any, ...]:
+    """What a template can tell apart in the last turn and the new messages, and whether a past turn holds thinking."""
+    last = next((index for index in range(covered - 1, -1, -1) if chat[index]["role"] == "assistant"), 0)
+    thinks = False
+    for message in reversed(chat[:covered]):
+        if message["role"] == "user":
+            break
+        content = message.get("content")
+        thinks |= "reasoning_content" in message or (isinstance(content, str) and "</think>" in content)
+    shape = tuple(
+        (message["role"], *(key for key in message if key not in ("role", "content"))) for message in chat[last:]
+    )
+    return chat[0]["role"] == "system", last == 0, covered - last, thinks, shape
+
+
+def _chat_key(chat: Chat) -> Any:
+    """Equal for conversations that render alike; messages with more than role and content are compared by identity."""
+    return tuple(
+        (message["role"], message["content"])
+        if len(message) == 2 and isinstance(message.get("content"), str)
+        else id(message)
+        for message in chat
+    )
+
+
+def _ends_with(stream: Tensor, ids: list[int]) -> bool:
+    return bool(ids) and len(stream) >= len(ids) and stream[-len(ids) :].tolist() == ids

@@ -1,0 +1,80 @@
+"""What every loss shares: configurable TensorDict keys, and outputs that add up over the micro-batches of a step.
+
+A loss computes; the recipe owns the loop, the optimizer and the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor, nn
+
+from llmrl.errors import ConfigError, near
+
+__all__ = ["LossModule", "merge_outputs", "output_fields", "total_loss"]
+
+Output = TypeVar("Output")
+
+
+class LossModule(nn.Module):
+    """A loss that reads a TensorDict through named keys and returns a record of ``loss_*`` terms and metrics.
+
+    ``default_keys`` maps the names that the loss uses to the TensorDict entries it reads. `set_keys` points a name
+    elsewhere; ``tensor_keys`` holds the current choice.
+    """
+
+    default_keys: ClassVar[Mapping[str, NestedKey]] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensor_keys = SimpleNamespace(**self.default_keys)
+
+    def set_keys(self, **keys: NestedKey) -> None:
+        """Reads from other entries, as in ``loss.set_keys(advantage="my_advantage")``.
+
+        Raises  ConfigError for a name that the loss does not use
+        """
+        for name in keys:
+            if name not in self.default_keys:
+                raise ConfigError(
+                    f"{type(self).__name__}.set_keys: {name!r} is none of the keys this loss reads: "
+                    f"{', '.join(sorted(self.default_keys))}.{near(name, self.default_keys)}"
+                )
+        vars(self.tensor_keys).update(keys)
+
+    def forward(self, td: TensorDictBase, normalizer: Any = None) -> Any:
+        """The loss of one micro-batch, over the counts of the whole step when ``normalizer`` gives them."""
+        raise TypeError(f"{type(self).__name__} defines no forward.")
+
+
+def output_fields(output: Any) -> dict[str, Tensor]:
+    """The terms and metrics that an output holds, by name; those that are None are left out."""
+    named = {name: getattr(output, name) for name in type(output).__dataclass_fields__}
+    return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+
+
+def total_loss(output: Any) -> Tensor:
+    """The sum of the ``loss_*`` terms: what to call ``backward`` on."""
+    return sum(value for name, value in output_fields(output).items() if name.startswith("loss_"))
+
+
+def merge_outputs(outputs: Sequence[Output]) -> Output:
+    """The output of a whole step from those of its micro-batches, detached.
+
+    Terms and metrics were divided by the counts of the step, so they are summed; fields ending in ``_max`` take the
+    maximum; an output class that defines ``derived`` computes from the sums what is neither.
+    """
+    if not outputs:
+        raise ConfigError("merge_outputs: needs the output of at least one micro-batch, got none.")
+    parts = [output_fields(output) for output in outputs]
+    merged = {}
+    for name in parts[0]:
+        values = torch.stack([part[name].detach() for part in parts])
+        merged[name] = values.amax(0) if name.endswith("_max") else values.sum(0)
+    merged |= type(outputs[0]).derived(merged) if hasattr(type(outputs[0]), "derived") else {}
+    return type(outputs[0])(**merged, batch_size=[])

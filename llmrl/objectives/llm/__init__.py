@@ -1,0 +1,22 @@
+"""Losses for language models: `GRPOLoss` and its relatives, `SFTLoss`, and what they are made of."""
+
+from __future__ import annotations
+
+from llmrl.objectives.llm.advantage import MCAdvantage
+from llmrl.objectives.llm.batch import count_step
+from llmrl.objectives.llm.functional import StepCounts
+from llmrl.objectives.llm.grpo import GRPOLoss, GRPOLossOutput
+from llmrl.objectives.llm.presets import PRESETS, Preset
+from llmrl.objectives.llm.sft import SFTLoss, SFTLossOutput
+
+__all__ = [
+    "PRESETS",
+    "GRPOLoss",
+    "GRPOLossOutput",
+    "MCAdvantage",
+    "Preset",
+    "SFTLoss",
+    "SFTLossOutput",
+    "StepCounts",
+    "count_step",
+]

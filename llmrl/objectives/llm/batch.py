@@ -1,0 +1,200 @@
+"""Reading a batch of conversations for a loss: ragged rows are padded once, here, and dense ones are taken as they are.
+
+Ragged rows are padded on the right. Dense ones (``pad_output=True``: prompt padded on the left, response on the right)
+keep their layout, and the attention mask says which positions are real. Every other column is aligned with the tokens
+or refused. What the columns mean is the business of the losses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor, nn
+
+from llmrl.errors import DataError, MissingKeyError, ShapeError
+from llmrl.modules.llm.log_probs import TokenScores
+from llmrl.objectives.llm.functional import StepCounts
+from llmrl.padding import lengths_mask, pad_rows
+
+__all__ = ["PaddedBatch", "actor_scores", "count_step", "group_ids"]
+
+TOKENS = ("tokens", "full")
+RESPONSE = ("tokens", "response")
+ATTENTION_MASK = ("masks", "all_attention_mask")
+ASSISTANT_MASK = ("masks", "all_assistant_mask")
+GROUP_ID = "group_id"
+
+MaskingStrategy = Literal["sft", "rlhf", "generic"]
+
+
+@dataclass(frozen=True)
+class PaddedBatch:
+    """The tokens of B conversations as int64[B, T], and the way to pad other columns like them.
+
+    ``lengths`` is None for a dense batch, else the length of each row before padding on the right.
+    """
+
+    reader: str  # whose errors these are
+    input_ids: Tensor
+    attention_mask: Tensor
+    lengths: list[int] | None
+    device: torch.device | None
+
+    @classmethod
+    def from_rows(cls, rows: list[Tensor], *, reader: str, device: torch.device | None = None) -> PaddedBatch:
+        lengths = [len(row) for row in rows]
+        ids_BT = pad_rows(rows)
+        attention_BT = lengths_mask(torch.tensor(lengths, device=ids_BT.device), ids_BT.shape[1])
+        return cls(reader, ids_BT.to(device), attention_BT.to(device), lengths, device)
+
+    @classmethod
+    def read(
+        cls,
+        td: TensorDictBase,
+        *,
+        reader: str,
+        tokens_key: NestedKey = TOKENS,
+        attention_key: NestedKey = ATTENTION_MASK,
+        device: torch.device | None = None,
+    ) -> PaddedBatch:
+        """Reads the tokens int64 ragged[T] or [B, T], and for dense tokens the attention mask bool[B, T]."""
+        if td.ndim != 1:
+            raise ShapeError(
+                f"{reader}: the batch must have one dimension, a conversation per row: got batch size "
+                f"{tuple(td.batch_size)}; flatten it with td.reshape(-1)."
+            )
+        ids = _get(td, tokens_key, reader)
+        if isinstance(ids, list):
+            return cls.from_rows(ids, reader=reader, device=device)
+        attention_BT = _get(td, attention_key, reader)
+        if not isinstance(attention_BT, Tensor) or attention_BT.shape != ids.shape:
+            raise ShapeError(f"{reader}: {attention_key} must be bool{list(ids.shape)} like {tokens_key}.")
+        return cls(reader, ids.to(device), attention_BT.bool().to(device), None, device)
+
+    def column(self, td: TensorDictBase, key: NestedKey, missing: str | None = None) -> Tensor:
+        """One value per token, [B, T], 0 (False) in the padding.
+
+        Raises  MissingKeyError, opening with ``missing`` where given; ShapeError if a row is not as long as its tokens
+        """
+        return self.align(_get(td, key, self.reader, missing), key)
+
+    def align(self, column: Tensor | list[Tensor], key: NestedKey) -> Tensor:
+        if isinstance(column, Tensor) and self.lengths is not None:
+            column = list(column)  # equally long rows may come stacked
+        if isinstance(column, Tensor):
+            if column.shape != self.input_ids.shape:
+                raise ShapeError(
+                    f"{self.reader}: {key} must have one value per token: got {list(column.shape)}, the tokens are "
+                    f"{list(self.input_ids.shape)}."
+                )
+            return column.to(self.device)
+        got = [len(row) for row in column]
+        if got != self.lengths:
+            expected = self.lengths or [self.input_ids.shape[1]] * len(self.input_ids)
+            row = next((i for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b), 0)
+            raise ShapeError(
+                f"{self.reader}: {key} must have one value per token: got {got[row] if got else 0} values in row "
+                f"{row}, whose conversation has {expected[row]} tokens (usually: scored with another tokenizer, or "
+                "after the text was tokenised again)."
+            )
+        return pad_rows(column, length=self.input_ids.shape[1]).to(self.device)
+
+    def advantage(self, td: TensorDictBase, key: NestedKey) -> Tensor:
+        """float[B, T]: one number per conversation ([1, 1] a row) or one per token ([T, 1] a row)."""
+        advantage = _get(td, key, self.reader)
+        rows = list(advantage)
+        num_tokens = self.input_ids.shape[1]
+        lengths = self.lengths or [num_tokens] * len(self.input_ids)
+        aligned = []
+        for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            row = row.reshape(-1)
+            if len(row) not in (1, length):
+                raise ShapeError(
+                    f"{self.reader}: {key!r} must have one value per conversation or per token: got {len(row)} values "
+                    f"in row {i}, whose conversation has {length} tokens."
+                )
+            aligned.append(row.expand(length))
+        return pad_rows(aligned, length=num_tokens).to(self.device)
+
+    def trained_mask(
+        self, td: TensorDictBase, strategy: MaskingStrategy, assistant_key: NestedKey, response_key: NestedKey
+    ) -> Tensor:
+        """bool[B, T]: the tokens that are trained.
+
+        ``rlhf``     the assistant mask: the tokens that the policy sampled, in any turn
+        ``sft``      the same; where the batch has no assistant mask, the response
+        ``generic``  every token of the conversation
+        """
+        if strategy == "generic":
+            return self.attention_mask
+        if strategy == "rlhf" or td.get(assistant_key, None, as_list=True) is not None:
+            return self.column(td, assistant_key).bool() & self.attention_mask
+        response = _get(td, response_key, self.reader, f"the batch has neither {assistant_key} nor {response_key}")
+        num_tokens = self.input_ids.shape[1]
+        if self.lengths is None:
+            starts = [num_tokens - response.shape[1]] * len(self.input_ids)
+        else:
+            starts = [length - len(row) for length, row in zip(self.lengths, response, strict=True)]
+        start_B1 = torch.tensor(starts, device=self.input_ids.device)[:, None]
+        return self.attention_mask & (torch.arange(num_tokens, device=self.input_ids.device) >= start_B1)
+
+
+def actor_scores(
+    actor: nn.Module,
+    td: TensorDictBase,
+    batch: PaddedBatch,
+    select_BT: Tensor,
+    *,
+    log_probs_key: NestedKey,
+    entropy: bool,
+) -> TokenScores:
+    """Log-probs of the selected tokens under the actor, with grad.
+
+    Calls  actor.token_scores(ids, attention mask, select, entropy=) where it has that (wrappers, TokenScorer), else
+           actor(copy of td), reading ``log_probs_key`` from what it returns
+    """
+    if hasattr(actor, "token_scores"):
+        return actor.token_scores(batch.input_ids, batch.attention_mask, select_BT, entropy=entropy)
+    log_prob_BT = batch.column(actor(td.copy()), log_probs_key, "Couldn't find the log-prob in what the actor wrote")
+    return TokenScores(log_prob_BT, None)
+
+
+def group_ids(td: TensorDictBase, key: NestedKey = GROUP_ID) -> Tensor | None:
+    """int64[B], or None where the batch has no groups."""
+    value = td.get(key, None)
+    return value.reshape(-1) if isinstance(value, Tensor) else None
+
+
+def count_step(
+    td: TensorDictBase, *, mask_key: NestedKey = ASSISTANT_MASK, group_key: NestedKey = GROUP_ID
+) -> StepCounts:
+    """What an optimizer step trains on, counted over the step's whole batch before it is cut into micro-batches.
+
+    Reads    ("masks", "all_assistant_mask") bool ragged[T] or [B, T]; "group_id" int64[B] if there
+    Returns  StepCounts of this process: ``.over_ranks()`` adds up those of all ranks
+    """
+    mask = _get(td, mask_key, "count_step")
+    return StepCounts.of(pad_rows(mask) if isinstance(mask, list) else mask.bool(), group_ids(td, group_key))
+
+
+def check_finite(value_BT: Tensor, mask_BT: Tensor, what: str, cause: str, reader: str) -> None:
+    """Raises DataError, naming the first row, if a trained token has a NaN or infinite value."""
+    broken_B = (~value_BT.isfinite() & mask_BT).any(-1)
+    if broken_B.any():
+        row = int(broken_B.nonzero()[0])
+        raise DataError(
+            f"{reader}: {what} must be finite on every trained token: got NaN or inf in row {row}; {cause}."
+        )
+
+
+def _get(td: TensorDictBase, key: NestedKey, reader: str, missing: str | None = None) -> Tensor | list[Tensor]:
+    value = td.get(key, None, as_list=True)
+    if value is None:
+        present = ", ".join(sorted(map(str, td.keys())))
+        what = f"{missing}: " if missing else ""
+        raise MissingKeyError(f"{reader}: {what}the batch must hold {key!r}; keys present: {present}.")
+    return value

@@ -1,0 +1,330 @@
+"""Policy-gradient arithmetic: tensors in, tensors out, no keys, no modules, no state.
+
+A loss is four choices made here: the ratio and its level, the surrogate, the weight of each token in the sum
+(aggregation), and the KL estimate; a fifth corrects for the difference between the engine that sampled and the trainer.
+Which tensors are read from a batch is the business of the loss modules; advantages come from MCAdvantage.
+
+Shapes: B sequences, T tokens; ``mask_BT`` is True on the tokens that are trained. ``lp`` is the log-prob under the
+current weights (with grad), ``lo`` under the proximal policy, ``lg`` under the engine that sampled, ``lr`` under the
+reference. Masked positions may hold anything, NaN included: every function here leaves them out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from llmrl.errors import ConfigError, DataError, MissingKeyError, near
+
+__all__ = [
+    "Aggregation",
+    "Correction",
+    "KLEstimator",
+    "StepCounts",
+    "cispo",
+    "clipped_surrogate",
+    "correction_weight",
+    "kl_estimate",
+    "log_ratio",
+    "minor_sft",
+    "reinforce",
+    "sapo",
+    "sequence_log_ratio",
+    "sequence_sum",
+    "token_weights",
+]
+
+Aggregation = Literal["token", "seq-mean", "seq-sum", "dr_grpo", "prompt-mean", "sum"]
+Correction = Literal["none", "tis", "mask", "seq-tis", "seq-mask", "geo-mask"]
+KLEstimator = Literal["k1", "k2", "k3", "k3+", "k3-weighted"]
+
+MAX_LOG_RATIO = 20.0  # e**20 = 5e8: beyond it a ratio means nothing, and e**89 is infinite in float32
+
+
+# --------------------------------------------------------------------------------------------------------- the ratios
+
+
+def log_ratio(new_BT: Tensor, old_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """log(pi_new / pi_old) per token, 0 outside the mask, held within +-20 (no gradient beyond)."""
+    return (new_BT - old_BT).masked_fill(~mask_BT, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def sequence_log_ratio(log_ratio_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """GSPO's ratio: the mean log-ratio of the sequence, at each of its tokens.
+
+    The loss of a token then depends on every token of its sequence, as its gradient does.
+    Source: Zheng et al. 2025 (arXiv:2507.18071).
+    """
+    length_B = mask_BT.sum(-1, keepdim=True).clamp(min=1)
+    mean_B1 = log_ratio_BT.masked_fill(~mask_BT, 0.0).sum(-1, keepdim=True) / length_B
+    return mean_B1.expand_as(log_ratio_BT).masked_fill(~mask_BT, 0.0)
+
+
+def sequence_sum(value_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """Sum over the trained tokens of each sequence, float[B]."""
+    return value_BT.masked_fill(~mask_BT, 0.0).sum(-1)
+
+
+# ----------------------------------------------------------------------------------------- surrogates, to be minimised
+
+
+def clipped_surrogate(
+    log_ratio_BT: Tensor, advantage_BT: Tensor, *, low: float, high: float, dual_clip: float | None = None
+) -> Tensor:
+    """-min(r A, clip(r, 1 - low, 1 + high) A) per token.
+
+    ``dual_clip`` c > 1 bounds the loss of a token with a negative advantage by -c A, however large its ratio.
+    Source: Schulman et al. 2017 (arXiv:1707.06347), eq. 7; ``low != high`` is DAPO's Clip-Higher (arXiv:2503.14476);
+    dual clip: Ye et al. 2020 (arXiv:1912.09729).
+
+    >>> ratio = torch.tensor([1.0, 1.5])
+    >>> clipped_surrogate(ratio.log(), torch.ones(2), low=0.2, high=0.2)
+    tensor([-1.0000, -1.2000])
+    """
+    ratio_BT = log_ratio_BT.exp()
+    clipped_BT = ratio_BT.clamp(1 - low, 1 + high)
+    loss_BT = -torch.minimum(ratio_BT * advantage_BT, clipped_BT * advantage_BT)
+    if dual_clip is None:
+        return loss_BT
+    return torch.where(advantage_BT < 0, torch.minimum(loss_BT, -dual_clip * advantage_BT), loss_BT)
+
+
+def cispo(log_ratio_BT: Tensor, log_prob_BT: Tensor, advantage_BT: Tensor, *, low: float, high: float) -> Tensor:
+    """-stop_gradient(clip(r, 1 - low, 1 + high)) A log pi per token: clipping bounds the weight, every token keeps a
+    gradient. ``low=1`` leaves only the upper bound.
+
+    Source: MiniMax-M1 (arXiv:2506.13585).
+    """
+    weight_BT = log_ratio_BT.detach().exp().clamp(1 - low, 1 + high)
+    return -weight_BT * advantage_BT * log_prob_BT
+
+
+def reinforce(log_prob_BT: Tensor, advantage_BT: Tensor) -> Tensor:
+    """-A log pi per token. Source: Williams 1992."""
+    return -advantage_BT * log_prob_BT
+
+
+def sapo(
+    log_ratio_BT: Tensor, advantage_BT: Tensor, *, tau_positive: float = 1.0, tau_negative: float = 1.05
+) -> Tensor:
+    """-(4 / tau) sigmoid(tau (r - 1)) A per token: a soft gate in place of the clip.
+
+    ``tau_positive`` holds where A > 0, ``tau_negative`` elsewhere. Source: SAPO (arXiv:2511.20347).
+    """
+    tau_BT = torch.full_like(advantage_BT, tau_negative).masked_fill(advantage_BT > 0, tau_positive)
+    return -(4 / tau_BT) * torch.sigmoid(tau_BT * (log_ratio_BT.exp() - 1)) * advantage_BT
+
+
+def minor_sft(log_prob_B: Tensor, reference_log_prob_B: Tensor, *, beta: float) -> Tensor:
+    """-log sigmoid(beta (log pi - log pi_ref)) per sequence: a sample that the model already prefers counts less.
+
+    Source: Xie et al. 2024, Minor SFT (arXiv:2408.10642).
+    """
+    return -torch.nn.functional.logsigmoid(beta * (log_prob_B - reference_log_prob_B))
+
+
+# ----------------------------------------------------------------------------------------------------------------- KL
+
+
+def kl_estimate(
+    log_prob_BT: Tensor,
+    reference_BT: Tensor,
+    mask_BT: Tensor,
+    kind: KLEstimator = "k3",
+    *,
+    log_ratio_BT: Tensor | None = None,
+) -> Tensor:
+    """Per-token estimate of KL(pi || reference) on tokens that pi sampled; 0 outside the mask.
+
+    With d = log ref - log pi:
+
+    | kind | value | as a loss |
+    |---|---|---|
+    | ``k1`` | -d | unbiased value; its gradient has mean zero as a KL: for a metric or a reward |
+    | ``k2`` | d^2 / 2 | the right on-policy gradient |
+    | ``k3`` | exp(d) - d - 1 | unbiased value, never negative; biased gradient |
+    | ``k3+`` | of k3 | the value of k3 with the gradient of k2 |
+    | ``k3-weighted`` | r k3 | importance-weighted with r = exp(``log_ratio_BT``), for tokens of an older policy |
+
+    Source: Schulman, "Approximating KL divergence" (joschu.net, 2020); the gradients are derived from the formulas.
+    """
+    d_BT = log_ratio(reference_BT, log_prob_BT, mask_BT)
+    match kind:
+        case "k1":
+            return -d_BT
+        case "k2":
+            return d_BT.square() / 2
+        case "k3":
+            return d_BT.exp() - d_BT - 1
+        case "k3+":
+            k2_BT, fixed_BT = d_BT.square() / 2, d_BT.detach()
+            return (fixed_BT.exp() - fixed_BT - 1) + (k2_BT - k2_BT.detach())
+        case "k3-weighted":
+            if log_ratio_BT is None:
+                raise ConfigError("kl_estimate: kind 'k3-weighted' needs log_ratio_BT, got None.")
+            return (d_BT.exp() - d_BT - 1) * log_ratio_BT.exp()
+    raise unknown("KL estimator", kind, get_args(KLEstimator))
+
+
+# -------------------------------------------------------------------------------------------- engine against trainer
+
+
+def correction_weight(
+    proximal_BT: Tensor,
+    behaviour_BT: Tensor,
+    mask_BT: Tensor,
+    kind: Correction,
+    *,
+    cap: float = 2.0,
+    band: tuple[float, float] = (0.5, 2.0),
+) -> Tensor:
+    """Weight of each token for having been sampled by an engine that is not quite the trainer; detached, 1 for "none".
+
+    With rho = exp(lo - lg) per token, and P its product and M its geometric mean over the sequence:
+
+    | kind | weight |
+    |---|---|
+    | ``tis`` | min(rho, cap) |
+    | ``mask`` | rho inside ``band``, else 0 (IcePop) |
+    | ``seq-tis`` | min(P, cap) |
+    | ``seq-mask`` | P up to cap, else 0 |
+    | ``geo-mask`` | min(rho, cap) in sequences with M inside ``band``, else 0 |
+
+    A weight of 0 leaves the token in the denominators: the loss shrinks with what is thrown away.
+    Source: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training" (tis);
+    Ling-Team 2025, arXiv:2510.18855 (mask); Liu et al. 2025, "When speed kills stability" (sequence level).
+    """
+    log_rho_BT = log_ratio(proximal_BT.detach(), behaviour_BT.detach(), mask_BT)
+    rho_BT = log_rho_BT.exp()
+    low, high = band
+    match kind:
+        case "none":
+            return torch.ones_like(rho_BT)
+        case "tis":
+            return rho_BT.clamp(max=cap)
+        case "mask":
+            return rho_BT.where((rho_BT >= low) & (rho_BT <= high), 0.0)
+        case "seq-tis" | "seq-mask":
+            product_B1 = log_rho_BT.sum(-1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+            kept_B1 = product_B1.clamp(max=cap) if kind == "seq-tis" else product_B1.where(product_B1 <= cap, 0.0)
+            return kept_B1.expand_as(rho_BT)
+        case "geo-mask":
+            mean_BT = sequence_log_ratio(log_rho_BT, mask_BT).exp()
+            return rho_BT.clamp(max=cap).where((mean_BT >= low) & (mean_BT <= high), 0.0)
+    raise unknown("correction", kind, get_args(Correction))
+
+
+# -------------------------------------------------------------------------------------------------------- aggregation
+
+
+@dataclass(frozen=True, slots=True)
+class StepCounts:
+    """How much one whole optimizer step trains on: every micro-batch, every rank. The denominators of a loss.
+
+    ``tokens`` trained tokens, ``sequences`` rows with at least one of them, ``groups`` groups with at least one,
+    ``group_tokens`` trained tokens by group id (only "prompt-mean" reads it). Counts of disjoint parts add up:
+
+    >>> StepCounts(tokens=5, sequences=2, groups=1, group_tokens={7: 5}) + StepCounts(3, 1, 1, {7: 3})
+    StepCounts(tokens=8, sequences=3, groups=1, group_tokens={7: 8})
+
+    Every term is a local sum over a count of the step, so the terms of micro-batches add up to the term of the step.
+    Under DDP or FSDP, which average gradients, multiply the loss by the number of ranks.
+    """
+
+    tokens: int = 0
+    sequences: int = 0
+    groups: int = 0
+    group_tokens: dict[int, int] = field(default_factory=dict)
+
+    def __add__(self, other: StepCounts) -> StepCounts:
+        merged = dict(self.group_tokens)
+        for group, tokens in other.group_tokens.items():
+            merged[group] = merged.get(group, 0) + tokens
+        groups = len(merged) if merged else self.groups + other.groups
+        return StepCounts(self.tokens + other.tokens, self.sequences + other.sequences, groups, merged)
+
+    def __radd__(self, other: int) -> StepCounts:
+        if other != 0:
+            return NotImplemented
+        return self  # so that sum(counts) works
+
+    def over_ranks(self) -> StepCounts:
+        """The sum over all processes of the default process group; itself where there is none."""
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return self
+        gathered: list[StepCounts] = [self] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(gathered, self)
+        return sum(gathered)
+
+    @classmethod
+    def of(cls, mask_BT: Tensor, group_id_B: Tensor | None = None) -> StepCounts:
+        """Counts of one batch: mask bool[B, T], group ids int64[B] or None (then no group is counted)."""
+        length_B = mask_BT.sum(-1)
+        lengths = length_B.tolist()
+        group_tokens: dict[int, int] = {}
+        if group_id_B is not None:
+            for group, tokens in zip(group_id_B.reshape(-1).tolist(), lengths, strict=True):
+                if tokens:
+                    group_tokens[group] = group_tokens.get(group, 0) + tokens
+        return cls(sum(lengths), sum(tokens > 0 for tokens in lengths), len(group_tokens), group_tokens)
+
+
+def token_weights(
+    mask_BT: Tensor,
+    aggregation: Aggregation,
+    counts: StepCounts,
+    *,
+    max_length: int | None = None,
+    group_id_B: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """What each token counts in the loss: loss = sum(weights * per-token loss). Zero outside the mask.
+
+    With N tokens, B sequences and n_i tokens in sequence i, counted over the whole step:
+
+    | aggregation | weight of a token |
+    |---|---|
+    | ``token`` | 1 / N |
+    | ``seq-mean`` | 1 / (B n_i) |
+    | ``seq-sum`` | 1 / B |
+    | ``dr_grpo`` | 1 / (B max_length) |
+    | ``prompt-mean`` | 1 / (groups * tokens of the group) |
+    | ``sum`` | 1 |
+
+    Raises  DataError if the step has no trained token, ConfigError if dr_grpo has no ``max_length``,
+            MissingKeyError if prompt-mean has no group ids
+    """
+    if counts.tokens < 1 or counts.sequences < 1:
+        raise DataError(
+            "aggregation: the step must hold at least one trained token: got "
+            f"{counts.tokens} tokens in {counts.sequences} sequences; look at the assistant mask of the batch."
+        )
+    mask_BT = mask_BT.to(dtype)
+    match aggregation:
+        case "token":
+            return mask_BT / counts.tokens
+        case "seq-mean":
+            return mask_BT / (mask_BT.sum(-1, keepdim=True).clamp(min=1) * counts.sequences)
+        case "seq-sum":
+            return mask_BT / counts.sequences
+        case "dr_grpo":
+            if max_length is None:
+                raise ConfigError("aggregation: 'dr_grpo' divides by a constant length: max_length must be given.")
+            return mask_BT / (counts.sequences * max_length)
+        case "prompt-mean":
+            if group_id_B is None or not counts.group_tokens:
+                raise MissingKeyError("aggregation: 'prompt-mean' needs the 'group_id' of every row, int64[B].")
+            per_row = [counts.group_tokens.get(group, 1) for group in group_id_B.reshape(-1).tolist()]
+            return mask_BT / (torch.tensor(per_row, dtype=dtype, device=mask_BT.device)[:, None] * counts.groups)
+        case "sum":
+            return mask_BT
+    raise unknown("aggregation", aggregation, get_args(Aggregation))
+
+
+def unknown(what: str, name: object, known: tuple[str, ...]) -> ConfigError:
+    """The error for a name that is none of ``known``."""
+    hint = near(name, known) if isinstance(name, str) else ""
+    return ConfigError(f"{what}: expected one of {', '.join(map(repr, known))}, got {name!r}.{hint}")

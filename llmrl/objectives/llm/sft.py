@@ -1,0 +1,224 @@
+"""Supervised fine-tuning: the negative log-likelihood of the tokens that the assistant wrote.
+
+Which tokens those are is decided elsewhere: by the assistant mask of the batch, or by the `Renderer` for conversations
+that come as messages. The end-of-turn token is among them, so that a model learns to stop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+
+import torch
+from tensordict import TensorClass, TensorDictBase
+from torch import Tensor, nn
+
+from llmrl.errors import ConfigError, DataError, MissingKeyError
+from llmrl.modules.llm.rendering import Renderer
+from llmrl.objectives.base import LossModule
+from llmrl.objectives.llm import batch as reading
+from llmrl.objectives.llm import functional as fn
+from llmrl.objectives.llm.batch import PaddedBatch
+from llmrl.objectives.llm.functional import StepCounts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["SFTLoss", "SFTLossOutput"]
+
+Reduction = Literal["token", "mean", "sum", "none"]
+LossFunction = Literal["sft", "minor_sft"]
+_RENDERER_OPTIONS = ("chat_template", "chat_template_name", "include_end_of_turn")
+
+
+class SFTLossOutput(TensorClass["nocast"]):
+    """Terms to be summed and differentiated (``loss_*``), and detached metrics; float32 scalars.
+
+    ``loss_sft`` is float32[B] for reduction="none". Metrics are means over the trained tokens of the step, ``tokens``
+    and ``empty_rows`` are counts: the outputs of micro-batches add up (`merge_outputs`). None where not asked for.
+    """
+
+    loss_sft: Tensor
+    loss_kl_to_ref: Tensor | None = None
+    kl_to_ref: Tensor | None = None
+    nll: Tensor | None = None  # nats per trained token, whatever the reduction
+    accuracy: Tensor | None = None  # trained tokens that are the model's most likely ones
+    tokens: Tensor | None = None  # trained tokens of this batch
+    empty_rows: Tensor | None = None  # conversations without a trained token: left out of every mean
+
+
+class SFTLoss(LossModule):
+    """Negative log-likelihood over the assistant's tokens, with an optional KL to a reference.
+
+    Reads   ("tokens", "full")                 int64 ragged[T]    with
+            ("masks", "all_assistant_mask")    bool ragged[T]; where these are missing,
+            ("history", "full")                History [B, M]     rendered with ``tokenizer`` (or the actor's renderer)
+            ("next", "ref_log_probs", "full")  float32 ragged[T]  if kl_to_ref_coeff is given, or for "minor_sft"
+    Calls   actor_network.token_scores(ids, attention mask, select, entropy=) where it has that, else actor_network(td)
+            for ("log_probs", "full")
+    Returns SFTLossOutput; with ``normalizer``, the StepCounts of the optimizer step, micro-batches add up
+    Raises  DataError if no conversation has a token to train, MissingKeyError, ShapeError; ConfigError for settings
+            that contradict each other
+
+    ``reduction``: "token" is the mean over the trained tokens of the step (the default); "mean", "sum" and "none"
+    reduce over conversations, each being divided by its length if ``normalize_by_seq_length``.
+    ``loss_function="minor_sft"`` is -log sigmoid(beta (log pi - log pi_ref)) per conversation. ``tokenizer_kwargs`` go
+    to the renderer: ``chat_template``, ``chat_template_name``, ``include_end_of_turn``; anything else to the template.
+
+    >>> from transformers import Qwen2Config, Qwen2ForCausalLM
+    >>> from tensordict import TensorDict, lazy_stack
+    >>> from llmrl.modules.llm.log_probs import TokenScorer
+    >>> model = Qwen2ForCausalLM(Qwen2Config(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+    ...                                      num_attention_heads=2, num_key_value_heads=2))
+    >>> def conversation(length):
+    ...     ids = torch.arange(length)
+    ...     return TensorDict(tokens=TensorDict(full=ids), masks=TensorDict(all_assistant_mask=ids > 2))
+    >>> output = SFTLoss(TokenScorer(model))(lazy_stack([conversation(5), conversation(7)]))
+    >>> output.loss_sft.backward()
+    >>> int(output.tokens)
+    6
+    """
+
+    default_keys: ClassVar = {
+        "history": ("history", "full"),
+        "tokens": reading.TOKENS,
+        "attention_mask": reading.ATTENTION_MASK,
+        "assistant_mask": reading.ASSISTANT_MASK,
+        "log_probs": ("log_probs", "full"),
+        "ref_log_prob": ("next", "ref_log_probs", "full"),
+    }
+
+    def __init__(
+        self,
+        actor_network: nn.Module,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        tokenizer_kwargs: Mapping[str, Any] | None = None,
+        reduction: Reduction | None = None,
+        normalize_by_seq_length: bool | None = None,
+        kl_to_ref_coeff: float | None = None,
+        loss_function: LossFunction = "sft",
+        beta: float | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if loss_function not in get_args(LossFunction):
+            raise fn.unknown("SFTLoss: loss_function", loss_function, get_args(LossFunction))
+        if reduction is None:
+            reduction = "token" if loss_function == "sft" else "mean"
+        if reduction not in get_args(Reduction):
+            raise fn.unknown("SFTLoss: reduction", reduction, get_args(Reduction))
+        for holds, what in (
+            (
+                reduction != "token" or normalize_by_seq_length is None,
+                f"normalize_by_seq_length={normalize_by_seq_length} belongs to the reductions over conversations: set "
+                "reduction to 'mean', 'sum' or 'none'",
+            ),
+            (
+                reduction != "token" or loss_function == "sft",
+                "loss_function='minor_sft' has one value per conversation: set reduction to 'mean', 'sum' or 'none'",
+            ),
+            (beta is None or loss_function == "minor_sft", f"beta={beta} belongs to loss_function='minor_sft'"),
+            (beta is None or beta > 0, f"beta must be above 0: got {beta}"),
+            (tokenizer_kwargs is None or tokenizer is not None, "tokenizer_kwargs need a tokenizer"),
+        ):
+            if not holds:
+                raise ConfigError(f"SFTLoss: {what}.")
+        self.actor_network = actor_network
+        self.renderer = None if tokenizer is None else _renderer(tokenizer, tokenizer_kwargs or {})
+        self.reduction, self.loss_function = reduction, loss_function
+        self.normalize_by_seq_length = True if normalize_by_seq_length is None else normalize_by_seq_length
+        self.kl_to_ref_coeff = kl_to_ref_coeff
+        self.beta = 0.1 if beta is None else beta
+        self.device = None if device is None else torch.device(device)
+
+    def count_step(self, td: TensorDictBase) -> StepCounts:
+        """What this loss trains on in the whole batch of an optimizer step, on this rank; renders messages."""
+        return StepCounts.of(self._read(td)[1])
+
+    def forward(self, td: TensorDictBase, normalizer: StepCounts | None = None) -> SFTLossOutput:
+        batch, mask_BT = self._read(td)
+        counts = normalizer or StepCounts.of(mask_BT)
+        if counts.tokens < 1:
+            raise DataError(
+                f"SFTLoss: a step must have a token to train: got none in {len(mask_BT)} conversations; look at their "
+                "assistant masks."
+            )
+        keys = self.tensor_keys
+        scores = reading.actor_scores(
+            self.actor_network, td, batch, mask_BT, log_probs_key=keys.log_probs, entropy=False
+        )
+        log_prob_BT = scores.log_probs
+        reference_BT = None
+        if self.kl_to_ref_coeff is not None or self.loss_function == "minor_sft":
+            reference_BT = batch.column(td, keys.ref_log_prob, "Couldn't find the ref log-prob").to(log_prob_BT)
+            reading.check_finite(reference_BT, mask_BT, str(keys.ref_log_prob), "score it again", "SFTLoss")
+
+        def mean(value_BT: Tensor) -> Tensor:
+            return value_BT.masked_fill(~mask_BT, 0).sum() / counts.tokens
+
+        length_B = mask_BT.sum(-1)
+        terms = {"loss_sft": self._reduce(log_prob_BT, reference_BT, mask_BT, length_B, counts)}
+        if self.kl_to_ref_coeff is not None:
+            kl = mean(fn.kl_estimate(log_prob_BT, reference_BT, mask_BT))
+            terms |= {"loss_kl_to_ref": self.kl_to_ref_coeff * kl, "kl_to_ref": kl.detach()}
+        metrics = {
+            "nll": mean(-log_prob_BT.detach()),
+            "accuracy": None if scores.top1 is None else mean(scores.top1.to(log_prob_BT.dtype)),
+            "tokens": length_B.sum().to(log_prob_BT.dtype),
+            "empty_rows": (length_B == 0).sum().to(log_prob_BT.dtype),
+        }
+        return SFTLossOutput(**terms, **metrics, batch_size=[])
+
+    def _reduce(
+        self,
+        log_prob_BT: Tensor,
+        reference_BT: Tensor | None,
+        mask_BT: Tensor,
+        length_B: Tensor,
+        counts: StepCounts,
+    ) -> Tensor:
+        log_prob_B = fn.sequence_sum(log_prob_BT, mask_BT)
+        if self.reduction == "token":
+            return -log_prob_B.sum() / counts.tokens
+        divisor_B = length_B.clamp(min=1) if self.normalize_by_seq_length else torch.ones_like(length_B)
+        if self.loss_function == "sft":
+            loss_B = -log_prob_B / divisor_B
+        else:
+            reference_B = fn.sequence_sum(reference_BT, mask_BT)
+            loss_B = fn.minor_sft(log_prob_B / divisor_B, reference_B / divisor_B, beta=self.beta)
+        loss_B = loss_B.masked_fill(length_B == 0, 0.0)
+        match self.reduction:
+            case "mean":
+                return loss_B.sum() / counts.sequences
+            case "sum":
+                return loss_B.sum()
+            case _:
+                return loss_B
+
+    def _read(self, td: TensorDictBase) -> tuple[PaddedBatch, Tensor]:
+        keys = self.tensor_keys
+        has_tokens = td.get(keys.tokens, None, as_list=True) is not None
+        if has_tokens and td.get(keys.assistant_mask, None, as_list=True) is not None:
+            batch = PaddedBatch.read(
+                td, reader="SFTLoss", tokens_key=keys.tokens, attention_key=keys.attention_mask, device=self.device
+            )
+            return batch, batch.column(td, keys.assistant_mask).bool() & batch.attention_mask
+        history = td.get(keys.history, None)
+        if history is None:
+            present = ", ".join(sorted(map(str, td.keys())))
+            raise MissingKeyError(
+                f"SFTLoss: the batch must hold {keys.tokens} with {keys.assistant_mask}, or {keys.history}: keys "
+                f"present: {present}."
+            )
+        renderer = self.renderer or getattr(self.actor_network, "renderer", None)
+        if renderer is None:
+            raise ConfigError("SFTLoss: conversations that come as messages need a tokenizer: pass tokenizer=.")
+        rendered = renderer.render(history.to_chats())
+        batch = PaddedBatch.from_rows([row.ids for row in rendered], reader="SFTLoss", device=self.device)
+        return batch, batch.align([row.assistant_mask for row in rendered], keys.history)
+
+
+def _renderer(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]) -> Renderer:
+    options = {name: kwargs[name] for name in _RENDERER_OPTIONS if name in kwargs}
+    template_kwargs = {name: value for name, value in kwargs.items() if name not in options}
+    return Renderer(tokenizer, **options, template_kwargs=template_kwargs or None)

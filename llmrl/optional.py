@@ -1,0 +1,31 @@
+"""The one door to optional dependencies. Which package belongs to which extra is written in pyproject.toml."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+from llmrl.errors import MissingDependencyError
+
+__all__ = ["require"]
+
+
+def require(module: str, *, extra: str, used_by: str) -> ModuleType:
+    """Imports an optional dependency at the place of its use, or says what to install.
+
+    Returns  the module; for a dotted name, the innermost one
+    Raises   MissingDependencyError if the package is not installed. A package that is there but broken (a missing
+             sub-module, a missing dependency of its own) raises its own error, which says more than ours could.
+
+    >>> require("json", extra="none", used_by="this example").dumps([1])
+    '[1]'
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module.partition(".")[0]:
+            raise
+        raise MissingDependencyError(
+            f"{used_by}: needs the package {module!r}, which is not installed; run: pip install 'llmrl[{extra}]'.",
+            name=error.name,
+        ) from error

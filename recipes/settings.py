@@ -1,0 +1,113 @@
+"""The sections that the recipes' YAML files share. Nothing here imports torch: a mistake is reported before it is loaded."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+__all__ = [
+    "CheckpointSettings",
+    "EvalSettings",
+    "ModelSource",
+    "OptimSettings",
+    "ParallelSettings",
+    "SamplingSettings",
+    "Settings",
+    "TinyModelSettings",
+]
+
+
+class Settings(BaseModel):
+    """A section: unknown names are errors, and nothing changes after it was read."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TinyModelSettings(Settings):
+    """A random model and a byte-level BPE tokenizer, made on the spot: what the embedded task trains."""
+
+    architecture: Literal["qwen2", "qwen3", "llama", "mistral", "gpt2"] = Field("qwen2", description="family of the layers")
+    hidden_size: int = Field(160, ge=16, description="width")
+    layers: int = Field(4, ge=1, description="decoder layers")
+    heads: int = Field(4, ge=1, description="attention heads")
+
+
+class OptimSettings(Settings):
+    """AdamW."""
+
+    lr: float = Field(1e-6, gt=0, description="peak learning rate", json_schema_extra={"also": ["learning_rate"]})
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="what follows the warm-up; linear and cosine end at a twentieth of lr"
+    )
+    warmup: int = Field(0, ge=0, description="optimizer steps until lr is reached")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's decay rates")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's, on every parameter")
+    clip_norm: float = Field(
+        1.0, gt=0, description="gradients are scaled down to this norm", json_schema_extra={"also": ["max_grad_norm"]}
+    )
+
+
+class SamplingSettings(Settings):
+    """How the policy samples during rollouts; evaluation is greedy."""
+
+    max_tokens: int = Field(
+        1024, ge=1, description="longest completion, in tokens", json_schema_extra={"also": ["max_new_tokens"]}
+    )
+    temperature: float = Field(1.0, gt=0, description="of the softmax that is sampled from, and trained")
+    top_p: float = Field(1.0, gt=0, le=1, description="1 keeps the whole distribution; less makes training off-policy")
+    top_k: int = Field(0, ge=0, description="0 keeps the whole distribution; more makes training off-policy")
+
+
+class EvalSettings(Settings):
+    """Greedy accuracy on problems that are never trained on."""
+
+    dataset: str | None = Field(None, description="a file or hub name; none: the environment's own held-out split")
+    split: str = Field("test", description="which split of it")
+    rows: int | None = Field(500, ge=1, description="the first so many problems; null: all")
+    every: int = Field(0, ge=0, description="steps between evaluations; 0: before and after only")
+    batch_size: int = Field(512, ge=1, description="conversations generated side by side")
+    max_tokens: int | None = Field(None, ge=1, description="longest answer; null: as in sampling")
+
+
+class CheckpointSettings(Settings):
+    """Checkpoints are written at the end and on Ctrl-C whatever these say."""
+
+    every: int = Field(50, ge=0, description="steps between checkpoints; 0: only at the end")
+    keep: int = Field(2, ge=1, description="how many of the newest stay")
+
+
+class ParallelSettings(Settings):
+    """How several processes, started by torchrun, share the work. One process ignores it."""
+
+    mode: Literal["ddp", "fsdp2"] = Field("ddp", description="ddp: whole copies; fsdp2: parameters and optimizer sharded")
+    timeout_s: float = Field(600.0, gt=0, description="a collective that waits longer ends the run")
+
+
+class ModelSource(Settings):
+    """Fields that both recipes have to say which model is trained and how."""
+
+    model: str | TinyModelSettings = Field(
+        description="a folder or hub name; 'latest:RECIPE' for the newest checkpoint of that recipe; or a tiny model's sizes"
+    )
+    chat_template: str | None = Field(
+        None, description="a registered template's name or jinja text; null: the tokenizer's own"
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="of weights and arithmetic; auto: bfloat16 where the GPU has it, else float32"
+    )
+    seed: int = Field(0, ge=0, description="everything random follows from it")
+    tokens_per_microbatch: int = Field(
+        16384, ge=1, description="padded tokens that go through the model at once; changes memory, never the result"
+    )
+    optim: OptimSettings = OptimSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    parallel: ParallelSettings = ParallelSettings()
+    log: list[Literal["wandb", "tensorboard"]] = Field([], description="mirrors of metrics.jsonl, which is always written")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_the_word_tiny(cls, data: object) -> object:
+        if isinstance(data, dict) and data.get("model") == "tiny":
+            return data | {"model": {}}
+        return data

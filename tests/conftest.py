@@ -1,0 +1,13 @@
+"""What every test gets: one thread per process, no model hub, no dashboards, a narrow and colourless terminal."""
+
+from __future__ import annotations
+
+import os
+
+# Set before torch and transformers are imported; child processes inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("WANDB_MODE", "disabled")
+for _name in ("FORCE_COLOR", "RANK", "WORLD_SIZE", "COLUMNS"):
+    os.environ.pop(_name, None)

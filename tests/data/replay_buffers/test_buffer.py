@@ -1,0 +1,446 @@
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+
+import pytest
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict
+
+from llmrl.data.replay_buffers import (
+    LazyStackStorage,
+    LazyTensorStorage,
+    ListStorage,
+    RandomSampler,
+    ReplayBuffer,
+    RoundRobinWriter,
+    SamplerWithoutReplacement,
+    TensorDictRoundRobinWriter,
+    TensorStorage,
+)
+from llmrl.errors import CheckpointError, DataError, DeadlineError
+
+
+def rows(*numbers: int) -> TensorDict:
+    return TensorDict(a=torch.tensor(numbers), batch_size=[len(numbers)])
+
+
+class Doubling:
+    """On writes x 2, on reads + 1."""
+
+    def __init__(self):
+        self.seen = 0
+
+    def __call__(self, td):
+        td["a"] += 1
+        return td
+
+    def inv(self, td):
+        self.seen += 1
+        return td.clone().set("a", td["a"] * 2)
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+
+
+def test_the_documented_first_steps():
+    buffer = ReplayBuffer(storage=ListStorage(10))
+    assert buffer.add("a string!") == 0
+    assert buffer.extend([30, None]).tolist() == [1, 2]
+    assert buffer[:] == ["a string!", 30, None]
+
+
+def test_a_tensor_storage_given_up_front_counts_as_full_and_is_written_from_its_start():
+    buffer = ReplayBuffer(storage=TensorStorage(torch.zeros(10, 3, dtype=torch.uint8)))
+    assert len(buffer) == 10
+    assert buffer.add(torch.ones(3, dtype=torch.uint8)) == 0
+    assert buffer[0].tolist() == [1, 1, 1]
+
+
+def test_a_pytree_has_one_row_per_leading_index():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10))
+    buffer.extend({"a": {"b": torch.arange(3.0), "c": [torch.zeros(3, 2), (torch.ones(3, 10),)]}})
+    assert len(buffer) == 3
+    row = buffer[1]
+    assert row["a"]["b"] == 1.0
+    assert row["a"]["c"][1][0].shape == (10,)
+    with pytest.raises(RuntimeError, match="one leading size"):
+        buffer.extend({"a": {"b": torch.arange(3.0), "c": [torch.zeros(2, 2), (torch.ones(3, 10),)]}})
+
+
+def test_a_batch_longer_than_the_buffer_leaves_the_last_rows():
+    for storage in (ListStorage(5), LazyStackStorage(5), LazyTensorStorage(5)):
+        buffer = ReplayBuffer(storage=storage)
+        data = list(range(12)) if isinstance(storage, ListStorage) else rows(*range(12))
+        assert buffer.extend(data).tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
+        content = buffer[:] if isinstance(storage, ListStorage) else buffer["a"].tolist()
+        assert list(content) == [10, 11, 7, 8, 9]
+        assert buffer.writer.cursor == 2
+        assert buffer.write_count == 12
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_pass_gives_batches_of_the_documented_sizes(drop_last):
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(10), sampler=SamplerWithoutReplacement(drop_last=drop_last), batch_size=4
+    )
+    buffer.extend(rows(*range(10)))
+    passes = [[batch["a"].tolist() for batch in buffer] for _ in range(2)]
+    assert [[len(batch) for batch in one] for one in passes] == [[4, 4] if drop_last else [4, 4, 2]] * 2
+    assert passes[0] != passes[1]
+    if not drop_last:
+        assert sorted(sum(passes[0], [])) == sorted(sum(passes[1], [])) == list(range(10))
+
+
+def test_next_says_none_once_at_the_end_of_each_pass():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10), sampler=SamplerWithoutReplacement(), batch_size=2)
+    buffer.extend(rows(1, 2, 3))
+    sizes = [None if (batch := buffer.next()) is None else len(batch) for _ in range(6)]
+    assert sizes == [2, 1, None, 2, 1, None]
+
+
+def test_every_kind_of_index():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10), transform=lambda td: td.set("a", td["a"] * 10))
+    buffer.extend(rows(*range(5)))
+    assert buffer[2]["a"] == buffer[torch.tensor(2)]["a"] == 20
+    assert buffer[-1]["a"] == 40
+    assert buffer[1:3]["a"].tolist() == [10, 20]
+    assert buffer[::-2]["a"].tolist() == [40, 20, 0]
+    assert buffer[range(0, 4, 3)]["a"].tolist() == [0, 30]
+    assert buffer[[4, -5]]["a"].tolist() == [40, 0]
+    assert buffer[torch.tensor([True, False, False, False, True])]["a"].tolist() == [0, 40]
+    assert buffer["a"].tolist() == buffer[:]["a"].tolist() == [0, 10, 20, 30, 40]
+    for outside in (5, -6, [0, 5], torch.tensor([True])):
+        with pytest.raises(IndexError):
+            buffer[outside]
+
+
+def test_setting_rows_leaves_length_and_cursor():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10))
+    buffer.extend(rows(*range(5)))
+    buffer[1:3] = rows(-1, -2)
+    buffer[[4]] = rows(-4)
+    assert buffer["a"].tolist() == [0, -1, -2, 3, -4]
+    assert (len(buffer), buffer.writer.cursor, buffer.write_count) == (5, 5, 5)
+    with pytest.raises(DataError, match="1 rows for 2 positions"):
+        buffer[1:3] = rows(7)
+
+
+def test_transforms_invert_on_writes_and_run_on_reads_and_never_touch_what_they_are_given():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10), transform=Doubling())
+    given = rows(1, 2)
+    buffer.extend(given)
+    buffer.add(rows(3)[0])
+    assert given["a"].tolist() == [1, 2]
+    for _ in range(2):  # a read that changed the storage would show the second time
+        assert buffer[:]["a"].tolist() == [3, 5, 7]
+    buffer[0] = rows(10)[0]
+    assert buffer[0]["a"] == 21
+
+
+def test_a_transform_that_keeps_everything_back_writes_nothing():
+    class Never:
+        def __call__(self, td):
+            return td
+
+        def inv(self, td):
+            return None
+
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10), transform=Never())
+    assert buffer.extend(rows(1, 2)).tolist() == []
+    assert buffer.add(rows(1)[0]).tolist() == []
+    assert (len(buffer), buffer.write_count) == (0, 0)
+
+
+def test_writes_meet_the_last_transform_first_and_invert_swaps_directions():
+    class Step:
+        def __init__(self, name, log):
+            self.name, self.log = name, log
+
+        def __call__(self, td):
+            self.log.append(f"{self.name} read")
+            return td
+
+        def inv(self, td):
+            self.log.append(f"{self.name} write")
+            return td
+
+    log = []
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10), transform=Step("b", log))
+    buffer.append_transform(Step("c", log), invert=True).insert_transform(0, Step("a", log))
+    buffer.extend(rows(1))
+    assert log == ["c read", "b write", "a write"]
+    log.clear()
+    buffer.sample(1)
+    assert log == ["a read", "b read", "c write"]
+
+
+def test_a_module_is_put_in_eval_mode():
+    module = torch.nn.Dropout(0.9)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10), transform=module)
+    buffer.extend(torch.ones(5))
+    assert buffer[:].tolist() == [1.0] * 5
+
+
+def test_lists_are_stacked_lazily_only_where_shapes_differ():
+    buffer = ReplayBuffer(storage=ListStorage(10))
+    buffer.extend([TensorDict(a=torch.zeros(2)), TensorDict(a=torch.ones(2))])
+    assert type(buffer[:]) is TensorDict
+    buffer.add(TensorDict(a=torch.ones(3)))
+    assert isinstance(buffer[:], LazyStackedTensorDict)
+    tensors = ReplayBuffer(storage=ListStorage(10))
+    tensors.extend(torch.arange(3))
+    assert tensors[:].tolist() == [0, 1, 2]
+    assert ReplayBuffer(storage=ListStorage(10), collate_fn=tuple).extend([1]).tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"prefetch": 2}, ValueError, "batch_size"),
+        ({"transform": abs, "transform_factory": lambda: abs}, TypeError, "exclude each other"),
+        ({"sampler": SamplerWithoutReplacement(drop_last=True)}, ValueError, "drop_last"),
+        ({"storage": 3}, TypeError, "got int"),
+        ({"sampler": ListStorage}, TypeError, "must be a Sampler"),
+        ({"transform": 3}, TypeError, "callable"),
+        ({"batch_size": 0}, ValueError, "at least 1"),
+        ({"priority_key": "x"}, TypeError, "priority_key"),
+    ],
+)
+def test_arguments_that_make_no_buffer_are_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        ReplayBuffer(**arguments)
+
+
+def test_sampling_without_rows_or_size_is_refused():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10))
+    with pytest.raises(RuntimeError, match="batch_size"):
+        buffer.sample()
+    with pytest.raises(RuntimeError, match="empty storage"):
+        buffer.sample(1)
+    with pytest.raises(RuntimeError, match="at least one row"):
+        buffer.extend(rows())
+    sized = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=2)
+    sized.extend(rows(1, 2))
+    with pytest.warns(UserWarning, match="overrules"):
+        assert len(sized.sample(3)) == 3
+
+
+def test_parts_are_replaced_and_returned():
+    buffer = ReplayBuffer()
+    storage, sampler, writer = buffer.storage, buffer.sampler, buffer.writer
+    assert isinstance(storage, ListStorage)
+    assert storage.max_size == 1000
+    assert buffer.set_storage(LazyTensorStorage(5)) is storage
+    assert buffer.set_sampler(SamplerWithoutReplacement()) is sampler
+    assert buffer.set_writer(RoundRobinWriter()) is writer
+    assert buffer.extend(rows(1, 2)).tolist() == [0, 1]
+    assert len(buffer.storage) == 2
+
+
+def test_priorities_without_a_priority_sampler_warn():
+    with pytest.warns(UserWarning, match="no priorities"):
+        ReplayBuffer().update_priority(0, 1.0)
+
+
+def test_the_tensordict_writer_notes_positions_and_leaves_the_callers_row_alone():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(3), writer=TensorDictRoundRobinWriter)
+    given = rows(1, 2)
+    buffer.extend(given)
+    buffer.add(rows(3)[0])
+    buffer.extend(rows(4))
+    assert buffer["index"].tolist() == [0, 1, 2]
+    assert buffer["a"].tolist() == [4, 2, 3]
+    assert "index" not in given
+
+
+def seeded(seed: int = 0) -> ReplayBuffer:
+    return ReplayBuffer(
+        storage=LazyTensorStorage(20), batch_size=3, generator=torch.Generator().manual_seed(seed), transform=Doubling()
+    )
+
+
+@pytest.mark.parametrize("epochs", [False, True])
+@pytest.mark.parametrize("how", ["state_dict", "dumps"])
+def test_a_saved_buffer_goes_on_exactly(tmp_path, how, epochs):
+    buffer = seeded(1)
+    if epochs:
+        buffer.set_sampler(SamplerWithoutReplacement())
+    buffer.extend(rows(*range(10)))
+    buffer.sample()
+    other = seeded(2)
+    if epochs:
+        other.set_sampler(SamplerWithoutReplacement())
+    if how == "dumps":
+        buffer.dumps(tmp_path / "a" / "buffer")
+        buffer.dumps(tmp_path / "a" / "buffer")  # replaces the first
+        assert [path.name for path in (tmp_path / "a").iterdir()] == ["buffer"]
+        names = {path.name for path in (tmp_path / "a" / "buffer").iterdir()}
+        assert names == {"storage", "sampler", "writer", "transform.t", "buffer_metadata.json"}
+        other.loads(tmp_path / "a" / "buffer")
+    else:
+        other.load_state_dict(buffer.state_dict())
+    assert other.transforms[0].seen == 1
+    for step in range(8):
+        assert torch.equal(buffer.sample()["a"], other.sample()["a"])
+        if step == 3:
+            assert buffer.extend(rows(*range(15))).tolist() == other.extend(rows(*range(15))).tolist()
+    assert torch.equal(buffer["a"], other["a"])
+
+
+def test_a_state_shares_no_memory_with_the_buffers():
+    buffer = seeded()
+    buffer.extend(rows(1, 2))
+    state = buffer.state_dict()
+    other = seeded()
+    other.load_state_dict(state)
+    buffer[0] = rows(50)[0]
+    assert other["a"].tolist() == [3, 5]
+    other[1] = rows(50)[0]
+    third = seeded()
+    third.load_state_dict(state)
+    assert third["a"].tolist() == [3, 5]
+
+
+def test_a_failed_dump_leaves_the_previous_one(tmp_path, monkeypatch):
+    buffer = seeded()
+    buffer.extend(rows(1, 2))
+    buffer.dumps(tmp_path / "buffer")
+
+    def full_disk(path):
+        raise OSError("No space left on device")
+
+    buffer.extend(rows(3))
+    monkeypatch.setattr(buffer.writer, "dumps", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        buffer.dumps(tmp_path / "buffer")
+    assert [path.name for path in tmp_path.iterdir()] == ["buffer"]
+    other = seeded()
+    other.loads(tmp_path / "buffer")
+    assert len(other) == 2
+
+
+def test_a_dump_of_other_parts_is_refused(tmp_path):
+    buffer = ReplayBuffer(storage=ListStorage(3))
+    buffer.add(1)
+    buffer.dumps(tmp_path / "buffer")
+    with pytest.raises(CheckpointError, match="ListStorage"):
+        ReplayBuffer(storage=LazyTensorStorage(3)).loads(tmp_path / "buffer")
+    with pytest.raises(CheckpointError, match="dumps wrote"):
+        ReplayBuffer().loads(tmp_path / "nothing")
+    with pytest.raises(CheckpointError, match="same transforms"):
+        ReplayBuffer(storage=ListStorage(3), transform=abs).loads(tmp_path / "buffer")
+
+
+def test_the_global_seed_decides_when_no_generator_is_given():
+    draws = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        buffer = ReplayBuffer(storage=LazyTensorStorage(100), sampler=RandomSampler())
+        buffer.extend(rows(*range(100)))
+        draws.append(buffer.sample(10)["a"].tolist() + buffer.sample(10)["a"].tolist())
+        torch.rand(3)
+    assert draws[0] == draws[1]
+
+
+def test_threads_may_write_while_others_sample():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(64), batch_size=16)
+    buffer.extend(TensorDict(a=torch.zeros(8), b=torch.zeros(8, 3), batch_size=[8]))
+    failures: list[BaseException] = []
+
+    def run(work):
+        try:
+            for step in range(60):
+                work(step)
+        except BaseException as error:
+            failures.append(error)
+
+    def write(step):
+        value = float(step)
+        buffer.extend(TensorDict(a=torch.full((8,), value), b=torch.full((8, 3), value), batch_size=[8]))
+
+    def read(step):
+        batch = buffer.sample()
+        assert torch.equal(batch["a"].unsqueeze(1).expand(16, 3), batch["b"])
+
+    threads = [threading.Thread(target=run, args=(work,)) for work in (write, write, read, read)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=20)
+    assert not failures
+    assert buffer.write_count == 8 + 2 * 60 * 8
+
+
+@pytest.mark.parametrize("epochs", [False, True])
+def test_prefetching_changes_no_batch(epochs):
+    def build(prefetch):
+        return ReplayBuffer(
+            storage=LazyTensorStorage(12),
+            sampler=SamplerWithoutReplacement() if epochs else RandomSampler(),
+            batch_size=3,
+            prefetch=prefetch,
+            generator=torch.Generator().manual_seed(3),
+            transform=lambda td: td.set("a", td["a"] + 1),
+        )
+
+    plain, ahead = build(None), build(2)
+    for buffer in (plain, ahead):
+        buffer.extend(rows(*range(10)))
+    for step in range(12):
+        assert torch.equal(plain.sample()["a"], ahead.sample()["a"])
+        if step == 4:
+            for buffer in (plain, ahead):
+                buffer.extend(rows(*range(100, 107)))
+        if step == 7:
+            plain.load_state_dict(plain.state_dict())
+            other = build(2)
+            other.load_state_dict(ahead.state_dict())
+            ahead.close()
+            ahead = other
+    if epochs:
+        assert [batch["a"].tolist() for batch in plain] == [batch["a"].tolist() for batch in ahead]
+    ahead.close()
+
+
+def test_a_transform_that_hangs_meets_the_deadline():
+    release = threading.Event()
+
+    def hang(td):
+        release.wait(10)
+        return td
+
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(10), batch_size=1, prefetch=1, prefetch_timeout_s=0.05, transform=hang
+    )
+    buffer.extend(rows(1))
+    begin = time.monotonic()
+    with pytest.raises(DeadlineError, match=r"prefetch_timeout_s=0\.05"):
+        buffer.sample()
+    assert time.monotonic() - begin < 5
+    release.set()
+    buffer.close()
+
+
+def test_an_error_in_a_prefetching_thread_reaches_the_caller():
+    def fail(td):
+        raise ArithmeticError("in the transform")
+
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=1, prefetch=1, transform=fail)
+    buffer.extend(rows(1))
+    with pytest.raises(ArithmeticError, match="in the transform"):
+        buffer.sample()
+    buffer.close()
+
+
+def test_nothing_warns_on_the_ordinary_path():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        buffer = seeded()
+        buffer.extend(rows(1, 2, 3))
+        buffer.sample()
+        assert "3 rows" in repr(buffer)

@@ -1,0 +1,258 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorClass, TensorDict, lazy_stack
+
+from llmrl.data.llm.chat import History
+from llmrl.data.replay_buffers import LazyStackStorage, LazyTensorStorage, ListStorage, ReplayBuffer, TensorStorage
+from llmrl.data.replay_buffers.layout import put_rows_together, put_together, take_apart
+from llmrl.errors import CheckpointError, DataError
+
+
+class Tokens(TensorClass["nocast"]):
+    prompt: torch.Tensor
+    full: torch.Tensor
+    padded: bool = False
+
+
+def conversations(*lengths: int, first: int = 0) -> TensorDict:
+    """A dense batch with ragged containers: row i holds the ids 0 .. length - 1."""
+    count = len(lengths)
+    singles = [TensorDict(prompt=torch.arange(n - 1), full=torch.arange(n)) for n in lengths]
+    batch = TensorDict(
+        {
+            "tokens": Tokens._from_tensordict(LazyStackedTensorDict(*singles), {"padded": False}),
+            "history": History.from_chats(
+                [[{"role": "user", "content": f"question {first + i}"}] * (1 + i % 2) for i in range(count)]
+            ),
+            "group_id": torch.arange(first, first + count),
+            "next": TensorDict(reward=torch.arange(first, first + count).view(-1, 1, 1) / 2, batch_size=[count]),
+        },
+        batch_size=[count],
+    )
+    batch["query"] = [f"question {first + i}" for i in range(count)]
+    return batch
+
+
+def ids(batch: TensorDict) -> list[list[int]]:
+    return [row.tolist() for row in batch.get(("tokens", "full"), as_list=True)]
+
+
+def test_a_batch_of_conversations_comes_back_in_the_form_it_was_written():
+    storage = LazyStackStorage(10)
+    storage.set(slice(0, 3), conversations(3, 1, 5))
+    storage.set(slice(3, 5), conversations(2, 4, first=3))
+    batch = storage.get(torch.tensor([4, 0, 2]))
+    assert type(batch) is TensorDict
+    assert batch.batch_size == (3,)
+    assert isinstance(batch["tokens"], Tokens)
+    assert batch["tokens"].padded is False
+    assert ids(batch) == [[0, 1, 2, 3], [0, 1, 2], [0, 1, 2, 3, 4]]
+    assert batch["group_id"].tolist() == [4, 0, 2]
+    assert batch["next", "reward"].flatten().tolist() == [2.0, 0.0, 1.0]
+    assert list(batch["query"]) == ["question 4", "question 0", "question 2"]
+    assert batch["history"].to_chats()[0] == [{"role": "user", "content": "question 4"}] * 2
+    assert ids(batch[torch.tensor([True, False, True])]) == [[0, 1, 2, 3], [0, 1, 2, 3, 4]]
+    row = storage.get(3)
+    assert row.batch_size == ()
+    assert row["tokens"].full.tolist() == [0, 1]
+    assert row["query"] == "question 3"
+
+
+def test_single_rows_come_back_as_one_lazy_stack():
+    storage = LazyStackStorage(10)
+    for position, length in enumerate((3, 1, 5)):
+        storage.set(position, conversations(length, first=position)[0])
+    batch = storage.get(slice(0, 3))
+    assert isinstance(batch, LazyStackedTensorDict)
+    assert ids(batch) == [[0, 1, 2], [0], [0, 1, 2, 3, 4]]
+    assert list(batch["query"]) == ["question 0", "question 1", "question 2"]
+
+
+def test_mixed_layouts_come_back_as_a_lazy_stack_whatever_is_drawn():
+    storage = LazyStackStorage(10)
+    storage.set(slice(0, 2), conversations(3, 1))
+    assert type(storage.get(slice(0, 2))) is TensorDict
+    other = conversations(2)
+    other["next", "reward"] = torch.zeros(1, 4, 1)  # one reward per turn
+    storage.set(slice(2, 3), other)
+    for index in (slice(0, 2), slice(0, 3)):
+        batch = storage.get(index)
+        assert isinstance(batch, LazyStackedTensorDict)
+    assert ids(batch) == [[0, 1, 2], [0], [0, 1]]
+    assert [row.shape for row in batch.get(("next", "reward"), as_list=True)] == [(1, 1), (1, 1), (4, 1)]
+    restored = LazyStackStorage(10)
+    restored.load_state_dict(storage.state_dict())
+    assert isinstance(restored.get(slice(0, 2)), LazyStackedTensorDict)
+    storage.empty()
+    storage.set(slice(0, 2), conversations(3, 1))
+    assert type(storage.get(slice(0, 2))) is TensorDict
+
+
+def test_rows_with_different_keys_can_be_stored_side_by_side():
+    storage = LazyStackStorage()
+    storage.set(slice(0, 2), [TensorDict(a=torch.zeros(1)), TensorDict(a=torch.ones(2), b=torch.ones(1))])
+    batch = storage.get(slice(0, 2))
+    assert [sorted(row.keys()) for row in batch.unbind(0)] == [["a"], ["a", "b"]]
+    trajectories = lazy_stack([TensorDict(x=torch.rand(n, 2), batch_size=[n]) for n in (2, 5)])
+    other = LazyStackStorage(4, stack_dim=1)
+    other.set(slice(0, 2), lazy_stack([TensorDict(x=torch.rand(3), batch_size=[3])] * 2))
+    assert other.get(slice(0, 2)).batch_size == (3, 2)
+    plain = LazyStackStorage(4)
+    plain.set(slice(0, 2), trajectories)
+    assert [row.batch_size for row in plain.get(slice(0, 2)).unbind(0)] == [(2,), (5,)]
+
+
+def test_what_was_written_and_what_was_read_share_no_memory_with_the_rows():
+    given = conversations(3, 1)
+    buffer = ReplayBuffer(storage=LazyStackStorage(10))
+    buffer.extend(given)
+    for batch in (given, buffer[:], buffer.sample(2)):
+        for row in batch.get(("tokens", "full"), as_list=True):
+            row.fill_(-1)
+        batch["group_id"].fill_(-1)
+        batch["next", "reward"].fill_(-1)
+        batch["extra"] = torch.zeros(2)
+        batch["history"].append(History(role=["user"] * 2, content=["more"] * 2), inplace=True)
+    single = buffer[0]
+    single["tokens"].full.fill_(-1)
+    batch = buffer[:]
+    assert ids(batch) == [[0, 1, 2], [0]]
+    assert batch["group_id"].tolist() == [0, 1]
+    assert batch["next", "reward"].flatten().tolist() == [0.0, 0.5]
+    assert "extra" not in batch
+    assert [len(chat) for chat in batch["history"].to_chats()] == [1, 2]
+
+
+def test_gradients_are_not_kept():
+    value = torch.ones(2, 3, requires_grad=True) * 2
+    for storage in (LazyStackStorage(4), LazyTensorStorage(4)):
+        storage.set(slice(0, 2), TensorDict(a=value, batch_size=[2]))
+        assert not storage.get(slice(0, 2))["a"].requires_grad
+    listed = ListStorage(4)
+    listed.set(0, {"a": value})
+    assert not listed.get(0)["a"].requires_grad
+
+
+def test_conversations_survive_a_file():
+    storage = LazyStackStorage(10)
+    storage.set(slice(0, 3), conversations(3, 1, 5))
+    file = io.BytesIO()
+    torch.save(storage.state_dict(), file)
+    file.seek(0)
+    other = LazyStackStorage(10)
+    other.load_state_dict(torch.load(file, weights_only=False))
+    assert ids(other.get(slice(0, 3))) == ids(storage.get(slice(0, 3)))
+    assert other.get(slice(0, 3))["history"].to_chats() == storage.get(slice(0, 3))["history"].to_chats()
+
+
+def test_a_storage_of_conversations_refuses_what_is_no_tensordict():
+    buffer = ReplayBuffer(storage=LazyStackStorage(10))
+    with pytest.raises(DataError, match="got a str"):
+        buffer.add("text")
+    with pytest.raises(DataError, match="batch dimension"):
+        buffer.extend(TensorDict(a=torch.zeros(2)))
+
+
+def test_positions_leave_no_gap_and_end_at_the_size():
+    for storage, row in ((ListStorage(3), 1), (LazyStackStorage(3), TensorDict()), (LazyTensorStorage(3), torch.ones(()))):
+        with pytest.raises(RuntimeError, match="without gaps"):
+            storage.set(1, row)
+        for position in range(3):
+            storage.set(position, row)
+        with pytest.raises(IndexError, match="max_size=3"):
+            storage.set(3, row)
+        assert storage.contains(2)
+        assert not storage.contains(3)
+        assert storage.contains(torch.tensor([-3, -4, 2, 3])).tolist() == [True, False, True, False]
+    with pytest.raises(ValueError, match="at least 1"):
+        ListStorage(0)
+
+
+def test_the_schema_is_fixed_by_the_first_write_and_a_breach_writes_nothing():
+    storage = LazyTensorStorage(5)
+    storage.set(0, TensorDict(a=torch.zeros(2), next=TensorDict(b=torch.tensor(0))))
+    breaches = {
+        r"unknown key \('next', 'c'\)": TensorDict(
+            a=torch.ones(2), next=TensorDict(b=torch.tensor(1), c=torch.tensor(1))
+        ),
+        "missing key 'next'": TensorDict(a=torch.ones(2)),
+        r"'a': got float64\[2\] per row, expected float32\[2\]": TensorDict(
+            a=torch.ones(2).double(), next=TensorDict(b=torch.tensor(1))
+        ),
+        r"'b'\): got int64\[1\] per row, expected int64\[\]": TensorDict(
+            a=torch.ones(2), next=TensorDict(b=torch.ones(1, dtype=torch.int64))
+        ),
+    }
+    for message, row in breaches.items():
+        with pytest.raises(DataError, match=message):
+            storage.set(0, row)
+    assert storage.get(0)["a"].tolist() == [0.0, 0.0]
+    storage.set(1, TensorDict(next=TensorDict(b=torch.tensor(7)), a=torch.ones(2)))  # the order of keys is free
+    assert storage.get(1)["next", "b"] == 7
+
+
+def test_ragged_rows_are_refused_by_tensor_storages_and_even_ones_are_not():
+    storage = LazyTensorStorage(5)
+    with pytest.raises(DataError, match="LazyStackStorage keeps ragged rows"):
+        storage.set(slice(0, 2), lazy_stack([TensorDict(a=torch.zeros(1)), TensorDict(a=torch.zeros(2))]))
+    storage.set(slice(0, 2), lazy_stack([TensorDict(a=torch.zeros(2)), TensorDict(a=torch.ones(2))]))
+    storage.set(slice(2, 4), [TensorDict(a=torch.zeros(2)), TensorDict(a=torch.ones(2))])
+    assert storage.get(slice(0, 4))["a"][:, 0].tolist() == [0, 1, 0, 1]
+
+
+def test_tensor_storages_keep_python_values_and_tensorclasses():
+    storage = LazyTensorStorage(5)
+    batch = TensorDict(tokens=Tokens(prompt=torch.zeros(2, 1), full=torch.ones(2, 3), batch_size=[2]), batch_size=[2])
+    batch["query"] = ["first", "second"]
+    storage.set(slice(0, 2), batch)
+    storage.set(2, batch[1])
+    read = storage.get(torch.tensor([1, 0, 2]))
+    assert list(read["query"]) == ["second", "first", "second"]
+    assert isinstance(read["tokens"], Tokens)
+    assert read["tokens"].full.shape == (3, 3)
+
+
+def test_a_given_tensor_storage_keeps_its_schema_and_size():
+    container = TensorDict(a=torch.zeros(4, 2), batch_size=[4])
+    storage = TensorStorage(container)
+    storage.set(1, TensorDict(a=torch.ones(2)))
+    assert container["a"][1].tolist() == [1.0, 1.0]
+    with pytest.raises(DataError, match="unknown key 'b'"):
+        storage.set(1, TensorDict(b=torch.ones(2)))
+    with pytest.raises(ValueError, match="expected 4"):
+        TensorStorage(container, max_size=5)
+    with pytest.raises(CheckpointError, match="same size"):
+        LazyTensorStorage(5).load_state_dict(storage.state_dict())
+    with pytest.raises(IndexError, match="of 0 rows"):
+        LazyTensorStorage(5).get(0)
+
+
+def test_lists_copy_tensors_wherever_they_are_and_keep_objects():
+    thing = object()
+    given = {"a": [torch.zeros(1), (torch.zeros(1),)], "b": thing}
+    storage = ListStorage(3)
+    storage.set(0, given)
+    given["a"][0].fill_(1)
+    storage.get(0)["a"][1][0].fill_(1)
+    read = storage.get(0)
+    assert read["a"][0] == 0
+    assert read["a"][1][0] == 0
+    assert read["b"] is thing
+    storage.set(slice(1, 3), (torch.tensor([1, 2]), torch.tensor([3, 4])))
+    assert [tuple(map(int, row)) for row in storage.get(slice(1, 3))] == [(1, 3), (2, 4)]
+
+
+def test_taking_apart_and_putting_together_are_inverse_without_copies():
+    batch = conversations(3, 1, 5)
+    layout, columns = take_apart(batch)
+    again = put_together(layout, columns, 3)
+    assert take_apart(again)[0] == layout
+    assert ids(again) == ids(batch)
+    assert again["next", "reward"].data_ptr() == batch["next", "reward"].data_ptr()
+    singles = put_rows_together(layout, columns)
+    assert [row["tokens"].full.tolist() for row in singles] == ids(batch)
+    assert isinstance(singles[0].get("query"), NonTensorData)

@@ -1,0 +1,188 @@
+"""ChatEnv keeps a conversation in three views; DatasetChatEnv starts it from data and ends it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from llmrl.data.llm.chat import History
+from llmrl.data.llm.columns import column
+from llmrl.envs.llm import ChatEnv, DatasetChatEnv
+from llmrl.envs.llm.transforms import DataLoadingPrimer, EndOfData
+from llmrl.errors import ConfigError, DataError, MissingKeyError
+from llmrl.modules.llm.policies.containers import ChatHistory, LogProbs, Masks, Tokens
+
+
+def query(*texts):
+    return TensorDict(query=column(texts), batch_size=[len(texts)])
+
+
+def test_reset_gives_system_and_user_messages_and_step_adds_the_answer(say):
+    env = ChatEnv(batch_size=[2], system_prompt="Be brief.")
+    td = env.reset(query("2 + 2?", "3 + 3?"))
+    assert td["history"].prompt.shape == (2, 2)
+    assert td["history"].response is None
+    td = env.step(say(td, ["4", "6"]))
+    assert td["history"].response.shape == (2, 1)
+    assert td["history"].full.shape == td["next", "history"].prompt.shape == (2, 3)
+    assert td["next", "history"].full is None
+    assert [chat[-1]["content"] for chat in td["next", "history"].prompt.to_chats()] == ["4", "6"]
+    assert not td["next", "done"].any()
+    assert td["next", "done"].shape == (2, 1)
+
+
+def test_text_prompt_is_exactly_the_template_and_grows_verbatim(tokenizer, say):
+    env = ChatEnv(batch_size=[1], input_mode="text", system_prompt="Be brief.", tokenizer=tokenizer)
+    td = env.reset(query("2 + 2?"))
+    prompt = (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert td["text"].prompt == [prompt]
+    td = env.step(say(td, ["4"]))
+    assert td["next", "text"].prompt == [prompt + "4<|im_end|>"]
+
+
+def test_tokens_mode_takes_prompts_of_different_lengths(tokenizer, say):
+    env = ChatEnv(batch_size=[2], input_mode="tokens", tokenizer=tokenizer)
+    td = env.reset(query("2?", "What is two plus two, and why?"))
+    prompts = td["tokens"].rows("prompt")
+    assert len(prompts[0]) < len(prompts[1])
+    messages = [{"role": "user", "content": "2?"}]
+    rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert tokenizer.decode(prompts[0]) == rendered
+    td = env.step(say(td, ["4", "four"]))
+    for full, prompt in zip(td["tokens"].rows("full"), td["next", "tokens"].rows("prompt"), strict=True):
+        assert torch.equal(full, prompt)
+
+
+def test_step_carries_every_view_and_the_bookkeeping_of_the_stream(say):
+    env = ChatEnv(batch_size=[1])
+    td = say(env.reset(query("2 + 2?")), ["4"])
+    ids, mask = torch.arange(5), torch.tensor([False, False, False, True, True])
+    td.set("tokens", Tokens.from_rows({"full": [ids], "covered": [torch.tensor(2)]}))
+    td.set("log_probs", LogProbs.from_rows({"full": [-torch.arange(5.0)]}))
+    td.set("masks", Masks.from_rows({"all_assistant_mask": [mask], "all_attention_mask": [mask | True]}))
+    after = env.step(td)["next"]
+    assert torch.equal(after["tokens"].rows("prompt")[0], ids)
+    assert after["tokens"].rows("covered")[0] == 2
+    assert after["log_probs"].rows("prompt")[0].tolist() == [0, -1, -2, -3, -4]
+    assert torch.equal(after["masks"].rows("prompt_assistant_mask")[0], mask)
+
+
+def test_a_policy_that_writes_no_full_view_is_named(say):
+    env = ChatEnv(batch_size=[1])
+    td = env.reset(query("2 + 2?"))
+    with pytest.raises(MissingKeyError, match=r"\('history', 'full'\).*has prompt"):
+        env.step(td)
+
+
+def test_some_rows_can_be_stepped_by_themselves(say):
+    env = ChatEnv(batch_size=[3])
+    td = env.reset(query("a", "b", "c"))
+    rest = env.step(say(td[torch.tensor([True, False, True])], ["1", "3"]))
+    assert rest.batch_size == (2,)
+    assert [chat[0]["content"] for chat in rest["next", "history"].prompt.to_chats()] == ["a", "c"]
+
+
+def test_a_query_may_be_messages_or_a_history_and_keeps_its_own_system_prompt():
+    env = ChatEnv(batch_size=[2], system_prompt="Be brief.")
+    own = [{"role": "system", "content": "Be long."}, {"role": "user", "content": "Hi"}]
+    given = History.from_messages([{"role": "user", "content": "Hello"}])
+    chats = env.reset(query(own, given))["history"].prompt.to_chats()
+    assert [message["content"] for message in chats[0]] == ["Be long.", "Hi"]
+    assert [message["content"] for message in chats[1]] == ["Be brief.", "Hello"]
+
+
+def test_one_string_serves_every_row():
+    chats = ChatEnv(batch_size=[2]).reset(TensorDict(query="Hi", batch_size=[2]))["history"].prompt.to_chats()
+    assert [chat[0]["content"] for chat in chats] == ["Hi", "Hi"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch_size": []}, "batch_size must be the number of conversations"),
+        ({"input_mode": "txt"}, "Did you mean 'text'"),
+        ({"input_mode": "tokens"}, "needs a tokenizer"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ChatEnv(**arguments)
+
+
+def test_reset_without_a_query_says_what_to_pass():
+    with pytest.raises(MissingKeyError, match="must be in 'query'; keys present: none"):
+        ChatEnv().reset()
+
+
+def test_from_dataloader_takes_its_batch_from_the_prompts_and_repeats():
+    rows = [{"query": "a"}, {"query": "b"}, {"query": "c"}]
+    env = ChatEnv.from_dataloader(rows, batch_size=2, repeats=3, group_repeats=True)
+    td = env.reset()
+    assert env.batch_size == (6,)
+    assert td.get("query").tolist() == ["a", "a", "a", "b", "b", "b"]
+    assert td["group_id"].tolist() == [0, 0, 0, 1, 1, 1]
+
+
+def test_dataset_env_ends_after_its_turns_and_then_starts_the_next_rows(say):
+    rows = [{"question": str(n), "answer": str(n)} for n in range(4)]
+    env = DatasetChatEnv(dataset=rows, num_envs=2, shuffle=False, max_steps=2)
+    td = env.reset()
+    td = env.step(say(td, ["x", "y"]))
+    assert not td["next", "done"].any()
+    assert td["next", "step_count"].flatten().tolist() == [1, 1]
+    td = env.step_mdp(td)
+    assert td.get("query").tolist() == ["0", "1"]  # a step carries the columns along
+    assert td["group_id"].tolist() == [0, 1]
+    td = env.step(say(td, ["x", "y"]))
+    assert td["next", "truncated"].all()
+    assert not td["next", "terminated"].any()
+    assert env.reset().get("query").tolist() == ["2", "3"]
+
+
+def test_an_epoch_end_is_a_typed_end_and_the_last_batch_may_be_smaller():
+    env = DatasetChatEnv(dataset=[{"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}], num_envs=2, shuffle=False, epochs=1)
+    assert env.reset().batch_size == (2,)
+    last = env.reset()
+    assert last.batch_size == (1,)
+    assert last.get("query").tolist() == ["c"]
+    with pytest.raises(EndOfData, match="all 1 epochs"):
+        env.reset()
+    env.reset_dataloader()
+    assert env.reset().get("query").tolist() == ["a", "b"]
+
+
+def test_data_that_cannot_be_used_are_refused_before_the_first_reset():
+    with pytest.raises(DataError, match="row 2 must have a prompt column"):
+        DatasetChatEnv(dataset=[{"question": "a"}, {"quesion": "b"}])
+    with pytest.raises(DataError, match="at least one row"):
+        DatasetChatEnv(dataset=[])
+
+
+def test_prompts_need_not_be_called_query():
+    env = DatasetChatEnv(dataset=[{"task": "a", "gold": 7}], data_key="ask", prompt_column="task", answer_column="gold")
+    td = env.reset()
+    assert td.get("ask").tolist() == ["a"]
+    assert td.get("answer").tolist() == ["7"]
+    assert td["history"].prompt.to_chats() == [[{"role": "user", "content": "a"}]]
+
+
+def test_a_primer_cannot_be_given_both_data_and_a_factory():
+    with pytest.raises(ConfigError, match="exactly one"):
+        DataLoadingPrimer([{"query": "a"}], dataloader_factory=list)
+
+
+def test_padded_turns_stay_padded_in_the_next_prompt():
+    env = ChatEnv(batch_size=[2], data_key="query")
+    td = env.reset(query("a", "b"))
+    full = torch.tensor([[0, 1, 2], [3, 4, 5]])
+    history = td["history"].prompt
+    td.set("history", ChatHistory.from_rows({"prompt": history, "full": history}))
+    td.set("tokens", Tokens.from_padded({"full": full}))
+    td.set("masks", Masks.from_padded({"all_assistant_mask": full > 1, "all_attention_mask": full > 0}))
+    after = env.step(td)["next"]
+    assert after["tokens"].padded
+    assert torch.equal(after["tokens"].prompt, full)
+    assert torch.equal(after["masks"].prompt_attention_mask, full > 0)

@@ -1,0 +1,284 @@
+"""The golden batch: 33 tokens in 8 sequences and 2 groups, float64, with the values that independent implementations of
+the same formulas agree on. Values to 1e-7 (printed with 8 digits), gradients with respect to the current log-probs."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from llmrl.errors import ConfigError, DataError, MissingKeyError
+from llmrl.objectives.llm import functional as fn
+from llmrl.objectives.llm.functional import StepCounts
+
+AGGREGATIONS = ("token", "seq-mean", "seq-sum", "dr_grpo", "prompt-mean")
+
+
+@pytest.fixture
+def golden() -> SimpleNamespace:
+    n = torch.tensor([6, 3, 5, 1, 2, 6, 4, 6])
+    i, t = torch.arange(8)[:, None], torch.arange(6)[None]
+    mask = t < n[:, None]
+    lo = -0.30 - 0.05 * ((3 * i + 2 * t) % 7).double()
+    lp = lo + 0.10 * (((5 * i + 3 * t) % 9) - 4).double() + 0.16 * (1 - i % 4).double()
+    lg = lo + 0.06 * (((2 * i + 7 * t) % 11) - 5).double()
+    lr = lo + 0.05 * (((7 * i + 5 * t) % 8) - 3).double()
+    reward = torch.tensor([1.0, 0.0, 0.5, 0.0, 1.0, 1.0, 1.0, 0.0], dtype=torch.float64).view(2, 4)
+    centred = reward - reward.mean(1, keepdim=True)
+    group = torch.arange(8) // 4
+    return SimpleNamespace(
+        mask=mask,
+        lo=lo,
+        lp=lp.requires_grad_(),
+        lg=lg,
+        lr=lr,
+        A=(centred / (reward.std(1, keepdim=True) + 1e-6)).view(8, 1).expand(8, 6),
+        A_without_eps=(centred / reward.std(1, keepdim=True)).view(8, 1).expand(8, 6),
+        centred=centred.view(8, 1).expand(8, 6),
+        group=group,
+        counts=StepCounts.of(mask, group),
+    )
+
+
+def per_token(name: str, g: SimpleNamespace) -> torch.Tensor:
+    """The per-token losses of the golden table."""
+    r = fn.log_ratio(g.lp, g.lo, g.mask)
+
+    def ppo(low=0.2, high=0.2, **other):
+        return fn.clipped_surrogate(r, g.A, low=low, high=high, **other)
+
+    def corrected(kind, **bounds):
+        return ppo() * fn.correction_weight(g.lo, g.lg, g.mask, kind, **bounds)
+
+    sequence = fn.sequence_log_ratio(r, g.mask)
+    on_policy = fn.log_ratio(g.lp, g.lp.detach(), g.mask)
+    table = {
+        "PPO .2/.2": lambda: ppo(),
+        "PPO .2/.28": lambda: ppo(high=0.28),
+        "PPO .2/.2, dual c 1.25": lambda: ppo(dual_clip=1.25),
+        "no clip": lambda: ppo(low=1.0, high=math.inf),
+        "r = 1": lambda: fn.clipped_surrogate(on_policy, g.A, low=0.2, high=0.2),
+        "GSPO .1/.1": lambda: fn.clipped_surrogate(sequence, g.A, low=0.1, high=0.1),
+        "GSPO 3e-4/4e-4": lambda: fn.clipped_surrogate(sequence, g.A, low=3e-4, high=4e-4),
+        "CISPO, r <= 1.28": lambda: fn.cispo(r, g.lp, g.A, low=1.0, high=0.28),
+        "CISPO, [.8, 1.28]": lambda: fn.cispo(r, g.lp, g.A, low=0.2, high=0.28),
+        "REINFORCE": lambda: fn.reinforce(g.lp, g.A),
+        "KL k1": lambda: fn.kl_estimate(g.lp, g.lr, g.mask, "k1"),
+        "KL k2": lambda: fn.kl_estimate(g.lp, g.lr, g.mask, "k2"),
+        "KL k3": lambda: fn.kl_estimate(g.lp, g.lr, g.mask, "k3"),
+        "KL k3+": lambda: fn.kl_estimate(g.lp, g.lr, g.mask, "k3+"),
+        "KL k3 * r": lambda: fn.kl_estimate(g.lp, g.lr, g.mask, "k3-weighted", log_ratio_BT=r),
+        "TIS 1.2": lambda: corrected("tis", cap=1.2),
+        "raw rho (cap 2)": lambda: corrected("tis", cap=2.0),
+        "IcePop [.8, 1.2]": lambda: corrected("mask", band=(0.8, 1.2)),
+        "seq product cap 1.2": lambda: corrected("seq-tis", cap=1.2),
+        "seq mask 1.2": lambda: corrected("seq-mask", cap=1.2),
+        "seq mask 3.0": lambda: corrected("seq-mask", cap=3.0),
+        "geo mask [.98, 1.02] x rho": lambda: corrected("geo-mask", band=(0.98, 1.02)),
+        "bypass": lambda: fn.clipped_surrogate(fn.log_ratio(g.lp, g.lg, g.mask), g.A, low=0.2, high=0.2),
+        "SAPO": lambda: fn.sapo(r, g.A),
+    }
+    return table[name]()
+
+
+def aggregate(loss_BT: torch.Tensor, aggregation: str, g: SimpleNamespace) -> torch.Tensor:
+    weights = fn.token_weights(
+        g.mask, aggregation, g.counts, max_length=8, group_id_B=g.group, dtype=torch.float64
+    )  # fmt: skip
+    return (loss_BT * weights).sum()
+
+
+# fmt: off
+GOLDEN_VALUES = {  # token, seq-mean, seq-sum, dr_grpo with length 8, prompt-mean
+    "PPO .2/.2":                  (-.09713537, -.00458861, -.40068339, -.05008542, -.12051078),
+    "PPO .2/.28":                 (-.10710181, -.01310720, -.44179496, -.05522437, -.13080720),
+    "PPO .2/.2, dual c 1.25":     (-.10287576, -.01248165, -.42436250, -.05304531, -.12682521),
+    "no clip":                    (-.14028752, -.03627508, -.57868600, -.07233575, -.16345170),
+    "r = 1":                      (-.09108099, 0.0,        -.37570907, -.04696363, -.11685572),
+    "GSPO .1/.1":                 (-.10925821, -.01383026, -.45069013, -.05633627, -.13383899),
+    "GSPO 3e-4/4e-4":             (-.06209883, +.03087721, -.25615767, -.03201971, -.08750199),
+    "CISPO, r <= 1.28":           (+.00724222, -.02154930, +.02987415, +.00373427, +.01880426),
+    "CISPO, [.8, 1.28]":          (-.00088331, -.02544962, -.00364365, -.00045546, +.01199634),
+    "REINFORCE":                  (-.00640746, -.03107403, -.02643077, -.00330385, +.00861843),
+    "KL k1":                      (-.09696970, -.09187500, -.40,       -.05,       -.09394444),
+    "KL k2":                      (+.05575758, +.04932396, +.23,       +.02875,    +.05550417),
+    "KL k3":                      (+.06250835, +.05454765, +.25784693, +.03223087, +.06203787),
+    "KL k3+":                     (+.06250835, +.05454765, +.25784693, +.03223087, +.06203787),
+    "KL k3 * r":                  (+.05046892, +.04547492, +.20818428, +.02602304, +.05054448),
+    "TIS 1.2":                    (-.10806713, -.01703616, -.44577690, -.05572211, -.13227380),
+    "raw rho (cap 2)":            (-.11740403, -.02448216, -.48429162, -.06053645, -.14187291),
+    "IcePop [.8, 1.2]":           (-.04398819, +.01930420, -.18145130, -.02268141, -.06516915),
+    "seq product cap 1.2":        (-.19031022, -.07457927, -.78502964, -.09812871, -.21301904),
+    "seq mask 1.2":               (-.13296264, -.01543959, -.54847089, -.06855886, -.16045043),
+    "geo mask [.98, 1.02] x rho": (+.04559452, +.08090030, +.18807741, +.02350968, +.05015398),
+    "bypass":                     (-.08405881, -.00001142, -.34674261, -.04334283, -.10848019),
+}
+GOLDEN_GRADIENTS = {  # name, aggregation: norm, non-zero entries, single entries
+    ("PPO .2/.2", "token"):         (.13222589, 26, {(0, 0): -.03112137, (3, 0): +.02105355}),
+    ("PPO .2/.2", "seq-mean"):      (.14172674, 26, {(0, 0): -.02139595, (3, 0): +.08684590}),
+    ("PPO .2/.2", "dr_grpo"):       (.06817897, 26, {}),
+    ("GSPO .1/.1", "seq-mean"):      (.10137706, 24, {(0, 0): -.02888150, (3, 0): 0.0}),
+    ("CISPO, r <= 1.28", "token"):  (.15770452, 33, {}),
+    ("CISPO, [.8, 1.28]", "token"): (.16213055, 33, {}),
+    ("KL k1", "token"):             (.17407766, 33, {(0, 0): .030303, (3, 0): .030303}),
+    ("KL k2", "token"):             (.05813129, None, {}),
+    ("KL k3", "token"):             (.07081451, None, {}),
+    ("KL k3+", "token"):            (.05813129, None, {}),
+    ("KL k3 * r", "token"):         (.05299171, None, {}),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", GOLDEN_VALUES)
+def test_golden_values(name, golden):
+    loss = per_token(name, golden)
+    got = [aggregate(loss, aggregation, golden).item() for aggregation in AGGREGATIONS]
+    assert got == pytest.approx(GOLDEN_VALUES[name], abs=1e-8, rel=0)
+    assert aggregate(loss, "sum", golden).item() == pytest.approx(33 * GOLDEN_VALUES[name][0], abs=5e-7)
+
+
+@pytest.mark.parametrize(("name", "aggregation"), GOLDEN_GRADIENTS)
+def test_golden_gradients(name, aggregation, golden):
+    norm, non_zero, entries = GOLDEN_GRADIENTS[name, aggregation]
+    if name == "CISPO, [.8, 1.28]":  # this one was computed without eps in the advantage
+        golden.A = golden.A_without_eps
+    aggregate(per_token(name, golden), aggregation, golden).backward()
+    assert golden.lp.grad.norm().item() == pytest.approx(norm, abs=1e-8)
+    if non_zero is not None:
+        assert (golden.lp.grad != 0).sum() == non_zero
+    for entry, expected in entries.items():
+        assert golden.lp.grad[entry].item() == pytest.approx(expected, abs=1e-6 if "k1" in name else 1e-8)
+    assert (golden.lp.grad[~golden.mask] == 0).all()
+
+
+def test_golden_single_values(golden):
+    g, r = golden, fn.log_ratio(golden.lp, golden.lo, golden.mask)
+
+    def token(loss_BT):
+        return aggregate(loss_BT, "token", g).item()
+
+    def ppo(high, advantage=g.A, **other):
+        return fn.clipped_surrogate(r, advantage, low=0.2, high=high, **other)
+
+    def kl(kind):
+        return 0.1 * fn.kl_estimate(g.lp, g.lr, g.mask, kind, log_ratio_BT=r)
+
+    assert token(ppo(0.28, dual_clip=1.25)) == pytest.approx(-0.11284220, abs=1e-8)
+    assert token(ppo(0.272)) == pytest.approx(-0.10610516, abs=1e-8)
+    assert token(ppo(0.2) + kl("k3")) == pytest.approx(-0.09088453, abs=1e-8)
+    assert token(ppo(0.2) + kl("k3-weighted")) == pytest.approx(-0.09208848, abs=1e-8)
+    assert token(per_token("seq mask 3.0", g)) == pytest.approx(-0.20569665, abs=1e-8)
+    assert aggregate(per_token("SAPO", g), "seq-mean", g).item() == pytest.approx(-0.07244394, abs=1e-7)
+    unclipped = fn.clipped_surrogate(fn.log_ratio(g.lp, g.lg, g.mask), g.centred, low=1.0, high=math.inf)
+    assert token(unclipped) == pytest.approx(-0.07464531, abs=1e-8)
+
+
+def test_golden_sequence_ratios_of_trainer_and_engine(golden):
+    log_rho = fn.log_ratio(golden.lo, golden.lg, golden.mask)
+    products = [1.127497, 0.941765, 1.061837, 0.941765, 0.886920, 0.835270, 1.521962, 0.740818]
+    means = [1.020201, 0.980199, 1.012072, 0.941765, 0.941765, 0.970446, 1.110711, 0.951229]
+    assert fn.sequence_sum(log_rho, golden.mask).exp().tolist() == pytest.approx(products, abs=1e-6)
+    assert fn.sequence_log_ratio(log_rho, golden.mask)[:, 0].exp().tolist() == pytest.approx(means, abs=1e-6)
+
+
+def test_sequence_ratio_has_the_gradient_of_its_straight_through_token_form(golden):
+    g, r = golden, fn.log_ratio(golden.lp, golden.lo, golden.mask)
+    sequence = fn.sequence_log_ratio(r, g.mask)
+    token_form = sequence.detach() + g.lp - g.lp.detach()
+    grads = [
+        torch.autograd.grad(aggregate(fn.clipped_surrogate(x, g.A, low=0.1, high=0.1), "seq-mean", g), g.lp,
+                            retain_graph=True)[0]
+        for x in (sequence, token_form)
+    ]  # fmt: skip
+    torch.testing.assert_close(grads[0], grads[1], atol=1e-12, rtol=0)
+
+
+def test_ratio_outside_the_band_gets_no_gradient():
+    log_ratio = torch.tensor([[0.0, math.log(1.5)]], requires_grad=True)  # ratios 1.0 and 1.5, band 0.8..1.2
+    loss = fn.clipped_surrogate(log_ratio, torch.ones(1, 2), low=0.2, high=0.2)
+    loss.sum().backward()
+    assert loss.tolist() == [[-1.0, pytest.approx(-1.2)]]
+    assert log_ratio.grad.tolist() == [[-1.0, 0.0]]
+
+
+def test_cispo_keeps_the_gradient_of_clipped_tokens():
+    log_prob = torch.tensor([[-1.0, -1.0]], requires_grad=True)
+    log_ratio = log_prob - torch.tensor([[-1.0, -1.0 - math.log(3.0)]])  # ratios 1 and 3, cap 1.28
+    fn.cispo(log_ratio, log_prob, torch.ones(1, 2), low=0.2, high=0.28).sum().backward()
+    assert log_prob.grad.tolist() == [[-1.0, pytest.approx(-1.28)]]
+
+
+def test_dual_clip_bounds_only_negative_advantages():
+    log_ratio = torch.log(torch.tensor([5.0, 5.0]))
+    loss = fn.clipped_surrogate(log_ratio, torch.tensor([-1.0, 1.0]), low=0.2, high=0.2, dual_clip=3.0)
+    assert loss.tolist() == pytest.approx([3.0, -1.2])
+
+
+def test_nan_and_infinity_outside_the_mask_touch_nothing():
+    mask = torch.tensor([[True, False, False]])
+    new = torch.tensor([[-1.0, math.nan, -math.inf]], requires_grad=True)
+    old = torch.tensor([[-1.0, -1.0, math.nan]])
+    r = fn.log_ratio(new, old, mask)
+    weights = fn.token_weights(mask, "token", StepCounts.of(mask))
+    correction = fn.correction_weight(old, new.detach(), mask, "seq-tis")
+    loss = (fn.clipped_surrogate(r, torch.ones(1, 1), low=0.2, high=0.2) * correction * weights).sum()
+    (loss + (fn.kl_estimate(new, old, mask) * weights).sum()).backward()
+    assert loss.item() == -1.0
+    assert new.grad.tolist() == [[-1.0, 0.0, 0.0]]
+
+
+def test_a_huge_ratio_stays_finite_and_stops_the_gradient():
+    new = torch.tensor([[100.0]], requires_grad=True)
+    loss = fn.clipped_surrogate(
+        fn.log_ratio(new, torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)), -torch.ones(1, 1), low=0.2, high=0.2
+    )
+    loss.sum().backward()
+    assert torch.isfinite(loss).all()
+    assert new.grad.item() == 0.0
+
+
+def test_corrections_are_detached(golden):
+    for kind in ("none", "tis", "mask", "seq-tis", "seq-mask", "geo-mask"):
+        assert not fn.correction_weight(golden.lp, golden.lg, golden.mask, kind).requires_grad
+
+
+def test_empty_rows_weigh_nothing_and_are_not_counted():
+    mask = torch.tensor([[True, True], [False, False]])
+    counts = StepCounts.of(mask, torch.tensor([3, 4]))
+    assert counts == StepCounts(tokens=2, sequences=1, groups=1, group_tokens={3: 2})
+    for aggregation in (*AGGREGATIONS, "sum"):
+        weights = fn.token_weights(mask, aggregation, counts, max_length=8, group_id_B=torch.tensor([3, 4]))
+        assert torch.isfinite(weights).all()
+        assert (weights[1] == 0).all()
+    assert fn.token_weights(mask, "seq-mean", counts)[0].tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("aggregation", [*AGGREGATIONS, "sum"])
+@pytest.mark.parametrize("split", [[4, 4], [1, 7], [3, 2, 3], [1] * 8])
+def test_micro_batches_add_up_even_when_a_group_is_split(aggregation, split, golden):
+    loss, total = per_token("PPO .2/.28", golden), 0.0
+    whole = aggregate(loss, aggregation, golden)
+    counts = sum(StepCounts.of(m, i) for m, i in zip(golden.mask.split(split), golden.group.split(split), strict=True))
+    assert counts == golden.counts
+    for part, mask, group in zip(loss.split(split), golden.mask.split(split), golden.group.split(split), strict=True):
+        weights = fn.token_weights(mask, aggregation, counts, max_length=8, group_id_B=group, dtype=torch.float64)
+        total = total + (part * weights).sum()
+    assert total.item() == pytest.approx(whole.item(), abs=1e-14)
+
+
+def test_what_cannot_be_aggregated_says_why():
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    with pytest.raises(DataError, match="at least one trained token"):
+        fn.token_weights(~mask, "token", StepCounts.of(~mask))
+    with pytest.raises(ConfigError, match="max_length"):
+        fn.token_weights(mask, "dr_grpo", StepCounts.of(mask))
+    with pytest.raises(MissingKeyError, match="group_id"):
+        fn.token_weights(mask, "prompt-mean", StepCounts.of(mask))
+    with pytest.raises(ConfigError, match=r"got 'seq_mean'. Did you mean 'seq-mean'"):
+        fn.token_weights(mask, "seq_mean", StepCounts.of(mask))
+    with pytest.raises(ConfigError, match="KL estimator"):
+        fn.kl_estimate(torch.zeros(1, 2), torch.zeros(1, 2), mask, "k4")
+    with pytest.raises(ConfigError, match="correction"):
+        fn.correction_weight(torch.zeros(1, 2), torch.zeros(1, 2), mask, "is")

@@ -1,0 +1,221 @@
+"""SFTLoss is a true token mean, leaves empty conversations out, and compares like with like in its KL."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from torch import nn
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from llmrl.data.llm.chat import History
+from llmrl.errors import ConfigError, DataError, MissingKeyError, ShapeError
+from llmrl.modules.llm.log_probs import TokenScorer, TokenScores
+from llmrl.modules.llm.rendering import Renderer
+from llmrl.objectives import merge_outputs, total_loss
+from llmrl.objectives.base import output_fields
+from llmrl.objectives.llm import SFTLoss, StepCounts, count_step
+from llmrl.testing import tiny_model, tiny_tokenizer
+
+LOG_PROBS = [[-9.0, -1.0, -3.0], [-9.0, -2.0], [-9.0, -9.0, -9.0, -9.0]]  # the first is the prompt; row 3 is all prompt
+MASKS = [[0, 1, 1], [0, 1], [0, 0, 0, 0]]
+
+
+class Recorded(nn.Module):
+    """An actor whose log-probs are a parameter; token 0 of each row is its most likely one."""
+
+    def __init__(self, rows: list[list[float]]) -> None:
+        super().__init__()
+        self.log_prob = nn.Parameter(nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True))
+
+    def token_scores(self, input_ids, attention_mask, select, *, entropy=False):
+        return TokenScores(self.log_prob.masked_fill(~select, 0.0), None, select & (input_ids % 2 == 1))
+
+
+def batch(reference: list[list[float]] | None = None) -> TensorDictBase:
+    rows = []
+    for i, mask in enumerate(MASKS):
+        row = TensorDict(
+            tokens=TensorDict(full=torch.arange(len(mask))),
+            masks=TensorDict(all_assistant_mask=torch.tensor(mask, dtype=torch.bool)),
+        )
+        if reference is not None:
+            row["next", "ref_log_probs", "full"] = torch.tensor(reference[i])
+        rows.append(row)
+    return lazy_stack(rows)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, (1 + 3 + 2) / 3),  # over tokens
+        ({"reduction": "mean"}, (4 / 2 + 2) / 2),  # over the two conversations that have any
+        ({"reduction": "mean", "normalize_by_seq_length": False}, (4 + 2) / 2),
+        ({"reduction": "sum"}, 2 + 2),
+        ({"reduction": "sum", "normalize_by_seq_length": False}, 6),
+        ({"reduction": "none"}, [2, 2, 0]),
+        ({"reduction": "none", "normalize_by_seq_length": False}, [4, 2, 0]),
+    ],
+)
+def test_reductions_on_worked_numbers(settings, expected):
+    output = SFTLoss(Recorded(LOG_PROBS), **settings)(batch())
+    assert output.loss_sft.tolist() == pytest.approx(expected)
+    assert output.nll.item() == pytest.approx(2.0)
+    assert output.accuracy.item() == pytest.approx(2 / 3)  # of the trained ids 1, 2 and 1
+    assert (output.tokens, output.empty_rows) == (3, 1)
+    assert output.loss_kl_to_ref is None
+
+
+def test_minor_sft_on_worked_numbers_masks_both_sides():
+    reference = [[-5.0, -2.0, -3.0], [-5.0, -2.5], [-5.0] * 4]
+    settings = {"loss_function": "minor_sft", "beta": 0.5, "normalize_by_seq_length": False}
+    output = SFTLoss(Recorded(LOG_PROBS), **settings)(batch(reference))
+    expected = [math.log1p(math.exp(-0.5 * margin)) for margin in (-4 + 5, -2 + 2.5)]
+    assert output.loss_sft.item() == pytest.approx(sum(expected) / 2)
+
+
+def test_kl_to_the_same_policy_is_exactly_zero_and_is_masked_on_both_sides():
+    same = SFTLoss(Recorded(LOG_PROBS), kl_to_ref_coeff=0.5)
+    assert same(batch(LOG_PROBS)).kl_to_ref == 0
+    elsewhere = [[-1.0, -1.0, -3.0], [math.nan, -2.0], [0.0] * 4]  # differs from the policy only outside the mask
+    assert same(batch(elsewhere)).kl_to_ref == 0
+    output = same(batch([[-9.0, -1.5, -3.0], [-9.0, -2.0], [0.0] * 4]))
+    d = -0.5
+    assert output.kl_to_ref.item() == pytest.approx((math.exp(d) - d - 1) / 3)
+    assert output.loss_kl_to_ref.item() == pytest.approx(0.5 * (math.exp(d) - d - 1) / 3)
+
+
+def real_batch() -> TensorDictBase:
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for prompt, response in [(3, 4), (2, 1), (4, 0), (1, 6), (5, 2)]:
+        length = prompt + response
+        rows.append(
+            TensorDict(
+                tokens=TensorDict(full=torch.randint(0, 29, (length,), generator=generator)),
+                masks=TensorDict(all_assistant_mask=torch.arange(length) >= prompt),
+                next=TensorDict(ref_log_probs=TensorDict(full=torch.full((length,), -3.3, dtype=torch.float64))),
+            )
+        )
+    return lazy_stack(rows)
+
+
+@pytest.mark.parametrize("settings", [{}, {"reduction": "mean"}, {"loss_function": "minor_sft"}])
+@pytest.mark.parametrize("split", [[2, 3], [1, 1, 1, 1, 1]])
+def test_micro_batches_add_up_to_the_step_with_gradients(settings, split):
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(
+        Qwen2Config(vocab_size=29, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+                    num_key_value_heads=2)
+    ).double()  # fmt: skip
+    loss, td = SFTLoss(TokenScorer(model), kl_to_ref_coeff=0.1, **settings), real_batch()
+
+    def run(batches, normalizer=None):
+        loss.zero_grad()
+        outputs = [loss(part, normalizer) for part in batches]
+        for output in outputs:
+            total_loss(output).backward()
+        return output_fields(merge_outputs(outputs)), [p.grad.clone() for p in loss.parameters()]
+
+    (whole, gradients), (parts, part_gradients) = run([td]), run(td.split(split), count_step(td))
+    assert loss.count_step(td) == count_step(td)
+    assert whole.keys() == parts.keys()
+    for name, value in whole.items():
+        torch.testing.assert_close(parts[name], value, atol=1e-9, rtol=1e-9)
+    for got, expected in zip(part_gradients, gradients, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-9, rtol=0)
+
+
+def test_nothing_to_train_is_an_error_in_a_step_and_zero_in_a_micro_batch():
+    loss = SFTLoss(Recorded([[-1.0] * 4]))
+    with pytest.raises(DataError, match="got none in 1 conversations"):
+        loss(batch()[2:])
+    output = loss(batch()[2:], StepCounts(tokens=5, sequences=2))
+    output.loss_sft.backward()
+    assert output.loss_sft == 0
+    assert output.empty_rows == 1
+    assert loss.actor_network.log_prob.grad.tolist() == [[0.0] * 4]
+
+
+CHATS = [
+    [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}],
+    [
+        {"role": "user", "content": "say 4 twice"},
+        {"role": "assistant", "content": "4 4"},
+        {"role": "user", "content": "again"},
+        {"role": "assistant", "content": "4 4 4"},
+    ],
+]
+
+
+def history_batch() -> TensorDict:
+    return TensorDict(history=TensorDict(full=History.from_chats(CHATS), batch_size=[2]), batch_size=[2])
+
+
+def test_messages_are_rendered_and_give_the_loss_of_their_tokens():
+    tokenizer = tiny_tokenizer()
+    scorer = TokenScorer(tiny_model(tokenizer))
+    rendered = Renderer(tokenizer).render(CHATS)
+    tokens = lazy_stack(
+        [
+            TensorDict(tokens=TensorDict(full=row.ids), masks=TensorDict(all_assistant_mask=row.assistant_mask))
+            for row in rendered
+        ]
+    )
+    from_messages = SFTLoss(scorer, tokenizer)(history_batch())
+    assert from_messages.loss_sft == SFTLoss(scorer)(tokens).loss_sft
+    assert from_messages.tokens == sum(int(row.assistant_mask.sum()) for row in rendered)
+    without_end = SFTLoss(scorer, tokenizer, {"include_end_of_turn": False})(history_batch())
+    assert without_end.tokens == from_messages.tokens - 3  # three assistant messages
+    scorer.renderer = Renderer(tokenizer)  # as a policy wrapper has
+    assert SFTLoss(scorer)(history_batch()).loss_sft == from_messages.loss_sft
+
+
+def test_one_example_is_learned_with_its_end_of_turn():
+    tokenizer = tiny_tokenizer()
+    model = tiny_model(tokenizer)
+    loss, td = SFTLoss(TokenScorer(model), tokenizer), history_batch()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(150):
+        optimizer.zero_grad()
+        output = loss(td)
+        output.loss_sft.backward()
+        optimizer.step()
+    assert loss(td).accuracy == 1
+    row = Renderer(tokenizer).render(CHATS[:1])[0]
+    end = int(row.assistant_mask.nonzero()[-1])
+    probabilities = model(input_ids=row.ids[None]).logits[0, end - 1].softmax(-1)
+    assert row.ids[end] == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert probabilities[row.ids[end]] > 0.99
+
+
+def test_what_is_missing_or_does_not_fit_is_named():
+    loss = SFTLoss(Recorded(LOG_PROBS), kl_to_ref_coeff=0.1)
+    with pytest.raises(MissingKeyError, match="Couldn't find the ref log-prob"):
+        loss(batch())
+    short = [row[:-1] for row in LOG_PROBS]
+    with pytest.raises(ShapeError, match="got 2 values in row 0, whose conversation has 3 tokens"):
+        loss(batch(short))
+    with pytest.raises(MissingKeyError, match="keys present: other"):
+        loss(TensorDict(other=torch.zeros(2), batch_size=[2]))
+    with pytest.raises(ConfigError, match="pass tokenizer="):
+        loss(history_batch())
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"reduction": "batchmean"}, "reduction"),
+        ({"loss_function": "dpo"}, "loss_function"),
+        ({"normalize_by_seq_length": True}, "reductions over conversations"),
+        ({"reduction": "token", "loss_function": "minor_sft"}, "one value per conversation"),
+        ({"beta": 0.1}, "minor_sft"),
+        ({"loss_function": "minor_sft", "beta": -1.0}, "beta must be above 0"),
+        ({"tokenizer_kwargs": {}}, "need a tokenizer"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(settings, match):
+    with pytest.raises(ConfigError, match=match):
+        SFTLoss(nn.Identity(), **settings)

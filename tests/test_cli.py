@@ -1,0 +1,278 @@
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import yaml
+
+from llmrl import cli
+from llmrl.checkpoint import CheckpointStore
+from llmrl.metrics import MetricsLog
+from llmrl.rollouts import Rollout, RolloutLog
+from llmrl.rundir import RunDir
+
+RECIPE = """
+from llmrl.checkpoint import CheckpointStore
+from llmrl.errors import ConfigError, DataError, RolloutError, MissingDependencyError
+
+ERRORS = {"data": DataError, "rollout": RolloutError, "extra": MissingDependencyError, "config": ConfigError}
+calls = []
+
+def plan(config):
+    return [("batch", f"{config.steps} steps of everything")]
+
+def run(config, *, run_dir, resume=False):
+    calls.append((config, run_dir, resume))
+    if config.fail == "interrupt":
+        raise KeyboardInterrupt
+    if config.fail:
+        raise ERRORS[config.fail]("toy: must work: got a failure")
+    CheckpointStore(run_dir).save(config.steps, lambda folder: (folder / "weights").touch())
+    return 0
+"""
+
+SETTINGS = """
+from pydantic import BaseModel, Field
+
+class ToyConfig(BaseModel, extra="forbid"):
+    steps: int = Field(3, ge=1, description="optimizer steps")
+    fail: str = ""
+"""
+
+
+@pytest.fixture
+def toy(tmp_path, monkeypatch):
+    """A recipe of six lines in the place of sft and grpo, and a folder to work in."""
+    (tmp_path / "toy_recipe.py").write_text(RECIPE)
+    (tmp_path / "toy_settings.py").write_text(SETTINGS)
+    (tmp_path / "toy.yaml").write_text("steps: 5\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for name in ("toy_recipe", "toy_settings"):
+        sys.modules.pop(name, None)
+    row = cli.Recipe("toy_settings", "ToyConfig", "toy_recipe")
+    monkeypatch.setattr(cli, "RECIPES", {"sft": row, "grpo": row})
+    import toy_recipe
+
+    return toy_recipe
+
+
+def only_run() -> RunDir:
+    (entry,) = os.listdir("runs")
+    return RunDir.open(entry)
+
+
+def test_a_run_gets_a_folder_with_what_was_asked_and_what_it_came_to(toy):
+    assert cli.main(["grpo", "toy.yaml", "steps=7"]) == 0
+    run = only_run()
+    assert run.path.name.startswith("toy-")
+    assert yaml.safe_load(run.config.read_text()) == {"steps": 7, "fail": ""}
+    assert "steps: 7  # command line" in run.config.read_text()
+    info = run.read_info()
+    assert (info["command"], info["recipe"], info["arguments"]) == ("grpo", "toy", ["toy.yaml", "steps=7"])
+    assert info["origins"] == {"steps": "command line"}
+    ((config, run_dir, resume),) = toy.calls
+    assert (config.steps, run_dir, resume) == (7, run.path, False)
+
+
+def test_options_may_stand_between_settings_and_name_and_place_the_run(toy):
+    assert cli.main(["sft", "toy.yaml", "--name", "try1", "steps=2", "--runs", "elsewhere", "fail=''"]) == 0
+    assert RunDir.open("elsewhere/try1").read_info()["command"] == "sft"
+
+
+def test_settings_alone_are_enough(toy):
+    assert cli.main(["sft", "steps=2"]) == 0
+    assert only_run().path.name.startswith("sft-")
+
+
+def test_a_dry_run_prints_the_settings_and_the_plan_and_writes_nothing(toy, capsys):
+    assert cli.main(["grpo", "toy.yaml", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "steps: 5  # toy.yaml:1\n" in out
+    assert "batch     5 steps of everything\n" in out
+    assert not os.path.exists("runs")
+    assert toy.calls == []
+
+
+def test_defaults_are_printed_with_their_meaning(toy, capsys):
+    assert cli.main(["sft", "--defaults"]) == 0
+    assert capsys.readouterr().out == "steps: 3  # optimizer steps\nfail: ''\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(["fail=data"], 3), (["fail=extra"], 3), (["fail=rollout"], 4), (["fail=config"], 2), (["fail=interrupt"], 130)],
+)
+def test_exit_codes_tell_the_failures_apart(toy, capsys, arguments, code):
+    assert cli.main(["grpo", "toy.yaml", *arguments]) == code
+    err = capsys.readouterr().err
+    assert "interrupted" in err if code == 130 else "toy: must work" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["gpro"], "did you mean  llmrl grpo?"),
+        (["zzzzzz"], "known here    sft, grpo"),
+        (["grpo"], "needs a recipe or settings"),
+        (["grpo", "toy.yaml", "other.yaml"], "takes one recipe"),
+        (["grpo", "nowhere.yaml"], "is not a file, nor a packaged recipe"),
+        (["grpo", "toy.yaml", "stepz=3"], "did you mean  steps  (optimizer steps, default 3)?"),
+        (["grpo", "toy.yaml", "steps=0"], "should be greater than or equal to 1: got 0"),
+        (["grpo", "toy.yaml", "--dry"], "--dry  is not an option\ndid you mean  --dry-run?"),  # no abbreviations
+        (["grpo", "toy.yaml", "--steps=3"], "did you mean  steps=3   (settings have no dashes)?"),
+        (["resume", "nothing"], "is not a run"),
+        (["show"], "required: run"),
+    ],
+)
+def test_what_is_wrong_with_a_command_line_is_said_with_exit_code_2(toy, capsys, arguments, said):
+    assert cli.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("config error  ")
+    assert said in captured.err
+    assert captured.out == ""
+    assert not os.path.exists("runs")
+
+
+def test_a_bad_setting_is_shown_with_file_line_and_where_to_look(tmp_path, toy, capsys, monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    (tmp_path / "toy.yaml").write_text("# comment\nstps: 5\n")
+    assert cli.main(["grpo", "toy.yaml"]) == 2
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert first == "config error  toy.yaml:2  stps  is not a setting"
+    assert second == "did you mean  steps  (optimizer steps, default 3)?"
+    assert third.startswith("              nothing was loaded (0.")
+    assert third.endswith("llmrl grpo --defaults  lists every setting.")
+
+
+def test_other_ranks_do_not_repeat_a_bad_setting(toy, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert cli.main(["grpo", "toy.yaml", "steps=0"]) == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_resume_goes_on_with_the_recorded_settings_and_the_changed_ones(toy):
+    cli.main(["grpo", "toy.yaml"])
+    run = only_run()
+    assert cli.main(["resume", run.path.name, "steps=9"]) == 0
+    config, run_dir, resume = toy.calls[-1]
+    assert (config.steps, config.fail, run_dir, resume) == (9, "", run.path, True)
+    assert "steps: 9  # resume" in run.config.read_text()
+
+
+def test_resume_without_a_checkpoint_says_so(toy, capsys):
+    cli.main(["grpo", "toy.yaml", "fail=rollout"])
+    assert cli.main(["resume", str(only_run().path), "fail=''"]) == 3
+    assert "must hold a checkpoint to go on from" in capsys.readouterr().err
+
+
+def make_run(tmp_path) -> RunDir:
+    run = RunDir.create("toy", "", root=tmp_path / "runs", name="try1")
+    run.config.write_text("steps: 2\n")
+    run.write_info({"command": "grpo", "recipe": "toy", "arguments": ["toy.yaml"]})
+    with MetricsLog(run.path) as log:
+        log.log(0, {"eval/sums/mean": 0.25})
+        log.log(1, {"reward/mean": 0.25, "time/step": 60.0})
+        log.log(2, {"reward/mean": 0.75, "time/step": 60.0, "eval/sums/mean": 0.5})
+    rollouts = [Rollout(f"p{reward}", "c", reward, 0.0, "eos", version=1, tokens=3) for reward in (0.0, 1.0, 0.5)]
+    RolloutLog(run.path).write(2, rollouts)
+    CheckpointStore(run.path).save(2, lambda folder: (folder / "weights").touch())
+    return run
+
+
+def test_show_prints_steps_before_and_after_and_the_best_and_worst_sample(tmp_path, toy, capsys):
+    run = make_run(tmp_path)
+    assert cli.main(["show", "try1"]) == 0
+    out = capsys.readouterr().out
+    table = [line.split() for line in out.splitlines()[3:6]]
+    assert table == [["step", "reward", "step", "s"], ["1", ".250", "60.0"], ["2", ".750", "60.0"]]
+    assert "done      2 steps · 2m 00s" in out
+    assert "reward    .250 -> .750 (+.500)" in out
+    assert "eval/sums .250 -> .500 (+.250)" in out
+    assert out.index("p1.0«c»") < out.index("p0.0«c»")
+    assert "p0.5" not in out
+    assert "llmrl resume" in out
+    assert cli.main(["show", str(run.path), "--step", "1"]) == 3
+
+
+def test_show_json_is_one_object(tmp_path, toy, capsys):
+    make_run(tmp_path)
+    assert cli.main(["show", "try1", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["checkpoints"] == [2]
+    assert facts["changes"]["eval/sums"] == {"before": 0.25, "after": 0.5}
+
+
+def test_eval_hands_the_checkpoint_to_the_evaluation(tmp_path, toy, monkeypatch):
+    run = make_run(tmp_path)
+    (tmp_path / "toy_evaluate.py").write_text("calls = []\ndef run(*a, **k):\n    calls.append((a, k))\n    return 0\n")
+    import toy_evaluate
+
+    monkeypatch.setitem(sys.modules, "llmrl.recipes.evaluate", toy_evaluate)
+    assert cli.main(["eval", "try1", "steps=9", "--json"]) == 0
+    ((positional, named),) = toy_evaluate.calls
+    assert [path.resolve() for path in positional] == [run.path]
+    assert named["checkpoint"].name == "step2"
+    assert (named["command"], named["config"].steps, named["as_json"]) == ("grpo", 9, True)
+    assert cli.main(["eval", "try1", "--checkpoint", "step7"]) == 3
+
+
+def test_doctor_finds_that_this_machine_can_train(capsys):
+    assert cli.main(["doctor", "--json"]) == 0
+    found = {check["name"]: check for check in json.loads(capsys.readouterr().out)}
+    assert found["cpu"]["ok"]
+    assert found["training"]["ok"]
+    assert cli.main(["doctor"]) == 0
+    assert capsys.readouterr().out.startswith("ok  python")
+
+
+def test_help_and_version_answer(capsys):
+    assert cli.main(["--help"]) == 0
+    assert "grpo    RECIPE" in capsys.readouterr().out
+    assert cli.main([]) == 2
+    capsys.readouterr()
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("llmrl ")
+
+
+def test_a_reader_that_stops_early_is_not_an_error():
+    script = "import sys; from llmrl.cli import main; sys.exit(main(['--help']))"
+    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    child.stdout.close()  # nobody reads
+    assert child.wait(timeout=30) in (0, 120)
+    assert b"Traceback" not in child.stderr.read()
+
+
+@pytest.mark.slow
+def test_all_processes_of_one_start_share_one_run_folder(tmp_path):
+    (tmp_path / "toy_settings.py").write_text(SETTINGS)
+    (tmp_path / "toy_recipe.py").write_text(
+        textwrap.dedent("""
+            import os
+            import torch.distributed as dist
+
+            def run(config, *, run_dir, resume=False):
+                dist.init_process_group("gloo")
+                (run_dir / f"rank{os.environ['RANK']}").touch()
+                dist.barrier()
+                dist.destroy_process_group()
+                return 0
+        """)
+    )
+    (tmp_path / "start.py").write_text(
+        textwrap.dedent("""
+            import sys
+            from llmrl import cli
+
+            cli.RECIPES = {"sft": cli.Recipe("toy_settings", "ToyConfig", "toy_recipe")}
+            sys.exit(cli.main(["sft", "steps=2"]))
+        """)
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "start.py"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    (run,) = (tmp_path / "runs").iterdir()
+    assert {path.name for path in run.iterdir()} == {"config.yaml", "run.json", "rank0", "rank1"}

@@ -1,0 +1,236 @@
+import math
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, Field, model_validator
+
+from llmrl.config import dump_config, dump_defaults, find_recipe, load_config, settings
+from llmrl.config_source import YamlLoader
+from llmrl.errors import ConfigError
+
+
+class Optim(BaseModel, extra="forbid"):
+    lr: float = Field(1e-6, gt=0, description="learning rate")
+    schedule: Literal["cosine", "constant"] = "cosine"
+
+
+class Lora(BaseModel, extra="forbid"):
+    rank: int = 16
+    alpha: float = 32.0
+
+
+class Config(BaseModel, extra="forbid"):
+    model: str = Field(description="path or name of the model")
+    group_size: int = Field(
+        8, ge=2, description="completions per prompt", json_schema_extra={"also": ["num_generations"]}
+    )
+    clip: tuple[float, float] = (0.2, 0.28)
+    optim: Optim = Optim(lr=2e-5)
+    lora: Lora | None = Field(None, description="low-rank adapters")
+    extra: dict[str, str] = {}
+
+    @model_validator(mode="after")
+    def _ordered(self):
+        if self.clip[0] > self.clip[1]:
+            raise ValueError(f"clip: low must not exceed high: got {self.clip}")
+        return self
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "sums.yaml"
+    path.write_text(text)
+    return path
+
+
+def fault(path: Path | None, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(Config, path, overrides)
+    return str(caught.value)
+
+
+def test_a_file_and_overrides_fill_the_model_and_say_where_each_value_came_from(tmp_path):
+    path = write(tmp_path, "model: tiny\noptim:\n  lr: 1e-5\nclip: [0.1, 0.2]\n")
+    loaded = load_config(Config, path, ["optim.schedule=constant", "group_size=4", "group_size=6", "lora.rank=4"])
+    assert loaded.config == Config(
+        model="tiny", group_size=6, clip=(0.1, 0.2), optim=Optim(lr=1e-5, schedule="constant"), lora=Lora(rank=4)
+    )
+    assert loaded.origins == {
+        "model": "sums.yaml:1",
+        "optim.lr": "sums.yaml:3",
+        "clip": "sums.yaml:4",
+        "optim.schedule": "command line",
+        "group_size": "command line",
+        "lora.rank": "command line",
+    }
+
+
+def test_an_unknown_key_names_the_line_the_nearest_setting_its_meaning_and_its_default(tmp_path):
+    path = write(tmp_path, "model: tiny\noptim:\n  # a comment\n  learning_rat: 1e-5\n")
+    assert fault(path) == (
+        "sums.yaml:4  optim.learning_rat  is not a setting\ndid you mean  optim.lr  (learning rate, default 2.0e-05)?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("lr", "optim.lr  (learning rate"),  # right name, wrong section
+        ("optim.shedule", "optim.schedule"),
+        ("num_generations", "group_size"),  # another tool's name for it
+        ("optim.learning_rate", "optim.lr"),  # found by its meaning
+    ],
+)
+def test_unknown_overrides_get_a_suggestion(written, meant):
+    text = fault(None, "model=tiny", f"{written}=1")
+    assert text.startswith(f"command line  {written}  is not a setting")
+    assert f"did you mean  {meant}" in text
+
+
+def test_a_name_like_no_other_lists_the_section():
+    assert fault(None, "model=tiny", "optim.zzzz=1").endswith("known here    optim.lr, optim.schedule")
+
+
+def test_all_faults_are_reported_at_once_in_the_order_of_the_file(tmp_path):
+    path = write(tmp_path, "group_size: 1\nclip: [a, 1]\nzzzz: 1\noptim: {schedule: cosin}\n")
+    lines = fault(path, "optim.lr=-1").splitlines()
+    places = [line for line in lines if line.startswith(("sums", "command"))]
+    assert places == [
+        "sums.yaml:1  group_size  should be greater than or equal to 2: got 1",
+        "sums.yaml:2  clip.0  should be a valid number, unable to parse string as a number: got 'a'",
+        "sums.yaml:3  zzzz  is not a setting",
+        "sums.yaml:4  optim.schedule  should be 'cosine' or 'constant': got 'cosin'",
+        "sums.yaml  model  must be given",
+        "command line  optim.lr  should be greater than 0: got -1",
+    ]
+    assert "it means      group_size  (completions per prompt, default 8)" in lines
+    assert "did you mean  cosine?" in lines
+    assert "it means      model  (path or name of the model, required)" in lines
+
+
+def test_a_validator_of_the_whole_model_speaks_for_itself(tmp_path):
+    assert (
+        fault(write(tmp_path, "model: m\nclip: [3, 1]\n"))
+        == "sums.yaml  clip: low must not exceed high: got (3.0, 1.0)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("model: a\nmodel: b\n", "sums.yaml:2  model  is set twice: first at sums.yaml:1; keep one"),
+        ("optim: {lr: 1, lr: 2}\n", "sums.yaml:1  optim.lr  is set twice"),
+        ("model: [1, 2\nclip: 3\n", "sums.yaml:2  is not valid YAML"),
+        ("- a\n- b\n", "must be a mapping of settings: got list"),
+        ("1: a\n", "sums.yaml:1  1  must be a name: got int"),
+        ("model: !!python/object:os.system {}\n", "sums.yaml:1  "),
+        ("a: &a\n  b: *a\n", "nested deeper than 32 levels"),
+        ("model: a\n---\nmodel: b\n", "is not valid YAML"),
+    ],
+)
+def test_files_that_cannot_mean_one_thing_are_refused(tmp_path, text, expected):
+    assert expected in fault(write(tmp_path, text))
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    assert "cannot be read" in fault(tmp_path)
+    path = tmp_path / "sums.yaml"
+    path.write_bytes(b"model: \xff\xfe")
+    assert "cannot be read" in fault(path)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("--optim.lr=1", "must read section.key=value; write optim.lr=1, without dashes"),
+        ("optim.lr", "must read section.key=value"),
+        ("=1", "must read section.key=value"),
+        ("clip=[1", "has a value that is not valid YAML"),
+        ("group_size.x=1", "cannot be set: group_size is 8 and not a section"),
+    ],
+)
+def test_overrides_that_cannot_be_read_are_named(override, expected):
+    text = fault(None, "model=tiny", "group_size=8", override)
+    assert text.startswith(f"command line  {override}")
+    assert expected in text
+
+
+def test_scalars_follow_yaml_1_2(tmp_path):
+    class Loose(BaseModel):
+        a: object
+        b: object
+        c: object
+        d: object
+        e: object
+        f: object
+
+    loaded = load_config(Loose, write(tmp_path, "a: 1e-6\nb: no\nc: 010\nd: 12:30:00\ne: 2024-01-01\nf:\n"))
+    assert loaded.config == Loose(a=1e-6, b="no", c="010", d="12:30:00", e="2024-01-01", f=None)
+
+
+def test_an_empty_file_is_all_defaults_and_required_settings_are_still_required(tmp_path):
+    assert fault(write(tmp_path, "# nothing\n")).startswith("sums.yaml  model  must be given")
+
+
+def test_a_section_given_as_an_override_replaces_the_section(tmp_path):
+    path = write(tmp_path, "model: m\noptim: {lr: 1e-3, schedule: constant}\n")
+    loaded = load_config(Config, path, ["optim={lr: 0.5}"])
+    assert loaded.config.optim == Optim(lr=0.5, schedule="cosine")
+    assert loaded.origins == {"model": "sums.yaml:1", "optim.lr": "command line"}
+
+
+def test_the_dump_is_loaded_back_to_an_equal_model_and_carries_the_origins(tmp_path):
+    loaded = load_config(Config, None, ["model=tiny", "optim.lr=1e-7", "lora={}", "extra={a: 'yes', b: '1e-6'}"])
+    text = dump_config(loaded.config, loaded.origins)
+    assert "  lr: 1.0e-07  # command line\n" in text
+    assert load_config(Config, write(tmp_path, text)).config == loaded.config
+
+
+@given(
+    st.text(max_size=40), st.dictionaries(st.from_regex(r"[a-z]{1,6}", fullmatch=True), st.text()), st.floats(1e-300)
+)
+def test_every_value_survives_the_round_trip_also_behind_a_comment(model, extra, lr):
+    config = Config(model=model, extra=extra, optim=Optim(lr=lr))
+    comments = {"model": "x.yaml:1", "optim.lr": "x.yaml:2"} | {f"extra.{key}": "command line" for key in extra}
+    text = dump_config(config, comments)
+    assert _load_text(text) == config
+    assert text.count("  # ") >= 2 + len(extra)
+
+
+def _load_text(text: str) -> Config:
+    return Config.model_validate(yaml.load(text, YamlLoader))
+
+
+def test_infinite_values_survive_the_round_trip():
+    assert math.isinf(_load_text(dump_config(Config(model="m", optim=Optim(lr=math.inf)))).optim.lr)
+
+
+def test_defaults_list_every_setting_with_its_meaning():
+    assert dump_defaults(Config) == (
+        "model: null  # required; path or name of the model\n"
+        "group_size: 8  # completions per prompt\n"
+        "clip: [0.2, 0.28]\n"
+        "optim:\n"
+        "  lr: 2.0e-05  # learning rate\n"
+        "  schedule: cosine\n"
+        "lora: null  # low-rank adapters; a section of rank, alpha\n"
+        "extra: {}\n"
+    )
+
+
+def test_settings_of_an_optional_section_are_known_so_that_they_can_be_suggested():
+    assert [setting.name for setting in settings(Config)][-4:] == ["lora", "lora.rank", "lora.alpha", "extra"]
+    assert "did you mean  lora.rank" in fault(None, "model=m", "lora.rnk=3")
+
+
+def test_a_recipe_is_a_path_or_a_packaged_name(tmp_path, monkeypatch):
+    path = write(tmp_path, "model: m\n")
+    monkeypatch.setattr("llmrl.config.recipe_names", lambda: {"sums_grpo": Path("packaged/sums_grpo.yaml")})
+    assert find_recipe(str(path)) == path
+    assert find_recipe("sums_grpo") == find_recipe("sums_grpo.yaml") == Path("packaged/sums_grpo.yaml")
+    with pytest.raises(ConfigError, match="did you mean  sums_grpo") as caught:
+        find_recipe("sum_grpo.yaml")
+    assert "packaged      sums_grpo" in str(caught.value)

@@ -1,0 +1,56 @@
+"""The public names, at the paths where people look for them."""
+
+import importlib
+import inspect
+
+import pytest
+
+PUBLIC = {
+    "llmrl.errors": "LLMRLError ConfigError DataError TemplateError ShapeError MissingKeyError MissingDependencyError "
+    "WeightSyncError RolloutError DeadlineError CheckpointError",
+    "llmrl.data": "Composite Unbounded Bounded Categorical NonTensor ReplayBuffer ListStorage LazyStackStorage "
+    "LazyTensorStorage RandomSampler SamplerWithoutReplacement RoundRobinWriter History",
+    "llmrl.data.replay_buffers": "ReplayBuffer ListStorage LazyStackStorage LazyTensorStorage RandomSampler "
+    "SamplerWithoutReplacement RoundRobinWriter",
+    "llmrl.data.replay_buffers.samplers": "RandomSampler SamplerWithoutReplacement",
+    "llmrl.data.replay_buffers.storages": "ListStorage LazyStackStorage LazyTensorStorage",
+    "llmrl.data.replay_buffers.writers": "RoundRobinWriter",
+    "llmrl.data.llm": "History add_chat_template",
+    "llmrl.data.llm.chat": "History add_chat_template",
+    "llmrl.modules.llm": "Renderer LLMWrapperBase TransformersWrapper ChatHistory Text Tokens LogProbs Masks",
+    "llmrl.modules.llm.engines": "Engine TransformersEngine SamplingParams Generation StopReason",
+    "llmrl.modules.llm.log_probs": "token_logprobs TokenScorer TokenScores",
+    "llmrl.envs": "EnvBase Transform Compose TransformedEnv StepCounter check_env_specs step_mdp",
+    "llmrl.envs.llm": "ChatEnv DatasetChatEnv GSM8KEnv GSM8KRewardParser",
+    "llmrl.envs.llm.transforms": "DataLoadingPrimer PolicyVersion",
+    "llmrl.objectives": "LossModule",
+    "llmrl.objectives.llm": "GRPOLoss GRPOLossOutput SFTLoss SFTLossOutput MCAdvantage StepCounts count_step",
+    "llmrl.collectors": "WeightUpdaterBase",
+    "llmrl.collectors.llm": "LLMCollector",
+    "llmrl.testing": "tiny_tokenizer tiny_model ScriptedPolicy FakeEngine",
+    "llmrl.config": "load_config dump_config find_recipe Loaded",
+    "llmrl.metrics": "MetricsLog read_metrics",
+    "llmrl.rollouts": "RolloutLog Rollout read_rollouts",
+    "llmrl.rundir": "RunDir",
+    "llmrl.checkpoint": "CheckpointStore InterruptGuard latest_checkpoint",
+    "llmrl.console": "StepDisplay print_plan print_conversations print_summary",
+}
+NAMES = [(module, name) for module, names in PUBLIC.items() for name in names.split()]
+
+
+@pytest.mark.parametrize(("module", "name"), NAMES, ids=[f"{module}.{name}" for module, name in NAMES])
+def test_a_public_name_imports_from_its_path_is_exported_and_explained(module, name):
+    home = importlib.import_module(module)
+    value = getattr(home, name)
+    assert name in home.__all__
+    own = vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__
+    assert own, f"{name} needs a docstring of its own"
+    assert value.__module__.startswith("llmrl.")
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_a_package_says_what_it_is_and_exports_only_what_it_has(module):
+    home = importlib.import_module(module)
+    assert home.__doc__
+    assert sorted(set(home.__all__)) == sorted(home.__all__)
+    assert [name for name in home.__all__ if not hasattr(home, name)] == []

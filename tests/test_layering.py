@@ -1,0 +1,156 @@
+"""Imports point one way. The table is the one of AGENTS.md; a row may import the rows it names and itself."""
+
+import ast
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = {"llmrl.chat_templates": "chat_templates", "llmrl.tools": "tools", "llmrl.recipes": "recipes"}
+
+BASE = (
+    "llmrl.errors",
+    "llmrl.optional",
+    "llmrl.padding",
+    "llmrl.config",
+    "llmrl.config_source",
+    "llmrl.metrics",
+    "llmrl.rollouts",
+    "llmrl.rundir",
+    "llmrl.checkpoint",
+    "llmrl.console",
+    "llmrl.show",
+    "llmrl.doctor",
+)
+TOOLS = ("llmrl.tools", "llmrl.chat_templates")
+TABLE: dict[str, tuple[str, ...]] = {
+    "llmrl": (),
+    **{module: BASE for module in BASE},
+    "llmrl.tools": ("llmrl.errors", "llmrl.optional"),
+    "llmrl.chat_templates": ("llmrl.errors", "llmrl.optional"),
+    "llmrl.data": (*BASE, *TOOLS),
+    "llmrl.modules": (*BASE, *TOOLS, "llmrl.data"),
+    "llmrl.envs": (*BASE, "llmrl.data"),
+    "llmrl.envs.llm": (*BASE, *TOOLS, "llmrl.data", "llmrl.envs", "llmrl.modules"),
+    "llmrl.objectives": (*BASE, "llmrl.data", "llmrl.modules", "llmrl.envs.transforms.base"),
+    "llmrl.weight_update": BASE,
+    "llmrl.collectors": (
+        *(*BASE, *TOOLS, "llmrl.data", "llmrl.modules", "llmrl.envs", "llmrl.envs.llm"),
+        *("llmrl.objectives", "llmrl.weight_update"),
+    ),
+    "llmrl.testing": (*BASE, *TOOLS, "llmrl.data", "llmrl.modules", "llmrl.envs", "llmrl.envs.llm"),
+    "llmrl.cli": (*BASE, "llmrl", "llmrl.recipes"),
+    "llmrl.recipes": ("llmrl",),  # anything
+}
+NO_TORCH = {"llmrl.errors", "llmrl.optional", "llmrl.config", "llmrl.config_source", "llmrl.rundir", "llmrl.checkpoint"}
+NO_TORCH |= {"llmrl.console", "llmrl.show", "llmrl.rollouts", "llmrl.tools", "llmrl.chat_templates"}
+
+# Import names that belong to a distribution of another name, or come with one that llmrl depends on.
+PROVIDED_BY = {
+    "yaml": "pyyaml",
+    "pydantic_core": "pydantic",
+    "tokenizers": "transformers",
+    "safetensors": "transformers",
+}
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for package, folder in {"llmrl": "llmrl", **FOLDERS}.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = [package, *path.relative_to(ROOT / folder).with_suffix("").parts]
+            found[".".join(parts).removesuffix(".__init__")] = path
+    return found
+
+
+MODULES = modules()
+
+
+def row(name: str) -> str:
+    """The longest entry of the table that a module is, or is inside of."""
+    rows = [entry for entry in TABLE if name == entry or (entry != "llmrl" and name.startswith(f"{entry}."))]
+    return max(rows, key=len, default="")
+
+
+def imports(name: str) -> Iterator[tuple[str, int]]:
+    """Every import that can run, wherever it stands; those under ``if TYPE_CHECKING`` never run."""
+
+    def walk(node: ast.AST) -> Iterator[tuple[str, int]]:
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            nodes: list[ast.AST] = list(node.orelse)
+        else:
+            nodes = list(ast.iter_child_nodes(node))
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            package = name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0]
+            base = node.module or ""
+            if node.level:
+                base = ".".join(
+                    [*package.split(".")[: len(package.split(".")) - node.level + 1], *filter(None, [base])]
+                )
+            for alias in node.names:
+                yield (f"{base}.{alias.name}" if f"{base}.{alias.name}" in MODULES else base), node.lineno
+        for child in nodes:
+            yield from walk(child)
+
+    yield from walk(ast.parse(MODULES[name].read_text(encoding="utf-8")))
+
+
+def allowed(importer: str, imported: str) -> bool:
+    own = row(importer)
+    if own == "llmrl.recipes" or row(imported) == own:
+        return True
+    return any(imported == entry or row(imported) == entry for entry in TABLE[own])
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_imports_only_what_stands_above_it(name):
+    assert row(name), f"{name} is in no row of the table"
+    wrong = [
+        f"{MODULES[name].name}:{line} imports {imported}"
+        for imported, line in imports(name)
+        if imported.partition(".")[0] == "llmrl" and not allowed(name, imported)
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if row(name) in NO_TORCH])
+def test_what_answers_on_the_command_line_does_not_know_torch(name):
+    heavy = {"torch", "tensordict", "transformers", "datasets", "accelerate"}
+    assert not {imported.partition(".")[0] for imported, _ in imports(name)} & heavy
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_other_package_is_a_dependency_and_extras_come_through_require(name):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    known = {line.partition(">")[0].partition("[")[0].replace("-", "_") for line in project["dependencies"]}
+    used = {imported.partition(".")[0] for imported, _ in imports(name)} - set(sys.stdlib_module_names) - {"llmrl"}
+    assert {PROVIDED_BY.get(package, package) for package in used} <= known
+
+
+def test_the_table_knows_no_module_that_is_gone():
+    assert [entry for entry in TABLE if entry not in MODULES] == []
+
+
+def test_the_walker_sees_imports_everywhere_but_under_type_checking(tmp_path, monkeypatch):
+    path = tmp_path / "module.py"
+    path.write_text(
+        "from __future__ import annotations\nfrom typing import TYPE_CHECKING\nfrom .b import c\n"
+        "if TYPE_CHECKING:\n    import llmrl.cli\nelse:\n    import yaml\ndef f():\n    from llmrl import recipes\n"
+    )
+    monkeypatch.setitem(MODULES, "llmrl.data.module", path)
+    assert [found for found, _ in imports("llmrl.data.module")] == [
+        "__future__",
+        "typing",
+        "llmrl.data.b",
+        "yaml",
+        "llmrl.recipes",
+    ]
+    assert not allowed("llmrl.data.module", "llmrl.recipes")
+    assert not allowed("llmrl.data.module", "llmrl.envs.base")
+    assert allowed("llmrl.objectives.llm.advantage", "llmrl.envs.transforms.base")
+    assert not allowed("llmrl.objectives.llm.advantage", "llmrl.envs.base")

@@ -1,0 +1,24 @@
+import sys
+
+import pytest
+
+from llmrl.errors import MissingDependencyError
+from llmrl.optional import require
+
+
+def test_an_installed_module_is_returned_even_when_its_name_is_dotted():
+    assert require("os.path", extra="none", used_by="test").join("a", "b")
+
+
+def test_a_missing_package_names_the_user_and_the_extra():
+    with pytest.raises(MissingDependencyError, match=r"vLLMWrapper: .*no_such_engine.*install 'llmrl\[vllm\]'"):
+        require("no_such_engine.worker", extra="vllm", used_by="vLLMWrapper")
+
+
+def test_a_broken_package_shows_its_own_error(tmp_path, monkeypatch):
+    (tmp_path / "broken_package.py").write_text("import a_dependency_it_lacks\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="a_dependency_it_lacks") as caught:
+        require("broken_package", extra="x", used_by="test")
+    assert not isinstance(caught.value, MissingDependencyError)
+    assert "broken_package" not in sys.modules

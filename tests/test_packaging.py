@@ -1,0 +1,83 @@
+"""An installed llmrl has everything that a checkout has."""
+
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = {
+    "llmrl": "llmrl",
+    "llmrl.chat_templates": "chat_templates",
+    "llmrl.tools": "tools",
+    "llmrl.recipes": "recipes",
+}
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def packages_in_tree() -> list[str]:
+    found = []
+    for package, folder in FOLDERS.items():
+        for init in (ROOT / folder).rglob("__init__.py"):
+            found.append(".".join([package, *init.parent.relative_to(ROOT / folder).parts]))
+    return sorted(found)
+
+
+def test_the_package_list_is_the_tree():
+    assert sorted(PROJECT["tool"]["setuptools"]["packages"]) == packages_in_tree()
+
+
+def test_every_folder_with_code_is_a_package():
+    for package, folder in FOLDERS.items():
+        for path in (ROOT / folder).rglob("*.py"):
+            assert (path.parent / "__init__.py").exists(), f"{path} would be left out of {package}"
+
+
+def test_the_folders_outside_llmrl_are_mapped_to_their_packages():
+    assert PROJECT["tool"]["setuptools"]["package-dir"] == FOLDERS
+
+
+@pytest.mark.parametrize(("package", "suffix"), [("llmrl.chat_templates", ".jinja"), ("llmrl.recipes", ".yaml")])
+def test_data_files_are_found_where_they_are_installed(package, suffix):
+    assert [entry for entry in resources.files(package).iterdir() if entry.name.endswith(suffix)]
+
+
+@pytest.mark.slow
+def test_a_wheel_holds_every_module_and_data_file_and_runs_away_from_the_checkout(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    for folder in FOLDERS.values():
+        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, source / name)
+    # setuptools itself, not pip: the environment may have been made without pip, and nothing is to be downloaded
+    build = "import setuptools.build_meta as backend, sys; print(backend.build_wheel(sys.argv[1]))"
+    made = subprocess.run(
+        [sys.executable, "-c", build, str(tmp_path)], cwd=source, capture_output=True, text=True, timeout=120
+    )
+    assert made.returncode == 0, made.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for package, folder in FOLDERS.items():
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in (".py", ".jinja", ".yaml", ".typed"):
+                assert f"{package.replace('.', '/')}/{path.relative_to(ROOT / folder).as_posix()}" in names
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    script = (
+        "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f).lower()]; "
+        f"sys.path.insert(0, {str(site)!r}); from llmrl.config import recipe_names; import llmrl, llmrl.tools; "
+        "print(llmrl.__file__, llmrl.tools.__file__, *recipe_names())"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    package_file, tools_file, *recipes = ran.stdout.split()
+    assert package_file == str(site / "llmrl" / "__init__.py")
+    assert tools_file == str(site / "llmrl" / "tools" / "__init__.py")
+    assert recipes == sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
