@@ -84,7 +84,8 @@ def load_config(model_cls: type[Model], path: Path | str | None, overrides: Sequ
         config = model_cls.model_validate(source.data)
     except ValidationError as error:
         known = list(settings(model_cls))
-        faults = sorted(error.errors(), key=lambda fault: _line(source.place(fault["loc"])[1]))
+        faults = _without_other_members(error.errors(), source)
+        faults.sort(key=lambda fault: _line(source.place(fault["loc"])[1]))
         raise ConfigError("\n".join(_explain(fault, source, known) for fault in faults)) from None
     return Loaded(config, source.origins())
 
@@ -141,7 +142,8 @@ def settings(model_cls: type[BaseModel], prefix: str = "", filled: BaseModel | N
         if isinstance(filled, model_cls):
             default = getattr(filled, name)
         nested = list(_models_in(info.annotation))
-        if not nested or default is None:
+        is_section = isinstance(default, BaseModel) or (default is PydanticUndefined and _only_models(info.annotation))
+        if not nested or not is_section:
             extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
             yield Setting(
                 name=own,
@@ -217,6 +219,16 @@ def _explain(fault: Mapping[str, Any], source: Source, known: Sequence[Setting])
     return "\n".join(lines)
 
 
+def _without_other_members(faults: Sequence[Mapping[str, Any]], source: Source) -> list[Mapping[str, Any]]:
+    """Of a field that may be a section or a plain value: a section with a fault inside is not also "no string"."""
+    paths = [source.place(fault["loc"])[0] for fault in faults]
+    return [
+        fault
+        for fault, path in zip(faults, paths, strict=True)
+        if not (fault["type"].endswith("_type") and any(len(p) > len(path) and p[: len(path)] == path for p in paths))
+    ]
+
+
 def _meant(name: str, known: Sequence[Setting]) -> Setting | None:
     """The setting whose name, other name or meaning is closest to an unknown one; its own section comes first."""
     section, _, leaf = name.rpartition(".")
@@ -250,6 +262,12 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
         return
     for inner in get_args(annotation):
         yield from _models_in(inner)
+
+
+def _only_models(annotation: Any) -> bool:
+    """False where a field can also be something else than a section, as in ``str | TinyModel``."""
+    members = get_args(annotation) or (annotation,)
+    return all(isinstance(member, type) and issubclass(member, BaseModel) for member in members)
 
 
 def _line(place: str) -> int:

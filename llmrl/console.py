@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -113,8 +113,9 @@ def print_plan(console: Console, title: str, rows: Sequence[tuple[str, str]], *,
     """A heading, then aligned rows of label and value; a value's further lines are indented under its first."""
     gap = max(2, min(console.width, 120) - len(title) - len(right))
     _line(console, Text.assemble((title, "bold"), " " * gap if right else "", (right, "dim")))
+    width = _width(label for label, _ in rows)
     for label, value in rows:
-        _labelled(console, label, value, "cyan")
+        _labelled(console, label, value, "cyan", width)
 
 
 def note(console: Console, text: str) -> None:
@@ -277,16 +278,17 @@ def print_summary(
     sums      .410 -> .930 (+.520)
     next      llmrl eval runs/a
     """
-    _labelled(console, "done", " · ".join(headline), "bold green")
+    width = _width(name for name, _, _ in changes)
+    _labelled(console, "done", " · ".join(headline), "bold green", width)
     for name, before, after in changes:
         change = f"{_format(before)} -> {_format(after)}"
         if before is not None and after is not None:
             change += f" ({'+' if after >= before else ''}{_format(after - before)})"
-        _labelled(console, name, change, "cyan")
+        _labelled(console, name, change, "cyan", width)
     if files:
-        _labelled(console, "files", files, "cyan")
+        _labelled(console, "files", files, "cyan", width)
     for command in following:
-        _labelled(console, "next" if command == following[0] else "", command, "cyan")
+        _labelled(console, "next" if command == following[0] else "", command, "cyan", width)
 
 
 def format_duration(seconds: float) -> str:
@@ -341,11 +343,15 @@ def _row(columns: Sequence[Column], step: int, metrics: Mapping[str, float | Non
     return "  ".join([*cells, *(f"{word:>8}" for word in more)])
 
 
-def _labelled(console: Console, label: str, value: str, style: str) -> None:
+def _width(labels: Iterable[str]) -> int:
+    return max([_LABEL_WIDTH, *(len(label) + 2 for label in labels)])
+
+
+def _labelled(console: Console, label: str, value: str, style: str, width: int = _LABEL_WIDTH) -> None:
     first, *rest = value.splitlines() or [""]
-    _line(console, Text.assemble((f"{label:<{_LABEL_WIDTH}}", style), first))
+    _line(console, Text.assemble((f"{label:<{width}}", style), first))
     for line in rest:
-        _line(console, Text(" " * _LABEL_WIDTH + line))
+        _line(console, Text(" " * width + line))
 
 
 def _line(console: Console, text: Text) -> None:

@@ -15,9 +15,7 @@ __all__ = ["lengths_mask", "pad_rows", "unpad_rows"]
 Side = Literal["left", "right"]
 
 
-def pad_rows(
-    rows: Sequence[Tensor], *, value: float = 0, side: Side = "right", length: int | None = None
-) -> Tensor:
+def pad_rows(rows: Sequence[Tensor], *, value: float = 0, side: Side = "right", length: int | None = None) -> Tensor:
     """One tensor[B, T, ...] from B tensors[T_i, ...] of one dtype; ``side`` is where the padding goes.
 
     T is the longest row, or ``length``. Gradients flow back into the rows.

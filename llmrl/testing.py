@@ -6,17 +6,24 @@ BPE with single digits, ChatML with Qwen's special tokens, a causal language mod
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from importlib import resources
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
 
-from llmrl.errors import ConfigError, near
+from llmrl.data.llm.chat import History
+from llmrl.errors import ConfigError, MissingKeyError, near
+from llmrl.modules.llm.engines.base import Generation, SamplingParams, StopReason
+from llmrl.modules.llm.policies.containers import ChatHistory, Text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+__all__ = ["FakeEngine", "ScriptedPolicy", "tiny_model", "tiny_tokenizer"]
 
 # Splits letters, single digits, punctuation and white space as Qwen's tokenizers do.
 _SPLIT = (
@@ -29,7 +36,7 @@ _TEXTS = (
     "system user assistant tool You are a helpful assistant. Answer with one number between <answer> and </answer>.",
     "What is the sum of 12 and 30? The sum of 12 and 30 is 42. What is 7 times 6? It is 42, because 6 times 7 is 42.",
     "Hello! How are you? I am fine, thank you. And you? Think step by step and then give the final answer.",
-    '{"name": "calculator", "arguments": {"expression": "12 + 30"}}\ndef add(a, b):\n    return a + b\n\nprint(add(1, 2))',
+    '{"name": "calculator", "arguments": {"expression": "12 + 30"}}\ndef add(a, b):\n    return a + b\n\nprint(add(1))',
     "The quick brown fox jumps over the lazy dog while the other dogs sleep near the river and dream of the hills.",
 )
 _ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral", "gpt2")
@@ -150,3 +157,151 @@ def tiny_model(
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return model.eval()
+
+
+class FakeEngine:
+    """An ``Engine`` that answers from a script and costs nothing: what wrappers, environments and losses are tested with.
+
+    answers  strings or int64[R] id rows, handed out row by row and call by call, from the start again when they run out; or a
+             function from prompt ids int64[P] to a string or ids. A string is tokenised and ended with the end-of-sequence id
+    Keeps    ``prompts``: every prompt it was given, in order; ``seeds``: the seeds of the last call; ``weights``: the last ones sent
+
+    An answer that does not end in a stop id counts as cut off at the length limit. Log-probs are a fixed function of the ids.
+
+    >>> tokenizer = tiny_tokenizer()
+    >>> engine = FakeEngine(["It is 4."], tokenizer=tokenizer)
+    >>> generation = engine.generate([torch.tensor([1, 2, 3])], SamplingParams())
+    >>> tokenizer.decode(generation.ids[0]), generation.stop_reasons[0].name, engine.prompts[0].tolist()
+    ('It is 4.<|im_end|>', 'EOS', [1, 2, 3])
+    """
+
+    def __init__(
+        self,
+        answers: Sequence[str | Tensor] | Callable[[Tensor], str | Tensor],
+        *,
+        tokenizer: PreTrainedTokenizerFast | None = None,
+        eos_token_ids: Sequence[int] = (),
+    ) -> None:
+        if not callable(answers) and not len(answers):
+            raise ConfigError("FakeEngine: there must be at least one answer: got none.")
+        self.tokenizer = tokenizer
+        self.eos_token_ids = tuple(eos_token_ids) or (() if tokenizer is None else (tokenizer.eos_token_id,))
+        self.answers = answers if callable(answers) else [self._ids(answer) for answer in answers]
+        self.version = 0
+        self.prompts: list[Tensor] = []
+        self.seeds: list[int] | None = None
+        self.weights: Mapping[str, Tensor] | None = None
+        self._num_given = 0
+        self._known: dict[tuple[int, frozenset[int], int], tuple[Tensor, Tensor, StopReason]] = {}
+
+    def generate(
+        self, prompts: Sequence[Tensor], params: SamplingParams, *, seeds: Sequence[int] | None = None
+    ) -> Generation:
+        """Hands out the next answers, cut at ``max_new_tokens`` and at the first stop id."""
+        self.prompts.extend(prompts)
+        self.seeds = None if seeds is None else list(seeds)
+        stops = frozenset((*self.eos_token_ids, *params.stop_token_ids))
+        rows = [self._answer(prompt, stops, params.max_new_tokens) for prompt in prompts]
+        ids, log_probs, reasons = ([row[part] for row in rows] for part in range(3))
+        plain = [2 * row for row in log_probs] if params.truncates else None
+        return Generation(ids, log_probs, plain, reasons, self.version)
+
+    def score(
+        self, sequences: Sequence[Tensor], *, temperature: float = 1.0, masks: Sequence[Tensor] | None = None
+    ) -> list[Tensor]:
+        """The same log-probs for the same ids, whatever the temperature; 0 for the first token and where a mask is False."""
+        scores = _fake_log_probs(sequences)
+        for row in scores:
+            row[:1] = 0.0
+        if masks is not None:
+            scores = [row * mask for row, mask in zip(scores, masks, strict=True)]
+        return scores
+
+    def update_weights(self, weights: Mapping[str, Tensor] | None, *, version: int) -> None:
+        """Keeps the weights and moves the version."""
+        self.weights = weights
+        self.version = version
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def _answer(self, prompt: Tensor, stops: frozenset[int], limit: int) -> tuple[Tensor, Tensor, StopReason]:
+        """Ids, log-probs and stop reason of the next answer; an answer of the script is worked out once."""
+        if callable(self.answers):
+            return _cut_answer(self._ids(self.answers(prompt)), stops, limit)
+        key = (self._num_given % len(self.answers), stops, limit)
+        self._num_given += 1
+        if key not in self._known:
+            self._known[key] = _cut_answer(self.answers[key[0]], stops, limit)
+        return self._known[key]
+
+    def _ids(self, answer: str | Tensor) -> Tensor:
+        if isinstance(answer, Tensor):
+            return answer
+        if self.tokenizer is None:
+            raise ConfigError("FakeEngine: answers in words need tokenizer= to become ids.")
+        ids = self.tokenizer(answer, add_special_tokens=False)["input_ids"]
+        return torch.tensor([*ids, self.tokenizer.eos_token_id], dtype=torch.int64)
+
+
+def _cut_answer(ids: Tensor, stops: frozenset[int], limit: int) -> tuple[Tensor, Tensor, StopReason]:
+    values = ids.tolist()[:limit]
+    end = next((place + 1 for place, value in enumerate(values) if value in stops), None)
+    ids = ids[: len(values) if end is None else end].clone()
+    return ids, _fake_log_probs([ids])[0], StopReason.LENGTH if end is None else StopReason.EOS
+
+
+def _fake_log_probs(rows: Sequence[Tensor]) -> list[Tensor]:
+    """float32 in (-1, 0): a function of the id alone."""
+    if not len(rows):
+        return []
+    flat = torch.cat(list(rows))
+    return [row.clone() for row in (-(flat % 7 + 1).float() / 8).split([len(row) for row in rows])]
+
+
+class ScriptedPolicy:
+    """A policy without a model or tokens, for tests of environments, transforms and collectors in history or text mode.
+
+    replies  strings, handed out row by row and call by call, from the start again when they run out; or a function from what the
+             row's prompt is (a list of messages, or a string) to the reply
+    Reads    ("history", "prompt") or ("text", "prompt"), whichever is there
+    Writes   "response" and "full" of the same container, "stop_reason" int64[B] (always EOS), "policy_version" int64[B] (0)
+
+    >>> policy = ScriptedPolicy(["4", "5"])
+    >>> td = TensorDict({"text": Text.from_rows({"prompt": ["2+2=", "2+3="]})}, batch_size=[2])
+    >>> policy(td)["text"].rows("full")
+    ['2+2=4', '2+3=5']
+    """
+
+    def __init__(self, replies: Sequence[str] | Callable[[Any], str]) -> None:
+        if not callable(replies) and not len(replies):
+            raise ConfigError("ScriptedPolicy: there must be at least one reply: got none.")
+        self.replies = replies
+        self._num_given = 0
+
+    def __call__(self, td: TensorDictBase) -> TensorDictBase:
+        history, text = td.get("history", None), td.get("text", None)
+        if history is not None and (chats := history.chats("prompt")) is not None:
+            answers = [[{"role": "assistant", "content": self._reply(chat)}] for chat in chats]
+            prompts = History.from_chats(chats)
+            response = History.from_chats(answers)
+            columns = {"prompt": prompts, "response": response, "full": prompts.extend(response, inplace=False, dim=-1)}
+            td.set("history", ChatHistory.from_rows(columns, td.batch_size))
+        elif text is not None and (prompts := text.rows("prompt")) is not None:
+            replies = [self._reply(prompt) for prompt in prompts]
+            full = [prompt + reply for prompt, reply in zip(prompts, replies, strict=True)]
+            td.set("text", Text.from_rows({"prompt": prompts, "response": replies, "full": full}, td.batch_size))
+        else:
+            present = ", ".join(sorted(str(key) for key in td.keys()))
+            raise MissingKeyError(
+                f"ScriptedPolicy: there must be a ('history', 'prompt') or ('text', 'prompt') to answer: keys present: {present}."
+            )
+        td.set("stop_reason", torch.full(td.batch_size, int(StopReason.EOS)))
+        td.set("policy_version", torch.zeros(td.batch_size, dtype=torch.int64))
+        return td
+
+    def _reply(self, prompt: Any) -> str:
+        if callable(self.replies):
+            return self.replies(prompt)
+        self._num_given += 1
+        return self.replies[(self._num_given - 1) % len(self.replies)]

@@ -4,37 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
+from llmrl.recipes.settings import EnvSettings, EvalSettings, ModelSource, SamplingSettings, Settings
 from pydantic import Field, model_validator
 
-from llmrl.recipes.settings import EvalSettings, ModelSource, SamplingSettings, Settings
-
-__all__ = ["AlgorithmSettings", "EnvSettings", "GRPOConfig"]
-
-
-class EnvSettings(Settings):
-    """Where prompts come from and who scores the answers."""
-
-    name: Literal["sums", "gsm8k", "chat"] = Field(
-        "chat", description="sums: the embedded task; gsm8k: its prompt and parser; chat: dataset and reward of your own"
-    )
-    dataset: str | None = Field(None, description="a .jsonl, .json, .parquet or .csv file, or a hub name")
-    config: str | None = Field(None, description="configuration of a hub dataset")
-    split: str = Field("train", description="split of a hub dataset or of an embedded task")
-    prompt_column: str | None = Field(None, description="where the prompt is, if it goes by another name")
-    answer_column: str | None = Field(None, description="where the reference answer is, if it goes by another name")
-    system_prompt: str | None = Field(None, description="first message of every conversation")
-    reward: str | None = Field(None, description="a plain function, as my_pkg.rewards:exact; called with completion, answer")
-    reward_deadline_s: float = Field(20.0, gt=0, description="seconds that the rewards of one batch may take")
-    max_turns: int = Field(1, ge=1, description="answers of the policy per conversation")
-    max_prompt_tokens: int = Field(1024, ge=1, description="longest prompt")
-    too_long: Literal["error", "drop"] = Field("error", description="what becomes of a longer prompt")
-
-    @model_validator(mode="after")
-    def _chat_needs_data_and_reward(self) -> EnvSettings:
-        if self.name == "chat" and (self.dataset is None or self.reward is None):
-            missing = " and ".join(key for key in ("dataset", "reward") if getattr(self, key) is None)
-            raise ValueError(f"env {self.name} needs {missing}")
-        return self
+__all__ = ["AlgorithmSettings", "GRPOConfig"]
 
 
 class AlgorithmSettings(Settings):
@@ -45,20 +18,23 @@ class AlgorithmSettings(Settings):
     loss: Literal["token", "seq-mean", "dr_grpo"] | None = Field(None, description="how token losses are averaged")
     kl: float = Field(0.0, ge=0, description="weight of the divergence from the starting model, kept as reference")
     entropy: float = Field(0.0, ge=0, description="weight of the entropy bonus")
-    correction: Literal["tis", "none"] | None = Field(None, description="weight for what engine and trainer disagree on")
+    correction: Literal["tis", "none"] | None = Field(
+        None, description="weight for what engine and trainer disagree on"
+    )
 
 
 class GRPOConfig(ModelSource):
     """Group-relative policy optimisation. The defaults are those of the literature; a run prints what they resolve to."""
 
-    algo: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce"] = Field(
+    algo: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce", "reinforce++"] = Field(
         "grpo", description="preset of the four choices below"
     )
     env: EnvSettings
     steps: int = Field(200, ge=1, description="rollout and update rounds")
     prompts_per_step: int = Field(32, ge=1, description="prompts per step, over all processes")
     group_size: int = Field(
-        8, description="completions per prompt; their mean is the baseline, so one is not a group",
+        8,
+        description="completions per prompt; their mean is the baseline, so one is not a group",
         json_schema_extra={"also": ["num_generations", "n"]},
     )
     min_group_size: int | None = Field(
@@ -67,7 +43,9 @@ class GRPOConfig(ModelSource):
     zero_variance: Literal["drop", "keep"] = Field(
         "drop", description="groups whose rewards are all equal: left out of the step, or counted in its mean"
     )
-    updates_per_step: int = Field(1, ge=1, description="optimizer updates on the rollouts of one step, each on its own part")
+    updates_per_step: int = Field(
+        1, ge=1, description="optimizer updates on the rollouts of one step, each on its own part"
+    )
     max_failed: float = Field(0.5, ge=0, le=1, description="share of failed rollouts in a step that ends the run")
     sampling: SamplingSettings = SamplingSettings()
     grpo: AlgorithmSettings = AlgorithmSettings()

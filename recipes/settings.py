@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 __all__ = [
     "CheckpointSettings",
+    "EnvSettings",
     "EvalSettings",
     "ModelSource",
     "OptimSettings",
@@ -27,7 +28,9 @@ class Settings(BaseModel):
 class TinyModelSettings(Settings):
     """A random model and a byte-level BPE tokenizer, made on the spot: what the embedded task trains."""
 
-    architecture: Literal["qwen2", "qwen3", "llama", "mistral", "gpt2"] = Field("qwen2", description="family of the layers")
+    architecture: Literal["qwen2", "qwen3", "llama", "mistral", "gpt2"] = Field(
+        "qwen2", description="family of the layers"
+    )
     hidden_size: int = Field(160, ge=16, description="width")
     layers: int = Field(4, ge=1, description="decoder layers")
     heads: int = Field(4, ge=1, description="attention heads")
@@ -59,6 +62,35 @@ class SamplingSettings(Settings):
     top_k: int = Field(0, ge=0, description="0 keeps the whole distribution; more makes training off-policy")
 
 
+class EnvSettings(Settings):
+    """Where prompts come from and who scores the answers."""
+
+    name: Literal["sums", "gsm8k", "chat"] = Field(
+        "chat",
+        description="sums: the embedded task; gsm8k: its prompt and parser; chat: dataset and reward of your own",
+    )
+    dataset: str | None = Field(None, description="a .jsonl, .json, .parquet or .csv file, or a hub name")
+    config: str | None = Field(None, description="configuration of a hub dataset")
+    split: str = Field("train", description="split of a hub dataset or of an embedded task")
+    prompt_column: str | None = Field(None, description="where the prompt is, if it goes by another name")
+    answer_column: str | None = Field(None, description="where the reference answer is, if it goes by another name")
+    system_prompt: str | None = Field(None, description="first message of every conversation")
+    reward: str | None = Field(
+        None, description="a plain function, as my_pkg.rewards:exact; called with completion, answer"
+    )
+    reward_deadline_s: float = Field(20.0, gt=0, description="seconds that the rewards of one batch may take")
+    max_turns: int = Field(1, ge=1, description="answers of the policy per conversation")
+    max_prompt_tokens: int = Field(1024, ge=1, description="longest prompt")
+    too_long: Literal["error", "drop"] = Field("error", description="what becomes of a longer prompt")
+
+    @model_validator(mode="after")
+    def _chat_needs_data_and_reward(self) -> EnvSettings:
+        if self.name == "chat" and (self.dataset is None or self.reward is None):
+            missing = " and ".join(key for key in ("dataset", "reward") if getattr(self, key) is None)
+            raise ValueError(f"env {self.name} needs {missing}")
+        return self
+
+
 class EvalSettings(Settings):
     """Greedy accuracy on problems that are never trained on."""
 
@@ -67,7 +99,7 @@ class EvalSettings(Settings):
     rows: int | None = Field(500, ge=1, description="the first so many problems; null: all")
     every: int = Field(0, ge=0, description="steps between evaluations; 0: before and after only")
     batch_size: int = Field(512, ge=1, description="conversations generated side by side")
-    max_tokens: int | None = Field(None, ge=1, description="longest answer; null: as in sampling")
+    max_tokens: int = Field(512, ge=1, description="longest answer, in tokens")
 
 
 class CheckpointSettings(Settings):
@@ -80,7 +112,9 @@ class CheckpointSettings(Settings):
 class ParallelSettings(Settings):
     """How several processes, started by torchrun, share the work. One process ignores it."""
 
-    mode: Literal["ddp", "fsdp2"] = Field("ddp", description="ddp: whole copies; fsdp2: parameters and optimizer sharded")
+    mode: Literal["ddp", "fsdp2"] = Field(
+        "ddp", description="ddp: whole copies; fsdp2: parameters and optimizer sharded"
+    )
     timeout_s: float = Field(600.0, gt=0, description="a collective that waits longer ends the run")
 
 
@@ -103,7 +137,9 @@ class ModelSource(Settings):
     optim: OptimSettings = OptimSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     parallel: ParallelSettings = ParallelSettings()
-    log: list[Literal["wandb", "tensorboard"]] = Field([], description="mirrors of metrics.jsonl, which is always written")
+    log: list[Literal["wandb", "tensorboard"]] = Field(
+        [], description="mirrors of metrics.jsonl, which is always written"
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from llmrl.recipes.settings import EnvSettings, EvalSettings, ModelSource, Settings
 from pydantic import Field, model_validator
-
-from llmrl.recipes.settings import EvalSettings, ModelSource, Settings
 
 __all__ = ["SFTConfig", "SFTData", "StopSettings"]
 
@@ -47,9 +46,8 @@ class SFTConfig(ModelSource):
     batch_size: int = Field(64, ge=1, description="conversations per optimizer step, over all processes")
     epochs: float = Field(1.0, gt=0, description="passes over the data")
     steps: int | None = Field(None, ge=1, description="optimizer steps; null: as many as the epochs have")
-    env: str | None = Field(None, description="the task that evaluation asks: sums, gsm8k; null: no evaluation")
+    env: EnvSettings | None = Field(None, description="the task that evaluation asks; null: no evaluation")
     eval: EvalSettings = EvalSettings()
-    eval_max_tokens: int = Field(256, ge=1, description="longest answer in evaluation")
     stop: StopSettings | None = Field(None, description="end early")
     samples: int = Field(2, ge=0, description="conversations printed with their trained tokens marked")
 

@@ -9,6 +9,8 @@ import yaml
 
 from llmrl import cli
 from llmrl.checkpoint import CheckpointStore
+from llmrl.config import find_recipe, load_config, recipe_names, settings
+from llmrl.errors import ConfigError
 from llmrl.metrics import MetricsLog
 from llmrl.rollouts import Rollout, RolloutLog
 from llmrl.rundir import RunDir
@@ -188,9 +190,9 @@ def test_show_prints_steps_before_and_after_and_the_best_and_worst_sample(tmp_pa
     out = capsys.readouterr().out
     table = [line.split() for line in out.splitlines()[3:6]]
     assert table == [["step", "reward", "step", "s"], ["1", ".250", "60.0"], ["2", ".750", "60.0"]]
-    assert "done      2 steps · 2m 00s" in out
-    assert "reward    .250 -> .750 (+.500)" in out
-    assert "eval/sums .250 -> .500 (+.250)" in out
+    assert "done       2 steps · 2m 00s" in out
+    assert "reward     .250 -> .750 (+.500)" in out
+    assert "eval/sums  .250 -> .500 (+.250)" in out
     assert out.index("p1.0«c»") < out.index("p0.0«c»")
     assert "p0.5" not in out
     assert "llmrl resume" in out
@@ -226,6 +228,22 @@ def test_doctor_finds_that_this_machine_can_train(capsys):
     assert found["training"]["ok"]
     assert cli.main(["doctor"]) == 0
     assert capsys.readouterr().out.startswith("ok  python")
+
+
+@pytest.mark.parametrize("name", cli.RECIPES)
+def test_every_setting_of_a_recipe_has_a_meaning_and_unknown_ones_are_refused(name):
+    model = cli.RECIPES[name].settings()
+    assert [setting.name for setting in settings(model) if not setting.meaning and not setting.inside] == []
+    sections = [setting.name.rpartition(".")[0] for setting in settings(model)]
+    for section in dict.fromkeys(sections):
+        with pytest.raises(ConfigError, match=rf"{section}\.?zzzz  is not a setting"):
+            load_config(model, None, [f"{section}.zzzz=1".lstrip(".")])
+
+
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_a_packaged_recipe_is_named_after_its_command_and_is_valid(recipe):
+    command = recipe.rpartition("_")[2]
+    load_config(cli.RECIPES[command].settings(), find_recipe(recipe))
 
 
 def test_help_and_version_answer(capsys):

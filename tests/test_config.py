@@ -23,6 +23,14 @@ class Lora(BaseModel, extra="forbid"):
     alpha: float = 32.0
 
 
+class Tiny(BaseModel, extra="forbid"):
+    width: int = Field(16, description="of the layers")
+
+
+class Either(BaseModel, extra="forbid"):
+    model: str | Tiny = Field(description="a name, or a size")
+
+
 class Config(BaseModel, extra="forbid"):
     model: str = Field(description="path or name of the model")
     group_size: int = Field(
@@ -224,6 +232,17 @@ def test_defaults_list_every_setting_with_its_meaning():
 def test_settings_of_an_optional_section_are_known_so_that_they_can_be_suggested():
     assert [setting.name for setting in settings(Config)][-4:] == ["lora", "lora.rank", "lora.alpha", "extra"]
     assert "did you mean  lora.rank" in fault(None, "model=m", "lora.rnk=3")
+
+
+def test_a_setting_that_is_a_word_or_a_section_is_explained_as_the_one_that_was_written():
+    assert load_config(Either, None, ["model=a"]).config.model == "a"
+    assert load_config(Either, None, ["model.width=3"]).config.model == Tiny(width=3)
+    with pytest.raises(ConfigError) as caught:
+        load_config(Either, None, ["model.wdth=3"])
+    assert str(caught.value) == (
+        "command line  model.wdth  is not a setting\ndid you mean  model.width  (of the layers, default 16)?"
+    )
+    assert dump_defaults(Either) == "model: null  # required; a name, or a size; a section of width\n"
 
 
 def test_a_recipe_is_a_path_or_a_packaged_name(tmp_path, monkeypatch):

@@ -169,6 +169,12 @@ def test_the_summary_shows_before_and_after():
     ]
 
 
+def test_a_long_name_widens_the_column_of_labels():
+    console = plain()
+    print_summary(console, ["3 steps"], changes=[("eval/gsm8k-test", 0.25, 0.5)])
+    assert written(console).splitlines() == ["done             3 steps", "eval/gsm8k-test  .250 -> .500 (+.250)"]
+
+
 def test_a_table_of_recorded_steps_leaves_out_columns_without_values():
     console = plain()
     print_table(console, COLUMNS, [{"step": 1, "perf/gen_tok_s": 10.0}, {"step": 2, "perf/gen_tok_s": None}])

@@ -9,7 +9,7 @@ PUBLIC = {
     "llmrl.errors": "LLMRLError ConfigError DataError TemplateError ShapeError MissingKeyError MissingDependencyError "
     "WeightSyncError RolloutError DeadlineError CheckpointError",
     "llmrl.data": "Composite Unbounded Bounded Categorical NonTensor ReplayBuffer ListStorage LazyStackStorage "
-    "LazyTensorStorage RandomSampler SamplerWithoutReplacement RoundRobinWriter History",
+    "LazyTensorStorage RandomSampler SamplerWithoutReplacement RoundRobinWriter",
     "llmrl.data.replay_buffers": "ReplayBuffer ListStorage LazyStackStorage LazyTensorStorage RandomSampler "
     "SamplerWithoutReplacement RoundRobinWriter",
     "llmrl.data.replay_buffers.samplers": "RandomSampler SamplerWithoutReplacement",

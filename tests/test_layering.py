@@ -49,12 +49,8 @@ NO_TORCH = {"llmrl.errors", "llmrl.optional", "llmrl.config", "llmrl.config_sour
 NO_TORCH |= {"llmrl.console", "llmrl.show", "llmrl.rollouts", "llmrl.tools", "llmrl.chat_templates"}
 
 # Import names that belong to a distribution of another name, or come with one that llmrl depends on.
-PROVIDED_BY = {
-    "yaml": "pyyaml",
-    "pydantic_core": "pydantic",
-    "tokenizers": "transformers",
-    "safetensors": "transformers",
-}
+PROVIDED_BY = {"yaml": "pyyaml", "pydantic_core": "pydantic"}
+PROVIDED_BY |= {"tokenizers": "transformers", "safetensors": "transformers"}
 
 
 def modules() -> dict[str, Path]:

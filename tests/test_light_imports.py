@@ -3,44 +3,41 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
 HEAVY = ["torch", "tensordict", "transformers", "datasets", "accelerate", "pyarrow", "numpy", "vllm", "ray"]
 EXTRAS = ["vllm", "ray", "gymnasium", "h5py", "mcp", "playwright", "peft", "wandb", "tensorboard", "math_verify"]
 
 
-def loaded_by(code: str, *arguments: str) -> set[str]:
-    """Runs ``code`` and returns which of the large packages it had loaded at its end, even if it left by sys.exit."""
-    script = (
-        "import atexit, json, sys\n"
-        f"atexit.register(lambda: print(json.dumps([n for n in {HEAVY + EXTRAS} if n in sys.modules]), file=sys.stderr))\n"
-        + code
-    )
+def run(code: str, *arguments: str) -> tuple[set[str], int]:
+    """Which of the large packages ``code`` had loaded at its end, even if it left by sys.exit, and its exit code."""
+    report = f"print(json.dumps([name for name in {HEAVY + EXTRAS} if name in sys.modules]), file=sys.stderr)"
+    script = f"import atexit, json, sys\natexit.register(lambda: {report})\n{code}"
     done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60)
-    return set(json.loads(done.stderr.splitlines()[-1]))
+    return set(json.loads(done.stderr.splitlines()[-1])), done.returncode
 
 
 @pytest.mark.parametrize("module", ["llmrl", "llmrl.cli", "llmrl.config", "llmrl.metrics", "llmrl.show", "llmrl.tools"])
 def test_the_light_modules_load_nothing_large(module):
-    assert loaded_by(f"import {module}") == set()
+    assert run(f"import {module}") == (set(), 0)
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "code"),
     [
-        ["--help"],
-        ["sft", "--help"],
-        ["grpo", "sums_grpo", "no.such.setting=1"],
-        ["grpo", "no_such_recipe"],
-        ["show", "x"],
+        (["--help"], 0),
+        (["sft", "--help"], 0),
+        (["grpo", "--defaults"], 0),
+        (["grpo", "sums_grpo", "no.such.setting=1"], 2),
+        (["sft", "sums_sft", "stepz=1"], 2),
+        (["grpo", "no_such_recipe"], 2),
+        (["show", "no_such_run"], 2),
     ],
-    ids=" ".join,
 )
-def test_help_and_bad_settings_are_answered_without_torch(arguments):
-    assert loaded_by("import sys; from llmrl.cli import main; sys.exit(main(sys.argv[1:]))", *arguments) == set()
+def test_help_and_bad_settings_are_answered_without_torch(arguments, code):
+    loaded = run("import sys; from llmrl.cli import main; sys.exit(main(sys.argv[1:]))", *arguments)
+    assert loaded == (set(), code)
 
 
 def test_every_module_imports_without_any_extra_and_leaves_the_process_as_it_was():
@@ -48,7 +45,7 @@ def test_every_module_imports_without_any_extra_and_leaves_the_process_as_it_was
 import importlib, json, multiprocessing, pkgutil, random, sys, warnings
 for extra in {EXTRAS}:
     sys.modules[extra] = None  # importing it raises
-import torch, tensordict, transformers, datasets, accelerate, numpy
+import torch, tensordict, transformers, datasets, accelerate, numpy, rich.console  # what these do is theirs
 
 def state():
     return [

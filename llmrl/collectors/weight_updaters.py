@@ -1,7 +1,7 @@
 """Weight updaters: what a collector calls when the trainer has new weights. Adapters over `llmrl.weight_update`.
 
-How weights travel and when a set of them is whole is the publisher's part. An updater says where they come from and which
-workers get them, and tells its collector afterwards, so that the policy version moves once per update.
+How weights travel and when a set of them is whole is the publisher's part. An updater says where they come from and
+which workers get them, and tells its collector afterwards, so that the policy version moves once per update.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class VersionedCollector(Protocol):
 class WeightUpdaterBase(ABC):
     """Extension point: a subclass writes ``_sync_weights_with_worker`` and, where they differ, the other three.
 
-    ``_get_server_weights()``       weights to push where the caller gives none; None: the receiver shares the trainer's module
+    ``_get_server_weights()``       weights to push where the caller gives none; None: the receiver shares the trainer's
+                                    module
     ``_maybe_map_weights(weights)`` renames or converts them for the receiver
     ``all_worker_ids()``            the workers; None: one, without an id
     """
@@ -115,7 +116,8 @@ class VanillaWeightUpdater(WeightUpdaterBase):
         if mine != given:
             names = sorted(name for name in mine.keys() | given.keys() if mine.get(name) != given.get(name))
             raise WeightSyncError(
-                f"VanillaWeightUpdater: names and shapes must be the policy's: {len(names)} differ, first {names[0]!r}: got "
+                f"VanillaWeightUpdater: names and shapes must be the policy's: {len(names)} differ, first "
+                f"{names[0]!r}: got "
                 f"{given.get(names[0])}, expected {mine.get(names[0])}; nothing was written."
             )
         for name, tensor in server_weights.items():

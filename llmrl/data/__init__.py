@@ -1,5 +1,19 @@
-"""Data: specs here; buffers in `llmrl.data.replay_buffers`, conversations in `llmrl.data.llm`."""
+"""Data: specs and replay buffers; conversations are in `llmrl.data.llm`."""
 
+from llmrl.data.replay_buffers import (
+    LazyStackStorage,
+    LazyTensorStorage,
+    ListStorage,
+    RandomSampler,
+    ReplayBuffer,
+    RoundRobinWriter,
+    Sampler,
+    SamplerWithoutReplacement,
+    Storage,
+    TensorDictRoundRobinWriter,
+    TensorStorage,
+    Writer,
+)
 from llmrl.data.specs import (
     Bounded,
     BoundedContinuous,
@@ -19,9 +33,21 @@ __all__ = [
     "BoundedDiscrete",
     "Categorical",
     "Composite",
+    "LazyStackStorage",
+    "LazyTensorStorage",
+    "ListStorage",
     "NonTensor",
+    "RandomSampler",
+    "ReplayBuffer",
+    "RoundRobinWriter",
+    "Sampler",
+    "SamplerWithoutReplacement",
+    "Storage",
+    "TensorDictRoundRobinWriter",
     "TensorSpec",
+    "TensorStorage",
     "Unbounded",
     "UnboundedContinuous",
     "UnboundedDiscrete",
+    "Writer",
 ]

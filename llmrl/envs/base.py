@@ -160,7 +160,7 @@ class EnvBase:
             raise RolloutError(
                 f"{type(self).__name__}._step: must return a new tensordict with the content of t+1: got {got}."
             )
-        _complete_done(next_td)
+        _complete_done(next_td, f"{type(self).__name__}._step")
         return next_td
 
     def _start(self, td: TensorDictBase | None) -> TensorDictBase:
@@ -169,7 +169,7 @@ class EnvBase:
             raise RolloutError(
                 f"{type(self).__name__}._reset: must return a tensordict with the content of t = 0: got None."
             )
-        _complete_done(reset_td)
+        _complete_done(reset_td, f"{type(self).__name__}._reset")
         return reset_td
 
     def _reset_rows(self, td: TensorDictBase, mask: Tensor, given: TensorDictBase | None) -> TensorDictBase:
@@ -511,8 +511,11 @@ class EnvBase:
         return f"{type(self).__name__}(batch_size={tuple(self.batch_size)}, device={self.device})"
 
 
-def _complete_done(td: TensorDictBase) -> None:
-    done, terminated, truncated = (td.get(key, None) for key in DONE_KEYS)
+def _complete_done(td: TensorDictBase, who: str) -> None:
+    done, terminated, truncated = flags = [td.get(key, None) for key in DONE_KEYS]
+    for key, flag in zip(DONE_KEYS, flags, strict=True):
+        if flag is not None and flag.dtype != torch.bool:
+            raise RolloutError(f"{who}: {key!r} must be bool: got {flag.dtype}.")
     if done is not None and terminated is not None and truncated is not None:
         return
     if done is None:

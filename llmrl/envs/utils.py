@@ -16,17 +16,17 @@ import torch
 from tensordict import (
     LazyStackedTensorDict,
     NestedKey,
+    NonTensorStack,
     TensorDict,
     TensorDictBase,
     is_non_tensor,
     is_tensor_collection,
     is_tensorclass,
 )
-from torch import Tensor
 
 from llmrl.data.specs import Composite, NonTensor, TensorSpec, Unbounded
 from llmrl.envs.rows import fill_missing, present_keys, shallow_copy, stack_steps
-from llmrl.errors import ConfigError, MissingKeyError
+from llmrl.errors import ConfigError, MissingKeyError, ShapeError
 
 if TYPE_CHECKING:
     from llmrl.envs.base import EnvBase
@@ -117,24 +117,31 @@ def make_composite_from_td(
     >>> make_composite_from_td(TensorDict(obs=torch.zeros(4, 3), batch_size=[4]))["obs"].shape
     torch.Size([4, 3])
     """
-    options: Any = {"unsqueeze_null_shapes": unsqueeze_null_shapes, "dynamic_shape": dynamic_shape}
     data_cls = type(data) if is_tensorclass(data) else None
+    inner = data._tensordict if data_cls is not None else data
+    if isinstance(inner, LazyStackedTensorDict):
+        rows = [
+            make_composite_from_td(row, unsqueeze_null_shapes=False, dynamic_shape=dynamic_shape)
+            for row in inner.tensordicts
+        ]
+        spec = _stacked(rows, inner.stack_dim)
+        spec.data_cls = data_cls
+        return spec
     specs: dict[str, TensorSpec] = {}
-    keys = data.keys()
-    for key in keys:
-        value = _value_or_rows(data, key)
-        if value is None:
-            continue
+    for key, value in inner.items():
         if is_non_tensor(value):
-            example = value.tolist() if hasattr(value, "tolist") else value.data
-            while isinstance(example, list) and example:
-                example = example[0]
-            specs[key] = NonTensor(shape=value.batch_size, example_data=example)
+            specs[key] = NonTensor(shape=value.batch_size, example_data=_first_entry(value))
         elif is_tensor_collection(value):
-            specs[key] = make_composite_from_td(value, **options)
+            specs[key] = make_composite_from_td(
+                value, unsqueeze_null_shapes=unsqueeze_null_shapes, dynamic_shape=dynamic_shape
+            )
         else:
-            specs[key] = _leaf_like(value, data.batch_dims, **options)
-    return Composite(specs, shape=data.batch_size, device=data.device, data_cls=data_cls)
+            shape = list(value.shape)
+            if dynamic_shape and len(shape) > inner.batch_dims:
+                shape[-1] = -1
+            shape = shape or ([1] if unsqueeze_null_shapes else [])
+            specs[key] = Unbounded(shape=shape, dtype=value.dtype, device=value.device)
+    return Composite(specs, shape=inner.batch_size, device=inner.device, data_cls=data_cls)
 
 
 def check_env_specs(
@@ -195,7 +202,7 @@ def _run_and_compare(
 
     def undeclared(time: str, td: TensorDictBase, parts: tuple[str, ...]) -> Iterator[str]:
         for key in _undeclared(td, [env._get_spec(part) for part in (*parts, "state")]):
-            if tensordict is None or key[0] not in tensordict.keys():  # noqa: SIM118, a tensordict is no dict
+            if tensordict is None or key[0] not in tensordict.keys():
                 yield f"{time}, {_name(key)}: written, but no spec declares it"
 
     td = env.reset(tensordict)
@@ -257,27 +264,29 @@ def _random_state_kept(env: EnvBase, seed: int | None) -> Iterator[None]:
                         e._generator.set_state(state)
 
 
-def _value_or_rows(data: TensorDictBase, key: str) -> Any:
-    if isinstance(inner := getattr(data, "_tensordict", data), LazyStackedTensorDict):
-        first = inner.tensordicts[0].get(key, None)
-        if isinstance(first, Tensor):
-            return data.get(key, as_list=True)
-    return data.get(key, None)
+def _stacked(rows: list[Any], dim: int) -> Any:
+    # The spec of a stack of values with these specs: -1 where they differ in size, the entries that all of them have.
+    first = rows[0]
+    if len({len(row.shape) for row in rows}) > 1:
+        raise ShapeError(
+            f"make_composite_from_td: stacked rows must have as many dims: got {[row.shape for row in rows]}."
+        )
+    shape = [sizes[0] if len(set(sizes)) == 1 else -1 for sizes in zip(*(row.shape for row in rows), strict=True)]
+    shape.insert(dim, len(rows))
+    if isinstance(first, Composite):
+        keys = [key for key in first if all(key in row for row in rows)]
+        entries = {key: _stacked([row[key] for row in rows], dim) for key in keys}
+        return Composite(entries, shape=shape, device=first.device, data_cls=first.data_cls)
+    if isinstance(first, NonTensor):
+        return NonTensor(shape=shape, example_data=first.example_data)
+    return Unbounded(shape=shape, dtype=first.dtype, device=first.device)
 
 
-def _leaf_like(
-    value: Tensor | list[Tensor], batch_dims: int, *, unsqueeze_null_shapes: bool, dynamic_shape: bool
-) -> TensorSpec:
-    rows = value if isinstance(value, list) else [value]
-    shapes = {tuple(row.shape) for row in rows}
-    shape = [sizes[0] if len(set(sizes)) == 1 else -1 for sizes in zip(*shapes, strict=True)]
-    if isinstance(value, list):
-        shape = [len(rows), *shape]
-    if dynamic_shape and len(shape) > batch_dims:
-        shape[-1] = -1
-    if not shape and unsqueeze_null_shapes:
-        shape = [1]
-    return Unbounded(shape=shape, dtype=rows[0].dtype, device=rows[0].device)
+def _first_entry(value: Any) -> Any:
+    entry = value.tolist() if isinstance(value, NonTensorStack) else value.data
+    while isinstance(value, NonTensorStack) and isinstance(entry, list) and entry:
+        value, entry = value.unbind(0)[0], entry[0]
+    return entry
 
 
 def _name(key: tuple[str, ...]) -> str:

@@ -1,8 +1,9 @@
 """Publishes weights, under a version, to receivers in the same process.
 
-A receiver is anything with ``version`` and ``update_weights`` (every `Engine`). This file decides whether a set of weights is
-the one that was agreed on, and says whose fault it is when it does not arrive; how it is applied is the receiver's part, when
-it is published the collector's. Other transports put another receiver behind the same two methods.
+A receiver is anything with ``version`` and ``update_weights`` (every `Engine`). This file decides whether a set of
+weights is the one that was agreed on, and says whose fault it is when it does not arrive; how it is applied is the
+receiver's part, when it is published the collector's. Other transports put another receiver behind the same two
+methods.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ class WeightPublisher:
     """Sends versioned weights to every receiver.
 
     Reads   ``metadata``: {name: (dtype, shape)} of a complete set; None: the first set that is published
-    Calls   ``receiver.update_weights(weights, version=version)`` on each, at the moment of `publish`: the caller stands at a
-            step boundary, so no sample is drawn from half of an update
-    Raises  WeightSyncError, with no receiver touched, for names, shapes or dtypes that are not those of ``metadata``, a version
-            that does not grow; and where a receiver refuses, naming it
+    Calls   ``receiver.update_weights(weights, version=version)`` on each, at the moment of `publish`: the caller stands
+            at a step boundary, so no sample is drawn from half of an update
+    Raises  WeightSyncError, with no receiver touched, for names, shapes or dtypes that are not those of ``metadata``, a
+            version that does not grow; and where a receiver refuses, naming it
 
     >>> class Receiver:
     ...     version = 0
@@ -51,14 +52,15 @@ class WeightPublisher:
         for receiver in self.receivers:
             if not callable(getattr(receiver, "update_weights", None)):
                 raise ConfigError(
-                    f"WeightPublisher: a receiver must have update_weights(weights, *, version): got {type(receiver).__name__}."
+                    "WeightPublisher: a receiver must have update_weights(weights, *, version): got "
+                    f"{type(receiver).__name__}."
                 )
         self.metadata = dict(metadata) if metadata is not None else None
         self.version = max((receiver.version for receiver in self.receivers), default=0)
 
     def publish(self, weights: Mapping[str, Tensor] | None, *, version: int | None = None) -> int:
-        """Sends ``weights`` as ``version`` (default: the next one). None: receivers share the trainer's module, so only the
-        version moves. Returns the version that now holds everywhere."""
+        """Sends ``weights`` as ``version`` (default: the next one). None: receivers share the trainer's module, so only
+        the version moves. Returns the version that now holds everywhere."""
         version = self.version + 1 if version is None else version
         if version <= self.version:
             raise WeightSyncError(f"WeightPublisher: a version must grow: got {version} after {self.version}.")
@@ -77,7 +79,8 @@ class WeightPublisher:
                 ) from error
             if receiver.version != version:
                 raise WeightSyncError(
-                    f"WeightPublisher: {name} must be at version {version} after the update: it says {receiver.version}."
+                    f"WeightPublisher: {name} must be at version {version} after the update: it says "
+                    f"{receiver.version}."
                 )
         self.version = version
         return version

@@ -2,8 +2,8 @@
 
     python scripts/bench/bench_render.py [--batch 256] [--repeats 7]
 
-Each figure is the best of the repeats; the ratios are what to compare between machines. The yardstick is one batched call of
-``tokenizer.apply_chat_template`` on the same conversations, ids only: no masks, no spans, no escapes.
+Each figure is the best of the repeats; the ratios are what to compare between machines. The yardstick is one batched
+call of ``tokenizer.apply_chat_template`` on the same conversations, ids only: no masks, no spans, no escapes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from llmrl.data.llm import History
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.testing import tiny_tokenizer
 
-WORDS = "the quick brown fox jumps over lazy dogs 12 34 + = think then answer é done".split()
+WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "12", "34", "+", "=", "then", "é", "done")
 
 
 def conversations(num: int, turns: int, words: int, seed: int = 0) -> list[list[dict[str, str]]]:
@@ -65,7 +65,9 @@ def main() -> None:
         chats = [[*chat, {"role": "user", "content": "And now?"}] for chat in conversations(64, turns, words=40)]
         streams = [torch.tensor(renderer.end_of_turn_ids)] * 64
         renderer.extend(streams, chats, [1] * 64)
-        elapsed = best(lambda chats=chats, streams=streams: renderer.extend(streams, chats, [1] * 64), arguments.repeats)
+        elapsed = best(
+            lambda chats=chats, streams=streams: renderer.extend(streams, chats, [1] * 64), arguments.repeats
+        )
         first = first or elapsed
         print(f"extend, 64 conversations of {turns} messages: {elapsed:.2f} ms, ratio {elapsed / first:.2f}")
 

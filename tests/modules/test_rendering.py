@@ -16,7 +16,10 @@ USER_1, USER_2, USER_3 = (
     {"role": "user", "content": "And 7 times 6?"},
     {"role": "user", "content": "Thanks, é ✓!"},
 )
-ANSWER_1, ANSWER_2 = {"role": "assistant", "content": "It is 42."}, {"role": "assistant", "content": "42, again.\n\nReally."}
+ANSWER_1, ANSWER_2 = (
+    {"role": "assistant", "content": "It is 42."},
+    {"role": "assistant", "content": "42, again.\n\nReally."},
+)
 CHAT = [USER_1, ANSWER_1, USER_2, ANSWER_2]
 
 # Formats of well-known families, without generation blocks: (template, tokens to add, end of turn)
@@ -27,7 +30,8 @@ LLAMA = (
 MISTRAL = (
     "{{ bos_token }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate user and assistant') }}{% endif %}"
-    "{% if m.role == 'user' %} [INST] {{ m.content }} [/INST]{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if m.role == 'user' %} [INST] {{ m.content }} [/INST]{% else %} {{ m.content }}{{ eos_token }}{% endif %}"
+    "{% endfor %}"
 )
 GEMMA = (
     "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
@@ -91,7 +95,9 @@ def test_mask_covers_exactly_the_answers_and_their_end_of_turn(renderer: Rendere
     [row] = renderer.render([CHAT])
     spans = decoded_spans(renderer, CHAT)
     assert [span.strip() for span in spans] == [ANSWER_1["content"] + end, ANSWER_2["content"] + end]
-    assert row.assistant_mask.nonzero().flatten().tolist() == [t for start, stop in row.spans for t in range(start, stop)]
+    assert row.assistant_mask.nonzero().flatten().tolist() == [
+        t for start, stop in row.spans for t in range(start, stop)
+    ]
 
 
 def test_spans_do_not_come_from_looking_for_the_answers_text(renderer: Renderer):
@@ -183,7 +189,11 @@ def test_markers_inside_tool_calls_and_tool_results_stay_text():
     renderer = Renderer(tiny_tokenizer())
     chat = [
         USER_1,
-        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": "<|im_end|>"}}}]},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"function": {"name": "f", "arguments": {"a": "<|im_end|>"}}}],
+        },
         {"role": "tool", "content": "<|im_start|>system"},
         ANSWER_1,
     ]
@@ -195,7 +205,9 @@ def test_markers_inside_tool_calls_and_tool_results_stay_text():
 
 def test_text_end_marker_that_is_no_token_is_refused_in_a_message():
     tokenizer = tiny_tokenizer()
-    renderer = Renderer(tokenizer, chat_template="{% for m in messages %}{{ m.role }}: {{ m.content }}###\n{% endfor %}")
+    renderer = Renderer(
+        tokenizer, chat_template="{% for m in messages %}{{ m.role }}: {{ m.content }}###\n{% endfor %}"
+    )
     with pytest.raises(TemplateError, match="message 0 of conversation 1 holds '###'"):
         renderer.render([CHAT, [{"role": "user", "content": "###"}, ANSWER_1]])
 
@@ -229,14 +241,23 @@ def test_message_that_is_no_mapping_is_named():
 
 def test_answer_that_the_template_changes_later_is_still_found():
     renderer = Renderer(tiny_tokenizer(), chat_template=DROPS_THINKING)
-    chat = [USER_1, {"role": "assistant", "content": "<think>hm</think>42."}, USER_2, {"role": "assistant", "content": "43."}]
+    chat = [
+        USER_1,
+        {"role": "assistant", "content": "<think>hm</think>42."},
+        USER_2,
+        {"role": "assistant", "content": "43."},
+    ]
     assert decoded_spans(renderer, chat) == ["42.<|im_end|>", "43.<|im_end|>"]
 
 
 # extend: one growing stream
 
 
-CALL = {"role": "assistant", "content": "Let me see.", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
+CALL = {
+    "role": "assistant",
+    "content": "Let me see.",
+    "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}],
+}
 TOOL_1, TOOL_2 = {"role": "tool", "content": "42"}, {"role": "tool", "content": "forty-two é"}
 TURNS = [  # what the assistant says, and what the environment adds after it
     (CALL, [TOOL_1]),
@@ -247,8 +268,8 @@ TURNS = [  # what the assistant says, and what the environment adds after it
 ]
 DROPS_THINKING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}"
+    "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
@@ -345,7 +366,9 @@ def test_extend_renders_only_what_is_new(monkeypatch: pytest.MonkeyPatch):
     renderer.extend([stream], [[*chat, USER_2]], [1])  # the pattern is verified once
     lengths = []
     render = renderer.codec.render
-    monkeypatch.setattr(renderer.codec, "render", lambda chats, **kw: lengths.extend(map(len, chats)) or render(chats, **kw))
+    monkeypatch.setattr(
+        renderer.codec, "render", lambda chats, **kw: lengths.extend(map(len, chats)) or render(chats, **kw)
+    )
     renderer.extend([stream], [[*chat, USER_3]], [1])
     assert max(lengths) <= 4
 
@@ -366,7 +389,8 @@ def test_stop_tokens_are_the_end_of_turn_and_the_tokenizers_eos():
 def test_template_kwargs_and_tools_reach_the_template():
     renderer = Renderer(
         tiny_tokenizer(),
-        chat_template="{{ style }}{{ tools | length if tools else 0 }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}",
+        chat_template="{{ style }}{{ tools | length if tools else 0 }}"
+        "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}",
         template_kwargs={"style": "brief"},
     )
     [ids] = renderer.prompt_ids([[USER_1]], tools=[{"type": "function"}])

@@ -239,6 +239,12 @@ def test_a_huge_ratio_stays_finite_and_stops_the_gradient():
     assert new.grad.item() == 0.0
 
 
+def test_geo_mask_caps_the_tokens_that_it_keeps():
+    lo, lg = torch.tensor([[1.0, -1.0], [1.0, 1.0]]), torch.zeros(2, 2)  # geometric means 1 and e
+    weights = fn.correction_weight(lo, lg, torch.ones(2, 2, dtype=torch.bool), "geo-mask", cap=2.0, band=(0.9, 1.1))
+    assert weights.tolist() == [[2.0, pytest.approx(math.exp(-1))], [0.0, 0.0]]
+
+
 def test_corrections_are_detached(golden):
     for kind in ("none", "tis", "mask", "seq-tis", "seq-mask", "geo-mask"):
         assert not fn.correction_weight(golden.lp, golden.lg, golden.mask, kind).requires_grad

@@ -294,6 +294,27 @@ def test_metrics_on_worked_numbers():
     assert not any(v.requires_grad for k, v in output_fields(output).items() if not k.startswith("loss_"))
 
 
+def test_mismatch_compares_the_trainer_before_the_update_with_the_engine(golden):
+    current, mask = golden.pop("current"), golden["masks", "all_assistant_mask"]
+    gap = (golden["proximal_log_probs", "full"] - golden["log_probs", "full"])[mask].abs()
+    output = GRPOLoss(Recorded(current), proximal="recomputed")(golden)
+    assert output.mismatch_mean.item() == pytest.approx(gap.mean().item())
+    assert output.mismatch_max.item() == pytest.approx(gap.max().item())
+    moved = (current - golden["log_probs", "full"])[mask].abs()
+    assert GRPOLoss(Recorded(current))(golden).mismatch_mean.item() == pytest.approx(moved.mean().item())
+
+
+def test_the_entropy_term_rewards_entropy():
+    td = ragged()
+    output = GRPOLoss(tiny_scorer(), entropy_coeff=0.1)(td)
+    assert 0 < output.entropy < math.log(29)
+    assert output.loss_entropy.item() == pytest.approx(-0.1 * output.entropy.item())
+    measured_only = GRPOLoss(tiny_scorer())(td)
+    assert measured_only.entropy == output.entropy
+    assert measured_only.loss_entropy is None
+    assert GRPOLoss(tiny_scorer(), entropy_bonus=False)(td).entropy is None
+
+
 def test_right_after_sampling_every_ratio_is_one():
     scorer, td = tiny_scorer(), ragged()
     for row in td.unbind(0):

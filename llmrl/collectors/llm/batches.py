@@ -1,6 +1,7 @@
 """Rows of a batch taken out, put in order, and put together again, with ragged containers in any of its columns.
 
-Columns are handled whole and by type; nothing builds a tensordict per row. What the rows mean is the collector's business.
+Columns are handled whole and by type; nothing builds a tensordict per row. What the rows mean is the collector's
+business.
 """
 
 from __future__ import annotations
@@ -43,9 +44,10 @@ def take_rows(td: TensorDictBase, rows: Sequence[int]) -> TensorDictBase:
 
 
 def cat_rows(batches: Sequence[TensorDictBase]) -> TensorDictBase:
-    """Batches [B1], [B2], ... of the same keys as one batch [B1 + B2 + ...].
+    """Batches [B1], [B2], ... as one batch [B1 + B2 + ...].
 
-    Raises  ShapeError where a batch lacks a key that another one has
+    An entry of time t that only later turns have is what an earlier one left behind (a reward, say), and is left out.
+    Raises  ShapeError where one batch lacks an entry of ``"next"`` that another one has
 
     >>> parts = [TensorDict(q=column(["x"]), batch_size=[1]), TensorDict(q=column(["y", "z"]), batch_size=[2])]
     >>> cat_rows(parts).get("q").tolist()
@@ -53,11 +55,15 @@ def cat_rows(batches: Sequence[TensorDictBase]) -> TensorDictBase:
     """
     if len(batches) == 1:
         return batches[0]
-    keys = list(batches[0].keys())
-    for batch in batches[1:]:
-        if set(batch.keys()) != set(keys):
-            differing = sorted(map(repr, set(batch.keys()) ^ set(keys)))
-            raise ShapeError(f"LLMCollector: every turn must have the same entries: only some have {', '.join(differing)}.")
+    keys = [key for key in batches[0].keys() if all(key in batch.keys() for batch in batches)]
+    if "next" in keys:
+        nexts = [set(batch.get("next").keys()) for batch in batches]
+        if differing := sorted(map(repr, set.union(*nexts) - set.intersection(*nexts))):
+            raise ShapeError(
+                "LLMCollector: every turn must write the same entries to 'next': only some have "
+                f"{', '.join(differing)}; "
+                "write NaN where there is no value."
+            )
     count = sum(batch.batch_size[0] for batch in batches)
     out = {key: _cat([batch.get(key) for batch in batches]) for key in keys}
     return TensorDict._new_unsafe(out, batch_size=torch.Size([count]), device=batches[0].device)
@@ -96,7 +102,9 @@ def _cat(values: list[Any]) -> Any:
     if type(first) is TensorDict:
         return cat_rows(values)
     if isinstance(first, _CONTAINERS) and not any(getattr(value, "padded", False) for value in values):
-        fields = [field for field in type(first).__expected_keys__ if all(v.get(field, None) is not None for v in values)]
+        fields = [
+            field for field in type(first).__expected_keys__ if all(v.get(field, None) is not None for v in values)
+        ]
         return type(first).from_rows({field: _field(values, field) for field in fields if field != "padded"})
     return lazy_stack([row for value in values for row in value.unbind(0)])
 

@@ -1,7 +1,8 @@
 """`LLMCollector`: runs a policy in a chat environment and hands out turns or whole conversations.
 
-What a turn is worth is the environment's transforms' part; grouping is MCAdvantage's; how weights travel is `weight_update`'s.
-This file decides when a conversation is reset, stepped, finished and handed out, and counts every turn on the way.
+What a turn is worth is the environment's transforms' part; grouping is MCAdvantage's; how weights travel is
+`weight_update`'s. This file decides when a conversation is reset, stepped, finished and handed out, and counts every
+turn on the way.
 """
 
 from __future__ import annotations
@@ -35,23 +36,27 @@ Policy = Callable[[TensorDictBase], TensorDictBase]
 class LLMCollector:
     """Iterates over what ``policy`` does in ``env``, synchronously.
 
-    Yields, by default           (B, T) lazy stacks of turns, T = ``dialog_turns_per_batch`` / B rounded up (1 where not given);
-                                 conversations that end are reset in place and go on in the next batch, unless
+    Yields, by default           (B, T) lazy stacks of turns, T = ``dialog_turns_per_batch`` / B rounded up (1 where not
+                                 given); conversations that end are reset in place and go on in the next batch, unless
                                  ``reset_at_each_iter``
     ``yield_completed_trajectories``  the turns of finished conversations, [N], conversation after conversation. All B
-                                 conversations of a batch start together and are run to their ends; the ones that are done
-                                 leave the batch that is stepped. ``dialog_turns_per_batch``: start over until there are as many
-    ``yield_only_last_steps``    (implies the former) one row per finished conversation: its last turn, whose "full" views,
-                                 masks and log-probs cover all turns; ("next", "reward") is the sum over its turns; what
-                                 ("next", view) would repeat is left out
+                                 conversations of a batch start together and are run to their ends; the ones that are
+                                 done leave the batch that is stepped. ``dialog_turns_per_batch``: start over until
+                                 there are as many
+    ``yield_only_last_steps``    (implies the former) one row per finished conversation: its last turn, whose "full"
+                                 views, masks and log-probs cover all turns; ("next", "reward") is the sum over its
+                                 turns; what ("next", view) would repeat is left out
     ``replay_buffer``            what would be yielded is written there, one row per turn, and None is yielded
 
-    ``total_dialog_turns`` is a budget of turns, kept exactly (rounded up to a multiple of B in the default form); -1: none. The
-    iteration also ends where the data end (`EndOfData`). ``max_dialog_turns`` truncates a conversation. ``postproc(data)`` runs
-    before data are handed out. ``flatten_data`` hands out [B * T] instead of (B, T); with a buffer that is always so.
+    ``total_dialog_turns`` is a budget of turns, kept exactly (rounded up to a multiple of B in the default form); -1:
+    none. The iteration also ends where the data end (`EndOfData`). ``max_dialog_turns`` truncates a conversation.
+    ``postproc(data)`` runs before data are handed out. ``flatten_data`` hands out [B * T] instead of (B, T); with a
+    buffer that is always so.
 
-    ``counters``: turns "produced" = "delivered" + "dropped"; dropped are the turns of conversations that a budget cut off.
-    Raises  ConfigError for arguments that exclude each other, and for finished conversations of an env in which none need end
+    ``counters``: turns "produced" = "delivered" + "dropped"; dropped are the turns of conversations that a budget cut
+    off.
+    Raises  ConfigError for arguments that exclude each other, and for finished conversations of an env in which none
+            need end
 
     >>> from llmrl.envs.llm import DatasetChatEnv
     >>> from llmrl.testing import ScriptedPolicy
@@ -84,12 +89,16 @@ class LLMCollector:
         if len(env.batch_size) != 1:
             raise ShapeError(f"LLMCollector: the env must have one batch dimension: got {tuple(env.batch_size)}.")
         if yield_only_last_steps and yield_completed_trajectories is False:
-            raise ConfigError("LLMCollector: yield_only_last_steps is a form of yield_completed_trajectories, which is False.")
+            raise ConfigError(
+                "LLMCollector: yield_only_last_steps is a form of yield_completed_trajectories, which is False."
+            )
         for name, value in (("dialog_turns_per_batch", dialog_turns_per_batch), ("max_dialog_turns", max_dialog_turns)):
             if value is not None and value < 1:
                 raise ConfigError(f"LLMCollector: {name} must be at least 1: got {value}.")
         if total_dialog_turns < 1 and total_dialog_turns != -1:
-            raise ConfigError(f"LLMCollector: total_dialog_turns must be positive, or -1 for no limit: got {total_dialog_turns}.")
+            raise ConfigError(
+                f"LLMCollector: total_dialog_turns must be positive, or -1 for no limit: got {total_dialog_turns}."
+            )
         self.env, self.policy_version_tracker = _with_tracker(env, track_policy_version)
         self.policy: Policy = policy if policy is not None else policy_factory()  # type: ignore[misc]
         self.yield_only_last_steps = bool(yield_only_last_steps)
@@ -97,7 +106,9 @@ class LLMCollector:
         if self.yield_completed_trajectories and max_dialog_turns is None:
             _check_can_end(env)
         if self.yield_completed_trajectories and reset_at_each_iter:
-            raise ConfigError("LLMCollector: finished conversations start anew at each iteration anyway: drop reset_at_each_iter.")
+            raise ConfigError(
+                "LLMCollector: finished conversations start anew at each iteration anyway: drop reset_at_each_iter."
+            )
         num_envs = env.batch_size[0]
         self.dialog_turns_per_batch = dialog_turns_per_batch or num_envs
         self.total_dialog_turns = total_dialog_turns
@@ -175,10 +186,10 @@ class LLMCollector:
         returns_B: Tensor | None = None
         while slots:
             if (left := self._left()) < len(slots):
+                if left == 0:
+                    break
                 slots, root = slots[:left], take_rows(root, range(left))
                 returns_B = None if returns_B is None else returns_B[:left]
-                if not slots:
-                    break
             td = self._turn(root)
             next_td = td.get("next")
             if self.max_dialog_turns is not None and len(turns) + 1 >= self.max_dialog_turns:
@@ -212,7 +223,11 @@ class LLMCollector:
         self.counters["delivered"] += delivered
         self.counters["dropped"] += sum(len(slots) for slots, _ in turns) - delivered
         self.counters["conversations"] += len(last_turn_of)
-        wanted = [where for slot in sorted(turns_of) for where in (turns_of[slot][-1:] if self.yield_only_last_steps else turns_of[slot])]
+        wanted = [
+            where
+            for slot in sorted(turns_of)
+            for where in (turns_of[slot][-1:] if self.yield_only_last_steps else turns_of[slot])
+        ]
         if not wanted:
             return None
         pieces: list[TensorDictBase] = []
@@ -321,8 +336,8 @@ class LLMCollector:
     def update_policy_weights_(self, weights: nn.Module | TensorDictBase | Mapping[str, Tensor] | None = None) -> None:
         """Hands new weights to the policy's engine, all or nothing, and moves the policy version with them.
 
-        Reads   a module, a TensorDict or a mapping of named tensors; None: the engine shares the trainer's module, so only the
-                version moves
+        Reads   a module, a TensorDict or a mapping of named tensors; None: the engine shares the trainer's module, so
+                only the version moves
         Raises  WeightSyncError where they do not arrive; the version then stays
         """
         self.weight_updater.push_weights(weights)
@@ -337,7 +352,9 @@ class LLMCollector:
                 tracker.set_version(self._version)
             else:
                 tracker.increment_version()
-            if self._root is not None and "policy_version" in self._root.keys():  # sampled from here on with the new weights
+            if (
+                self._root is not None and "policy_version" in self._root.keys()
+            ):  # sampled from here on with the new weights
                 tracker._call(self._root)
 
     def _default_updater(self) -> WeightUpdaterBase:
@@ -359,8 +376,8 @@ class LLMCollector:
     def state_dict(self) -> dict[str, Any]:
         """Where the collection stands: the env's data cursor, the version, the counters.
 
-        Between batches of whole conversations that is everything. In the default form conversations are on their way; they are not
-        part of the state, and new ones take their place.
+        Between batches of whole conversations that is everything. In the default form conversations are on their way;
+        they are not part of the state, and new ones take their place.
         """
         return {
             "env": self.env.state_dict(),
@@ -381,7 +398,8 @@ class LLMCollector:
             engine.update_weights(None, version=self._version)
             if engine.version != self._version:
                 raise WeightSyncError(
-                    f"LLMCollector: the engine must take the version of the checkpoint, {self._version}: it says {engine.version}."
+                    f"LLMCollector: the engine must take the version of the checkpoint, {self._version}: it says "
+                    f"{engine.version}."
                 )
         if isinstance(self.weight_updater, PublisherUpdater):
             self.weight_updater.publisher.version = self._version
@@ -409,7 +427,8 @@ def _check_can_end(env: EnvBase) -> None:
     limited = any(isinstance(t, StepCounter) and t.max_steps is not None for t in _transforms(env))
     if isinstance(base, ChatEnv) and not limited:
         raise ConfigError(
-            "LLMCollector: finished conversations were asked for, but this env need never finish one: a ChatEnv does not by "
+            "LLMCollector: finished conversations were asked for, but this env need never finish one: a ChatEnv does "
+            "not by "
             "itself; add StepCounter(max_steps=...) to it, or pass max_dialog_turns."
         )
 
@@ -457,6 +476,6 @@ def _side_by_side(going_on: TensorDictBase, fresh: TensorDictBase) -> TensorDict
 _BLANKS: dict[str, dict[str, Any]] = {
     "text": {"prompt": ""},
     "tokens": {"prompt": torch.empty(0, dtype=torch.int64), "covered": torch.tensor(0)},
-    "log_probs": {"prompt": torch.empty(0)},
+    "log_probs": {"prompt": torch.empty(0), "plain": torch.empty(0)},
     "masks": {"prompt_assistant_mask": torch.empty(0, dtype=torch.bool)},
 }

@@ -1,7 +1,7 @@
 """`History`: conversations in the chat format, as a tensorclass that batches, slices and renders.
 
-Storage is `llmrl.data.llm.message_stack`, text and ids are `llmrl.data.llm.codec`. A History is a view for people, tools
-and environments; what is trained is the stream of token ids, which is never rebuilt from it.
+Storage is `llmrl.data.llm.message_stack`, text and ids are `llmrl.data.llm.codec`. A History is a view for people,
+tools and environments; what is trained is the stream of token ids, which is never rebuilt from it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,10 @@ from tensordict import LazyStackedTensorDict, TensorClass, TensorDict, TensorDic
 
 from llmrl.data.llm.codec import ChatCodec, Tools, codec_for, render_text
 from llmrl.data.llm.masks import rows_to_tensors, spans_to_masks
-from llmrl.data.llm.message_stack import (
-    FIELDS,
-    join_message,
-    nested_messages,
-    split_message,
-    stack_nested,
-)
+from llmrl.data.llm.message_stack import FIELDS, nested_messages, stack_nested
+from llmrl.data.llm.nested import index_rows, join, pick_field, to_chats, wrap, zip_fields
 from llmrl.data.llm.templates import Message, add_chat_template, find_template
+from llmrl.data.specs import Composite, NonTensor
 from llmrl.errors import ConfigError, ShapeError, TemplateError
 from llmrl.padding import pad_rows
 
@@ -30,8 +26,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["History", "add_chat_template"]
-
-PADDING_ROLE = "<none>"  # a message of this role only fills a dense batch; it is never rendered
 
 
 class History(TensorClass["nocast"]):
@@ -145,7 +139,7 @@ class History(TensorClass["nocast"]):
                 f"{history.ndim}; index it, or unsqueeze this one, or use extend."
             )
         new, depth = history._nested, self._depth(dim)
-        return self._grown(_added(self._nested, _wrapped(new, depth, history.ndim), depth, "append"), inplace)
+        return self._grown(join(self._nested, wrap(new, depth, history.ndim), depth, "append"), inplace)
 
     def extend(self, history: History, *, inplace: bool = True, dim: int = 0) -> History:
         """Adds messages to each conversation (``dim=-1``), or conversations to the batch (``dim=0``).
@@ -156,10 +150,10 @@ class History(TensorClass["nocast"]):
         """
         if not self.ndim or history.ndim != self.ndim:
             raise ShapeError(
-                f"History.extend: The new history to extend with must have as many dimensions as this one, at least one: "
+                f"History.extend: The new history to extend with must have the dimensions of this one, at least one: "
                 f"got {history.ndim} and {self.ndim}; unsqueeze the shorter one, or use append."
             )
-        return self._grown(_added(self._nested, history._nested, self._depth(dim), "extend"), inplace)
+        return self._grown(join(self._nested, history._nested, self._depth(dim), "extend"), inplace)
 
     # Reading
 
@@ -172,7 +166,7 @@ class History(TensorClass["nocast"]):
             raise ShapeError(
                 "History.to_chats: a conversation must have a dimension of messages: got one; unsqueeze(0) it."
             )
-        return _chats(self._nested, self.ndim)
+        return to_chats(self._nested, self.ndim)
 
     def apply_chat_template(
         self,
@@ -267,20 +261,18 @@ class History(TensorClass["nocast"]):
         return rows[0] if self.ndim == 1 else rows
 
     @classmethod
-    def default_spec(cls, shape: Sequence[int] = (-1,)) -> Any:
+    def default_spec(cls, shape: Sequence[int] = (-1,)) -> Composite:
         """The spec of a History of this shape: strings and other Python objects, which have no dtype.
 
         >>> History.default_spec((2, 3)).shape
         torch.Size([2, 3])
         """
-        from llmrl.data.specs import Composite, NonTensor
-
         return Composite({name: NonTensor(shape=tuple(shape)) for name in FIELDS}, shape=tuple(shape), data_cls=cls)
 
     # The tensorclass, told about the nested lists underneath
 
     def __getitem__(self, index: Any) -> History:
-        found = _index(self._nested, index, self.ndim)
+        found = index_rows(self._nested, index, self.ndim)
         if found is None:  # an index that lists cannot answer, such as None or a mask of two dimensions
             return type(self)._from_tensordict(self._tensordict[index])
         return type(self)._of(*found)
@@ -290,7 +282,7 @@ class History(TensorClass["nocast"]):
             object.__setattr__(self, name, value)
             return
         columns = {field: getattr(self, field) for field in FIELDS} | {name: value}
-        self.__dict__["_tensordict"] = stack_nested(_zipped(columns, self.ndim), self.ndim)
+        self.__dict__["_tensordict"] = stack_nested(zip_fields(columns, self.ndim), self.ndim)
 
     @classmethod
     def _of(cls, nested: Any, ndim: int) -> History:
@@ -338,7 +330,7 @@ def _init(
     while isinstance(probe, (list, tuple)):
         ndim, probe = ndim + 1, probe[0] if probe else ""
     columns = dict(zip(FIELDS, (role, content, is_complete, tool_calls, tool_responses, extra), strict=True))
-    self.__dict__["_tensordict"] = stack_nested(_zipped(columns, ndim), ndim)
+    self.__dict__["_tensordict"] = stack_nested(zip_fields(columns, ndim), ndim)
     self.__dict__["_non_tensordict"] = {}
     if batch_size is not None:
         expected = torch.Size([batch_size] if isinstance(batch_size, int) else batch_size)
@@ -350,102 +342,13 @@ def _init(
 
 def _column(self: History, name: str) -> Any:
     """One field of every message: a value, a list, or nested lists."""
-    return _picked(self._nested, self.ndim, name)
+    return pick_field(self._nested, self.ndim, name)
 
 
-# A tensorclass generates ``__init__`` and serves fields from its TensorDict; over the lists both are faster, and simpler.
+# A tensorclass generates ``__init__`` and serves fields from its TensorDict; over the lists both are faster.
 History.__init__ = _init
 for _name in FIELDS:
     setattr(History, _name, property(partial(_column, name=_name)))
-
-
-def _picked(nested: Any, ndim: int, name: str) -> Any:
-    if ndim:
-        return [_picked(row, ndim - 1, name) for row in nested]
-    return split_message(nested)[name] if name in ("is_complete", "extra") else nested.get(name)
-
-
-def _zipped(columns: dict[str, Any], ndim: int) -> Any:
-    """Columns of nested lists -> nested lists of messages. A column that is no list holds for every message."""
-    if not ndim:
-        return join_message(columns)
-    length = len(columns["role"])
-    lists = {name: value for name, value in columns.items() if isinstance(value, (list, tuple))}
-    for name, value in lists.items():
-        if len(value) != length:
-            raise ShapeError(f"History: {name} must have one entry for each of {length} roles: got {len(value)}.")
-    return [
-        _zipped({name: value[row] if name in lists else value for name, value in columns.items()}, ndim - 1)
-        for row in range(length)
-    ]
-
-
-def _chats(nested: Any, ndim: int) -> list[Any]:
-    if ndim > 1:
-        return [_chats(row, ndim - 1) for row in nested]
-    chat = [dict(message) for message in nested if message["role"] != PADDING_ROLE]
-    for message in chat:
-        message.pop("is_complete", None)
-    return chat
-
-
-def _wrapped(nested: Any, depth: int, ndim: int) -> Any:
-    """Nested lists with a new dimension of size one at ``depth``."""
-    return [nested] if depth == 0 else [_wrapped(row, depth - 1, ndim - 1) for row in nested]
-
-
-def _added(nested: Any, new: Any, depth: int, method: str) -> Any:
-    """Nested lists joined at ``depth``; everything around it must agree in length."""
-    if depth == 0:
-        return [*nested, *new]
-    if len(nested) != len(new):
-        raise ShapeError(
-            f"History.{method}: the new history must have a row for each of {len(nested)} conversations: got "
-            f"{len(new)}."
-        )
-    return [_added(row, new_row, depth - 1, method) for row, new_row in zip(nested, new, strict=True)]
-
-
-def _index(nested: Any, index: Any, ndim: int) -> tuple[Any, int] | None:
-    """Indexes nested lists as tensors are indexed; (result, its dimensions), or None for what only tensors can do."""
-    index = index if isinstance(index, tuple) else (index,)
-    spots = [spot for spot, part in enumerate(index) if part is Ellipsis]
-    if len(spots) > 1 or len(index) - len(spots) > ndim:
-        return None
-    if spots:
-        fill = (slice(None),) * (ndim - len(index) + 1)
-        index = (*index[: spots[0]], *fill, *index[spots[0] + 1 :])
-    if sum(not isinstance(part, (int, slice)) for part in index) > 1 or any(part is None for part in index):
-        return None
-    if not index:
-        return nested, ndim
-    first, rest = index[0], index[1:]
-    if isinstance(first, torch.Tensor) and not isinstance(first.tolist(), list):
-        first = int(first)
-    if isinstance(first, bool):
-        return None
-    if isinstance(first, int):
-        return _index(nested[first], rest, ndim - 1)
-    if isinstance(first, slice):
-        rows = nested[first]
-    else:
-        picks = first.tolist() if hasattr(first, "tolist") else list(first)
-        if any(isinstance(pick, list) for pick in picks):
-            return None
-        if picks and isinstance(picks[0], bool):
-            if len(picks) != len(nested):
-                raise ShapeError(
-                    f"History: a mask must have an entry for each of {len(nested)} rows: got {len(picks)}."
-                )
-            picks = [position for position, keep in enumerate(picks) if keep]
-        rows = [nested[pick] for pick in picks]
-    if not rest:
-        return rows, ndim
-    found = [_index(row, rest, ndim - 1) for row in rows]
-    if any(row is None for row in found):
-        return None
-    inner = found[0][1] if found else ndim - 1 - sum(isinstance(part, int) for part in rest)
-    return [row[0] for row in found], inner + 1
 
 
 def _as_tensordict(

@@ -1,19 +1,13 @@
 """One tokenizer and one template: messages -> text -> ids, with the spans that the assistant wrote.
 
-The template's text is the Transformers library's own rendering; this file adds three things to it. Spans, for templates
-with and without generation blocks. The end-of-turn text, which belongs to the assistant's span. And the escape that
-keeps control tokens written *inside* a message from becoming control tokens. Streams of ids and their prefix property
-are left to `llmrl.modules.llm.rendering`.
-
-How the escape works: before a message reaches the template, every special token spelled out in it is replaced by one
-private-use character; when the text is tokenised, that character is encoded as the marker's plain characters. The ids
-decode to exactly what the user wrote, and none of them is a control id.
+The template's text is the Transformers library's own rendering; this file adds the spans, for templates with and
+without generation blocks, and the end-of-turn text, which belongs to the assistant's span. Control tokens inside
+messages are left to `llmrl.data.llm.control_tokens`, streams of ids to `llmrl.modules.llm.rendering`.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -21,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2.exceptions import TemplateError as JinjaError
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from llmrl.data.llm.control_tokens import ControlTokens
 from llmrl.data.llm.masks import Span, common_prefix_length, end_span, token_span
 from llmrl.data.llm.templates import ChatTemplate, Message
 from llmrl.errors import TemplateError
@@ -31,8 +26,7 @@ if TYPE_CHECKING:
 Chat = Sequence[Message]
 Tools = Sequence[Mapping[str, Any] | Callable[..., Any]]
 
-_FIRST_STAND_IN = 0xF0000  # supplementary private-use plane A: no text that means anything uses it
-_CONTENT_STAND_IN = 0x100000  # plane B: marks the place of a content in a skeleton
+_CONTENT_STAND_IN = 0x100000  # private-use plane B: marks the place of a content in a skeleton
 _MAX_SKELETONS = 512
 _REFUSALS = (JinjaError, TypeError, KeyError)  # what a template raises for a conversation that it does not do
 
@@ -63,26 +57,19 @@ class ChatCodec:
         self.include_end_of_turn = include_end_of_turn
         self._kwargs = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
         self._marks_generation = template.marks_generation
-        added = {index: str(token) for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-        controls = {*added.values(), *tokenizer.all_special_tokens}
-        self._control_ids = {*added, *tokenizer.all_special_ids}
-        # Longest first: a marker may begin with another one.
-        self._controls = sorted((marker for marker in controls if marker), key=lambda marker: (-len(marker), marker))
-        self._heads = _heads(self._controls)
-        self._stand_ins = {marker: chr(_FIRST_STAND_IN + index) for index, marker in enumerate(self._controls)}
-        self._find_controls = re.compile("|".join(map(re.escape, self._controls)) or r"(?!)")
-        self._find_stand_ins = re.compile(f"([{''.join(self._stand_ins.values())}])") if self._controls else None
-        self._plain_ids: dict[str, list[int]] = {}
+        self._controls = ControlTokens(tokenizer)
         self._skeletons: dict[tuple[str, ...], _Skeleton | None] = {}
         self.end_of_turn = self._find_end_of_turn()
         self.end_of_turn_ids: list[int] = self.encode([self.end_of_turn])[0] if self.end_of_turn else []
-        self.end_is_control = self._find_controls.search(self.end_of_turn) is not None
+        self.end_is_control = self._controls.first_end(self.end_of_turn) is not None
+        if not self.end_is_control:
+            self._controls.forbidden = self.end_of_turn.strip()
 
     def render(
         self, chats: Sequence[Chat], *, add_generation_prompt: bool = False, tools: Tools | None = None
     ) -> list[str]:
         """The text of each conversation, escaped: to be given to :meth:`encode`."""
-        return self._render(self.escape(chats), add_generation_prompt, self._escape_tools(tools))
+        return self._render(self._controls.escape(chats), add_generation_prompt, self._escaped_tools(tools))
 
     def render_with_spans(
         self, chats: Sequence[Chat], *, add_generation_prompt: bool = False, tools: Tools | None = None
@@ -91,7 +78,7 @@ class ChatCodec:
 
         Raises  TemplateError naming the conversation and the message whose span cannot be found
         """
-        chats, tools = self.escape(chats), self._escape_tools(tools)
+        chats, tools = self._controls.escape(chats), self._escaped_tools(tools)
         texts = self._render(chats, add_generation_prompt, tools)
         skeletons = self._skeletons if tools is None else {}
         spans = []
@@ -114,7 +101,7 @@ class ChatCodec:
         """Ids of escaped texts and the token spans of the character spans, in one call of the tokenizer."""
         if not texts:
             return [], []
-        pieces, owners = self._cut_at_stand_ins(texts)
+        pieces, owners = self._controls.cut(texts)
         batch = self.tokenizer(list(pieces), add_special_tokens=False, return_attention_mask=False)
         ids, encodings = batch["input_ids"], batch.encodings
         if spans is not None and encodings is None:
@@ -168,6 +155,9 @@ class ChatCodec:
             **self._kwargs,
         )[0][0]
 
+    def _escaped_tools(self, tools: Tools | None) -> Tools | None:
+        return [self._controls.escape_value(tool, "a tool's description") for tool in tools] if tools else None
+
     def _find_end_of_turn(self) -> str:
         """What the template writes after the assistant's content, up to and including the first control token."""
         stand_in = chr(_CONTENT_STAND_IN)
@@ -179,8 +169,8 @@ class ChatCodec:
                 f"{text.count(stand_in)} times."
             )
         suffix = text.partition(stand_in)[2]
-        control = self._find_controls.search(suffix)
-        return suffix[: control.end()] if control else suffix.rstrip()
+        end = self._controls.first_end(suffix)
+        return suffix.rstrip() if end is None else suffix[:end]
 
     # Spans
 
@@ -310,73 +300,7 @@ class ChatCodec:
             f"writes: message {turn} of conversation {row} is not, {reason}; put {{% generation %}} blocks in it."
         )
 
-    # Control tokens in contents
-
-    def escape(self, chats: Sequence[Chat]) -> Sequence[Chat]:
-        """Conversations whose strings spell no control token; the very same objects where none did."""
-        if not self._may_hold_control(chats):
-            return chats
-        return [
-            [self._escaped(message, row, index) for index, message in enumerate(chat)] for row, chat in enumerate(chats)
-        ]
-
-    def _may_hold_control(self, chats: Sequence[Chat]) -> bool:
-        strings: list[str] = []
-        for row, chat in enumerate(chats):
-            for index, message in enumerate(chat):
-                if not isinstance(message, Mapping):
-                    raise TemplateError(
-                        f"ChatCodec: a message must be a mapping with 'role' and 'content': got "
-                        f"{type(message).__name__} for message {index} of conversation {row}."
-                    )
-                for value in message.values():
-                    if type(value) is str:
-                        strings.append(value)
-                    else:
-                        strings.extend(_strings(value))
-        everything = "\0".join(strings)
-        if any(head in everything for head in self._heads):
-            return True
-        return bool(self.end_of_turn) and not self.end_is_control and self.end_of_turn.strip() in everything
-
-    def _escaped(self, value: Any, row: int, index: int) -> Any:
-        if isinstance(value, str):
-            if not self.end_is_control and self.end_of_turn.strip() and self.end_of_turn.strip() in value:
-                raise TemplateError(
-                    f"ChatCodec: a message must not hold the end-of-turn text: message {index} of conversation {row} "
-                    f"holds {self.end_of_turn.strip()!r}, which this tokenizer cannot tell from the real one; remove it, "
-                    "or add it to the tokenizer as a special token."
-                )
-            if not self._find_controls.search(value):
-                return value
-            if self._find_stand_ins.search(value):
-                raise TemplateError(
-                    "ChatCodec: a message must not hold control tokens and private-use characters at once: message "
-                    f"{index} of conversation {row} does; remove one of them."
-                )
-            return self._find_controls.sub(lambda match: self._stand_ins[match.group()], value)
-        if isinstance(value, Mapping):
-            return {self._escaped(key, row, index): self._escaped(item, row, index) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [self._escaped(item, row, index) for item in value]
-        return value
-
-    def _escape_tools(self, tools: Tools | None) -> Tools | None:
-        return [self._escaped(tool, -1, -1) for tool in tools] if tools else None
-
-    def _cut_at_stand_ins(self, texts: Sequence[str]) -> tuple[Sequence[str], list[int] | None]:
-        """Texts cut so that each stand-in is a piece of its own, and the row of each piece; None if nothing was cut."""
-        if self._find_stand_ins is None or all(text.isascii() for text in texts):
-            return texts, None
-        if not any(self._find_stand_ins.search(text) for text in texts):
-            return texts, None
-        pieces: list[str] = []
-        owners: list[int] = []
-        for row, text in enumerate(texts):
-            cut = [piece for piece in self._find_stand_ins.split(text) if piece] or [""]
-            pieces += cut
-            owners += [row] * len(cut)
-        return pieces, owners
+    # Texts in pieces
 
     def _join_pieces(
         self,
@@ -387,13 +311,12 @@ class ChatCodec:
         encodings: Sequence[Any] | None,
         spans: Sequence[Sequence[Span]] | None,
     ) -> tuple[list[list[int]], list[list[Span]]]:
-        markers = {stand_in: marker for marker, stand_in in self._stand_ins.items()}
         ids: list[list[int]] = [[] for _ in range(num_rows)]
         starts: list[list[int]] = [[] for _ in range(num_rows)]  # first character of each token
         length = [0] * num_rows
         for index, (piece, row) in enumerate(zip(pieces, owners, strict=True)):
-            if piece in markers:
-                new = self._plain(markers[piece])
+            new = self._controls.plain_ids(piece)
+            if new is not None:
                 starts[row] += [length[row]] * len(new)
             else:
                 new = piece_ids[index]
@@ -407,18 +330,6 @@ class ChatCodec:
             [(_first_at_least(starts[row], start), _first_at_least(starts[row], end)) for start, end in spans[row]]
             for row in range(num_rows)
         ]
-
-    def _plain(self, marker: str) -> list[int]:
-        """Ids of a special token's characters, none of them special."""
-        if marker not in self._plain_ids:
-            ids = self.tokenizer(marker, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-            if not self._control_ids.isdisjoint(ids):
-                raise TemplateError(
-                    f"ChatCodec: a message holds {marker!r}, which {type(self.tokenizer).__name__} cannot encode as "
-                    "ordinary text; remove it from the message."
-                )
-            self._plain_ids[marker] = ids
-        return self._plain_ids[marker]
 
 
 def render_text(
@@ -489,21 +400,3 @@ def codec_for(
 
 def _first_at_least(starts: Sequence[int], position: int) -> int:
     return next((index for index, start in enumerate(starts) if start >= position), len(starts))
-
-
-def _strings(value: Any) -> Iterable[str]:
-    """Every string inside a JSON-like value."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _strings(key)
-            yield from _strings(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _strings(item)
-
-
-def _heads(markers: Sequence[str]) -> list[str]:
-    """Shortest beginnings such that a text without any of them holds no marker; a quick first look."""
-    return sorted({marker[:3] for marker in markers})

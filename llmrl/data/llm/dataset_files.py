@@ -9,9 +9,10 @@ prompt and reference answer that an environment starts from. The columns decide,
 | ``prompt``, ``completion`` | both; each a string or a list of messages | the prompt |
 | a prompt column, a reference column | user asks, assistant answers | the prompt and the reference |
 
-A prompt column is ``prompt``, ``question``, ``query``, ``problem`` or ``instruction``; a reference column is ``answer``,
-``reference``, ``solution``, ``ground_truth`` or ``target``; GSM8K's ``question`` and ``answer`` are one such pair. Other names are
-given as arguments. Rows are counted from 1 in every message. Tokenising and filtering by length belong to the recipes.
+A prompt column is ``prompt``, ``question``, ``query``, ``problem`` or ``instruction``; a reference column is
+``answer``, ``reference``, ``solution``, ``ground_truth`` or ``target``; GSM8K's ``question`` and ``answer`` are one
+such pair. Other names are given as arguments. Rows are counted from 1 in every message. Tokenising and filtering by
+length belong to the recipes.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def load_rows(
 ) -> Sequence[Row]:
     """The rows of a dataset: something with a length that gives one dict per index.
 
-    Reads    ``source``: a ``.jsonl``, ``.json`` (a list of objects), ``.parquet`` or ``.csv`` file, or a name on the Hugging
-             Face hub (``split`` and the configuration ``name`` apply to that one only)
+    Reads    ``source``: a ``.jsonl``, ``.json`` (a list of objects), ``.parquet`` or ``.csv`` file, or a name on the
+             Hugging Face hub (``split`` and the configuration ``name`` apply to that one only)
     Returns  a list of dicts, or a ``datasets.Dataset``
     Raises   DataError for a missing file, an unreadable row, a missing one of ``columns``, or no rows at all
     """
@@ -101,10 +102,11 @@ def to_prompt(
     prompt_column: str | None = None,
     answer_column: str | None = None,
 ) -> dict[str, Any]:
-    """What an environment starts a conversation from: the row, with ``query`` and, where there is a reference, ``answer``.
+    """What an environment starts a conversation from: the row, with ``query`` and, where there is a reference,
+    ``answer``.
 
-    Returns  a new dict: "query" is a string, or a list of messages where the row has one; "answer" is a string; the other
-             columns are kept under their names, for reward functions that ask for them
+    Returns  a new dict: "query" is a string, or a list of messages where the row has one; "answer" is a string; the
+             other columns are kept under their names, for reward functions that ask for them
     Raises   DataError naming the row (``number``) for a missing column, or a prompt without any message
 
     >>> to_prompt({"problem": "2 + 2?", "solution": 4, "level": "easy"})
@@ -178,7 +180,8 @@ def _load_hub(source: str, *, split: str, name: str | None) -> Sequence[Row]:
         return datasets.load_dataset(source, name, split=split)
     except (OSError, ValueError) as error:  # the hub: no such dataset, split or configuration, or no network
         raise DataError(
-            f"load_rows: {source!r} must be a file ending in {', '.join(FILE_FORMATS)} or a dataset on the hub with the "
+            f"load_rows: {source!r} must be a file ending in {', '.join(FILE_FORMATS)} or a dataset on the hub with "
+            "the "
             f"split {split!r}: there is no such file here, and the hub answers: {type(error).__name__}: {error}"
         ) from error
 

@@ -1,7 +1,7 @@
 """Which characters, and then which tokens, the assistant wrote: pure functions on texts, spans and encodings.
 
-A span is a half-open pair of positions. Spans are found from what the template does, never by searching for the answer's
-text and never from token values; rendering and tokenising are left to `llmrl.data.llm.codec`.
+A span is a half-open pair of positions. Spans are found from what the template does, never by searching for the
+answer's text and never from token values; rendering and tokenising are left to `llmrl.data.llm.codec`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The storage behind `History`: a stack of messages that stays a plain Python list until somebody asks for TensorDicts.
+"""The storage behind `History`: a stack of messages that stays a plain list until somebody asks for TensorDicts.
 
-A rollout appends to thousands of conversations; one TensorDict per message would cost more than the rest of the step. So a
-conversation keeps its messages as the dicts they came as, and builds the stack's members on first use of ``tensordicts``.
+A rollout appends to thousands of conversations; one TensorDict per message would cost more than the rest of the step.
+So a conversation keeps its messages as the dicts they came as, and builds the stack's members when ``tensordicts`` is
+first used; a member builds its entries when one is first read.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ _NO_DIMS = torch.Size([])
 class MessageStack(LazyStackedTensorDict):
     """One conversation: a stack of messages along its only dimension.
 
-    Messages are shared between conversations and never changed: what writes to a stack goes through ``tensordicts``, after
-    which the members, and no longer the list, are what the conversation says.
+    Messages are shared between conversations and never changed: what writes to a stack goes through ``tensordicts``,
+    after which the members, and no longer the list, are what the conversation says.
     """
 
     def __init__(self, *tensordicts: TensorDictBase, stack_dim: int = 0, **options: Any) -> None:
@@ -76,6 +77,14 @@ class MessageStack(LazyStackedTensorDict):
 
     def _has_names(self) -> bool:
         return False
+
+    @property
+    def _is_memmap(self) -> bool:
+        return self._members is not None and all(member._is_memmap for member in self._members)
+
+    @property
+    def _is_shared(self) -> bool:
+        return self._members is not None and all(member._is_shared for member in self._members)
 
     @property
     def is_locked(self) -> bool:

@@ -2,7 +2,7 @@
 
 A template is jinja text in the dialect of the Transformers library; what the assistant writes stands between
 ``{% generation %}`` and ``{% endgeneration %}``. The tokenizer's own template always wins over a guess. The built-in
-texts are the files of ``llmrl.chat_templates``; rendering is left to `llmrl.data.llm.codec`, reading back to the parsers.
+texts are the files of ``llmrl.chat_templates``; rendering is left to `llmrl.data.llm.codec`, reading to the parsers.
 """
 
 from __future__ import annotations

@@ -32,21 +32,21 @@ _FORMAT = 1
 class ReplayBuffer:
     """Keeps rows and hands out batches of them.
 
-    ``storage``, ``sampler`` and ``writer`` are instances, or callables without arguments that build one; the defaults are
-    ``ListStorage(1000)``, ``RandomSampler()`` and ``RoundRobinWriter()``.
+    ``storage``, ``sampler`` and ``writer`` are instances, or callables without arguments that build one; the defaults
+    are ``ListStorage(1000)``, ``RandomSampler()`` and ``RoundRobinWriter()``.
 
     ``transform`` (or ``transform_factory``, a callable that builds it) is any callable: it runs on every batch that is
-    read. If it also has a method ``inv``, that runs on everything that is written, and may return ``None`` to keep it back,
-    in which case nothing is written. A plain function runs on reads only. ``collate_fn`` turns what the storage returns for
-    several rows into a batch; by default tensors and tensordicts that come in a list are stacked.
+    read. If it also has a method ``inv``, that runs on everything that is written, and may return ``None`` to keep it
+    back, in which case nothing is written. A plain function runs on reads only. ``collate_fn`` turns what the storage
+    returns for several rows into a batch; by default tensors and tensordicts that come in a list are stacked.
 
-    What goes in is copied, what comes out is a copy, and objects that were passed in are not changed. ``add``, ``extend``
-    and ``sample`` may be called from several threads. ``prefetch`` is the number of batches that threads prepare ahead;
-    it changes when a batch is made, never which: a write makes the batches that are waiting anew, and a batch that takes
-    longer than ``prefetch_timeout_s`` raises ``DeadlineError``.
+    What goes in is copied, what comes out is a copy, and objects that were passed in are not changed. ``add``,
+    ``extend`` and ``sample`` may be called from several threads. ``prefetch`` is the number of batches that threads
+    prepare ahead; it changes when a batch is made, never which: a write makes the batches that are waiting anew, and a
+    batch that takes longer than ``prefetch_timeout_s`` raises ``DeadlineError``.
 
-    ``generator`` is what the sampler draws from. ``state_dict`` holds everything including the generator's state and the
-    place in the current pass: a buffer that loads it goes on with the same batches.
+    ``generator`` is what the sampler draws from. ``state_dict`` holds everything including the generator's state and
+    the place in the current pass: a buffer that loads it goes on with the same batches.
 
     >>> from tensordict import TensorDict
     >>> from llmrl.data.replay_buffers import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
@@ -171,8 +171,8 @@ class ReplayBuffer:
     def add(self, data: Any) -> int | Tensor:
         """Writes one row.
 
-        Returns its position; an empty int64 tensor if a transform kept it back, and the positions int64[N] if a transform
-        made several rows of it.
+        Returns its position; an empty int64 tensor if a transform kept it back, and the positions int64[N] if a
+        transform made several rows of it.
         """
         with self._lock:
             made = self._invert(data)
@@ -325,7 +325,9 @@ class ReplayBuffer:
         length = len(self._storage)
         if isinstance(index, Tensor) and index.dtype is torch.bool:
             if index.shape != (length,):
-                raise IndexError(f"ReplayBuffer: a mask must have one entry per row: got {list(index.shape)}, {length} rows.")
+                raise IndexError(
+                    f"ReplayBuffer: a mask must have one entry per row: got {list(index.shape)}, {length} rows."
+                )
             return index.nonzero().squeeze(-1)
         if isinstance(index, slice):
             return torch.arange(length)[index] if (index.step or 1) > 0 else torch.tensor(range(length)[index])
@@ -457,7 +459,7 @@ def _build(what: str, part: Any, base: type, default: Callable[[], Any] | None) 
 
 
 def _collate(rows: Any) -> Any:
-    """Stacks a list of tensors (of one shape) or tensordicts (lazily if they differ in shape); leaves the rest alone."""
+    """Stacks a list of tensors of one shape, or of tensordicts (lazily if they differ); leaves the rest alone."""
     if not isinstance(rows, list) or not rows:
         return rows
     if all(isinstance(row, Tensor) for row in rows):

@@ -93,9 +93,7 @@ class Layout(NamedTuple):
 # --- apart ---------------------------------------------------------------------------------------------------------
 
 
-def take_apart(
-    batch: Any, *, stacked: bool = True, device: torch.device | None = None
-) -> tuple[Layout, list[Any]]:
+def take_apart(batch: Any, *, stacked: bool = True, device: torch.device | None = None) -> tuple[Layout, list[Any]]:
     """Separates a batch (``stacked``: the leading dimension counts rows) or a single row into layout and columns.
 
     The columns are the entries themselves, not copies (see ``copy_columns``). ``device`` is what the layout notes as
@@ -105,9 +103,7 @@ def take_apart(
     return Layout(visitor.visit(batch), tuple(visitor.kinds)), visitor.columns
 
 
-def take_rows_apart(
-    rows: Sequence[Any], *, device: torch.device | None = None
-) -> tuple[Layout, list[Any]] | None:
+def take_rows_apart(rows: Sequence[Any], *, device: torch.device | None = None) -> tuple[Layout, list[Any]] | None:
     """The same for a sequence of single rows; None if they do not share one layout."""
     visitor = _Visitor(True, device)
     root = visitor.visit_rows(rows)
@@ -271,7 +267,9 @@ def _batch(node: Any, columns: Iterator[Any], num_rows: int) -> Any:
         return pytree.tree_unflatten([_batch(child, columns, num_rows) for child in node.children], node.spec)
     if kind is Columns:
         entries = {
-            name: list(next(columns)) if isinstance(child, Leaf) and child is not Leaf.ROW else _batch(child, columns, num_rows)
+            name: list(next(columns))
+            if isinstance(child, Leaf) and child is not Leaf.ROW
+            else _batch(child, columns, num_rows)
             for name, child in zip(node.names, node.children, strict=True)
         }
         return node.cls.from_columns(entries, num_rows)

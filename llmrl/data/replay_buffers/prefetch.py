@@ -21,8 +21,8 @@ class _Waiting(NamedTuple):
 class Prefetcher:
     """Keeps up to ``depth`` drawn batches waiting.
 
-    Rows are drawn and copied in the caller's thread, one batch after the other; what threads do is the collating and the
-    transforms, which must therefore bear to run beside each other. Each draw notes the sampler's state before it:
+    Rows are drawn and copied in the caller's thread, one batch after the other; what threads do is the collating and
+    the transforms, which must therefore bear to run beside each other. Each draw notes the sampler's state before it:
     ``clear`` returns the state that belongs to the oldest batch nobody has taken, so drawing again gives the same.
     """
 

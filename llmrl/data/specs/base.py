@@ -324,7 +324,7 @@ class LeafSpec(TensorSpec):
         """A field at full shape, as a view: size 1 where the spec has any size."""
         field: Tensor = getattr(self, name)
         extra = field.shape[field.ndim - self._fields[name] :] if self._fields[name] else ()
-        return field.expand(*self._full_shape(()), *extra)
+        return field.expand((*self._full_shape(()), *extra))
 
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other):

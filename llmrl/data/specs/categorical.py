@@ -91,7 +91,7 @@ class Categorical(LeafSpec):
             outside |= value != value.round()
         if self._mask is not None:
             safe = torch.where(outside, torch.zeros_like(number), number).long()
-            mask = self._mask.to(value.device).expand(*value.shape, self.n)
+            mask = self._mask.to(value.device).expand((*value.shape, self.n))
             outside |= ~mask.gather(-1, safe.unsqueeze(-1)).squeeze(-1)
         return outside
 

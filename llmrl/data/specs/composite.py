@@ -336,7 +336,8 @@ class Composite(TensorSpec):
         entries = "".join(
             f"    {key}: {spec!r},\n".replace("\n    ", "\n        ") for key, spec in self._specs.items()
         )
-        return f"Composite(\n{entries}    shape={tuple(self.shape)}, device={self._device})"
+        cls = "" if self.data_cls is None else f", data_cls={self.data_cls.__name__}"
+        return f"Composite(\n{entries}    shape={tuple(self.shape)}, device={self._device}{cls})"
 
     def _with(self, specs: dict[str, TensorSpec | None], shape: Size | None = None) -> Self:
         new = copy.copy(self)

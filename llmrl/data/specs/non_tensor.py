@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from tensordict import NonTensorData, NonTensorStack, is_non_tensor
+from tensordict import NonTensorData, NonTensorStack, is_non_tensor, is_tensor_collection
 from torch import Size
 
 from llmrl.data.specs.base import LeafSpec, Mismatch, fits
@@ -16,7 +16,8 @@ __all__ = ["NonTensor"]
 
 
 class NonTensor(LeafSpec):
-    """Any Python object per entry; with ``example_data``, an object of that type (or None).
+    """Any Python object per entry, a container of the right batch size included; with ``example_data``, one of its
+    type, or None.
 
     Returns (`rand`, `zero`, `one`) the example, as one NonTensorData of the asked shape (no cost per row), or with
             ``batched`` as a NonTensorStack whose rows share it
@@ -48,15 +49,15 @@ class NonTensor(LeafSpec):
         return self._example(self._full_shape(shape))
 
     def mismatches(self, value: Any, key: tuple[str, ...] = ()) -> Iterator[Mismatch]:
-        if not is_non_tensor(value):
-            if self.shape or isinstance(value, torch.Tensor):
-                yield Mismatch(key, "type", f"declared non-tensor data, got {type(value).__name__}")
-                return
-            entries = [value]
-        else:
+        if is_tensor_collection(value):
             if not fits(value.batch_size, self.shape):
                 yield Mismatch(key, "shape", f"declared shape {tuple(self.shape)}, got {tuple(value.batch_size)}")
-            entries = _entries(value)
+            entries = _entries(value) if is_non_tensor(value) else [value]
+        elif self.shape or isinstance(value, torch.Tensor):
+            yield Mismatch(key, "type", f"declared non-tensor data, got {type(value).__name__}")
+            return
+        else:
+            entries = [value]
         if self.example_data is None:
             return
         kind = type(self.example_data)

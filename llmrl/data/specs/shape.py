@@ -53,7 +53,7 @@ class ShapeOp:
         ``lead`` is the new shape of those dims. The result is unexpanded again.
         """
         tail = field.shape[len(measured) :]
-        return unexpanded(self.apply(field.expand(*measured, *tail), tail), lead, owner)
+        return unexpanded(self.apply(field.expand((*measured, *tail)), tail), lead, owner)
 
 
 def unexpanded(field: Tensor, lead: Size, owner: str) -> Tensor:
@@ -78,11 +78,11 @@ def as_size(shape: Sequence[Any]) -> Size:
 
 
 def expand(sizes: Size) -> ShapeOp:
-    return ShapeOp(f"expand to {tuple(sizes)}", lambda t, tail: t.expand(*sizes, *tail))
+    return ShapeOp(f"expand to {tuple(sizes)}", lambda t, tail: t.expand((*sizes, *tail)))
 
 
 def reshape(sizes: Size) -> ShapeOp:
-    return ShapeOp(f"reshape to {tuple(sizes)}", lambda t, tail: t.reshape(*sizes, *tail))
+    return ShapeOp(f"reshape to {tuple(sizes)}", lambda t, tail: t.reshape((*sizes, *tail)))
 
 
 def flatten(shape: Size, start_dim: int, end_dim: int) -> ShapeOp:

@@ -1,7 +1,8 @@
 """`ChatEnv`: a conversation as an environment, and `DatasetChatEnv`: one that starts from the rows of a dataset.
 
-The state is the conversation so far; the action is what the policy adds to it. Everything else (rewards, tools, turn limits,
-prompts from data) is a transform. What a prompt looks like to a model is the renderer's part, sampling the policy's.
+The state is the conversation so far; the action is what the policy adds to it. Everything else (rewards, tools, turn
+limits, prompts from data) is a transform. What a prompt looks like to a model is the renderer's part, sampling the
+policy's.
 """
 
 from __future__ import annotations
@@ -38,13 +39,16 @@ Message = dict[str, Any]
 class ChatEnv(EnvBase):
     """A batch of conversations. It never ends one and gives no reward: transforms do.
 
-    Reset  reads   ``data_key``  NonTensor [B]: what the user says, a string or a list of messages; one string serves every row
-           writes  (mode, "prompt"): the system prompt, if any, and the user's message, as a History in history mode, as rendered
-                   text or ids with the generation prompt in the other two; the other columns that it was given come along
+    Reset  reads   ``data_key``  NonTensor [B]: what the user says, a string or a list of messages; one string serves
+           every row writes  (mode, "prompt"): the system prompt, if any, and the user's message, as a History in
+                             history mode, as rendered
+                   text or ids with the generation prompt in the other two; the other columns that it was given come
+                   along
     Step   reads   (mode, "full"): the conversation with the policy's turn
-           writes  ("next", view, "prompt") = (view, "full") for every view that the policy left, with the masks and log-probs
-                   of the turns so far: the next turn continues the stream of tokens that was sampled
-    Raises MissingKeyError without ``data_key`` at reset or (mode, "full") at step; ConfigError for an unknown mode, an empty
+           writes  ("next", view, "prompt") = (view, "full") for every view that the policy left, with the masks and
+                   log-probs of the turns so far: the next turn continues the stream of tokens that was sampled
+    Raises MissingKeyError without ``data_key`` at reset or (mode, "full") at step; ConfigError for an unknown mode, an
+    empty
            batch size, or text and tokens mode without a tokenizer
 
     Nothing is kept between calls, so any rows of a batch can be stepped or reset by themselves.
@@ -71,11 +75,16 @@ class ChatEnv(EnvBase):
     ):
         if input_mode not in MODES:
             raise ConfigError(
-                f"ChatEnv: input_mode must be one of {', '.join(MODES)}: got {input_mode!r}.{near(str(input_mode), MODES)}"
+                f"ChatEnv: input_mode must be one of {', '.join(MODES)}: got "
+                f"{input_mode!r}.{near(str(input_mode), MODES)}"
             )
-        batch_size = torch.Size((1,) if batch_size is None else (batch_size,) if isinstance(batch_size, int) else batch_size)
+        batch_size = torch.Size(
+            (1,) if batch_size is None else (batch_size,) if isinstance(batch_size, int) else batch_size
+        )
         if len(batch_size) != 1:
-            raise ConfigError(f"ChatEnv: batch_size must be the number of conversations, as in [8]: got {list(batch_size)}.")
+            raise ConfigError(
+                f"ChatEnv: batch_size must be the number of conversations, as in [8]: got {list(batch_size)}."
+            )
         if input_mode != "history" and tokenizer is None:
             raise ConfigError(f"ChatEnv: input_mode={input_mode!r} renders the prompt at reset and needs a tokenizer.")
         super().__init__(device=device, batch_size=batch_size, batch_locked=False)
@@ -87,7 +96,9 @@ class ChatEnv(EnvBase):
         self.policy_role = policy_role
         self.data_key = "query" if data_key is None else data_key
         self._renderer = (
-            Renderer(tokenizer, template_kwargs=template_kwargs) if tokenizer is not None and input_mode != "history" else None
+            Renderer(tokenizer, template_kwargs=template_kwargs)
+            if tokenizer is not None and input_mode != "history"
+            else None
         )
         self.observation_spec = Composite(
             {input_mode: Composite(prompt=NonTensor(shape=batch_size), shape=batch_size)}, shape=batch_size
@@ -171,7 +182,8 @@ class ChatEnv(EnvBase):
             chat = query.to_chats()
         else:
             raise DataError(
-                f"ChatEnv.reset: {self.data_key!r} must be a string, a list of messages or a History: got {query!r:.80}."
+                f"ChatEnv.reset: {self.data_key!r} must be a string, a list of messages or a History: got "
+                f"{query!r:.80}."
             )
         if self.system_prompt is not None and chat[0]["role"] != self.system_role:
             chat.insert(0, {"role": self.system_role, "content": self.system_prompt})
@@ -188,8 +200,9 @@ class ChatEnv(EnvBase):
 class DatasetChatEnv(TransformedEnv):
     """A `ChatEnv` that starts every conversation from a row of a dataset and ends it after ``max_steps`` turns.
 
-    Reads   ``dataset``: a local file, a hub name (with ``name`` and ``split``), or rows; columns as `to_prompt` reads them,
-            unless ``prompt_column`` and ``answer_column`` name them, or ``collate_fn(list of rows)`` returns other rows
+    Reads   ``dataset``: a local file, a hub name (with ``name`` and ``split``), or rows; columns as `to_prompt` reads
+            them, unless ``prompt_column`` and ``answer_column`` name them, or ``collate_fn(list of rows)`` returns
+            other rows
     Writes  what `DataLoadingPrimer` and `ChatEnv` write; "answer" NonTensor [B] where the data have a reference
     Raises  DataError for data that cannot be read or have no prompt; EndOfData at a reset after ``epochs``
 
@@ -229,7 +242,9 @@ class DatasetChatEnv(TransformedEnv):
         rank: int = 0,
         world_size: int = 1,
     ):
-        rows: Sequence[Any] = load_rows(dataset, split=split or "train", name=name) if isinstance(dataset, (str, Path)) else dataset
+        rows: Sequence[Any] = (
+            load_rows(dataset, split=split or "train", name=name) if isinstance(dataset, (str, Path)) else dataset
+        )
         rows = list(rows)
         if collate_fn is not None:
             rows = list(collate_fn(rows))
@@ -274,8 +289,8 @@ class DatasetChatEnv(TransformedEnv):
 def carried_views(td: TensorDictBase) -> dict[str, Any]:
     """The views of the next turn's prompt: what is ``full`` now. References, whatever the length of the conversation.
 
-    Writes  (view, "prompt") for history, text, tokens and log_probs; ("masks", "prompt_assistant_mask" and, where padded,
-            "prompt_attention_mask"); ("tokens", "covered")
+    Writes  (view, "prompt") for history, text, tokens and log_probs; ("masks", "prompt_assistant_mask" and, where
+            padded, "prompt_attention_mask"); ("tokens", "covered")
     """
     views: dict[str, Any] = {}
     if (history := td.get("history", None)) is not None and (full := history.get("full", None)) is not None:
@@ -299,7 +314,7 @@ def carried_views(td: TensorDictBase) -> dict[str, Any]:
 
 _STREAMS: tuple[tuple[str, Any, dict[str, str]], ...] = (
     ("tokens", Tokens, {"full": "prompt", "covered": "covered"}),
-    ("log_probs", LogProbs, {"full": "prompt"}),
+    ("log_probs", LogProbs, {"full": "prompt", "plain": "plain"}),
     (
         "masks",
         Masks,

@@ -1,7 +1,7 @@
 """What the policy just said, as strings: the one place that finds the text of a turn in any input mode.
 
-Rewards and parsers call `completion_texts`; they see the response only, never the prompt, and the same string whether the
-batch carries messages, text or token ids.
+Rewards and parsers call `completion_texts`; they see the response only, never the prompt, and the same string whether
+the batch carries messages, text or token ids.
 """
 
 from __future__ import annotations
@@ -18,12 +18,17 @@ __all__ = ["completion_texts", "trim_markers"]
 
 
 def completion_texts(
-    td: TensorDictBase, tokenizer: Any | None = None, *, who: str, mode: str | None = None, markers: tuple[str, ...] = ()
+    td: TensorDictBase,
+    tokenizer: Any | None = None,
+    *,
+    who: str,
+    mode: str | None = None,
+    markers: tuple[str, ...] = (),
 ) -> list[str]:
     """The response of every row, without the end-of-turn markers (the template's, and ``markers``) at its end.
 
-    Reads    ("text", "response"), else the contents of ("history", "response"), else ("tokens", "response") decoded; with
-             ``mode``, only that one of the three
+    Reads    ("text", "response"), else the contents of ("history", "response"), else ("tokens", "response") decoded;
+             with ``mode``, only that one of the three
     Raises   MissingKeyError naming ``who`` where there is none of them, or only tokens and no ``tokenizer``
     """
     markers = (*special_tokens(tokenizer), *markers)
@@ -41,7 +46,8 @@ def completion_texts(
             return tokenizer.batch_decode(rows, skip_special_tokens=True)
     hint = " and a tokenizer" if tokenizer is None and "tokens" in td.keys() else ""
     raise MissingKeyError(
-        f"{who}: the policy's response must be in ('text', 'response'), ('history', 'response') or ('tokens', 'response')"
+        f"{who}: the policy's response must be in ('text', 'response'), ('history', 'response') or ('tokens', "
+        "'response')"
         f"{hint}: the batch has {', '.join(map(str, td.keys()))}."
     )
 

@@ -1,7 +1,7 @@
 """GSM8K: grade-school word problems with one number as the answer, and the parser that scores an answer block.
 
-The parser serves any task whose reference is a number: `extract_tags` finds the answer, `normalize_answer` says when two
-answers are the same. Turning a dataset into prompts belongs to `DatasetChatEnv`.
+The parser serves any task whose reference is a number: `extract_tags` finds the answer, `normalize_answer` says when
+two answers are the same. Turning a dataset into prompts belongs to `DatasetChatEnv`.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ class GSM8KRewardParser(Transform):
     Writes  "reward"         float32[B, 1, 1]  += correct_reward | format_reward | 0, in the ``next`` tensordict
             "reward_right"   float32[B, 1, 1]  correct_reward where the answer is right
             "reward_answer"  float32[B, 1, 1]  format_reward where there is an answer block
-            "reward_think"   float32[B, 1, 1]  format_reward where there is a thinking block; reported, no part of the reward
+            "reward_think"   float32[B, 1, 1]  format_reward where there is a thinking block; reported, no part of the
+                             reward
             "success"        bool[B, 1, 1]
             "done", "terminated"  bool[B, 1]   True where there is an answer block, unless ``set_done_if_answer=False``
     Raises  DataError naming the row where the reference is no single answer; MissingKeyError without references
 
-    The last ``<answer>`` block outside thinking counts. ``in_keys`` (response view, reference) and ``out_keys`` (the five above)
-    rename; ``input_mode`` reads one view only; ``eos_token`` is one more marker to cut off a response's end.
+    The last ``<answer>`` block outside thinking counts. ``in_keys`` (response view, reference) and ``out_keys`` (the
+    five above) rename; ``input_mode`` reads one view only; ``eos_token`` is one more marker to cut off a response's
+    end.
 
     >>> parser = GSM8KRewardParser()
     >>> parser.score("<think>6 * 6</think><answer>36 snakes</answer>", "6 * 6 = 36 #### 36")
@@ -113,7 +115,9 @@ class GSM8KRewardParser(Transform):
             for row, ((_, answer), reference) in enumerate(zip(tags, references, strict=True), 1)
         ]
         answered = [answer is not None for _, answer in tags]
-        reward = [self.correct_reward if r else self.format_reward if a else 0.0 for r, a in zip(right, answered, strict=True)]
+        reward = [
+            self.correct_reward if r else self.format_reward if a else 0.0 for r, a in zip(right, answered, strict=True)
+        ]
         columns = (
             [self.format_reward * a for a in answered],
             [self.format_reward * (think is not None) for think, _ in tags],
@@ -149,7 +153,8 @@ class GSM8KEnv(DatasetChatEnv):
     """
 
     SYSTEM_PROMPT = (
-        "You solve word problems. Think step by step between <think> and </think>, then give the final number alone between "
+        "You solve word problems. Think step by step between <think> and </think>, then give the final number alone "
+        "between "
         "<answer> and </answer>, for example <think>2 bags of 3 apples are 6 apples.</think><answer>6</answer>."
     )
 
@@ -206,7 +211,7 @@ class GSM8KEnv(DatasetChatEnv):
 
 _THINK = re.compile(r"<think>(.*?)(?:</think>|\Z)", re.DOTALL)
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
-_NUMBER = re.compile(r"(?<!\w)[-+]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d*)?|\.\d+)")
+_NUMBER = re.compile(r"(?<!\w)[-+]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d*)?|\.\d+)(?!\d|[eE][-+]?\d)")
 _SIGNS = str.maketrans({"−": "-", "*": " ", "\\": " ", "$": "", "€": "", "£": "", "%": ""})
 
 
@@ -224,8 +229,8 @@ def extract_tags(text: str) -> tuple[str | None, str | None]:
 def normalize_answer(text: str) -> str:
     """The form in which two answers are compared: the number, where the text has exactly one.
 
-    Dollar and percent signs, units, thousands separators, ``\\boxed{}`` and trailing zeros do not matter; after an equals
-    sign only what follows it counts. Without a single number it is the text itself, in lower case.
+    Dollar and percent signs, units, thousands separators, ``\\boxed{}`` and trailing zeros do not matter; after an
+    equals sign only what follows it counts. Without a single number it is the text itself, in lower case.
 
     >>> [normalize_answer(t) for t in ("1,234", "$120.00", "100%", ".5", "36 snakes", "\\\\boxed{36}", "6*6 = 36.")]
     ['1234', '120', '100', '0.5', '36', '36', '36']

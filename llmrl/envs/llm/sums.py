@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import re
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from llmrl.errors import ConfigError, near
@@ -71,7 +71,7 @@ def sums_reward(completion: str, answer: str) -> float:
     return float(bool(blocks) and int(blocks[-1]) == int(answer))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _dealt() -> dict[str, tuple[tuple[int, int], ...]]:
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     random.Random(0).shuffle(pairs)

@@ -2,6 +2,36 @@
 
 from __future__ import annotations
 
+from llmrl.modules.llm.engines import Engine, Generation, SamplingParams, StopReason, TransformersEngine
+from llmrl.modules.llm.log_probs import TokenScorer, TokenScores, token_logprobs
+from llmrl.modules.llm.policies import (
+    ChatHistory,
+    LLMWrapperBase,
+    LogProbs,
+    Masks,
+    Text,
+    Tokens,
+    TransformersWrapper,
+)
 from llmrl.modules.llm.rendering import Rendered, Renderer, TemplateReport
 
-__all__ = ["Rendered", "Renderer", "TemplateReport"]
+__all__ = [
+    "ChatHistory",
+    "Engine",
+    "Generation",
+    "LLMWrapperBase",
+    "LogProbs",
+    "Masks",
+    "Rendered",
+    "Renderer",
+    "SamplingParams",
+    "StopReason",
+    "TemplateReport",
+    "Text",
+    "TokenScorer",
+    "TokenScores",
+    "Tokens",
+    "TransformersEngine",
+    "TransformersWrapper",
+    "token_logprobs",
+]

@@ -43,17 +43,17 @@ class MCAdvantage(Transform):
     Returns from ``inv``: a batch [N] of whole groups, or None while there is none
     Raises  ValueError for settings that make no group, MissingKeyError for an absent entry, DataError if no row is done
 
-    A row is one conversation, or one step of one: rows up to and including one that is done form a trajectory, so a flat
-    batch may hold several (one after the other: steps of two trajectories of a group must not alternate), and the steps
-    of a [B, T] batch are flattened. Trajectories wait in a queue until ``grpo_size`` of a group have come; the oldest of
-    more than ``max_queued_groups`` waiting groups is given up. A batch of whole groups never enters the queue.
+    A row is one conversation, or one step of one: rows up to and including one that is done form a trajectory, so a
+    flat batch may hold several (one after the other: steps of two trajectories of a group must not alternate), and the
+    steps of a [B, T] batch are flattened. Trajectories wait in a queue until ``grpo_size`` of a group have come; the
+    oldest of more than ``max_queued_groups`` waiting groups is given up. A batch of whole groups skips the queue.
 
     ``trajectory_return`` reduces the rewards of a trajectory to one number, which all its steps share; without it each
     step's reward is compared with those of all steps of the group. ``scale`` and ``eps`` are described in
     ``group_advantage``. Failed completions are left out; the group goes on without them if at least
     ``min_group_size`` remain (default: half of it, and two). ``keep_return_bounds=(low, high)`` drops groups whose mean
-    return is not strictly between the two, such as those that always or never succeed; ``on_zero_variance="drop"`` drops
-    groups whose rewards are equal (their advantages are exactly 0, and train nothing).
+    return is not strictly between the two, such as those that always or never succeed; ``on_zero_variance="drop"``
+    drops groups whose rewards are equal (their advantages are exactly 0, and train nothing).
 
     ``counters``: groups ``completed`` = ``written`` + ``dropped``; ``zero_variance`` groups among the completed; rows
     ``failed``; groups (and unfinished trajectories) ``evicted`` from the queue; groups ``queued`` in it now.
@@ -159,8 +159,7 @@ class MCAdvantage(Transform):
         ids_B = self._group_numbers(td)
         order_B = torch.argsort(ids_B, stable=True)
         sorted_NG = ids_B[order_B].view(-1, size)
-        first_N = sorted_NG[:, 0]
-        if not (torch.equal(first_N, sorted_NG[:, -1]) and bool((first_N[1:] != first_N[:-1]).all())):
+        if not torch.equal(sorted_NG[:, 0], sorted_NG[:, -1]):
             return None
         if self._queue or self._open:
             waiting = self._queue.keys() | self._open.keys()
@@ -201,9 +200,10 @@ class MCAdvantage(Transform):
         """The trajectories that end in ``td[T]``; in a flat batch, what has not ended waits for the next call."""
         done_T = self._get(td, self.done_key).reshape(td.batch_size[0], -1).any(-1).tolist()
         if not any(done_T) or not (flat or done_T[-1]):
+            where = ", but not in the last one of a [B, T] batch." if any(done_T) else "."
             raise DataError(
-                f"MCAdvantage: trajectories must end: got {self.done_key!r} True in {sum(done_T)} of {len(done_T)} steps"
-                + ("." if not any(done_T) else ", but not in the last one of a [B, T] batch.")
+                f"MCAdvantage: trajectories must end: got {self.done_key!r} True in {sum(done_T)} of {len(done_T)} "
+                f"steps{where}"
             )
         groups = self._groups(td)
         rewards = list(self._get(td, self.rewards_key).detach().to("cpu", torch.float64).unbind(0))
@@ -235,8 +235,8 @@ class MCAdvantage(Transform):
     def _evict(self, group: Group, members: list[_Trajectory]) -> None:
         self.counters["evicted"] += 1
         _log.warning(
-            f"MCAdvantage: group {group} was given up with {len(members)} of {self.grpo_size} completions, because more "
-            f"than max_queued_groups={self.max_queued_groups} groups wait."
+            f"MCAdvantage: group {group} was given up with {len(members)} of {self.grpo_size} completions, because "
+            f"more than max_queued_groups={self.max_queued_groups} groups wait."
         )
 
     def _write_rows(self, groups: list[list[_Trajectory]]) -> TensorDictBase | None:
@@ -278,7 +278,7 @@ class MCAdvantage(Transform):
     # --- both ---
 
     def _advantages(self, rewards_NGK: Tensor, absent_NGK: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Advantages float64[N, G, K] and bool[N, G], True for completions to write. K rewards each; absent ones are padding."""
+        """Advantages float64[N, G, K], and bool[N, G]: the completions to write. K rewards each; absent is padding."""
         num_groups, size, _ = rewards_NGK.shape
         broken_NGK = ~rewards_NGK.isfinite()
         if absent_NGK is not None:

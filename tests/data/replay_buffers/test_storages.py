@@ -10,6 +10,7 @@ from llmrl.data.llm.chat import History
 from llmrl.data.replay_buffers import LazyStackStorage, LazyTensorStorage, ListStorage, ReplayBuffer, TensorStorage
 from llmrl.data.replay_buffers.layout import put_rows_together, put_together, take_apart
 from llmrl.errors import CheckpointError, DataError
+from llmrl.modules.llm.policies import containers
 
 
 class Tokens(TensorClass["nocast"]):
@@ -127,6 +128,42 @@ def test_what_was_written_and_what_was_read_share_no_memory_with_the_rows():
     assert [len(chat) for chat in batch["history"].to_chats()] == [1, 2]
 
 
+def test_rows_that_are_kept_whole_are_copies_too():
+    def rows() -> list[TensorDict]:
+        first, second = TensorDict(x=torch.zeros(1)), TensorDict(x=torch.zeros(1), y=torch.zeros(1))
+        return [TensorDict(part=first), TensorDict(part=second)]
+
+    given = rows()
+    storage = LazyStackStorage(4)
+    storage.set(slice(0, 2), lazy_stack(given))
+    for row in (*given, *storage.get(slice(0, 2)).unbind(0)):
+        row["part", "x"].fill_(-1)
+    read = storage.get(slice(0, 2))
+    assert [float(row["part", "x"]) for row in read.unbind(0)] == [0.0, 0.0]
+    assert [sorted(row["part"].keys()) for row in read.unbind(0)] == [["x"], ["x", "y"]]
+
+
+def test_containers_that_hold_columns_stay_columns():
+    tokens = containers.Tokens.from_rows({"full": [torch.arange(3), torch.arange(1)]})
+    text = containers.Text.from_rows({"full": ["three", "one"]})
+    given = TensorDict({"tokens": tokens, "text": text}, batch_size=[2])
+    storage = LazyStackStorage(4)
+    storage.set(slice(0, 2), given)
+    batch = storage.get(torch.tensor([1, 0]))
+    assert ids(batch) == [[0], [0, 1, 2]]
+    assert batch["text"].rows("full") == ["one", "three"]
+    assert batch["tokens"].padded is False
+    for stack in (given["tokens"]._tensordict, batch["tokens"]._tensordict):
+        assert stack._columns is not None  # no row was built on the way in or out
+    ids(given)[0].clear()
+    given.get(("tokens", "full"), as_list=True)[0].fill_(-1)
+    batch.get(("tokens", "full"), as_list=True)[0].fill_(-1)
+    assert ids(storage.get(slice(0, 2))) == [[0, 1, 2], [0]]
+    single = storage.get(0)
+    assert single["tokens"].full.tolist() == [0, 1, 2]
+    assert single["text"].full == "three"
+
+
 def test_gradients_are_not_kept():
     value = torch.ones(2, 3, requires_grad=True) * 2
     for storage in (LazyStackStorage(4), LazyTensorStorage(4)):
@@ -158,7 +195,11 @@ def test_a_storage_of_conversations_refuses_what_is_no_tensordict():
 
 
 def test_positions_leave_no_gap_and_end_at_the_size():
-    for storage, row in ((ListStorage(3), 1), (LazyStackStorage(3), TensorDict()), (LazyTensorStorage(3), torch.ones(()))):
+    for storage, row in (
+        (ListStorage(3), 1),
+        (LazyStackStorage(3), TensorDict()),
+        (LazyTensorStorage(3), torch.ones(())),
+    ):
         with pytest.raises(RuntimeError, match="without gaps"):
             storage.set(1, row)
         for position in range(3):

@@ -18,7 +18,7 @@ def tokenizer():
     return tiny_tokenizer()
 
 
-@pytest.fixture()
+@pytest.fixture
 def say(tokenizer) -> Callable[[TensorDictBase, Sequence[str]], TensorDictBase]:
     """say(td, texts): the policy's turn, written in the view that the prompt came in."""
 

@@ -35,9 +35,7 @@ def test_reset_gives_system_and_user_messages_and_step_adds_the_answer(say):
 def test_text_prompt_is_exactly_the_template_and_grows_verbatim(tokenizer, say):
     env = ChatEnv(batch_size=[1], input_mode="text", system_prompt="Be brief.", tokenizer=tokenizer)
     td = env.reset(query("2 + 2?"))
-    prompt = (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n"
-    )
+    prompt = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n"
     assert td["text"].prompt == [prompt]
     td = env.step(say(td, ["4"]))
     assert td["next", "text"].prompt == [prompt + "4<|im_end|>"]
@@ -143,7 +141,9 @@ def test_dataset_env_ends_after_its_turns_and_then_starts_the_next_rows(say):
 
 
 def test_an_epoch_end_is_a_typed_end_and_the_last_batch_may_be_smaller():
-    env = DatasetChatEnv(dataset=[{"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}], num_envs=2, shuffle=False, epochs=1)
+    env = DatasetChatEnv(
+        dataset=[{"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}], num_envs=2, shuffle=False, epochs=1
+    )
     assert env.reset().batch_size == (2,)
     last = env.reset()
     assert last.batch_size == (1,)

@@ -47,20 +47,20 @@ class Sampler(ABC):
     def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
         """The positions of the next batch, int64[N], and what is to be known about them, each [N]."""
 
-    def add(self, index: int) -> None:
+    def add(self, index: int) -> None:  # noqa: B027  most samplers need not know
         """A row was written at ``index``."""
 
-    def extend(self, index: Tensor) -> None:
+    def extend(self, index: Tensor) -> None:  # noqa: B027  most samplers need not know
         """Rows were written at ``index``, int64[N]."""
 
-    def mark_update(self, index: int | Tensor) -> None:
+    def mark_update(self, index: int | Tensor) -> None:  # noqa: B027  most samplers need not know
         """The rows at ``index`` were changed in place."""
 
     def update_priority(self, index: int | Tensor, priority: float | Tensor) -> None:
         """The rows at ``index`` are to be drawn in proportion to ``priority``."""
         warnings.warn(f"{type(self).__name__} has no priorities: update_priority has no effect.", stacklevel=2)
 
-    def empty(self) -> None:
+    def empty(self) -> None:  # noqa: B027  most samplers need not know
         """The storage was emptied."""
 
     def state_dict(self) -> dict[str, Any]:

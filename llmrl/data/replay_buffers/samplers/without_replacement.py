@@ -37,9 +37,7 @@ class SamplerWithoutReplacement(Sampler):
     def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
         length = self._length(storage)
         if self._too_short(batch_size):
-            self._remaining = (
-                torch.randperm(length, generator=self.generator) if self.shuffle else torch.arange(length)
-            )
+            self._remaining = torch.randperm(length, generator=self.generator) if self.shuffle else torch.arange(length)
             if self._too_short(batch_size):
                 raise ValueError(
                     f"SamplerWithoutReplacement: with drop_last a batch must not be larger than the content: got "

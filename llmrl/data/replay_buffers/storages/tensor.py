@@ -71,7 +71,6 @@ class TensorStorage(Storage):
             return pytree.tree_map(lambda leaf: leaf[start:end], data, is_leaf=is_tensor_collection)
         return data[start:end]
 
-    @torch.no_grad()
     def set(self, index: int | slice | Tensor, data: Any) -> None:
         single = isinstance(index, int)
         layout, leaves = self._take_apart(data, single)
@@ -81,7 +80,10 @@ class TensorStorage(Storage):
         for column, leaf in zip(self._columns, leaves, strict=True):
             if type(column) is list:
                 _assign(column, index, leaf)
-            elif single or type(index) is slice:
+                continue
+            if leaf.requires_grad:
+                leaf = leaf.detach()
+            if single or type(index) is slice:
                 column[index] = leaf
             else:
                 column[index.to(column.device)] = leaf.to(column.device)

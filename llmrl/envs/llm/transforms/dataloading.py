@@ -1,7 +1,8 @@
 """Starts conversations from a dataset: pulls one row per resetting slot, repeats it, and numbers what it drew.
 
-Where rows come from and in which order is `prompt_stream`; how a row's text becomes a prompt is `ChatEnv`. This file owns
-the cursor: how many rows were handed out, which group and which sampling seed each of them has, and where the data end.
+Where rows come from and in which order is `prompt_stream`; how a row's text becomes a prompt is `ChatEnv`. This file
+owns the cursor: how many rows were handed out, which group and which sampling seed each of them has, and where the data
+end.
 """
 
 from __future__ import annotations
@@ -28,20 +29,21 @@ class EndOfData(LLMRLError, EOFError):
 class DataLoadingPrimer(Transform):
     """Loads one row of a dataset into every conversation that starts.
 
-    Reads   ``dataloader``: a sequence of rows (dicts), a ``datasets.Dataset``, a DataLoader, or any iterable of rows or of
-            batches that can be started again; or ``dataloader_factory()``, called once
+    Reads   ``dataloader``: a sequence of rows (dicts), a ``datasets.Dataset``, a DataLoader, or any iterable of rows or
+            of batches that can be started again; or ``dataloader_factory()``, called once
     Writes  every column of the row  NonTensor [B] (a tensor stays a tensor)   at reset; a step carries them along
-            "group_id"  int64[B]   the number of the draw; the ``repeats`` copies of one prompt share it, nothing else does
+            "group_id"  int64[B]   the number of the draw; the ``repeats`` copies of one prompt share it, nothing else
+                        does
             "seed"      int64[B]   where ``seed`` is given: what this row samples with at this turn
     Raises  EndOfData at a reset after ``epochs`` epochs (None: never); the last reset before it may hand out fewer rows
             DataError for an empty dataset; ConfigError for settings that contradict each other
 
-    ``repeats=G`` hands out every prompt G times in a row. With ``group_repeats=True`` an environment built around the primer
-    has G slots per prompt (``batch_size`` counts prompts), so that a whole group comes in one batch.
+    ``repeats=G`` hands out every prompt G times in a row. With ``group_repeats=True`` an environment built around the
+    primer has G slots per prompt (``batch_size`` counts prompts), so that a whole group comes in one batch.
 
-    Row n of rank r of w is copy ``n % G`` of draw ``(n // G) * w + r``. Its group, its order in the epoch and its seed follow
-    from that number and ``seed``, so a run is the same alone, under data parallelism and after a resume. The order is
-    shuffled per epoch where ``shuffle`` is set; the order of a DataLoader is its own.
+    Row n of rank r of w is copy ``n % G`` of draw ``(n // G) * w + r``. Its group, its order in the epoch and its seed
+    follow from that number and ``seed``, so a run is the same alone, under data parallelism and after a resume. The
+    order is shuffled per epoch where ``shuffle`` is set; the order of a DataLoader is its own.
 
     >>> primer = DataLoadingPrimer([{"query": "2 + 2?"}, {"query": "3 + 3?"}], repeats=2)
     >>> rows = primer.pull(4)
@@ -132,7 +134,8 @@ class DataLoadingPrimer(Transform):
         rows, rest = divmod(state["rows"], self.world_size)
         if rest:
             raise CheckpointError(
-                f"DataLoadingPrimer: {state['rows']} rows were handed out, which {self.world_size} ranks cannot share evenly."
+                f"DataLoadingPrimer: {state['rows']} rows were handed out, which {self.world_size} ranks cannot share "
+                "evenly."
             )
         self._handed_out = rows
 
@@ -177,7 +180,8 @@ class DataLoadingPrimer(Transform):
             name = error.args[0]
             row = next(row for row in rows if name not in row)
             raise MissingKeyError(
-                f"DataLoadingPrimer: every row must have the column {name!r}: one has {', '.join(row)}.{near(name, row)}"
+                f"DataLoadingPrimer: every row must have the column {name!r}: one has "
+                f"{', '.join(row)}.{near(name, row)}"
             ) from error
 
     def _column(self, values: list[Any]) -> Any:
@@ -187,7 +191,8 @@ class DataLoadingPrimer(Transform):
             return self.stack_method(values)
         if any(value.shape != values[0].shape for value in values):
             raise DataError(
-                "DataLoadingPrimer: tensors of one column must have one shape, or a stack_method that makes one batch of "
+                "DataLoadingPrimer: tensors of one column must have one shape, or a stack_method that makes one batch "
+                "of "
                 f"them: got {tuple(values[0].shape)} and others."
             )
         return torch.stack(values)

@@ -19,8 +19,9 @@ __all__ = ["PolicyVersion"]
 class PolicyVersion(Transform):
     """Writes the policy version of the turn.
 
-    Writes  "policy_version"  int64[B], or NonTensor str [B] for ``version_type="uuid"``, at reset and step: the version that
-            samples next. A wrapper overwrites it with its engine's own when it samples, so what is stored is what was used
+    Writes  "policy_version"  int64[B], or NonTensor str [B] for ``version_type="uuid"``, at reset and step: the version
+            that samples next. A wrapper overwrites it with its engine's own when it samples, so what is stored is what
+            was used
     Raises  ConfigError for another ``version_type``
 
     Integers start at 0 and grow by one per weight update; a uuid is drawn per update.

@@ -1,8 +1,8 @@
 """The endless (or counted) stream of prompts that `DataLoadingPrimer` pulls from, addressed by one integer.
 
-Position ``p`` of the stream is prompt ``p % N`` of epoch ``p // N``, in that epoch's order. A source answers "the rows at
-these positions"; nothing else is state. So a saved position restores the stream exactly, and rank r of w reads positions
-r, r + w, r + 2w, ...: together the ranks read what one process would, batch by batch.
+Position ``p`` of the stream is prompt ``p % N`` of epoch ``p // N``, in that epoch's order. A source answers "the rows
+at these positions"; nothing else is state. So a saved position restores the stream exactly, and rank r of w reads
+positions r, r + w, r + 2w, ...: together the ranks read what one process would, batch by batch.
 """
 
 from __future__ import annotations
@@ -67,10 +67,12 @@ class IndexedRows:
 
 
 class IteratedRows:
-    """Rows of an iterable (a DataLoader, a generator function's object with ``__iter__``), started again at every epoch.
+    """Rows of an iterable (a DataLoader, a generator function's object with ``__iter__``), started again at every
+    epoch.
 
-    A position that was passed is not read again: going back (to resume) starts the iterable from its beginning and skips.
-    The order is the iterable's own; a shuffling DataLoader resumes exactly only if its generator is seeded alike.
+    A position that was passed is not read again: going back (to resume) starts the iterable from its beginning and
+    skips. The order is the iterable's own; a shuffling DataLoader resumes exactly only if its generator is seeded
+    alike.
     Raises  DataError where an epoch yields nothing
     """
 
@@ -103,8 +105,10 @@ class IteratedRows:
                     yield row
             if count == 0:
                 raise DataError(
-                    "DataLoadingPrimer: an epoch must yield at least one row: the dataloader yielded none. An iterator that "
-                    "can be read once only cannot be used: give something with __iter__, such as a list or a DataLoader."
+                    "DataLoadingPrimer: an epoch must yield at least one row: the dataloader yielded none. An "
+                    "iterator that "
+                    "can be read once only cannot be used: give something with __iter__, such as a list or a "
+                    "DataLoader."
                 )
             self.epoch_size = count
 
@@ -131,14 +135,16 @@ def row_source(dataloader: Any, *, shuffle: bool, seed: int) -> RowSource:
         )
     if shuffle:
         raise DataError(
-            f"DataLoadingPrimer: shuffle=True needs rows that can be indexed: got {type(dataloader).__name__}, whose order is "
+            f"DataLoadingPrimer: shuffle=True needs rows that can be indexed: got {type(dataloader).__name__}, whose "
+            "order is "
             "its own; shuffle there, or give a list or a datasets.Dataset."
         )
     return IteratedRows(dataloader)
 
 
 def row_seeds(base: int, *parts: Sequence[int]) -> Tensor:
-    """One seed per row, from a base seed and the row's identity: the same for every batch composition, rank and process.
+    """One seed per row, from a base seed and the row's identity: the same for every batch composition, rank and
+    process.
 
     Returns  int64[B], not negative
     Source   the finaliser of splitmix64 (Steele, Lea, Flood 2014), applied once per part

@@ -1,7 +1,7 @@
 """Scores turns with the user's own plain function, and keeps a failing one from spoiling or stopping the run.
 
-What the policy said comes from `completions`; advantages and the dropping of unscored rows are MCAdvantage's. A reward that
-failed is NaN: neither zero nor an exception in the middle of a batch, but a row that is ignored and counted.
+What the policy said comes from `completions`; advantages and the dropping of unscored rows are MCAdvantage's. A reward
+that failed is NaN: neither zero nor an exception in the middle of a batch, but a row that is ignored and counted.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 
 from llmrl.data.llm.columns import column_values
+from llmrl.data.specs import Composite, Unbounded
 from llmrl.envs.llm.completions import completion_texts
 from llmrl.envs.llm.transforms.dataloading import DataLoadingPrimer
 from llmrl.envs.transforms.base import Transform
@@ -39,15 +40,17 @@ class RewardFunction(Transform):
     """Calls ``fn`` on every turn and writes what it returns as the reward.
 
     Reads   the response as text (see `completion_texts`), ``answer_key``, and the columns that ``fn`` names
-    Calls   ``fn(completion: str, answer: str | None, ...)`` per row; with ``batched=True`` (or ``fn.batched``) once, on lists
-            of all rows. Further parameters are dataset columns by name; ``**kwargs`` receives every column
+    Calls   ``fn(completion: str, answer: str | None, ...)`` per row; with ``batched=True`` (or ``fn.batched``) once, on
+            lists of all rows. Further parameters are dataset columns by name; ``**kwargs`` receives every column
     Writes  "reward"          float32[B, 1, 1]  += weight * value, in the ``next`` tensordict
             "reward_<name>"   float32[B, 1, 1]  the value itself
-    Raises  ConfigError for a parameter that cannot be filled: at construction, or from `check_columns` once columns are known
+    Raises  ConfigError for a parameter that cannot be filled: at construction, or from `check_columns` once columns are
+            known
 
-    A row is NaN where ``fn`` raised, returned None or NaN, or was not done ``deadline_s`` seconds after its batch began.
-    ``counters`` counts each kind; ``first_error`` keeps the first traceback. Python cannot stop a thread: one that hangs is
-    left behind, where it may go on using a core; the next batch runs in a new one, and the process can end all the same.
+    A row is NaN where ``fn`` raised, returned None or NaN, or was not done ``deadline_s`` seconds after its batch
+    began. ``counters`` counts each kind; ``first_error`` keeps the first traceback. Python cannot stop a thread: one
+    that hangs is left behind, where it may go on using a core; the next batch runs in a new one, and the process can
+    end all the same.
 
     >>> def exact(completion, answer):
     ...     return completion.strip() == answer
@@ -69,7 +72,9 @@ class RewardFunction(Transform):
         if not callable(fn):
             raise ConfigError(f"RewardFunction: the reward must be a function: got {type(fn).__name__}.")
         if deadline_s is not None and deadline_s <= 0:
-            raise ConfigError(f"RewardFunction: deadline_s must be positive, or None to wait forever: got {deadline_s}.")
+            raise ConfigError(
+                f"RewardFunction: deadline_s must be positive, or None to wait forever: got {deadline_s}."
+            )
         if not math.isfinite(weight):
             raise ConfigError(f"RewardFunction: weight must be finite: got {weight}.")
         super().__init__()
@@ -91,7 +96,8 @@ class RewardFunction(Transform):
         for name in self._parameters.required:
             if name not in known:
                 raise ConfigError(
-                    f"RewardFunction {self.name!r}: its parameter {name!r} must be a column of the dataset: the columns are "
+                    f"RewardFunction {self.name!r}: its parameter {name!r} must be a column of the dataset: the "
+                    "columns are "
                     f"{', '.join(known)}.{near(name, known)}"
                 )
 
@@ -110,6 +116,11 @@ class RewardFunction(Transform):
         before = next_td.get("reward", None)
         next_td.set("reward", weighted_B if before is None else before + weighted_B)
         return next_td
+
+    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
+        for key in ("reward", f"reward_{self.name}"):
+            reward_spec[key] = Unbounded((*reward_spec.shape, 1, 1))
+        return reward_spec
 
     def close(self) -> None:
         """Lets the worker thread end."""

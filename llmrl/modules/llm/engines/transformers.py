@@ -37,6 +37,7 @@ class TransformersEngine:
 
     eos_token_ids     ids that end a response; they are part of it
     pad_token_id      fills the padding; may equal an end-of-sequence id, because masks come from lengths
+    pad_inputs        False: rows are run in groups of equal length, and the model never sees a padding token
     max_batch_tokens  most tokens (rows times prompt + response length) that are in one batch; longer calls are split
     tokenizer         only for ``SamplingParams.stop_strings``
     seed              of the generator that hands out row seeds where a call brings none
@@ -49,6 +50,7 @@ class TransformersEngine:
         eos_token_ids: int | Sequence[int],
         pad_token_id: int,
         max_batch_tokens: int | None = None,
+        pad_inputs: bool = True,
         tokenizer: PreTrainedTokenizerBase | None = None,
         seed: int | None = None,
     ) -> None:
@@ -58,6 +60,7 @@ class TransformersEngine:
         self.eos_token_ids = (eos_token_ids,) if isinstance(eos_token_ids, int) else tuple(eos_token_ids)
         self.pad_token_id = pad_token_id
         self.max_batch_tokens = max_batch_tokens
+        self.pad_inputs = pad_inputs
         self.tokenizer = tokenizer
         self.version = 0
         self._generator = torch.Generator()
@@ -96,7 +99,8 @@ class TransformersEngine:
         plain: list[Tensor] = [None] * len(prompts)  # type: ignore[list-item]
         reasons: list[StopReason] = [StopReason.LENGTH] * len(prompts)
         with evaluation_mode(self.model):
-            for rows in _batches([len(prompt) + params.max_new_tokens for prompt in prompts], self.max_batch_tokens):
+            lengths = [len(prompt) + params.max_new_tokens for prompt in prompts]
+            for rows in _batches(lengths, self.max_batch_tokens, self.pad_inputs):
                 batch = _Decoding(self, [prompts[row] for row in rows], [seeds[row] for row in rows], params)
                 for row, (row_ids, row_log_probs, row_plain, reason) in zip(rows, batch.run(), strict=True):
                     ids[row], log_probs[row], plain[row], reasons[row] = row_ids, row_log_probs, row_plain, reason
@@ -126,7 +130,7 @@ class TransformersEngine:
         lengths = [len(sequence) for sequence in sequences]
         device = model_device(self.model)
         with evaluation_mode(self.model):
-            for rows in _batches(lengths, self.max_batch_tokens or 16384):
+            for rows in _batches(lengths, self.max_batch_tokens or 16384, self.pad_inputs):
                 ids_BT = pad_rows([sequences[row] for row in rows], value=self.pad_token_id).to(device)
                 attention_BT = lengths_mask([lengths[row] for row in rows], ids_BT.shape[1]).to(device)
                 select_BT = attention_BT.clone()
@@ -398,15 +402,22 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _batches(lengths: Sequence[int], max_tokens: int | None) -> Iterator[list[int]]:
-    """Row indices, in batches of rows of similar length whose padded size stays within ``max_tokens`` (one row always fits)."""
+def _batches(lengths: Sequence[int], max_tokens: int | None, mixed: bool) -> Iterator[list[int]]:
+    """Row indices, in batches of similar length whose padded size stays within ``max_tokens`` (one row always fits).
+
+    ``mixed`` False: a batch holds rows of one length only.
+    """
     if not lengths:
         return
-    order = range(len(lengths)) if max_tokens is None else sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+    order: Sequence[int] = range(len(lengths))
+    if max_tokens is not None or not mixed:
+        order = sorted(order, key=lengths.__getitem__, reverse=True)
     batch: list[int] = []
     for row in order:
-        if batch and max_tokens is not None and lengths[batch[0]] * (len(batch) + 1) > max_tokens:
-            yield batch
-            batch = []
+        if batch:
+            full = max_tokens is not None and lengths[batch[0]] * (len(batch) + 1) > max_tokens
+            if full or (not mixed and lengths[row] != lengths[batch[0]]):
+                yield batch
+                batch = []
         batch.append(row)
     yield batch

@@ -200,7 +200,8 @@ class LLMWrapperBase(nn.Module):
         Raises  ConfigError for a name that is no argument of the constructor
 
         >>> from llmrl.testing import FakeEngine, tiny_tokenizer
-        >>> policy = LLMWrapperBase(FakeEngine(["hello"]), tokenizer=tiny_tokenizer(), text_key="words")
+        >>> tokenizer = tiny_tokenizer()
+        >>> policy = LLMWrapperBase(FakeEngine(["hello"], tokenizer=tokenizer), tokenizer=tokenizer, text_key="words")
         >>> scorer = policy.get_new_version(generate=False)
         >>> scorer.generate, scorer.keys["text"], scorer.engine is policy.engine
         (False, 'words', True)

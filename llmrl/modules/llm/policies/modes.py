@@ -246,10 +246,10 @@ def _text_views(
     which: list[int] = []
     if prompt_texts is None:
         for ids, num_new in zip(turn.prompt_ids, turn.num_new, strict=True):
-            key = tuple(ids[len(ids) - num_new :].tolist())
+            key = tuple(ids.tolist()[-num_new:] if num_new else ())
             which.append(pending.setdefault(key, len(pending)))
     end_ids = sorted({end for end in ends if end is not None})
-    texts = tokenizer.batch_decode([*bodies, *pending, *([end] for end in end_ids)], skip_special_tokens=False)
+    texts = _decode(tokenizer, [*bodies, *map(list, pending), *([end] for end in end_ids)])
     contents, added = texts[: len(bodies)], texts[len(bodies) : len(bodies) + len(pending)]
     end_texts = {None: "", **dict(zip(end_ids, texts[len(bodies) + len(pending) :], strict=True))}
     if prompt_texts is None:
@@ -261,6 +261,14 @@ def _text_views(
         responses = [content + end_texts[end] for content, end in zip(contents, ends, strict=True)]
     full = [prompt + response for prompt, response in zip(prompt_texts, responses, strict=True)]
     return contents, {"prompt": prompt_texts, "response": responses, "full": full}
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, rows: list[list[int]]) -> list[str]:
+    """The text of each row, control tokens included."""
+    if tokenizer.is_fast and not tokenizer.clean_up_tokenization_spaces:
+        decode = tokenizer.backend_tokenizer.decode  # what batch_decode calls, without its checks of every single id
+        return [decode(row, skip_special_tokens=False) for row in rows]
+    return tokenizer.batch_decode(rows, skip_special_tokens=False)
 
 
 def _tokenise(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], options: Mapping[str, Any]) -> list[Tensor]:

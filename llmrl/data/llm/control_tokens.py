@@ -1,0 +1,139 @@
+"""Control tokens spelled out inside messages: kept as the characters they are.
+
+Before a message reaches the template, every special token written in it is replaced by one private-use character, its
+stand-in. When the text is tokenised, the stand-in is encoded as the marker's plain characters. The ids decode to what
+was written, and none of them is a control id: no user, tool or model can open a turn by quoting a marker.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from llmrl.data.llm.templates import Message
+from llmrl.errors import TemplateError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_FIRST_STAND_IN = 0xF0000  # supplementary private-use plane A: no text that means anything uses it
+
+
+class ControlTokens:
+    """The special tokens of one tokenizer, and the escape that keeps them out of messages.
+
+    ``forbidden`` is text that must not be in a message at all: an end-of-turn marker that is no token of its own, so
+    nothing could tell a quoted one from a real one. Empty by default.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.forbidden = ""
+        self._tokenizer = tokenizer
+        added = {index: str(token) for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+        markers = {*added.values(), *tokenizer.all_special_tokens} - {""}
+        self._ids = {*added, *tokenizer.all_special_ids}
+        ordered = sorted(markers, key=lambda marker: (-len(marker), marker))  # a marker may begin with another one
+        self._stand_ins = {marker: chr(_FIRST_STAND_IN + index) for index, marker in enumerate(ordered)}
+        self._markers = {stand_in: marker for marker, stand_in in self._stand_ins.items()}
+        self._heads = sorted({marker[:3] for marker in ordered})  # a text without any of them holds no marker
+        self._find_markers = re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
+        self._find_stand_ins = re.compile(f"([{''.join(self._markers)}])" if ordered else r"(?!)")
+        self._plain_ids: dict[str, list[int]] = {}
+
+    def first_end(self, text: str) -> int | None:
+        """Where the first control token in a text ends; None if there is none."""
+        match = self._find_markers.search(text)
+        return match.end() if match else None
+
+    def escape(self, chats: Sequence[Sequence[Message]]) -> Sequence[Sequence[Message]]:
+        """Conversations whose strings spell no control token; the very same objects where none did.
+
+        Raises  TemplateError naming a message that is no mapping, or holds text that cannot be escaped
+        """
+        if not self._may_hold_markers(chats):
+            return chats
+        return [
+            [self.escape_value(message, f"message {index} of conversation {row}") for index, message in enumerate(chat)]
+            for row, chat in enumerate(chats)
+        ]
+
+    def escape_value(self, value: Any, where: str) -> Any:
+        """The same for a JSON-like value; ``where`` names it in errors."""
+        if isinstance(value, Mapping):
+            return {self.escape_value(key, where): self.escape_value(item, where) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.escape_value(item, where) for item in value]
+        if not isinstance(value, str):
+            return value
+        if self.forbidden and self.forbidden in value:
+            raise TemplateError(
+                f"ControlTokens: a message must not hold the end-of-turn text: {where} holds {self.forbidden!r}, which "
+                "its tokenizer cannot tell from the real one; remove it, or add it to the tokenizer as a special token."
+            )
+        if not self._find_markers.search(value):
+            return value
+        if self._find_stand_ins.search(value):
+            raise TemplateError(
+                f"ControlTokens: a message must not hold control tokens and private-use characters at once: {where} "
+                "does; remove one of them."
+            )
+        return self._find_markers.sub(lambda match: self._stand_ins[match.group()], value)
+
+    def cut(self, texts: Sequence[str]) -> tuple[Sequence[str], list[int] | None]:
+        """Texts cut so that each stand-in is a piece of its own, and the row of each piece (None: nothing was cut)."""
+        if all(text.isascii() or not self._find_stand_ins.search(text) for text in texts):
+            return texts, None
+        pieces: list[str] = []
+        owners: list[int] = []
+        for row, text in enumerate(texts):
+            cut = [piece for piece in self._find_stand_ins.split(text) if piece] or [""]
+            pieces += cut
+            owners += [row] * len(cut)
+        return pieces, owners
+
+    def plain_ids(self, piece: str) -> list[int] | None:
+        """Ids of the characters of a stand-in's marker, none of them special; None if the piece is no stand-in."""
+        marker = self._markers.get(piece)
+        if marker is None:
+            return None
+        if marker not in self._plain_ids:
+            ids = self._tokenizer(marker, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+            if not self._ids.isdisjoint(ids):
+                raise TemplateError(
+                    f"ControlTokens: a message holds {marker!r}, which {type(self._tokenizer).__name__} cannot encode "
+                    "as ordinary text; remove it from the message."
+                )
+            self._plain_ids[marker] = ids
+        return self._plain_ids[marker]
+
+    def _may_hold_markers(self, chats: Sequence[Sequence[Message]]) -> bool:
+        """A quick first look at everything at once: most batches hold no marker."""
+        strings: list[str] = []
+        for row, chat in enumerate(chats):
+            for index, message in enumerate(chat):
+                if not isinstance(message, Mapping):
+                    raise TemplateError(
+                        f"ControlTokens: a message must be a mapping with 'role' and 'content': got "
+                        f"{type(message).__name__} for message {index} of conversation {row}."
+                    )
+                for value in message.values():
+                    if type(value) is str:
+                        strings.append(value)
+                    else:
+                        strings.extend(_strings(value))
+        everything = "\0".join(strings)
+        return any(head in everything for head in (*self._heads, self.forbidden) if head)
+
+
+def _strings(value: Any) -> Iterable[str]:
+    """Every string inside a JSON-like value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _strings(key)
+            yield from _strings(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _strings(item)

@@ -1,0 +1,104 @@
+"""Nested lists of messages, indexed, joined and taken apart as a tensor's rows are: what `History` is made of.
+
+``ndim`` counts the levels of nesting; the innermost level lists messages.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from llmrl.data.llm.message_stack import join_message, split_message
+from llmrl.errors import ShapeError
+
+PADDING_ROLE = "<none>"  # a message of this role only fills a dense batch; it is never rendered
+
+
+def pick_field(nested: Any, ndim: int, name: str) -> Any:
+    if ndim:
+        return [pick_field(row, ndim - 1, name) for row in nested]
+    return split_message(nested)[name] if name in ("is_complete", "extra") else nested.get(name)
+
+
+def zip_fields(columns: dict[str, Any], ndim: int) -> Any:
+    """Columns of nested lists -> nested lists of messages. A column that is no list holds for every message."""
+    if not ndim:
+        return join_message(columns)
+    length = len(columns["role"])
+    lists = {name: value for name, value in columns.items() if isinstance(value, (list, tuple))}
+    for name, value in lists.items():
+        if len(value) != length:
+            raise ShapeError(f"History: {name} must have one entry for each of {length} roles: got {len(value)}.")
+    return [
+        zip_fields({name: value[row] if name in lists else value for name, value in columns.items()}, ndim - 1)
+        for row in range(length)
+    ]
+
+
+def to_chats(nested: Any, ndim: int) -> list[Any]:
+    if ndim > 1:
+        return [to_chats(row, ndim - 1) for row in nested]
+    chat = [dict(message) for message in nested if message["role"] != PADDING_ROLE]
+    for message in chat:
+        message.pop("is_complete", None)
+    return chat
+
+
+def wrap(nested: Any, depth: int, ndim: int) -> Any:
+    """Nested lists with a new dimension of size one at ``depth``."""
+    return [nested] if depth == 0 else [wrap(row, depth - 1, ndim - 1) for row in nested]
+
+
+def join(nested: Any, new: Any, depth: int, method: str) -> Any:
+    """Nested lists joined at ``depth``; everything around it must agree in length."""
+    if depth == 0:
+        return [*nested, *new]
+    if len(nested) != len(new):
+        raise ShapeError(
+            f"History.{method}: the new history must have a row for each of {len(nested)} conversations: got "
+            f"{len(new)}."
+        )
+    return [join(row, new_row, depth - 1, method) for row, new_row in zip(nested, new, strict=True)]
+
+
+def index_rows(nested: Any, index: Any, ndim: int) -> tuple[Any, int] | None:
+    """Indexes nested lists as tensors are indexed; (result, its dimensions), or None for what only tensors can do."""
+    index = index if isinstance(index, tuple) else (index,)
+    spots = [spot for spot, part in enumerate(index) if part is Ellipsis]
+    if len(spots) > 1 or len(index) - len(spots) > ndim:
+        return None
+    if spots:
+        fill = (slice(None),) * (ndim - len(index) + 1)
+        index = (*index[: spots[0]], *fill, *index[spots[0] + 1 :])
+    if sum(not isinstance(part, (int, slice)) for part in index) > 1 or any(part is None for part in index):
+        return None
+    if not index:
+        return nested, ndim
+    first, rest = index[0], index[1:]
+    if isinstance(first, torch.Tensor) and not isinstance(first.tolist(), list):
+        first = int(first)
+    if isinstance(first, bool):
+        return None
+    if isinstance(first, int):
+        return index_rows(nested[first], rest, ndim - 1)
+    if isinstance(first, slice):
+        rows = nested[first]
+    else:
+        picks = first.tolist() if hasattr(first, "tolist") else list(first)
+        if any(isinstance(pick, list) for pick in picks):
+            return None
+        if picks and isinstance(picks[0], bool):
+            if len(picks) != len(nested):
+                raise ShapeError(
+                    f"History: a mask must have an entry for each of {len(nested)} rows: got {len(picks)}."
+                )
+            picks = [position for position, keep in enumerate(picks) if keep]
+        rows = [nested[pick] for pick in picks]
+    if not rest:
+        return rows, ndim
+    found = [index_rows(row, rest, ndim - 1) for row in rows]
+    if any(row is None for row in found):
+        return None
+    inner = found[0][1] if found else ndim - 1 - sum(isinstance(part, int) for part in rest)
+    return [row[0] for row in found], inner + 1

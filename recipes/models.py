@@ -1,0 +1,95 @@
+"""Loads what is trained: a folder, a hub name, the newest checkpoint of another recipe, or a tiny model made on the spot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from llmrl.recipes.settings import ModelSource, TinyModelSettings
+
+from llmrl.checkpoint import latest_checkpoint
+from llmrl.data.llm.templates import find_template
+from llmrl.errors import ConfigError, DataError
+from llmrl.rundir import RunDir
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["load_model", "load_tokenizer", "resolve_model"]
+
+T = TypeVar("T")
+
+
+def resolve_model(model: str, *, runs: Path) -> str:
+    """``latest:RECIPE`` becomes the newest checkpoint of that recipe below ``runs``; anything else stays.
+
+    Raises  DataError if there is none
+    """
+    if not model.startswith("latest:"):
+        return model
+    recipe = model.removeprefix("latest:")
+    found = []
+    for config in runs.glob("*/config.yaml"):
+        run = RunDir(config.parent)
+        try:
+            same = run.read_info().get("recipe") == recipe
+        except ConfigError:
+            continue
+        if same and (checkpoint := latest_checkpoint(run.path)):
+            found.append((checkpoint.stat().st_mtime, checkpoint))
+    if not found:
+        raise DataError(
+            f"model {model}: a run of {recipe} with a checkpoint must be in {runs}/: there is none; make one with "
+            f"llmrl sft {recipe}, or say model=FOLDER."
+        )
+    return str(max(found)[1])
+
+
+def load_tokenizer(config: ModelSource, *, runs: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of ``config.model``, with the chat template of the run and a padding id.
+
+    Raises  DataError if it cannot be loaded; TemplateError for an unknown template
+    """
+    if isinstance(config.model, TinyModelSettings):
+        from llmrl.testing import tiny_tokenizer
+
+        tokenizer = tiny_tokenizer()
+    else:
+        from transformers import AutoTokenizer
+
+        tokenizer = _loaded(AutoTokenizer.from_pretrained, resolve_model(config.model, runs=runs))
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token
+    if config.chat_template is not None:
+        is_jinja = "{%" in config.chat_template
+        row = find_template(tokenizer, **{"template" if is_jinja else "name": config.chat_template})
+        tokenizer.chat_template = row.jinja
+    return tokenizer
+
+
+def load_model(config: ModelSource, tokenizer: PreTrainedTokenizerBase, *, runs: Path) -> PreTrainedModel:
+    """The model of ``config.model``, float32, on the CPU, in evaluation mode.
+
+    Raises  DataError if it cannot be loaded
+    """
+    if isinstance(config.model, TinyModelSettings):
+        from llmrl.testing import tiny_model
+
+        return tiny_model(tokenizer, seed=config.seed, **config.model.model_dump())
+    from transformers import AutoModelForCausalLM
+
+    return _loaded(
+        AutoModelForCausalLM.from_pretrained, resolve_model(config.model, runs=runs), dtype=torch.float32
+    ).eval()
+
+
+def _loaded(load: Callable[..., T], source: str, **options: Any) -> T:
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # of the weights: it would be the only line of a run that is not ours
+    try:
+        return load(source, **options)
+    except (OSError, ValueError) as error:
+        raise DataError(f"model {source}: cannot be loaded: {error}") from error

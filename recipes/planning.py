@@ -1,0 +1,165 @@
+"""The plan that a run prints before any weights are loaded: machine, arithmetic, algorithm, template, data."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from llmrl.recipes.settings import ModelSource, OptimSettings, TinyModelSettings
+
+from llmrl.errors import TemplateError
+from llmrl.modules.llm.rendering import Renderer
+from llmrl.objectives.llm.presets import PRESETS
+
+if TYPE_CHECKING:
+    from llmrl.recipes.conversations import TokenizedChats
+    from llmrl.recipes.grpo_config import GRPOConfig
+    from llmrl.recipes.session import Session
+    from llmrl.recipes.sft_config import SFTConfig
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["check_template", "grpo_plan", "grpo_settings", "sft_plan"]
+
+Rows = list[tuple[str, str]]
+
+
+def sft_plan(config: SFTConfig, session: Session, tokenizer: PreTrainedTokenizerBase, chats: TokenizedChats) -> Rows:
+    steps = config.steps or max(1, math.ceil(config.epochs * math.ceil(len(chats) / config.batch_size)))
+    cut = f" · {chats.num_cut} longer than {config.max_length} tokens, {config.too_long}" if chats.num_cut else ""
+    ending = (
+        f" or until {config.env.name} {config.stop.split} reaches {config.stop.at_least}"
+        if config.stop and config.env
+        else ""
+    )
+    return [
+        ("machine", session.describe()),
+        ("model", _model(config)),
+        (
+            "batch",
+            f"{config.batch_size} conversations a step · at most {config.tokens_per_microbatch} padded tokens at once",
+        ),
+        ("loss", "-log p, sum over the assistant's tokens / tokens of the step"),
+        ("optim", _optim(config.optim)),
+        ("template", check_template(chats.renderer, tokenizer, share=chats.trained_share())),
+        ("data", f"{chats.source} · {len(chats)} conversations{cut} · {sum(map(len, chats.ids))} tokens"),
+        ("length", f"{steps} steps = {steps * config.batch_size / len(chats):.2f} epochs{ending}"),
+        ("keep", _checkpoints(config)),
+    ]
+
+
+def grpo_plan(
+    config: GRPOConfig,
+    session: Session,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    num_prompts: int,
+    num_dropped: int = 0,
+    num_eval: int = 0,
+) -> Rows:
+    advantage, loss = grpo_settings(config)
+    words = PRESETS[config.algo].describe(advantage, loss)
+    rollouts = config.prompts_per_step * config.group_size
+    dropped = f" · {num_dropped} longer than {config.env.max_prompt_tokens} tokens left out" if num_dropped else ""
+    exam = (
+        f" · {num_eval} problems measured" + (f" every {config.eval.every}" if config.eval.every else "")
+        if num_eval
+        else ""
+    )
+    return [
+        ("machine", session.describe()),
+        ("model", _model(config)),
+        (
+            "batch",
+            f"{config.prompts_per_step} prompts x {config.group_size} = {rollouts} rollouts a step · "
+            f"{config.updates_per_step} update{'s' * (config.updates_per_step > 1)} · at most {config.tokens_per_microbatch} "
+            "padded tokens at once",
+        ),
+        ("sampling", _sampling(config)),
+        (f"algo {config.algo}"[:10], f"{'advantage':<12}{words['advantage']}"),
+        ("", f"{'ratio':<12}{words['ratio']}"),
+        ("", f"{'aggregation':<12}{words['aggregation']}"),
+        ("", f"{'KL':<12}{words['kl']}"),
+        ("optim", _optim(config.optim)),
+        ("template", check_template(Renderer(tokenizer), tokenizer, several_turns=config.env.max_turns > 1)),
+        (
+            "data",
+            f"{num_prompts} prompts{dropped} · {config.steps} steps = "
+            f"{config.steps * config.prompts_per_step / num_prompts:.2f} epochs{exam}",
+        ),
+        ("keep", _checkpoints(config)),
+    ]
+
+
+def grpo_settings(config: GRPOConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Keyword arguments for MCAdvantage and for GRPOLoss: the preset's, then those of the ``grpo`` section."""
+    preset, own = PRESETS[config.algo], config.grpo
+    advantage = {**preset.advantage, "on_zero_variance": config.zero_variance, "min_group_size": config.min_group_size}
+    loss = dict(preset.loss)
+    if own.scale is not None:
+        advantage["scale"] = own.scale
+    if config.updates_per_step > 1:  # later updates are off-policy: the ratio is against the policy that sampled
+        loss |= {"proximal": "behaviour", "correction": None}
+    if own.clip is not None:
+        loss["clip_epsilon"] = own.clip
+    if own.loss is not None:
+        loss["aggregation"] = own.loss
+    if own.correction is not None:
+        loss["correction"] = own.correction
+    if loss.get("aggregation") == "dr_grpo":
+        loss["max_length"] = config.sampling.max_tokens
+    if own.kl:
+        loss["kl_to_ref_coeff"] = own.kl
+    loss["entropy_coeff"] = own.entropy
+    return advantage, loss
+
+
+def check_template(
+    renderer: Renderer, tokenizer: PreTrainedTokenizerBase, *, share: float | None = None, several_turns: bool = False
+) -> str:
+    """The template's verdict in words.
+
+    Raises  TemplateError if nothing would be trained, or if several turns need a prefix that the template does not keep
+    """
+    report = renderer.check()
+    if share is None:
+        share = report.trained_share
+    if share <= 0:
+        raise TemplateError(f"template: no token of a conversation would be trained: {report.reason}")
+    if several_turns and not report.prefix_preserving:
+        raise TemplateError(
+            f"template: several turns need one that leaves earlier turns as they are: {report.reason}; use "
+            "chat_template=qwen or another that does, or env.max_turns=1."
+        )
+    yes = {True: "yes", False: "NO"}
+    return (
+        f"{renderer.template.name} · {share:.0%} of the tokens trained · stop token trained {yes[report.stop_token_trained]} · "
+        f"prefix-preserving {yes[report.prefix_preserving]}"
+    )
+
+
+def _model(config: ModelSource) -> str:
+    if isinstance(config.model, TinyModelSettings):
+        tiny = config.model
+        return f"tiny {tiny.architecture}, {tiny.layers} layers of {tiny.hidden_size}, random (seed {config.seed})"
+    return config.model
+
+
+def _optim(optim: OptimSettings) -> str:
+    warmup = f" after {optim.warmup} steps" if optim.warmup else ""
+    return f"AdamW · lr {optim.lr:g} {optim.schedule}{warmup} · gradient norm at most {optim.clip_norm:g}"
+
+
+def _sampling(config: GRPOConfig) -> str:
+    sampling = config.sampling
+    cut = [
+        f"{name} {value:g}"
+        for name, value, off in (("top_p", sampling.top_p, 1.0), ("top_k", sampling.top_k, 0))
+        if value != off
+    ]
+    warning = f" · {', '.join(cut)}: samples are not the policy's own" if cut else ""
+    return f"at most {sampling.max_tokens} tokens · temperature {sampling.temperature:g}{warning}"
+
+
+def _checkpoints(config: ModelSource) -> str:
+    every = f"every {config.checkpoint.every} steps and at the end" if config.checkpoint.every else "at the end"
+    return f"checkpoint {every}, the last {config.checkpoint.keep} stay"

@@ -1,0 +1,171 @@
+"""What happened in the rollouts of one step, over all ranks: metrics, records for the log, samples to look at."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tensordict import TensorDictBase
+
+from llmrl.console import Sample
+from llmrl.modules.llm.engines import StopReason
+from llmrl.recipes.conversations import marked_pieces
+from llmrl.rollouts import Rollout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from llmrl.data.replay_buffers import ReplayBuffer
+    from llmrl.objectives.llm import MCAdvantage
+    from llmrl.recipes.session import Session
+
+__all__ = ["StepRollouts", "slim"]
+
+_TRAINED = (
+    ("tokens", "full"),
+    ("masks", "all_assistant_mask"),
+    ("log_probs", "full"),
+    "group_id",
+    "policy_version",
+    "seed",
+    ("next", "reward"),
+    ("next", "done"),
+)
+
+
+def slim(data: TensorDictBase) -> TensorDictBase:
+    """The columns that advantages and loss read; the rest of a rollout need not be stored."""
+    return data.select(*_TRAINED)
+
+
+@dataclass
+class _Row:
+    group: int
+    reward: float
+    length: int
+    truncated: bool
+    version: int
+
+
+class StepRollouts:
+    """The rollouts ``data`` of this rank and, through the session, of the others.
+
+    ``buffer`` holds what reached the loss, with advantages; ``advantage`` counts the groups since it was asked last.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        data: TensorDictBase,
+        buffer: ReplayBuffer,
+        advantage: MCAdvantage,
+        tokenizer: PreTrainedTokenizerBase,
+    ):
+        self.session = session
+        self.tokenizer = tokenizer
+        self._data = data
+        self._advantages: dict[int, float] = {}
+        if len(buffer):
+            kept = buffer[:]
+            values = kept.get("advantage").flatten(1)[:, 0].tolist()
+            self._advantages = dict(zip(kept.get("seed").tolist(), values, strict=True))
+        masks = data.get(("masks", "all_assistant_mask"), as_list=True)
+        reasons = data.get("stop_reason").tolist()
+        rewards = data.get(("next", "reward")).flatten(1).sum(1).tolist()
+        mine = [
+            _Row(group, reward, int(mask.sum()), reason == StopReason.LENGTH, version)
+            for group, reward, mask, reason, version in zip(
+                data.get("group_id").tolist(),
+                rewards,
+                masks,
+                reasons,
+                data.get("policy_version").tolist(),
+                strict=True,
+            )
+        ]
+        self._rows = session.gather(mine)
+        self._written = sum(session.gather([len({group for group in self._kept_groups()})]))
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._rows)
+
+    def metrics(self, *, version: int, seconds: float) -> dict[str, float]:
+        """Over the rollouts of all ranks; ``seconds`` is what collecting them took."""
+        rows = self._rows
+        rewards = [row.reward for row in rows if not math.isnan(row.reward)]
+        mean = sum(rewards) / len(rewards) if rewards else math.nan
+        groups: dict[int, list[float]] = {}
+        for row in rows:
+            groups.setdefault(row.group, []).append(row.reward)
+        equal = sum(len({reward for reward in group if not math.isnan(reward)}) <= 1 for group in groups.values())
+        tokens = sum(row.length for row in rows)
+        ages = [version - row.version for row in rows]
+        return {
+            "reward/mean": mean,
+            "reward/std": math.sqrt(sum((r - mean) ** 2 for r in rewards) / len(rewards)) if rewards else math.nan,
+            "group/zero_var_frac": equal / len(groups),
+            "group/kept_frac": self._written / len(groups),
+            "tokens/completion_mean": tokens / len(rows),
+            "tokens/completion_max": max(row.length for row in rows),
+            "tokens/truncated_frac": sum(row.truncated for row in rows) / len(rows),
+            "rollout/failed": len(rows) - len(rewards),
+            "async/staleness_mean": sum(ages) / len(ages),
+            "async/staleness_max": max(ages),
+            "time/generate": seconds,
+            "perf/gen_tok_s": tokens / seconds,
+        }
+
+    def records(self, step: int) -> list[Rollout]:
+        """One record per conversation of all ranks; on every rank, in the order of the ranks."""
+        data = self._data
+        text = data.get("text")
+        columns = zip(
+            text.rows("prompt"),
+            text.rows("response"),
+            data.get(("next", "reward")).flatten(1).sum(1).tolist(),
+            data.get("seed").tolist(),
+            data.get("stop_reason").tolist(),
+            data.get("policy_version").tolist(),
+            data.get(("masks", "all_assistant_mask"), as_list=True),
+            data.get("group_id").tolist(),
+            strict=True,
+        )
+        return self.session.gather(
+            [
+                Rollout(
+                    prompt=prompt,
+                    completion=completion,
+                    reward=None if math.isnan(reward) else reward,
+                    advantage=self._advantages.get(seed),
+                    stop_reason=StopReason(reason).name.lower(),
+                    version=version,
+                    tokens=int(mask.sum()),
+                    group=group,
+                    step=step,
+                )
+                for prompt, completion, reward, seed, reason, version, mask, group in columns
+            ]
+        )
+
+    def samples(self, count: int) -> list[Sample]:
+        """Conversations of this rank with their sampled tokens marked; first those that taught something."""
+        data = self._data
+        seeds = data.get("seed").tolist()
+        order = sorted(range(len(seeds)), key=lambda row: seeds[row] not in self._advantages)[:count]
+        ids = data.get(("tokens", "full"), as_list=True)
+        masks = data.get(("masks", "all_assistant_mask"), as_list=True)
+        rewards = data.get(("next", "reward")).flatten(1).sum(1).tolist()
+        return [
+            Sample(
+                marked_pieces(self.tokenizer, ids[row], masks[row]),
+                reward=rewards[row],
+                advantage=self._advantages.get(seeds[row], 0.0),
+            )
+            for row in order
+        ]
+
+    def _kept_groups(self) -> list[int]:
+        seeds, groups = self._data.get("seed").tolist(), self._data.get("group_id").tolist()
+        return [group for seed, group in zip(seeds, groups, strict=True) if seed in self._advantages]

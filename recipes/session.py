@@ -1,0 +1,105 @@
+"""One process of a run among its equals: devices, precision, collectives, and what a person sees of the first of them.
+
+A wrapper of a few lines around accelerate, so that a recipe reads the same under ``llmrl`` and under ``torchrun``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin, InitProcessGroupKwargs, gather_object
+from llmrl.recipes.settings import ModelSource
+
+from llmrl.console import make_console
+
+__all__ = ["Session"]
+
+T = TypeVar("T")
+
+
+class Session:
+    """What every rank knows: ``rank``, ``world_size``, ``device``, ``console`` (silent but on rank 0)."""
+
+    def __init__(self, config: ModelSource):
+        bf16 = config.dtype == "bfloat16" or (config.dtype == "auto" and _gpu_has_bfloat16())
+        self.sharded = config.parallel.mode == "fsdp2"
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+        self.accelerator = Accelerator(
+            cpu=not torch.cuda.is_available(),
+            mixed_precision="bf16" if bf16 else "no",
+            fsdp_plugin=plugin if self.sharded else None,
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=config.parallel.timeout_s))],
+        )
+        self.rank: int = self.accelerator.process_index
+        self.world_size: int = self.accelerator.num_processes
+        self.sharded = self.sharded and self.world_size > 1
+        self.device: torch.device = self.accelerator.device
+        self.precision = "bfloat16 arithmetic, float32 weights" if bf16 else "float32"
+        self.console = make_console(self.rank)
+        if self.world_size > 1:
+            sys.excepthook = _abort_at_once(sys.excepthook)
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """The precision that the model is trained in, for generating and scoring outside of training."""
+        return self.accelerator.autocast()
+
+    def gather(self, items: list[T]) -> list[T]:
+        """The items of all ranks, in rank order, on every rank."""
+        return gather_object(items) if self.world_size > 1 else items
+
+    def sum(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Each value added up over the ranks; names ending in ``_max`` take the largest."""
+        parts = self.gather([dict(values)])
+        return {
+            name: (max if name.endswith("_max") else sum)(part[name] for part in parts)  # type: ignore[operator]
+            for name in values
+        }
+
+    def any(self, flag: bool) -> bool:
+        """True on every rank if it is on one."""
+        return any(self.gather([flag]))
+
+    def wait(self) -> None:
+        """Returns when every rank is here."""
+        self.accelerator.wait_for_everyone()
+
+    def describe(self) -> str:
+        device = (
+            torch.cuda.get_device_name() if self.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+        )
+        layout = (
+            f"{self.world_size} processes, {'FSDP2' if self.sharded else 'DDP'}" if self.world_size > 1 else "1 process"
+        )
+        return f"{layout} · {device} · torch {torch.__version__} · {self.precision}"
+
+    def close(self) -> None:
+        self.accelerator.end_training()
+        if self.world_size > 1 and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def _gpu_has_bfloat16() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def _abort_at_once(before: Any) -> Any:
+    """A rank that dies must not wait for the others in a destructor: its launcher then ends them within seconds."""
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+        before(kind, error, traceback)
+        sys.stderr.flush()
+        import os
+
+        os._exit(1)
+
+    return hook

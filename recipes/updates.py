@@ -1,0 +1,158 @@
+"""One optimizer step on a batch of conversations: cut into micro-batches, normalised as a whole, the same on any number of ranks."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from llmrl.recipes.settings import OptimSettings
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
+
+from llmrl.modules.llm.policies.containers import LogProbs, Masks, Tokens
+from llmrl.objectives.base import LossModule, merge_outputs, output_fields, total_loss
+from llmrl.objectives.llm.batch import count_step
+
+if TYPE_CHECKING:
+    from llmrl.recipes.session import Session
+
+__all__ = ["Updater", "learning_rate", "microbatches"]
+
+_FLOOR = 0.05  # of the peak learning rate, where a schedule ends
+
+
+class Updater:
+    """The optimizer of ``scorer``, which it wraps for the ranks of the session: use ``updater.scorer`` from then on.
+
+    ``tokens_per_microbatch`` bounds the padded tokens of one forward pass. It changes memory and time, never the result:
+    every term of the loss is divided by counts of the whole step.
+    """
+
+    def __init__(
+        self, session: Session, scorer: nn.Module, optim: OptimSettings, *, steps: int, tokens_per_microbatch: int
+    ):
+        self.session = session
+        self.settings = optim
+        self.steps = steps
+        self.tokens_per_microbatch = tokens_per_microbatch
+        optimizer = torch.optim.AdamW(
+            scorer.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, foreach=True
+        )
+        self.scorer, prepared = session.accelerator.prepare(scorer, optimizer)
+        self.optimizer: torch.optim.Optimizer = prepared.optimizer
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def step(self, loss: LossModule, batch: TensorDictBase | None, step: int) -> dict[str, float]:
+        """Trains on this rank's part of the batch (None: nothing is left of it) as optimizer step number ``step``.
+
+        Returns  the fields of the loss's output, over all ranks, and "loss", "grad_norm", "lr"; nothing if no rank has a
+                 token to train: the model then stays as it is
+        """
+        batch = _nothing(self.session.device) if batch is None else batch
+        counts = count_step(batch).over_ranks()
+        if counts.tokens == 0:
+            return {}
+        parts = microbatches(_lengths(batch), self.tokens_per_microbatch)
+        if self.session.sharded:  # every forward pass is a collective: as many on each rank
+            parts += [[]] * (max(self.session.gather([len(parts)])) - len(parts))
+        outputs = []
+        for number, rows in enumerate(parts, 1):
+            last = number == len(parts)
+            part = batch[torch.tensor(rows)] if rows else _nothing(self.session.device)
+            with nullcontext() if last else self.session.accelerator.no_sync(self.scorer):
+                output = loss(part, normalizer=counts)
+                self.session.accelerator.backward(total_loss(output) * self.session.world_size)
+            outputs.append(output)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.settings, step, self.steps)
+        norm = nn.utils.clip_grad_norm_(self.parameters, self.settings.clip_norm)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        if norm.isfinite():
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        merged = {name: float(value) for name, value in output_fields(merge_outputs(outputs)).items()}
+        merged["loss"] = sum(float(total_loss(output).detach()) for output in outputs)
+        metrics = self.session.sum(merged)
+        if self.session.world_size > 1 and hasattr(type(outputs[0]), "derived"):
+            tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
+            metrics |= {name: float(value) for name, value in type(outputs[0]).derived(tensors).items()}
+        return metrics | {"grad_norm": float(norm), "lr": self.optimizer.param_groups[0]["lr"]}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state; whole on every rank, whatever is sharded."""
+        if not self.session.sharded:
+            return self.optimizer.state_dict()
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+        return get_optimizer_state_dict(self.scorer, self.optimizer, options=StateDictOptions(full_state_dict=True))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not self.session.sharded:
+            self.optimizer.load_state_dict(state)
+            return
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+
+        set_optimizer_state_dict(
+            self.scorer,
+            self.optimizer,
+            state,
+            options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=False),
+        )
+
+
+def learning_rate(optim: OptimSettings, step: int, steps: int) -> float:
+    """The learning rate of step ``step`` of ``steps``, counted from 1: a linear warm-up, then the schedule.
+
+    >>> optim = OptimSettings(lr=1.0, warmup=2, schedule="linear")
+    >>> [round(learning_rate(optim, step, 10), 3) for step in (1, 2, 6, 10)]
+    [0.5, 1.0, 0.525, 0.05]
+    """
+    if step <= optim.warmup:
+        return optim.lr * step / optim.warmup
+    if optim.schedule == "constant":
+        return optim.lr
+    done = (step - optim.warmup) / max(1, steps - optim.warmup)
+    share = 1 - done if optim.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return optim.lr * (_FLOOR + (1 - _FLOOR) * share)
+
+
+def microbatches(lengths: list[int], budget: int) -> list[list[int]]:
+    """Rows of similar length together, at most ``budget`` padded tokens in each part; a longer row is a part of its own.
+
+    >>> microbatches([3, 9, 4, 8], 18)
+    [[0, 2], [3, 1]]
+    """
+    parts: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda row: (lengths[row], row)):
+        if parts and (len(parts[-1]) + 1) * lengths[row] <= budget:
+            parts[-1].append(row)
+        else:
+            parts.append([row])
+    return parts
+
+
+def _lengths(batch: TensorDictBase) -> list[int]:
+    return [len(ids) for ids in batch.get(("tokens", "full"), as_list=True)]
+
+
+def _nothing(device: torch.device) -> TensorDict:
+    """A batch without a trained token: it takes part in the collectives of a step and changes nothing."""
+
+    def column(dtype: torch.dtype) -> list[Tensor]:
+        return [torch.zeros(2, dtype=dtype, device=device)]
+
+    return TensorDict(
+        {
+            "tokens": Tokens.from_rows({"full": column(torch.int64)}),
+            "masks": Masks.from_rows({"all_assistant_mask": column(torch.bool)}),
+            "log_probs": LogProbs.from_rows({"full": column(torch.float32)}),
+            "next": TensorDict({"ref_log_probs": LogProbs.from_rows({"full": column(torch.float32)})}, batch_size=[1]),
+            "advantage": torch.zeros(1, 1, 1, device=device),
+        },
+        batch_size=[1],
+    )

@@ -1,0 +1,163 @@
+"""Memory and time of one GRPO micro-batch, forwards and backwards, against full logits. Prints one table.
+
+    python scripts/bench/bench_loss.py [--vocab 60000] [--batch 4] [--length 512] [--repeats 3]
+
+Each row runs in a process of its own. *Peak* is the rise of the resident set above its level before the step (the
+kernel's high-water mark, reset before the first step), in units of one float32 logits tensor [B, T, V]; it includes
+the gradients. *Time* is the fastest of the repeats; *x naive* compares it with the naive row that computes the same
+numbers. *Gradient* is the largest difference to those of that naive row, relative to the largest gradient.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from llmrl.modules.llm.log_probs import TokenScorer, TokenScores
+from llmrl.objectives import total_loss
+from llmrl.objectives.llm import GRPOLoss
+
+VARIANTS = {  # name: (actor, entropy measured)
+    "naive": ("naive", False),
+    "GRPOLoss": ("chunked", False),
+    "naive + entropy": ("naive", True),
+    "GRPOLoss + entropy": ("chunked", True),
+}
+
+
+class FullLogits(nn.Module):
+    """What one writes first: all logits, log-softmax in float32, gather."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def token_scores(
+        self, input_ids: Tensor, attention_mask: Tensor, select: Tensor, *, entropy: bool = False
+    ) -> TokenScores:
+        logits = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+        log_p_BTV = logits[:, :-1].float().log_softmax(-1)
+        log_prob_BT = log_p_BTV.gather(-1, input_ids[:, 1:, None]).squeeze(-1)
+        entropy_BT = None
+        if entropy:
+            with torch.no_grad():  # measured, not trained: what the losses do by default
+                entropy_BT = nn.functional.pad(-(log_p_BTV.exp() * log_p_BTV).sum(-1), (1, 0))
+        return TokenScores(nn.functional.pad(log_prob_BT, (1, 0)).masked_fill(~select, 0.0), entropy_BT)
+
+
+def build(args: argparse.Namespace) -> tuple[nn.Module, TensorDict]:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=args.vocab,
+        hidden_size=args.hidden,
+        intermediate_size=2 * args.hidden,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    shape = (args.batch, args.length)
+    prompt = int(args.prompt_share * args.length) or 1  # the first token has nothing that predicts it
+    mask = (torch.arange(args.length) >= prompt).expand(shape)
+    td = TensorDict(
+        tokens=TensorDict(full=torch.randint(0, args.vocab, shape), batch_size=[args.batch]),
+        masks=TensorDict(
+            all_assistant_mask=mask, all_attention_mask=torch.ones(shape, dtype=torch.bool), batch_size=[args.batch]
+        ),
+        log_probs=TensorDict(
+            full=-torch.tensor(float(args.vocab)).log() + 0.1 * torch.randn(shape), batch_size=[args.batch]
+        ),
+        advantage=torch.randn(args.batch, 1, 1),
+        batch_size=[args.batch],
+    )
+    return Qwen2ForCausalLM(config), td
+
+
+def memory_mb(field: str) -> float:
+    """VmRSS (now) or VmHWM (its peak) of this process."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) / 1024
+    raise RuntimeError(f"bench_loss: /proc/self/status has no {field}; the benchmark needs Linux.")
+
+
+def worker(args: argparse.Namespace) -> None:
+    torch.set_num_threads(args.threads)
+    model, td = build(args)
+    kind, entropy = VARIANTS[args.variant]
+    loss = GRPOLoss(TokenScorer(model) if kind == "chunked" else FullLogits(model), entropy_bonus=entropy)
+
+    def step(batch: TensorDict) -> None:
+        model.zero_grad(set_to_none=True)
+        total_loss(loss(batch)).backward()
+
+    small = TensorDict(
+        {key: td[key][:1, : args.length if td[key].ndim == 3 else 8] for key in td.keys(True, True)}, batch_size=[1]
+    )
+    small["masks", "all_assistant_mask"] = torch.ones(1, 8, dtype=torch.bool)
+    step(small)  # thread pools, lazy imports
+    model.zero_grad(set_to_none=True)
+    before = memory_mb("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to VmRSS
+    step(td)
+    peak = memory_mb("VmHWM") - before
+    seconds = []
+    for _ in range(args.repeats):
+        start = time.perf_counter()
+        step(td)
+        seconds.append(time.perf_counter() - start)
+    torch.save({"peak": peak, "seconds": min(seconds), "gradients": [p.grad for p in model.parameters()]}, args.result)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--length", type=int, default=512, help="tokens per conversation")
+    parser.add_argument("--vocab", type=int, default=60_000)
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--prompt-share", type=float, default=0.0, help=argparse.SUPPRESS)
+    parser.add_argument("--result", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.variant:
+        worker(args)
+        return
+    logits_mb = args.batch * args.length * args.vocab * 4 / 2**20
+    print(
+        f"B={args.batch} T={args.length} V={args.vocab} H={args.hidden}, {args.threads} thread(s), torch "
+        f"{torch.__version__}; one logits tensor = {logits_mb:.0f} MB"
+    )
+    print(f"{'':12} {'':20} {'peak':>8} {'x logits':>9} {'time':>8} {'x naive':>8} {'gradient':>9}")
+    for share in (0.0, 0.5):
+        results: dict[str, dict] = {}
+        for name, (kind, _) in VARIANTS.items():
+            with tempfile.TemporaryDirectory() as folder:
+                result = Path(folder) / "result.pt"
+                command = [sys.executable, __file__, "--variant", name, "--result", str(result)]
+                for option in ("batch", "length", "vocab", "hidden", "threads", "repeats"):
+                    command += [f"--{option}", str(getattr(args, option))]
+                subprocess.run([*command, "--prompt-share", str(share)], check=True)
+                results[name] = got = torch.load(result)
+            naive = results[name.replace("GRPOLoss", "naive")]
+            largest = max(g.abs().max() for g in naive["gradients"])
+            gap = max((a - b).abs().max() for a, b in zip(got["gradients"], naive["gradients"], strict=True)) / largest
+            print(
+                f"{f'prompt {share:.0%}':12} {name:20} {got['peak']:5.0f} MB {got['peak'] / logits_mb:9.2f} "
+                f"{got['seconds']:6.2f} s {got['seconds'] / naive['seconds']:8.2f} "
+                f"{'' if kind == 'naive' else f'{gap:9.0e}'}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

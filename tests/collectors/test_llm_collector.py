@@ -1,0 +1,418 @@
+"""What the collector hands out, when it ends, and that every turn is accounted for."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from llmrl.collectors.llm import LLMCollector
+from llmrl.collectors.llm.batches import take_rows
+from llmrl.data.llm.chat import History
+from llmrl.envs import StepCounter, Transform
+from llmrl.envs.llm import ChatEnv, DatasetChatEnv
+from llmrl.envs.llm.transforms import DataLoadingPrimer, PolicyVersion, RewardFunction
+from llmrl.errors import ConfigError, ShapeError, WeightSyncError
+from llmrl.modules.llm.policies.base import LLMWrapperBase
+from llmrl.modules.llm.policies.containers import ChatHistory
+from llmrl.testing import FakeEngine, ScriptedPolicy, tiny_tokenizer
+
+ROWS = [{"query": f"q{n}", "answer": str(n)} for n in range(12)]
+
+
+class AskAgain(Transform):
+    """The user answers every turn with "Go on."; a conversation whose last word is "stop" ends."""
+
+    def _step(self, td, next_td):
+        prompt = next_td["history"].prompt
+        last = [chat[-1]["content"] for chat in prompt.to_chats()]
+        more = History.from_chats([[{"role": "user", "content": "Go on."}]] * len(last))
+        next_td["history"] = ChatHistory.from_rows({"prompt": prompt.extend(more, inplace=False, dim=-1)})
+        if (tokens := td.get("tokens", None)) is not None and tokens.rows("full") is not None:
+            assert next_td["tokens"].rows("prompt") is not None
+        stop = torch.tensor([text.startswith("stop") for text in last]).view(-1, 1)
+        next_td["done"], next_td["terminated"] = next_td["done"] | stop, stop
+        return next_td
+
+
+def length(completion):
+    return float(len(completion))
+
+
+def dialog_env(num_envs=3, max_steps=6, **options):
+    env = DatasetChatEnv(dataset=ROWS, shuffle=False, num_envs=num_envs, max_steps=max_steps, **options)
+    return env.append_transform(AskAgain()).append_transform(RewardFunction(length, deadline_s=None))
+
+
+def talks_for(turns):
+    """A policy whose conversation about q<n> ends in its turn ``turns[n]``."""
+
+    def reply(chat):
+        turn = 1 + sum(message["role"] == "assistant" for message in chat)
+        return "stop" if turn == turns[int(chat[0]["content"][1:])] else "more" + "!" * turn
+
+    return ScriptedPolicy(reply)
+
+
+def conserved(counters):
+    return counters["produced"] == counters["delivered"] + counters["dropped"]
+
+
+# -- the default form: (B, T) turns ------------------------------------------------------------------------------------
+
+
+def test_turns_come_as_lazy_stacks_and_prompts_grow():
+    collector = LLMCollector(dialog_env(), policy=talks_for([9] * 12), dialog_turns_per_batch=6, total_dialog_turns=12)
+    batches = list(collector)
+    assert [batch.shape for batch in batches] == [(3, 2), (3, 2)]
+    for batch in batches:
+        first, second = batch[:, 0], batch[:, 1]
+        assert second["history"].prompt.shape[1] == first["history"].prompt.shape[1] + 2
+        assert first["next", "history"].prompt.to_chats() == second["history"].prompt.to_chats()
+    assert collector.counters == {"produced": 12, "delivered": 12, "dropped": 0, "conversations": 0}
+
+
+@pytest.mark.parametrize(
+    ("per_batch", "total", "shapes"), [(None, 6, [(3, 1)] * 2), (4, 7, [(3, 2), (3, 1)]), (3, 1, [(3, 1)])]
+)
+def test_numbers_of_turns_are_rounded_up_to_the_env_and_then_kept(per_batch, total, shapes):
+    collector = LLMCollector(
+        dialog_env(), policy=talks_for([9] * 12), dialog_turns_per_batch=per_batch, total_dialog_turns=total
+    )
+    assert [batch.shape for batch in collector] == shapes
+
+
+def test_a_finished_conversation_is_replaced_in_its_place():
+    collector = LLMCollector(dialog_env(2), policy=talks_for([1, 3, 2] + [9] * 9), dialog_turns_per_batch=8)
+    batch = collector.next()
+    assert batch.shape == (2, 4)
+    queries = [[row["query"] for row in batch[b].unbind(0)] for b in range(2)]
+    assert queries == [["q0", "q2", "q2", "q3"], ["q1", "q1", "q1", "q4"]]
+    assert batch["next", "done"].squeeze(-1).tolist() == [[True, False, True, False], [False, False, True, False]]
+    assert collector.counters["conversations"] == 3
+    batch = collector.next()  # the conversations go on in the next batch
+    assert batch[0, 0]["query"] == "q3"
+    assert batch[0, 0]["step_count"].item() == 1
+
+
+def test_reset_at_each_iter_starts_over():
+    collector = LLMCollector(
+        dialog_env(2),
+        policy=talks_for([9] * 12),
+        dialog_turns_per_batch=4,
+        reset_at_each_iter=True,
+        total_dialog_turns=8,
+    )
+    assert [batch[0, 0]["query"] for batch in collector] == ["q0", "q2"]
+
+
+def test_flat_turns_of_one_conversation_are_contiguous():
+    collector = LLMCollector(dialog_env(2), policy=talks_for([9] * 12), dialog_turns_per_batch=4, flatten_data=True)
+    batch = collector.next()
+    assert batch.batch_size == (4,)
+    assert batch.get("query").tolist() == ["q0", "q0", "q1", "q1"]
+    assert batch["step_count"].flatten().tolist() == [0, 1, 0, 1]
+
+
+def test_the_data_end_the_iteration_and_no_turn_is_lost():
+    env = dialog_env(2, epochs=1)
+    collector = LLMCollector(env, policy=talks_for([1] * 12), dialog_turns_per_batch=8)
+    assert [batch.shape for batch in collector] == [(2, 4), (2, 2)]
+    assert collector.counters["delivered"] == 12
+    with pytest.raises(StopIteration):
+        collector.next()
+
+
+def test_an_end_without_a_whole_batch_of_new_prompts_ends_it_too():
+    env = dialog_env(2, epochs=1, repeats=1)
+    collector = LLMCollector(env, policy=talks_for([1, 1, 2] + [1] * 9), dialog_turns_per_batch=2)
+    assert sum(batch.numel() for batch in collector) == collector.counters["delivered"]
+
+
+# -- whole conversations -----------------------------------------------------------------------------------------------
+
+
+def test_one_row_per_conversation_holds_all_of_it_in_the_order_they_were_started():
+    collector = LLMCollector(dialog_env(), policy=talks_for([2, 1, 3] + [1] * 9), yield_only_last_steps=True)
+    batch = collector.next()
+    assert batch.batch_size == (3,)
+    assert batch.get("query").tolist() == ["q0", "q1", "q2"]
+    assert [len(chat) for chat in batch["history"].full.to_chats()] == [4, 2, 6]
+    assert batch["next", "reward"].flatten().tolist() == [5.0 + 4, 4.0, 5.0 + 6 + 4]  # more!, more!!, stop
+    assert batch["next", "done"].all()
+    assert "history" not in batch["next"].keys()
+    assert collector.counters == {"produced": 6, "delivered": 6, "dropped": 0, "conversations": 3}
+
+
+def test_completed_trajectories_are_flat_and_contiguous():
+    collector = LLMCollector(dialog_env(), policy=talks_for([2, 1, 3] + [1] * 9), yield_completed_trajectories=True)
+    batch = collector.next()
+    assert batch.batch_size == (6,)
+    assert batch.get("query").tolist() == ["q0", "q0", "q1", "q2", "q2", "q2"]
+    assert batch["next", "done"].flatten().tolist() == [False, True, True, False, False, True]
+    assert batch["step_count"].flatten().tolist() == [0, 1, 0, 0, 1, 2]
+
+
+def test_conversations_are_started_until_there_are_enough_turns():
+    collector = LLMCollector(
+        dialog_env(2), policy=talks_for([2, 1] * 6), yield_completed_trajectories=True, dialog_turns_per_batch=5
+    )
+    assert [collector.next().batch_size for _ in range(2)] == [(6,), (6,)]
+
+
+@pytest.mark.parametrize("total", range(1, 14))
+@pytest.mark.parametrize("last_only", [False, True])
+def test_a_budget_of_turns_is_exact_and_what_it_cuts_is_counted(total, last_only):
+    collector = LLMCollector(
+        dialog_env(),
+        policy=talks_for([2, 1, 3] * 4),
+        yield_completed_trajectories=True,
+        yield_only_last_steps=last_only,
+        total_dialog_turns=total,
+    )
+    batches = list(collector)
+    assert collector.counters["produced"] == total
+    assert conserved(collector.counters)
+    if not last_only:
+        assert sum(len(batch) for batch in batches) == collector.counters["delivered"]
+    assert sum(batch["next", "done"].sum().item() for batch in batches) == collector.counters["conversations"]
+
+
+def test_a_failed_turn_makes_the_whole_conversation_nan():
+    def moody(completion):
+        return None if completion == "more!" else 1.0
+
+    env = DatasetChatEnv(dataset=ROWS, shuffle=False, num_envs=2, max_steps=3).append_transform(AskAgain())
+    env = env.append_transform(RewardFunction(moody, deadline_s=None))
+    batch = LLMCollector(env, policy=talks_for([2, 1] * 6), yield_only_last_steps=True).next()
+    values = batch["next", "reward"].flatten().tolist()
+    assert math.isnan(values[0])
+    assert values[1] == 1.0
+
+
+def test_an_env_that_need_never_end_is_refused_unless_turns_are_limited():
+    env = ChatEnv(batch_size=[2]).append_transform(DataLoadingPrimer(ROWS))
+    with pytest.raises(ConfigError, match="need never finish one.*StepCounter.*max_dialog_turns"):
+        LLMCollector(env, policy=ScriptedPolicy(["a"]), yield_only_last_steps=True)
+    collector = LLMCollector(env, policy=ScriptedPolicy(["a"]), yield_only_last_steps=True, max_dialog_turns=2)
+    batch = collector.next()
+    assert batch["next", "truncated"].all()
+    assert not batch["next", "terminated"].any()
+    assert collector.counters["produced"] == 4
+
+
+def test_turn_limits_apply_to_each_conversation_of_the_default_form():
+    collector = LLMCollector(dialog_env(2), policy=talks_for([9] * 12), dialog_turns_per_batch=8, max_dialog_turns=3)
+    batch = collector.next()
+    assert batch["next", "truncated"].squeeze(-1).tolist() == [[False, False, True, False]] * 2
+
+
+def test_a_short_last_batch_of_data_is_collected_whole():
+    env = DatasetChatEnv(dataset=ROWS[:5], shuffle=False, num_envs=2, epochs=1)
+    collector = LLMCollector(env, policy=ScriptedPolicy(["a"]), yield_only_last_steps=True)
+    assert [len(batch) for batch in collector] == [2, 2, 1]
+
+
+# -- the stream of tokens ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def wrapper():
+    tokenizer = tiny_tokenizer()
+    words = iter(["more", "stop", "more", "more", "stop", "stop", "more", "stop"] * 4)
+    return LLMWrapperBase(FakeEngine(lambda prompt: next(words), tokenizer=tokenizer), tokenizer=tokenizer)
+
+
+def test_the_last_row_holds_the_stream_that_the_engine_saw_and_only_its_own_tokens_are_trained(wrapper):
+    collector = LLMCollector(dialog_env(2), policy=wrapper, yield_only_last_steps=True)
+    tokenizer = wrapper.tokenizer
+    for _ in range(3):
+        batch = collector.next()
+        seen = wrapper.engine.prompts
+        for row in range(2):
+            full = batch.get(("tokens", "full"), as_list=True)[row]
+            mask = batch.get(("masks", "all_assistant_mask"), as_list=True)[row]
+            log_probs = batch.get(("log_probs", "full"), as_list=True)[row]
+            text = tokenizer.decode(full)
+            words = [m["content"] for m in batch["history"].full.to_chats()[row] if m["role"] == "assistant"]
+            assert tokenizer.decode(full[mask]) == "".join(f"{word}<|im_end|>" for word in words)
+            assert (log_probs != 0).tolist() == mask.tolist()
+            assert text.count("Go on.") == len(words) - 1
+            prompts = [p for p in seen if len(p) < len(full) and torch.equal(full[: len(p)], p)]
+            assert len(prompts) >= len(words)  # every prompt of the conversation is a prefix of the stream
+
+
+def test_new_conversations_beside_old_ones_start_new_streams(wrapper):
+    collector = LLMCollector(dialog_env(2), policy=wrapper, dialog_turns_per_batch=16)
+    batch = collector.next()
+    tokenizer = wrapper.tokenizer
+    for b in range(2):
+        for row in batch[b].unbind(0):
+            text = tokenizer.decode(row["tokens"].full)
+            assert text.startswith(f"<|im_start|>user\n{row['query']}<|im_end|>")
+            assert text.count("<|im_start|>user\nq") == 1
+            assert row["text"].full == text
+            assert row["masks"].all_assistant_mask.sum() == sum(
+                len(tokenizer(m["content"]).input_ids) + 1
+                for m in row["history"].full.to_chats()
+                if m["role"] == "assistant"
+            )
+
+
+# -- buffers, versions, state ------------------------------------------------------------------------------------------
+
+
+class ListBuffer:
+    def __init__(self):
+        self.rows = []
+
+    def extend(self, data):
+        self.rows.extend(take_rows(data, [i]) for i in range(len(data)))
+
+
+@pytest.mark.parametrize("options", [{}, {"yield_completed_trajectories": True}, {"yield_only_last_steps": True}])
+def test_with_a_buffer_none_is_yielded_and_rows_are_written(options):
+    buffer = ListBuffer()
+    collector = LLMCollector(
+        dialog_env(), policy=talks_for([1] * 12), replay_buffer=buffer, total_dialog_turns=9, **options
+    )
+    assert list(collector) == [None] * 3
+    assert len(buffer.rows) == 9
+    assert collector.counters["delivered"] == 9
+
+
+def test_postproc_sees_the_data_first_and_may_hold_them_back():
+    seen = []
+
+    def every_other(data):
+        seen.append(data)
+        return data if len(seen) % 2 == 0 else None
+
+    collector = LLMCollector(dialog_env(), policy=talks_for([1] * 12), postproc=every_other, total_dialog_turns=12)
+    assert len(list(collector)) == 2
+    assert len(seen) == 4
+
+
+def test_rollout_gives_one_batch_and_leaves_the_buffer_alone():
+    buffer = ListBuffer()
+    collector = LLMCollector(dialog_env(), policy=talks_for([1] * 12), replay_buffer=buffer, yield_only_last_steps=True)
+    assert len(collector.rollout()) == 3
+    assert buffer.rows == []
+
+
+def test_the_version_moves_with_the_weights_and_is_stamped(wrapper):
+    env = DatasetChatEnv(dataset=ROWS, num_envs=2)
+    collector = LLMCollector(env, policy=wrapper, yield_only_last_steps=True, track_policy_version=True)
+    assert collector.next()["policy_version"].tolist() == [0, 0]
+    weights = {"w": torch.ones(2)}
+    collector.update_policy_weights_(weights)
+    assert wrapper.engine.weights == weights
+    assert collector.policy_version == collector.policy_version_tracker.version == wrapper.engine.version == 1
+    assert collector.next()["policy_version"].tolist() == [1, 1]
+    collector.update_policy_weights_()  # the engine shares the weights: the version alone moves
+    assert (collector.policy_version, wrapper.engine.version, wrapper.engine.weights) == (2, 2, None)
+
+
+def test_weights_that_do_not_arrive_leave_the_version(wrapper):
+    collector = LLMCollector(DatasetChatEnv(dataset=ROWS), policy=wrapper)
+    collector.update_policy_weights_({"w": torch.ones(2)})
+    with pytest.raises(WeightSyncError, match="'w' must be torch.float32"):
+        collector.update_policy_weights_({"w": torch.ones(3)})
+    assert collector.policy_version == wrapper.engine.version == 1
+
+
+def test_conversations_on_their_way_are_stamped_with_the_version_that_goes_on():
+    scripted = talks_for([9] * 12)
+
+    def policy(td):  # one that leaves the stamp to the env
+        version = td["policy_version"]
+        return scripted(td).set("policy_version", version)
+
+    collector = LLMCollector(
+        dialog_env(2), policy=policy, track_policy_version=PolicyVersion(), dialog_turns_per_batch=2
+    )
+    assert collector.next()["policy_version"].flatten().tolist() == [0, 0]
+    collector.update_policy_weights_()
+    assert collector.next()["policy_version"].flatten().tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("options", [{"yield_only_last_steps": True}, {"yield_completed_trajectories": True}])
+def test_a_resumed_collector_goes_on_where_the_saved_one_stood(options):
+    def make():
+        env = dialog_env(repeats=2, group_repeats=True, seed=3)
+        return LLMCollector(
+            env, policy=talks_for([2, 1, 3] * 4), total_dialog_turns=40, track_policy_version=True, **options
+        )
+
+    def content(batch):
+        return (
+            batch.get("query").tolist(),
+            batch["group_id"].tolist(),
+            batch["seed"].tolist(),
+            batch["policy_version"].tolist(),
+        )
+
+    collector = make()
+    collector.next()
+    collector.update_policy_weights_()
+    state = collector.state_dict()
+    rest = [content(batch) for batch in collector]
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert resumed.policy_version == 1
+    assert [content(batch) for batch in resumed] == rest
+    assert resumed.counters == collector.counters
+
+
+def test_loading_a_state_tells_the_engine_its_version(wrapper):
+    collector = LLMCollector(DatasetChatEnv(dataset=ROWS), policy=wrapper)
+    state = collector.state_dict() | {"version": 7}
+    collector.load_state_dict(state)
+    assert wrapper.engine.version == 7
+    collector.update_policy_weights_()
+    assert collector.policy_version == 8
+
+
+def test_shutdown_closes_the_env_and_ends_the_iteration():
+    env = dialog_env()
+    collector = LLMCollector(env, policy=talks_for([1] * 12))
+    collector.next()
+    collector.shutdown()
+    assert env.is_closed
+    assert list(collector) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"policy_factory": lambda: None}, "exactly one of policy"),
+        ({"yield_only_last_steps": True, "yield_completed_trajectories": False}, "is a form of"),
+        ({"yield_only_last_steps": True, "reset_at_each_iter": True}, "drop reset_at_each_iter"),
+        ({"total_dialog_turns": 0}, "total_dialog_turns must be positive"),
+        ({"dialog_turns_per_batch": 0}, "dialog_turns_per_batch must be at least 1"),
+        ({"replay_buffer": [], "flatten_data": False}, "drop flatten_data"),
+    ],
+)
+def test_arguments_that_exclude_each_other_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        LLMCollector(dialog_env(), policy=ScriptedPolicy(["a"]), **options)
+
+
+def test_rewards_of_different_shapes_cannot_be_summed():
+    class PerToken(Transform):
+        def _step(self, td, next_td):
+            next_td["reward"] = torch.zeros(td.batch_size[0], int(td["step_count"].max()) + 1, 1)
+            return next_td
+
+    env = DatasetChatEnv(dataset=ROWS, num_envs=2, max_steps=2).append_transform(PerToken())
+    with pytest.raises(ShapeError, match="must have one shape"):
+        LLMCollector(env, policy=ScriptedPolicy(["a"]), yield_only_last_steps=True).next()
+
+
+def test_a_factory_makes_the_policy():
+    env = ChatEnv(batch_size=[1]).append_transform(DataLoadingPrimer(ROWS)).append_transform(StepCounter(max_steps=1))
+    collector = LLMCollector(env, policy_factory=lambda: ScriptedPolicy(["hello"]), yield_only_last_steps=True)
+    assert collector.next()["history"].response.to_chats() == [[{"role": "assistant", "content": "hello"}]]
+    assert isinstance(collector.rollout(), TensorDict)

@@ -1,0 +1,303 @@
+"""History: a tensorclass over plain messages, that batches, slices, grows and renders."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from tensordict import LazyStackedTensorDict, TensorClass, TensorDict, is_tensorclass, lazy_stack
+
+from llmrl.data.llm import History
+from llmrl.errors import ShapeError, TemplateError
+from llmrl.testing import tiny_tokenizer
+
+
+def user(content: str) -> dict:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str, **extra) -> dict:
+    return {"role": "assistant", "content": content, **extra}
+
+
+CHATS = [[user("a")], [user("b"), assistant("c")]]
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+
+
+def materialised(history: History) -> list[bool]:
+    return [row._members is not None for row in history._tensordict.tensordicts]
+
+
+# Shape, fields, indexing
+
+
+def test_history_is_a_tensorclass_built_without_any_switch():
+    history = History(role=["user", "assistant"], content=["Hi", "Hello"])
+    assert is_tensorclass(history)
+    assert isinstance(history, TensorClass)
+    assert history.batch_size == (2,)
+    assert (history.role, history.content) == (["user", "assistant"], ["Hi", "Hello"])
+    assert history.is_complete == [True, True]
+    assert History(role="user", content="Hi").role == "user"
+
+
+def test_ragged_batch_keeps_each_conversations_length():
+    history = History.from_chats(CHATS)
+    assert history.batch_size == (2, -1)
+    assert history.content == [["a"], ["b", "c"]]
+    assert history.to_chats() == CHATS
+    assert [row.batch_size for row in history.unbind(0)] == [(1,), (2,)]
+
+
+def test_dense_batch_from_nested_lists():
+    history = History(role=[["user"], ["user"]], content=[["a"], ["b"]], batch_size=[2, 1])
+    assert history.shape == (2, 1)
+    with pytest.raises(ShapeError, match="batch_size must be the nesting of role"):
+        History(role=["user"], content=["a"], batch_size=[2])
+    with pytest.raises(ShapeError, match="content must have one entry for each of 2 roles: got 1"):
+        History(role=["user", "assistant"], content=["a"])
+
+
+@pytest.mark.parametrize(
+    ("index", "content"),
+    [
+        (0, ["a"]),
+        (-1, ["b", "c"]),
+        ((..., -1), ["a", "c"]),
+        ((1, 0), "b"),
+        ((slice(None), slice(None, 1)), [["a"], ["b"]]),
+        (slice(1, None), [["b", "c"]]),
+        ([1, 0], [["b", "c"], ["a"]]),
+        (torch.tensor([False, True]), [["b", "c"]]),
+        (torch.tensor([1, 1]), [["b", "c"], ["b", "c"]]),
+        (torch.tensor(1), ["b", "c"]),
+        (([0, 1], -1), ["a", "c"]),
+        (None, [[["a"], ["b", "c"]]]),
+    ],
+)
+def test_indexing_is_that_of_tensors(index, content):
+    assert History.from_chats(CHATS)[index].content == content
+
+
+def test_extra_keys_of_messages_survive():
+    chat = [
+        user("q"),
+        assistant("", tool_calls=[CALL], reasoning_content="hm"),
+        {"role": "tool", "content": "2", "tool_call_id": "x"},
+    ]
+    history = History.from_messages(chat)
+    assert history.to_chats() == chat
+    assert history.tool_calls == [None, [CALL], None]
+    rebuilt = lazy_stack([history[index] for index in range(3)])  # through one TensorDict per message
+    assert isinstance(rebuilt, History)
+    assert rebuilt.to_chats() == chat
+    assert len(history._tensordict.tensordicts) == 3  # builds the members: they are now what the history says
+    assert history.to_chats() == chat
+
+
+def test_messages_of_the_caller_are_neither_kept_nor_changed():
+    chat = [user("a")]
+    history = History.from_messages(chat)
+    chat[0]["content"] = "changed"
+    history.to_chats()[0]["content"] = "changed"
+    assert history.content == ["a"]
+
+
+def test_field_can_be_assigned():
+    history = History.from_chats(CHATS)
+    other = history.clone()
+    history.content = [["1"], ["2", "3"]]
+    assert history.content == [["1"], ["2", "3"]]
+    assert other.content == [["a"], ["b", "c"]]
+
+
+# append and extend
+
+
+def test_append_adds_a_message_to_every_conversation():
+    history = History.from_chats(CHATS)
+    answer = History(role=["assistant"] * 2, content=["x", "y"])
+    longer = history.append(answer, inplace=False)
+    assert longer.content == [["a", "x"], ["b", "c", "y"]]
+    assert history.content == [["a"], ["b", "c"]]
+    assert history.append(answer) is history
+    assert history.content == longer.content
+
+
+def test_append_adds_a_conversation_along_the_batch():
+    history = History.from_chats(CHATS)
+    history.append(History.from_messages([user("d")]), dim=0)
+    assert history.content == [["a"], ["b", "c"], ["d"]]
+
+
+def test_extend_adds_conversations_or_messages():
+    history = History.from_chats(CHATS)
+    assert history.extend(history, inplace=False).content == [["a"], ["b", "c"]] * 2
+    assert history.extend(history, inplace=False, dim=-1).content == [["a", "a"], ["b", "c", "b", "c"]]
+    conversation = History.from_messages(CHATS[1])
+    assert conversation.extend(History.from_messages([user("d")])) is conversation
+    assert conversation.shape == (3,)
+
+
+def test_shapes_that_do_not_fit_are_explained():
+    history = History.from_chats(CHATS)
+    with pytest.raises(ShapeError, match="unsqueeze"):
+        History(role="user", content="a").append(History(role="user", content="b"))
+    with pytest.raises(ShapeError, match="one fewer than this one: got 0"):
+        history.append(History(role="user", content="b"))
+    with pytest.raises(ShapeError, match="The new history to extend"):
+        history.extend(history[0])
+    with pytest.raises(ShapeError, match="a row for each of 2 conversations: got 1"):
+        history.append(History(role=["user"], content=["b"]))
+    with pytest.raises(RuntimeError, match="locked"):
+        History.from_chats(CHATS).lock_().append(History(role=["user"] * 2, content=["x", "y"]))
+
+
+def test_stack_makes_a_batch_of_conversations():
+    rows = [History.from_messages(chat) for chat in CHATS]
+    assert History.stack(rows).to_chats() == CHATS
+    with pytest.raises(ShapeError, match="one number of dimensions"):
+        History.stack([rows[0], rows[0][0]])
+
+
+# In containers: the list stays a list until somebody asks for members
+
+
+def test_history_in_a_dense_tensordict_stays_a_list():
+    td = TensorDict({"x": torch.zeros(2)}, batch_size=[2])
+    td["history"] = History.from_chats(CHATS)
+    assert td["history"].to_chats() == CHATS
+    assert td[1]["history"].to_chats() == CHATS[1]
+    assert td[torch.tensor([False, True])]["history"].to_chats() == CHATS[1:]
+    assert [row["history"].to_chats() for row in td.unbind(0)] == CHATS
+    assert td.clone()["history"].to_chats() == CHATS
+    assert materialised(td["history"]) == [False, False]
+    assert td.to("cpu")["history"].to_chats() == CHATS
+
+
+def test_history_rows_of_a_lazy_stack_come_back_as_one_history():
+    rows = [TensorDict({"prompt": History.from_messages(chat)}) for chat in CHATS]
+    stack = LazyStackedTensorDict(*rows)
+    assert isinstance(stack["prompt"], History)
+    assert stack["prompt"].to_chats() == CHATS
+    assert materialised(stack["prompt"]) == [False, False]
+    assert stack.copy()["prompt"].to_chats() == CHATS
+
+
+def test_history_survives_pickling_and_locking():
+    td = TensorDict({"history": History.from_chats(CHATS)}, batch_size=[2])
+    assert pickle.loads(pickle.dumps(td))["history"].to_chats() == CHATS
+    td.lock_()
+    assert td["history"].is_locked
+    td.unlock_()
+    assert td["history"].append(History(role=["user"] * 2, content=["x", "y"])).shape == (2, -1)
+
+
+def test_padding_messages_are_left_out_of_chats():
+    history = History(role=[["user", "<none>"], ["user", "assistant"]], content=[["a", ""], ["b", "c"]])
+    assert history.to_chats() == CHATS
+
+
+def test_default_spec_describes_a_history():
+    assert History.default_spec((2, -1)).is_in(History.from_chats(CHATS))
+    assert History.default_spec((-1,)).is_in(History.from_messages(CHATS[1]))
+    assert not History.default_spec((-1,)).is_in(TensorDict({"role": torch.zeros(2)}, batch_size=[2]))
+
+
+# Text and ids
+
+
+def test_text_is_a_string_for_one_conversation_and_a_list_for_a_batch():
+    tokenizer = tiny_tokenizer()
+    history = History.from_chats(CHATS)
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in CHATS]
+    assert history.apply_chat_template(tokenizer=tokenizer) == texts
+    assert history[1].apply_chat_template(tokenizer=tokenizer) == texts[1]
+    assert history[0].apply_chat_template(chat_template_name="qwen") == texts[0]  # text needs no tokenizer
+    continued = History.from_messages(CHATS[1]).apply_chat_template(
+        tokenizer=tokenizer, add_generation_prompt=False, continue_final_message=True
+    )
+    assert continued.endswith("<|im_start|>assistant\nc")
+
+
+def test_dict_has_ids_and_the_assistants_mask():
+    tokenizer = tiny_tokenizer()
+    result = History.from_chats(CHATS[1:]).apply_chat_template(
+        tokenizer=tokenizer, add_generation_prompt=False, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert result["assistant_masks"].shape == result["input_ids"].shape == (1, len(result[0]["input_ids"]))
+    [ids] = result.get("input_ids", as_list=True)
+    assert ids.tolist() == tokenizer.apply_chat_template(CHATS[1])["input_ids"]
+    assert tokenizer.decode(ids[result[0]["assistant_masks"]]) == "c<|im_end|>"
+    without_end = History.from_chats(CHATS[1:]).apply_chat_template(
+        tokenizer=tokenizer,
+        add_generation_prompt=False,
+        return_assistant_tokens_mask=True,
+        include_end_of_turn=False,
+    )
+    assert tokenizer.decode(ids[without_end[0]["assistant_masks"]]) == "c"
+
+
+def test_padded_dict_is_dense():
+    tokenizer = tiny_tokenizer()
+    result = History.from_chats(CHATS).apply_chat_template(tokenizer=tokenizer, return_dict=True, padding=True)
+    lengths = [len(tokenizer.apply_chat_template(c, add_generation_prompt=True)["input_ids"]) for c in CHATS]
+    assert result["input_ids"].shape == (2, max(lengths))
+    assert result["attention_mask"].sum(-1).tolist() == lengths
+    rows = History.from_chats(CHATS).apply_chat_template(tokenizer=tokenizer, return_tensors="pt")
+    assert [len(row) for row in rows] == lengths
+
+
+# Text back to messages
+
+
+def test_rendered_text_parses_back():
+    chat = [{"role": "system", "content": "Be brief.\n"}, user(" x \n\n y"), assistant(""), user("é"), assistant("z\n")]
+    text = History.from_messages(chat).apply_chat_template(chat_template_name="qwen", add_generation_prompt=False)
+    assert History.from_text(text, chat_template_name="qwen").to_chats() == chat
+    batch = History.from_text([text, text])
+    assert batch.shape == (2, 5)
+
+
+def test_rendered_tool_calls_parse_back():
+    chat = [
+        user("q"),
+        assistant("Let me see.", tool_calls=[CALL, CALL]),
+        {"role": "tool", "content": "1"},
+        {"role": "tool", "content": "2\n3"},
+        assistant("", tool_calls=[CALL]),
+        {"role": "tool", "content": "{}"},
+        assistant("done"),
+    ]
+    text = History.from_messages(chat).apply_chat_template(chat_template_name="qwen", add_generation_prompt=False)
+    assert History.from_text(text).to_chats() == chat
+
+
+def test_malformed_tool_call_stays_in_the_content():
+    for body in ("{not json", "[1]", '{"arguments": {}}', "5"):
+        content = f"x\n<tool_call>\n{body}\n</tool_call>"
+        [message] = History.from_text(f"<|im_start|>assistant\n{content}<|im_end|>").to_chats()
+        assert message == assistant(content)
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "is_complete"),
+    [
+        ("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n", ["Hi", "Hello"], [True, True]),
+        ("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHel", ["Hi", "Hel"], [True, False]),
+        ("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|endoftext|>", ["Hi", "Hello"], [True, True]),
+        ("<|im_start|>user\nHi", ["Hi"], [False]),
+        ("<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n<|im_end|>", ["", ""], [True, True]),
+        ("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", ["Hi"], [True]),
+    ],
+)
+def test_complete_and_cut_off_messages_are_told_apart(text: str, content: list[str], is_complete: list[bool]):
+    history = History.from_text(text)
+    assert history.content == content
+    assert history.is_complete == is_complete
+
+
+def test_text_without_a_message_is_refused():
+    with pytest.raises(TemplateError, match="must hold a message"):
+        History.from_text("hello")

@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from tensordict import LazyStackedTensorDict, NonTensorStack, TensorClass, TensorDict
+
+from llmrl.data import Bounded, Categorical, Composite, NonTensor, Unbounded
+from llmrl.errors import ConfigError, MissingKeyError, ShapeError
+
+
+class Pair(TensorClass["nocast"]):
+    left: torch.Tensor = None
+    right: torch.Tensor = None
+
+
+def agent_spec() -> Composite:
+    return Composite(
+        {"agent": {"action": Categorical(3, shape=(2,)), "state": None}}, obs=Unbounded((2, 4)), shape=(2,)
+    )
+
+
+def test_keys_values_and_items_walk_the_nesting():
+    spec = agent_spec()
+    assert list(spec.keys()) == ["agent", "obs"]
+    assert list(spec.keys(include_nested=True)) == ["agent", ("agent", "action"), ("agent", "state"), "obs"]
+    assert list(spec.keys(include_nested=True, leaves_only=True)) == [("agent", "action"), ("agent", "state"), "obs"]
+    assert list(spec.keys(leaves_only=True)) == ["obs"]
+    assert list(spec.values(True, True)) == [spec["agent", "action"], None, spec["obs"]]
+    assert dict(spec.items())["obs"] is spec["obs"]
+    assert len(spec) == 2
+    assert ("agent", "action") in spec
+    assert ("agent", "reward") not in spec
+
+
+def test_nested_get_and_set_create_what_is_between():
+    spec = Composite(shape=(2,))
+    spec["a", "b", "c"] = Unbounded((2, 1))
+    assert spec["a", "b"].shape == (2,)
+    assert spec.get(("a", "x")) is None
+    assert spec.get(("a", "b", "c", "d"), "default") == "default"
+    with pytest.raises(
+        MissingKeyError, match=r"'acton'.* keys present: agent, agent.action, .*Did you mean 'agent.action'"
+    ):
+        agent_spec()["agent", "acton"]
+    with pytest.raises(KeyError):
+        spec["nope"]
+
+
+def test_update_pop_separates_empty():
+    spec = agent_spec()
+    spec.update(Composite({"agent": {"reward": Unbounded((2, 1))}}, obs=Unbounded((2, 5)), shape=(2,)))
+    assert set(spec["agent"].keys()) == {"action", "state", "reward"}
+    assert spec["obs"].shape == (2, 5)
+    assert isinstance(spec.pop(("agent", "action")), Categorical)
+    assert ("agent", "action") not in spec
+    assert spec.pop("gone", None) is None
+    with pytest.raises(MissingKeyError):
+        spec.pop("gone")
+    part = spec.separates("obs", ("agent", "reward"))
+    assert list(part.keys(True, True)) == ["obs", ("agent", "reward")]
+    assert "obs" in spec
+    with pytest.raises(MissingKeyError):
+        spec.separates("gone")
+    assert spec.separates("gone", default=None)["gone"] is None
+    assert spec.empty().shape == (2,)
+    assert spec.empty().is_empty()
+    assert Composite(a=Composite()).is_empty(recurse=True)
+    assert not Composite(a=Composite()).is_empty()
+    del spec["obs"]
+    assert "obs" not in spec
+
+
+def test_a_locked_spec_refuses_writes_at_every_depth_and_its_clone_does_not():
+    spec = agent_spec().lock_()
+    for write in (
+        lambda: spec.set("new", None),
+        lambda: spec["agent"].set("new", None),
+        lambda: spec.pop("obs"),
+        lambda: spec.pop(("agent", "action")),
+    ):
+        with pytest.raises(RuntimeError, match="locked"):
+            write()
+    clone = spec.clone()
+    clone["agent", "new"] = None
+    assert ("agent", "new") not in spec
+    spec.unlock_()["agent", "new"] = None
+    assert spec == clone
+
+
+def test_what_cannot_be_an_entry_is_refused():
+    for name in ("shape", "device", "dtype", "space"):
+        with pytest.raises(AttributeError, match="cannot be named"):
+            Composite({name: Unbounded()})
+    with pytest.raises(ShapeError, match=r"'obs' must begin with the Composite's, \(3,\): got \(2, 4\)"):
+        Composite(obs=Unbounded((2, 4)), shape=(3,))
+    with pytest.raises(TypeError, match="must be a spec"):
+        Composite(obs=3)
+    with pytest.raises(RuntimeError, match="All devices must match"):
+        Composite(obs=Unbounded(device="meta"), device="cpu")
+    with pytest.raises(ConfigError, match="two names"):
+        Composite(shape=(1,), batch_size=(1,))
+    with pytest.raises(ConfigError, match="two names"):
+        Composite(batch_size=(1,), shape=(2,))
+
+
+def test_one_device_for_all():
+    spec = agent_spec().to("meta")
+    assert spec.device == spec["obs"].device == spec["agent", "action"].device == spec["agent"].device
+    assert spec.zero()["obs"].device.type == "meta"
+
+
+def test_rand_zero_and_one_make_a_tensordict_of_the_batch_size():
+    spec = agent_spec()
+    for value in (spec.rand((5,)), spec.zero((5,)), spec.one((5,))):
+        assert value.batch_size == (5, 2)
+        assert value["agent"].batch_size == (5, 2)
+        assert value["obs"].shape == (5, 2, 4)
+        assert "state" not in set(value["agent"].keys())
+    assert spec.is_in(spec.rand())
+    assert spec.one()["obs"].eq(1).all()
+
+
+def test_is_in_needs_every_key_and_names_what_is_wrong():
+    spec = agent_spec()
+    td = spec.rand()
+    assert spec.is_in(td.copy().set("extra", torch.zeros(2)))
+    assert not spec.is_in(td.exclude(("agent", "action")))
+    td["agent", "action"] = torch.tensor([0, 3])
+    td["obs"] = td["obs"].double()
+    found = {mismatch.key: mismatch.kind for mismatch in spec.mismatches(td)}
+    assert found == {("agent", "action"): "domain", ("obs",): "dtype"}
+    with pytest.raises(AssertionError, match=r"\('agent', 'action'\): declared one of 0 to 2, got 3"):
+        spec.assert_is_in(td)
+    assert not spec.is_in(torch.zeros(2))
+    assert not spec.is_in(TensorDict(agent=torch.zeros(2), obs=torch.zeros(2, 4), batch_size=[2]))
+
+
+def test_project_repairs_a_copy_of_every_nested_entry():
+    spec = Composite({"in": {"x": Bounded(0, 1, shape=(2,))}}, shape=(2,))
+    td = TensorDict({"in": {"x": torch.tensor([-1.0, 0.5]), "free": torch.tensor([9, 9])}}, batch_size=[2])
+    projected = spec.project(td)
+    assert projected["in", "x"].tolist() == [0.0, 0.5]
+    assert projected["in", "free"].tolist() == [9, 9]
+    assert td["in", "x"].tolist() == [-1.0, 0.5]
+
+
+def test_encode_and_to_numpy_go_through_nested_dicts():
+    spec = Composite({"in": {"x": Unbounded((2,))}}, text=NonTensor(()), n=Categorical(5))
+    td = spec.encode({"in": {"x": np.array([1.0, 2.0])}, "text": "hi", "n": 3})
+    assert td["in", "x"].tolist() == [1.0, 2.0]
+    assert td["text"] == "hi"
+    assert td["n"].dtype == torch.int64
+    back = spec.to_numpy(td)
+    assert back["in"]["x"].tolist() == [1.0, 2.0]
+    assert back["text"] == "hi"
+    with pytest.raises(MissingKeyError, match="'m'"):
+        spec.encode({"m": 3})
+
+
+def test_enumerate_combines_the_entries():
+    spec = Composite(a=Categorical(2), b=Bounded(5, 6, dtype=torch.int64))
+    assert spec.cardinality() == 4
+    listed = spec.enumerate()
+    assert listed.batch_size == (4,)
+    assert listed["a"].tolist() == [0, 0, 1, 1]
+    assert listed["b"].tolist() == [5, 6, 5, 6]
+
+
+def test_copies_compare_equal_until_they_differ():
+    spec = agent_spec()
+    for other in (spec.clone(), copy.deepcopy(spec), pickle.loads(pickle.dumps(spec))):
+        assert other == spec
+    other = spec.clone()
+    other["agent", "action"] = Categorical(4, shape=(2,))
+    assert other != spec
+    assert spec != spec.to("cpu")  # one leaves the device to its entries, the other declares it
+
+
+def ragged_pair(lengths: list[int], dtype: torch.dtype = torch.int64) -> Pair:
+    rows = [TensorDict({"left": torch.zeros(n, dtype=dtype)}, batch_size=[]) for n in lengths]
+    return Pair.from_tensordict(LazyStackedTensorDict(*rows))
+
+
+def test_ragged_containers_are_checked_and_projected_row_by_row():
+    spec = Composite(
+        pair=Composite(left=Bounded(0, 9, shape=(3, -1), dtype=torch.int64), shape=(3,), data_cls=Pair), shape=(3,)
+    )
+    td = TensorDict(pair=ragged_pair([1, 4, 2]), batch_size=[3])
+    assert spec.is_in(td)
+    assert not spec.is_in(TensorDict(pair=ragged_pair([1, 4, 2], torch.float32), batch_size=[3]))
+    assert not spec.is_in(TensorDict(pair=TensorDict(left=torch.zeros(3, 2).long(), batch_size=[3]), batch_size=[3]))
+    assert isinstance(spec.rand()["pair"], Pair)
+    td["pair"]._tensordict.tensordicts[1]["left"][:] = 11
+    assert not spec.is_in(td)
+    rows = spec.project(td)["pair"].get("left", as_list=True)
+    assert [row.tolist() for row in rows] == [[0], [9] * 4, [0, 0]]
+
+
+def test_a_lazy_batch_of_tensordicts_is_checked_with_the_row_spec():
+    spec = Composite(x=Unbounded((2, -1)), text=NonTensor((2,), example_data=""), shape=(2,))
+    rows = [TensorDict(x=torch.zeros(n), text="a") for n in (2, 3)]
+    assert spec.is_in(LazyStackedTensorDict(*rows))
+    assert not spec.is_in(LazyStackedTensorDict(*rows, rows[0]))
+    assert spec.is_in(TensorDict(x=torch.zeros(2, 5), text=NonTensorStack("a", "b"), batch_size=[2]))

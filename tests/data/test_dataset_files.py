@@ -1,0 +1,147 @@
+"""Files that people have become conversations and prompts; what cannot be used is named with its row."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+
+from llmrl.data.llm.dataset_files import load_rows, to_messages, to_prompt
+from llmrl.errors import DataError
+
+USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+ROWS = [{"question": "1 + 1?", "answer": "#### 2"}, {"question": "2 + 2?", "answer": "#### 4"}]
+
+
+def write(path, rows):
+    if path.suffix == ".jsonl":
+        path.write_text("\n".join(map(json.dumps, rows)) + "\n\n", encoding="utf-8")
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows), encoding="utf-8")
+    elif path.suffix == ".csv":
+        with path.open("w", newline="", encoding="utf-8") as lines:
+            writer = csv.DictWriter(lines, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        parquet.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
+def test_every_file_format_gives_the_same_rows(tmp_path, suffix):
+    assert list(load_rows(write(tmp_path / f"data{suffix}", ROWS))) == ROWS
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_messages_survive_the_file(tmp_path, suffix):
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    rows = [{"messages": [USER, call]}, {"messages": [USER, ASSISTANT]}]
+    loaded = load_rows(write(tmp_path / f"data{suffix}", rows))
+    assert [to_messages(row) for row in loaded] == [[USER, call], [USER, ASSISTANT]]
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path):
+    with pytest.raises(DataError, match="dataset file must exist: .*nothing.jsonl"):
+        load_rows(tmp_path / "nothing.jsonl")
+    path = tmp_path / "broken.jsonl"
+    path.write_text('{"a": 1}\n{"a": ', encoding="utf-8")
+    with pytest.raises(DataError, match=r"broken.jsonl, line 2 must be JSON"):
+        load_rows(path)
+    path.write_text("[1]\n", encoding="utf-8")
+    with pytest.raises(DataError, match="line 1 must hold an object"):
+        load_rows(path)
+    path.write_text("\n", encoding="utf-8")
+    with pytest.raises(DataError, match="at least one row"):
+        load_rows(path)
+    other = tmp_path / "data.txt"
+    other.write_text("x", encoding="utf-8")
+    with pytest.raises(DataError, match="must end in one of .jsonl"):
+        load_rows(other)
+    bad = tmp_path / "bad.parquet"
+    bad.write_text("x", encoding="utf-8")
+    with pytest.raises(DataError, match="cannot be read as Parquet"):
+        load_rows(bad)
+    with pytest.raises(DataError, match="row 1 of .* is 3"):
+        load_rows(write(tmp_path / "list.json", [3]))
+
+
+def test_a_missing_column_lists_the_ones_there_are(tmp_path):
+    path = write(tmp_path / "data.jsonl", ROWS)
+    with pytest.raises(
+        DataError, match="must have the column 'anwser': its columns are question, answer. Did you mean 'answer'"
+    ):
+        load_rows(path, columns=["question", "anwser"])
+
+
+def test_a_dataset_of_the_hub_library_is_a_sequence_of_rows(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_list(ROWS)
+    assert [to_prompt(row)["query"] for row in data] == ["1 + 1?", "2 + 2?"]
+
+
+@pytest.mark.parametrize(
+    ("row", "messages"),
+    [
+        ({"messages": [USER, ASSISTANT]}, [USER, ASSISTANT]),
+        ({"prompt": "Hi", "completion": "Hello"}, [USER, ASSISTANT]),
+        ({"prompt": [USER], "completion": [ASSISTANT]}, [USER, ASSISTANT]),
+        ({"question": "Hi", "answer": "Hello"}, [USER, ASSISTANT]),
+        ({"problem": "Hi", "solution": "Hello", "level": 3}, [USER, ASSISTANT]),
+    ],
+)
+def test_rows_become_conversations(row, messages):
+    assert to_messages(row) == messages
+    system = {"role": "system", "content": "Be brief."}
+    assert to_messages(row, system_prompt="Be brief.") == [system, *messages]
+    assert to_messages({"messages": [system, *messages]}, system_prompt="Other.") == [system, *messages]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": [USER]}, "row 7 has only user"),
+        ({"messages": []}, "must be a list of messages: row 7"),
+        ({"messages": ["Hi"]}, "message 1 of 'messages' in row 7 is 'Hi'"),
+        ({"messages": [{"role": "user"}, ASSISTANT]}, r"message 1 \(user\) of 'messages' in row 7 has none"),
+        ({"prompt": "Hi"}, "row 7 must have a completion column"),
+        ({"prompt": "Hi", "completion": [USER]}, "row 7 has only user, user"),
+        ({"propmt": "Hi", "completion": "x"}, "row 7 must have a prompt column.*Did you mean 'prompt'"),
+    ],
+)
+def test_rows_that_cannot_be_trained_on_are_named(row, message):
+    with pytest.raises(DataError, match=message):
+        to_messages(row, number=7)
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt"),
+    [
+        ({"question": "1 + 1?", "answer": "#### 2"}, {"query": "1 + 1?", "answer": "#### 2"}),
+        ({"prompt": "1 + 1?", "ground_truth": 2}, {"query": "1 + 1?", "answer": "2"}),
+        ({"prompt": [USER], "reference": "Hello"}, {"query": [USER], "answer": "Hello"}),
+        ({"messages": [USER, ASSISTANT]}, {"query": [USER], "answer": "Hello"}),
+        ({"messages": [USER], "solution": "x"}, {"query": [USER], "answer": "x"}),
+        ({"prompt": "a", "level": 3}, {"query": "a", "level": 3}),
+        ({"prompt": "a", "query": "b"}, {"query": "a"}),
+    ],
+)
+def test_rows_become_prompts_with_their_reference_and_other_columns(row, prompt):
+    assert to_prompt(row) == prompt
+
+
+def test_columns_can_be_named():
+    row = {"task": "a", "gold": "b", "answer": "c"}
+    assert to_prompt(row, prompt_column="task", answer_column="gold") == {"query": "a", "answer": "b"}
+    with pytest.raises(DataError, match="'taks' is missing in row 2.*Did you mean 'task'"):
+        to_prompt(row, prompt_column="taks", number=2)
+    assert to_messages(row, prompt_column="task", completion_column="gold")[1]["content"] == "b"
+
+
+def test_a_prompt_must_have_something_to_answer():
+    with pytest.raises(DataError, match="row 3 has only an assistant turn"):
+        to_prompt({"messages": [ASSISTANT]}, number=3)

@@ -1,0 +1,191 @@
+"""The prompts that a run sees are a function of the data, the seed and one number."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from llmrl.envs.llm import ChatEnv
+from llmrl.envs.llm.transforms import DataLoadingPrimer, EndOfData, PolicyVersion
+from llmrl.errors import CheckpointError, ConfigError, DataError, MissingKeyError
+
+ROWS = [{"query": f"q{n}"} for n in range(10)]
+
+
+def queries(primer, count):
+    return primer.pull(count).get("query").tolist()
+
+
+def test_repeats_come_in_a_row_and_share_a_group():
+    primer = DataLoadingPrimer(ROWS, repeats=3)
+    first, second = primer.pull(4), primer.pull(4)
+    assert first.get("query").tolist() == ["q0", "q0", "q0", "q1"]
+    assert second.get("query").tolist() == ["q1", "q1", "q2", "q2"]
+    assert torch.cat([first["group_id"], second["group_id"]]).tolist() == [0, 0, 0, 1, 1, 1, 2, 2]
+
+
+def test_an_endless_stream_draws_a_prompt_again_under_a_new_group():
+    primer = DataLoadingPrimer(ROWS[:2])
+    batch = primer.pull(5)
+    assert batch.get("query").tolist() == ["q0", "q1", "q0", "q1", "q0"]
+    assert batch["group_id"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_every_epoch_is_a_permutation_of_its_own():
+    primer = DataLoadingPrimer(ROWS, shuffle=True, seed=3)
+    first, second = queries(primer, 10), queries(primer, 10)
+    assert sorted(first) == sorted(second) == sorted(row["query"] for row in ROWS)
+    assert first != second
+    assert queries(DataLoadingPrimer(ROWS, shuffle=True, seed=3), 10) == first
+    assert queries(DataLoadingPrimer(ROWS, shuffle=True, seed=4), 10) != first
+
+
+def test_the_batch_size_does_not_change_order_groups_or_seeds():
+    whole = DataLoadingPrimer(ROWS, repeats=2, shuffle=True, seed=0).pull(12)
+    parts = DataLoadingPrimer(ROWS, repeats=2, shuffle=True, seed=0)
+    pulled = [parts.pull(count) for count in (1, 5, 6)]
+    for key in ("group_id", "seed"):
+        assert torch.equal(torch.cat([part[key] for part in pulled]), whole[key])
+    assert [q for part in pulled for q in part.get("query").tolist()] == whole.get("query").tolist()
+    assert len(set(whole["seed"].tolist())) == 12
+    assert (whole["seed"] >= 0).all()
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_together_read_what_one_process_reads(world_size):
+    alone = DataLoadingPrimer(ROWS, repeats=2, shuffle=True, seed=1)
+    ranks = [
+        DataLoadingPrimer(ROWS, repeats=2, shuffle=True, seed=1, rank=rank, world_size=world_size)
+        for rank in range(world_size)
+    ]
+    for _ in range(4):  # across an epoch's end
+        batch = alone.pull(16)
+        parts = [rank.pull(16 // world_size) for rank in ranks]
+        expected = sorted(
+            zip(batch["group_id"].tolist(), batch["seed"].tolist(), batch.get("query").tolist(), strict=True)
+        )
+        found = [
+            row
+            for part in parts
+            for row in zip(part["group_id"].tolist(), part["seed"].tolist(), part.get("query").tolist(), strict=True)
+        ]
+        assert sorted(found) == expected
+
+
+@pytest.mark.parametrize("data", [ROWS, DataLoader(ROWS, batch_size=3)], ids=["rows", "dataloader"])
+def test_a_saved_position_restores_the_stream_exactly(data):
+    options = {"repeats": 2, "seed": 5, "shuffle": isinstance(data, list)}
+    primer = DataLoadingPrimer(data, **options)
+    primer.pull(7)
+    state = primer.state_dict()
+    after = primer.pull(20)
+    other = DataLoadingPrimer(data, **options)
+    other.load_state_dict(state)
+    again = other.pull(20)
+    assert again.get("query").tolist() == after.get("query").tolist()
+    assert torch.equal(again["seed"], after["seed"])
+
+
+def test_a_run_goes_on_with_another_number_of_ranks():
+    primer = DataLoadingPrimer(ROWS)
+    primer.pull(4)
+    ranks = [DataLoadingPrimer(ROWS, rank=rank, world_size=2) for rank in range(2)]
+    for rank in ranks:
+        rank.load_state_dict(primer.state_dict())
+    assert [queries(rank, 1) for rank in ranks] == [["q4"], ["q5"]]
+
+
+def test_a_state_of_other_data_is_refused():
+    state = DataLoadingPrimer(ROWS, seed=0).state_dict()
+    with pytest.raises(CheckpointError, match="epoch_size was 10, is 9"):
+        DataLoadingPrimer(ROWS[:9], seed=0).load_state_dict(state)
+    with pytest.raises(CheckpointError, match="seed was 0, is 1"):
+        DataLoadingPrimer(ROWS, seed=1).load_state_dict(state)
+
+
+@pytest.mark.parametrize("data", [ROWS, DataLoader(ROWS, batch_size=4)], ids=["rows", "dataloader"])
+def test_epochs_end(data):
+    primer = DataLoadingPrimer(data, epochs=2)
+    assert [len(primer.pull(8)) for _ in range(3)] == [8, 8, 4]
+    with pytest.raises(EndOfData):
+        primer.pull(8)
+
+
+def test_ranks_end_together():
+    ranks = [DataLoadingPrimer(ROWS[:9], epochs=1, rank=rank, world_size=2) for rank in range(2)]
+    assert [len(rank.pull(8)) for rank in ranks] == [4, 4]
+
+
+def test_an_empty_or_exhausted_loader_is_an_error_not_a_loop():
+    with pytest.raises(DataError, match="at least one row"):
+        DataLoadingPrimer([])
+    with pytest.raises(DataError, match="yielded none"):
+        DataLoadingPrimer(DataLoader([])).pull(1)
+    once = DataLoadingPrimer(iter(ROWS[:2]))
+    once.pull(2)
+    with pytest.raises(DataError, match="can be read once only"):
+        once.pull(1)
+
+
+def test_a_resetting_slot_pulls_one_row_each():
+    env = ChatEnv.from_dataloader(ROWS, batch_size=3)
+    td = env.reset()
+    td["_reset"] = torch.tensor([[True], [False], [True]])
+    assert env.reset(td).get("query").tolist() == ["q3", "q1", "q4"]
+
+
+def test_tensors_are_stacked_and_other_columns_are_kept_as_they_are():
+    rows = [{"query": "a", "ids": torch.arange(2), "tags": ["x"]}, {"query": "b", "ids": torch.arange(2), "tags": []}]
+    batch = DataLoadingPrimer(rows).pull(2)
+    assert batch["ids"].tolist() == [[0, 1], [0, 1]]
+    assert batch.get("tags").tolist() == [["x"], []]
+    ragged = [{"ids": torch.arange(2)}, {"ids": torch.arange(3)}]
+    with pytest.raises(DataError, match="stack_method"):
+        DataLoadingPrimer(ragged).pull(2)
+    padded = DataLoadingPrimer(
+        ragged, stack_method=lambda rows: torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    )
+    assert padded.pull(2)["ids"].shape == (2, 3)
+
+
+def test_rows_must_have_the_columns_of_the_first():
+    with pytest.raises(
+        MissingKeyError, match="every row must have the column 'query'.*Did you mean 'query'|every row must have"
+    ):
+        DataLoadingPrimer([{"query": "a"}, {"qery": "b"}]).pull(2)
+
+
+@pytest.mark.parametrize("options", [{"repeats": 0}, {"rank": 1}, {"epochs": 0}, {"rank": -1, "world_size": 2}])
+def test_settings_that_cannot_work_are_refused(options):
+    with pytest.raises(ConfigError, match="DataLoadingPrimer"):
+        DataLoadingPrimer(ROWS, **options)
+
+
+def test_seeds_move_from_turn_to_turn():
+    env = ChatEnv(batch_size=[2]).append_transform(DataLoadingPrimer(ROWS, seed=0))
+    td = env.reset()
+    td["history"].full = td["history"].prompt
+    after = env.step(td)["next"]
+    assert set(after["seed"].tolist()).isdisjoint(td["seed"].tolist())
+    assert td["seed"].tolist() == DataLoadingPrimer(ROWS, seed=0).pull(2)["seed"].tolist()
+
+
+def test_policy_version_is_stamped_as_integer_or_uuid():
+    tracker, unique = PolicyVersion(), PolicyVersion("uuid")
+    env = ChatEnv(batch_size=[2]).append_transform(DataLoadingPrimer(ROWS)).append_transform(tracker)
+    tracker.increment_version()
+    td = env.reset()
+    assert td["policy_version"].dtype == torch.int64
+    assert td["policy_version"].tolist() == [1, 1]
+    first = unique.version
+    unique.increment_version()
+    assert unique.version_history == [first, unique.version]
+    assert first != unique.version
+    batch = unique._call(ChatEnv(batch_size=[1]).reset(td[:1]))
+    assert batch.get("policy_version").tolist() == [unique.version]
+    other = PolicyVersion()
+    other.load_state_dict(tracker.state_dict())
+    assert other.version == 1
+    with pytest.raises(ConfigError, match="version_type"):
+        PolicyVersion("date")

@@ -1,0 +1,330 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from llmrl.data import Bounded, Composite, Unbounded
+from llmrl.envs import Compose, EnvBase, StepCounter, Transform, TransformedEnv, check_env_specs
+from llmrl.errors import ConfigError, MissingKeyError
+
+
+class Echo(EnvBase):
+    """The observation is the action; the reward is 1."""
+
+    goal = 42
+
+    def __init__(self, num_rows: int = 2):
+        super().__init__(batch_size=(num_rows,), batch_locked=False)
+        shape = (num_rows, 1)
+        self.observation_spec = Composite(seen=Unbounded(shape), shape=(num_rows,))
+        self.action_spec = Bounded(-1.0, 1.0, shape=shape)
+        self.reward_spec = Unbounded(shape)
+
+    def _reset(self, td):
+        batch_size = self.batch_size if td is None else td.batch_size
+        return TensorDict(seen=torch.zeros(*batch_size, 1), batch_size=batch_size)
+
+    def _step(self, td):
+        return TensorDict(seen=td["action"], reward=torch.ones_like(td["action"]), batch_size=td.batch_size)
+
+
+class Log(Transform):
+    """Writes down which of its hooks ran."""
+
+    def __init__(self, name: str, log: list[str]):
+        super().__init__()
+        self.name, self.log = name, log
+
+    def _call(self, next_td):
+        self.log.append(f"{self.name}._call")
+        return next_td
+
+    def _step(self, td, next_td):
+        self.log.append(f"{self.name}._step")
+        return next_td
+
+    def _reset(self, td, reset_td):
+        self.log.append(f"{self.name}._reset")
+        return reset_td
+
+    def _reset_env_preprocess(self, td):
+        self.log.append(f"{self.name}.preprocess")
+        return td
+
+    def forward(self, td):
+        self.log.append(f"{self.name}.forward")
+        return td
+
+    def inv(self, td):
+        self.log.append(f"{self.name}.inv")
+        return td
+
+
+class Scale(Transform):
+    """Multiplies observations by ``factor``, divides actions by it."""
+
+    def __init__(self, factor: float):
+        super().__init__(in_keys=["seen"], in_keys_inv=["action"])
+        self.factor = factor
+
+    def _apply_transform(self, value):
+        return value * self.factor
+
+    def _inv_apply_transform(self, value):
+        return value / self.factor
+
+
+def act(env, value: float = 1.0):
+    td = env.reset()
+    return td.set("action", torch.full((*td.batch_size, 1), value))
+
+
+def test_hooks_run_in_the_order_appended_and_inv_in_the_opposite_one():
+    log: list[str] = []
+    env = TransformedEnv(Echo(), Compose(Log("a", log), Log("b", log)))
+    td = act(env)
+    assert log == ["a.preprocess", "b.preprocess", "a._reset", "b._reset"]
+    log.clear()
+    env.step(td)
+    assert log == ["b.inv", "a.inv", "a._step", "b._step"]
+    log.clear()
+    env.transform(td)
+    env.transform.inv(td)
+    assert log == ["a.forward", "b.forward", "b.inv", "a.inv"]
+
+
+def test_the_default_step_and_reset_are_call():
+    class Calls(Transform):
+        def _call(self, next_td):
+            return next_td.set("mark", torch.ones(next_td.batch_size))
+
+    env = Echo().append_transform(Calls())
+    td = act(env)
+    assert td["mark"].eq(1).all()
+    assert env.step(td)["next", "mark"].eq(1).all()
+
+
+def test_entries_are_mapped_on_the_way_out_and_actions_on_the_way_in():
+    env = Echo().append_transform(Scale(10.0)).append_transform(Scale(3.0))
+    td = env.step(act(env, 6.0))
+    assert td["action"].flatten().tolist() == [6.0, 6.0]  # the caller's td keeps the action it wrote
+    assert td["next", "seen"].flatten().tolist() == pytest.approx([6.0, 6.0])
+    last = Echo().append_transform(Transform(in_keys=["seen"], out_keys=["copy"]))
+    assert last.step(act(last, 2.0))["next", "copy"].flatten().tolist() == [2.0, 2.0]
+
+
+def test_a_key_that_is_absent_is_an_error_at_a_step_but_not_at_a_reset():
+    class Negate(Transform):
+        def _apply_transform(self, value):
+            return -value
+
+    env = Echo().append_transform(Negate(in_keys=["reward"]))
+    assert env.step(act(env))["next", "reward"].eq(-1).all()  # the reset had no reward
+    wrong = Echo().append_transform(Negate(in_keys=["rewrad"]))
+    with pytest.raises(MissingKeyError, match=r"Negate: reads 'rewrad'.*keys present: 'done', 'reward', 'seen'"):
+        wrong.step(act(wrong))
+
+
+def test_a_hook_that_forgets_its_return_is_named():
+    class Forgets(Transform):
+        def _step(self, td, next_td):
+            next_td["reward"] = next_td["reward"] + 1
+
+    env = Echo().append_transform(Forgets())
+    with pytest.raises(ConfigError, match=r"Forgets._step: must return next_td, got None"):
+        env.step(act(env))
+
+
+def test_an_inv_that_holds_rows_back_belongs_in_a_buffer():
+    class Holds(Transform):
+        def inv(self, td):
+            return None
+
+    assert Compose(Holds(), Transform()).inv(TensorDict()) is None
+    env = Echo().append_transform(Holds())
+    with pytest.raises(ConfigError, match="belongs in a replay buffer"):
+        env.step(act(env))
+
+
+def test_the_env_reads_what_preprocess_hands_it():
+    class Start(Transform):
+        def _reset_env_preprocess(self, td):
+            assert td is None
+            return TensorDict(query=torch.arange(5), batch_size=[5])
+
+        def _reset(self, td, reset_td):
+            return reset_td.set("query", td["query"])
+
+    td = Echo().append_transform(Start()).reset()
+    assert td["seen"].shape == (5, 1)
+    assert td["query"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_specs_pass_through_the_transforms_in_order_and_are_kept():
+    calls = []
+
+    class Declares(Transform):
+        def __init__(self, name):
+            super().__init__()
+            self.name = name
+
+        def transform_observation_spec(self, observation_spec):
+            calls.append(self.name)
+            observation_spec[self.name] = Unbounded((2, 1))
+            return observation_spec
+
+        def transform_reward_spec(self, reward_spec):
+            reward_spec["reward"] = Unbounded((2, 7, 1))
+            return reward_spec
+
+    base = Echo()
+    env = TransformedEnv(base, Declares("a"))
+    assert list(env.observation_spec.keys()) == ["seen", "a"]
+    assert env.observation_spec is env.observation_spec
+    assert calls == ["a"]
+    env.append_transform(Declares("b"))
+    assert list(env.observation_spec.keys()) == ["seen", "a", "b"]
+    assert env.reward_spec.shape == (2, 7, 1)
+    assert base.reward_spec.shape == (2, 1)
+    base.observation_spec = Composite(other=Unbounded((2, 1)), shape=(2,))
+    assert list(env.observation_spec.keys()) == ["other", "a", "b"]
+    with pytest.raises(RuntimeError, match="locked"):
+        env.observation_spec["c"] = None
+    with pytest.raises(ConfigError, match="set reward_spec on base_env"):
+        env.reward_spec = Unbounded((2, 1))
+
+
+def test_append_and_insert_place_transforms():
+    first, second, third = Transform(), Transform(), Transform()
+    env = TransformedEnv(Echo(), second)
+    assert env.append_transform(third) is env
+    assert env.insert_transform(0, first) is env
+    assert list(env.transform) == [first, second, third]
+    assert len(env.transform) == 3
+    assert env.transform[1] is second
+    assert list(env.transform[1:]) == [second, third]
+    with pytest.raises(ConfigError, match="already in it"):
+        env.append_transform(second)
+    with pytest.raises(ConfigError, match="must be a Transform"):
+        env.append_transform(lambda td: td)
+    with pytest.raises(ConfigError, match="index 0"):
+        Echo().insert_transform(1, first.clone())
+
+
+def test_a_transform_knows_its_env_and_the_env_below_it():
+    first, second, third = Log("1", []), Log("2", []), Log("3", [])
+    base = Echo()
+    env = TransformedEnv(base, Compose(first, Compose(second, third)))
+    assert first.container is second.container is env
+    assert first.parent is base
+    assert list(second.parent.transform) == [first]
+    assert list(third.parent.transform) == [first, second]
+    assert third.parent.base_env is base
+    assert third.container is env  # looking at a parent moved nothing
+    assert Transform().container is None
+    assert Transform().parent is None
+
+
+def test_a_transform_belongs_to_one_env_and_its_clone_to_none():
+    counter = StepCounter(3)
+    env = TransformedEnv(Echo(), counter)
+    with pytest.raises(ConfigError, match=r"in a TransformedEnv already; append transform.clone\(\)"):
+        TransformedEnv(Echo(), counter)
+    clone = env.transform.clone()
+    assert clone.container is None
+    assert clone[0] is not counter
+    assert TransformedEnv(Echo(), clone).transform[0].max_steps == 3
+
+
+def test_public_attributes_come_from_the_base_env():
+    env = Echo().append_transform(Transform()).append_transform(Transform())
+    assert env.goal == 42
+    assert TransformedEnv(env).goal == 42
+    with pytest.raises(AttributeError, match=r"has no attribute 'gaol', .*Did you mean 'goal'"):
+        env.gaol  # noqa: B018
+    with pytest.raises(AttributeError, match="_private"):
+        env._private  # noqa: B018
+
+
+def test_seed_state_and_close_reach_the_transforms():
+    class Counts(Transform):
+        seed, closed, count = None, 0, 5
+
+        def _set_seed(self, seed):
+            self.seed = seed
+
+        def state_dict(self):
+            return {"count": self.count}
+
+        def load_state_dict(self, state):
+            self.count = state["count"]
+
+        def close(self):
+            self.closed += 1
+
+    env, other = (TransformedEnv(Echo(), Compose(StepCounter(), Counts())) for _ in range(2))
+    env.set_seed(7)
+    assert env.transform[1].seed == 7
+    env.transform[1].count = 9
+    other.load_state_dict(env.state_dict())
+    assert other.transform[1].count == 9
+    with pytest.raises(ConfigError, match="one entry per transform"):
+        other.transform.load_state_dict({})
+    with pytest.raises(ConfigError, match="keeps no state"):
+        StepCounter().load_state_dict({"count": 1})
+    env.close()
+    env.close()
+    assert env.transform[1].closed == 1
+    assert env.base_env.is_closed
+
+
+def test_the_step_counter_counts_truncates_and_starts_again():
+    env = Echo().append_transform(StepCounter(max_steps=3))
+    steps = env.rollout(7, lambda td: td.set("action", torch.zeros(2, 1)), break_when_any_done=False)
+    assert steps["step_count"][0].flatten().tolist() == [0, 1, 2, 0, 1, 2, 0]
+    assert steps["next", "step_count"][0].flatten().tolist() == [1, 2, 3, 1, 2, 3, 1]
+    assert steps["next", "truncated"][0].flatten().tolist() == [False, False, True, False, False, True, False]
+    assert steps["next", "done"].equal(steps["next", "truncated"])
+    assert not steps["next", "terminated"].any()
+    assert steps["step_count"].dtype == torch.int64
+    assert steps["step_count"].shape == (2, 7, 1)
+
+
+def test_the_step_counter_restarts_only_the_rows_that_are_reset():
+    env = Echo().append_transform(StepCounter(max_steps=5))
+    root = env.step_mdp(env.step(act(env)))
+    after = env.reset(root.set("_reset", torch.tensor([[True], [False]])))
+    assert after["step_count"].flatten().tolist() == [0, 1]
+
+
+def test_the_step_counter_keeps_what_the_env_said_and_can_leave_done_alone():
+    class Cuts(Echo):
+        def _step(self, td):
+            return super()._step(td).set("truncated", torch.tensor([[True], [False]]))
+
+    env = Cuts().append_transform(StepCounter(max_steps=9))
+    assert env.step(act(env))["next", "truncated"].flatten().tolist() == [True, False]
+    quiet = Echo().append_transform(
+        StepCounter(1, truncated_key="cut", step_count_key=("my", "count"), update_done=False)
+    )
+    td = quiet.step(act(quiet))
+    assert td["next", "cut"].all()
+    assert not td["next", "done"].any()
+    assert td["next", "my", "count"].flatten().tolist() == [1, 1]
+    check_env_specs(quiet)
+
+
+def test_the_step_counter_refuses_what_it_cannot_count():
+    with pytest.raises(ConfigError, match="at least 1: got 0"):
+        StepCounter(max_steps=0)
+    env = Echo().append_transform(StepCounter())
+    with pytest.raises(MissingKeyError, match=r"reads 'step_count' of time t"):
+        env.step(TensorDict(action=torch.zeros(2, 1), batch_size=[2]))
+
+
+def test_a_subset_of_rows_steps_through_the_transforms():
+    env = Echo(4).append_transform(StepCounter(max_steps=2))
+    td = act(env)[torch.tensor([True, False, False, True])]
+    td["step_count"] = torch.tensor([[0], [1]])
+    assert env.step(td)["next", "done"].flatten().tolist() == [False, True]

@@ -1,0 +1,259 @@
+"""The containers of a batch: rows in, rows out, through every operation that a collector or a buffer does; and conversions."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
+
+from llmrl.data.llm.chat import History
+from llmrl.errors import ShapeError, TemplateError
+from llmrl.modules.llm import ChatHistory, LogProbs, Masks, Text, Tokens
+from llmrl.modules.llm.policies.ragged import RaggedStack
+from llmrl.testing import tiny_tokenizer
+
+LENGTHS = [3, 1, 4, 1, 5]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer()
+
+
+def conversation(question, answer=None):
+    chat = [{"role": "user", "content": question}]
+    return chat if answer is None else [*chat, {"role": "assistant", "content": answer}]
+
+
+def make_batch(offset=0):
+    ids = [torch.arange(length) + 10 * row + offset for row, length in enumerate(LENGTHS)]
+    columns = {
+        "tokens": Tokens.from_rows({"full": ids, "covered": torch.tensor(LENGTHS)}),
+        "masks": Masks.from_rows({"all_assistant_mask": [row % 2 == 0 for row in ids]}),
+        "log_probs": LogProbs.from_rows({"full": [-row.float() for row in ids]}),
+        "text": Text.from_rows({"full": [f"row {row + offset}" for row in range(5)]}),
+        "history": ChatHistory.from_rows({"full": History.from_chats([conversation(f"q{row + offset}") for row in range(5)])}),
+        "reward": torch.arange(5.0) + offset,
+    }
+    return TensorDict(columns, batch_size=[5])
+
+
+def contents(td):
+    """Everything in the batch as plain Python, row by row."""
+    lists = (
+        [row.tolist() for row in td["tokens"].rows("full")],
+        [int(value) for value in td["tokens"].rows("covered")],
+        [row.tolist() for row in td["masks"].rows("all_assistant_mask")],
+        [row.tolist() for row in td["log_probs"].rows("full")],
+        [str(text) for text in td["text"].rows("full")],
+        [chat[0]["content"] for chat in td["history"].chats("full")],
+        td["reward"].flatten().tolist(),
+    )
+    return list(zip(*lists, strict=True))
+
+
+REFERENCE = contents(make_batch())
+MASK = torch.tensor([True, False, False, True, True])
+
+
+def test_rows_come_back_as_they_went_in():
+    td = make_batch()
+    assert REFERENCE[2] == ([20, 21, 22, 23], 4, [True, False, True, False], [-20.0, -21.0, -22.0, -23.0], "row 2", "q2", 2.0)
+    listed = td.get(("tokens", "full"), as_list=True)
+    assert isinstance(listed, list)
+    assert [row.tolist() for row in listed] == [row[0] for row in REFERENCE]
+    padded = td.get(("tokens", "full"), as_padded_tensor=True, padding_side="left", padding_value=-1)
+    assert padded[1].tolist() == [-1, -1, -1, -1, 10]
+    assert td.get(("tokens", "prompt"), None) is None
+    assert td["tokens"].prompt is None
+    assert td["tokens"].padded is False
+    assert td["tokens"].covered.tolist() == LENGTHS
+
+
+@pytest.mark.parametrize("touched", [False, True], ids=["columns", "members"])
+@pytest.mark.parametrize(
+    ("operation", "expected"),
+    [
+        (lambda td: td[2], [2]),
+        (lambda td: td[-1], [4]),
+        (lambda td: td[1:4], [1, 2, 3]),
+        (lambda td: td[::2], [0, 2, 4]),
+        (lambda td: td[MASK], [0, 3, 4]),
+        (lambda td: td[torch.tensor([4, 0, 4])], [4, 0, 4]),
+        (lambda td: td[[3, 1]], [3, 1]),
+        (lambda td: td[range(2)], [0, 1]),
+        (lambda td: td.clone(), [0, 1, 2, 3, 4]),
+        (lambda td: td.copy(), [0, 1, 2, 3, 4]),
+        (lambda td: td.to("cpu"), [0, 1, 2, 3, 4]),
+        (lambda td: pickle.loads(pickle.dumps(td)), [0, 1, 2, 3, 4]),
+        (lambda td: lazy_stack(list(td.unbind(0))), [0, 1, 2, 3, 4]),
+        (lambda td: lazy_stack([td[3], td[0]]), [3, 0]),
+        (lambda td: torch.cat([td[:2], td[4:]]), [0, 1, 4]),
+        (lambda td: td.split(3)[1], [3, 4]),
+        (lambda td: td.reshape(5, 1), [0, 1, 2, 3, 4]),
+        (lambda td: td.unsqueeze(0), [0, 1, 2, 3, 4]),
+        (lambda td: td[:4].reshape(2, 2), [0, 1, 2, 3]),
+        (lambda td: td.select("tokens", "masks", "log_probs", "text", "history", "reward"), [0, 1, 2, 3, 4]),
+    ],
+    ids=lambda value: "" if callable(value) else str(value),
+)
+def test_operations_on_a_batch_keep_the_rows(operation, expected, touched):
+    td = make_batch()
+    if touched:
+        td.unbind(0)
+    assert contents(operation(td)) == [REFERENCE[row] for row in expected]
+    assert contents(td) == REFERENCE
+
+
+def test_a_batch_stays_columns_until_a_row_is_asked_for():
+    td = make_batch()
+    stack = td["tokens"]._tensordict
+    td.get(("tokens", "full"), as_list=True), td[1:], td[MASK], td.copy(), td["tokens"].rows("full"), td.keys()
+    assert stack._columns is not None
+    assert isinstance(stack, RaggedStack)
+    assert isinstance(stack[1:], RaggedStack)
+    stack.unbind(0)
+    assert stack._columns is None
+
+
+def test_clones_do_not_share_memory_and_copies_do():
+    td = make_batch()
+    clone, copy = td.clone(), td.copy()
+    clone["tokens"].rows("full")[0].fill_(-1)
+    assert contents(td) == REFERENCE
+    copy["tokens"].rows("full")[0].fill_(-1)
+    assert td["tokens"].rows("full")[0].tolist() == [-1, -1, -1]
+
+
+def test_entries_can_be_written_into_the_batch_and_its_rows():
+    td = make_batch()
+    td["tokens"].covered = torch.zeros(5, dtype=torch.int64)
+    assert td["tokens"].rows("covered") == [0] * 5
+    td[3]["tokens"].set("full", torch.tensor([7]))
+    assert td["tokens"].rows("full")[3].tolist() == [7]
+    td.set(("log_probs", "response"), torch.ones(5, 2))
+    assert td["log_probs"].rows("response")[4].tolist() == [1.0, 1.0]
+
+
+def test_a_locked_batch_reads_and_refuses_writes():
+    td = make_batch().lock_()
+    assert contents(td) == REFERENCE
+    with pytest.raises(RuntimeError, match="locked"):
+        td["tokens"].set("covered", torch.zeros(5))
+    assert contents(td.unlock_()) == REFERENCE
+
+
+def test_batches_of_two_dimensions_and_single_rows():
+    rows = [torch.arange(length) for length in (1, 2, 3, 4, 5, 6)]
+    tokens = Tokens.from_rows({"full": rows}, [2, 3])
+    assert tokens.batch_size == (2, 3)
+    assert tokens[1, 2].full.tolist() == [0, 1, 2, 3, 4, 5]
+    assert [len(row) for row in tokens.rows("full")] == [1, 2, 3, 4, 5, 6]
+    single = Text.from_rows({"prompt": ["a"]}, [])
+    assert single.prompt == "a"
+    assert single.rows("prompt") == ["a"]
+    assert single.batch_size == ()
+
+
+def test_rows_of_the_wrong_number_are_an_error():
+    with pytest.raises(ShapeError, match="one value per row: got 2 for 3 rows"):
+        Tokens.from_rows({"prompt": [torch.zeros(1)] * 3, "full": [torch.zeros(1)] * 2})
+
+
+def test_an_empty_container_has_no_rows():
+    assert Tokens.from_rows({"full": []}).batch_size == (0,)
+
+
+def test_padded_containers():
+    tokens = Tokens.from_padded({"full": torch.arange(6).reshape(2, 3)})
+    assert tokens.padded is True
+    assert tokens[0].padded is True
+    assert [row.tolist() for row in tokens.rows("full")] == [[0, 1, 2], [3, 4, 5]]
+    assert torch.cat([tokens, tokens]).full.shape == (4, 3)
+
+
+def test_a_lazy_stack_of_rows_is_read_like_a_batch():
+    td = make_batch()
+    tokens = Tokens._from_tensordict(LazyStackedTensorDict(*[row["tokens"]._tensordict for row in td.unbind(0)]))
+    assert [row.tolist() for row in tokens.rows("full")] == [row[0] for row in REFERENCE]
+
+
+# --- conversions ------------------------------------------------------------------------------------------------------------
+
+
+def make_history(batch_size=(2,)):
+    num = torch.Size(batch_size).numel()
+    prompts = [conversation(f"What is {row} + {row}?") for row in range(num)]
+    answers = [[{"role": "assistant", "content": f"It is {2 * row}."}] for row in range(num)]
+    prompt, response = History.from_chats(prompts), History.from_chats(answers)
+    full = prompt.extend(response, inplace=False, dim=-1)
+    return ChatHistory.from_rows({"prompt": prompt, "response": response, "full": full}, batch_size)
+
+
+@pytest.mark.parametrize("batch_size", [(), (2,), (2, 2)])
+def test_history_to_text_to_history(tokenizer, batch_size):
+    history = make_history(batch_size)
+    text = history.to_text(tokenizer)
+    assert text.batch_size == batch_size
+    assert text.rows("prompt")[0] == tokenizer.apply_chat_template(
+        history.chats("prompt")[0], tokenize=False, add_generation_prompt=True
+    )
+    assert text.rows("full")[-1] == tokenizer.apply_chat_template(history.chats("full")[-1], tokenize=False)
+    for prompt, response, full in zip(*(text.rows(name) for name in ("prompt", "response", "full")), strict=True):
+        assert full == prompt + response
+    back = text.to_history(tokenizer)
+    assert back.batch_size == batch_size
+    for name in ("prompt", "response", "full"):
+        assert back.chats(name) == history.chats(name)
+
+
+@pytest.mark.parametrize("batch_size", [(), (2,), (2, 2)])
+def test_history_to_tokens_to_history(tokenizer, batch_size):
+    history = make_history(batch_size)
+    tokens = history.to_tokens(tokenizer)
+    assert tokens.batch_size == batch_size
+    assert tokens.padded in (False, None)
+    for prompt, response, full in zip(*(tokens.rows(name) for name in ("prompt", "response", "full")), strict=True):
+        assert torch.equal(full, torch.cat([prompt, response]))
+    if batch_size == ():
+        assert isinstance(tokens.full, torch.Tensor)
+    assert tokens.to_history(tokenizer).chats("full") == history.chats("full")
+
+
+@pytest.mark.parametrize("batch_size", [(), (2,), (2, 2)])
+def test_text_to_tokens_to_text(tokenizer, batch_size):
+    text = make_history(batch_size).to_text(tokenizer)
+    tokens = text.to_tokens(tokenizer)
+    assert tokens.batch_size == batch_size
+    for name in ("prompt", "response", "full"):
+        assert tokens.to_text(tokenizer).rows(name) == text.rows(name)
+
+
+def test_only_the_prompt_is_converted_where_there_is_only_a_prompt(tokenizer):
+    history = ChatHistory.from_rows({"prompt": History.from_chats([conversation("Hi")])})
+    tokens = history.to_tokens(tokenizer)
+    assert tokens.full is None
+    assert tokens.response is None
+    assert tokenizer.decode(tokens.rows("prompt")[0]).endswith("<|im_start|>assistant\n")
+
+
+def test_conversions_refuse_padding(tokenizer):
+    padded = Tokens.from_padded({"full": torch.zeros(2, 3, dtype=torch.int64)})
+    with pytest.raises(ValueError, match="padded tokens"):
+        padded.to_text(tokenizer)
+    with pytest.raises(ValueError, match="padded tokens"):
+        padded.to_history(tokenizer)
+    with pytest.raises(ValueError, match="Padding is not yet supported"):
+        Text.from_rows({"prompt": ["a"]}).to_tokens(tokenizer, padding=True)
+
+
+def test_a_template_without_a_boundary_is_named():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}{{ loop.length }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    with pytest.raises(TemplateError, match="rewrites the past"):
+        make_history().to_tokens(tokenizer)

@@ -1,0 +1,346 @@
+"""TransformersEngine: what it samples, what it says about it, and whether rows keep out of each other's way."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from llmrl.errors import ConfigError, ShapeError, WeightSyncError
+from llmrl.modules.llm.engines import Engine, SamplingParams, StopReason, TransformersEngine
+from llmrl.modules.llm.engines.sampling import draw, penalize_repetition, row_uniforms, truncate
+from llmrl.modules.llm.log_probs import token_logprobs
+from llmrl.testing import FakeEngine, tiny_model, tiny_tokenizer
+
+NO_STOP = 100_000  # an id that no model here can draw
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer):
+    return tiny_model(tokenizer)
+
+
+def make_engine(model, tokenizer=None, **options):
+    options = {"eos_token_ids": NO_STOP, "pad_token_id": 0, "seed": 0} | options
+    return TransformersEngine(model, tokenizer=tokenizer, **options)
+
+
+def make_prompts(num, vocabulary, seed=0, shortest=2, longest=9):
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(shortest, longest + 1, (num,), generator=generator).tolist()
+    return [torch.randint(1, vocabulary, (length,), generator=generator) for length in lengths]
+
+
+def rescored(model, prompts, generation, temperature, which="log_probs"):
+    """Log-probs of the drawn ids from one full forward, row by row, beside what the engine said."""
+    for prompt, ids, said in zip(prompts, generation.ids, getattr(generation, which), strict=True):
+        full = torch.cat([prompt, ids])[None]
+        select = torch.ones_like(full, dtype=torch.bool)
+        select[:, : len(prompt)] = False
+        scores = token_logprobs(model, full, torch.ones_like(full), select, temperature=temperature)
+        yield scores.log_probs[0, len(prompt) :].detach(), said
+
+
+def test_engines_follow_the_protocol(model, tokenizer):
+    assert isinstance(make_engine(model), Engine)
+    assert isinstance(FakeEngine(["a"], tokenizer=tokenizer), Engine)
+
+
+# --- log-probs --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.3])
+def test_log_probs_are_those_of_the_sampling_distribution(model, temperature):
+    prompts = make_prompts(6, model.config.vocab_size)
+    generation = make_engine(model).generate(prompts, SamplingParams(max_new_tokens=7, temperature=temperature))
+    assert generation.plain_log_probs is None
+    for expected, said in rescored(model, prompts, generation, temperature):
+        assert said.dtype == torch.float32
+        assert said[0] < -0.1  # the first token has a log-prob like every other
+        torch.testing.assert_close(said, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "truncation", [{"top_p": 0.5}, {"top_k": 5}, {"min_p": 0.8}, {"repetition_penalty": 3.0}], ids=lambda t: next(iter(t))
+)
+def test_truncated_sampling_keeps_both_log_probs(model, truncation):
+    prompts = make_prompts(6, model.config.vocab_size)
+    params = SamplingParams(max_new_tokens=7, temperature=0.7, **truncation)
+    generation = make_engine(model).generate(prompts, params)
+    for expected, plain in rescored(model, prompts, generation, 0.7, "plain_log_probs"):
+        torch.testing.assert_close(plain, expected, atol=1e-5, rtol=0)
+    if "repetition_penalty" not in truncation:  # the mass of what was cut goes to what stays
+        gained = [(drawn - plain).min() for drawn, plain in zip(generation.log_probs, generation.plain_log_probs, strict=True)]
+        assert min(gained) > 1e-3, gained
+
+
+def test_greedy_equals_hugging_face(model, tokenizer):
+    prompts = make_prompts(5, model.config.vocab_size)
+    engine = make_engine(model, eos_token_ids=tokenizer.eos_token_id)
+    ours = engine.generate(prompts, SamplingParams(max_new_tokens=12, temperature=0.0))
+    for prompt, ids in zip(prompts, ours.ids, strict=True):
+        theirs = model.generate(
+            input_ids=prompt[None],
+            attention_mask=torch.ones_like(prompt[None]),
+            do_sample=False,
+            max_new_tokens=12,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        assert ids.tolist() == theirs[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama", "mistral", "qwen3"])
+def test_padding_changes_nothing_on_any_architecture(tokenizer, architecture):
+    model = tiny_model(tokenizer, architecture=architecture, hidden_size=32, heads=2)
+    prompts = make_prompts(4, model.config.vocab_size)
+    params = SamplingParams(max_new_tokens=6)
+    padded = make_engine(model).generate(prompts, params, seeds=range(4))
+    grouped = make_engine(model, pad_inputs=False).generate(prompts, params, seeds=range(4))
+    for a, b, logp_a, logp_b in zip(padded.ids, grouped.ids, padded.log_probs, grouped.log_probs, strict=True):
+        assert a.tolist() == b.tolist()
+        torch.testing.assert_close(logp_a, logp_b, atol=1e-5, rtol=0)
+    for expected, said in rescored(model, prompts, padded, 1.0):
+        torch.testing.assert_close(said, expected, atol=1e-5, rtol=0)
+
+
+# --- rows are independent ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("params", [{}, {"top_p": 0.9}, {"repetition_penalty": 1.5}], ids=["plain", "top_p", "penalty"])
+def test_a_row_does_not_depend_on_its_batch(model, tokenizer, params):
+    prompts = make_prompts(9, model.config.vocab_size)
+    prompts[4] = prompts[1]  # prefilled once, sampled twice
+    seeds = [11, 12, 13, 14, 15, 16, 17, 18, 19]
+    sampling = SamplingParams(max_new_tokens=16, temperature=1.3, stop_token_ids=tuple(range(0, 512, 9)), **params)
+    together = make_engine(model).generate(prompts, sampling, seeds=seeds)
+    assert len({len(ids) for ids in together.ids}) > 2  # rows ended at different steps, so the batch was compacted
+    assert together.ids[1].tolist() != together.ids[4].tolist()
+    for row, seed in enumerate(seeds):
+        alone = make_engine(model, seed=99).generate([prompts[row]], sampling, seeds=[seed])
+        assert alone.ids[0].tolist() == together.ids[row].tolist()
+        assert alone.stop_reasons[0] == together.stop_reasons[row]
+        torch.testing.assert_close(alone.log_probs[0], together.log_probs[row], atol=1e-5, rtol=0)
+
+
+def test_splitting_a_call_changes_nothing(model):
+    prompts, params = make_prompts(8, model.config.vocab_size), SamplingParams(max_new_tokens=5)
+    whole = make_engine(model).generate(prompts, params, seeds=range(8))
+    split = make_engine(model, max_batch_tokens=30).generate(prompts, params, seeds=range(8))
+    assert [ids.tolist() for ids in split.ids] == [ids.tolist() for ids in whole.ids]
+
+
+def test_the_engines_own_seeds_continue_after_a_reload(model):
+    prompts, params = make_prompts(3, model.config.vocab_size), SamplingParams(max_new_tokens=5)
+    engine = make_engine(model)
+    first = engine.generate(prompts, params)
+    state = engine.state_dict()
+    second = engine.generate(prompts, params)
+    assert [ids.tolist() for ids in first.ids] != [ids.tolist() for ids in second.ids]
+    other = make_engine(model, seed=5)
+    other.load_state_dict(state)
+    assert [ids.tolist() for ids in other.generate(prompts, params).ids] == [ids.tolist() for ids in second.ids]
+
+
+def test_sampled_frequencies_match_the_probabilities():
+    probs = torch.tensor([0.5, 0.0, 0.3, 0.2])
+    drawn = draw(probs.log().expand(20_000, -1), row_uniforms(range(20_000), 1)[:, 0])
+    counts = torch.bincount(drawn, minlength=4) / 20_000
+    assert counts[1] == 0
+    torch.testing.assert_close(counts, probs, atol=0.015, rtol=0)  # 3.5 standard deviations of 0.5
+
+
+def test_the_edges_of_the_cdf_never_draw_an_impossible_token():
+    log_probs = torch.tensor([[-math.inf, 0.0, -math.inf]])
+    for uniform in (0.0, 0.5, 1 - 2**-24, 1.0):
+        assert draw(log_probs, torch.tensor([uniform])).item() == 1
+
+
+def test_uniforms_of_neighbouring_seeds_and_steps_are_uncorrelated():
+    table = row_uniforms(range(1000), 50)
+    assert table.min() >= 0
+    assert table.max() < 1
+    assert abs(table.mean() - 0.5) < 0.01
+    assert abs(torch.corrcoef(torch.stack([table[:-1].flatten(), table[1:].flatten()]))[0, 1]) < 0.02
+    assert abs(torch.corrcoef(torch.stack([table[:, :-1].flatten(), table[:, 1:].flatten()]))[0, 1]) < 0.02
+
+
+# --- truncation arithmetic --------------------------------------------------------------------------------------------------
+
+
+def kept(logits, **options):
+    return (truncate(torch.tensor([logits]), SamplingParams(**options))[0] > -math.inf).tolist()
+
+
+def test_truncation_keeps_what_it_says():
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().tolist()
+    assert kept(logits, top_k=2) == [True, True, False, False]
+    assert kept(logits, top_p=0.75) == [True, True, False, False]  # 0.5 does not suffice, 0.8 does
+    assert kept(logits, top_p=0.81) == [True, True, True, False]
+    assert kept(logits, top_p=0.0) == [True, False, False, False]  # one always stays
+    assert kept(logits, min_p=0.2) == [True, True, True, False]  # the floor is 0.2 * 0.5 = 0.1
+    assert kept(logits, top_k=3, top_p=0.9) == [True, True, True, False]  # after top-k: 0.526, 0.316, 0.158
+
+
+def test_the_short_cut_for_top_p_equals_sorting_everything():
+    logits = torch.randn(8, 600, generator=torch.Generator().manual_seed(0)) * torch.tensor([0.1, 1, 2, 5] * 2)[:, None]
+    ours = truncate(logits, SamplingParams(top_p=0.9)) > -math.inf
+    values, order = logits.softmax(-1).sort(descending=True)
+    inside = values.cumsum(-1) - values < 0.9
+    expected = torch.zeros_like(ours).scatter(-1, order, inside)
+    assert ours.sum(-1).max() > 256  # some rows need more than the short cut looks at
+    assert torch.equal(ours, expected)
+
+
+def test_repetition_penalty_divides_positive_and_multiplies_negative_logits():
+    logits, seen = torch.tensor([[2.0, -2.0, 2.0]]), torch.tensor([[True, True, False]])
+    assert penalize_repetition(logits, seen, 2.0).tolist() == [[1.0, -4.0, 2.0]]
+
+
+# --- how rows end -----------------------------------------------------------------------------------------------------------
+
+
+def test_stop_reasons_and_lengths(model):
+    prompts = make_prompts(20, model.config.vocab_size)
+    stops = tuple(range(0, 512, 20))
+    generation = make_engine(model).generate(prompts, SamplingParams(max_new_tokens=12, stop_token_ids=stops))
+    assert {StopReason.EOS, StopReason.LENGTH} == set(generation.stop_reasons)
+    for ids, log_probs, reason in zip(generation.ids, generation.log_probs, generation.stop_reasons, strict=True):
+        assert len(ids) == len(log_probs)
+        is_stop = [value in stops for value in ids.tolist()]
+        if reason is StopReason.EOS:
+            assert is_stop == [False] * (len(ids) - 1) + [True]  # the stop token is kept, and nothing follows it
+        else:
+            assert len(ids) == 12
+            assert not any(is_stop)
+
+
+def test_stop_strings_end_a_row_at_the_token_that_completes_them(model, tokenizer):
+    engine = make_engine(model, tokenizer)
+    prompts = make_prompts(12, model.config.vocab_size)
+    free = engine.generate(prompts, SamplingParams(max_new_tokens=10), seeds=range(12))
+    row = next(row for row, ids in enumerate(free.ids) if "\ufffd" not in tokenizer.decode(ids[2:5]))
+    stop = tokenizer.decode(free.ids[row][2:5])
+    stopped = engine.generate(prompts, SamplingParams(max_new_tokens=10, stop_strings=(stop,)), seeds=range(12))
+    ids = stopped.ids[row].tolist()
+    assert ids == free.ids[row].tolist()[: len(ids)]
+    assert stop in tokenizer.decode(ids)
+    assert stop not in tokenizer.decode(ids[:-1])
+    assert stopped.stop_reasons[row] is StopReason.STOP_STRING
+
+
+def test_stop_strings_need_a_tokenizer(model):
+    with pytest.raises(ConfigError, match="tokenizer"):
+        make_engine(model).generate(make_prompts(1, 50), SamplingParams(stop_strings=("x",)))
+
+
+def test_pad_equal_to_eos_is_safe(model, tokenizer):
+    eos = tokenizer.eos_token_id
+    prompts = [torch.tensor([eos, 5, eos, 7]), torch.tensor([9, eos]), torch.tensor([3, 4, 5, 6, 7, eos])]
+    params = SamplingParams(max_new_tokens=6)
+    same = make_engine(model, eos_token_ids=eos, pad_token_id=eos).generate(prompts, params, seeds=range(3))
+    other = make_engine(model, eos_token_ids=eos, pad_token_id=1).generate(prompts, params, seeds=range(3))
+    assert [ids.tolist() for ids in same.ids] == [ids.tolist() for ids in other.ids]
+    for a, b in zip(same.log_probs, other.log_probs, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("prompt", [torch.zeros(0, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int64)])
+def test_a_prompt_must_be_a_row_of_ids(model, prompt):
+    with pytest.raises(ShapeError, match="non-empty int64"):
+        make_engine(model).generate([prompt], SamplingParams())
+
+
+# --- the model is left as it was --------------------------------------------------------------------------------------------
+
+
+def test_training_flags_and_gradients_survive_a_call(tokenizer):
+    model = tiny_model(tokenizer, hidden_size=16, heads=2).train()
+    frozen = model.model.layers[0].eval()
+    make_engine(model).generate(make_prompts(2, 100), SamplingParams(max_new_tokens=3))
+    assert model.training
+    assert not frozen.training
+    model(input_ids=torch.tensor([[1, 2, 3]])).logits.sum().backward()
+    assert model.get_input_embeddings().weight.grad is not None
+
+
+def test_score_buckets_rows_and_returns_them_in_order(model):
+    rows = make_prompts(7, model.config.vocab_size, shortest=3, longest=30)
+    masks = [torch.arange(len(row)) % 2 == 0 for row in rows]
+    split = make_engine(model, max_batch_tokens=40).score(rows, temperature=0.7)
+    masked = make_engine(model).score(rows, temperature=0.7, masks=masks)
+    for row, ids in enumerate(rows):
+        logits = model(input_ids=ids[None]).logits[0].detach() / 0.7
+        expected = torch.cat([torch.zeros(1), logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]])
+        torch.testing.assert_close(split[row], expected, atol=1e-5, rtol=0)
+        expected[~masks[row]] = 0
+        torch.testing.assert_close(masked[row], expected, atol=1e-5, rtol=0)
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------------
+
+
+def small(tokenizer, seed=0, **options):
+    return tiny_model(tokenizer, hidden_size=16, heads=2, layers=1, seed=seed, **options)
+
+
+def test_new_weights_arrive_whole_and_move_the_version(tokenizer):
+    engine, source = make_engine(small(tokenizer)), small(tokenizer, seed=1)
+    engine.update_weights(source.state_dict(), version=3)
+    assert engine.version == 3
+    row = torch.tensor([5, 6, 7])
+    assert torch.equal(engine.score([row])[0], make_engine(source).score([row])[0])
+    assert engine.generate([row], SamplingParams(max_new_tokens=2)).version == 3
+
+
+@pytest.mark.parametrize("fault", ["unknown", "missing", "shape"])
+def test_a_faulty_update_names_the_weight_and_changes_nothing(tokenizer, fault):
+    model, weights = small(tokenizer), small(tokenizer, seed=1).state_dict()
+    engine, before = make_engine(model), {name: value.clone() for name, value in model.state_dict().items()}
+    name = "model.layers.0.mlp.up_proj.weight"
+    if fault == "unknown":
+        weights["model.layers.0.mlp.up_projj.weight"] = weights.pop(name)
+    elif fault == "missing":
+        del weights[name]
+    else:
+        weights[name] = weights[name][:-1]
+    with pytest.raises(WeightSyncError, match=r"model\.layers\.0\.mlp\.up_proj"):
+        engine.update_weights(weights, version=1)
+    assert engine.version == 0
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_tied_weights_need_one_name_and_must_agree(tokenizer):
+    model = small(tokenizer, seed=2)
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    tied = model.lm_head.weight is model.model.embed_tokens.weight
+    assert tied
+    engine = make_engine(model)
+    weights = {name: value + 1 for name, value in model.state_dict().items()}
+    engine.update_weights({name: value for name, value in weights.items() if name != "lm_head.weight"}, version=1)
+    assert torch.equal(model.lm_head.weight, weights["model.embed_tokens.weight"])
+    with pytest.raises(WeightSyncError, match="tied"):
+        engine.update_weights(weights | {"lm_head.weight": weights["lm_head.weight"] + 1}, version=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1.0}, "temperature must be non-negative"),
+        ({"top_p": 1.5}, r"top_p must be within \[0, 1\]"),
+        ({"top_k": -1}, "top_k must be positive"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be positive"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be positive"),
+        ({"stop_strings": "abc"}, "stop_strings"),
+    ],
+)
+def test_sampling_params_are_checked(options, message):
+    with pytest.raises(ConfigError, match=message):
+        SamplingParams(**options)

@@ -1,0 +1,299 @@
+from __future__ import annotations
+
+import io
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import LazyStackedTensorDict, TensorClass, TensorDict
+
+from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer
+from llmrl.errors import DataError, MissingKeyError
+from llmrl.objectives.llm.advantage import MCAdvantage
+
+NAN = math.nan
+
+
+class Tokens(TensorClass["nocast"]):
+    full: torch.Tensor
+
+
+def batch(groups, rewards, done=None, **columns) -> TensorDict:
+    """One row per reward; its tokens are as many as its place in the batch, plus one."""
+    count = len(rewards)
+    rows = LazyStackedTensorDict(*[TensorDict(full=torch.arange(i + 1)) for i in range(count)])
+    return TensorDict(
+        {
+            "tokens": Tokens._from_tensordict(rows),
+            "group_id": torch.tensor(groups),
+            "next": TensorDict(
+                reward=torch.tensor(rewards, dtype=torch.float32).view(count, 1, -1).transpose(1, 2),
+                done=torch.ones(count, 1, dtype=torch.bool) if done is None else torch.tensor(done).view(count, 1),
+                batch_size=[count],
+            ),
+            **columns,
+        },
+        batch_size=[count],
+    )
+
+
+def written(td: TensorDict) -> dict[int, list[float]]:
+    out: dict[int, list[float]] = {}
+    for group, advantage in zip(td["group_id"].tolist(), td["advantage"].flatten(1).tolist(), strict=True):
+        out.setdefault(group, []).extend(advantage)
+    return out
+
+
+def lengths(td: TensorDict) -> list[int]:
+    return [len(row) for row in td.get(("tokens", "full"), as_list=True)]
+
+
+def test_a_whole_group_is_written_at_once():
+    given = batch([3, 3], [0.0, 1.0])
+    out = MCAdvantage(2).inv(given)
+    # mean .5, unbiased std .707107
+    assert out["advantage"].shape == (2, 1, 1)
+    assert out["advantage"].dtype == torch.float32
+    assert out["advantage"].flatten().tolist() == pytest.approx([-0.5 / 0.70720678, 0.5 / 0.70720678], abs=1e-6)
+    assert "advantage" not in given
+    assert lengths(out) == [1, 2]
+
+
+def test_groups_that_lie_interleaved_are_kept_apart():
+    out = MCAdvantage(2, scale="none").inv(batch([8, -1, 8, -1], [0.0, 1.0, 1.0, 0.5]))
+    assert out["group_id"].tolist() == [8, -1, 8, -1]
+    assert out["advantage"].flatten().tolist() == [-0.5, 0.25, 0.5, -0.25]
+
+
+def test_an_incomplete_group_waits():
+    advantage = MCAdvantage(3, scale="none")
+    assert advantage.inv(batch([1, 2, 1], [0.0, 5.0, 1.0])) is None
+    assert advantage.counters["queued"] == 2
+    out = advantage.inv(batch([2, 1], [6.0, 2.0]))
+    assert written(out) == {1: [-1.0, 0.0, 1.0]}
+    assert lengths(out) == [1, 3, 2]
+    assert advantage.counters["queued"] == 1
+    out = advantage.inv(batch([2], [7.0]))
+    assert written(out) == {2: [-1.0, 0.0, 1.0]}
+    assert type(out) is TensorDict
+    assert advantage.counters == {
+        "completed": 2, "written": 2, "dropped": 0, "zero_variance": 0, "failed": 0, "evicted": 0, "queued": 0,
+    }  # fmt: skip
+
+
+def test_what_waits_is_a_copy():
+    advantage = MCAdvantage(2, scale="none")
+    given = batch([1], [1.0])
+    advantage.inv(given)
+    given["next", "reward"].fill_(9)
+    given.get(("tokens", "full"), as_list=True)[0].fill_(9)
+    out = advantage.inv(batch([1], [0.0]))
+    assert written(out) == {1: [0.5, -0.5]}
+    assert out.get(("tokens", "full"), as_list=True)[0].tolist() == [0]
+    assert out["next", "reward"].flatten().tolist() == [1.0, 0.0]
+
+
+def test_a_batch_of_whole_groups_waits_for_those_of_its_groups_that_came_before():
+    advantage = MCAdvantage(2, scale="none")
+    assert advantage.inv(batch([1], [4.0])) is None
+    out = advantage.inv(batch([1, 1], [0.0, 1.0]))
+    assert written(out) == {1: [2.0, -2.0]}
+    assert written(advantage.inv(batch([1], [3.0]))) == {1: [-1.0, 1.0]}
+
+
+@pytest.mark.parametrize(("reward", "size"), [(0.98, 15), (0.9, 30)])
+def test_equal_rewards_give_exactly_zero(reward, size):
+    advantage = MCAdvantage(size, eps=1e-9)
+    out = advantage.inv(batch([0] * size, [reward] * size))
+    assert out["advantage"].flatten().tolist() == [0.0] * size
+    assert advantage.counters["zero_variance"] == 1
+
+
+def test_groups_that_teach_nothing_can_be_dropped():
+    advantage = MCAdvantage(2, scale="none", on_zero_variance="drop")
+    out = advantage.inv(batch([1, 1, 2, 2], [1.0, 1.0, 0.0, 1.0]))
+    assert written(out) == {2: [-0.5, 0.5]}
+    assert lengths(out) == [3, 4]
+    assert advantage.inv(batch([3, 3], [1.0, 1.0])) is None
+    counters = advantage.counters
+    assert (counters["completed"], counters["written"], counters["dropped"], counters["zero_variance"]) == (3, 1, 2, 2)
+
+
+def test_groups_with_a_mean_return_outside_the_bounds_are_dropped():
+    advantage = MCAdvantage(2, scale="none", keep_return_bounds=(0.0, 1.0))
+    out = advantage.inv(batch([1, 1, 2, 2, 3, 3], [1.0, 1.0, 0.0, 1.0, 0.0, 0.0]))
+    assert written(out) == {2: [-0.5, 0.5]}
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("bad", [NAN, math.inf, -math.inf])
+def test_failed_rewards_are_left_out_and_counted(split, bad):
+    advantage = MCAdvantage(4, scale="none")
+    given = batch([1, 1, 1, 1, 2, 2, 2, 2], [0.0, bad, 1.0, 2.0, bad, bad, bad, 1.0])
+    outs = [advantage.inv(given[:3]), advantage.inv(given[3:])] if split else [advantage.inv(given)]
+    assert written(outs[-1]) == {1: [-1.0, 0.0, 1.0]}
+    assert lengths(outs[-1]) == [1, 3, 4]
+    counters = advantage.counters
+    assert (counters["failed"], counters["written"], counters["dropped"]) == (4, 1, 1)
+
+
+def test_how_many_must_remain_is_a_choice():
+    rewards = [0.0, NAN, NAN, 1.0]
+    assert written(MCAdvantage(4, scale="none").inv(batch([1] * 4, rewards))) == {1: [-0.5, 0.5]}
+    assert MCAdvantage(4, min_group_size=3).inv(batch([1] * 4, rewards)) is None
+
+
+def test_completions_by_different_weights_are_no_group():
+    advantage = MCAdvantage(2, scale="none")
+    given = batch([1, 1, 1, 1], [0.0, 1.0, 5.0, 7.0], policy_version=torch.tensor([1, 2, 1, 2]))
+    out = advantage.inv(given)
+    assert out["advantage"].flatten().tolist() == [-2.5, -3.0, 2.5, 3.0]
+    assert MCAdvantage(2).inv(batch([1, 1], [0.0, 1.0], policy_version=torch.tensor([1, 2]))) is None
+    ignored = MCAdvantage(2, policy_version_key=None).inv(
+        batch([1, 1], [0.0, 1.0], policy_version=torch.tensor([1, 2]))
+    )
+    assert ignored is not None
+
+
+def test_prompts_as_text():
+    given = batch([0, 0, 0, 0], [0.0, 1.0, 4.0, 2.0]).exclude("group_id")
+    given["query"] = ["a", "b", "a", "b"]
+    out = MCAdvantage(2, scale="none").inv(given)
+    assert out["advantage"].flatten().tolist() == [-2.0, -0.5, 2.0, 0.5]
+    assert list(out["query"]) == ["a", "b", "a", "b"]
+    given["query"] = ["a", "a", "a", "a"]
+    out = MCAdvantage(2, scale="none").inv(given)  # two groups of one prompt, in order of arrival
+    assert out["advantage"].flatten().tolist() == [-0.5, 0.5, 1.0, -1.0]
+
+
+def test_the_queue_is_bounded_and_says_what_it_gave_up(caplog):
+    advantage = MCAdvantage(2, max_queued_groups=3)
+    for group in range(5):
+        advantage.inv(batch([group], [1.0]))
+    assert advantage.counters["evicted"] == 2
+    assert advantage.counters["queued"] == 3
+    assert "max_queued_groups=3" in caplog.text
+    assert advantage.inv(batch([0], [1.0])) is None
+    assert advantage.inv(batch([4], [0.0])) is not None
+
+
+def test_a_flat_batch_is_split_at_its_dones_and_the_rest_waits():
+    advantage = MCAdvantage(2, trajectory_return="sum", scale="none")
+    given = batch([1, 1, 1, 1, 1], [1.0, 2.0, 3.0, 1.0, 1.0], done=[False, True, True, False, False])
+    out = advantage.inv(given)  # returns 3 and 3; the last two steps have not ended
+    assert out["advantage"].flatten().tolist() == [0.0, 0.0, 0.0]
+    assert lengths(out) == [1, 2, 3]
+    out = advantage.inv(batch([1, 1], [4.0, 2.0], done=[True, True]))  # 1 + 1 + 4 = 6 against 2
+    assert out["advantage"].flatten().tolist() == [2.0, 2.0, 2.0, -2.0]
+
+
+@pytest.mark.parametrize(("how", "returns"), [("sum", [3.0, 1.0]), ("max", [2.0, 1.0]), ("mean", [1.5, 0.5])])
+def test_steps_of_a_trajectory_share_its_return(how, returns):
+    given = batch([1] * 4, [1.0, 2.0, 0.0, 1.0], done=[False, True, False, True]).reshape(2, 2)
+    out = MCAdvantage(2, trajectory_return=how, scale="none").inv(given)
+    half = (returns[0] - returns[1]) / 2
+    assert out.batch_size == (4,)
+    assert out["advantage"].flatten().tolist() == [half, half, -half, -half]
+
+
+def test_without_a_trajectory_return_steps_are_compared_with_all_steps_of_the_group():
+    given = batch([1] * 4, [1.0, 2.0, 0.0, 5.0], done=[False, True, False, True]).reshape(2, 2)
+    out = MCAdvantage(2, scale="none").inv(given)
+    assert out["advantage"].flatten().tolist() == [-1.0, 0.0, -2.0, 3.0]
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_several_rewards_in_one_row(split):
+    given = batch([1, 1], [[1.0, 2.0, 3.0], [0.0, 0.0, 0.0]])
+    assert given["next", "reward"].shape == (2, 3, 1)
+    advantage = MCAdvantage(2, trajectory_return="sum", scale="none")
+    out = advantage.inv(given) if not split else (advantage.inv(given[:1]), advantage.inv(given[1:]))[1]
+    assert out["advantage"].shape == (2, 3, 1)
+    assert out["advantage"].flatten(1).tolist() == [[3.0] * 3, [-3.0] * 3]
+    out = MCAdvantage(2, scale="none").inv(given)
+    assert out["advantage"].flatten(1).tolist() == [[0.0, 1.0, 2.0], [-1.0] * 3]
+
+
+def test_rewards_of_different_length_can_share_a_group():
+    advantage = MCAdvantage(2, trajectory_return="sum", scale="none")
+    assert advantage.inv(batch([1], [[1.0, 2.0]])) is None
+    out = advantage.inv(batch([1], [1.0]))
+    assert [row.flatten().tolist() for row in out.get("advantage", as_list=True)] == [[1.0, 1.0], [-1.0]]
+
+
+def test_a_batch_without_an_end_is_refused():
+    with pytest.raises(DataError, match="True in 0 of 2 steps"):
+        MCAdvantage(2).inv(batch([1, 1], [0.0, 1.0], done=[False, False]))
+    with pytest.raises(DataError, match="not in the last one"):
+        MCAdvantage(2).inv(batch([1] * 4, [0.0] * 4, done=[True, False, True, True]).reshape(2, 2))
+    with pytest.raises(MissingKeyError, match=r"\('next', 'done'\) must be in the batch"):
+        MCAdvantage(2).inv(batch([1, 1], [0.0, 1.0]).exclude(("next", "done")))
+    with pytest.raises(MissingKeyError, match="'query' must be in the batch"):
+        MCAdvantage(2).inv(batch([1, 1], [0.0, 1.0]).exclude("group_id"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"grpo_size": 1}, "a group of one has no baseline"),
+        ({"grpo_size": 4, "min_group_size": 5}, "between 2 and grpo_size=4"),
+        ({"grpo_size": 4, "min_group_size": 1}, "between 2 and grpo_size=4"),
+        ({"grpo_size": 4, "trajectory_return": "last"}, "'last'"),
+        ({"grpo_size": 4, "scale": "std"}, "'std'"),
+        ({"grpo_size": 4, "on_zero_variance": "raise"}, "'raise'"),
+        ({"grpo_size": 4, "keep_return_bounds": (1.0, 0.0)}, "low < high"),
+        ({"grpo_size": 4, "eps": -1.0}, "-1.0"),
+        ({"grpo_size": 4, "max_queued_groups": 0}, "positive"),
+    ],
+)
+def test_settings_that_make_no_group_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        MCAdvantage(**arguments)
+
+
+def test_the_queue_is_part_of_the_state():
+    advantage = MCAdvantage(2, scale="none", trajectory_return="sum")
+    advantage.inv(batch([1, 2, 2], [1.0, 1.0, 1.0], done=[True, True, False]))
+    file = io.BytesIO()
+    torch.save(advantage.state_dict(), file)
+    file.seek(0)
+    other = MCAdvantage(2, scale="none", trajectory_return="sum")
+    other.load_state_dict(torch.load(file, weights_only=False))
+    given = batch([1, 2], [0.0, 3.0])
+    assert written(advantage.inv(given)) == written(other.inv(given)) == {1: [0.5, -0.5], 2: [-1.5, 1.5, 1.5]}
+    assert advantage.counters == other.counters
+
+
+def test_in_front_of_a_buffer():
+    buffer = ReplayBuffer(storage=LazyStackStorage(100), transform=MCAdvantage(2, scale="none"))
+    assert buffer.extend(batch([1, 2], [0.0, 3.0])).tolist() == []
+    assert buffer.add(batch([1], [1.0])[0]).tolist() == [0, 1]
+    assert buffer.extend(batch([2, 3, 3], [5.0, 1.0, 1.0])).tolist() == [2, 3, 4, 5]
+    assert len(buffer) == 6
+    rows = buffer[:]
+    assert written(rows) == {1: [-0.5, 0.5], 2: [-1.0, 1.0], 3: [0.0, 0.0]}
+    assert lengths(buffer.sample(6))
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_every_completed_group_is_written_once_however_the_rows_arrive(data):
+    size, count = 3, 4
+    groups = data.draw(st.permutations([group for group in range(count) for _ in range(size)]))
+    rewards = data.draw(st.lists(st.integers(0, 3), min_size=len(groups), max_size=len(groups)))
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(groups) - 1), max_size=4)))
+    advantage, got = MCAdvantage(size, scale="none"), {}
+    given = batch(groups, [float(reward) for reward in rewards])
+    for start, end in zip([0, *cuts], [*cuts, len(groups)], strict=True):
+        out = advantage.inv(given[start:end])
+        if out is not None:
+            for group, values in written(out).items():
+                assert group not in got
+                got[group] = values
+    for group in range(count):
+        own = [reward for reward, number in zip(rewards, groups, strict=True) if number == group]
+        assert got[group] == pytest.approx([reward - sum(own) / size for reward in own], abs=1e-6)
+    assert advantage.counters["written"] == count
+    assert advantage.counters["queued"] == 0

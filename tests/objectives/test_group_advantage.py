@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmrl.objectives.llm.group_advantage import group_advantage
+
+REWARDS = torch.tensor([[1.0, 0.0, 0.5, 0.0], [1.0, 1.0, 1.0, 0.0]])
+
+# The same batch under every convention in use: reward minus mean .375 and .75, std .478714 and .5 (unbiased).
+GOLDEN = {
+    ("group", 1e-4): [1.305310, -0.783186, 0.261062, -0.783186, 0.499900, 0.499900, 0.499900, -1.499700],
+    ("group", 1e-6): [1.305580, -0.783348, 0.261116, -0.783348, 0.499999, 0.499999, 0.499999, -1.499997],
+    ("group", 1e-9): [1.305582, -0.783349, 0.261116, -0.783349, 0.5, 0.5, 0.5, -1.5],
+    ("clamp", 1e-6): [1.305582, -0.783349, 0.261116, -0.783349, 0.5, 0.5, 0.5, -1.5],
+    ("population", 1e-8): [1.507557, -0.904534, 0.301511, -0.904534, 0.577350, 0.577350, 0.577350, -1.732051],
+    ("none", 1e-4): [0.625, -0.375, 0.125, -0.375, 0.25, 0.25, 0.25, -0.75],
+    ("loo", 1e-4): [0.833333, -0.5, 0.166667, -0.5, 0.333333, 0.333333, 0.333333, -1.0],
+    ("loo_std", 1e-6): [2.886741, -0.999998, 0.288675, -0.999998, 0.577349, 0.577349, 0.577349, -1.0],
+    ("batch", 1e-4): [1.261058, -0.756635, 0.252212, -0.756635, 0.504423, 0.504423, 0.504423, -1.513270],
+    ("max_rl", 1e-4): [1.666667, -1.0, 0.333333, -1.0, 0.333333, 0.333333, 0.333333, -1.0],
+}
+SCALES = sorted({scale for scale, _ in GOLDEN})
+
+
+@pytest.mark.parametrize(("scale", "eps"), GOLDEN)
+def test_golden_values(scale, eps):
+    expected = torch.tensor(GOLDEN[scale, eps], dtype=torch.float64)
+    assert (group_advantage(REWARDS, scale=scale, eps=eps).flatten() - expected).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("reward", "size"), [(0.98, 15), (0.9, 30), (0.001, 8), (0.0, 4), (1.0, 2)])
+def test_equal_rewards_give_exactly_zero(scale, dtype, reward, size):
+    advantage = group_advantage(torch.full((size,), reward, dtype=dtype), scale=scale, eps=0.0)
+    assert advantage.tolist() == [0.0] * size
+
+
+def test_the_arithmetic_is_float64_whatever_comes_in():
+    rewards = torch.tensor([0.98, 0.98, 0.1, 0.7])
+    assert rewards.dtype == torch.float32
+    advantage = group_advantage(rewards)
+    assert advantage.dtype == torch.float64
+    assert torch.equal(advantage, group_advantage(rewards.double()))
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_an_absent_completion_counts_in_no_mean(scale):
+    holes = torch.tensor([[1.0, math.nan, 0.0, 0.5, 0.0], [1.0, 1.0, 1.0, 0.0, math.nan]])
+    advantage = group_advantage(holes, scale=scale)
+    assert advantage.isnan().tolist() == holes.isnan().tolist()
+    whole = group_advantage(REWARDS, scale=scale)
+    assert torch.allclose(advantage[0, [0, 2, 3, 4]], whole[0, [0, 1, 2, 3]], rtol=0, atol=1e-12)
+    assert torch.allclose(advantage[1, :4], whole[1], rtol=0, atol=1e-12)
+
+
+def test_leave_one_out_against_the_loop_that_defines_it():
+    rewards = torch.rand(5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    plain, scaled = (group_advantage(rewards, scale=scale, eps=1e-6) for scale in ("loo", "loo_std"))
+    for i in range(5):
+        others = torch.cat([rewards[:i], rewards[i + 1 :]])
+        assert plain[i].item() == pytest.approx((rewards[i] - others.mean()).item(), abs=1e-12)
+        assert scaled[i].item() == pytest.approx(
+            ((rewards[i] - others.mean()) / (others.std() + 1e-6)).item(), abs=1e-9
+        )
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    rewards=st.lists(st.floats(0, 1, width=32), min_size=2, max_size=12),
+    scale=st.sampled_from(["group", "population", "clamp", "none", "loo", "batch"]),
+)
+def test_advantages_of_a_group_are_finite_sum_to_zero_and_keep_the_order(rewards, scale):
+    values = torch.tensor(rewards, dtype=torch.float64)
+    advantage = group_advantage(values, scale=scale)
+    assert advantage.isfinite().all()
+    assert abs(advantage.sum().item()) < 1e-9
+    order = values.argsort(stable=True)
+    assert (advantage[order].diff() >= -1e-12).all()
+
+
+def test_what_makes_no_sense_is_refused():
+    with pytest.raises(ValueError, match="one of group, population"):
+        group_advantage(REWARDS, scale="std")
+    with pytest.raises(ValueError, match=r"\[N, G\]"):
+        group_advantage(REWARDS.unsqueeze(0))
+    with pytest.raises(ValueError, match="must not be negative"):
+        group_advantage(REWARDS - 1, scale="max_rl")

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmrl.errors import ShapeError
+from llmrl.padding import lengths_mask, pad_rows, unpad_rows
+
+ROWS = [torch.tensor([1, 2, 3]), torch.tensor([4]), torch.tensor([], dtype=torch.int64)]
+
+
+def test_padding_on_either_side_by_hand():
+    assert pad_rows(ROWS, value=9).tolist() == [[1, 2, 3], [4, 9, 9], [9, 9, 9]]
+    assert pad_rows(ROWS, value=9, side="left").tolist() == [[1, 2, 3], [9, 9, 4], [9, 9, 9]]
+    assert pad_rows(ROWS, length=4).tolist() == [[1, 2, 3, 0], [4, 0, 0, 0], [0, 0, 0, 0]]
+    assert pad_rows(ROWS, side="left", length=4).tolist() == [[0, 1, 2, 3], [0, 0, 0, 4], [0, 0, 0, 0]]
+    booleans = [torch.tensor([True, True]), torch.tensor([True])]
+    assert pad_rows(booleans, value=False).tolist() == [[True, True], [True, False]]
+    assert pad_rows([torch.ones(2, 2), torch.ones(1, 2)])[1].tolist() == [[1, 1], [0, 0]]
+
+
+def test_masks_by_hand():
+    assert lengths_mask(torch.tensor([2, 0, 3]), 3).int().tolist() == [[1, 1, 0], [0, 0, 0], [1, 1, 1]]
+    assert lengths_mask([2, 0, 3], 3, "left").int().tolist() == [[0, 1, 1], [0, 0, 0], [1, 1, 1]]
+
+
+def test_unpadding_by_lengths_or_mask():
+    x = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    assert [row.tolist() for row in unpad_rows(x, [1, 0])] == [[1], []]
+    assert [row.tolist() for row in unpad_rows(x, torch.tensor([2, 1]), side="left")] == [[2, 3], [6]]
+    holes = torch.tensor([[True, False, True], [False, True, False]])
+    assert [row.tolist() for row in unpad_rows(x, holes)] == [[1, 3], [5]]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 6), min_size=1, max_size=6),
+    side=st.sampled_from(["left", "right"]),
+    more=st.integers(0, 2),
+)
+def test_unpadding_inverts_padding(lengths, side, more):
+    rows = [torch.rand(n, 2) for n in lengths]
+    width = max(lengths) + more
+    padded = pad_rows(rows, value=-1, side=side, length=width)
+    assert padded.shape == (len(rows), width, 2)
+    mask = lengths_mask(lengths, width, side)
+    assert torch.equal(mask, padded[..., 0] >= 0)
+    for again in (unpad_rows(padded, mask), unpad_rows(padded, lengths, side=side)):
+        assert all(torch.equal(row, other) for row, other in zip(rows, again, strict=True))
+
+
+def test_gradients_reach_the_rows():
+    rows = [torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)]
+    padded = pad_rows(rows, side="left")
+    (padded * torch.tensor([[5.0, 1, 2], [3, 4, 5]])).sum().backward()
+    assert rows[0].grad.tolist() == [1.0, 2.0]
+    assert rows[1].grad.tolist() == [3.0, 4.0, 5.0]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: pad_rows([]), "at least one row"),
+        (lambda: pad_rows(ROWS, length=2), "a row of 3"),
+        (lambda: pad_rows([torch.zeros(1, 2), torch.zeros(1, 3)]), "differ in nothing but"),
+        (lambda: pad_rows([torch.zeros(1), torch.zeros(1).double()]), "float64"),
+        (lambda: lengths_mask([4], 3), "T=3"),
+        (lambda: unpad_rows(torch.zeros(2, 3), [1]), r"\[1\] for x \[2, 3\]"),
+        (lambda: unpad_rows(torch.zeros(2, 3), torch.ones(2, 2, dtype=torch.bool)), r"\[2, 2\]"),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused(call, message):
+    with pytest.raises(ShapeError, match=message):
+        call()
+
+
+def test_an_unknown_side_is_refused():
+    with pytest.raises(ValueError, match="'middle'"):
+        pad_rows(ROWS, side="middle")
