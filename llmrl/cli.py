@@ -156,7 +156,7 @@ def _resume(arguments: list[str]) -> int:
     if options.overrides and _rank() == 0:
         origins = dict(info.get("origins", {}))
         origins |= {name: "resume" for name, place in loaded.origins.items() if place == "command line"}
-        run.config.write_text(dump_config(loaded.config, origins), encoding="utf-8")
+        run.write_config(dump_config(loaded.config, origins))
         run.write_info(info | {"origins": origins})
     return importlib.import_module(recipe.module).run(loaded.config, run_dir=run.path, resume=True)
 
@@ -241,7 +241,7 @@ def _new_run(
 ) -> RunDir:
     text = dump_config(loaded.config, loaded.origins)
     run = RunDir.create(recipe, text, root=root, name=name)
-    run.config.write_text(text, encoding="utf-8")
+    run.write_config(text)
     run.write_info(
         {
             "command": command,

@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
+from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
@@ -255,10 +256,9 @@ def print_conversations(console: Console, samples: Sequence[Sample], *, max_char
         table.add_column(ratio=1)
         table.add_column(justify="right", no_wrap=True)
         table.add_row(body, verdict)
-        console.rule(style="dim", characters="-")
-        console.print(table)
+        _print_block(console, Group(Rule(style="dim", characters="-"), table))
     if samples:
-        console.rule(style="dim", characters="-")
+        _print_block(console, Rule(style="dim", characters="-"))
 
 
 def print_summary(
@@ -322,7 +322,9 @@ def _format(value: float | None, kind: str = "number") -> str:
             if value >= size:
                 return f"{value / size:.1f}{unit}"
         return f"{value:.0f}"
-    if value == 0 or 0.001 <= abs(value) < 1:
+    if value == 0:
+        return "0"
+    if 0.001 <= abs(value) < 1:
         return f"{value:.4f}".replace("0.", ".", 1) if abs(value) < 0.01 else f"{value:.3f}".replace("0.", ".", 1)
     if 1 <= abs(value) < 1e4:
         return f"{value:.4g}"
@@ -352,6 +354,17 @@ def _labelled(console: Console, label: str, value: str, style: str, width: int =
     _line(console, Text.assemble((f"{label:<{width}}", style), first))
     for line in rest:
         _line(console, Text(" " * width + line))
+
+
+def _print_block(console: Console, block: RenderableType) -> None:
+    """Prints what fills its width; in a file without the blanks at the ends of lines."""
+    if console.is_terminal:
+        console.print(block)
+        return
+    with console.capture() as captured:
+        console.print(block)
+    for line in captured.get().splitlines():
+        _line(console, Text(line.rstrip()))
 
 
 def _line(console: Console, text: Text) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import time
 from collections.abc import Mapping
@@ -96,9 +97,13 @@ class RunDir:
             + (f"\ndid you mean  {Path(root) / match}?" if match else "")
         )
 
+    def write_config(self, text: str) -> None:
+        """Writes ``config.yaml``; another process sees the old text or the new one, never half of it."""
+        _replace(self.config, text)
+
     def write_info(self, info: Mapping[str, Any]) -> None:
-        """Writes ``run.json``."""
-        self.info.write_text(json.dumps(dict(info), indent=2) + "\n", encoding="utf-8")
+        """Writes ``run.json``, likewise."""
+        _replace(self.info, json.dumps(dict(info), indent=2) + "\n")
 
     def read_info(self) -> dict[str, Any]:
         """Reads ``run.json``.
@@ -109,6 +114,12 @@ class RunDir:
             return json.loads(self.info.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(f"{self.info}  cannot be read: {error}") from error
+
+
+def _replace(path: Path, text: str) -> None:
+    draft = path.with_name(f".{path.name}.draft")
+    draft.write_text(text, encoding="utf-8")
+    os.replace(draft, path)
 
 
 def _make(path: Path) -> Path | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,7 +37,7 @@ def show(console: Console, run: RunDir, *, rows: int = 20, step: int | None = No
     Raises  DataError if the run has no metrics, or no rollouts of the ``step`` asked for
     """
     info, steps = run.read_info(), read_metrics(run.path)
-    head = [("recipe", f"{info.get('recipe', '?')} ({' '.join(info.get('arguments', []))})")]
+    head = [("command", f"llmrl {info['command']} {shlex.join(info.get('arguments', []))}")]
     head.append(("created", f"{info.get('created', '?')} by llmrl {info.get('llmrl', '?')}"))
     print_plan(console, f"{info['command']} · {run.path.name}", head)
     if not steps:

@@ -12,7 +12,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor
 
 from llmrl.data.llm.chat import History
@@ -160,13 +160,17 @@ def tiny_model(
 
 
 class FakeEngine:
-    """An ``Engine`` that answers from a script and costs nothing: what wrappers, environments and losses are tested with.
+    """An ``Engine`` that answers from a script and costs nothing: what wrappers, environments and losses are tested
+    with.
 
-    answers  strings or int64[R] id rows, handed out row by row and call by call, from the start again when they run out; or a
-             function from prompt ids int64[P] to a string or ids. A string is tokenised and ended with the end-of-sequence id
-    Keeps    ``prompts``: every prompt it was given, in order; ``seeds``: the seeds of the last call; ``weights``: the last ones sent
+    answers  strings or int64[R] id rows, handed out row by row and call by call, from the start again when they run
+             out; or a function from prompt ids int64[P] to a string or ids. A string is tokenised and ended with the
+             end-of-sequence id
+    Keeps    ``prompts``: every prompt it was given, in order; ``seeds``: the seeds of the last call; ``weights``: the
+             last ones sent
 
-    An answer that does not end in a stop id counts as cut off at the length limit. Log-probs are a fixed function of the ids.
+    An answer that does not end in a stop id counts as cut off at the length limit. Log-probs are a fixed function of
+    the ids.
 
     >>> tokenizer = tiny_tokenizer()
     >>> engine = FakeEngine(["It is 4."], tokenizer=tokenizer)
@@ -209,7 +213,9 @@ class FakeEngine:
     def score(
         self, sequences: Sequence[Tensor], *, temperature: float = 1.0, masks: Sequence[Tensor] | None = None
     ) -> list[Tensor]:
-        """The same log-probs for the same ids, whatever the temperature; 0 for the first token and where a mask is False."""
+        """The same log-probs for the same ids, whatever the temperature; 0 for the first token and where a mask is
+        False.
+        """
         scores = _fake_log_probs(sequences)
         for row in scores:
             row[:1] = 0.0
@@ -262,11 +268,12 @@ def _fake_log_probs(rows: Sequence[Tensor]) -> list[Tensor]:
 class ScriptedPolicy:
     """A policy without a model or tokens, for tests of environments, transforms and collectors in history or text mode.
 
-    replies  strings, handed out row by row and call by call, from the start again when they run out; or a function from what the
-             row's prompt is (a list of messages, or a string) to the reply
+    replies  strings, handed out row by row and call by call, from the start again when they run out; or a function from
+             what the row's prompt is (a list of messages, or a string) to the reply
     Reads    ("history", "prompt") or ("text", "prompt"), whichever is there
-    Writes   "response" and "full" of the same container, "stop_reason" int64[B] (always EOS), "policy_version" int64[B] (0)
+    Writes   "response" and "full" of the same container, "stop_reason" int64[B] (always EOS), "policy_version" (0)
 
+    >>> from tensordict import TensorDict
     >>> policy = ScriptedPolicy(["4", "5"])
     >>> td = TensorDict({"text": Text.from_rows({"prompt": ["2+2=", "2+3="]})}, batch_size=[2])
     >>> policy(td)["text"].rows("full")
@@ -294,7 +301,8 @@ class ScriptedPolicy:
         else:
             present = ", ".join(sorted(str(key) for key in td.keys()))
             raise MissingKeyError(
-                f"ScriptedPolicy: there must be a ('history', 'prompt') or ('text', 'prompt') to answer: keys present: {present}."
+                f"ScriptedPolicy: there must be a ('history', 'prompt') or ('text', 'prompt') to answer: keys "
+                f"present: {present}."
             )
         td.set("stop_reason", torch.full(td.batch_size, int(StopReason.EOS)))
         td.set("policy_version", torch.zeros(td.batch_size, dtype=torch.int64))

@@ -13,6 +13,15 @@ import time
 from pathlib import Path
 
 import torch
+from llmrl.recipes.evaluation import Evaluation
+from llmrl.recipes.grpo_config import GRPOConfig
+from llmrl.recipes.models import load_model, load_tokenizer
+from llmrl.recipes.planning import grpo_plan, grpo_settings
+from llmrl.recipes.rollouts import StepRollouts, slim
+from llmrl.recipes.session import Session
+from llmrl.recipes.state import load_state, named_weights, save_state
+from llmrl.recipes.tasks import eval_rows, fit_prompts, make_env, training_rows
+from llmrl.recipes.updates import Updater
 from tensordict import TensorDictBase
 
 from llmrl.checkpoint import CheckpointStore, InterruptGuard
@@ -26,15 +35,6 @@ from llmrl.modules.llm.policies import TransformersWrapper
 from llmrl.modules.llm.policies.containers import LogProbs
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.objectives.llm import GRPOLoss, MCAdvantage
-from llmrl.recipes.evaluation import Evaluation
-from llmrl.recipes.grpo_config import GRPOConfig
-from llmrl.recipes.models import load_model, load_tokenizer
-from llmrl.recipes.planning import grpo_plan, grpo_settings
-from llmrl.recipes.rollouts import StepRollouts, slim
-from llmrl.recipes.session import Session
-from llmrl.recipes.state import load_state, named_weights, save_state
-from llmrl.recipes.tasks import eval_rows, fit_prompts, make_env, training_rows
-from llmrl.recipes.updates import Updater
 from llmrl.rollouts import RolloutLog
 
 __all__ = ["plan", "run"]

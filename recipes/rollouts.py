@@ -6,19 +6,19 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from llmrl.recipes.conversations import marked_pieces
 from tensordict import TensorDictBase
 
 from llmrl.console import Sample
 from llmrl.modules.llm.engines import StopReason
-from llmrl.recipes.conversations import marked_pieces
 from llmrl.rollouts import Rollout
 
 if TYPE_CHECKING:
+    from llmrl.recipes.session import Session
     from transformers import PreTrainedTokenizerBase
 
     from llmrl.data.replay_buffers import ReplayBuffer
     from llmrl.objectives.llm import MCAdvantage
-    from llmrl.recipes.session import Session
 
 __all__ = ["StepRollouts", "slim"]
 

@@ -1,20 +1,25 @@
 """One process of a run among its equals: devices, precision, collectives, and what a person sees of the first of them.
 
-A wrapper of a few lines around accelerate, so that a recipe reads the same under ``llmrl`` and under ``torchrun``.
+A wrapper of a few lines around accelerate, so that a recipe reads the same under ``llmrl`` and under ``torchrun``. FSDP2
+is torch's own ``fully_shard``, which works with any backend; accelerate leaves it out on CPUs.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import FullyShardedDataParallelPlugin, InitProcessGroupKwargs, gather_object
+from accelerate.state import AcceleratorState
+from accelerate.utils import InitProcessGroupKwargs, gather_object
 from llmrl.recipes.settings import ModelSource
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from llmrl.console import make_console
 
@@ -28,17 +33,14 @@ class Session:
 
     def __init__(self, config: ModelSource):
         bf16 = config.dtype == "bfloat16" or (config.dtype == "auto" and _gpu_has_bfloat16())
-        self.sharded = config.parallel.mode == "fsdp2"
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
         self.accelerator = Accelerator(
             cpu=not torch.cuda.is_available(),
             mixed_precision="bf16" if bf16 else "no",
-            fsdp_plugin=plugin if self.sharded else None,
             kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=config.parallel.timeout_s))],
         )
         self.rank: int = self.accelerator.process_index
         self.world_size: int = self.accelerator.num_processes
-        self.sharded = self.sharded and self.world_size > 1
+        self.sharded: bool = config.parallel.mode == "fsdp2" and self.world_size > 1
         self.device: torch.device = self.accelerator.device
         self.precision = "bfloat16 arithmetic, float32 weights" if bf16 else "float32"
         self.console = make_console(self.rank)
@@ -48,6 +50,23 @@ class Session:
     @property
     def is_first(self) -> bool:
         return self.rank == 0
+
+    def prepare(self, scorer: nn.Module) -> nn.Module:
+        """The module to train instead of ``scorer``: in this session's precision, its gradients averaged over the ranks.
+
+        Build the optimizer from its parameters, afterwards: where they are sharded, they are other ones.
+        """
+        if self.sharded:
+            return self._shard(scorer)
+        prepared: nn.Module = self.accelerator.prepare(scorer)
+        return prepared
+
+    def no_sync(self, scorer: nn.Module) -> AbstractContextManager[None]:
+        """Inside it, a backward pass of a prepared module adds to its gradients without averaging them.
+
+        Sharded gradients are averaged all the same: whole ones are what there is no room for.
+        """
+        return nullcontext() if self.sharded else self.accelerator.no_sync(scorer)
 
     def autocast(self) -> AbstractContextManager[None]:
         """The precision that the model is trained in, for generating and scoring outside of training."""
@@ -82,10 +101,22 @@ class Session:
         )
         return f"{layout} · {device} · torch {torch.__version__} · {self.precision}"
 
+    def _shard(self, scorer: nn.Module) -> nn.Module:
+        """Each decoder layer is a unit that is whole only while it computes; what is left (embeddings, head) is another."""
+        bf16 = self.accelerator.mixed_precision == "bf16"
+        options: dict[str, Any] = {
+            "mesh": init_device_mesh(self.device.type, (self.world_size,)),
+            "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy(),
+        }
+        units = getattr(scorer.model, "_no_split_modules", None) or ()
+        for module in list(scorer.modules()):
+            if type(module).__name__ in units:
+                fully_shard(module, **options)
+        return fully_shard(scorer, **options)
+
     def close(self) -> None:
         self.accelerator.end_training()
-        if self.world_size > 1 and torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+        AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def _gpu_has_bfloat16() -> bool:

@@ -37,11 +37,10 @@ class Updater:
         self.settings = optim
         self.steps = steps
         self.tokens_per_microbatch = tokens_per_microbatch
-        optimizer = torch.optim.AdamW(
-            scorer.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, foreach=True
+        self.scorer = session.prepare(scorer)
+        self.optimizer = torch.optim.AdamW(
+            self.scorer.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, foreach=True
         )
-        self.scorer, prepared = session.accelerator.prepare(scorer, optimizer)
-        self.optimizer: torch.optim.Optimizer = prepared.optimizer
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -64,7 +63,7 @@ class Updater:
         for number, rows in enumerate(parts, 1):
             last = number == len(parts)
             part = batch[torch.tensor(rows)] if rows else _nothing(self.session.device)
-            with nullcontext() if last else self.session.accelerator.no_sync(self.scorer):
+            with nullcontext() if last else self.session.no_sync(self.scorer):
                 output = loss(part, normalizer=counts)
                 self.session.accelerator.backward(total_loss(output) * self.session.world_size)
             outputs.append(output)

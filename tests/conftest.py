@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from hypothesis import settings
+
 # Set before torch and transformers are imported; child processes inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -11,3 +13,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("WANDB_MODE", "disabled")
 for _name in ("FORCE_COLOR", "RANK", "WORLD_SIZE", "COLUMNS"):
     os.environ.pop(_name, None)
+
+# No time limit per example (a busy machine is not a bug), and the same examples every time.
+settings.register_profile("llmrl", deadline=None, derandomize=True)
+settings.load_profile("llmrl")

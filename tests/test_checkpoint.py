@@ -99,10 +99,9 @@ def test_kill_in_the_middle_of_a_save_leaves_the_previous_checkpoint(tmp_path):
         store.save(1, lambda folder: (folder / "weights").write_text("whole"))
         store.save(2, slow)
     """)
-    child = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert child.stdout.readline() == "writing\n"
-    child.kill()
-    child.wait()
+    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout.readline() == "writing\n"
+        child.kill()
     assert latest_checkpoint(tmp_path).name == "step1"
     assert any(path.name.startswith(".draft") for path in (tmp_path / "checkpoints").iterdir())
     store = CheckpointStore(tmp_path)

@@ -257,10 +257,10 @@ def test_help_and_version_answer(capsys):
 
 def test_a_reader_that_stops_early_is_not_an_error():
     script = "import sys; from llmrl.cli import main; sys.exit(main(['--help']))"
-    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    child.stdout.close()  # nobody reads
-    assert child.wait(timeout=30) in (0, 120)
-    assert b"Traceback" not in child.stderr.read()
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        child.stdout.close()  # nobody reads
+        assert child.wait(timeout=30) in (0, 120)
+        assert b"Traceback" not in child.stderr.read()
 
 
 @pytest.mark.slow

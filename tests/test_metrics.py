@@ -12,11 +12,11 @@ from llmrl.metrics import METRICS, MetricsLog, check_metric_name, read_metrics
 
 
 def test_each_step_is_one_json_line_on_disk_when_log_returns(tmp_path):
-    log = MetricsLog(tmp_path)
-    log.log(1, {"reward/mean": torch.tensor(0.5), "tokens/trained": torch.tensor(12), "reward/exact/mean": 1})
-    assert (tmp_path / "metrics.jsonl").read_text() == (
-        '{"step": 1, "reward/mean": 0.5, "tokens/trained": 12, "reward/exact/mean": 1}\n'
-    )
+    with MetricsLog(tmp_path) as log:
+        log.log(1, {"reward/mean": torch.tensor(0.5), "tokens/trained": torch.tensor(12), "reward/exact/mean": 1})
+        assert (tmp_path / "metrics.jsonl").read_text() == (
+            '{"step": 1, "reward/mean": 0.5, "tokens/trained": 12, "reward/exact/mean": 1}\n'
+        )
 
 
 def test_what_is_not_finite_is_null_so_that_every_json_reader_can_read_it(tmp_path):
@@ -36,8 +36,10 @@ def test_names_of_the_table_and_of_the_two_families_are_accepted(name):
 @pytest.mark.parametrize(("name", "meant"), [("reward", ""), ("policy/losss", "policy/loss"), ("eval/mean", "")])
 def test_other_names_are_refused_also_where_nothing_is_written(tmp_path, name, meant):
     for enabled in (True, False):
-        log = MetricsLog(tmp_path, enabled=enabled)
-        with pytest.raises(ConfigError, match=f"'{name}' is not a metric.*{meant}"):
+        with (
+            MetricsLog(tmp_path, enabled=enabled) as log,
+            pytest.raises(ConfigError, match=f"'{name}' is not a metric.*{meant}"),
+        ):
             log.log(1, {name: 1.0})
     assert not read_metrics(tmp_path)
 

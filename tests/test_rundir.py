@@ -45,4 +45,6 @@ def test_info_is_read_back_and_a_broken_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"run\.json"):
         run.read_info()
     run.write_info({"command": "sft"})
+    run.write_config("steps: 3\n")
     assert run.read_info() == {"command": "sft"}
+    assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", "run.json"}  # no draft is left

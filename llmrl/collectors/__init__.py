@@ -1,4 +1,4 @@
-"""Collectors run a policy in an environment and hand out what happened; the language-model ones are in `collectors.llm`."""
+"""Collectors run a policy in an environment and hand out what happened; those for chats are in `collectors.llm`."""
 
 from llmrl.collectors.weight_updaters import PublisherUpdater, VanillaWeightUpdater, WeightUpdaterBase
 

@@ -117,8 +117,7 @@ class VanillaWeightUpdater(WeightUpdaterBase):
             names = sorted(name for name in mine.keys() | given.keys() if mine.get(name) != given.get(name))
             raise WeightSyncError(
                 f"VanillaWeightUpdater: names and shapes must be the policy's: {len(names)} differ, first "
-                f"{names[0]!r}: got "
-                f"{given.get(names[0])}, expected {mine.get(names[0])}; nothing was written."
+                f"{names[0]!r}: got {given.get(names[0])}, expected {mine.get(names[0])}; nothing was written."
             )
         for name, tensor in server_weights.items():
             self.policy_weights[name].detach().copy_(tensor)

@@ -87,6 +87,12 @@ class EnvBase:
     def _set_seed(self, seed: int) -> None:
         pass
 
+    def _blank(self, old: TensorDictBase, new: TensorDictBase) -> None:
+        """Gives ``new``, rows that start anew, in place, an empty value of what only ``old``, the rows before, has.
+
+        For entries that a reset does not write and that must not outlive their trajectory.
+        """
+
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def reset(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
@@ -104,7 +110,7 @@ class EnvBase:
         self._check_batch_size(tensordict, "reset")
         rows = tensordict.get("_reset", None)
         if rows is None:
-            return _carry(tensordict, self._start(tensordict))
+            return self._carry(tensordict, self._start(tensordict))
         return self._reset_rows(tensordict, rows, given=tensordict)
 
     def step(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -188,7 +194,7 @@ class EnvBase:
             start = (
                 TensorDict._new_unsafe({}, batch_size=batch_size) if given is None else shallow_copy(given, ("_reset",))
             )
-            return _carry(td, self._start(start))
+            return self._carry(td, self._start(start))
         old = shallow_copy(td, without=("_reset", "next"))
         if self.batch_locked:
             start = TensorDict._new_unsafe({}, batch_size=batch_size) if given is None else shallow_copy(given)
@@ -203,7 +209,12 @@ class EnvBase:
                 if given is None
                 else shallow_copy(given, without=("_reset", "next"))[rows]
             )
+            self._blank(old, new)
         return put_rows(old, rows, new, reader=f"{type(self).__name__}.reset")
+
+    def _carry(self, td: TensorDictBase, reset_td: TensorDictBase) -> TensorDictBase:
+        self._blank(td, reset_td)
+        return _merged(td, reset_td)
 
     def _check_batch_size(self, td: TensorDictBase, what: str) -> None:
         if self.batch_locked and td.batch_size != self.batch_size:
@@ -530,7 +541,7 @@ def _complete_done(td: TensorDictBase, who: str) -> None:
         td.set("terminated", done & ~truncated)
 
 
-def _carry(td: TensorDictBase, reset_td: TensorDictBase) -> TensorDictBase:
+def _merged(td: TensorDictBase, reset_td: TensorDictBase) -> TensorDictBase:
     if td.batch_size != reset_td.batch_size:  # the data ran out and fewer rows than asked for have started
         return reset_td
     out = shallow_copy(td, without=("_reset", "next"))

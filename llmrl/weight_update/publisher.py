@@ -22,7 +22,7 @@ Metadata = Mapping[str, tuple[torch.dtype, torch.Size]]
 
 
 class WeightReceiver(Protocol):
-    """Where weights are needed. ``update_weights`` applies all of them and moves ``version``, or raises and changes nothing."""
+    """Where weights are needed. ``update_weights`` applies all and moves ``version``, or raises and changes nothing."""
 
     version: int
 

@@ -171,7 +171,7 @@ def main() -> None:
     rows = []
     for n in range(arguments.batch):
         a, b = draw.randrange(1000), draw.randrange(1000)
-        prompt = f"In lesson {n} we add two numbers. What is the sum of {a} and {b}? Think step by step, then give the answer."
+        prompt = f"In lesson {n} we add two numbers. What is the sum of {a} and {b}? Think first, then answer."
         rows.append({"prompt": prompt, "answer": f"It is {a + b}.", "topic": f"topic {n // GROUP_SIZE}"})
     texts = [f"The sum of the two is {draw.randrange(9)}, so it is {row['answer']}" for row in rows]
     texts = [row["answer"] if n % 3 else text for n, (row, text) in enumerate(zip(rows, texts, strict=True))]

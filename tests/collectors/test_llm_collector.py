@@ -194,7 +194,7 @@ def test_a_failed_turn_makes_the_whole_conversation_nan():
 
 def test_an_env_that_need_never_end_is_refused_unless_turns_are_limited():
     env = ChatEnv(batch_size=[2]).append_transform(DataLoadingPrimer(ROWS))
-    with pytest.raises(ConfigError, match="need never finish one.*StepCounter.*max_dialog_turns"):
+    with pytest.raises(ConfigError, match=r"need never finish one.*StepCounter.*max_dialog_turns"):
         LLMCollector(env, policy=ScriptedPolicy(["a"]), yield_only_last_steps=True)
     collector = LLMCollector(env, policy=ScriptedPolicy(["a"]), yield_only_last_steps=True, max_dialog_turns=2)
     batch = collector.next()
@@ -318,7 +318,7 @@ def test_the_version_moves_with_the_weights_and_is_stamped(wrapper):
 def test_weights_that_do_not_arrive_leave_the_version(wrapper):
     collector = LLMCollector(DatasetChatEnv(dataset=ROWS), policy=wrapper)
     collector.update_policy_weights_({"w": torch.ones(2)})
-    with pytest.raises(WeightSyncError, match="'w' must be torch.float32"):
+    with pytest.raises(WeightSyncError, match=r"'w' must be torch.float32"):
         collector.update_policy_weights_({"w": torch.ones(3)})
     assert collector.policy_version == wrapper.engine.version == 1
 

@@ -46,7 +46,7 @@ def test_messages_survive_the_file(tmp_path, suffix):
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path):
-    with pytest.raises(DataError, match="dataset file must exist: .*nothing.jsonl"):
+    with pytest.raises(DataError, match=r"dataset file must exist: .*nothing.jsonl"):
         load_rows(tmp_path / "nothing.jsonl")
     path = tmp_path / "broken.jsonl"
     path.write_text('{"a": 1}\n{"a": ', encoding="utf-8")
@@ -60,20 +60,20 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
         load_rows(path)
     other = tmp_path / "data.txt"
     other.write_text("x", encoding="utf-8")
-    with pytest.raises(DataError, match="must end in one of .jsonl"):
+    with pytest.raises(DataError, match=r"must end in one of .jsonl"):
         load_rows(other)
     bad = tmp_path / "bad.parquet"
     bad.write_text("x", encoding="utf-8")
     with pytest.raises(DataError, match="cannot be read as Parquet"):
         load_rows(bad)
-    with pytest.raises(DataError, match="row 1 of .* is 3"):
+    with pytest.raises(DataError, match=r"row 1 of .* is 3"):
         load_rows(write(tmp_path / "list.json", [3]))
 
 
 def test_a_missing_column_lists_the_ones_there_are(tmp_path):
     path = write(tmp_path / "data.jsonl", ROWS)
     with pytest.raises(
-        DataError, match="must have the column 'anwser': its columns are question, answer. Did you mean 'answer'"
+        DataError, match=r"must have the column 'anwser': its columns are question, answer. Did you mean 'answer'"
     ):
         load_rows(path, columns=["question", "anwser"])
 
@@ -137,7 +137,7 @@ def test_rows_become_prompts_with_their_reference_and_other_columns(row, prompt)
 def test_columns_can_be_named():
     row = {"task": "a", "gold": "b", "answer": "c"}
     assert to_prompt(row, prompt_column="task", answer_column="gold") == {"query": "a", "answer": "b"}
-    with pytest.raises(DataError, match="'taks' is missing in row 2.*Did you mean 'task'"):
+    with pytest.raises(DataError, match=r"'taks' is missing in row 2.*Did you mean 'task'"):
         to_prompt(row, prompt_column="taks", number=2)
     assert to_messages(row, prompt_column="task", completion_column="gold")[1]["content"] == "b"
 

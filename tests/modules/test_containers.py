@@ -1,4 +1,6 @@
-"""The containers of a batch: rows in, rows out, through every operation that a collector or a buffer does; and conversions."""
+"""The containers of a batch: rows in, rows out, through every operation that a collector or a buffer does; and
+conversions.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
 
 from llmrl.data.llm.chat import History
-from llmrl.errors import ShapeError, TemplateError
+from llmrl.errors import ConfigError, ShapeError, TemplateError
 from llmrl.modules.llm import ChatHistory, LogProbs, Masks, Text, Tokens
 from llmrl.modules.llm.policies.ragged import RaggedStack
 from llmrl.testing import tiny_tokenizer
@@ -34,7 +36,9 @@ def make_batch(offset=0):
         "masks": Masks.from_rows({"all_assistant_mask": [row % 2 == 0 for row in ids]}),
         "log_probs": LogProbs.from_rows({"full": [-row.float() for row in ids]}),
         "text": Text.from_rows({"full": [f"row {row + offset}" for row in range(5)]}),
-        "history": ChatHistory.from_rows({"full": History.from_chats([conversation(f"q{row + offset}") for row in range(5)])}),
+        "history": ChatHistory.from_rows(
+            {"full": History.from_chats([conversation(f"q{row + offset}") for row in range(5)])}
+        ),
         "reward": torch.arange(5.0) + offset,
     }
     return TensorDict(columns, batch_size=[5])
@@ -60,7 +64,15 @@ MASK = torch.tensor([True, False, False, True, True])
 
 def test_rows_come_back_as_they_went_in():
     td = make_batch()
-    assert REFERENCE[2] == ([20, 21, 22, 23], 4, [True, False, True, False], [-20.0, -21.0, -22.0, -23.0], "row 2", "q2", 2.0)
+    assert REFERENCE[2] == (
+        [20, 21, 22, 23],
+        4,
+        [True, False, True, False],
+        [-20.0, -21.0, -22.0, -23.0],
+        "row 2",
+        "q2",
+        2.0,
+    )
     listed = td.get(("tokens", "full"), as_list=True)
     assert isinstance(listed, list)
     assert [row.tolist() for row in listed] == [row[0] for row in REFERENCE]
@@ -180,7 +192,18 @@ def test_a_lazy_stack_of_rows_is_read_like_a_batch():
     assert [row.tolist() for row in tokens.rows("full")] == [row[0] for row in REFERENCE]
 
 
-# --- conversions ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["tokens", "masks", "log_probs", "text", "history"])
+def test_default_specs_describe_what_is_there(name):
+    container = make_batch()[name]
+    field = "all_assistant_mask" if name == "masks" else "full"
+    spec = type(container).default_spec((5,), [field])
+    assert spec.is_in(container)
+    assert not type(container).default_spec((4,), [field]).is_in(container)
+    with pytest.raises(ConfigError, match="unknown field"):
+        type(container).default_spec((5,), ["fulll"])
+
+
+# --- conversions ------------------------------------------------------------------------------------------------------
 
 
 def make_history(batch_size=(2,)):

@@ -52,7 +52,7 @@ def test_engines_follow_the_protocol(model, tokenizer):
     assert isinstance(FakeEngine(["a"], tokenizer=tokenizer), Engine)
 
 
-# --- log-probs --------------------------------------------------------------------------------------------------------------
+# --- log-probs --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.3])
@@ -67,7 +67,9 @@ def test_log_probs_are_those_of_the_sampling_distribution(model, temperature):
 
 
 @pytest.mark.parametrize(
-    "truncation", [{"top_p": 0.5}, {"top_k": 5}, {"min_p": 0.8}, {"repetition_penalty": 3.0}], ids=lambda t: next(iter(t))
+    "truncation",
+    [{"top_p": 0.5}, {"top_k": 5}, {"min_p": 0.8}, {"repetition_penalty": 3.0}],
+    ids=lambda t: next(iter(t)),
 )
 def test_truncated_sampling_keeps_both_log_probs(model, truncation):
     prompts = make_prompts(6, model.config.vocab_size)
@@ -76,7 +78,9 @@ def test_truncated_sampling_keeps_both_log_probs(model, truncation):
     for expected, plain in rescored(model, prompts, generation, 0.7, "plain_log_probs"):
         torch.testing.assert_close(plain, expected, atol=1e-5, rtol=0)
     if "repetition_penalty" not in truncation:  # the mass of what was cut goes to what stays
-        gained = [(drawn - plain).min() for drawn, plain in zip(generation.log_probs, generation.plain_log_probs, strict=True)]
+        gained = [
+            (drawn - plain).min() for drawn, plain in zip(generation.log_probs, generation.plain_log_probs, strict=True)
+        ]
         assert min(gained) > 1e-3, gained
 
 
@@ -110,7 +114,7 @@ def test_padding_changes_nothing_on_any_architecture(tokenizer, architecture):
         torch.testing.assert_close(said, expected, atol=1e-5, rtol=0)
 
 
-# --- rows are independent ---------------------------------------------------------------------------------------------------
+# --- rows are independent ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("params", [{}, {"top_p": 0.9}, {"repetition_penalty": 1.5}], ids=["plain", "top_p", "penalty"])
@@ -171,7 +175,7 @@ def test_uniforms_of_neighbouring_seeds_and_steps_are_uncorrelated():
     assert abs(torch.corrcoef(torch.stack([table[:, :-1].flatten(), table[:, 1:].flatten()]))[0, 1]) < 0.02
 
 
-# --- truncation arithmetic --------------------------------------------------------------------------------------------------
+# --- truncation arithmetic --------------------------------------------------------------------------------------------
 
 
 def kept(logits, **options):
@@ -203,7 +207,7 @@ def test_repetition_penalty_divides_positive_and_multiplies_negative_logits():
     assert penalize_repetition(logits, seen, 2.0).tolist() == [[1.0, -4.0, 2.0]]
 
 
-# --- how rows end -----------------------------------------------------------------------------------------------------------
+# --- how rows end -----------------------------------------------------------------------------------------------------
 
 
 def test_stop_reasons_and_lengths(model):
@@ -257,7 +261,7 @@ def test_a_prompt_must_be_a_row_of_ids(model, prompt):
         make_engine(model).generate([prompt], SamplingParams())
 
 
-# --- the model is left as it was --------------------------------------------------------------------------------------------
+# --- the model is left as it was --------------------------------------------------------------------------------------
 
 
 def test_training_flags_and_gradients_survive_a_call(tokenizer):
@@ -283,7 +287,7 @@ def test_score_buckets_rows_and_returns_them_in_order(model):
         torch.testing.assert_close(masked[row], expected, atol=1e-5, rtol=0)
 
 
-# --- weights ----------------------------------------------------------------------------------------------------------------
+# --- weights ----------------------------------------------------------------------------------------------------------
 
 
 def small(tokenizer, seed=0, **options):

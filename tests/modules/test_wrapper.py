@@ -8,7 +8,16 @@ from tensordict import TensorDict
 
 from llmrl.data.llm.chat import History
 from llmrl.errors import ConfigError, MissingKeyError, RolloutError, ShapeError
-from llmrl.modules.llm import ChatHistory, LogProbs, Masks, StopReason, Text, Tokens, TransformersWrapper, token_logprobs
+from llmrl.modules.llm import (
+    ChatHistory,
+    LogProbs,
+    Masks,
+    StopReason,
+    Text,
+    Tokens,
+    TransformersWrapper,
+    token_logprobs,
+)
 from llmrl.modules.llm.policies import LLMWrapperBase
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.padding import lengths_mask, pad_rows
@@ -32,7 +41,9 @@ def chats(questions=QUESTIONS):
 
 
 def history_td(conversations):
-    return TensorDict({"history": ChatHistory.from_rows({"prompt": History.from_chats(conversations)})}, [len(conversations)])
+    return TensorDict(
+        {"history": ChatHistory.from_rows({"prompt": History.from_chats(conversations)})}, [len(conversations)]
+    )
 
 
 def input_td(mode, tokenizer, questions=QUESTIONS):
@@ -71,7 +82,7 @@ def carried(td, *, tool=None):
     return TensorDict(columns, td.batch_size)
 
 
-# --- what is written --------------------------------------------------------------------------------------------------------
+# --- what is written --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["history", "text", "tokens"])
@@ -124,7 +135,9 @@ def test_the_views_say_what_was_answered(tokenizer):
     ]
     text = td["text"]
     assert text.rows("response") == ["It is 42.<|im_end|>", "Fine.<|im_end|>"]
-    assert text.rows("prompt")[0] == tokenizer.apply_chat_template(chats()[0], tokenize=False, add_generation_prompt=True)
+    assert text.rows("prompt")[0] == tokenizer.apply_chat_template(
+        chats()[0], tokenize=False, add_generation_prompt=True
+    )
     assert text.rows("full") == [p + r for p, r in zip(text.rows("prompt"), text.rows("response"), strict=True)]
     assert td["stop_reason"].tolist() == [StopReason.EOS] * 2
     assert td["tokens"].covered.tolist() == [2, 2]
@@ -154,7 +167,9 @@ def test_a_single_conversation_keeps_its_shape(model, tokenizer):
 def test_a_batch_of_two_dimensions_keeps_its_shape(tokenizer):
     flat = [*chats(), *chats(["Once", "Twice", "Thrice"])]
     history = History.stack([History.from_chats(flat[:3]), History.from_chats(flat[3:])])
-    td = TensorDict({"history": ChatHistory.from_rows({"prompt": [*history[0].unbind(0), *history[1].unbind(0)]}, [2, 3])}, [2, 3])
+    td = TensorDict(
+        {"history": ChatHistory.from_rows({"prompt": [*history[0].unbind(0), *history[1].unbind(0)]}, [2, 3])}, [2, 3]
+    )
     td = fake_policy(tokenizer, ["one", "two", "three", "four", "five", "six"])(td)
     assert td["stop_reason"].shape == (2, 3)
     assert td[1, 2]["text"].response == "six<|im_end|>"
@@ -163,7 +178,9 @@ def test_a_batch_of_two_dimensions_keeps_its_shape(tokenizer):
 
 @pytest.mark.parametrize("mode", ["history", "text", "tokens"])
 def test_padded_output(model, tokenizer, mode):
-    policy = make_policy(model, tokenizer, input_mode=mode, pad_output=True, generate_kwargs={"max_new_tokens": 5, "seed": 1})
+    policy = make_policy(
+        model, tokenizer, input_mode=mode, pad_output=True, generate_kwargs={"max_new_tokens": 5, "seed": 1}
+    )
     td = policy(input_td(mode, tokenizer))
     ragged = make_policy(model, tokenizer, generate_kwargs={"max_new_tokens": 5, "seed": 1})(history_td(chats()))
     tokens, masks, log_probs = td["tokens"], td["masks"], td["log_probs"]
@@ -212,7 +229,7 @@ def test_an_inplace_call_does_not_change_the_prompt(tokenizer):
     assert td["history"].prompt.to_chats() == chats()
 
 
-# --- log-probs: generation and scoring agree --------------------------------------------------------------------------------
+# --- log-probs: generation and scoring agree --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.3])
@@ -252,7 +269,9 @@ def test_scoring_reads_the_tokens_and_not_the_text(model, tokenizer):
     stream = torch.randint(0, len(tokenizer), (1000,), generator=torch.Generator().manual_seed(0))
     assert "\ufffd" in tokenizer.decode(stream)
     td = history_td(chats(["Hi"]))
-    td["history"] = ChatHistory.from_rows({"full": History.from_chats([[*chats()[0], {"role": "assistant", "content": "x"}]])})
+    td["history"] = ChatHistory.from_rows(
+        {"full": History.from_chats([[*chats()[0], {"role": "assistant", "content": "x"}]])}
+    )
     td["tokens"] = Tokens.from_rows({"full": [stream]})
     scorer = make_policy(model, tokenizer, generate=False)
     out = scorer(td)
@@ -303,7 +322,7 @@ def test_pad_equal_to_eos_gives_the_same_result(model):
         torch.testing.assert_close(a, b)
 
 
-# --- several turns ----------------------------------------------------------------------------------------------------------
+# --- several turns ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pad_output", [False, True])
@@ -366,7 +385,9 @@ def carried_padded(td, *, tool):
 def test_a_later_turn_equals_rendering_the_whole_conversation(tokenizer):
     policy = fake_policy(tokenizer, ["It is 42.", "Bye."])
     td = policy(carried(policy(history_td(chats(["Hi"]))), tool={"role": "user", "content": "And 7 times 6?"}))
-    whole = tokenizer.apply_chat_template(td["history"].prompt.to_chats()[0], tokenize=False, add_generation_prompt=True)
+    whole = tokenizer.apply_chat_template(
+        td["history"].prompt.to_chats()[0], tokenize=False, add_generation_prompt=True
+    )
     assert tokenizer.decode(policy.engine.prompts[1]) == whole
     assert td["text"].rows("prompt") == [whole]
 
@@ -379,12 +400,18 @@ def test_rows_that_start_afresh_are_rendered_among_rows_that_go_on(tokenizer):
     td["history"] = ChatHistory.from_rows(
         {"prompt": History.stack([History.from_messages(chats(["New"])[0]), td["history"].prompt[1]])}
     )
-    td["tokens"] = Tokens.from_rows({"prompt": [empty, rows(td, "tokens", "prompt")[1]], "covered": torch.tensor([0, 2])})
-    td["masks"] = Masks.from_rows({"prompt_assistant_mask": [empty.bool(), rows(td, "masks", "prompt_assistant_mask")[1]]})
+    td["tokens"] = Tokens.from_rows(
+        {"prompt": [empty, rows(td, "tokens", "prompt")[1]], "covered": torch.tensor([0, 2])}
+    )
+    td["masks"] = Masks.from_rows(
+        {"prompt_assistant_mask": [empty.bool(), rows(td, "masks", "prompt_assistant_mask")[1]]}
+    )
     td["log_probs"] = LogProbs.from_rows({"prompt": [empty.float(), rows(td, "log_probs", "prompt")[1]]})
     out = policy(td)
     assert torch.equal(policy.engine.prompts[2], Renderer(tokenizer).prompt_ids(chats(["New"]))[0])
-    assert torch.equal(policy.engine.prompts[3][: len(rows(first, "tokens", "full")[1])], rows(first, "tokens", "full")[1])
+    assert torch.equal(
+        policy.engine.prompts[3][: len(rows(first, "tokens", "full")[1])], rows(first, "tokens", "full")[1]
+    )
     assert out["text"].rows("full")[0].startswith("<|im_start|>user\nNew")
     assert [int(mask.sum()) for mask in rows(out, "masks", "all_assistant_mask")] == [
         len(policy.engine.answers[2]),
@@ -439,7 +466,7 @@ def test_prefer_tokens_false_renders_anew(tokenizer):
     assert int(rows(td, "masks", "all_assistant_mask")[0].sum()) == 2
 
 
-# --- seeds ------------------------------------------------------------------------------------------------------------------
+# --- seeds ------------------------------------------------------------------------------------------------------------
 
 
 def test_seeds_of_the_batch_decide_what_is_drawn(model, tokenizer):
@@ -463,7 +490,7 @@ def test_the_wrappers_seed_repeats_the_run(model, tokenizer):
     assert first[0] != first[1]
 
 
-# --- settings ---------------------------------------------------------------------------------------------------------------
+# --- settings ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_new_version_keeps_everything_it_was_not_told_to_change(model, tokenizer):
@@ -525,7 +552,9 @@ def test_generation_options_are_checked_at_construction(tokenizer, options, mess
 
 
 def test_legacy_option_names(tokenizer):
-    policy = fake_policy(tokenizer, ["Hello there, you"], generate_kwargs={"max_tokens": 2, "n": 3, "max_new_tokens": 50})
+    policy = fake_policy(
+        tokenizer, ["Hello there, you"], generate_kwargs={"max_tokens": 2, "n": 3, "max_new_tokens": 50}
+    )
     out = policy(history_td(chats()))
     assert out.batch_size == (3, 3)
     assert len(out[0, 0]["tokens"].response) == 2
@@ -585,7 +614,11 @@ def test_custom_keys_and_input_key(tokenizer):
 def test_text_and_history_mode_options_of_the_tokenizer(tokenizer):
     policy = fake_policy(tokenizer, ["yes"], generate_kwargs={"skip_special_tokens": True})
     assert policy(history_td(chats()))["text"].rows("response") == ["yes"] * 3
-    named = fake_policy(tokenizer, ["yes"], chat_template="{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}[assistant]")
+    named = fake_policy(
+        tokenizer,
+        ["yes"],
+        chat_template="{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}[assistant]",
+    )
     assert named(history_td(chats()))["text"].rows("prompt")[0] == "[user]Hi<|im_end|>[assistant]"
 
 

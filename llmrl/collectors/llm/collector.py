@@ -61,7 +61,8 @@ class LLMCollector:
     >>> from llmrl.envs.llm import DatasetChatEnv
     >>> from llmrl.testing import ScriptedPolicy
     >>> env = DatasetChatEnv(dataset=[{"question": "2 + 2?", "answer": "4"}], num_envs=2)
-    >>> collector = LLMCollector(env, policy=ScriptedPolicy(["4", "5"]), total_dialog_turns=4, yield_only_last_steps=True)
+    >>> policy = ScriptedPolicy(["4", "5"])
+    >>> collector = LLMCollector(env, policy=policy, total_dialog_turns=4, yield_only_last_steps=True)
     >>> [len(batch) for batch in collector], collector.counters["delivered"]
     ([2, 2], 4)
     """
@@ -151,7 +152,7 @@ class LLMCollector:
         return next(iter(self))
 
     def rollout(self) -> TensorDictBase:
-        """One batch as it is collected: before ``postproc``, and not into the replay buffer. Raises StopIteration at the end."""
+        """One batch as it is collected: before ``postproc``, not into the buffer. Raises StopIteration at the end."""
         if (data := self._collect()) is None:
             raise StopIteration
         return data
@@ -269,7 +270,7 @@ class LLMCollector:
         return self._flat(steps) if self.flatten_data else stack_steps(steps)
 
     def _continue(self, td: TensorDictBase) -> bool:
-        """Moves to the next turn, with new conversations in place of the finished ones; False where the data have ended."""
+        """Moves to the next turn, new conversations in place of finished ones; False where the data have ended."""
         done = td.get("next").get("done").view(-1).tolist()
         ended = sum(done)
         self.counters["conversations"] += ended
@@ -292,7 +293,8 @@ class LLMCollector:
         order = [0] * len(done)
         for position, row in enumerate([*alive, *(row for row, is_done in enumerate(done) if is_done)]):
             order[row] = position
-        self._root = take_rows(_side_by_side(going_on, fresh), order)
+        self.env._blank(going_on, fresh)  # a new conversation has no stream of tokens yet
+        self._root = take_rows(cat_rows([going_on.select(*fresh.keys()), fresh]), order)
         self._turns_B = self._turns_B * torch.tensor([not is_done for is_done in done])
         return True
 
@@ -428,8 +430,7 @@ def _check_can_end(env: EnvBase) -> None:
     if isinstance(base, ChatEnv) and not limited:
         raise ConfigError(
             "LLMCollector: finished conversations were asked for, but this env need never finish one: a ChatEnv does "
-            "not by "
-            "itself; add StepCounter(max_steps=...) to it, or pass max_dialog_turns."
+            "not by itself; add StepCounter(max_steps=...) to it, or pass max_dialog_turns."
         )
 
 
@@ -454,28 +455,3 @@ def _added(total: Tensor, reward: Tensor) -> Tensor:
 
 def _without_views(next_td: TensorDictBase) -> TensorDictBase:
     return next_td.exclude("history", "text", "tokens", "masks", "log_probs")
-
-
-def _side_by_side(going_on: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
-    """Conversations on their way and new ones as one batch. A new one has no stream of tokens yet: rows of no ids."""
-    count = fresh.batch_size[0]
-    for name, blanks in _BLANKS.items():
-        view = going_on.get(name, None)
-        if view is None or name in fresh.keys():
-            continue
-        if getattr(view, "padded", False):
-            raise ConfigError(
-                "LLMCollector: padded conversations cannot be continued beside new ones: use pad_output=False, "
-                "reset_at_each_iter, or yield_completed_trajectories."
-            )
-        columns = {field: [blank] * count for field, blank in blanks.items() if view.rows(field) is not None}
-        fresh.set(name, type(view).from_rows(columns))
-    return cat_rows([going_on.select(*fresh.keys()), fresh])
-
-
-_BLANKS: dict[str, dict[str, Any]] = {
-    "text": {"prompt": ""},
-    "tokens": {"prompt": torch.empty(0, dtype=torch.int64), "covered": torch.tensor(0)},
-    "log_probs": {"prompt": torch.empty(0), "plain": torch.empty(0)},
-    "masks": {"prompt_assistant_mask": torch.empty(0, dtype=torch.bool)},
-}

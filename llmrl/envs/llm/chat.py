@@ -158,7 +158,9 @@ class ChatEnv(EnvBase):
                 f"TensorDict({self.data_key}=..., batch_size={list(self.batch_size)}), or add a DataLoadingPrimer."
             )
         out = TensorDict._new_unsafe(
-            {key: value for key, value in td.items() if key != "_reset"}, batch_size=td.batch_size, device=self.device
+            {key: value for key, value in td.items() if key not in _NOT_CARRIED},
+            batch_size=td.batch_size,
+            device=self.device,
         )
         out.set(self.input_mode, self._prompt([self._chat(query) for query in queries]))
         return out
@@ -172,6 +174,20 @@ class ChatEnv(EnvBase):
                 f"{self.input_mode!r} has {' and '.join(fields) or 'nothing'}."
             )
         return TensorDict._new_unsafe(carried_views(td), batch_size=td.batch_size, device=self.device)
+
+    def _blank(self, old: TensorDictBase, new: TensorDictBase) -> None:
+        count = new.batch_size.numel()
+        for name, blanks in _BLANKS.items():
+            view = old.get(name, None)
+            if view is None or name in new.keys():
+                continue
+            if getattr(view, "padded", False) and new.batch_size != old.batch_size:
+                raise ConfigError(
+                    "ChatEnv: a new conversation cannot start beside padded ones that go on: use pad_output=False, or "
+                    "reset all rows once all of them have ended."
+                )
+            columns = {field: [blank] * count for field, blank in blanks.items() if view.rows(field) is not None}
+            new.set(name, type(view).from_rows(columns, new.batch_size))
 
     def _chat(self, query: Any) -> list[Message]:
         if isinstance(query, str):
@@ -311,6 +327,16 @@ def carried_views(td: TensorDictBase) -> dict[str, Any]:
             views[name] = (container.from_padded if padded else container.from_rows)(columns, td.batch_size)
     return views
 
+
+_NOT_CARRIED = ("_reset", "next", "history", "text", "tokens", "log_probs", "masks")
+
+# A conversation that has just begun, in the views that only a policy writes.
+_BLANKS: dict[str, dict[str, Any]] = {
+    "text": {"prompt": ""},
+    "tokens": {"prompt": torch.empty(0, dtype=torch.int64), "covered": torch.tensor(0)},
+    "log_probs": {"prompt": torch.empty(0), "plain": torch.empty(0)},
+    "masks": {"prompt_assistant_mask": torch.empty(0, dtype=torch.bool)},
+}
 
 _STREAMS: tuple[tuple[str, Any, dict[str, str]], ...] = (
     ("tokens", Tokens, {"full": "prompt", "covered": "covered"}),

@@ -47,8 +47,7 @@ def completion_texts(
     hint = " and a tokenizer" if tokenizer is None and "tokens" in td.keys() else ""
     raise MissingKeyError(
         f"{who}: the policy's response must be in ('text', 'response'), ('history', 'response') or ('tokens', "
-        "'response')"
-        f"{hint}: the batch has {', '.join(map(str, td.keys()))}."
+        f"'response'){hint}: the batch has {', '.join(map(str, td.keys()))}."
     )
 
 

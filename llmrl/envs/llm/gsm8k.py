@@ -154,8 +154,8 @@ class GSM8KEnv(DatasetChatEnv):
 
     SYSTEM_PROMPT = (
         "You solve word problems. Think step by step between <think> and </think>, then give the final number alone "
-        "between "
-        "<answer> and </answer>, for example <think>2 bags of 3 apples are 6 apples.</think><answer>6</answer>."
+        "between <answer> and </answer>, for example <think>2 bags of 3 apples are 6 "
+        "apples.</think><answer>6</answer>."
     )
 
     def __init__(
@@ -212,7 +212,7 @@ class GSM8KEnv(DatasetChatEnv):
 _THINK = re.compile(r"<think>(.*?)(?:</think>|\Z)", re.DOTALL)
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _NUMBER = re.compile(r"(?<!\w)[-+]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d*)?|\.\d+)(?!\d|[eE][-+]?\d)")
-_SIGNS = str.maketrans({"−": "-", "*": " ", "\\": " ", "$": "", "€": "", "£": "", "%": ""})
+_SIGNS = str.maketrans({"\N{MINUS SIGN}": "-", "*": " ", "\\": " ", "$": "", "€": "", "£": "", "%": ""})
 
 
 def extract_tags(text: str) -> tuple[str | None, str | None]:

@@ -110,6 +110,9 @@ class TransformedEnv(EnvBase):
             td = TensorDict._new_unsafe({}, batch_size=reset_td.batch_size)
         return self.transform._reset(td, reset_td)
 
+    def _blank(self, old: TensorDictBase, new: TensorDictBase) -> None:
+        self.base_env._blank(old, new)
+
     def _set_seed(self, seed: int) -> None:
         self.base_env.set_seed(seed)
         self.transform._set_seed(seed)

@@ -1,4 +1,4 @@
-"""Language models as policies: rendering conversations, engines that sample, wrappers that read and write TensorDicts."""
+"""Language models as policies: renderers of conversations, engines that sample, wrappers on TensorDicts."""
 
 from __future__ import annotations
 

@@ -11,7 +11,9 @@ from llmrl.data.llm.columns import column
 from llmrl.envs.llm import ChatEnv, DatasetChatEnv
 from llmrl.envs.llm.transforms import DataLoadingPrimer, EndOfData
 from llmrl.errors import ConfigError, DataError, MissingKeyError
+from llmrl.modules.llm.policies.base import LLMWrapperBase
 from llmrl.modules.llm.policies.containers import ChatHistory, LogProbs, Masks, Tokens
+from llmrl.testing import FakeEngine
 
 
 def query(*texts):
@@ -167,6 +169,34 @@ def test_prompts_need_not_be_called_query():
     assert td.get("ask").tolist() == ["a"]
     assert td.get("answer").tolist() == ["7"]
     assert td["history"].prompt.to_chats() == [[{"role": "user", "content": "a"}]]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
+def test_a_rollout_through_resets_starts_every_conversation_with_a_stream_of_its_own(mode, padded, tokenizer):
+    policy = LLMWrapperBase(
+        FakeEngine(["a", "b c", "d"], tokenizer=tokenizer), tokenizer=tokenizer, input_mode=mode, pad_output=padded
+    )
+    rows = [{"prompt": f"q{n}"} for n in range(9)]
+    env = DatasetChatEnv(dataset=rows, num_envs=2, shuffle=False, max_steps=2, input_mode=mode, tokenizer=tokenizer)
+    batch = env.rollout(6, policy, break_when_any_done=False)
+    for b in range(2):
+        for t in range(6):
+            row = batch[b, t]
+            full = row["tokens"].full
+            full = full[row["masks"].all_attention_mask] if padded else full
+            assert tokenizer.decode(full).count(f"user\n{row['query']}<|im_end|>") == 1
+            assert tokenizer.decode(full).count("<|im_start|>user") == 1
+            assert tokenizer.decode(full).startswith("<|im_start|>user")
+
+
+def test_a_running_padded_conversation_cannot_stand_beside_a_new_one(tokenizer):
+    policy = LLMWrapperBase(FakeEngine(["a", "b c"], tokenizer=tokenizer), tokenizer=tokenizer, pad_output=True)
+    env = DatasetChatEnv(dataset=[{"prompt": "q"}], num_envs=2)
+    td = env.step_mdp(env.step(policy(env.reset())))
+    td["_reset"] = torch.tensor([[True], [False]])
+    with pytest.raises(ConfigError, match="use pad_output=False"):
+        env.reset(td)
 
 
 def test_a_primer_cannot_be_given_both_data_and_a_factory():

@@ -77,7 +77,7 @@ def test_a_response_has_one_score_in_every_mode(mode, completion, reward, tokeni
         ("0.50", "0.5"),
         ("-$5", "-5"),
         ("$-5", "-5"),
-        ("−7", "-7"),
+        ("\N{MINUS SIGN}7", "-7"),
         ("-0", "0"),
         ("5-3", "5-3"),
         ("1, 2", "1, 2"),

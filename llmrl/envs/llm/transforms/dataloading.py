@@ -125,7 +125,7 @@ class DataLoadingPrimer(Transform):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes to where ``state`` stood. Raises CheckpointError where the data or their order are not those of the state."""
+        """Goes to where ``state`` stood. Raises CheckpointError where the data or their order are other ones."""
         for name, mine in (("repeats", self.repeats), ("seed", self.seed), ("epoch_size", self._source.epoch_size)):
             if state[name] != mine and None not in (state[name], mine):
                 raise CheckpointError(
@@ -191,8 +191,7 @@ class DataLoadingPrimer(Transform):
             return self.stack_method(values)
         if any(value.shape != values[0].shape for value in values):
             raise DataError(
-                "DataLoadingPrimer: tensors of one column must have one shape, or a stack_method that makes one batch "
-                "of "
-                f"them: got {tuple(values[0].shape)} and others."
+                "DataLoadingPrimer: tensors of one column must have one shape, or a stack_method that makes one "
+                f"batch of them: got {tuple(values[0].shape)} and others."
             )
         return torch.stack(values)

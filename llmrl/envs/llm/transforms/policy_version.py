@@ -1,4 +1,4 @@
-"""Stamps every turn with the version of the weights that sampled it. The collector moves the version; this writes it."""
+"""Stamps every turn with the version of the weights that sampled it. The collector moves the version."""
 
 from __future__ import annotations
 

@@ -106,9 +106,8 @@ class IteratedRows:
             if count == 0:
                 raise DataError(
                     "DataLoadingPrimer: an epoch must yield at least one row: the dataloader yielded none. An "
-                    "iterator that "
-                    "can be read once only cannot be used: give something with __iter__, such as a list or a "
-                    "DataLoader."
+                    "iterator that can be read once only cannot be used: give something with __iter__, such as a "
+                    "list or a DataLoader."
                 )
             self.epoch_size = count
 
@@ -136,8 +135,7 @@ def row_source(dataloader: Any, *, shuffle: bool, seed: int) -> RowSource:
     if shuffle:
         raise DataError(
             f"DataLoadingPrimer: shuffle=True needs rows that can be indexed: got {type(dataloader).__name__}, whose "
-            "order is "
-            "its own; shuffle there, or give a list or a datasets.Dataset."
+            "order is its own; shuffle there, or give a list or a datasets.Dataset."
         )
     return IteratedRows(dataloader)
 

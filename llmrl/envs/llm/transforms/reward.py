@@ -97,8 +97,7 @@ class RewardFunction(Transform):
             if name not in known:
                 raise ConfigError(
                     f"RewardFunction {self.name!r}: its parameter {name!r} must be a column of the dataset: the "
-                    "columns are "
-                    f"{', '.join(known)}.{near(name, known)}"
+                    f"columns are {', '.join(known)}.{near(name, known)}"
                 )
 
     def set_container(self, container: EnvBase) -> None:
@@ -282,7 +281,7 @@ class _Batch:
 
 
 class _Worker:
-    """One daemon thread that runs calls in turn, so that a call that never returns cannot keep the process from ending."""
+    """One daemon thread that runs calls in turn; a call that never returns cannot keep the process from ending."""
 
     def __init__(self, name: str):
         self._calls: SimpleQueue[tuple[Callable[[], None], threading.Event] | None] = SimpleQueue()

@@ -1,7 +1,8 @@
 """What a generation engine is: token ids in, sampled token ids with their log-probs out.
 
-This file holds the protocol and the three values that cross it (``SamplingParams``, ``Generation``, ``StopReason``). Messages,
-templates, tensordicts and masks are the wrapper's business (``policies``); an engine knows ids only, so an adapter is small.
+This file holds the protocol and the three values that cross it (``SamplingParams``, ``Generation``, ``StopReason``).
+Messages, templates, tensordicts and masks are the wrapper's business (``policies``); an engine knows ids only, so an
+adapter is small.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class StopReason(IntEnum):
 class SamplingParams:
     """How one call samples. The defaults are the model's own distribution: no truncation, temperature 1.
 
-    ``temperature == 0`` and ``do_sample=False`` both mean greedy. Order: repetition penalty, temperature, top-k, top-p, min-p.
+    ``temperature == 0`` and ``do_sample=False`` both mean greedy. Order: repetition penalty, temperature, top-k, top-p,
+    min-p.
 
     Raises  ConfigError  where a value is out of its range
 
@@ -121,9 +123,10 @@ class Generation:
 class Engine(Protocol):
     """The seam between the wrapper and whatever runs the model.
 
-    ``generate``       prompts: int64[P_i] each; ``seeds``: one int per row, or None for fresh ones. A row's sample is a function of
-                       its prompt, its seed and the weights, never of the rows beside it.
-    ``score``          float32[T_i] per sequence: [t] = log p(token t | tokens before t), [0] = 0; 0 where ``masks[i]`` is False
+    ``generate``       prompts: int64[P_i] each; ``seeds``: one int per row, or None for fresh ones. A row's sample is a
+                       function of its prompt, its seed and the weights, never of the rows beside it.
+    ``score``          float32[T_i] per sequence: [t] = log p(token t | tokens before t), [0] = 0; 0 where ``masks[i]``
+                       is False
     ``update_weights`` all or nothing; None where the engine shares the trainer's module, so that only the version moves
     """
 

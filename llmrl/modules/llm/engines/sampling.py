@@ -5,6 +5,7 @@ B rows, R steps, V vocabulary. ``transformers.py`` runs the loop that calls thes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -33,8 +34,8 @@ def _mix(x: Tensor) -> Tensor:
 def row_uniforms(seeds: Sequence[int], num_steps: int) -> Tensor:
     """float32[B, R] in [0, 1): entry (i, t) is a function of ``seeds[i]`` and ``t`` alone.
 
-    A counter-based generator instead of one ``torch.Generator`` per row: the whole table costs a dozen tensor operations, a row
-    does not depend on the rows beside it, and a longer table begins with the shorter one.
+    A counter-based generator instead of one ``torch.Generator`` per row: the whole table costs a dozen tensor
+    operations, a row does not depend on the rows beside it, and a longer table begins with the shorter one.
 
     Source  Steele, Lea and Flood 2014, SplitMix64
 
@@ -67,7 +68,7 @@ def truncate(logits_BV: Tensor, params: SamplingParams) -> Tensor:
     if params.top_p < 1.0:
         logits_BV = logits_BV.masked_fill(logits_BV < _nucleus_floor(logits_BV, params.top_p), float("-inf"))
     if params.min_p > 0.0:
-        floor_B1 = logits_BV.amax(-1, keepdim=True) + torch.tensor(params.min_p).log().item()
+        floor_B1 = logits_BV.amax(-1, keepdim=True) + math.log(params.min_p)
         logits_BV = logits_BV.masked_fill(logits_BV < floor_B1, float("-inf"))
     return logits_BV
 
@@ -79,7 +80,8 @@ def _nucleus_floor(logits_BV: Tensor, top_p: float) -> Tensor:
     """
     vocabulary = logits_BV.shape[-1]
     log_total_B1 = logits_BV.logsumexp(-1, keepdim=True)
-    # Sorting the vocabulary is what top-p costs on a CPU (30 times the rest of a draw), and the nucleus is nearly always small.
+    # Sorting the vocabulary is what top-p costs on a CPU (30 times the rest of a draw), and the nucleus is nearly
+    # always small.
     for size in (256, vocabulary) if vocabulary > 256 and logits_BV.device.type == "cpu" else (vocabulary,):
         top_BK = logits_BV.topk(size, dim=-1).values
         probs_BK = (top_BK - log_total_B1).exp()
@@ -90,7 +92,9 @@ def _nucleus_floor(logits_BV: Tensor, top_p: float) -> Tensor:
 
 
 def draw(log_probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
-    """int64[B]: the first token whose cumulative probability exceeds the row's uniform. A token of probability 0 is never drawn."""
+    """int64[B]: the first token whose cumulative probability exceeds the row's uniform. A token of probability 0 is
+    never drawn.
+    """
     cdf_BV = log_probs_BV.exp().cumsum(-1)
     total_B1 = cdf_BV[:, -1:]
     below_total_B1 = torch.nextafter(total_B1, torch.zeros_like(total_B1))

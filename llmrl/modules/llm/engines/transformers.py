@@ -1,10 +1,11 @@
 """Generation and scoring with a Hugging Face causal language model, in this process.
 
-The decode loop is ours: every row has its own seed, so what a row samples does not depend on the rows beside it; log-probs are
-those of the distribution that was sampled from; equal prompts are prefilled once; finished rows leave the batch. The arithmetic of
-one draw is in ``sampling.py``, scoring is ``log_probs.token_logprobs``.
+The decode loop is ours: every row has its own seed, so what a row samples does not depend on the rows beside it;
+log-probs are those of the distribution that was sampled from; equal prompts are prefilled once; finished rows leave the
+batch. The arithmetic of one draw is in ``sampling.py``, scoring is ``log_probs.token_logprobs``.
 
-Shapes: B rows of the call, N rows still in the batch, U distinct prompts, P prompt length, R response length, V vocabulary.
+Shapes: B rows of the call, N rows still in the batch, U distinct prompts, P prompt length, R response length, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from llmrl.errors import ConfigError, ShapeError, WeightSyncError, near
+from llmrl.errors import ConfigError, ShapeError
 from llmrl.modules.llm.engines.base import Generation, SamplingParams, StopReason
-from llmrl.modules.llm.engines.sampling import draw, penalize_repetition, row_uniforms, truncate
+from llmrl.modules.llm.engines.decoding import Decoding
+from llmrl.modules.llm.engines.weights import check_weights
 from llmrl.modules.llm.log_probs import token_logprobs
 from llmrl.padding import lengths_mask, pad_rows
 
@@ -32,8 +34,8 @@ __all__ = ["TransformersEngine"]
 class TransformersEngine:
     """An ``Engine`` over a Hugging Face causal language model.
 
-    The model may be the trainer's own module: it is put in evaluation mode for the length of a call and put back as it was, and
-    ``update_weights(None, version=...)`` then only moves the version.
+    The model may be the trainer's own module: it is put in evaluation mode for the length of a call and put back as it
+    was, and ``update_weights(None, version=...)`` then only moves the version.
 
     eos_token_ids     ids that end a response; they are part of it
     pad_token_id      fills the padding; may equal an end-of-sequence id, because masks come from lengths
@@ -71,7 +73,7 @@ class TransformersEngine:
         base = model.get_base_model() if hasattr(model, "get_base_model") else model  # an adapter hides the signature
         self._accepts = frozenset(inspect.signature(base.forward).parameters)
 
-    # --- generation ---------------------------------------------------------------------------------------------------------
+    # --- generation ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()  # not inference_mode: buffers that a model caches in its forward must stay usable by the trainer
     def generate(
@@ -90,18 +92,31 @@ class TransformersEngine:
         for row, prompt in enumerate(prompts):
             if prompt.ndim != 1 or not prompt.numel():
                 raise ShapeError(
-                    f"TransformersEngine: a prompt is a non-empty int64[P]: got shape {tuple(prompt.shape)} in row {row}."
+                    f"TransformersEngine: a prompt is a non-empty int64[P]: got {tuple(prompt.shape)} in row {row}."
                 )
         if params.stop_strings and self.tokenizer is None:
-            raise ConfigError("TransformersEngine: stop_strings need tokenizer= at construction, to read what was drawn.")
+            raise ConfigError(
+                "TransformersEngine: stop_strings need tokenizer= at construction, to read what was drawn."
+            )
         ids: list[Tensor] = [None] * len(prompts)  # type: ignore[list-item]
         log_probs: list[Tensor] = [None] * len(prompts)  # type: ignore[list-item]
         plain: list[Tensor] = [None] * len(prompts)  # type: ignore[list-item]
         reasons: list[StopReason] = [StopReason.LENGTH] * len(prompts)
+        device = model_device(self.model)
         with evaluation_mode(self.model):
             lengths = [len(prompt) + params.max_new_tokens for prompt in prompts]
             for rows in _batches(lengths, self.max_batch_tokens, self.pad_inputs):
-                batch = _Decoding(self, [prompts[row] for row in rows], [seeds[row] for row in rows], params)
+                batch = Decoding(
+                    self.forward,
+                    self.model.config,
+                    [prompts[row] for row in rows],
+                    [seeds[row] for row in rows],
+                    params,
+                    stop_ids={*self.eos_token_ids, *params.stop_token_ids},
+                    pad_token_id=self.pad_token_id,
+                    tokenizer=self.tokenizer,
+                    device=device,
+                )
                 for row, (row_ids, row_log_probs, row_plain, reason) in zip(rows, batch.run(), strict=True):
                     ids[row], log_probs[row], plain[row], reasons[row] = row_ids, row_log_probs, row_plain, reason
         return Generation(ids, log_probs, plain if params.truncates else None, reasons, self.version)
@@ -109,7 +124,9 @@ class TransformersEngine:
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache: Any
     ) -> Tensor:
-        """float32[N, V]: the logits of the last position. Keyword arguments only, and only those that the model declares."""
+        """float32[N, V]: the logits of the last position. Keyword arguments only, and only those that the model
+        declares.
+        """
         inputs: dict[str, Any] = {"input_ids": input_ids, "past_key_values": cache, "use_cache": True}
         if attention_mask is not None:
             inputs["attention_mask"] = attention_mask
@@ -119,13 +136,15 @@ class TransformersEngine:
             inputs["logits_to_keep"] = 1
         return self.model(**inputs).logits[:, -1].float()
 
-    # --- scoring ------------------------------------------------------------------------------------------------------------
+    # --- scoring ------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def score(
         self, sequences: Sequence[Tensor], *, temperature: float = 1.0, masks: Sequence[Tensor] | None = None
     ) -> list[Tensor]:
-        """float32[T_i] per sequence: [t] = log p(token t | tokens before t), [0] = 0, and 0 where ``masks[i]`` is False."""
+        """float32[T_i] per sequence: [t] = log p(token t | tokens before t), [0] = 0, and 0 where ``masks[i]`` is
+        False.
+        """
         scores: list[Tensor] = [None] * len(sequences)  # type: ignore[list-item]
         lengths = [len(sequence) for sequence in sequences]
         device = model_device(self.model)
@@ -142,14 +161,14 @@ class TransformersEngine:
                     scores[row] = row_scores[: lengths[row]].clone()
         return scores
 
-    # --- weights and state --------------------------------------------------------------------------------------------------
+    # --- weights and state --------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def update_weights(self, weights: Mapping[str, Tensor] | None, *, version: int) -> None:
         """Copies ``weights`` into the model, then moves the version. None: the weights are shared already.
 
-        Names are those of ``model.state_dict()``; of tied weights one name is enough. Everything is checked before anything is
-        written.
+        Names are those of ``model.state_dict()``; of tied weights one name is enough. Everything is checked before
+        anything is written.
 
         Raises  WeightSyncError  naming what is unknown, missing, misshapen, or tied but different
         """
@@ -172,218 +191,6 @@ class TransformersEngine:
         """Nothing to release: the model belongs to whoever built it."""
 
 
-class _Decoding:
-    """One batch of one ``generate`` call: left-padded prompts, their cache, and the rows that still run."""
-
-    def __init__(
-        self, engine: TransformersEngine, prompts: list[Tensor], seeds: list[int], params: SamplingParams
-    ) -> None:
-        self.engine = engine
-        self.params = params
-        self.home = prompts[0].device  # where the caller keeps its rows
-        self.device = model_device(engine.model)
-        self.prompts = prompts
-        self.uniforms_BR = None if params.greedy else row_uniforms(seeds, params.max_new_tokens).to(self.device)
-        self.stop_ids = torch.tensor(sorted({*engine.eos_token_ids, *params.stop_token_ids}), device=self.device)
-        self.check_every = 1 if self.device.type == "cpu" else 4  # asking an accelerator whether rows ended makes it wait
-
-    def run(self) -> Iterator[tuple[Tensor, Tensor, Tensor, StopReason]]:
-        """Prefills, decodes until every row ended, and yields each row's ids, log-probs, plain log-probs and stop reason."""
-        params, stop_ids = self.params, self.stop_ids
-        logits_NV = self._prefill()
-        rows_N = torch.arange(len(self.prompts), device=self.device)
-        ended_N = torch.zeros(len(self.prompts), dtype=torch.bool, device=self.device)
-        seen_NV = self._seen(logits_NV.shape[-1]) if params.repetition_penalty != 1.0 else None
-        string_end_B: list[int | None] = [None] * len(self.prompts)  # length of the response when it completed a stop string
-        segments: list[tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]] = []
-        tokens: list[Tensor] = []
-        drawn_lp: list[Tensor] = []
-        plain_lp: list[Tensor] = []
-        tails: list[list[int]] = [[] for _ in self.prompts]
-        uniforms_NR = self.uniforms_BR
-        for step in range(params.max_new_tokens):
-            token_N, drawn_N, plain_N = self._draw(
-                logits_NV, seen_NV, None if uniforms_NR is None else uniforms_NR[:, step]
-            )
-            tokens.append(token_N)
-            drawn_lp.append(drawn_N)
-            plain_lp.append(plain_N)
-            ended_N = ended_N | torch.isin(token_N, stop_ids) if len(stop_ids) != 1 else ended_N | (token_N == stop_ids)
-            if params.stop_strings:
-                ended_N = ended_N | self._string_ends(token_N, rows_N, tails, string_end_B, step)
-            if step + 1 == params.max_new_tokens:
-                break
-            if (step + 1) % self.check_every == 0:
-                num_left = int((~ended_N).sum())
-                if num_left == 0:
-                    break
-                if num_left * 2 <= len(token_N):
-                    segments.append((rows_N, tokens, drawn_lp, plain_lp))
-                    tokens, drawn_lp, plain_lp = [], [], []
-                    keep = (~ended_N).nonzero().squeeze(1)
-                    token_N, rows_N, ended_N = token_N[keep], rows_N[keep], ended_N[keep]
-                    seen_NV = None if seen_NV is None else seen_NV[keep]
-                    uniforms_NR = None if uniforms_NR is None else uniforms_NR[keep]
-                    self._keep(keep)
-            if seen_NV is not None:
-                seen_NV.scatter_(1, token_N[:, None], True)
-            logits_NV = self._step(token_N)
-        segments.append((rows_N, tokens, drawn_lp, plain_lp))
-        yield from self._collect(segments, string_end_B)
-
-    def _prefill(self) -> Tensor:
-        """float32[N, V]: the logits after each prompt. Leaves the cache, the mask and the positions of all rows behind."""
-        from transformers import DynamicCache
-
-        distinct: dict[bytes, int] = {}
-        which_B = [distinct.setdefault(prompt.cpu().numpy().tobytes(), len(distinct)) for prompt in self.prompts]
-        firsts = [which_B.index(u) for u in range(len(distinct))]
-        unique = [self.prompts[first] for first in firsts]
-        lengths = [len(prompt) for prompt in unique]
-        self.width = max(lengths)
-        ids_UP = pad_rows(unique, value=self.engine.pad_token_id, side="left").to(self.device)
-        self.mask_NT: Tensor | None = None  # rows of one length need no mask, and are faster without
-        self.position_N1: Tensor | None = None
-        position_UP = None
-        if min(lengths) != self.width:
-            mask_UP = lengths_mask(lengths, self.width, side="left").to(self.device)
-            position_UP = (mask_UP.cumsum(-1) - 1).clamp_(min=0)
-            response = torch.ones(len(unique), self.params.max_new_tokens, dtype=torch.bool, device=self.device)
-            self.mask_NT = torch.cat([mask_UP, response], dim=1).long()
-            self.position_N1 = position_UP[:, -1:]
-        self.cache = DynamicCache(config=self.engine.model.config)
-        mask_UP = None if self.mask_NT is None else self.mask_NT[:, : self.width]
-        logits_NV = self.engine.forward(ids_UP, mask_UP, position_UP, self.cache)
-        if len(unique) != len(self.prompts):
-            repeat_B = torch.tensor(which_B, device=self.device)
-            self._keep(repeat_B)
-            logits_NV = logits_NV[repeat_B]
-        return logits_NV
-
-    def _step(self, token_N: Tensor) -> Tensor:
-        self.width += 1
-        mask_NT = None
-        if self.mask_NT is not None:
-            mask_NT = self.mask_NT[:, : self.width]
-            self.position_N1 = self.position_N1 + 1
-        return self.engine.forward(token_N[:, None], mask_NT, self.position_N1, self.cache)
-
-    def _keep(self, index: Tensor) -> None:
-        """Selects rows of everything the next forward reads; an index may repeat."""
-        self.cache.batch_select_indices(index)
-        if self.mask_NT is not None:
-            self.mask_NT = self.mask_NT[index]
-            self.position_N1 = self.position_N1[index]
-
-    def _draw(
-        self, logits_NV: Tensor, seen_NV: Tensor | None, uniforms_N: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """int64[N], float32[N], float32[N]: the tokens, their log-probs where drawn, and under the temperature alone."""
-        params = self.params
-        temperature = params.scoring_temperature
-        scaled_NV = logits_NV if temperature == 1.0 else logits_NV / temperature
-        plain_NV = log_probs_NV = scaled_NV.log_softmax(-1)
-        if params.truncates:
-            if seen_NV is not None:
-                scaled_NV = penalize_repetition(logits_NV, seen_NV, params.repetition_penalty) / temperature
-            log_probs_NV = (scaled_NV if params.greedy else truncate(scaled_NV, params)).log_softmax(-1)
-        token_N = log_probs_NV.argmax(-1) if uniforms_N is None else draw(log_probs_NV, uniforms_N)
-        drawn_N = log_probs_NV.gather(1, token_N[:, None]).squeeze(1)
-        plain_N = plain_NV.gather(1, token_N[:, None]).squeeze(1) if params.truncates else drawn_N
-        return token_N, drawn_N, plain_N
-
-    def _seen(self, vocabulary: int) -> Tensor:
-        seen_BV = torch.zeros(len(self.prompts), vocabulary, dtype=torch.bool, device=self.device)
-        for row, prompt in enumerate(self.prompts):
-            seen_BV[row, prompt.to(self.device)] = True
-        return seen_BV
-
-    def _string_ends(
-        self, token_N: Tensor, rows_N: Tensor, tails: list[list[int]], ends: list[int | None], step: int
-    ) -> Tensor:
-        """bool[N]: rows whose text has just completed a stop string. Only the last tokens are decoded."""
-        stop_strings = self.params.stop_strings
-        window = max(len(stop.encode()) for stop in stop_strings) + 4  # a token holds at least one byte
-        rows = rows_N.tolist()
-        for row, token in zip(rows, token_N.tolist(), strict=True):
-            tails[row] = [*tails[row][-window + 1 :], token]
-        texts = self.engine.tokenizer.batch_decode([tails[row] for row in rows], skip_special_tokens=False)
-        hits = []
-        for row, text in zip(rows, texts, strict=True):
-            hit = ends[row] is None and any(stop in text for stop in stop_strings)
-            if hit:
-                ends[row] = step + 1
-            hits.append(hit)
-        return torch.tensor(hits, device=self.device)
-
-    def _collect(
-        self, segments: list[tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]], string_end_B: list[int | None]
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor, StopReason]]:
-        """Puts the per-step columns of every segment back into rows, and cuts each row where it ended."""
-        num_rows, num_steps = len(self.prompts), sum(len(tokens) for _, tokens, _, _ in segments)
-        ids_BR = torch.zeros(num_rows, num_steps, dtype=torch.int64, device=self.device)
-        drawn_BR = torch.zeros(num_rows, num_steps, device=self.device)
-        plain_BR = torch.zeros(num_rows, num_steps, device=self.device) if self.params.truncates else drawn_BR
-        start = 0
-        for rows_N, tokens, drawn, plain in segments:
-            stop = start + len(tokens)
-            ids_BR[rows_N, start:stop] = torch.stack(tokens, 1)
-            drawn_BR[rows_N, start:stop] = torch.stack(drawn, 1)
-            if self.params.truncates:
-                plain_BR[rows_N, start:stop] = torch.stack(plain, 1)
-            start = stop
-        is_stop_BR = torch.isin(ids_BR, self.stop_ids)
-        eos_end_B = torch.where(is_stop_BR.any(1), is_stop_BR.int().argmax(1) + 1, num_steps + 1).tolist()
-        columns = [ids_BR.to(self.home), drawn_BR.to(self.home)]
-        columns.append(plain_BR.to(self.home) if self.params.truncates else columns[1])
-        for row, eos_end in enumerate(eos_end_B):
-            string_end = string_end_B[row] or num_steps + 1
-            length = min(eos_end, string_end, num_steps)
-            if eos_end <= min(string_end, num_steps):
-                reason = StopReason.EOS
-            else:
-                reason = StopReason.STOP_STRING if string_end <= num_steps else StopReason.LENGTH
-            ids, drawn, plain = (column[row, :length].clone() for column in columns)  # a view would keep every row alive
-            yield ids, drawn, plain, reason
-
-
-def check_weights(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-    """Raises WeightSyncError unless ``weights`` can replace all of ``own`` (a state dict); names that share storage count as one."""
-    unknown = sorted(weights.keys() - own.keys())
-    if unknown:
-        raise WeightSyncError(
-            f"TransformersEngine: every weight must have its place: got unknown names {_some(unknown)}."
-            f"{near(unknown[0], own)} Nothing was updated."
-        )
-    aliases: dict[tuple[Any, ...], list[str]] = {}
-    for name, tensor in own.items():
-        aliases.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else (name,), []).append(name)
-    missing = []
-    for names in aliases.values():
-        given = [name for name in names if name in weights]
-        if not given:
-            missing.append(names[0])
-        for name in given[1:]:
-            if weights[name] is not weights[given[0]] and not torch.equal(weights[name], weights[given[0]]):
-                raise WeightSyncError(
-                    f"TransformersEngine: {given[0]} and {name} are tied in this model and must be equal. Nothing was updated."
-                )
-    if missing:
-        raise WeightSyncError(
-            f"TransformersEngine: every weight must be sent: missing {_some(sorted(missing))}. Nothing was updated."
-        )
-    for name, tensor in weights.items():
-        if tensor.shape != own[name].shape:
-            raise WeightSyncError(
-                f"TransformersEngine: {name} must keep its shape: got {tuple(tensor.shape)}, expected "
-                f"{tuple(own[name].shape)}. Nothing was updated."
-            )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
 def model_device(model: nn.Module) -> torch.device:
     """Where the inputs of a model go: the device of its first parameter."""
     return next(model.parameters()).device
@@ -391,7 +198,9 @@ def model_device(model: nn.Module) -> torch.device:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode for the length of a block; afterwards every module has the flag that it had, frozen ones included."""
+    """Evaluation mode for the length of a block; afterwards every module has the flag that it had, frozen ones
+    included.
+    """
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False

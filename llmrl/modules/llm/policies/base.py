@@ -1,7 +1,9 @@
-"""``LLMWrapperBase``: a language model as a policy on TensorDicts. Reads a prompt or a conversation, calls an engine, writes every view.
+"""``LLMWrapperBase``: a language model as a policy on TensorDicts. Reads a prompt or a conversation, calls an engine,
+writes every view.
 
-One code path for every backend: a backend is an ``Engine`` and says in ``_build`` how to make one. What differs between history, text
-and tokens is in ``modes``, the bookkeeping of a turn in ``stream``, the layout of what is written in ``writing``.
+One code path for every backend: a backend is an ``Engine`` and says in ``_build`` how to make one. What differs between
+history, text and tokens is in ``modes``, the bookkeeping of a turn in ``stream``, the layout of what is written in
+``writing``.
 """
 
 from __future__ import annotations
@@ -17,17 +19,17 @@ from torch import Tensor, nn
 from llmrl.errors import ConfigError, ShapeError, near
 from llmrl.modules.llm.engines import Engine
 from llmrl.modules.llm.log_probs import TokenScores
+from llmrl.modules.llm.policies.carried import carried_texts, read_stream
 from llmrl.modules.llm.policies.containers import (
     ChatHistory,
     LogProbs,
     Masks,
     Text,
     Tokens,
-    field_rows,
     is_ragged,
 )
 from llmrl.modules.llm.policies.modes import Key, Prompts, Turn, make_mode, unpadded_rows
-from llmrl.modules.llm.policies.options import GenerationOptions, generation_options
+from llmrl.modules.llm.policies.options import GenerationOptions, check_settings, generation_options
 from llmrl.modules.llm.policies.stream import Stream, record_turn
 from llmrl.modules.llm.policies.writing import padded_containers, ragged_containers
 from llmrl.modules.llm.rendering import Renderer
@@ -41,7 +43,9 @@ __all__ = ["Backend", "LLMWrapperBase"]
 
 @dataclass
 class Backend:
-    """What ``_build`` returns: the engine, the module that scores with gradients (None where there is none), and the padding id."""
+    """What ``_build`` returns: the engine, the module that scores with gradients (None where there is none), and the
+    padding id.
+    """
 
     engine: Engine
     scorer: nn.Module | None
@@ -53,32 +57,34 @@ class LLMWrapperBase(nn.Module):
 
     Generating (``generate=True``):
       Reads   (mode, "prompt"), and where an environment carried an earlier turn on: ("tokens", "prompt" | "covered"),
-              ("masks", "prompt_assistant_mask"), ("log_probs", "prompt"). The ids of earlier turns are used as they are; only
-              what was appended since is rendered
+              ("masks", "prompt_assistant_mask"), ("log_probs", "prompt"). The ids of earlier turns are used as they
+              are; only what was appended since is rendered
               "seed" int64[B], if present: one seed per row
-      Writes  text, masks, tokens, log_probs and history containers (those of the mode), "stop_reason" int64[B] (``StopReason``),
-              "policy_version" int64[B]
+      Writes  text, masks, tokens, log_probs and history containers (those of the mode), "stop_reason" int64[B]
+              (``StopReason``), "policy_version" int64[B]
     Scoring (``generate=False``):
       Reads   ("tokens", "full") if present, else (mode, "full")
-      Writes  ("log_probs", "full") float32[T], [t] = log p(token t | tokens before t), with gradients where they are enabled;
-              tokens and masks where it had to make them
+      Writes  ("log_probs", "full") float32[T], [t] = log p(token t | tokens before t), with gradients where they are
+              enabled; tokens and masks where it had to make them
     Raises  MissingKeyError, TypeError, ConfigError, ShapeError, TemplateError
 
     input_mode           "history", "text" or "tokens"
     input_key            what to read instead of (mode, "prompt") or (mode, "full")
     attention_mask_key   mask of a dense ("tokens", "prompt"); without it every id counts
-    generate_kwargs      max_new_tokens, temperature, top_p, top_k, min_p, repetition_penalty, do_sample, stop_sequences,
-                         stop_token_ids, num_return_sequences, skip_special_tokens, logprobs, seed; ``max_tokens`` and ``n`` are
-                         accepted. An unknown name raises here and now
-    tokenizer_kwargs     in text mode: arguments of the tokenizer's call (no special tokens are added by default); in history
-                         mode: variables of the chat template
+    generate_kwargs      max_new_tokens, temperature, top_p, top_k, min_p, repetition_penalty, do_sample,
+                         stop_sequences, stop_token_ids, num_return_sequences, skip_special_tokens, logprobs, seed;
+                         ``max_tokens`` and ``n`` are accepted. An unknown name raises here and now
+    tokenizer_kwargs     in text mode: arguments of the tokenizer's call (no special tokens are added by default); in
+                         history mode: variables of the chat template
     pad_output           dense, padded containers instead of rows
     pad_model_input      False: the model never sees a padding token; rows run in groups of equal length
     inplace              True (default): into the input; False: a new TensorDict; "empty": ``td.empty()``
     num_samples          n responses per prompt: batch [*B, n]; never in place
     return_log_probs     True by default; scoring needs it
-    prefer_tokens        False: render the whole conversation anew every turn; masks and log-probs then start with this turn
-    layout               torch.strided only: ask for ``td.get(key, as_nested_tensor=True)`` to read rows as a nested tensor
+    prefer_tokens        False: render the whole conversation anew every turn; masks and log-probs then start with this
+                         turn
+    layout               torch.strided only: ask for ``td.get(key, as_nested_tensor=True)`` to read rows as a nested
+                         tensor
     """
 
     def __init__(
@@ -113,7 +119,7 @@ class LLMWrapperBase(nn.Module):
         self._settings: dict[str, Any] = settings
         self.generate = generate
         self.options = generation_options(generate_kwargs)
-        self._check(self.options)
+        check_settings(type(self).__name__, settings, self.options)
         self.tokenizer = self._load_tokenizer(model, tokenizer)
         self.renderer = self._make_renderer()
         self.mode = make_mode(
@@ -141,18 +147,20 @@ class LLMWrapperBase(nn.Module):
         self.stop_token_ids = self._stop_token_ids()
         self.seed = self.options.seed
 
-    # --- what a backend decides -----------------------------------------------------------------------------------------------
+    # --- what a backend decides ---------------------------------------------------------------------------------------
 
     def _build(self, model: Any) -> Backend:
         """Makes the engine and the scorer of ``model``."""
         if not isinstance(model, Engine):
             raise ConfigError(
-                f"{type(self).__name__}: model must be an Engine: got {type(model).__name__}; a Hugging Face model goes into "
-                "TransformersWrapper."
+                f"{type(self).__name__}: model must be an Engine: got {type(model).__name__}; a Hugging Face model "
+                "goes into TransformersWrapper."
             )
         for name in ("device", "pad_model_input"):
             if self._settings[name] is not None:
-                raise ConfigError(f"{type(self).__name__}: {name} is decided by the engine that it was given: leave it out.")
+                raise ConfigError(
+                    f"{type(self).__name__}: {name} is decided by the engine that it was given: leave it out."
+                )
         pad = getattr(self.tokenizer, "pad_token_id", None)
         return Backend(model, None, 0 if pad is None else pad)
 
@@ -165,7 +173,7 @@ class LLMWrapperBase(nn.Module):
             return AutoTokenizer.from_pretrained(tokenizer)
         return tokenizer
 
-    # --- what everybody may read or set ---------------------------------------------------------------------------------------
+    # --- what everybody may read or set -------------------------------------------------------------------------------
 
     @property
     def in_keys(self) -> list[Key]:
@@ -175,7 +183,9 @@ class LLMWrapperBase(nn.Module):
     @property
     def out_keys(self) -> list[Key]:
         """The entries that are written, in their order."""
-        text, history = ("text" in self.mode.written, "history" in self.mode.written) if self.generate else (False, False)
+        text, history = (
+            ("text" in self.mode.written, "history" in self.mode.written) if self.generate else (False, False)
+        )
         names = ["text"] * text + ["masks", "tokens"] + ["log_probs"] * self.return_log_probs + ["history"] * history
         return [self.keys[name] for name in names] + ["stop_reason", "policy_version"] * self.generate
 
@@ -186,7 +196,7 @@ class LLMWrapperBase(nn.Module):
 
     @property
     def seed(self) -> int | None:
-        """The seed that row seeds are drawn from; None leaves them to the engine. Setting it starts its sequence again."""
+        """What row seeds are drawn from; None leaves them to the engine. Setting it starts its sequence again."""
         return self._seed
 
     @seed.setter
@@ -209,7 +219,9 @@ class LLMWrapperBase(nn.Module):
         known = (*self._settings, "model")
         for name in changes:
             if name not in known:
-                raise ConfigError(f"get_new_version: {name!r} is no argument of {type(self).__name__}.{near(name, known)}")
+                raise ConfigError(
+                    f"get_new_version: {name!r} is no argument of {type(self).__name__}.{near(name, known)}"
+                )
         model = changes.pop("model", None)
         new = type(self)(self._source() if model is None else model, **{**self._settings, **changes})
         if model is None:
@@ -231,13 +243,13 @@ class LLMWrapperBase(nn.Module):
         """
         if self.scorer is None:
             raise ConfigError(
-                f"{type(self).__name__}: gradients need a model in this process: this wrapper has an engine only; score with "
-                "a TransformersWrapper of the trainer's model."
+                f"{type(self).__name__}: gradients need a model in this process: this wrapper has only an engine; score"
+                " with a TransformersWrapper of the trainer's model."
             )
         return self.scorer(input_ids, attention_mask, select, temperature=self.temperature, entropy=entropy)
 
     def forward(self, td: TensorDictBase, *, generate_kwargs: Mapping[str, Any] | None = None) -> TensorDictBase:
-        """Generates or scores. ``generate_kwargs`` override single options for this call; the others stay as they are."""
+        """Generates or scores. ``generate_kwargs`` override single options for this call; the others stay."""
         if not td.batch_size.numel():
             raise ShapeError(f"{type(self).__name__}: a batch must have at least one row: got {list(td.batch_size)}.")
         if not self.generate:
@@ -247,12 +259,12 @@ class LLMWrapperBase(nn.Module):
             options = generation_options(self._settings["generate_kwargs"], generate_kwargs)
         return self._generate(td, options)
 
-    # --- generating -----------------------------------------------------------------------------------------------------------
+    # --- generating ---------------------------------------------------------------------------------------------------
 
     def _generate(self, td: TensorDictBase, options: GenerationOptions) -> TensorDictBase:
         prompts = self.mode.read(td, self.input_key, self.attention_mask_key)
-        stream = self._read_stream(td, prompts) if self.prefer_tokens else None
-        texts = None if stream is None else self._carried_texts(td, stream)
+        stream = read_stream(td, self.keys, self.mode.name, prompts.rows) if self.prefer_tokens else None
+        texts = None if stream is None else carried_texts(td, self.keys["text"], self.mode.name, stream)
         prompt_ids, num_new = self._prompt_ids(prompts, stream)
         if texts is None:
             num_new = [len(ids) for ids in prompt_ids]
@@ -260,7 +272,11 @@ class LLMWrapperBase(nn.Module):
         batch_size = td.batch_size
         if self.num_samples is not None:
             rows = [row for row in range(len(prompt_ids)) for _ in range(self.num_samples)]
-            prompts, prompt_ids, num_new = prompts.select(rows), [prompt_ids[row] for row in rows], [num_new[row] for row in rows]
+            prompts, prompt_ids, num_new = (
+                prompts.select(rows),
+                [prompt_ids[row] for row in rows],
+                [num_new[row] for row in rows],
+            )
             stream = None if stream is None else stream.select(rows)
             texts = None if texts is None else [texts[row] for row in rows]
             batch_size = torch.Size([*batch_size, self.num_samples])
@@ -301,42 +317,6 @@ class LLMWrapperBase(nn.Module):
         out.set("policy_version", torch.full(batch_size, generation.version, dtype=torch.int64))
         return out
 
-    def _read_stream(self, td: TensorDictBase, prompts: Prompts) -> Stream | None:
-        """What an environment carried over from the last turn; None where this turn is the first."""
-        tokens, masks, log_probs = (
-            getattr(td.get(self.keys[name], None), "_tensordict", None) for name in ("tokens", "masks", "log_probs")
-        )
-        attention = None if masks is None or is_ragged(masks) else masks.get("prompt_attention_mask", None)
-
-        def rows(holder: TensorDictBase | None, field: str) -> list[Tensor] | None:
-            if holder is None or field not in holder.keys():  # noqa: SIM118
-                return None
-            return unpadded_rows(holder, field, attention)
-
-        carried_mask = rows(masks, "prompt_assistant_mask")
-        carried_log_probs = rows(log_probs, "prompt")
-        if self.mode.name == "tokens":
-            if carried_mask is None:
-                return None
-            ids = [row[: len(mask)] for row, mask in zip(prompts.rows, carried_mask, strict=True)]
-            return Stream(ids, carried_mask, carried_log_probs, [len(row) for row in ids], rows(log_probs, "plain"))
-        ids, covered = rows(tokens, "prompt"), rows(tokens, "covered")
-        if ids is None or covered is None:
-            return None
-        answered = rows(tokens, "response") is not None
-        if answered and carried_mask is None:
-            return None  # this very prompt was answered before, and is rendered again
-        plain = None if answered else rows(log_probs, "plain")
-        return Stream(ids, carried_mask, carried_log_probs, [int(value) for value in covered], plain, answered)
-
-    def _carried_texts(self, td: TensorDictBase, stream: Stream) -> list[str] | None:
-        """The text of the stream, where the environment carried it; a row that starts afresh has none yet."""
-        text = td.get(self.keys["text"], None) if self.mode.name == "history" else None
-        rows = None if text is None else field_rows(text._tensordict, "prompt")
-        if rows is None:
-            return None
-        return [row if len(ids) else "" for row, ids in zip(rows, stream.ids, strict=True)]
-
     def _prompt_ids(self, prompts: Prompts, stream: Stream | None) -> tuple[list[Tensor], list[int]]:
         """The ids that the engine is given, and how many of them this turn adds."""
         if stream is None:
@@ -366,13 +346,13 @@ class LLMWrapperBase(nn.Module):
             return None
         return torch.randint(1 << 62, (num_rows * num_samples,), generator=self._generator).tolist()
 
-    # --- scoring --------------------------------------------------------------------------------------------------------------
+    # --- scoring ------------------------------------------------------------------------------------------------------
 
     def _score(self, td: TensorDictBase) -> TensorDictBase:
         tokens = getattr(td.get(self.keys["tokens"], None), "_tensordict", None)
         masks = getattr(td.get(self.keys["masks"], None), "_tensordict", None)
         out = self._output(td, td.batch_size)
-        if tokens is not None and "full" in tokens.keys():  # noqa: SIM118
+        if tokens is not None and "full" in tokens.keys():
             attention = None if is_ragged(tokens) or masks is None else masks.get("all_attention_mask", None)
             rows = self._score_rows(unpadded_rows(tokens, "full", attention))
             if is_ragged(tokens) or td.ndim == 0:
@@ -380,7 +360,8 @@ class LLMWrapperBase(nn.Module):
             else:
                 full = tokens.get("full")
                 kept = torch.ones_like(full, dtype=torch.bool) if attention is None else attention.bool()
-                dense = torch.zeros(full.shape, device=rows[0].device).masked_scatter(kept, torch.cat(rows))
+                values = torch.cat(rows)
+                dense = values.new_zeros(full.shape).masked_scatter(kept.to(values.device), values)
                 log_probs = LogProbs.from_padded({"full": dense}, td.batch_size)
         else:
             ids, assistant = self.mode.encode_full(self.mode.read(td, self.input_key, self.attention_mask_key).rows)
@@ -411,34 +392,7 @@ class LLMWrapperBase(nn.Module):
             {name: value.reshape(*batch_size, value.shape[-1]) for name, value in dense.items()}, batch_size
         )
 
-    # --- construction helpers -------------------------------------------------------------------------------------------------
-
-    def _check(self, options: GenerationOptions) -> None:
-        who, settings = type(self).__name__, self._settings
-        if not settings["generate"] and settings["return_log_probs"] is False:
-            raise ConfigError(f"{who}: return_log_probs must be True when generate=False: scoring writes nothing else.")
-        if options.logprobs is not None and settings["return_log_probs"] not in (None, options.logprobs):
-            raise ConfigError(f"{who}: generate_kwargs logprobs={options.logprobs} contradicts return_log_probs.")
-        if settings["layout"] not in (None, torch.strided):
-            raise ConfigError(
-                f"{who}: layout must be torch.strided: got {settings['layout']}; rows are kept apart, read them with "
-                "td.get(key, as_nested_tensor=True, layout=torch.jagged)."
-            )
-        samples = settings["num_samples"]
-        if samples is not None and samples < 1:
-            raise ConfigError(f"{who}: num_samples must be positive: got {samples}.")
-        if None not in (samples, options.num_return_sequences) and samples != options.num_return_sequences:
-            raise ConfigError(
-                f"{who}: num_samples and num_return_sequences name one thing: got {samples} and {options.num_return_sequences}."
-            )
-        several = samples is not None or options.num_return_sequences is not None
-        if several and settings["inplace"] is True:
-            raise ConfigError(f"{who}: num_samples changes the batch size, so inplace must not be True.")
-        if settings["inplace"] not in (None, True, False, "empty"):
-            raise ConfigError(f"{who}: inplace must be True, False or 'empty': got {settings['inplace']!r}.")
-        for name in ("padding", "return_tensors", "truncation"):
-            if name in (settings["tokenizer_kwargs"] or {}):
-                raise ConfigError(f"{who}: tokenizer_kwargs must not set {name}: rows are kept apart and whole.")
+    # --- construction helpers -----------------------------------------------------------------------------------------
 
     def _make_renderer(self) -> Renderer | None:
         settings, history = self._settings, self._settings["input_mode"] == "history"

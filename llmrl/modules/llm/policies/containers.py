@@ -1,9 +1,9 @@
 """The containers of a conversation in a batch: ``Text``, ``ChatHistory``, ``Tokens``, ``LogProbs``, ``Masks``.
 
-Each is a TensorClass with the fields prompt, response and full, in a batch [B] (or any other batch size, one row alone included).
-Two layouts: ragged (a list of rows, the default) and padded (dense tensors, ``padded`` True). Tokens are the truth of a
-conversation, text and history are views of it. This file holds the fields and the conversions between views; who writes what is
-the wrapper's business, columns of rows are ``ragged``'s.
+Each is a TensorClass with the fields prompt, response and full, in a batch [B] (or any other batch size, one row alone
+included). Two layouts: ragged (a list of rows, the default) and padded (dense tensors, ``padded`` True). Tokens are the
+truth of a conversation, text and history are views of it. This file holds the fields and the conversions between views;
+who writes what is the wrapper's business, columns of rows are ``ragged``'s.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from tensordict import LazyStackedTensorDict, TensorClass, TensorDict, TensorDic
 from torch import Tensor
 
 from llmrl.data.llm.chat import History
-from llmrl.errors import ShapeError, TemplateError
+from llmrl.data.specs import Categorical, Composite, NonTensor, TensorSpec, Unbounded
+from llmrl.errors import ConfigError, ShapeError, TemplateError, near
 from llmrl.modules.llm.policies.ragged import stack_columns
 from llmrl.modules.llm.rendering import Renderer
 
@@ -42,7 +43,9 @@ class _Rows:
         num_rows = torch.Size(batch_size).numel()
         for name, values in columns.items():
             if len(values) != num_rows:
-                raise ShapeError(f"{cls.__name__}: {name} must hold one value per row: got {len(values)} for {num_rows} rows.")
+                raise ShapeError(
+                    f"{cls.__name__}: {name} must hold one value per row: got {len(values)} for {num_rows} rows."
+                )
         flags = {"padded": False} if "padded" in cls.__expected_keys__ else None
         return cls._from_tensordict(stack_columns(columns, batch_size), flags)
 
@@ -54,12 +57,44 @@ class _Rows:
         return cls._from_tensordict(TensorDict(dict(columns), batch_size=batch_size), {"padded": True})
 
     def rows(self, field: str) -> list[Any] | None:
-        """The field as a flat list with one value per row of the batch, whatever the batch size; None where it is not set.
+        """The field as a flat list with one value per row of the batch, whatever the batch size; None where it is not
+        set.
 
         >>> Text.from_rows({"prompt": ["a", "b"]}).rows("prompt")
         ['a', 'b']
         """
         return field_rows(self._tensordict, field)
+
+    @classmethod
+    def default_spec(cls, shape: Sequence[int], keys: Sequence[str] | None = None) -> Composite:
+        """The spec of a container of batch size ``shape`` with these fields (those of the conversation by default).
+
+        >>> tokens = Tokens.from_rows({"full": [torch.arange(2), torch.arange(3)]})
+        >>> Tokens.default_spec((2,), ["full"]).is_in(tokens), Tokens.default_spec((2,)).is_in(tokens)
+        (True, False)
+        """
+        shape = tuple(shape)
+        every = cls.__annotations__
+        names = [name for name in every if name in _DEFAULT_FIELDS] if keys is None else keys
+        unknown = [name for name in names if name not in every]
+        if unknown:
+            raise ConfigError(f"{cls.__name__}.default_spec: unknown field {unknown[0]!r}.{near(unknown[0], every)}")
+        return Composite({name: cls._field_spec(name, shape) for name in names}, shape=shape)
+
+    @classmethod
+    def _field_spec(cls, name: str, shape: tuple[int, ...]) -> TensorSpec:
+        if cls is Text or name == "padded":
+            return NonTensor(shape=shape)
+        if cls is ChatHistory:
+            return History.default_spec((*shape, -1))
+        if name == "covered":
+            return Unbounded(shape=shape, dtype=torch.int64)
+        dtype = {Tokens: torch.int64, LogProbs: torch.float32, Masks: torch.bool}[cls]
+        length = (*shape, -1)
+        return Categorical(2, shape=length, dtype=dtype) if cls is Masks else Unbounded(shape=length, dtype=dtype)
+
+
+_DEFAULT_FIELDS = ("prompt", "response", "full", "all_attention_mask", "all_assistant_mask")
 
 
 def field_rows(td: TensorDictBase, field: str) -> list[Any] | None:
@@ -102,7 +137,9 @@ class Text(_Rows, TensorClass["nocast"]):
         Raises  ValueError for ``padding=True``
         """
         if padding:
-            raise ShapeError("Text.to_tokens: Padding is not yet supported: rows stay apart, pad what you read from them.")
+            raise ShapeError(
+                "Text.to_tokens: Padding is not yet supported: rows stay apart, pad what you read from them."
+            )
         encode = _encoder(tokenizer)
         return _tokens(self, encode(self.rows("prompt")), encode(self.rows("full")), encode(self.rows("response")))
 
@@ -112,7 +149,9 @@ class Text(_Rows, TensorClass["nocast"]):
         def parse(texts: list[str] | None) -> Any:
             if texts is None:
                 return None
-            return [History.from_text(text, chat_template_name=chat_template_name, tokenizer=tokenizer) for text in texts]
+            return [
+                History.from_text(text, chat_template_name=chat_template_name, tokenizer=tokenizer) for text in texts
+            ]
 
         columns = {name: parse(self.rows(name)) for name in ("prompt", "full")}
         prompts, fulls = columns["prompt"], columns["full"]
@@ -141,7 +180,8 @@ class ChatHistory(_Rows, TensorClass["nocast"]):
         return None if history is None else history_chats(history, self.ndim)
 
     def to_tokens(self, tokenizer: PreTrainedTokenizerBase | Renderer) -> Tokens:
-        """Renders with the chat template: ``prompt`` asks for an answer, ``full`` begins with it, ``response`` is the rest.
+        """Renders with the chat template: ``prompt`` asks for an answer, ``full`` begins with it, ``response`` is the
+        rest.
 
         Raises  TemplateError where the template writes the prompt differently once the answer follows
         """
@@ -168,7 +208,8 @@ class Tokens(_Rows, TensorClass["nocast"]):
     prompt    int64[P]  left-padded where ``padded``
     response  int64[R]  right-padded where ``padded``
     full      int64[T]
-    covered   int64[]   how much of the mode's own view ``full`` covers: messages in history mode, characters in text mode. What the
+    covered   int64[]   how much of the mode's own view ``full`` covers: messages in history mode, characters in text
+              mode. What the
                         environment appends to the view beyond that is what the next turn adds to the stream
     padded    bool      the layout of the three
     """
@@ -195,19 +236,18 @@ class Tokens(_Rows, TensorClass["nocast"]):
             columns["full"] = [a + b for a, b in zip(columns["prompt"], columns["response"], strict=True)]
         return Text.from_rows(columns, self.batch_size)
 
-    def to_history(
-        self, tokenizer: PreTrainedTokenizerBase, *, chat_template_name: str | None = None
-    ) -> ChatHistory:
+    def to_history(self, tokenizer: PreTrainedTokenizerBase, *, chat_template_name: str | None = None) -> ChatHistory:
         """Decodes and parses back into messages. Raises ValueError for padded tokens."""
         return self.to_text(tokenizer).to_history(tokenizer, chat_template_name=chat_template_name)
 
 
 class LogProbs(_Rows, TensorClass["nocast"]):
-    """Log-probs of the tokens beside them, float32, aligned with the same field of ``Tokens``; 0 where nothing was sampled.
+    """Log-probs of the tokens beside them, float32, aligned with the same field of ``Tokens``; 0 where nothing was
+    sampled.
 
     prompt, response, full  of the distribution that was sampled from (or, in a scoring call, of the model)
-    plain                   aligned with ``full``: the same tokens under ``softmax(logits / temperature)``; set only where top-k, top-p,
-                            min-p or a repetition penalty made the two differ
+    plain                   aligned with ``full``: the same tokens under ``softmax(logits / temperature)``; set only
+                            where top-k, top-p, min-p or a repetition penalty made the two differ
     """
 
     prompt: Tensor | None = None
@@ -221,8 +261,10 @@ class Masks(_Rows, TensorClass["nocast"]):
     """Which tokens are what, aligned with ``tokens.full`` (the ``prompt_`` masks with ``tokens.prompt``).
 
     all_attention_mask     bool[T]  True on real tokens
-    all_assistant_mask     bool[T]  True on tokens that the policy sampled, in any turn so far; from bookkeeping, never token values
-    prompt_assistant_mask  bool[P]  the last turn's ``all_assistant_mask``, carried to this turn's prompt by the environment
+    all_assistant_mask     bool[T]  True on tokens that the policy sampled, in any turn so far; from bookkeeping, never
+                           token values
+    prompt_assistant_mask  bool[P]  the last turn's ``all_assistant_mask``, carried to this turn's prompt by the
+                           environment
     prompt_attention_mask  bool[P]  the same for ``all_attention_mask``; only padded prompts need it
     """
 
@@ -258,7 +300,7 @@ def _encoder(tokenizer: PreTrainedTokenizerBase) -> Any:
 def _tokens(
     source: Any, prompts: list[Tensor] | None, fulls: list[Tensor] | None, responses: list[Tensor] | None
 ) -> Tokens:
-    """Tokens of three tokenised views. Where both ends are known, ``full`` is their concatenation, so the three agree."""
+    """Tokens of three tokenised views. Where both parts are known, ``full`` is their concatenation: the three agree."""
     columns = {"prompt": prompts, "response": responses, "full": fulls}
     if prompts is not None and responses is not None:
         columns["full"] = [torch.cat(pair) for pair in zip(prompts, responses, strict=True)]
@@ -268,8 +310,8 @@ def _tokens(
 def _beyond(prompt: Tensor, full: Tensor, row: int) -> Tensor:
     if not torch.equal(full[: len(prompt)], prompt):
         raise TemplateError(
-            f"ChatHistory.to_tokens: the rendered conversation must begin with its rendered prompt: row {row} does not; this "
-            "template rewrites the past, so prompt and response have no boundary in it."
+            f"ChatHistory.to_tokens: the rendered conversation must begin with its rendered prompt: row {row} does not;"
+            " this template rewrites the past, so prompt and response have no boundary in it."
         )
     return full[len(prompt) :]
 

@@ -1,7 +1,8 @@
 """History, text, tokens: the three ways a policy can be asked, and the only code that knows them apart.
 
-A mode reads its own view of the conversation, turns it into ids (whole, or only what was appended since the last turn), and
-writes its views of a finished turn. The ids are the truth in all three; what an engine drew is never tokenised again.
+A mode reads its own view of the conversation, turns it into ids (whole, or only what was appended since the last turn),
+and writes its views of a finished turn. The ids are the truth in all three; what an engine drew is never tokenised
+again.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Key = str | tuple[str, ...]
 
 @dataclass
 class Prompts:
-    """What a mode read: one value per row of the batch, in order, and the object they came from where it is kept whole."""
+    """What a mode read: one value per row of the batch, in order, and their common object where there is one."""
 
     rows: list[Any]
     source: Any = None
@@ -75,7 +76,7 @@ class Mode(ABC):
 
     @abstractmethod
     def read(self, td: TensorDictBase, key: Key, attention_mask_key: Key) -> Prompts:
-        """The view under ``key``, one value per row. Raises MissingKeyError, or TypeError for another kind of object."""
+        """The view under ``key``, one value per row. Raises MissingKeyError, or TypeError for another kind."""
 
     @abstractmethod
     def encode(self, rows: Sequence[Any]) -> list[Tensor]:
@@ -87,11 +88,15 @@ class Mode(ABC):
 
     @abstractmethod
     def encode_full(self, rows: Sequence[Any]) -> tuple[list[Tensor], list[Tensor] | None]:
-        """Ids of whole conversations that were not sampled here, and which of them the assistant wrote, where that is known."""
+        """Ids of whole conversations that were not sampled here, and which of them the assistant wrote, where that is
+        known.
+        """
 
     @abstractmethod
     def views(self, turn: Turn) -> tuple[dict[str, dict[str, Any]], list[int] | None]:
-        """Columns per container ("text", "history") of a finished turn, and how much of the mode's view the ids now cover."""
+        """Columns per container ("text", "history") of a finished turn, and how much of the mode's view the ids now
+        cover.
+        """
 
     @property
     @abstractmethod
@@ -127,7 +132,7 @@ class HistoryMode(Mode):
             row = num_new.index(min(num_new))
             raise RolloutError(
                 f"LLM wrapper: a conversation only grows: row {row} has {len(rows[row])} messages, its tokens cover "
-                f"{stream.covered[row]}; what rewrites the past must also drop ('tokens', 'prompt') to start a new stream."
+                f"{stream.covered[row]}; what rewrites the past must drop ('tokens', 'prompt') too."
             )
         return self.renderer.extend(stream.ids, rows, num_new)
 
@@ -173,8 +178,8 @@ class TextMode(Mode):
         for row, (text, covered) in enumerate(zip(rows, stream.covered, strict=True)):
             if len(text) < covered:
                 raise RolloutError(
-                    f"LLM wrapper: a text only grows: row {row} has {len(text)} characters, its tokens cover {covered}; what "
-                    "rewrites the past must also drop ('tokens', 'prompt') to start a new stream."
+                    f"LLM wrapper: a text only grows: row {row} has {len(text)} characters, its tokens cover "
+                    f"{covered}; what rewrites the past must drop ('tokens', 'prompt') too."
                 )
         added = [text[covered:] for text, covered in zip(rows, stream.covered, strict=True)]
         return _tokenise(self.tokenizer, added, {**self.tokenizer_kwargs, "add_special_tokens": False})
@@ -223,7 +228,9 @@ def make_mode(
     """The mode of that name. Raises ConfigError for an unknown one, or one that needs a tokenizer and has none."""
     known = ("history", "text", "tokens")
     if name not in known:
-        raise ConfigError(f"LLM wrapper: input_mode must be one of {', '.join(known)}: got {name!r}.{near(name, known)}")
+        raise ConfigError(
+            f"LLM wrapper: input_mode must be one of {', '.join(known)}: got {name!r}.{near(name, known)}"
+        )
     if name == "tokens":
         return TokensMode()
     if tokenizer is None:
@@ -234,7 +241,7 @@ def make_mode(
 def _text_views(
     tokenizer: PreTrainedTokenizerBase, turn: Turn, prompt_texts: list[str] | None
 ) -> tuple[list[str], dict[str, list[str]]]:
-    """What each response says without its end-of-turn token, and the text container's columns; one call of the decoder."""
+    """What each response says without its end-of-turn token, and the text container's columns."""
     bodies: list[list[int]] = []
     ends: list[int | None] = []
     for ids, reason in zip(turn.response_ids, turn.stop_reasons, strict=True):
@@ -295,7 +302,7 @@ def _flat(history: History) -> History:
 
 
 def _holder(td: TensorDictBase, key: Key) -> tuple[TensorDictBase, str]:
-    """The tensordict that holds the last part of ``key``, and that part. Raises MissingKeyError where it is not there."""
+    """The tensordict that holds the last part of ``key``, and that part. Raises MissingKeyError."""
     path = (key,) if isinstance(key, str) else tuple(key)
     holder: Any = td
     for part in path[:-1]:
@@ -303,7 +310,7 @@ def _holder(td: TensorDictBase, key: Key) -> tuple[TensorDictBase, str]:
         holder = getattr(holder, "_tensordict", holder)
         if holder is None:
             break
-    if holder is None or path[-1] not in holder.keys():  # noqa: SIM118  tensordict's own containment test is nested
+    if holder is None or path[-1] not in holder.keys():
         present = ", ".join(sorted(str(name) for name in td.keys()))
         raise MissingKeyError(f"LLM wrapper: Expected '{key}' key in the input: keys present: {present}.")
     return holder, path[-1]

@@ -1,6 +1,8 @@
-"""``generate_kwargs``: the documented option names, checked when the wrapper is built, and turned into ``SamplingParams``.
+"""``generate_kwargs``: the documented option names, checked when the wrapper is built, and turned into
+``SamplingParams``.
 
-An unknown name, or one that the engine cannot honour, is an error with the nearest known name; nothing is dropped in silence.
+An unknown name, or one that the engine cannot honour, is an error with the nearest known name; nothing is dropped in
+silence.
 """
 
 from __future__ import annotations
@@ -9,12 +11,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from llmrl.errors import ConfigError, near
 from llmrl.modules.llm.engines import SamplingParams
 
-__all__ = ["GenerationOptions", "generation_options"]
+__all__ = ["GenerationOptions", "check_settings", "generation_options"]
 
-_LEGACY = {"max_tokens": "max_new_tokens", "n": "num_return_sequences", "stop_strings": "stop_sequences", "stop": "stop_sequences"}
+_LEGACY = {
+    "max_tokens": "max_new_tokens",
+    "n": "num_return_sequences",
+    "stop_strings": "stop_sequences",
+    "stop": "stop_sequences",
+}
 _SAMPLING = (
     "max_new_tokens",
     "temperature",
@@ -27,7 +36,11 @@ _SAMPLING = (
     "stop_token_ids",
 )
 _OTHER = ("num_return_sequences", "skip_special_tokens", "logprobs", "seed")
-_SEARCH = {"num_beams": 1, "length_penalty": 1.0, "early_stopping": False}  # beam search, and the values that mean none of it
+_SEARCH = {
+    "num_beams": 1,
+    "length_penalty": 1.0,
+    "early_stopping": False,
+}  # beam search, and the values that mean none of it
 _KNOWN = (*_SAMPLING, *_OTHER, *_SEARCH, *_LEGACY)
 
 
@@ -43,7 +56,8 @@ class GenerationOptions:
 
 
 def generation_options(*layers: Mapping[str, Any] | None) -> GenerationOptions:
-    """Reads one or more mappings; later ones override earlier ones name by name. Legacy names win over the names they stand for.
+    """Reads one or more mappings; later ones override earlier ones name by name. Legacy names win over the names they
+    stand for.
 
     Raises  ConfigError for an unknown name, a search option, or a value out of range
 
@@ -68,10 +82,14 @@ def generation_options(*layers: Mapping[str, Any] | None) -> GenerationOptions:
             options["temperature"] = 0.0
     for name, neutral in _SEARCH.items():
         if options.get(name, neutral) not in (neutral, None):
-            raise ConfigError(f"generate_kwargs: {name} must be {neutral!r}: got {options[name]!r}; engines sample, they do not search.")
+            raise ConfigError(
+                f"generate_kwargs: {name} must be {neutral!r}: got {options[name]!r}; engines do not search."
+            )
     temperature, do_sample = options.get("temperature", 1.0), options.get("do_sample")
     if do_sample is False and temperature != 0:
-        raise ConfigError(f"generate_kwargs: greedy decoding (do_sample=False) needs temperature 0: got {temperature!r}.")
+        raise ConfigError(
+            f"generate_kwargs: greedy decoding (do_sample=False) needs temperature 0: got {temperature!r}."
+        )
     if do_sample and temperature == 0:
         raise ConfigError("generate_kwargs: sampling (do_sample=True) needs a temperature above 0: got 0.")
     sampling = {name: options[name] for name in _SAMPLING if options.get(name) is not None}
@@ -88,3 +106,32 @@ def generation_options(*layers: Mapping[str, Any] | None) -> GenerationOptions:
         logprobs=None if options.get("logprobs") is None else options["logprobs"] is not False,
         seed=options.get("seed"),
     )
+
+
+def check_settings(who: str, settings: Mapping[str, Any], options: GenerationOptions) -> None:
+    """Raises ConfigError where the arguments of a wrapper contradict each other or cannot be honoured."""
+    if not settings["generate"] and settings["return_log_probs"] is False:
+        raise ConfigError(f"{who}: return_log_probs must be True when generate=False: scoring writes nothing else.")
+    if options.logprobs is not None and settings["return_log_probs"] not in (None, options.logprobs):
+        raise ConfigError(f"{who}: generate_kwargs logprobs={options.logprobs} contradicts return_log_probs.")
+    if settings["layout"] not in (None, torch.strided):
+        raise ConfigError(
+            f"{who}: layout must be torch.strided: got {settings['layout']}; rows are kept apart, read them with "
+            "td.get(key, as_nested_tensor=True, layout=torch.jagged)."
+        )
+    samples = settings["num_samples"]
+    if samples is not None and samples < 1:
+        raise ConfigError(f"{who}: num_samples must be positive: got {samples}.")
+    if None not in (samples, options.num_return_sequences) and samples != options.num_return_sequences:
+        raise ConfigError(
+            f"{who}: num_samples and num_return_sequences name one thing: got {samples} and "
+            f"{options.num_return_sequences}."
+        )
+    several = samples is not None or options.num_return_sequences is not None
+    if several and settings["inplace"] is True:
+        raise ConfigError(f"{who}: num_samples changes the batch size, so inplace must not be True.")
+    if settings["inplace"] not in (None, True, False, "empty"):
+        raise ConfigError(f"{who}: inplace must be True, False or 'empty': got {settings['inplace']!r}.")
+    for name in ("padding", "return_tensors", "truncation"):
+        if name in (settings["tokenizer_kwargs"] or {}):
+            raise ConfigError(f"{who}: tokenizer_kwargs must not set {name}: rows are kept apart and whole.")

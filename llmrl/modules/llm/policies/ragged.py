@@ -1,8 +1,9 @@
 """A lazy stack of B rows that is stored as columns until somebody asks for a row.
 
-A batch of conversations is written and read column by column: lists of token rows, of strings, of masks. Building one small
-TensorDict per row for each container would cost more than everything else the wrapper does, so ``RaggedStack`` builds them when
-they are first touched (``unbind``, a replay buffer, ``torch.stack``), and behaves as tensordict's own lazy stack from then on.
+A batch of conversations is written and read column by column: lists of token rows, of strings, of masks. Building one
+small TensorDict per row for each container would cost more than everything else the wrapper does, so ``RaggedStack``
+builds them when they are first touched (``unbind``, a replay buffer, ``torch.stack``), and behaves as tensordict's own
+lazy stack from then on.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ _SCALAR = torch.Size([])
 class RaggedStack(LazyStackedTensorDict):
     """A ``LazyStackedTensorDict`` over dimension 0 whose columns are Python lists with one value per row.
 
-    A column is a list of B tensors of any shapes or of B strings, a Tensor[B, ...], or a tensor collection of batch [B, ...]
-    (a ``History``).
+    A column is a list of B tensors of any shapes or of B strings, a Tensor[B, ...], or a tensor collection of batch [B,
+    ...] (a ``History``).
     ``stack.get(key, as_list=True)`` is the list itself: read it, do not write into it.
 
     >>> rows = RaggedStack.from_columns({"ids": [torch.arange(2), torch.arange(3)]}, 2)
@@ -128,7 +129,9 @@ class RaggedStack(LazyStackedTensorDict):
 
 
 def stack_columns(columns: Mapping[str, Any], batch_size: Sequence[int]) -> TensorDictBase:
-    """Columns of ``prod(batch_size)`` values each as a tensordict of that batch size; one row alone is a plain TensorDict."""
+    """Columns of ``prod(batch_size)`` values each as a tensordict of that batch size; one row alone is a plain
+    TensorDict.
+    """
     if not len(batch_size):
         return TensorDict._new_unsafe({name: _cells(values)[0] for name, values in columns.items()}, batch_size=_SCALAR)
     if len(batch_size) == 1:
@@ -136,7 +139,9 @@ def stack_columns(columns: Mapping[str, Any], batch_size: Sequence[int]) -> Tens
     inner = torch.Size(batch_size[1:]).numel()
     return LazyStackedTensorDict(
         *[
-            stack_columns({name: values[row * inner : (row + 1) * inner] for name, values in columns.items()}, batch_size[1:])
+            stack_columns(
+                {name: values[row * inner : (row + 1) * inner] for name, values in columns.items()}, batch_size[1:]
+            )
             for row in range(batch_size[0])
         ]
     )

@@ -1,6 +1,7 @@
 """The token record of one turn: what the turn's prompt ids are made of, and what the finished turn is written as.
 
-Pure functions on lists of rows. B rows, P prompt length, R response length, T = P + R, S length of the stream before this turn.
+Pure functions on lists of rows. B rows, P prompt length, R response length, T = P + R, S length of the stream before
+this turn.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def record_turn(
     plain: list[Tensor] | None,
     stream: Stream | None,
 ) -> TurnRecord:
-    """Joins prompts and responses. Ids that were not sampled, now or in an earlier turn, get mask False and log-prob 0."""
+    """Joins prompts and responses. Ids that were not sampled, in any turn, get mask False and log-prob 0."""
     prompt_lengths = [prompt.numel() for prompt in prompts]  # a quarter of the cost of len()
     response_lengths = [response.numel() for response in responses]
     lengths = [prompt + response for prompt, response in zip(prompt_lengths, response_lengths, strict=True)]
@@ -81,11 +82,17 @@ def record_turn(
     attention = _cut(torch.ones(sum(lengths), dtype=torch.bool), lengths)
     prompt_lp = full_lp = full_plain = None
     if log_probs is not None:
-        prompt_lp = _padded_with_zeros(None if stream is None else stream.log_probs, prompt_lengths, "log_probs", "prompt")
+        prompt_lp = _padded_with_zeros(
+            None if stream is None else stream.log_probs, prompt_lengths, "log_probs", "prompt"
+        )
         full_lp = [torch.cat(pair) for pair in zip(prompt_lp, log_probs, strict=True)]
         carried_plain = None if stream is None else stream.plain
         if plain is not None or carried_plain is not None:
-            before = prompt_lp if carried_plain is None else _padded_with_zeros(carried_plain, prompt_lengths, "log_probs", "plain")
+            before = (
+                prompt_lp
+                if carried_plain is None
+                else _padded_with_zeros(carried_plain, prompt_lengths, "log_probs", "plain")
+            )
             after = log_probs if plain is None else plain
             full_plain = [torch.cat(pair) for pair in zip(before, after, strict=True)]
     return TurnRecord(prompts, responses, full, attention, masks, prompt_lp, log_probs, full_lp, full_plain)
@@ -117,6 +124,6 @@ def _check_aligned(rows: list[Tensor], lengths: list[int], container: str, field
     for row, (values, length) in enumerate(zip(rows, lengths, strict=True)):
         if len(values) > length:
             raise ShapeError(
-                f"LLM wrapper: ({container!r}, {field!r}) must not be longer than the prompt it describes: got {len(values)} "
-                f"values for {length} prompt tokens in row {row}."
+                f"LLM wrapper: ({container!r}, {field!r}) must not be longer than the prompt it describes: got "
+                f"{len(values)} values for {length} prompt tokens in row {row}."
             )

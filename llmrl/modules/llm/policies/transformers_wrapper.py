@@ -21,8 +21,8 @@ __all__ = ["TransformersWrapper"]
 class TransformersWrapper(LLMWrapperBase):
     """A Hugging Face model (the module, or its name or path) as a policy. Arguments, keys and errors: `LLMWrapperBase`.
 
-    The engine generates with the very module that is trained; ``scorer`` holds it (``wrapper.model``) and is what a recipe wraps for
-    DDP or FSDP. ``device`` moves the model.
+    The engine generates with the very module that is trained; ``scorer`` holds it (``wrapper.model``) and is what a
+    recipe wraps for DDP or FSDP. ``device`` moves the model.
 
     >>> from tensordict import TensorDict
     >>> from llmrl.data.llm.chat import History
@@ -30,7 +30,7 @@ class TransformersWrapper(LLMWrapperBase):
     >>> from llmrl.testing import tiny_model, tiny_tokenizer
     >>> tokenizer = tiny_tokenizer()
     >>> policy = TransformersWrapper(tiny_model(tokenizer), tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 4})
-    >>> prompts = History.from_chats([[{"role": "user", "content": "Hi"}], [{"role": "user", "content": "What is 2+2?"}]])
+    >>> prompts = History.from_chats([[{"role": "user", "content": text}] for text in ("Hi", "What is 2+2?")])
     >>> td = policy(TensorDict(history=ChatHistory.from_rows({"prompt": prompts}), batch_size=[2]))
     >>> [len(row) for row in td.get(("tokens", "response"), as_list=True)]
     [4, 4]
@@ -81,6 +81,7 @@ def load_model(model: PreTrainedModel | str, device: torch.device | str | None) 
         model = AutoModelForCausalLM.from_pretrained(model)
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
         raise ConfigError(
-            f"TransformersWrapper: model must be a Hugging Face causal language model or its name: got {type(model).__name__}."
+            f"TransformersWrapper: model must be a Hugging Face causal language model or its name: got "
+            f"{type(model).__name__}."
         )
     return model if device is None else model.to(device)

@@ -15,7 +15,7 @@ from llmrl.modules.llm.policies.containers import LogProbs, Masks, Tokens
 from llmrl.modules.llm.policies.stream import TurnRecord
 from llmrl.padding import pad_rows
 
-__all__ = ["ragged_containers", "padded_containers"]
+__all__ = ["padded_containers", "ragged_containers"]
 
 Containers = tuple[Masks, Tokens, LogProbs | None]
 
@@ -32,7 +32,11 @@ def ragged_containers(
         tokens["covered"] = torch.tensor(covered)
     log_probs = None
     if record.full_log_probs is not None:
-        columns = {"prompt": record.prompt_log_probs, "response": record.response_log_probs, "full": record.full_log_probs}
+        columns = {
+            "prompt": record.prompt_log_probs,
+            "response": record.response_log_probs,
+            "full": record.full_log_probs,
+        }
         if record.plain_log_probs is not None:
             columns["plain"] = record.plain_log_probs
         log_probs = LogProbs.from_rows(columns, batch_size)
@@ -46,7 +50,9 @@ def padded_containers(
     batch_size: Sequence[int],
     pad_token_id: int,
 ) -> Containers:
-    """Masks, Tokens and LogProbs as dense tensors: prompt [B, P] left-padded, response [B, R] right-padded, full [B, P + R]."""
+    """Masks, Tokens and LogProbs as dense tensors: prompt [B, P] left-padded, response [B, R] right-padded, full [B, P
+    + R].
+    """
     split = [len(prompt) for prompt in record.prompt]
 
     def dense(rows: list[Tensor], side: str, value: float = 0) -> Tensor:
@@ -55,7 +61,9 @@ def padded_containers(
     def around(rows: list[Tensor], value: float = 0) -> Tensor:
         """Rows of prompt and response, padded at both ends so that the responses begin in one column."""
         before = dense([row[:at] for row, at in zip(rows, split, strict=True)], "left", value)
-        return torch.cat([before, dense([row[at:] for row, at in zip(rows, split, strict=True)], "right", value)], dim=1)
+        return torch.cat(
+            [before, dense([row[at:] for row, at in zip(rows, split, strict=True)], "right", value)], dim=1
+        )
 
     def shaped(columns: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: value.reshape(*batch_size, *value.shape[1:]) for name, value in columns.items()}

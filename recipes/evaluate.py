@@ -1,0 +1,66 @@
+"""Measures a checkpoint of a run: ``llmrl eval RUN``. Greedy answers to the held-out problems of the run's own task."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from llmrl.recipes.evaluation import Evaluation
+from llmrl.recipes.grpo_config import GRPOConfig
+from llmrl.recipes.models import load_model, load_tokenizer
+from llmrl.recipes.session import Session
+from llmrl.recipes.sft_config import SFTConfig
+from llmrl.recipes.tasks import eval_rows
+
+from llmrl.console import format_duration, print_summary
+from llmrl.errors import ConfigError
+from llmrl.modules.llm.policies import TransformersWrapper
+
+__all__ = ["run"]
+
+
+def run(run_dir: Path, *, command: str, config: SFTConfig | GRPOConfig, checkpoint: Path, as_json: bool = False) -> int:
+    """Prints the score of ``checkpoint``, as one JSON object if so asked, and returns 0.
+
+    Raises  ConfigError if the run's settings name no task or no problems to measure on
+    """
+    rows = None if config.env is None else eval_rows(config.env, config.eval)
+    if config.env is None or rows is None:
+        setting = "env" if config.env is None else "eval.dataset"
+        raise ConfigError(f"llmrl eval: the {command} run {run_dir.name} has no held-out problems; say {setting}=...")
+    session = Session(config)
+    try:
+        source = config.model_copy(update={"model": str(checkpoint)})
+        tokenizer = load_tokenizer(source, runs=run_dir.parent)
+        model = load_model(source, tokenizer, runs=run_dir.parent).to(session.device)
+        policy = TransformersWrapper(model, tokenizer=tokenizer, input_mode="history")
+        started = time.perf_counter()
+        exam = Evaluation(
+            session, policy, config.env, rows, batch_size=config.eval.batch_size, max_tokens=config.eval.max_tokens
+        )
+        score = exam.run()
+        seconds = time.perf_counter() - started
+    finally:
+        session.close()
+    if not session.is_first:
+        return 0
+    if as_json:
+        result = {
+            "run": str(run_dir),
+            "checkpoint": checkpoint.name,
+            "env": config.env.name,
+            "split": config.eval.split,
+            "rows": len(rows),
+            "failed": exam.failed,
+            "mean": score,
+        }
+        print(json.dumps(result))
+        return 0
+    lost = f" · scoring failed on {exam.failed}" if exam.failed else ""
+    print_summary(
+        session.console,
+        [f"{exam.name} {config.eval.split} {score:.3f}", f"{len(rows)} problems{lost}", format_duration(seconds)],
+        files=str(checkpoint),
+    )
+    return 0

@@ -1,0 +1,56 @@
+"""Does it learn? The main job from several seeds: accuracy on held-out problems after SFT and after GRPO, and the minutes it took.
+
+    python scripts/bench/learning.py --seeds 0 1 2
+
+Each seed is two real runs in a temporary folder, as `scripts/quickstart` makes them. Exits with 1 if a bound is missed:
+after SFT between 0.2 and 0.7, after GRPO at least 0.9, at most 6 minutes for both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+SFT_BOUNDS, GRPO_BOUND, SECONDS = (0.2, 0.7), 0.9, 360.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    seeds = parser.parse_args().seeds
+    print(f"{'seed':>4}  {'sft':>7}  {'sft s':>7}  {'grpo':>7}  {'grpo s':>7}  ok")
+    missed = 0
+    for seed in seeds:
+        with tempfile.TemporaryDirectory() as folder:
+            runs = Path(folder)
+            sft_s = _train(runs, "sft", "sums_sft", f"seed={seed}")
+            checkpoint = max((runs / "sft" / "checkpoints").iterdir(), key=lambda path: int(path.name.removeprefix("step")))
+            grpo_s = _train(runs, "grpo", "sums_grpo", f"seed={seed}", f"model={checkpoint}")
+            sft, grpo = _last(runs / "sft"), _last(runs / "grpo")
+        fine = SFT_BOUNDS[0] <= sft <= SFT_BOUNDS[1] and grpo >= GRPO_BOUND and sft_s + grpo_s <= SECONDS
+        missed += not fine
+        print(f"{seed:>4}  {sft:>7.3f}  {sft_s:>7.0f}  {grpo:>7.3f}  {grpo_s:>7.0f}  {'yes' if fine else 'NO'}", flush=True)
+    return int(missed > 0)
+
+
+def _train(runs: Path, command: str, *settings: str) -> float:
+    """Runs one recipe to its end, under the name of its command; returns the seconds it took."""
+    started = time.perf_counter()
+    arguments = [sys.executable, "-m", "llmrl.cli", command, *settings, "--runs", str(runs), "--name", command]
+    subprocess.run(arguments, check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - started
+
+
+def _last(run: Path) -> float:
+    """The last accuracy on held-out problems that a run recorded."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [row["eval/sums/mean"] for row in map(json.loads, lines) if "eval/sums/mean" in row][-1]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
