@@ -23,7 +23,6 @@ from typing import Any, NoReturn
 import llmrl
 from llmrl.checkpoint import latest_checkpoint
 from llmrl.config import Loaded, dump_config, dump_defaults, find_recipe, load_config, recipe_names
-from llmrl.console import make_console, print_plan
 from llmrl.errors import ConfigError, DataError, LLMRLError, MissingDependencyError, TemplateError, closest
 from llmrl.rundir import RunDir
 
@@ -66,8 +65,16 @@ exit codes: 0 done, 2 bad configuration, 3 environment or data, 4 training abort
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. ``argv`` None: the arguments of this process."""
+    code = _run(list(sys.argv[1:] if argv is None else argv))
+    if code not in (DONE, INTERRUPTED) and _in_process_group():  # the other ranks wait for this one: leave them at once,
+        sys.stdout.flush()  # without the destructors that would wait for them; their launcher then ends them
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _run(arguments: list[str]) -> int:
     started = time.perf_counter()
-    arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         return _dispatch(arguments)
     except ConfigError as error:
@@ -135,9 +142,12 @@ def _train(command: str, arguments: list[str]) -> int:
         parser.error(f"needs a recipe or settings; packaged recipes: {', '.join(recipe_names())}")
     loaded = load_config(recipe.settings(), path, overrides)
     if options.dry_run:
+        from llmrl.console import make_console, print_plan  # rich is not needed to say what is wrong
+
         console = make_console()
         console.print(dump_config(loaded.config, loaded.origins), end="", markup=False, soft_wrap=True)
-        print_plan(console, f"{command} (dry run)", importlib.import_module(recipe.module).plan(loaded.config))
+        rows = importlib.import_module(recipe.module).plan(loaded.config, runs=Path(options.runs))
+        print_plan(console, f"{command} (dry run)", rows)
         return DONE
     name = path.stem if path else command
     run = _agree(lambda: _new_run(command, name, loaded, arguments, options.runs, options.name))
@@ -193,7 +203,7 @@ def _show(arguments: list[str]) -> int:
     if options.json:
         print(show.as_json(run))
     else:
-        show.show(make_console(), run, rows=options.rows, step=options.step, samples=options.samples)
+        show.show(run, rows=options.rows, step=options.step, samples=options.samples)
     return DONE
 
 
@@ -201,7 +211,7 @@ def _doctor(arguments: list[str]) -> int:
     parser = _Parser("llmrl doctor", usage="llmrl doctor [--json]")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse(arguments)
-    return importlib.import_module("llmrl.doctor").report(make_console(), as_json=options.json)
+    return importlib.import_module("llmrl.doctor").report(as_json=options.json)
 
 
 # --- pieces ----------------------------------------------------------------------------------------------------------
@@ -286,6 +296,11 @@ def _agree(create: Callable[[], RunDir]) -> RunDir:
     if not path:
         raise ConfigError("rank 0 could not make the run folder")
     return RunDir(Path(path))
+
+
+def _in_process_group() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
 def _rank() -> int:

@@ -14,6 +14,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from llmrl.console import make_console
+
 __all__ = ["Check", "checks", "report"]
 
 _BASE = ("tensordict", "transformers", "datasets", "accelerate", "pydantic", "pyarrow")
@@ -57,12 +59,13 @@ def checks() -> list[Check]:
     return [*found, _verdict(found)]
 
 
-def report(console: Console, *, as_json: bool = False) -> int:
+def report(*, as_json: bool = False, console: Console | None = None) -> int:
     """Prints the lines; returns 0 if something can be trained here, else 1."""
     found = checks()
     if as_json:
         print(json.dumps([asdict(check) for check in found]))
     else:
+        console = console or make_console()
         for check in found:
             sign, style = {True: ("ok", "green"), False: ("NO", "bold red"), None: ("--", "dim")}[check.ok]
             console.print(Text.assemble((f"{sign:<4}", style), f"{check.name:<14}", check.detail), soft_wrap=True)

@@ -16,6 +16,7 @@ from llmrl.console import (
     SFT_COLUMNS,
     Sample,
     format_duration,
+    make_console,
     print_conversations,
     print_plan,
     print_summary,
@@ -31,11 +32,14 @@ __all__ = ["as_json", "show"]
 Row = dict[str, float | None]
 
 
-def show(console: Console, run: RunDir, *, rows: int = 20, step: int | None = None, samples: int = 2) -> None:
+def show(
+    run: RunDir, *, rows: int = 20, step: int | None = None, samples: int = 2, console: Console | None = None
+) -> None:
     """Prints the table of steps (``rows`` of them, evenly spaced; 0 for all), samples, and each measure's change.
 
     Raises  DataError if the run has no metrics, or no rollouts of the ``step`` asked for
     """
+    console = console or make_console()
     info, steps = run.read_info(), read_metrics(run.path)
     head = [("command", f"llmrl {info['command']} {shlex.join(info.get('arguments', []))}")]
     head.append(("created", f"{info.get('created', '?')} by llmrl {info.get('llmrl', '?')}"))

@@ -29,8 +29,7 @@ def run(run_dir: Path, *, command: str, config: SFTConfig | GRPOConfig, checkpoi
     if config.env is None or rows is None:
         setting = "env" if config.env is None else "eval.dataset"
         raise ConfigError(f"llmrl eval: the {command} run {run_dir.name} has no held-out problems; say {setting}=...")
-    session = Session(config)
-    try:
+    with Session(config) as session:
         source = config.model_copy(update={"model": str(checkpoint)})
         tokenizer = load_tokenizer(source, runs=run_dir.parent)
         model = load_model(source, tokenizer, runs=run_dir.parent).to(session.device)
@@ -41,8 +40,6 @@ def run(run_dir: Path, *, command: str, config: SFTConfig | GRPOConfig, checkpoi
         )
         score = exam.run()
         seconds = time.perf_counter() - started
-    finally:
-        session.close()
     if not session.is_first:
         return 0
     if as_json:

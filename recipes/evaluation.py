@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from llmrl.recipes.settings import EnvSettings
+from llmrl.recipes.state import named_weights
 from llmrl.recipes.tasks import make_env
+from torch import nn
 
 from llmrl.collectors.llm import LLMCollector
 
@@ -24,7 +26,8 @@ class Evaluation:
     """Asks ``policy`` every row once, without sampling, the rows dealt out over the ranks.
 
     `run` returns the mean of "success" where the environment writes it, else of the reward. Answers whose scoring failed
-    are left out of the mean and counted in ``failed``.
+    are left out of the mean and counted in ``failed``. The policy has the weights of ``source`` by then, where one is
+    given: a model whose own parameters are sharded cannot generate.
     """
 
     def __init__(
@@ -36,11 +39,13 @@ class Evaluation:
         *,
         batch_size: int,
         max_tokens: int,
+        source: nn.Module | None = None,
     ):
         self.session = session
         self.name = env.name
         self.num_rows = len(rows)
         self.failed = 0
+        self._source = source
         self._policy = policy.get_new_version(generate_kwargs={"max_new_tokens": max_tokens, "temperature": 0.0})
         mine = list(rows[session.rank :: session.world_size])
         self._envs = [
@@ -51,6 +56,9 @@ class Evaluation:
         ]
 
     def run(self) -> float:
+        if self._source is not None:
+            engine = self._policy.engine
+            engine.update_weights(named_weights(self._source), version=engine.version)
         scores: list[float] = []
         for env in self._envs:
             env.reset_dataloader()

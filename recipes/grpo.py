@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from llmrl.recipes.evaluation import Evaluation
 from llmrl.recipes.grpo_config import GRPOConfig
-from llmrl.recipes.models import load_model, load_tokenizer
+from llmrl.recipes.models import load_model, load_tokenizer, resolve_model
 from llmrl.recipes.planning import grpo_plan, grpo_settings
 from llmrl.recipes.rollouts import StepRollouts, slim
 from llmrl.recipes.session import Session
@@ -30,7 +30,7 @@ from llmrl.console import GRPO_COLUMNS, StepDisplay, format_duration, print_conv
 from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 from llmrl.errors import ConfigError, RolloutError
 from llmrl.metrics import MetricsLog
-from llmrl.modules.llm.engines import TransformersEngine
+from llmrl.modules.llm.engines import Engine
 from llmrl.modules.llm.policies import TransformersWrapper
 from llmrl.modules.llm.policies.containers import LogProbs
 from llmrl.modules.llm.rendering import Renderer
@@ -40,28 +40,22 @@ from llmrl.rollouts import RolloutLog
 __all__ = ["plan", "run"]
 
 
-def plan(config: GRPOConfig) -> list[tuple[str, str]]:
+def plan(config: GRPOConfig, *, runs: Path) -> list[tuple[str, str]]:
     """What a run of ``config`` would do, in rows of label and text; loads the tokenizer and the data, no weights."""
-    tokenizer = load_tokenizer(config, runs=Path("runs"))
+    tokenizer = load_tokenizer(config, runs=runs)
     rows, dropped = fit_prompts(config.env, training_rows(config.env), Renderer(tokenizer))
-    return grpo_plan(
-        config,
-        Session(config),
-        tokenizer,
-        num_prompts=len(rows),
-        num_dropped=dropped,
-        num_eval=len(eval_rows(config.env, config.eval) or ()),
-    )
+    num_eval = len(eval_rows(config.env, config.eval) or ())
+    with Session(config) as session:
+        return grpo_plan(
+            config, session, tokenizer, num_prompts=len(rows), num_dropped=dropped, num_eval=num_eval
+        )
 
 
 def run(config: GRPOConfig, *, run_dir: Path, resume: bool = False) -> int:
     """Trains and returns the exit code: 0, or 130 after an interruption that left a checkpoint."""
-    session = Session(config)
-    store = CheckpointStore(run_dir, keep=config.checkpoint.keep, writer=session.is_first)
-    try:
+    with Session(config) as session:
+        store = CheckpointStore(run_dir, keep=config.checkpoint.keep, writer=session.is_first)
         return _train(config, session, run_dir, store, resume)
-    finally:
-        session.close()
 
 
 def _train(config: GRPOConfig, session: Session, run_dir: Path, store: CheckpointStore, resume: bool) -> int:
@@ -71,7 +65,8 @@ def _train(config: GRPOConfig, session: Session, run_dir: Path, store: Checkpoin
             f"prompts_per_step {config.prompts_per_step} must be a multiple of the {session.world_size} processes"
         )
     state = load_state(store.latest()) if resume else None
-    source = config.model_copy(update={"model": str(store.latest())}) if resume else config
+    origin = state["origin"] if state else resolve_model(config.model, runs=run_dir.parent)
+    source = config.model_copy(update={"model": str(store.latest()) if resume else origin})
     tokenizer = load_tokenizer(source, runs=run_dir.parent)
     rows, num_dropped = fit_prompts(config.env, training_rows(config.env), Renderer(tokenizer))
     exam_rows = eval_rows(config.env, config.eval)
@@ -102,7 +97,10 @@ def _train(config: GRPOConfig, session: Session, run_dir: Path, store: Checkpoin
     actor = TransformersWrapper(
         model, tokenizer=tokenizer, input_mode="history", generate_kwargs=options, generate=False
     )
-    reference = TransformersEngine(copy.deepcopy(model), tokenizer=tokenizer) if config.grpo.kl else None
+    reference = None
+    if config.grpo.kl:
+        frozen = load_model(config.model_copy(update={"model": origin}), tokenizer, runs=run_dir.parent)
+        reference = policy.get_new_version(model=frozen.to(session.device), generate=False).engine
     updater = Updater(
         session, actor.scorer, config.optim, steps=config.steps, tokens_per_microbatch=config.tokens_per_microbatch
     )
@@ -154,7 +152,7 @@ def _train(config: GRPOConfig, session: Session, run_dir: Path, store: Checkpoin
         start, before = state["step"], state["before"]
         updater.load_state_dict(state["optimizer"])
         collector.load_state_dict(state["collector"])
-        buffer.sampler.load_state_dict(state["sampler"])
+        buffer.sampler.load_state_dict(state["sampler"][session.rank % len(state["sampler"])])
         advantage.load_state_dict(state["advantage"])
     elif exam is not None:
         before = exam.run()
@@ -182,14 +180,18 @@ def _train(config: GRPOConfig, session: Session, run_dir: Path, store: Checkpoin
                     f"{metrics['rollout/failed']:.0f} of {rollouts.num_rows} in step {step}. {_first_error(env)}"
                 )
             clock = time.perf_counter()
-            part = -(-len(buffer) // config.updates_per_step)
-            for _ in range(config.updates_per_step):
-                batch = buffer.sample(min(part, len(buffer))).to(session.device) if len(buffer) else None
+            tokens = 0.0
+            for size in _parts(len(buffer), config.updates_per_step):
+                batch = buffer.sample(size).to(session.device) if size else None
                 if batch is not None and reference is not None:
-                    _add_reference(batch, reference, sampling.temperature)
-                metrics |= _loss_metrics(updater.step(loss, batch, step))
+                    with session.autocast():
+                        _add_reference(batch, reference, sampling.temperature)
+                update = updater.step(loss, batch, step)
+                tokens += update.get("tokens", 0)
+                metrics |= _loss_metrics(update)
+            metrics["tokens/trained"] = tokens
             metrics["time/update"] = time.perf_counter() - clock
-            metrics["perf/train_tok_s"] = metrics.get("tokens/trained", 0) / metrics["time/update"]
+            metrics["perf/train_tok_s"] = tokens / metrics["time/update"]
             clock = time.perf_counter()
             collector.update_policy_weights_(named_weights(model) if session.sharded else None)
             metrics["time/sync"] = time.perf_counter() - clock
@@ -203,7 +205,7 @@ def _train(config: GRPOConfig, session: Session, run_dir: Path, store: Checkpoin
                 remark = f"{exam.name} {score:.3f}"
             metrics["time/step"] = time.perf_counter() - began
             conversations += rollouts.num_rows
-            trained += int(metrics.get("tokens/trained", 0))
+            trained += int(tokens)
             first_reward = metrics["reward/mean"] if first_reward is None else first_reward
             log.log(step, metrics)
             rollout_log.write(step, rollouts.records(step))
@@ -219,7 +221,8 @@ def _train(config: GRPOConfig, session: Session, run_dir: Path, store: Checkpoin
                     tokenizer=tokenizer,
                     updater=updater,
                     collector=collector.state_dict(),
-                    sampler=buffer.sampler.state_dict(),
+                    sampler=session.gather([buffer.sampler.state_dict()]),
+                    origin=origin,
                     advantage=advantage.state_dict(),
                     before=before,
                     finished=last and not stopped,
@@ -248,7 +251,12 @@ def _train(config: GRPOConfig, session: Session, run_dir: Path, store: Checkpoin
     return status
 
 
-def _add_reference(batch: TensorDictBase, reference: TransformersEngine, temperature: float) -> None:
+def _parts(count: int, num_parts: int) -> list[int]:
+    """Sizes that add up to ``count`` and differ by one at most."""
+    return [count * (part + 1) // num_parts - count * part // num_parts for part in range(num_parts)]
+
+
+def _add_reference(batch: TensorDictBase, reference: Engine, temperature: float) -> None:
     scores = reference.score(
         batch.get(("tokens", "full"), as_list=True),
         temperature=temperature,

@@ -22,12 +22,12 @@ __all__ = ["load_model", "load_tokenizer", "resolve_model"]
 T = TypeVar("T")
 
 
-def resolve_model(model: str, *, runs: Path) -> str:
+def resolve_model(model: str | TinyModelSettings, *, runs: Path) -> str | TinyModelSettings:
     """``latest:RECIPE`` becomes the newest checkpoint of that recipe below ``runs``; anything else stays.
 
     Raises  DataError if there is none
     """
-    if not model.startswith("latest:"):
+    if isinstance(model, TinyModelSettings) or not model.startswith("latest:"):
         return model
     recipe = model.removeprefix("latest:")
     found = []

@@ -114,7 +114,15 @@ class Session:
                 fully_shard(module, **options)
         return fully_shard(scorer, **options)
 
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+        if kind is None or self.world_size == 1:  # ranks that one of them failed cannot part from each other in order
+            self.close()
+
     def close(self) -> None:
+        """Parts from the other ranks; another session may begin in this process."""
         self.accelerator.end_training()
         AcceleratorState._reset_state(reset_partial_state=True)
 

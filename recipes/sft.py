@@ -6,10 +6,12 @@ over all trained tokens of a step, however it is cut. Read `_train` from top to 
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from llmrl.recipes.conversations import TokenizedChats, tokenize_chats
@@ -38,28 +40,24 @@ from llmrl.metrics import MetricsLog
 from llmrl.modules.llm.policies import TransformersWrapper
 from llmrl.objectives.llm import SFTLoss
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 __all__ = ["plan", "run"]
 
 
-def plan(config: SFTConfig) -> list[tuple[str, str]]:
+def plan(config: SFTConfig, *, runs: Path) -> list[tuple[str, str]]:
     """What a run of ``config`` would do, in rows of label and text; loads the tokenizer and the data, no weights."""
-    tokenizer = load_tokenizer(config, runs=Path("runs"))
-    return sft_plan(config, Session(config), tokenizer, tokenize_chats(config, tokenizer))
+    tokenizer = load_tokenizer(config, runs=runs)
+    with Session(config) as session:
+        return sft_plan(config, session, tokenizer, tokenize_chats(config, tokenizer))
 
 
 def run(config: SFTConfig, *, run_dir: Path, resume: bool = False) -> int:
     """Trains and returns the exit code: 0, or 130 after an interruption that left a checkpoint."""
-    session = Session(config)
-    try:
-        return _train(
-            config,
-            session,
-            run_dir,
-            CheckpointStore(run_dir, keep=config.checkpoint.keep, writer=session.is_first),
-            resume,
-        )
-    finally:
-        session.close()
+    with Session(config) as session:
+        store = CheckpointStore(run_dir, keep=config.checkpoint.keep, writer=session.is_first)
+        return _train(config, session, run_dir, store, resume)
 
 
 def _train(config: SFTConfig, session: Session, run_dir: Path, store: CheckpointStore, resume: bool) -> int:
@@ -75,17 +73,20 @@ def _train(config: SFTConfig, session: Session, run_dir: Path, store: Checkpoint
     steps = num_steps(config, len(chats))
     model = load_model(source, tokenizer, runs=run_dir.parent).to(session.device)
     policy = TransformersWrapper(model, tokenizer=tokenizer, input_mode="history", generate=False)
+    student, source = policy, None  # who is examined: the policy itself, or a whole copy if its parameters are sharded
+    if session.sharded and config.env is not None:
+        student, source = policy.get_new_version(model=copy.deepcopy(model)), model
     updater = Updater(
         session, policy.scorer, config.optim, steps=steps, tokens_per_microbatch=config.tokens_per_microbatch
     )
     policy.scorer = updater.scorer
     loss = SFTLoss(policy)
     buffer = _buffer(chats, config)
-    final_exam = _evaluation(config, session, policy, config.eval)
+    final_exam = _evaluation(config, session, student, config.eval, source)
     stop_exam = None
     if config.stop is not None:
         stop_settings = config.eval.model_copy(update={"split": config.stop.split, "rows": config.stop.rows})
-        stop_exam = _evaluation(config, session, policy, stop_settings)
+        stop_exam = _evaluation(config, session, student, stop_settings, source)
 
     start, before = 0, None
     if state is not None:
@@ -179,7 +180,11 @@ def _buffer(chats: TokenizedChats, config: SFTConfig) -> ReplayBuffer:
 
 
 def _evaluation(
-    config: SFTConfig, session: Session, policy: TransformersWrapper, settings: EvalSettings
+    config: SFTConfig,
+    session: Session,
+    policy: TransformersWrapper,
+    settings: EvalSettings,
+    source: PreTrainedModel | None,
 ) -> Evaluation | None:
     rows = None if config.env is None else eval_rows(config.env, settings)
     if rows is None:
@@ -191,6 +196,7 @@ def _evaluation(
         rows,
         batch_size=settings.batch_size,
         max_tokens=settings.max_tokens,
+        source=source,
     )
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils.logging import disable_progress_bar
 
 from llmrl.checkpoint import CheckpointStore
 from llmrl.errors import CheckpointError
@@ -38,6 +39,7 @@ def save_state(
 
     Raises  CheckpointError if it cannot be written; earlier checkpoints are whole
     """
+    disable_progress_bar()  # of writing the weights: it would be the only line of a run that is not ours
     weights = named_weights(model)
     optimizer = updater.state_dict()
     folder = None

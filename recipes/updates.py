@@ -10,6 +10,11 @@ import torch
 from llmrl.recipes.settings import OptimSettings
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from llmrl.modules.llm.policies.containers import LogProbs, Masks, Tokens
 from llmrl.objectives.base import LossModule, merge_outputs, output_fields, total_loss
@@ -83,25 +88,16 @@ class Updater:
         return metrics | {"grad_norm": float(norm), "lr": self.optimizer.param_groups[0]["lr"]}
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state; whole on every rank, whatever is sharded."""
-        if not self.session.sharded:
-            return self.optimizer.state_dict()
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-
-        return get_optimizer_state_dict(self.scorer, self.optimizer, options=StateDictOptions(full_state_dict=True))
+        """The optimizer's state by parameter name, whole on the first rank: the same however many ranks share it."""
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        return get_optimizer_state_dict(self.scorer, self.optimizer, options=options)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if not self.session.sharded:
-            self.optimizer.load_state_dict(state)
-            return
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
-
-        set_optimizer_state_dict(
-            self.scorer,
-            self.optimizer,
-            state,
-            options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=False),
-        )
+        """Goes on from ``state``, whole on every rank; betas and weight decay stay those of the settings."""
+        options = StateDictOptions(full_state_dict=True)
+        set_optimizer_state_dict(self.scorer, self.optimizer, state, options=options)
+        for group in self.optimizer.param_groups:
+            group |= {"betas": self.settings.betas, "weight_decay": self.settings.weight_decay}
 
 
 def learning_rate(optim: OptimSettings, step: int, steps: int) -> float:

@@ -22,7 +22,7 @@ from llmrl.errors import ConfigError, DataError, RolloutError, MissingDependency
 ERRORS = {"data": DataError, "rollout": RolloutError, "extra": MissingDependencyError, "config": ConfigError}
 calls = []
 
-def plan(config):
+def plan(config, *, runs):
     return [("batch", f"{config.steps} steps of everything")]
 
 def run(config, *, run_dir, resume=False):

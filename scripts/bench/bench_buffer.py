@@ -9,11 +9,13 @@ figure is the fastest of many rounds, floor and buffer in turn.
 
 from __future__ import annotations
 
-import time
+import argparse
 from collections.abc import Callable
 
 import torch
+from table import Row, add_json_option, print_table, write_rows
 from tensordict import LazyStackedTensorDict, TensorDict
+from timing import best
 
 from llmrl.data.replay_buffers import LazyStackStorage, LazyTensorStorage, RandomSampler, ReplayBuffer
 from llmrl.objectives.llm.advantage import MCAdvantage
@@ -89,19 +91,22 @@ def leaves(td: TensorDict) -> dict[object, torch.Tensor]:
     return dict(td.items(include_nested=True, leaves_only=True))
 
 
-def compare(name: str, floor: Callable[[], object], ours: Callable[[], object], repeats: int) -> None:
-    """Prints one line: microseconds of the floor and of the buffer, and their ratio."""
-    best = [float("inf"), float("inf")]
-    for _ in range(ROUNDS):
-        for which, call in enumerate((floor, ours)):
-            begin = time.perf_counter()
+def compare(name: str, floor: Callable[[], object], ours: Callable[[], object], repeats: int) -> Row:
+    """Prints one line: microseconds of the floor and of the buffer."""
+
+    def many(call: Callable[[], object]) -> Callable[[], None]:
+        def run() -> None:
             for _ in range(repeats):
                 call()
-            best[which] = min(best[which], (time.perf_counter() - begin) / repeats * 1e6)
-    print(f"{name:38}{best[0]:10.1f}{best[1]:10.1f}{best[1] / best[0]:9.2f}x")
+
+        return run
+
+    floor_us, ours_us = (ms * 1e3 / repeats for ms in best(many(floor), many(ours), repeats=ROUNDS))
+    print(f"{name:38}{floor_us:10.1f}{ours_us:10.1f}")
+    return Row(f"{name}: llmrl / by hand", ours_us / floor_us)
 
 
-def fixed_rows() -> None:
+def fixed_rows() -> list[Row]:
     data, row = transitions(BATCH), transitions(1)[0]
     buffer = ReplayBuffer(storage=LazyTensorStorage(CAPACITY), sampler=RandomSampler(), batch_size=BATCH)
     while len(buffer) < CAPACITY // 2:
@@ -127,12 +132,14 @@ def fixed_rows() -> None:
         for key, value in store.items():
             value[cursor] = plain_row[key]
 
-    compare(f"sample({BATCH})  LazyTensorStorage", floor_sample, buffer.sample, 30)
-    compare(f"extend({BATCH})  LazyTensorStorage", floor_extend, lambda: buffer.extend(data), 30)
-    compare("add          LazyTensorStorage", floor_add, lambda: buffer.add(row), 100)
+    return [
+        compare(f"buffer sample({BATCH}), fixed shapes", floor_sample, buffer.sample, 30),
+        compare(f"buffer extend({BATCH}), fixed shapes", floor_extend, lambda: buffer.extend(data), 30),
+        compare("buffer add, fixed shapes", floor_add, lambda: buffer.add(row), 100),
+    ]
 
 
-def ragged_rows() -> None:
+def ragged_rows() -> list[Row]:
     count, group = 64, 8
     data = conversations(count, group)
     columns = {
@@ -158,8 +165,6 @@ def ragged_rows() -> None:
         return [{key: value.clone() for key, value in store[i].items()} for i in index]
 
     floor_extend()
-    compare(f"extend({count})   LazyStackStorage", floor_extend, lambda: (buffer.empty(), buffer.extend(data)), 5)
-    compare(f"sample({count})   LazyStackStorage", floor_sample, buffer.sample, 5)
     advantage = MCAdvantage(group)
 
     def floor_advantage() -> torch.Tensor:
@@ -168,11 +173,25 @@ def ragged_rows() -> None:
             ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)).view(-1, 1, 1).float()
         )
 
-    compare(f"{count} rows in groups of {group}: MCAdvantage", floor_advantage, lambda: advantage.inv(data), 20)
+    return [
+        compare(
+            f"buffer extend({count}), conversations", floor_extend, lambda: (buffer.empty(), buffer.extend(data)), 5
+        ),
+        compare(f"buffer sample({count}), conversations", floor_sample, buffer.sample, 5),
+        compare(f"MCAdvantage, {count} rows in groups of {group}", floor_advantage, lambda: advantage.inv(data), 20),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_json_option(parser)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"{'':38}{'floor us':>10}{'llmrl us':>10}")
+    rows = [*fixed_rows(), *ragged_rows()]
+    print_table(rows)
+    write_rows(rows, arguments.json)
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    print(f"{'':38}{'floor us':>10}{'llmrl us':>10}{'ratio':>10}")
-    fixed_rows()
-    ragged_rows()
+    main()

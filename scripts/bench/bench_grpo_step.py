@@ -2,10 +2,11 @@
 
     python scripts/bench/bench_grpo_step.py [--prompts 4 8] [--repeats 12] [--profile]
 
-An iteration is: render the prompts, sample 8 completions of 32 tokens for each, score them, compute group advantages, the
-clipped loss, its gradients, one AdamW step. The three sides run in turn, in one process, on copies of one model whose
-end-of-turn token has a bias of -1e9, so that every completion has the same length everywhere; the tokens that each side
-trained are printed. Each figure is the fastest of the repeats; the ratios are what to compare between machines.
+An iteration is: render the prompts, sample 8 completions of 32 tokens for each, score them, compute group advantages,
+the clipped loss, its gradients, one AdamW step. The three sides run in turn, in one process, on copies of one model
+whose end-of-turn token has a bias of -1e9, so that every completion has the same length everywhere; the tokens that
+each side trained are printed. Each figure is the fastest of the repeats; the ratios are what to compare between
+machines.
 
 by hand  `generate` of the model, full logits, log-softmax and gather; nothing is kept, logged or checked
 llmrl    what `llmrl.recipes.grpo` does between two of its steps, its metrics included, without files and display
@@ -28,7 +29,7 @@ from typing import Any
 
 import torch
 from table import Row, add_json_option, print_table, write_rows
-from torch import Tensor, nn
+from torch import nn
 
 GROUP_SIZE = 8
 NEW_TOKENS = 32
@@ -107,18 +108,17 @@ class Ours:
     """The body of the loop of `llmrl.recipes.grpo`."""
 
     def __init__(self, model: nn.Module, tokenizer: Any, prompts: list[str]):
-        from llmrl.recipes.grpo_config import GRPOConfig
-        from llmrl.recipes.planning import grpo_settings
-        from llmrl.recipes.rollouts import slim
-        from llmrl.recipes.session import Session
-        from llmrl.recipes.updates import Updater
-
         from llmrl.collectors.llm import LLMCollector
         from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
         from llmrl.envs.llm import DatasetChatEnv
         from llmrl.envs.llm.transforms import RewardFunction
         from llmrl.modules.llm.policies import TransformersWrapper
         from llmrl.objectives.llm import GRPOLoss, MCAdvantage
+        from llmrl.recipes.grpo_config import GRPOConfig
+        from llmrl.recipes.planning import grpo_settings
+        from llmrl.recipes.rollouts import slim
+        from llmrl.recipes.session import Session
+        from llmrl.recipes.updates import Updater
 
         config = GRPOConfig(
             model={},

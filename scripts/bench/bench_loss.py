@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 import torch
+from table import Row, add_json_option, print_table, write_rows
 from tensordict import TensorDict
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -126,6 +127,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
+    add_json_option(parser)
     parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
     parser.add_argument("--prompt-share", type=float, default=0.0, help=argparse.SUPPRESS)
     parser.add_argument("--result", help=argparse.SUPPRESS)
@@ -139,6 +141,7 @@ def main() -> None:
         f"{torch.__version__}; one logits tensor = {logits_mb:.0f} MB"
     )
     print(f"{'':12} {'':20} {'peak':>8} {'x logits':>9} {'CPU time':>8} {'x naive':>8} {'gradient':>9}")
+    rows = []
     for share in (0.0, 0.5):
         results: dict[str, dict] = {}
         for name, (kind, _) in VARIANTS.items():
@@ -158,6 +161,14 @@ def main() -> None:
                 f"{'' if kind == 'naive' else f'{gap:9.0e}'}",
                 flush=True,
             )
+            if kind == "naive":
+                continue
+            what = f"{name}, {share:.0%} prompt: "
+            rows.append(Row(f"{what}peak memory / one logits tensor", got["peak"] / logits_mb, 0.6))
+            rows.append(Row(f"{what}CPU time / naive", got["seconds"] / naive["seconds"], 1.0 if share == 0 else 0.5))
+            rows.append(Row(f"{what}gradient difference", float(gap), 1e-5, ""))
+    print_table(rows)
+    write_rows(rows, args.json)
 
 
 if __name__ == "__main__":

@@ -17,10 +17,11 @@ import pstats
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import torch
+from table import Row, add_json_option, print_table, write_rows
+from timing import best
 from torch import Tensor
 
 from llmrl.collectors.llm import LLMCollector
@@ -136,16 +137,6 @@ class ByHand:
             )
 
 
-def best(function: Callable[[], object], repeats: int) -> float:
-    """Milliseconds."""
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - start)
-    return 1e3 * min(times)
-
-
 def per_turn(ours: Ours, turns: int, repeats: int) -> list[float]:
     """Milliseconds of each turn: policy, step, and the root of the next one; the best of the repeats."""
     times = [[] for _ in range(turns)]
@@ -164,6 +155,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64, help="conversations, a multiple of 8")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--profile", action="store_true", help="show where the time of our side goes")
+    add_json_option(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     draw = random.Random(0)
@@ -177,13 +169,15 @@ def main() -> None:
     texts = [row["answer"] if n % 3 else text for n, (row, text) in enumerate(zip(rows, texts, strict=True))]
     answers = [torch.tensor([*tokenizer(text).input_ids, tokenizer.eos_token_id]) for text in texts]
     print(f"{arguments.batch} conversations, best of {arguments.repeats}")
-    print(f"{'turns':>5} {'llmrl ms':>9} {'by hand ms':>11} {'ratio':>6}  target")
+    summary = []
     for turns in (1, 4):
         ours, by_hand = Ours(rows, answers, tokenizer, turns), ByHand(rows, answers, tokenizer, turns)
         ours()
         by_hand()
-        mine, theirs = best(ours, arguments.repeats), best(by_hand, arguments.repeats)
-        print(f"{turns:>5} {mine:>9.2f} {theirs:>11.2f} {mine / theirs:>6.2f}  <= 3.00")
+        mine, theirs = best(ours, by_hand, repeats=arguments.repeats)
+        print(f"{turns} turns: llmrl {mine:.2f} ms, by hand {theirs:.2f} ms")
+        what = f"rollout of {arguments.batch} conversations, {turns} turn{'s' * (turns > 1)}: llmrl / by hand"
+        summary.append(Row(what, mine / theirs, 3.0))
         if arguments.profile:
             with cProfile.Profile() as profile:
                 for _ in range(arguments.repeats):
@@ -191,7 +185,9 @@ def main() -> None:
             pstats.Stats(profile).sort_stats("tottime").print_stats(35)
     times = per_turn(Ours(rows, answers, tokenizer, 20), 20, arguments.repeats)
     print(f"turn 1: {times[0]:.2f} ms, turn 2: {times[1]:.2f} ms, turn 20: {times[19]:.2f} ms")
-    print(f"turn 20 / turn 1: {times[19] / times[0]:.2f}  <= 1.30")
+    summary.append(Row("rollout: turn 20 / turn 1", times[19] / times[0], 1.3))
+    print_table(summary)
+    write_rows(summary, arguments.json)
 
 
 if __name__ == "__main__":

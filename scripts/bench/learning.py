@@ -29,12 +29,17 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             runs = Path(folder)
             sft_s = _train(runs, "sft", "sums_sft", f"seed={seed}")
-            checkpoint = max((runs / "sft" / "checkpoints").iterdir(), key=lambda path: int(path.name.removeprefix("step")))
+            checkpoint = max(
+                (runs / "sft" / "checkpoints").iterdir(), key=lambda path: int(path.name.removeprefix("step"))
+            )
             grpo_s = _train(runs, "grpo", "sums_grpo", f"seed={seed}", f"model={checkpoint}")
             sft, grpo = _last(runs / "sft"), _last(runs / "grpo")
         fine = SFT_BOUNDS[0] <= sft <= SFT_BOUNDS[1] and grpo >= GRPO_BOUND and sft_s + grpo_s <= SECONDS
         missed += not fine
-        print(f"{seed:>4}  {sft:>7.3f}  {sft_s:>7.0f}  {grpo:>7.3f}  {grpo_s:>7.0f}  {'yes' if fine else 'NO'}", flush=True)
+        print(
+            f"{seed:>4}  {sft:>7.3f}  {sft_s:>7.0f}  {grpo:>7.3f}  {grpo_s:>7.0f}  {'yes' if fine else 'NO'}",
+            flush=True,
+        )
     return int(missed > 0)
 
 

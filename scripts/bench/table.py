@@ -1,4 +1,4 @@
-"""The rows that every benchmark here hands to ``run``: what was compared, the figure, and the figure it must not pass."""
+"""The rows that every benchmark here hands to ``run``: what was compared, the figure, and its upper bound."""
 
 from __future__ import annotations
 

@@ -12,12 +12,15 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from llmrl.data.llm.chat import History
 from llmrl.errors import ConfigError, DataError, MissingKeyError, ShapeError
 from llmrl.modules.llm.log_probs import TokenScorer, TokenScores
+from llmrl.modules.llm.policies import ChatHistory, TransformersWrapper
 from llmrl.objectives import merge_outputs, total_loss
 from llmrl.objectives.base import output_fields
 from llmrl.objectives.llm import PRESETS, GRPOLoss, StepCounts, count_step
 from llmrl.objectives.llm.group_advantage import Scale
+from llmrl.testing import tiny_model, tiny_tokenizer
 
 LENGTHS = [(3, 4), (5, 1), (2, 6), (4, 0), (1, 3), (6, 5)]  # (prompt, response); one response is empty
 KL = {"kl_to_ref_coeff": 0.1, "kl_to_inference_coeff": 0.05}
@@ -326,6 +329,29 @@ def test_right_after_sampling_every_ratio_is_one():
     assert output.ESS.item() == pytest.approx(1, abs=1e-9)
     assert output.clip_fraction == 0
     assert output.mismatch_max.item() == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("pad_output", [False, True])
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.3])
+def test_a_policy_wrapper_samples_and_is_its_own_actor(temperature, pad_output):
+    tokenizer = tiny_tokenizer()
+    policy = TransformersWrapper(
+        tiny_model(tokenizer),
+        tokenizer=tokenizer,
+        generate_kwargs={"max_new_tokens": 6, "temperature": temperature},
+        pad_output=pad_output,
+    )
+    chats = [[{"role": "user", "content": content}] for content in ("1+2", "say something longer", "3")]
+    prompts = ChatHistory(prompt=History.from_chats(chats), batch_size=[3])
+    td = policy(TensorDict(history=prompts, batch_size=[3]))
+    td["advantage"] = torch.tensor([1.0, -1.0, 0.5]).view(3, 1, 1)
+    loss = GRPOLoss(policy, proximal="detach")
+    output = loss(td)
+    assert output.tokens == count_step(td).tokens > 0
+    assert output.mismatch_max.item() == pytest.approx(0, abs=1e-5)
+    assert output.ratio_max.item() == pytest.approx(1, abs=1e-5)
+    output.loss_objective.backward()
+    assert sum(p.grad.abs().sum() for p in loss.parameters()) > 0
 
 
 def test_an_empty_micro_batch_is_zero_and_anchors_the_graph():

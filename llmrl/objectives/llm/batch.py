@@ -106,8 +106,10 @@ class PaddedBatch:
     def advantage(self, td: TensorDictBase, key: NestedKey) -> Tensor:
         """float[B, T]: one number per conversation ([1, 1] a row) or one per token ([T, 1] a row)."""
         advantage = _get(td, key, self.reader)
-        rows = list(advantage)
         num_tokens = self.input_ids.shape[1]
+        if isinstance(advantage, Tensor) and advantage.numel() == len(self.input_ids):
+            return advantage.reshape(-1, 1).expand(-1, num_tokens).to(self.device)
+        rows = list(advantage)
         lengths = self.lengths or [num_tokens] * len(self.input_ids)
         aligned = []
         for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):

@@ -64,6 +64,7 @@ class SFTLoss(LossModule):
     reduce over conversations, each being divided by its length if ``normalize_by_seq_length``.
     ``loss_function="minor_sft"`` is -log sigmoid(beta (log pi - log pi_ref)) per conversation. ``tokenizer_kwargs`` go
     to the renderer: ``chat_template``, ``chat_template_name``, ``include_end_of_turn``; anything else to the template.
+    A policy wrapper scores at its own temperature: give it temperature 1 here, or pass its ``scorer``.
 
     >>> from transformers import Qwen2Config, Qwen2ForCausalLM
     >>> from tensordict import TensorDict, lazy_stack

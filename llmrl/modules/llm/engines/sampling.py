@@ -80,10 +80,12 @@ def _nucleus_floor(logits_BV: Tensor, top_p: float) -> Tensor:
     """
     vocabulary = logits_BV.shape[-1]
     log_total_B1 = logits_BV.logsumexp(-1, keepdim=True)
-    # Sorting the vocabulary is what top-p costs on a CPU (30 times the rest of a draw), and the nucleus is nearly
-    # always small.
-    for size in (256, vocabulary) if vocabulary > 256 and logits_BV.device.type == "cpu" else (vocabulary,):
-        top_BK = logits_BV.topk(size, dim=-1).values
+    # Sorting a large vocabulary costs 30 times the rest of a draw on a CPU, and the nucleus is nearly always small.
+    sizes = (256, vocabulary) if vocabulary > 2048 and logits_BV.device.type == "cpu" else (vocabulary,)
+    for size in sizes:
+        top_BK = (
+            logits_BV.topk(size, dim=-1).values if size < vocabulary else logits_BV.sort(-1, descending=True).values
+        )
         probs_BK = (top_BK - log_total_B1).exp()
         inside_BK = probs_BK.cumsum(-1) - probs_BK < top_p  # the mass before this token does not suffice yet
         if size == vocabulary or not inside_BK[:, -1].any():
