@@ -12,6 +12,7 @@ Every class is also the standard-library error that it refines, so an ``except V
     ├── WeightSyncError         RuntimeError  weights that did not arrive, or not whole
     ├── RolloutError            RuntimeError  a conversation that could not be finished
     ├── DeadlineError           TimeoutError  a wait that ran past its deadline
+    ├── UnsupportedError        NotImplementedError  what this backend cannot do, by its nature
     └── CheckpointError         RuntimeError  a checkpoint that could not be written or read
 
 A message reads *who: what must hold: got X, expected Y; what to do*. To add a class: subclass `LLMRLError` and the
@@ -35,6 +36,7 @@ __all__ = [
     "RolloutError",
     "ShapeError",
     "TemplateError",
+    "UnsupportedError",
     "WeightSyncError",
     "closest",
     "near",
@@ -86,6 +88,10 @@ class RolloutError(LLMRLError, RuntimeError):
 
 class DeadlineError(LLMRLError, TimeoutError):
     """A wait ran past its deadline; the message names who was waited for."""
+
+
+class UnsupportedError(LLMRLError, NotImplementedError):
+    """A backend cannot do this by its nature; the message names what can."""
 
 
 class CheckpointError(LLMRLError, RuntimeError):

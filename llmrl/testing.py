@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +15,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from llmrl.data.llm.chat import History
+from llmrl.data.llm.templates import find_template
 from llmrl.errors import ConfigError, MissingKeyError, near
 from llmrl.modules.llm.engines.base import Generation, SamplingParams, StopReason
 from llmrl.modules.llm.policies.containers import ChatHistory, Text
@@ -39,17 +39,30 @@ _TEXTS = (
     '{"name": "calculator", "arguments": {"expression": "12 + 30"}}\ndef add(a, b):\n    return a + b\n\nprint(add(1))',
     "The quick brown fox jumps over the lazy dog while the other dogs sleep near the river and dream of the hills.",
 )
-_ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral", "gpt2")
+# What a family has beyond a decoder: windows shorter than the sequences of a test, experts fewer than its tokens.
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
+    "gemma2": {"sliding_window": 8},
+    "gemma3_text": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "mixtral": {"num_local_experts": 4},
+    "qwen2_moe": {**_MOE, "shared_expert_intermediate_size": 32},
+    "qwen3_moe": _MOE,
+}
+_ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral", "gpt2", "gemma", *_FAMILY_SETTINGS)
 
 
-def tiny_tokenizer(texts: Sequence[str] | None = None, vocab_size: int = 512) -> PreTrainedTokenizerFast:
+def tiny_tokenizer(
+    texts: Sequence[str] | None = None, vocab_size: int = 512, *, template: str = "qwen"
+) -> PreTrainedTokenizerFast:
     """A Qwen-like tokenizer with a ChatML template, trained here and now.
 
     Reads    texts       lines to train on; a few built-in ones by default
              vocab_size  upper bound of ``len(tokenizer)``; at least 265 = 256 bytes and 9 added tokens
+             template    a registered family: its template, its control tokens besides Qwen's, its end as ``eos``
     Returns  a new tokenizer each time (the training is cached): ``eos`` is ``<|im_end|>``, ``pad`` is
              ``<|endoftext|>``, the template marks what the assistant writes
-    Raises   ConfigError if ``vocab_size`` has no room for the bytes and the added tokens
+    Raises   ConfigError if ``vocab_size`` has no room for the bytes and the added tokens; TemplateError for an unknown
+             template
 
     >>> tokenizer = tiny_tokenizer()
     >>> tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True)
@@ -60,24 +73,27 @@ def tiny_tokenizer(texts: Sequence[str] | None = None, vocab_size: int = 512) ->
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
+    row = find_template(None, template)
+    controls = tuple(dict.fromkeys((*_CONTROL_TOKENS, *row.special_tokens)))
+    eos = row.special_tokens[-1] if row.special_tokens else "<|im_end|>"
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(_trained(tuple(_TEXTS if texts is None else texts), vocab_size)),
-        eos_token="<|im_end|>",
+        tokenizer_object=Tokenizer.from_str(_trained(tuple(_TEXTS if texts is None else texts), vocab_size, controls)),
+        eos_token=eos,
         pad_token="<|endoftext|>",
-        additional_special_tokens=["<|im_start|>"],
+        additional_special_tokens=[token for token in controls if token not in ("<|endoftext|>", eos)],
         clean_up_tokenization_spaces=False,
         model_max_length=32768,
     )
-    tokenizer.chat_template = resources.files("llmrl.chat_templates").joinpath("qwen.jinja").read_text("utf-8")
+    tokenizer.chat_template = row.jinja
     return tokenizer
 
 
 @lru_cache(maxsize=8)
-def _trained(texts: tuple[str, ...], vocab_size: int) -> str:
+def _trained(texts: tuple[str, ...], vocab_size: int, controls: tuple[str, ...]) -> str:
     """The serialised byte-level BPE. Training is deterministic: same texts, same merges."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-    num_added = len(_CONTROL_TOKENS) + len(_MARKUP_TOKENS)
+    num_added = len(controls) + len(_MARKUP_TOKENS)
     if vocab_size < 256 + num_added:
         raise ConfigError(
             f"tiny_tokenizer: vocab_size must hold 256 bytes and {num_added} added tokens: got {vocab_size}."
@@ -95,7 +111,7 @@ def _trained(texts: tuple[str, ...], vocab_size: int) -> str:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _CONTROL_TOKENS])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in controls])
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in _MARKUP_TOKENS])
     return tokenizer.to_str()
 
@@ -113,7 +129,8 @@ def tiny_model(
     """A random float32 causal language model in evaluation mode: same seed, same weights.
 
     Reads    tokenizer     gives the vocabulary size and the end and padding ids; :func:`tiny_tokenizer` by default
-             architecture  "qwen2", "qwen3", "llama", "mistral" or "gpt2"
+             architecture  "qwen2", "qwen3", "llama", "mistral", "gpt2", "gemma", "gemma2", "gemma3_text" (both with a
+                           window of 8 tokens), "mixtral", "qwen2_moe" or "qwen3_moe" (four experts)
              heads         attention heads; half as many key/value heads where the family shares them
     Raises   ConfigError for another architecture, or if ``hidden_size`` is no multiple of ``2 * heads``
 
@@ -152,6 +169,9 @@ def tiny_model(
             "head_dim": hidden_size // heads,
             "max_position_embeddings": 32768,
         }
+        sizes |= _FAMILY_SETTINGS.get(architecture, {})
+        if "layer_types" in sizes:
+            sizes["layer_types"] = (sizes["layer_types"] * layers)[:layers]
     config = AutoConfig.for_model(architecture, **common, **sizes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llmrl.data.llm.dataset_files import load_rows, to_messages
 from llmrl.envs.llm.sums import sums_demonstrations
-from llmrl.errors import DataError
+from llmrl.errors import DataError, TemplateError
 from llmrl.modules.llm.policies.containers import Masks, Tokens
 from llmrl.modules.llm.rendering import Renderer
 
@@ -92,7 +92,11 @@ def tokenize_chats(config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Tok
             )
             for number, row in enumerate(block, start + 1)
         ]
-        for number, rendered in enumerate(renderer.render(messages), start + 1):
+        try:
+            rows_of_ids = renderer.render(messages)
+        except TemplateError as error:
+            raise TemplateError(f"{data.path}, conversations from row {start + 1} on: {error}") from error
+        for number, rendered in enumerate(rows_of_ids, start + 1):
             mask = rendered.assistant_mask
             if data.train_on == "last":
                 mask = torch.zeros_like(mask)

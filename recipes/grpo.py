@@ -26,15 +26,18 @@ from tensordict import TensorDictBase
 
 from llmrl.checkpoint import CheckpointStore, InterruptGuard
 from llmrl.collectors.llm import LLMCollector
+from llmrl.collectors.llm.batches import cat_rows
 from llmrl.console import GRPO_COLUMNS, StepDisplay, format_duration, print_conversations, print_plan, print_summary
 from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
+from llmrl.envs.llm.transforms import MaskTruncated, OverlongShaping
+from llmrl.envs.transforms import Compose, Transform
 from llmrl.errors import ConfigError, RolloutError
 from llmrl.metrics import MetricsLog
 from llmrl.modules.llm.engines import Engine
 from llmrl.modules.llm.policies import TransformersWrapper
 from llmrl.modules.llm.policies.containers import LogProbs
 from llmrl.modules.llm.rendering import Renderer
-from llmrl.objectives.llm import GRPOLoss, MCAdvantage
+from llmrl.objectives.llm import GroupQuota, GRPOLoss, MCAdvantage
 from llmrl.rollouts import RolloutLog
 
 __all__ = ["plan", "run"]
@@ -63,6 +66,12 @@ def _train(config: GRPOConfig, session: Session, run_dir: Path, store: Checkpoin
     if config.prompts_per_step % session.world_size:
         raise ConfigError(
             f"prompts_per_step {config.prompts_per_step} must be a multiple of the {session.world_size} processes"
+        )
+    advantage_settings, loss_settings = grpo_settings(config)
+    if session.world_size > 1 and (advantage_settings["scale"] == "batch" or advantage_settings.get("whiten")):
+        raise ConfigError(
+            f"algo {config.algo} divides by what is measured over a whole batch, of which each of the "
+            f"{session.world_size} processes has a part: use one process, or an algorithm that looks at groups"
         )
     state = load_state(store.latest()) if resume else None
     origin = state["origin"] if state else resolve_model(config.model, runs=run_dir.parent)
@@ -102,10 +111,14 @@ def _train(config: GRPOConfig, session: Session, run_dir: Path, store: Checkpoin
         frozen = load_model(config.model_copy(update={"model": origin}), tokenizer, runs=run_dir.parent)
         reference = policy.get_new_version(model=frozen.to(session.device), generate=False).engine
     updater = Updater(
-        session, actor.scorer, config.optim, steps=config.steps, tokens_per_microbatch=config.tokens_per_microbatch
+        session,
+        actor.scorer,
+        config.optim,
+        steps=config.steps,
+        tokens_per_microbatch=config.tokens_per_microbatch,
+        packing=config.packing,
     )
     actor.scorer = updater.scorer
-    advantage_settings, loss_settings = grpo_settings(config)
     loss = GRPOLoss(actor, **loss_settings)
 
     # Prompts -> rollouts -> rewards -> advantages, in the buffer of one step.
@@ -119,11 +132,15 @@ def _train(config: GRPOConfig, session: Session, run_dir: Path, store: Checkpoin
         rank=session.rank,
         world_size=session.world_size,
     )
+    if config.overlong_buffer:
+        env.append_transform(OverlongShaping(sampling.max_tokens, config.overlong_buffer))
     advantage = MCAdvantage(config.group_size, **advantage_settings)
+    quota = GroupQuota(config.prompts_per_step // session.world_size)
+    unfinished = MaskTruncated() if config.truncated == "mask" else Transform()
     buffer = ReplayBuffer(
         storage=LazyStackStorage(env.batch_size[0]),
         sampler=SamplerWithoutReplacement(),
-        transform=advantage,
+        transform=Compose(quota, advantage),  # writes meet the advantage first
         generator=torch.Generator().manual_seed(config.seed),
     )
     collected: list[TensorDictBase] = []
@@ -134,7 +151,7 @@ def _train(config: GRPOConfig, session: Session, run_dir: Path, store: Checkpoin
         dialog_turns_per_batch=1,  # one batch of conversations, each run to its end
         replay_buffer=buffer,
         track_policy_version=True,
-        postproc=lambda data: collected.append(data) or slim(data),
+        postproc=lambda data: collected.append(data) or slim(unfinished.inv(data)),
     )
     exam = None
     if exam_rows:
@@ -169,10 +186,14 @@ def _train(config: GRPOConfig, session: Session, run_dir: Path, store: Checkpoin
             began = time.perf_counter()
             collected.clear()
             buffer.empty()
+            quota.reset()
             with session.autocast():
                 collector.next()
+                for _ in range(config.refill_rounds if config.zero_variance == "refill" else 0):
+                    if quota.missing:
+                        collector.next()
             generated = time.perf_counter() - began
-            rollouts = StepRollouts(session, collected[0], buffer, advantage, tokenizer)
+            rollouts = StepRollouts(session, cat_rows(collected), buffer, advantage, tokenizer)
             metrics = rollouts.metrics(version=collector.policy_version, seconds=generated)
             if metrics["rollout/failed"] > config.max_failed * rollouts.num_rows:
                 raise RolloutError(

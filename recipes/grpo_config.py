@@ -18,17 +18,28 @@ class AlgorithmSettings(Settings):
     loss: Literal["token", "seq-mean", "dr_grpo"] | None = Field(None, description="how token losses are averaged")
     kl: float = Field(0.0, ge=0, description="weight of the divergence from the starting model, kept as reference")
     entropy: float = Field(0.0, ge=0, description="weight of the entropy bonus")
-    correction: Literal["tis", "none"] | None = Field(
+    kl_inference: float = Field(0.0, ge=0, description="weight of the divergence from the engine that sampled")
+    kl_estimator: Literal["k1", "k2", "k3", "k3+", "k3-weighted"] | None = Field(
+        None, description="how a divergence is estimated from sampled tokens"
+    )
+    dual_clip: float | None = Field(None, gt=1, description="bound on the loss of a token with a negative advantage")
+    correction: Literal["none", "tis", "mask", "seq-tis", "seq-mask", "geo-mask"] | None = Field(
         None, description="weight for what engine and trainer disagree on"
+    )
+    correction_cap: float | None = Field(None, gt=0, description="where the weight is cut; null: 2")
+    correction_band: tuple[float, float] | None = Field(None, description="what mask and geo-mask keep")
+    correction_veto: tuple[float, float] | None = Field(
+        None, description="sequences with any token's weight outside are left out, [1e-4, 100] say"
     )
 
 
 class GRPOConfig(ModelSource):
     """Group-relative policy optimisation. The defaults are those of the literature; a run prints what they resolve to."""
 
-    algo: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce", "reinforce++"] = Field(
-        "grpo", description="preset of the four choices below"
-    )
+    algo: Literal[
+        *("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "dppo", "max_rl", "rloo", "reinforce", "reinforce++"),
+        "reinforce++-baseline",
+    ] = Field("grpo", description="preset of the four choices below")
     env: EnvSettings
     steps: int = Field(200, ge=1, description="rollout and update rounds")
     prompts_per_step: int = Field(32, ge=1, description="prompts per step, over all processes")
@@ -40,8 +51,18 @@ class GRPOConfig(ModelSource):
     min_group_size: int | None = Field(
         None, ge=2, description="scored completions below which a group is dropped; null: half of group_size"
     )
-    zero_variance: Literal["drop", "keep"] = Field(
-        "drop", description="groups whose rewards are all equal: left out of the step, or counted in its mean"
+    zero_variance: Literal["drop", "keep", "refill"] = Field(
+        "drop",
+        description="groups of equal rewards: left out of the step, counted in its mean, or replaced by others",
+    )
+    refill_rounds: int = Field(
+        3, ge=1, description="with refill, how often more rollouts are collected for a step before it is taken as it is"
+    )
+    overlong_buffer: int = Field(
+        0, ge=0, description="the last so many of sampling.max_tokens cost reward, up to 1 at the limit; 0: none do"
+    )
+    truncated: Literal["train", "mask"] = Field(
+        "train", description="answers that ran into sampling.max_tokens: trained like others, or left out of the loss"
     )
     updates_per_step: int = Field(
         1, ge=1, description="optimizer updates on the rollouts of one step, each on its own part"
@@ -57,6 +78,10 @@ class GRPOConfig(ModelSource):
         if self.group_size < 2:
             raise ValueError(
                 f"group_size: a group of {self.group_size} has no baseline to compare with; use at least 2, 8 is common"
+            )
+        if self.overlong_buffer > self.sampling.max_tokens:
+            raise ValueError(
+                f"overlong_buffer {self.overlong_buffer} is more than sampling.max_tokens {self.sampling.max_tokens}"
             )
         if self.min_group_size is not None and self.min_group_size > self.group_size:
             raise ValueError(f"min_group_size {self.min_group_size} is more than group_size {self.group_size}")

@@ -58,6 +58,12 @@ def grpo_plan(
 ) -> Rows:
     advantage, loss = grpo_settings(config)
     words = PRESETS[config.algo].describe(advantage, loss)
+    if config.zero_variance == "refill":
+        words["advantage"] += f", others drawn in their place in at most {config.refill_rounds} more rounds"
+    if config.overlong_buffer:
+        words["advantage"] += f"; the last {config.overlong_buffer} tokens of {config.sampling.max_tokens} cost reward"
+    if config.truncated == "mask":
+        words["aggregation"] += ", without answers that were cut off"
     rollouts = config.prompts_per_step * config.group_size
     dropped = f" · {num_dropped} longer than {config.env.max_prompt_tokens} tokens left out" if num_dropped else ""
     exam = (
@@ -93,22 +99,27 @@ def grpo_plan(
 def grpo_settings(config: GRPOConfig) -> tuple[dict[str, Any], dict[str, Any]]:
     """Keyword arguments for MCAdvantage and for GRPOLoss: the preset's, then those of the ``grpo`` section."""
     preset, own = PRESETS[config.algo], config.grpo
-    advantage = {**preset.advantage, "on_zero_variance": config.zero_variance, "min_group_size": config.min_group_size}
+    advantage = {**preset.advantage, "min_group_size": config.min_group_size}
     loss = dict(preset.loss)
     if own.scale is not None:
         advantage["scale"] = own.scale
+    if advantage["scale"] != "raw":  # there the group is no baseline, and equal rewards teach too
+        advantage["on_zero_variance"] = "keep" if config.zero_variance == "keep" else "drop"
     if config.updates_per_step > 1:  # later updates are off-policy: the ratio is against the policy that sampled
         loss |= {"proximal": "behaviour", "correction": None}
     if own.clip is not None:
         loss["clip_epsilon"] = own.clip
     if own.loss is not None:
         loss["aggregation"] = own.loss
-    if own.correction is not None:
-        loss["correction"] = own.correction
+    for name in ("correction", "correction_cap", "correction_band", "correction_veto", "dual_clip", "kl_estimator"):
+        if getattr(own, name) is not None:
+            loss[name] = getattr(own, name)
     if loss.get("aggregation") == "dr_grpo":
         loss["max_length"] = config.sampling.max_tokens
     if own.kl:
         loss["kl_to_ref_coeff"] = own.kl
+    if own.kl_inference:
+        loss["kl_to_inference_coeff"] = own.kl_inference
     loss["entropy_coeff"] = own.entropy
     return advantage, loss
 

@@ -36,7 +36,8 @@ _TRAINED = (
 
 def slim(data: TensorDictBase) -> TensorDictBase:
     """The columns that advantages and loss read; the rest of a rollout need not be stored."""
-    return data.select(*_TRAINED)
+    plain = ("log_probs", "plain")  # there when sampling was cut to some tokens
+    return data.select(*_TRAINED, *([plain] if data.get(plain, None, as_list=True) is not None else []))
 
 
 @dataclass

@@ -134,6 +134,9 @@ class ModelSource(Settings):
     tokens_per_microbatch: int = Field(
         16384, ge=1, description="padded tokens that go through the model at once; changes memory, never the result"
     )
+    packing: Literal["auto", "on", "off"] = Field(
+        "auto", description="sequences end to end instead of padded; auto: where that saves a fifth and the model can"
+    )
     optim: OptimSettings = OptimSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     parallel: ParallelSettings = ParallelSettings()

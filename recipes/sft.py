@@ -77,7 +77,12 @@ def _train(config: SFTConfig, session: Session, run_dir: Path, store: Checkpoint
     if session.sharded and config.env is not None:
         student, source = policy.get_new_version(model=copy.deepcopy(model)), model
     updater = Updater(
-        session, policy.scorer, config.optim, steps=steps, tokens_per_microbatch=config.tokens_per_microbatch
+        session,
+        policy.scorer,
+        config.optim,
+        steps=steps,
+        tokens_per_microbatch=config.tokens_per_microbatch,
+        packing=config.packing,
     )
     policy.scorer = updater.scorer
     loss = SFTLoss(policy)

@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from llmrl.modules.llm.log_probs import TokenScorer
+from llmrl.modules.llm.packing import Packing
 from llmrl.modules.llm.policies.containers import LogProbs, Masks, Tokens
 from llmrl.objectives.base import LossModule, merge_outputs, output_fields, total_loss
 from llmrl.objectives.llm.batch import count_step
@@ -32,16 +34,26 @@ class Updater:
     """The optimizer of ``scorer``, which it wraps for the ranks of the session: use ``updater.scorer`` from then on.
 
     ``tokens_per_microbatch`` bounds the padded tokens of one forward pass. It changes memory and time, never the result:
-    every term of the loss is divided by counts of the whole step.
+    every term of the loss is divided by counts of the whole step. Nor does ``packing``, of the sequences of a pass.
+
+    Raises  ConfigError for packing="on" if the model cannot be packed
     """
 
     def __init__(
-        self, session: Session, scorer: nn.Module, optim: OptimSettings, *, steps: int, tokens_per_microbatch: int
+        self,
+        session: Session,
+        scorer: TokenScorer,
+        optim: OptimSettings,
+        *,
+        steps: int,
+        tokens_per_microbatch: int,
+        packing: Packing = "auto",
     ):
         self.session = session
         self.settings = optim
         self.steps = steps
         self.tokens_per_microbatch = tokens_per_microbatch
+        scorer.use_packing(packing)
         self.scorer = session.prepare(scorer)
         self.optimizer = torch.optim.AdamW(
             self.scorer.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, foreach=True

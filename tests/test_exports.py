@@ -15,7 +15,7 @@ PUBLIC = {
     "llmrl.data.replay_buffers.samplers": "RandomSampler SamplerWithoutReplacement",
     "llmrl.data.replay_buffers.storages": "ListStorage LazyStackStorage LazyTensorStorage",
     "llmrl.data.replay_buffers.writers": "RoundRobinWriter",
-    "llmrl.data.llm": "History add_chat_template",
+    "llmrl.data.llm": "ContentBase History add_chat_template",
     "llmrl.data.llm.chat": "History add_chat_template",
     "llmrl.modules.llm": "Renderer LLMWrapperBase TransformersWrapper ChatHistory Text Tokens LogProbs Masks",
     "llmrl.modules.llm.engines": "Engine TransformersEngine SamplingParams Generation StopReason",

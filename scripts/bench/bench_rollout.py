@@ -1,7 +1,7 @@
 """Times what a rollout costs beside sampling: llmrl's pieces against a loop written by hand, with an engine that costs
 nothing.
 
-    python scripts/bench/bench_rollout.py [--batch 64] [--repeats 15] [--profile]
+    python scripts/bench/bench_rollout.py [--batch 64] [--repeats 30] [--profile]
 
 Both sides render the same prompts, call the same engine, decode, score with the same function, compute group advantages
 and keep every conversation with its ids, masks and log-probs. Each figure is the best of the repeats; the ratios are
@@ -153,7 +153,7 @@ def per_turn(ours: Ours, turns: int, repeats: int) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, default=64, help="conversations, a multiple of 8")
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--profile", action="store_true", help="show where the time of our side goes")
     add_json_option(parser)
     arguments = parser.parse_args()

@@ -79,7 +79,9 @@ def test_an_incomplete_group_waits():
     assert written(out) == {2: [-1.0, 0.0, 1.0]}
     assert type(out) is TensorDict
     assert advantage.counters == {
-        "completed": 2, "written": 2, "dropped": 0, "zero_variance": 0, "failed": 0, "evicted": 0, "queued": 0,
+        "completed": 2, "written": 2, "dropped": 0, "rescued": 0, "zero_variance": 0, "failed": 0, "evicted": 0,
+        "late": 0, "trajectories": 6, "decisions": 6, "return_sum": 21.0, "return_max": 7.0, "queued": 0,
+        "queued_trajectories": 0,
     }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from tensordict import LazyStackedTensorDict, TensorClass, TensorDict, TensorDic
 from llmrl.data.llm.codec import ChatCodec, Tools, codec_for, render_text
 from llmrl.data.llm.masks import rows_to_tensors, spans_to_masks
 from llmrl.data.llm.message_stack import FIELDS, nested_messages, stack_nested
+from llmrl.data.llm.multimodal import is_processor, process_rows
 from llmrl.data.llm.nested import index_rows, join, pick_field, to_chats, wrap, zip_fields
 from llmrl.data.llm.templates import Message, add_chat_template, find_template
 from llmrl.data.specs import Composite, NonTensor
@@ -189,7 +190,8 @@ class History(TensorClass["nocast"]):
         """Writes the conversations as a model reads them.
 
         Reads    tokenizer        its own template is used unless ``chat_template`` or ``chat_template_name`` is given;
-                                  may be left out for text
+                                  may be left out for text. A processor, for content that is more than text
+                 continue_final_message  leave the last message open, for a model to write on
                  padding          pad the rows of a batch to one length, on the tokenizer's side
                  truncation       cut rows at ``tokenizer.model_max_length``
                  return_tensors   "pt", or None for lists of ids
@@ -197,7 +199,8 @@ class History(TensorClass["nocast"]):
         Returns  text by default: a string for [M], a list for [B, M]; ids with ``tokenize``, which masks, tensors and
                  dicts imply; with ``return_dict`` a TensorDict with "input_ids" int64[T], "attention_mask" bool[T] and,
                  if asked for, "assistant_masks" bool[T] (True where the assistant wrote the token, its end-of-turn
-                 token included): a lazy stack of B rows, dense with ``padding``
+                 token included): a lazy stack of B rows, dense with ``padding``. A processor's own entries, such as
+                 "pixel_values", stand beside them
         Raises   TemplateError if the conversation does not fit the template, ConfigError for settings that exclude each
                  other
         """
@@ -232,17 +235,43 @@ class History(TensorClass["nocast"]):
                 template_kwargs=template_kwargs,
             )
             return texts[0] if self.ndim == 1 else texts
-        if tokenizer is None or continue_final_message:
+        if tokenizer is None:
             raise ConfigError(
-                "History.apply_chat_template: ids need a tokenizer and whole messages: got tokenizer=None or "
-                "continue_final_message=True; ask for text, or for the ids of a Renderer."
+                "History.apply_chat_template: ids need a tokenizer: got tokenizer=None; pass one, or ask for text."
             )
+        processor = tokenizer if is_processor(tokenizer) else None
+        if processor is not None:
+            tokenizer = processor.tokenizer
         make_codec = codec_for if not template_kwargs else partial(ChatCodec, template_kwargs=template_kwargs)
         codec = make_codec(tokenizer, template, include_end_of_turn=include_end_of_turn)
+        if processor is not None:
+            if continue_final_message or not return_dict or truncation:
+                raise ConfigError(
+                    "History.apply_chat_template: a processor makes dicts of whole messages: got "
+                    "continue_final_message, truncation, or no return_dict; pass return_dict=True, or its tokenizer."
+                )
+            rows = process_rows(
+                processor,
+                codec,
+                chats,
+                add_generation_prompt=add_generation_prompt,
+                return_mask=return_assistant_tokens_mask,
+                tools=tools,
+                template_kwargs=template_kwargs,
+            )
+            return _stacked(rows, tokenizer, padding=padding, squeeze=self.ndim == 1)
         if return_assistant_tokens_mask:
             texts, spans = codec.render_with_spans(chats, add_generation_prompt=add_generation_prompt, tools=tools)
         else:
-            texts, spans = codec.render(chats, add_generation_prompt=add_generation_prompt, tools=tools), None
+            texts, spans = (
+                codec.render(
+                    chats,
+                    add_generation_prompt=add_generation_prompt,
+                    tools=tools,
+                    continue_final_message=continue_final_message,
+                ),
+                None,
+            )
         ids, token_spans = codec.encode_with_spans(texts, spans)
         masks = spans_to_masks(token_spans, [len(row) for row in ids]) if return_assistant_tokens_mask else None
         length = tokenizer.model_max_length if truncation else None
@@ -323,8 +352,15 @@ def _init(
     extra: Any = None,
     *,
     batch_size: Sequence[int] | int | None = None,
+    device: Any = None,
+    names: Sequence[str] | None = None,
 ) -> None:
-    """A message, a conversation or a batch, by the nesting of ``role``; the shape is read from it."""
+    """A message, a conversation or a batch, by the nesting of ``role``; the shape is read from it.
+
+    ``batch_size`` is checked against it, ``device`` is accepted and means nothing, ``names`` must be None.
+    """
+    if names is not None:
+        raise ConfigError(f"History: its dimensions have no names: got names={names!r}.")
     ndim = 0
     probe = role
     while isinstance(probe, (list, tuple)):
@@ -354,16 +390,30 @@ for _name in FIELDS:
 def _as_tensordict(
     columns: dict[str, list[torch.Tensor]], tokenizer: PreTrainedTokenizerBase, *, padding: bool, squeeze: bool
 ) -> TensorDictBase:
-    if padding:
-        fill = {"input_ids": tokenizer.pad_token_id}
-        padded = {
-            name: pad_rows(rows, value=fill.get(name, False), side=tokenizer.padding_side)
-            for name, rows in columns.items()
-        }
-        td: TensorDictBase = TensorDict(padded, batch_size=[len(columns["input_ids"])])
-        return td[0] if squeeze else td
     rows = [
         TensorDict._new_unsafe(dict(zip(columns, row, strict=True)), batch_size=torch.Size([]))
         for row in zip(*columns.values(), strict=True)
     ]
-    return rows[0] if squeeze else LazyStackedTensorDict(*rows)
+    return _stacked(rows, tokenizer, padding=padding, squeeze=squeeze)
+
+
+def _stacked(
+    rows: list[TensorDict], tokenizer: PreTrainedTokenizerBase, *, padding: bool, squeeze: bool
+) -> TensorDictBase:
+    """A lazy stack of rows, or with ``padding`` a dense batch; the row itself with ``squeeze``."""
+    if not padding:
+        return rows[0] if squeeze else LazyStackedTensorDict(*rows)
+    batch = TensorDict({}, batch_size=[len(rows)])
+    for name in rows[0].keys():
+        values = [row[name] for row in rows]
+        if name in ("input_ids", "attention_mask", "assistant_masks"):
+            value = tokenizer.pad_token_id if name == "input_ids" else False
+            batch[name] = pad_rows(values, value=value, side=tokenizer.padding_side)
+        elif len({value.shape for value in values}) == 1:
+            batch[name] = torch.stack(values)
+        else:
+            raise ShapeError(
+                f"History.apply_chat_template: entries of a processor must have one shape to be padded: {name!r} has "
+                f"{sorted({tuple(value.shape) for value in values})}; leave padding=False."
+            )
+    return batch[0] if squeeze else batch

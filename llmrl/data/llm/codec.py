@@ -28,7 +28,12 @@ Tools = Sequence[Mapping[str, Any] | Callable[..., Any]]
 
 _CONTENT_STAND_IN = 0x100000  # private-use plane B: marks the place of a content in a skeleton
 _MAX_SKELETONS = 512
-_REFUSALS = (JinjaError, TypeError, KeyError)  # what a template raises for a conversation that it does not do
+_REFUSALS = (
+    JinjaError,
+    TypeError,
+    KeyError,
+    ValueError,
+)  # what a template raises for a conversation that it does not do
 
 
 class ChatCodec:
@@ -57,7 +62,7 @@ class ChatCodec:
         self.include_end_of_turn = include_end_of_turn
         self._kwargs = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
         self._marks_generation = template.marks_generation
-        self._controls = ControlTokens(tokenizer)
+        self._controls = ControlTokens(tokenizer, (*template.special_tokens, *template.text_markers))
         self._skeletons: dict[tuple[str, ...], _Skeleton | None] = {}
         self.end_of_turn = self._find_end_of_turn()
         self.end_of_turn_ids: list[int] = self.encode([self.end_of_turn])[0] if self.end_of_turn else []
@@ -66,10 +71,26 @@ class ChatCodec:
             self._controls.forbidden = self.end_of_turn.strip()
 
     def render(
-        self, chats: Sequence[Chat], *, add_generation_prompt: bool = False, tools: Tools | None = None
+        self,
+        chats: Sequence[Chat],
+        *,
+        add_generation_prompt: bool = False,
+        tools: Tools | None = None,
+        continue_final_message: bool = False,
     ) -> list[str]:
         """The text of each conversation, escaped: to be given to :meth:`encode`."""
-        return self._render(self._controls.escape(chats), add_generation_prompt, self._escaped_tools(tools))
+        chats, tools = self._controls.escape(chats), self._escaped_tools(tools)
+        return self._render(chats, add_generation_prompt, tools, continue_final_message)
+
+    def refuse_markers(self, chats: Sequence[Chat]) -> None:
+        """Raises TemplateError if a message spells a control token: for those who tokenise without :meth:`encode`."""
+        for row, (chat, escaped) in enumerate(zip(chats, self._controls.escape(chats), strict=True)):
+            for index, (message, other) in enumerate(zip(chat, escaped, strict=True)):
+                if message is not other and _differs(message, other):
+                    raise TemplateError(
+                        f"ChatCodec: a message must not spell control tokens where a processor tokenises it: message "
+                        f"{index} of conversation {row} does; remove them."
+                    )
 
     def render_with_spans(
         self, chats: Sequence[Chat], *, add_generation_prompt: bool = False, tools: Tools | None = None
@@ -119,13 +140,20 @@ class ChatCodec:
 
     # What the template does
 
-    def _render(self, chats: Sequence[Chat], add_generation_prompt: bool, tools: Tools | None) -> list[str]:
+    def _render(
+        self,
+        chats: Sequence[Chat],
+        add_generation_prompt: bool,
+        tools: Tools | None,
+        continue_final_message: bool = False,
+    ) -> list[str]:
         try:
             return render_jinja_template(
                 conversations=chats,
                 chat_template=self.template.jinja,
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
                 **self._kwargs,
             )[0]
         except _REFUSALS as error:
@@ -216,7 +244,7 @@ class ChatCodec:
             spans = self._spans_from_blocks(chat, 0, bool(prompt), tools) if self._marks_generation else None
             if spans is None:
                 spans = self._spans_from_prefixes(chat, text, 0, tools)
-        except (*_REFUSALS, ValueError):
+        except _REFUSALS:
             return None
         turns = [index for index, role in enumerate(roles) if role == "assistant"]
         leads, trails = [], []
@@ -346,7 +374,8 @@ def render_text(
 
     Raises  TemplateError if the template refuses a conversation
     """
-    special_tokens = tokenizer.special_tokens_map if tokenizer is not None else {}
+    holder = getattr(tokenizer, "tokenizer", tokenizer)  # a processor holds its tokenizer
+    special_tokens = holder.special_tokens_map if holder is not None else {}
     try:
         return render_jinja_template(
             conversations=chats,
@@ -396,6 +425,15 @@ def codec_for(
 ) -> ChatCodec:
     """The codec of a tokenizer and a template; the last few are kept."""
     return ChatCodec(tokenizer, template, include_end_of_turn=include_end_of_turn)
+
+
+def _differs(value: Any, other: Any) -> bool:
+    """Whether a string inside a JSON-like value was escaped; media, which are no strings, are not compared."""
+    if isinstance(value, Mapping):
+        return any(_differs(item, new) for item, new in zip(value.values(), other.values(), strict=True))
+    if isinstance(value, (list, tuple)):
+        return any(_differs(item, new) for item, new in zip(value, other, strict=True))
+    return isinstance(value, str) and value != other
 
 
 def _first_at_least(starts: Sequence[int], position: int) -> int:

@@ -23,20 +23,25 @@ _FIRST_STAND_IN = 0xF0000  # supplementary private-use plane A: no text that mea
 class ControlTokens:
     """The special tokens of one tokenizer, and the escape that keeps them out of messages.
 
-    ``forbidden`` is text that must not be in a message at all: an end-of-turn marker that is no token of its own, so
-    nothing could tell a quoted one from a real one. Empty by default.
+    ``markers`` is the structure of the template. What of it is no special token of this tokenizer cannot be escaped:
+    nothing could tell a quoted one from a real one. So a message that holds it is refused, unless the assistant wrote
+    it: then it is part of an answer, and no other turn can begin there.
+    ``forbidden`` is text that must not be in any message: an end-of-turn marker that is no token of its own. Empty by
+    default.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, markers: Sequence[str] = ()) -> None:
         self.forbidden = ""
         self._tokenizer = tokenizer
         added = {index: str(token) for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-        markers = {*added.values(), *tokenizer.all_special_tokens} - {""}
+        known = {*added.values(), *tokenizer.all_special_tokens} - {""}
         self._ids = {*added, *tokenizer.all_special_ids}
-        ordered = sorted(markers, key=lambda marker: (-len(marker), marker))  # a marker may begin with another one
+        ordered = sorted(known, key=lambda marker: (-len(marker), marker))  # a marker may begin with another one
         self._stand_ins = {marker: chr(_FIRST_STAND_IN + index) for index, marker in enumerate(ordered)}
         self._markers = {stand_in: marker for marker, stand_in in self._stand_ins.items()}
-        self._heads = sorted({marker[:3] for marker in ordered})  # a text without any of them holds no marker
+        self._structure = tuple(marker for marker in markers if marker not in self._stand_ins)
+        # a text without any of these holds no marker
+        self._heads = sorted({marker[:3] for marker in (*ordered, *self._structure)})
         self._find_markers = re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
         self._find_stand_ins = re.compile(f"([{''.join(self._markers)}])" if ordered else r"(?!)")
         self._plain_ids: dict[str, list[int]] = {}
@@ -54,9 +59,21 @@ class ControlTokens:
         if not self._may_hold_markers(chats):
             return chats
         return [
-            [self.escape_value(message, f"message {index} of conversation {row}") for index, message in enumerate(chat)]
+            [self._escape_message(message, f"message {n} of conversation {row}") for n, message in enumerate(chat)]
             for row, chat in enumerate(chats)
         ]
+
+    def _escape_message(self, message: Message, where: str) -> Message:
+        if self._structure and message.get("role") != "assistant":
+            for text in _strings(message):
+                for marker in self._structure:
+                    if marker in text:
+                        raise TemplateError(
+                            f"ControlTokens: a message must not hold the template's own markers: {where} holds "
+                            f"{marker!r}, which its tokenizer cannot tell from a real one; remove it, or add it to the "
+                            "tokenizer as a special token."
+                        )
+        return self.escape_value(message, where)
 
     def escape_value(self, value: Any, where: str) -> Any:
         """The same for a JSON-like value; ``where`` names it in errors."""

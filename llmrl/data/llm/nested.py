@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from llmrl.data.llm.content import plain_content
 from llmrl.data.llm.message_stack import join_message, split_message
 from llmrl.errors import ShapeError
 
@@ -42,6 +43,8 @@ def to_chats(nested: Any, ndim: int) -> list[Any]:
     chat = [dict(message) for message in nested if message["role"] != PADDING_ROLE]
     for message in chat:
         message.pop("is_complete", None)
+        if type(message["content"]) is not str:
+            message["content"] = plain_content(message["content"])
     return chat
 
 

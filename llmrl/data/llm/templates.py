@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from llmrl.data.llm.parsers import parse_chatml
+from llmrl.data.llm import parsers
 from llmrl.errors import TemplateError, near
 
 if TYPE_CHECKING:
@@ -33,6 +33,9 @@ class ChatTemplate:
     jinja: str
     parse: Parser | None = None  # inverse of ``jinja``; a cut-off last message carries "is_complete": False
     keywords: tuple[str, ...] = ()  # lower-case substrings of the names of models that use it
+    special_tokens: tuple[str, ...] = ()  # control tokens of the family's tokenizers that the format uses, its end last
+    text_markers: tuple[str, ...] = ()  # structure that is ordinary text to those tokenizers: refused inside messages
+    rewrites: str = ""  # what it writes differently once the conversation goes on; "" if a longer one begins with it
 
     @property
     def marks_generation(self) -> bool:
@@ -40,7 +43,18 @@ class ChatTemplate:
         return _GENERATION_BLOCK.search(self.jinja) is not None
 
 
+# Formats that a tokenizer's own template gives away by its control tokens, whatever else it does.
+_RECOGNISED = {
+    "chatml_format": ("<|im_start|>", "<|im_end|>"),
+    "llama3": ("<|start_header_id|>", "<|eot_id|>"),
+    "gemma": ("<start_of_turn>", "<end_of_turn>"),
+    "deepseek": parsers.DEEPSEEK_TOKENS[1:3],
+    "gpt_oss": ("<|channel|>", "<|message|>", "<|return|>"),
+}
+_OTHER_CHATML = re.compile(r"<\|im_(?!start|end)")  # dialects with a marker between role and content
+
 _TEMPLATES: dict[str, ChatTemplate] = {}
+_BUILT_IN: dict[str, ChatTemplate] = {}
 
 
 def add_chat_template(
@@ -55,7 +69,8 @@ def add_chat_template(
             inverse_parser         text -> messages (a list of dicts, or a `History`), for ``History.from_text``
             model_family_keywords  the template is taken for a tokenizer *without* a template of its own whose name
                                    holds one of them, whatever the case
-    Raises  TemplateError if there is no generation block, or if the name is taken by another template
+    Raises  TemplateError if there is no generation block, or if the name is taken by another template of yours; a
+            built-in one gives way
 
     >>> jinja = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     >>> add_chat_template("contents_only", jinja)
@@ -70,11 +85,13 @@ def add_chat_template(
             f"add_chat_template: template {template_name!r} must mark what the assistant writes: got no "
             "{% generation %} block; wrap the assistant's content in {% generation %}...{% endgeneration %}."
         )
-    if _TEMPLATES.setdefault(template_name, row) != row:
+    taken = _TEMPLATES.get(template_name)
+    if taken not in (None, row, _BUILT_IN.get(template_name)):
         raise TemplateError(
             f"add_chat_template: template name must be new: {template_name!r} is taken by another template; "
             f"names taken: {', '.join(sorted(_TEMPLATES))}."
         )
+    _TEMPLATES[template_name] = row
 
 
 def find_template(
@@ -83,7 +100,8 @@ def find_template(
     """The template to use: ``template`` itself, else ``name``, else the tokenizer's own, else a guess, else ChatML.
 
     Reads   tokenizer.chat_template  text, or a table of texts by name; its "default" entry is *its own* template
-            tokenizer.name_or_path   only when it has no template: compared with the keywords of registered families
+            tokenizer.name_or_path   only when it has no template: compared with the keywords of registered families,
+                                     yours before the built-in ones, longer keywords before shorter ones
     Raises  TemplateError for an unknown name, listing the known ones
     """
     own = getattr(tokenizer, "chat_template", None)
@@ -105,24 +123,75 @@ def find_template(
     if own:
         return _unregistered("tokenizer", own)
     model_name = (getattr(tokenizer, "name_or_path", None) or "").lower()
-    for row in _TEMPLATES.values():
-        if any(keyword in model_name for keyword in row.keywords):
-            return row
-    return _TEMPLATES["chatml_format"]
+    found = [
+        (row not in _BUILT_IN.values(), len(keyword), row)
+        for row in _TEMPLATES.values()
+        for keyword in row.keywords
+        if keyword in model_name
+    ]
+    return max(found, key=lambda match: match[:2])[2] if found else _TEMPLATES["chatml_format"]
 
 
 def _unregistered(name: str, jinja: str) -> ChatTemplate:
-    """A row for a template that comes as text. ChatML is recognised by its marker, so it can be read back."""
+    """A row for a template that comes as text. A format that its control tokens give away can be read back."""
     for row in _TEMPLATES.values():
         if row.jinja == jinja:
             return row
-    return ChatTemplate(name, jinja, parse_chatml if "<|im_start|>" in jinja else None)
+    for family, tokens in _RECOGNISED.items():
+        if all(token in jinja for token in tokens) and not _OTHER_CHATML.search(jinja):
+            row = _BUILT_IN[family]
+            return ChatTemplate(name, jinja, row.parse, special_tokens=row.special_tokens)
+    return ChatTemplate(name, jinja)
 
 
-def _add_built_in(template_name: str, inverse_parser: Parser, model_family_keywords: Sequence[str] = ()) -> None:
-    text = resources.files("llmrl.chat_templates").joinpath(f"{template_name}.jinja").read_text("utf-8")
-    add_chat_template(template_name, text, inverse_parser, model_family_keywords)
+def _add_built_in(
+    name: str,
+    parse: Parser,
+    keywords: Sequence[str] = (),
+    special_tokens: Sequence[str] = (),
+    text_markers: Sequence[str] = (),
+    rewrites: str = "",
+) -> None:
+    jinja = resources.files("llmrl.chat_templates").joinpath(f"{name}.jinja").read_text("utf-8")
+    row = ChatTemplate(name, jinja, parse, tuple(keywords), tuple(special_tokens), tuple(text_markers), rewrites)
+    _BUILT_IN[name] = _TEMPLATES[name] = row
 
 
-_add_built_in("chatml_format", parse_chatml)
-_add_built_in("qwen", parse_chatml, ("qwen",))
+_CHATML = ("<|im_start|>", "<|im_end|>")
+_ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
+
+# A keyword that is longer wins: "llama3" before "llama".
+_add_built_in("chatml_format", parsers.parse_chatml, special_tokens=_CHATML)
+_add_built_in("qwen", parsers.parse_chatml, ["qwen"], _CHATML)
+_add_built_in(
+    "qwen3",
+    parsers.parse_qwen3,
+    ["qwen3", "qwen-3"],
+    _CHATML,
+    rewrites="only the answers after the last question keep their thinking, or an empty block in its place",
+)
+_add_built_in("llama", parsers.parse_llama, ["llama"], ["<s>", "</s>"], ["[INST]", "[/INST]", "<<SYS>>", "<</SYS>>"])
+_add_built_in(
+    "llama3",
+    parsers.parse_llama3,
+    ["llama-3", "llama3"],
+    ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+)
+_add_built_in(
+    "mistral",
+    parsers.parse_mistral,
+    ["mistral", "mixtral", "ministral"],
+    ["<s>", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[INST]", "[/INST]", "</s>"],
+)
+_add_built_in("gemma", parsers.parse_gemma, ["gemma"], ["<bos>", "<start_of_turn>", "<end_of_turn>"])
+_add_built_in("phi", parsers.parse_phi, ["phi-3", "phi3"], [*_ROLES, "<|end|>"])
+_add_built_in("deepseek", parsers.parse_deepseek, ["deepseek"], parsers.DEEPSEEK_TOKENS)
+_add_built_in("falcon", parsers.parse_falcon, ["falcon"], ["<|endoftext|>"], _ROLES)
+_add_built_in("dialogpt", parsers.parse_dialogpt, ["dialogpt"], ["<|endoftext|>"])
+_add_built_in(
+    "gpt_oss",
+    parsers.parse_gpt_oss,
+    ["gpt-oss", "gpt_oss"],
+    ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>"],
+    rewrites="an answer that is not the last ends with another marker and loses its analysis",
+)

@@ -17,7 +17,7 @@ __all__ = ["SPLITS", "sums_demonstrations", "sums_problems", "sums_reward"]
 
 SPLITS = {"test": 1000, "validation": 500, "train": None}  # problems in each; train has the rest of 8100
 
-_ANSWER = re.compile(r"<answer>\s*(-?\d+)\s*</answer>")
+_ANSWER = re.compile(r"<answer>\s*(-?\d+)\s*</answer>\s*\Z")
 
 
 def sums_problems(split: str = "train") -> list[dict[str, str]]:
@@ -60,15 +60,17 @@ def work_out(a: int, b: int) -> str:
 
 
 def sums_reward(completion: str, answer: str) -> float:
-    """1 if the last answer block holds the sum, else 0; how it was reached does not count.
+    """1 if the completion ends in an answer block that holds the sum, else 0; how it was reached does not count.
+
+    A completion that goes on after its answer is wrong: otherwise nothing would teach a model to stop.
 
     >>> sums_reward("7+8=15, 3+5+1=9\\n<answer>95</answer>", "95")
     1.0
-    >>> sums_reward("95", "95")
-    0.0
+    >>> sums_reward("95", "95"), sums_reward("<answer>95</answer> and so on", "95")
+    (0.0, 0.0)
     """
-    blocks = _ANSWER.findall(completion)
-    return float(bool(blocks) and int(blocks[-1]) == int(answer))
+    block = _ANSWER.search(completion)
+    return float(block is not None and int(block[1]) == int(answer))
 
 
 @cache

@@ -196,6 +196,8 @@ class Renderer:
             except TemplateError:
                 preserving = False
                 reasons.append(f"earlier messages are written differently {case}")
+        if self.template.rewrites and not preserving:
+            reasons.append(f"template {self.template.name!r} is known to do so: {self.template.rewrites}")
         return TemplateReport(
             row.assistant_mask.float().mean().item(), stop_token_trained, preserving, "; ".join(reasons)
         )

@@ -1,35 +1,34 @@
 """`MCAdvantage`: waits until all completions of a prompt are there, then writes their advantages.
 
-The arithmetic is ``group_advantage``'s; keeping rows while they wait is ``llmrl.data.replay_buffers.rows``'s.
+The arithmetic is ``group_advantage``'s, waiting is ``group_queue``'s, choosing among more completions than needed is
+``candidates``'s.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections import OrderedDict
-from collections.abc import Hashable, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Hashable
+from typing import Any, Literal, get_args
 
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase, is_tensorclass
 from torch import Tensor
 
-from llmrl.data.replay_buffers.rows import Row, from_rows, pack, to_rows, unpack
+from llmrl.data.replay_buffers.rows import Row, from_rows, to_rows
 from llmrl.envs.transforms.base import Transform
 from llmrl.errors import DataError, MissingKeyError, ShapeError
-from llmrl.objectives.llm.group_advantage import Scale, group_advantage
+from llmrl.objectives.llm.candidates import CandidateSelector, check_selection, select_spread
+from llmrl.objectives.llm.group_advantage import Scale, group_advantage, whitened
+from llmrl.objectives.llm.group_queue import Group, GroupQueue, Trajectory
 
 __all__ = ["MCAdvantage"]
 
 _log = logging.getLogger(__name__)
 
-Group = tuple[Hashable, Hashable]  # the prompt, the policy version (None where there is none)
-
-
-class _Trajectory(NamedTuple):
-    rows: list[Row]
-    rewards: list[Tensor]  # one per step, float64
+_COUNTED = ("completed", "written", "dropped", "rescued", "zero_variance", "failed", "evicted", "late")
+_COUNTED += ("trajectories", "decisions")
+_WAITING = ("queued", "queued_trajectories")
 
 
 class MCAdvantage(Transform):
@@ -39,6 +38,7 @@ class MCAdvantage(Transform):
             "policy_version"  where present: completions by different weights are no group
             rewards_key       float[B, 1, 1] or [B, T, 1]; NaN or infinite: this completion failed
             done_key          bool[B, 1]
+            mask_key          bool ragged[T], if ``whiten``
     Writes  advantage_key     float32, in the shape of the reward
     Returns from ``inv``: a batch [N] of whole groups, or None while there is none
     Raises  ValueError for settings that make no group, MissingKeyError for an absent entry, DataError if no row is done
@@ -55,8 +55,21 @@ class MCAdvantage(Transform):
     return is not strictly between the two, such as those that always or never succeed; ``on_zero_variance="drop"``
     drops groups whose rewards are equal (their advantages are exactly 0, and train nothing).
 
-    ``counters``: groups ``completed`` = ``written`` + ``dropped``; ``zero_variance`` groups among the completed; rows
-    ``failed``; groups (and unfinished trajectories) ``evicted`` from the queue; groups ``queued`` in it now.
+    ``whiten`` divides by moments over the trained tokens of everything that one call writes (see `whitened`), as
+    REINFORCE++ does with ``scale="raw"``, where the group is no baseline. Like ``scale="batch"`` it sees the batch of
+    this process.
+
+    With ``candidate_group_size`` N a prompt has N completions, of which ``grpo_size`` are written: from
+    ``candidate_selection_min_size`` of them on (default: ``grpo_size``), ``candidate_selector`` is asked at each one
+    that comes. It gets a TensorDict [n] of the last rows of the n that did not fail, with their "return" float64[n],
+    and ``grpo_size``; it answers with indices or a mask, or None to wait. The group is written at the first answer that
+    would not be dropped, what comes later is ignored, and at N the group is given up. The default is `select_spread`.
+
+    ``counters``, whole groups: ``completed`` = ``written`` + ``dropped``; ``rescued`` written ones whose first
+    ``grpo_size`` completions would not have been; ``zero_variance`` completed ones with equal rewards. ``evicted``
+    groups (and unfinished trajectories) were given up in the queue. Completions: ``failed``; ``late`` for a group that
+    was written; ``trajectories`` that ended, their rows (``decisions``), ``return_sum`` and ``return_max``. All since
+    the start or `reset_counters`. ``queued`` groups and ``queued_trajectories`` wait now.
 
     >>> batch = TensorDict(
     ...     group_id=torch.tensor([7, 7]),
@@ -84,6 +97,11 @@ class MCAdvantage(Transform):
         max_queued_groups: int = 1024,
         on_zero_variance: Literal["keep", "drop"] = "keep",
         policy_version_key: NestedKey | None = "policy_version",
+        whiten: bool = False,
+        mask_key: NestedKey = ("masks", "all_assistant_mask"),
+        candidate_group_size: int | None = None,
+        candidate_selection_min_size: int | None = None,
+        candidate_selector: CandidateSelector | None = None,
     ):
         super().__init__()
         if grpo_size < 2:
@@ -113,6 +131,25 @@ class MCAdvantage(Transform):
                 "MCAdvantage: eps must not be negative and max_queued_groups must be positive: got "
                 f"{eps} and {max_queued_groups}."
             )
+        if scale == "raw" and on_zero_variance == "drop":
+            raise ValueError("MCAdvantage: with scale='raw' equal rewards teach too: on_zero_variance must be 'keep'.")
+        if candidate_group_size is None:
+            if candidate_selection_min_size is not None or candidate_selector is not None:
+                raise ValueError(
+                    "MCAdvantage: candidate_selection_min_size and candidate_selector belong to candidate_group_size, "
+                    "which is None."
+                )
+        elif candidate_group_size < grpo_size:
+            raise ValueError(
+                f"MCAdvantage: candidate_group_size must be at least grpo_size={grpo_size}: got {candidate_group_size}."
+            )
+        elif not grpo_size <= (candidate_selection_min_size or grpo_size) <= candidate_group_size:
+            raise ValueError(
+                f"MCAdvantage: candidate_selection_min_size must lie between grpo_size={grpo_size} and "
+                f"candidate_group_size={candidate_group_size}: got {candidate_selection_min_size}."
+            )
+        if candidate_selector is not None and not callable(candidate_selector):
+            raise ValueError(f"MCAdvantage: candidate_selector must be callable: got {candidate_selector!r}.")
         self.grpo_size = grpo_size
         self.prompt_key = prompt_key
         self.rewards_key = rewards_key
@@ -127,10 +164,29 @@ class MCAdvantage(Transform):
         self.min_group_size = min_group_size
         self.max_queued_groups = max_queued_groups
         self.on_zero_variance = on_zero_variance
-        names = ("completed", "written", "dropped", "zero_variance", "failed", "evicted", "queued")
-        self.counters = dict.fromkeys(names, 0)
-        self._queue: OrderedDict[Group, list[_Trajectory]] = OrderedDict()
-        self._open: dict[Group, _Trajectory] = {}  # steps whose trajectory has not ended yet
+        self.whiten = whiten
+        self.mask_key = mask_key
+        self.candidate_group_size = candidate_group_size
+        self.candidate_selection_min_size = candidate_selection_min_size or grpo_size
+        self.candidate_selector = candidate_selector or select_spread
+        self.counters: dict[str, int | float] = dict.fromkeys(_WAITING, 0)
+        self.reset_counters()
+        self._queue = GroupQueue(
+            self.candidate_selection_min_size,
+            max_queued_groups=max_queued_groups,
+            counters=self.counters,
+            max_size=candidate_group_size,
+            choose=None if candidate_group_size is None else self._choose,
+            give_up=self._give_up,
+        )
+
+    def reset_counters(self) -> None:
+        """Counts from zero; what waits stays, and so do the sizes of the queue."""
+        self.counters |= {**dict.fromkeys(_COUNTED, 0), "return_sum": 0.0, "return_max": -math.inf}
+
+    def clear_queues(self) -> None:
+        """Forgets everything that waits; the counters stay."""
+        self._queue.clear()
 
     def forward(self, td: TensorDictBase) -> TensorDictBase:
         return td
@@ -143,12 +199,14 @@ class MCAdvantage(Transform):
             return self._write_batch(td, *whole)
         parts = td.unbind(0) if td.batch_dims > 1 else [td]
         ended = [trajectory for part in parts for trajectory in self._split(part, flat=td.batch_dims == 1)]
-        return self._write_rows(self._complete(ended))
+        return self._write_rows(self._queue.complete(ended))
 
     # --- a batch of whole groups: no loop over rows ---
 
     def _whole_groups(self, td: TensorDict) -> tuple[Tensor, Tensor] | None:
         """(rewards_BK, order_NG) if every row is a finished trajectory and the rows are groups of exactly grpo_size."""
+        if self.candidate_group_size is not None:
+            return None
         done = self._get(td, self.done_key)
         if not bool(done.all()):
             return None
@@ -161,25 +219,29 @@ class MCAdvantage(Transform):
         sorted_NG = ids_B[order_B].view(-1, size)
         if not torch.equal(sorted_NG[:, 0], sorted_NG[:, -1]):
             return None
-        if self._queue or self._open:
-            waiting = self._queue.keys() | self._open.keys()
-            if not waiting.isdisjoint(self._groups(td)):
-                return None
+        if self._queue and self._queue.knows(self._groups(td)):
+            return None
         return rewards.reshape(rows, -1), order_B.view(-1, size)
 
     def _write_batch(self, td: TensorDict, rewards_BK: Tensor, order_NG: Tensor) -> TensorDictBase | None:
         order_B = order_NG.flatten().to(rewards_BK.device)
         rewards_NGK = rewards_BK.detach().to(torch.float64)[order_B].view(*order_NG.shape, -1)
+        self._count_ended(self._returns(rewards_NGK).flatten(), len(rewards_BK))
         advantage_NGK, keep_NG = self._advantages(rewards_NGK)
         advantage_BK = torch.empty_like(rewards_BK, dtype=torch.float32)
         advantage_BK[order_B] = advantage_NGK.flatten(0, 1).to(torch.float32)
         shape = self._get(td, self.rewards_key).shape
         td = _with_entry(td, self.advantage_key, advantage_BK.view(shape))
-        if bool(keep_NG.all()):
+        if not bool(keep_NG.all()):
+            keep_B = torch.empty_like(order_B, dtype=torch.bool)
+            keep_B[order_B] = keep_NG.flatten()
+            if not bool(keep_B.any()):
+                return None
+            td = td[keep_B]
+        if not self.whiten:
             return td
-        keep_B = torch.empty_like(order_B, dtype=torch.bool)
-        keep_B[order_B] = keep_NG.flatten()
-        return td[keep_B] if bool(keep_B.any()) else None
+        advantages = self._whitened(td, list(td.get(self.advantage_key)))
+        return _with_entry(td, self.advantage_key, torch.stack(advantages))
 
     def _group_numbers(self, td: TensorDictBase) -> Tensor:
         """int64[B], equal for rows of one group."""
@@ -196,7 +258,7 @@ class MCAdvantage(Transform):
 
     # --- anything else: trajectory by trajectory ---
 
-    def _split(self, td: TensorDictBase, flat: bool) -> list[tuple[Group, _Trajectory]]:
+    def _split(self, td: TensorDictBase, flat: bool) -> list[tuple[Group, Trajectory]]:
         """The trajectories that end in ``td[T]``; in a flat batch, what has not ended waits for the next call."""
         done_T = self._get(td, self.done_key).reshape(td.batch_size[0], -1).any(-1).tolist()
         if not any(done_T) or not (flat or done_T[-1]):
@@ -207,44 +269,68 @@ class MCAdvantage(Transform):
             )
         groups = self._groups(td)
         rewards = list(self._get(td, self.rewards_key).detach().to("cpu", torch.float64).unbind(0))
-        ended: list[tuple[Group, _Trajectory]] = []
+        ended: list[tuple[Group, Trajectory]] = []
         for row, group, reward, done in zip(to_rows(td), groups, rewards, done_T, strict=True):
-            trajectory = self._open.setdefault(group, _Trajectory([], []))
-            trajectory.rows.append(row)
-            trajectory.rewards.append(reward)
-            if done:
-                ended.append((group, self._open.pop(group)))
+            if (trajectory := self._queue.add_step(group, row, reward, done=done)) is not None:
+                ended.append((group, trajectory))
+        if ended:
+            returns = torch.tensor([self._return(trajectory) for _, trajectory in ended], dtype=torch.float64)
+            self._count_ended(returns, sum(len(trajectory.rows) for _, trajectory in ended))
         return ended
 
-    def _complete(self, ended: Sequence[tuple[Group, _Trajectory]]) -> list[list[_Trajectory]]:
-        """Queues trajectories; returns the groups that are whole now."""
-        whole = []
-        for group, trajectory in ended:
-            members = self._queue.setdefault(group, [])
-            members.append(trajectory)
-            if len(members) == self.grpo_size:
-                whole.append(self._queue.pop(group))
-        while len(self._queue) > self.max_queued_groups:
-            self._evict(*self._queue.popitem(last=False))
-        while len(self._open) > self.max_queued_groups * self.grpo_size:
-            self._open.pop(next(iter(self._open)))
-            self.counters["evicted"] += 1
-        self.counters["queued"] = len(self._queue)
-        return whole
+    def _count_ended(self, returns: Tensor, decisions: int) -> None:
+        returns = returns[returns.isfinite()]
+        self.counters["trajectories"] += len(returns)
+        self.counters["decisions"] += decisions
+        if len(returns):
+            self.counters["return_sum"] += float(returns.sum())
+            self.counters["return_max"] = max(self.counters["return_max"], float(returns.max()))
 
-    def _evict(self, group: Group, members: list[_Trajectory]) -> None:
-        self.counters["evicted"] += 1
-        _log.warning(
-            f"MCAdvantage: group {group} was given up with {len(members)} of {self.grpo_size} completions, because "
-            f"more than max_queued_groups={self.max_queued_groups} groups wait."
-        )
+    def _give_up(self, members: list[Trajectory]) -> None:
+        self.counters["completed"] += 1
+        self.counters["dropped"] += 1
+        self.counters["failed"] += sum(not math.isfinite(self._return(member)) for member in members)
 
-    def _write_rows(self, groups: list[list[_Trajectory]]) -> TensorDictBase | None:
+    def _choose(self, members: list[Trajectory]) -> list[Trajectory] | None:
+        """``grpo_size`` of the candidates, or what is left of them at the end; None if these would be dropped."""
+        scored = [member for member in members if math.isfinite(self._return(member))]
+        failed = len(members) - len(scored)
+        if len(scored) >= self.grpo_size:
+            group = from_rows([member.rows[-1] for member in scored])
+            group.set("return", torch.tensor([self._return(member) for member in scored], dtype=torch.float64))
+            selected = self.candidate_selector(group, self.grpo_size)
+            if selected is None:
+                return None
+            chosen = [scored[index] for index in check_selection(selected, self.grpo_size, len(scored))]
+        elif len(members) == self.candidate_group_size and len(scored) >= self.min_group_size:
+            chosen = scored
+        else:
+            return None
+        if not self._teaches(chosen, also_equal=self.on_zero_variance == "keep"):
+            return None
+        self.counters["failed"] += failed
+        self.counters["rescued"] += not self._teaches(scored[: self.grpo_size], also_equal=False)
+        return chosen
+
+    def _teaches(self, members: list[Trajectory], *, also_equal: bool) -> bool:
+        returns = [self._return(member) for member in members]
+        if self.keep_return_bounds is not None:
+            low, high = self.keep_return_bounds
+            if not low < sum(returns) / len(returns) < high:
+                return False
+        if also_equal:
+            return True
+        if self.trajectory_return is None:
+            returns = [float(value) for member in members for reward in member.rewards for value in reward.flatten()]
+        return min(returns) < max(returns)
+
+    def _write_rows(self, groups: list[list[Trajectory]]) -> TensorDictBase | None:
         if not groups:
             return None
         lengths = [[sum(reward.numel() for reward in member.rewards) for member in group] for group in groups]
         longest = max(max(row) for row in lengths)
-        rewards_NGK = torch.full((len(groups), self.grpo_size, longest), torch.nan, dtype=torch.float64)
+        size = max(map(len, groups))  # smaller than grpo_size only where candidates failed
+        rewards_NGK = torch.full((len(groups), size, longest), torch.nan, dtype=torch.float64)
         absent_NGK = torch.ones_like(rewards_NGK, dtype=torch.bool)
         for n, group in enumerate(groups):
             for g, member in enumerate(group):
@@ -253,7 +339,7 @@ class MCAdvantage(Transform):
                 absent_NGK[n, g, : len(flat)] = False
         advantage_NGK, keep_NG = self._advantages(rewards_NGK, absent_NGK)
         rows: list[Row] = []
-        advantages: list[Tensor] = []
+        advantages: list[Tensor] = []  # one per row
         for n, group in enumerate(groups):
             for g, member in enumerate(group):
                 if keep_NG[n, g]:
@@ -265,6 +351,8 @@ class MCAdvantage(Transform):
         if not rows:
             return None
         td = from_rows(rows)
+        if self.whiten:
+            advantages = self._whitened(td, advantages)
         if len({value.shape for value in advantages}) == 1:
             advantage = torch.stack(advantages)
             td.set(self.advantage_key, advantage.to(td.device) if td.device is not None else advantage)
@@ -277,16 +365,35 @@ class MCAdvantage(Transform):
 
     # --- both ---
 
+    def _whitened(self, td: TensorDictBase, advantages: list[Tensor]) -> list[Tensor]:
+        masks = td.get(self.mask_key, None, as_list=True)
+        if masks is None:
+            self._get(td, self.mask_key)
+        weights = []
+        for row, (mask, advantage) in enumerate(zip(masks, advantages, strict=True)):
+            if advantage.numel() not in (1, mask.numel()):
+                raise ShapeError(
+                    f"MCAdvantage: whiten needs one advantage per conversation or per token: got {advantage.numel()} "
+                    f"in row {row}, whose conversation has {mask.numel()} tokens."
+                )
+            weights.append(mask.sum().view(1) if advantage.numel() == 1 else mask.flatten())
+        flat = whitened(torch.cat([value.flatten() for value in advantages]), torch.cat(weights))
+        parts = flat.to(torch.float32).split([value.numel() for value in advantages])
+        return [part.view(value.shape) for part, value in zip(parts, advantages, strict=True)]
+
     def _advantages(self, rewards_NGK: Tensor, absent_NGK: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Advantages float64[N, G, K], and bool[N, G]: the completions to write. K rewards each; absent is padding."""
         num_groups, size, _ = rewards_NGK.shape
         broken_NGK = ~rewards_NGK.isfinite()
+        missing_NG = torch.zeros(num_groups, size, dtype=torch.bool, device=rewards_NGK.device)
         if absent_NGK is not None:
             broken_NGK &= ~absent_NGK
+            missing_NG = absent_NGK.all(-1)
         failed_NG = broken_NGK.any(-1)
         num_failed = int(failed_NG.sum())
         if num_failed:
             rewards_NGK = rewards_NGK.masked_fill(failed_NG.unsqueeze(-1), torch.nan)
+        failed_NG = failed_NG | missing_NG
         keep_N = size - failed_NG.sum(1) >= self.min_group_size
         returns_NG = self._returns(rewards_NGK)
         values_NC = rewards_NGK.flatten(1) if self.trajectory_return is None else returns_NG
@@ -317,7 +424,7 @@ class MCAdvantage(Transform):
         """What a trajectory got, float64[N, G]; NaN if it failed."""
         if rewards_NGK.shape[-1] == 1:
             return rewards_NGK.squeeze(-1)
-        gone_NG = rewards_NGK.isnan().all(-1)
+        gone_NG = rewards_NGK.isnan().all(-1)  # failed ones were made so, entry by entry
         if self.trajectory_return == "max":
             returns_NG = rewards_NGK.nan_to_num(-torch.inf).amax(-1)
         elif self.trajectory_return == "mean":
@@ -325,6 +432,12 @@ class MCAdvantage(Transform):
         else:
             returns_NG = rewards_NGK.nansum(-1)
         return returns_NG.masked_fill(gone_NG, torch.nan)
+
+    def _return(self, trajectory: Trajectory) -> float:
+        rewards_K = torch.cat([reward.flatten() for reward in trajectory.rewards])
+        if not bool(rewards_K.isfinite().all()):
+            return math.nan
+        return float(self._returns(rewards_K.view(1, 1, -1)))
 
     def _prompts(self, td: TensorDictBase) -> Any:
         if self.prompt_key is not None:
@@ -348,16 +461,11 @@ class MCAdvantage(Transform):
 
     def state_dict(self) -> dict[str, Any]:
         """The counters and everything that waits."""
-        return {
-            "counters": dict(self.counters),
-            "queue": [(group, [_pack(member) for member in members]) for group, members in self._queue.items()],
-            "open": [(group, _pack(trajectory)) for group, trajectory in self._open.items()],
-        }
+        return {"counters": dict(self.counters), **self._queue.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.counters = dict(state["counters"])
-        self._queue = OrderedDict((group, [_unpack(member) for member in members]) for group, members in state["queue"])
-        self._open = {group: _unpack(trajectory) for group, trajectory in state["open"]}
+        self.counters |= state["counters"]
+        self._queue.load_state_dict(state)
 
 
 def _values(column: Any, rows: int) -> list[Hashable]:
@@ -385,11 +493,3 @@ def _with_entry(td: TensorDict, key: NestedKey, value: Tensor) -> TensorDict:
         value = _with_entry(inner, rest, value)
     entries[name] = value
     return TensorDict._new_unsafe(entries, batch_size=td.batch_size, device=td.device)
-
-
-def _pack(trajectory: _Trajectory) -> dict[str, Any]:
-    return {"rows": pack(trajectory.rows), "rewards": [reward.clone() for reward in trajectory.rewards]}
-
-
-def _unpack(state: dict[str, Any]) -> _Trajectory:
-    return _Trajectory(unpack(state["rows"]), [reward.clone() for reward in state["rewards"]])

@@ -27,6 +27,8 @@ __all__ = [
     "cispo",
     "clipped_surrogate",
     "correction_weight",
+    "dppo",
+    "dppo_outside",
     "kl_estimate",
     "log_ratio",
     "minor_sft",
@@ -34,6 +36,7 @@ __all__ = [
     "sapo",
     "sequence_log_ratio",
     "sequence_sum",
+    "sequence_veto",
     "token_weights",
 ]
 
@@ -118,6 +121,29 @@ def sapo(
     return -(4 / tau_BT) * torch.sigmoid(tau_BT * (log_ratio_BT.exp() - 1)) * advantage_BT
 
 
+def dppo(
+    log_prob_BT: Tensor, behaviour_BT: Tensor, mask_BT: Tensor, advantage_BT: Tensor, *, low: float, high: float
+) -> Tensor:
+    """-r A per token with r = pi / mu, without a clip; tokens whose probability has already moved too far the way that
+    A pushes it (see `dppo_outside`) are left out.
+
+    The trust region is on probabilities and not on their ratio, which says little about a rare token.
+    Source: divergence PPO in its total-variation form (arXiv:2602.04879).
+    """
+    outside_BT = torch.logical_or(*dppo_outside(log_prob_BT, behaviour_BT, mask_BT, advantage_BT, low=low, high=high))
+    ratio_BT = log_ratio(log_prob_BT, behaviour_BT, mask_BT).exp()
+    return -(ratio_BT * advantage_BT).masked_fill(outside_BT, 0.0)
+
+
+@torch.no_grad()
+def dppo_outside(
+    log_prob_BT: Tensor, behaviour_BT: Tensor, mask_BT: Tensor, advantage_BT: Tensor, *, low: float, high: float
+) -> tuple[Tensor, Tensor]:
+    """bool[B, T] twice: pi - mu < -low where A <= 0, and pi - mu > high where A > 0."""
+    moved_BT = (log_prob_BT.exp() - behaviour_BT.exp()).masked_fill(~mask_BT, 0.0)
+    return (moved_BT < -low) & (advantage_BT <= 0), (moved_BT > high) & (advantage_BT > 0)
+
+
 def minor_sft(log_prob_B: Tensor, reference_log_prob_B: Tensor, *, beta: float) -> Tensor:
     """-log sigmoid(beta (log pi - log pi_ref)) per sequence: a sample that the model already prefers counts less.
 
@@ -147,7 +173,7 @@ def kl_estimate(
     | ``k2`` | d^2 / 2 | the right on-policy gradient |
     | ``k3`` | exp(d) - d - 1 | unbiased value, never negative; biased gradient |
     | ``k3+`` | of k3 | the value of k3 with the gradient of k2 |
-    | ``k3-weighted`` | r k3 | importance-weighted with r = exp(``log_ratio_BT``), for tokens of an older policy |
+    | ``k3-weighted`` | r k3 | unbiased in value and gradient; r = exp(``log_ratio_BT``) is differentiated too |
 
     Source: Schulman, "Approximating KL divergence" (joschu.net, 2020); the gradients are derived from the formulas.
     """
@@ -194,6 +220,7 @@ def correction_weight(
     | ``geo-mask`` | min(rho, cap) in sequences with M inside ``band``, else 0 |
 
     A weight of 0 leaves the token in the denominators: the loss shrinks with what is thrown away.
+    `sequence_veto` goes with any of them.
     Source: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training" (tis);
     Ling-Team 2025, arXiv:2510.18855 (mask); Liu et al. 2025, "When speed kills stability" (sequence level).
     """
@@ -215,6 +242,17 @@ def correction_weight(
             mean_BT = sequence_log_ratio(log_rho_BT, mask_BT).exp()
             return rho_BT.clamp(max=cap).where((mean_BT >= low) & (mean_BT <= high), 0.0)
     raise unknown("correction", kind, get_args(Correction))
+
+
+def sequence_veto(proximal_BT: Tensor, behaviour_BT: Tensor, mask_BT: Tensor, *, low: float, high: float) -> Tensor:
+    """bool[B, T], True in the sequences in which any token has a rho = exp(lo - lg) outside [low, high].
+
+    One token that the trainer holds for impossible says that the whole sequence was sampled from something else.
+    Source: Liu et al. 2025, "When speed kills stability".
+    """
+    rho_BT = log_ratio(proximal_BT.detach(), behaviour_BT.detach(), mask_BT).exp()
+    broken_BT = ((rho_BT < low) | (rho_BT > high)) & mask_BT
+    return broken_BT.any(-1, keepdim=True).expand_as(mask_BT)
 
 
 # -------------------------------------------------------------------------------------------------------- aggregation

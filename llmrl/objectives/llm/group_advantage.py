@@ -12,9 +12,9 @@ from torch import Tensor
 
 from llmrl.errors import ShapeError
 
-__all__ = ["Scale", "group_advantage"]
+__all__ = ["Scale", "group_advantage", "whitened"]
 
-Scale = Literal["group", "population", "clamp", "none", "loo", "loo_std", "batch", "max_rl"]
+Scale = Literal["group", "population", "clamp", "none", "loo", "loo_std", "batch", "max_rl", "raw"]
 
 
 @torch.no_grad()
@@ -22,7 +22,8 @@ def group_advantage(rewards_NG: Tensor, *, scale: Scale = "group", eps: float = 
     """How much better each completion is than its group, float64[N, G].
 
     Reads    float[N, G] or [G]; NaN is an absent completion: it counts in no mean, and its advantage is NaN
-    Returns  exactly 0 for a whole group when its rewards are equal, whatever ``eps``; the arithmetic is float64
+    Returns  exactly 0 for a whole group when its rewards are equal, whatever ``eps`` ("raw" excepted); the arithmetic
+             is float64
 
     With R the reward, mean and std over the group, and n completions in it:
 
@@ -35,7 +36,8 @@ def group_advantage(rewards_NG: Tensor, *, scale: Scale = "group", eps: float = 
     | ``"loo"`` | R - mean of the others | RLOO (arXiv:2402.14740) |
     | ``"loo_std"`` | the same over (std of the others + eps), where that std is above 0 | |
     | ``"batch"`` | (R - mean) / (std over all N * G rewards + eps) | |
-    | ``"max_rl"`` | (R - mean) / mean, for rewards that are not negative | |
+    | ``"max_rl"`` | (R - mean) / mean, for rewards that are not negative | MaxRL (arXiv:2602.02710) |
+    | ``"raw"`` | R: the group is no baseline, see `whitened` | REINFORCE++ (arXiv:2501.03262) |
 
     >>> group_advantage(torch.tensor([1.0, 0.0, 0.5, 0.0]), scale="none").tolist()
     [0.625, -0.375, 0.125, -0.375]
@@ -46,6 +48,8 @@ def group_advantage(rewards_NG: Tensor, *, scale: Scale = "group", eps: float = 
         raise ShapeError(f"group_advantage: rewards must have the shape [N, G] or [G]: got {list(rewards_NG.shape)}.")
     single = rewards_NG.ndim == 1
     rewards_NG = rewards_NG.to(torch.float64)
+    if scale == "raw":
+        return rewards_NG.clone()
     if single:
         rewards_NG = rewards_NG.unsqueeze(0)
     absent_NG = rewards_NG.isnan()
@@ -84,3 +88,22 @@ def group_advantage(rewards_NG: Tensor, *, scale: Scale = "group", eps: float = 
     highest_N1 = rewards_NG.masked_fill(absent_NG, -torch.inf).amax(1, keepdim=True)
     advantage_NG = advantage_NG.masked_fill((lowest_N1 >= highest_N1) & ~absent_NG, 0.0)
     return advantage_NG.squeeze(0) if single else advantage_NG
+
+
+@torch.no_grad()
+def whitened(values_N: Tensor, weights_N: Tensor, *, min_variance: float = 1e-8) -> Tensor:
+    """(value - mean) / std, float64[N], where value i counts ``weights_N[i]`` times; 0 for all if they are equal.
+
+    With the number of trained tokens as weight these are the moments over the tokens of a batch, which is what
+    REINFORCE++ divides by (arXiv:2501.03262). A value that counts 0 times moves no moment.
+
+    >>> whitened(torch.tensor([1.0, 0.0]), torch.tensor([1, 3])).tolist()
+    [1.7320508075688774, -0.57735026918962...]
+    """
+    values_N, weights_N = values_N.to(torch.float64), weights_N.to(torch.float64)
+    counted_N = weights_N > 0
+    if not bool(counted_N.any()) or bool(values_N[counted_N].amin() >= values_N[counted_N].amax()):
+        return torch.zeros_like(values_N)
+    share_N = weights_N / weights_N.sum()
+    centred_N = values_N - (share_N * values_N).sum()
+    return centred_N / (share_N * centred_N.square()).sum().clamp(min=min_variance).sqrt()

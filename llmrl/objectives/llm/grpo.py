@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal, get_args
 
 import torch
-from tensordict import TensorClass, TensorDictBase
+from tensordict import NestedKey, TensorClass, TensorDictBase
 from torch import Tensor, nn
 
 from llmrl.errors import ConfigError
@@ -18,13 +18,13 @@ from llmrl.objectives.llm import batch as reading
 from llmrl.objectives.llm import functional as fn
 from llmrl.objectives.llm.batch import MaskingStrategy, PaddedBatch
 from llmrl.objectives.llm.functional import StepCounts
-from llmrl.objectives.llm.presets import describe_loss
+from llmrl.objectives.llm.presets import DEFAULT_BANDS, DEFAULT_TAU, describe_loss
 
 __all__ = ["GRPOLoss", "GRPOLossOutput"]
 
 Proximal = Literal["behaviour", "detach", "recomputed"]
 RatioLevel = Literal["token", "sequence"]
-Surrogate = Literal["clip", "cispo", "reinforce"]
+Surrogate = Literal["clip", "cispo", "sapo", "dppo", "reinforce"]
 
 _AGGREGATIONS = (*get_args(fn.Aggregation), "none")
 _DOCUMENTED_AGGREGATIONS = {"token_mean": "token", "prompt_mean": "seq-mean"}
@@ -56,7 +56,7 @@ class GRPOLossOutput(TensorClass["nocast"]):
     ratio_mean: Tensor | None = None  # of the ratio that the surrogate sees
     ratio_max: Tensor | None = None
     correction_mean: Tensor | None = None  # mean weight of the engine correction
-    masked_fraction: Tensor | None = None  # tokens with weight 0: by the correction or by kl_mask_threshold
+    masked_fraction: Tensor | None = None  # tokens with weight 0: by the correction, its veto or kl_mask_threshold
     mismatch_mean: Tensor | None = None  # |log-prob of the trainer - log-prob of the engine|
     mismatch_max: Tensor | None = None
     weight_sum: Tensor | None = None  # sum of exp(lp - lg)
@@ -73,7 +73,9 @@ class GRPOLoss(LossModule):
 
     Reads   ("tokens", "full")                int64 ragged[T]    or dense [B, T] with ("masks", "all_attention_mask")
             ("masks", "all_assistant_mask")   bool ragged[T]     the tokens to train, see ``masking_strategy``
-            ("log_probs", "full")             float32 ragged[T]  behaviour: of the engine that sampled
+            ("log_probs", "full")             float32 ragged[T]  behaviour: of the engine that sampled; instead of it
+            ("log_probs", "plain")            float32 ragged[T]  where the batch has it: sampling was cut to some tokens
+                                                                 (top-p, top-k, min-p), this is before the cut
             ("proximal_log_probs", "full")    float32 ragged[T]  if proximal="recomputed"
             ("next", "ref_log_probs", "full") float32 ragged[T]  if kl_to_ref_coeff is given
             "advantage"                       float32[B, 1, 1], or [T, 1] per row
@@ -88,7 +90,11 @@ class GRPOLoss(LossModule):
     The ratio is exp(lp - lo). ``proximal`` says what lo is: ``behaviour``, the engine's log-probs; ``detach``, lp
     itself (one update per batch: ratio 1, the clip never acts, the gradient is the policy gradient); ``recomputed``,
     what the trainer computed before its first update on the batch. With the last two, ``correction`` weights each token
-    for the difference between trainer and engine ("tis" by default).
+    for the difference between trainer and engine ("tis" by default), and ``correction_veto=(low, high)`` drops the
+    sequences in which any token's exp(lo - lg) is outside, (1e-4, 100) say.
+
+    ``surrogate``: "clip" (PPO), "cispo", "sapo" (with ``sapo_tau``, for positive and for other advantages), "dppo"
+    (``clip_epsilon`` bounds how far a token's probability may move from the engine's), "reinforce".
 
     ``aggregation`` takes "token", "seq-mean", "seq-sum", "dr_grpo", "prompt-mean", "sum" and "none" (per token, not
     normalised), and the names "token_mean" (= "token") and "prompt_mean" (= "seq-mean": per sample, then batch).
@@ -145,6 +151,8 @@ class GRPOLoss(LossModule):
         correction: fn.Correction | None = None,
         correction_cap: float | None = None,
         correction_band: tuple[float, float] | None = None,
+        correction_veto: tuple[float, float] | None = None,
+        sapo_tau: tuple[float, float] | None = None,
         max_length: int | None = None,
     ) -> None:
         super().__init__()
@@ -168,8 +176,16 @@ class GRPOLoss(LossModule):
             (dual_clip is None or dual_clip > 1, f"dual_clip must be above 1: got {dual_clip}"),
             (dual_clip is None or surrogate == "clip", f"dual_clip belongs to surrogate='clip': got {surrogate!r}"),
             (
-                ratio_level == "token" or surrogate != "reinforce",
-                "ratio_level='sequence' means nothing to surrogate='reinforce', which has no ratio",
+                ratio_level == "token" or surrogate not in ("reinforce", "dppo"),
+                f"ratio_level='sequence' means nothing to surrogate={surrogate!r}, which has no ratio of a sequence",
+            ),
+            (
+                surrogate != "dppo" or proximal == "behaviour",
+                f"surrogate='dppo' compares with the engine directly: it needs proximal='behaviour', got {proximal!r}",
+            ),
+            (
+                sapo_tau is None or (surrogate == "sapo" and min(sapo_tau) > 0),
+                f"sapo_tau must be above 0 and belongs to surrogate='sapo': got {sapo_tau} with {surrogate!r}",
             ),
             (
                 (max_length is not None) == (aggregation == "dr_grpo"),
@@ -191,6 +207,12 @@ class GRPOLoss(LossModule):
                 correction_band is None or (correction in _BANDED and 0 <= correction_band[0] < correction_band[1]),
                 f"correction_band must be (low, high) and belongs to {', '.join(_BANDED)}: got {correction_band} with "
                 f"correction={correction!r}",
+            ),
+            (
+                correction_veto is None
+                or (proximal != "behaviour" and 0 <= correction_veto[0] < 1 < correction_veto[1]),
+                "correction_veto must be (below 1, above 1) and needs proximal='detach' or 'recomputed': got "
+                f"{correction_veto} with proximal={proximal!r}",
             ),
             (
                 entropy_bonus or not entropy_coeff,
@@ -215,7 +237,9 @@ class GRPOLoss(LossModule):
         self.ratio_level, self.surrogate, self.proximal = ratio_level, surrogate, proximal
         self.correction = correction
         self.correction_cap = 2.0 if correction_cap is None else correction_cap
-        self.correction_band = correction_band or (0.5, 2.0)
+        self.correction_band = correction_band or DEFAULT_BANDS.get(correction, (0.5, 2.0))
+        self.correction_veto = correction_veto
+        self.sapo_tau = sapo_tau or DEFAULT_TAU
 
     def describe(self) -> dict[str, str]:
         """Ratio, aggregation and KL in words, for the plan that a run prints."""
@@ -231,14 +255,15 @@ class GRPOLoss(LossModule):
         group_id_B = reading.group_ids(td, keys.group_id)
         counts = normalizer or StepCounts.of(mask_BT, group_id_B)
 
-        behaviour_BT = batch.column(td, keys.sample_log_prob, "Couldn't find the log-prob of the sampled tokens")
+        behaviour_key = _untruncated(td, keys.sample_log_prob)
+        behaviour_BT = batch.column(td, behaviour_key, "Couldn't find the log-prob of the sampled tokens")
         advantage_BT = batch.advantage(td, keys.advantage)
         scores = reading.actor_scores(
             self.actor_network, td, batch, mask_BT, log_probs_key=keys.sample_log_prob, entropy=self.entropy_bonus
         )
         log_prob_BT = scores.log_probs
         behaviour_BT, advantage_BT = behaviour_BT.to(log_prob_BT), advantage_BT.to(log_prob_BT)
-        reading.check_finite(behaviour_BT, mask_BT, str(keys.sample_log_prob), "the engine gave none", "GRPOLoss")
+        reading.check_finite(behaviour_BT, mask_BT, str(behaviour_key), "the engine gave none", "GRPOLoss")
         reading.check_finite(advantage_BT, mask_BT, repr(keys.advantage), "its reward failed: drop the row", "GRPOLoss")
 
         # 1. the ratio
@@ -254,10 +279,15 @@ class GRPOLoss(LossModule):
             log_ratio_BT = fn.sequence_log_ratio(token_log_ratio_BT, mask_BT)
 
         # 2. the surrogate, and what the difference between engine and trainer makes of it
-        loss_BT = self._surrogate(log_ratio_BT, log_prob_BT, advantage_BT)
+        loss_BT = self._surrogate(log_ratio_BT, log_prob_BT, behaviour_BT, mask_BT, advantage_BT)
         weight_BT = fn.correction_weight(
             proximal_BT, behaviour_BT, mask_BT, self.correction, cap=self.correction_cap, band=self.correction_band
         )
+        if self.correction_veto is not None:
+            low, high = self.correction_veto
+            weight_BT = weight_BT.masked_fill(
+                fn.sequence_veto(proximal_BT, behaviour_BT, mask_BT, low=low, high=high), 0.0
+            )
         drift_BT = fn.log_ratio(log_prob_BT, behaviour_BT, mask_BT)
         if self.kl_mask_threshold is not None:
             weight_BT = weight_BT.masked_fill(0.5 * drift_BT.detach().square() > self.kl_mask_threshold, 0.0)
@@ -294,8 +324,9 @@ class GRPOLoss(LossModule):
 
         with torch.no_grad():
             trainer_BT = proximal_BT if self.proximal == "recomputed" else log_prob_BT
+            clipped = self._clipped(log_ratio_BT, log_prob_BT, behaviour_BT, mask_BT, advantage_BT)
             metrics = self._metrics(
-                measured, mask_BT, counts, log_ratio_BT, advantage_BT, weight_BT, drift_BT, trainer_BT - behaviour_BT
+                measured, mask_BT, counts, log_ratio_BT, clipped, weight_BT, drift_BT, trainer_BT - behaviour_BT
             )
         return GRPOLossOutput(**terms, **metrics, batch_size=[])
 
@@ -306,15 +337,38 @@ class GRPOLoss(LossModule):
         )
         return batch, batch.trained_mask(td, self.masking_strategy, keys.assistant_mask, keys.response)
 
-    def _surrogate(self, log_ratio_BT: Tensor, log_prob_BT: Tensor, advantage_BT: Tensor) -> Tensor:
+    def _surrogate(
+        self, log_ratio_BT: Tensor, log_prob_BT: Tensor, behaviour_BT: Tensor, mask_BT: Tensor, advantage_BT: Tensor
+    ) -> Tensor:
         low, high = self.clip_low, self.clip_high
         match self.surrogate:
             case "clip":
                 return fn.clipped_surrogate(log_ratio_BT, advantage_BT, low=low, high=high, dual_clip=self.dual_clip)
             case "cispo":
                 return fn.cispo(log_ratio_BT, log_prob_BT, advantage_BT, low=low, high=high)
+            case "sapo":
+                positive, other = self.sapo_tau
+                return fn.sapo(log_ratio_BT, advantage_BT, tau_positive=positive, tau_negative=other)
+            case "dppo":
+                return fn.dppo(log_prob_BT, behaviour_BT, mask_BT, advantage_BT, low=low, high=high)
             case _:
                 return fn.reinforce(log_prob_BT, advantage_BT)
+
+    def _clipped(
+        self, log_ratio_BT: Tensor, log_prob_BT: Tensor, behaviour_BT: Tensor, mask_BT: Tensor, advantage_BT: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """bool[B, T] twice: where the surrogate holds a token back from below and from above."""
+        low, high = self.clip_low, self.clip_high
+        below_BT, above_BT = log_ratio_BT.exp() < 1 - low, log_ratio_BT.exp() > 1 + high
+        match self.surrogate:
+            case "clip":  # it acts only where it takes the smaller of the two
+                return below_BT & (advantage_BT < 0), above_BT & (advantage_BT > 0)
+            case "cispo":
+                return below_BT, above_BT
+            case "dppo":
+                return fn.dppo_outside(log_prob_BT, behaviour_BT, mask_BT, advantage_BT, low=low, high=high)
+            case _:
+                return torch.zeros_like(mask_BT), torch.zeros_like(mask_BT)
 
     def _token_weights(
         self, mask_BT: Tensor, counts: StepCounts, group_id_B: Tensor | None, dtype: torch.dtype
@@ -330,7 +384,7 @@ class GRPOLoss(LossModule):
         mask_BT: Tensor,
         counts: StepCounts,
         log_ratio_BT: Tensor,
-        advantage_BT: Tensor,
+        clipped: tuple[Tensor, Tensor],
         weight_BT: Tensor,
         drift_BT: Tensor,
         mismatch_BT: Tensor,
@@ -340,12 +394,7 @@ class GRPOLoss(LossModule):
 
         ratio_BT, importance_BT = log_ratio_BT.exp(), drift_BT.exp().masked_fill(~mask_BT, 0.0)
         mismatch_BT = mismatch_BT.masked_fill(~mask_BT, 0.0).abs()
-        below_BT, above_BT = ratio_BT < 1 - self.clip_low, ratio_BT > 1 + self.clip_high
-        if self.surrogate == "clip":  # the clip acts only where it takes the smaller of the two
-            below_BT, above_BT = below_BT & (advantage_BT < 0), above_BT & (advantage_BT > 0)
-        elif self.surrogate == "reinforce":
-            below_BT = above_BT = torch.zeros_like(mask_BT)
-        low, high = mean(below_BT.to(ratio_BT)), mean(above_BT.to(ratio_BT))
+        low, high = (mean(clipped_BT.to(ratio_BT)) for clipped_BT in clipped)
         tokens = mask_BT.sum().to(ratio_BT)
         weight_sum, weight_square_sum = importance_BT.sum(), importance_BT.square().sum()
         return {
@@ -365,6 +414,18 @@ class GRPOLoss(LossModule):
             "weight_sum": weight_sum,
             "weight_square_sum": weight_square_sum,
         }
+
+
+def _untruncated(td: TensorDictBase, key: NestedKey) -> NestedKey:
+    """The entry "plain" beside the log-probs "full" of the sampled tokens, where the batch has one, else ``key``.
+
+    A ratio compares two policies; the renormalised rest of a truncated distribution is not one of the trainer's.
+    """
+    if isinstance(key, tuple) and key[-1] == "full":
+        plain = (*key[:-1], "plain")
+        if td.get(plain, None, as_list=True) is not None:
+            return plain
+    return key
 
 
 def _effective_fraction(weight_sum: Tensor, weight_square_sum: Tensor, tokens: Tensor) -> Tensor:

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["PRESETS", "Preset", "describe_loss"]
+__all__ = ["DEFAULT_BANDS", "DEFAULT_TAU", "PRESETS", "Preset", "describe_loss"]
+
+DEFAULT_BANDS = {"mask": (0.5, 2.0), "geo-mask": (0.99, 1.01)}  # of rho, and of its geometric mean
+DEFAULT_TAU = (1.0, 1.05)  # SAPO's gate where A > 0, and elsewhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,8 @@ class Preset:
         """The four choices in words, with the given settings in place of the preset's own."""
         settings = {**self.advantage, **(advantage or {})}
         words = _ADVANTAGES[settings.get("scale", "group")]
+        if settings.get("whiten"):
+            words += ", whitened over the tokens of the batch"
         if settings.get("on_zero_variance") == "drop":
             words += "; groups with equal rewards are dropped"
         return {"advantage": words, **describe_loss({**self.loss, **(loss or {})})}
@@ -51,6 +56,7 @@ _ADVANTAGES = {
     "population": "(R - mean_group) / (population std_group + eps), 0 if all equal",
     "clamp": "(R - mean_group) / max(std_group, eps)",
     "max_rl": "(R - mean_group) / mean_group",
+    "raw": "R",
 }
 _AGGREGATIONS = {
     "token": "sum over tokens / tokens of the step",
@@ -79,6 +85,11 @@ def describe_loss(settings: Mapping[str, Any]) -> dict[str, str]:
         ratio = "none (REINFORCE)"
     elif surrogate == "cispo":
         ratio = f"{level}, weight held in [{1 - low:g}, {1 + high:g}] (CISPO)"
+    elif surrogate == "sapo":
+        positive, other = settings.get("sapo_tau") or DEFAULT_TAU
+        ratio = f"{level}, soft gate of width 1/{positive:g} (A > 0) or 1/{other:g} (SAPO)"
+    elif surrogate == "dppo":
+        ratio = f"token, left out once the probability moved by -{low:g} (A <= 0) or {high:g} (A > 0) (DPPO)"
     else:
         ratio = f"{level}, clip [{1 - low:g}, {1 + high:g}]"
     if settings.get("dual_clip") is not None:
@@ -87,14 +98,20 @@ def describe_loss(settings: Mapping[str, Any]) -> dict[str, str]:
     correction = settings.get("correction") or ("none" if proximal == "behaviour" else "tis")
     if correction != "none":
         cap = settings.get("correction_cap")
-        band_low, band_high = settings.get("correction_band") or (0.5, 2.0)
+        band_low, band_high = settings.get("correction_band") or DEFAULT_BANDS.get(correction, (0.5, 2.0))
         words = _CORRECTIONS[correction].format(cap=2.0 if cap is None else cap, low=band_low, high=band_high)
         ratio += f"; engine correction: {words}"
+    if settings.get("correction_veto") is not None:
+        veto_low, veto_high = settings["correction_veto"]
+        ratio += f"; sequences with a rho outside [{veto_low:g}, {veto_high:g}] dropped"
     aggregation = settings.get("aggregation", "token")
     aggregation = {"token_mean": "token", "prompt_mean": "seq-mean"}.get(aggregation, aggregation)
-    coefficient = settings.get("kl_to_ref_coeff")
-    kl = f"{coefficient:g} x {settings.get('kl_estimator', 'k3')} to the reference" if coefficient else "0"
-    return {"ratio": ratio, "aggregation": _AGGREGATIONS[aggregation], "kl": kl}
+    kls = [
+        f"{settings[key]:g} x {settings.get('kl_estimator', 'k3')} to the {other}"
+        for key, other in (("kl_to_ref_coeff", "reference"), ("kl_to_inference_coeff", "engine"))
+        if settings.get(key)
+    ]
+    return {"ratio": ratio, "aggregation": _AGGREGATIONS[aggregation], "kl": " + ".join(kls) or "0"}
 
 
 def _preset(name: str, source: str, advantage: Mapping[str, Any], **loss: Any) -> Preset:
@@ -159,9 +176,42 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             ),
             _preset(
                 "reinforce++",
-                "REINFORCE++-baseline, arXiv:2501.03262, without its KL term",
-                {"scale": "batch"},
+                "REINFORCE++, arXiv:2501.03262, with its KL term left to the loss",
+                {"scale": "raw", "whiten": True},
                 clip_epsilon=(0.2, 0.2),
+                aggregation="token",
+            ),
+            _preset(
+                "reinforce++-baseline",
+                "REINFORCE++-baseline, arXiv:2501.03262, with its KL term left to the loss",
+                {"scale": "none", "whiten": True},
+                clip_epsilon=(0.2, 0.2),
+                aggregation="token",
+            ),
+            _preset(
+                "sapo",
+                "SAPO, arXiv:2511.20347",
+                {"scale": "group"},
+                surrogate="sapo",
+                aggregation="seq-mean",
+            ),
+            _preset(
+                "max_rl",
+                "MaxRL, arXiv:2602.02710; rewards must not be negative",
+                {"scale": "max_rl"},
+                clip_epsilon=(0.2, 0.28),
+                aggregation="token",
+            ),
+            _preset(
+                "dppo",
+                "DPPO in its binary total-variation form, arXiv:2602.04879, with prime-rl's weight on (log r)^2",
+                {"scale": "none"},
+                surrogate="dppo",
+                clip_epsilon=(0.2, 0.2),
+                proximal="behaviour",
+                correction=None,
+                kl_to_inference_coeff=2e-3,
+                kl_estimator="k2",
                 aggregation="token",
             ),
         )

@@ -9,7 +9,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorClass, TensorDict, is_tensorclass, lazy_stack
 
 from llmrl.data.llm import History
-from llmrl.errors import ShapeError, TemplateError
+from llmrl.errors import ConfigError, ShapeError, TemplateError
 from llmrl.testing import tiny_tokenizer
 
 
@@ -78,6 +78,12 @@ def test_dense_batch_from_nested_lists():
 )
 def test_indexing_is_that_of_tensors(index, content):
     assert History.from_chats(CHATS)[index].content == content
+
+
+def test_device_means_nothing_and_dimensions_have_no_names():
+    assert History(role="user", content="Hi", batch_size=(), device="cpu").device is None
+    with pytest.raises(ConfigError, match="have no names"):
+        History(role=["user"], content=["Hi"], names=["message"])
 
 
 def test_extra_keys_of_messages_survive():
@@ -237,6 +243,33 @@ def test_dict_has_ids_and_the_assistants_mask():
         include_end_of_turn=False,
     )
     assert tokenizer.decode(ids[without_end[0]["assistant_masks"]]) == "c"
+
+
+def test_ids_of_an_open_last_message_end_with_its_content():
+    tokenizer = tiny_tokenizer()
+    options = {"tokenizer": tokenizer, "add_generation_prompt": False, "continue_final_message": True}
+    [ids] = History.from_chats([[user("a <|im_end|>"), assistant("c")]]).apply_chat_template(tokenize=True, **options)
+    assert tokenizer.decode(ids).endswith("<|im_end|><|im_end|>\n<|im_start|>assistant\nc")
+    assert ids.count(tokenizer.eos_token_id) == 1  # the one that was spelled in the message is plain text
+    row = History.from_messages(CHATS[1]).apply_chat_template(return_dict=True, **options)
+    assert tokenizer.decode(row["input_ids"]).endswith("assistant\nc")
+    with pytest.raises(ConfigError, match="continue_final_message must come without"):
+        History.from_messages(CHATS[1]).apply_chat_template(
+            tokenizer=tokenizer,
+            add_generation_prompt=False,
+            continue_final_message=True,
+            return_assistant_tokens_mask=True,
+        )
+
+
+def test_arguments_that_exclude_each_other_are_refused():
+    history = History.from_chats(CHATS)
+    with pytest.raises(ConfigError, match="ids need a tokenizer"):
+        history.apply_chat_template(tokenize=True)
+    with pytest.raises(ConfigError, match="must be 'pt' or None: got 'np'"):
+        history.apply_chat_template(tokenizer=tiny_tokenizer(), return_tensors="np")
+    with pytest.raises(ConfigError, match="a mask is returned in a dict"):
+        history.apply_chat_template(tokenizer=tiny_tokenizer(), return_assistant_tokens_mask=True, return_dict=False)
 
 
 def test_padded_dict_is_dense():

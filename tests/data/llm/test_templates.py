@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from tensordict import lazy_stack
 
 from llmrl.data.llm import History, add_chat_template, find_template
-from llmrl.data.llm.templates import _TEMPLATES
+from llmrl.data.llm.templates import _BUILT_IN
 from llmrl.errors import TemplateError
 from llmrl.testing import tiny_tokenizer
 
@@ -19,9 +21,14 @@ TEMPLATE = (
 
 @pytest.fixture(autouse=True)
 def _restore_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in _TEMPLATES if name not in ("chatml_format", "qwen")]:
-        monkeypatch.delitem(_TEMPLATES, name)
-    monkeypatch.setattr("llmrl.data.llm.templates._TEMPLATES", dict(_TEMPLATES))
+    monkeypatch.setattr("llmrl.data.llm.templates._TEMPLATES", dict(_BUILT_IN))
+
+
+def without_template(name_or_path: str):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.name_or_path = name_or_path
+    return tokenizer
 
 
 def test_choice_goes_from_the_explicit_to_the_guess():
@@ -73,7 +80,7 @@ def test_template_without_generation_block_is_refused():
 
 
 def test_unknown_name_lists_the_known_ones():
-    with pytest.raises(TemplateError, match=r"got 'qwn', known: chatml_format, qwen\. Did you mean 'qwen'\?"):
+    with pytest.raises(TemplateError, match=r"got 'qwn', known: chatml_format, deepseek, .*\. Did you mean 'qwen'\?"):
         find_template(None, "qwn")
 
 
@@ -81,6 +88,62 @@ def test_template_without_parser_cannot_be_read_back():
     add_chat_template("bracket", TEMPLATE)
     with pytest.raises(TemplateError, match="inverse parser"):
         History.from_text("[user]Hi</s>", chat_template_name="bracket")
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("Qwen/Qwen2.5-0.5B", "qwen"),
+        ("Qwen/Qwen3-0.6B", "qwen3"),
+        ("meta-llama/Llama-2-7b-chat-hf", "llama"),
+        ("meta-llama/Llama-3.2-1B", "llama3"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "deepseek"),  # what it was trained with, not what it was made of
+        ("tiiuae/falcon-7b-instruct", "falcon"),
+        ("microsoft/DialoGPT-medium", "dialogpt"),
+        ("mistralai/Mixtral-8x7B", "mistral"),
+        ("google/gemma-2b", "gemma"),
+        ("microsoft/Phi-3-mini", "phi"),
+        ("openai/gpt-oss-20b", "gpt_oss"),
+        ("EleutherAI/pythia-70m", "chatml_format"),
+    ],
+)
+def test_family_is_guessed_only_where_the_tokenizer_has_no_template(model: str, name: str):
+    tokenizer = without_template(model)
+    assert find_template(tokenizer).name == name
+    tokenizer.chat_template = TEMPLATE
+    assert find_template(tokenizer).jinja == TEMPLATE
+
+
+def test_your_keyword_goes_before_a_built_in_one():
+    add_chat_template("bracket", TEMPLATE, model_family_keywords=["qwen"])
+    assert find_template(without_template("Qwen/Qwen3-0.6B")).name == "bracket"
+
+
+def test_built_in_template_can_be_replaced_by_yours():
+    jinja = (
+        "{% for message in messages %}{%- if message['role'] == 'user' %}{{ '<s>[INST] ' + message['content'] + "
+        "' [/INST]' }}{%- elif message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '</s>' }}"
+        "{% endgeneration %}{%- endif %}{% endfor %}"
+    )
+
+    def parse(text: str) -> History:
+        pairs = re.findall(r"<s>\[INST\]\s*(.*?)\s*\[/INST\]\s*(.*?)</s>", text, re.DOTALL)
+        turns = [turn for pair in pairs for turn in zip(("user", "assistant"), pair, strict=True)]
+        return lazy_stack([History(role=role, content=content) for role, content in turns])
+
+    add_chat_template("llama", jinja, inverse_parser=parse, model_family_keywords=["llama", "meta-llama"])
+    tokenizer = without_template("meta-llama/Llama-2-7b-chat-hf")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<s>", "</s>"]})
+    chat = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi there!"}]
+    history = History.from_chats([chat])
+    result = history.apply_chat_template(
+        tokenizer=tokenizer, add_generation_prompt=False, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert tokenizer.decode(result[0]["input_ids"][result[0]["assistant_masks"]]) == "Hi there!</s>"
+    [text] = history.apply_chat_template(tokenizer=tokenizer, add_generation_prompt=False)
+    assert History.from_text(text, chat_template_name="llama").to_chats() == chat
+    with pytest.raises(TemplateError, match="'llama' is taken"):
+        add_chat_template("llama", TEMPLATE)
 
 
 @pytest.mark.parametrize("name", ["chatml_format", "qwen"])

@@ -8,6 +8,7 @@ history, text and tokens is in ``modes``, the bookkeeping of a turn in ``stream`
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -16,21 +17,28 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
-from llmrl.errors import ConfigError, ShapeError, near
+from llmrl.errors import ConfigError, ShapeError, UnsupportedError, near
 from llmrl.modules.llm.engines import Engine
 from llmrl.modules.llm.log_probs import TokenScores
-from llmrl.modules.llm.policies.carried import carried_texts, read_stream
-from llmrl.modules.llm.policies.containers import (
-    ChatHistory,
-    LogProbs,
-    Masks,
-    Text,
-    Tokens,
-    is_ragged,
+from llmrl.modules.llm.policies.batching import (
+    BATCHING_SETTINGS,
+    BatchingEngine,
+    batching_state,
+    join_requests,
+    own_engine,
 )
-from llmrl.modules.llm.policies.modes import Key, Prompts, Turn, make_mode, unpadded_rows
-from llmrl.modules.llm.policies.options import GenerationOptions, check_settings, generation_options
-from llmrl.modules.llm.policies.stream import Stream, record_turn
+from llmrl.modules.llm.policies.carried import carried_texts, encode_prompts, read_stream
+from llmrl.modules.llm.policies.containers import ChatHistory, LogProbs, Masks, Text, Tokens
+from llmrl.modules.llm.policies.conversations import Conversations
+from llmrl.modules.llm.policies.distributions import TokenCategorical, token_categorical
+from llmrl.modules.llm.policies.modes import Key, Turn, make_mode
+from llmrl.modules.llm.policies.options import (
+    GenerationOptions,
+    check_settings,
+    generation_options,
+    options_of_call,
+)
+from llmrl.modules.llm.policies.stream import record_turn
 from llmrl.modules.llm.policies.writing import padded_containers, ragged_containers
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.padding import lengths_mask, pad_rows
@@ -81,6 +89,11 @@ class LLMWrapperBase(nn.Module):
     inplace              True (default): into the input; False: a new TensorDict; "empty": ``td.empty()``
     num_samples          n responses per prompt: batch [*B, n]; never in place
     return_log_probs     True by default; scoring needs it
+    batching             True: calls of several threads are joined into one of the engine (``BatchingEngine``); the
+                         default follows from whether a size is given
+    min_batch_size       rows to wait for; 1
+    max_batch_size       most rows in one joined call
+    batching_timeout     seconds after which a call goes with the rows that are there
     prefer_tokens        False: render the whole conversation anew every turn; masks and log-probs then start with this
                          turn
     layout               torch.strided only: ask for ``td.get(key, as_nested_tensor=True)`` to read rows as a nested
@@ -112,6 +125,10 @@ class LLMWrapperBase(nn.Module):
         tokens_key: str = "tokens",
         masks_key: str = "masks",
         log_probs_key: str = "log_probs",
+        batching: bool | None = None,
+        min_batch_size: int | None = None,
+        max_batch_size: int | None = None,
+        batching_timeout: float = 10.0,
         prefer_tokens: bool = True,
     ) -> None:
         settings = {name: value for name, value in locals().items() if name not in ("self", "model", "__class__")}
@@ -120,7 +137,7 @@ class LLMWrapperBase(nn.Module):
         self.generate = generate
         self.options = generation_options(generate_kwargs)
         check_settings(type(self).__name__, settings, self.options)
-        self.tokenizer = self._load_tokenizer(model, tokenizer)
+        self.tokenizer = settings["tokenizer"] = self._load_tokenizer(model, tokenizer)
         self.renderer = self._make_renderer()
         self.mode = make_mode(
             input_mode, tokenizer=self.tokenizer, renderer=self.renderer, tokenizer_kwargs=tokenizer_kwargs
@@ -141,11 +158,12 @@ class LLMWrapperBase(nn.Module):
         self.pad_output = pad_output
         self.prefer_tokens = prefer_tokens
         backend = self._build(model)
-        self.engine = backend.engine
+        self.engine = join_requests(backend.engine, settings)
         self.scorer = backend.scorer
         self.pad_token_id = backend.pad_token_id
         self.stop_token_ids = self._stop_token_ids()
         self.seed = self.options.seed
+        self._collector: weakref.ref[Any] | None = None
 
     # --- what a backend decides ---------------------------------------------------------------------------------------
 
@@ -227,6 +245,8 @@ class LLMWrapperBase(nn.Module):
         if model is None:
             if not changes.keys() & {"device", "pad_model_input"}:
                 new.engine = self.engine
+                if changes.keys() & BATCHING_SETTINGS:
+                    new.engine = join_requests(own_engine(self.engine), new._settings)
             new.engine.version = self.engine.version
             new.scorer = self.scorer
             if "generate_kwargs" not in changes:
@@ -256,8 +276,80 @@ class LLMWrapperBase(nn.Module):
             return self._score(td)
         options = self.options
         if generate_kwargs is not None:
-            options = generation_options(self._settings["generate_kwargs"], generate_kwargs)
+            options = options_of_call(self._settings["generate_kwargs"], generate_kwargs)
         return self._generate(td, options)
+
+    def get_dist(
+        self,
+        td: TensorDictBase,
+        *,
+        masking_strategy: Literal["generic", "sft", "rlhf"] = "generic",
+        mask: Tensor | Sequence[Tensor] | None = None,
+    ) -> TokenCategorical:
+        """The distributions that the tokens of whole conversations are drawn from, at the policy's temperature.
+
+        The one call that keeps logits: 4 bytes times the vocabulary for every chosen token. A loss wants
+        :meth:`token_scores`, log-probs alone ``get_new_version(generate=False)``.
+
+        Reads    ("tokens", "full") with its masks if present, else (mode, "full"), encoded
+        Returns  a categorical over the vocabulary, float32, for [*B, T] tokens (rows padded on the right), with
+                 gradients where they are enabled
+        Raises   UnsupportedError, a NotImplementedError, where the backend has no logits; ConfigError, MissingKeyError,
+                 ShapeError
+
+        masking_strategy  "generic": every token; "rlhf" and "sft": what the assistant wrote, by the assistant mask, or
+                          the response where there is no such mask. As in the losses
+        mask              bool, shaped like ("tokens", "full"), rows where those are rows: chosen by hand, instead of a
+                          strategy
+
+        A conversation's first token follows nothing, and is never chosen.
+        """
+        model = getattr(getattr(self.scorer, "module", self.scorer), "model", None)
+        if model is None:
+            engine = type(own_engine(self.engine)).__name__
+            raise UnsupportedError(
+                f"{type(self).__name__}.get_dist: the backend must give logits: {engine} gives log-probs of tokens; "
+                "use get_new_version(generate=False) for those of a conversation, or a TransformersWrapper of the same "
+                "weights."
+            )
+        dist = token_categorical(
+            model,
+            self._conversations(td),
+            masking_strategy,
+            mask,
+            pad_token_id=self.pad_token_id,
+            temperature=self.temperature,
+        )
+        return dist.reshape(td.batch_size)
+
+    # --- collectors and requests of several threads -------------------------------------------------------------------
+
+    def register_collector(self, collector: Any) -> None:
+        """Remembers the collector that this policy works for, without keeping it alive."""
+        self._collector = None if collector is None else weakref.ref(collector)
+
+    @property
+    def collector(self) -> Any:
+        """The collector that registered itself; None where there is none, or it is gone."""
+        return None if self._collector is None else self._collector()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What another process gets: everything but the collector, which stays here."""
+        return {**self.__dict__, "_collector": None}
+
+    def get_batching_state(self) -> dict[str, Any]:
+        """What waits to be joined: batching_enabled, min_batch_size, max_batch_size, queue_size, pending_futures,
+        lock_state.
+        """
+        return batching_state(self.engine)
+
+    def cleanup_batching(self, timeout: float = 600.0) -> None:
+        """Ends the joining of requests: what waits goes at once, later calls go one by one.
+
+        Returns when everything was answered. Raises DeadlineError where that takes longer than ``timeout`` seconds.
+        """
+        if isinstance(self.engine, BatchingEngine):
+            self.engine.drain(timeout)
 
     # --- generating ---------------------------------------------------------------------------------------------------
 
@@ -265,7 +357,7 @@ class LLMWrapperBase(nn.Module):
         prompts = self.mode.read(td, self.input_key, self.attention_mask_key)
         stream = read_stream(td, self.keys, self.mode.name, prompts.rows) if self.prefer_tokens else None
         texts = None if stream is None else carried_texts(td, self.keys["text"], self.mode.name, stream)
-        prompt_ids, num_new = self._prompt_ids(prompts, stream)
+        prompt_ids, num_new = encode_prompts(self.mode, prompts, stream)
         if texts is None:
             num_new = [len(ids) for ids in prompt_ids]
         seeds = self._seeds(td, len(prompt_ids))
@@ -317,25 +409,6 @@ class LLMWrapperBase(nn.Module):
         out.set("policy_version", torch.full(batch_size, generation.version, dtype=torch.int64))
         return out
 
-    def _prompt_ids(self, prompts: Prompts, stream: Stream | None) -> tuple[list[Tensor], list[int]]:
-        """The ids that the engine is given, and how many of them this turn adds."""
-        if stream is None:
-            ids = self.mode.encode(prompts.rows)
-            return ids, [len(row) for row in ids]
-        if stream.complete:
-            return stream.ids, [0] * len(stream.ids)
-        fresh = [row for row, ids in enumerate(stream.ids) if not len(ids)]
-        grown = [row for row, ids in enumerate(stream.ids) if len(ids)]
-        prompt_ids: list[Tensor] = list(stream.ids)
-        if fresh:
-            for row, ids in zip(fresh, self.mode.encode([prompts.rows[row] for row in fresh]), strict=True):
-                prompt_ids[row] = ids
-        if grown:
-            rows = [prompts.rows[row] for row in grown]
-            for row, added in zip(grown, self.mode.extend(stream.select(grown), rows), strict=True):
-                prompt_ids[row] = torch.cat([stream.ids[row], added])
-        return prompt_ids, [len(ids) - len(before) for ids, before in zip(prompt_ids, stream.ids, strict=True)]
-
     def _seeds(self, td: TensorDictBase, num_rows: int) -> list[int] | None:
         """One seed per row and sample: from the batch, else from the wrapper's own sequence, else the engine's."""
         num_samples = self.num_samples or 1
@@ -348,29 +421,28 @@ class LLMWrapperBase(nn.Module):
 
     # --- scoring ------------------------------------------------------------------------------------------------------
 
+    def _conversations(self, td: TensorDictBase) -> Conversations:
+        """What is scored: ("tokens", "full") wherever it is there, else (mode, "full")."""
+        key = self.mode.in_key(self.keys[self.mode.name], False) if self.generate else self.input_key
+        return Conversations.read(td, self.mode, self.keys, key, self.attention_mask_key)
+
     def _score(self, td: TensorDictBase) -> TensorDictBase:
-        tokens = getattr(td.get(self.keys["tokens"], None), "_tensordict", None)
-        masks = getattr(td.get(self.keys["masks"], None), "_tensordict", None)
+        conversations = self._conversations(td)
         out = self._output(td, td.batch_size)
-        if tokens is not None and "full" in tokens.keys():
-            attention = None if is_ragged(tokens) or masks is None else masks.get("all_attention_mask", None)
-            rows = self._score_rows(unpadded_rows(tokens, "full", attention))
-            if is_ragged(tokens) or td.ndim == 0:
-                log_probs = LogProbs.from_rows({"full": rows}, td.batch_size)
-            else:
-                full = tokens.get("full")
-                kept = torch.ones_like(full, dtype=torch.bool) if attention is None else attention.bool()
-                values = torch.cat(rows)
-                dense = values.new_zeros(full.shape).masked_scatter(kept.to(values.device), values)
-                log_probs = LogProbs.from_padded({"full": dense}, td.batch_size)
-        else:
-            ids, assistant = self.mode.encode_full(self.mode.read(td, self.input_key, self.attention_mask_key).rows)
+        ids = conversations.rows
+        if not conversations.given:
             columns = {"all_attention_mask": [torch.ones(len(row), dtype=torch.bool) for row in ids]}
-            if assistant is not None:
-                columns["all_assistant_mask"] = assistant
+            if conversations.assistant is not None:
+                columns["all_assistant_mask"] = conversations.assistant
             out.set(self.keys["masks"], self._layout(Masks, columns, td.batch_size, False))
             out.set(self.keys["tokens"], self._layout(Tokens, {"full": ids}, td.batch_size, self.pad_token_id))
-            log_probs = self._layout(LogProbs, {"full": self._score_rows(ids)}, td.batch_size, 0.0)
+        scores = self._score_rows(ids)
+        if conversations.full is not None:
+            log_probs = LogProbs.from_padded({"full": conversations.spread(scores)}, td.batch_size)
+        elif conversations.given:
+            log_probs = LogProbs.from_rows({"full": scores}, td.batch_size)
+        else:
+            log_probs = self._layout(LogProbs, {"full": scores}, td.batch_size, 0.0)
         out.set(self.keys["log_probs"], log_probs)
         return out
 
@@ -414,7 +486,7 @@ class LLMWrapperBase(nn.Module):
 
     def _source(self) -> Any:
         """What another wrapper over the same weights is built from."""
-        return self.engine
+        return own_engine(self.engine)
 
     def _output(self, td: TensorDictBase, batch_size: Sequence[int]) -> TensorDictBase:
         if self.generate and self.num_samples is not None:

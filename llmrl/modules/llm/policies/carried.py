@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
 from llmrl.modules.llm.policies.containers import field_rows, is_ragged
-from llmrl.modules.llm.policies.modes import unpadded_rows
+from llmrl.modules.llm.policies.modes import Mode, Prompts, unpadded_rows
 from llmrl.modules.llm.policies.stream import Stream
 
-__all__ = ["carried_texts", "read_stream"]
+__all__ = ["carried_texts", "encode_prompts", "read_stream"]
 
 
 def read_stream(td: TensorDictBase, keys: Mapping[str, str], mode: str, prompts: Sequence[Any]) -> Stream | None:
@@ -56,3 +57,23 @@ def carried_texts(td: TensorDictBase, text_key: str, mode: str, stream: Stream) 
     if rows is None:
         return None
     return [row if len(ids) else "" for row, ids in zip(rows, stream.ids, strict=True)]
+
+
+def encode_prompts(mode: Mode, prompts: Prompts, stream: Stream | None) -> tuple[list[Tensor], list[int]]:
+    """The ids that the engine is given, and how many of them this turn adds: only those are encoded."""
+    if stream is None:
+        ids = mode.encode(prompts.rows)
+        return ids, [len(row) for row in ids]
+    if stream.complete:
+        return stream.ids, [0] * len(stream.ids)
+    fresh = [row for row, ids in enumerate(stream.ids) if not len(ids)]
+    grown = [row for row, ids in enumerate(stream.ids) if len(ids)]
+    prompt_ids: list[Tensor] = list(stream.ids)
+    if fresh:
+        for row, ids in zip(fresh, mode.encode([prompts.rows[row] for row in fresh]), strict=True):
+            prompt_ids[row] = ids
+    if grown:
+        rows = [prompts.rows[row] for row in grown]
+        for row, added in zip(grown, mode.extend(stream.select(grown), rows), strict=True):
+            prompt_ids[row] = torch.cat([stream.ids[row], added])
+    return prompt_ids, [len(ids) - len(before) for ids, before in zip(prompt_ids, stream.ids, strict=True)]

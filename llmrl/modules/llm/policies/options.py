@@ -16,7 +16,7 @@ import torch
 from llmrl.errors import ConfigError, near
 from llmrl.modules.llm.engines import SamplingParams
 
-__all__ = ["GenerationOptions", "check_settings", "generation_options"]
+__all__ = ["GenerationOptions", "check_settings", "generation_options", "options_of_call"]
 
 _LEGACY = {
     "max_tokens": "max_new_tokens",
@@ -106,6 +106,23 @@ def generation_options(*layers: Mapping[str, Any] | None) -> GenerationOptions:
         logprobs=None if options.get("logprobs") is None else options["logprobs"] is not False,
         seed=options.get("seed"),
     )
+
+
+def options_of_call(own: Mapping[str, Any] | None, given: Mapping[str, Any]) -> GenerationOptions:
+    """The wrapper's own options with those of one call over them. Raises ConfigError for what one call cannot change.
+
+    >>> options_of_call({"temperature": 0.7, "max_new_tokens": 9}, {"max_new_tokens": 4}).params.temperature
+    0.7
+    """
+    for name, instead in (
+        ("num_return_sequences", "policy.get_new_version(num_samples=...)"),
+        ("n", "policy.get_new_version(num_samples=...)"),
+        ("logprobs", "policy.get_new_version(return_log_probs=...)"),
+        ("seed", "policy.seed = ..., or a 'seed' int64[B] in the batch"),
+    ):
+        if name in given:
+            raise ConfigError(f"generate_kwargs: {name} belongs to the wrapper, not to a call: use {instead}.")
+    return generation_options(own, given)
 
 
 def check_settings(who: str, settings: Mapping[str, Any], options: GenerationOptions) -> None:

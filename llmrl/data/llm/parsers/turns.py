@@ -1,0 +1,65 @@
+"""What most formats share: a text cut into turns, each opened by a header and closed by an end marker."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+Message = dict[str, Any]
+
+
+def read_turns(
+    text: str,
+    header: re.Pattern[str],
+    ends: Sequence[str],
+    roles: dict[str, str],
+) -> list[Message]:
+    """Reads a conversation whose turns begin with a header and end with one of several markers.
+
+    Reads    header  matches what opens a turn; its first group is the role as the format names it
+             ends    markers that close a turn; the first one found counts
+             roles   the format's names of roles that are called otherwise here
+    Returns  messages with the contents as they stand; the last carries ``"is_complete": False`` if nothing closes it. A
+             trailing header of the assistant with nothing after it is a generation prompt, and no message
+
+    >>> read_turns("[user]Hi;[bot]Hel", re.compile(r"\\[(\\w+)\\]"), (";",), {"bot": "assistant"})
+    [{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Hel', 'is_complete': False}]
+    """
+    pieces = header.split(text)
+    messages: list[Message] = []
+    for index in range(1, len(pieces), 2):
+        role, body = roles.get(pieces[index], pieces[index]), pieces[index + 1]
+        if not body and role == "assistant" and index == len(pieces) - 2:
+            break
+        messages.append(close_turn(role, body, ends))
+    return messages
+
+
+def close_turn(role: str, body: str, ends: Sequence[str]) -> Message:
+    """A message from what stands after its header, up to its end marker if there is one."""
+    end = min((place for marker in ends if (place := body.find(marker)) >= 0), default=-1)
+    if end < 0:
+        return {"role": role, "content": body, "is_complete": False}
+    return {"role": role, "content": body[:end]}
+
+
+def read_call(text: str, arguments: str) -> Message | None:
+    """A tool call from a JSON object with "name" and an entry for the arguments; None if the text is no such thing.
+
+    >>> read_call('{"name": "add", "parameters": {"a": 1}}', "parameters")
+    {'type': 'function', 'function': {'name': 'add', 'arguments': {'a': 1}}}
+    """
+    try:
+        call = json.loads(text)
+    except ValueError:
+        return None
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return None
+    return make_call(call["name"], call.get(arguments, {}))
+
+
+def make_call(name: str, arguments: Any) -> Message:
+    """A tool call in the chat format of the Transformers library."""
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}

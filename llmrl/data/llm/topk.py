@@ -1,0 +1,196 @@
+"""`TopKRewardSelector`: of all answers to a prompt, only the best go into a buffer."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
+from torch import Tensor
+
+from llmrl.data.replay_buffers.rows import Row, from_rows, pack, to_rows, unpack
+from llmrl.errors import DataError, MissingKeyError, ShapeError
+
+__all__ = ["TopKRewardSelector"]
+
+_log = logging.getLogger(__name__)
+
+
+class _Conversation(NamedTuple):
+    rows: list[Row]
+    reward: float
+
+
+class TopKRewardSelector:
+    """Holds the conversations of a prompt back until enough turns are there, then writes the best ones.
+
+    Reads   prompt_key   B strings, or int64[B]; of a conversation of several turns, the prompt of the first
+            rewards_key  float[B, ...]; what a conversation got is the sum over its turns
+            done_key     bool[B, 1]
+    Returns from ``inv``: the turns of the chosen conversations [N], the best one first, or None
+    Raises  ValueError for settings that choose nothing, DataError if no turn is done, MissingKeyError
+
+    When ``total_dialog_turns`` turns of a prompt have come, up to ``topk_size`` conversations are written, and only
+    such as are strictly above the median reward; if all got the same, none is. Conversations whose reward is NaN or
+    infinite are left out. A row is one turn: in a flat batch turns up to and including one that is done are a conversation, in
+    a [B, T] batch each row is one. Of more than ``max_queued_prompts`` the oldest is given up. In a buffer:
+    ``ReplayBuffer(transform=TopKRewardSelector(5, 3))``.
+
+    ``counters``: "prompts" decided, conversations "written", "dropped", "failed" and "evicted", prompts "queued" now.
+
+    >>> from tensordict import TensorDict
+    >>> batch = TensorDict(
+    ...     query=torch.zeros(5, dtype=torch.int64),
+    ...     next=TensorDict(reward=torch.arange(5.0).view(5, 1, 1), done=torch.ones(5, 1, dtype=torch.bool)),
+    ...     batch_size=[5],
+    ... )
+    >>> TopKRewardSelector(5, 3, prompt_key="query", verbose=False).inv(batch)["next", "reward"].flatten().tolist()
+    [4.0, 3.0]
+    """
+
+    def __init__(
+        self,
+        total_dialog_turns: int,
+        topk_size: int,
+        prompt_key: NestedKey = ("text", "prompt"),
+        rewards_key: NestedKey = ("next", "reward"),
+        done_key: NestedKey = ("next", "done"),
+        verbose: bool = True,
+        *,
+        max_queued_prompts: int = 1024,
+    ):
+        if topk_size < 1 or total_dialog_turns < 2:
+            raise ValueError(
+                "TopKRewardSelector: topk_size must be at least 1 and total_dialog_turns at least 2, because nothing "
+                f"is above the median of one: got {topk_size} and {total_dialog_turns}."
+            )
+        if topk_size > total_dialog_turns:
+            raise ValueError(
+                f"TopKRewardSelector: topk_size must not be above total_dialog_turns: got {topk_size} of "
+                f"{total_dialog_turns}."
+            )
+        if max_queued_prompts < 1:
+            raise ValueError(f"TopKRewardSelector: max_queued_prompts must be at least 1: got {max_queued_prompts}.")
+        self.total_dialog_turns = total_dialog_turns
+        self.topk_size = topk_size
+        self.prompt_key = prompt_key
+        self.rewards_key = rewards_key
+        self.done_key = done_key
+        self.verbose = verbose
+        self.max_queued_prompts = max_queued_prompts
+        names = ("prompts", "written", "dropped", "failed", "evicted", "queued")
+        self.counters = dict.fromkeys(names, 0)
+        self._queue: OrderedDict[Hashable, list[_Conversation]] = OrderedDict()
+        self._open: tuple[Hashable, list[Row], float] | None = None  # of a flat batch that ended before its last done
+
+    def __call__(self, td: TensorDictBase) -> TensorDictBase:
+        return td
+
+    def inv(self, td: TensorDictBase) -> TensorDictBase | None:
+        if not td.batch_dims:
+            td = LazyStackedTensorDict(td)
+        parts = td.unbind(0) if td.batch_dims > 1 else [td]
+        chosen = []
+        for part in parts:
+            for prompt, conversation in self._conversations(part, flat=td.batch_dims == 1):
+                self._queue.setdefault(prompt, []).append(conversation)
+                if sum(len(one.rows) for one in self._queue[prompt]) >= self.total_dialog_turns:
+                    chosen += self._best(self._queue.pop(prompt))
+        while len(self._queue) > self.max_queued_prompts:
+            _, given_up = self._queue.popitem(last=False)
+            self.counters["evicted"] += len(given_up)
+            _log.warning(
+                f"TopKRewardSelector: {len(given_up)} conversations were given up, because more than "
+                f"max_queued_prompts={self.max_queued_prompts} prompts wait."
+            )
+        self.counters["queued"] = len(self._queue)
+        rows = [row for conversation in chosen for row in conversation.rows]
+        return from_rows(rows) if rows else None
+
+    def _conversations(self, td: TensorDictBase, *, flat: bool) -> list[tuple[Hashable, _Conversation]]:
+        count = td.batch_size[0]
+        done_T = self._get(td, self.done_key).reshape(count, -1).any(-1).tolist()
+        if not any(done_T) or not (flat or done_T[-1]):
+            raise DataError(
+                f"TopKRewardSelector: conversations must end: got {self.done_key!r} True in {sum(done_T)} of "
+                f"{len(done_T)} turns{', but not in the last one of a [B, T] batch' if any(done_T) else ''}."
+            )
+        reward_T = self._get(td, self.rewards_key).detach().to("cpu", torch.float64).reshape(count, -1).sum(-1)
+        prompts = _values(self._get(td, self.prompt_key), count)
+        ended = []
+        prompt, rows, total = self._open or (None, [], 0.0)
+        for row, own, reward, done in zip(to_rows(td), prompts, reward_T.tolist(), done_T, strict=True):
+            prompt = prompt if rows else own
+            rows.append(row)
+            total += reward
+            if done:
+                ended.append((prompt, _Conversation(rows, total)))
+                rows, total = [], 0.0
+        self._open = (prompt, rows, total) if rows else None
+        return ended
+
+    def _best(self, conversations: list[_Conversation]) -> list[_Conversation]:
+        rewards = torch.tensor([conversation.reward for conversation in conversations], dtype=torch.float64)
+        finite = rewards.isfinite()
+        best: list[_Conversation] = []
+        if bool(finite.any()):
+            median = torch.quantile(rewards[finite], 0.5)
+            order = torch.argsort(rewards.masked_fill(~finite, -torch.inf), descending=True, stable=True)
+            above = [index for index in order.tolist() if finite[index] and rewards[index] > median]
+            best = [conversations[index] for index in above[: self.topk_size]]
+        failed = int((~finite).sum())
+        self.counters["prompts"] += 1
+        self.counters["failed"] += failed
+        self.counters["written"] += len(best)
+        self.counters["dropped"] += len(conversations) - failed - len(best)
+        if self.verbose:
+            _log.info("TopKRewardSelector: %d of %d conversations written.", len(best), len(conversations))
+        return best
+
+    def _get(self, td: TensorDictBase, key: NestedKey) -> Any:
+        value = td.get(key, None, as_list=True)
+        if value is None:
+            raise MissingKeyError(
+                f"TopKRewardSelector: {key!r} must be in the batch; keys present: "
+                f"{', '.join(sorted(map(repr, td.keys())))}."
+            )
+        return torch.stack([one.sum().view(1) for one in value]) if _ragged_rewards(value) else value
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counters and everything that waits."""
+        waiting = [
+            (prompt, [(pack(one.rows), one.reward) for one in conversations])
+            for prompt, conversations in self._queue.items()
+        ]
+        started = None if self._open is None else (self._open[0], pack(self._open[1]), self._open[2])
+        return {"counters": dict(self.counters), "queue": waiting, "open": started}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.counters = dict(state["counters"])
+        self._queue = OrderedDict(
+            (prompt, [_Conversation(unpack(rows), reward) for rows, reward in conversations])
+            for prompt, conversations in state["queue"]
+        )
+        started = state["open"]
+        self._open = None if started is None else (started[0], unpack(started[1]), started[2])
+
+
+def _ragged_rewards(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], Tensor) and value[0].is_floating_point()
+
+
+def _values(column: Any, count: int) -> list[Hashable]:
+    """A column as one hashable value per row."""
+    if isinstance(column, Tensor):
+        rows = column.reshape(count, -1).tolist()
+        return [row[0] if len(row) == 1 else tuple(row) for row in rows]
+    values = column.tolist() if hasattr(column, "tolist") else column
+    if isinstance(values, str | int):
+        return [values] * count
+    values = [getattr(value, "data", value) for value in values]
+    if len(values) != count:
+        raise ShapeError(f"TopKRewardSelector: there must be one prompt per row: got {len(values)} for {count} rows.")
+    return list(values)

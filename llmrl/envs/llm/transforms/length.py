@@ -1,0 +1,161 @@
+"""What a long answer costs: a penalty past a budget, DAPO's soft punishment, leaving answers that were cut off untrained.
+
+All three look at the tokens that the policy wrote in a turn; how long they may get is the sampling's ``max_tokens``.
+"""
+
+from __future__ import annotations
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDictBase
+from torch import Tensor
+
+from llmrl.envs.rows import shallow_copy
+from llmrl.envs.transforms.base import Transform
+from llmrl.errors import ConfigError, MissingKeyError
+from llmrl.modules.llm.engines import StopReason
+
+__all__ = ["LengthPenalty", "MaskTruncated", "OverlongShaping"]
+
+
+class _LengthReward(Transform):
+    """Adds a number that depends on the length of the response to the reward that is there."""
+
+    def __init__(self) -> None:
+        super().__init__(in_keys=[("tokens", "response")], out_keys=["reward"])
+
+    def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
+        reward = next_td.get("reward", None)
+        if reward is None:
+            raise MissingKeyError(
+                f"{type(self).__name__}: changes the reward, which is not there: append it after the transform that "
+                "writes the reward."
+            )
+        length_B = response_lengths(td, type(self).__name__).to(reward.device)
+        extra_B = self._extra(length_B.to(reward.dtype))
+        if reward.ndim > 2 and reward.shape[1] > 1:  # one reward per token: it belongs to the last of them
+            extra = torch.zeros_like(reward)
+            extra[:, -1] = extra_B.view(-1, 1)
+            next_td.set("reward", reward + extra)
+        else:
+            next_td.set("reward", reward + extra_B.view(-1, *[1] * (reward.ndim - 1)))
+        return next_td
+
+    def _call(self, next_td: TensorDictBase) -> TensorDictBase:
+        return next_td
+
+    def _extra(self, length_B: Tensor) -> Tensor:
+        raise TypeError(f"{type(self).__name__} defines no _extra.")
+
+
+class LengthPenalty(_LengthReward):
+    """Takes ``coef`` off the reward for every token of the response past ``budget``.
+
+    Reads   ("tokens", "response")  int64[B, ragged], or padded with ("masks", "all_attention_mask"): of this turn
+    Writes  "reward"                float32[B, 1, 1], in the ``next`` tensordict
+    Raises  ConfigError for a budget below 1 or a negative coef, MissingKeyError where no reward is there yet
+
+    >>> LengthPenalty(budget=4, coef=0.25)._extra(torch.tensor([3.0, 6.0])).tolist()
+    [-0.0, -0.5]
+    """
+
+    def __init__(self, budget: int, coef: float = 1e-3):
+        super().__init__()
+        if budget < 1 or coef < 0:
+            raise ConfigError(
+                f"LengthPenalty: budget counts tokens and must be at least 1, coef must not be negative: got {budget} "
+                f"and {coef}."
+            )
+        self.budget = budget
+        self.coef = coef
+
+    def _extra(self, length_B: Tensor) -> Tensor:
+        return -self.coef * (length_B - self.budget).clamp(min=0)
+
+
+class OverlongShaping(_LengthReward):
+    """DAPO's soft overlong punishment: free up to ``max_length - buffer`` tokens, ``-penalty`` at ``max_length``.
+
+    Reads, Writes, Raises  as `LengthPenalty`; ConfigError unless 0 < buffer <= max_length
+
+    In between it falls linearly: penalty * ((max_length - buffer) - length) / buffer.
+    Source: DAPO (arXiv:2503.14476), eq. 13.
+
+    >>> OverlongShaping(max_length=20, buffer=4)._extra(torch.tensor([15.0, 16.0, 17.0, 20.0, 25.0])).tolist()
+    [0.0, 0.0, -0.25, -1.0, -1.0]
+    """
+
+    def __init__(self, max_length: int, buffer: int, penalty: float = 1.0):
+        super().__init__()
+        if not 0 < buffer <= max_length or penalty < 0:
+            raise ConfigError(
+                "OverlongShaping: needs 0 < buffer <= max_length and a penalty that is not negative: got "
+                f"buffer={buffer}, max_length={max_length}, penalty={penalty}."
+            )
+        self.max_length = max_length
+        self.buffer = buffer
+        self.penalty = penalty
+
+    def _extra(self, length_B: Tensor) -> Tensor:
+        return self.penalty * ((self.max_length - self.buffer - length_B) / self.buffer).clamp(-1, 0)
+
+
+class MaskTruncated(Transform):
+    """Takes answers that were cut off out of the loss; their rewards still count in the mean of their group.
+
+    Reads   "stop_reason"                    int64[B]
+            ("masks", "all_assistant_mask")  bool ragged[T] or [B, T]
+    Writes  ("masks", "all_assistant_mask")  False in the rows that ended with LENGTH or ABORT; ``td`` is not touched
+    Raises  MissingKeyError where either is missing
+
+    A buffer's write transform (``inv``). Of a conversation of several turns the last one's stop reason counts. DAPO
+    calls it overlong filtering (arXiv:2503.14476, section 3.4).
+    """
+
+    def forward(self, td: TensorDictBase) -> TensorDictBase:
+        return td
+
+    def inv(self, td: TensorDictBase) -> TensorDictBase:
+        reason_B, masks = td.get("stop_reason", None), td.get("masks", None)
+        if reason_B is None or masks is None:
+            missing = "stop_reason" if reason_B is None else "masks"
+            raise MissingKeyError(
+                f"MaskTruncated: {missing!r} must be in the batch; keys present: "
+                f"{', '.join(sorted(map(str, td.keys())))}."
+            )
+        cut_B = (reason_B == StopReason.LENGTH) | (reason_B == StopReason.ABORT)
+        if not bool(cut_B.any()):
+            return td
+        td = shallow_copy(td)
+        td.set("masks", _without_assistant(masks, cut_B.flatten()))
+        return td
+
+
+def response_lengths(td: TensorDictBase, who: str) -> Tensor:
+    """Tokens that the policy wrote in this turn, int64[B]."""
+    response = td.get(("tokens", "response"), None, as_list=True)
+    if response is None:
+        raise MissingKeyError(
+            f"{who}: ('tokens', 'response') must be in the batch; keys present: {', '.join(map(str, td.keys()))}."
+        )
+    if isinstance(response, Tensor):  # padded: the response is the right part of the whole
+        attention = td.get(("masks", "all_attention_mask"), None)
+        if attention is not None and not isinstance(attention, list):
+            return attention[:, attention.shape[1] - response.shape[1] :].sum(1)
+    return torch.tensor([len(row) for row in response])
+
+
+def _without_assistant(masks: TensorDictBase, cut_B: Tensor) -> TensorDictBase:
+    inner = getattr(masks, "_tensordict", masks)
+    if isinstance(inner, LazyStackedTensorDict):
+        rows = inner.unbind(0)
+        for number in cut_B.nonzero().flatten().tolist():
+            rows = [*rows[:number], shallow_copy(rows[number]), *rows[number + 1 :]]
+            rows[number].set("all_assistant_mask", torch.zeros_like(rows[number].get("all_assistant_mask")))
+        changed = LazyStackedTensorDict(*rows)
+    else:
+        changed = shallow_copy(inner)
+        mask_BT = inner.get("all_assistant_mask")
+        changed.set("all_assistant_mask", mask_BT & ~cut_B.to(mask_BT.device)[:, None])
+    if inner is masks:
+        return changed
+    return type(masks)._from_tensordict(changed, dict(masks._non_tensordict))

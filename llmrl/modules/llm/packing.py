@@ -1,0 +1,259 @@
+"""Padding-free batches: several sequences end to end in one row, each attending to nothing but its own past.
+
+A pack tells the model where its sequences begin by its position ids alone, which restart at 0: transformers makes the
+block-diagonal causal mask of them (or hands the boundaries to flash-attention) when it gets no attention mask. Whether
+a given model does that is never assumed: it is tried, once. What is scored in a pack is the business of ``log_probs``.
+
+Shapes: B sequences of T tokens at most, N tokens in all, P packs of S tokens, H hidden size.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from bisect import bisect_left, insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from llmrl.errors import ConfigError, ShapeError
+from llmrl.modules.llm.head_path import accepted, evaluating, find_head_path, tolerance
+from llmrl.padding import lengths_mask, pad_rows
+
+__all__ = [
+    "Layout",
+    "Packed",
+    "Packing",
+    "can_pack",
+    "has_varlen_attention",
+    "lay_out",
+    "pack",
+    "pack_batch",
+    "why_not_packed",
+]
+
+Packing = Literal["auto", "on", "off"]
+
+_WORTH_PACKING = 0.8  # "auto" packs a batch where at most this share of its padded tokens remains
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Which pack each sequence is in: sequence i is at [starts[i] : starts[i] + lengths[i]] of the flattened packs."""
+
+    lengths: Sequence[int]
+    starts: Sequence[int]
+    num_packs: int
+    width: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that go through the model, those that fill up the packs included."""
+        return self.num_packs * self.width
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Sequences end to end, and the way back.
+
+    ``input_ids``     int64[P, S]  0 where a pack is filled up
+    ``position_ids``  int64[P, S]  counted from 0 in each sequence; 0 in the filling: each such token is on its own
+    ``segment_ids``   int64[P, S]  number of the sequence, -1 in the filling
+    ``index``         int64[N]     where each token is in the flattened packs, sequence after sequence
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    segment_ids: Tensor
+    index: Tensor
+    layout: Layout
+
+    def unpack(self, value_PS: Tensor) -> list[Tensor]:
+        """One value (or vector) per token of the packs -> those of each sequence, in the order they were given."""
+        return list(value_PS.flatten(0, 1)[self.index].split(list(self.layout.lengths)))
+
+
+def pack(rows: Sequence[Tensor], budget: int | None = None) -> Packed:
+    """Lays the sequences int64[T_i] end to end, in packs of at most ``budget`` tokens (None: those of the longest).
+
+    Raises  ShapeError without any sequence; ConfigError if one is longer than the budget
+
+    >>> packed = pack([torch.tensor([1, 2, 3]), torch.tensor([4, 5, 6, 7]), torch.tensor([8])])
+    >>> packed.input_ids
+    tensor([[4, 5, 6, 7],
+            [1, 2, 3, 8]])
+    >>> packed.position_ids
+    tensor([[0, 1, 2, 3],
+            [0, 1, 2, 0]])
+    >>> [row.tolist() for row in packed.unpack(packed.input_ids)]
+    [[1, 2, 3], [4, 5, 6, 7], [8]]
+    """
+    if not rows:
+        raise ShapeError("pack: there must be at least one sequence: got none.")
+    return _place(torch.cat(list(rows)), lay_out([len(row) for row in rows], budget))
+
+
+def lay_out(lengths: Sequence[int], budget: int | None = None) -> Layout:
+    """Assigns sequences to packs, the longest first, each to the fullest pack that still takes it.
+
+    >>> lay_out([2, 9, 4, 3]).num_tokens  # [9] and [4, 3, 2]: no filling
+    18
+    """
+    longest = max(lengths, default=0)
+    budget = longest if budget is None else budget
+    if longest > budget:
+        raise ConfigError(
+            f"pack: a pack must hold the longest sequence: got a budget of {budget} tokens and a sequence of {longest};"
+            " raise the budget, or leave it out."
+        )
+    room: list[tuple[int, int]] = []  # (tokens left, number of the pack), ascending
+    places = [(0, 0)] * len(lengths)
+    num_packs = width = 0
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        found = bisect_left(room, (lengths[row], -1))
+        left, number = room.pop(found) if found < len(room) else (budget, num_packs)
+        num_packs = max(num_packs, number + 1)
+        places[row] = (number, budget - left)
+        insort(room, (left - lengths[row], number))
+        width = max(width, budget - left + lengths[row])
+    starts = [number * width + offset for number, offset in places]
+    return Layout(lengths, starts, max(num_packs, 1), max(width, 1))
+
+
+def _place(ids_N: Tensor, layout: Layout) -> Packed:
+    device = ids_N.device
+    length_B = torch.tensor(layout.lengths, device=device)
+    row_N = torch.arange(len(length_B), device=device).repeat_interleave(length_B, output_size=len(ids_N))
+    position_N = torch.arange(len(ids_N), device=device) - (length_B.cumsum(0) - length_B)[row_N]
+    index_N = torch.tensor(layout.starts, device=device)[row_N] + position_N
+
+    def grid(value_N: Tensor, filling: int) -> Tensor:
+        flat = torch.full((layout.num_tokens,), filling, dtype=torch.int64, device=device)
+        return flat.index_copy_(0, index_N, value_N).view(layout.num_packs, layout.width)
+
+    return Packed(grid(ids_N, 0), grid(position_N, 0), grid(row_N, -1), index_N, layout)
+
+
+def pack_batch(
+    model: nn.Module, input_ids: Tensor, attended_BT: Tensor, packing: Packing, *, has_positions: bool = False
+) -> Packed | None:
+    """The real tokens of a padded batch end to end, ``index`` in the order of the mask; None where it stays padded.
+
+    Raises  ConfigError for "on" where the model cannot be packed, or its positions were given
+    """
+    if not can_pack(model, packing):  # before all that depends on the batch: the ranks of a sharded model go together
+        return None
+    if has_positions:
+        if packing == "on":
+            raise ConfigError("packing: 'on' must not get position_ids: packs have their own; leave them out.")
+        return None
+    lengths = attended_BT.sum(-1).tolist()
+    most = _WORTH_PACKING * input_ids.numel() if packing == "auto" else float("inf")
+    if not 0 < sum(lengths) <= most:
+        return None
+    # attention with a mask is quadratic in the width of a pack: the longest row is the least there is. flash-attention
+    # takes one pack, and looks at nothing outside of each sequence
+    layout = lay_out(lengths, sum(lengths) if has_varlen_attention(model) else None)
+    return _place(input_ids[attended_BT], layout) if layout.num_tokens <= most else None
+
+
+def can_pack(model: nn.Module, packing: Packing) -> bool:
+    """Whether batches of this model may be packed, as far as the model is concerned.
+
+    Raises  ConfigError for "on" if the model cannot be packed, and for a ``packing`` that is none
+    """
+    if packing not in get_args(Packing):
+        raise ConfigError(f"packing: must be one of {', '.join(get_args(Packing))}: got {packing!r}.")
+    if packing == "off":
+        return False
+    fault = why_not_packed(model)
+    if fault is not None and packing == "on":
+        raise ConfigError(
+            f"packing: 'on' needs a model that keeps packed rows apart: got {type(model).__name__} with "
+            f"{_attention(model)} attention: {fault}; use 'auto', which pads its batches."
+        )
+    return fault is None
+
+
+def has_varlen_attention(model: nn.Module) -> bool:
+    """flash-attention in any version; it runs on a GPU and in half precision only."""
+    return "flash" in _attention(model)
+
+
+def _attention(model: nn.Module) -> str:
+    return str(getattr(getattr(model, "config", None), "_attn_implementation", None))
+
+
+# --------------------------------------------------------------------------------------- does a model keep packs apart
+
+# model -> by attention implementation, what is wrong with it packed; None where nothing is
+_faults: weakref.WeakKeyDictionary[nn.Module, dict[str, str | None]] = weakref.WeakKeyDictionary()
+
+
+def why_not_packed(model: nn.Module) -> str | None:
+    """Why the rows of a batch cannot be laid end to end for this model; None where they can.
+
+    Calls  the model's body three times on a few tokens, once per model and attention implementation: packed rows must
+           get the hidden states of padded ones, and must not change with what is beside them
+
+    >>> from transformers import Qwen2Config, Qwen2ForCausalLM
+    >>> model = Qwen2ForCausalLM(Qwen2Config(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+    ...                                      num_attention_heads=2, num_key_value_heads=2))
+    >>> print(why_not_packed(model))
+    None
+    """
+    faults = _faults.setdefault(model, {})
+    attention = _attention(model)
+    if attention not in faults:
+        faults[attention] = _try(model)
+    return faults[attention]
+
+
+def _try(model: nn.Module) -> str | None:
+    path = find_head_path(model)
+    if path is None:
+        return "its body and its output head cannot be called apart"
+    if "position_ids" not in inspect.signature(path.body.forward).parameters:
+        return "its forward takes no position_ids"
+    config = model.config.get_text_config()
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        return "its attention is cut at fixed places of a row"  # thousands of tokens on: a short trial would not see it
+
+    def body(**inputs: Tensor) -> Tensor:
+        return path.body(**accepted(path.body, inputs)).last_hidden_state.double()
+
+    weight = next(path.head.parameters())
+    in_autocast = torch.is_autocast_enabled(weight.device.type)
+    dtype = torch.get_autocast_dtype(weight.device.type) if in_autocast else weight.dtype
+    with evaluating(model):
+        try:
+            return _compare(body, config.vocab_size, tolerance(dtype), weight.device)
+        except Exception as error:  # the model's code is anybody's: whatever it raises, it does not run packed
+            return f"it fails on packed rows: {type(error).__name__}: {error}"
+
+
+@torch.no_grad()
+def _compare(body: Callable[..., Tensor], vocabulary: int, tolerance: float, device: torch.device) -> str | None:
+    lengths = [6, 5, 4]  # as they will lie in the pack: the row in the middle is the one that changes
+    stride = max(1, vocabulary // (sum(lengths) + 1))
+    rows = [ids % vocabulary for ids in (1 + stride * torch.arange(sum(lengths), device=device)).split(lengths)]
+    packed = pack(rows, sum(lengths))
+    perturbed = pack([rows[0], (rows[1] + 1) % vocabulary, rows[2]], sum(lengths))
+    first, _, last = packed_rows = packed.unpack(body(input_ids=packed.input_ids, position_ids=packed.position_ids))
+    other_first, _, other_last = perturbed.unpack(
+        body(input_ids=perturbed.input_ids, position_ids=perturbed.position_ids)
+    )
+    ids_BT = pad_rows(rows)
+    attended_BT = lengths_mask(lengths, ids_BT.shape[1]).to(device)
+    position_BT = (attended_BT.long().cumsum(-1) - 1).clamp(min=0)
+    padded_NH = body(input_ids=ids_BT, attention_mask=attended_BT.long(), position_ids=position_BT)[attended_BT]
+
+    bound = tolerance * padded_NH.abs().max()
+    if not max((first - other_first).abs().max(), (last - other_last).abs().max()) <= bound:
+        return "a packed row sees its neighbour"
+    if not (torch.cat(packed_rows) - padded_NH).abs().max() <= bound:
+        return "a packed row gets other hidden states than a padded one"
+    return None

@@ -1,0 +1,358 @@
+"""``BatchingEngine``: the requests of several threads as one call of the engine behind it.
+
+There is no thread of its own: of the requests that may share a call, the thread of the oldest makes it, for all of
+them. So nothing has to be started or joined, and a thread that is interrupted leaves nothing behind. What a request
+holds is ids; reading and writing TensorDicts stays with the thread that asked, whatever its batch shape.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+from torch import Tensor
+
+from llmrl.errors import ConfigError, DeadlineError, RolloutError
+from llmrl.modules.llm.engines import Engine, Generation, SamplingParams
+
+__all__ = ["BATCHING_SETTINGS", "BatchingEngine", "batching_state", "join_requests", "own_engine"]
+
+BATCHING_SETTINGS = frozenset({"batching", "min_batch_size", "max_batch_size", "batching_timeout"})
+
+_LOOK_AROUND_S = 1.0  # longest sleep before a waiting thread checks that whoever it waits for still lives
+
+
+class BatchingEngine:
+    """An ``Engine`` that joins requests of several threads. Everything that it does not define is the engine's.
+
+    min_batch_size  rows to wait for, 1 by default: a request goes at once, with whatever came while the engine was busy
+    max_batch_size  most rows in one call; a request is never cut, a larger one goes alone
+    timeout         seconds that a request waits for others; then it goes with those that are there
+    Raises          ConfigError  where a size is not positive, min exceeds max, or the timeout is negative
+
+    Requests share a call when they have the same sampling parameters (the same temperature, to score). One call runs at
+    a time, weights are updated between calls. When a joined call fails, its requests are made one by one, and an error
+    goes only to those that fail alone.
+
+    >>> import torch
+    >>> from llmrl.testing import FakeEngine, tiny_tokenizer
+    >>> engine = BatchingEngine(FakeEngine(["Yes."], tokenizer=tiny_tokenizer()), min_batch_size=2, timeout=0.01)
+    >>> len(engine.generate([torch.tensor([1, 2])], SamplingParams()).ids)  # nobody came within the timeout
+    1
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        min_batch_size: int | None = None,
+        max_batch_size: int | None = None,
+        timeout: float = 10.0,
+    ) -> None:
+        for name, size in (("min_batch_size", min_batch_size), ("max_batch_size", max_batch_size)):
+            if size is not None and size < 1:
+                raise ConfigError(f"batching: {name} must be positive: got {size}.")
+        if None not in (min_batch_size, max_batch_size) and min_batch_size > max_batch_size:
+            raise ConfigError(
+                f"batching: min_batch_size must not exceed max_batch_size: got {min_batch_size} and {max_batch_size}."
+            )
+        if not timeout >= 0:
+            raise ConfigError(f"batching: batching_timeout must be at least 0 seconds: got {timeout}.")
+        self.engine = engine
+        self.min_batch_size = 1 if min_batch_size is None else min_batch_size
+        self.max_batch_size = max_batch_size
+        self.timeout = timeout
+        self._reset()
+
+    def _reset(self) -> None:
+        self._changed = threading.Condition()
+        self._queue: list[_Request] = []  # in the order of arrival
+        self._caller: threading.Thread | None = None  # who is using the engine
+        self._taken: list[_Request] = []  # the requests of the call that is running
+        self._joining = True
+
+    # --- the engine's protocol ----------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """The version of the engine's weights."""
+        return self.engine.version
+
+    @version.setter
+    def version(self, value: int) -> None:
+        self.engine.version = value
+
+    def generate(
+        self, prompts: Sequence[Tensor], params: SamplingParams, *, seeds: Sequence[int] | None = None
+    ) -> Generation:
+        """As the engine's; waits for other requests with these parameters."""
+
+        def call(parts: list[tuple[Any, ...]]) -> list[Generation]:
+            joined_seeds = None if seeds is None else _chained(parts, 1)
+            whole = self.engine.generate(_chained(parts, 0), params, seeds=joined_seeds)
+            lengths = [len(part[0]) for part in parts]
+            plain = whole.plain_log_probs
+            columns = (
+                _split(whole.ids, lengths),
+                _split(whole.log_probs, lengths),
+                [None] * len(parts) if plain is None else _split(plain, lengths),
+                _split(whole.stop_reasons, lengths),
+            )
+            return [Generation(*row, whole.version) for row in zip(*columns, strict=True)]
+
+        return self._ask(("generate", params, seeds is None), call, (prompts, seeds))
+
+    def score(
+        self, sequences: Sequence[Tensor], *, temperature: float = 1.0, masks: Sequence[Tensor] | None = None
+    ) -> list[Tensor]:
+        """As the engine's; waits for other requests at this temperature."""
+
+        def call(parts: list[tuple[Any, ...]]) -> list[list[Tensor]]:
+            joined_masks = None if masks is None else _chained(parts, 1)
+            scores = self.engine.score(_chained(parts, 0), temperature=temperature, masks=joined_masks)
+            return _split(scores, [len(part[0]) for part in parts])
+
+        return self._ask(("score", temperature, masks is None), call, (sequences, masks))
+
+    def update_weights(self, weights: Mapping[str, Tensor] | None, *, version: int) -> None:
+        """As the engine's, between two calls: what a call samples is of one version."""
+        with self._alone():
+            self.engine.update_weights(weights, version=version)
+
+    def close(self) -> None:
+        """Answers what waits, then closes the engine."""
+        self.drain()
+        self.engine.close()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "engine":  # not there yet: while this is being unpickled
+            raise AttributeError(name)
+        return getattr(self.engine, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What another process gets: the settings and the engine, with nobody waiting."""
+        return {name: self.__dict__[name] for name in ("engine", "min_batch_size", "max_batch_size", "timeout")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+
+    # --- what the wrapper offers to its user --------------------------------------------------------------------------
+
+    def drain(self, timeout: float = 600.0) -> None:
+        """Stops joining: what waits goes at once, and this returns when all of it was answered.
+
+        Later requests are answered one by one. Raises DeadlineError after ``timeout`` seconds.
+        """
+        end = time.monotonic() + timeout
+        with self._changed:
+            self._joining = False
+            self._changed.notify_all()
+            while self._queue or self._caller is not None:
+                left = end - time.monotonic()
+                if left <= 0:
+                    raise DeadlineError(
+                        f"batching: all requests must be answered within {timeout:g} s of closing: "
+                        f"{self._num_pending()} are not."
+                    )
+                self._changed.wait(min(left, _LOOK_AROUND_S))
+                self._free_if_dead()
+
+    def state(self) -> dict[str, Any]:
+        """What waits now: ``queue_size`` requests for a call, ``pending_futures`` for their answer."""
+        with self._changed:
+            return {
+                "batching_enabled": self._joining,
+                "min_batch_size": self.min_batch_size,
+                "max_batch_size": self.max_batch_size,
+                "queue_size": len(self._queue),
+                "pending_futures": self._num_pending(),
+                "lock_state": "free" if self._caller is None else "busy",
+            }
+
+    # --- joining ------------------------------------------------------------------------------------------------------
+
+    def _ask(self, kind: tuple[Any, ...], call: Callable[[list[Any]], list[Any]], part: tuple[Any, ...]) -> Any:
+        """Waits until this request was answered, in this thread's call or in another's."""
+        if not len(part[0]):
+            return call([part])[0]
+        request = _Request(kind, call, part, len(part[0]), time.monotonic() + self.timeout)
+        try:
+            with self._changed:
+                self._queue.append(request)
+                self._changed.notify_all()
+                while not request.answered and (batch := self._take(request)) is None:
+                    self._changed.wait(request.patience())
+                    self._free_if_dead()
+                    request.fail_if_orphaned()
+            if not request.answered:
+                _answer(batch)
+        finally:
+            self._leave(request)
+        return request.outcome()
+
+    def _leave(self, request: _Request) -> None:
+        """Answered, failed or interrupted: what this thread held is given back, what it left undone waits again."""
+        with self._changed:
+            if request in self._queue:
+                self._queue.remove(request)
+            if self._caller is threading.current_thread():
+                undone = [taken for taken in self._taken if taken is not request and not taken.answered]
+                for taken in undone:
+                    taken.caller = None
+                self._queue[:0] = undone
+                self._caller, self._taken = None, []
+            self._changed.notify_all()
+
+    def _take(self, request: _Request) -> list[_Request] | None:
+        """The requests of the call that this thread has to make now; None while it has to wait. Holds the lock."""
+        if self._caller is not None or request not in self._queue:
+            return None
+        now = time.monotonic()
+        first = min(self._queue, key=lambda waiting: waiting.deadline)
+        if first.kind != request.kind and first.deadline <= now:
+            return None  # those that have waited too long go before those that found company
+        same = [waiting for waiting in self._queue if waiting.kind == request.kind]
+        if same[0] is not request:
+            return None
+        if not self._joining:
+            batch, full = [request], True
+        else:
+            batch = [request]
+            num_rows = request.num_rows
+            for waiting in same[1:]:
+                if self.max_batch_size is not None and num_rows + waiting.num_rows > self.max_batch_size:
+                    break
+                batch.append(waiting)
+                num_rows += waiting.num_rows
+            full = num_rows >= self.min_batch_size or len(batch) < len(same)
+        if not full and request.deadline > now:
+            return None
+        self._caller, self._taken = threading.current_thread(), batch
+        for taken in batch:
+            self._queue.remove(taken)
+            taken.caller = self._caller
+        return batch
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Nobody else uses the engine inside the block."""
+        with self._changed:
+            while self._caller is not None:
+                self._changed.wait(_LOOK_AROUND_S)
+                self._free_if_dead()
+            self._caller = threading.current_thread()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._caller = None
+                self._changed.notify_all()
+
+    def _num_pending(self) -> int:
+        return len(self._queue) + sum(not taken.answered for taken in self._taken)
+
+    def _free_if_dead(self) -> None:
+        """A thread that ended without giving the engine back (in another process, say) does not hold it for ever."""
+        if self._caller is not None and not self._caller.is_alive():
+            self._caller, self._taken = None, []
+            self._changed.notify_all()
+
+
+def join_requests(engine: Engine, settings: Mapping[str, Any]) -> Engine:
+    """The engine, with a ``BatchingEngine`` before it if a wrapper's arguments ask for one: they say so, or give a
+    size. Raises ConfigError for both ways at once.
+    """
+    sizes = settings["min_batch_size"], settings["max_batch_size"]
+    sized = sizes != (None, None)
+    if settings["batching"] is False and sized:
+        raise ConfigError(
+            f"batching: batching=False must come without min_batch_size and max_batch_size: got {sizes[0]} and "
+            f"{sizes[1]}."
+        )
+    if not (sized if settings["batching"] is None else settings["batching"]):
+        return engine
+    return BatchingEngine(
+        engine, min_batch_size=sizes[0], max_batch_size=sizes[1], timeout=settings["batching_timeout"]
+    )
+
+
+def own_engine(engine: Engine) -> Engine:
+    """The engine itself, without what joins requests before it."""
+    return engine.engine if isinstance(engine, BatchingEngine) else engine
+
+
+def batching_state(engine: Engine) -> dict[str, Any]:
+    """``BatchingEngine.state``, of an engine that joins nothing too."""
+    if isinstance(engine, BatchingEngine):
+        return engine.state()
+    nothing = dict.fromkeys(("min_batch_size", "max_batch_size", "lock_state"))
+    return {"batching_enabled": False, "queue_size": 0, "pending_futures": 0, **nothing}
+
+
+@dataclass(eq=False)
+class _Request:
+    """Rows of one thread that wait for their answer.
+
+    kind    requests of equal kind may share a call
+    part    the arguments that are one per row; ``call`` takes those of several requests and answers each
+    caller  the thread that makes the call, once there is one
+    """
+
+    kind: tuple[Any, ...]
+    call: Callable[[list[Any]], list[Any]]
+    part: tuple[Any, ...]
+    num_rows: int
+    deadline: float
+    caller: threading.Thread | None = None
+    answered: bool = False
+    answer: Any = None
+    error: Exception | None = field(default=None)
+
+    def outcome(self) -> Any:
+        if self.error is not None:
+            raise self.error
+        return self.answer
+
+    def patience(self) -> float:
+        """Seconds to sleep: up to the deadline where it decides, otherwise until somebody says that things changed."""
+        left = self.deadline - time.monotonic()
+        return min(left, _LOOK_AROUND_S) if left > 0 else _LOOK_AROUND_S
+
+    def fail_if_orphaned(self) -> None:
+        if not self.answered and self.caller is not None and not self.caller.is_alive():
+            self.error = RolloutError(f"batching: thread {self.caller.name} ended without an answer to this request.")
+            self.answered = True
+
+
+def _answer(batch: list[_Request]) -> None:
+    """Makes one call for all; if that fails, one for each, so that only those fail that do so alone."""
+    try:
+        answers = batch[0].call([request.part for request in batch])
+    except Exception as error:
+        if len(batch) > 1:
+            for request in batch:
+                _answer([request])
+            return
+        batch[0].error = error
+        answers = [None]
+    for request, answer in zip(batch, answers, strict=True):
+        request.answer = answer
+        request.answered = True
+
+
+def _chained(parts: list[tuple[Any, ...]], position: int) -> list[Any]:
+    return list(chain.from_iterable(part[position] for part in parts))
+
+
+def _split(values: Sequence[Any], lengths: Sequence[int]) -> list[Any]:
+    pieces, start = [], 0
+    for length in lengths:
+        pieces.append(list(values[start : start + length]))
+        start += length
+    return pieces

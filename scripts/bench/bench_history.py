@@ -1,0 +1,134 @@
+"""Times `History` against the same work on plain lists of dicts, and text against bare regular expressions.
+
+    python scripts/bench/bench_history.py [--repeats 15] [--json FILE]
+
+Each figure is the fastest of the repeats of two functions that run in turn; the ratios are what to compare between
+machines. The yardsticks: a copy of every message (``from_chats``), a list comprehension over every message
+(reading), one batched call of the tokenizer on text that is already rendered (render + mask), one ``findall`` per text
+(``from_text``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+
+from table import Row, add_json_option, print_table, write_rows
+from timing import best
+
+from llmrl.data.llm import History
+from llmrl.modules.llm.rendering import Renderer
+from llmrl.testing import tiny_tokenizer
+
+WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "12", "34", "+", "=", "then", "é", "done")
+TURN = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>|\Z)", re.DOTALL)
+SIZES = ((64, 3), (512, 10))
+
+
+def conversations(num: int, turns: int, words: int = 40) -> list[list[dict[str, str]]]:
+    generator = random.Random(0)
+    return [
+        [
+            {"role": ("user", "assistant")[turn % 2], "content": " ".join(generator.choices(WORDS, k=words))}
+            for turn in range(turns)
+        ]
+        for _ in range(num)
+    ]
+
+
+def ratio(ours: object, yardstick: object, repeats: int) -> float:
+    elapsed, reference = best(ours, yardstick, repeats=repeats)
+    return elapsed / reference
+
+
+def lists_of_dicts(repeats: int) -> list[Row]:
+    rows = []
+    for num, turns in SIZES:
+        chats = conversations(num, turns)
+        history = History.from_chats(chats)
+        built = ratio(
+            lambda chats=chats: History.from_chats(chats),
+            lambda chats=chats: [[dict(message) for message in chat] for chat in chats],
+            repeats,
+        )
+        read = ratio(
+            lambda history=history: history.content,
+            lambda chats=chats: [[message["content"] for message in chat] for chat in chats],
+            repeats,
+        )
+        rows += [
+            Row(f"from_chats, {num} x {turns}, against a copy of the dicts", built, 10),
+            Row(f"content of {num} x {turns}, against a list comprehension", read, 10),
+        ]
+    return rows
+
+
+def appends(repeats: int) -> list[Row]:
+    """A conversation grows from 1 to 50 turns; the fastest append of each turn is kept."""
+    answer = History(role=["assistant"] * 64, content=["It is 42."] * 64)
+    fastest = [float("inf")] * 50
+    for _ in range(repeats):
+        history = History.from_chats(conversations(64, 1, words=4))
+        for turn in range(50):
+            [elapsed] = best(lambda history=history: history.append(answer), repeats=1)
+            fastest[turn] = min(fastest[turn], elapsed)
+    first, last = sorted(fastest[:5])[2], sorted(fastest[45:])[2]
+    return [
+        Row("append, 64 conversations, slowest turn of 50", max(fastest), 0.3, "ms"),
+        Row("append, turn 50 against turn 1", last / first, 1.5),
+    ]
+
+
+def rendering(repeats: int) -> list[Row]:
+    tokenizer = tiny_tokenizer()
+    renderer = Renderer(tokenizer)
+    rows = []
+    for num, turns in ((64, 3), (256, 6)):
+        chats = conversations(num, turns + turns % 2)
+        texts = tokenizer.apply_chat_template(chats, tokenize=False)
+        renderer.render(chats)
+        encode = ratio(
+            lambda chats=chats: renderer.render(chats),
+            lambda chats=chats: tokenizer.apply_chat_template(chats, tokenize=True),
+            repeats,
+        )
+        bare = ratio(
+            lambda chats=chats: renderer.render(chats),
+            lambda texts=texts: tokenizer(texts, add_special_tokens=False),
+            repeats,
+        )
+        rows += [
+            Row(f"render + mask, {num} x {turns}, against apply_chat_template", encode, 1.3),
+            Row(f"render + mask, {num} x {turns}, against tokenizing rendered text", bare),
+        ]
+    return rows
+
+
+def parsing(repeats: int) -> list[Row]:
+    rows = []
+    for num, turns in SIZES:
+        texts = History.from_chats(conversations(num, turns)).apply_chat_template(
+            chat_template_name="chatml_format", add_generation_prompt=False
+        )
+        parsed = ratio(
+            lambda texts=texts: History.from_text(texts, chat_template_name="chatml_format"),
+            lambda texts=texts: [TURN.findall(text) for text in texts],
+            repeats,
+        )
+        rows.append(Row(f"from_text, {num} x {turns}, against one regular expression", parsed, 5))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=15)
+    add_json_option(parser)
+    arguments = parser.parse_args()
+    rows = [row for part in (lists_of_dicts, appends, rendering, parsing) for row in part(arguments.repeats)]
+    print_table(rows)
+    write_rows(rows, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

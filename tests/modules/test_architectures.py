@@ -1,0 +1,129 @@
+"""One forward for every family: generating, scoring and training log-probs agree, wherever the padding is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from llmrl.modules.llm import Tokens, TransformersWrapper
+from llmrl.padding import lengths_mask, pad_rows
+from llmrl.testing import tiny_model, tiny_tokenizer
+
+FAMILIES = ["gpt2", "llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "mixtral", "qwen2_moe"]
+LENGTHS = (3, 11, 6)
+NEW_TOKENS = 12  # prompts and responses are longer than the window of the Gemma models
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer()
+
+
+def sharpened(model, factor=4.0):
+    """Weights far enough from 0 that a wrong position or mask moves log-probs by tenths and not by thousandths."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(factor)
+    return model
+
+
+def make_policy(tokenizer, family, dtype=torch.float32, **options):
+    model = sharpened(tiny_model(tokenizer, architecture=family, hidden_size=32, heads=2)).to(dtype)
+    generate_kwargs = {"max_new_tokens": NEW_TOKENS} | options.pop("generate_kwargs", {})
+    options = {"tokenizer": tokenizer, "input_mode": "tokens", "generate_kwargs": generate_kwargs} | options
+    return TransformersWrapper(model, **options)
+
+
+def prompts():
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(1, 400, (length,), generator=generator) for length in LENGTHS]
+    return TensorDict({"tokens": Tokens.from_rows({"prompt": rows}), "seed": torch.arange(3)}, [3])
+
+
+def scored(policy, td, side):
+    """What ``token_scores`` says about each row's sampled tokens; side None: each row alone, without any padding."""
+    full, masks = td["tokens"].rows("full"), td["masks"].rows("all_assistant_mask")
+    if side is None:
+        ones = [torch.ones(1, len(row), dtype=torch.bool) for row in full]
+        parts = zip(full, ones, masks, strict=True)
+        scores = [policy.token_scores(row[None], one, mask[None]).log_probs[0] for row, one, mask in parts]
+    else:
+        ids = pad_rows(full, value=policy.pad_token_id, side=side)
+        attention = lengths_mask([len(row) for row in full], ids.shape[1], side=side)
+        padded = policy.token_scores(ids, attention, pad_rows(masks, side=side)).log_probs
+        scores = [row[kept] for row, kept in zip(padded, attention, strict=True)]
+    return [row[mask].detach() for row, mask in zip(scores, masks, strict=True)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_left_right_and_no_padding_give_the_same_log_probs(tokenizer, family):
+    policy = make_policy(tokenizer, family)
+    td = policy(prompts())
+    unpadded = policy.get_new_version(pad_model_input=False)
+    again = unpadded(prompts())
+    sampled = [row[row != 0] for row in td["log_probs"].rows("full")]
+    ways = {side: scored(policy, td, side) for side in ("left", "right", None)}
+    engine_scores = unpadded.get_new_version(generate=False, inplace=False)(td)["log_probs"].rows("full")
+    for row in range(3):
+        assert torch.equal(td["tokens"].rows("full")[row], again["tokens"].rows("full")[row])
+        mask = td["masks"].rows("all_assistant_mask")[row]
+        assert len(sampled[row]) == int(mask.sum())
+        torch.testing.assert_close(again["log_probs"].rows("full")[row][mask], sampled[row], atol=1e-4, rtol=0)
+        torch.testing.assert_close(engine_scores[row][mask].detach(), sampled[row], atol=1e-4, rtol=0)
+        for side, scores in ways.items():
+            torch.testing.assert_close(scores[row], sampled[row], atol=1e-4, rtol=0, msg=f"{family}, padded {side}")
+
+
+def test_a_wrong_position_would_be_seen(tokenizer):
+    """The tolerance is far below what a shifted position does."""
+    policy = make_policy(tokenizer, "gpt2")
+    td = policy(prompts())
+    [ids, *_], [mask, *_] = td["tokens"].rows("full"), td["masks"].rows("all_assistant_mask")
+    attention = torch.ones(1, len(ids), dtype=torch.bool)
+    shifted = policy.scorer(ids[None], attention, mask[None], position_ids=torch.arange(len(ids))[None] + 5)
+    assert (shifted.log_probs[0][mask] - scored(policy, td, None)[0]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "qwen2_moe"])
+def test_gradients_do_not_depend_on_the_side_of_the_padding(tokenizer, family):
+    policy = make_policy(tokenizer, family)
+    td = policy(prompts())
+    full, masks = td["tokens"].rows("full"), td["masks"].rows("all_assistant_mask")
+    gradients = []
+    for side in ("left", "right"):
+        ids = pad_rows(full, value=policy.pad_token_id, side=side)
+        attention = lengths_mask([len(row) for row in full], ids.shape[1], side=side)
+        total = policy.token_scores(ids, attention, pad_rows(masks, side=side)).log_probs.sum()
+        gradients.append(torch.autograd.grad(total, policy.model.get_input_embeddings().weight)[0])
+    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.3])
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+def test_ratios_right_after_sampling_are_one(tokenizer, family, temperature):
+    policy = make_policy(tokenizer, family, generate_kwargs={"temperature": temperature})
+    td = policy(prompts())
+    for old, new in zip(td["log_probs"].rows("full"), scored(policy, td, "right"), strict=True):
+        sampled = old[old != 0]
+        torch.testing.assert_close((new - sampled).exp(), torch.ones_like(sampled), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.3])
+def test_bfloat16_log_probs_differ_by_the_rounding_of_the_model_alone(tokenizer, temperature):
+    """Decoding and a full forward round differently, and so does the forward of another batch; softmax adds nothing."""
+    policy = make_policy(tokenizer, "qwen3", torch.bfloat16, generate_kwargs={"temperature": temperature})
+    td = policy(prompts())
+    old = torch.cat([row[row != 0] for row in td["log_probs"].rows("full")])
+    one, two, alone = (torch.cat(scored(policy, td, side)) for side in ("right", "right", None))
+    assert old.dtype == one.dtype == torch.float32
+    assert torch.equal(one, two)  # one model, one batch: the ratio is 1, exactly
+    decoding, batching = (one - old).abs(), (one - alone).abs()
+    assert decoding.max() < 0.1
+    assert decoding.mean() < 3 * batching.mean() + 1e-3  # the cache costs no more than another batch does
+    reference = make_policy(tokenizer, "qwen3", generate_kwargs={"temperature": temperature})
+    reference.model.load_state_dict(policy.model.state_dict())
+    exact = torch.cat(scored(reference, td, "right"))
+    assert (one - exact).abs().mean() < 2e-2  # a bfloat16 near -5 is up to 0.016 off by itself
+    assert abs(float((one - exact).mean())) < 1e-2

@@ -1,0 +1,420 @@
+"""Requests of several threads as one call: who goes with whom, when, and what an error or an interrupt leaves behind.
+
+Every wait has a deadline, and every thread is joined.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from llmrl.data.llm.chat import History
+from llmrl.errors import ConfigError, DeadlineError
+from llmrl.modules.llm import ChatHistory, LLMWrapperBase, SamplingParams, Tokens, TransformersWrapper
+from llmrl.modules.llm.engines import Engine, Generation, StopReason
+from llmrl.modules.llm.policies.batching import BatchingEngine
+from llmrl.testing import FakeEngine, tiny_model, tiny_tokenizer
+
+POISON = 666
+DEADLINE_S = 20.0  # of every wait in this file: reached only when something hangs
+
+
+class EchoEngine:
+    """Answers a prompt with itself and remembers its calls; a prompt that holds ``POISON`` fails the call it is in."""
+
+    def __init__(self, hold: threading.Event | None = None):
+        self.version = 0
+        self.calls = []
+        self.hold = hold
+        self.busy = threading.Lock()
+
+    def generate(self, prompts, params, *, seeds=None):
+        assert self.busy.acquire(blocking=False), "two calls at a time"
+        try:
+            self.calls.append([prompt.tolist() for prompt in prompts])
+            if self.hold is not None:
+                assert self.hold.wait(DEADLINE_S)
+            if any(POISON in prompt.tolist() for prompt in prompts):
+                raise RuntimeError(f"poison among {len(prompts)}")
+            log_probs = [prompt.float() for prompt in prompts]
+            return Generation(list(prompts), log_probs, None, [StopReason.EOS] * len(prompts), self.version)
+        finally:
+            self.busy.release()
+
+    def score(self, sequences, *, temperature=1.0, masks=None):
+        self.calls.append([row.tolist() for row in sequences])
+        scores = [row.float() * temperature for row in sequences]
+        return scores if masks is None else [row * mask for row, mask in zip(scores, masks, strict=True)]
+
+    def update_weights(self, weights, *, version):
+        assert self.busy.acquire(blocking=False), "an update during a call"
+        self.version = version
+        self.busy.release()
+
+    def close(self):
+        self.calls.append("closed")
+
+
+def request(*values):
+    return [torch.tensor([value, value + 1]) for value in values]
+
+
+def ask_together(engine, requests, params=None):
+    """Every request from a thread of its own; their answers, or errors, in order."""
+    params = params or [SamplingParams()] * len(requests)
+
+    def ask(rows, sampling):
+        try:
+            return engine.generate(rows, sampling)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(requests)) as pool:
+        futures = [pool.submit(ask, rows, sampling) for rows, sampling in zip(requests, params, strict=True)]
+        return [future.result(timeout=DEADLINE_S) for future in futures]
+
+
+def wait_until(condition):
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.001)
+
+
+# --- who goes with whom -----------------------------------------------------------------------------------------------
+
+
+def test_it_is_an_engine_and_shows_what_its_engine_has():
+    engine = BatchingEngine(EchoEngine())
+    assert isinstance(engine, Engine)
+    assert engine.calls == []
+    engine.version = 3
+    assert engine.engine.version == 3
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        engine.no_such_thing  # noqa: B018
+
+
+def test_requests_of_uneven_size_come_back_to_their_callers():
+    engine = BatchingEngine(EchoEngine(), min_batch_size=6, timeout=DEADLINE_S)
+    requests = [request(10), request(20, 30, 40), request(50, 60)]
+    answers = ask_together(engine, requests)
+    assert [len(call) for call in engine.calls] == [6]
+    for rows, answer in zip(requests, answers, strict=True):
+        assert [row.tolist() for row in answer.ids] == [row.tolist() for row in rows]
+        assert [row.tolist() for row in answer.log_probs] == [row.tolist() for row in rows]
+        assert answer.stop_reasons == [StopReason.EOS] * len(rows)
+
+
+def test_one_row_is_enough_by_default_and_what_came_meanwhile_goes_together():
+    hold = threading.Event()
+    engine = BatchingEngine(EchoEngine(hold), timeout=DEADLINE_S)
+    with ThreadPoolExecutor(4) as pool:
+        first = pool.submit(engine.generate, request(1), SamplingParams())
+        wait_until(lambda: engine.state()["lock_state"] == "busy")
+        later = [pool.submit(engine.generate, request(value), SamplingParams()) for value in (2, 3, 4)]
+        wait_until(lambda: engine.state()["queue_size"] == 3)
+        assert engine.state()["pending_futures"] == 4
+        hold.set()
+        for future in (first, *later):
+            future.result(timeout=DEADLINE_S)
+    assert [len(call) for call in engine.calls] == [1, 3]
+    assert engine.state()["pending_futures"] == engine.state()["queue_size"] == 0
+
+
+def test_a_call_has_at_most_max_rows_and_a_request_is_never_cut():
+    hold = threading.Event()
+    engine = BatchingEngine(EchoEngine(hold), max_batch_size=3, timeout=DEADLINE_S)
+    with ThreadPoolExecutor(5) as pool:
+        futures = [pool.submit(engine.generate, request(0), SamplingParams())]
+        wait_until(lambda: engine.state()["lock_state"] == "busy")
+        for number, size in enumerate((2, 2, 4, 1), start=1):
+            futures.append(pool.submit(engine.generate, request(*range(size)), SamplingParams()))
+            wait_until(lambda number=number: engine.state()["queue_size"] == number)
+        hold.set()
+        sizes = [len(future.result(timeout=DEADLINE_S).ids) for future in futures]
+    assert sizes == [1, 2, 2, 4, 1]
+    assert [len(call) for call in engine.calls] == [1, 2, 2, 4, 1]
+
+
+def test_requests_with_other_parameters_are_another_call():
+    engine = BatchingEngine(EchoEngine(), min_batch_size=2, timeout=DEADLINE_S)
+    cold, hot = SamplingParams(temperature=0.5), SamplingParams(temperature=1.5)
+    ask_together(engine, [request(1), request(2), request(3), request(4)], [cold, hot, cold, hot])
+    assert sorted(sorted(row[0] for row in call) for call in engine.calls) == [[1, 3], [2, 4]]
+
+
+def test_scores_are_joined_too_with_their_masks():
+    engine = BatchingEngine(EchoEngine(), min_batch_size=2, timeout=DEADLINE_S)
+
+    def score(value):
+        return engine.score(request(value), temperature=0.5, masks=[torch.tensor([True, False])])
+
+    with ThreadPoolExecutor(2) as pool:
+        one, two = (future.result(timeout=DEADLINE_S) for future in [pool.submit(score, 4), pool.submit(score, 8)])
+    assert (one[0].tolist(), two[0].tolist()) == ([2.0, 0.0], [4.0, 0.0])
+    assert len(engine.calls) == 1
+
+
+def test_seeds_go_with_their_rows():
+    inner = FakeEngine([torch.tensor([1])])
+    engine = BatchingEngine(inner, min_batch_size=2, timeout=DEADLINE_S)
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(engine.generate, request(n), SamplingParams(), seeds=[n * 100]) for n in (1, 2)]
+        for future in futures:
+            future.result(timeout=DEADLINE_S)
+    assert [int(prompt[0]) * 100 for prompt in inner.prompts] == inner.seeds
+
+
+# --- time -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_lone_request_returns_after_its_timeout():
+    engine = BatchingEngine(EchoEngine(), min_batch_size=8, timeout=0.2)
+    start = time.monotonic()
+    assert len(engine.generate(request(1), SamplingParams()).ids) == 1
+    assert 0.2 <= time.monotonic() - start < 2.0
+
+
+def test_closing_sends_what_waits_and_then_closes():
+    engine = BatchingEngine(EchoEngine(), min_batch_size=8, timeout=10 * DEADLINE_S)
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(engine.generate, request(value), SamplingParams()) for value in (1, 2)]
+        wait_until(lambda: engine.state()["queue_size"] == 2)
+        engine.close()
+        assert all(future.result(timeout=DEADLINE_S) for future in futures)
+    assert engine.calls[-1] == "closed"
+    assert engine.state()["pending_futures"] == 0
+    assert len(engine.generate(request(3), SamplingParams()).ids) == 1  # at once, though 8 were asked for
+
+
+def test_draining_has_a_deadline():
+    hold = threading.Event()
+    engine = BatchingEngine(EchoEngine(hold))
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(engine.generate, request(1), SamplingParams())
+        wait_until(lambda: engine.state()["lock_state"] == "busy")
+        with pytest.raises(DeadlineError, match=r"within 0.05 s of closing: 1 are not"):
+            engine.drain(0.05)
+        hold.set()
+        future.result(timeout=DEADLINE_S)
+    engine.drain(1.0)
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def test_one_failing_request_fails_alone():
+    engine = BatchingEngine(EchoEngine(), min_batch_size=3, timeout=DEADLINE_S)
+    good, bad, other = ask_together(engine, [request(1), request(POISON), request(5)])
+    assert good.ids[0].tolist() == [1, 2]
+    assert other.ids[0].tolist() == [5, 6]
+    assert str(bad) == "poison among 1"
+    assert len(ask_together(engine, [request(1), request(2), request(3)])) == 3  # and nothing is left behind
+
+
+def test_a_thousand_rounds_with_injected_failures():
+    """Random sizes, parameters, bounds and failures: each caller gets its own rows or its own error."""
+    rng = random.Random(0)
+    params = [SamplingParams(temperature=temperature) for temperature in (0.5, 1.0)]
+    num_threads, failed = 4, 0
+    engine = BatchingEngine(EchoEngine(), min_batch_size=3, max_batch_size=6, timeout=0.002)
+    barrier = threading.Barrier(num_threads)
+    problems = []
+
+    def work(plan):
+        for rows, sampling, poisoned in plan:
+            barrier.wait(DEADLINE_S)
+            try:
+                answer = engine.generate(rows, sampling)
+            except RuntimeError as error:
+                if not poisoned or str(error) != f"poison among {len(rows)}":
+                    problems.append(error)
+            else:
+                if poisoned or [row.tolist() for row in answer.ids] != [row.tolist() for row in rows]:
+                    problems.append((rows, answer))
+
+    plans = []
+    for _ in range(num_threads):
+        plan = []
+        for _ in range(1000):
+            values = [rng.randrange(600) for _ in range(rng.randint(1, 4))]
+            poisoned = rng.random() < 0.1
+            if poisoned:
+                values[rng.randrange(len(values))] = POISON
+                failed += 1
+            plan.append((request(*values), rng.choice(params), poisoned))
+        plans.append(plan)
+    threads = [threading.Thread(target=work, args=(plan,), daemon=True) for plan in plans]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(3 * DEADLINE_S)
+    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
+    assert problems == []
+    assert engine.state()["pending_futures"] == 0
+    assert sum(len(call) > 4 for call in engine.calls) > 100, "no request has more than 4 rows: nothing was joined"
+    assert failed > 300
+
+
+class Interrupted(BaseException):
+    """What Ctrl-C is to a thread."""
+
+
+def test_an_interrupted_thread_leaves_the_others_served():
+    """The thread that makes the call is interrupted inside of it: another one makes it."""
+    interrupts = iter([True])
+
+    class InterruptedOnce(EchoEngine):
+        def generate(self, prompts, params, *, seeds=None):
+            if next(interrupts, False):
+                raise Interrupted
+            return super().generate(prompts, params, seeds=seeds)
+
+    engine = BatchingEngine(InterruptedOnce(), min_batch_size=3, timeout=DEADLINE_S)
+    outcomes = []
+
+    def ask(value):
+        try:
+            outcomes.append(engine.generate(request(value), SamplingParams()).ids[0].tolist())
+        except Interrupted:
+            outcomes.append("interrupted")
+
+    threads = [threading.Thread(target=ask, args=(value,), daemon=True) for value in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: "interrupted" in outcomes and engine.state()["queue_size"] == 2)
+    engine.drain(DEADLINE_S)
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert len(outcomes) == 3
+    assert outcomes.count("interrupted") == 1
+
+
+def test_weights_are_updated_between_calls():
+    engine = BatchingEngine(EchoEngine(), timeout=DEADLINE_S)
+    stop = threading.Event()
+    versions = []
+
+    def ask():
+        while not stop.is_set():
+            versions.append(engine.generate(request(1), SamplingParams()).version)
+
+    threads = [threading.Thread(target=ask, daemon=True) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for version in range(1, 51):
+        engine.update_weights(None, version=version)  # EchoEngine asserts that no call is running
+    stop.set()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+    assert engine.version == 50
+    assert set(versions) <= set(range(51))
+
+
+# --- the wrapper ------------------------------------------------------------------------------------------------------
+
+
+def history_td(*questions, batch_size=None):
+    chats = [[{"role": "user", "content": question}] for question in questions]
+    batch_size = [len(chats)] if batch_size is None else batch_size
+    prompt = History.from_chats(chats) if len(batch_size) else History.from_messages(chats[0])
+    container = ChatHistory.from_rows({"prompt": prompt}) if len(batch_size) else ChatHistory(prompt=prompt)
+    return TensorDict({"history": container}, batch_size)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer()
+
+
+def test_policies_in_threads_share_calls_and_keep_their_shapes(tokenizer):
+    inner = FakeEngine(lambda prompt: tokenizer.decode(prompt[3:-5]), tokenizer=tokenizer)  # says what was asked
+    policy = LLMWrapperBase(inner, tokenizer=tokenizer, min_batch_size=4, batching_timeout=DEADLINE_S)
+    inputs = [history_td("Hi", batch_size=[]), history_td("One", "Two"), history_td("And you?")]
+    with ThreadPoolExecutor(3) as pool:
+        futures = [pool.submit(policy, td) for td in inputs]
+        single, double, other = (future.result(timeout=DEADLINE_S) for future in futures)
+    assert single.batch_size == ()
+    assert isinstance(single["text"].response, str)
+    assert "Hi" in single["text"].response
+    assert double.batch_size == (2,)
+    assert ["One" in double["text"].rows("response")[0], "Two" in double["text"].rows("response")[1]] == [True, True]
+    assert "And you?" in other["text"].rows("response")[0]
+    state = policy.get_batching_state()
+    assert (state["batching_enabled"], state["min_batch_size"], state["queue_size"]) == (True, 4, 0)
+    assert {"pending_futures", "lock_state", "max_batch_size"} <= state.keys()
+    policy.cleanup_batching()
+    assert policy.get_batching_state()["batching_enabled"] is False
+    assert policy(history_td("Hi")).batch_size == (1,)
+
+
+def test_batching_is_asked_for_by_name_or_by_a_size(tokenizer):
+    def is_batching(**options):
+        engine = FakeEngine(["a"], tokenizer=tokenizer)
+        return LLMWrapperBase(engine, tokenizer=tokenizer, **options).get_batching_state()["batching_enabled"]
+
+    assert not is_batching()
+    assert not is_batching(batching=False)
+    assert is_batching(batching=True)
+    assert is_batching(min_batch_size=2)
+    assert is_batching(max_batch_size=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_batch_size": 3, "max_batch_size": 2}, "min_batch_size must not exceed max_batch_size: got 3 and 2"),
+        ({"min_batch_size": 0}, "min_batch_size must be positive"),
+        ({"max_batch_size": -1}, "max_batch_size must be positive"),
+        ({"batching": True, "batching_timeout": -1.0}, "at least 0 seconds"),
+        ({"batching": False, "max_batch_size": 2}, "batching=False must come without"),
+    ],
+)
+def test_settings_that_cannot_be_honoured_are_errors(tokenizer, options, message):
+    with pytest.raises(ConfigError, match=message):
+        LLMWrapperBase(FakeEngine(["a"], tokenizer=tokenizer), tokenizer=tokenizer, **options)
+
+
+def test_a_new_version_shares_the_queue_unless_it_is_told_another(tokenizer):
+    engine = FakeEngine(["a"], tokenizer=tokenizer)
+    policy = LLMWrapperBase(engine, tokenizer=tokenizer, min_batch_size=2, batching_timeout=0.01)
+    assert policy.get_new_version(generate=False).engine is policy.engine
+    other = policy.get_new_version(max_batch_size=7)
+    assert other.engine is not policy.engine
+    assert other.engine.engine is engine
+    assert (other.engine.min_batch_size, other.engine.max_batch_size) == (2, 7)
+    plain = policy.get_new_version(batching=False, min_batch_size=None)
+    assert plain.engine is engine
+    assert plain.get_new_version(batching=True).engine.engine is engine
+
+
+def test_threads_sample_and_score_a_real_model_as_one_would_alone(tokenizer):
+    model = tiny_model(tokenizer, hidden_size=16, heads=2, layers=1)
+    options = {"tokenizer": tokenizer, "input_mode": "tokens", "generate_kwargs": {"max_new_tokens": 4}}
+    joined = TransformersWrapper(model, min_batch_size=3, batching_timeout=DEADLINE_S, **options)
+    alone = TransformersWrapper(model, **options)
+
+    def td(number):
+        prompt = torch.arange(number + 3) + 10
+        return TensorDict({"tokens": Tokens.from_rows({"prompt": [prompt]}), "seed": torch.tensor([number])}, [1])
+
+    with ThreadPoolExecutor(3) as pool:
+        outs = [f.result(timeout=DEADLINE_S) for f in [pool.submit(joined, td(number)) for number in range(3)]]
+    for number, out in enumerate(outs):
+        expected = alone(td(number))
+        assert torch.equal(out["tokens"].rows("full")[0], expected["tokens"].rows("full")[0])
+        torch.testing.assert_close(out["log_probs"].rows("full")[0], expected["log_probs"].rows("full")[0])
+
+
+def test_another_process_gets_the_settings_and_an_empty_queue():
+    engine = pickle.loads(pickle.dumps(BatchingEngine(FakeEngine([torch.tensor([5])]), max_batch_size=3, timeout=0.5)))
+    assert (engine.max_batch_size, engine.timeout) == (3, 0.5)
+    assert engine.generate(request(1), SamplingParams()).ids[0].tolist() == [5]

@@ -1,0 +1,424 @@
+"""Packed rows score exactly like padded ones and see nothing of each other, or the model is not packed at all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from torch import nn
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    masking_utils,
+)
+
+from llmrl.errors import ConfigError, ShapeError
+from llmrl.modules.llm import packing as module
+from llmrl.modules.llm.log_probs import TokenScorer, TokenScores, find_head_path, token_logprobs
+from llmrl.modules.llm.packing import lay_out, pack, why_not_packed
+from llmrl.objectives import total_loss
+from llmrl.objectives.llm import GRPOLoss, SFTLoss, count_step
+from llmrl.padding import lengths_mask, pad_rows
+
+VOCABULARY = 37
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GPT2 = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 2, "bos_token_id": 1, "eos_token_id": 2}
+DENSE = {
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**GPT2, n_positions=16)),  # as long as the longest row, no longer
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, head_dim=8)),
+}
+MODELS = DENSE | {
+    "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**SMALL, head_dim=8, sliding_window=4)),  # shorter than the rows
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=3, num_experts_per_tok=2)),
+}
+LENGTHS = [2, 16, 3, 7, 1, 5, 9, 4]
+
+
+def build(name: str, attention: str = "sdpa") -> nn.Module:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    for parameter in model.parameters():  # initial weights of 0.02 make almost uniform logits: nothing could go wrong
+        if parameter.ndim == 2:
+            parameter.data.mul_(10)
+    model.set_attn_implementation(attention)
+    return model.eval()
+
+
+def sequences(lengths: list[int] = LENGTHS, seed: int = 1) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCABULARY, (length,), generator=generator) for length in lengths]
+
+
+def padded(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Ids, attention mask, and a selection of all tokens but every fifth."""
+    ids = pad_rows(rows)
+    attention = lengths_mask([len(row) for row in rows], ids.shape[1])
+    return ids, attention, attention & (torch.arange(ids.shape[1]) % 5 != 3)
+
+
+def one_by_one(model: nn.Module, rows: list[torch.Tensor], select: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies from the model's own logits, a sequence at a time."""
+    log_probs, entropies = torch.zeros(select.shape), torch.zeros(select.shape)
+    for i, row in enumerate(rows):
+        log_p = model(input_ids=row[None]).logits[0, :-1].log_softmax(-1)
+        log_probs[i, 1 : len(row)] = log_p.gather(1, row[1:, None]).squeeze(1)
+        entropies[i, 1 : len(row)] = -(log_p.exp() * log_p).sum(-1)
+    return log_probs.masked_fill(~select, 0.0), entropies.masked_fill(~select, 0.0)
+
+
+def gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad(set_to_none=True)
+    loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def weighted(scores: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """A sum in which every token counts differently."""
+    weight = torch.linspace(-1, 2, scores[0].numel()).view_as(scores[0])
+    return (scores[0] * weight).sum() + 0.3 * (scores[1] * weight.flip(0)).sum()
+
+
+def assert_same_gradients(got: dict, expected: dict, atol: float = 1e-5) -> None:
+    assert got.keys() == expected.keys()
+    scale = max(1.0, *(float(gradient.abs().max()) for gradient in expected.values()))
+    for name, gradient in expected.items():
+        torch.testing.assert_close(
+            got[name], gradient, atol=atol * scale, rtol=0, msg=lambda text, n=name: f"{n} {text}"
+        )
+
+
+def shapes_seen(model: nn.Module) -> list[tuple[int, ...]]:
+    """The shape of the ids of each call of the model's body from now on."""
+    seen: list[tuple[int, ...]] = []
+    find_head_path(model).body.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    return seen
+
+
+# ------------------------------------------------------------------------------------------------------------- layout
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=12), st.integers(0, 30))
+@settings(max_examples=60, deadline=None)
+def test_every_token_is_packed_once_and_comes_back(lengths: list[int], spare: int):
+    rows = sequences(lengths)
+    budget = max(lengths) + spare
+    packed = pack(rows, budget)
+    assert packed.input_ids.shape == packed.position_ids.shape == packed.segment_ids.shape
+    assert packed.input_ids.shape[1] <= max(budget, 1)
+    assert packed.index.unique().numel() == sum(lengths)
+    for number, (row, ids, positions, segments) in enumerate(
+        zip(
+            rows,
+            packed.unpack(packed.input_ids),
+            packed.unpack(packed.position_ids),
+            packed.unpack(packed.segment_ids),
+            strict=True,
+        )
+    ):
+        assert ids.tolist() == row.tolist()
+        assert positions.tolist() == list(range(len(row)))
+        assert set(segments.tolist()) <= {number}
+    for places in packed.index.split(lengths):  # a sequence is in one piece, in one pack
+        assert (places.diff() == 1).all()
+        assert (places // packed.input_ids.shape[1]).unique().numel() <= 1
+    filling = packed.segment_ids == -1
+    assert int(filling.sum()) == packed.input_ids.numel() - sum(lengths)
+    assert not packed.position_ids[filling].any()
+
+
+def test_packs_are_well_filled():
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.empty(200).log_normal_(5.5, 0.7, generator=generator).clamp(64, 1024).int().tolist()
+    layout = lay_out(lengths)
+    assert layout.width == max(lengths)
+    assert layout.num_tokens < 1.05 * sum(lengths)
+
+
+def test_a_sequence_longer_than_the_budget_and_no_sequence_are_refused():
+    with pytest.raises(ConfigError, match="budget of 8 tokens and a sequence of 16"):
+        pack(sequences(), 8)
+    with pytest.raises(ShapeError, match="at least one sequence"):
+        pack([])
+
+
+# ------------------------------------------------------------------------------------------------------ same as padded
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", MODELS)
+def test_packed_equals_one_by_one_in_log_probs_entropy_and_gradients(name: str, attention: str):
+    model = build(name, attention)
+    assert why_not_packed(model) is None
+    rows = sequences()
+    ids, mask, select = padded(rows)
+    expected = one_by_one(model, rows, select)
+    seen = shapes_seen(model)
+    scores = token_logprobs(model, ids, mask, select, entropy=True, packing="on")
+    assert seen == [(3, 16)], "the body must see three packs, not eight padded rows"
+    torch.testing.assert_close(scores.log_probs, expected[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(scores.entropy, expected[1], atol=1e-5, rtol=1e-5)
+    got = gradients(model, weighted((scores.log_probs, scores.entropy)))
+    assert_same_gradients(got, gradients(model, weighted(expected)))
+    unpacked = token_logprobs(model, ids, mask, select, packing="off")
+    assert scores.top1.tolist() == unpacked.top1.tolist()
+
+
+def test_padding_on_the_left_and_in_the_middle_is_packed_away():
+    model = TokenScorer(build("qwen2")).model
+    rows = sequences([6, 3, 9])
+    ids, mask = torch.zeros(3, 12, dtype=torch.int64), torch.zeros(3, 12, dtype=torch.bool)
+    for i, places in enumerate(([6, 7, 8, 9, 10, 11], [2, 3, 4], [0, 1, 2, 5, 6, 7, 8, 9, 11])):  # the last has holes
+        ids[i, places], mask[i, places] = rows[i], True
+    seen = shapes_seen(model)
+    on = token_logprobs(model, ids, mask, mask, entropy=True, packing="on")
+    off = token_logprobs(model, ids, mask, mask, entropy=True, packing="off")
+    assert seen == [(2, 9), (3, 12)]
+    for got, expected in zip(on[:2], off[:2], strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_the_first_token_of_each_row_is_not_predicted_from_the_row_before_it():
+    model = build("llama")
+    ids, mask, _ = padded(sequences())
+    scores = token_logprobs(model, ids, mask, mask, entropy=True, packing="on")
+    assert (scores.log_probs[:, 0] == 0).all()
+    assert (scores.entropy[:, 0] == 0).all()
+    assert (scores.log_probs[:, 1:][mask[:, 1:]] < 0).all()
+
+
+@given(st.lists(st.integers(2, 9), min_size=2, max_size=5), st.data())
+@settings(max_examples=25, deadline=None)
+@pytest.mark.parametrize("name", DENSE)
+def test_perturbing_one_packed_row_leaves_the_others_bit_for_bit(name: str, lengths: list[int], data: st.DataObject):
+    model = build(name)
+    rows = sequences(lengths)
+    ids, mask, _ = padded(rows)
+    changed = data.draw(st.integers(0, len(rows) - 1))
+    before = token_logprobs(model, ids, mask, mask, packing="on").log_probs
+    ids[changed, : lengths[changed]] = (rows[changed] - 3 + 11) % (VOCABULARY - 3) + 3
+    after = token_logprobs(model, ids, mask, mask, packing="on").log_probs
+    others = torch.arange(len(rows)) != changed
+    assert torch.equal(before[others], after[others])
+    assert (before[changed, 1:] - after[changed, 1:]).abs().sum() > 1e-3
+
+
+def conversation(index: int, prompt: int, response: int) -> TensorDict:
+    generator = torch.Generator().manual_seed(index)
+    length = prompt + response
+    mask = torch.arange(length) >= prompt
+    return TensorDict(
+        tokens=TensorDict(full=torch.randint(3, VOCABULARY, (length,), generator=generator)),
+        masks=TensorDict(all_assistant_mask=mask, all_attention_mask=torch.ones(length, dtype=torch.bool)),
+        log_probs=TensorDict(full=(-3.6 + 0.3 * torch.randn(length, generator=generator)) * mask),
+        advantage=torch.randn(1, 1, generator=generator),
+        group_id=torch.tensor(index // 2),
+    )
+
+
+def conversations() -> TensorDictBase:
+    return lazy_stack([conversation(i, p, r) for i, (p, r) in enumerate([(2, 3), (1, 14), (3, 1), (4, 0), (2, 6)])])
+
+
+@pytest.mark.parametrize("loss_class", [GRPOLoss, SFTLoss])
+def test_a_loss_and_its_gradients_do_not_depend_on_packing_nor_on_micro_batches(loss_class: type):
+    model = build("qwen2")
+    td = conversations()
+    counts = count_step(td)
+    results = []
+    for packing, parts in (("off", [td]), ("on", [td]), ("on", [td[:2], td[2:]])):
+        loss = loss_class(TokenScorer(model, packing=packing))
+        outputs = [total_loss(loss(part, normalizer=counts)) for part in parts]
+        results.append((float(sum(outputs).detach()), gradients(model, sum(outputs))))
+    for value, grads in results[1:]:
+        assert value == pytest.approx(results[0][0], abs=1e-6)
+        assert_same_gradients(grads, results[0][1], atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------------ when it is done
+
+
+def test_auto_packs_where_a_fifth_of_the_tokens_is_saved():
+    scorer = TokenScorer(build("qwen2"))
+    seen = shapes_seen(scorer.model)
+    for lengths in ([10, 10, 10, 9], [10, 8, 2, 3], [10, 6, 6, 6], [1], []):
+        ids, mask, _ = padded(sequences(lengths or [4]))
+        mask &= bool(lengths)
+        scorer(ids, mask, mask)
+    # nothing to save; saves a half; saves tokens but no pack takes two of the rows; a row alone; nothing but padding
+    assert seen == [(4, 10), (3, 10), (4, 10), (1, 1), (1, 4)]
+
+
+def test_on_off_and_a_call_of_its_own():
+    model = build("qwen2")
+    scorer = TokenScorer(model, packing="off")
+    seen = shapes_seen(model)
+    ids, mask, _ = padded(sequences([8, 2, 2]))
+    scorer(ids, mask, mask)
+    assert seen == [(3, 8)], "nothing is tried where nothing will be packed"
+    scorer.use_packing("on")
+    seen.clear()
+    scorer(ids, mask, mask)
+    scorer(ids, mask, mask, packing="off")
+    scorer(ids, mask, mask, packing="auto")
+    positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
+    scorer(ids, mask, mask, position_ids=positions)
+    assert seen == [(2, 8), (3, 8), (2, 8), (3, 8)]
+    with pytest.raises(ConfigError, match="must not get position_ids"):
+        token_logprobs(scorer.model, ids, mask, mask, position_ids=positions, packing="on")
+    with pytest.raises(ConfigError, match="one of auto, on, off"):
+        scorer.use_packing("yes")
+
+
+def test_flash_attention_gets_one_row_without_filling(monkeypatch: pytest.MonkeyPatch):
+    model = build("qwen2")
+    ids, mask, select = padded(sequences())
+    expected = token_logprobs(model, ids, mask, select).log_probs
+    monkeypatch.setattr(module, "has_varlen_attention", lambda model: True)
+    seen = shapes_seen(model)
+    torch.testing.assert_close(
+        token_logprobs(model, ids, mask, select, packing="auto").log_probs, expected, atol=1e-5, rtol=1e-5
+    )
+    assert seen[-1] == (1, sum(LENGTHS))
+
+
+def test_gradients_reach_every_parameter_where_nothing_is_selected():
+    scorer = TokenScorer(build("qwen2"), packing="on")
+    ids, mask, _ = padded(sequences())
+    scores: TokenScores = scorer(ids, mask, torch.zeros_like(mask), entropy=True)
+    scores.log_probs.sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in scorer.parameters())
+
+
+# ---------------------------------------------------------------------------------------------- models that do not pack
+
+
+def assert_stays_padded(model: nn.Module, reason: str) -> None:
+    ids, mask, select = padded(sequences())
+    assert reason in why_not_packed(model)
+    seen = shapes_seen(model)
+    scores = TokenScorer(model).token_scores(ids, mask, select)
+    assert seen == [tuple(ids.shape)]
+    torch.testing.assert_close(scores.log_probs, token_logprobs(model, ids, mask, select).log_probs)
+    with pytest.raises(ConfigError, match=f"'on' needs a model that keeps packed rows apart: .*{reason}"):
+        TokenScorer(model, packing="on")
+
+
+def test_a_model_that_counts_positions_itself_is_padded():
+    config = OPTConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        ffn_dim=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        word_embed_proj_dim=16,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    assert_stays_padded(OPTForCausalLM(config).eval(), "a packed row")
+
+
+def test_a_transformers_that_does_not_see_packs_in_position_ids_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
+    assert_stays_padded(build("qwen2"), "sees its neighbour")
+
+
+def test_a_mask_without_its_causal_part_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    model = build("qwen2")
+    body = find_head_path(model).body
+    forward = body.forward
+
+    def within_rows_only(input_ids, attention_mask=None, position_ids=None, use_cache=False):
+        if attention_mask is None:
+            segment = (position_ids[0].diff(prepend=position_ids[0, :1]) != 1).cumsum(0)
+            attention_mask = (segment[:, None] == segment)[None, None]
+        return forward(
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=use_cache
+        )
+
+    monkeypatch.setattr(body, "forward", within_rows_only)
+    assert_stays_padded(model, "other hidden states than a padded one")
+
+
+def test_attention_in_fixed_chunks_is_not_tried():
+    model = build("qwen2")
+    assert find_head_path(model) is not None
+    model.config.layer_types = ["chunked_attention", "full_attention"]
+    assert "fixed places" in why_not_packed(model)
+
+
+def test_a_model_that_fails_without_a_mask_is_padded(monkeypatch: pytest.MonkeyPatch):
+    model = build("qwen2")
+    body = find_head_path(model).body
+    forward = body.forward
+
+    def needs_a_mask(input_ids, attention_mask=None, position_ids=None, use_cache=False):
+        return forward(
+            input_ids=input_ids, attention_mask=attention_mask.long(), position_ids=position_ids, use_cache=use_cache
+        )
+
+    monkeypatch.setattr(body, "forward", needs_a_mask)
+    assert_stays_padded(model, "it fails on packed rows: AttributeError")
+
+
+def test_a_module_that_is_no_hugging_face_model_is_padded():
+    class Bigram(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(VOCABULARY, VOCABULARY)
+
+        def forward(self, input_ids):
+            return self.table(input_ids)
+
+    model = Bigram()
+    assert "cannot be called apart" in why_not_packed(model)
+    ids, mask, select = padded(sequences())
+    assert TokenScorer(model).token_scores(ids, mask, select).log_probs.isfinite().all()
+
+
+def test_trying_a_model_leaves_its_mode_and_the_random_state_alone():
+    model = build("gpt2").train()
+    model.transformer.h[0].eval()
+    modes, state = [m.training for m in model.modules()], torch.get_rng_state()
+    assert why_not_packed(model) is None
+    assert [m.training for m in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_model_is_tried_again_under_another_attention():
+    model = build("qwen2")
+    seen = shapes_seen(model)
+    assert why_not_packed(model) is why_not_packed(model) is None
+    tried = len(seen)
+    model.set_attn_implementation("eager")
+    assert why_not_packed(model) is None
+    assert len(seen) == 2 * tried > 0

@@ -1,0 +1,421 @@
+"""Every built-in chat template, by property: its text, its mask, its inverse, its prefixes, its markers."""
+# ruff: noqa: RUF001 (DeepSeek writes its markers with full-width bars)
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from llmrl.data.llm import History
+from llmrl.data.llm.templates import _BUILT_IN
+from llmrl.errors import TemplateError
+from llmrl.modules.llm.rendering import Renderer
+from llmrl.testing import tiny_tokenizer
+
+SYSTEM, USER, ANSWER, MORE, LAST = (
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is 12+30?"},
+    {"role": "assistant", "content": "It is 42."},
+    {"role": "user", "content": "And 7 times 6, é?"},
+    {"role": "assistant", "content": "42, again.\n\nReally."},
+)
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 12, "b": 30}}}
+CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+RESULT = {"role": "tool", "content": "42"}
+HARMONY = (
+    "<|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI.\nKnowledge cutoff: 2024-06\n"
+    "\nReasoning: medium\n\n# Valid channels: analysis, commentary, final. Channel must be included for every message."
+    "<|end|>"
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a family's documentation says of the conversation above, and what its format cannot say.
+
+    text      system message, question, answer, question, answer
+    prompt    what the generation prompt adds after a question
+    answers   what the assistant wrote in ``text``, each end of turn included
+    calls     a question, a tool call, the tool's answer, an answer; None: the format has no tool turns
+    """
+
+    text: str
+    prompt: str
+    answers: tuple[str, str]
+    calls: str | None = None
+    has_system: bool = True
+
+
+def chatml(last: str) -> str:
+    return (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is 12+30?<|im_end|>\n<|im_start|>assistant\n"
+        "It is 42.<|im_end|>\n<|im_start|>user\nAnd 7 times 6, é?<|im_end|>\n<|im_start|>assistant\n"
+        f"{last}<|im_end|>\n"
+    )
+
+
+QWEN_CALLS = (
+    "<|im_start|>user\nWhat is 12+30?<|im_end|>\n<|im_start|>assistant\n<tool_call>\n"
+    '{"name": "add", "arguments": {"a": 12, "b": 30}}\n</tool_call><|im_end|>\n'
+    "<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\nANSWER<|im_end|>\n"
+)
+FAMILIES = {
+    "chatml_format": Family(
+        chatml("42, again.\n\nReally."),
+        "<|im_start|>assistant\n",
+        ("It is 42.<|im_end|>", "42, again.\n\nReally.<|im_end|>"),
+    ),
+    "qwen": Family(
+        chatml("42, again.\n\nReally."),
+        "<|im_start|>assistant\n",
+        ("It is 42.<|im_end|>", "42, again.\n\nReally.<|im_end|>"),
+        QWEN_CALLS.replace("ANSWER", "It is 42."),
+    ),
+    "qwen3": Family(
+        chatml("<think>\n\n</think>\n\n42, again.\n\nReally."),
+        "<|im_start|>assistant\n",
+        ("It is 42.<|im_end|>", "<think>\n\n</think>\n\n42, again.\n\nReally.<|im_end|>"),
+        QWEN_CALLS.replace("ANSWER", "<think>\n\n</think>\n\nIt is 42."),
+    ),
+    "llama": Family(
+        "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nWhat is 12+30? [/INST] It is 42. </s>"
+        "<s>[INST] And 7 times 6, é? [/INST] 42, again.\n\nReally. </s>",
+        "",
+        (" It is 42. </s>", " 42, again.\n\nReally. </s>"),
+    ),
+    "llama3": Family(
+        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nWhat is 12+30?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\nIt is 42.<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nAnd 7 times 6, é?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n42, again.\n\nReally.<|eot_id|>",
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        ("It is 42.<|eot_id|>", "42, again.\n\nReally.<|eot_id|>"),
+        "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nWhat is 12+30?<|eot_id|>"
+        '<|start_header_id|>assistant<|end_header_id|>\n\n{"name": "add", "parameters": {"a": 12, "b": 30}}<|eot_id|>'
+        "<|start_header_id|>ipython<|end_header_id|>\n\n42<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\nIt is 42.<|eot_id|>",
+    ),
+    "mistral": Family(
+        "<s>[SYSTEM_PROMPT] Be brief.[/SYSTEM_PROMPT][INST] What is 12+30?[/INST] It is 42.</s>"
+        "[INST] And 7 times 6, é?[/INST] 42, again.\n\nReally.</s>",
+        "",
+        (" It is 42.</s>", " 42, again.\n\nReally.</s>"),
+    ),
+    "gemma": Family(
+        "<bos><start_of_turn>user\nWhat is 12+30?<end_of_turn>\n<start_of_turn>model\nIt is 42.<end_of_turn>\n"
+        "<start_of_turn>user\nAnd 7 times 6, é?<end_of_turn>\n"
+        "<start_of_turn>model\n42, again.\n\nReally.<end_of_turn>\n",
+        "<start_of_turn>model\n",
+        ("It is 42.<end_of_turn>", "42, again.\n\nReally.<end_of_turn>"),
+        has_system=False,
+    ),
+    "phi": Family(
+        "<|system|>\nBe brief.<|end|>\n<|user|>\nWhat is 12+30?<|end|>\n<|assistant|>\nIt is 42.<|end|>\n"
+        "<|user|>\nAnd 7 times 6, é?<|end|>\n<|assistant|>\n42, again.\n\nReally.<|end|>\n",
+        "<|assistant|>\n",
+        ("It is 42.<|end|>", "42, again.\n\nReally.<|end|>"),
+    ),
+    "deepseek": Family(
+        "<｜begin▁of▁sentence｜>Be brief.<｜User｜>What is 12+30?<｜Assistant｜>It is 42.<｜end▁of▁sentence｜>"
+        "<｜User｜>And 7 times 6, é?<｜Assistant｜>42, again.\n\nReally.<｜end▁of▁sentence｜>",
+        "<｜Assistant｜>",
+        ("It is 42.<｜end▁of▁sentence｜>", "42, again.\n\nReally.<｜end▁of▁sentence｜>"),
+        "<｜begin▁of▁sentence｜><｜User｜>What is 12+30?<｜Assistant｜>"
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
+        '{"a": 12, "b": 30}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>'
+        "<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>42<｜tool▁output▁end｜><｜tool▁outputs▁end｜>"
+        "It is 42.<｜end▁of▁sentence｜>",
+    ),
+    "falcon": Family(
+        "<|system|>\nBe brief.\n<|user|>\nWhat is 12+30?\n<|assistant|>\nIt is 42.<|endoftext|>\n"
+        "<|user|>\nAnd 7 times 6, é?\n<|assistant|>\n42, again.\n\nReally.<|endoftext|>",
+        "<|assistant|>\n",
+        ("It is 42.<|endoftext|>", "42, again.\n\nReally.<|endoftext|>"),
+    ),
+    "dialogpt": Family(
+        "What is 12+30?<|endoftext|>It is 42.<|endoftext|>And 7 times 6, é?<|endoftext|>"
+        "42, again.\n\nReally.<|endoftext|>",
+        "",
+        ("It is 42.<|endoftext|>", "42, again.\n\nReally.<|endoftext|>"),
+        has_system=False,
+    ),
+    "gpt_oss": Family(
+        HARMONY + "<|start|>developer<|message|># Instructions\n\nBe brief.<|end|>"
+        "<|start|>user<|message|>What is 12+30?<|end|><|start|>assistant<|channel|>final<|message|>It is 42.<|end|>"
+        "<|start|>user<|message|>And 7 times 6, é?<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>42, again.\n\nReally.<|return|>",
+        "<|start|>assistant",
+        # Where an answer is past, the format has put another marker in the place of the end that was written.
+        ("<|channel|>final<|message|>It is 42.", "<|channel|>final<|message|>42, again.\n\nReally.<|return|>"),
+    ),
+}
+NAMES = list(FAMILIES)
+WITH_CALLS = [name for name in NAMES if FAMILIES[name].calls]
+
+
+def conversation(name: str) -> list[dict[str, Any]]:
+    return [*([SYSTEM] if FAMILIES[name].has_system else []), USER, ANSWER, MORE, LAST]
+
+
+def family(name: str) -> Renderer:
+    return Renderer(tiny_tokenizer(template=name))
+
+
+def written(name: str, chat: list[dict[str, Any]], **options: Any) -> str:
+    options = {"add_generation_prompt": False} | options
+    return History.from_messages(chat).apply_chat_template(chat_template_name=name, **options)
+
+
+def trained(renderer: Renderer, chat: list[dict[str, Any]]) -> tuple[str, ...]:
+    [row] = renderer.render([chat])
+    inside = torch.zeros_like(row.assistant_mask)
+    for start, end in row.spans:
+        inside[start:end] = True
+    assert torch.equal(inside, row.assistant_mask)
+    return tuple(renderer.tokenizer.decode(row.ids[start:end]) for start, end in row.spans)
+
+
+def test_every_built_in_family_is_in_the_table():
+    assert sorted(FAMILIES) == sorted(_BUILT_IN)
+
+
+# Text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_text_is_that_of_the_familys_documentation(name: str):
+    assert written(name, conversation(name)) == FAMILIES[name].text
+    asked = conversation(name)[:-1]
+    prompt = written(name, asked, add_generation_prompt=True)
+    assert prompt == written(name, asked) + FAMILIES[name].prompt
+    assert FAMILIES[name].text.startswith(prompt)
+
+
+@pytest.mark.parametrize("name", WITH_CALLS)
+def test_tool_turns_are_those_of_the_familys_documentation(name: str):
+    chat = [USER, CALLING, RESULT, ANSWER]
+    assert written(name, chat) == FAMILIES[name].calls
+    assert FAMILIES[name].calls.startswith(written(name, chat[:3], add_generation_prompt=True))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not FAMILIES[name].calls and name != "chatml_format"])
+def test_format_without_tools_refuses_them_instead_of_dropping_them(name: str):
+    with pytest.raises(TemplateError, match="tool"):
+        written(name, [USER, ANSWER], tools=[{"type": "function", "function": {"name": "add"}}])
+    with pytest.raises(TemplateError, match=r"message 1, role 'assistant'|tool|turn"):
+        written(name, [USER, CALLING])
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not FAMILIES[name].has_system])
+def test_format_without_system_turn_refuses_it(name: str):
+    with pytest.raises(TemplateError, match="user"):
+        written(name, [SYSTEM, USER, ANSWER])
+
+
+# Mask
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_mask_covers_exactly_what_the_assistant_wrote_and_its_end(name: str):
+    renderer = family(name)
+    assert trained(renderer, conversation(name)) == FAMILIES[name].answers
+    assert renderer.check().stop_token_trained
+    repeated = [USER, {"role": "assistant", "content": USER["content"]}]
+    assert [span.count(USER["content"]) for span in trained(renderer, repeated)] == [1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_end_of_turn_can_be_left_out_of_the_mask(name: str):
+    renderer = Renderer(tiny_tokenizer(template=name), include_end_of_turn=False)
+    end = renderer.codec.end_of_turn
+    assert end.strip()
+    assert trained(renderer, conversation(name)) == tuple(span.removesuffix(end) for span in FAMILIES[name].answers)
+
+
+@pytest.mark.parametrize("name", WITH_CALLS)
+def test_tool_calls_are_trained_and_tool_answers_are_not(name: str):
+    spans = trained(family(name), [USER, CALLING, RESULT, ANSWER])
+    assert len(spans) == 2
+    assert "add" in spans[0]
+    assert "12" in spans[0]
+    assert "42" not in spans[0]
+    assert spans[1].endswith(f"It is 42.{family(name).codec.end_of_turn}")
+
+
+# Inverse
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_reading_inverts_writing(name: str):
+    chat = conversation(name)
+    assert History.from_text(written(name, chat), chat_template_name=name).to_chats() == chat
+    asked = written(name, chat[:-1], add_generation_prompt=True)
+    history = History.from_text([asked, asked], chat_template_name=name)
+    assert history.to_chats() == [chat[:-1]] * 2
+    assert all(all(row) for row in history.is_complete)
+
+
+@pytest.mark.parametrize("name", WITH_CALLS)
+def test_reading_inverts_writing_of_tool_calls(name: str):
+    chat = [USER, CALLING, RESULT, ANSWER]
+    assert History.from_text(written(name, chat), chat_template_name=name).to_chats() == chat
+
+
+@pytest.mark.parametrize("name", ["qwen", "qwen3", "deepseek"])
+def test_reading_inverts_writing_of_several_tool_calls(name: str):
+    chat = [USER, CALLING | {"content": "Let me see.", "tool_calls": [CALL, CALL]}, RESULT, RESULT, ANSWER]
+    assert History.from_text(written(name, chat), chat_template_name=name).to_chats() == chat
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
+def test_reading_inverts_writing_of_thinking(name: str):
+    chat = [USER, ANSWER | {"reasoning_content": "12 and 30\nmake 42"}]
+    text = written(name, chat)
+    assert text.index("12 and 30\nmake 42") < text.index("It is 42.")
+    assert History.from_text(text, chat_template_name=name).to_chats() == chat
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cut_off_answer_is_incomplete(name: str):
+    text = written(name, [USER, ANSWER])
+    cut = text[: text.index("It is 42.") + 5]
+    history = History.from_text(cut, chat_template_name=name)
+    assert history.content == [USER["content"], "It is"]
+    assert history.is_complete == [True, False]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_empty_answer_is_a_message(name: str):
+    chat = [USER, ANSWER | {"content": ""}]
+    history = History.from_text(written(name, chat), chat_template_name=name)
+    assert history.to_chats() == chat
+    assert history.is_complete == [True, True]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "dialogpt"])  # any text is a turn of DialoGPT's
+def test_text_of_another_format_is_refused(name: str):
+    with pytest.raises(TemplateError, match="must hold a message"):
+        History.from_text("hello", chat_template_name=name)
+
+
+# Prefixes
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not _BUILT_IN[name].rewrites])
+def test_every_prompt_begins_with_the_stream_of_the_turn_before(name: str):
+    renderer = family(name)
+    assert renderer.check().prefix_preserving, renderer.check().reason
+    chat = conversation(name)
+    [whole] = renderer.render([chat])
+    stream = whole.ids[: whole.spans[0][1]]
+    [delta] = renderer.extend([stream], [chat[:-1]], [1])
+    [prompt] = renderer.prompt_ids([chat[:-1]])
+    assert torch.cat([stream, delta]).tolist() == prompt.tolist()
+    assert whole.ids[: len(prompt)].tolist() == prompt.tolist()
+
+
+@pytest.mark.parametrize("name", [name for name in WITH_CALLS if not _BUILT_IN[name].rewrites])
+def test_stream_goes_on_after_a_tool_call(name: str):
+    renderer = family(name)
+    [whole] = renderer.render([[USER, CALLING]])
+    stream = whole.ids[: whole.spans[-1][1]]
+    [delta] = renderer.extend([stream], [[USER, CALLING, RESULT]], [1])
+    assert torch.cat([stream, delta]).tolist() == renderer.prompt_ids([[USER, CALLING, RESULT]])[0].tolist()
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if _BUILT_IN[name].rewrites])
+def test_family_that_rewrites_the_past_says_so_and_is_refused_as_a_stream(name: str):
+    renderer = family(name)
+    report = renderer.check()
+    assert not report.prefix_preserving
+    assert _BUILT_IN[name].rewrites in report.reason
+    thinking = ANSWER | {"reasoning_content": "12 and 30"}
+    [whole] = renderer.render([[USER, thinking]])
+    with pytest.raises(TemplateError, match="rewrites the past"):
+        renderer.extend([whole.ids[: whole.spans[-1][1]]], [[USER, thinking, MORE]], [1])
+
+
+# Qwen 3's thinking
+
+
+def test_thinking_is_dropped_once_the_user_speaks_again_but_not_before_a_tool_answers():
+    thinking = ANSWER | {"reasoning_content": "12 and 30"}
+    assert "<think>\n12 and 30\n</think>\n\nIt is 42." in written("qwen3", [USER, thinking])
+    assert "think" not in written("qwen3", [USER, thinking, MORE])
+    inside = ANSWER | {"content": "<think>\n12 and 30\n</think>\n\nIt is 42."}
+    assert written("qwen3", [USER, inside]) == written("qwen3", [USER, thinking])
+    chain = [USER, CALLING | {"reasoning_content": "12 and 30"}, RESULT]
+    assert "<think>\n12 and 30\n</think>\n\n<tool_call>" in written("qwen3", chain)
+
+
+def test_without_thinking_the_empty_block_is_the_prompts_and_not_the_assistants():
+    renderer = Renderer(tiny_tokenizer(template="qwen3"), template_kwargs={"enable_thinking": False})
+    [prompt] = renderer.prompt_ids([[USER]])
+    assert renderer.tokenizer.decode(prompt).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert trained(renderer, [USER, ANSWER]) == ("It is 42.<|im_end|>",)
+    [row] = renderer.render([[USER, ANSWER]])
+    assert row.ids[: len(prompt)].tolist() == prompt.tolist()
+
+
+def test_analysis_is_trained_with_the_answer_it_leads_to():
+    spans = trained(family("gpt_oss"), [USER, ANSWER | {"reasoning_content": "12 and 30"}])
+    analysis = "<|channel|>analysis<|message|>12 and 30<|end|>"
+    assert spans == (f"{analysis}<|start|>assistant<|channel|>final<|message|>It is 42.<|return|>",)
+    prompt = written("gpt_oss", [USER], current_date="2025-06-28", reasoning_effort="high")
+    assert "cutoff: 2024-06\nCurrent date: 2025-06-28\n\nReasoning: high\n\n# Valid" in prompt
+
+
+# Markers inside messages
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_markers_inside_a_message_are_escaped_or_refused(name: str):
+    renderer = family(name)
+    row = renderer.template
+    controls = torch.tensor(renderer.tokenizer.all_special_ids)
+    [harmless] = renderer.render([[USER, ANSWER]])
+    for marker in (*row.special_tokens, *row.text_markers):
+        chat = [USER | {"content": f"Say {marker} twice."}, ANSWER]
+        if marker in row.text_markers:
+            with pytest.raises(TemplateError, match="message 0 of conversation 0 holds"):
+                renderer.render([chat])
+            continue
+        [quoted] = renderer.render([chat])
+        assert torch.isin(quoted.ids, controls).sum() == torch.isin(harmless.ids, controls).sum()
+        assert renderer.tokenizer.decode(quoted.ids) == written(name, chat)
+        assert trained(renderer, chat)[0].endswith("It is 42." + renderer.codec.end_of_turn)
+
+
+def test_markers_are_refused_by_a_tokenizer_that_does_not_know_them():
+    renderer = Renderer(tiny_tokenizer(), chat_template_name="llama3")
+    with pytest.raises(TemplateError, match=r"message 0 .* holds '<\|start_header_id\|>'"):
+        renderer.render([[USER | {"content": "<|start_header_id|>system<|end_header_id|>"}, ANSWER]])
+    renderer.render([[USER, ANSWER | {"content": "The header is <|start_header_id|>."}]])  # an answer may say it
+
+
+@pytest.mark.parametrize(
+    ("jinja", "name"),
+    [
+        ("{{ '<|start_header_id|>' }}{{ '<|eot_id|>' }}", "llama3"),
+        ("{{ '<start_of_turn>' }}{{ '<end_of_turn>' }}", "gemma"),
+        ("<｜User｜><｜Assistant｜>", "deepseek"),
+        ("<|channel|><|message|><|return|>", "gpt_oss"),
+        ("<|im_start|><|im_end|>", "chatml_format"),
+    ],
+)
+def test_text_is_read_by_the_family_that_the_tokenizers_own_template_shows(jinja: str, name: str):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = jinja
+    text = written(name, [USER, ANSWER])
+    assert History.from_text(text, tokenizer=tokenizer).to_chats() == [USER, ANSWER]
+
+
+def test_dialect_of_chatml_is_not_taken_for_chatml():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "<|im_start|>user<|im_sep|>Hi<|im_end|>"
+    with pytest.raises(TemplateError, match="inverse parser"):
+        History.from_text("<|im_start|>user<|im_sep|>Hi<|im_end|>", tokenizer=tokenizer)

@@ -1,0 +1,91 @@
+"""A resumed run is the run that would have been: the same numbers, to the last bit, in every later step."""
+
+import shutil
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+OPTIM = {"lr": 1e-2, "schedule": "cosine", "warmup": 2, "weight_decay": 0.1}
+
+
+def cut_back(place, run, *, to):
+    """A copy of a run as a kill would have left it: all its metrics, but no checkpoint after step ``to``."""
+    shutil.copytree(place.path / "runs" / run, place.path / "runs/cut")
+    for folder in (place.path / "runs/cut/checkpoints").iterdir():
+        if int(folder.name.removeprefix("step")) > to:
+            shutil.rmtree(folder)
+
+
+def weights(place, run, step):
+    return AutoModelForCausalLM.from_pretrained(place.path / "runs" / run / "checkpoints" / f"step{step}").state_dict()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"batch_size": 12, "model": {"architecture": "gpt2"}},  # 40 rows: passes that end within the six steps
+        {"env": {"name": "sums"}, "eval": {"rows": 4, "max_tokens": 4, "every": 2}},
+    ],
+)
+def test_supervised_training_is_resumed_exactly(place, sft, same, changes):
+    settings = place.recipe("run", sft, steps=6, optim=OPTIM, checkpoint={"every": 3, "keep": 5}, **changes)
+    assert place.run("sft", settings, "--name", "straight").code == 0
+    cut_back(place, "straight", to=3)
+    assert place.run("resume", "cut").code == 0
+    same(place.steps("straight"), place.steps("cut"))
+    for name, value in weights(place, "straight", 6).items():
+        assert torch.equal(value, weights(place, "cut", 6)[name]), name
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"updates_per_step": 2, "group_size": 5},
+        {"grpo": {"kl": 0.5, "entropy": 0.01}, "env": {"max_turns": 2}},
+        {"sampling": {"max_tokens": 8, "temperature": 0.7, "top_p": 0.9}, "zero_variance": "keep"},
+    ],
+)
+def test_grpo_is_resumed_exactly(place, grpo, same, changes):
+    settings = place.recipe("run", grpo, steps=6, optim=OPTIM, checkpoint={"every": 3, "keep": 5}, **changes)
+    assert place.run("grpo", settings, "--name", "straight").code == 0
+    cut_back(place, "straight", to=3)
+    assert place.run("resume", "cut").code == 0
+    same(place.steps("straight"), place.steps("cut"))
+    for step in range(1, 7):
+        assert place.rollouts("straight", step) == place.rollouts("cut", step)
+    for name, value in weights(place, "straight", 6).items():
+        assert torch.equal(value, weights(place, "cut", 6)[name]), name
+
+
+@pytest.mark.parametrize("command", ["sft", "grpo"])
+def test_a_finished_run_goes_on_as_a_longer_one_would_have(place, sft, grpo, same, command):
+    base = {"sft": sft, "grpo": grpo}[command]
+    long, short = place.recipe("long", base, steps=5), place.recipe("short", base, steps=2)
+    assert place.run(command, long, "--name", "long").code == 0
+    assert place.run(command, short, "--name", "short").code == 0
+    assert place.run("resume", "short", "steps=5").code == 0
+    same(place.steps("long"), place.steps("short"))
+
+
+def test_settings_changed_at_the_resumption_count(place, sft):
+    settings = place.recipe("run", sft, steps=2, optim={"weight_decay": 0.0, "schedule": "constant"})
+    assert place.run("sft", settings, "--name", "a").code == 0
+    shutil.copytree(place.path / "runs/a", place.path / "runs/b")
+    assert place.run("resume", "a", "steps=3").code == 0
+    assert place.run("resume", "b", "steps=3", "optim.weight_decay=50").code == 0
+    assert place.steps("a") == place.steps("b"), "the loss of step 3 is that of the same weights"
+    name = "model.embed_tokens.weight"
+    before, kept, decayed = (weights(place, run, step)[name] for run, step in (("a", 2), ("a", 3), ("b", 3)))
+    assert torch.allclose(kept - decayed, 50 * 1e-2 * before, atol=1e-6), "lr x weight decay x weight"
+
+
+def test_two_runs_of_one_seed_are_the_same_and_of_another_are_not(place, grpo, same):
+    settings = place.recipe("run", grpo)
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        assert place.run("grpo", settings, f"seed={seed}", "--name", name).code == 0
+    same(place.steps("a"), place.steps("b"))
+    assert place.rollouts("a", 1) == place.rollouts("b", 1)
+    assert place.rollouts("a", 1) != place.rollouts("c", 1)

@@ -1,0 +1,132 @@
+"""Rewards that fail: a conversation without one is left out and counted, and only too many of them end a run."""
+
+import time
+
+import pytest
+
+SOURCE = """
+import math, time
+calls = []
+
+def some_none(completion, answer):
+    return None if int(answer) % 3 == 0 else len(completion)
+
+def some_nan(completion, answer):
+    return math.nan if int(answer) % 3 == 0 else len(completion)
+
+def some_raise(completion, answer):
+    return 1 / (int(answer) % 3) + len(completion)
+
+def one_of_each_group(completion, answer):
+    calls.append(answer)
+    return None if calls.count(answer) % 4 == 1 else len(completion)
+
+def one_hangs(completion, answer):
+    calls.append(answer)
+    if len(calls) == 14:
+        time.sleep(30)
+    return len(completion)
+
+def all_raise(completion, answer):
+    raise KeyError("grader is down")
+
+def all_but_two(completion, answer):
+    calls.append(answer)
+    return len(completion) if len(calls) <= 2 else None
+"""
+
+
+@pytest.fixture
+def run(place, grpo):
+    """A GRPO run with one of the rewards above."""
+    place.module("failing", SOURCE)
+
+    def start(reward, **changes):
+        env = {"reward": f"failing:{reward}", **changes.pop("env", {})}
+        return place.run("grpo", place.recipe("failing", grpo, env=env, **changes), "--name", "f")
+
+    return start
+
+
+@pytest.mark.parametrize("reward", ["some_none", "some_nan", "some_raise"])
+def test_a_conversation_without_a_reward_is_left_out_and_counted_and_the_run_goes_on(place, run, reward):
+    result = run(reward)
+    assert result.code == 0, result.err
+    for step in place.steps("f"):
+        rollouts = place.rollouts("f", step["step"])
+        lost = [rollout for rollout in rollouts if rollout.reward is None]
+        kept = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+        assert step["rollout/failed"] == len(lost) > 0
+        assert step["reward/mean"] == pytest.approx(sum(kept) / len(kept))
+        assert {rollout.advantage for rollout in lost} == {None}, "no reward is not a reward of zero"
+        trained = sum(rollout.tokens for rollout in rollouts if rollout.advantage is not None)
+        assert step["tokens/trained"] == trained
+    assert "rollouts failed" in result.out.replace("\n", " ")
+
+
+def test_the_first_traceback_of_a_failing_reward_is_shown(run):
+    out = run("some_raise").out
+    assert "ZeroDivisionError" in out
+    assert "def some_raise" in out or "in some_raise" in out
+
+
+def test_what_is_left_of_a_group_is_kept_if_it_is_large_enough(place, run):
+    assert run("one_of_each_group").code == 0
+    step = place.steps("f")[0]
+    assert (step["rollout/failed"], step["group/kept_frac"]) == (4, 1.0)
+    for rollout in place.rollouts("f", 1):
+        assert (rollout.reward is None) == (rollout.advantage is None)
+
+
+def test_what_is_left_of_a_group_is_dropped_if_it_is_too_small(place, run):
+    assert run("one_of_each_group", min_group_size=4, steps=1).code == 0
+    step = place.steps("f")[0]
+    assert (step["rollout/failed"], step["group/kept_frac"], step["tokens/trained"]) == (4, 0.0, 0)
+    assert {rollout.advantage for rollout in place.rollouts("f", 1)} == {None}
+
+
+def test_a_reward_that_hangs_costs_its_deadline_and_the_rows_that_were_not_scored(place, run):
+    started = time.perf_counter()
+    result = run("one_hangs", env={"reward_deadline_s": 0.3})
+    assert result.code == 0, result.err
+    assert time.perf_counter() - started < 10
+    first, second, _ = place.steps("f")
+    assert (first["rollout/failed"], second["rollout/failed"]) == (3, 0), "13 of 16 were scored in time"
+    assert "was not done 0.3 s after its batch began" in result.out.replace("\n", " ")
+
+
+def test_a_run_whose_rewards_all_fail_is_aborted_with_the_first_traceback(place, run):
+    result = run("all_raise")
+    assert result.code == 4
+    assert "at most max_failed = 50% of a step's rollouts may fail: got 16 of 16 in step 1" in result.err
+    assert "grader is down" in result.err
+    assert place.steps("f") == []
+
+
+def test_how_many_may_fail_is_a_setting(place, run):
+    result = run("all_but_two", max_failed=1.0)
+    assert result.code == 0, result.err
+    assert [step["rollout/failed"] for step in place.steps("f")] == [14, 16, 16]
+    assert [step["tokens/trained"] for step in place.steps("f")] == [pytest.approx(16, abs=16), 0, 0]
+
+
+def test_a_run_that_lost_its_rewards_goes_on_from_its_last_checkpoint(place, grpo):
+    place.module("breaks", "calls = []\ndef score(completion, answer):\n    calls.append(1)\n    assert len(calls) <= 32\n")
+    source = "calls = []\ndef score(completion, answer):\n    calls.append(1)\n    assert len(calls) <= 32, 'down'\n"
+    place.module("breaks", source + "    return len(completion)\n")
+    name = place.recipe("breaks", grpo, env={"reward": "breaks:score"}, steps=4, checkpoint={"every": 1})
+    result = place.run("grpo", name, "--name", "b")
+    assert result.code == 4
+    assert place.checkpoints("b") == ["step1", "step2"]
+    place.module("breaks", "def score(completion, answer):\n    return len(completion)\n")
+    assert place.run("resume", "b").code == 0
+    assert [step["step"] for step in place.steps("b")] == [1, 2, 3, 4]
+
+
+def test_held_out_problems_that_cannot_be_scored_are_left_out_of_the_mean(place, grpo):
+    place.module("exam", "def score(completion, answer):\n    return None if answer == '3' else 0.5\n")
+    place.rows("test.jsonl", [{"prompt": f"Say {i}", "answer": str(i)} for i in range(4)])
+    name = place.recipe("exam", grpo, env={"reward": "exam:score"}, eval={"dataset": "test.jsonl", "max_tokens": 4})
+    assert place.run("grpo", name, "--name", "e").code == 0
+    assert place.steps("e")[-1]["eval/chat/mean"] == 0.5
+    assert "scoring failed on 1" in place.run("eval", "e").out.replace("\n", " ")

@@ -1,0 +1,161 @@
+"""Runs of two processes: the numbers of one process, files from the first alone, and an end when one of them dies."""
+
+import shutil
+import time
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+pytestmark = pytest.mark.slow
+
+EVAL = {"env": {"name": "sums"}, "eval": {"rows": 5, "max_tokens": 4, "every": 2}}
+OPTIM = {"lr": 1e-2, "schedule": "cosine", "warmup": 2, "weight_decay": 0.1}
+LAYOUTS = ["ddp", "fsdp2"]
+
+
+def weights(place, run, step):
+    return AutoModelForCausalLM.from_pretrained(place.path / "runs" / run / "checkpoints" / f"step{step}").state_dict()
+
+
+def equal_up_to_rounding(place, same, run, step):
+    """Metrics within 1e-5; and the saved weights, which also says that every rank had applied the same updates."""
+    same(place.steps("one"), place.steps(run), tolerance=1e-5)
+    one, other = weights(place, "one", step), weights(place, run, step)
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert (value - other[name]).abs().max() < 1e-3, name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_supervised_training_on_two_processes_has_the_numbers_of_one(place, sft, same, layout):
+    settings = place.recipe(
+        "sums", sft, steps=5, batch_size=9, tokens_per_microbatch=200, optim=OPTIM, checkpoint={"every": 3}, **EVAL
+    )
+    assert place.run("sft", settings, "--name", "one").code == 0
+    result = place.finish(place.process("sft", settings, f"parallel.mode={layout}", "--name", "two", ranks=2))
+    assert result.code == 0, result.err
+    assert f"2 processes, {layout.upper()}" in result.out
+    assert result.out.count("sft · sums") == 1, "only the first process prints"
+    equal_up_to_rounding(place, same, "two", 5)
+    assert place.checkpoints("two") == ["step3", "step5"]
+    shutil.rmtree(place.path / "runs/two/checkpoints/step5")
+    assert place.finish(place.process("resume", "two", ranks=2)).code == 0
+    equal_up_to_rounding(place, same, "two", 5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_grpo_on_two_processes_has_the_numbers_of_one(place, grpo, same, layout):
+    settings = place.recipe(
+        "mine", grpo, steps=4, optim=OPTIM, grpo={"kl": 0.1}, tokens_per_microbatch=150, checkpoint={"every": 2}
+    )
+    assert place.run("grpo", settings, "--name", "one").code == 0
+    result = place.finish(place.process("grpo", settings, f"parallel.mode={layout}", "--name", "two", ranks=2))
+    assert result.code == 0, result.err
+    equal_up_to_rounding(place, same, "two", 4)
+    for step in range(1, 5):
+        one = sorted((r.group, r.completion, r.reward) for r in place.rollouts("one", step))
+        assert one == sorted((r.group, r.completion, r.reward) for r in place.rollouts("two", step))
+    shutil.rmtree(place.path / "runs/two/checkpoints/step4")
+    assert place.finish(place.process("resume", "two", ranks=2)).code == 0
+    equal_up_to_rounding(place, same, "two", 4)
+
+
+def test_a_run_can_be_resumed_with_another_number_of_processes(place, grpo, same):
+    settings = place.recipe("mine", grpo, steps=4, optim=OPTIM, checkpoint={"every": 2})
+    assert place.run("grpo", settings, "--name", "one").code == 0
+    shutil.copytree(place.path / "runs/one", place.path / "runs/two")
+    shutil.rmtree(place.path / "runs/two/checkpoints/step4")
+    assert place.finish(place.process("resume", "two", "parallel.mode=fsdp2", ranks=2)).code == 0
+    equal_up_to_rounding(place, same, "two", 4)
+
+
+def test_each_process_holds_a_part_of_sharded_parameters(place):
+    place.module(
+        "shards",
+        """
+import torch
+from llmrl.modules.llm.log_probs import TokenScorer
+from llmrl.recipes.session import Session
+from llmrl.recipes.sft_config import SFTConfig
+from llmrl.recipes.state import named_weights
+from llmrl.testing import tiny_model
+
+with Session(SFTConfig(model={}, data={"path": "sums"}, parallel={"mode": "fsdp2"})) as session:
+    for architecture in ("qwen2", "gpt2"):  # gpt2 ties its head to its embeddings
+        whole, model = (tiny_model(hidden_size=32, layers=2, heads=2, architecture=architecture) for _ in range(2))
+        scorer = session.prepare(TokenScorer(model))
+        held = sum(p.to_local().numel() for p in scorer.parameters())
+        every = sum(p.numel() for p in whole.parameters())
+        assert abs(held - every / 2) < 0.02 * every, (held, every)
+        named, expected = named_weights(model), whole.state_dict()
+        assert named.keys() == expected.keys()
+        assert all(torch.equal(named[name], value) for name, value in expected.items())
+    session.wait()
+""",
+    )
+    result = place.finish(place.process(ranks=2, module="shards"))
+    assert result.code == 0, result.err
+
+
+def test_bfloat16_arithmetic_trains_sharded_and_whole_models_alike(place, sft, same):
+    settings = place.recipe("sums", sft, dtype="bfloat16", model={"architecture": "gpt2", "layers": 2}, **EVAL)
+    assert place.run("sft", settings, "--name", "one").code == 0
+    for layout in LAYOUTS:
+        process = place.process("sft", settings, f"parallel.mode={layout}", "--name", layout, ranks=2)
+        assert place.finish(process).code == 0
+        losses = [[step["policy/loss"] for step in place.steps(run)] for run in ("one", layout)]
+        assert losses[0] == pytest.approx(losses[1], abs=0.02)
+    saved = weights(place, "fsdp2", 3)
+    assert {value.dtype for value in saved.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("ending", ["os._exit(7)", "raise_in_the_loop"])
+def test_a_process_that_dies_ends_the_run_within_seconds_with_its_traceback(place, grpo, layout, ending):
+    place.module(
+        "dies",
+        """
+import os, sys, time
+calls = 0
+
+def score(completion, answer):
+    global calls
+    calls += 1
+    if os.environ.get("RANK") == "1" and calls == 17:
+        if {raises}:
+            from llmrl.recipes.updates import Updater
+            def step(*arguments):
+                raise ArithmeticError("rank 1 is out of luck")
+            Updater.step = step
+        else:
+            print("rank 1 leaves", file=sys.stderr, flush=True)
+            os._exit(7)
+    return len(completion)
+""".format(raises=ending == "raise_in_the_loop"),
+    )
+    settings = place.recipe("dies", grpo, steps=500, env={"reward": "dies:score"}, parallel={"mode": layout})
+    process = place.process("grpo", settings, "--name", "dies", ranks=2)
+    while not (place.path / "runs/dies/metrics.jsonl").exists() or not place.steps("dies"):
+        assert process.poll() is None or place.steps("dies"), place.finish(process).err
+        time.sleep(0.2)
+    started = time.perf_counter()
+    result = place.finish(process, timeout_s=60)
+    assert result.code != 0
+    assert time.perf_counter() - started < 30
+    expected = "ArithmeticError: rank 1 is out of luck" if ending == "raise_in_the_loop" else "rank 1 leaves"
+    assert expected in result.err
+    assert len(place.steps("dies")) < 500
+
+
+def test_a_mistake_in_the_settings_is_reported_once(place, grpo):
+    result = place.finish(place.process("grpo", place.recipe("bad", grpo), "stepz=3", ranks=2))
+    assert result.code != 0
+    assert result.err.count("config error") == 1
+    assert not (place.path / "runs").exists()
+
+
+def test_prompts_must_be_shared_evenly(place, grpo):
+    result = place.finish(place.process("grpo", place.recipe("odd", grpo, prompts_per_step=3), ranks=2))
+    assert result.code != 0
+    assert "prompts_per_step 3 must be a multiple of the 2 processes" in result.err

@@ -1,0 +1,159 @@
+"""Data and rewards that people have: files of several formats, columns of several names, functions of their own."""
+
+import pytest
+import torch
+
+from llmrl.envs.llm.gsm8k import GSM8KEnv
+from llmrl.recipes.conversations import marked_pieces, tokenize_chats
+from llmrl.recipes.sft_config import SFTConfig
+from llmrl.testing import tiny_tokenizer
+
+ASK, TELL = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "four"}
+CONVERSATION = [ASK, TELL, {"role": "user", "content": "sure?"}, {"role": "assistant", "content": "yes"}]
+SHAPES = {
+    "messages": {"messages": [ASK, TELL]},
+    "prompt and completion": {"prompt": "2 + 2?", "completion": "four"},
+    "prompt and completion as messages": {"prompt": [ASK], "completion": [TELL]},
+    "question and answer": {"question": "2 + 2?", "answer": "four"},
+}
+
+
+def trained(place, row, file="chats.jsonl", **data):
+    """What is trained of a row, as text."""
+    settings = SFTConfig(model={}, data={"path": place.rows(file, [row, row]), **data})
+    chats = tokenize_chats(settings, tiny_tokenizer())
+    assert len(chats) == 2
+    return [text for text, is_trained in chats.samples(1)[0] if is_trained], chats
+
+
+@pytest.mark.parametrize("file", ["chats.jsonl", "chats.parquet"])
+@pytest.mark.parametrize("shape", list(SHAPES))
+def test_supervised_data_come_in_the_shapes_that_people_have(place, shape, file):
+    pieces, chats = trained(place, SHAPES[shape], file)
+    assert pieces == ["four<|im_end|>"]
+    assert "2 + 2?" in tiny_tokenizer().decode(chats.ids[0])
+
+
+def test_columns_of_other_names_are_named_in_the_settings(place):
+    row = {"problem_text": "2 + 2?", "reply": "four", "answer": "no"}
+    pieces, _ = trained(place, row, prompt_column="problem_text", completion_column="reply")
+    assert pieces == ["four<|im_end|>"]
+
+
+def test_every_turn_of_the_assistant_is_trained_or_the_last_one_only(place):
+    row = {"messages": CONVERSATION}
+    assert trained(place, row)[0] == ["four<|im_end|>", "yes<|im_end|>"]
+    assert trained(place, row, train_on="last")[0] == ["yes<|im_end|>"]
+
+
+def test_a_system_prompt_is_put_before_conversations_without_one(place):
+    _, chats = trained(place, {"messages": CONVERSATION}, system_prompt="Be brief.")
+    text = tiny_tokenizer().decode(chats.ids[0])
+    assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>")
+
+
+def test_only_the_first_rows_are_read_if_so_asked(place, sft):
+    place.rows("chats.jsonl", [{"prompt": str(i), "completion": "x"} for i in range(9)])
+    settings = SFTConfig(model={}, data={"path": "chats.jsonl", "rows": 5})
+    assert len(tokenize_chats(settings, tiny_tokenizer())) == 5
+
+
+@pytest.mark.parametrize("file", ["chats.jsonl", "chats.parquet"])
+def test_a_model_is_trained_on_a_file(place, sft, file):
+    place.rows(file, [{"messages": CONVERSATION}, {"messages": [ASK, TELL]}] * 4)
+    name = place.recipe("mine", {**sft, "data": {"path": file}}, epochs=3, steps=None, batch_size=4)
+    assert place.run("sft", name, "--name", "mine").code == 0
+    steps = place.steps("mine")
+    assert len(steps) == 6
+    assert steps[-1]["policy/loss"] < steps[0]["policy/loss"] - 1
+
+
+def test_a_reward_of_the_users_own_sees_the_answer_and_gives_the_advantages(place, grpo):
+    place.module("mine", "def score(completion, answer):\n    return len(completion) + 100 * int(answer)\n")
+    name = place.recipe("mine", grpo, env={"reward": "mine:score"})
+    assert place.run("grpo", name, "--name", "mine").code == 0
+    for rollout in place.rollouts("mine", 2):
+        question = rollout.prompt.split("<|im_end|>")[0].split()[-1]
+        said = rollout.completion.removesuffix("<|im_end|>")
+        assert rollout.reward == len(said) + 100 * int(question)
+    groups = {}
+    for rollout in place.rollouts("mine", 2):
+        groups.setdefault(rollout.group, []).append(rollout)
+    for group in groups.values():
+        rewards = torch.tensor([rollout.reward for rollout in group], dtype=torch.float64)
+        if rewards.std() > 0:
+            expected = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+            assert [rollout.advantage for rollout in group] == pytest.approx(expected.tolist(), rel=1e-5)
+        else:
+            assert [rollout.advantage for rollout in group] == [None] * 4, "equal rewards teach nothing"
+
+
+@pytest.mark.parametrize("file", ["prompts.jsonl", "prompts.parquet"])
+def test_prompts_come_from_a_file_and_columns_may_have_other_names(place, grpo, file):
+    rows = [{"task": f"Say {i}", "truth": str(i), "level": "easy"} for i in range(6)]
+    source = "def score(completion, answer, level):\n    return float(level == 'easy') * int(answer)\n"
+    place.module("levels", source)
+    env = {
+        "dataset": place.rows(file, rows),
+        "prompt_column": "task",
+        "answer_column": "truth",
+        "reward": "levels:score",
+        "system_prompt": "Be brief.",
+    }
+    assert place.run("grpo", place.recipe("named", grpo, env=env, zero_variance="keep"), "--name", "n").code == 0
+    for rollout in place.rollouts("n", 1):
+        assert rollout.prompt.startswith("<|im_start|>system\nBe brief.")
+        assert rollout.reward == int(rollout.prompt.split("<|im_end|>")[1].split()[-1])
+
+
+def test_prompts_may_be_conversations(place, grpo):
+    rows = [{"messages": [*CONVERSATION[:3], {"role": "assistant", "content": str(i)}]} for i in range(6)]
+    place.module("last", "def score(completion, answer):\n    return float(answer)\n")
+    env = {"dataset": place.rows("chats.jsonl", rows), "reward": "last:score"}
+    assert place.run("grpo", place.recipe("chats", grpo, env=env, zero_variance="keep"), "--name", "c").code == 0
+    rollouts = place.rollouts("c", 1)
+    assert {rollout.reward for rollout in rollouts} <= {0.0, 1.0, 2.0, 3.0, 4.0, 5.0}
+    assert "four<|im_end|>" in rollouts[0].prompt
+    assert "sure?" in rollouts[0].prompt
+
+
+def test_gsm8k_is_trained_from_a_local_file_with_its_own_prompt_and_reward(place, grpo):
+    rows = [{"question": f"Tom has {i} eggs. How many?", "answer": f"He has {i}.\n#### {i}"} for i in range(1, 9)]
+    env = {"name": "gsm8k", "dataset": place.rows("gsm8k.jsonl", rows)}
+    changes = {"zero_variance": "keep", "eval": {"dataset": "gsm8k.jsonl", "rows": 3, "max_tokens": 6}}
+    assert place.run("grpo", place.recipe("eggs", {**grpo, "env": env}, **changes), "--name", "eggs").code == 0
+    for rollout in place.rollouts("eggs", 1):
+        assert GSM8KEnv.SYSTEM_PROMPT in rollout.prompt
+        assert rollout.reward in (0.0, pytest.approx(0.1), 1.0)
+    assert 0 <= place.steps("eggs")[-1]["eval/gsm8k/mean"] <= 1
+
+
+def test_held_out_problems_of_a_users_own_are_measured(place, grpo):
+    place.module("always", "def yes(completion, answer):\n    return 0.25 if answer == 'held out' else 0.5\n")
+    place.rows("test.jsonl", [{"prompt": "Say", "answer": "held out"}] * 3)
+    name = place.recipe("exam", grpo, env={"reward": "always:yes"}, eval={"dataset": "test.jsonl", "max_tokens": 4})
+    assert place.run("grpo", name, "--name", "exam").code == 0
+    assert place.steps("exam")[-1]["eval/chat/mean"] == pytest.approx(0.25)
+
+
+def test_a_chat_template_of_the_users_own_is_used_and_saved(place, sft):
+    template = "{% for m in messages %}{% if m.role == 'assistant' %}A: {% generation %}{{ m.content }}</s>{% endgeneration %}"
+    template += "{% else %}Q: {{ m.content }}\n{% endif %}{% endfor %}{% if add_generation_prompt %}A: {% endif %}"
+    place.rows("chats.jsonl", [SHAPES["messages"]] * 4)
+    name = place.recipe("mine", {**sft, "data": {"path": "chats.jsonl"}}, chat_template=template, steps=1)
+    result = place.run("sft", name, "--name", "mine")
+    assert result.code == 0, result.err
+    assert "Q: 2 + 2?" in result.out
+    saved = place.path / "runs/mine/checkpoints/step1/chat_template.jinja"
+    assert saved.read_text() == template
+
+
+def test_text_is_cut_where_training_begins_and_ends():
+    tokenizer = tiny_tokenizer()
+    ids = torch.tensor(tokenizer("one two").input_ids + tokenizer(" three").input_ids)
+    mask = torch.zeros(len(ids), dtype=torch.bool)
+    mask[len(tokenizer("one two").input_ids) :] = True
+    assert marked_pieces(tokenizer, ids, mask) == [("one two", False), (" three", True)]
+    assert marked_pieces(tokenizer, ids, ~mask) == [("one two", True), (" three", False)]
+    assert marked_pieces(tokenizer, ids, torch.ones_like(mask)) == [("one two three", True)]
+    assert marked_pieces(tokenizer, ids[:0], mask[:0]) == []

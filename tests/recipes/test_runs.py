@@ -1,0 +1,228 @@
+"""Whole runs, from the command line to the files that they leave."""
+
+import json
+import math
+import shutil
+from typing import get_args
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import llmrl.testing
+from llmrl.envs.llm.sums import sums_reward
+from llmrl.metrics import check_metric_name, read_metrics
+from llmrl.objectives.llm.presets import PRESETS
+from llmrl.recipes.grpo_config import GRPOConfig
+from llmrl.recipes.sft_config import SFTConfig
+
+EVAL = {"rows": 6, "max_tokens": 6}
+
+
+@pytest.fixture(scope="module")
+def runs(shared_place):
+    """One supervised run on ``sums``, and one of GRPO that starts from its checkpoint."""
+    from llmrl.cli import main
+
+    place = shared_place
+    tiny = {"hidden_size": 32, "layers": 1, "heads": 2}
+    common = {"env": {"name": "sums"}, "eval": EVAL, "checkpoint": {"every": 2, "keep": 3}, "optim": {"lr": 1e-2}}
+    place.recipe("teach", {**common, "model": tiny, "data": {"path": "sums", "rows": 40}, "batch_size": 8, "steps": 5})
+    grpo = {"steps": 3, "prompts_per_step": 3, "group_size": 4, "sampling": {"max_tokens": 6}, "zero_variance": "keep"}
+    place.recipe("improve", {**common, "model": "latest:teach", **grpo, "eval": {**EVAL, "every": 2}})
+    assert main(["sft", "teach.yaml", "--name", "taught"]) == 0
+    assert main(["grpo", "improve.yaml", "--name", "improved"]) == 0
+    return place
+
+
+@pytest.mark.parametrize("run", ["taught", "improved"])
+def test_every_step_has_a_line_of_known_finite_metrics(runs, run):
+    lines = read_metrics(runs.path / "runs" / run)
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    for line in lines:
+        for name, value in line.items():
+            if name != "step":
+                check_metric_name(name)
+                assert math.isfinite(value), name
+
+
+def test_supervised_steps_tell_what_was_trained(runs):
+    first, *_, last = runs.steps("taught")
+    assert last["policy/loss"] < first["policy/loss"]
+    assert first["tokens/trained"] > 8 * 10
+    assert [step["data/epoch"] for step in runs.steps("taught")] == [0.2, 0.4, 0.6, 0.8, 1.0]
+    assert "eval/sums/mean" in last
+
+
+def test_grpo_steps_tell_what_was_sampled_and_trained(runs):
+    steps = runs.steps("improved")
+    for step in steps:
+        assert step["tokens/trained"] == 12 * step["tokens/completion_mean"]
+        assert step["group/kept_frac"] == 1.0
+        assert step["mismatch/logp_abs_max"] < 1e-4, "engine and trainer are one model"
+        assert step["async/staleness_max"] == 0
+        assert step["rollout/failed"] == 0
+    assert ["eval/sums/mean" in step for step in steps] == [False, True, True]
+
+
+def test_the_settings_are_written_down_with_every_default(runs):
+    written = yaml.safe_load((runs.path / "runs/taught/config.yaml").read_text())
+    assert set(written) == set(SFTConfig.model_fields)
+    assert written["optim"]["betas"] == [0.9, 0.95]
+
+
+def test_the_rollouts_of_every_step_are_a_parquet_file_of_groups(runs):
+    for step in (1, 2, 3):
+        rollouts = runs.rollouts("improved", step)
+        assert len(rollouts) == 12
+        groups = {rollout.group: [r for r in rollouts if r.group == rollout.group] for rollout in rollouts}
+        assert [len(group) for group in groups.values()] == [4, 4, 4]
+        for group in groups.values():
+            assert len({rollout.prompt for rollout in group}) == 1
+            assert sum(rollout.advantage for rollout in group) == pytest.approx(0, abs=1e-5)
+        assert {rollout.step for rollout in rollouts} == {step}
+        assert {rollout.version for rollout in rollouts} == {step - 1}
+        assert all(rollout.reward == sums_reward(rollout.completion, "0") for rollout in rollouts)
+
+
+def test_no_problem_is_asked_twice_before_all_were_asked(runs):
+    prompts = [rollout.prompt for step in (1, 2, 3) for rollout in runs.rollouts("improved", step)[::4]]
+    assert len(set(prompts)) == 9
+
+
+@pytest.mark.parametrize(("run", "steps"), [("taught", ["step2", "step4", "step5"]), ("improved", ["step2", "step3"])])
+def test_checkpoints_are_whole_and_load_without_llmrl(runs, run, steps):
+    assert runs.checkpoints(run) == steps
+    for name in steps:
+        folder = runs.path / "runs" / run / "checkpoints" / name
+        tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+        prompt = [{"role": "user", "content": "What is 12 + 34?"}]
+        inputs = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_tensors="pt")
+        assert model(**inputs).logits.isfinite().all()
+        made = llmrl.testing.tiny_tokenizer().apply_chat_template(prompt, add_generation_prompt=True)
+        assert inputs["input_ids"][0].tolist() == made["input_ids"]
+
+
+def test_grpo_goes_on_from_the_weights_that_supervised_training_left(runs, tmp_path):
+    """One step with a rate of nearly nothing: what it saves is what it started from."""
+    base = yaml.safe_load((runs.path / "improve.yaml").read_text())
+    name = runs.recipe("still", base, steps=1, optim={"lr": 1e-30}, eval={"every": 0})
+    assert runs.run("grpo", name, "--name", f"still-{tmp_path.name}").code == 0
+    before = AutoModelForCausalLM.from_pretrained(runs.path / "runs/taught/checkpoints/step5").state_dict()
+    after = AutoModelForCausalLM.from_pretrained(runs.path / f"runs/still-{tmp_path.name}/checkpoints/step1")
+    for key, value in after.state_dict().items():
+        assert torch.equal(value, before[key]), key
+
+
+def test_eval_measures_a_checkpoint(runs, capsys):
+    assert runs.run("eval", "taught", "--json").code == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (result["checkpoint"], result["env"], result["split"], result["rows"]) == ("step5", "sums", "test", 6)
+    assert result["mean"] == runs.steps("taught")[-1]["eval/sums/mean"]
+    assert runs.run("eval", "improved", "--checkpoint", "step2", "eval.rows=4").code == 0
+    assert "4 problems" in capsys.readouterr().out
+
+
+def test_show_prints_the_steps_and_samples(runs, capsys):
+    assert runs.run("show", "improved").code == 0
+    out = capsys.readouterr().out
+    assert "What is" in out
+    assert [line.split()[0] for line in out.splitlines() if line.startswith("     ")][:3] == ["1", "2", "3"]
+
+
+def test_a_finished_run_can_be_given_more_steps(runs):
+    shutil.copytree(runs.path / "runs/taught", runs.path / "runs/longer")
+    assert runs.run("resume", "longer", "steps=6").code == 0
+    assert [step["step"] for step in runs.steps("longer")] == [1, 2, 3, 4, 5, 6]
+    assert yaml.safe_load((runs.path / "runs/longer/config.yaml").read_text())["steps"] == 6
+    assert "step6" in runs.checkpoints("longer")
+    assert runs.run("resume", "longer").code == 0, "nothing is left to do"
+    assert len(runs.steps("longer")) == 6
+
+
+def test_the_plan_stands_before_any_weights_are_loaded(place, sft, monkeypatch):
+    def refuse(*arguments, **options):
+        raise MemoryError("no weights today")
+
+    monkeypatch.setattr(llmrl.testing, "tiny_model", refuse)
+    with pytest.raises(MemoryError):
+        place.run("sft", place.recipe("plan", sft))
+    out = place.capture.readouterr().out
+    for words in ("1 process", "8 conversations a step", "of the tokens trained", "stop token trained yes", "3 steps"):
+        assert words in out
+
+
+def test_the_plan_of_grpo_names_the_four_choices(place, grpo):
+    out = place.run("grpo", place.recipe("plan", grpo, algo="dr_grpo", steps=1)).out
+    for words in ("4 prompts x 4 = 16 rollouts", "R - mean_group", "ratio", "aggregation", "KL", "12 prompts"):
+        assert words in out
+
+
+@pytest.mark.parametrize("command", ["sft", "grpo"])
+def test_a_dry_run_loads_no_weights_and_writes_nothing(place, sft, grpo, command, monkeypatch):
+    name = place.recipe("dry", {"sft": sft, "grpo": grpo}[command])
+    before = sorted(place.path.rglob("*"))
+    monkeypatch.delattr(llmrl.testing, "tiny_model")
+    result = place.run(command, name, "--dry-run")
+    assert result.code == 0
+    assert "tiny qwen2, 1 layers of 32" in result.out
+    assert "of the tokens trained" in result.out
+    assert [path for path in sorted(place.path.rglob("*")) if "__pycache__" not in path.parts] == before
+
+
+def test_every_algorithm_can_be_named():
+    assert set(get_args(GRPOConfig.model_fields["algo"].annotation)) == set(PRESETS)
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize("algo", PRESETS)
+def test_every_algorithm_takes_a_step(place, grpo, algo, updates):
+    settings = place.recipe("algo", grpo, algo=algo, steps=2, updates_per_step=updates)
+    result = place.run("grpo", settings, "--name", "a")
+    assert result.code == 0, result.err
+    for step in place.steps("a"):
+        assert math.isfinite(step["policy/loss"])
+        assert step["policy/grad_norm"] > 0
+
+
+def test_the_divergence_from_the_starting_model_is_zero_at_first_and_then_not(place, grpo):
+    assert place.run("grpo", place.recipe("kl", grpo, grpo={"kl": 0.1}), "--name", "kl").code == 0
+    first, *others = [step["policy/kl_ref"] for step in place.steps("kl")]
+    assert first == pytest.approx(0, abs=1e-6)
+    assert all(value > 1e-6 for value in others)
+
+
+def test_several_updates_share_the_rollouts_of_a_step(place, grpo):
+    name = place.recipe("parts", grpo, updates_per_step=4, group_size=5)
+    assert place.run("grpo", name, "--name", "parts").code == 0
+    for step in place.steps("parts"):
+        kept = round(step["group/kept_frac"] * 20)
+        assert step["tokens/trained"] <= 20 * step["tokens/completion_max"]
+        assert step["tokens/trained"] >= kept
+
+
+def test_conversations_of_several_turns_are_trained_as_one(place, grpo):
+    name = place.recipe("turns", grpo, env={"max_turns": 2}, steps=2)
+    assert place.run("grpo", name, "--name", "turns").code == 0
+    assert max(rollout.tokens for rollout in place.rollouts("turns", 1)) > 8
+
+
+def test_supervised_training_ends_early_when_it_is_good_enough(place, sft):
+    name = place.recipe(
+        "early",
+        sft,
+        steps=9,
+        env={"name": "sums"},
+        eval=EVAL,
+        stop={"at_least": 0.0, "rows": 4, "every": 2, "after": 4},
+    )
+    assert place.run("sft", name, "--name", "early").code == 0
+    assert [step["step"] for step in place.steps("early")] == [1, 2, 3, 4]
+    assert place.steps("early")[-1]["eval/sums-validation/mean"] >= 0
+
+
+def test_sample_conversations_show_what_is_trained(place, sft):
+    out = place.run("sft", place.recipe("samples", sft, steps=1)).out
+    assert "«" in out
+    assert "</answer><|im_end|>»" in out.replace("\n", "")

@@ -1,0 +1,150 @@
+"""Runs that end early: a full disk, Ctrl-C, a kill. What was saved before is whole, and the run goes on from it."""
+
+import errno
+import os
+import shutil
+import signal
+import time
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+WATCH = """
+import os, signal
+
+def interrupt_once(completion, answer):
+    flag = os.path.join(os.path.dirname(__file__), "interrupted")
+    if answer == "{answer}" and not os.path.exists(flag):
+        open(flag, "w").close()
+        os.kill(os.getpid(), signal.{signal})
+    return len(completion)
+"""
+
+
+def no_space(*arguments, **options):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(("owner", "method"), [(torch, "save"), (PreTrainedModel, "save_pretrained")])
+def test_a_full_disk_leaves_the_checkpoint_before_it_and_the_run_goes_on_from_there(
+    place, grpo, same, monkeypatch, owner, method
+):
+    name = place.recipe("disk", grpo, steps=4, checkpoint={"every": 2})
+    assert place.run("grpo", name, "--name", "straight").code == 0
+    write, calls = getattr(owner, method), []
+
+    def fill_up(*arguments, **options):
+        calls.append(arguments)
+        return write(*arguments, **options) if len(calls) == 1 else no_space()
+
+    monkeypatch.setattr(owner, method, fill_up)
+    result = place.run("grpo", name, "--name", "full")
+    assert result.code == 4
+    for words in ("step 4 could not be written", "No space left on device", "step2 is intact", "llmrl resume"):
+        assert words in result.err
+    assert place.checkpoints("full") == ["step2"]
+    AutoModelForCausalLM.from_pretrained(place.path / "runs/full/checkpoints/step2")
+    monkeypatch.undo()
+    monkeypatch.chdir(place.path)
+    assert place.run("resume", "full").code == 0
+    same(place.steps("straight"), place.steps("full"))
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_an_interrupted_run_finishes_its_step_writes_a_checkpoint_and_goes_on_later(place, grpo, same, name):
+    place.module("watch", WATCH.format(answer=9, signal=name))
+    settings = place.recipe("watch", grpo, steps=5, env={"reward": "watch:interrupt_once"}, optim={"schedule": "cosine"})
+    result = place.run("grpo", settings, "--name", "stopped")
+    assert result.code == 130
+    done = len(place.steps("stopped"))
+    assert 0 < done < 5
+    assert place.checkpoints("stopped") == [f"step{done}"]
+    assert "interrupted" in result.out
+    assert "llmrl resume runs/stopped" in result.out.replace("\n", "")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert place.run("resume", "stopped").code == 0
+    assert place.run("grpo", settings, "--name", "straight").code == 0
+    same(place.steps("straight"), place.steps("stopped"))
+
+
+def test_an_interrupted_supervised_run_goes_on_later(place, sft, same, monkeypatch):
+    from llmrl.recipes.updates import Updater
+
+    step = Updater.step
+
+    def interrupted(self, loss, batch, number):
+        if number == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(self, loss, batch, number)
+
+    settings = place.recipe("stop", sft, steps=5, optim={"schedule": "linear"}, checkpoint={"every": 0})
+    assert place.run("sft", settings, "--name", "straight").code == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(Updater, "step", interrupted)
+        assert place.run("sft", settings, "--name", "stopped").code == 130
+    assert place.checkpoints("stopped") == ["step2"]
+    assert place.run("resume", "stopped").code == 0
+    same(place.steps("straight"), place.steps("stopped"))
+
+
+def test_what_a_kill_left_of_a_checkpoint_is_not_used(place, sft):
+    settings = place.recipe("kill", sft, steps=4, checkpoint={"every": 2, "keep": 3})
+    assert place.run("sft", settings, "--name", "killed").code == 0
+    folder = place.path / "runs/killed/checkpoints"
+    (folder / "step4").rename(folder / ".draft-step4")
+    (folder / ".draft-step4" / "trainer.pt").unlink()
+    result = place.run("resume", "killed")
+    assert result.code == 0
+    assert place.checkpoints("killed") == ["step2", "step4"]
+    assert [step["step"] for step in place.steps("killed")] == [1, 2, 3, 4]
+
+
+def test_a_broken_checkpoint_is_named(place, sft):
+    assert place.run("sft", place.recipe("broken", sft), "--name", "broken").code == 0
+    (place.path / "runs/broken/checkpoints/step3/trainer.pt").write_bytes(b"not a checkpoint")
+    result = place.run("resume", "broken", "steps=5")
+    assert result.code == 4
+    assert "step3: trainer.pt cannot be read" in result.err
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_terminal_ends_a_run_with_a_checkpoint_and_exit_code_130(place, sft):
+    settings = place.recipe("long", sft, steps=100_000, data={"rows": 400})
+    process = place.process("sft", settings, "--name", "long")
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.split()[:1] == ["3"]:
+            process.send_signal(signal.SIGINT)
+            break
+    result = place.finish(process)
+    assert result.code == 130, "".join(lines) + result.out + result.err
+    assert "Traceback" not in result.err
+    (name,) = place.checkpoints("long")
+    done = len(place.steps("long"))
+    assert name == f"step{done}"
+    assert place.run("resume", "long", f"steps={done + 2}").code == 0
+    assert len(place.steps("long")) == done + 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["sft", "grpo"])
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(place, sft, grpo, same, command):
+    base = {"sft": sft, "grpo": grpo}[command]
+    optim = {"schedule": "cosine", "warmup": 5}
+    settings = place.recipe("kill", base, steps=60, optim=optim, checkpoint={"every": 7, "keep": 2})
+    assert place.run(command, settings, "--name", "straight").code == 0
+    process = place.process(command, settings, "--name", "killed")
+    for line in process.stdout:
+        if line.split()[:1] == ["10"]:
+            process.kill()
+            break
+    place.finish(process)
+    assert process.returncode == -signal.SIGKILL
+    assert 10 <= len(place.steps("killed")) < 60
+    assert place.run("resume", "killed").code == 0
+    same(place.steps("straight"), place.steps("killed"))
+    if command == "grpo":
+        for step in range(1, 61):
+            assert place.rollouts("straight", step) == place.rollouts("killed", step)

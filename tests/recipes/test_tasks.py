@@ -1,0 +1,120 @@
+"""The tasks by their names: prompts that fit, problems that are held out, and the rewards of answers."""
+
+import pytest
+
+from llmrl.envs.llm.sums import SPLITS, sums_demonstrations, sums_problems, sums_reward
+from llmrl.errors import ConfigError, DataError
+from llmrl.modules.llm.rendering import Renderer
+from llmrl.recipes.settings import EnvSettings, EvalSettings
+from llmrl.recipes.tasks import eval_rows, fit_prompts, make_env, training_rows
+from llmrl.testing import ScriptedPolicy, tiny_tokenizer
+
+SUMS = EnvSettings(name="sums")
+
+
+@pytest.fixture(scope="module")
+def renderer():
+    return Renderer(tiny_tokenizer())
+
+
+# --- the embedded task
+
+
+def test_no_held_out_sum_is_among_those_that_are_trained():
+    questions = {split: [row["question"] for row in sums_problems(split)] for split in SPLITS}
+    together = [question for split in questions.values() for question in split]
+    assert len(together) == len(set(together)) == 90 * 90
+    assert (len(questions["test"]), len(questions["validation"])) == (1000, 500)
+
+
+def test_demonstrations_and_problems_are_the_same_sums_and_the_demonstrations_are_right():
+    for problem, shown in zip(sums_problems("validation"), sums_demonstrations("validation"), strict=True):
+        question, answer = shown["messages"]
+        assert question["content"] == problem["question"]
+        assert sums_reward(answer["content"], problem["answer"]) == 1.0
+
+
+def test_the_splits_are_always_the_same():
+    assert sums_problems("test")[:2] == sums_problems("test")[:2]
+    assert sums_problems("test")[0] == {"question": "What is 25 + 60?", "answer": "85"}
+
+
+def test_an_unknown_split_is_refused_with_a_near_name():
+    with pytest.raises(ConfigError, match=r"one of test, validation, train.*Did you mean 'train'"):
+        sums_problems("trian")
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        ("7+8=15, 3+5+1=9\n<answer>95</answer>", 1.0),
+        ("<answer> 95 </answer>", 1.0),
+        ("<answer>095</answer>", 1.0),
+        ("no working\n<answer>94</answer> no: <answer>95</answer>", 1.0),
+        ("<answer>95</answer> no: <answer>94</answer>", 0.0),
+        ("95", 0.0),
+        ("<answer>95", 0.0),
+        ("<answer>9 5</answer>", 0.0),
+        ("<answer></answer>", 0.0),
+        ("<answer>-95</answer>", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_a_sum_is_right_if_its_last_answer_block_holds_it(completion, reward):
+    assert sums_reward(completion, "95") == reward
+
+
+# --- rows
+
+
+def test_every_task_has_rows_to_train_on_and_others_to_measure():
+    assert len(training_rows(SUMS)) == 6600
+    assert len(eval_rows(SUMS, EvalSettings(rows=500))) == 500
+    assert len(eval_rows(SUMS, EvalSettings(rows=None))) == 1000
+    assert len(eval_rows(SUMS, EvalSettings(split="validation", rows=200))) == 200
+
+
+def test_a_file_of_ones_own_has_no_held_out_problems_unless_they_are_named(place):
+    env = EnvSettings(dataset="prompts.jsonl", reward="vowels:share")
+    assert eval_rows(env, EvalSettings()) is None
+    assert len(eval_rows(env, EvalSettings(dataset="prompts.jsonl", rows=5))) == 5
+
+
+def test_prompts_are_measured_with_their_system_prompt_and_the_generation_prompt(renderer):
+    rows = [{"question": "Hi"}, {"question": "Hi there, how are you?"}]
+    lengths = [len(ids) for ids in renderer.prompt_ids([[{"role": "user", "content": r["question"]}] for r in rows])]
+    exact = SUMS.model_copy(update={"max_prompt_tokens": lengths[1]})
+    assert fit_prompts(exact, rows, renderer) == (rows, 0)
+    short = SUMS.model_copy(update={"max_prompt_tokens": lengths[1] - 1, "too_long": "drop"})
+    assert fit_prompts(short, rows, renderer) == (rows[:1], 1)
+    with pytest.raises(DataError, match=f"row 2 has {lengths[1]}, 1 of 2 rows are too long"):
+        fit_prompts(short.model_copy(update={"too_long": "error"}), rows, renderer)
+    spoken = exact.model_copy(update={"system_prompt": "Be brief."})
+    with pytest.raises(DataError, match="row 1 has"):
+        fit_prompts(spoken, rows, renderer)
+
+
+def test_gsm8k_is_measured_with_the_system_prompt_of_its_environment(renderer):
+    env = EnvSettings(name="gsm8k", dataset="x", max_prompt_tokens=30)
+    with pytest.raises(DataError, match="row 1 has"):
+        fit_prompts(env, [{"question": "2 + 2?", "answer": "#### 4"}], renderer)
+
+
+# --- environments
+
+
+@pytest.mark.parametrize(
+    ("env", "replies", "rewards"),
+    [
+        (SUMS, ["<answer>4</answer>", "<answer>5</answer>"], [1.0, 0.0]),
+        (EnvSettings(name="gsm8k"), ["<answer>4</answer>", "<answer>5</answer>"], [1.0, 0.1]),
+        (EnvSettings(name="sums", reward="builtins:len"), ["four", "no"], [4.0, 2.0]),
+        (EnvSettings(name="gsm8k", reward="builtins:len"), ["four", "no"], [4.0, 2.0]),
+    ],
+)
+def test_a_task_scores_its_answers_by_its_own_reward_or_by_the_one_that_is_named(env, replies, rewards):
+    rows = [{"question": "2 + 2?", "answer": "#### 4" if env.name == "gsm8k" else "4"}]
+    made = make_env(env, rows, num_envs=2)
+    after = made.step(ScriptedPolicy(replies)(made.reset()))["next"]
+    assert after["reward"].flatten().tolist() == pytest.approx(rewards)
+    assert after["done"].all()

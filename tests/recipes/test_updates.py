@@ -1,0 +1,203 @@
+"""One optimizer step: its learning rate, its micro-batches, and that neither the cut nor the memory changes the result."""
+
+import copy
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from llmrl.modules.llm.log_probs import TokenScorer
+from llmrl.modules.llm.policies.containers import LogProbs, Masks, Tokens
+from llmrl.objectives.llm import GRPOLoss, SFTLoss
+from llmrl.recipes.session import Session
+from llmrl.recipes.settings import OptimSettings
+from llmrl.recipes.sft_config import SFTConfig
+from llmrl.recipes.updates import Updater, learning_rate, microbatches
+from llmrl.testing import tiny_model
+
+CONFIG = SFTConfig(model={}, data={"path": "sums"})
+
+
+@pytest.fixture
+def session():
+    with Session(CONFIG) as session:
+        yield session
+
+
+def updater(session, model, *, tokens=16384, steps=10, **optim):
+    optim = OptimSettings(**{"lr": 1e-2, **optim})
+    return Updater(session, TokenScorer(model), optim, steps=steps, tokens_per_microbatch=tokens)
+
+
+def tiny():
+    return tiny_model(hidden_size=32, layers=1, heads=2)
+
+
+def batch(lengths, seed=0, ratio=0.0):
+    """Rows of random ids; the second half of each is trained, but the last row has nothing to train."""
+    draw = torch.Generator().manual_seed(seed)
+    ids = [torch.randint(5, 300, (n,), generator=draw) for n in lengths]
+    masks = [torch.arange(n) >= max(1, n // 2) for n in lengths]
+    masks[-1][:] = False
+    log_probs = [(-6.0 + ratio * torch.randn(n, generator=draw)) * mask for n, mask in zip(lengths, masks, strict=True)]
+    return TensorDict(
+        {
+            "tokens": Tokens.from_rows({"full": ids}),
+            "masks": Masks.from_rows({"all_assistant_mask": masks}),
+            "log_probs": LogProbs.from_rows({"full": log_probs}),
+            "advantage": torch.randn(len(lengths), 1, 1, generator=draw),
+            "group_id": torch.arange(len(lengths)) // 2,
+        },
+        batch_size=[len(lengths)],
+    )
+
+
+# --- learning rate
+
+
+def test_the_learning_rate_rises_to_its_peak_and_ends_at_a_twentieth():
+    for schedule in ("linear", "cosine"):
+        optim = OptimSettings(lr=2.0, warmup=4, schedule=schedule)
+        rates = [learning_rate(optim, step, 12) for step in range(1, 13)]
+        assert rates[:4] == [0.5, 1.0, 1.5, 2.0]
+        assert rates[4:] == sorted(rates[4:], reverse=True)
+        assert rates[-1] == pytest.approx(0.1)
+        assert rates[7] == pytest.approx(2.0 * (0.05 + 0.95 * 0.5)), "half way down"
+
+
+def test_a_constant_learning_rate_stays():
+    assert [learning_rate(OptimSettings(lr=3.0), step, 4) for step in range(1, 5)] == [3.0] * 4
+
+
+def test_a_warm_up_as_long_as_the_run_is_all_there_is():
+    optim = OptimSettings(lr=1.0, warmup=3, schedule="cosine")
+    assert [round(learning_rate(optim, step, 3), 3) for step in range(1, 4)] == [0.333, 0.667, 1.0]
+
+
+# --- micro-batches
+
+
+@given(lengths=st.lists(st.integers(1, 60), max_size=30), budget=st.integers(1, 200))
+def test_micro_batches_hold_every_row_once_within_the_budget(lengths, budget):
+    parts = microbatches(lengths, budget)
+    assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
+    for part in parts:
+        padded = len(part) * max(lengths[row] for row in part)
+        assert padded <= budget or len(part) == 1, "only a row that is longer by itself may exceed it"
+
+
+def test_micro_batches_put_rows_of_similar_length_together():
+    assert microbatches([30, 2, 31, 3], 64) == [[1, 3], [0, 2]]
+
+
+# --- the step
+
+
+@settings(max_examples=12)
+@given(
+    lengths=st.lists(st.integers(4, 24), min_size=2, max_size=8),
+    budget=st.integers(1, 120),
+    loss=st.sampled_from(["sft", "grpo", "dr_grpo", "prompt-mean"]),
+)
+def test_the_budget_of_a_micro_batch_never_changes_the_result(lengths, budget, loss):
+    losses = {
+        "sft": lambda actor: SFTLoss(actor),
+        "grpo": lambda actor: GRPOLoss(actor, entropy_coeff=0.01),
+        "dr_grpo": lambda actor: GRPOLoss(actor, aggregation="dr_grpo", max_length=32),
+        "prompt-mean": lambda actor: GRPOLoss(actor, aggregation="prompt-mean"),
+    }
+    results = []
+    with Session(CONFIG) as session:
+        for tokens in (10**6, budget):
+            model = tiny()
+            one = updater(session, model, tokens=tokens)
+            metrics = one.step(losses[loss](one.scorer), batch(lengths, ratio=0.1), 1)
+            results.append((metrics, model.state_dict()))
+    (whole, whole_weights), (cut, cut_weights) = results
+    assert whole.keys() == cut.keys()
+    for name, value in whole.items():
+        assert cut[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+    for name, value in whole_weights.items():
+        # Adam's first step is lr * sign(gradient) where the gradient is not tiny: compare where it is not
+        close = (cut_weights[name] - value).abs() <= 1e-5
+        assert close.float().mean() > 0.99, name
+
+
+def test_the_gradient_of_a_step_is_that_of_the_mean_over_its_tokens(session):
+    rows = batch([8, 12, 10])
+    model, reference = tiny(), tiny()
+    one = updater(session, model, tokens=12, clip_norm=1e9)
+    metrics = one.step(SFTLoss(one.scorer), rows, 1)
+    total, count = 0.0, 0
+    for ids, mask in zip(
+        rows.get(("tokens", "full"), as_list=True), rows.get(("masks", "all_assistant_mask"), as_list=True), strict=True
+    ):
+        scores = reference(ids[None]).logits[0, :-1].log_softmax(-1)
+        total = total - scores.gather(1, ids[1:, None])[:, 0][mask[1:]].sum()
+        count += int(mask[1:].sum())
+    mean = total / count
+    mean.backward()
+    norm = math.sqrt(sum(float(p.grad.square().sum()) for p in reference.parameters() if p.grad is not None))
+    assert metrics["tokens"] == count
+    assert metrics["loss"] == pytest.approx(mean.item(), rel=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+def test_a_step_without_a_token_to_train_changes_nothing(session):
+    model = tiny()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    one = updater(session, model)
+    rows = batch([6, 7])
+    rows = rows[torch.tensor([1])]
+    assert one.step(SFTLoss(one.scorer), rows, 1) == {}
+    assert one.step(SFTLoss(one.scorer), None, 1) == {}
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_gradient_that_is_not_finite_is_reported_and_not_applied(session):
+    model = tiny()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    one = updater(session, model)
+    model.lm_head.weight.register_hook(lambda gradient: gradient * math.inf)
+    metrics = one.step(SFTLoss(one.scorer), batch([6, 7, 8]), 1)
+    assert not math.isfinite(metrics["grad_norm"])
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_gradients_are_scaled_down_to_the_norm_that_is_allowed(session):
+    small, large = tiny(), tiny()
+    for model, clip_norm in ((small, 1e-3), (large, 1e9)):
+        one = updater(session, model, clip_norm=clip_norm)
+        metrics = one.step(SFTLoss(one.scorer), batch([6, 7, 8]), 1)
+        assert metrics["grad_norm"] > 0.1, "the norm before clipping is what is reported"
+        moment = one.optimizer.state[model.lm_head.weight]["exp_avg"].norm()
+        if clip_norm < 1:
+            assert moment < 1e-3
+        else:
+            assert moment > 1e-3
+
+
+def test_an_optimizer_goes_on_from_its_state_in_another_updater(session):
+    first, second = tiny(), tiny()
+    one = updater(session, first, weight_decay=0.1)
+    for step in (1, 2):
+        one.step(SFTLoss(one.scorer), batch([6, 7, 8], seed=step), step)
+    other = updater(session, second, weight_decay=0.1)
+    second.load_state_dict(first.state_dict())
+    other.load_state_dict(copy.deepcopy(one.state_dict()))
+    for step in (3, 4):
+        rows = batch([6, 7, 8], seed=step)
+        assert one.step(SFTLoss(one.scorer), rows, step) == other.step(SFTLoss(other.scorer), rows, step)
+    for name, value in first.state_dict().items():
+        assert torch.equal(value, second.state_dict()[name]), name
+
+
+def test_one_process_may_hold_one_session_after_another_of_another_precision():
+    for dtype in ("float32", "bfloat16", "float32"):
+        with Session(CONFIG.model_copy(update={"dtype": dtype})) as session:
+            one = updater(session, tiny())
+            assert math.isfinite(one.step(SFTLoss(one.scorer), batch([6, 7, 8]), 1)["loss"])
+            assert ("bfloat16" in session.describe()) == (dtype == "bfloat16")
