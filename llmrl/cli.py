@@ -1,7 +1,7 @@
 """The command ``llmrl``: reads the command line, checks the settings, then hands over to a recipe.
 
 Everything up to a valid configuration runs without torch, so that help and mistakes answer at once. What a command does
-is in the recipes (sft, grpo, eval, resume), in `llmrl.show` and in `llmrl.doctor`.
+is in the recipes (sft, grpo, eval, resume, template), in `llmrl.show` and in `llmrl.doctor`.
 
 Exit codes: 0 done, 2 bad configuration, 3 the environment or the data lacks something, 4 training aborted,
 130 interrupted (after a checkpoint).
@@ -56,17 +56,21 @@ usage: llmrl COMMAND ...
   resume  RUN [section.key=value ...]      go on from a run's last checkpoint
   eval    RUN [section.key=value ...]      measure a run's checkpoint
   show    RUN                              a run's steps, before and after, samples; reads files only
+  template NAME_OR_PATH                    what a chat template does to training, on a conversation
   doctor                                   devices, versions, and what works here
 
 RECIPE is a YAML file or a packaged recipe: {recipes}
 RUN is a folder, or the name of one in runs/. Each command has its own --help.
-exit codes: 0 done, 2 bad configuration, 3 environment or data, 4 training aborted, 130 interrupted"""
+exit codes: 0 done, 1 template or doctor found a problem, 2 bad configuration, 3 environment or data,
+            4 training aborted, 130 interrupted"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. ``argv`` None: the arguments of this process."""
     code = _run(list(sys.argv[1:] if argv is None else argv))
-    if code not in (DONE, INTERRUPTED) and _in_process_group():  # the other ranks wait for this one: leave them at once,
+    if (
+        code not in (DONE, INTERRUPTED) and _in_process_group()
+    ):  # the other ranks wait for this one: leave them at once,
         sys.stdout.flush()  # without the destructors that would wait for them; their launcher then ends them
         sys.stderr.flush()
         os._exit(code)
@@ -104,6 +108,7 @@ def _dispatch(arguments: list[str]) -> int:
         "resume": _resume,
         "eval": _eval,
         "show": _show,
+        "template": _template,
         "doctor": _doctor,
     }
     if not arguments or arguments[0] in ("-h", "--help", "help"):
@@ -205,6 +210,17 @@ def _show(arguments: list[str]) -> int:
     else:
         show.show(run, rows=options.rows, step=options.step, samples=options.samples)
     return DONE
+
+
+def _template(arguments: list[str]) -> int:
+    parser = _Parser("llmrl template", usage="llmrl template NAME_OR_PATH [options]")
+    parser.add_argument("name", help="a folder with a tokenizer, a registered template, or a name on the hub")
+    parser.add_argument("--tools", action="store_true", help="conversations with tools are to work, too")
+    parser.add_argument("--data", metavar="FILE", help="look at its conversations instead of a made-up one")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse(arguments)
+    diagnose = importlib.import_module("llmrl.recipes.template")
+    return diagnose.run(options.name, tools=options.tools, data=options.data, as_json=options.json)
 
 
 def _doctor(arguments: list[str]) -> int:

@@ -178,6 +178,7 @@ def _train(config: GRPOConfig, session: Session, run_dir: Path, store: Checkpoin
     rollouts: StepRollouts | None = None
     step, conversations, trained, status = start, 0, 0, 0
     first_reward: float | None = None
+    shown = False  # the traceback of a failing reward
     log = MetricsLog(run_dir, enabled=session.is_first, resume_step=start if resume else None, mirrors=config.log)
     rollout_log = RolloutLog(run_dir, enabled=session.is_first, resume_step=start if resume else None)
     display = StepDisplay(config.steps, GRPO_COLUMNS, console=session.console, title=run_dir.name, start=start)
@@ -232,7 +233,8 @@ def _train(config: GRPOConfig, session: Session, run_dir: Path, store: Checkpoin
             rollout_log.write(step, rollouts.records(step))
             display.step(step, metrics, remark)
             if metrics["rollout/failed"]:
-                display.warn(f"step {step}: {metrics['rollout/failed']:.0f} rollouts failed. {_first_error(env)}")
+                error, shown = "" if shown else _first_error(env), True
+                display.warn(f"step {step}: {metrics['rollout/failed']:.0f} rollouts failed. {error}".rstrip())
             if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
                 save_state(
                     store,

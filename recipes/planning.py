@@ -24,7 +24,8 @@ Rows = list[tuple[str, str]]
 
 
 def sft_plan(config: SFTConfig, session: Session, tokenizer: PreTrainedTokenizerBase, chats: TokenizedChats) -> Rows:
-    steps = config.steps or max(1, math.ceil(config.epochs * math.ceil(len(chats) / config.batch_size)))
+    steps_per_epoch = math.ceil(len(chats) / config.batch_size)
+    steps = config.steps or max(1, math.ceil(config.epochs * steps_per_epoch))
     cut = f" · {chats.num_cut} longer than {config.max_length} tokens, {config.too_long}" if chats.num_cut else ""
     ending = (
         f" or until {config.env.name} {config.stop.split} reaches {config.stop.at_least}"
@@ -42,7 +43,7 @@ def sft_plan(config: SFTConfig, session: Session, tokenizer: PreTrainedTokenizer
         ("optim", _optim(config.optim)),
         ("template", check_template(chats.renderer, tokenizer, share=chats.trained_share())),
         ("data", f"{chats.source} · {len(chats)} conversations{cut} · {sum(map(len, chats.ids))} tokens"),
-        ("length", f"{steps} steps = {steps * config.batch_size / len(chats):.2f} epochs{ending}"),
+        ("length", f"{steps} steps = {steps / steps_per_epoch:.2f} epochs{ending}"),
         ("keep", _checkpoints(config)),
     ]
 

@@ -70,7 +70,7 @@ def _train(config: SFTConfig, session: Session, run_dir: Path, store: Checkpoint
         session.console, f"sft · {chats.source}", sft_plan(config, session, tokenizer, chats), right=str(run_dir)
     )
 
-    steps = num_steps(config, len(chats))
+    steps, steps_per_epoch = num_steps(config, len(chats)), math.ceil(len(chats) / config.batch_size)
     model = load_model(source, tokenizer, runs=run_dir.parent).to(session.device)
     policy = TransformersWrapper(model, tokenizer=tokenizer, input_mode="history", generate=False)
     student, source = policy, None  # who is examined: the policy itself, or a whole copy if its parameters are sharded
@@ -116,7 +116,7 @@ def _train(config: SFTConfig, session: Session, run_dir: Path, store: Checkpoint
                 "policy/grad_norm": update["grad_norm"],
                 "policy/lr": update["lr"],
                 "tokens/trained": update["tokens"],
-                "data/epoch": step * config.batch_size / len(chats),
+                "data/epoch": step / steps_per_epoch,
                 "time/update": updated,
                 "perf/train_tok_s": update["tokens"] / updated,
             }

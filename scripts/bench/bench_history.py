@@ -13,16 +13,18 @@ from __future__ import annotations
 import argparse
 import random
 import re
+from functools import partial
 
 from table import Row, add_json_option, print_table, write_rows
 from timing import best
 
 from llmrl.data.llm import History
+from llmrl.data.llm.templates import template_names
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.testing import tiny_tokenizer
 
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "12", "34", "+", "=", "then", "é", "done")
-TURN = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>|\Z)", re.DOTALL)
+TURN = re.compile(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", re.DOTALL)
 SIZES = ((64, 3), (512, 10))
 
 
@@ -106,18 +108,26 @@ def rendering(repeats: int) -> list[Row]:
 
 
 def parsing(repeats: int) -> list[Row]:
-    rows = []
+    """The yardstick reads ChatML, also for the other formats: they hold the same conversations."""
+    rows, slowest = [], ("", 0.0)
     for num, turns in SIZES:
-        texts = History.from_chats(conversations(num, turns)).apply_chat_template(
-            chat_template_name="chatml_format", add_generation_prompt=False
-        )
-        parsed = ratio(
-            lambda texts=texts: History.from_text(texts, chat_template_name="chatml_format"),
-            lambda texts=texts: [TURN.findall(text) for text in texts],
-            repeats,
-        )
-        rows.append(Row(f"from_text, {num} x {turns}, against one regular expression", parsed, 5))
-    return rows
+        chats = conversations(num, turns + turns % 2)
+        texts = written("chatml_format", chats)
+        for name in template_names():
+            parsed = ratio(
+                partial(History.from_text, written(name, chats), chat_template_name=name),
+                lambda texts=texts: [TURN.findall(text) for text in texts],
+                repeats if name == "chatml_format" else max(3, repeats // 3),
+            )
+            if name == "chatml_format":
+                rows.append(Row(f"from_text, {num} x {turns}, ChatML, against one regular expression", parsed, 5))
+            slowest = max(slowest, (name, parsed), key=lambda pair: pair[1])
+    return [*rows, Row(f"from_text, the slowest format ({slowest[0]}), against the same", slowest[1], 5)]
+
+
+def written(name: str, chats: list[list[dict[str, str]]]) -> list[str]:
+    history = History.from_chats(chats)
+    return history.apply_chat_template(chat_template_name=name, add_generation_prompt=False)
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Times what a person waits for before anything happens: help, a mistake, an import, the first training step.
 
-    python scripts/bench/bench_startup.py [--repeats 7] [--no-runs]
+    python scripts/bench/bench_startup.py [--repeats 15] [--no-runs]
 
 Each figure is the wall time of a fresh interpreter, the fastest of the repeats. `import llmrl` is what it takes beyond
 an interpreter that does nothing. The first training step is timed from the start of the command to the step's line in
@@ -72,7 +72,7 @@ def first_step(*arguments: str, limit_s: float = 120.0) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--no-runs", action="store_true", help="leave out the two training commands")
     add_json_option(parser)
     arguments = parser.parse_args()

@@ -1,6 +1,6 @@
-"""Runs the benchmarks of this folder, each in a process of its own, and prints one table.
+"""Runs the benchmarks of this folder (``bench_*.py``), each in a process of its own, and prints one table.
 
-    scripts/bench/run [loss render rollout buffer grpo_step startup] [--verbose]
+    scripts/bench/run [loss rollout ...] [--verbose]
 
 Exits with 1 if a row misses its target or a benchmark fails. README.md says what the rows mean.
 """
@@ -19,7 +19,8 @@ from pathlib import Path
 
 from table import Row, print_table, read_rows
 
-BENCHMARKS = ("loss", "render", "rollout", "buffer", "grpo_step", "startup")
+FOLDER = Path(__file__).parent
+BENCHMARKS = sorted(path.stem.removeprefix("bench_") for path in FOLDER.glob("bench_*.py"))
 
 
 def run_one(name: str, folder: Path, verbose: bool) -> list[Row] | None:
@@ -29,7 +30,7 @@ def run_one(name: str, folder: Path, verbose: bool) -> list[Row] | None:
     environment = os.environ if name == "startup" else os.environ | {"OMP_NUM_THREADS": "1"}
     started = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name(f"bench_{name}.py")), "--json", str(result)],
+        [sys.executable, str(FOLDER / f"bench_{name}.py"), "--json", str(result)],
         env=environment,
         stdout=None if verbose else subprocess.PIPE,
         stderr=None if verbose else subprocess.STDOUT,

@@ -280,3 +280,53 @@ def test_a_template_without_a_boundary_is_named():
     )
     with pytest.raises(TemplateError, match="rewrites the past"):
         make_history().to_tokens(tokenizer)
+
+
+class CountingTokenizer:
+    """A tokenizer that counts its calls."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.num_calls = tokenizer, 0
+
+    def __call__(self, *args, **kwargs):
+        self.num_calls += 1
+        return self.tokenizer(*args, **kwargs)
+
+    def __getattr__(self, name):
+        return getattr(self.tokenizer, name)
+
+
+def test_a_batch_of_texts_is_tokenised_in_one_call_and_prompt_and_response_once(tokenizer):
+    counting = CountingTokenizer(tokenizer)
+    text = make_history((6,)).to_text(tokenizer)
+    tokens = text.to_tokens(counting)
+    assert counting.num_calls == 1
+    for prompt, response, full in zip(*(tokens.rows(name) for name in ("prompt", "response", "full")), strict=True):
+        assert torch.equal(full, torch.cat([prompt, response]))
+
+
+def test_a_view_of_one_field_is_converted_by_itself(tokenizer):
+    text = Text.from_rows({"full": ["<|im_start|>user\nHi<|im_end|>\n", "<|im_start|>user\nYou<|im_end|>\n"]})
+    tokens = text.to_tokens(tokenizer)
+    assert tokens.prompt is None
+    assert tokens.to_text(tokenizer).rows("full") == text.rows("full")
+    assert tokens.to_history(tokenizer).chats("full")[1] == [{"role": "user", "content": "You"}]
+    assert Text.from_rows({}, [0]).to_history(tokenizer).full is None
+
+
+def test_characters_cut_by_the_boundary_are_decoded_on_their_own_side(tokenizer):
+    first, *rest = tokenizer.encode("é", add_special_tokens=False)
+    ids = [torch.tensor([first]), torch.tensor(rest)]
+    tokens = Tokens.from_rows({"prompt": ids[:1], "response": ids[1:], "full": [torch.cat(ids)]})
+    text = tokens.to_text(tokenizer)
+    assert text.rows("full") == ["\ufffd\ufffd"]  # full == prompt + response, also where neither is a character
+
+
+@pytest.mark.parametrize("batch_size", [(), (2,)])
+def test_a_missing_dimension_of_messages_is_added_and_said(batch_size):
+    one = History.from_messages([{"role": "user", "content": "Hi"}])[0]
+    history = one if batch_size == () else torch.stack([one, one])
+    with pytest.warns(UserWarning, match="prompt must have a dimension of messages"):
+        container = ChatHistory(prompt=history, batch_size=batch_size)
+    assert container.prompt.shape == (*batch_size, 1)
+    assert container.chats("prompt")[0] == [{"role": "user", "content": "Hi"}]

@@ -9,6 +9,7 @@ from tensordict import TensorDict
 from llmrl.data.llm.chat import History
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError
 from llmrl.modules.llm import ChatHistory, LLMWrapperBase, Masks, Tokens, TransformersWrapper
+from llmrl.modules.llm.policies import distributions
 from llmrl.modules.llm.policies.base import Backend
 from llmrl.modules.llm.policies.distributions import TokenCategorical
 from llmrl.testing import FakeEngine, tiny_model, tiny_tokenizer
@@ -72,6 +73,17 @@ def test_its_log_probs_are_those_of_sampling_and_of_token_scores(policy):
     scores = policy.token_scores(dist.tokens, attention, dist.mask, entropy=True)
     torch.testing.assert_close(dist.log_prob(dist.tokens), scores.log_probs, atol=1e-5, rtol=0)
     torch.testing.assert_close(dist.entropy(), scores.entropy, atol=1e-5, rtol=0)
+
+
+def test_logits_made_in_parts_are_the_same(policy, monkeypatch):
+    td = answered(policy, "Hi", "What is 12 + 30?")
+    whole = policy.get_dist(td).logits.detach()
+    monkeypatch.setattr(distributions, "_ROWS_AT_A_TIME", 7)
+    with torch.no_grad():
+        parts = policy.get_dist(td)
+    assert len(parts.logits) % 7
+    torch.testing.assert_close(parts.logits, whole, atol=1e-5, rtol=0)
+    torch.testing.assert_close(parts.entropy(), policy.get_dist(td).entropy().detach(), atol=1e-5, rtol=0)
 
 
 def test_gradients_flow_where_they_are_enabled(policy, model):

@@ -246,6 +246,18 @@ def test_tool_calls_are_trained_and_tool_answers_are_not(name: str):
     assert spans[1].endswith(f"It is 42.{family(name).codec.end_of_turn}")
 
 
+def test_answer_whose_end_the_template_rewrites_needs_generation_blocks():
+    """Without blocks an answer lasts up to its end marker; here the first one's is gone and the last one's is found."""
+    tokenizer = tiny_tokenizer(template="gpt_oss")
+    tokenizer.chat_template = tokenizer.chat_template.replace("{%- generation %}", "").replace(
+        "{%- endgeneration %}", ""
+    )
+    renderer = Renderer(tokenizer)
+    assert trained(renderer, [USER, ANSWER]) == ("<|channel|>final<|message|>It is 42.<|return|>",)
+    with pytest.raises(TemplateError, match="message 1 of conversation 0 is not, another turn begins"):
+        renderer.render([[USER, ANSWER, MORE, LAST]])
+
+
 # Inverse
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import inspect
+import pickle
+
 import pytest
 import torch
 from tensordict import TensorDict
@@ -23,6 +27,32 @@ from llmrl.modules.llm.rendering import Renderer
 from llmrl.padding import lengths_mask, pad_rows
 from llmrl.testing import FakeEngine, ScriptedPolicy, tiny_model, tiny_tokenizer
 
+# name -> a value to start from, another one; what a backend decides is left out
+ARGUMENTS = {
+    "input_mode": ("history", "text"),
+    "input_key": (("history", "prompt"), ("talk", "prompt")),
+    "attention_mask_key": ("mask", "other_mask"),
+    "generate": (True, False),
+    "generate_kwargs": ({"temperature": 0.5}, {"temperature": 0.7}),
+    "tokenizer_kwargs": ({}, None),
+    "pad_output": (True, False),
+    "inplace": (False, "empty"),
+    "layout": (torch.strided, None),
+    "num_samples": (2, 3),
+    "chat_template_name": (None, "chatml_format"),
+    "chat_template": (None, tiny_tokenizer().chat_template + " "),
+    "return_log_probs": (True, None),
+    "history_key": ("talk", "history"),
+    "text_key": ("words", "text"),
+    "tokens_key": ("ids", "tokens"),
+    "masks_key": ("which", "masks"),
+    "log_probs_key": ("scores", "log_probs"),
+    "batching": (True, None),
+    "min_batch_size": (2, 1),
+    "max_batch_size": (8, None),
+    "batching_timeout": (0.01, 1.0),
+    "prefer_tokens": (False, True),
+}
 QUESTIONS = ["Hi", "What is 12 + 30?", "Think step by step."]
 
 
@@ -626,3 +656,109 @@ def test_scripted_policy_answers_histories(tokenizer):
     td = ScriptedPolicy(lambda chat: chat[-1]["content"].upper())(history_td(chats()))
     assert td["history"].full.to_chats()[1][-1] == {"role": "assistant", "content": "WHAT IS 12 + 30?"}
     assert td["stop_reason"].tolist() == [StopReason.EOS] * 3
+
+
+# --- batch shapes -----------------------------------------------------------------------------------------------------
+
+
+def shaped_td(mode, tokenizer, batch_size):
+    """A batch of that shape: one question per row, of different lengths."""
+    count = torch.Size(batch_size).numel()
+    flat = input_td(mode, tokenizer, [f"Question {'long ' * row}{row}" for row in range(count)])
+    if batch_size == ():
+        return flat[0]
+    return flat.reshape(*batch_size) if len(batch_size) > 1 else flat
+
+
+@pytest.mark.parametrize("pad_output", [False, True], ids=["ragged", "padded"])
+@pytest.mark.parametrize("num_samples", [None, 2])
+@pytest.mark.parametrize("batch_size", [(), (1,), (3,), (2, 2)], ids=str)
+@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
+def test_every_batch_shape_generates_and_scores(tokenizer, model, mode, batch_size, num_samples, pad_output):
+    policy = make_policy(model, tokenizer, input_mode=mode, num_samples=num_samples, pad_output=pad_output)
+    policy.seed = 0
+    td = policy(shaped_td(mode, tokenizer, batch_size))
+    shape = batch_size if num_samples is None else (*batch_size, num_samples)
+    assert td.batch_size == shape
+    assert td["stop_reason"].shape == td["policy_version"].shape == shape
+    count = torch.Size(shape).numel()
+    prompts, fulls = td["tokens"].rows("prompt"), td["tokens"].rows("full")
+    assert len(fulls) == count
+    expected = Renderer(tokenizer).prompt_ids(chats([f"Question {'long ' * row}{row}" for row in range(count)]))
+    kept = td["masks"].rows("all_attention_mask")
+    for row, (prompt, full, real) in enumerate(zip(prompts, fulls, kept, strict=True)):
+        want = expected[row // (num_samples or 1)]
+        assert torch.equal(full[real][: len(want)], want)
+        assert torch.equal(prompt[len(prompt) - len(want) :], want)
+    for container, fields in (("tokens", ("full",)), ("masks", ("all_assistant_mask",)), ("log_probs", ("full",))):
+        for field in fields:  # every value per token has one shape
+            assert [row.shape for row in td[container].rows(field)] == [row.shape for row in fulls]
+            if pad_output:
+                assert td[container].get(field).shape[:-1] == shape
+    if mode != "tokens":
+        assert len(td["text"].rows("full")) == count
+    scored = policy.get_new_version(generate=False, num_samples=None, inplace=False)(td)
+    assert scored.batch_size == shape
+    columns = (td["masks"].rows("all_assistant_mask"), td["log_probs"].rows("full"), scored["log_probs"].rows("full"))
+    for mask, sampled, again in zip(*columns, strict=True):
+        assert again.shape == sampled.shape
+        torch.testing.assert_close(again[mask].detach(), sampled[mask], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("batch_size", [(0,), (2, 0)], ids=str)
+@pytest.mark.parametrize("generate", [True, False])
+def test_an_empty_batch_is_an_error(tokenizer, batch_size, generate):
+    policy = fake_policy(tokenizer, ["a"], generate=generate)
+    with pytest.raises(ShapeError, match=r"at least one row: got \["):
+        policy(TensorDict({}, batch_size))
+
+
+# --- collectors, pickling, options of one call ------------------------------------------------------------------------
+
+
+class Collector:
+    pass
+
+
+def test_the_policy_knows_its_collector_without_keeping_it(tokenizer):
+    policy, collector = fake_policy(tokenizer, ["a"]), Collector()
+    assert policy.collector is None
+    policy.register_collector(collector)
+    assert policy.collector is collector
+    assert pickle.loads(pickle.dumps(policy)).collector is None
+    del collector
+    gc.collect()
+    assert policy.collector is None
+
+
+def test_a_pickled_policy_answers_alike(model, tokenizer):
+    policy = make_policy(model, tokenizer, generate_kwargs={"max_new_tokens": 5, "seed": 3}, batching=True)
+    other = pickle.loads(pickle.dumps(policy))
+    assert rows(other(history_td(chats())), "tokens", "full")[2].tolist() == (
+        rows(policy(history_td(chats())), "tokens", "full")[2].tolist()
+    )
+
+
+@pytest.mark.parametrize(
+    ("option", "instead"),
+    [({"n": 2}, "num_samples"), ({"logprobs": True}, "return_log_probs"), ({"seed": 1}, "policy.seed")],
+)
+def test_one_call_cannot_change_what_belongs_to_the_wrapper(tokenizer, option, instead):
+    with pytest.raises(ConfigError, match=rf"belongs to the wrapper.*{instead}"):
+        fake_policy(tokenizer, ["a"])(history_td(chats()), generate_kwargs=option)
+
+
+@pytest.mark.parametrize("name", sorted(ARGUMENTS))
+def test_a_new_version_keeps_every_argument(tokenizer, name):
+    """Whatever is changed, the other 25 stay; and what is changed, changes."""
+    policy = fake_policy(tokenizer, ["a"], **{k: v for k, (v, _) in ARGUMENTS.items()})
+    version = policy.get_new_version(**{name: ARGUMENTS[name][1]})
+    assert version._settings == {**policy._settings, name: ARGUMENTS[name][1]}
+    assert version.tokenizer is tokenizer
+
+
+def test_the_arguments_are_the_documented_ones():
+    names = set(inspect.signature(LLMWrapperBase).parameters)
+    assert names == {*ARGUMENTS, "model", "tokenizer", "device", "pad_model_input"}
+    assert len(names) == 27
+    assert set(inspect.signature(TransformersWrapper).parameters) == names

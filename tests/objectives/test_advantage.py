@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from tensordict import LazyStackedTensorDict, TensorClass, TensorDict
 
 from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer
+from llmrl.envs.transforms import Compose
 from llmrl.errors import DataError, MissingKeyError
+from llmrl.objectives.llm import GroupQuota
 from llmrl.objectives.llm.advantage import MCAdvantage
 
 NAN = math.nan
@@ -248,6 +250,16 @@ def test_a_batch_without_an_end_is_refused():
         ({"grpo_size": 4, "keep_return_bounds": (1.0, 0.0)}, "low < high"),
         ({"grpo_size": 4, "eps": -1.0}, "-1.0"),
         ({"grpo_size": 4, "max_queued_groups": 0}, "positive"),
+        ({"grpo_size": 4, "scale": "raw", "on_zero_variance": "drop"}, "equal rewards teach too"),
+        ({"grpo_size": 4, "candidate_group_size": 3}, "at least grpo_size=4: got 3"),
+        ({"grpo_size": 4, "candidate_selection_min_size": 4}, "belong to candidate_group_size"),
+        ({"grpo_size": 4, "candidate_selector": lambda group, size: None}, "belong to candidate_group_size"),
+        ({"grpo_size": 4, "candidate_group_size": 8, "candidate_selection_min_size": 3}, "between grpo_size=4"),
+        (
+            {"grpo_size": 4, "candidate_group_size": 8, "candidate_selection_min_size": 9},
+            "candidate_group_size=8: got 9",
+        ),
+        ({"grpo_size": 4, "candidate_group_size": 8, "candidate_selector": "best"}, "must be callable: got 'best'"),
     ],
 )
 def test_settings_that_make_no_group_are_refused(arguments, message):
@@ -266,6 +278,170 @@ def test_the_queue_is_part_of_the_state():
     given = batch([1, 2], [0.0, 3.0])
     assert written(advantage.inv(given)) == written(other.inv(given)) == {1: [0.5, -0.5], 2: [-1.5, 1.5, 1.5]}
     assert advantage.counters == other.counters
+
+
+def feed(advantage, rewards, group=1):
+    """One completion per call; what each call gave, as rewards."""
+    outs = [advantage.inv(batch([group], [reward])) for reward in rewards]
+    return [None if out is None else out["next", "reward"].flatten().tolist() for out in outs]
+
+
+def test_candidates_are_written_as_soon_as_some_of_them_teach():
+    advantage = MCAdvantage(2, scale="none", candidate_group_size=5)
+    assert feed(advantage, [0.0, 0.0, 1.0, 1.0, 0.0]) == [None, None, [0.0, 1.0], None, None]
+    assert advantage.counters["queued"] == 0
+    assert (advantage.counters["completed"], advantage.counters["written"], advantage.counters["dropped"]) == (1, 1, 0)
+    assert (advantage.counters["rescued"], advantage.counters["late"]) == (1, 2)
+    assert feed(advantage, [1.0, 0.0]) == [None, [1.0, 0.0]]  # all five came: the next is another group of that name
+    assert advantage.counters["rescued"] == 1  # not needed
+
+
+def test_a_selection_can_wait_for_more_and_takes_the_extremes():
+    advantage = MCAdvantage(2, scale="none", candidate_group_size=4, candidate_selection_min_size=4)
+    assert feed(advantage, [0.5, 0.0, 1.0, 0.4]) == [None, None, None, [0.0, 1.0]]
+    assert written(advantage.inv(batch([3, 3, 3, 3], [0.5, 0.0, 1.0, 0.4]))) == {3: [-0.5, 0.5]}
+
+
+def test_candidates_that_never_teach_are_dropped_at_the_maximum():
+    advantage = MCAdvantage(2, candidate_group_size=3)
+    assert feed(advantage, [1.0, 1.0, 1.0]) == [None] * 3
+    counters = advantage.counters
+    assert (counters["completed"], counters["dropped"], counters["queued"], counters["late"]) == (1, 1, 0, 0)
+    bounded = MCAdvantage(2, candidate_group_size=4, keep_return_bounds=(0.4, 0.6))
+    assert feed(bounded, [0.0, 0.3, 0.2, 1.0]) == [None, None, None, [0.0, 1.0]]
+    assert bounded.counters["rescued"] == 1
+
+
+def test_a_selector_sees_the_batch_and_may_answer_with_indices_a_mask_or_none():
+    seen = []
+
+    def longest(group, size):
+        seen.append((group.get(("tokens", "full"), as_list=True), group["return"].tolist()))
+        return [0, 2] if len(group) == 3 else None
+
+    advantage = MCAdvantage(2, scale="none", candidate_group_size=3, candidate_selector=longest)
+    out = advantage.inv(batch([1, 1, 1], [0.0, 1.0, 4.0]))
+    assert lengths(out) == [1, 3]
+    assert [returns for _, returns in seen] == [[0.0, 1.0], [0.0, 1.0, 4.0]]
+    assert [len(row) for row in seen[1][0]] == [1, 2, 3]
+    masked = MCAdvantage(2, candidate_group_size=3, candidate_selector=lambda group, size: group["return"] < 5)
+    assert lengths(masked.inv(batch([1, 1, 1], [0.0, 1.0, 9.0]))) == [1, 2]
+    for wrong in ([0], [0, 0], [0, 7]):
+        with pytest.raises(DataError, match="must choose 2 different rows of 2"):
+            MCAdvantage(2, candidate_group_size=3, candidate_selector=lambda group, size, wrong=wrong: wrong).inv(
+                batch([1, 1], [0.0, 1.0])
+            )
+
+
+def test_failed_candidates_are_not_chosen():
+    advantage = MCAdvantage(2, scale="none", candidate_group_size=4)
+    assert feed(advantage, [NAN, 0.0, 1.0, NAN]) == [None, None, [0.0, 1.0], None]
+    assert (advantage.counters["failed"], advantage.counters["late"]) == (1, 1)
+    few = MCAdvantage(4, scale="none", min_group_size=2, candidate_group_size=5)
+    assert feed(few, [NAN, 0.0, NAN, 1.0, NAN]) == [None] * 4 + [[0.0, 1.0]]
+    assert (few.counters["failed"], few.counters["written"]) == (3, 1)
+    none = MCAdvantage(2, candidate_group_size=3)
+    assert feed(none, [NAN, NAN, NAN]) == [None] * 3
+    assert (none.counters["failed"], none.counters["dropped"]) == (3, 1)
+
+
+def test_candidates_of_several_turns_are_chosen_by_their_return():
+    given = batch([1] * 6, [1.0, 2.0, 0.0, 1.0, 5.0, 5.0], done=[False, True] * 3)
+    advantage = MCAdvantage(2, scale="none", trajectory_return="sum", candidate_group_size=3,
+                            candidate_selection_min_size=3)  # fmt: skip
+    out = advantage.inv(given)
+    assert lengths(out) == [3, 4, 5, 6]
+    assert out["advantage"].flatten().tolist() == [-4.5, -4.5, 4.5, 4.5]
+
+
+def test_counters_are_exact_and_can_be_reset():
+    advantage = MCAdvantage(2, scale="none", trajectory_return="sum", on_zero_variance="drop", candidate_group_size=3)
+    advantage.inv(batch([1, 1, 2], [2.0, 3.0, -4.0], done=[False, True, True]))
+    advantage.inv(batch([1, 2, 1], [5.0, -4.0, 1.0]))
+    assert advantage.counters == {
+        "completed": 1, "written": 1, "dropped": 0, "rescued": 1, "zero_variance": 0, "failed": 0, "evicted": 0,
+        "late": 0, "trajectories": 5, "decisions": 6, "return_sum": 3.0, "return_max": 5.0, "queued": 1,
+        "queued_trajectories": 2,
+    }  # fmt: skip
+    advantage.reset_counters()
+    assert advantage.counters["trajectories"] == advantage.counters["return_sum"] == 0
+    assert advantage.counters["return_max"] == -math.inf
+    assert (advantage.counters["queued"], advantage.counters["queued_trajectories"]) == (1, 2)
+
+
+@pytest.mark.parametrize("candidates", [{}, {"candidate_group_size": 4}])
+def test_clearing_the_queue_keeps_the_counters(candidates):
+    advantage = MCAdvantage(2, scale="none", **candidates)
+    advantage.inv(batch([1, 1, 2, 3], [0.0, 1.0, 1.0, 1.0], done=[True, True, True, False]))
+    before = dict(advantage.counters)
+    assert before["queued"] == before["queued_trajectories"] == 1
+    advantage.clear_queues()
+    assert advantage.counters == {**before, "queued": 0, "queued_trajectories": 0}
+    assert advantage.inv(batch([2], [0.0])) is None
+    out = advantage.inv(batch([3, 3], [4.0, 2.0]))  # the started step of 3 is forgotten
+    assert written(out) == {3: [1.0, -1.0]}
+
+
+def test_fast_and_slow_ways_count_the_same():
+    whole, slow = MCAdvantage(2), MCAdvantage(2)
+    given = batch([1, 2, 1, 2, 3, 3], [0.0, NAN, 1.0, 2.0, 5.0, 5.0])
+    whole.inv(given)
+    for row in range(6):
+        slow.inv(given[row : row + 1])
+    assert whole.counters == slow.counters
+    assert whole.counters["trajectories"] == 5  # one failed
+    assert whole.counters["return_sum"] == 13.0
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_whitening_divides_by_the_moments_over_the_trained_tokens(split):
+    rewards, counts = [1.0, 0.0, 0.5, 2.0], [3, 1, 4, 2]
+    masks = LazyStackedTensorDict(
+        *[TensorDict(all_assistant_mask=torch.arange(5) < count) for count in counts]
+    )  # fmt: skip
+    given = batch([1, 1, 2, 2], rewards, masks=masks)
+    for scale, base in (("raw", rewards), ("none", [0.5, -0.5, -0.75, 0.75])):
+        advantage = MCAdvantage(2, scale=scale, whiten=True)
+        if split:  # what one call writes is what is whitened: the first half waits
+            assert advantage.inv(given[::2]) is None
+            out, order = advantage.inv(given[1::2]), [0, 1, 2, 3]
+        else:
+            out, order = advantage.inv(given), [0, 1, 2, 3]
+        tokens = torch.tensor(base, dtype=torch.float64).repeat_interleave(torch.tensor(counts))
+        expected = (torch.tensor(base, dtype=torch.float64) - tokens.mean()) / tokens.std(unbiased=False)
+        assert out["advantage"].shape == (4, 1, 1)
+        assert out["advantage"].dtype == torch.float32
+        assert out["advantage"].flatten().tolist() == pytest.approx([expected[i].item() for i in order], abs=1e-6)
+    with pytest.raises(MissingKeyError, match="all_assistant_mask"):
+        MCAdvantage(2, whiten=True).inv(given.exclude("masks"))
+
+
+def test_raw_rewards_go_through_as_they_are():
+    out = MCAdvantage(2, scale="raw").inv(batch([1, 1, 2, 2], [1.0, 1.0, 0.0, 3.0]))
+    assert out["advantage"].flatten().tolist() == [1.0, 1.0, 0.0, 3.0]
+
+
+def test_a_quota_fills_a_buffer_to_its_groups_and_no_further():
+    quota = GroupQuota(2)
+    buffer = ReplayBuffer(
+        storage=LazyStackStorage(4),
+        transform=Compose(quota, MCAdvantage(2, scale="none", on_zero_variance="drop")),
+    )
+    buffer.extend(batch([1, 1, 2, 2], [0.0, 1.0, 1.0, 1.0]))
+    assert (len(buffer), quota.missing) == (2, 1)
+    buffer.extend(batch([4, 3, 4, 3], [0.0, 1.0, 3.0, 2.0]))
+    assert (len(buffer), quota.missing, quota.surplus) == (4, 0, 1)
+    assert written(buffer[:]) == {1: [-0.5, 0.5], 4: [-1.5, 1.5]}
+    buffer.extend(batch([5, 5], [0.0, 1.0]))
+    assert (len(buffer), quota.surplus) == (4, 2)
+    quota.reset()
+    buffer.empty()
+    buffer.extend(batch([6, 6], [0.0, 1.0]))
+    assert (len(buffer), quota.missing) == (2, 1)
+    with pytest.raises(ValueError, match="num_groups must be at least 1"):
+        GroupQuota(0)
+    with pytest.raises(MissingKeyError, match="group_id"):
+        quota.inv(batch([6, 6], [0.0, 1.0]).exclude("group_id"))
 
 
 def test_in_front_of_a_buffer():

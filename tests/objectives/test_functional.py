@@ -173,6 +173,16 @@ def test_golden_single_values(golden):
     assert aggregate(per_token("SAPO", g), "seq-mean", g).item() == pytest.approx(-0.07244394, abs=1e-7)
     unclipped = fn.clipped_surrogate(fn.log_ratio(g.lp, g.lg, g.mask), g.centred, low=1.0, high=math.inf)
     assert token(unclipped) == pytest.approx(-0.07464531, abs=1e-8)
+    assert aggregate(unclipped, "sum", g).item() == pytest.approx(33 * -0.07464531, abs=5e-7)
+    assert token(ppo(0.2, dual_clip=1.25)) == pytest.approx(-0.10287576, abs=1e-8)
+    drift = fn.log_ratio(g.lp, g.lg, g.mask)
+    for bound, expected in ((0.2, -0.02163065), (0.1, -0.06621141)):
+        kept = fn.dppo(g.lp, g.lg, g.mask, g.centred, low=bound, high=bound)
+        assert token(kept + 1e-3 * drift.square()) == pytest.approx(expected, abs=1e-8)
+    # a bound on the unclipped ratio alone, above 1 + high, is dual clip; below it is the lower upper bound
+    r_bounded = torch.minimum(r, torch.tensor(1.25).double().log())
+    both = torch.minimum(r_bounded.exp() * g.A, r.exp().clamp(0.8, 1.28) * g.A)
+    assert token(-both) == pytest.approx(-0.10839265, abs=1e-8)
 
 
 def test_golden_sequence_ratios_of_trainer_and_engine(golden):
@@ -288,3 +298,56 @@ def test_what_cannot_be_aggregated_says_why():
         fn.kl_estimate(torch.zeros(1, 2), torch.zeros(1, 2), mask, "k4")
     with pytest.raises(ConfigError, match="correction"):
         fn.correction_weight(torch.zeros(1, 2), torch.zeros(1, 2), mask, "is")
+
+
+def test_the_weighted_k3_is_the_gradient_of_the_kl_in_expectation():
+    """Over a whole vocabulary, sampled from an older policy: E[r k3] is KL(pi || ref), and so are the gradients."""
+    generator = torch.Generator().manual_seed(0)
+    logits, reference, older = (torch.randn(7, generator=generator, dtype=torch.float64) for _ in range(3))
+    logits.requires_grad_()
+    log_p, log_ref, log_old = (x.log_softmax(-1) for x in (logits, reference, older))
+    everywhere = torch.ones(1, 7, dtype=torch.bool)
+    (exact,) = torch.autograd.grad((log_p.exp() * (log_p - log_ref)).sum(), logits, retain_graph=True)
+
+    def gradient(kind, sampled_from, ratio=None):
+        estimate = fn.kl_estimate(log_p[None], log_ref[None], everywhere, kind, log_ratio_BT=ratio)
+        return torch.autograd.grad((sampled_from.exp() * estimate).sum(), logits, retain_graph=True)[0]
+
+    on_policy = log_p.detach()
+    torch.testing.assert_close(gradient("k3-weighted", log_old, (log_p - log_old)[None]), exact)
+    torch.testing.assert_close(gradient("k3-weighted", on_policy, (log_p - on_policy)[None]), exact)
+    torch.testing.assert_close(gradient("k2", on_policy), exact)
+    torch.testing.assert_close(gradient("k3+", on_policy), exact)
+    assert (gradient("k3", on_policy) - exact).norm() > 0.1 * exact.norm()
+    torch.testing.assert_close(gradient("k1", on_policy), torch.zeros_like(exact), atol=1e-12, rtol=0)
+
+
+def test_sapo_is_the_policy_gradient_at_a_ratio_of_one_and_fades_on_both_sides():
+    log_ratio = torch.tensor([[-2.0, 0.0, 2.0]], dtype=torch.float64, requires_grad=True)
+    fn.sapo(log_ratio, torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+    left, middle, right = log_ratio.grad.flatten().tolist()
+    assert middle == pytest.approx(-1.0)
+    assert -1.0 < left < 0.0
+    assert -1.0 < right < 0.0
+    negative = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
+    fn.sapo(negative, -torch.ones(1, 1, dtype=torch.float64)).sum().backward()
+    assert negative.grad.item() == pytest.approx(1.0)
+
+
+def test_dppo_leaves_out_what_moved_too_far_the_way_that_it_is_pushed():
+    old = torch.tensor([[0.5, 0.5, 0.5, 0.5, 0.001]]).log()
+    new = torch.tensor([[0.8, 0.2, 0.2, 0.8, 0.1]]).log().requires_grad_()  # the rare token: ratio 100, moved by 0.1
+    advantage = torch.tensor([[1.0, 1.0, -1.0, -1.0, 1.0]])
+    mask = torch.ones(1, 5, dtype=torch.bool)
+    fn.dppo(new, old, mask, advantage, low=0.2, high=0.2).sum().backward()
+    assert (new.grad != 0).tolist() == [[False, True, False, True, True]]
+    assert new.grad.flatten().tolist() == pytest.approx([0.0, -0.4, 0.0, 1.6, -100.0], rel=1e-4)
+
+
+def test_a_veto_drops_the_whole_sequence_for_one_token():
+    lo = torch.tensor([[0.0, -10.0, 0.0], [0.0, 0.0, -10.0], [0.0, 0.1, 0.2]])
+    mask = torch.tensor([[True, True, True], [True, True, False], [True, True, True]])
+    veto = fn.sequence_veto(lo, torch.zeros(3, 3), mask, low=1e-4, high=100.0)
+    assert veto.any(-1).tolist() == [True, False, False]  # in the second row the impossible token is not trained
+    assert veto.all(-1).tolist() == [True, False, False]
+    assert fn.sequence_veto(-lo, torch.zeros(3, 3), mask, low=1e-4, high=100.0).any(-1).tolist() == [True, False, False]

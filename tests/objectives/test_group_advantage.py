@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmrl.objectives.llm.group_advantage import group_advantage
+from llmrl.objectives.llm.group_advantage import group_advantage, whitened
 
 REWARDS = torch.tensor([[1.0, 0.0, 0.5, 0.0], [1.0, 1.0, 1.0, 0.0]])
 
@@ -82,6 +82,22 @@ def test_advantages_of_a_group_are_finite_sum_to_zero_and_keep_the_order(rewards
     assert abs(advantage.sum().item()) < 1e-9
     order = values.argsort(stable=True)
     assert (advantage[order].diff() >= -1e-12).all()
+
+
+def test_raw_rewards_have_no_baseline_and_no_exact_zero():
+    assert group_advantage(torch.tensor([[1.0, 1.0], [0.0, math.nan]]), scale="raw")[0].tolist() == [1.0, 1.0]
+    assert group_advantage(torch.tensor([0.25, math.nan]), scale="raw")[1].isnan()
+
+
+def test_whitening_is_that_of_the_tokens_written_out():
+    values, counts = torch.tensor([1.0, 0.0, 0.5, 7.0]), torch.tensor([3, 5, 2, 0])
+    tokens = values.double().repeat_interleave(counts)
+    expected = (values.double() - tokens.mean()) / tokens.std(unbiased=False)
+    torch.testing.assert_close(whitened(values, counts), expected)
+    assert whitened(torch.full((7,), 0.98), torch.arange(1, 8)).tolist() == [0.0] * 7
+    assert whitened(values, torch.zeros(4)).tolist() == [0.0] * 4
+    tiny = whitened(torch.tensor([0.0, 1e-6]), torch.ones(2))  # a variance below 1e-8 is not blown up
+    assert tiny.abs().max() < 1e-2
 
 
 def test_what_makes_no_sense_is_refused():

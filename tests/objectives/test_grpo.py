@@ -19,7 +19,7 @@ from llmrl.modules.llm.policies import ChatHistory, TransformersWrapper
 from llmrl.objectives import merge_outputs, total_loss
 from llmrl.objectives.base import output_fields
 from llmrl.objectives.llm import PRESETS, GRPOLoss, StepCounts, count_step
-from llmrl.objectives.llm.group_advantage import Scale
+from llmrl.objectives.llm.group_advantage import Scale, group_advantage
 from llmrl.testing import tiny_model, tiny_tokenizer
 
 LENGTHS = [(3, 4), (5, 1), (2, 6), (4, 0), (1, 3), (6, 5)]  # (prompt, response); one response is empty
@@ -130,6 +130,9 @@ SETTINGS = {
     "prompt-mean": {"aggregation": "prompt-mean", "surrogate": "cispo", "kl_mask_threshold": 0.3},
     "gspo": {"ratio_level": "sequence", "aggregation": "seq-sum", "dual_clip": 3.0, "proximal": "recomputed",
              "correction": "seq-tis", "correction_cap": 1.1},
+    "sapo": {"surrogate": "sapo", "sapo_tau": (1.0, 2.0), "proximal": "recomputed", "correction": "none",
+             "correction_veto": (0.8, 1.2)},
+    "dppo": {**KL, "surrogate": "dppo", "clip_epsilon": 0.005, "kl_estimator": "k2"},
     "sum": {**KL, "aggregation": "sum", "kl_estimator": "k3-weighted", "surrogate": "reinforce"},
 }  # fmt: skip
 
@@ -249,6 +252,8 @@ PPO = {"proximal": "recomputed", "correction": "none"}
         ({"proximal": "recomputed", "correction": "seq-mask", "correction_cap": 3.0}, -0.20569665),
         ({}, -0.08405881),  # clip on exp(lp - lg)
         ({"proximal": "detach", "correction": "none"}, -0.09108099),  # ratio 1
+        ({**PPO, "surrogate": "sapo", "aggregation": "seq-mean"}, -0.07244394),
+        ({"proximal": "recomputed", "correction_cap": 1.2, "correction_veto": (1e-4, 100.0)}, -0.10806713),
     ],
 )
 def test_golden_values_through_the_keys_of_a_batch(settings, expected, golden):
@@ -264,6 +269,64 @@ def test_golden_kl_is_a_masked_mean_in_the_aggregation_of_the_loss(golden):
     output = GRPOLoss(Recorded(current), **PPO, kl_to_ref_coeff=0.1, aggregation="seq-mean")(golden)
     assert output.loss_kl_to_ref.item() == pytest.approx(0.1 * 0.05454765, abs=1e-8)
     assert output.kl_to_ref.item() == pytest.approx(0.06250835, abs=1e-8)  # metrics are token means
+
+
+def test_golden_dppo_through_its_preset(golden):
+    current = golden.pop("current")
+    rewards = torch.tensor([1.0, 0.0, 0.5, 0.0, 1.0, 1.0, 1.0, 0.0], dtype=torch.float64)
+    golden["advantage"] = group_advantage(rewards.view(2, 4), scale="none").view(8, 1, 1)
+    output = GRPOLoss(Recorded(current), **PRESETS["dppo"].loss)(golden)
+    assert total_loss(output).item() == pytest.approx(-0.02163065, abs=1e-8)
+    assert output.clip_fraction > 0
+    narrow = GRPOLoss(Recorded(current), **{**PRESETS["dppo"].loss, "clip_epsilon": 0.1})(golden)
+    assert total_loss(narrow).item() == pytest.approx(-0.06621141, abs=1e-8)
+    assert narrow.clip_fraction > output.clip_fraction
+
+
+def test_a_vetoed_sequence_counts_as_masked_and_not_in_the_loss(golden):
+    current = golden.pop("current")
+    rho = (golden["proximal_log_probs", "full"] - golden["log_probs", "full"]).exp()
+    mask = golden["masks", "all_assistant_mask"]
+    dropped = ((rho < 0.75) & mask).any(-1)
+    assert 0 < dropped.sum() < 8
+    output = GRPOLoss(Recorded(current), **PPO, correction_veto=(0.75, 2.0))(golden)
+    assert output.masked_fraction.item() == pytest.approx((mask.sum(-1) * dropped).sum().item() / 33)
+    per_token = GRPOLoss(Recorded(current), **PPO, correction_veto=(0.75, 2.0), aggregation="none")(golden)
+    assert ((per_token.loss_objective != 0).any(-1) == ~dropped).all()
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_the_ratio_reads_log_probs_from_before_the_cut_where_the_batch_has_them(dense):
+    td = ragged()
+    expected = run(GRPOLoss(tiny_scorer(), **SETTINGS["token"]), padded(td) if dense else td)
+    for row in td.unbind(0):  # what a top-p of one half would have recorded
+        row["log_probs", "plain"] = row["log_probs", "full"].clone()
+        row["log_probs", "full"] = row["log_probs", "full"] + math.log(2.0) * row["masks", "all_assistant_mask"]
+    changed = padded(td) if dense else td
+    if dense:
+        changed["log_probs", "plain"] = padded(ragged())["log_probs", "full"]
+    assert_same(run(GRPOLoss(tiny_scorer(), **SETTINGS["token"]), changed), expected)
+    elsewhere = GRPOLoss(tiny_scorer(), **SETTINGS["token"])
+    elsewhere.set_keys(sample_log_prob=("proximal_log_probs", "full"))  # has no plain beside it
+    assert elsewhere(changed).loss_objective != expected[0].loss_objective
+
+
+@pytest.mark.parametrize("cut", [{"top_p": 0.6}, {"top_k": 4}, {"min_p": 0.95}])
+def test_after_sampling_from_a_cut_distribution_every_ratio_is_one(cut):
+    tokenizer = tiny_tokenizer()
+    policy = TransformersWrapper(
+        tiny_model(tokenizer), tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 6, "temperature": 0.8, **cut}
+    )
+    prompts = ChatHistory(
+        prompt=History.from_chats([[{"role": "user", "content": c}] for c in ("1+2", "7")]), batch_size=[2]
+    )
+    td = policy(TensorDict(history=prompts, batch_size=[2]))
+    td["advantage"] = torch.tensor([1.0, -1.0]).view(2, 1, 1)
+    output = GRPOLoss(policy)(td)
+    assert output.ratio_max.item() == pytest.approx(1, abs=1e-5)
+    assert output.mismatch_max.item() == pytest.approx(0, abs=1e-5)
+    kept = zip(td.get(("log_probs", "full"), as_list=True), td.get(("log_probs", "plain"), as_list=True), strict=True)
+    assert any((full - plain).max() > 0.1 for full, plain in kept)  # the cut was a real one
 
 
 def test_metrics_on_worked_numbers():
@@ -479,6 +542,12 @@ def test_nan_on_a_trained_token_is_an_error_and_elsewhere_is_not():
         ({"proximal": "behavior"}, "Did you mean 'behaviour'"),
         ({"masking_strategy": "all"}, "masking_strategy"),
         ({"kl_mask_threshold": -1.0}, "kl_mask_threshold"),
+        ({"surrogate": "dppo", "proximal": "detach"}, "proximal='behaviour'"),
+        ({"surrogate": "dppo", "ratio_level": "sequence"}, "no ratio of a sequence"),
+        ({"sapo_tau": (1.0, 1.0)}, "sapo_tau"),
+        ({"surrogate": "sapo", "sapo_tau": (0.0, 1.0)}, "sapo_tau"),
+        ({"correction_veto": (1e-4, 100.0)}, "correction_veto"),
+        ({"proximal": "detach", "correction_veto": (2.0, 100.0)}, "correction_veto"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings, match):

@@ -12,11 +12,14 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from llmrl.data.llm.chat import History
 from llmrl.errors import ConfigError, DataError, MissingKeyError, ShapeError
+from llmrl.modules.llm.engines import StopReason
 from llmrl.modules.llm.log_probs import TokenScorer, TokenScores
+from llmrl.modules.llm.policies import ChatHistory, TransformersWrapper
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.objectives import merge_outputs, total_loss
 from llmrl.objectives.base import output_fields
 from llmrl.objectives.llm import SFTLoss, StepCounts, count_step
+from llmrl.padding import pad_rows
 from llmrl.testing import tiny_model, tiny_tokenizer
 
 LOG_PROBS = [[-9.0, -1.0, -3.0], [-9.0, -2.0], [-9.0, -9.0, -9.0, -9.0]]  # the first is the prompt; row 3 is all prompt
@@ -188,6 +191,48 @@ def test_one_example_is_learned_with_its_end_of_turn():
     probabilities = model(input_ids=row.ids[None]).logits[0, end - 1].softmax(-1)
     assert row.ids[end] == tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert probabilities[row.ids[end]] > 0.99
+
+
+def test_after_overfitting_one_example_generation_says_it_and_stops():
+    tokenizer = tiny_tokenizer()
+    model = tiny_model(tokenizer)
+    loss = SFTLoss(TokenScorer(model), tokenizer)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    for _ in range(40):
+        optimizer.zero_grad()
+        loss(history_batch()[:1]).loss_sft.backward()
+        optimizer.step()
+    policy = TransformersWrapper(
+        model.eval(), tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 32, "temperature": 0.0}
+    )
+    prompt = ChatHistory(prompt=History.from_chats([CHATS[0][:1]]), batch_size=[1])
+    out = policy(TensorDict(history=prompt, batch_size=[1]))
+    assert out["stop_reason"].tolist() == [StopReason.EOS]
+    assert out["history"].response.to_chats()[0][-1]["content"] == "4"
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_kl_to_a_reference_that_is_the_policy_is_exactly_zero_for_a_real_model(temperature):
+    model = tiny_model(tiny_tokenizer())
+    td = real_batch()
+    scorer = TokenScorer(model, temperature=temperature)
+    rows = td.get(("tokens", "full"), as_list=True)
+    masks = td.get(("masks", "all_assistant_mask"), as_list=True)
+    width = max(map(len, rows))
+    with torch.no_grad():  # scored as one batch of the same shape, as the recipes do
+        scores = scorer.token_scores(
+            *(pad_rows(column, length=width) for column in (rows, [torch.ones_like(mask) for mask in masks], masks))
+        )
+    for row, values in zip(td.unbind(0), scores.log_probs, strict=True):
+        row["next", "ref_log_probs", "full"] = values[: len(row["tokens", "full"])].clone()
+    for settings in ({}, {"reduction": "mean"}, {"loss_function": "minor_sft"}):
+        loss = SFTLoss(scorer, kl_to_ref_coeff=1.0, **settings)
+        output = loss(td)
+        assert output.kl_to_ref == 0
+        assert output.loss_kl_to_ref == 0
+        loss.zero_grad()
+        output.loss_kl_to_ref.backward()
+        assert all((p.grad == 0).all() for p in loss.parameters() if p.grad is not None)
 
 
 def test_what_is_missing_or_does_not_fit_is_named():

@@ -67,13 +67,22 @@ class Workplace:
         out, err = self.capture.readouterr() if self.capture else ("", "")
         return Result(code, out, err)
 
-    def process(self, *arguments: str, ranks: int = 1, module: str = "llmrl.cli") -> subprocess.Popen[str]:
+    def process(
+        self, *arguments: str, ranks: int = 1, module: str = "llmrl.cli", start_new_session: bool = False
+    ) -> subprocess.Popen[str]:
         """The same in a process of its own, or in ``ranks`` processes of one run."""
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         command = [sys.executable, *(launcher if ranks > 1 else []), "-m", module, *map(str, arguments)]
         environment = {**os.environ, "PYTHONPATH": str(self.path), "PYTHONUNBUFFERED": "1"}
-        pipe = subprocess.PIPE
-        return subprocess.Popen(command, cwd=self.path, env=environment, stdout=pipe, stderr=pipe, text=True)
+        return subprocess.Popen(
+            command,
+            cwd=self.path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=start_new_session,
+        )
 
     def finish(self, process: subprocess.Popen[str], *, timeout_s: float = 180) -> Result:
         """The end of a process."""

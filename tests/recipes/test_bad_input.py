@@ -217,7 +217,9 @@ def test_how_many_were_cut_is_part_of_the_plan(place, sft):
 
 
 def test_a_prompt_longer_than_the_limit_is_an_error_or_dropped(place, grpo):
-    place.rows("mixed.jsonl", [{"prompt": f"Say {'many words ' * (30 * (i == 2))} {i}", "answer": ""} for i in range(6)])
+    place.rows(
+        "mixed.jsonl", [{"prompt": f"Say {'many words ' * (30 * (i == 2))} {i}", "answer": ""} for i in range(6)]
+    )
     env = {"dataset": "mixed.jsonl", "max_prompt_tokens": 30}
     result = place.run("grpo", place.recipe("a", grpo, env=env))
     assert result.code == 3

@@ -64,10 +64,11 @@ def test_a_conversation_without_a_reward_is_left_out_and_counted_and_the_run_goe
     assert "rollouts failed" in result.out.replace("\n", " ")
 
 
-def test_the_first_traceback_of_a_failing_reward_is_shown(run):
+def test_the_first_traceback_of_a_failing_reward_is_shown_once(run):
     out = run("some_raise").out
-    assert "ZeroDivisionError" in out
-    assert "def some_raise" in out or "in some_raise" in out
+    assert out.count("ZeroDivisionError") == 1
+    assert "in some_raise" in out
+    assert out.count("rollouts failed") == 3
 
 
 def test_what_is_left_of_a_group_is_kept_if_it_is_large_enough(place, run):
@@ -111,7 +112,6 @@ def test_how_many_may_fail_is_a_setting(place, run):
 
 
 def test_a_run_that_lost_its_rewards_goes_on_from_its_last_checkpoint(place, grpo):
-    place.module("breaks", "calls = []\ndef score(completion, answer):\n    calls.append(1)\n    assert len(calls) <= 32\n")
     source = "calls = []\ndef score(completion, answer):\n    calls.append(1)\n    assert len(calls) <= 32, 'down'\n"
     place.module("breaks", source + "    return len(completion)\n")
     name = place.recipe("breaks", grpo, env={"reward": "breaks:score"}, steps=4, checkpoint={"every": 1})

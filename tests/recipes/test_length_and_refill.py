@@ -19,7 +19,8 @@ def run(place, grpo):
         recipe = place.recipe("dapo", grpo, env={"reward": f"teaching:{reward}"}, algo="dapo", **changes)
         done = place.run("grpo", recipe, "--name", "d")
         assert done.code == 0, done.err
-        return place.steps("d"), place.rollouts("d")
+        steps = place.steps("d")
+        return steps, [row for step in steps for row in place.rollouts("d", step["step"])]
 
     return start
 

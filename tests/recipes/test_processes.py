@@ -1,6 +1,8 @@
 """Runs of two processes: the numbers of one process, files from the first alone, and an end when one of them dies."""
 
+import os
 import shutil
+import signal
 import time
 
 import pytest
@@ -110,31 +112,55 @@ def test_bfloat16_arithmetic_trains_sharded_and_whole_models_alike(place, sft, s
     assert {value.dtype for value in saved.values()} == {torch.float32}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("ending", ["os._exit(7)", "raise_in_the_loop"])
-def test_a_process_that_dies_ends_the_run_within_seconds_with_its_traceback(place, grpo, layout, ending):
-    place.module(
-        "dies",
-        """
-import os, sys, time
+DIES = """
+import errno, os, sys
+import llmrl.checkpoint
+from llmrl.recipes.updates import Updater
+
 calls = 0
 
 def score(completion, answer):
     global calls
     calls += 1
-    if os.environ.get("RANK") == "1" and calls == 17:
-        if {raises}:
-            from llmrl.recipes.updates import Updater
-            def step(*arguments):
-                raise ArithmeticError("rank 1 is out of luck")
-            Updater.step = step
-        else:
-            print("rank 1 leaves", file=sys.stderr, flush=True)
-            os._exit(7)
+    if os.environ.get("RANK") == "{rank}" and calls == 17:  # the third step
+        {ending}()
     return len(completion)
-""".format(raises=ending == "raise_in_the_loop"),
+
+def vanish():
+    print("rank 1 is gone", file=sys.stderr, flush=True)
+    os._exit(7)
+
+def fail():
+    def step(*arguments):
+        raise ArithmeticError("rank 1 is out of luck")
+    Updater.step = step
+
+def fill_the_disk():
+    def flush(folder):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    llmrl.checkpoint._flush = flush
+"""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("rank", "ending", "message"),
+    [
+        (1, "vanish", "rank 1 is gone"),
+        (1, "fail", "ArithmeticError: rank 1 is out of luck"),
+        (0, "fill_the_disk", "No space left on device"),
+    ],
+)
+def test_a_process_that_dies_ends_the_run_within_seconds_with_its_traceback(place, grpo, layout, rank, ending, message):
+    place.module("dies", DIES.format(rank=rank, ending=ending))
+    settings = place.recipe(
+        "dies",
+        grpo,
+        steps=500,
+        env={"reward": "dies:score"},
+        checkpoint={"every": 5},
+        parallel={"mode": layout},
     )
-    settings = place.recipe("dies", grpo, steps=500, env={"reward": "dies:score"}, parallel={"mode": layout})
     process = place.process("grpo", settings, "--name", "dies", ranks=2)
     while not (place.path / "runs/dies/metrics.jsonl").exists() or not place.steps("dies"):
         assert process.poll() is None or place.steps("dies"), place.finish(process).err
@@ -143,9 +169,30 @@ def score(completion, answer):
     result = place.finish(process, timeout_s=60)
     assert result.code != 0
     assert time.perf_counter() - started < 30
-    expected = "ArithmeticError: rank 1 is out of luck" if ending == "raise_in_the_loop" else "rank 1 leaves"
-    assert expected in result.err
+    assert message in result.err
     assert len(place.steps("dies")) < 500
+
+
+def test_ctrl_c_in_the_terminal_of_two_processes_leaves_one_checkpoint_to_go_on_from(place, grpo):
+    settings = place.recipe("long", grpo, steps=100_000)
+    process = place.process("grpo", settings, "--name", "long", ranks=2, start_new_session=True)
+    for line in process.stdout:
+        if line.split()[:1] == ["2"]:
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to all of them
+            break
+    result = place.finish(process)
+    assert result.code != 0
+    done = len(place.steps("long"))
+    assert 2 <= done < 1000
+    assert place.checkpoints("long") == [f"step{done}"]
+    assert place.run("resume", "long", f"steps={done + 1}").code == 0
+
+
+def test_algorithms_that_look_at_the_whole_batch_refuse_to_be_split(place, grpo):
+    settings = place.recipe("batch", grpo, grpo={"scale": "batch"})
+    result = place.finish(place.process("grpo", settings, ranks=2))
+    assert result.code != 0
+    assert "of which each of the 2 processes has a part: use one process" in result.err
 
 
 def test_a_mistake_in_the_settings_is_reported_once(place, grpo):

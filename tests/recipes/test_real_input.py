@@ -137,7 +137,9 @@ def test_held_out_problems_of_a_users_own_are_measured(place, grpo):
 
 
 def test_a_chat_template_of_the_users_own_is_used_and_saved(place, sft):
-    template = "{% for m in messages %}{% if m.role == 'assistant' %}A: {% generation %}{{ m.content }}</s>{% endgeneration %}"
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}A: {% generation %}{{ m.content }}</s>{% endgeneration %}"
+    )
     template += "{% else %}Q: {{ m.content }}\n{% endif %}{% endfor %}{% if add_generation_prompt %}A: {% endif %}"
     place.rows("chats.jsonl", [SHAPES["messages"]] * 4)
     name = place.recipe("mine", {**sft, "data": {"path": "chats.jsonl"}}, chat_template=template, steps=1)

@@ -55,6 +55,15 @@ def test_supervised_steps_tell_what_was_trained(runs):
     assert "eval/sums/mean" in last
 
 
+def test_an_epoch_is_over_when_every_conversation_was_seen(place, sft):
+    name = place.recipe("rest", sft, data={"rows": 10}, steps=None, epochs=1.5, batch_size=4)
+    assert place.run("sft", name, "--name", "rest").code == 0
+    steps = place.steps("rest")
+    assert [step["data/epoch"] for step in steps] == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3, 5 / 3])
+    whole, rest = sum(step["tokens/trained"] for step in steps[:2]), steps[2]["tokens/trained"]
+    assert whole / 8 == pytest.approx(rest / 2, rel=0.2), "the third step has what is left: 2 of 10"
+
+
 def test_grpo_steps_tell_what_was_sampled_and_trained(runs):
     steps = runs.steps("improved")
     for step in steps:

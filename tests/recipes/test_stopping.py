@@ -2,9 +2,7 @@
 
 import errno
 import os
-import shutil
 import signal
-import time
 
 import pytest
 import torch
@@ -54,7 +52,9 @@ def test_a_full_disk_leaves_the_checkpoint_before_it_and_the_run_goes_on_from_th
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_an_interrupted_run_finishes_its_step_writes_a_checkpoint_and_goes_on_later(place, grpo, same, name):
     place.module("watch", WATCH.format(answer=9, signal=name))
-    settings = place.recipe("watch", grpo, steps=5, env={"reward": "watch:interrupt_once"}, optim={"schedule": "cosine"})
+    settings = place.recipe(
+        "watch", grpo, steps=5, env={"reward": "watch:interrupt_once"}, optim={"schedule": "cosine"}
+    )
     result = place.run("grpo", settings, "--name", "stopped")
     assert result.code == 130
     done = len(place.steps("stopped"))

@@ -1,4 +1,4 @@
-"""One optimizer step: its learning rate, its micro-batches, and that neither the cut nor the memory changes the result."""
+"""One optimizer step: its learning rate, its micro-batches, and that the way it is cut never changes the result."""
 
 import copy
 import math

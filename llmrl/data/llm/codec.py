@@ -17,6 +17,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from llmrl.data.llm.control_tokens import ControlTokens
 from llmrl.data.llm.masks import Span, common_prefix_length, end_span, token_span
+from llmrl.data.llm.skeleton import Skeleton, only_contents
 from llmrl.data.llm.templates import ChatTemplate, Message
 from llmrl.errors import TemplateError
 
@@ -63,7 +64,7 @@ class ChatCodec:
         self._kwargs = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
         self._marks_generation = template.marks_generation
         self._controls = ControlTokens(tokenizer, (*template.special_tokens, *template.text_markers))
-        self._skeletons: dict[tuple[str, ...], _Skeleton | None] = {}
+        self._skeletons: dict[tuple[str, ...], Skeleton | None] = {}
         self.end_of_turn = self._find_end_of_turn()
         self.end_of_turn_ids: list[int] = self.encode([self.end_of_turn])[0] if self.end_of_turn else []
         self.end_is_control = self._controls.first_end(self.end_of_turn) is not None
@@ -100,13 +101,19 @@ class ChatCodec:
         Raises  TemplateError naming the conversation and the message whose span cannot be found
         """
         chats, tools = self._controls.escape(chats), self._escaped_tools(tools)
-        texts = self._render(chats, add_generation_prompt, tools)
+        blocks: Sequence[list[Span] | None] = [None] * len(chats)
+        if self._marks_generation and not add_generation_prompt and not only_contents(chats):
+            texts, blocks = self._render_with_blocks(chats, tools)  # no skeleton would fit
+        else:
+            texts = self._render(chats, add_generation_prompt, tools)
         skeletons = self._skeletons if tools is None else {}
         spans = []
         for row, (chat, text) in enumerate(zip(chats, texts, strict=True)):
-            found = self._spans_from_skeleton(chat, text, skeletons, add_generation_prompt, tools)
+            found = None
+            if blocks[row] is None:
+                found = self._spans_from_skeleton(chat, text, skeletons, add_generation_prompt, tools)
             if found is None and self._marks_generation:
-                found = self._spans_from_blocks(chat, row, add_generation_prompt, tools)
+                found = self._spans_from_blocks(chat, row, tools, blocks[row])
             elif found is None:
                 found = self._spans_from_prefixes(chat, text, row, tools)
             spans.append([end_span(text, span, self.end_of_turn, include=self.include_end_of_turn) for span in found])
@@ -147,19 +154,28 @@ class ChatCodec:
         tools: Tools | None,
         continue_final_message: bool = False,
     ) -> list[str]:
+        options = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
+        return self._written(chats, tools, options)[0]
+
+    def _render_with_blocks(
+        self, chats: Sequence[Chat], tools: Tools | None
+    ) -> tuple[list[str], list[list[Span] | None]]:
+        """Texts, and the characters inside the template's generation blocks."""
+        return self._written(chats, tools, {"return_assistant_tokens_mask": True})
+
+    def _written(self, chats: Sequence[Chat], tools: Tools | None, options: dict[str, bool]) -> tuple[Any, Any]:
         try:
             return render_jinja_template(
-                conversations=chats,
-                chat_template=self.template.jinja,
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                **self._kwargs,
-            )[0]
+                conversations=chats, chat_template=self.template.jinja, tools=tools, **options, **self._kwargs
+            )
         except _REFUSALS as error:
+            asks = options.get("add_generation_prompt", False)
             raise TemplateError(
                 f"ChatCodec: template {self.template.name!r} must render the conversation: got "
-                f"{type(error).__name__}: {error}{self._first_refused(chats, add_generation_prompt, tools)}"
+                f"{type(error).__name__}: {error}{self._first_refused(chats, asks, tools)}"
             ) from error
 
     def _first_refused(self, chats: Sequence[Chat], add_generation_prompt: bool, tools: Tools | None) -> str:
@@ -206,7 +222,7 @@ class ChatCodec:
         self,
         chat: Chat,
         text: str,
-        skeletons: dict[tuple[str, ...], _Skeleton | None],
+        skeletons: dict[tuple[str, ...], Skeleton | None],
         add_generation_prompt: bool,
         tools: Tools | None,
     ) -> list[Span] | None:
@@ -231,7 +247,7 @@ class ChatCodec:
         except (AttributeError, TypeError):  # a content that is no string
             return None
 
-    def _skeleton(self, roles: tuple[str, ...], tools: Tools | None) -> _Skeleton | None:
+    def _skeleton(self, roles: tuple[str, ...], tools: Tools | None) -> Skeleton | None:
         """What the template writes around contents; None if that is not simply in their order."""
         *roles, prompt = roles
         stand_ins = [chr(_CONTENT_STAND_IN + index) for index in range(len(roles))]
@@ -241,7 +257,7 @@ class ChatCodec:
             places = [text.index(stand_in) for stand_in in stand_ins]
             if places != sorted(places) or any(text.count(stand_in) != 1 for stand_in in stand_ins):
                 return None
-            spans = self._spans_from_blocks(chat, 0, bool(prompt), tools) if self._marks_generation else None
+            spans = self._spans_from_blocks(chat, 0, tools) if self._marks_generation else None
             if spans is None:
                 spans = self._spans_from_prefixes(chat, text, 0, tools)
         except _REFUSALS:
@@ -255,12 +271,15 @@ class ChatCodec:
             trails.append(end - places[turn] - 1)
         cuts = [-1, *places, len(text)]
         pieces = [text[left + 1 : right] for left, right in pairwise(cuts)]
-        return _Skeleton(pieces, turns, leads, trails)
+        return Skeleton(pieces, turns, leads, trails)
 
-    def _spans_from_blocks(self, chat: Chat, row: int, add_generation_prompt: bool, tools: Tools | None) -> list[Span]:
+    def _spans_from_blocks(
+        self, chat: Chat, row: int, tools: Tools | None, blocks: list[Span] | None = None
+    ) -> list[Span]:
         """Spans of the template's generation blocks, one per assistant message."""
         turns = [index for index, message in enumerate(chat) if message["role"] == "assistant"]
-        blocks = self._blocks(chat, tools)
+        if blocks is None:
+            blocks = self._blocks(chat, tools)
         if len(blocks) == len(turns):
             return blocks
         spans: list[Span] = []
@@ -290,7 +309,8 @@ class ChatCodec:
         It ends at the first end-of-turn marker after that (contents hold none, they are escaped) or, in a template
         without one, where the conversation up to and including the turn ends.
         """
-        spans = []
+        spans: list[Span] = []
+        before = 0
         for turn, message in enumerate(chat):
             if message["role"] != "assistant":
                 continue
@@ -306,7 +326,12 @@ class ChatCodec:
                 end = len(upto[start:].rstrip()) + start
                 if self.end_of_turn and text.endswith(self.end_of_turn, start, end):
                     end -= len(self.end_of_turn)
+            if spans and start < spans[-1][1]:
+                raise TemplateError(
+                    self._no_span(before, row, f"another turn begins before {self.end_of_turn!r} ends it")
+                )
             spans.append((start, end))
+            before = turn
         return spans
 
     def _start_from_prefix(self, chat: Chat, turn: int, text: str, row: int, tools: Tools | None) -> int:
@@ -389,34 +414,6 @@ def render_text(
         raise TemplateError(
             f"render_text: template {template.name!r} must render the conversation: {error}."
         ) from error
-
-
-class _Skeleton:
-    """What a template writes around the contents of one sequence of roles."""
-
-    __slots__ = ("_leads", "_pieces", "_trails", "_turns")
-
-    def __init__(self, pieces: list[str], turns: list[int], leads: list[int], trails: list[int]) -> None:
-        self._pieces = pieces  # one more than messages
-        self._turns = turns  # which messages are the assistant's
-        self._leads = leads  # characters of the span before the content
-        self._trails = trails  # and after it
-
-    def spans(self, contents: list[str], text: str) -> list[Span] | None:
-        """The assistant's spans if ``text`` is exactly the contents in the skeleton, else None."""
-        parts = [self._pieces[0]]
-        for content, piece in zip(contents, self._pieces[1:], strict=True):
-            parts += (content, piece)
-        if "".join(parts) != text:
-            return None
-        place, places = 0, []
-        for part in parts:
-            places.append(place)
-            place += len(part)
-        return [
-            (places[2 * turn + 1] - lead, places[2 * turn + 2] + trail)
-            for turn, lead, trail in zip(self._turns, self._leads, self._trails, strict=True)
-        ]
 
 
 @lru_cache(maxsize=8)

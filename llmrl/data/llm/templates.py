@@ -132,6 +132,11 @@ def find_template(
     return max(found, key=lambda match: match[:2])[2] if found else _TEMPLATES["chatml_format"]
 
 
+def template_names() -> list[str]:
+    """The names of the registered templates, sorted."""
+    return sorted(_TEMPLATES)
+
+
 def _unregistered(name: str, jinja: str) -> ChatTemplate:
     """A row for a template that comes as text. A format that its control tokens give away can be read back."""
     for row in _TEMPLATES.values():

@@ -5,17 +5,22 @@ from __future__ import annotations
 from llmrl.modules.llm.engines import Engine, Generation, SamplingParams, StopReason, TransformersEngine
 from llmrl.modules.llm.log_probs import TokenScorer, TokenScores, token_logprobs
 from llmrl.modules.llm.policies import (
+    Backend,
+    BatchingEngine,
     ChatHistory,
     LLMWrapperBase,
     LogProbs,
     Masks,
     Text,
+    TokenCategorical,
     Tokens,
     TransformersWrapper,
 )
 from llmrl.modules.llm.rendering import Rendered, Renderer, TemplateReport
 
 __all__ = [
+    "Backend",
+    "BatchingEngine",
     "ChatHistory",
     "Engine",
     "Generation",
@@ -28,6 +33,7 @@ __all__ = [
     "StopReason",
     "TemplateReport",
     "Text",
+    "TokenCategorical",
     "TokenScorer",
     "TokenScores",
     "Tokens",

@@ -185,7 +185,7 @@ class Renderer:
             "when the user speaks after an answer with thinking": ([question, thinking], [question]),
             "when a tool answers": ([question, calling], [result]),
         }
-        preserving = True
+        rewritten = []
         for case, (covered, added) in probes.items():
             try:
                 self.codec.render([covered + added], add_generation_prompt=True)
@@ -194,13 +194,13 @@ class Renderer:
             try:
                 self._verify(covered + added, len(added), add_generation_prompt=True, tools=None)
             except TemplateError:
-                preserving = False
-                reasons.append(f"earlier messages are written differently {case}")
-        if self.template.rewrites and not preserving:
-            reasons.append(f"template {self.template.name!r} is known to do so: {self.template.rewrites}")
-        return TemplateReport(
-            row.assistant_mask.float().mean().item(), stop_token_trained, preserving, "; ".join(reasons)
-        )
+                rewritten.append(case)
+        if rewritten:
+            reasons.append(f"earlier messages are written differently {', '.join(rewritten)}")
+            if self.template.rewrites:
+                reasons.append(f"template {self.template.name!r} is known to do so: {self.template.rewrites}")
+        share = row.assistant_mask.float().mean().item()
+        return TemplateReport(share, stop_token_trained, not rewritten, "; ".join(reasons))
 
     def _encode_once(self, texts: Sequence[str]) -> list[list[int]]:
         unique = list(dict.fromkeys(texts))

@@ -1,7 +1,20 @@
 """Language models as policies: the containers they read and write, and the wrappers that call an engine."""
 
-from llmrl.modules.llm.policies.base import LLMWrapperBase
+from llmrl.modules.llm.policies.base import Backend, LLMWrapperBase
+from llmrl.modules.llm.policies.batching import BatchingEngine
 from llmrl.modules.llm.policies.containers import ChatHistory, LogProbs, Masks, Text, Tokens
+from llmrl.modules.llm.policies.distributions import TokenCategorical
 from llmrl.modules.llm.policies.transformers_wrapper import TransformersWrapper
 
-__all__ = ["ChatHistory", "LLMWrapperBase", "LogProbs", "Masks", "Text", "Tokens", "TransformersWrapper"]
+__all__ = [
+    "Backend",
+    "BatchingEngine",
+    "ChatHistory",
+    "LLMWrapperBase",
+    "LogProbs",
+    "Masks",
+    "Text",
+    "TokenCategorical",
+    "Tokens",
+    "TransformersWrapper",
+]

@@ -28,7 +28,7 @@ from llmrl.modules.llm.policies.batching import (
     own_engine,
 )
 from llmrl.modules.llm.policies.carried import carried_texts, encode_prompts, read_stream
-from llmrl.modules.llm.policies.containers import ChatHistory, LogProbs, Masks, Text, Tokens
+from llmrl.modules.llm.policies.containers import ChatHistory, Text
 from llmrl.modules.llm.policies.conversations import Conversations
 from llmrl.modules.llm.policies.distributions import TokenCategorical, token_categorical
 from llmrl.modules.llm.policies.modes import Key, Turn, make_mode
@@ -134,6 +134,7 @@ class LLMWrapperBase(nn.Module):
         settings = {name: value for name, value in locals().items() if name not in ("self", "model", "__class__")}
         super().__init__()
         self._settings: dict[str, Any] = settings
+        self._given = (model,)  # in a tuple, where a module is no part of this one
         self.generate = generate
         self.options = generation_options(generate_kwargs)
         check_settings(type(self).__name__, settings, self.options)
@@ -429,21 +430,10 @@ class LLMWrapperBase(nn.Module):
     def _score(self, td: TensorDictBase) -> TensorDictBase:
         conversations = self._conversations(td)
         out = self._output(td, td.batch_size)
-        ids = conversations.rows
-        if not conversations.given:
-            columns = {"all_attention_mask": [torch.ones(len(row), dtype=torch.bool) for row in ids]}
-            if conversations.assistant is not None:
-                columns["all_assistant_mask"] = conversations.assistant
-            out.set(self.keys["masks"], self._layout(Masks, columns, td.batch_size, False))
-            out.set(self.keys["tokens"], self._layout(Tokens, {"full": ids}, td.batch_size, self.pad_token_id))
-        scores = self._score_rows(ids)
-        if conversations.full is not None:
-            log_probs = LogProbs.from_padded({"full": conversations.spread(scores)}, td.batch_size)
-        elif conversations.given:
-            log_probs = LogProbs.from_rows({"full": scores}, td.batch_size)
-        else:
-            log_probs = self._layout(LogProbs, {"full": scores}, td.batch_size, 0.0)
-        out.set(self.keys["log_probs"], log_probs)
+        scores = self._score_rows(conversations.rows)
+        pad_token_id = self.pad_token_id if self.pad_output else None
+        for name, container in conversations.written(scores, td.batch_size, pad_token_id).items():
+            out.set(self.keys[name], container)
         return out
 
     def _score_rows(self, ids: Sequence[Tensor]) -> list[Tensor]:
@@ -455,14 +445,6 @@ class LLMWrapperBase(nn.Module):
         attention_BT = lengths_mask(lengths, ids_BT.shape[1]).to(device)
         scores_BT = self.token_scores(ids_BT, attention_BT, attention_BT).log_probs
         return [row[:length] for row, length in zip(scores_BT, lengths, strict=True)]
-
-    def _layout(self, container: Any, columns: dict[str, list[Tensor]], batch_size: Sequence[int], fill: float) -> Any:
-        if not self.pad_output:
-            return container.from_rows(columns, batch_size)
-        dense = {name: pad_rows(rows, value=fill) for name, rows in columns.items()}
-        return container.from_padded(
-            {name: value.reshape(*batch_size, value.shape[-1]) for name, value in dense.items()}, batch_size
-        )
 
     # --- construction helpers -----------------------------------------------------------------------------------------
 
@@ -485,8 +467,8 @@ class LLMWrapperBase(nn.Module):
         return () if eos is None else (eos,)
 
     def _source(self) -> Any:
-        """What another wrapper over the same weights is built from."""
-        return own_engine(self.engine)
+        """What another wrapper over the same weights is built from: what this one was given."""
+        return self._given[0]
 
     def _output(self, td: TensorDictBase, batch_size: Sequence[int]) -> TensorDictBase:
         if self.generate and self.num_samples is not None:

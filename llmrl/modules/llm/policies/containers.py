@@ -8,7 +8,9 @@ who writes what is the wrapper's business, columns of rows are ``ragged``'s.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -64,6 +66,12 @@ class _Rows:
         ['a', 'b']
         """
         return field_rows(self._tensordict, field)
+
+    def _parts(self) -> dict[str, list[Any]]:
+        """The rows of prompt and response, which make up ``full``; or of whichever fields there are."""
+        columns = {name: self.rows(name) for name in ("prompt", "response", "full")}
+        present = {name: rows for name, rows in columns.items() if rows is not None}
+        return {name: present[name] for name in ("prompt", "response")} if len(present) == 3 else present
 
     @classmethod
     def default_spec(cls, shape: Sequence[int], keys: Sequence[str] | None = None) -> Composite:
@@ -132,7 +140,7 @@ class Text(_Rows, TensorClass["nocast"]):
     full: str | None = None
 
     def to_tokens(self, tokenizer: PreTrainedTokenizerBase, *, padding: bool = False) -> Tokens:
-        """Tokenises each field. The response is what the full text has beyond the prompt's ids.
+        """Tokenises prompt and response, whose ids together are ``full``; or the one field that is there.
 
         Raises  ValueError for ``padding=True``
         """
@@ -140,25 +148,30 @@ class Text(_Rows, TensorClass["nocast"]):
             raise ShapeError(
                 "Text.to_tokens: Padding is not yet supported: rows stay apart, pad what you read from them."
             )
-        encode = _encoder(tokenizer)
-        return _tokens(self, encode(self.rows("prompt")), encode(self.rows("full")), encode(self.rows("response")))
+        columns = self._parts()
+        sizes = [len(rows) for rows in columns.values()]
+        texts = [text for rows in columns.values() for text in rows]
+        ids = _tensors(tokenizer(texts, add_special_tokens=False)["input_ids"]) if texts else []
+        encoded = dict(zip(columns, _cut(ids, sizes), strict=True))
+        if encoded.keys() == {"prompt", "response"}:
+            encoded["full"] = [torch.cat(pair) for pair in zip(*encoded.values(), strict=True)]
+        return Tokens.from_rows(encoded, self.batch_size)
 
     def to_history(self, tokenizer: PreTrainedTokenizerBase, *, chat_template_name: str | None = None) -> ChatHistory:
         """Parses each field back into messages (``History.from_text``)."""
 
-        def parse(texts: list[str] | None) -> Any:
-            if texts is None:
-                return None
-            return [
-                History.from_text(text, chat_template_name=chat_template_name, tokenizer=tokenizer) for text in texts
-            ]
-
-        columns = {name: parse(self.rows(name)) for name in ("prompt", "full")}
-        prompts, fulls = columns["prompt"], columns["full"]
-        if prompts is not None and fulls is not None:
-            prompts = columns["prompt"] = [_without_opening(p, f) for p, f in zip(prompts, fulls, strict=True)]
-            columns["response"] = [full[len(prompt) :] for prompt, full in zip(prompts, fulls, strict=True)]
-        return ChatHistory.from_rows(_stacked_histories(columns), self.batch_size)
+        columns = {name: self.rows(name) for name in ("prompt", "full")}
+        columns = {name: texts for name, texts in columns.items() if texts is not None}
+        texts = [text for rows in columns.values() for text in rows]
+        if not texts:
+            return ChatHistory.from_rows({}, self.batch_size)
+        parsed = History.from_text(texts, chat_template_name=chat_template_name, tokenizer=tokenizer).to_chats()
+        chats = dict(zip(columns, _cut(parsed, [len(rows) for rows in columns.values()]), strict=True))
+        if len(chats) == 2:
+            chats["prompt"] = [_without_opening(*pair) for pair in zip(chats["prompt"], chats["full"], strict=True)]
+            pairs = zip(chats["prompt"], chats["full"], strict=True)
+            chats["response"] = [full[len(prompt) :] for prompt, full in pairs]
+        return ChatHistory.from_rows({n: History.from_chats(c) for n, c in chats.items()}, self.batch_size)
 
 
 class ChatHistory(_Rows, TensorClass["nocast"]):
@@ -173,6 +186,17 @@ class ChatHistory(_Rows, TensorClass["nocast"]):
     prompt: History | None = None
     response: History | None = None
     full: History | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("prompt", "response", "full"):
+            history = self.get(name, None)
+            if history is not None and history.ndim == self.ndim:
+                warnings.warn(
+                    f"ChatHistory: {name} must have a dimension of messages after those of the batch: got "
+                    f"{list(history.shape)}; each row is taken as a conversation of one message.",
+                    stacklevel=3,
+                )
+                self.set(name, history.unsqueeze(-1))
 
     def chats(self, field: str) -> list[list[dict[str, Any]]] | None:
         """The conversations of a field as lists of messages, one per row of the batch."""
@@ -227,14 +251,12 @@ class Tokens(_Rows, TensorClass["nocast"]):
         """
         if self.padded:
             raise ShapeError("Tokens.to_text: padded tokens cannot be decoded without their masks: use ragged ones.")
-        columns = {}
-        for name in ("prompt", "response", "full"):
-            rows = self.rows(name)
-            if rows is not None:
-                columns[name] = tokenizer.batch_decode([row.tolist() for row in rows], skip_special_tokens=False)
-        if len(columns) == 3:
-            columns["full"] = [a + b for a, b in zip(columns["prompt"], columns["response"], strict=True)]
-        return Text.from_rows(columns, self.batch_size)
+        columns = self._parts()
+        texts = decode_rows(tokenizer, [row.tolist() for rows in columns.values() for row in rows])
+        decoded = dict(zip(columns, _cut(texts, [len(rows) for rows in columns.values()]), strict=True))
+        if decoded.keys() == {"prompt", "response"}:
+            decoded["full"] = [prompt + response for prompt, response in zip(*decoded.values(), strict=True)]
+        return Text.from_rows(decoded, self.batch_size)
 
     def to_history(self, tokenizer: PreTrainedTokenizerBase, *, chat_template_name: str | None = None) -> ChatHistory:
         """Decodes and parses back into messages. Raises ValueError for padded tokens."""
@@ -290,21 +312,18 @@ def _tensors(rows: Sequence[Sequence[int]]) -> list[Tensor]:
     return [torch.tensor(row, dtype=torch.int64) for row in rows]
 
 
-def _encoder(tokenizer: PreTrainedTokenizerBase) -> Any:
-    def encode(texts: list[str] | None) -> list[Tensor] | None:
-        return None if texts is None else _tensors(tokenizer(texts, add_special_tokens=False)["input_ids"])
+def decode_rows(tokenizer: PreTrainedTokenizerBase, rows: list[list[int]]) -> list[str]:
+    """The text of each row of ids, control tokens included."""
+    if tokenizer.is_fast and not tokenizer.clean_up_tokenization_spaces:
+        decode = tokenizer.backend_tokenizer.decode  # what batch_decode calls, without its checks of every single id
+        return [decode(row, skip_special_tokens=False) for row in rows]
+    return tokenizer.batch_decode(rows, skip_special_tokens=False)
 
-    return encode
 
-
-def _tokens(
-    source: Any, prompts: list[Tensor] | None, fulls: list[Tensor] | None, responses: list[Tensor] | None
-) -> Tokens:
-    """Tokens of three tokenised views. Where both parts are known, ``full`` is their concatenation: the three agree."""
-    columns = {"prompt": prompts, "response": responses, "full": fulls}
-    if prompts is not None and responses is not None:
-        columns["full"] = [torch.cat(pair) for pair in zip(prompts, responses, strict=True)]
-    return Tokens.from_rows({name: rows for name, rows in columns.items() if rows is not None}, source.batch_size)
+def _cut(values: list[Any], sizes: Sequence[int]) -> list[list[Any]]:
+    """Consecutive pieces of these sizes."""
+    ends = list(accumulate(sizes))
+    return [values[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
 
 def _beyond(prompt: Tensor, full: Tensor, row: int) -> Tensor:
@@ -316,12 +335,7 @@ def _beyond(prompt: Tensor, full: Tensor, row: int) -> Tensor:
     return full[len(prompt) :]
 
 
-def _without_opening(prompt: History, full: History) -> History:
+def _without_opening(prompt: list[dict[str, Any]], full: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A rendered prompt ends with the opening of an answer, which parses as an empty assistant message."""
-    messages, whole = prompt.to_chats(), full.to_chats()
-    opened = len(messages) > 0 and messages[-1]["role"] == "assistant" and not messages[-1]["content"]
-    return prompt[: len(messages) - 1] if opened and messages[-1] != whole[len(messages) - 1] else prompt
-
-
-def _stacked_histories(columns: Mapping[str, list[History] | None]) -> dict[str, History]:
-    return {name: History.stack(rows) for name, rows in columns.items() if rows is not None}
+    opened = len(prompt) > 0 and prompt[-1]["role"] == "assistant" and not prompt[-1]["content"]
+    return prompt[:-1] if opened and prompt[-1] != full[len(prompt) - 1] else prompt

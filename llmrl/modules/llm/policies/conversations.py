@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError, near
-from llmrl.modules.llm.policies.containers import is_ragged
+from llmrl.modules.llm.policies.containers import LogProbs, Masks, Tokens, is_ragged
 from llmrl.modules.llm.policies.modes import Key, Mode, unpadded_rows
 from llmrl.padding import lengths_mask, pad_rows
 
@@ -71,10 +72,26 @@ class Conversations:
         ids_BT = pad_rows(self.rows, value=pad_token_id)
         return ids_BT, lengths_mask([len(row) for row in self.rows], ids_BT.shape[1]).to(ids_BT.device)
 
-    def spread(self, rows: Sequence[Tensor]) -> Tensor:
-        """[*B, T]: values per token in the layout of ``full``, 0 in the padding."""
-        values = torch.cat(list(rows))
-        return values.new_zeros(self.kept.shape).masked_scatter(self.kept.to(values.device), values)
+    def written(
+        self, scores: Sequence[Tensor], batch_size: Sequence[int], pad_token_id: int | None
+    ) -> dict[str, LogProbs | Masks | Tokens]:
+        """The containers of a scoring call: log-probs laid out as the ids are; before them masks and ids, where they
+        were made here: padded on the right with ``pad_token_id``, as rows where that is None.
+        """
+        if self.full is not None:
+            values = torch.cat(list(scores))
+            dense = values.new_zeros(self.kept.shape).masked_scatter(self.kept.to(values.device), values)
+            return {"log_probs": LogProbs.from_padded({"full": dense}, batch_size)}
+        if self.given:
+            return {"log_probs": LogProbs.from_rows({"full": scores}, batch_size)}
+        masks = {"all_attention_mask": [torch.ones(len(row), dtype=torch.bool) for row in self.rows]}
+        if self.assistant is not None:
+            masks["all_assistant_mask"] = self.assistant
+        return {
+            "masks": _laid_out(Masks, masks, batch_size, None if pad_token_id is None else 0),
+            "tokens": _laid_out(Tokens, {"full": self.rows}, batch_size, pad_token_id),
+            "log_probs": _laid_out(LogProbs, {"full": scores}, batch_size, None if pad_token_id is None else 0),
+        }
 
     def selected(self, strategy: str, mask: Tensor | Sequence[Tensor] | None) -> list[Tensor]:
         """bool[T_i] per row: the tokens that a strategy, or a mask of the tokens' layout, asks for."""
@@ -109,6 +126,14 @@ class Conversations:
                 "usually it was made from another tokenisation of the conversation, or from its response alone."
             )
         return [row.bool() for row in rows]
+
+
+def _laid_out(container: Any, columns: dict[str, Any], batch_size: Sequence[int], fill: int | None) -> Any:
+    if fill is None:
+        return container.from_rows(columns, batch_size)
+    dense = {name: pad_rows(rows, value=fill) for name, rows in columns.items()}
+    shaped = {name: value.reshape((*batch_size, value.shape[-1])) for name, value in dense.items()}
+    return container.from_padded(shaped, batch_size)
 
 
 def _responses(tokens: TensorDictBase, masks: TensorDictBase | None, padded: bool) -> list[int] | None:

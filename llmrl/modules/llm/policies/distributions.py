@@ -18,12 +18,12 @@ from torch.distributions import Distribution
 
 from llmrl.errors import ShapeError
 from llmrl.modules.llm.engines.transformers import model_device
-from llmrl.modules.llm.head_path import accepted, evaluating, find_head_path, map_logits
+from llmrl.modules.llm.head_path import HeadPath, accepted, evaluating, find_head_path, map_logits
 from llmrl.modules.llm.policies.conversations import Conversations
 
 __all__ = ["TokenCategorical", "token_categorical"]
 
-_ROWS_AT_A_TIME = 1024  # of the vocabulary-wide temporaries
+_ROWS_AT_A_TIME = 256  # of the vocabulary-wide temporaries
 
 
 class TokenCategorical(Distribution):
@@ -36,7 +36,7 @@ class TokenCategorical(Distribution):
 
     Results have the shape of the tokens. Where the mask is False, ``log_prob`` and ``entropy`` are 0, and ``sample``
     and ``mode`` keep the token that is there. Memory: 4 N V bytes (1,000 positions of a vocabulary of 152,000: 0.6 GB),
-    and twice that while gradients are recorded.
+    and about five times that for a backward pass, which is why losses use ``token_scores``.
 
     >>> mask = torch.tensor([[False, True, True]])
     >>> dist = TokenCategorical(torch.zeros(2, 4), torch.tensor([[3, 1, 2]]), mask)
@@ -57,7 +57,7 @@ class TokenCategorical(Distribution):
         self.logits = logits
         self.tokens = tokens
         self.mask = mask
-        self._log_total_N = logits.logsumexp(-1)
+        self._log_total_N = torch.cat([part_CV.logsumexp(-1) for part_CV in logits.split(_ROWS_AT_A_TIME)])
 
     def reshape(self, batch_size: torch.Size) -> TokenCategorical:
         """The same distributions for tokens [*batch_size, T]."""
@@ -157,5 +157,20 @@ def _chosen_logits(
         head_NV = getattr(output, "logits", output)[:, :-1][chosen_BT[:, 1:]]
     else:
         hidden_BTH = path.body(**accepted(path.body, inputs)).last_hidden_state
-        head_NV = path.head(hidden_BTH[:, :-1][chosen_BT[:, 1:]])
+        hidden_NH = hidden_BTH[:, :-1][chosen_BT[:, 1:]]
+        if len(hidden_NH) > _ROWS_AT_A_TIME and not torch.is_grad_enabled():
+            return _logits_in_parts(path, hidden_NH, temperature), chosen_BT
+        head_NV = path.head(hidden_NH)
     return map_logits(head_NV, path, temperature), chosen_BT
+
+
+def _logits_in_parts(path: HeadPath, hidden_NH: Tensor, temperature: float) -> Tensor:
+    """The logits in one tensor, without a second one of their size beside it while they are made."""
+    start, logits_NV = 0, None
+    for part_CH in hidden_NH.split(_ROWS_AT_A_TIME):
+        part_CV = map_logits(path.head(part_CH), path, temperature)
+        if logits_NV is None:
+            logits_NV = part_CV.new_empty(len(hidden_NH), part_CV.shape[-1])
+        logits_NV[start : start + len(part_CV)] = part_CV
+        start += len(part_CV)
+    return logits_NV

@@ -19,7 +19,7 @@ from torch import Tensor
 from llmrl.data.llm.chat import History
 from llmrl.errors import ConfigError, MissingKeyError, RolloutError, near
 from llmrl.modules.llm.engines import StopReason
-from llmrl.modules.llm.policies.containers import ChatHistory, Text, Tokens, field_rows, is_ragged
+from llmrl.modules.llm.policies.containers import ChatHistory, Text, Tokens, decode_rows, field_rows, is_ragged
 from llmrl.modules.llm.policies.stream import Stream
 from llmrl.padding import unpad_rows
 
@@ -256,7 +256,7 @@ def _text_views(
             key = tuple(ids.tolist()[-num_new:] if num_new else ())
             which.append(pending.setdefault(key, len(pending)))
     end_ids = sorted({end for end in ends if end is not None})
-    texts = _decode(tokenizer, [*bodies, *map(list, pending), *([end] for end in end_ids)])
+    texts = decode_rows(tokenizer, [*bodies, *map(list, pending), *([end] for end in end_ids)])
     contents, added = texts[: len(bodies)], texts[len(bodies) : len(bodies) + len(pending)]
     end_texts = {None: "", **dict(zip(end_ids, texts[len(bodies) + len(pending) :], strict=True))}
     if prompt_texts is None:
@@ -268,14 +268,6 @@ def _text_views(
         responses = [content + end_texts[end] for content, end in zip(contents, ends, strict=True)]
     full = [prompt + response for prompt, response in zip(prompt_texts, responses, strict=True)]
     return contents, {"prompt": prompt_texts, "response": responses, "full": full}
-
-
-def _decode(tokenizer: PreTrainedTokenizerBase, rows: list[list[int]]) -> list[str]:
-    """The text of each row, control tokens included."""
-    if tokenizer.is_fast and not tokenizer.clean_up_tokenization_spaces:
-        decode = tokenizer.backend_tokenizer.decode  # what batch_decode calls, without its checks of every single id
-        return [decode(row, skip_special_tokens=False) for row in rows]
-    return tokenizer.batch_decode(rows, skip_special_tokens=False)
 
 
 def _tokenise(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], options: Mapping[str, Any]) -> list[Tensor]:

@@ -66,7 +66,7 @@ def padded_containers(
         )
 
     def shaped(columns: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: value.reshape(*batch_size, *value.shape[1:]) for name, value in columns.items()}
+        return {name: value.reshape((*batch_size, *value.shape[1:])) for name, value in columns.items()}
 
     masks = {"all_attention_mask": around(record.attention_mask), "all_assistant_mask": around(record.assistant_mask)}
     if carried_masks is not None:

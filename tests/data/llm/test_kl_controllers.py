@@ -1,0 +1,59 @@
+"""The weight of a KL penalty, constant and adaptive."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from llmrl.data.llm import AdaptiveKLController, ConstantKLController
+from llmrl.errors import ConfigError
+
+
+def test_a_constant_weight_stays():
+    controller = ConstantKLController(kl_coef=0.2)
+    controller.update(torch.tensor([-100.0]))
+    assert controller.coef == 0.2
+
+
+def test_a_model_can_own_the_weight():
+    model = SimpleNamespace(kl_coef=0.3)
+    assert ConstantKLController(model=model).coef == 0.3
+    ConstantKLController(kl_coef=0.5, model=model)
+    assert model.kl_coef == 0.5
+    adaptive = AdaptiveKLController(init_kl_coef=1.0, target=1.0, horizon=10, model=model)
+    assert model.kl_coef == 1.0
+    adaptive.update([-5.0] * 5)
+    assert model.kl_coef == adaptive.coef == pytest.approx(1.1)
+
+
+@pytest.mark.parametrize(
+    ("kl", "expected"),
+    [(2.0, 0.5), (2.2, 0.5 * (1 + 0.1 * 4 / 8)), (9.0, 0.5 * (1 + 0.2 * 4 / 8)), (0.0, 0.5 * (1 - 0.2 * 4 / 8))],
+)
+def test_an_adaptive_weight_follows_the_divergence(kl, expected):
+    controller = AdaptiveKLController(init_kl_coef=0.5, target=2.0, horizon=8)
+    controller.update(torch.full((4,), -0.5 * kl))
+    assert controller.coef == pytest.approx(expected)
+
+
+def test_a_loop_settles_at_the_target():
+    controller = AdaptiveKLController(init_kl_coef=1.0, target=0.5, horizon=20)
+    for _ in range(200):
+        controller.update([-controller.coef * (0.1 / controller.coef)] * 4)  # a policy whose KL is 0.1 / coef
+    assert controller.coef == pytest.approx(0.2, rel=1e-3)
+
+
+def test_what_makes_no_sense_is_refused():
+    with pytest.raises(ConfigError, match="kl_coef, or a model"):
+        ConstantKLController()
+    with pytest.raises(ConfigError, match="has no attribute 'kl_coef'"):
+        ConstantKLController(kl_coef=0.1, model=SimpleNamespace())
+    with pytest.raises(ConfigError, match="target must be above 0: got 0"):
+        AdaptiveKLController(init_kl_coef=0.1, target=0, horizon=10)
+    controller = AdaptiveKLController(init_kl_coef=0.1, target=1, horizon=10)
+    for values in ([], [math.nan]):
+        with pytest.raises(ConfigError, match="finite KL rewards"):
+            controller.update(values)

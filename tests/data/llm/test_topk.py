@@ -1,0 +1,113 @@
+"""Of all answers to a prompt, the best go on; nothing is lost or mixed on the way."""
+
+from __future__ import annotations
+
+import io
+import math
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from llmrl.data.llm import TopKRewardSelector
+from llmrl.data.llm.columns import column
+from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer
+from llmrl.errors import DataError, MissingKeyError
+
+
+def batch(prompts, rewards, done=None):
+    count = len(rewards)
+    return TensorDict(
+        text=TensorDict(prompt=column(prompts), batch_size=[count]),
+        number=torch.arange(count),
+        next=TensorDict(
+            reward=torch.tensor(rewards, dtype=torch.float32).view(count, 1, 1),
+            done=torch.ones(count, 1, dtype=torch.bool) if done is None else torch.tensor(done).view(count, 1),
+            batch_size=[count],
+        ),
+        batch_size=[count],
+    )
+
+
+def test_two_of_five_are_above_the_median_though_three_were_asked_for():
+    out = TopKRewardSelector(5, 3).inv(batch(["p"] * 5, [0.0, 4.0, 1.0, 3.0, 2.0]))
+    assert out["next", "reward"].flatten().tolist() == [4.0, 3.0]
+    assert out["number"].tolist() == [1, 3]
+
+
+def test_no_more_than_k_are_written_and_ties_go_to_the_first():
+    out = TopKRewardSelector(6, 2).inv(batch(["p"] * 6, [0.0, 1.0, 0.0, 1.0, 0.0, 1.0]))
+    assert out["number"].tolist() == [1, 3]
+
+
+def test_prompts_wait_apart_until_there_are_enough_turns():
+    selector = TopKRewardSelector(3, 1)
+    assert selector.inv(batch(["a", "b", "a"], [0.0, 9.0, 1.0])) is None
+    assert selector.counters["queued"] == 2
+    out = selector.inv(batch(["b", "a", "b"], [1.0, 2.0, 0.0]))
+    assert out["next", "reward"].flatten().tolist() == [2.0, 9.0]
+    assert selector.counters == {"prompts": 2, "written": 2, "dropped": 4, "failed": 0, "evicted": 0, "queued": 0}
+
+
+def test_equal_rewards_leave_nothing():
+    selector = TopKRewardSelector(3, 1)
+    assert selector.inv(batch(["p"] * 3, [1.0, 1.0, 1.0])) is None
+    assert selector.counters["dropped"] == 3
+
+
+def test_failed_rewards_are_neither_chosen_nor_part_of_the_median():
+    selector = TopKRewardSelector(4, 3)
+    out = selector.inv(batch(["p"] * 4, [math.nan, 1.0, math.inf, 2.0]))
+    assert out["next", "reward"].flatten().tolist() == [2.0]
+    assert (selector.counters["failed"], selector.counters["dropped"]) == (2, 1)
+    assert TopKRewardSelector(2, 1).inv(batch(["p"] * 2, [math.nan, math.nan])) is None
+
+
+def test_rows_of_a_two_dimensional_batch_are_conversations_of_several_turns():
+    given = batch([f"turn {i % 2} of p" for i in range(8)], [0.0, 1.0, 2.0, 3.0, 0.0, 0.0, 9.0, -9.0],
+                  done=[False, True] * 4)  # fmt: skip
+    out = TopKRewardSelector(8, 2).inv(given.reshape(4, 2))
+    assert out.batch_size == (4,)
+    assert out["number"].tolist() == [2, 3, 0, 1]  # returns 5 and 1; those below are 0 and 0
+    flat = TopKRewardSelector(8, 2).inv(given)
+    assert flat["number"].tolist() == [2, 3, 0, 1]
+
+
+def test_a_conversation_that_goes_on_in_the_next_batch_is_one():
+    selector = TopKRewardSelector(4, 1)
+    assert selector.inv(batch(["p", "q"], [1.0, 1.0], done=[True, False])) is None
+    out = selector.inv(batch(["q after", "p", "p", "p"], [5.0, 0.0, 3.0, 2.0]))
+    assert out["next", "reward"].flatten().tolist() == [3.0]  # 1, 0, 3 and 2 of p
+    assert selector.counters["queued"] == 1
+
+
+def test_in_front_of_a_buffer_and_through_a_state():
+    buffer = ReplayBuffer(storage=LazyStackStorage(10), transform=TopKRewardSelector(3, 2))
+    assert buffer.extend(batch(["p", "p", "q"], [0.0, 3.0, 1.0], done=[True, True, False])).tolist() == []
+    file = io.BytesIO()
+    torch.save(buffer.state_dict(), file)
+    file.seek(0)
+    other = ReplayBuffer(storage=LazyStackStorage(10), transform=TopKRewardSelector(3, 2))
+    other.load_state_dict(torch.load(file, weights_only=False))
+    for one in (buffer, other):
+        assert one.extend(batch(["q", "p"], [1.0, 1.0])).tolist() == [0]
+        assert one[:]["next", "reward"].flatten().tolist() == [3.0]
+
+
+def test_the_queue_is_bounded(caplog):
+    selector = TopKRewardSelector(2, 1, max_queued_prompts=2)
+    for prompt in "abc":
+        selector.inv(batch([prompt], [1.0]))
+    assert (selector.counters["queued"], selector.counters["evicted"]) == (2, 1)
+    assert "max_queued_prompts=2" in caplog.text
+
+
+def test_what_makes_no_sense_is_refused():
+    with pytest.raises(ValueError, match="at least 2"):
+        TopKRewardSelector(1, 1)
+    with pytest.raises(ValueError, match="3 of 2"):
+        TopKRewardSelector(2, 3)
+    with pytest.raises(DataError, match="True in 0 of 2"):
+        TopKRewardSelector(2, 1).inv(batch(["p"] * 2, [0.0, 1.0], done=[False, False]))
+    with pytest.raises(MissingKeyError, match=r"\('text', 'prompt'\)"):
+        TopKRewardSelector(2, 1).inv(batch(["p"] * 2, [0.0, 1.0]).exclude("text"))

@@ -1,0 +1,177 @@
+"""Sampled ids are the truth: from the engine through wrapper, environment and buffer to the loss, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import nn
+
+from llmrl.data.llm.chat import History
+from llmrl.data.llm.columns import column
+from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
+from llmrl.envs.llm import ChatEnv
+from llmrl.envs.utils import step_mdp
+from llmrl.modules.llm import ChatHistory, LLMWrapperBase, TokenScores
+from llmrl.objectives.llm import GRPOLoss
+from llmrl.testing import FakeEngine, tiny_tokenizer
+
+NUM = 1000
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer()
+
+
+class Recorder(FakeEngine):
+    """A FakeEngine that keeps what it was asked and what it drew, a (prompt, ids, log-probs) per row."""
+
+    def generate(self, prompts, params, *, seeds=None):
+        generation = super().generate(prompts, params, seeds=seeds)
+        rows = zip(prompts, generation.ids, generation.log_probs, strict=True)
+        self.drawn = [*getattr(self, "drawn", []), *(tuple(value.clone() for value in row) for row in rows)]
+        return generation
+
+
+class Actor(nn.Module):
+    """Keeps what the loss hands to the model, row by row: the ids, and which of them are trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def token_scores(self, input_ids, attention_mask, select, *, entropy=False):
+        for ids, kept, chosen in zip(input_ids, attention_mask, select, strict=True):
+            self.rows.append((ids[kept], chosen[kept]))
+        log_probs = torch.zeros(input_ids.shape, requires_grad=True)
+        return TokenScores(log_probs, torch.zeros(input_ids.shape) if entropy else None)
+
+
+def random_ids(tokenizer, number, seed=0):
+    """Rows of 1 to 20 ids from the whole vocabulary, some of one awkward kind only; half end with end-of-turn."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(high, *shape):
+        return torch.randint(high, shape, generator=generator)
+
+    kinds = {
+        "anything": torch.arange(len(tokenizer)),
+        "white space": tokenizer(" \n\t  \n\n \r\n", add_special_tokens=False, return_tensors="pt").input_ids[0],
+        "half of a character": torch.tensor(tokenizer.encode("é漢🙂", add_special_tokens=False)[::2]),
+        "markers": torch.tensor([*tokenizer.encode("<|im_start|><think></think><tool_call><|endoftext|>")]),
+    }
+    rows = []
+    for row in range(number):
+        pool = list(kinds.values())[row % len(kinds)]
+        ids = pool[draw(len(pool), int(draw(20, 1)) + 1)]
+        rows.append(torch.cat([ids, torch.tensor([tokenizer.eos_token_id])]) if row % 8 < 4 else ids)
+    return rows
+
+
+def dialog(policy, questions, num_turns=1, tool=None):
+    """The last turn of a rollout, as a collector makes it; ``tool(turn)`` is what the environment answers."""
+    env = ChatEnv(batch_size=[len(questions)])
+    td: TensorDictBase = env.reset(TensorDict(query=column(questions), batch_size=[len(questions)]))
+    td["group_id"] = torch.arange(len(questions))
+    for turn in range(num_turns):
+        td = env.step(policy(td))
+        if turn + 1 < num_turns:
+            after = step_mdp(td)
+            said = History.from_chats([[tool(turn)]] * len(questions))
+            prompt = after["history"].prompt.extend(said, inplace=False, dim=-1)
+            after["history"] = ChatHistory.from_rows({"prompt": prompt})
+            after["group_id"] = td["group_id"]
+            td = after
+    td["advantage"] = torch.ones(len(questions), 1, 1)
+    return td
+
+
+def through_buffer_and_loss(td, batch_size):
+    """What reaches the model from a buffer that was filled with ``td``, by group id: ids, trained mask, log-probs."""
+    buffer = ReplayBuffer(storage=LazyStackStorage(len(td)), sampler=SamplerWithoutReplacement(), batch_size=batch_size)
+    buffer.extend(td)
+    actor, found = Actor(), {}
+    loss = GRPOLoss(actor)
+    for _ in range(len(td) // batch_size):
+        batch = buffer.sample()
+        start = len(actor.rows)
+        output = loss(batch)
+        assert output.loss_objective.isfinite()
+        log_probs = batch.get(("log_probs", "full"), as_list=True)
+        for group, row, log_prob in zip(batch["group_id"].tolist(), actor.rows[start:], log_probs, strict=True):
+            found[group] = (*row, log_prob)
+    return found
+
+
+@pytest.mark.parametrize("pad_output", [False, True])
+def test_a_thousand_random_sequences_reach_the_loss_as_they_were_sampled(tokenizer, pad_output):
+    answers = random_ids(tokenizer, NUM)
+    texts = tokenizer.batch_decode(answers)
+    retokenised = tokenizer(texts, add_special_tokens=False).input_ids
+    changed = sum(new != ids.tolist() for new, ids in zip(retokenised, answers, strict=True))
+    assert changed > NUM / 2  # through text, most of them would come back as other ids
+    engine = Recorder(answers, tokenizer=tokenizer)
+    policy = LLMWrapperBase(engine, tokenizer=tokenizer, pad_output=pad_output)
+    td = dialog(policy, [f"Question {row}" for row in range(NUM)])
+    assert len(engine.drawn) == NUM
+    found = through_buffer_and_loss(td, batch_size=250)
+    assert sorted(found) == list(range(NUM))
+    for row, (prompt, ids, log_probs) in enumerate(engine.drawn):
+        seen, trained, behaviour = found[row]
+        assert torch.equal(seen, torch.cat([prompt, ids]))
+        assert torch.equal(seen[trained], ids)
+        assert trained.nonzero()[0] == len(prompt)
+        assert torch.equal(behaviour[behaviour != 0], log_probs)
+
+
+@pytest.mark.parametrize("pad_output", [False, True])
+def test_five_turns_with_tools_store_the_ids_that_the_engine_saw(tokenizer, pad_output):
+    num, num_turns = 20, 5
+    answers = random_ids(tokenizer, num * num_turns, seed=1)
+    engine = Recorder(answers, tokenizer=tokenizer)
+    policy = LLMWrapperBase(engine, tokenizer=tokenizer, pad_output=pad_output)
+
+    def tool(turn):
+        return {"role": "tool" if turn % 2 else "user", "content": f"result\n\n{turn} é  "}
+
+    td = dialog(policy, [f"Question {row}" for row in range(num)], num_turns, tool)
+    found = through_buffer_and_loss(td, batch_size=10)
+    for row in range(num):
+        turns = engine.drawn[row::num]
+        seen, trained, behaviour = found[row]
+        last_prompt, last_ids, _ = turns[-1]
+        assert torch.equal(seen, torch.cat([last_prompt, last_ids]))
+        for prompt, ids, _ in turns:
+            assert torch.equal(seen[: len(prompt) + len(ids)], torch.cat([prompt, ids]))
+        assert torch.equal(seen[trained], torch.cat([ids for _, ids, _ in turns]))
+        assert torch.equal(behaviour[behaviour != 0], torch.cat([log_probs for _, _, log_probs in turns]))
+        assert "result\n\n3 é  " in tokenizer.decode(seen)
+
+
+@pytest.mark.parametrize("mode", ["text", "tokens"])
+def test_the_other_modes_carry_the_ids_too(tokenizer, mode):
+    engine = Recorder(random_ids(tokenizer, 40, seed=2), tokenizer=tokenizer)
+    policy = LLMWrapperBase(engine, tokenizer=tokenizer, input_mode=mode)
+    env = ChatEnv(batch_size=[10], input_mode=mode, tokenizer=tokenizer)
+    td = env.reset(TensorDict(query=column([f"Question {row}" for row in range(10)]), batch_size=[10]))
+    for _ in range(4):
+        td = step_mdp(env.step(policy(td)))
+    stored, masks = td["tokens"].rows("prompt"), td["masks"].rows("prompt_assistant_mask")
+    for row in range(10):
+        turns = engine.drawn[row::10]
+        assert torch.equal(stored[row], torch.cat([turns[-1][0], turns[-1][1]]))
+        assert torch.equal(stored[row][masks[row]], torch.cat([ids for _, ids, _ in turns]))
+
+
+@pytest.mark.parametrize("pad_output", [False, True])
+def test_plain_log_probs_are_carried_beside_the_truncated_ones(tokenizer, pad_output):
+    engine = Recorder(["one", "two", "three", "four", "five", "six"], tokenizer=tokenizer)
+    options = {"top_k": 5, "max_new_tokens": 9}  # FakeEngine's plain log-probs are twice the truncated ones
+    policy = LLMWrapperBase(engine, tokenizer=tokenizer, pad_output=pad_output, generate_kwargs=options)
+    td = dialog(policy, ["Hi", "Hello"], 3, lambda turn: {"role": "user", "content": "go on"})
+    full, plain = (td["log_probs"].rows(name) for name in ("full", "plain"))
+    for row in range(2):
+        sampled = torch.cat([log_probs for _, _, log_probs in engine.drawn[row::2]])
+        assert torch.equal(full[row][full[row] != 0], sampled)
+        assert torch.equal(plain[row], 2 * full[row])

@@ -1,0 +1,159 @@
+"""``llmrl template``: what it finds in good and bad templates, what it prints, and its exit code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from llmrl import cli
+from llmrl.data.llm.templates import template_names
+from llmrl.recipes.template import Diagnosis, diagnose
+from llmrl.testing import tiny_tokenizer
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def saved(folder: Path, template: str | None) -> str:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def found(diagnosis: Diagnosis) -> dict[str, bool | None]:
+    return {finding.name: finding.ok for finding in diagnosis.findings}
+
+
+def detail(diagnosis: Diagnosis, name: str) -> str:
+    return next(finding.detail for finding in diagnosis.findings if finding.name == name)
+
+
+@pytest.mark.parametrize("name", template_names())
+def test_every_registered_template_is_fine(name: str):
+    diagnosis = diagnose(name)
+    assert diagnosis.problems == []
+    assert diagnosis.verdict.startswith("fine")
+    assert 0 < diagnosis.trained_share < 1
+    shown = "".join(text for text, trained in diagnosis.samples[0].pieces if trained)
+    assert "It is 4." in shown
+    assert "That is 6." in shown
+    assert "What is 2+2?" not in shown
+
+
+@pytest.mark.parametrize(("name", "code"), [("qwen", 0), ("qwen3", 0), ("llama", 1), ("chatml_format", 1)])
+def test_exit_code_says_whether_tools_would_work(name: str, code: int, capsys):
+    assert cli.main(["template", name, "--tools"]) == code
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].startswith("ok  verdict" if code == 0 else "NO  verdict       do not train with it: tools")
+    assert any(line.startswith("ok  tools=[]      writes the same text") for line in lines)
+
+
+def test_conversation_is_shown_with_what_is_trained_and_lines_with_the_answers(capsys):
+    assert cli.main(["template", "qwen", "--tools"]) == 0
+    out = capsys.readouterr().out
+    assert "«It is 4.<|im_end|>»" in out
+    assert '«<tool_call>\n{"name": "add"' in out
+    assert "ok  tools         are declared to the model" in out
+    assert "ok  tool calls    are trained, and their results are not" in out
+    assert "ok  stop token    '<|im_end|>' ends an answer and is trained" in out
+    assert "ok  prefix        a longer conversation begins with the shorter one" in out
+
+
+def test_folder_with_a_tokenizer_is_judged_by_its_own_template(tmp_path: Path):
+    diagnosis = diagnose(saved(tmp_path, CHATML))
+    assert diagnosis.problems == []
+    assert "the tokenizer's own; no generation blocks" in detail(diagnosis, "template")
+    assert "eos '<|im_end|>'" in detail(diagnosis, "tokenizer")
+    bare = tmp_path / "Qwen3-bare"
+    assert "none of its own; guessed, that of 'qwen3'" in detail(diagnose(saved(bare, None)), "template")
+
+
+def test_end_of_turn_that_stops_no_generation_is_a_problem(tmp_path: Path, capsys):
+    folder = saved(tmp_path, "{% for m in messages %}{{ m.role }}: {{ m.content }}###\n{% endfor %}")
+    assert found(diagnose(folder))["stop token"] is False
+    assert cli.main(["template", folder]) == 1
+    assert "NO  verdict       do not train with it: stop token" in capsys.readouterr().out
+
+
+def test_template_that_rewrites_the_past_is_said_and_is_fine_for_one_turn(tmp_path: Path):
+    dropping = CHATML.replace("{{ m.content }}", "{{ m.content if loop.last else m.content.split('</think>')[-1] }}")
+    diagnosis = diagnose(saved(tmp_path, dropping))
+    assert found(diagnosis)["prefix"] is None
+    assert "when the user speaks after an answer with thinking" in detail(diagnosis, "prefix")
+    assert diagnosis.verdict == "fine for one turn; each further turn starts a new stream"
+
+
+def test_tools_that_are_ignored_and_an_empty_list_that_is_not_are_found(tmp_path: Path):
+    ignoring = diagnose(saved(tmp_path / "ignoring", CHATML), tools=True)
+    assert "are not shown to the model" in detail(ignoring, "tools")
+    assert found(ignoring)["tool calls"] is False
+    confused = CHATML.replace(
+        "{% for", "{% if tools is not none %}<|im_start|>system\nTools:<|im_end|>\n{% endif %}{% for", 1
+    )
+    assert found(diagnose(saved(tmp_path / "confused", confused)))["tools=[]"] is None
+
+
+def test_system_prompt_that_nobody_asked_for_is_shown(tmp_path: Path):
+    preamble = "<|im_start|>system\nYou are a very helpful assistant.<|im_end|>\n" + CHATML
+    assert "You are a very helpful assistant." in detail(diagnose(saved(tmp_path, preamble)), "preamble")
+    assert "preamble" not in found(diagnose("qwen"))
+
+
+def test_template_that_renders_nothing_is_a_problem(tmp_path: Path):
+    diagnosis = diagnose(saved(tmp_path, "{{ raise_exception('no chat') }}"))
+    assert [finding.name for finding in diagnosis.problems] == ["rendering"]
+    assert "no chat" in detail(diagnosis, "rendering")
+
+
+def test_conversations_of_a_file_are_counted_and_shown(tmp_path: Path, capsys):
+    path = tmp_path / "chats.jsonl"
+    rows = [
+        {"prompt": "one", "completion": "first"},
+        {
+            "messages": [
+                {"role": "user", "content": "two"},
+                {"role": "user", "content": "three"},
+                {"role": "assistant", "content": "second"},
+            ]
+        },
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert cli.main(["template", "qwen", "--data", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "«first<|im_end|>»" in out
+    assert "«second<|im_end|>»" in out
+    assert f"in 2 of 2 conversations of {path}" in out
+    alternating = diagnose("llama", data=str(path))
+    assert found(alternating)["coverage"] is False
+    assert "in 1 of 2 conversations" in detail(alternating, "coverage")
+    assert "conversation 1, message 1, role 'user'" in detail(alternating, "coverage")
+
+
+def test_json_holds_everything(capsys):
+    assert cli.main(["template", "gpt_oss", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"]
+    assert report["template"] == "gpt_oss"
+    assert {finding["name"]: finding["ok"] for finding in report["findings"]}["prefix"] is None
+    assert 0 < report["trained_share"] < 1
+
+
+def test_unknown_name_is_refused_with_a_near_one(monkeypatch: pytest.MonkeyPatch, capsys):
+    def offline(name: str) -> None:
+        raise OSError(f"{name} is not to be had")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", offline)
+    assert cli.main(["template", "qwen4"]) == 3
+    assert "got 'qwen4'. Did you mean 'qwen" in capsys.readouterr().err
+    assert cli.main(["template"]) == 2
+
+
+def test_help_names_the_command(capsys):
+    assert cli.main(["--help"]) == 0
+    assert "template NAME_OR_PATH" in capsys.readouterr().out
