@@ -6,6 +6,7 @@ Every class is also the standard-library error that it refines, so an ``except V
     ├── ConfigError             ValueError    a setting that cannot be run
     ├── DataError               ValueError    a data file, column or row that cannot be trained on
     ├── TemplateError           ValueError    a chat template, or what it did to a conversation
+    ├── RewriteError            ValueError    a TemplateError: it writes the past differently once messages follow
     ├── ShapeError              ValueError    tensors that do not fit each other
     ├── MissingKeyError         KeyError      a TensorDict entry that the reader needs
     ├── MissingDependencyError  ImportError   an extra that is not installed
@@ -33,6 +34,7 @@ __all__ = [
     "LLMRLError",
     "MissingDependencyError",
     "MissingKeyError",
+    "RewriteError",
     "RolloutError",
     "ShapeError",
     "TemplateError",
@@ -57,6 +59,10 @@ class DataError(LLMRLError, ValueError):
 
 class TemplateError(LLMRLError, ValueError):
     """A chat template is missing, or breaks a rule that training depends on."""
+
+
+class RewriteError(TemplateError, ValueError):
+    """A chat template writes earlier messages differently once others follow: the stream of ids cannot go on."""
 
 
 class ShapeError(LLMRLError, ValueError):

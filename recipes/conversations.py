@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from llmrl.recipes.sft_config import SFTConfig
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -16,6 +16,7 @@ from llmrl.envs.llm.sums import sums_demonstrations
 from llmrl.errors import DataError, TemplateError
 from llmrl.modules.llm.policies.containers import Masks, Tokens
 from llmrl.modules.llm.rendering import Renderer
+from llmrl.recipes.sft_config import SFTConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,7 +67,7 @@ def marked_pieces(tokenizer: PreTrainedTokenizerBase, ids: Tensor, mask: Tensor)
     bounds = [0, *changes.tolist(), len(ids)]
     return [
         (tokenizer.decode(ids[start:end].tolist()), bool(mask[start]))
-        for start, end in zip(bounds[:-1], bounds[1:], strict=True)
+        for start, end in itertools.pairwise(bounds)
         if end > start
     ]
 
@@ -74,8 +75,8 @@ def marked_pieces(tokenizer: PreTrainedTokenizerBase, ids: Tensor, mask: Tensor)
 def tokenize_chats(config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> TokenizedChats:
     """The data of ``config``.
 
-    Raises  DataError for data that are missing, empty or too long, or have a row without an assistant turn; TemplateError
-            if the template does not say what the assistant wrote
+    Raises  DataError for data that are missing, empty or too long, or have a row without an assistant turn;
+            TemplateError if the template does not say what the assistant wrote
     """
     data, rows = config.data, _rows(config)
     renderer = Renderer(tokenizer)

@@ -6,16 +6,15 @@ import json
 import time
 from pathlib import Path
 
+from llmrl.console import format_duration, print_summary
+from llmrl.errors import ConfigError
+from llmrl.modules.llm.policies import TransformersWrapper
 from llmrl.recipes.evaluation import Evaluation
 from llmrl.recipes.grpo_config import GRPOConfig
 from llmrl.recipes.models import load_model, load_tokenizer
 from llmrl.recipes.session import Session
 from llmrl.recipes.sft_config import SFTConfig
 from llmrl.recipes.tasks import eval_rows
-
-from llmrl.console import format_duration, print_summary
-from llmrl.errors import ConfigError
-from llmrl.modules.llm.policies import TransformersWrapper
 
 __all__ = ["run"]
 
@@ -36,7 +35,13 @@ def run(run_dir: Path, *, command: str, config: SFTConfig | GRPOConfig, checkpoi
         policy = TransformersWrapper(model, tokenizer=tokenizer, input_mode="history")
         started = time.perf_counter()
         exam = Evaluation(
-            session, policy, config.env, rows, batch_size=config.eval.batch_size, max_tokens=config.eval.max_tokens
+            session,
+            policy,
+            config.env,
+            rows,
+            split=config.eval.split,
+            batch_size=config.eval.batch_size,
+            max_tokens=config.eval.max_tokens,
         )
         score = exam.run()
         seconds = time.perf_counter() - started
@@ -57,7 +62,7 @@ def run(run_dir: Path, *, command: str, config: SFTConfig | GRPOConfig, checkpoi
     lost = f" · scoring failed on {exam.failed}" if exam.failed else ""
     print_summary(
         session.console,
-        [f"{exam.name} {config.eval.split} {score:.3f}", f"{len(rows)} problems{lost}", format_duration(seconds)],
+        [f"{exam.name} {score:.3f}", f"{len(rows)} problems{lost}", format_duration(seconds)],
         files=str(checkpoint),
     )
     return 0

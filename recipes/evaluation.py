@@ -7,17 +7,16 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from llmrl.recipes.settings import EnvSettings
-from llmrl.recipes.state import named_weights
-from llmrl.recipes.tasks import make_env
 from torch import nn
 
 from llmrl.collectors.llm import LLMCollector
+from llmrl.recipes.settings import EnvSettings
+from llmrl.recipes.state import named_weights
+from llmrl.recipes.tasks import make_env
 
 if TYPE_CHECKING:
-    from llmrl.recipes.session import Session
-
     from llmrl.modules.llm.policies.base import LLMWrapperBase
+    from llmrl.recipes.session import Session
 
 __all__ = ["Evaluation"]
 
@@ -25,9 +24,9 @@ __all__ = ["Evaluation"]
 class Evaluation:
     """Asks ``policy`` every row once, without sampling, the rows dealt out over the ranks.
 
-    `run` returns the mean of "success" where the environment writes it, else of the reward. Answers whose scoring failed
-    are left out of the mean and counted in ``failed``. The policy has the weights of ``source`` by then, where one is
-    given: a model whose own parameters are sharded cannot generate.
+    `run` returns the mean of "success" where the environment writes it, else of the reward. Answers whose scoring
+    failed are left out of the mean and counted in ``failed``. The policy has the weights of ``source`` by then, where
+    one is given: a model whose own parameters are sharded cannot generate.
     """
 
     def __init__(
@@ -37,16 +36,21 @@ class Evaluation:
         env: EnvSettings,
         rows: Sequence[Mapping[str, Any]],
         *,
+        split: str,
         batch_size: int,
         max_tokens: int,
         source: nn.Module | None = None,
     ):
         self.session = session
-        self.name = env.name
+        self.name = f"{env.name} {split}"
+        self.metric = f"eval/{env.name}/mean" if split == "test" else f"eval/{env.name}-{split}/mean"
         self.num_rows = len(rows)
         self.failed = 0
         self._source = source
-        self._policy = policy.get_new_version(generate_kwargs={"max_new_tokens": max_tokens, "temperature": 0.0})
+        self._policy = policy.get_new_version(
+            generate_kwargs={"max_new_tokens": max_tokens, "temperature": 0.0},
+            prefer_tokens=True,  # nothing is trained, so that a template may rewrite the past
+        )
         mine = list(rows[session.rank :: session.world_size])
         self._envs = [
             make_env(
@@ -67,6 +71,7 @@ class Evaluation:
                 after = collector.rollout().get("next")
             score = after.get("success", None)
             score = after.get("reward") if score is None else score
+            score = score[after.get("done").flatten()]  # a conversation may be several records; the last one has it
             scores += score.to(torch.float64).reshape(len(score), -1).sum(-1).tolist()
         scores = self.session.gather(scores)
         valid = [score for score in scores if not math.isnan(score)]

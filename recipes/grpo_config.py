@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from llmrl.recipes.settings import EnvSettings, EvalSettings, ModelSource, SamplingSettings, Settings
 from pydantic import Field, model_validator
+
+from llmrl.recipes.settings import EnvSettings, EvalSettings, ModelSource, SamplingSettings, Settings
 
 __all__ = ["AlgorithmSettings", "GRPOConfig"]
 
@@ -34,7 +35,7 @@ class AlgorithmSettings(Settings):
 
 
 class GRPOConfig(ModelSource):
-    """Group-relative policy optimisation. The defaults are those of the literature; a run prints what they resolve to."""
+    """Group-relative policy optimisation. The defaults are those of the literature; a run prints what they become."""
 
     algo: Literal[
         *("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "dppo", "max_rl", "rloo", "reinforce", "reinforce++"),

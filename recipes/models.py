@@ -1,4 +1,4 @@
-"""Loads what is trained: a folder, a hub name, the newest checkpoint of another recipe, or a tiny model made on the spot."""
+"""Loads what is trained: a folder, a hub name, another recipe's newest checkpoint, or a tiny model made on the spot."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from llmrl.recipes.settings import ModelSource, TinyModelSettings
 
 from llmrl.checkpoint import latest_checkpoint
 from llmrl.data.llm.templates import find_template
 from llmrl.errors import ConfigError, DataError
+from llmrl.recipes.settings import ModelSource, TinyModelSettings
 from llmrl.rundir import RunDir
 
 if TYPE_CHECKING:

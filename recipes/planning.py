@@ -5,27 +5,26 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from llmrl.recipes.settings import ModelSource, OptimSettings, TinyModelSettings
-
 from llmrl.errors import TemplateError
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.objectives.llm.presets import PRESETS
+from llmrl.recipes.settings import ModelSource, OptimSettings, TinyModelSettings
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from llmrl.recipes.conversations import TokenizedChats
     from llmrl.recipes.grpo_config import GRPOConfig
     from llmrl.recipes.session import Session
     from llmrl.recipes.sft_config import SFTConfig
-    from transformers import PreTrainedTokenizerBase
 
-__all__ = ["check_template", "grpo_plan", "grpo_settings", "sft_plan"]
+__all__ = ["check_template", "grpo_plan", "grpo_settings", "sft_plan", "sft_steps"]
 
 Rows = list[tuple[str, str]]
 
 
 def sft_plan(config: SFTConfig, session: Session, tokenizer: PreTrainedTokenizerBase, chats: TokenizedChats) -> Rows:
-    steps_per_epoch = math.ceil(len(chats) / config.batch_size)
-    steps = config.steps or max(1, math.ceil(config.epochs * steps_per_epoch))
+    steps, steps_per_epoch = sft_steps(config, len(chats))
     cut = f" · {chats.num_cut} longer than {config.max_length} tokens, {config.too_long}" if chats.num_cut else ""
     ending = (
         f" or until {config.env.name} {config.stop.split} reaches {config.stop.at_least}"
@@ -46,6 +45,12 @@ def sft_plan(config: SFTConfig, session: Session, tokenizer: PreTrainedTokenizer
         ("length", f"{steps} steps = {steps / steps_per_epoch:.2f} epochs{ending}"),
         ("keep", _checkpoints(config)),
     ]
+
+
+def sft_steps(config: SFTConfig, num_chats: int) -> tuple[int, int]:
+    """Optimizer steps of a run, and of an epoch."""
+    per_epoch = math.ceil(num_chats / config.batch_size)
+    return config.steps or max(1, math.ceil(config.epochs * per_epoch)), per_epoch
 
 
 def grpo_plan(
@@ -78,8 +83,8 @@ def grpo_plan(
         (
             "batch",
             f"{config.prompts_per_step} prompts x {config.group_size} = {rollouts} rollouts a step · "
-            f"{config.updates_per_step} update{'s' * (config.updates_per_step > 1)} · at most {config.tokens_per_microbatch} "
-            "padded tokens at once",
+            f"{config.updates_per_step} update{'s' * (config.updates_per_step > 1)} · "
+            f"at most {config.tokens_per_microbatch} padded tokens at once",
         ),
         ("sampling", _sampling(config)),
         (f"algo {config.algo}"[:10], f"{'advantage':<12}{words['advantage']}"),
@@ -87,7 +92,15 @@ def grpo_plan(
         ("", f"{'aggregation':<12}{words['aggregation']}"),
         ("", f"{'KL':<12}{words['kl']}"),
         ("optim", _optim(config.optim)),
-        ("template", check_template(Renderer(tokenizer), tokenizer, several_turns=config.env.max_turns > 1)),
+        (
+            "template",
+            check_template(
+                Renderer(tokenizer),
+                tokenizer,
+                several_turns=config.env.max_turns > 1,
+                new_records=config.env.on_rewrite == "new_record",
+            ),
+        ),
         (
             "data",
             f"{num_prompts} prompts{dropped} · {config.steps} steps = "
@@ -101,6 +114,8 @@ def grpo_settings(config: GRPOConfig) -> tuple[dict[str, Any], dict[str, Any]]:
     """Keyword arguments for MCAdvantage and for GRPOLoss: the preset's, then those of the ``grpo`` section."""
     preset, own = PRESETS[config.algo], config.grpo
     advantage = {**preset.advantage, "min_group_size": config.min_group_size}
+    if config.env.max_records > 1:  # only the last record of a conversation has its reward; all get its advantage
+        advantage["trajectory_return"] = "sum"
     loss = dict(preset.loss)
     if own.scale is not None:
         advantage["scale"] = own.scale
@@ -126,26 +141,34 @@ def grpo_settings(config: GRPOConfig) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def check_template(
-    renderer: Renderer, tokenizer: PreTrainedTokenizerBase, *, share: float | None = None, several_turns: bool = False
+    renderer: Renderer,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    share: float | None = None,
+    several_turns: bool = False,
+    new_records: bool = False,
 ) -> str:
     """The template's verdict in words.
 
-    Raises  TemplateError if nothing would be trained, or if several turns need a prefix that the template does not keep
+    Raises  TemplateError if nothing would be trained, or if several turns need a prefix that the template does not
+            keep, unless such turns may be ``new_records``
     """
     report = renderer.check()
     if share is None:
         share = report.trained_share
     if share <= 0:
         raise TemplateError(f"template: no token of a conversation would be trained: {report.reason}")
-    if several_turns and not report.prefix_preserving:
+    if several_turns and not report.prefix_preserving and not new_records:
         raise TemplateError(
             f"template: several turns need one that leaves earlier turns as they are: {report.reason}; use "
-            "chat_template=qwen or another that does, or env.max_turns=1."
+            "chat_template=qwen or another that does, env.on_rewrite=new_record, which trains such a turn as a record "
+            "of its own, or env.max_turns=1."
         )
+    kept = {True: "yes", False: "NO: each turn is a record of its own" if several_turns else "NO"}
     yes = {True: "yes", False: "NO"}
     return (
-        f"{renderer.template.name} · {share:.0%} of the tokens trained · stop token trained {yes[report.stop_token_trained]} · "
-        f"prefix-preserving {yes[report.prefix_preserving]}"
+        f"{renderer.template.name} · {share:.0%} of the tokens trained · "
+        f"stop token trained {yes[report.stop_token_trained]} · prefix-preserving {kept[report.prefix_preserving]}"
     )
 
 

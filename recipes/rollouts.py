@@ -6,19 +6,18 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from llmrl.recipes.conversations import marked_pieces
 from tensordict import TensorDictBase
 
 from llmrl.console import Sample
 from llmrl.modules.llm.engines import StopReason
+from llmrl.recipes.conversations import marked_pieces
 from llmrl.rollouts import Rollout
 
 if TYPE_CHECKING:
-    from llmrl.recipes.session import Session
     from transformers import PreTrainedTokenizerBase
 
     from llmrl.data.replay_buffers import ReplayBuffer
-    from llmrl.objectives.llm import MCAdvantage
+    from llmrl.recipes.session import Session
 
 __all__ = ["StepRollouts", "slim"]
 
@@ -52,7 +51,8 @@ class _Row:
 class StepRollouts:
     """The rollouts ``data`` of this rank and, through the session, of the others.
 
-    ``buffer`` holds what reached the loss, with advantages; ``advantage`` counts the groups since it was asked last.
+    A conversation is a row, or several next to each other, of which the last is done (``yield_only_last_steps``).
+    ``buffer`` holds what reached the loss, with advantages.
     """
 
     def __init__(
@@ -60,7 +60,6 @@ class StepRollouts:
         session: Session,
         data: TensorDictBase,
         buffer: ReplayBuffer,
-        advantage: MCAdvantage,
         tokenizer: PreTrainedTokenizerBase,
     ):
         self.session = session
@@ -71,22 +70,16 @@ class StepRollouts:
             kept = buffer[:]
             values = kept.get("advantage").flatten(1)[:, 0].tolist()
             self._advantages = dict(zip(kept.get("seed").tolist(), values, strict=True))
-        masks = data.get(("masks", "all_assistant_mask"), as_list=True)
+        self._last, self._lengths = _conversations(data)
         reasons = data.get("stop_reason").tolist()
         rewards = data.get(("next", "reward")).flatten(1).sum(1).tolist()
+        groups, versions = data.get("group_id").tolist(), data.get("policy_version").tolist()
         mine = [
-            _Row(group, reward, int(mask.sum()), reason == StopReason.LENGTH, version)
-            for group, reward, mask, reason, version in zip(
-                data.get("group_id").tolist(),
-                rewards,
-                masks,
-                reasons,
-                data.get("policy_version").tolist(),
-                strict=True,
-            )
+            _Row(groups[row], rewards[row], length, reasons[row] == StopReason.LENGTH, versions[row])
+            for row, length in zip(self._last, self._lengths, strict=True)
         ]
         self._rows = session.gather(mine)
-        self._written = sum(session.gather([len({group for group in self._kept_groups()})]))
+        self._written = sum(session.gather([len(set(self._kept_groups()))]))
 
     @property
     def num_rows(self) -> int:
@@ -122,16 +115,14 @@ class StepRollouts:
         """One record per conversation of all ranks; on every rank, in the order of the ranks."""
         data = self._data
         text = data.get("text")
-        columns = zip(
+        columns = (
             text.rows("prompt"),
             text.rows("response"),
             data.get(("next", "reward")).flatten(1).sum(1).tolist(),
             data.get("seed").tolist(),
             data.get("stop_reason").tolist(),
             data.get("policy_version").tolist(),
-            data.get(("masks", "all_assistant_mask"), as_list=True),
             data.get("group_id").tolist(),
-            strict=True,
         )
         return self.session.gather(
             [
@@ -142,11 +133,13 @@ class StepRollouts:
                     advantage=self._advantages.get(seed),
                     stop_reason=StopReason(reason).name.lower(),
                     version=version,
-                    tokens=int(mask.sum()),
+                    tokens=length,
                     group=group,
                     step=step,
                 )
-                for prompt, completion, reward, seed, reason, version, mask, group in columns
+                for length, (prompt, completion, reward, seed, reason, version, group) in zip(
+                    self._lengths, ([column[row] for column in columns] for row in self._last), strict=True
+                )
             ]
         )
 
@@ -154,7 +147,7 @@ class StepRollouts:
         """Conversations of this rank with their sampled tokens marked; first those that taught something."""
         data = self._data
         seeds = data.get("seed").tolist()
-        order = sorted(range(len(seeds)), key=lambda row: seeds[row] not in self._advantages)[:count]
+        order = sorted(self._last, key=lambda row: seeds[row] not in self._advantages)[:count]
         ids = data.get(("tokens", "full"), as_list=True)
         masks = data.get(("masks", "all_assistant_mask"), as_list=True)
         rewards = data.get(("next", "reward")).flatten(1).sum(1).tolist()
@@ -170,3 +163,18 @@ class StepRollouts:
     def _kept_groups(self) -> list[int]:
         seeds, groups = self._data.get("seed").tolist(), self._data.get("group_id").tolist()
         return [group for seed, group in zip(seeds, groups, strict=True) if seed in self._advantages]
+
+
+def _conversations(data: TensorDictBase) -> tuple[list[int], list[int]]:
+    """The row that each conversation ends in, and how many tokens were sampled in all rows of it."""
+    ends: list[int] = []
+    lengths: list[int] = []
+    sampled = 0
+    masks, done = data.get(("masks", "all_assistant_mask"), as_list=True), data.get(("next", "done")).flatten().tolist()
+    for row, (mask, is_done) in enumerate(zip(masks, done, strict=True)):
+        sampled += int(mask.sum())
+        if is_done:
+            ends.append(row)
+            lengths.append(sampled)
+            sampled = 0
+    return ends, lengths

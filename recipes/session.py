@@ -1,7 +1,7 @@
 """One process of a run among its equals: devices, precision, collectives, and what a person sees of the first of them.
 
-A wrapper of a few lines around accelerate, so that a recipe reads the same under ``llmrl`` and under ``torchrun``. FSDP2
-is torch's own ``fully_shard``, which works with any backend; accelerate leaves it out on CPUs.
+A wrapper of a few lines around accelerate, so that a recipe reads the same under ``llmrl`` and under ``torchrun``.
+FSDP2 is torch's own ``fully_shard``, which works with any backend; accelerate leaves it out on CPUs.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import InitProcessGroupKwargs, gather_object
-from llmrl.recipes.settings import ModelSource
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from llmrl.console import make_console
+from llmrl.recipes.settings import ModelSource
 
 __all__ = ["Session"]
 
@@ -52,7 +52,7 @@ class Session:
         return self.rank == 0
 
     def prepare(self, scorer: nn.Module) -> nn.Module:
-        """The module to train instead of ``scorer``: in this session's precision, its gradients averaged over the ranks.
+        """The module to train instead of ``scorer``: in this session's precision, its gradients averaged over ranks.
 
         Build the optimizer from its parameters, afterwards: where they are sharded, they are other ones.
         """
@@ -102,7 +102,7 @@ class Session:
         return f"{layout} · {device} · torch {torch.__version__} · {self.precision}"
 
     def _shard(self, scorer: nn.Module) -> nn.Module:
-        """Each decoder layer is a unit that is whole only while it computes; what is left (embeddings, head) is another."""
+        """Each decoder layer is a unit, whole only while it computes; what is left (embeddings, head) is another."""
         bf16 = self.accelerator.mixed_precision == "bf16"
         options: dict[str, Any] = {
             "mesh": init_device_mesh(self.device.type, (self.world_size,)),

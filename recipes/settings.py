@@ -1,4 +1,4 @@
-"""The sections that the recipes' YAML files share. Nothing here imports torch: a mistake is reported before it is loaded."""
+"""The sections that the recipes' YAML files share. Nothing here imports torch: mistakes are told before it loads."""
 
 from __future__ import annotations
 
@@ -80,8 +80,18 @@ class EnvSettings(Settings):
     )
     reward_deadline_s: float = Field(20.0, gt=0, description="seconds that the rewards of one batch may take")
     max_turns: int = Field(1, ge=1, description="answers of the policy per conversation")
+    on_rewrite: Literal["error", "new_record"] = Field(
+        "error",
+        description="several turns, and a template that writes earlier ones differently later: stop, or train turns that "
+        "do not continue the one before as records of their own",
+    )
     max_prompt_tokens: int = Field(1024, ge=1, description="longest prompt")
     too_long: Literal["error", "drop"] = Field("error", description="what becomes of a longer prompt")
+
+    @property
+    def max_records(self) -> int:
+        """Into how many training records one conversation can fall."""
+        return self.max_turns if self.on_rewrite == "new_record" else 1
 
     @model_validator(mode="after")
     def _chat_needs_data_and_reward(self) -> EnvSettings:
@@ -122,7 +132,7 @@ class ModelSource(Settings):
     """Fields that both recipes have to say which model is trained and how."""
 
     model: str | TinyModelSettings = Field(
-        description="a folder or hub name; 'latest:RECIPE' for the newest checkpoint of that recipe; or a tiny model's sizes"
+        description="a folder or hub name; 'latest:RECIPE', that recipe's newest checkpoint; or a tiny model's sizes"
     )
     chat_template: str | None = Field(
         None, description="a registered template's name or jinja text; null: the tokenizer's own"

@@ -1,29 +1,20 @@
-"""Supervised fine-tuning. ``llmrl sft sums_sft``, or ``torchrun -m llmrl.recipes.sft sums_sft.yaml`` on several devices.
+"""Supervised fine-tuning: ``llmrl sft sums_sft``, or ``torchrun -m llmrl.recipes.sft sums_sft.yaml``.
 
-Conversations are rendered and tokenised once, into a replay buffer that deals each out once per epoch; the loss is the mean
-over all trained tokens of a step, however it is cut. Read `_train` from top to bottom: that is the whole recipe.
+Conversations are rendered and tokenised once, into a replay buffer that deals each out once per epoch; the loss is the
+mean over all trained tokens of a step, however it is cut. Read `_train` from top to bottom: that is the whole recipe.
 """
 
 from __future__ import annotations
 
 import copy
-import math
 import sys
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from llmrl.recipes.conversations import TokenizedChats, tokenize_chats
-from llmrl.recipes.evaluation import Evaluation
-from llmrl.recipes.models import load_model, load_tokenizer
-from llmrl.recipes.planning import sft_plan
-from llmrl.recipes.session import Session
-from llmrl.recipes.settings import EvalSettings
-from llmrl.recipes.sft_config import SFTConfig
-from llmrl.recipes.state import load_state, save_state
-from llmrl.recipes.tasks import eval_rows
-from llmrl.recipes.updates import Updater
+from tensordict import TensorDictBase
 
 from llmrl.checkpoint import CheckpointStore, InterruptGuard
 from llmrl.console import (
@@ -39,6 +30,16 @@ from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer, SamplerWit
 from llmrl.metrics import MetricsLog
 from llmrl.modules.llm.policies import TransformersWrapper
 from llmrl.objectives.llm import SFTLoss
+from llmrl.recipes.conversations import TokenizedChats, tokenize_chats
+from llmrl.recipes.evaluation import Evaluation
+from llmrl.recipes.models import load_model, load_tokenizer
+from llmrl.recipes.planning import sft_plan, sft_steps
+from llmrl.recipes.session import Session
+from llmrl.recipes.settings import EvalSettings
+from llmrl.recipes.sft_config import SFTConfig
+from llmrl.recipes.state import load_state, save_state
+from llmrl.recipes.tasks import eval_rows
+from llmrl.recipes.updates import Updater
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -56,121 +57,104 @@ def plan(config: SFTConfig, *, runs: Path) -> list[tuple[str, str]]:
 def run(config: SFTConfig, *, run_dir: Path, resume: bool = False) -> int:
     """Trains and returns the exit code: 0, or 130 after an interruption that left a checkpoint."""
     with Session(config) as session:
-        store = CheckpointStore(run_dir, keep=config.checkpoint.keep, writer=session.is_first)
-        return _train(config, session, run_dir, store, resume)
+        return _train(config, session, run_dir, resume)
 
 
-def _train(config: SFTConfig, session: Session, run_dir: Path, store: CheckpointStore, resume: bool) -> int:
+@dataclass
+class _Course:
+    """What the run has seen so far: saved with it, so that a resumed run ends in the same summary."""
+
+    before: float | None = None  # evaluation before the first step
+    trained: int = 0
+
+
+def _train(config: SFTConfig, session: Session, run_dir: Path, resume: bool) -> int:
     started = time.perf_counter()
+    runs = run_dir.parent
+    store = CheckpointStore(run_dir, keep=config.checkpoint.keep, writer=session.is_first)
     state = load_state(store.latest()) if resume else None
     source = config.model_copy(update={"model": str(store.latest())}) if resume else config
-    tokenizer = load_tokenizer(source, runs=run_dir.parent)
+    tokenizer = load_tokenizer(source, runs=runs)
     chats = tokenize_chats(config, tokenizer)
-    print_plan(
-        session.console, f"sft · {chats.source}", sft_plan(config, session, tokenizer, chats), right=str(run_dir)
-    )
+    title = f"sft · {chats.source}"
+    print_plan(session.console, title, sft_plan(config, session, tokenizer, chats), right=str(run_dir))
 
-    steps, steps_per_epoch = num_steps(config, len(chats)), math.ceil(len(chats) / config.batch_size)
-    model = load_model(source, tokenizer, runs=run_dir.parent).to(session.device)
-    policy = TransformersWrapper(model, tokenizer=tokenizer, input_mode="history", generate=False)
-    student, source = policy, None  # who is examined: the policy itself, or a whole copy if its parameters are sharded
-    if session.sharded and config.env is not None:
-        student, source = policy.get_new_version(model=copy.deepcopy(model)), model
+    steps, per_epoch = sft_steps(config, len(chats))
+    model = load_model(source, tokenizer, runs=runs).to(session.device)
+    policy = TransformersWrapper(model, tokenizer=tokenizer, generate=False)
+    exam, stop_exam = _exams(config, session, policy, model)
+    microbatch = config.tokens_per_microbatch
     updater = Updater(
-        session,
-        policy.scorer,
-        config.optim,
-        steps=steps,
-        tokens_per_microbatch=config.tokens_per_microbatch,
-        packing=config.packing,
+        session, policy.scorer, config.optim, steps=steps, tokens_per_microbatch=microbatch, packing=config.packing
     )
     policy.scorer = updater.scorer
     loss = SFTLoss(policy)
     buffer = _buffer(chats, config)
-    final_exam = _evaluation(config, session, student, config.eval, source)
-    stop_exam = None
-    if config.stop is not None:
-        stop_settings = config.eval.model_copy(update={"split": config.stop.split, "rows": config.stop.rows})
-        stop_exam = _evaluation(config, session, student, stop_settings, source)
+    start, course = (state["step"], _Course(**state["course"])) if state else (0, _Course())
+    resumed = start if resume else None
+    log = MetricsLog(run_dir, enabled=session.is_first, resume_step=resumed, mirrors=config.log)
+    display = StepDisplay(steps, SFT_COLUMNS, console=session.console, title=run_dir.name, start=start)
 
-    start, before = 0, None
-    if state is not None:
-        start, before = state["step"], state["before"]
-        updater.load_state_dict(state["optimizer"])
-        buffer.sampler.load_state_dict(state["sampler"])
-    elif final_exam is not None:
-        before = final_exam.run()
+    def save(step: int) -> None:
+        parts = {"sampler": buffer.sampler.state_dict(), "course": asdict(course)}
+        save_state(store, step, session=session, model=model, tokenizer=tokenizer, updater=updater, **parts)
 
     metrics: dict[str, float] = {}
-    step, trained, status = start, 0, 0
-    log = MetricsLog(run_dir, enabled=session.is_first, resume_step=start if resume else None, mirrors=config.log)
-    display = StepDisplay(steps, SFT_COLUMNS, console=session.console, title=run_dir.name, start=start)
-    with InterruptGuard() as guard, log, display:
-        for step in range(start + 1, steps + 1):
-            began = time.perf_counter()
-            batch = buffer.sample()[session.rank :: session.world_size]
-            update = updater.step(loss, batch.to(session.device) if len(batch) else None, step)
-            updated = time.perf_counter() - began
-            metrics = {
-                "policy/loss": update["loss_sft"],
-                "policy/grad_norm": update["grad_norm"],
-                "policy/lr": update["lr"],
-                "tokens/trained": update["tokens"],
-                "data/epoch": step / steps_per_epoch,
-                "time/update": updated,
-                "perf/train_tok_s": update["tokens"] / updated,
-            }
-            trained += int(update["tokens"])
-            remark, enough = "", False
-            if final_exam is not None and config.eval.every and step % config.eval.every == 0 and step < steps:
-                metrics[f"eval/{final_exam.name}/mean"] = score = final_exam.run()
-                remark = f"{final_exam.name} {score:.3f}"
-            if stop_exam is not None and step >= config.stop.after and step % config.stop.every == 0:
-                score = stop_exam.run()
-                metrics[f"eval/{stop_exam.name}-{config.stop.split}/mean"] = score
-                remark, enough = f"{stop_exam.name} {config.stop.split} {score:.3f}", score >= config.stop.at_least
-            metrics["time/step"] = time.perf_counter() - began
-            stopped = session.any(guard.requested)
-            last = enough or stopped or step == steps
-            if last and not stopped and final_exam is not None:
-                metrics[f"eval/{final_exam.name}/mean"] = final_exam.run()
-            log.log(step, metrics)
-            display.step(step, metrics, remark)
-            if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
-                save_state(
-                    store,
-                    step,
-                    session=session,
-                    model=model,
-                    tokenizer=tokenizer,
-                    updater=updater,
-                    sampler=buffer.sampler.state_dict(),
-                    before=before,
-                    finished=last and not stopped,
-                )
-            if stopped:
-                status = 130
-            if last:
-                break
-    _report(
-        config,
-        session,
-        chats,
-        run_dir,
-        status,
-        step,
-        trained,
-        time.perf_counter() - started,
-        before,
-        metrics,
-        final_exam,
+    step, stopped = start, False
+    with InterruptGuard() as guard, log:
+        if state:
+            updater.load_state_dict(state["optimizer"])
+            buffer.sampler.load_state_dict(state["sampler"])
+        elif exam:
+            course.before = exam.run()
+            log.log(0, {exam.metric: course.before})
+        with display:
+            for step in range(start + 1, steps + 1):
+                began = time.perf_counter()
+                batch = buffer.sample()[session.rank :: session.world_size]
+                metrics = _update(updater, loss, batch, step) | {"data/epoch": step / per_epoch}
+                course.trained += int(metrics["tokens/trained"])
+                remark, enough = "", False
+                if stop_exam and step >= config.stop.after and step % config.stop.every == 0:
+                    metrics[stop_exam.metric] = score = stop_exam.run()
+                    remark, enough = f"{stop_exam.name} {score:.3f}", score >= config.stop.at_least
+                stopped = session.any(guard.requested)
+                last = enough or stopped or step == steps
+                if exam and not stopped and (last or (config.eval.every and step % config.eval.every == 0)):
+                    metrics[exam.metric] = score = exam.run()
+                    remark = f"{remark}  {exam.name} {score:.3f}".strip()
+                metrics["time/step"] = time.perf_counter() - began
+                log.log(step, metrics)
+                display.step(step, metrics, remark)
+                if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
+                    save(step)
+                if last:
+                    break
+    console = session.console
+    print_conversations(console, [Sample(pieces, label="trained") for pieces in chats.samples(config.samples)])
+    trained = f"{course.trained:,} trained tokens".replace(",", " ")
+    print_summary(
+        console,
+        ["interrupted" if stopped else f"{step} steps", format_duration(time.perf_counter() - started), trained],
+        changes=[(exam.name, course.before, metrics.get(exam.metric))] if exam else [],
+        files=f"{run_dir}/{{config.yaml, metrics.jsonl, checkpoints/step{step}}}",
+        following=[f"llmrl {'resume' if stopped else 'eval'} {run_dir}"],
     )
-    return status
+    return 130 if stopped else 0
 
 
-def num_steps(config: SFTConfig, num_chats: int) -> int:
-    """Optimizer steps of a run: as configured, or as many as its epochs have."""
-    return config.steps or max(1, math.ceil(config.epochs * math.ceil(num_chats / config.batch_size)))
+def _update(updater: Updater, loss: SFTLoss, batch: TensorDictBase, step: int) -> dict[str, float]:
+    clock = time.perf_counter()
+    update = updater.step(loss, batch.to(updater.session.device) if len(batch) else None, step)
+    seconds = time.perf_counter() - clock
+    return {
+        "policy/loss": update["loss_sft"],
+        "policy/grad_norm": update["grad_norm"],
+        "policy/lr": update["lr"],
+        "tokens/trained": update["tokens"],
+        "time/update": seconds,
+        "perf/train_tok_s": update["tokens"] / seconds,
+    }
 
 
 def _buffer(chats: TokenizedChats, config: SFTConfig) -> ReplayBuffer:
@@ -184,54 +168,27 @@ def _buffer(chats: TokenizedChats, config: SFTConfig) -> ReplayBuffer:
     return buffer
 
 
-def _evaluation(
-    config: SFTConfig,
-    session: Session,
-    policy: TransformersWrapper,
-    settings: EvalSettings,
-    source: PreTrainedModel | None,
-) -> Evaluation | None:
-    rows = None if config.env is None else eval_rows(config.env, settings)
-    if rows is None:
-        return None
-    return Evaluation(
-        session,
-        policy.get_new_version(generate=True, input_key=None),
-        config.env,
-        rows,
-        batch_size=settings.batch_size,
-        max_tokens=settings.max_tokens,
-        source=source,
-    )
+def _exams(
+    config: SFTConfig, session: Session, policy: TransformersWrapper, model: PreTrainedModel
+) -> tuple[Evaluation | None, Evaluation | None]:
+    """The evaluation that is reported, and the one that decides when to stop, on problems of its own."""
+    if config.env is None:
+        return None, None
+    student, source = policy.get_new_version(generate=True, input_key=None), None
+    if session.sharded:  # a model whose parameters are sharded cannot generate: a whole copy takes the exam
+        student, source = student.get_new_version(model=copy.deepcopy(model)), model
 
+    def exam(settings: EvalSettings) -> Evaluation | None:
+        rows = eval_rows(config.env, settings)
+        if rows is None:
+            return None
+        options = settings.model_dump(include={"split", "batch_size", "max_tokens"})
+        return Evaluation(session, student, config.env, rows, source=source, **options)
 
-def _report(
-    config: SFTConfig,
-    session: Session,
-    chats: TokenizedChats,
-    run_dir: Path,
-    status: int,
-    step: int,
-    trained: int,
-    seconds: float,
-    before: float | None,
-    metrics: dict[str, float],
-    exam: Evaluation | None,
-) -> None:
-    console = session.console
-    print_conversations(console, [Sample(pieces, label="trained") for pieces in chats.samples(config.samples)])
-    after = metrics.get(f"eval/{exam.name}/mean") if exam else None
-    print_summary(
-        console,
-        [
-            "interrupted" if status else f"{step} steps",
-            format_duration(seconds),
-            f"{trained:,} trained tokens".replace(",", " "),
-        ],
-        changes=[(f"{exam.name} {config.eval.split}", before, after)] if exam else [],
-        files=f"{run_dir}/{{config.yaml, metrics.jsonl, checkpoints/step{step}}}",
-        following=[f"llmrl {'resume' if status else 'eval'} {run_dir}"],
-    )
+    if config.stop is None:
+        return exam(config.eval), None
+    stop = config.eval.model_copy(update={"split": config.stop.split, "rows": config.stop.rows})
+    return exam(config.eval), exam(stop)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from llmrl.recipes.settings import EnvSettings, EvalSettings, ModelSource, Settings
 from pydantic import Field, model_validator
+
+from llmrl.recipes.settings import EnvSettings, EvalSettings, ModelSource, Settings
 
 __all__ = ["SFTConfig", "SFTData", "StopSettings"]
 

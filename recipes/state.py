@@ -14,9 +14,10 @@ from llmrl.checkpoint import CheckpointStore
 from llmrl.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     from llmrl.recipes.session import Session
     from llmrl.recipes.updates import Updater
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = ["load_state", "named_weights", "save_state"]
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from llmrl.recipes.settings import EnvSettings, EvalSettings
-
 from llmrl.data.llm.dataset_files import load_rows, to_prompt
 from llmrl.envs.llm.chat import DatasetChatEnv
 from llmrl.envs.llm.gsm8k import GSM8KEnv
 from llmrl.envs.llm.sums import sums_problems, sums_reward
 from llmrl.envs.llm.transforms.reward import RewardFunction, load_reward
 from llmrl.errors import DataError
+from llmrl.recipes.settings import EnvSettings, EvalSettings
 
 if TYPE_CHECKING:
     from llmrl.modules.llm.rendering import Renderer
@@ -51,9 +50,9 @@ def fit_prompts(env: EnvSettings, rows: Sequence[Row], renderer: Renderer) -> tu
     if len(kept) < len(rows) and env.too_long == "error":
         number = next(i for i, length in enumerate(lengths) if length > env.max_prompt_tokens)
         raise DataError(
-            f"prompts: must be at most env.max_prompt_tokens = {env.max_prompt_tokens} tokens long: row {number + 1} has "
-            f"{lengths[number]}, {len(rows) - len(kept)} of {len(rows)} rows are too long; raise it, or leave them out with "
-            "env.too_long=drop."
+            f"prompts: must be at most env.max_prompt_tokens = {env.max_prompt_tokens} tokens long: row {number + 1} "
+            f"has {lengths[number]}, {len(rows) - len(kept)} of {len(rows)} rows are too long; raise it, or leave them "
+            "out with env.too_long=drop."
         )
     if not kept:
         raise DataError(f"prompts: all {len(rows)} are longer than env.max_prompt_tokens = {env.max_prompt_tokens}.")

@@ -1,4 +1,4 @@
-"""One optimizer step on a batch of conversations: cut into micro-batches, normalised as a whole, the same on any number of ranks."""
+"""One optimizer step: cut into micro-batches, normalised as a whole, the same on any number of ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from llmrl.recipes.settings import OptimSettings
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -21,6 +20,7 @@ from llmrl.modules.llm.packing import Packing
 from llmrl.modules.llm.policies.containers import LogProbs, Masks, Tokens
 from llmrl.objectives.base import LossModule, merge_outputs, output_fields, total_loss
 from llmrl.objectives.llm.batch import count_step
+from llmrl.recipes.settings import OptimSettings
 
 if TYPE_CHECKING:
     from llmrl.recipes.session import Session
@@ -33,8 +33,8 @@ _FLOOR = 0.05  # of the peak learning rate, where a schedule ends
 class Updater:
     """The optimizer of ``scorer``, which it wraps for the ranks of the session: use ``updater.scorer`` from then on.
 
-    ``tokens_per_microbatch`` bounds the padded tokens of one forward pass. It changes memory and time, never the result:
-    every term of the loss is divided by counts of the whole step. Nor does ``packing``, of the sequences of a pass.
+    ``tokens_per_microbatch`` bounds the padded tokens of one forward pass. It changes memory and time, never the
+    result: every term of the loss is divided by counts of the whole step. Nor does ``packing`` of a pass's sequences.
 
     Raises  ConfigError for packing="on" if the model cannot be packed
     """
@@ -66,8 +66,8 @@ class Updater:
     def step(self, loss: LossModule, batch: TensorDictBase | None, step: int) -> dict[str, float]:
         """Trains on this rank's part of the batch (None: nothing is left of it) as optimizer step number ``step``.
 
-        Returns  the fields of the loss's output, over all ranks, and "loss", "grad_norm", "lr"; nothing if no rank has a
-                 token to train: the model then stays as it is
+        Returns  the fields of the loss's output, over all ranks, and "loss", "grad_norm", "lr"; nothing if no rank has
+                 a token to train: the model then stays as it is
         """
         batch = _nothing(self.session.device) if batch is None else batch
         counts = count_step(batch).over_ranks()
@@ -129,7 +129,7 @@ def learning_rate(optim: OptimSettings, step: int, steps: int) -> float:
 
 
 def microbatches(lengths: list[int], budget: int) -> list[list[int]]:
-    """Rows of similar length together, at most ``budget`` padded tokens in each part; a longer row is a part of its own.
+    """Rows of similar length together, at most ``budget`` padded tokens a part; a longer row is a part of its own.
 
     >>> microbatches([3, 9, 4, 8], 18)
     [[0, 2], [3, 1]]

@@ -7,10 +7,15 @@ import shlex
 import sys
 import types
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from llmrl import cli
+from llmrl.objectives.llm.functional import Aggregation, Correction, KLEstimator
+from llmrl.objectives.llm.group_advantage import Scale
+from llmrl.objectives.llm.grpo import Surrogate
+from llmrl.objectives.llm.presets import PRESETS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -44,6 +49,33 @@ def test_every_other_command_of_the_documents_exists(command, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main([shlex.split(command)[1], "--help"])
     assert ended.value.code == 0
+
+
+def test_every_algorithm_has_a_row_that_says_what_it_is():
+    rows = re.findall(
+        r"^\| `([^`]+)` \| (.*?) \| (.*?) \| (.*?) \| (.*) \|$", (ROOT / "docs/algorithms.md").read_text(), re.M
+    )
+    table = {name: cells for name, *cells in rows}
+    assert set(PRESETS) <= set(table)
+    for name, preset in PRESETS.items():
+        advantage, ratio, aggregation, source = table[name]
+        assert f"`scale: {preset.advantage['scale']}`" in advantage
+        assert ("`whiten`" in advantage) == preset.advantage.get("whiten", False)
+        assert aggregation.startswith(f"`{preset.loss['aggregation']}`")
+        arxiv = re.findall(r"\d{4}\.\d{5}", preset.source)
+        assert all(number in source for number in arxiv) or source == "the same paper"
+        surrogate = preset.loss.get("surrogate", "clip")
+        if surrogate == "clip":
+            low, high = preset.loss["clip_epsilon"]
+            assert f"[{1 - low:g}, {1 + high:g}]" in ratio
+        else:
+            assert f"`{surrogate}`" in ratio
+
+
+def test_every_choice_of_a_loss_is_in_its_table():
+    text = (ROOT / "docs/algorithms.md").read_text()
+    for names in (Scale, Aggregation, Correction, KLEstimator, Surrogate):
+        assert [name for name in get_args(names) if f"| `{name}`" not in text] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

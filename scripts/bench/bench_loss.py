@@ -1,4 +1,4 @@
-"""Memory and time of one GRPO micro-batch, forwards and backwards, against full logits. Prints one table.
+"""Memory and time of one GRPO or SFT micro-batch, forwards and backwards, against full logits. Prints one table.
 
     python scripts/bench/bench_loss.py [--vocab 60000] [--batch 4] [--length 512] [--repeats 3]
 
@@ -26,22 +26,30 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from llmrl.modules.llm.log_probs import TokenScorer, TokenScores
 from llmrl.objectives import total_loss
-from llmrl.objectives.llm import GRPOLoss
+from llmrl.objectives.llm import GRPOLoss, SFTLoss
 
-VARIANTS = {  # name: (actor, entropy measured)
-    "naive": ("naive", False),
-    "GRPOLoss": ("chunked", False),
-    "naive + entropy": ("naive", True),
-    "GRPOLoss + entropy": ("chunked", True),
+MEASURED = {"entropy_bonus": True}
+TRAINED = {"entropy_bonus": True, "entropy_coeff": 0.01, "kl_to_ref_coeff": 0.05}
+VARIANTS = {  # name: (actor, settings of GRPOLoss, or of SFTLoss by name), the naive one before ours
+    "naive": ("naive", {"entropy_bonus": False}),
+    "GRPOLoss": ("chunked", {"entropy_bonus": False}),
+    "naive + entropy": ("naive", MEASURED),
+    "GRPOLoss + entropy": ("chunked", MEASURED),
+    "naive, entropy bonus and KL": ("naive", TRAINED),
+    "GRPOLoss, entropy bonus and KL": ("chunked", TRAINED),
+    "naive SFT and KL": ("naive", {"kl_to_ref_coeff": 0.05}),
+    "SFTLoss and KL": ("chunked", {"kl_to_ref_coeff": 0.05}),
 }
+LIMITS = {"GRPOLoss, entropy bonus and KL": 0.7, "SFTLoss and KL": 0.7}  # of one logits tensor; 0.6 for the others
 
 
 class FullLogits(nn.Module):
     """What one writes first: all logits, log-softmax in float32, gather."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, train_entropy: bool) -> None:
         super().__init__()
         self.model = model
+        self.train_entropy = train_entropy
 
     def token_scores(
         self, input_ids: Tensor, attention_mask: Tensor, select: Tensor, *, entropy: bool = False
@@ -51,7 +59,7 @@ class FullLogits(nn.Module):
         log_prob_BT = log_p_BTV.gather(-1, input_ids[:, 1:, None]).squeeze(-1)
         entropy_BT = None
         if entropy:
-            with torch.no_grad():  # measured, not trained: what the losses do by default
+            with torch.set_grad_enabled(self.train_entropy):  # else it is measured only, as the losses do by default
                 entropy_BT = nn.functional.pad(-(log_p_BTV.exp() * log_p_BTV).sum(-1), (1, 0))
         return TokenScores(nn.functional.pad(log_prob_BT, (1, 0)).masked_fill(~select, 0.0), entropy_BT)
 
@@ -78,6 +86,12 @@ def build(args: argparse.Namespace) -> tuple[nn.Module, TensorDict]:
             full=-torch.tensor(float(args.vocab)).log() + 0.1 * torch.randn(shape), batch_size=[args.batch]
         ),
         advantage=torch.randn(args.batch, 1, 1),
+        next=TensorDict(
+            ref_log_probs=TensorDict(
+                full=-torch.tensor(float(args.vocab)).log() + 0.1 * torch.randn(shape), batch_size=[args.batch]
+            ),
+            batch_size=[args.batch],
+        ),
         batch_size=[args.batch],
     )
     return Qwen2ForCausalLM(config), td
@@ -94,8 +108,10 @@ def memory_mb(field: str) -> float:
 def worker(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
     model, td = build(args)
-    kind, entropy = VARIANTS[args.variant]
-    loss = GRPOLoss(TokenScorer(model) if kind == "chunked" else FullLogits(model), entropy_bonus=entropy)
+    kind, settings = VARIANTS[args.variant]
+    naive = FullLogits(model, train_entropy="entropy_coeff" in settings)
+    loss_class = SFTLoss if "SFT" in args.variant else GRPOLoss
+    loss = loss_class(TokenScorer(model) if kind == "chunked" else naive, **settings)
 
     def step(batch: TensorDict) -> None:
         model.zero_grad(set_to_none=True)
@@ -140,7 +156,7 @@ def main() -> None:
         f"B={args.batch} T={args.length} V={args.vocab} H={args.hidden}, {args.threads} thread(s), torch "
         f"{torch.__version__}; one logits tensor = {logits_mb:.0f} MB"
     )
-    print(f"{'':12} {'':20} {'peak':>8} {'x logits':>9} {'CPU time':>8} {'x naive':>8} {'gradient':>9}")
+    print(f"{'':12} {'':30} {'peak':>8} {'x logits':>9} {'CPU time':>8} {'x naive':>8} {'gradient':>9}")
     rows = []
     for share in (0.0, 0.5):
         results: dict[str, dict] = {}
@@ -152,11 +168,11 @@ def main() -> None:
                     command += [f"--{option}", str(getattr(args, option))]
                 subprocess.run([*command, "--prompt-share", str(share)], check=True)
                 results[name] = got = torch.load(result)
-            naive = results[name.replace("GRPOLoss", "naive")]
+            naive = results[name.replace("GRPOLoss", "naive").replace("SFTLoss", "naive SFT")]
             largest = max(g.abs().max() for g in naive["gradients"])
             gap = max((a - b).abs().max() for a, b in zip(got["gradients"], naive["gradients"], strict=True)) / largest
             print(
-                f"{f'prompt {share:.0%}':12} {name:20} {got['peak']:5.0f} MB {got['peak'] / logits_mb:9.2f} "
+                f"{f'prompt {share:.0%}':12} {name:30} {got['peak']:5.0f} MB {got['peak'] / logits_mb:9.2f} "
                 f"{got['seconds']:6.2f} s {got['seconds'] / naive['seconds']:8.2f} "
                 f"{'' if kind == 'naive' else f'{gap:9.0e}'}",
                 flush=True,
@@ -164,7 +180,7 @@ def main() -> None:
             if kind == "naive":
                 continue
             what = f"{name}, {share:.0%} prompt: "
-            rows.append(Row(f"{what}peak memory / one logits tensor", got["peak"] / logits_mb, 0.6))
+            rows.append(Row(f"{what}peak memory / one logits tensor", got["peak"] / logits_mb, LIMITS.get(name, 0.6)))
             rows.append(Row(f"{what}CPU time / naive", got["seconds"] / naive["seconds"], 1.0 if share == 0 else 0.5))
             rows.append(Row(f"{what}gradient difference", float(gap), 1e-5, ""))
     print_table(rows)

@@ -124,9 +124,8 @@ def main() -> None:
         f"{args.batch} conversations, {min(lengths)} to {max(lengths)} tokens, {sum(lengths)} in all; "
         f"H={args.hidden}, {args.layers} layers, {args.threads} thread(s), torch {torch.__version__}"
     )
-    print(
-        f"{'':10}{'':16}{'parts':>6}{'tokens':>9}{'CPU time':>12}{'tokens/s':>10}{'speed':>8}{'loss':>9}{'gradient':>10}"
-    )
+    heads = {"parts": 6, "tokens": 9, "CPU time": 12, "tokens/s": 10, "speed": 8, "loss": 9, "gradient": 10}
+    print(" " * 26 + "".join(f"{head:>{width}}" for head, width in heads.items()))
     rows = []
     for loss_name, loss_class in LOSSES.items():
         runs, through = {}, {}
@@ -147,9 +146,10 @@ def main() -> None:
             gap = (gradients[name] - gradients["padded"]).abs().max() / gradients["padded"].abs().max()
             loss_gap = abs(losses[name] - losses["padded"]) / max(abs(losses["padded"]), 1e-3)
             tokens, num_parts = through[name]
+            speed = seconds["padded"] / seconds[name]
             print(
                 f"{loss_name:10}{name:16}{num_parts:6}{tokens:9}{seconds[name]:10.2f} s"
-                f"{sum(lengths) / seconds[name]:10.0f}{seconds['padded'] / seconds[name]:7.2f}x{loss_gap:9.0e}{gap:10.0e}"
+                f"{sum(lengths) / seconds[name]:10.0f}{speed:7.2f}x{loss_gap:9.0e}{gap:10.0e}"
             )
             if name.startswith("packed"):
                 base = name.replace("packed", "padded")

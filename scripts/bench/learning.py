@@ -1,4 +1,4 @@
-"""Does it learn? The main job from several seeds: accuracy on held-out problems after SFT and after GRPO, and the minutes it took.
+"""Does it learn? The main job from several seeds: accuracy on held-out problems after SFT and after GRPO, and seconds.
 
     python scripts/bench/learning.py --seeds 0 1 2
 

@@ -33,6 +33,10 @@ from llmrl.modules.llm.packing import lay_out, pack, why_not_packed
 from llmrl.objectives import total_loss
 from llmrl.objectives.llm import GRPOLoss, SFTLoss, count_step
 from llmrl.padding import lengths_mask, pad_rows
+from llmrl.recipes.session import Session
+from llmrl.recipes.settings import OptimSettings
+from llmrl.recipes.sft_config import SFTConfig
+from llmrl.recipes.updates import Updater
 
 VOCABULARY = 37
 SMALL = {
@@ -307,6 +311,35 @@ def test_flash_attention_gets_one_row_without_filling(monkeypatch: pytest.Monkey
         token_logprobs(model, ids, mask, select, packing="auto").log_probs, expected, atol=1e-5, rtol=1e-5
     )
     assert seen[-1] == (1, sum(LENGTHS))
+
+
+@pytest.mark.parametrize("in_autocast", [False, True])
+@pytest.mark.parametrize("name", DENSE)
+def test_bfloat16_is_packed_too(name: str, in_autocast: bool):
+    model = build(name)
+    ids, mask, select = padded(sequences())
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=in_autocast):
+        model = model if in_autocast else model.bfloat16()
+        on, off = (token_logprobs(model, ids, mask, select, packing=packing).log_probs for packing in ("on", "off"))
+    assert on.dtype == torch.float32
+    assert (on - off).abs().mean() < 0.02 * off[select].abs().mean()
+
+
+def test_a_step_of_the_recipes_has_one_switch_and_one_result():
+    config = SFTConfig(model={}, data={"path": "sums"})
+    results = []
+    with Session(config) as session:
+        for packing in ("off", "on", "auto"):
+            model = build("qwen2")
+            updater = Updater(
+                session, TokenScorer(model), OptimSettings(lr=1e-2), steps=2, tokens_per_microbatch=64, packing=packing
+            )
+            seen = shapes_seen(model)
+            metrics = updater.step(SFTLoss(updater.scorer), conversations(), 1)
+            results.append((seen, metrics["loss"], metrics["grad_norm"]))
+    assert [seen for seen, _, _ in results] == [[(4, 8), (1, 15)], [(3, 8), (1, 15)], [(3, 8), (1, 15)]]
+    for _, loss, norm in results[1:]:
+        assert (loss, norm) == pytest.approx(results[0][1:], abs=1e-6, rel=1e-6)
 
 
 def test_gradients_reach_every_parameter_where_nothing_is_selected():

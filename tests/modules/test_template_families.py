@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from typing import Any
 
@@ -216,6 +217,21 @@ def test_format_without_system_turn_refuses_it(name: str):
         written(name, [SYSTEM, USER, ANSWER])
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_content_that_is_no_string_is_refused_instead_of_written_as_python(name: str):
+    parts = [{"type": "text", "text": "Hi"}]
+    for chat in ([USER | {"content": parts}, ANSWER], [USER, ANSWER | {"content": parts}]):
+        with pytest.raises(TemplateError, match="must render the conversation"):
+            written(name, chat)
+
+
+@pytest.mark.parametrize("name", WITH_CALLS)
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
+def test_tool_call_needs_no_content(name: str, content: dict[str, Any]):
+    calling = {"role": "assistant", "tool_calls": [CALL]} | content
+    assert written(name, [USER, calling, RESULT, ANSWER]) == FAMILIES[name].calls
+
+
 # Mask
 
 
@@ -269,6 +285,45 @@ def test_reading_inverts_writing(name: str):
     history = History.from_text([asked, asked], chat_template_name=name)
     assert history.to_chats() == [chat[:-1]] * 2
     assert all(all(row) for row in history.is_complete)
+
+
+PIECES = (
+    "42",
+    "é",
+    "漢",
+    " ",
+    "  ",
+    "\n",
+    "\n\n",
+    "<|",
+    "|>",
+    "<",
+    "[",
+    "INST]",
+    "user",
+    "assistant",
+    "system\n",
+    "\t",
+    "</",
+    "{}",
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_random_contents_are_read_back_and_masked_character_for_character(name: str):
+    generator = random.Random(NAMES.index(name))
+    renderer = family(name)
+    plain = conversation(name)
+    expected = FAMILIES[name].answers
+    for _ in range(25):
+        words = ["".join(generator.choices(PIECES, k=generator.randrange(1, 9))).strip() or "x" for _ in plain]
+        chat = [message | {"content": word} for message, word in zip(plain, words, strict=True)]
+        assert History.from_text(written(name, chat), chat_template_name=name).to_chats() == chat
+        spans = [
+            span.replace(old["content"], new["content"])
+            for span, old, new in zip(expected, (ANSWER, LAST), (chat[-3], chat[-1]), strict=True)
+        ]
+        assert list(trained(renderer, chat)) == spans
 
 
 @pytest.mark.parametrize("name", WITH_CALLS)

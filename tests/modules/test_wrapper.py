@@ -149,7 +149,7 @@ def test_every_mode_writes_the_same_ids_masks_and_log_probs(model, tokenizer, mo
 def test_in_and_out_keys(tokenizer, mode, generating, scoring):
     policy = fake_policy(tokenizer, ["a"], input_mode=mode)
     assert policy.in_keys == [(mode, "prompt")]
-    assert policy.out_keys == [*generating, "stop_reason", "policy_version"]
+    assert policy.out_keys == [*generating, "stop_reason", "policy_version", "new_record"]
     scorer = policy.get_new_version(generate=False)
     assert scorer.in_keys == [(mode, "full")]
     assert scorer.out_keys == scoring

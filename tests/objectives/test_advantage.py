@@ -257,7 +257,7 @@ def test_a_batch_without_an_end_is_refused():
         ({"grpo_size": 4, "candidate_group_size": 8, "candidate_selection_min_size": 3}, "between grpo_size=4"),
         (
             {"grpo_size": 4, "candidate_group_size": 8, "candidate_selection_min_size": 9},
-            "candidate_group_size=8: got 9",
+            "=8: got 9",
         ),
         ({"grpo_size": 4, "candidate_group_size": 8, "candidate_selector": "best"}, "must be callable: got 'best'"),
     ],

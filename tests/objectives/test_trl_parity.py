@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
@@ -47,7 +48,10 @@ CASES = {  # name: TRL's settings, ours
         {"kl_to_ref_coeff": 0.1, "kl_estimator": "k3-weighted", "aggregation": "seq-mean"},
     ),
     "on-policy": ({"loss_type": "dapo", "on_policy": True}, {"proximal": "detach"}),
-    "token truncation": ({"loss_type": "dapo", "correct": "token_truncate"}, {"correction": "tis", "correction_cap": 1.2}),
+    "token truncation": (
+        {"loss_type": "dapo", "correct": "token_truncate"},
+        {"correction": "tis", "correction_cap": 1.2},
+    ),
     "token mask": (
         {"loss_type": "dapo", "correct": "token_mask"},
         {"correction": "mask", "correction_band": (0.0, 1.2)},
@@ -133,7 +137,7 @@ def trl_loss(numbers: SimpleNamespace, settings: dict) -> tuple[float, torch.Ten
         max_completion_length=L_MAX,
         current_gradient_accumulation_steps=1,
         _entropy_bonus_enabled=False,
-        _metrics={"train": __import__("collections").defaultdict(list)},
+        _metrics={"train": defaultdict(list)},
         _get_per_token_logps_and_entropies=lambda *_, **__: (new, torch.zeros_like(new), None),
     )
     inputs = {
@@ -165,8 +169,8 @@ class Recorded(nn.Module):
         return TokenScores(self.log_prob.masked_fill(~select, 0.0), None)
 
 
-def our_loss(numbers: SimpleNamespace, settings: dict, split: list[int]) -> tuple[float, torch.Tensor, GRPOLoss]:
-    """Over micro-batches, on prompt and response together."""
+def our_loss(numbers: SimpleNamespace, settings: dict, split: list[int]) -> tuple[float, torch.Tensor, list]:
+    """Value, gradient and outputs of a step over micro-batches, on prompt and response together."""
 
     def wide(value: torch.Tensor) -> torch.Tensor:
         return torch.cat([value.new_zeros(B, P), value], 1)
@@ -201,8 +205,9 @@ def test_loss_and_gradient_are_those_of_trl(name, split, numbers):
     if name == "two-sided":  # the same algorithm where the bound is above 1 + high
         assert theirs["delta"] > 1 + TRL_DEFAULTS["epsilon_high"]
     got, our_gradient, _ = our_loss(numbers, ours, split)
-    assert got == pytest.approx(expected, abs=1e-12)
-    torch.testing.assert_close(our_gradient, gradient, atol=1e-12, rtol=0)
+    tolerance = 1e-6 if name == "sapo" else 1e-12  # TRL's temperatures of the gate are float32
+    assert got == pytest.approx(expected, abs=tolerance)
+    torch.testing.assert_close(our_gradient, gradient, atol=tolerance, rtol=0)
 
 
 def test_metrics_are_those_of_trl(numbers):

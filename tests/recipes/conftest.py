@@ -1,4 +1,4 @@
-"""A workplace for the recipes: an empty folder that runs write to, tiny models, and data and rewards of a user's own."""
+"""A workplace for the recipes: a folder that runs write to, tiny models, and data and rewards of a user's own."""
 
 from __future__ import annotations
 
@@ -121,8 +121,11 @@ class Workplace:
         importlib.invalidate_caches()
 
     def steps(self, run: str) -> list[dict[str, Any]]:
-        """The metrics of a run but those that measure time, which no two runs share."""
-        rows = read_metrics(self.path / "runs" / run)
+        """The metrics of a run's steps but those that measure time, which no two runs share.
+
+        Step 0, the evaluation before training, is not among them.
+        """
+        rows = [row for row in read_metrics(self.path / "runs" / run) if row["step"]]
         return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows]
 
     def rollouts(self, run: str, step: int) -> list[Rollout]:

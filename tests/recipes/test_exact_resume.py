@@ -35,6 +35,8 @@ def test_supervised_training_is_resumed_exactly(place, sft, same, changes):
     cut_back(place, "straight", to=3)
     assert place.run("resume", "cut").code == 0
     same(place.steps("straight"), place.steps("cut"))
+    lines = [(place.path / f"runs/{run}/metrics.jsonl").read_text().splitlines() for run in ("straight", "cut")]
+    assert len(lines[0]) == len(lines[1]), "no step is written twice"
     for name, value in weights(place, "straight", 6).items():
         assert torch.equal(value, weights(place, "cut", 6)[name]), name
 

@@ -1,4 +1,4 @@
-"""What DAPO adds to a run: other prompts in place of those that teach nothing, and a price for answers that are too long."""
+"""What DAPO adds to a run: other prompts in place of those that teach nothing, and a price for overlong answers."""
 
 import pytest
 

@@ -146,6 +146,16 @@ def test_the_gradient_of_a_step_is_that_of_the_mean_over_its_tokens(session):
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
+def test_a_step_is_taken_at_the_learning_rate_of_its_number(session):
+    moved = []
+    for number, rate in ((1, 0.25e-2), (4, 1e-2), (10, 0.05e-2)):
+        model, before = tiny(), tiny()
+        one = updater(session, model, warmup=4, schedule="cosine")
+        assert one.step(SFTLoss(one.scorer), batch([6, 7, 8]), number)["lr"] == pytest.approx(rate)
+        moved.append((model.lm_head.weight - before.lm_head.weight).abs().max().item() / rate)
+    assert moved == pytest.approx([1, 1, 1], rel=0.01), "Adam's first step is the rate times the sign of the gradient"
+
+
 def test_a_step_without_a_token_to_train_changes_nothing(session):
     model = tiny()
     before = {name: value.clone() for name, value in model.state_dict().items()}

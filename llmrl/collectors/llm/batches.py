@@ -101,9 +101,7 @@ def _cat(values: list[Any]) -> Any:
     if type(first) is TensorDict:
         return cat_rows(values)
     if isinstance(first, _CONTAINERS) and not any(getattr(value, "padded", False) for value in values):
-        fields = [
-            field for field in type(first).__expected_keys__ if all(v.rows(field) is not None for v in values)
-        ]
+        fields = [field for field in type(first).__expected_keys__ if all(v.rows(field) is not None for v in values)]
         return type(first).from_rows({field: _field(values, field) for field in fields if field != "padded"})
     return lazy_stack([row for value in values for row in value.unbind(0)])
 

@@ -45,7 +45,11 @@ class LLMCollector:
                                  there are as many
     ``yield_only_last_steps``    (implies the former) one row per finished conversation: its last turn, whose "full"
                                  views, masks and log-probs cover all turns; ("next", "reward") is the sum over its
-                                 turns; what ("next", view) would repeat is left out
+                                 turns; what ("next", view) would repeat is left out. Where a template rewrites the past
+                                 ("new_record"), one row per record: the last turn before each new one is handed out
+                                 too, next to the others and in order, not done, with a reward of 0, so that every
+                                 sampled token is in exactly one row. MCAdvantage(trajectory_return="sum") gives all
+                                 rows of a conversation its advantage
     ``replay_buffer``            what would be yielded is written there, one row per turn, and None is yielded
 
     ``total_dialog_turns`` is a budget of turns, kept exactly (rounded up to a multiple of B in the default form); -1:
@@ -224,10 +228,11 @@ class LLMCollector:
         self.counters["delivered"] += delivered
         self.counters["dropped"] += sum(len(slots) for slots, _ in turns) - delivered
         self.counters["conversations"] += len(last_turn_of)
+        begins = [None if (column := td.get("new_record", None)) is None else column.tolist() for _, td in turns]
         wanted = [
             where
             for slot in sorted(turns_of)
-            for where in (turns_of[slot][-1:] if self.yield_only_last_steps else turns_of[slot])
+            for where in (_ends_of_records(turns_of[slot], begins) if self.yield_only_last_steps else turns_of[slot])
         ]
         if not wanted:
             return None
@@ -241,7 +246,7 @@ class LLMCollector:
                 position[turn, row] = len(position)
             pieces.append(td if len(rows) == len(slots) else take_rows(td, rows))
             if self.yield_only_last_steps:
-                pieces[-1].set("next", _without_views(pieces[-1].get("next")))
+                pieces[-1].set("next", _end_of_record(pieces[-1].get("next")))
         data = cat_rows(pieces)
         order = [position[where] for where in wanted]
         return data if order == list(range(len(order))) else take_rows(data, order)
@@ -453,5 +458,16 @@ def _added(total: Tensor, reward: Tensor) -> Tensor:
     return total + reward
 
 
-def _without_views(next_td: TensorDictBase) -> TensorDictBase:
-    return next_td.exclude("history", "text", "tokens", "masks", "log_probs")
+def _ends_of_records(turns: list[tuple[int, int]], begins: list[list[bool] | None]) -> list[tuple[int, int]]:
+    """Of the (turn, row)s of one conversation the last one, and each one that is followed by a new record."""
+    new = [begins[turn] is not None and begins[turn][row] for turn, row in turns[1:]]
+    return [where for where, last in zip(turns, [*new, True], strict=True) if last]
+
+
+def _end_of_record(next_td: TensorDictBase) -> TensorDictBase:
+    """Without what the row itself has; the sum of the rewards is where the conversation ended, before that it is 0."""
+    next_td = next_td.exclude("history", "text", "tokens", "masks", "log_probs")
+    reward, done = next_td.get("reward", None), next_td.get("done")
+    if reward is not None and not bool(done.all()):
+        next_td.set("reward", torch.where(done.view(-1, *[1] * (reward.ndim - 1)), reward, 0.0))
+    return next_td

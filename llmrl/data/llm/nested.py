@@ -43,8 +43,9 @@ def to_chats(nested: Any, ndim: int) -> list[Any]:
     chat = [dict(message) for message in nested if message["role"] != PADDING_ROLE]
     for message in chat:
         message.pop("is_complete", None)
-        if type(message["content"]) is not str:
-            message["content"] = plain_content(message["content"])
+        content = message.get("content")
+        if content is not None and type(content) is not str:
+            message["content"] = plain_content(content)
     return chat
 
 

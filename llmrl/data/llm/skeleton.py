@@ -1,4 +1,4 @@
-"""What a template writes around the contents of one sequence of roles, to find contents in a text without rendering again.
+"""What a template writes around the contents of one sequence of roles: finds contents in a text without another render.
 
 Pure strings: which template, and how a skeleton is made, is known to `llmrl.data.llm.codec`.
 """

@@ -35,9 +35,9 @@ class TopKRewardSelector:
 
     When ``total_dialog_turns`` turns of a prompt have come, up to ``topk_size`` conversations are written, and only
     such as are strictly above the median reward; if all got the same, none is. Conversations whose reward is NaN or
-    infinite are left out. A row is one turn: in a flat batch turns up to and including one that is done are a conversation, in
-    a [B, T] batch each row is one. Of more than ``max_queued_prompts`` the oldest is given up. In a buffer:
-    ``ReplayBuffer(transform=TopKRewardSelector(5, 3))``.
+    infinite are left out. A row is one turn: in a flat batch turns up to and including one that is done are a
+    conversation, in a [B, T] batch each row is one. Of more than ``max_queued_prompts`` the oldest is given up. In a
+    buffer: ``ReplayBuffer(transform=TopKRewardSelector(5, 3))``.
 
     ``counters``: "prompts" decided, conversations "written", "dropped", "failed" and "evicted", prompts "queued" now.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from llmrl.modules.llm.engines import Engine, Generation, SamplingParams, StopReason, TransformersEngine
 from llmrl.modules.llm.log_probs import TokenScorer, TokenScores, token_logprobs
+from llmrl.modules.llm.packing import Packed, pack, why_not_packed
 from llmrl.modules.llm.policies import (
     Backend,
     BatchingEngine,
@@ -27,6 +28,7 @@ __all__ = [
     "LLMWrapperBase",
     "LogProbs",
     "Masks",
+    "Packed",
     "Rendered",
     "Renderer",
     "SamplingParams",
@@ -39,5 +41,7 @@ __all__ = [
     "Tokens",
     "TransformersEngine",
     "TransformersWrapper",
+    "pack",
     "token_logprobs",
+    "why_not_packed",
 ]

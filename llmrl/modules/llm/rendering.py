@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from llmrl.data.llm.codec import Chat, ChatCodec, Tools
 from llmrl.data.llm.masks import Span, common_prefix_length, rows_to_tensors, spans_to_masks
 from llmrl.data.llm.templates import Message, find_template
-from llmrl.errors import TemplateError
+from llmrl.errors import RewriteError, TemplateError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -138,29 +138,53 @@ class Renderer:
                  tools   what the prompt was rendered with
         Returns  int64[D_i] per conversation: ``cat(ids[i], result[i])`` is the longer stream. If an assistant turn ends
                  the stream without its end-of-turn ids (it was cut off), the result begins with them
-        Raises   TemplateError if the template writes the earlier messages differently once the new ones follow, for
-                 example drops their thinking: such a conversation has to start a new stream with :meth:`prompt_ids`
+        Raises   RewriteError, a TemplateError, if the template writes the earlier messages differently once the new
+                 ones follow, for example drops their thinking: such a conversation has to start a new stream with
+                 :meth:`prompt_ids`; TemplateError where the stream and the messages do not fit
 
         The new messages are rendered after a short stand-in for what came before. That this equals rendering everything
         is checked against a full render the first time that a pattern of roles is seen.
         """
-        extensions = [
-            self._extension(chat, num_new, len(stream), add_generation_prompt, tools)
-            for stream, chat, num_new in zip(ids, chats, new, strict=True)
-        ]
-        encoded = self._encode_once([extension.text for extension in extensions])
+        rows = self.try_extend(ids, chats, new, add_generation_prompt=add_generation_prompt, tools=tools)
+        for row in rows:
+            if isinstance(row, RewriteError):
+                raise row
+        return rows  # type: ignore[return-value]
+
+    def try_extend(
+        self,
+        ids: Sequence[Tensor],
+        chats: Sequence[Chat],
+        new: Sequence[int],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Tools | None = None,
+    ) -> list[Tensor | RewriteError]:
+        """As :meth:`extend`, but a conversation that cannot go on has its RewriteError in place of ids."""
+        extensions: list[_Extension | RewriteError] = []
+        for stream, chat, num_new in zip(ids, chats, new, strict=True):
+            try:
+                extensions.append(self._extension(chat, num_new, len(stream), add_generation_prompt, tools))
+            except RewriteError as error:
+                extensions.append(error.with_traceback(None))  # which would keep the renderer's frames alive
+        going_on = [row for row, extension in enumerate(extensions) if not isinstance(extension, RewriteError)]
+        encoded = self._encode_once([extensions[row].text for row in going_on])
         rows: list[list[int]] = []
-        for stream, extension, with_context in zip(ids, extensions, encoded, strict=True):
+        for number, with_context in zip(going_on, encoded, strict=True):
+            extension, stream = extensions[number], ids[number]
             row = with_context[extension.num_context_ids :]
             if extension.after_assistant:
                 row = self._missing_end(stream) + row
             elif _ends_with(stream, self._generation_prompt_ids):
                 raise TemplateError(
                     "Renderer.extend: a generation prompt must be answered before other messages follow: the stream of "
-                    f"conversation {len(rows)} ends with an open one; add the assistant's message first."
+                    f"conversation {number} ends with an open one; add the assistant's message first."
                 )
             rows.append(row)
-        return rows_to_tensors(rows)
+        result: list[Any] = list(extensions)
+        for number, added in zip(going_on, rows_to_tensors(rows), strict=True):
+            result[number] = added
+        return result
 
     def check(self) -> TemplateReport:
         """Tries the template on short conversations; a recipe shows the result before it trains.
@@ -192,7 +216,8 @@ class Renderer:
             except TemplateError:
                 continue  # a conversation that the template does not do
             try:
-                self._verify(covered + added, len(added), add_generation_prompt=True, tools=None)
+                extension = self._after_anchor(covered + added, len(added), True, None)
+                self._verify(covered + added, len(added), extension, add_generation_prompt=True, tools=None)
             except TemplateError:
                 rewritten.append(case)
         if rewritten:
@@ -220,13 +245,14 @@ class Renderer:
                 )
             [text] = self.codec.render([chat], add_generation_prompt=add_generation_prompt, tools=tools)
             return _Extension(text, 0, False)
+        extension = self._after_anchor(chat, num_new, add_generation_prompt, tools)
         signature = (_signature(chat, covered), add_generation_prompt, tools is not None)
         if signature not in self._verified:
-            self._verify(chat, num_new, add_generation_prompt=add_generation_prompt, tools=tools)
+            self._verify(chat, num_new, extension, add_generation_prompt=add_generation_prompt, tools=tools)
             if len(self._verified) >= _MAX_SIGNATURES:
                 self._verified.clear()
             self._verified.add(signature)
-        return self._after_anchor(chat, num_new, add_generation_prompt, tools)
+        return extension
 
     def _after_anchor(self, chat: Chat, num_new: int, add_generation_prompt: bool, tools: Tools | None) -> _Extension:
         covered = len(chat) - num_new
@@ -238,14 +264,16 @@ class Renderer:
         after_assistant = chat[covered - 1]["role"] == "assistant"
         cut = self._cut(before, after_assistant)
         if not after.startswith(before[:cut]):
-            raise TemplateError(self._rewrites(before, after, chat, covered))
+            raise RewriteError(self._rewrites(before, after, chat, covered))
         if after_assistant and self.codec.end_is_control:
             # Encoded with the control token in front, so the tokenizer sees the boundary that the whole text has.
             return _Extension(self.codec.end_of_turn + after[cut:], len(self.end_of_turn_ids), True)
         return _Extension(after[cut:], 0, after_assistant)
 
-    def _verify(self, chat: Chat, num_new: int, *, add_generation_prompt: bool, tools: Tools | None) -> None:
-        """Compares the stand-in's extension with full renders of the conversation. Raises TemplateError."""
+    def _verify(
+        self, chat: Chat, num_new: int, extension: _Extension, *, add_generation_prompt: bool, tools: Tools | None
+    ) -> None:
+        """Compares the stand-in's extension with full renders of the conversation. Raises RewriteError."""
         covered = len(chat) - num_new
         before = self.codec.render([chat[:covered]], tools=tools)[0]
         after = self.codec.render([chat], add_generation_prompt=add_generation_prompt, tools=tools)[0]
@@ -256,13 +284,12 @@ class Renderer:
             prefixes.append(self.codec.render([chat[: covered - 1]], add_generation_prompt=True, tools=tools)[0])
         for prefix in prefixes:
             if not after.startswith(prefix):
-                raise TemplateError(self._rewrites(prefix, after, chat, covered))
-        extension = self._after_anchor(chat, num_new, add_generation_prompt, tools)
+                raise RewriteError(self._rewrites(prefix, after, chat, covered))
         expected = after[cut:]
         if extension.after_assistant and self.codec.end_is_control:
             expected = self.codec.end_of_turn + expected
         if extension.text != expected:
-            raise TemplateError(
+            raise RewriteError(
                 "Renderer.extend: what new messages add must not depend on the messages before the last turn: template "
                 f"{self.template.name!r} writes {expected[:80]!r} in the whole conversation and "
                 f"{extension.text[:80]!r} after its last turn alone; start a new stream with prompt_ids."

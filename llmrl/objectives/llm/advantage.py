@@ -49,7 +49,8 @@ class MCAdvantage(Transform):
     oldest of more than ``max_queued_groups`` waiting groups is given up. A batch of whole groups skips the queue.
 
     ``trajectory_return`` reduces the rewards of a trajectory to one number, which all its steps share; without it each
-    step's reward is compared with those of all steps of the group. ``scale`` and ``eps`` are described in
+    step's reward is compared with those of all steps of the group. A conversation in several training records, of
+    which the last has the reward, needs "sum". ``scale`` and ``eps`` are described in
     ``group_advantage``. Failed completions are left out; the group goes on without them if at least
     ``min_group_size`` remain (default: half of it, and two). ``keep_return_bounds=(low, high)`` drops groups whose mean
     return is not strictly between the two, such as those that always or never succeed; ``on_zero_variance="drop"``

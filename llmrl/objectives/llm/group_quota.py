@@ -14,7 +14,7 @@ __all__ = ["GroupQuota"]
 
 
 class GroupQuota(Transform):
-    """Lets at most ``num_groups`` groups into a buffer until `reset`; a loop over ``missing`` is DAPO's dynamic sampling.
+    """Lets at most ``num_groups`` groups into a buffer until `reset`; looping over ``missing`` is dynamic sampling.
 
     Reads   "group_id"  int64[B]; the rows of a group come in one batch, as `MCAdvantage` writes them
     Returns from ``inv``: the rows of the first groups, or None if there is no place for any

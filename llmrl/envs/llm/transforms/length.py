@@ -1,4 +1,4 @@
-"""What a long answer costs: a penalty past a budget, DAPO's soft punishment, leaving answers that were cut off untrained.
+"""What a long answer costs: a penalty past a budget, DAPO's soft punishment, or its place in the loss if cut off.
 
 All three look at the tokens that the policy wrote in a turn; how long they may get is the sampling's ``max_tokens``.
 """
@@ -107,8 +107,8 @@ class MaskTruncated(Transform):
     Writes  ("masks", "all_assistant_mask")  False in the rows that ended with LENGTH or ABORT; ``td`` is not touched
     Raises  MissingKeyError where either is missing
 
-    A buffer's write transform (``inv``). Of a conversation of several turns the last one's stop reason counts. DAPO
-    calls it overlong filtering (arXiv:2503.14476, section 3.4).
+    A buffer's write transform (``inv``). Of a row of several turns, a conversation or a record of one, the last one's
+    stop reason counts. DAPO calls it overlong filtering (arXiv:2503.14476, section 3.4).
     """
 
     def forward(self, td: TensorDictBase) -> TensorDictBase:

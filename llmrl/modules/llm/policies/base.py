@@ -8,6 +8,7 @@ history, text and tokens is in ``modes``, the bookkeeping of a turn in ``stream`
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
-from llmrl.errors import ConfigError, ShapeError, UnsupportedError, near
+from llmrl.errors import ConfigError, RewriteError, ShapeError, UnsupportedError, near
 from llmrl.modules.llm.engines import Engine
 from llmrl.modules.llm.log_probs import TokenScores
 from llmrl.modules.llm.policies.batching import (
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Backend", "LLMWrapperBase"]
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass
 class Backend:
@@ -69,7 +72,8 @@ class LLMWrapperBase(nn.Module):
               are; only what was appended since is rendered
               "seed" int64[B], if present: one seed per row
       Writes  text, masks, tokens, log_probs and history containers (those of the mode), "stop_reason" int64[B]
-              (``StopReason``), "policy_version" int64[B]
+              (``StopReason``), "policy_version" int64[B], "new_record" bool[B]: a training record begins with this
+              turn, because it is the conversation's first or does not continue the stream of the turn before
     Scoring (``generate=False``):
       Reads   ("tokens", "full") if present, else (mode, "full")
       Writes  ("log_probs", "full") float32[T], [t] = log p(token t | tokens before t), with gradients where they are
@@ -94,8 +98,11 @@ class LLMWrapperBase(nn.Module):
     min_batch_size       rows to wait for; 1
     max_batch_size       most rows in one joined call
     batching_timeout     seconds after which a call goes with the rows that are there
-    prefer_tokens        False: render the whole conversation anew every turn; masks and log-probs then start with this
-                         turn
+    prefer_tokens        True: continue the ids of earlier turns. Where the template rewrites those (drops their
+                         thinking, say), the row is rendered anew and starts a new record: its masks and log-probs
+                         begin with this turn, which is counted in ``counters["rewritten"]`` and logged once.
+                         "always": that is an error. False: render the whole conversation anew every turn, each a
+                         record of its own
     layout               torch.strided only: ask for ``td.get(key, as_nested_tensor=True)`` to read rows as a nested
                          tensor
     """
@@ -129,7 +136,7 @@ class LLMWrapperBase(nn.Module):
         min_batch_size: int | None = None,
         max_batch_size: int | None = None,
         batching_timeout: float = 10.0,
-        prefer_tokens: bool = True,
+        prefer_tokens: bool | Literal["always"] = True,
     ) -> None:
         settings = {name: value for name, value in locals().items() if name not in ("self", "model", "__class__")}
         super().__init__()
@@ -158,6 +165,7 @@ class LLMWrapperBase(nn.Module):
         self.inplace = (self.num_samples is None) if inplace is None else inplace
         self.pad_output = pad_output
         self.prefer_tokens = prefer_tokens
+        self.counters = {"rewritten": 0}  # turns that started a new record because of the template
         backend = self._build(model)
         self.engine = join_requests(backend.engine, settings)
         self.scorer = backend.scorer
@@ -206,7 +214,7 @@ class LLMWrapperBase(nn.Module):
             ("text" in self.mode.written, "history" in self.mode.written) if self.generate else (False, False)
         )
         names = ["text"] * text + ["masks", "tokens"] + ["log_probs"] * self.return_log_probs + ["history"] * history
-        return [self.keys[name] for name in names] + ["stop_reason", "policy_version"] * self.generate
+        return [self.keys[name] for name in names] + _PER_TURN * self.generate
 
     @property
     def temperature(self) -> float:
@@ -357,18 +365,22 @@ class LLMWrapperBase(nn.Module):
     def _generate(self, td: TensorDictBase, options: GenerationOptions) -> TensorDictBase:
         prompts = self.mode.read(td, self.input_key, self.attention_mask_key)
         stream = read_stream(td, self.keys, self.mode.name, prompts.rows) if self.prefer_tokens else None
+        encoded = encode_prompts(self.mode, prompts, stream)
+        if encoded.rewritten:
+            self._note_rewritten(encoded.rewritten)
+        prompt_ids, num_new, stream, begins = encoded.ids, encoded.num_new, encoded.stream, encoded.begins_record
         texts = None if stream is None else carried_texts(td, self.keys["text"], self.mode.name, stream)
-        prompt_ids, num_new = encode_prompts(self.mode, prompts, stream)
         if texts is None:
             num_new = [len(ids) for ids in prompt_ids]
         seeds = self._seeds(td, len(prompt_ids))
         batch_size = td.batch_size
         if self.num_samples is not None:
             rows = [row for row in range(len(prompt_ids)) for _ in range(self.num_samples)]
-            prompts, prompt_ids, num_new = (
+            prompts, prompt_ids, num_new, begins = (
                 prompts.select(rows),
                 [prompt_ids[row] for row in rows],
                 [num_new[row] for row in rows],
+                [begins[row] for row in rows],
             )
             stream = None if stream is None else stream.select(rows)
             texts = None if texts is None else [texts[row] for row in rows]
@@ -408,7 +420,26 @@ class LLMWrapperBase(nn.Module):
                 out.set(self.keys[name], value)
         out.set("stop_reason", torch.tensor(generation.stop_reasons).reshape(batch_size))
         out.set("policy_version", torch.full(batch_size, generation.version, dtype=torch.int64))
+        out.set("new_record", torch.tensor(begins).reshape(batch_size))
         return out
+
+    def _note_rewritten(self, rewritten: Mapping[int, RewriteError]) -> None:
+        """Counts the rows that the template made start a new record, and says so once; an error if none may."""
+        row, reason = next(iter(rewritten.items()))
+        if self.prefer_tokens == "always":
+            raise RewriteError(
+                f"{type(self).__name__}: with prefer_tokens='always' a prompt must begin with the turns before it: row "
+                f"{row} does not ({reason}) With prefer_tokens=True, in a recipe env.on_rewrite=new_record, such a turn"
+                " starts a training record of its own."
+            ) from reason
+        if not self.counters["rewritten"]:
+            _log.warning(
+                f"{type(self).__name__}: the template writes earlier turns differently once a conversation goes on, so "
+                "that it cannot be trained in one piece: a turn that does not begin with what came before is rendered "
+                "anew and starts a training record of its own. They are counted in counters['rewritten'], and this is "
+                f"said once. ({reason})"
+            )
+        self.counters["rewritten"] += len(rewritten)
 
     def _seeds(self, td: TensorDictBase, num_rows: int) -> list[int] | None:
         """One seed per row and sample: from the batch, else from the wrapper's own sequence, else the engine's."""
@@ -479,4 +510,5 @@ class LLMWrapperBase(nn.Module):
 
 
 _CONTAINERS = {"text": Text, "history": ChatHistory}
+_PER_TURN = ["stop_reason", "policy_version", "new_record"]
 _SEED_STRIDE = 0x2545F4914F6CDD1D  # the samples of one prompt take seeds far apart

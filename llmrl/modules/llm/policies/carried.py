@@ -2,22 +2,25 @@
 
 An environment that steps a batch leaves, for every row, ("tokens", "prompt") and ("tokens", "covered") of the turn
 before, with ("masks", "prompt_assistant_mask") and ("log_probs", "prompt" | "plain"). A row without a past has no ids.
+A row whose past can no longer be continued starts a new record: nothing of its old stream is in the new one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from llmrl.errors import RewriteError
 from llmrl.modules.llm.policies.containers import field_rows, is_ragged
 from llmrl.modules.llm.policies.modes import Mode, Prompts, unpadded_rows
 from llmrl.modules.llm.policies.stream import Stream
 
-__all__ = ["carried_texts", "encode_prompts", "read_stream"]
+__all__ = ["Encoded", "carried_texts", "encode_prompts", "read_stream"]
 
 
 def read_stream(td: TensorDictBase, keys: Mapping[str, str], mode: str, prompts: Sequence[Any]) -> Stream | None:
@@ -45,8 +48,10 @@ def read_stream(td: TensorDictBase, keys: Mapping[str, str], mode: str, prompts:
     if ids is None or covered is None:
         return None
     answered = rows(tokens, "response") is not None
-    if answered and mask is None:
-        return None  # this very prompt was answered before, and is rendered again
+    if answered and (mask is None or not _has_answer(td, keys[mode])):
+        # this very prompt was answered before, and is rendered again; or the ids are those of the turn before, left
+        # behind where those of this turn were dropped: a new record
+        return None
     return Stream(ids, mask, scores, [int(value) for value in covered], None if answered else plain, answered)
 
 
@@ -59,21 +64,52 @@ def carried_texts(td: TensorDictBase, text_key: str, mode: str, stream: Stream) 
     return [row if len(ids) else "" for row, ids in zip(rows, stream.ids, strict=True)]
 
 
-def encode_prompts(mode: Mode, prompts: Prompts, stream: Stream | None) -> tuple[list[Tensor], list[int]]:
-    """The ids that the engine is given, and how many of them this turn adds: only those are encoded."""
+@dataclass
+class Encoded:
+    """What the engine is given, per row, and what it continues.
+
+    ids        int64[P]
+    num_new    how many of them, at the end, this turn adds: only those were encoded
+    stream     what earlier turns left, without the rows that begin anew; None where all do
+    rewritten  row -> why its earlier turns could not be continued as they were
+    """
+
+    ids: list[Tensor]
+    num_new: list[int]
+    stream: Stream | None
+    rewritten: dict[int, RewriteError]
+
+    @property
+    def begins_record(self) -> list[bool]:
+        """Per row, whether a training record begins with this turn."""
+        return [True] * len(self.ids) if self.stream is None else self.stream.begins_record()
+
+
+def encode_prompts(mode: Mode, prompts: Prompts, stream: Stream | None) -> Encoded:
+    """The ids of each row: its stream and what was appended since, or everything anew where there is no going on."""
     if stream is None:
         ids = mode.encode(prompts.rows)
-        return ids, [len(row) for row in ids]
+        return Encoded(ids, [len(row) for row in ids], None, {})
     if stream.complete:
-        return stream.ids, [0] * len(stream.ids)
-    fresh = [row for row, ids in enumerate(stream.ids) if not len(ids)]
-    grown = [row for row, ids in enumerate(stream.ids) if len(ids)]
+        return Encoded(stream.ids, [0] * len(stream.ids), stream, {})
     prompt_ids: list[Tensor] = list(stream.ids)
-    if fresh:
-        for row, ids in zip(fresh, mode.encode([prompts.rows[row] for row in fresh]), strict=True):
-            prompt_ids[row] = ids
-    if grown:
+    rewritten: dict[int, RewriteError] = {}
+    if grown := [row for row, ids in enumerate(stream.ids) if len(ids)]:
         rows = [prompts.rows[row] for row in grown]
         for row, added in zip(grown, mode.extend(stream.select(grown), rows), strict=True):
-            prompt_ids[row] = torch.cat([stream.ids[row], added])
-    return prompt_ids, [len(ids) - len(before) for ids, before in zip(prompt_ids, stream.ids, strict=True)]
+            if isinstance(added, RewriteError):
+                rewritten[row] = added
+            else:
+                prompt_ids[row] = torch.cat([stream.ids[row], added])
+    if fresh := [row for row, ids in enumerate(stream.ids) if not len(ids) or row in rewritten]:
+        stream = stream.begun_anew(set(fresh))
+        for row, ids in zip(fresh, mode.encode([prompts.rows[row] for row in fresh]), strict=True):
+            prompt_ids[row] = ids
+    num_new = [len(ids) - len(before) for ids, before in zip(prompt_ids, stream.ids, strict=True)]
+    return Encoded(prompt_ids, num_new, stream, rewritten)
+
+
+def _has_answer(td: TensorDictBase, view_key: str) -> bool:
+    """Whether the mode's own view is one that the policy wrote, an answered prompt, and not one of an environment."""
+    view = td.get(view_key, None)
+    return view is not None and "full" in getattr(view, "_tensordict", view).keys()

@@ -17,7 +17,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from llmrl.data.llm.chat import History
-from llmrl.errors import ConfigError, MissingKeyError, RolloutError, near
+from llmrl.errors import ConfigError, MissingKeyError, RewriteError, RolloutError, near
 from llmrl.modules.llm.engines import StopReason
 from llmrl.modules.llm.policies.containers import ChatHistory, Text, Tokens, decode_rows, field_rows, is_ragged
 from llmrl.modules.llm.policies.stream import Stream
@@ -83,8 +83,8 @@ class Mode(ABC):
         """Ids of prompts that start afresh."""
 
     @abstractmethod
-    def extend(self, stream: Stream, rows: Sequence[Any]) -> list[Tensor]:
-        """Only the ids that each row adds to its stream."""
+    def extend(self, stream: Stream, rows: Sequence[Any]) -> Sequence[Tensor | RewriteError]:
+        """Only the ids that each row adds to its stream; or why the stream cannot go on."""
 
     @abstractmethod
     def encode_full(self, rows: Sequence[Any]) -> tuple[list[Tensor], list[Tensor] | None]:
@@ -126,7 +126,7 @@ class HistoryMode(Mode):
     def encode(self, rows: Sequence[Any]) -> list[Tensor]:
         return self.renderer.prompt_ids(rows)
 
-    def extend(self, stream: Stream, rows: Sequence[Any]) -> list[Tensor]:
+    def extend(self, stream: Stream, rows: Sequence[Any]) -> list[Tensor | RewriteError]:
         num_new = [len(chat) - covered for chat, covered in zip(rows, stream.covered, strict=True)]
         if min(num_new) < 0:
             row = num_new.index(min(num_new))
@@ -134,7 +134,7 @@ class HistoryMode(Mode):
                 f"LLM wrapper: a conversation only grows: row {row} has {len(rows[row])} messages, its tokens cover "
                 f"{stream.covered[row]}; what rewrites the past must drop ('tokens', 'prompt') too."
             )
-        return self.renderer.extend(stream.ids, rows, num_new)
+        return self.renderer.try_extend(stream.ids, rows, num_new)
 
     def encode_full(self, rows: Sequence[Any]) -> tuple[list[Tensor], list[Tensor] | None]:
         rendered = self.renderer.render(rows)

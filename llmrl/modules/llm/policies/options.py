@@ -149,6 +149,8 @@ def check_settings(who: str, settings: Mapping[str, Any], options: GenerationOpt
         raise ConfigError(f"{who}: num_samples changes the batch size, so inplace must not be True.")
     if settings["inplace"] not in (None, True, False, "empty"):
         raise ConfigError(f"{who}: inplace must be True, False or 'empty': got {settings['inplace']!r}.")
+    if settings["prefer_tokens"] not in (True, False, "always"):
+        raise ConfigError(f"{who}: prefer_tokens must be True, False or 'always': got {settings['prefer_tokens']!r}.")
     for name in ("padding", "return_tensors", "truncation"):
         if name in (settings["tokenizer_kwargs"] or {}):
             raise ConfigError(f"{who}: tokenizer_kwargs must not set {name}: rows are kept apart and whole.")

@@ -6,7 +6,7 @@ this turn.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +44,22 @@ class Stream:
 
         columns = (self.ids, self.assistant_mask, self.log_probs, self.covered, self.plain)
         return Stream(*(pick(column) for column in columns), self.complete)
+
+    def begun_anew(self, rows: Collection[int]) -> Stream:
+        """The rows at these indices without a past: a new record starts with them. The others as they are."""
+
+        def cut(values: list[Tensor] | None) -> list[Tensor] | None:
+            return None if values is None else [v[:0] if row in rows else v for row, v in enumerate(values)]
+
+        covered = [0 if row in rows else value for row, value in enumerate(self.covered)]
+        columns = (cut(self.ids), cut(self.assistant_mask), cut(self.log_probs), covered, cut(self.plain))
+        return Stream(*columns, self.complete)
+
+    def begins_record(self) -> list[bool]:
+        """Per row, whether this turn is the first that its stream holds."""
+        if self.complete:  # the ids are a whole prompt, of a first turn too
+            return [not bool(mask.any()) for mask in self.assistant_mask]
+        return [not ids.numel() for ids in self.ids]
 
 
 @dataclass
