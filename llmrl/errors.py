@@ -12,6 +12,7 @@ Every class is also the standard-library error that it refines, so an ``except V
     ├── MissingDependencyError  ImportError   an extra that is not installed
     ├── WeightSyncError         RuntimeError  weights that did not arrive, or not whole
     ├── RolloutError            RuntimeError  a conversation that could not be finished
+    ├── TrainingError           ArithmeticError  a loss or a gradient that is not a number
     ├── DeadlineError           TimeoutError  a wait that ran past its deadline
     ├── UnsupportedError        NotImplementedError  what this backend cannot do, by its nature
     └── CheckpointError         RuntimeError  a checkpoint that could not be written or read
@@ -38,6 +39,7 @@ __all__ = [
     "RolloutError",
     "ShapeError",
     "TemplateError",
+    "TrainingError",
     "UnsupportedError",
     "WeightSyncError",
     "closest",
@@ -90,6 +92,10 @@ class WeightSyncError(LLMRLError, RuntimeError):
 
 class RolloutError(LLMRLError, RuntimeError):
     """A conversation could not be finished: a tool, a reward or an engine failed. That is not a reward of zero."""
+
+
+class TrainingError(LLMRLError, ArithmeticError):
+    """A loss or a gradient is NaN or infinite; the weights are those before the step."""
 
 
 class DeadlineError(LLMRLError, TimeoutError):

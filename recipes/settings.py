@@ -82,8 +82,8 @@ class EnvSettings(Settings):
     max_turns: int = Field(1, ge=1, description="answers of the policy per conversation")
     on_rewrite: Literal["error", "new_record"] = Field(
         "error",
-        description="several turns, and a template that writes earlier ones differently later: stop, or train turns that "
-        "do not continue the one before as records of their own",
+        description="several turns, and a template that writes earlier ones differently later: stop, or train turns "
+        "that do not continue the one before as records of their own",
     )
     max_prompt_tokens: int = Field(1024, ge=1, description="longest prompt")
     too_long: Literal["error", "drop"] = Field("error", description="what becomes of a longer prompt")

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from llmrl.errors import TrainingError
 from llmrl.modules.llm.log_probs import TokenScorer
 from llmrl.modules.llm.packing import Packing
 from llmrl.modules.llm.policies.containers import LogProbs, Masks, Tokens
@@ -68,6 +69,7 @@ class Updater:
 
         Returns  the fields of the loss's output, over all ranks, and "loss", "grad_norm", "lr"; nothing if no rank has
                  a token to train: the model then stays as it is
+        Raises   TrainingError if the gradient is not finite; the model stays as it is
         """
         batch = _nothing(self.session.device) if batch is None else batch
         counts = count_step(batch).over_ranks()
@@ -88,8 +90,12 @@ class Updater:
             group["lr"] = learning_rate(self.settings, step, self.steps)
         norm = nn.utils.clip_grad_norm_(self.parameters, self.settings.clip_norm)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        if norm.isfinite():
-            self.optimizer.step()
+        if not norm.isfinite():
+            raise TrainingError(
+                f"optimizer step {step}: the gradient must be finite: got a norm of {float(norm)}; the weights are those "
+                f"of step {step - 1}. Resume from the last checkpoint with a smaller optim.lr, or look at the data."
+            )
+        self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         merged = {name: float(value) for name, value in output_fields(merge_outputs(outputs)).items()}
         merged["loss"] = sum(float(total_loss(output).detach()) for output in outputs)

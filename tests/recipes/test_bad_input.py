@@ -268,6 +268,7 @@ def test_several_turns_need_a_template_that_keeps_earlier_ones(place, grpo):
     assert result.code == 3
     assert "several turns need one that leaves earlier turns as they are" in result.err
     assert "env.max_turns=1" in result.err
+    assert "env.on_rewrite=new_record" in result.err
     result = place.run("grpo", place.recipe("b", grpo, chat_template=FORGETFUL, steps=1))
     assert result.code == 0, "one turn does not"
     assert "prefix-preserving NO" in result.out.replace("\n", " ")

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
+from llmrl.errors import TrainingError
 from llmrl.modules.llm.log_probs import TokenScorer
 from llmrl.modules.llm.policies.containers import LogProbs, Masks, Tokens
 from llmrl.objectives.llm import GRPOLoss, SFTLoss
@@ -167,13 +168,13 @@ def test_a_step_without_a_token_to_train_changes_nothing(session):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_a_gradient_that_is_not_finite_is_reported_and_not_applied(session):
+def test_a_gradient_that_is_not_finite_ends_the_run_and_is_not_applied(session):
     model = tiny()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     one = updater(session, model)
     model.lm_head.weight.register_hook(lambda gradient: gradient * math.inf)
-    metrics = one.step(SFTLoss(one.scorer), batch([6, 7, 8]), 1)
-    assert not math.isfinite(metrics["grad_norm"])
+    with pytest.raises(TrainingError, match="optimizer step 3: the gradient must be finite"):
+        one.step(SFTLoss(one.scorer), batch([6, 7, 8]), 3)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 

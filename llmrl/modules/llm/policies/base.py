@@ -8,7 +8,6 @@ history, text and tokens is in ``modes``, the bookkeeping of a turn in ``stream`
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
-from llmrl.errors import ConfigError, RewriteError, ShapeError, UnsupportedError, near
+from llmrl.errors import ConfigError, ShapeError, UnsupportedError, near
 from llmrl.modules.llm.engines import Engine
 from llmrl.modules.llm.log_probs import TokenScores
 from llmrl.modules.llm.policies.batching import (
@@ -28,7 +27,7 @@ from llmrl.modules.llm.policies.batching import (
     join_requests,
     own_engine,
 )
-from llmrl.modules.llm.policies.carried import carried_texts, encode_prompts, read_stream
+from llmrl.modules.llm.policies.carried import carried_texts, count_rewritten, encode_prompts, read_stream
 from llmrl.modules.llm.policies.containers import ChatHistory, Text
 from llmrl.modules.llm.policies.conversations import Conversations
 from llmrl.modules.llm.policies.distributions import TokenCategorical, token_categorical
@@ -48,8 +47,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["Backend", "LLMWrapperBase"]
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -367,7 +364,9 @@ class LLMWrapperBase(nn.Module):
         stream = read_stream(td, self.keys, self.mode.name, prompts.rows) if self.prefer_tokens else None
         encoded = encode_prompts(self.mode, prompts, stream)
         if encoded.rewritten:
-            self._note_rewritten(encoded.rewritten)
+            count_rewritten(
+                encoded.rewritten, self.counters, who=type(self).__name__, allowed=self.prefer_tokens != "always"
+            )
         prompt_ids, num_new, stream, begins = encoded.ids, encoded.num_new, encoded.stream, encoded.begins_record
         texts = None if stream is None else carried_texts(td, self.keys["text"], self.mode.name, stream)
         if texts is None:
@@ -422,24 +421,6 @@ class LLMWrapperBase(nn.Module):
         out.set("policy_version", torch.full(batch_size, generation.version, dtype=torch.int64))
         out.set("new_record", torch.tensor(begins).reshape(batch_size))
         return out
-
-    def _note_rewritten(self, rewritten: Mapping[int, RewriteError]) -> None:
-        """Counts the rows that the template made start a new record, and says so once; an error if none may."""
-        row, reason = next(iter(rewritten.items()))
-        if self.prefer_tokens == "always":
-            raise RewriteError(
-                f"{type(self).__name__}: with prefer_tokens='always' a prompt must begin with the turns before it: row "
-                f"{row} does not ({reason}) With prefer_tokens=True, in a recipe env.on_rewrite=new_record, such a turn"
-                " starts a training record of its own."
-            ) from reason
-        if not self.counters["rewritten"]:
-            _log.warning(
-                f"{type(self).__name__}: the template writes earlier turns differently once a conversation goes on, so "
-                "that it cannot be trained in one piece: a turn that does not begin with what came before is rendered "
-                "anew and starts a training record of its own. They are counted in counters['rewritten'], and this is "
-                f"said once. ({reason})"
-            )
-        self.counters["rewritten"] += len(rewritten)
 
     def _seeds(self, td: TensorDictBase, num_rows: int) -> list[int] | None:
         """One seed per row and sample: from the batch, else from the wrapper's own sequence, else the engine's."""

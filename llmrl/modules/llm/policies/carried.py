@@ -7,6 +7,7 @@ A row whose past can no longer be continued starts a new record: nothing of its 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,9 @@ from llmrl.modules.llm.policies.containers import field_rows, is_ragged
 from llmrl.modules.llm.policies.modes import Mode, Prompts, unpadded_rows
 from llmrl.modules.llm.policies.stream import Stream
 
-__all__ = ["Encoded", "carried_texts", "encode_prompts", "read_stream"]
+__all__ = ["Encoded", "carried_texts", "count_rewritten", "encode_prompts", "read_stream"]
+
+_log = logging.getLogger(__name__)
 
 
 def read_stream(td: TensorDictBase, keys: Mapping[str, str], mode: str, prompts: Sequence[Any]) -> Stream | None:
@@ -101,12 +104,38 @@ def encode_prompts(mode: Mode, prompts: Prompts, stream: Stream | None) -> Encod
                 rewritten[row] = added
             else:
                 prompt_ids[row] = torch.cat([stream.ids[row], added])
-    if fresh := [row for row, ids in enumerate(stream.ids) if not len(ids) or row in rewritten]:
-        stream = stream.begun_anew(set(fresh))
-        for row, ids in zip(fresh, mode.encode([prompts.rows[row] for row in fresh]), strict=True):
+    if anew := [row for row, ids in enumerate(stream.ids) if not len(ids) or row in rewritten]:
+        for row, ids in zip(anew, mode.encode([prompts.rows[row] for row in anew]), strict=True):
             prompt_ids[row] = ids
+            before = stream.ids[row]
+            if len(before) and torch.equal(ids[: len(before)], before):
+                del rewritten[row]  # the template rewrites, but nothing that this row has: it goes on after all
+        stream = stream.begun_anew({row for row in anew if not len(stream.ids[row]) or row in rewritten})
     num_new = [len(ids) - len(before) for ids, before in zip(prompt_ids, stream.ids, strict=True)]
     return Encoded(prompt_ids, num_new, stream, rewritten)
+
+
+def count_rewritten(
+    rewritten: Mapping[int, RewriteError], counters: dict[str, int], *, who: str, allowed: bool
+) -> None:
+    """Counts the rows that the template made start a new record, and says so the first time.
+
+    Raises  RewriteError unless it is ``allowed``
+    """
+    row, reason = next(iter(rewritten.items()))
+    if not allowed:
+        raise RewriteError(
+            f"{who}: with prefer_tokens='always' a prompt must begin with the turns before it: row {row} does not "
+            f"({reason}) With prefer_tokens=True, in a recipe env.on_rewrite=new_record, such a turn starts a training "
+            "record of its own."
+        ) from reason
+    if not counters["rewritten"]:
+        _log.warning(
+            f"{who}: the template writes earlier turns differently once a conversation goes on, so that it cannot be "
+            "trained in one piece: a turn that does not begin with what came before is rendered anew and starts a "
+            f"training record of its own. They are counted in counters['rewritten'], and this is said once. ({reason})"
+        )
+    counters["rewritten"] += len(rewritten)
 
 
 def _has_answer(td: TensorDictBase, view_key: str) -> bool:

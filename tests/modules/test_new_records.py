@@ -1,0 +1,209 @@
+"""Where a turn cannot continue the stream of the turn before, it starts a training record of its own."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from llmrl.data.llm.chat import History
+from llmrl.data.llm.columns import column
+from llmrl.envs.llm import ChatEnv
+from llmrl.errors import ConfigError, RewriteError
+from llmrl.modules.llm import ChatHistory, LLMWrapperBase, Tokens
+from llmrl.modules.llm.rendering import Renderer
+from llmrl.testing import FakeEngine, tiny_tokenizer
+
+THINKING = "<think>\nTwo and two.\n</think>\n\nIt is 4."
+SILENT_TWICE = (  # an answer is hidden as soon as the model is asked again, whoever spoke last
+    "{% for m in messages %}{% if m.role != 'assistant' or not add_generation_prompt %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer(template="qwen3")
+
+
+def wrapper(tokenizer, answers, **options):
+    return LLMWrapperBase(FakeEngine(answers, tokenizer=tokenizer), tokenizer=tokenizer, **options)
+
+
+def talk(policy, num_turns, questions=("What is 2+2?",), said="And now?", edit=None):
+    """The turns of a rollout in a ChatEnv whose user says the same again and again; ``edit(next_td)`` changes more."""
+    env = ChatEnv(batch_size=[len(questions)])
+    td = env.reset(TensorDict(query=column(list(questions)), batch_size=[len(questions)]))
+    turns = []
+    for _ in range(num_turns):
+        td = env.step(policy(td))
+        turns.append(td)
+        if said is not None:
+            more = History.from_chats([[{"role": "user", "content": said}]] * len(questions))
+            prompt = td["next", "history"].prompt.extend(more, inplace=False, dim=-1)
+            td["next"].set("history", ChatHistory.from_rows({"prompt": prompt}))
+        if edit is not None:
+            edit(td["next"])
+        td = env.step_mdp(td)
+    return turns
+
+
+def flags(turns):
+    return [turn["new_record"].tolist() for turn in turns]
+
+
+def trained(td, row=0):
+    ids = td.get(("tokens", "full"), as_list=True)[row]
+    return ids[td.get(("masks", "all_assistant_mask"), as_list=True)[row]]
+
+
+@pytest.mark.parametrize("pad_output", [False, True])
+def test_a_turn_that_drops_thinking_starts_anew_with_nothing_of_the_old_stream(tokenizer, pad_output):
+    policy = wrapper(tokenizer, [THINKING, THINKING + " Still."], pad_output=pad_output, generate_kwargs={"top_k": 5})
+    turns = talk(policy, 3)
+    assert flags(turns) == [[True], [True], [True]]
+    for number, turn in enumerate(turns):
+        drawn = turn.get(("tokens", "response"), as_list=True)[0]
+        chat = turn["history"].prompt.to_chats()[0]
+        assert torch.equal(policy.engine.prompts[number], policy.renderer.prompt_ids([chat])[0])
+        assert "think" not in tokenizer.decode(policy.engine.prompts[number])
+        assert torch.equal(trained(turn), drawn)
+        for name in ("full", "plain"):
+            values = turn.get(("log_probs", name), as_list=True)[0]
+            assert int((values != 0).sum()) == len(drawn)
+            assert not values[: -len(drawn)].any()
+        assert turn["text"].rows("full")[0] == tokenizer.decode(turn.get(("tokens", "full"), as_list=True)[0])
+        assert turn["history"].full.to_chats()[0][1]["content"] == THINKING  # the view keeps everything
+
+
+def test_it_is_counted_and_said_once(tokenizer, caplog):
+    policy = wrapper(tokenizer, [THINKING])
+    with caplog.at_level(logging.WARNING):
+        talk(policy, 3, ["a", "b"])
+    assert policy.counters == {"rewritten": 4}
+    [record] = caplog.records
+    assert "'qwen3' rewrites the past" in record.message
+    assert "starts a training record of its own" in record.message
+
+
+def test_rows_of_one_batch_may_differ(tokenizer):
+    answers = [THINKING, "It is 4.", "Five.", THINKING, "Six.", "Seven."]
+    policy = wrapper(tokenizer, answers)
+    turns = talk(policy, 3, ["think", "do not"])
+    assert flags(turns) == [[True, True], [True, False], [False, True]]
+    assert policy.counters == {"rewritten": 2}
+    engine = policy.engine.prompts
+    first, second = turns[2].get(("tokens", "full"), as_list=True)
+    assert torch.equal(first[: len(engine[4])], engine[4])
+    assert torch.equal(second[: len(engine[5])], engine[5])
+    assert tokenizer.decode(trained(turns[2], 0)) == "Five.<|im_end|>Six.<|im_end|>"
+    assert tokenizer.decode(trained(turns[2], 1)) == "Seven.<|im_end|>"
+    assert tokenizer.decode(trained(turns[1], 1)) == f"It is 4.<|im_end|>{THINKING}<|im_end|>"
+    log_probs = turns[2].get(("log_probs", "full"), as_list=True)
+    masks = turns[2].get(("masks", "all_assistant_mask"), as_list=True)
+    assert [(row != 0).tolist() for row in log_probs] == [mask.tolist() for mask in masks]
+
+
+def test_a_chain_of_tool_calls_keeps_its_thinking_and_its_record(tokenizer):
+    policy = wrapper(tokenizer, [THINKING])
+    env = ChatEnv(batch_size=[1])
+    td = env.step(policy(env.reset(TensorDict(query=column(["2+2?"]), batch_size=[1]))))
+    prompt = td["next", "history"].prompt.extend(
+        History.from_chats([[{"role": "tool", "content": "4"}]]), inplace=False, dim=-1
+    )
+    td["next"].set("history", ChatHistory.from_rows({"prompt": prompt}))
+    after = policy(env.step_mdp(td))
+    assert after["new_record"].tolist() == [False]
+    assert tokenizer.decode(trained(after)) == f"{THINKING}<|im_end|>" * 2
+    assert policy.counters == {"rewritten": 0}
+
+
+@pytest.mark.parametrize("family", ["qwen", "llama3", "gemma"])
+def test_a_template_that_keeps_its_prefix_has_one_record(family):
+    policy = wrapper(tiny_tokenizer(template=family), [THINKING])
+    assert flags(talk(policy, 3)) == [[True], [False], [False]]
+    assert policy.counters == {"rewritten": 0}
+
+
+def test_gpt_oss_starts_a_record_with_every_turn_of_the_user():
+    policy = wrapper(tiny_tokenizer(template="gpt_oss"), ["<|channel|>final<|message|>It is 4."])
+    assert flags(talk(policy, 3)) == [[True], [True], [True]]
+
+
+def test_a_template_that_hides_answers_without_a_new_message_is_seen_too():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = SILENT_TWICE
+    policy = wrapper(tokenizer, ["It is 4."])
+    assert flags(talk(policy, 2, said=None)) == [[True], [True]]
+    assert torch.equal(*policy.engine.prompts)
+
+
+def test_it_can_be_an_error_that_names_the_way_out(tokenizer):
+    policy = wrapper(tokenizer, [THINKING], prefer_tokens="always")
+    with pytest.raises(RewriteError, match=r"row 0 does not .*'qwen3' rewrites the past.*env.on_rewrite=new_record"):
+        talk(policy, 2)
+    assert flags(talk(wrapper(tokenizer, ["It is 4."], prefer_tokens="always"), 2)) == [[True], [False]]
+    with pytest.raises(ConfigError, match="prefer_tokens must be True, False or 'always'"):
+        wrapper(tokenizer, ["a"], prefer_tokens="never")
+
+
+def test_without_tokens_every_turn_is_a_record():
+    policy = wrapper(tiny_tokenizer(), ["It is 4."], prefer_tokens=False)
+    assert flags(talk(policy, 2)) == [[True], [True]]
+    assert policy.counters == {"rewritten": 0}
+
+
+def test_a_transform_that_edits_the_past_drops_the_tokens_and_starts_a_record():
+    policy = wrapper(tiny_tokenizer(), ["It is 4.", "It is 5.", "Six."])
+
+    def forget(next_td):
+        chats = [
+            [chat[0], {"role": "user", "content": "Begin again."}] for chat in next_td["history"].prompt.to_chats()
+        ]
+        next_td.set("history", ChatHistory.from_rows({"prompt": History.from_chats(chats)}))
+        del next_td["tokens"]
+
+    turns = talk(policy, 3, edit=forget)
+    assert flags(turns) == [[True], [True], [True]]
+    for number, turn in enumerate(turns):
+        assert len(turn["history"].prompt.to_chats()[0]) == (2 if number else 1)
+        assert torch.equal(trained(turn), turn.get(("tokens", "response"), as_list=True)[0])
+        assert turn["text"].rows("prompt")[0].count("Begin again.") == (1 if number else 0)
+
+
+def test_a_transform_can_end_the_record_of_single_rows():
+    policy = wrapper(tiny_tokenizer(), ["one", "two", "three", "four"])
+
+    def forget_first(next_td):
+        tokens = next_td["tokens"]
+        ids = [tokens.rows("prompt")[0][:0], *tokens.rows("prompt")[1:]]
+        next_td.set("tokens", Tokens.from_rows({"prompt": ids, "covered": tokens.covered}))
+
+    turns = talk(policy, 2, ["a", "b"], edit=forget_first)
+    assert flags(turns) == [[True, True], [True, False]]
+    decode = policy.tokenizer.decode
+    assert [decode(trained(turns[1], row)) for row in range(2)] == ["three<|im_end|>", "two<|im_end|>four<|im_end|>"]
+
+
+def test_samples_of_a_prompt_share_the_flag(tokenizer):
+    policy = wrapper(tokenizer, [THINKING])
+    [turn] = talk(policy, 1)
+    more = policy.get_new_version(num_samples=3)
+    root = ChatEnv(batch_size=[1]).step_mdp(turn)
+    assert more(root)["new_record"].tolist() == [[True] * 3]
+    root["history"] = ChatHistory.from_rows({"prompt": turn["next", "history"].prompt[:, :2]})
+    assert more(root)["new_record"].tolist() == [[False] * 3]
+
+
+def test_the_renderer_says_row_by_row_who_can_go_on(tokenizer):
+    renderer = Renderer(tokenizer)
+    question, more = {"role": "user", "content": "2+2?"}, {"role": "user", "content": "Sure?"}
+    answer = {"role": "assistant", "content": THINKING}
+    [prompt] = renderer.prompt_ids([[question]])
+    stream = torch.cat([prompt, torch.tensor(tokenizer(THINKING + "<|im_end|>").input_ids)])
+    tool = {"role": "tool", "content": "4"}
+    stopped, added = renderer.try_extend([stream] * 2, [[question, answer, more], [question, answer, tool]], [1, 1])
+    assert isinstance(stopped, RewriteError)
+    assert tokenizer.decode(added).startswith("\n<|im_start|>user\n<tool_response>")
