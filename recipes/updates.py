@@ -92,7 +92,7 @@ class Updater:
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         if not norm.isfinite():
             raise TrainingError(
-                f"optimizer step {step}: the gradient must be finite: got a norm of {float(norm)}; the weights are those "
+                f"optimizer step {step}: the gradient must be finite: got norm {float(norm)}; the weights are those "
                 f"of step {step - 1}. Resume from the last checkpoint with a smaller optim.lr, or look at the data."
             )
         self.optimizer.step()
