@@ -212,7 +212,9 @@ class GRPORound:
 
 def _check_processes(config: GRPOConfig, world_size: int, advantage: Mapping[str, Any]) -> None:
     if config.prompts_per_step % world_size:
-        raise ConfigError(f"prompts_per_step {config.prompts_per_step} must be a multiple of {world_size} processes")
+        raise ConfigError(
+            f"prompts_per_step {config.prompts_per_step} must be a multiple of the {world_size} processes"
+        )
     if world_size > 1 and (advantage["scale"] == "batch" or advantage.get("whiten")):
         raise ConfigError(
             f"algo {config.algo} divides by what is measured over a whole batch, of which each of the {world_size} "
