@@ -179,7 +179,12 @@ def test_a_sequence_longer_than_the_budget_and_no_sequence_are_refused():
 # Gemma 2 caps its attention scores, which SDPA cannot: newer versions of Transformers refuse the combination.
 @pytest.mark.parametrize(
     ("name", "attention"),
-    [(name, attention) for name in MODELS for attention in ("sdpa", "eager") if (name, attention) != ("gemma2", "sdpa")],
+    [
+        (name, attention)
+        for name in MODELS
+        for attention in ("sdpa", "eager")
+        if (name, attention) != ("gemma2", "sdpa")
+    ],
 )
 def test_packed_equals_one_by_one_in_log_probs_entropy_and_gradients(name: str, attention: str):
     model = build(name, attention)
