@@ -144,10 +144,11 @@ class StepRollouts:
         )
 
     def samples(self, count: int) -> list[Sample]:
-        """Conversations of this rank with their sampled tokens marked; first those that taught something."""
+        """Conversations of this rank with their sampled tokens marked: by turns the most and the least favoured."""
         data = self._data
         seeds = data.get("seed").tolist()
-        order = sorted(self._last, key=lambda row: seeds[row] not in self._advantages)[:count]
+        best = sorted(self._last, key=lambda row: -self._advantages.get(seeds[row], 0.0))
+        order = [best[-1 - place // 2] if place % 2 else best[place // 2] for place in range(min(count, len(best)))]
         ids = data.get(("tokens", "full"), as_list=True)
         masks = data.get(("masks", "all_assistant_mask"), as_list=True)
         rewards = data.get(("next", "reward")).flatten(1).sum(1).tolist()
