@@ -185,7 +185,7 @@ class Ours:
         with self.session.autocast():
             self.collector.next()
         generated = time.perf_counter() - began
-        rollouts = StepRollouts(self.session, self.collected[0], self.buffer, self.advantage, self.tokenizer)
+        rollouts = StepRollouts(self.session, self.collected[0], self.buffer, self.tokenizer)
         metrics = rollouts.metrics(version=self.collector.policy_version, seconds=generated)
         batch = self.buffer.sample(len(self.buffer))
         metrics |= self.updater.step(self.loss, batch, self.step)
