@@ -174,7 +174,7 @@ def _exams(
     """The evaluation that is reported, and the one that decides when to stop, on problems of its own."""
     if config.env is None:
         return None, None
-    student, source = policy.get_new_version(generate=True, input_key=None), None
+    student, source = policy.get_new_version(generate=True), None
     if session.sharded:  # a model whose parameters are sharded cannot generate: a whole copy takes the exam
         student, source = student.get_new_version(model=copy.deepcopy(model)), model
 
