@@ -23,6 +23,11 @@ class AlgorithmSettings(Settings):
     kl_estimator: Literal["k1", "k2", "k3", "k3+", "k3-weighted"] | None = Field(
         None, description="how a divergence is estimated from sampled tokens"
     )
+    proximal: Literal["behaviour", "detach", "recomputed"] | None = Field(
+        None,
+        description="what the ratio compares with: the engine's log-probs, the current ones, or those that the trainer "
+        "computes before its first update; null: detach with one update per step, else whichever costs no accuracy",
+    )
     dual_clip: float | None = Field(None, gt=1, description="bound on the loss of a token with a negative advantage")
     correction: Literal["none", "tis", "mask", "seq-tis", "seq-mask", "geo-mask"] | None = Field(
         None, description="weight for what engine and trainer disagree on"

@@ -77,7 +77,7 @@ class GRPORound:
         runs: Path,
     ):
         self.config, self.session, self.model, self.tokenizer = config, session, model, tokenizer
-        advantage_settings, loss_settings = grpo_settings(config)
+        advantage_settings, loss_settings = grpo_settings(config, exact=not session.low_precision)
         _check_processes(config, session.world_size, advantage_settings)
         # The policy that samples and the one that is trained share a module, unless its parameters are sharded.
         sampled = copy.deepcopy(model) if session.sharded else model
@@ -167,11 +167,15 @@ class GRPORound:
         clock = time.perf_counter()
         metrics: dict[str, float] = {}
         tokens = 0.0
-        for size in _parts(len(self.buffer), self.config.updates_per_step):
-            batch = self.buffer.sample(size).to(self.session.device) if size else None
+        sizes = _parts(len(self.buffer), self.config.updates_per_step)
+        batches = [self.buffer.sample(size).to(self.session.device) if size else None for size in sizes]
+        for batch in batches:
             if batch is not None and self._reference is not None:
                 with self.session.autocast():
                     _add_reference(batch, self._reference, self.config.sampling.temperature)
+            if self.loss.proximal == "recomputed":
+                self.updater.add_proximal(self.loss, batch)
+        for batch in batches:
             update = self.updater.step(self.loss, batch, step)
             tokens += update.get("tokens", 0)
             metrics |= {metric: update[name] for name, metric in _FROM_LOSS.items() if name in update}

@@ -62,7 +62,7 @@ def grpo_plan(
     num_dropped: int = 0,
     num_eval: int = 0,
 ) -> Rows:
-    advantage, loss = grpo_settings(config)
+    advantage, loss = grpo_settings(config, exact=not session.low_precision)
     words = PRESETS[config.algo].describe(advantage, loss)
     if config.zero_variance == "refill":
         words["advantage"] += f", others drawn in their place in at most {config.refill_rounds} more rounds"
@@ -110,8 +110,11 @@ def grpo_plan(
     ]
 
 
-def grpo_settings(config: GRPOConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Keyword arguments for MCAdvantage and for GRPOLoss: the preset's, then those of the ``grpo`` section."""
+def grpo_settings(config: GRPOConfig, *, exact: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Keyword arguments for MCAdvantage and for GRPOLoss: the preset's, then those of the ``grpo`` section.
+
+    ``exact``: the log-probs of sampling are the trainer's own to float32 rounding, and need not be computed again.
+    """
     preset, own = PRESETS[config.algo], config.grpo
     advantage = {**preset.advantage, "min_group_size": config.min_group_size}
     if config.env.max_records > 1:  # only the last record of a conversation has its reward; all get its advantage
@@ -121,8 +124,12 @@ def grpo_settings(config: GRPOConfig) -> tuple[dict[str, Any], dict[str, Any]]:
         advantage["scale"] = own.scale
     if advantage["scale"] != "raw":  # there the group is no baseline, and equal rewards teach too
         advantage["on_zero_variance"] = "keep" if config.zero_variance == "keep" else "drop"
-    if config.updates_per_step > 1:  # later updates are off-policy: the ratio is against the policy that sampled
-        loss |= {"proximal": "behaviour", "correction": None}
+    if config.updates_per_step > 1 and loss.get("proximal") == "detach":  # later updates are off-policy
+        loss["proximal"] = "behaviour" if exact else "recomputed"
+    if own.proximal is not None:
+        loss["proximal"] = own.proximal
+    if loss.get("proximal") == "behaviour":
+        loss["correction"] = None
     if own.clip is not None:
         loss["clip_epsilon"] = own.clip
     if own.loss is not None:

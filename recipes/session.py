@@ -42,6 +42,7 @@ class Session:
         self.world_size: int = self.accelerator.num_processes
         self.sharded: bool = config.parallel.mode == "fsdp2" and self.world_size > 1
         self.device: torch.device = self.accelerator.device
+        self.low_precision = bf16
         self.precision = "bfloat16 arithmetic, float32 weights" if bf16 else "float32"
         self.console = make_console(self.rank)
         if self.world_size > 1:

@@ -21,6 +21,7 @@ from llmrl.modules.llm.packing import Packing
 from llmrl.modules.llm.policies.containers import LogProbs, Masks, Tokens
 from llmrl.objectives.base import LossModule, merge_outputs, output_fields, total_loss
 from llmrl.objectives.llm.batch import count_step
+from llmrl.objectives.llm.grpo import GRPOLoss
 from llmrl.recipes.settings import OptimSettings
 
 if TYPE_CHECKING:
@@ -75,9 +76,7 @@ class Updater:
         counts = count_step(batch).over_ranks()
         if counts.tokens == 0:
             return {}
-        parts = microbatches(_lengths(batch), self.tokens_per_microbatch)
-        if self.session.sharded:  # every forward pass is a collective: as many on each rank
-            parts += [[]] * (max(self.session.gather([len(parts)])) - len(parts))
+        parts = self._parts(batch)
         outputs = []
         for number, rows in enumerate(parts, 1):
             last = number == len(parts)
@@ -104,6 +103,27 @@ class Updater:
             tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
             metrics |= {name: float(value) for name, value in type(outputs[0]).derived(tensors).items()}
         return metrics | {"grad_norm": float(norm), "lr": self.optimizer.param_groups[0]["lr"]}
+
+    def add_proximal(self, loss: GRPOLoss, batch: TensorDictBase | None) -> None:
+        """Writes ("proximal_log_probs", "full"), the log-probs of the weights as they are, for a later `step`.
+
+        Cut as that step will cut the batch, so that in every precision its first ratios are 1.
+        """
+        batch = _nothing(self.session.device) if batch is None else batch
+        lengths = _lengths(batch)
+        columns: list[Tensor] = [None] * len(lengths)  # type: ignore[list-item]
+        for rows in self._parts(batch):
+            part = batch[torch.tensor(rows)] if rows else _nothing(self.session.device)
+            for row, scores in zip(rows, loss.proximal_log_probs(part), strict=bool(rows)):
+                columns[row] = scores[: lengths[row]].clone()
+        batch.set("proximal_log_probs", LogProbs.from_rows({"full": columns}))
+
+    def _parts(self, batch: TensorDictBase) -> list[list[int]]:
+        """The rows of each micro-batch; where every forward pass is a collective, as many on each rank."""
+        parts = microbatches(_lengths(batch), self.tokens_per_microbatch)
+        if self.session.sharded:
+            parts += [[]] * (max(self.session.gather([len(parts)])) - len(parts))
+        return parts
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state by parameter name, whole on the first rank: the same however many ranks share it."""
@@ -164,6 +184,7 @@ def _nothing(device: torch.device) -> TensorDict:
             "tokens": Tokens.from_rows({"full": column(torch.int64)}),
             "masks": Masks.from_rows({"all_assistant_mask": column(torch.bool)}),
             "log_probs": LogProbs.from_rows({"full": column(torch.float32)}),
+            "proximal_log_probs": LogProbs.from_rows({"full": column(torch.float32)}),
             "next": TensorDict({"ref_log_probs": LogProbs.from_rows({"full": column(torch.float32)})}, batch_size=[1]),
             "advantage": torch.zeros(1, 1, 1, device=device),
         },

@@ -152,6 +152,11 @@ FAMILIES = {
         "<|start|>assistant",
         # Where an answer is past, the format has put another marker in the place of the end that was written.
         ("<|channel|>final<|message|>It is 42.", "<|channel|>final<|message|>42, again.\n\nReally.<|return|>"),
+        HARMONY + "<|start|>user<|message|>What is 12+30?<|end|>"
+        "<|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
+        '{"a": 12, "b": 30}<|call|>'
+        "<|start|>functions.add to=assistant<|channel|>commentary<|message|>42<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>It is 42.<|return|>",
     ),
 }
 NAMES = list(FAMILIES)
@@ -201,6 +206,73 @@ def test_tool_turns_are_those_of_the_familys_documentation(name: str):
     chat = [USER, CALLING, RESULT, ANSWER]
     assert written(name, chat) == FAMILIES[name].calls
     assert FAMILIES[name].calls.startswith(written(name, chat[:3], add_generation_prompt=True))
+
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds two numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "a": {"type": "number", "description": "The first one."},
+                "b": {"type": ["integer", "null"]},
+                "unit": {"type": "string", "enum": ["m", "km"], "default": "m"},
+                "more": {"type": "array", "items": {"type": "object", "properties": {"x": {"type": "boolean"}}}},
+            },
+            "required": ["a", "b"],
+        },
+    },
+}
+NOW = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
+
+
+def test_llama3_declares_tools_in_the_first_question():
+    text = written("llama3", [SYSTEM, USER, ANSWER, MORE], tools=[NOW])
+    assert text.startswith(
+        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nEnvironment: ipython\n\nBe brief.<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nGiven the following functions, please respond with a JSON for a "
+        "function call with its proper arguments that best answers the given prompt.\n\n"
+        'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.'
+        "Do not use variables.\n\n"
+        '{\n    "type": "function",\n    "function": {\n        "name": "now",'
+    )
+    assert "}\n\nWhat is 12+30?<|eot_id|><|start_header_id|>assistant" in text
+    assert text.count("Given the following") == 1
+    without = written("llama3", [USER], tools=[NOW])
+    assert "<|start_header_id|>system<|end_header_id|>\n\nEnvironment: ipython<|eot_id|>" in without
+
+
+def test_gpt_oss_declares_tools_as_types_in_the_developers_turn():
+    text = written("gpt_oss", [SYSTEM, USER], tools=[ADD, NOW])
+    assert text == (
+        HARMONY.removesuffix("<|end|>")
+        + "\nCalls to these tools must go to the commentary channel: 'functions'.<|end|>"
+        "<|start|>developer<|message|># Instructions\n\nBe brief.\n\n# Tools\n\n## functions\n\n"
+        "namespace functions {\n\n// Adds two numbers.\ntype add = (_: {\n// The first one.\na: number,\n"
+        'b: number | null,\nunit?: "m" | "km", // default: m\nmore?: {\nx?: boolean,\n}[],\n}) => any;\n\n'
+        "type now = () => any;\n\n} // namespace functions<|end|><|start|>user<|message|>What is 12+30?<|end|>"
+    )
+    assert "<|start|>developer<|message|># Tools" in written("gpt_oss", [USER], tools=[NOW])
+
+
+def test_gpt_oss_keeps_the_analysis_of_calls_until_the_question_is_answered():
+    thinking = CALLING | {"reasoning_content": "I shall add."}
+    answer = ANSWER | {"reasoning_content": "That was it."}
+    open_question = written("gpt_oss", [USER, thinking, RESULT], add_generation_prompt=True)
+    analysis = (
+        "<|channel|>analysis<|message|>I shall add.<|end|><|start|>assistant<|channel|>commentary to=functions.add"
+    )
+    assert analysis in open_question
+    answered = written("gpt_oss", [USER, thinking, RESULT, answer])
+    assert answered.startswith(open_question), "up to the answer nothing is rewritten"
+    assert "That was it." in answered
+    later = written("gpt_oss", [USER, thinking, RESULT, answer, MORE, LAST])
+    assert "I shall add." not in later
+    assert "That was it." not in later
+    chat = [USER, thinking, RESULT, answer]
+    assert History.from_text(answered, chat_template_name="gpt_oss").to_chats() == chat
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not FAMILIES[name].calls and name != "chatml_format"])

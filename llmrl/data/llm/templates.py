@@ -197,6 +197,6 @@ _add_built_in(
     "gpt_oss",
     parsers.parse_gpt_oss,
     ["gpt-oss", "gpt_oss"],
-    ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>"],
-    rewrites="an answer that is not the last ends with another marker and loses its analysis",
+    ["<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|call|>", "<|end|>", "<|return|>"],
+    rewrites="an answer that is not the last ends with another marker, and what was thought up to it is dropped",
 )

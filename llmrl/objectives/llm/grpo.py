@@ -249,6 +249,19 @@ class GRPOLoss(LossModule):
         """What this loss trains on in the whole batch of an optimizer step, on this rank."""
         return StepCounts.of(self._read_mask(td)[1], reading.group_ids(td, self.tensor_keys.group_id))
 
+    @torch.no_grad()
+    def proximal_log_probs(self, td: TensorDictBase) -> Tensor:
+        """float[B, T], rows padded as in a ragged batch: what ``proximal="recomputed"`` compares with.
+
+        For the very micro-batches of the step, before its first update: in low precision the log-probs of a row depend
+        on the batch that it is computed in.
+        """
+        batch, mask_BT = self._read_mask(td)
+        scores = reading.actor_scores(
+            self.actor_network, td, batch, mask_BT, log_probs_key=self.tensor_keys.sample_log_prob, entropy=False
+        )
+        return scores.log_probs
+
     def forward(self, td: TensorDictBase, normalizer: StepCounts | None = None) -> GRPOLossOutput:
         keys = self.tensor_keys
         batch, mask_BT = self._read_mask(td)

@@ -40,9 +40,8 @@ class TransformersEngine:
     In float32 the log-probs of generating equal those of scoring to 1e-5, whatever the padding. In bfloat16 they are
     float32 log-softmaxes of bfloat16 logits: decoding with a cache, a full forward, and the same forward on another
     batch round differently, all three by about the same (6 random layers: mean 1e-3 to 2e-2 nats, up to 0.1, without
-    bias). Ratios between the two are 1 up to that rounding. They are exactly 1 only between two scorings of one padded
-    batch, which is what a loss with recomputed proximal log-probs compares; the rest is what its engine/trainer
-    correction is for.
+    bias). Ratios are exactly 1 only between two scorings of one padded batch, which is what recipes compare there
+    (``proximal="recomputed"``); the rest is what the engine/trainer correction of the loss is for.
 
     eos_token_ids     ids that end a response; they are part of it
     pad_token_id      fills the padding; may equal an end-of-sequence id, because masks come from lengths
