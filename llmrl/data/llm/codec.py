@@ -212,9 +212,23 @@ class ChatCodec:
                 f"ChatCodec: template {self.template.name!r} must write the assistant's content once: it wrote it "
                 f"{text.count(stand_in)} times."
             )
+        if self._marks_generation:
+            self._check_blocks(probe, text)
         suffix = text.partition(stand_in)[2]
         end = self._controls.first_end(suffix)
         return suffix.rstrip() if end is None else suffix[:end]
+
+    def _check_blocks(self, probe: list[dict[str, str]], text: str) -> None:
+        """Raises TemplateError unless the generation blocks hold the assistant's content and not the user's."""
+        asked, answered = (text.index(message["content"]) for message in probe)
+        blocks = self._render_with_blocks([probe], None)[1][0] or ()
+        inside = [any(start <= place < end for start, end in blocks) for place in (asked, answered)]
+        if inside != [False, True]:
+            held = " and ".join(what for what, is_in in zip(("question", "answer"), inside, strict=True) if is_in)
+            raise TemplateError(
+                f"ChatCodec: the generation blocks of template {self.template.name!r} must hold what the assistant "
+                f"says and nothing that others say: of a question and an answer they hold {held or 'neither'}."
+            )
 
     # Spans
 

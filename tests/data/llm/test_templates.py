@@ -10,6 +10,7 @@ from tensordict import lazy_stack
 from llmrl.data.llm import History, add_chat_template, find_template
 from llmrl.data.llm.templates import _BUILT_IN
 from llmrl.errors import TemplateError
+from llmrl.modules.llm.rendering import Renderer
 from llmrl.testing import tiny_tokenizer
 
 TEMPLATE = (
@@ -77,6 +78,25 @@ def test_same_template_twice_is_fine_another_under_its_name_is_not():
 def test_template_without_generation_block_is_refused():
     with pytest.raises(ValueError, match="generation"):
         add_chat_template("silent", "{{ messages }}")
+
+
+@pytest.mark.parametrize(
+    ("written", "held"),
+    [
+        ("{% generation %}{{ m.content }}{% endgeneration %}", "hold question and answer"),
+        ("{{ m.content }}{% generation %}{% endgeneration %}", "hold neither"),
+        (
+            "{% if m.role == 'user' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}"
+            "{% endif %}",
+            "hold question",
+        ),
+    ],
+)
+def test_generation_blocks_around_what_others_say_are_refused(written, held):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}<|im_start|>" + written + "<|im_end|>{% endfor %}"
+    with pytest.raises(TemplateError, match=f"they {held}"):
+        Renderer(tokenizer)
 
 
 def test_unknown_name_lists_the_known_ones():
