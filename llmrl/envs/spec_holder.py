@@ -1,0 +1,199 @@
+"""The specs of an env: five parts that a subclass sets, and the views of them that everybody reads.
+
+What a spec is stands in `llmrl.data.specs`; whether an env keeps its specs is `check_env_specs`'s part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+from tensordict import NestedKey
+
+from llmrl.data.specs import Categorical, Composite, TensorSpec
+from llmrl.errors import ConfigError
+
+__all__ = ["DONE_KEYS", "SpecHolder"]
+
+DONE_KEYS = ("done", "terminated", "truncated")
+
+
+class SpecHolder:
+    """Keeps the observation, state, action, reward and done specs of one batch size and device, locked.
+
+    A part that was not set is an empty `Composite`; the done spec always has ``"done"``, ``"terminated"`` and
+    ``"truncated"``, bool[*B, 1].
+    """
+
+    def __init__(self, device: torch.device | str | None, batch_size: Sequence[int] | torch.Size):
+        self._device = None if device is None else torch.device(device)
+        self._batch_size = torch.Size(batch_size)
+        self._specs: dict[str, Composite] = {}
+        self._spec_version = 0
+        self._action_roots: tuple[int, tuple[str, ...]] | None = None
+
+    @property
+    def batch_size(self) -> torch.Size:
+        return self._batch_size
+
+    @property
+    def device(self) -> torch.device | None:
+        return self._device
+
+    def to(self, device: torch.device | str) -> Self:
+        """Moves the specs, in place. A subclass with tensors of its own moves those too."""
+        self._device = torch.device(device)
+        self._specs = {part: spec.to(self._device).lock_() for part, spec in self._specs.items()}
+        self._spec_version += 1
+        return self
+
+    @property
+    def observation_spec(self) -> Composite:
+        return self._get_spec("observation")
+
+    @observation_spec.setter
+    def observation_spec(self, spec: Composite) -> None:
+        self._set_spec("observation", spec)
+
+    @property
+    def state_spec(self) -> Composite:
+        return self._get_spec("state")
+
+    @state_spec.setter
+    def state_spec(self, spec: Composite) -> None:
+        self._set_spec("state", spec)
+
+    @property
+    def action_spec(self) -> TensorSpec:
+        """The spec of the action: the leaf if there is one, else the whole `Composite`. Set it with either."""
+        return _only_leaf(self._get_spec("action"))
+
+    @action_spec.setter
+    def action_spec(self, spec: TensorSpec) -> None:
+        self._set_spec("action", spec)
+
+    @property
+    def reward_spec(self) -> TensorSpec:
+        """The spec of the reward: the leaf if there is one, else the whole `Composite`. Set it with either."""
+        return _only_leaf(self._get_spec("reward"))
+
+    @reward_spec.setter
+    def reward_spec(self, spec: TensorSpec) -> None:
+        self._set_spec("reward", spec)
+
+    @property
+    def done_spec(self) -> Composite:
+        return self._get_spec("done")
+
+    @done_spec.setter
+    def done_spec(self, spec: TensorSpec) -> None:
+        self._set_spec("done", spec)
+
+    full_observation_spec = observation_spec
+    full_state_spec = state_spec
+    full_done_spec = done_spec
+
+    @property
+    def full_action_spec(self) -> Composite:
+        return self._get_spec("action")
+
+    @full_action_spec.setter
+    def full_action_spec(self, spec: Composite) -> None:
+        self._set_spec("action", spec)
+
+    @property
+    def full_reward_spec(self) -> Composite:
+        return self._get_spec("reward")
+
+    @full_reward_spec.setter
+    def full_reward_spec(self, spec: Composite) -> None:
+        self._set_spec("reward", spec)
+
+    @property
+    def action_keys(self) -> tuple[NestedKey, ...]:
+        return self._leaf_keys("action")
+
+    @property
+    def reward_keys(self) -> tuple[NestedKey, ...]:
+        return self._leaf_keys("reward")
+
+    @property
+    def done_keys(self) -> tuple[NestedKey, ...]:
+        return self._leaf_keys("done")
+
+    @property
+    def action_key(self) -> NestedKey:
+        """The key of the action. Raises ConfigError if there is not exactly one."""
+        keys = self.action_keys
+        if len(keys) != 1:
+            raise ConfigError(
+                f"{type(self).__name__}.action_key: there must be one action: got {list(keys)}; use action_keys."
+            )
+        return keys[0]
+
+    @property
+    def reward_key(self) -> NestedKey:
+        """The key of the reward. Raises ConfigError if there is not exactly one."""
+        keys = self.reward_keys
+        if len(keys) != 1:
+            raise ConfigError(
+                f"{type(self).__name__}.reward_key: there must be one reward: got {list(keys)}; use reward_keys."
+            )
+        return keys[0]
+
+    @property
+    def spec_version(self) -> int:
+        """Moves whenever a spec is set: what is derived from specs is kept for as long as it stands still."""
+        return self._spec_version
+
+    def _get_spec(self, part: str) -> Composite:
+        spec = self._specs.get(part)
+        if spec is None:
+            spec = Composite(shape=self.batch_size, device=self.device)
+            if part == "done":
+                spec = _with_done_keys(spec)
+            self._specs[part] = spec.lock_()
+        return spec
+
+    def _set_spec(self, part: str, spec: TensorSpec) -> None:
+        batch_size = self.batch_size
+        if not isinstance(spec, Composite):
+            if part in ("observation", "state"):
+                raise ConfigError(
+                    f"{type(self).__name__}.{part}_spec: must be a Composite that names its entries: got "
+                    f"{type(spec).__name__}."
+                )
+            spec = Composite({part: spec}, shape=batch_size, device=spec.device)
+        elif spec.shape != batch_size:
+            spec = Composite(dict(spec.items()), shape=batch_size, device=spec.device)
+        else:
+            spec = spec.clone()
+        if self.device is not None:
+            spec = spec.to(self.device)
+        if part == "done":
+            spec = _with_done_keys(spec)
+        self._specs[part] = spec.lock_()
+        self._spec_version += 1
+
+    def _leaf_keys(self, part: str) -> tuple[NestedKey, ...]:
+        return self._get_spec(part).leaf_keys
+
+    def _action_root_names(self) -> tuple[str, ...]:
+        if self._action_roots is None or self._action_roots[0] != self.spec_version:
+            names = dict.fromkeys(key if isinstance(key, str) else key[0] for key in self.action_keys)
+            self._action_roots = (self.spec_version, tuple(names))
+        return self._action_roots[1]
+
+
+def _only_leaf(spec: Composite) -> TensorSpec:
+    keys = spec.leaf_keys
+    return spec[keys[0]] if len(keys) == 1 else spec
+
+
+def _with_done_keys(spec: Composite) -> Composite:
+    shape = spec["done"].shape if "done" in spec else torch.Size((*spec.shape, 1))
+    for key in DONE_KEYS:
+        if key not in spec:
+            spec[key] = Categorical(2, shape=shape, dtype=torch.bool, device=spec.device)
+    return spec
