@@ -71,7 +71,7 @@ def test_turns_come_as_lazy_stacks_and_prompts_grow():
         first, second = batch[:, 0], batch[:, 1]
         assert second["history"].prompt.shape[1] == first["history"].prompt.shape[1] + 2
         assert first["next", "history"].prompt.to_chats() == second["history"].prompt.to_chats()
-    assert collector.counters == {"produced": 12, "delivered": 12, "dropped": 0, "conversations": 0}
+    assert collector.counters == {"produced": 12, "delivered": 12, "dropped": 0, "conversations": 0, "failed": 0}
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_one_row_per_conversation_holds_all_of_it_in_the_order_they_were_started
     assert batch["next", "reward"].flatten().tolist() == [5.0 + 4, 4.0, 5.0 + 6 + 4]  # more!, more!!, stop
     assert batch["next", "done"].all()
     assert "history" not in batch["next"].keys()
-    assert collector.counters == {"produced": 6, "delivered": 6, "dropped": 0, "conversations": 3}
+    assert collector.counters == {"produced": 6, "delivered": 6, "dropped": 0, "conversations": 3, "failed": 0}
 
 
 def test_completed_trajectories_are_flat_and_contiguous():

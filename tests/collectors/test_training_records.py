@@ -91,7 +91,7 @@ def test_each_record_is_a_row_and_those_of_a_conversation_are_adjacent():
     ]
     returns = [len("one" + "stop"), 0, 0, len(THINKING + "two" + THINKING + "three" + "four")]
     assert batch["next", "reward"].flatten().tolist() == returns
-    assert collector.counters == {"produced": 5, "delivered": 5, "dropped": 0, "conversations": 2}
+    assert collector.counters == {"produced": 5, "delivered": 5, "dropped": 0, "conversations": 2, "failed": 0}
     assert policy.counters == {"rewritten": 2}
     assert batch["new_record"].tolist() == [False, True, True, True]
 

@@ -16,6 +16,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from llmrl.collectors.llm.batches import cat_rows, take_rows
+from llmrl.collectors.llm.conversations import Conversations, Stepper, run_apart, run_in_step, truncate
 from llmrl.collectors.weight_updaters import PublisherUpdater, WeightUpdaterBase
 from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.chat import ChatEnv
@@ -57,8 +58,14 @@ class LLMCollector:
     ``postproc(data)`` runs before data are handed out. ``flatten_data`` hands out [B * T] instead of (B, T); with a
     buffer that is always so.
 
+    ``concurrency``              conversations that run at a time, each in a thread of its own: a long answer or a slow
+                                 tool holds back no other. For an engine that batches requests as they come; the env's
+                                 transforms are called from several threads. None: all take their turns together
+    ``retries``                  how often the env's step is tried again for a conversation that it fails for; then the
+                                 conversation ends, truncated, with a reward of NaN. None: the exception is raised
+
     ``counters``: turns "produced" = "delivered" + "dropped"; dropped are the turns of conversations that a budget cut
-    off.
+    off. "failed" are conversations that the env failed for; `first_error` is the first traceback.
     Raises  ConfigError for arguments that exclude each other, and for finished conversations of an env in which none
             need end
 
@@ -88,6 +95,8 @@ class LLMCollector:
         weight_updater: WeightUpdaterBase | None = None,
         track_policy_version: bool | PolicyVersion = False,
         max_dialog_turns: int | None = None,
+        concurrency: int | None = None,
+        retries: int | None = None,
     ):
         if (policy is None) == (policy_factory is None):
             raise ConfigError("LLMCollector: give exactly one of policy and policy_factory.")
@@ -97,9 +106,14 @@ class LLMCollector:
             raise ConfigError(
                 "LLMCollector: yield_only_last_steps is a form of yield_completed_trajectories, which is False."
             )
-        for name, value in (("dialog_turns_per_batch", dialog_turns_per_batch), ("max_dialog_turns", max_dialog_turns)):
-            if value is not None and value < 1:
-                raise ConfigError(f"LLMCollector: {name} must be at least 1: got {value}.")
+        for name, value, least in (
+            ("dialog_turns_per_batch", dialog_turns_per_batch, 1),
+            ("max_dialog_turns", max_dialog_turns, 1),
+            ("concurrency", concurrency, 1),
+            ("retries", retries, 0),
+        ):
+            if value is not None and value < least:
+                raise ConfigError(f"LLMCollector: {name} must be at least {least}: got {value}.")
         if total_dialog_turns < 1 and total_dialog_turns != -1:
             raise ConfigError(
                 f"LLMCollector: total_dialog_turns must be positive, or -1 for no limit: got {total_dialog_turns}."
@@ -113,6 +127,11 @@ class LLMCollector:
         if self.yield_completed_trajectories and reset_at_each_iter:
             raise ConfigError(
                 "LLMCollector: finished conversations start anew at each iteration anyway: drop reset_at_each_iter."
+            )
+        if concurrency is not None and (not self.yield_completed_trajectories or env.batch_locked):
+            raise ConfigError(
+                "LLMCollector: concurrency runs whole conversations, each on its own: it needs yield_only_last_steps "
+                f"or yield_completed_trajectories, and an env with batch_locked=False: got {type(env).__name__}."
             )
         num_envs = env.batch_size[0]
         self.dialog_turns_per_batch = dialog_turns_per_batch or num_envs
@@ -128,7 +147,16 @@ class LLMCollector:
         self.flatten_data = replay_buffer is not None if flatten_data is None else flatten_data
         if replay_buffer is not None and not self.flatten_data:
             raise ConfigError("LLMCollector: a replay buffer holds one row per turn: drop flatten_data=False.")
-        self.counters = {"produced": 0, "delivered": 0, "dropped": 0, "conversations": 0}
+        self.concurrency = concurrency
+        self.counters = {"produced": 0, "delivered": 0, "dropped": 0, "conversations": 0, "failed": 0}
+        self._stepper = Stepper(
+            self.env,
+            self.policy,
+            max_turns=max_dialog_turns,
+            sums=self.yield_only_last_steps,
+            retries=retries,
+            counters=self.counters,
+        )
         self._root: TensorDictBase | None = None  # the default form: conversations on their way
         self._turns_B: Tensor | None = None  # their turns so far
         self._exhausted = False
@@ -181,67 +209,38 @@ class LLMCollector:
         return cat_rows(batches) if batches else None
 
     def _run_to_the_end(self) -> TensorDictBase | None:
-        """Starts a batch of conversations and steps the ones that are alive until none is, or the budget is used up."""
+        """Starts a batch of conversations and runs them until they end, or the budget is used up."""
         root = self._start(min(self.env.batch_size[0], self._left()))
         if root is None:
             return None
-        slots = list(range(root.batch_size[0]))
-        turns: list[tuple[list[int], TensorDictBase]] = []  # (who, what), turn by turn
-        last_turn_of: dict[int, tuple[int, int]] = {}  # slot -> (turn, row) of its last turn
-        returns_B: Tensor | None = None
-        while slots:
-            if (left := self._left()) < len(slots):
-                if left == 0:
-                    break
-                slots, root = slots[:left], take_rows(root, range(left))
-                returns_B = None if returns_B is None else returns_B[:left]
-            td = self._turn(root)
-            next_td = td.get("next")
-            if self.max_dialog_turns is not None and len(turns) + 1 >= self.max_dialog_turns:
-                _truncate(next_td, torch.ones_like(next_td.get("done")))
-            if self.yield_only_last_steps and (reward := next_td.get("reward", None)) is not None:
-                returns_B = reward if returns_B is None else _added(returns_B, reward)
-                next_td.set("reward", returns_B)
-            turns.append((slots, td))
-            done = next_td.get("done").view(-1).tolist()
-            last_turn_of.update((slot, (len(turns) - 1, row)) for row, slot in enumerate(slots) if done[row])
-            alive = [row for row, is_done in enumerate(done) if not is_done]
-            if alive:
-                slots = [slots[row] for row in alive]
-                whole = len(alive) == len(done)
-                root = self.env.step_mdp(td if whole else take_rows(td, alive))
-                returns_B = returns_B if whole or returns_B is None else returns_B[torch.tensor(alive)]
-            else:
-                slots = []
-        return self._gathered(turns, last_turn_of)
+        if self.concurrency is None:
+            ran = run_in_step(self._stepper, root, self.total_dialog_turns)
+        else:
+            ran = run_apart(self._stepper, root, self.total_dialog_turns, concurrency=self.concurrency)
+        return self._gathered(ran)
 
-    def _gathered(
-        self, turns: list[tuple[list[int], TensorDictBase]], last_turn_of: dict[int, tuple[int, int]]
-    ) -> TensorDictBase | None:
+    def _gathered(self, ran: Conversations) -> TensorDictBase | None:
         """The rows to hand out, conversation after conversation in the order in which they were started."""
-        turns_of: dict[int, list[tuple[int, int]]] = {slot: [] for slot in last_turn_of}
-        for turn, (slots, _) in enumerate(turns):
-            for row, slot in enumerate(slots):
-                if slot in turns_of:
-                    turns_of[slot].append((turn, row))
+        turns_of = ran.turns_of()
         delivered = sum(map(len, turns_of.values()))
         self.counters["delivered"] += delivered
-        self.counters["dropped"] += sum(len(slots) for slots, _ in turns) - delivered
-        self.counters["conversations"] += len(last_turn_of)
-        begins = [None if (column := td.get("new_record", None)) is None else column.tolist() for _, td in turns]
+        self.counters["dropped"] += ran.num_turns - delivered
+        self.counters["conversations"] += len(turns_of)
+        begins = [None if (column := td.get("new_record", None)) is None else column.tolist() for _, td in ran.turns]
         wanted = [
             where
-            for slot in sorted(turns_of)
-            for where in (_ends_of_records(turns_of[slot], begins) if self.yield_only_last_steps else turns_of[slot])
+            for turns in turns_of.values()
+            for where in (_ends_of_records(turns, begins) if self.yield_only_last_steps else turns)
         ]
         if not wanted:
             return None
+        rows_of: dict[int, list[int]] = {}
+        for turn, row in sorted(wanted):
+            rows_of.setdefault(turn, []).append(row)
         pieces: list[TensorDictBase] = []
         position: dict[tuple[int, int], int] = {}
-        for turn, (slots, td) in enumerate(turns):
-            rows = sorted(row for t, row in wanted if t == turn)
-            if not rows:
-                continue
+        for turn, rows in rows_of.items():
+            slots, td = ran.turns[turn]
             for row in rows:
                 position[turn, row] = len(position)
             pieces.append(td if len(rows) == len(slots) else take_rows(td, rows))
@@ -262,11 +261,13 @@ class LLMCollector:
         steps: list[TensorDictBase] = []
         num_steps = max(1, min(self.dialog_turns_per_batch, self._left()) // self.env.batch_size[0])
         for _ in range(num_steps):
-            td = self._turn(self._root)
+            self._stepper.claim(self._root.batch_size[0], -1)
+            td = self._stepper.turn(self._root)
+            self._stepper.complete([td])
             next_td = td.get("next")
             self._turns_B += 1
             if self.max_dialog_turns is not None:
-                _truncate(next_td, (self._turns_B >= self.max_dialog_turns).view(-1, 1))
+                truncate(next_td, (self._turns_B >= self.max_dialog_turns).view(-1, 1))
             steps.append(td)
             if not self._continue(td):
                 break
@@ -322,11 +323,6 @@ class LLMCollector:
             self._exhausted = True
             return None
 
-    def _turn(self, root: TensorDictBase) -> TensorDictBase:
-        td = self.env.step(self.policy(root))
-        self.counters["produced"] += td.batch_size[0]
-        return td
-
     def _left(self) -> int:
         """Turns that the budget still allows."""
         if self.total_dialog_turns < 0:
@@ -378,6 +374,11 @@ class LLMCollector:
         elif counted:
             self._version = tracker.version
 
+    @property
+    def first_error(self) -> str | None:
+        """The traceback of the first step that the env failed to take, if ``retries`` let it go on."""
+        return self._stepper.first_error
+
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -396,7 +397,7 @@ class LLMCollector:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from ``state``. The weights are the caller's part; the engine is told which version they have."""
         self.env.load_state_dict(state["env"])
-        self.counters = dict(state["counters"])
+        self.counters.update(state["counters"])
         self._exhausted = state["exhausted"]
         self._root = self._turns_B = None
         self._version = state["version"]
@@ -441,21 +442,6 @@ def _check_can_end(env: EnvBase) -> None:
 
 def _transforms(env: EnvBase) -> list[Transform]:
     return list(env.transform.leaves()) if isinstance(env, TransformedEnv) else []
-
-
-def _truncate(next_td: TensorDictBase, cut: Tensor) -> None:
-    done = next_td.get("done")
-    next_td.set("truncated", next_td.get("truncated") | (cut & ~done))
-    next_td.set("done", done | cut)
-
-
-def _added(total: Tensor, reward: Tensor) -> Tensor:
-    if total.shape != reward.shape:
-        raise ShapeError(
-            f"LLMCollector: rewards that are summed over turns must have one shape: got {tuple(reward.shape)} after "
-            f"{tuple(total.shape)}; per-token rewards need yield_completed_trajectories without yield_only_last_steps."
-        )
-    return total + reward
 
 
 def _ends_of_records(turns: list[tuple[int, int]], begins: list[list[bool] | None]) -> list[tuple[int, int]]:
