@@ -136,7 +136,7 @@ def make_composite_from_td(
                 value, unsqueeze_null_shapes=unsqueeze_null_shapes, dynamic_shape=dynamic_shape
             )
         else:
-            shape = list(value.shape)
+            shape = [size if isinstance(size, int) else -1 for size in value.shape]  # jagged tensors have another kind
             if dynamic_shape and len(shape) > inner.batch_dims:
                 shape[-1] = -1
             shape = shape or ([1] if unsqueeze_null_shapes else [])

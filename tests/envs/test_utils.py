@@ -7,7 +7,7 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorClass, TensorDict
 
-from llmrl.data import Bounded, Composite, NonTensor, Unbounded
+from llmrl.data import Bounded, Composite, NonTensor, OneHot, Unbounded
 from llmrl.envs import EnvBase, StepCounter, check_env_specs, make_composite_from_td, step_mdp
 from llmrl.errors import ConfigError, MissingKeyError
 
@@ -126,6 +126,41 @@ class Coin(EnvBase):
     def _step(self, td):
         x = self.draw()
         return TensorDict(x=x, reward=x, done=torch.tensor([[True], [False]]), batch_size=[2])
+
+
+class Pairs(EnvBase):
+    """Two rows that differ: bounds, numbers of choices, and what is told to them."""
+
+    def __init__(self, shift: float = 0.0):
+        super().__init__(batch_size=(2,))
+        self.shift = shift
+        self.observation_spec = Composite(
+            x=torch.stack([Bounded(0.0, 1.0, (1,)), Bounded(5.0, 6.0, (1,))]),
+            told=torch.stack([Composite(near=Unbounded((3,))), Composite(near=Unbounded((2,)))]),
+            shape=(2,),
+        )
+        self.action_spec = torch.stack([OneHot(3, mask=torch.tensor([True, False, True])), OneHot(3)])
+        self.reward_spec = Unbounded((2, 1))
+
+    def _reset(self, td):
+        return self.observation_spec.rand()
+
+    def _step(self, td):
+        out = self.observation_spec.rand()
+        out["x"] += self.shift
+        return out.update({"reward": torch.zeros(2, 1), "done": torch.zeros(2, 1).bool()})
+
+
+def test_specs_whose_rows_differ_are_checked_row_by_row():
+    check_env_specs(Pairs(), break_when_any_done="both")
+    with pytest.raises(AssertionError, match=r"next, 'x': entry 0 of the stack: declared within \[0.0, 1.0\], got 5"):
+        check_env_specs(Pairs(shift=5.0))
+
+
+def test_specs_from_data_take_jagged_tensors_as_of_any_size():
+    jagged = torch.nested.as_nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
+    spec = make_composite_from_td(TensorDict(x=jagged, batch_size=[2]))
+    assert spec["x"] == Unbounded((2, -1))
 
 
 @pytest.mark.parametrize("mode", [None, True, False, "both"])

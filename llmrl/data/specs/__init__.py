@@ -1,8 +1,25 @@
 """Specs: what an entry, or a whole tensordict, may be. One file per family; `shape` has the algebra that all share."""
 
-from llmrl.data.specs.base import LeafSpec, Mismatch, TensorSpec
-from llmrl.data.specs.categorical import Categorical
+from llmrl.data.specs.base import Mismatch, TensorSpec
+from llmrl.data.specs.categorical import Categorical, MultiCategorical, MultiOneHot, OneHot
+from llmrl.data.specs.choice import Choice
 from llmrl.data.specs.composite import Composite
+from llmrl.data.specs.discrete import Binary
+from llmrl.data.specs.leaf import LeafSpec
+from llmrl.data.specs.legacy import (
+    BinaryDiscreteTensorSpec,
+    BoundedTensorSpec,
+    CompositeSpec,
+    DiscreteTensorSpec,
+    LazyStackedCompositeSpec,
+    LazyStackedTensorSpec,
+    MultiDiscreteTensorSpec,
+    MultiOneHotDiscreteTensorSpec,
+    NonTensorSpec,
+    OneHotDiscreteTensorSpec,
+    UnboundedContinuousTensorSpec,
+    UnboundedDiscreteTensorSpec,
+)
 from llmrl.data.specs.non_tensor import NonTensor
 from llmrl.data.specs.numeric import (
     Bounded,
@@ -12,18 +29,42 @@ from llmrl.data.specs.numeric import (
     UnboundedContinuous,
     UnboundedDiscrete,
 )
+from llmrl.data.specs.stacked import Stacked, StackedComposite
+from llmrl.data.specs.tools import check_no_exclusive_keys, consolidate_spec, contains_lazy_spec
 
 __all__ = [
+    "Binary",
+    "BinaryDiscreteTensorSpec",
     "Bounded",
     "BoundedContinuous",
     "BoundedDiscrete",
+    "BoundedTensorSpec",
     "Categorical",
+    "Choice",
     "Composite",
+    "CompositeSpec",
+    "DiscreteTensorSpec",
+    "LazyStackedCompositeSpec",
+    "LazyStackedTensorSpec",
     "LeafSpec",
     "Mismatch",
+    "MultiCategorical",
+    "MultiDiscreteTensorSpec",
+    "MultiOneHot",
+    "MultiOneHotDiscreteTensorSpec",
     "NonTensor",
+    "NonTensorSpec",
+    "OneHot",
+    "OneHotDiscreteTensorSpec",
+    "Stacked",
+    "StackedComposite",
     "TensorSpec",
     "Unbounded",
     "UnboundedContinuous",
+    "UnboundedContinuousTensorSpec",
     "UnboundedDiscrete",
+    "UnboundedDiscreteTensorSpec",
+    "check_no_exclusive_keys",
+    "consolidate_spec",
+    "contains_lazy_spec",
 ]

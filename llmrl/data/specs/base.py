@@ -1,28 +1,33 @@
-"""`TensorSpec`, what every spec can do, and `LeafSpec`, what all specs of a single entry share.
+"""`TensorSpec`: what every spec can do, whether it describes one entry (`LeafSpec`), several (`Composite`) or a stack.
 
-A leaf class adds its domain in four methods (`_sample`, `_outside`, `_nearest`, `cardinality`) and names the tensors
-that describe it in `_fields`; shapes, devices, checks, conversion and equality are written here, once. `Composite` is a
-mapping of specs. The shape operations themselves are in `shape`.
+Shape operations are written here, once, in terms of `_shaped`; what they do is in `shape`. Torch's functions of the
+same names take specs too; `torch.stack` is in `stacked`.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
-import numpy as np
 import torch
 from torch import Size, Tensor
 
 from llmrl.data.specs import shape as algebra
 from llmrl.data.specs.shape import ShapeOp, as_size
-from llmrl.errors import ConfigError, DataError, ShapeError
+from llmrl.errors import ConfigError, ShapeError
 
-__all__ = ["LeafSpec", "Mismatch", "TensorSpec"]
+__all__ = ["Mismatch", "TensorSpec"]
 
 _ENUMERABLE = 1 << 24
+
+_METHODS = {
+    getattr(torch, name): name
+    for name in ("flatten", "index_select", "reshape", "squeeze", "unbind", "unflatten", "unsqueeze")
+}
+TORCH_FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {}
+"""What torch's other functions do with specs."""
 
 
 class Mismatch(NamedTuple):
@@ -38,8 +43,8 @@ class Mismatch(NamedTuple):
 
 
 class TensorSpec:
-    """Shape, device, dtype and domain of an entry, or of several (`Composite`). Immutable but for `Composite`'s
-    entries.
+    """Shape, device, dtype and domain of an entry, or of several (`Composite`). Operations return new specs; only what
+    ends in an underscore, `Composite`'s entries, masks and a provisional ``n`` are changed in place.
 
     A dim of -1 takes any size; `rand`, `zero` and `one` give it size 1. Shape operations are those of tensors, act on
     bounds and masks too, and raise ShapeError where a tensor of this shape would refuse them.
@@ -47,10 +52,22 @@ class TensorSpec:
 
     shape: Size
     dtype: torch.dtype | None
+    _kept: ClassVar[int] = 0
+    """How many of the last dims belong to the domain, which no shape operation may touch."""
 
     @property
     def device(self) -> torch.device | None:
         raise TypeError(f"{type(self).__name__} must define device.")
+
+    @property
+    def domain(self) -> Literal["continuous", "discrete"] | None:
+        """Whether the values are whole numbers; None where the spec does not say."""
+        return None
+
+    @property
+    def space(self) -> Self:
+        """The holder of what bounds the domain, such as ``low`` and ``high``, or ``n``: the spec itself."""
+        return self
 
     # -- values --------------------------------------------------------------------------------------------------------
 
@@ -63,11 +80,11 @@ class TensorSpec:
         return self.rand(shape, generator=generator)
 
     def zero(self, shape: Sequence[int] = ()) -> Any:
-        """Zeros of the right shape, dtype and device, in the domain or not."""
+        """Zeros of the right shape, dtype and device; where 0 is outside the domain, the nearest value in it."""
         raise TypeError(f"{type(self).__name__} must define zero.")
 
     def one(self, shape: Sequence[int] = ()) -> Any:
-        """Ones of the right shape, dtype and device, in the domain or not."""
+        """Ones of the right shape, dtype and device; where 1 is outside the domain, the nearest value in it."""
         raise TypeError(f"{type(self).__name__} must define one.")
 
     def zeros(self, shape: Sequence[int] = ()) -> Any:
@@ -87,6 +104,10 @@ class TensorSpec:
         """Whether ``value`` has the dtype, trailing shape and domain of the spec (on any device)."""
         return next(self.mismatches(value), None) is None
 
+    def contains(self, value: Any) -> bool:
+        """`is_in`."""
+        return self.is_in(value)
+
     def __contains__(self, value: Any) -> bool:
         return self.is_in(value)
 
@@ -102,43 +123,103 @@ class TensorSpec:
         if found:
             raise TypeError(f"{type(self).__name__}: {'; '.join(found)}")
 
+    def project(self, value: Any) -> Any:
+        """The nearest value in the domain; ``value`` is not changed."""
+        raise TypeError(f"{type(self).__name__} must define project.")
+
+    def encode(self, value: Any) -> Any:
+        """Numbers, lists and arrays as a value of the spec; the inverse of `to_numpy`."""
+        raise TypeError(f"{type(self).__name__} must define encode.")
+
+    def to_numpy(self, value: Any) -> Any:
+        """``value`` as arrays, numbers and texts. Raises TypeError if it is not of the spec's dtype."""
+        raise TypeError(f"{type(self).__name__} must define to_numpy.")
+
+    def memoize_encode(self, mode: bool = True) -> None:
+        """Has `encode` remember its results for numbers and arrays that come again; False forgets them."""
+        for spec in self._children():
+            spec.memoize_encode(mode)
+
+    def cardinality(self) -> int | float:
+        """How many values are in the domain; ``math.inf`` for a continuous or unbounded one."""
+        return self._count(use_mask=True)
+
+    def enumerate(self, use_mask: bool = False) -> Any:
+        """Every value of a finite domain along a new first dim; without those that a mask forbids if ``use_mask``.
+
+        Raises  ConfigError for an infinite domain, or one of more than 2**24 values
+        """
+        number = self._count(use_mask)
+        if number > _ENUMERABLE or -1 in self.shape:
+            raise ConfigError(
+                f"{type(self).__name__}.enumerate: needs a domain of at most {_ENUMERABLE} values of fixed shape: got "
+                f"more, of shape {tuple(self.shape)}."
+            )
+        return self._enumerate(use_mask)
+
+    def _count(self, use_mask: bool) -> int | float:
+        return math.prod(spec._count(use_mask) for spec in self._children())
+
+    def _enumerate(self, use_mask: bool) -> Any:
+        raise TypeError(f"{type(self).__name__} must define _enumerate.")
+
+    def _full_shape(self, shape: Sequence[int]) -> Size:
+        return Size((*shape, *(1 if size == -1 else size for size in self.shape)))
+
     # -- shapes --------------------------------------------------------------------------------------------------------
 
     def _shaped(self, op: ShapeOp, ndim: int) -> Self:
         """This spec with ``op`` applied to its first ``ndim`` dims."""
         raise TypeError(f"{type(self).__name__} must define _shaped.")
 
+    def _reshaped(self, make: Callable[..., ShapeOp], *args: Any) -> Self:
+        return self._shaped(make(self.shape, self._kept, *args), len(self.shape) - self._kept)
+
     def expand(self, *shape: int | Sequence[int]) -> Self:
-        return self._shaped(algebra.expand(as_size(shape)), len(self.shape))
+        return self._reshaped(algebra.expand, as_size(shape))
 
     def reshape(self, *shape: int | Sequence[int]) -> Self:
-        return self._shaped(algebra.reshape(as_size(shape)), len(self.shape))
+        return self._reshaped(algebra.reshape, as_size(shape))
 
     def view(self, *shape: int | Sequence[int]) -> Self:
         """`reshape`: a spec holds no data that could be shared."""
         return self.reshape(*shape)
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Self:
-        return self._shaped(algebra.flatten(self.shape, start_dim, end_dim), len(self.shape))
+        return self._reshaped(algebra.flatten, start_dim, end_dim)
 
     def unflatten(self, dim: int, sizes: Sequence[int]) -> Self:
-        return self._shaped(algebra.unflatten(self.shape, dim, Size(sizes)), len(self.shape))
+        return self._reshaped(algebra.unflatten, dim, Size(sizes))
 
     def squeeze(self, dim: int | None = None) -> Self:
-        return self._shaped(algebra.squeeze(self.shape, dim), len(self.shape))
+        return self._reshaped(algebra.squeeze, dim)
 
     def unsqueeze(self, dim: int) -> Self:
-        return self._shaped(algebra.unsqueeze(self.shape, dim), len(self.shape))
+        return self._reshaped(algebra.unsqueeze, dim)
 
     def unbind(self, dim: int = 0) -> tuple[Self, ...]:
-        at = algebra.normal_dim(dim, self.shape, type(self).__name__)
+        at = algebra.lead_dim(dim, self.shape, self._kept, f"unbind dim {dim} of")
         if self.shape[at] == -1:
             raise ShapeError(f"{type(self).__name__}: cannot unbind dim {dim} of {tuple(self.shape)}: it has any size.")
-        ops = (algebra.select(self.shape, at, position) for position in range(self.shape[at]))
-        return tuple(self._shaped(op, len(self.shape)) for op in ops)
+        ndim = len(self.shape) - self._kept
+        return tuple(self._shaped(algebra.select(at, position), ndim) for position in range(self.shape[at]))
+
+    def index_select(self, dim: int, index: Tensor) -> Self:
+        at = algebra.lead_dim(dim, self.shape, self._kept, f"index dim {dim} of")
+        return self[(*[slice(None)] * at, index)]
+
+    def make_neg_dim(self, dim: int) -> Self:
+        """The spec with dim ``dim`` of any size. Raises ShapeError if bounds or a mask vary along it."""
+        return self._reshaped(algebra.any_size, dim)
 
     def __getitem__(self, item: Any) -> Any:
-        return self._shaped(algebra.index(self.shape, item), len(self.shape))
+        return self._indexed(item)
+
+    def _indexed(self, item: Any) -> Any:
+        return self._reshaped(algebra.index, item)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.unbind(0))
 
     @property
     def ndim(self) -> int:
@@ -146,6 +227,12 @@ class TensorSpec:
 
     def ndimension(self) -> int:
         return len(self.shape)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _METHODS:
+            return getattr(args[0], _METHODS[func])(*args[1:], **(kwargs or {}))
+        return TORCH_FUNCTIONS[func](*args, **(kwargs or {})) if func in TORCH_FUNCTIONS else NotImplemented
 
     # -- copies --------------------------------------------------------------------------------------------------------
 
@@ -159,197 +246,29 @@ class TensorSpec:
     def cuda(self, device: int | None = None) -> Self:
         return self.to("cuda" if device is None else f"cuda:{device}")
 
+    def clear_device_(self) -> Self:
+        """Has a `Composite` declare no device, nor those in it; a leaf keeps its own. Returns self."""
+        for spec in self._children():
+            spec.clear_device_()
+        return self
+
     def clone(self) -> Self:
         return copy.copy(self)
 
-
-class LeafSpec(TensorSpec):
-    """The spec of one tensor.
-
-    ``_fields`` names the attributes that hold the tensors of the domain (bounds, a mask), with the number of dims they
-    have beyond the spec's shape. They are None, or unexpanded: size 1 where they do not vary.
-    """
-
-    _fields: ClassVar[dict[str, int]] = {}
-
-    def __init__(self, shape: Sequence[int] | int, device: torch.device | str | int | None, dtype: torch.dtype | None):
-        self.shape = Size([shape] if isinstance(shape, int) else shape)
-        if any(size < -1 for size in self.shape):
-            raise ConfigError(f"{type(self).__name__}: a dim is a size, or -1 for any: got shape {tuple(self.shape)}.")
-        self._device = torch.get_default_device() if device is None else as_device(device)
-        self.dtype = dtype
-
-    # -- what a domain defines -----------------------------------------------------------------------------------------
-
-    def _sample(self, shape: Size, generator: torch.Generator | None) -> Tensor:
-        raise TypeError(f"{type(self).__name__} must define _sample.")
-
-    def _outside(self, value: Tensor) -> Tensor | None:
-        """bool, True where an entry of ``value`` is outside the domain; None: nowhere."""
-        return None
-
-    def _nearest(self, value: Tensor) -> Tensor:
-        return value
-
-    def _domain_text(self) -> str:
-        return ""
-
-    def cardinality(self) -> int | float:
-        """How many values are in the domain; ``math.inf`` for a continuous or unbounded one."""
-        return math.inf
-
-    def _enumerate(self, use_mask: bool) -> Tensor:
-        raise TypeError(f"{type(self).__name__} must define _enumerate.")
-
-    # -- values --------------------------------------------------------------------------------------------------------
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
-    def rand(self, shape: Sequence[int] = (), *, generator: torch.Generator | None = None) -> Tensor:
-        return self._sample(self._full_shape(shape), generator).to(self.device, self.dtype)
-
-    def zero(self, shape: Sequence[int] = ()) -> Tensor:
-        return torch.zeros(self._full_shape(shape), dtype=self.dtype, device=self.device)
-
-    def one(self, shape: Sequence[int] = ()) -> Tensor:
-        return torch.ones(self._full_shape(shape), dtype=self.dtype, device=self.device)
-
-    def mismatches(self, value: Any, key: tuple[str, ...] = ()) -> Iterator[Mismatch]:
-        if not isinstance(value, Tensor):
-            yield Mismatch(key, "type", f"declared a tensor, got {type(value).__name__}")
-            return
-        if value.dtype != self.dtype:
-            yield Mismatch(key, "dtype", f"declared {self.dtype}, got {value.dtype}")
-        if not fits(value.shape, self.shape):
-            yield Mismatch(key, "shape", f"declared shape {tuple(self.shape)}, got {tuple(value.shape)}")
-            return
-        outside = self._outside(value)
-        if outside is not None and bool(outside.any()):
-            where = outside.nonzero()[0].tolist()
-            bad = value[tuple(where)].item()
-            yield Mismatch(key, "domain", f"declared {self._domain_text()}, got {bad} at {where}")
-
-    def project(self, value: Tensor) -> Tensor:
-        """The nearest value of the domain, entry by entry; ``value`` itself if it is in it.
-
-        Raises  ShapeError for another shape, TypeError for another kind of value
-        """
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{type(self).__name__}.project: takes a tensor: got {type(value).__name__}.")
-        if not fits(value.shape, self.shape):
-            raise ShapeError(
-                f"{type(self).__name__}.project: the trailing shape must be the spec's: got {tuple(value.shape)}, "
-                f"expected {tuple(self.shape)}."
-            )
-        outside = self._outside(value)
-        return self._nearest(value) if outside is not None and bool(outside.any()) else value
-
-    def encode(self, value: Any) -> Tensor:
-        """A number, list, array or tensor as a tensor of the spec's dtype and device.
-
-        Raises  ShapeError unless the trailing shape is the spec's, up to dims of size 1; DataError for a value outside
-                the domain, and for a fraction where the dtype is an integer
-        """
-        tensor = value if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))
-        if (
-            tensor.is_floating_point()
-            and not self.dtype.is_floating_point
-            and not bool((tensor == tensor.round()).all())
-        ):
-            raise DataError(f"{type(self).__name__}.encode: {self.dtype} holds whole numbers only: got {value!r}.")
-        tensor = tensor.to(self.device, self.dtype)
-        if not fits(tensor.shape, self.shape):
-            if [size for size in tensor.shape if size != 1] != [size for size in self.shape if size != 1]:
-                raise ShapeError(
-                    f"{type(self).__name__}.encode: the trailing shape must be the spec's: got {tuple(tensor.shape)}, "
-                    f"expected {tuple(self.shape)}."
-                )
-            tensor = tensor.reshape(self.shape)
-        outside = self._outside(tensor)
-        if outside is not None and bool(outside.any()):
-            raise DataError(f"{type(self).__name__}.encode: the value must be {self._domain_text()}: got {value!r}.")
-        return tensor
-
-    def to_numpy(self, value: Tensor) -> np.ndarray:
-        """``value`` as an array. Raises TypeError if it is not of the spec's dtype."""
-        self.type_check(value)
-        return value.detach().cpu().numpy()
-
-    def enumerate(self, use_mask: bool = False) -> Tensor:
-        """Every value of a finite domain, stacked along a new first dim; without those that a mask forbids if
-        ``use_mask``.
-
-        Raises  ConfigError for an infinite domain, or one of more than 2**24 values
-        """
-        number = self._count(use_mask)
-        if number > _ENUMERABLE or -1 in self.shape:
-            raise ConfigError(
-                f"{type(self).__name__}.enumerate: needs a domain of at most {_ENUMERABLE} values of fixed shape: got "
-                f"{number} of shape {tuple(self.shape)}."
-            )
-        return self._enumerate(use_mask).to(self.dtype)
-
-    def _count(self, use_mask: bool) -> int | float:
-        return self.cardinality()
-
-    def _full_shape(self, shape: Sequence[int]) -> Size:
-        return Size((*shape, *(1 if size == -1 else size for size in self.shape)))
-
-    # -- shapes and copies ---------------------------------------------------------------------------------------------
-
-    def _shaped(self, op: ShapeOp, ndim: int) -> Self:
-        owner = type(self).__name__
-        lead, measured = op.on_shape(self.shape[:ndim], owner)
-        new = copy.copy(self)
-        new.shape = Size((*lead, *self.shape[ndim:]))
-        for name in self._fields:
-            if (field := getattr(self, name)) is not None:
-                setattr(new, name, op.on_field(field, lead, measured, owner))
-        return new
-
-    def to(self, dest: torch.device | str | int | torch.dtype) -> Self:
-        new = copy.copy(self)
-        if isinstance(dest, torch.dtype):
-            new.dtype = dest
-        else:
-            new._device = as_device(dest)
-            for name in self._fields:
-                if (field := getattr(self, name)) is not None:
-                    setattr(new, name, field.to(new._device))
-        return new
-
-    def _expanded(self, name: str) -> Tensor:
-        """A field at full shape, as a view: size 1 where the spec has any size."""
-        field: Tensor = getattr(self, name)
-        extra = field.shape[field.ndim - self._fields[name] :] if self._fields[name] else ()
-        return field.expand((*self._full_shape(()), *extra))
-
-    def __eq__(self, other: object) -> bool:
-        if type(self) is not type(other):
-            return NotImplemented
-        assert isinstance(other, LeafSpec)
-        mine, theirs = self._identity(), other._identity()
-        return mine == theirs and all(self._same_field(other, name) for name in self._fields)
-
-    __hash__ = None  # type: ignore[assignment]
+    def _children(self) -> Sequence[TensorSpec]:
+        """The specs that this one consists of."""
+        return ()
 
     def _identity(self) -> tuple[Any, ...]:
-        return self.shape, self.device, self.dtype
+        """What makes specs of one class equal."""
+        raise TypeError(f"{type(self).__name__} must define _identity.")
 
-    def _same_field(self, other: LeafSpec, name: str) -> bool:
-        mine, theirs = getattr(self, name), getattr(other, name)
-        if mine is None or theirs is None:
-            return mine is theirs
-        return bool((mine == theirs).all())  # the specs have one shape, so size 1 broadcasts
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TensorSpec):
+            return NotImplemented
+        return type(self) is type(other) and self._identity() == other._identity()
 
-    def __repr__(self) -> str:
-        domain = self._domain_text()
-        return (
-            f"{type(self).__name__}({domain + ', ' if domain else ''}shape={tuple(self.shape)}, dtype={self.dtype}, "
-            f"device={self.device})"
-        )
+    __hash__ = None  # type: ignore[assignment]  # specs are equal by content, and some of it can change
 
 
 def as_device(device: torch.device | str | int) -> torch.device:
@@ -360,9 +279,25 @@ def as_device(device: torch.device | str | int) -> torch.device:
     return device
 
 
+def listing(spec: TensorSpec, rows: Iterable[str], end: str) -> str:
+    """The repr of a spec that consists of others, one to a row."""
+    indented = "".join(f"    {row},\n".replace("\n    ", "\n        ") for row in rows)
+    return f"{type(spec).__name__}(\n{indented}    {end})"
+
+
 def fits(value: Size, declared: Size) -> bool:
     """Whether the last dims of ``value`` are ``declared``, where -1 is any size."""
     if len(value) < len(declared):
         return False
     tail = value[len(value) - len(declared) :]
     return all(size in (-1, got) for size, got in zip(declared, tail, strict=True))
+
+
+def combinations(ranges: Sequence[Tensor], shape: Size) -> Tensor:
+    """Every combination of one entry per range, as a tensor [number, *shape]; the last range varies fastest."""
+    number = math.prod(len(values) for values in ranges)
+    rest, columns = torch.arange(number), []
+    for values in reversed(ranges):
+        columns.append(values.cpu()[rest % len(values)])
+        rest = rest // len(values)
+    return torch.stack(columns[::-1], -1).reshape(number, *shape) if columns else torch.zeros(number, *shape).long()

@@ -1,124 +1,460 @@
-"""`Categorical`: a choice among n, written as its number, some of them forbidden by a mask where there is one."""
+"""A choice among n, written as its number (`Categorical`, `MultiCategorical`) or as a one-hot vector (`OneHot`,
+`MultiOneHot`), some of them forbidden by a mask where there is one. Each pair converts into the other.
+
+`Discrete` has the domain of the numbers; a one-hot spec holds the spec of its numbers and asks it.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Size, Tensor
 
-from llmrl.data.specs.base import LeafSpec
-from llmrl.data.specs.numeric import choices
-from llmrl.data.specs.shape import unexpanded
-from llmrl.errors import ConfigError, ShapeError
+from llmrl.data.specs.discrete import Discrete
+from llmrl.data.specs.leaf import LeafSpec
+from llmrl.data.specs.shape import ShapeOp, unexpanded
+from llmrl.errors import ConfigError, DataError, ShapeError
 
-__all__ = ["Categorical"]
+__all__ = ["Categorical", "MultiCategorical", "MultiOneHot", "OneHot"]
 
 
-class Categorical(LeafSpec):
-    """The integers 0 to n-1, where ``mask`` (bool, broadcasting to shape + [n]) allows them.
+class _Numbers(Discrete):
+    # What the two specs of numbers share: they are their own categorical form.
 
-    Raises  ConfigError for n below 1, or a mask that allows nothing somewhere; ShapeError for a mask that does not fit
+    def to_one_hot_spec(self) -> _OneHots:
+        raise TypeError(f"{type(self).__name__} must define to_one_hot_spec.")
+
+    def to_one_hot(self, value: Tensor, safe: bool = True) -> Tensor:
+        """``value`` as one-hot vectors; with ``safe`` it must be in the spec."""
+        return self.to_one_hot_spec()._hot(self.to_categorical(value, safe))
+
+    def to_categorical_spec(self) -> Self:
+        return self
+
+    def to_categorical(self, value: Tensor, safe: bool = True) -> Tensor:
+        """``value`` itself; with ``safe`` it must be in the spec."""
+        if safe:
+            self.assert_is_in(value)
+        return value
+
+
+class Categorical(_Numbers):
+    """The integers 0 to n-1, where ``mask`` (bool, broadcasting to shape + [n]) allows them. With ``n=-1`` the number
+    is not known yet: any choice `is_in`, and `set_provisional_n` comes before `rand`.
+
+    Raises  ConfigError for n of 0 or below -1, or a mask that allows nothing somewhere; ShapeError for a mask that does
+            not fit
 
     >>> spec = Categorical(4, shape=(2,), mask=torch.tensor([True, False, False, True]))
     >>> spec.project(torch.tensor([1, 2])), spec.expand(5, 2).mask.shape
     (tensor([0, 3]), torch.Size([5, 2, 4]))
     """
 
-    _fields: ClassVar[dict[str, int]] = {"_mask": 1}
-
     def __init__(
         self,
         n: int,
         shape: Sequence[int] | int = (),
-        *,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype = torch.int64,
         mask: Tensor | None = None,
     ):
-        if n < 1:
-            raise ConfigError(f"Categorical: n counts choices and must be at least 1: got {n}.")
-        super().__init__(shape, device, dtype)
+        if n < 1 and n != -1:
+            raise ConfigError(f"Categorical: n counts choices and must be at least 1, or -1 for not known: got {n}.")
+        super().__init__(n, shape, device, dtype)
         self.n = n
-        self._mask = None
-        if mask is not None:
-            self.update_mask(mask)
+        self.update_mask(mask)
 
     def update_mask(self, mask: Tensor | None) -> None:
         """Sets the mask, in place; None allows everything."""
         if mask is None:
             self._mask = None
             return
-        missing = len(self.shape) + 1 - mask.ndim
-        sizes = (1,) * max(missing, 0) + tuple(mask.shape)
-        wanted = (*self.shape, self.n)
-        if (
-            missing < 0
-            or sizes[-1] != self.n
-            or any(got not in (1, size) for got, size in zip(sizes, wanted, strict=True))
-        ):
-            raise ShapeError(f"Categorical: mask must broadcast to shape + [n], {wanted}: got {tuple(mask.shape)}.")
-        if mask.dtype != torch.bool or not bool(mask.any(-1).all()):
-            got = mask.dtype if mask.dtype != torch.bool else "an entry where none of them is"
-            raise ConfigError(f"Categorical: mask must be bool with at least one choice allowed everywhere: got {got}.")
-        self._mask = unexpanded(mask.reshape(sizes).to(self.device), self.shape, "Categorical").clone()
+        if not mask.ndim or mask.shape[-1] != self.n:
+            raise ShapeError(
+                f"Categorical: mask must broadcast to shape + [n], {(*self.shape, self.n)}: got {tuple(mask.shape)}."
+            )
+        self._set_mask(mask)
 
     @property
     def mask(self) -> Tensor | None:
         """The mask at shape + [n]: a view, size 1 where the spec has any size."""
         return None if self._mask is None else self._expanded("_mask")
 
-    def cardinality(self) -> int | float:
-        return math.inf if -1 in self.shape else self._count(use_mask=True)
+    def set_provisional_n(self, n: int) -> None:
+        """Says how many choices there are for now, in place, where ``n`` is -1."""
+        if self.n != -1 or n < 1:
+            raise ConfigError(f"Categorical.set_provisional_n: is for a spec with n=-1, and at least 1: got {n}.")
+        self._width = n
 
-    def to_categorical_spec(self) -> Categorical:
-        return self
+    def to_one_hot_spec(self) -> OneHot:
+        """The spec of the same choice written as a one-hot vector, mask included."""
+        self._known()
+        return OneHot(self._width, (*self.shape, self._width), self.device, mask=self.mask)
+
+    def _known(self) -> None:
+        if self._width == -1:
+            raise ConfigError("Categorical: the number of choices is not known (n=-1); call set_provisional_n first.")
+
+    def _bound(self, device: torch.device) -> int:
+        return torch.iinfo(torch.int64).max if self._width == -1 else self._width
 
     def _sample(self, shape: Size, generator: torch.Generator | None) -> Tensor:
-        device = self.device if generator is None else generator.device
-        if self._mask is None:
-            return torch.randint(self.n, shape, generator=generator, device=device)
-        # The highest of n uniform keys, where only allowed choices have one: every allowed choice is as likely.
-        keys = torch.rand((*shape, self.n), generator=generator, device=device)
-        return keys.masked_fill(~self._mask.to(device), -1.0).argmax(-1)
-
-    def _outside(self, value: Tensor) -> Tensor:
-        number = value if value.is_floating_point() else value.long()
-        outside = ~((number >= 0) & (number < self.n))
-        if value.is_floating_point():
-            outside |= value != value.round()
-        if self._mask is not None:
-            safe = torch.where(outside, torch.zeros_like(number), number).long()
-            mask = self._mask.to(value.device).expand((*value.shape, self.n))
-            outside |= ~mask.gather(-1, safe.unsqueeze(-1)).squeeze(-1)
-        return outside
-
-    def _nearest(self, value: Tensor) -> Tensor:
-        number = value.nan_to_num(0.0).round() if value.is_floating_point() else value.long()
-        number = number.clamp(0, self.n - 1).long()
-        if self._mask is not None:
-            choices = torch.arange(self.n, device=value.device)
-            distance = (choices - number.unsqueeze(-1)).abs()
-            number = distance.masked_fill(~self._mask.to(value.device), self.n).argmin(-1)
-        return number.to(value.dtype)
-
-    def _domain_text(self) -> str:
-        return f"one of 0 to {self.n - 1}" + ("" if self._mask is None else " that the mask allows")
+        self._known()
+        return super()._sample(shape, generator)
 
     def _count(self, use_mask: bool) -> int | float:
-        if self._mask is None or not use_mask:
-            return self.n ** self._full_shape(()).numel()
-        return math.prod(self.mask.sum(-1).flatten().tolist())
+        return float("inf") if self._width == -1 else super()._count(use_mask)
+
+
+class MultiCategorical(_Numbers):
+    """One choice per group: the last dim has an entry for each, which is below its own number in ``nvec``.
+
+    ``nvec`` may have leading dims, for numbers that differ from row to row. ``mask`` (bool, the groups one after the
+    other in the last dim, as in `MultiOneHot`) says what is allowed. A single group without other dims has no dim of
+    its own, unless ``remove_singleton`` is False.
+
+    >>> spec = MultiCategorical([3, 5])
+    >>> spec.is_in(torch.tensor([2, 4])), spec.is_in(torch.tensor([3, 4])), spec.cardinality()
+    (True, False, 15)
+    >>> MultiCategorical([3]).shape, MultiCategorical([3], remove_singleton=False).shape
+    (torch.Size([]), torch.Size([1]))
+    """
+
+    def __init__(
+        self,
+        nvec: Sequence[int] | Tensor | int,
+        shape: Sequence[int] | int | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype = torch.int64,
+        mask: Tensor | None = None,
+        remove_singleton: bool = True,
+    ):
+        nvec = torch.as_tensor(nvec, dtype=torch.int64)
+        nvec = nvec if nvec.ndim else nvec.unsqueeze(0)
+        if not nvec.numel() or bool((nvec < 1).any()):
+            raise ConfigError(f"MultiCategorical: nvec counts choices and must be at least 1: got {nvec.tolist()}.")
+        shape = tuple(nvec.shape) if shape is None else (shape,) if isinstance(shape, int) else tuple(shape)
+        if not shape or shape[-1] != nvec.shape[-1]:
+            raise ShapeError(f"MultiCategorical: shape must end with the number of groups: got {shape}, nvec {nvec}.")
+        if remove_singleton and shape == (1,):
+            nvec, shape = nvec.reshape(()), ()
+        super().__init__(int(nvec.max()), shape, device, dtype)
+        self._counts = self._field(nvec, "_counts", "nvec")
+        self.update_mask(mask)
+
+    @property
+    def nvec(self) -> Tensor:
+        """How many choices every entry has, int64 at the spec's shape: a view, size 1 where that is any size."""
+        return self._expanded("_counts")
+
+    def update_mask(self, mask: Tensor | None) -> None:
+        """Sets the mask, in place; None allows everything."""
+        if mask is None:
+            self._mask = None
+            return
+        sizes = self._group_sizes()
+        if not mask.ndim or mask.shape[-1] != sum(sizes):
+            raise ShapeError(
+                f"MultiCategorical: the last dim of mask must be the sum of the groups, {sum(sizes)}: got "
+                f"{tuple(mask.shape)}."
+            )
+        mask = unexpanded(mask, mask.shape[:-1], "MultiCategorical")
+        groups = [torch.nn.functional.pad(part, (0, self._width - part.shape[-1])) for part in mask.split(sizes, -1)]
+        self._set_mask(torch.stack(groups, -2) if self.shape else groups[0])
+
+    @property
+    def mask(self) -> Tensor | None:
+        """The mask with the groups one after the other in its last dim."""
+        if self._mask is None:
+            return None
+        lead = self._full_shape(())[:-1]
+        return _end_to_end(self._mask if self.shape else self._mask.unsqueeze(0), self._group_sizes(), lead)
+
+    def split(self) -> tuple[Categorical, ...]:
+        """One spec per group."""
+        mask = None if self._mask is None else self._expanded("_mask")
+        sizes = self._group_sizes()
+        if not self.shape:
+            return (Categorical(sizes[0], (), self.device, self.dtype, mask),)
+        masks = [None if mask is None else mask[..., group, :size] for group, size in enumerate(sizes)]
+        shape = self.shape[:-1]
+        return tuple(
+            Categorical(size, shape, self.device, self.dtype, part) for size, part in zip(sizes, masks, strict=True)
+        )
+
+    def to_one_hot_spec(self) -> MultiOneHot:
+        """The spec of the same choices written as one-hot vectors, one after the other, mask included."""
+        sizes = self._group_sizes()
+        return MultiOneHot(sizes, (*self.shape[:-1], sum(sizes)), self.device, mask=self.mask)
+
+    def to_one_hot(self, value: Tensor, safe: bool = True) -> Tensor:
+        value = self.to_categorical(value, safe)
+        return self.to_one_hot_spec()._hot(value if self.shape else value.unsqueeze(-1))
+
+    def _group_sizes(self) -> list[int]:
+        held = self._counts if self.shape else self._counts.unsqueeze(0)
+        counts = held.expand((*held.shape[:-1], self.shape[-1] if self.shape else 1))
+        if not counts.numel():
+            return [self._width] * counts.shape[-1]
+        rows = counts.reshape(-1, counts.shape[-1])
+        if bool((rows != rows[0]).any()):
+            raise ShapeError(
+                f"MultiCategorical: masks, split and one-hot vectors need the same groups in every row: got nvec "
+                f"{counts.tolist()}."
+            )
+        return rows[0].tolist()
+
+    def _shaped(self, op: ShapeOp, ndim: int) -> Self:
+        new = super()._shaped(op, ndim)
+        if new._counts.numel():  # what is left may have fewer choices
+            new._width = int(new._counts.max())
+            new._mask = None if new._mask is None else new._mask[..., : new._width]
+        return new
+
+
+class _OneHots(LeafSpec):
+    # One or more one-hot vectors in the last dim. `_numbers` is the spec of the choices themselves.
+
+    _kept = 1
+
+    def __init__(
+        self,
+        numbers: Categorical | MultiCategorical,
+        groups: Sequence[int],
+        shape: Sequence[int] | int | None,
+        device: torch.device | str | int | None,
+        dtype: torch.dtype,
+    ):
+        width = sum(groups)
+        super().__init__((width,) if shape is None else shape, device, dtype)
+        self.groups = tuple(groups)
+        self._numbers = numbers
+
+    def update_mask(self, mask: Tensor | None) -> None:
+        """Sets the mask, in place; None allows everything."""
+        numbers = self._numbers.clone()
+        numbers.update_mask(mask)
+        self._numbers = numbers
+
+    @property
+    def mask(self) -> Tensor | None:
+        """The mask at the spec's shape: a view, size 1 where that is any size."""
+        return self._numbers.mask
+
+    def to_categorical_spec(self) -> Any:
+        """The spec of the same choices written as numbers (int64), mask included."""
+        return self._numbers.clone()
+
+    def to_categorical(self, value: Tensor, safe: bool = True) -> Tensor:
+        """``value`` as the numbers of the choices, int64; with ``safe`` it must be in the spec."""
+        if safe:
+            self.assert_is_in(value)
+        return self._argmax(value)
+
+    def to_one_hot_spec(self) -> Self:
+        return self
+
+    def to_one_hot(self, value: Tensor, safe: bool = True) -> Tensor:
+        """``value`` itself; with ``safe`` it must be in the spec."""
+        if safe:
+            self.assert_is_in(value)
+        return value
+
+    def to_numpy(self, value: Tensor) -> np.ndarray:
+        """The numbers of the choices as an array."""
+        self.type_check(value)
+        return self._argmax(value).cpu().numpy()
+
+    def _encode(self, value: Any) -> Tensor:
+        """Numbers of choices; or, as bools of the spec's shape, the vectors themselves."""
+        given = value if isinstance(value, Tensor) else torch.tensor(np.asarray(value))
+        if given.dtype == torch.bool:
+            return super()._encode(given)
+        return self._hot(self._numbers.encode(given))
+
+    # A single choice has no dim for groups; several have one.
+    def _pack(self, parts: Sequence[Tensor]) -> Tensor:
+        raise TypeError(f"{type(self).__name__} must define _pack.")
+
+    def _unpack(self, numbers: Tensor) -> Sequence[Tensor]:
+        raise TypeError(f"{type(self).__name__} must define _unpack.")
+
+    def _hot(self, numbers: Tensor) -> Tensor:
+        parts = [
+            torch.zeros((*part.shape, size), dtype=self.dtype, device=part.device).scatter_(-1, part.unsqueeze(-1), 1)
+            for part, size in zip(self._unpack(numbers), self.groups, strict=True)
+        ]
+        return torch.cat(parts, -1)
+
+    def _argmax(self, value: Tensor) -> Tensor:
+        if value.dtype == torch.bool:
+            value = value.to(torch.uint8)
+        return self._pack([part.argmax(-1) for part in value.split(self.groups, -1)])
+
+    def _sample(self, shape: Size, generator: torch.Generator | None) -> Tensor:
+        return self._hot(self._numbers.rand(shape[: len(shape) - len(self.shape)], generator=generator))
+
+    def _invalid(self, value: Tensor) -> Tensor:
+        # bool, one entry per choice: not exactly one 1 among zeros, or one that is masked
+        bad = [
+            ((part != 0) & (part != 1)).any(-1) | ((part != 0).sum(-1) != 1) for part in value.split(self.groups, -1)
+        ]
+        return self._pack(bad) | self._numbers._outside(self._argmax(value))
+
+    def _outside(self, value: Tensor) -> Tensor:
+        invalid = self._invalid(value)
+        return invalid if isinstance(self._numbers, Categorical) else invalid.any(-1)
+
+    def _nearest(self, value: Tensor) -> Tensor:
+        # The nearest one-hot vector has its 1 where the value is largest among what is allowed; the lowest of several.
+        scores = value.double().nan_to_num(0.0)
+        if (mask := self._numbers.mask) is not None:
+            scores = scores.masked_fill(~mask.to(value.device), -torch.inf)
+        return self._hot(self._argmax(scores))
+
+    def _count(self, use_mask: bool) -> int | float:
+        return self._numbers._count(use_mask)
 
     def _enumerate(self, use_mask: bool) -> Tensor:
-        numel = self.shape.numel()
-        if self._mask is None or not use_mask:
-            ranges = [torch.arange(self.n)] * numel
-        else:
-            ranges = [row.nonzero().squeeze(-1).cpu() for row in self.mask.reshape(numel, self.n)]
-        return choices(ranges, self.shape).to(self.device)
+        return self._hot(self._numbers.enumerate(use_mask))
 
-    def _identity(self) -> tuple[object, ...]:
-        return (*super()._identity(), self.n)
+    def _domain_text(self) -> str:
+        text = f"one-hot over {' + '.join(str(size) for size in self.groups)}"
+        return text if self._numbers._mask is None else f"{text} that the mask allows"
+
+    def _shaped(self, op: ShapeOp, ndim: int) -> Self:
+        new = super()._shaped(op, ndim)
+        new._numbers = self._numbers._shaped(op, ndim)
+        return new
+
+    def _emptied(self, ndim: int) -> Self:
+        new = super()._emptied(ndim)
+        new.shape = Size((*new.shape[:-1], 0))
+        return new
+
+    def to(self, dest: torch.device | str | int | torch.dtype) -> Self:
+        new = super().to(dest)
+        if not isinstance(dest, torch.dtype):
+            new._numbers = self._numbers.to(dest)
+        return new
+
+    def _identity(self) -> tuple[Any, ...]:
+        return (*super()._identity(), self.groups, self._numbers)
+
+
+class OneHot(_OneHots):
+    """A choice among ``n`` as a vector with a single 1, in the last dim, which no shape operation may touch. ``mask``
+    (bool, of the vector's shape) says what is allowed.
+
+    With ``use_register``, `encode` takes any numbers or texts and gives each new one the next free place; `to_numpy`
+    gives them back.
+
+    >>> spec = OneHot(3)
+    >>> spec.encode(2), spec.project(torch.tensor([0.1, 0.7, 0.2])), spec.to_categorical_spec().n
+    (tensor([False, False,  True]), tensor([False,  True, False]), 3)
+    """
+
+    def __init__(
+        self,
+        n: int,
+        shape: Sequence[int] | int | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype = torch.bool,
+        use_register: bool = False,
+        mask: Tensor | None = None,
+    ):
+        lead = _lead(self, shape, n)
+        super().__init__(Categorical(n, lead, device, mask=mask), (n,), shape, device, dtype)
+        self._register: list[Any] | None = [] if use_register else None
+
+    @property
+    def n(self) -> int:
+        """The number of choices."""
+        return self.groups[0]
+
+    def to_numpy(self, value: Tensor) -> np.ndarray:
+        numbers = super().to_numpy(value)
+        if self._register is None:
+            return numbers
+        if numbers.size and numbers.max() >= len(self._register):
+            raise DataError(f"OneHot.to_numpy: place {numbers.max()} of the register holds nothing yet.")
+        return np.asarray([self._register[number] for number in numbers.flatten()]).reshape(numbers.shape)
+
+    def _encode(self, value: Any) -> Tensor:
+        return super()._encode(value if self._register is None else self._places(np.asarray(value)))
+
+    def _places(self, values: np.ndarray) -> np.ndarray:
+        new = [value for value in dict.fromkeys(values.flatten().tolist()) if value not in self._register]
+        if len(self._register) + len(new) > self.n:
+            raise DataError(f"OneHot.encode: the register has {self.n} places and all are taken: got {new}.")
+        self._register += new
+        places = [self._register.index(value) for value in values.flatten().tolist()]
+        return np.asarray(places, dtype=np.int64).reshape(values.shape)
+
+    def _pack(self, parts: Sequence[Tensor]) -> Tensor:
+        return parts[0]
+
+    def _unpack(self, numbers: Tensor) -> Sequence[Tensor]:
+        return [numbers]
+
+
+class MultiOneHot(_OneHots):
+    """One choice per group in ``nvec``, as one-hot vectors one after the other in the last dim, which no shape
+    operation may touch. ``mask`` (bool, of that shape) says what is allowed.
+
+    >>> spec = MultiOneHot([2, 3])
+    >>> spec.encode([1, 0]).int(), [part.n for part in spec.split()]
+    (tensor([0, 1, 1, 0, 0], dtype=torch.int32), [2, 3])
+    """
+
+    def __init__(
+        self,
+        nvec: Sequence[int] | Tensor,
+        shape: Sequence[int] | int | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype = torch.bool,
+        mask: Tensor | None = None,
+    ):
+        groups = [int(size) for size in nvec]
+        lead = _lead(self, shape, sum(groups))
+        numbers = MultiCategorical(groups, (*lead, len(groups)), device, mask=mask, remove_singleton=False)
+        super().__init__(numbers, groups, shape, device, dtype)
+
+    @property
+    def nvec(self) -> tuple[int, ...]:
+        """The number of choices of each group."""
+        return self.groups
+
+    @property
+    def mask(self) -> Tensor | None:
+        held = self._numbers._mask
+        return None if held is None else _end_to_end(held, self.groups, self._full_shape(())[:-1])
+
+    def split(self) -> tuple[OneHot, ...]:
+        """One spec per group."""
+        specs = [numbers.to_one_hot_spec() for numbers in self._numbers.split()]
+        return tuple(spec.to(self.dtype) for spec in specs)
+
+    def _pack(self, parts: Sequence[Tensor]) -> Tensor:
+        return torch.stack(list(parts), -1)
+
+    def _unpack(self, numbers: Tensor) -> Sequence[Tensor]:
+        return numbers.unbind(-1)
+
+
+def _end_to_end(mask: Tensor, sizes: Sequence[int], lead: Size) -> Tensor:
+    """The masks of all groups, unexpanded [..., group, choice], one after the other in one dim: a view of shape lead +
+    [sum of sizes]."""
+    mask = mask.expand((*mask.shape[:-2], len(sizes), mask.shape[-1]))
+    parts = [mask[..., group, :size] for group, size in enumerate(sizes)]
+    return torch.cat(parts, -1).expand((*lead, sum(sizes)))
+
+
+def _lead(spec: _OneHots, shape: Sequence[int] | int | None, width: int) -> tuple[int, ...]:
+    shape = (width,) if shape is None else (shape,) if isinstance(shape, int) else tuple(shape)
+    if not shape or shape[-1] != width:
+        raise ShapeError(f"{type(spec).__name__}: the last dim must be the number of choices, {width}: got {shape}.")
+    return shape[:-1]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
@@ -19,22 +17,24 @@ from tensordict import (
 )
 from torch import Size
 
-from llmrl.data.specs.base import Mismatch, TensorSpec, as_device, fits
+from llmrl.data.specs.base import Mismatch, TensorSpec, as_device, combinations, fits, listing
 from llmrl.data.specs.shape import ShapeOp, select
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError, near
 
 __all__ = ["Composite"]
 
 _FORBIDDEN = ("shape", "device", "dtype", "space")
+_ARGUMENTS = ("shape", "batch_size", "device", "data_cls", "step_mdp_static", "names")
 _RAISE: Any = object()
 
 
 class Composite(TensorSpec):
     """A tensordict's spec: names to specs, nested by tuples as in a tensordict. Made from a mapping, keywords, or both.
 
-    ``shape`` (or ``batch_size``) is the batch size of the tensordict: every entry's shape begins with it. With
-    ``device``, every entry is on it. With ``data_cls``, values are made and expected as that tensorclass. An entry may
-    be None: not specified.
+    ``shape`` (or ``batch_size``) is the batch size of the tensordict: every entry's shape begins with it; ``names``
+    are the names of its dims. With ``device``, every entry is on it. With ``data_cls``, values are made and expected as
+    that tensorclass. An entry may be None: not specified. ``step_mdp_static`` marks entries that do not change from one
+    step to the next, for those who ask.
 
     Raises  ShapeError for an entry whose shape does not begin with ``shape``; RuntimeError for one on another device,
             and for a write while locked; AttributeError for an entry named shape, device, dtype or space; TypeError for
@@ -57,6 +57,8 @@ class Composite(TensorSpec):
         batch_size: Sequence[int] | int | None = None,
         device: torch.device | str | int | None = None,
         data_cls: type | None = None,
+        step_mdp_static: bool = False,
+        names: Sequence[str | None] | None = None,
         **entries: TensorSpec | Mapping[str, Any] | None,
     ):
         if shape is not None and batch_size is not None:
@@ -65,13 +67,23 @@ class Composite(TensorSpec):
         self.shape = Size(() if shape is None else [shape] if isinstance(shape, int) else shape)
         self._device = None if device is None else as_device(device)
         self.data_cls = data_cls
+        self.step_mdp_static = step_mdp_static
+        self._dim_names: list[str | None] | None = None
         self._specs: dict[str, TensorSpec | None] = {}
         self.is_locked = False
         self._leaf_keys: tuple[NestedKey, ...] | None = None
+        if names is not None:
+            self.refine_names(*names)
         for key, spec in {**dict(specs or {}), **entries}.items():
             self[key] = spec
 
     # -- the mapping ---------------------------------------------------------------------------------------------------
+
+    def _entry(self, name: str) -> Any:
+        return self._specs.get(name, _RAISE)
+
+    def _entry_names(self) -> Sequence[str]:
+        return tuple(self._specs)
 
     def __getitem__(self, item: Any) -> Any:
         """An entry, for a key; the `Composite` of the indexed batch, for anything else that a tensor can be indexed
@@ -90,7 +102,7 @@ class Composite(TensorSpec):
     def get(self, key: NestedKey, default: Any = None) -> Any:
         """The entry, or ``default``."""
         first, *rest = _path(key)
-        found = self._specs.get(first, _RAISE)
+        found = self._entry(first)
         if found is _RAISE:
             return default
         if not rest:
@@ -111,24 +123,27 @@ class Composite(TensorSpec):
             raise AttributeError(f"Composite: an entry cannot be named {', '.join(_FORBIDDEN)}: got {first!r}.")
         if isinstance(spec, Mapping):
             spec = Composite(spec, shape=self.shape, device=self._device)
-        if spec is not None and not isinstance(spec, TensorSpec):
+        self._specs[first] = None if spec is None else self._fitting(first, spec)
+
+    def _fitting(self, name: str, spec: TensorSpec) -> TensorSpec:
+        if not isinstance(spec, TensorSpec):
             raise TypeError(
-                f"Composite: {first!r} must be a spec, a mapping of specs or None: got {type(spec).__name__}."
+                f"Composite: {name!r} must be a spec, a mapping of specs or None: got {type(spec).__name__}."
+                + near(name, _ARGUMENTS)
             )
-        if spec is not None and spec.shape[: len(self.shape)] != self.shape:
+        if spec.shape[: len(self.shape)] != self.shape or len(spec.shape) - spec._kept < len(self.shape):
             raise ShapeError(
-                f"Composite: the shape of {first!r} must begin with the Composite's, {tuple(self.shape)}: got "
+                f"Composite: the shape of {name!r} must begin with the Composite's, {tuple(self.shape)}: got "
                 f"{tuple(spec.shape)}; expand it."
             )
-        if spec is not None and self._device is not None:
-            if isinstance(spec, Composite) and spec._device is None:
-                spec = spec.to(self._device)
-            elif spec.device != self._device:
+        if self._device is not None and spec.device != self._device:
+            if not isinstance(spec, Composite) or spec.device is not None:
                 raise RuntimeError(
-                    f"Composite: All devices must match: {first!r} is on {spec.device}, expected {self._device}; "
+                    f"Composite: All devices must match: {name!r} is on {spec.device}, expected {self._device}; "
                     "use .to()."
                 )
-        self._specs[first] = spec
+            return spec.to(self._device)
+        return spec
 
     def set(self, key: NestedKey, spec: TensorSpec | Mapping[str, Any] | None) -> Self:
         """``self[key] = spec``. Returns self."""
@@ -146,14 +161,17 @@ class Composite(TensorSpec):
             return self[key] if default is _RAISE else default  # the error that lists what is there
         *parents, last = _path(key)
         parent = self[tuple(parents)] if parents else self
-        parent._assert_unlocked()
-        del parent._specs[last]
+        parent._drop(last)
         return found
+
+    def _drop(self, name: str) -> None:
+        self._assert_unlocked()
+        del self._specs[name]
 
     def update(self, specs: Mapping[str, Any] | Composite) -> Self:
         """Sets every entry of ``specs``; where both have a nested `Composite`, updates it in turn. Returns self."""
         for key, spec in specs.items():
-            mine = self._specs.get(key)
+            mine = self.get(key)
             if isinstance(mine, Composite) and isinstance(spec, (Mapping, Composite)):
                 mine.update(spec)
             else:
@@ -173,7 +191,8 @@ class Composite(TensorSpec):
     def items(
         self, include_nested: bool = False, leaves_only: bool = False
     ) -> Iterator[tuple[NestedKey, TensorSpec | None]]:
-        for key, spec in self._specs.items():
+        for key in self._entry_names():
+            spec = self._entry(key)
             nested = isinstance(spec, Composite)
             if not (nested and leaves_only):
                 yield key, spec
@@ -192,7 +211,7 @@ class Composite(TensorSpec):
         return self.keys()
 
     def __len__(self) -> int:
-        return len(self._specs)
+        return len(self._entry_names())
 
     def is_empty(self, recurse: bool = False) -> bool:
         """Whether there is no entry; with ``recurse``, no leaf however deep."""
@@ -219,12 +238,61 @@ class Composite(TensorSpec):
         """Allows writes again. Returns self."""
         return self._set_lock(False, recurse)
 
-    # -- values --------------------------------------------------------------------------------------------------------
+    # -- device and names ----------------------------------------------------------------------------------------------
+
+    @property
+    def batch_size(self) -> Size:
+        """``shape``."""
+        return self.shape
 
     @property
     def device(self) -> torch.device | None:
-        """The device of every entry, or None where it is left to them."""
+        """The device of every entry, or None where it is left to them. Setting it moves every entry."""
         return self._device
+
+    @device.setter
+    def device(self, device: torch.device | str | int) -> None:
+        self._assert_unlocked()
+        self._specs = self.to(device)._specs
+        self._device = as_device(device)
+
+    def clear_device_(self) -> Self:
+        self._assert_unlocked()
+        self._device = None
+        return super().clear_device_()
+
+    @property
+    def names(self) -> list[str | None]:
+        """The names of the dims, None where one has none."""
+        return [None] * len(self.shape) if self._dim_names is None else list(self._dim_names)
+
+    @names.setter
+    def names(self, names: Sequence[str | None] | None) -> None:
+        self._dim_names = None
+        if names is not None:
+            self.refine_names(*names)
+
+    def refine_names(self, *names: Any) -> Self:
+        """Names dims, in place; an Ellipsis stands for those that keep theirs. Returns self.
+
+        Raises  ConfigError for another number of names than dims, and for a dim that has another name already
+        """
+        self._assert_unlocked()
+        given, own = list(names), self.names
+        if Ellipsis in given:
+            at = given.index(Ellipsis)
+            given[at : at + 1] = own[at : at + 1 + len(own) - len(given)]
+        if len(given) != len(own):
+            raise ConfigError(
+                f"Composite.refine_names: needs one name per dim: got {names}, shape {tuple(self.shape)}."
+            )
+        for new, old in zip(given, own, strict=True):
+            if old is not None and new != old:
+                raise ConfigError(f"Composite.refine_names: a dim keeps its name: got {new!r} for {old!r}.")
+        self._dim_names = given
+        return self
+
+    # -- values --------------------------------------------------------------------------------------------------------
 
     def rand(self, shape: Sequence[int] = (), *, generator: torch.Generator | None = None) -> TensorDictBase:
         return self._make(shape, lambda spec: spec.rand(shape, generator=generator))
@@ -286,31 +354,32 @@ class Composite(TensorSpec):
         for name, entry in value.items():
             spec = self[name]
             entries[name] = entry if spec is None else spec.encode(entry)
-        return self._wrap(TensorDict(entries, batch_size=self._full_shape(()), device=self._device))
+        return self._wrap(entries, self._full_shape(()))
 
     def to_numpy(self, value: TensorDictBase) -> dict[str, Any]:
         """The entries as nested dicts of arrays."""
         return {name: spec.to_numpy(value.get(name)) for name, spec in self._specs.items() if spec is not None}
 
-    def cardinality(self) -> int | float:
-        return math.prod(spec.cardinality() for spec in self._specs.values() if spec is not None)
-
-    def enumerate(self, use_mask: bool = False) -> TensorDictBase:
-        """Every combination of the entries' values, along a new first dim; the last entry varies fastest."""
-        names = [name for name, spec in self._specs.items() if spec is not None]
-        values = [self._specs[name].enumerate(use_mask) for name in names]
-        picks = torch.tensor(list(itertools.product(*(range(len(value)) for value in values))), dtype=torch.int64)
-        entries = {
-            name: value[picks[:, column]] for column, (name, value) in enumerate(zip(names, values, strict=True))
-        }
-        return self._wrap(TensorDict(entries, batch_size=(len(picks), *self.shape), device=self._device))
+    def _enumerate(self, use_mask: bool) -> TensorDictBase:
+        # Every combination of the entries' values; the last entry varies fastest.
+        named = {name: spec.enumerate(use_mask) for name, spec in self._specs.items() if spec is not None}
+        picks = combinations([torch.arange(len(values)) for values in named.values()], Size((len(named),)))
+        entries = {name: values[pick] for (name, values), pick in zip(named.items(), picks.unbind(1), strict=True)}
+        return self._wrap(entries, (len(picks), *self.shape))
 
     # -- shapes and copies ---------------------------------------------------------------------------------------------
 
     def _shaped(self, op: ShapeOp, ndim: int) -> Self:
-        lead, _ = op.on_shape(self.shape[:ndim], type(self).__name__)
+        lead, measured = op.on_shape(self.shape[:ndim], type(self).__name__)
         specs = {key: None if spec is None else spec._shaped(op, ndim) for key, spec in self._specs.items()}
-        return self._with(specs, shape=Size((*lead, *self.shape[ndim:])))
+        new = self._with(specs, shape=Size((*lead, *self.shape[ndim:])))
+        if self._dim_names is not None:  # those that the dims of a tensordict would have
+            named = TensorDict(batch_size=measured, names=self._dim_names[:ndim])
+            new._dim_names = [*op.apply(named, Size()).names, *self._dim_names[ndim:]]
+        return new
+
+    def _emptied(self, ndim: int) -> Self:
+        return self.empty()
 
     def to(self, dest: torch.device | str | int | torch.dtype) -> Self:
         """Every entry moved to a device, or cast to a dtype."""
@@ -321,23 +390,19 @@ class Composite(TensorSpec):
         return new
 
     def clone(self) -> Self:
-        """An unlocked copy; leaves, which never change, are shared."""
-        return self._with({k: spec.clone() if isinstance(spec, Composite) else spec for k, spec in self._specs.items()})
+        """An unlocked copy, nested ones included."""
+        return self._with({key: None if spec is None else spec.clone() for key, spec in self._specs.items()})
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Composite):
-            return NotImplemented
-        mine, theirs = (self.shape, self._device, self.data_cls), (other.shape, other._device, other.data_cls)
-        return mine == theirs and self._specs == other._specs
+    def _children(self) -> Sequence[TensorSpec]:
+        return [spec for spec in self._specs.values() if spec is not None]
 
-    __hash__ = None  # type: ignore[assignment]
+    def _identity(self) -> tuple[Any, ...]:
+        return self.shape, self._device, self.data_cls, self.step_mdp_static, self.names, self._specs
 
     def __repr__(self) -> str:
-        entries = "".join(
-            f"    {key}: {spec!r},\n".replace("\n    ", "\n        ") for key, spec in self._specs.items()
-        )
         cls = "" if self.data_cls is None else f", data_cls={self.data_cls.__name__}"
-        return f"Composite(\n{entries}    shape={tuple(self.shape)}, device={self._device}{cls})"
+        rows = (f"{name}: {spec!r}" for name, spec in self._specs.items())
+        return listing(self, rows, f"shape={tuple(self.shape)}, device={self._device}{cls}")
 
     def _with(self, specs: dict[str, TensorSpec | None], shape: Size | None = None) -> Self:
         new = copy.copy(self)
@@ -360,20 +425,19 @@ class Composite(TensorSpec):
         if self.is_locked:
             raise RuntimeError("Composite: cannot write to a locked spec; change a clone(), or unlock_() it.")
 
-    def _full_shape(self, shape: Sequence[int]) -> Size:
-        return Size((*shape, *(1 if size == -1 else size for size in self.shape)))
-
     def _make(self, shape: Sequence[int], make: Callable[[TensorSpec], Any]) -> TensorDictBase:
         entries = {key: make(spec) for key, spec in self._specs.items() if spec is not None}
-        return self._wrap(TensorDict(entries, batch_size=self._full_shape(shape), device=self._device))
+        return self._wrap(entries, self._full_shape(shape))
 
-    def _wrap(self, td: TensorDictBase) -> TensorDictBase:
+    def _wrap(self, entries: dict[str, Any], batch_size: Sequence[int]) -> TensorDictBase:
+        names = self._dim_names and [*[None] * (len(batch_size) - len(self.shape)), *self._dim_names]
+        td = TensorDict(entries, batch_size=batch_size, device=self._device, names=names or None)
         return td if self.data_cls is None else self.data_cls.from_tensordict(td)
 
     def _row(self, stack: LazyStackedTensorDict, data_cls: type | None = None) -> Composite:
         # The spec of one member of a stack; a stack over extra leading dims has members of this very spec.
         dim = stack.stack_dim - (stack.ndim - len(self.shape))
-        row = self.clone() if dim < 0 else self._shaped(select(self.shape, dim, 0), len(self.shape))
+        row = self.clone() if dim < 0 else self._shaped(select(dim, 0), len(self.shape))
         row.data_cls = data_cls
         return row
 

@@ -10,7 +10,9 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, is_non_tensor, is_tensor_collection
 from torch import Size
 
-from llmrl.data.specs.base import LeafSpec, Mismatch, fits
+from llmrl.data.specs.base import Mismatch, fits
+from llmrl.data.specs.leaf import LeafSpec
+from llmrl.errors import ConfigError
 
 __all__ = ["NonTensor"]
 
@@ -19,8 +21,9 @@ class NonTensor(LeafSpec):
     """Any Python object per entry, a container of the right batch size included; with ``example_data``, one of its
     type, or None.
 
-    Returns (`rand`, `zero`, `one`) the example, as one NonTensorData of the asked shape (no cost per row), or with
-            ``batched`` as a NonTensorStack whose rows share it
+    Returns (`rand`, `zero`, `one`) the example: as one NonTensorData of the asked shape (no cost per row); with
+            ``batched`` as a NonTensorStack whose rows share it; with ``feature_dims`` as a NonTensorStack over all dims
+            but the last ``feature_dims``
 
     >>> spec = NonTensor(shape=(2,), example_data="a text")
     >>> spec.rand(), spec.is_in(NonTensorData(3, batch_size=[2]))
@@ -30,14 +33,21 @@ class NonTensor(LeafSpec):
     def __init__(
         self,
         shape: Sequence[int] | int = (1,),
-        *,
         device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
         example_data: Any = None,
         batched: bool = False,
+        feature_dims: int | None = None,
     ):
-        super().__init__(shape, device, None)
+        super().__init__(shape, device, dtype)
+        if feature_dims is not None and (batched or not 0 <= feature_dims <= len(self.shape)):
+            raise ConfigError(
+                f"NonTensor: feature_dims is a number of dims of the shape, and without batched: got {feature_dims}, "
+                f"shape {tuple(self.shape)}, batched={batched}."
+            )
         self.example_data = example_data
         self.batched = batched
+        self.feature_dims = feature_dims
 
     def rand(self, shape: Sequence[int] = (), *, generator: torch.Generator | None = None) -> Any:
         return self._example(self._full_shape(shape))
@@ -69,13 +79,9 @@ class NonTensor(LeafSpec):
     def project(self, value: Any) -> Any:
         return value
 
-    def encode(self, value: Any) -> Any:
+    def _encode(self, value: Any) -> Any:
         """``value`` as NonTensorData, or as a NonTensorStack where it is a list and the spec has dims."""
-        if is_non_tensor(value):
-            return value
-        if isinstance(value, list) and self.shape:
-            return NonTensorStack(*value)
-        return NonTensorData(value, batch_size=self._full_shape(()))
+        return value if is_non_tensor(value) else self._rows(value, self.shape)
 
     def to_numpy(self, value: Any) -> Any:
         """The Python objects themselves: one, or a list of them (of lists, for more dims)."""
@@ -87,16 +93,21 @@ class NonTensor(LeafSpec):
         return self.clone() if isinstance(dest, torch.dtype) else super().to(dest)
 
     def _example(self, shape: Size) -> Any:
-        if self.batched and shape:
-            row = self._example(shape[1:])
-            return NonTensorStack(*[row] * shape[0])
+        features = self.feature_dims if self.feature_dims is not None else 0 if self.batched else len(shape)
+        if len(shape) > features:
+            return NonTensorStack(*[self._example(shape[1:])] * shape[0])
         return NonTensorData(self.example_data, batch_size=shape, device=self.device)
+
+    def _rows(self, value: Any, shape: Size) -> Any:
+        if isinstance(value, list) and shape:
+            return NonTensorStack(*[self._rows(row, shape[1:]) for row in value])
+        return NonTensorData(value, batch_size=self._full_shape(())[len(self.shape) - len(shape) :])
 
     def _domain_text(self) -> str:
         return "" if self.example_data is None else f"example_data={self.example_data!r}"
 
     def _identity(self) -> tuple[object, ...]:
-        return (*super()._identity(), self.batched, self.example_data)
+        return (*super()._identity(), self.batched, self.feature_dims, self.example_data)
 
 
 def _entries(value: Any) -> list[Any]:

@@ -10,12 +10,13 @@ import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, Self
 
+import numpy as np
 import torch
 from torch import Size, Tensor
 
-from llmrl.data.specs.base import LeafSpec
-from llmrl.data.specs.shape import unexpanded
-from llmrl.errors import ConfigError, ShapeError
+from llmrl.data.specs.base import combinations
+from llmrl.data.specs.leaf import LeafSpec, cast, count_values, field_text
+from llmrl.errors import ConfigError
 
 __all__ = [
     "Bounded",
@@ -69,7 +70,7 @@ class Bounded(_Numeric):
             ``shape``
 
     Without ``shape`` it is the bounds' own; without ``dtype`` that of tensor bounds, else float (int64 if ``domain`` is
-    "discrete").
+    "discrete", whose bounds are rounded inwards).
 
     >>> spec = Bounded(-1, 1, shape=(2,))
     >>> type(spec).__name__, spec.project(torch.tensor([0.5, 3.0]))
@@ -83,24 +84,26 @@ class Bounded(_Numeric):
         low: float | Tensor | Sequence[Any],
         high: float | Tensor | Sequence[Any],
         shape: Sequence[int] | int | None = None,
-        *,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
         domain: Domain | None = None,
     ):
-        if dtype is None and isinstance(low, Tensor) and isinstance(high, Tensor):
-            dtype = torch.promote_types(low.dtype, high.dtype)
+        given = [bound.dtype for bound in (low, high) if isinstance(bound, Tensor)]
+        if dtype is None and given:
+            dtype = torch.promote_types(given[0], given[-1])
         dtype = self._settle(domain, dtype)
-        low, high = torch.as_tensor(low), torch.as_tensor(high)
+        low, high = (b if isinstance(b, Tensor) else torch.tensor(np.asarray(b)) for b in (low, high))
+        if self.domain == "discrete":
+            low, high = low.ceil(), high.floor()
         if shape is None:
             shape = torch.broadcast_shapes(low.shape, high.shape)
         super().__init__(shape, device, dtype)
-        self._low = self._bound(low, "low")
-        self._high = self._bound(high, "high")
-        if bool((self._low > self._high).any()):
+        if bool((low > high.to(low.device)).any()):
             raise ConfigError(
                 f"{type(self).__name__}: low must not exceed high: got low={low.tolist()}, high={high.tolist()}."
             )
+        self._low = self._field(self._held(low, "low"), "_low", "low")
+        self._high = self._field(self._held(high, "high"), "_high", "high")
 
     @property
     def low(self) -> Tensor:
@@ -112,44 +115,39 @@ class Bounded(_Numeric):
         """The upper bound at the spec's shape: a view, size 1 where the spec has any size."""
         return self._expanded("_high")
 
-    def cardinality(self) -> int | float:
+    def _count(self, use_mask: bool) -> int | float:
         if self.domain == "continuous" or -1 in self.shape:
             return math.inf
-        counts = (self.high.long() - self.low.long()).flatten().tolist()
-        return math.prod(count + 1 for count in counts)
+        bounds = torch.broadcast_tensors(self._low, self._high)
+        lows, highs = (bound.flatten().tolist() for bound in bounds)
+        return count_values([int(high) - int(low) + 1 for low, high in zip(lows, highs, strict=True)], self.shape)
 
-    def _bound(self, bound: Tensor, name: str) -> Tensor:
-        missing = len(self.shape) - bound.ndim
-        if missing < 0 or not all(
-            got in (1, size) for got, size in zip(bound.shape, self.shape[max(missing, 0) :], strict=False)
-        ):
-            raise ShapeError(
-                f"{type(self).__name__}: {name} must broadcast to the shape {tuple(self.shape)}: got "
-                f"{tuple(bound.shape)}."
+    def _held(self, bound: Tensor, name: str) -> Tensor:
+        held = bound.to(self.dtype)
+        if not self.dtype.is_floating_point and not bool((held.to(bound.dtype) == bound).all()):
+            raise ConfigError(
+                f"{type(self).__name__}: {name} must be a number that {self.dtype} holds: got {bound.tolist()}."
             )
-        bound = bound.to(self.device, self.dtype).reshape((1,) * missing + bound.shape)
-        return unexpanded(bound, self.shape, type(self).__name__).clone()
+        return held
 
     def _outside(self, value: Tensor) -> Tensor:
         low, high = self._low.to(value.device), self._high.to(value.device)
         return ~((value >= low) & (value <= high))
 
     def _nearest(self, value: Tensor) -> Tensor:
-        low, high = self._low.to(value.device, value.dtype), self._high.to(value.device, value.dtype)
+        value = cast(value, self.dtype)
         if value.is_floating_point():
             value = torch.where(value.isnan(), torch.zeros_like(value), value)
-        return torch.minimum(torch.maximum(value, low), high)
+            value = value.round() if self.domain == "discrete" else value
+        return torch.minimum(torch.maximum(value, self._low.to(value.device)), self._high.to(value.device))
 
     def _domain_text(self) -> str:
-        def text(bound: Tensor) -> str:
-            return str(bound.item()) if bound.numel() == 1 else str(bound.tolist())
-
-        return f"within [{text(self._low)}, {text(self._high)}]"
+        return f"within [{field_text(self._low)}, {field_text(self._high)}]"
 
     def _enumerate(self, use_mask: bool) -> Tensor:
         lows, highs = self.low.flatten().tolist(), self.high.flatten().tolist()
         ranges = [torch.arange(low, high + 1) for low, high in zip(lows, highs, strict=True)]
-        return choices(ranges, self.shape).to(self.device)
+        return combinations(ranges, self.shape).to(self.device, self.dtype)
 
 
 class BoundedContinuous(Bounded):
@@ -176,9 +174,6 @@ class BoundedDiscrete(Bounded):
         outside = super()._outside(value)
         return outside | (value != value.round()) if value.is_floating_point() else outside
 
-    def _nearest(self, value: Tensor) -> Tensor:
-        return super()._nearest(value.round() if value.is_floating_point() else value)
-
     def _sample(self, shape: Size, generator: torch.Generator | None) -> Tensor:
         device = self.device if generator is None else generator.device
         low, high = self._low.to(device, torch.int64), self._high.to(device, torch.int64)
@@ -201,7 +196,6 @@ class Unbounded(_Numeric):
     def __init__(
         self,
         shape: Sequence[int] | int = (1,),
-        *,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
         domain: Domain | None = None,
@@ -239,10 +233,3 @@ _FLAVOURS: dict[type, dict[str, type]] = {
 
 def _flavour(spec: _Numeric, domain: str) -> type:
     return _FLAVOURS[Bounded if isinstance(spec, Bounded) else Unbounded][domain]
-
-
-def choices(ranges: list[Tensor], shape: Size) -> Tensor:
-    """Every combination of one entry per range, as a tensor [number, *shape]; the last range varies fastest."""
-    if not ranges:
-        return torch.zeros((1, *shape), dtype=torch.int64)
-    return torch.stack(torch.meshgrid(*ranges, indexing="ij"), -1).reshape(-1, *shape)

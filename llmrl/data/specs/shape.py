@@ -5,6 +5,9 @@ own dims, the ``n`` of a mask) ride along. A spec learns its new shape by applyi
 gives it to the tensors that describe its domain, which are stored *unexpanded*: size 1 in every dim along which they do
 not vary.
 
+The last ``kept`` dims of a spec may belong to its domain, such as the entries of a one-hot vector: arguments count
+them, as for the values, and may not touch them.
+
 A dim of -1 ("any size") is measured with a stand-in prime, so that what it is merged into comes out as -1 too.
 """
 
@@ -20,17 +23,34 @@ from torch import Size, Tensor
 
 from llmrl.errors import ShapeError
 
-__all__ = ["ShapeOp", "as_size", "expand", "flatten", "index", "reshape", "select", "squeeze", "unflatten", "unsqueeze"]
+__all__ = [
+    "ShapeOp",
+    "any_size",
+    "as_size",
+    "empty",
+    "expand",
+    "flatten",
+    "index",
+    "repeat",
+    "reshape",
+    "select",
+    "squeeze",
+    "unexpanded",
+    "unflatten",
+    "unsqueeze",
+]
 
 _STAND_INS = (7919, 7927, 7933, 7937)
 
 
 @dataclass(frozen=True)
 class ShapeOp:
-    """``apply(tensor of shape lead + tail, tail)`` acts on ``lead``; ``text`` says what it does, for errors."""
+    """``apply(tensor of shape lead + tail, tail)`` acts on ``lead``; ``text`` says what it does, for errors. The new
+    dim ``any_dim`` is then of any size."""
 
     text: str
-    apply: Callable[[Tensor, Size], Tensor]
+    apply: Callable[[Any, Size], Any]
+    any_dim: int | None = None
 
     def on_shape(self, lead: Size, owner: str) -> tuple[Size, Size]:
         """Returns the new shape, and ``lead`` with the stand-in for -1.
@@ -40,12 +60,14 @@ class ShapeOp:
         stand_in = next(prime for prime in _STAND_INS if all(size <= 0 or size % prime for size in lead))
         measured = Size(stand_in if size == -1 else size for size in lead)
         try:
-            sizes = self.apply(torch.empty(measured, device="meta"), Size()).shape
+            sizes = list(self.apply(torch.empty(measured, device="meta"), Size()).shape)
         except (RuntimeError, IndexError, ValueError) as error:
             raise ShapeError(f"{owner}: cannot {self.text} a spec of shape {tuple(lead)}: {error}") from error
-        if stand_in not in measured:
-            return sizes, measured
-        return Size(-1 if size and size % stand_in == 0 else size for size in sizes), measured
+        if stand_in in measured:
+            sizes = [-1 if size and size % stand_in == 0 else size for size in sizes]
+        if self.any_dim is not None:
+            sizes[self.any_dim] = -1
+        return Size(sizes), measured
 
     def on_field(self, field: Tensor, lead: Size, measured: Size, owner: str) -> Tensor:
         """The operation on an unexpanded tensor whose first ``len(measured)`` dims are those of the spec.
@@ -77,64 +99,102 @@ def as_size(shape: Sequence[Any]) -> Size:
     return Size(shape)
 
 
-def expand(sizes: Size) -> ShapeOp:
-    return ShapeOp(f"expand to {tuple(sizes)}", lambda t, tail: t.expand((*sizes, *tail)))
+def expand(shape: Size, kept: int, sizes: Size) -> ShapeOp:
+    text = f"expand to {tuple(sizes)}"
+    lead = _lead_sizes(shape, kept, sizes, text)
+    return ShapeOp(text, lambda t, tail: t.expand((*lead, *tail)))
 
 
-def reshape(sizes: Size) -> ShapeOp:
-    return ShapeOp(f"reshape to {tuple(sizes)}", lambda t, tail: t.reshape((*sizes, *tail)))
+def reshape(shape: Size, kept: int, sizes: Size) -> ShapeOp:
+    text = f"reshape to {tuple(sizes)}"
+    lead = _lead_sizes(shape, kept, sizes, text)
+    return ShapeOp(text, lambda t, tail: t.reshape((*lead, *tail)))
 
 
-def flatten(shape: Size, start_dim: int, end_dim: int) -> ShapeOp:
+def flatten(shape: Size, kept: int, start_dim: int, end_dim: int) -> ShapeOp:
     if not shape:
-        return unsqueeze(shape, 0)
+        return unsqueeze(shape, kept, 0)
     text = f"flatten dims {start_dim} to {end_dim} of"
-    start, end = _dim(start_dim, len(shape), text), _dim(end_dim, len(shape), text)
+    start, end = lead_dim(start_dim, shape, kept, text), lead_dim(end_dim, shape, kept, text)
     return ShapeOp(text, lambda t, tail: t.flatten(start, end))
 
 
-def unflatten(shape: Size, dim: int, sizes: Size) -> ShapeOp:
+def unflatten(shape: Size, kept: int, dim: int, sizes: Size) -> ShapeOp:
     text = f"unflatten dim {dim} into {tuple(sizes)} of"
-    at = _dim(dim, len(shape), text)
+    at = lead_dim(dim, shape, kept, text)
     return ShapeOp(text, lambda t, tail: t.unflatten(at, sizes))
 
 
-def squeeze(shape: Size, dim: int | None) -> ShapeOp:
-    dims = range(len(shape)) if dim is None else [_dim(dim, len(shape), f"squeeze dim {dim} of")]
+def squeeze(shape: Size, kept: int, dim: int | None) -> ShapeOp:
+    dims = range(len(shape) - kept) if dim is None else [lead_dim(dim, shape, kept, f"squeeze dim {dim} of")]
     dropped = {d for d in dims if shape[d] == 1}
-    index = tuple(0 if d in dropped else slice(None) for d in range(len(shape)))
+    index = tuple(0 if d in dropped else slice(None) for d in range(len(shape) - kept))
     return ShapeOp("squeeze", lambda t, tail: t[index])
 
 
-def unsqueeze(shape: Size, dim: int) -> ShapeOp:
-    at = _dim(dim, len(shape) + 1, f"unsqueeze dim {dim} of")
-    return ShapeOp(f"unsqueeze dim {dim} of", lambda t, tail: t.unsqueeze(at))
+def unsqueeze(shape: Size, kept: int, dim: int) -> ShapeOp:
+    text = f"unsqueeze dim {dim} of"
+    at = lead_dim(dim, Size((*shape, 1)), kept, text)
+    return ShapeOp(text, lambda t, tail: t.unsqueeze(at))
 
 
-def select(shape: Size, dim: int, position: int) -> ShapeOp:
+def repeat(shape: Size, kept: int, dim: int, size: int) -> ShapeOp:
+    """A new dim of ``size`` at ``dim``, as `torch.stack` makes of equal tensors."""
+    at = lead_dim(dim, Size((*shape, 1)), kept, text := f"stack along dim {dim}")
+    return ShapeOp(text, lambda t, tail: t.unsqueeze(at).expand((*t.shape[:at], size, *t.shape[at:])))
+
+
+def select(dim: int, position: int) -> ShapeOp:
     before = (slice(None),) * dim
     return ShapeOp(f"take entry {position} of dim {dim} of", lambda t, tail: t[(*before, position)])
 
 
-def index(shape: Size, item: Any) -> ShapeOp:
+def empty(dim: int) -> ShapeOp:
+    """Size 0 in every dim from ``dim`` on."""
+    before = (slice(None),) * dim
+    return ShapeOp(f"empty dims {dim} on of", lambda t, tail: t[(*before, *(slice(0),) * (t.ndim - dim - len(tail)))])
+
+
+def any_size(shape: Size, kept: int, dim: int) -> ShapeOp:
+    """Makes a dim -1."""
+    text = f"forget the size of dim {dim} of"
+    return ShapeOp(text, lambda t, tail: t, lead_dim(dim, shape, kept, text))
+
+
+def index(shape: Size, kept: int, item: Any) -> ShapeOp:
     """``spec[item]`` with everything a tensor can be indexed with; an Ellipsis stands for dims of ``shape`` only."""
-    full = _full_index(shape, item)
-    return ShapeOp(f"index with {item!r}", lambda t, tail: t[full])
+    full = full_index(shape, item)
+    if any(not isinstance(part, slice) or part != slice(None) for part in full[len(full) - kept :]):
+        raise ShapeError(
+            f"spec: cannot index with {item!r} a spec of shape {tuple(shape)}: its last dim belongs to its domain and "
+            "stays whole."
+        )
+    lead = full[: len(full) - kept]
+    return ShapeOp(f"index with {item!r}", lambda t, tail: t[lead])
 
 
-def normal_dim(dim: int, shape: Size, owner: str) -> int:
-    """``dim`` counted from the front. Raises ShapeError if ``shape`` has no such dim."""
-    return _dim(dim, len(shape), f"{owner}: cannot take dim {dim} of", raw=True)
-
-
-def _dim(dim: int, ndim: int, text: str, raw: bool = False) -> int:
+def lead_dim(dim: int, shape: Size, kept: int, text: str) -> int:
+    """``dim`` counted from the front. Raises ShapeError if ``shape`` has no such dim, or its domain keeps it."""
+    ndim = len(shape)
     if not -ndim <= dim < ndim:
-        prefix = text if raw else f"spec: cannot {text}"
-        raise ShapeError(f"{prefix} a spec with {ndim} dims to choose from.")
+        raise ShapeError(f"spec: cannot {text} a spec with {ndim} dims to choose from.")
+    if dim % ndim >= ndim - kept:
+        raise ShapeError(f"spec: cannot {text} a spec whose last dim belongs to its domain: it stays where it is.")
     return dim % ndim
 
 
-def _full_index(shape: Size, item: Any) -> tuple[Any, ...]:
+def _lead_sizes(shape: Size, kept: int, sizes: Size, text: str) -> Size:
+    own, asked = shape[len(shape) - kept :], sizes[max(0, len(sizes) - kept) :]
+    if len(asked) < kept or any(size not in (-1, mine) for size, mine in zip(asked, own, strict=True)):
+        raise ShapeError(
+            f"spec: cannot {text} a spec of shape {tuple(shape)}: its last dim belongs to its domain and stays as it "
+            "is."
+        )
+    return sizes[: len(sizes) - kept]
+
+
+def full_index(shape: Size, item: Any) -> tuple[Any, ...]:
+    """``item`` with a part for every dim of ``shape``: without Ellipsis, and with masks as the positions they pick."""
     items = [_as_index(part) for part in (item if isinstance(item, tuple) else (item,))]
     wanted = sum(_dims_used(part) for part in items)
     if wanted > len(shape):
@@ -156,6 +216,8 @@ def _full_index(shape: Size, item: Any) -> tuple[Any, ...]:
                     f"{tuple(shape[dim : dim + used])}."
                 )
             full.extend(part.nonzero(as_tuple=True))  # a meta tensor cannot be masked
+        elif isinstance(part, Tensor) and bool(((part >= (size := shape[dim])) | (part < -size)).any()) and size >= 0:
+            raise ShapeError(f"spec: an index must be below the size of its dim: got {part.tolist()}, size {size}.")
         elif isinstance(part, slice) and shape[dim] == -1:
             full.append(slice(None))  # a slice of any size is of any size
         else:
@@ -167,7 +229,9 @@ def _full_index(shape: Size, item: Any) -> tuple[Any, ...]:
 def _as_index(part: Any) -> Any:
     if isinstance(part, (bool, str)):
         raise ShapeError(f"spec: an index cannot hold {part!r}.")
-    return torch.as_tensor(part) if isinstance(part, (list, range, np.ndarray)) else part
+    if isinstance(part, (list, range, np.ndarray)):
+        return torch.as_tensor(part, dtype=None if len(part) else torch.int64)
+    return part
 
 
 def _dims_used(part: Any) -> int:

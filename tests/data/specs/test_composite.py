@@ -113,6 +113,51 @@ def test_one_device_for_all():
     assert spec.zero()["obs"].device.type == "meta"
 
 
+def test_a_device_can_be_cleared_and_set():
+    spec = Composite({"in": {"x": Unbounded()}}, device="cpu")
+    assert spec["in"].device == torch.device("cpu")
+    assert spec.clear_device_() is spec
+    assert spec.device is None
+    assert spec["in"].device is None
+    assert spec["in", "x"].device == torch.device("cpu")
+    with pytest.raises(RuntimeError, match="locked"):
+        spec.lock_().clear_device_()
+
+
+def test_names_of_dims_follow_them_and_are_those_of_the_values():
+    spec = Composite(x=Unbounded((2, 1, 4)), shape=(2, 1), names=["env", None])
+    assert spec.names == ["env", None]
+    assert spec.rand((5,)).names == [None, "env", None]
+    assert spec.refine_names(..., "time").names == ["env", "time"]
+    assert spec.unsqueeze(0).names == [None, "env", "time"]
+    assert spec.expand(3, 2, 1).names == [None, "env", "time"]
+    assert spec.squeeze().names == ["env"]
+    assert spec[0].names == ["time"]
+    assert spec.clone().names == ["env", "time"]
+    assert spec != Composite(x=Unbounded((2, 1, 4)), shape=(2, 1))
+    for wrong, match in ((("env",), "one name per dim"), (("agent", "time"), "keeps its name")):
+        with pytest.raises(ConfigError, match=match):
+            spec.refine_names(*wrong)
+    assert spec.names == ["env", "time"]
+    spec.names = None
+    assert spec.names == [None, None]
+    assert spec.rand().names == [None, None]
+
+
+def test_a_misspelt_argument_is_refused_as_the_entry_that_it_would_be():
+    with pytest.raises(TypeError, match=r"'shpae' must be a spec.* Did you mean 'shape'"):
+        Composite(shpae=(3,))
+    assert Composite(step_mdp_static=True) != Composite()
+    assert Composite(batch_size=(3,)).batch_size == (3,)
+
+
+def test_a_clone_shares_no_mask_with_what_it_was_made_from():
+    spec = Composite(n={"action": Categorical(3, mask=torch.tensor([True, False, True]))})
+    clone = spec.clone()
+    clone["n", "action"].update_mask(None)
+    assert spec["n", "action"].mask is not None
+
+
 def test_rand_zero_and_one_make_a_tensordict_of_the_batch_size():
     spec = agent_spec()
     for value in (spec.rand((5,)), spec.zero((5,)), spec.one((5,))):

@@ -10,11 +10,16 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from llmrl.data import (
+    Binary,
     Bounded,
     BoundedContinuous,
     BoundedDiscrete,
     Categorical,
+    Choice,
+    MultiCategorical,
+    MultiOneHot,
     NonTensor,
+    OneHot,
     TensorSpec,
     Unbounded,
     UnboundedContinuous,
@@ -42,6 +47,21 @@ SPECS = {
     "categorical": Categorical(4),
     "categorical bool": Categorical(2, shape=(3, 1), dtype=torch.bool),
     "categorical masked": Categorical(4, shape=(3, 2), mask=MASK),
+    "multi categorical": MultiCategorical([3, 2]),
+    "multi categorical by row": MultiCategorical(torch.tensor([[3, 2], [4, 5]]), shape=(3, 2, 2), dtype=torch.int32),
+    "multi categorical masked": MultiCategorical([2, 2], shape=(2, 2), mask=MASK | ~MASK.roll(1, -1)),
+    "multi categorical of one group": MultiCategorical([5]),
+    "binary": Binary(6),
+    "binary bool": Binary(shape=(2, 3), dtype=torch.bool),
+    "one-hot": OneHot(4),
+    "one-hot int": OneHot(4, shape=(3, 4), dtype=torch.int64),
+    "one-hot masked": OneHot(4, shape=(3, 2, 4), mask=MASK),
+    "multi one-hot": MultiOneHot([3, 2]),
+    "multi one-hot masked": MultiOneHot([2, 2], shape=(2, 4), dtype=torch.float32, mask=MASK | ~MASK.roll(1, -1)),
+    "stacked": torch.stack(
+        [Bounded(0, 3, shape=(2,), dtype=torch.int64), Bounded(4, 9, shape=(2,), dtype=torch.int64)]
+    ),
+    "choice": Choice([Bounded(0, 3, shape=(2,), dtype=torch.int64), Bounded(7, 9, shape=(2,), dtype=torch.int64)]),
 }
 
 
@@ -63,33 +83,103 @@ def test_rand_follows_its_generator(spec):
     assert one.tolist() == two.tolist()
 
 
-def test_zero_and_one_have_the_spec_s_shape_and_dtype(spec):
+def test_zero_and_one_have_the_spec_s_shape_and_dtype_and_are_in_it(spec):
     for value, number in ((spec.zero((2,)), 0), (spec.ones((2,)), 1)):
         assert value.shape == (2, *spec.shape)
         assert value.dtype == spec.dtype
-        assert value.eq(number).all()
+        spec.assert_is_in(value)
+        plain = torch.full_like(value, number)
+        assert value.equal(plain) == spec.is_in(plain)
 
 
 def test_encode_inverts_to_numpy(spec):
     value = spec.rand()
     assert spec.encode(spec.to_numpy(value)).equal(value)
-    assert spec.encode(value.tolist()).equal(value)
+    if spec.dtype == torch.bool or not isinstance(spec, (OneHot, MultiOneHot)):
+        assert spec.encode(value.tolist()).equal(value)
+
+
+def test_encode_and_its_memory_share_nothing_with_what_they_were_given(spec):
+    given = spec.to_numpy(spec.rand())
+    spec = spec.clone()
+    for memory in (False, True):
+        spec.memoize_encode(memory)
+        first = spec.encode(given)
+        expected = first.clone()
+        first.zero_() if first.any() else first.fill_(1)
+        assert spec.encode(given).equal(expected)
+        again = np.array(given)
+        second = spec.encode(again)
+        if isinstance(again, np.ndarray) and again.size:
+            again.fill(0)
+        assert second.equal(expected)
+    assert pickle.loads(pickle.dumps(spec)) == spec
+    assert spec.clone().encode(given).equal(expected)
 
 
 def test_project_is_identity_on_valid_values_and_ends_in_the_domain(spec):
     value = spec.rand((3,))
     assert spec.project(value) is value
-    wild = torch.full((3, *spec.shape), 117).to(spec.dtype)
-    projected = spec.project(wild)
-    spec.assert_is_in(projected)
-    assert spec.project(projected) is projected
+    for wild in (
+        torch.full((3, *spec.shape), 117).to(spec.dtype),
+        torch.randint(-300, 300, (3, *spec.shape)),
+        torch.randn(3, *spec.shape, dtype=torch.float64) * 1e30,
+        torch.full((3, *spec.shape), math.nan),
+        torch.rand(3, *spec.shape) < 0.5,
+    ):
+        before = wild.clone()
+        projected = spec.project(wild)
+        spec.assert_is_in(projected)
+        assert projected.shape == wild.shape
+        assert spec.project(projected) is projected
+        assert wild.nan_to_num().equal(before.nan_to_num())
 
 
 def test_copies_and_pickles_compare_equal(spec):
-    for other in (spec.clone(), copy.deepcopy(spec), pickle.loads(pickle.dumps(spec)), spec.to("cpu")):
+    for other in (spec.clone(), copy.deepcopy(spec), pickle.loads(pickle.dumps(spec)), spec.to("cpu"), spec.cpu()):
         assert other == spec
         assert type(other) is type(spec)
+        assert repr(other) == repr(spec)
     assert spec != spec.unsqueeze(0)
+    assert spec != spec.to(torch.int16)
+    assert spec != spec.to("meta")
+    assert spec != "a spec"
+    assert spec.clear_device_() is spec
+    assert spec.device.type == "cpu"
+
+
+def test_a_spec_on_another_device_makes_its_values_there(spec):
+    moved = spec.to("meta")
+    assert moved.device.type == "meta"
+    assert moved.zero((2,)).device.type == "meta"
+    assert moved.zero((2,)).shape == (2, *spec.shape)
+    assert "meta" in repr(moved)
+
+
+def test_type_check_and_domain_and_space_are_there(spec):
+    assert spec.domain in ("continuous", "discrete")
+    assert spec.space.shape == spec.shape
+    spec.type_check(spec.rand())
+    with pytest.raises(TypeError, match="declared"):
+        spec.type_check(spec.rand().to(torch.complex64))
+    with pytest.raises(TypeError, match="declared a tensor"):
+        spec.type_check([1])
+    assert not spec.contains(3)
+    with pytest.raises(TypeError):
+        hash(spec)
+
+
+def test_a_finite_domain_lists_each_of_its_values_once(spec):
+    if -1 in spec.shape or spec.cardinality() > 3000:
+        with pytest.raises(ConfigError, match="at most"):
+            spec.unsqueeze(0).expand(40, *spec.shape).enumerate()
+        return
+    listed = spec.enumerate(use_mask=True)
+    assert listed.shape == (spec.cardinality(), *spec.shape)
+    assert listed.dtype == spec.dtype
+    spec.assert_is_in(listed)
+    assert len(listed.flatten(1).unique(dim=0)) == len(listed) if spec.shape else len(listed.unique()) == len(listed)
+    assert len(spec.enumerate()) >= len(listed)
 
 
 def test_every_field_counts_for_equality():
@@ -121,6 +211,9 @@ def test_dtype_or_domain_choose_the_class():
     assert isinstance(UnboundedDiscrete(), Unbounded)
     assert type(Bounded(0, 5).to(torch.int64)) is BoundedDiscrete
     assert Bounded(0, 5).to(torch.int64).low.dtype == torch.int64
+    assert Bounded(torch.tensor([0, 3]), 5).dtype == torch.int64
+    assert Bounded(0.1, 1, dtype=torch.float64).low.item() == 0.1
+    assert Bounded(0.5, 2.5, domain="discrete").enumerate().tolist() == [1, 2]
     with pytest.raises(ConfigError, match="domain must be discrete"):
         BoundedDiscrete(0, 1, domain="continuous")
 
@@ -169,6 +262,11 @@ def test_encode_refuses_what_it_would_have_to_change():
         spec.encode(np.ones((4, 3)))
     with pytest.raises(DataError, match="whole numbers"):
         spec.encode(np.full((3, 4), 0.5))
+    with pytest.raises(DataError, match="within its range"):
+        Unbounded(shape=(), dtype=torch.int8).encode(300)
+    read_only = np.zeros(2)
+    read_only.flags.writeable = False
+    assert Unbounded(shape=(2,)).encode(read_only).tolist() == [0, 0]
     with pytest.raises(DataError, match=r"within \[0, 9\]"):
         spec.encode(np.full((3, 4), 10))
     assert Unbounded(shape=(1,)).encode(2.5).tolist() == [2.5]
@@ -198,6 +296,20 @@ def test_finite_domains_can_be_counted_and_listed():
         (lambda: Categorical(2, mask=torch.zeros(2, dtype=torch.bool)), ConfigError, "at least one choice"),
         (lambda: Categorical(2, mask=torch.ones(2)), ConfigError, "mask must be bool"),
         (lambda: Unbounded(shape=(-2,)), ConfigError, "a dim is a size"),
+        (lambda: Bounded(0, 255, dtype=torch.int8), ConfigError, "high must be a number that torch.int8 holds"),
+        (lambda: Bounded(0, math.inf, dtype=torch.int64), ConfigError, "high must be a number that torch.int64 holds"),
+        (lambda: Bounded(0.5, 0.7, dtype=torch.int64), ConfigError, "low must not exceed high"),
+        (lambda: Binary(), ConfigError, "needs n"),
+        (lambda: Binary(3, shape=(2,)), ConfigError, "must end with n"),
+        (lambda: OneHot(3, shape=(2,)), ShapeError, "last dim must be the number of choices, 3"),
+        (lambda: OneHot(3, mask=torch.ones(4, dtype=torch.bool)), ShapeError, "mask must broadcast"),
+        (lambda: MultiOneHot([2, 3], shape=(6,)), ShapeError, "last dim must be the number of choices, 5"),
+        (lambda: MultiOneHot([2, 0]), ConfigError, "at least 1"),
+        (lambda: MultiCategorical([2, 3], shape=(3,)), ShapeError, "end with the number of groups"),
+        (lambda: MultiCategorical([2, 3], mask=torch.ones(6, dtype=torch.bool)), ShapeError, "sum of the groups, 5"),
+        (lambda: NonTensor(shape=(2,), batched=True, feature_dims=1), ConfigError, "feature_dims"),
+        (lambda: Choice([]), ConfigError, "at least one spec"),
+        (lambda: Choice([Bounded(0, 1), Bounded(0, 1, (2,))]), ConfigError, "one shape"),
     ],
 )
 def test_impossible_domains_are_refused(make, error, match):
@@ -214,6 +326,12 @@ def test_non_tensor_draws_a_batch_without_a_cost_per_row():
     rows = NonTensor(shape=(4,), example_data="hello", batched=True).rand((2,))
     assert rows.tolist() == [["hello"] * 4] * 2
     assert NonTensor(shape=(4,)).is_in(rows)
+    spec = NonTensor(shape=(3, 2), example_data="hello", feature_dims=1)
+    rows = spec.zero()
+    assert isinstance(rows, NonTensorStack)
+    assert [row.batch_size for row in rows.tensordicts] == [(2,)] * 3
+    assert spec.is_in(rows)
+    assert spec != NonTensor(shape=(3, 2), example_data="hello")
 
 
 def test_non_tensor_checks_shape_and_type_of_what_it_can_see():
@@ -230,4 +348,9 @@ def test_non_tensor_checks_shape_and_type_of_what_it_can_see():
     assert NonTensor(shape=(), example_data="text").is_in("a")
     assert spec.encode(["a", "b"]).tolist() == ["a", "b"]
     assert spec.to_numpy(NonTensorStack("a", "b")) == ["a", "b"]
+    for other in (spec, NonTensor(shape=(2, 2), example_data="x", batched=True), NonTensor((), example_data=[1])):
+        value = other.rand()
+        assert other.to_numpy(other.encode(other.to_numpy(value))) == other.to_numpy(value)
+        assert pickle.loads(pickle.dumps(other)) == other
+        assert other.project(value) is value
     assert spec.expand(3, 2).shape == (3, 2)

@@ -1,0 +1,129 @@
+"""`Choice`: a value of one of several specs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from llmrl.data.specs.base import Mismatch, TensorSpec, listing
+from llmrl.data.specs.shape import ShapeOp
+from llmrl.errors import ConfigError
+
+__all__ = ["Choice"]
+
+
+class Choice(TensorSpec):
+    """A value that, as a whole, is in one of ``choices``: specs of one shape, dtype and device. With extra leading
+    dims, each row is a value. `rand` draws the spec, then the value; `zero` and `one` are the first spec's, `encode`
+    that of the first that can.
+
+    Raises  ConfigError without choices, or where their shapes, dtypes or devices differ
+
+    >>> from llmrl.data.specs import Bounded
+    >>> spec = Choice([Bounded(0, 1), Bounded(5, 6)])
+    >>> spec.is_in(torch.tensor(5.5)), spec.is_in(torch.tensor(3.0)), spec.project(torch.tensor(4.0))
+    (True, False, tensor(5.))
+    """
+
+    def __init__(self, choices: Sequence[TensorSpec]):
+        self.choices = tuple(choices)
+        kinds = {str((tuple(spec.shape), spec.dtype, spec.device)) for spec in self.choices}
+        if len(kinds) != 1:
+            raise ConfigError(
+                f"Choice: needs at least one spec, all of one shape, dtype and device: got {', '.join(sorted(kinds))}."
+            )
+        first = self.choices[0]
+        self.shape, self.dtype, self._kept = first.shape, first.dtype, max(spec._kept for spec in self.choices)
+
+    @property
+    def device(self) -> torch.device | None:
+        return self.choices[0].device
+
+    @property
+    def domain(self) -> Any:
+        return self.choices[0].domain
+
+    def rand(self, shape: Sequence[int] = (), *, generator: torch.Generator | None = None) -> Any:
+        if shape:
+            rows = [self.rand(generator=generator) for _ in range(math.prod(shape))]
+            return torch.stack(rows).reshape((*shape, *rows[0].shape)) if rows else self.zero(shape)
+        device = None if generator is None else generator.device
+        drawn = int(torch.randint(len(self.choices), (), generator=generator, device=device))
+        return self.choices[drawn].rand(generator=generator)
+
+    def zero(self, shape: Sequence[int] = ()) -> Any:
+        return self.choices[0].zero(shape)
+
+    def one(self, shape: Sequence[int] = ()) -> Any:
+        return self.choices[0].one(shape)
+
+    def mismatches(self, value: Any, key: tuple[str, ...] = ()) -> Iterator[Mismatch]:
+        found = [list(spec.mismatches(value, key)) for spec in self.choices]
+        if not all(found):
+            return
+        if any(mismatch.kind != "domain" for mismatch in found[0]) or value.ndim <= self.ndim:
+            yield from min(found, key=len)
+            return
+        for row in value.unbind(0):  # one value per row, each of any choice
+            yield from self.mismatches(row, key)
+
+    def project(self, value: Any) -> Any:
+        """The nearest value in any of the choices; of those that are not tensors, the first choice's."""
+        if self.is_in(value):
+            return value
+        if value.ndim > self.ndim:
+            return torch.stack([self.project(row) for row in value.unbind(0)])
+        projected = [spec.project(value) for spec in self.choices]
+        if not isinstance(value, Tensor):
+            return projected[0]
+        return min(projected, key=lambda each: float((each.double() - value.double()).square().sum()))
+
+    def encode(self, value: Any) -> Any:
+        for spec in self.choices[:-1]:
+            try:
+                return spec.encode(value)
+            except (ValueError, KeyError):
+                continue
+        return self.choices[-1].encode(value)
+
+    def to_numpy(self, value: Any) -> Any:
+        return next((spec for spec in self.choices if spec.is_in(value)), self.choices[0]).to_numpy(value)
+
+    def _count(self, use_mask: bool) -> int | float:
+        if len(self.choices) == 1 or any(spec._count(use_mask) == math.inf for spec in self.choices):
+            return max(spec._count(use_mask) for spec in self.choices)
+        return len(self._enumerate(use_mask))
+
+    def _enumerate(self, use_mask: bool) -> Any:
+        # A value that several choices have counts once.
+        parts = []
+        for number, spec in enumerate(self.choices):
+            values = spec.enumerate(use_mask)
+            new = [row for row in range(len(values)) if not any(s.is_in(values[row]) for s in self.choices[:number])]
+            parts.append(values[torch.tensor(new, dtype=torch.int64)])
+        return torch.cat(parts)
+
+    def _shaped(self, op: ShapeOp, ndim: int) -> Self:
+        return type(self)([spec._shaped(op, ndim) for spec in self.choices])
+
+    def _emptied(self, ndim: int) -> Self:
+        return type(self)([spec._emptied(ndim) for spec in self.choices])
+
+    def to(self, dest: torch.device | str | int | torch.dtype) -> Self:
+        return type(self)([spec.to(dest) for spec in self.choices])
+
+    def clone(self) -> Self:
+        return type(self)([spec.clone() for spec in self.choices])
+
+    def _children(self) -> Sequence[TensorSpec]:
+        return self.choices
+
+    def _identity(self) -> tuple[Any, ...]:
+        return self.choices
+
+    def __repr__(self) -> str:
+        return listing(self, (repr(spec) for spec in self.choices), f"shape={tuple(self.shape)}")

@@ -1,0 +1,281 @@
+"""`LeafSpec`: what all specs of a single tensor share.
+
+A leaf class adds its domain in five methods (`_sample`, `_outside`, `_nearest`, `_enumerate`, `_count`) and names the
+tensors that describe it in `_fields`; values, checks, conversion, shapes and equality are written here.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, Literal, Self
+
+import numpy as np
+import torch
+from torch import Size, Tensor
+
+from llmrl.data.specs.base import Mismatch, TensorSpec, as_device, fits
+from llmrl.data.specs.shape import ShapeOp, empty, unexpanded
+from llmrl.errors import ConfigError, DataError, ShapeError
+
+__all__ = ["LeafSpec"]
+
+_MEMO_SIZE = 4096
+
+
+class LeafSpec(TensorSpec):
+    """The spec of one tensor.
+
+    ``_fields`` names the attributes that hold the tensors of the domain (bounds, a mask), with the number of dims they
+    have beyond the spec's own (without those it keeps). They are None, or unexpanded: size 1 where they do not vary.
+    """
+
+    _fields: ClassVar[dict[str, int]] = {}
+    _memo: dict[Any, Tensor] | None = None
+
+    def __init__(self, shape: Sequence[int] | int, device: torch.device | str | int | None, dtype: torch.dtype | None):
+        self.shape = Size([shape] if isinstance(shape, int) else shape)
+        if any(size < -1 for size in self.shape):
+            raise ConfigError(f"{type(self).__name__}: a dim is a size, or -1 for any: got shape {tuple(self.shape)}.")
+        self._device = torch.get_default_device() if device is None else as_device(device)
+        self.dtype = dtype
+
+    # -- what a domain defines -----------------------------------------------------------------------------------------
+
+    def _sample(self, shape: Size, generator: torch.Generator | None) -> Tensor:
+        raise TypeError(f"{type(self).__name__} must define _sample.")
+
+    def _outside(self, value: Tensor) -> Tensor | None:
+        """bool, True where an entry of ``value`` is outside the domain; None: nowhere."""
+        return None
+
+    def _nearest(self, value: Tensor) -> Tensor:
+        """The nearest value of the domain, of the spec's dtype, for a value of any."""
+        return cast(value, self.dtype)
+
+    def _domain_text(self) -> str:
+        return ""
+
+    def _count(self, use_mask: bool) -> int | float:
+        return math.inf
+
+    # -- values --------------------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def domain(self) -> Literal["continuous", "discrete"]:
+        return "discrete"
+
+    def rand(self, shape: Sequence[int] = (), *, generator: torch.Generator | None = None) -> Tensor:
+        size = self._full_shape(shape)
+        if 0 in size:
+            return torch.zeros(size, dtype=self.dtype, device=self.device)
+        return self._sample(size, generator).to(self.device, self.dtype)
+
+    def zero(self, shape: Sequence[int] = ()) -> Tensor:
+        return self.project(torch.zeros(self._full_shape(shape), dtype=self.dtype, device=self.device))
+
+    def one(self, shape: Sequence[int] = ()) -> Tensor:
+        return self.project(torch.ones(self._full_shape(shape), dtype=self.dtype, device=self.device))
+
+    def mismatches(self, value: Any, key: tuple[str, ...] = ()) -> Iterator[Mismatch]:
+        if not isinstance(value, Tensor):
+            yield Mismatch(key, "type", f"declared a tensor, got {type(value).__name__}")
+            return
+        if value.dtype != self.dtype:
+            yield Mismatch(key, "dtype", f"declared {self.dtype}, got {value.dtype}")
+        if not fits(value.shape, self.shape):
+            yield Mismatch(key, "shape", f"declared shape {tuple(self.shape)}, got {tuple(value.shape)}")
+        elif (where := self._first_outside(value)) is not None:
+            bad = value[where].tolist()
+            yield Mismatch(key, "domain", f"declared {self._domain_text()}, got {bad} at {list(where)}")
+
+    def project(self, value: Tensor) -> Tensor:
+        """The nearest value of the domain, entry by entry; ``value`` itself if it `is_in`.
+
+        Raises  ShapeError for another shape, TypeError for another kind of value
+        """
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{type(self).__name__}.project: takes a tensor: got {type(value).__name__}.")
+        if not fits(value.shape, self.shape):
+            raise ShapeError(
+                f"{type(self).__name__}.project: the trailing shape must be the spec's: got {tuple(value.shape)}, "
+                f"expected {tuple(self.shape)}."
+            )
+        if value.dtype == self.dtype and self._first_outside(value) is None:
+            return value
+        return self._nearest(value) if value.numel() else value.to(self.dtype)
+
+    def encode(self, value: Any) -> Tensor:
+        """A number, list, array or tensor as a tensor of the spec's dtype and device.
+
+        Raises  ShapeError unless the trailing shape is the spec's, up to dims of size 1; DataError for a value outside
+                the domain, and for a fraction where the dtype is an integer
+        """
+        key = None if self._memo is None else _memo_key(value)
+        if key is None:
+            return self._encode(value)
+        if key not in self._memo:
+            if len(self._memo) >= _MEMO_SIZE:
+                self._memo.clear()
+            self._memo[key] = self._encode(value)
+        return self._memo[key].clone()  # the caller may write to what it gets
+
+    def memoize_encode(self, mode: bool = True) -> None:
+        self._memo = {} if mode else None
+
+    def to_numpy(self, value: Tensor) -> np.ndarray:
+        """``value`` as an array. Raises TypeError if it is not of the spec's dtype."""
+        self.type_check(value)
+        return value.detach().cpu().numpy()
+
+    def _encode(self, value: Any) -> Tensor:
+        given = value if isinstance(value, Tensor) else torch.tensor(np.asarray(value))
+        tensor = given.to(self.device, self.dtype, copy=True)  # whoever made the value may write to it again
+        exact = self.dtype.is_floating_point or self.dtype.is_complex or tensor.is_meta
+        if not exact and not bool((tensor.to(given.dtype) == given.to(self.device)).all()):
+            raise DataError(
+                f"{type(self).__name__}.encode: {self.dtype} holds whole numbers within its range only: got {value!r}."
+            )
+        if not fits(tensor.shape, self.shape):
+            if [size for size in tensor.shape if size != 1] != [size for size in self.shape if size != 1]:
+                raise ShapeError(
+                    f"{type(self).__name__}.encode: the trailing shape must be the spec's: got {tuple(tensor.shape)}, "
+                    f"expected {tuple(self.shape)}."
+                )
+            tensor = tensor.reshape(self.shape)
+        if self._first_outside(tensor) is not None:
+            raise DataError(f"{type(self).__name__}.encode: the value must be {self._domain_text()}: got {value!r}.")
+        return tensor
+
+    def _first_outside(self, value: Tensor) -> tuple[int, ...] | None:
+        if value.is_meta or not value.numel() or (value.is_complex() and not self.dtype.is_complex):
+            return None
+        outside = self._outside(value)
+        return tuple(outside.nonzero()[0].tolist()) if outside is not None and bool(outside.any()) else None
+
+    # -- shapes and copies ---------------------------------------------------------------------------------------------
+
+    def _shaped(self, op: ShapeOp, ndim: int) -> Self:
+        owner = type(self).__name__
+        lead, measured = op.on_shape(self.shape[:ndim], owner)
+        new = copy.copy(self)
+        new.shape = Size((*lead, *self.shape[ndim:]))
+        for name in self._fields:
+            if (field := getattr(self, name)) is not None:
+                setattr(new, name, op.on_field(field, lead, measured, owner))
+        return new
+
+    def _emptied(self, ndim: int) -> Self:
+        """This spec with size 0 in all dims but the first ``ndim``."""
+        return self._shaped(empty(ndim), len(self.shape) - self._kept)
+
+    def to(self, dest: torch.device | str | int | torch.dtype) -> Self:
+        new = copy.copy(self)
+        if isinstance(dest, torch.dtype):
+            new.dtype = dest
+        else:
+            new._device = as_device(dest)
+            for name in self._fields:
+                if (field := getattr(self, name)) is not None:
+                    setattr(new, name, field.to(new._device))
+        return new
+
+    def _field(self, value: Tensor, name: str, label: str) -> Tensor:
+        """``value`` as a field: on the spec's device, with all of its dims, size 1 where it does not vary.
+
+        Raises  ShapeError unless it broadcasts to the spec's shape
+        """
+        lead = self.shape[: len(self.shape) - self._kept]
+        extra = self._fields[name]
+        tail = value.shape[value.ndim - extra :]
+        missing = len(lead) + extra - value.ndim
+        sizes = (*(1,) * missing, *value.shape[: value.ndim - extra])
+        if missing < 0 or any(got not in (1, size) for got, size in zip(sizes, lead, strict=True)):
+            raise ShapeError(
+                f"{type(self).__name__}: {label} must broadcast to the shape {(*lead, *tail)}: got "
+                f"{tuple(value.shape)}."
+            )
+        return unexpanded(value.to(self.device).reshape((*sizes, *tail)), lead, type(self).__name__).clone()
+
+    def _expanded(self, name: str) -> Tensor:
+        """A field at full shape, as a view: size 1 where the spec has any size."""
+        field: Tensor = getattr(self, name)
+        extra = self._fields[name]
+        lead = self._full_shape(())[: len(self.shape) - self._kept]
+        return field.expand((*lead, *field.shape[field.ndim - extra :]))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies and pickles remember for themselves: what is encoded depends on shape, dtype and device.
+        state = dict(vars(self))
+        if state.get("_memo") is not None:
+            state["_memo"] = {}
+        return state
+
+    def __eq__(self, other: object) -> bool:
+        same = super().__eq__(other)
+        return all(self._same_field(other, name) for name in self._fields) if same is True else same
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _identity(self) -> tuple[Any, ...]:
+        return self.shape, self.device, self.dtype
+
+    def _same_field(self, other: LeafSpec, name: str) -> bool:
+        mine, theirs = getattr(self, name), getattr(other, name)
+        if mine is None or theirs is None:
+            return mine is theirs
+        return bool((mine == theirs).all())  # the specs have one shape, so size 1 broadcasts
+
+    def __repr__(self) -> str:
+        domain = self._domain_text()
+        return (
+            f"{type(self).__name__}({domain + ', ' if domain else ''}shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"device={self.device})"
+        )
+
+
+def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """The nearest value of another dtype: rounded for a whole-number dtype, and kept within its range."""
+    if value.dtype == dtype:
+        return value
+    if value.is_complex() and not dtype.is_complex:
+        value = value.real
+    if dtype.is_floating_point or dtype.is_complex or value.dtype == torch.bool:
+        return value.to(dtype)
+    if value.is_floating_point():
+        value = value.double().nan_to_num(0.0).round()
+    if dtype == torch.bool:
+        return value > 0
+    limits = torch.iinfo(dtype)
+    if not value.is_floating_point():
+        own = torch.iinfo(value.dtype)
+        if limits.min <= own.min and own.max <= limits.max:
+            return value.to(dtype)
+    over = value >= limits.max  # as a double the largest int64 is one too large
+    return value.clamp(min=limits.min).masked_fill(over, 0).to(dtype).masked_fill(over, limits.max)
+
+
+def count_values(counts: Sequence[int], shape: Size) -> int:
+    """The product of the counts of all entries of ``shape``, given those of a part that repeats."""
+    return math.prod(counts) ** (shape.numel() // max(len(counts), 1))
+
+
+def field_text(field: Tensor) -> str:
+    """A field in an error message or a repr: short, however large it is."""
+    if field.is_meta or not field.numel():
+        return "?"
+    if field.numel() > 16:
+        return f"[{field.min().item()} ... {field.max().item()}]"
+    return str(field.item() if field.numel() == 1 else field.squeeze().tolist())
+
+
+def _memo_key(value: Any) -> Any:
+    # None where remembering would cost more than encoding again, or the value can change.
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    return (type(value), value) if isinstance(value, (bool, int, float, str, np.generic)) else None

@@ -1,0 +1,74 @@
+"""The names that specs had before. Each warns and makes its successor, which `isinstance` and subclassing see."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from llmrl.data.specs.base import TensorSpec
+from llmrl.data.specs.categorical import Categorical, MultiCategorical, MultiOneHot, OneHot
+from llmrl.data.specs.composite import Composite
+from llmrl.data.specs.discrete import Binary
+from llmrl.data.specs.non_tensor import NonTensor
+from llmrl.data.specs.numeric import Bounded, UnboundedContinuous, UnboundedDiscrete
+from llmrl.data.specs.stacked import Stacked, StackedComposite
+
+__all__ = [
+    "BinaryDiscreteTensorSpec",
+    "BoundedTensorSpec",
+    "CompositeSpec",
+    "DiscreteTensorSpec",
+    "LazyStackedCompositeSpec",
+    "LazyStackedTensorSpec",
+    "MultiDiscreteTensorSpec",
+    "MultiOneHotDiscreteTensorSpec",
+    "NonTensorSpec",
+    "OneHotDiscreteTensorSpec",
+    "UnboundedContinuousTensorSpec",
+    "UnboundedDiscreteTensorSpec",
+]
+
+
+class _OldName:
+    def __init__(self, name: str, successor: type[TensorSpec]):
+        self.__name__ = self.__qualname__ = name
+        self.__doc__ = f"Deprecated: `{successor.__name__}`."
+        self.__module__ = __name__
+        self._successor = successor
+
+    def __call__(self, *args: Any, **kwargs: Any) -> TensorSpec:
+        warnings.warn(
+            f"{self.__name__} is deprecated; use llmrl.data.{self._successor.__name__}.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return self._successor(*args, **kwargs)
+
+    def __instancecheck__(self, instance: Any) -> bool:
+        return isinstance(instance, self._successor)
+
+    def __subclasscheck__(self, subclass: type) -> bool:
+        return issubclass(subclass, self._successor)
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
+        return (self._successor,)
+
+    def __reduce__(self) -> str:
+        return self.__name__
+
+    def __repr__(self) -> str:
+        return f"<deprecated name of {self._successor.__name__}>"
+
+
+BinaryDiscreteTensorSpec = _OldName("BinaryDiscreteTensorSpec", Binary)
+BoundedTensorSpec = _OldName("BoundedTensorSpec", Bounded)
+CompositeSpec = _OldName("CompositeSpec", Composite)
+DiscreteTensorSpec = _OldName("DiscreteTensorSpec", Categorical)
+LazyStackedCompositeSpec = _OldName("LazyStackedCompositeSpec", StackedComposite)
+LazyStackedTensorSpec = _OldName("LazyStackedTensorSpec", Stacked)
+MultiDiscreteTensorSpec = _OldName("MultiDiscreteTensorSpec", MultiCategorical)
+MultiOneHotDiscreteTensorSpec = _OldName("MultiOneHotDiscreteTensorSpec", MultiOneHot)
+NonTensorSpec = _OldName("NonTensorSpec", NonTensor)
+OneHotDiscreteTensorSpec = _OldName("OneHotDiscreteTensorSpec", OneHot)
+UnboundedContinuousTensorSpec = _OldName("UnboundedContinuousTensorSpec", UnboundedContinuous)
+UnboundedDiscreteTensorSpec = _OldName("UnboundedDiscreteTensorSpec", UnboundedDiscrete)

@@ -1,0 +1,369 @@
+"""`torch.stack` of specs: one dense spec where they are equal, else a stack that keeps its members.
+
+`Stacked` holds leaves, `StackedComposite` composites; what they share is in `_Stack`. A shape operation finds out which
+member each row of the result comes from by acting on the members' numbers, as it would on a bound or a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from tensordict import NestedKey, TensorDictBase, is_tensor_collection, lazy_stack
+from torch import Size, Tensor
+
+from llmrl.data.specs.base import TORCH_FUNCTIONS, Mismatch, TensorSpec, combinations, listing
+from llmrl.data.specs.composite import _RAISE, Composite
+from llmrl.data.specs.shape import ShapeOp, full_index, lead_dim, repeat, select
+from llmrl.errors import ConfigError, ShapeError
+
+__all__ = ["Stacked", "StackedComposite", "stack"]
+
+
+def stack(specs: Sequence[TensorSpec], dim: int = 0) -> TensorSpec:
+    """`torch.stack` of specs: a dense spec where they are equal, else a `Stacked` or `StackedComposite`.
+
+    Raises  RuntimeError for specs of different types, dtypes, numbers of dims or devices
+
+    >>> from llmrl.data.specs import Bounded
+    >>> torch.stack([Bounded(0, 1), Bounded(0, 1)]).shape
+    torch.Size([2])
+    >>> torch.stack([Bounded(0, 1, (2,)), Bounded(0, 5, (3,))]).shape
+    torch.Size([2, -1])
+    """
+    specs = tuple(specs)
+    if not specs:
+        raise RuntimeError("stack: needs at least one spec.")
+    first = specs[0]
+    if all(spec is first or spec == first for spec in specs[1:]):
+        return first._reshaped(repeat, dim, len(specs))
+    return _kind(first)(*specs, dim=dim)
+
+
+TORCH_FUNCTIONS[torch.stack] = stack
+
+
+class _Stack(TensorSpec):
+    # `members` are the specs along dim `stack_dim`; a dim in which they differ is -1.
+
+    members: tuple[Any, ...]
+    stack_dim: int
+
+    def __init__(self, *specs: TensorSpec, dim: int = 0):
+        if not specs:
+            raise ConfigError(f"{type(self).__name__}: needs at least one spec.")
+        self.members = specs
+        kinds = {_leaf_kind(spec) for spec in specs}
+        if len(kinds) > 1 or isinstance(specs[0], Composite) != isinstance(self, Composite):
+            raise RuntimeError(f"{type(self).__name__}: Found more than one type of specs: {', '.join(sorted(kinds))}.")
+        for what, found in (
+            ("Dtypes", [spec.dtype for spec in specs]),
+            ("Ndims", [spec.ndim for spec in specs]),
+            ("Devices", [spec.device for spec in specs]),
+        ):
+            if any(one != found[0] for one in found):
+                raise RuntimeError(f"{type(self).__name__}: {what} differ between the specs: got {found}.")
+        self._kept = specs[0]._kept
+        self.stack_dim = lead_dim(dim, Size((*specs[0].shape, 1)), self._kept, f"stack along dim {dim}")
+        sizes = [
+            size if all(spec.shape[at] == size for spec in specs) else -1 for at, size in enumerate(specs[0].shape)
+        ]
+        sizes.insert(self.stack_dim, len(specs))
+        self.shape = Size(sizes)
+
+    @property
+    def device(self) -> torch.device | None:
+        return self.members[0].device
+
+    @property
+    def dtype(self) -> torch.dtype | None:  # type: ignore[override]
+        return self.members[0].dtype
+
+    # -- values --------------------------------------------------------------------------------------------------------
+
+    def _join(self, values: Sequence[Any], dim: int) -> Any:
+        """The stack of one value per member."""
+        raise TypeError(f"{type(self).__name__} must define _join.")
+
+    def _split(self, value: Any) -> Sequence[Any]:
+        """One value per member; `_join`, undone."""
+        return value.unbind(self.stack_dim - len(self.shape))
+
+    def rand(self, shape: Sequence[int] = (), *, generator: torch.Generator | None = None) -> Any:
+        return self._join([spec.rand(shape, generator=generator) for spec in self.members], len(shape))
+
+    def zero(self, shape: Sequence[int] = ()) -> Any:
+        return self._join([spec.zero(shape) for spec in self.members], len(shape))
+
+    def one(self, shape: Sequence[int] = ()) -> Any:
+        return self._join([spec.one(shape) for spec in self.members], len(shape))
+
+    def _refusal(self, value: Any) -> str | None:
+        """Why ``value`` cannot be split into one value per member, if it cannot."""
+        raise TypeError(f"{type(self).__name__} must define _refusal.")
+
+    def mismatches(self, value: Any, key: tuple[str, ...] = ()) -> Iterator[Mismatch]:
+        if (text := self._refusal(value)) is not None:
+            yield Mismatch(key, "shape" if hasattr(value, "shape") else "type", text)
+            return
+        for number, (spec, part) in enumerate(zip(self.members, self._split(value), strict=True)):
+            for found in spec.mismatches(part, key):
+                yield found._replace(text=f"entry {number} of the stack: {found.text}")
+
+    def project(self, value: Any) -> Any:
+        if (text := self._refusal(value)) is not None:
+            raise ShapeError(f"{type(self).__name__}.project: {text}.")
+        parts = self._split(value)
+        projected = [spec.project(part) for spec, part in zip(self.members, parts, strict=True)]
+        if all(new is old for new, old in zip(projected, parts, strict=True)):
+            return value
+        return self._join(projected, projected[0].ndim - self.members[0].ndim)
+
+    def encode(self, value: Sequence[Any]) -> Any:
+        """One value per member, in a list or in any array that has them along its first dim."""
+        if len(value) != len(self.members):
+            raise ShapeError(
+                f"{type(self).__name__}.encode: takes one value per member: got {len(value)}, expected "
+                f"{len(self.members)}."
+            )
+        return self._join([spec.encode(part) for spec, part in zip(self.members, value, strict=True)], 0)
+
+    def to_numpy(self, value: Any) -> list[Any]:
+        """One array per member: they may differ in shape."""
+        return [spec.to_numpy(part) for spec, part in zip(self.members, self._split(value), strict=True)]
+
+    def _enumerate(self, use_mask: bool) -> Any:
+        values = [spec.enumerate(use_mask) for spec in self.members]
+        picks = combinations([torch.arange(len(each)) for each in values], Size((len(values),)))
+        return self._join([each[pick] for each, pick in zip(values, picks.unbind(1), strict=True)], 1)
+
+    # -- shapes and copies ---------------------------------------------------------------------------------------------
+
+    def _shaped(self, op: ShapeOp, ndim: int) -> Any:
+        if self.stack_dim >= ndim:
+            members = [spec._shaped(op, ndim) for spec in self.members]
+            return stack(members, self.stack_dim + members[0].ndim - self.members[0].ndim)
+        lead, measured = op.on_shape(self.shape[:ndim], type(self).__name__)
+        numbers = torch.arange(len(self.members)).view([-1 if d == self.stack_dim else 1 for d in range(ndim)])
+        numbers = op.on_field(numbers, lead, measured, type(self).__name__)
+        widen = repeat(self.shape[: ndim - 1], 0, self.stack_dim, len(self.members))
+        needed = set(numbers.flatten().tolist()) or {0}
+        whole = {n: self.members[n]._shaped(widen, ndim - 1)._shaped(op, ndim) for n in needed}
+        varying = [
+            dim
+            for dim, size in enumerate(numbers.shape)
+            if size > 1 and bool((numbers != numbers.narrow(dim, 0, 1)).any())
+        ]
+        return _arranged(numbers, whole, varying)
+
+    def _emptied(self, ndim: int) -> Any:
+        at = ndim if self.stack_dim >= ndim else ndim - 1
+        return stack([spec._emptied(at) for spec in self.members], self.stack_dim)
+
+    def unbind(self, dim: int = 0) -> tuple[Any, ...]:
+        return self.members if dim % max(self.ndim, 1) == self.stack_dim else super().unbind(dim)
+
+    def _indexed(self, item: Any) -> Any:
+        # A number in the stack's dim alone gives the member itself, not a copy.
+        full = full_index(self.shape, item)
+        picked = full[self.stack_dim] if len(full) == self.ndim else None
+        if isinstance(picked, int) and all(part == slice(None) for part in full if part is not picked):
+            return self.members[picked]
+        return super()._indexed(item)
+
+    def to(self, dest: torch.device | str | int | torch.dtype) -> Any:
+        return type(self)(*[spec.to(dest) for spec in self.members], dim=self.stack_dim)
+
+    def clone(self) -> Any:
+        return type(self)(*[spec.clone() for spec in self.members], dim=self.stack_dim)
+
+    def _children(self) -> Sequence[TensorSpec]:
+        return self.members
+
+    def _identity(self) -> tuple[Any, ...]:
+        return self.stack_dim, self.members
+
+    def __repr__(self) -> str:
+        return listing(self, (repr(spec) for spec in self.members), f"dim={self.stack_dim}, shape={tuple(self.shape)}")
+
+
+def _arranged(numbers: Tensor, specs: Mapping[int, Any], dims: Sequence[int]) -> Any:
+    # The spec whose row i, along the dims in which ``numbers`` varies, is that row of the spec that numbers[i] counts.
+    if not dims:
+        return specs[int(numbers.flatten()[0])] if numbers.numel() else next(iter(specs.values()))
+    dim, *below = dims
+    parts = []
+    for row in range(numbers.shape[dim]):
+        there = numbers.select(dim, row)
+        rows = {
+            number: specs[number]._shaped(select(dim, row), numbers.ndim) for number in set(there.flatten().tolist())
+        }
+        parts.append(_arranged(there, rows, [each - 1 for each in below]))
+    return _kind(parts[0])(*parts, dim=dim)
+
+
+def _leaf_kind(spec: TensorSpec) -> str:
+    if isinstance(spec, Composite):
+        return "Composite"
+    return _leaf_kind(spec.members[0]) if isinstance(spec, Stacked) else type(spec).__name__
+
+
+def _kind(spec: TensorSpec) -> type[_Stack]:
+    return StackedComposite if isinstance(spec, Composite) else Stacked
+
+
+class Stacked(_Stack):
+    """Leaf specs along a dim in which they differ. Made by `torch.stack`.
+
+    Its values are tensors: where shapes differ nested ones (jagged), which exist for a stack of the first dim, without
+    extra leading dims, whose members differ in one dim.
+
+    >>> from llmrl.data.specs import Bounded
+    >>> spec = torch.stack([Bounded(0, 1, (2,)), Bounded(5, 6, (2,))])
+    >>> type(spec).__name__, spec.project(torch.zeros(2, 2)), spec[1].low
+    ('Stacked', tensor([[0., 0.],
+            [5., 5.]]), tensor([5., 5.]))
+    """
+
+    @property
+    def domain(self) -> Any:
+        return self.members[0].domain
+
+    def _join(self, values: Sequence[Tensor], dim: int) -> Tensor:
+        if all(value.shape == values[0].shape for value in values):
+            return torch.stack(list(values), self.stack_dim + dim)
+        try:
+            if self.stack_dim + dim:
+                raise ValueError("the stack is not the first dim")
+            return torch.nested.as_nested_tensor(list(values), layout=torch.jagged)
+        except (ValueError, RuntimeError) as error:
+            raise ShapeError(
+                f"Stacked: values of the shapes {[tuple(value.shape) for value in values]} make no tensor along dim "
+                f"{self.stack_dim + dim} ({error}); use the members one by one, or composites."
+            ) from error
+
+    def _split(self, value: Tensor) -> Sequence[Tensor]:
+        return value.unbind(0) if value.is_nested else super()._split(value)
+
+    def _refusal(self, value: Any) -> str | None:
+        if not isinstance(value, Tensor):
+            return f"declared a tensor, got {type(value).__name__}"
+        if value.is_nested:
+            fine = value.ndim == self.ndim and self.stack_dim == 0 and value.size(0) == len(self.members)
+        else:
+            fine = value.ndim >= self.ndim and value.shape[self.stack_dim - self.ndim] == len(self.members)
+        return None if fine else f"declared shape {tuple(self.shape)}, got {tuple(value.shape)}"
+
+
+class StackedComposite(_Stack, Composite):
+    """Composites along a dim in which they differ. Made by `torch.stack`.
+
+    Its keys are those that all members have, and reading or writing one acts on all of them: what is written is unbound
+    along the stack's dim. The others are in the members. Its values are lazy stacks.
+
+    >>> from llmrl.data.specs import Bounded
+    >>> spec = torch.stack([Composite(x=Bounded(0, 1), y=Bounded(0, 1)), Composite(x=Bounded(5, 6))])
+    >>> list(spec.keys()), list(spec[0].keys()), spec["x"].shape
+    (['x'], ['x', 'y'], torch.Size([2]))
+    """
+
+    def __init__(self, *specs: Composite, dim: int = 0):
+        _Stack.__init__(self, *specs, dim=dim)
+        self.is_locked = False
+        self._leaf_keys = None
+
+    @property
+    def data_cls(self) -> type | None:  # type: ignore[override]
+        return self.members[0].data_cls
+
+    @property
+    def device(self) -> torch.device | None:
+        return self.members[0].device
+
+    @device.setter
+    def device(self, device: torch.device | str | int) -> None:
+        self._assert_unlocked()
+        for spec in self.members:
+            spec.device = device
+
+    @property
+    def names(self) -> list[str | None]:
+        names = self.members[0].names
+        return [*names[: self.stack_dim], None, *names[self.stack_dim :]]
+
+    def refine_names(self, *names: Any) -> Self:
+        raise ConfigError("StackedComposite.refine_names: the dims get their names from the members; name theirs.")
+
+    def _entry(self, name: str) -> Any:
+        found = [spec._entry(name) for spec in self.members]
+        for nothing in (_RAISE, None):
+            if any(entry is nothing for entry in found):
+                return nothing
+        if isinstance(found[0], Composite):
+            return StackedComposite(*found, dim=self.stack_dim)  # never dense: what is written to it is written here
+        return stack(found, self.stack_dim)
+
+    def _entry_names(self) -> Sequence[str]:
+        return [name for name in self.members[0]._entry_names() if all(name in spec for spec in self.members[1:])]
+
+    def __setitem__(self, key: NestedKey, spec: TensorSpec | Mapping[str, Any] | None) -> None:
+        self._assert_unlocked()
+        if isinstance(spec, Mapping):
+            spec = Composite(spec, shape=self.shape, device=self.device)
+        parts = [None] * len(self.members)
+        if isinstance(spec, TensorSpec):
+            if len(spec.shape) < self.ndim or spec.shape[self.stack_dim] != len(parts):
+                raise ShapeError(
+                    f"StackedComposite: the shape of {key!r} must begin with {tuple(self.shape)}: got "
+                    f"{tuple(spec.shape)}."
+                )
+            parts = spec.unbind(self.stack_dim)
+        elif spec is not None:
+            raise TypeError(f"StackedComposite: {key!r} must be a spec or None: got {type(spec).__name__}.")
+        written = [member.clone() for member in self.members]  # all of them or none
+        for member, part in zip(written, parts, strict=True):
+            member[key] = part
+        for member, part in zip(self.members, parts, strict=True):
+            member[key] = part
+
+    def _drop(self, name: str) -> None:
+        self._assert_unlocked()
+        for spec in self.members:
+            spec._drop(name)
+
+    def update(self, specs: Mapping[str, Any] | Composite) -> Self:
+        if isinstance(specs, StackedComposite) and specs.stack_dim == self.stack_dim:
+            for mine, other in zip(self.members, specs.members, strict=True):
+                mine.update(other)
+            return self
+        return super().update(specs)
+
+    def is_empty(self, recurse: bool = False) -> bool:
+        return all(spec.is_empty(recurse) for spec in self.members)
+
+    def empty(self) -> Self:
+        return type(self)(*[spec.empty() for spec in self.members], dim=self.stack_dim)
+
+    def _emptied(self, ndim: int) -> Self:
+        return self.empty()
+
+    def _join(self, values: Sequence[TensorDictBase], dim: int) -> TensorDictBase:
+        return lazy_stack(list(values), self.stack_dim + dim)
+
+    def _refusal(self, value: Any) -> str | None:
+        if not is_tensor_collection(value):
+            return f"declared a tensordict, got {type(value).__name__}"
+        size = value.batch_size
+        fine = len(size) >= self.ndim and size[self.stack_dim - self.ndim] == len(self.members)
+        return None if fine else f"declared batch size {tuple(self.shape)}, got {tuple(size)}"
+
+    def _split(self, value: TensorDictBase) -> Sequence[TensorDictBase]:
+        return value.unbind(value.ndim + self.stack_dim - self.ndim)
+
+    def _set_lock(self, locked: bool, recurse: bool) -> Self:
+        self.is_locked = locked
+        self._leaf_keys = None
+        for spec in self.members:
+            spec._set_lock(locked, recurse)
+        return self
