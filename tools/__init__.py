@@ -1,1 +1,19 @@
-"""Tools that a model can call: typed functions that know nothing of tensors or environments."""
+"""Tools that a model can call during a rollout: what a tool is, how calls are run, and the ones built in."""
+
+from llmrl.tools.base import Tool, ToolCall, ToolError, ToolResult, ToolTimeout
+from llmrl.tools.function import FunctionTool, as_tool, tool
+from llmrl.tools.load import load_tool
+from llmrl.tools.runner import ToolRunner
+
+__all__ = [
+    "FunctionTool",
+    "Tool",
+    "ToolCall",
+    "ToolError",
+    "ToolResult",
+    "ToolRunner",
+    "ToolTimeout",
+    "as_tool",
+    "load_tool",
+    "tool",
+]

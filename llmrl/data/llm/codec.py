@@ -1,6 +1,7 @@
 """One tokenizer and one template: messages -> text -> ids, with the spans that the assistant wrote.
 
-The template's text is the Transformers library's own rendering; this file adds the spans, for templates with and
+The template's text is the Transformers library's own rendering, with the tools that are given or that the first message
+of a conversation declares under ``"tools"``; this file adds the spans, for templates with and
 without generation blocks, and the end-of-turn text, which belongs to the assistant's span. Control tokens inside
 messages are left to `llmrl.data.llm.control_tokens`, streams of ids to `llmrl.modules.llm.rendering`.
 """
@@ -168,9 +169,7 @@ class ChatCodec:
 
     def _written(self, chats: Sequence[Chat], tools: Tools | None, options: dict[str, bool]) -> tuple[Any, Any]:
         try:
-            return render_jinja_template(
-                conversations=chats, chat_template=self.template.jinja, tools=tools, **options, **self._kwargs
-            )
+            return _rendered(chats, tools, chat_template=self.template.jinja, **options, **self._kwargs)
         except _REFUSALS as error:
             asks = options.get("add_generation_prompt", False)
             raise TemplateError(
@@ -191,13 +190,8 @@ class ChatCodec:
         return "."
 
     def _render_one(self, chat: Chat, add_generation_prompt: bool, tools: Tools | None) -> str:
-        return render_jinja_template(
-            conversations=[chat],
-            chat_template=self.template.jinja,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            **self._kwargs,
-        )[0][0]
+        options = {"add_generation_prompt": add_generation_prompt, **self._kwargs}
+        return _rendered([chat], tools, chat_template=self.template.jinja, **options)[0][0]
 
     def _escaped_tools(self, tools: Tools | None) -> Tools | None:
         return [self._controls.escape_value(tool, "a tool's description") for tool in tools] if tools else None
@@ -309,13 +303,8 @@ class ChatCodec:
         return spans
 
     def _blocks(self, chat: Chat, tools: Tools | None) -> list[Span]:
-        return render_jinja_template(
-            conversations=[chat],
-            chat_template=self.template.jinja,
-            tools=tools,
-            return_assistant_tokens_mask=True,
-            **self._kwargs,
-        )[1][0]
+        options = {"return_assistant_tokens_mask": True, **self._kwargs}
+        return _rendered([chat], tools, chat_template=self.template.jinja, **options)[1][0]
 
     def _spans_from_prefixes(self, chat: Chat, text: str, row: int, tools: Tools | None) -> list[Span]:
         """Spans by rendering what came before: a turn starts where its generation prompt ends in the whole text.
@@ -416,10 +405,10 @@ def render_text(
     holder = getattr(tokenizer, "tokenizer", tokenizer)  # a processor holds its tokenizer
     special_tokens = holder.special_tokens_map if holder is not None else {}
     try:
-        return render_jinja_template(
-            conversations=chats,
+        return _rendered(
+            chats,
+            tools,
             chat_template=template.jinja,
-            tools=tools,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             **{**special_tokens, **(template_kwargs or {})},
@@ -428,6 +417,20 @@ def render_text(
         raise TemplateError(
             f"render_text: template {template.name!r} must render the conversation: {error}."
         ) from error
+
+
+def _rendered(chats: Sequence[Chat], tools: Tools | None, **options: Any) -> tuple[list[str], list[list[Span]]]:
+    """The library's rendering; with ``tools`` None, of the tools that a conversation's first message declares."""
+    declared = [chat[0].get("tools") if tools is None and len(chat) else None for chat in chats]
+    if not any(declared):
+        return render_jinja_template(conversations=chats, tools=tools, **options)
+    if "tools" not in options["chat_template"]:  # jinja would leave them out without a word
+        raise ValueError("its text never speaks of tools: describe them in the system message instead")
+    rows = [
+        render_jinja_template(conversations=[chat], tools=own or None, **options)
+        for chat, own in zip(chats, declared, strict=True)
+    ]
+    return [text for texts, _ in rows for text in texts], [block for _, blocks in rows for block in blocks]
 
 
 @lru_cache(maxsize=8)

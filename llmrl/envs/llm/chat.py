@@ -7,6 +7,7 @@ policy's.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -40,16 +41,16 @@ class ChatEnv(EnvBase):
     """A batch of conversations. It never ends one and gives no reward: transforms do.
 
     Reset  reads   ``data_key``  NonTensor [B]: what the user says, a string or a list of messages; one string serves
-           every row writes  (mode, "prompt"): the system prompt, if any, and the user's message, as a History in
-                             history mode, as rendered
-                   text or ids with the generation prompt in the other two; the other columns that it was given come
-                   along
+                   every row
+                   "tools"  NonTensor [B], if there: schemas that the first message declares through the template
+           writes  (mode, "prompt"): the system prompt, if any, and the user's message, as a History in history mode, as
+                   rendered text or ids with the generation prompt in the other two; the other columns that it was given
+                   come along
     Step   reads   (mode, "full"): the conversation with the policy's turn
            writes  ("next", view, "prompt") = (view, "full") for every view that the policy left, with the masks and
                    log-probs of the turns so far: the next turn continues the stream of tokens that was sampled
     Raises MissingKeyError without ``data_key`` at reset or (mode, "full") at step; ConfigError for an unknown mode, an
-    empty
-           batch size, or text and tokens mode without a tokenizer
+           empty batch size, or text and tokens mode without a tokenizer
 
     Nothing is kept between calls, so any rows of a batch can be stepped or reset by themselves.
 
@@ -162,7 +163,9 @@ class ChatEnv(EnvBase):
             batch_size=td.batch_size,
             device=self.device,
         )
-        out.set(self.input_mode, self._prompt([self._chat(query) for query in queries]))
+        chats = [self._chat(query) for query in queries]
+        _declare_tools(chats, column_values(td, "tools"))
+        out.set(self.input_mode, self._prompt(chats))
         return out
 
     def _step(self, td: TensorDictBase) -> TensorDictBase:
@@ -300,6 +303,13 @@ class DatasetChatEnv(TransformedEnv):
     def reset_dataloader(self) -> None:
         """Starts again at the first row of the first epoch."""
         self.primer.reset_dataloader()
+
+
+def _declare_tools(chats: list[list[Message]], tools: list[Any] | None) -> None:
+    """Puts the tool schemas of each row (a list, or JSON text) where the renderer looks: into its first message."""
+    for chat, schemas in zip(chats, tools or [None] * len(chats), strict=True):
+        if schemas:
+            chat[0]["tools"] = json.loads(schemas) if isinstance(schemas, str) else schemas
 
 
 def carried_views(td: TensorDictBase) -> dict[str, Any]:

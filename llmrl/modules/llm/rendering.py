@@ -356,14 +356,14 @@ def _signature(chat: Chat, covered: int) -> tuple[Any, ...]:
     shape = tuple(
         (message["role"], *(key for key in message if key not in ("role", "content"))) for message in chat[last:]
     )
-    return chat[0]["role"] == "system", last == 0, covered - last, thinks, shape
+    return chat[0]["role"] == "system", bool(chat[0].get("tools")), last == 0, covered - last, thinks, shape
 
 
 def _chat_key(chat: Chat) -> Any:
     """Equal for conversations that render alike; messages with more than role and content are compared by identity."""
     return tuple(
-        (message["role"], message["content"])
-        if len(message) == 2 and isinstance(message.get("content"), str)
+        (message["role"], message["content"], id(message.get("tools")))
+        if len(message) == 2 + ("tools" in message) and isinstance(message.get("content"), str)
         else id(message)
         for message in chat
     )

@@ -1,0 +1,50 @@
+"""Calls as Llama 3 models write them: a JSON object with name and parameters, with or without ``<|python_tag|>``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from llmrl.envs.llm.tool_calls.base import CallFormat, ParsedCall, Schemas, json_text, read_json
+from llmrl.envs.llm.tool_calls.hermes import call_from_object
+
+__all__ = ["LlamaFormat"]
+
+_TAG = "<|python_tag|>"
+
+
+class LlamaFormat(CallFormat):
+    """{"name": ..., "parameters": {...}} at the start of a line; several are separated by ``;`` or line ends.
+
+    A JSON object without a name is no call, unless ``<|python_tag|>`` says that it is one.
+
+    >>> LlamaFormat().parse('{"name": "add", "parameters": {"a": 1}}; {"name": "sub", "parameters": {}}')[1]
+    ParsedCall(name='sub', arguments={}, error=None)
+    """
+
+    name = "llama"
+    in_templates = True
+    opening = re.compile(r"<\|python_tag\|>|(?:^|;)[ \t]*(?=\{)", re.MULTILINE)
+    example = '{"name": "<tool>", "parameters": {...}}'
+
+    def render(self, name: str, arguments: Mapping[str, Any]) -> str:
+        return f'{{"name": {json_text(name)}, "parameters": {json_text(dict(arguments))}}}'
+
+    def _read(self, text: str, opening: re.Match[str], schemas: Schemas) -> tuple[ParsedCall | None, int]:
+        tagged = opening[0].startswith(_TAG)
+        try:
+            value, end = read_json(text, opening.end())
+        except ValueError as error:
+            line_end = text.find("\n", opening.end())
+            line_end = len(text) if line_end < 0 else line_end
+            if tagged or '"name"' in text[opening.end() : line_end]:
+                return self._malformed(str(error)), line_end
+            return None, opening.end() + 1
+        if not tagged and not (isinstance(value, dict) and "name" in value and value.keys() & _ARGUMENTS):
+            return None, end
+        name, arguments, reason = call_from_object(value)
+        return (self._malformed(reason, name) if reason else ParsedCall(name, arguments)), end
+
+
+_ARGUMENTS = {"parameters", "arguments"}

@@ -1,0 +1,83 @@
+"""What the tools did in each conversation, as entries of the batch, and the metrics of a batch that recipes log.
+
+Counted per conversation and carried from turn to turn, so that the row of its last turn has all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from llmrl.data.specs import Composite, Unbounded
+from llmrl.errors import MissingKeyError
+
+__all__ = ["tool_metrics"]
+
+ENDS = ("ok", "error", "timeout", "malformed", "unknown", "not_run")  # a call ends in exactly one of these ways
+COUNTS = ("turns", "tool_turns", "calls", *ENDS, "cut")
+
+
+def no_tool_use(batch_size: Sequence[int], device: torch.device | None) -> TensorDict:
+    """The entries of conversations that have just begun: int64[B] zeros, and "seconds" float32[B]."""
+    entries = {name: torch.zeros(batch_size, dtype=torch.int64, device=device) for name in COUNTS}
+    entries["seconds"] = torch.zeros(batch_size, device=device)
+    return TensorDict(entries, batch_size=batch_size, device=device)
+
+
+def added_tool_use(before: TensorDictBase, rows: Sequence[Mapping[str, float]]) -> TensorDict:
+    """``before`` with what each row adds to it, in a new tensordict."""
+    entries = {}
+    for name, value in before.items():
+        extra = torch.tensor([row.get(name, 0) for row in rows], dtype=value.dtype, device=value.device)
+        entries[name] = value + extra
+    return TensorDict(entries, batch_size=before.batch_size, device=before.device)
+
+
+def tool_use_spec(batch_size: Sequence[int], device: torch.device | None) -> Composite:
+    shape = tuple(batch_size)
+    leaves = {name: Unbounded(shape=shape, dtype=torch.int64, device=device) for name in COUNTS}
+    leaves["seconds"] = Unbounded(shape=shape, dtype=torch.float32, device=device)
+    return Composite(leaves, shape=shape, device=device)
+
+
+def tool_metrics(data: TensorDictBase) -> dict[str, float]:
+    """What tools did in the conversations that ended in a batch of a collector.
+
+    Reads    ("next", "tool_use", ...) int64[B], float32[B] and ("next", "done") bool[B, 1]; other rows are left out
+    Returns  "tools/conversations" that ended; of these "tools/call_rate", the share that called at all, and
+             "tools/calls_mean" per conversation; of the calls the shares "tools/ok_frac", "tools/error_frac",
+             "tools/timeout_frac", "tools/malformed_frac", "tools/unknown_frac" and "tools/not_run_frac", which add up
+             to 1, and "tools/cut_frac" of answers that were cut; "tools/seconds_mean" of a call that ran. Where there
+             is nothing to divide by, 0
+    Raises   MissingKeyError where no tool transform wrote the batch
+
+    >>> from llmrl.envs.llm import ChatEnv
+    >>> from llmrl.envs.llm.transforms import ToolTransform
+    >>> from llmrl.testing import ScriptedPolicy
+    >>> env = ChatEnv(batch_size=[1]).append_transform(ToolTransform(["calculator"]))
+    >>> call = '<tool_call>{"name": "calculator", "arguments": {"expression": "2+2"}}</tool_call>'
+    >>> batch = env.rollout(5, ScriptedPolicy([call, "4"]), tensordict=TensorDict(query="2+2?", batch_size=[1]))
+    >>> metrics = tool_metrics(batch[:, -1])
+    >>> batch.shape[1], metrics["tools/calls_mean"], metrics["tools/ok_frac"]
+    (2, 1.0, 1.0)
+    """
+    use, done = data.get(("next", "tool_use"), None), data.get(("next", "done"), None)
+    if use is None or done is None:
+        raise MissingKeyError(
+            "tool_metrics: ('next', 'tool_use') and ('next', 'done') must be in the batch: put a ToolTransform into "
+            f"the env; keys of 'next': {', '.join(map(str, data.get('next', TensorDict()).keys()))}."
+        )
+    ended = done.reshape(-1)
+    totals = {name: use.get(name).reshape(-1)[ended].sum().item() for name in (*COUNTS, "seconds")}
+    conversations = int(ended.sum())
+    calls, ran = totals["calls"], totals["ok"] + totals["error"] + totals["timeout"]
+    called = (use.get("calls").reshape(-1)[ended] > 0).sum().item()
+    return {
+        "tools/conversations": float(conversations),
+        "tools/call_rate": called / max(1, conversations),
+        "tools/calls_mean": calls / max(1, conversations),
+        **{f"tools/{name}_frac": totals[name] / max(1, calls) for name in (*ENDS, "cut")},
+        "tools/seconds_mean": totals["seconds"] / max(1, ran),
+    }

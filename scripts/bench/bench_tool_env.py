@@ -1,0 +1,76 @@
+"""Times a turn of tool conversations: 64 of them, 20 turns, one call each, with an engine and a tool that cost nothing.
+
+    python scripts/bench/bench_tool_env.py [--repeats 7] [--json FILE]
+
+CPU time of the environment and of the policy's bookkeeping, per turn; the least of the repeats of each turn.
+The twentieth turn is compared with the second, the first that has a past, and both with the first. The answers that
+the calls give come from threads, as those of every tool do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from table import Row, add_json_option, print_table, write_rows
+from tensordict import TensorDict
+
+from llmrl.envs.llm import ChatEnv
+from llmrl.envs.llm.tool_calls import HermesFormat
+from llmrl.envs.llm.transforms import ToolTransform
+from llmrl.modules.llm.policies.base import LLMWrapperBase
+from llmrl.testing import FakeEngine, tiny_tokenizer
+
+NUM, TURNS = 64, 20
+
+
+def echo(text: str) -> str:
+    """Says the same."""
+    return text
+
+
+def conversation(mode: str) -> tuple[list[float], list[float]]:
+    """Milliseconds of each turn in the environment, and in the policy."""
+    tokenizer = tiny_tokenizer()
+    answer = "Let me see. " + HermesFormat().render("echo", {"text": "twelve and thirty"})
+    engine = FakeEngine([answer], tokenizer=tokenizer)
+    options = {"generate_kwargs": {"max_new_tokens": 256}}
+    policy = LLMWrapperBase(engine, tokenizer=tokenizer, input_mode=mode, **options)
+    env = ChatEnv(batch_size=[NUM], input_mode=mode, tokenizer=tokenizer, system_prompt="Be brief.")
+    env = env.append_transform(ToolTransform([echo]))
+    td = env.reset(TensorDict(query=[f"What is {n}?" for n in range(NUM)], batch_size=[NUM]))
+    steps, turns = [], []
+    for _ in range(TURNS):
+        began = time.process_time()
+        td = policy(td)
+        asked = time.process_time()
+        td = env.step_mdp(env.step(td))
+        steps.append(1e3 * (time.process_time() - asked))
+        turns.append(1e3 * (asked - began))
+    env.close()
+    return steps, turns
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=7)
+    add_json_option(parser)
+    options = parser.parse_args()
+    rows = []
+    for mode in ("history", "text", "tokens"):
+        runs = [conversation(mode) for _ in range(options.repeats)]
+        step, policy = ([min(times) for times in zip(*column, strict=True)] for column in zip(*runs, strict=True))
+        # the median of neighbours: one turn alone is a matter of luck
+        first, second, last = step[0], sorted(step[1:4])[1], sorted(step[-3:])[1]
+        rows += [
+            Row(f"env step, {mode}, turn {TURNS} against turn 2", last / second, 1.2),
+            Row(f"env step, {mode}, turn {TURNS} against turn 1", last / first, 1.2),
+            Row(f"policy, {mode}, turn {TURNS} against turn 2", sorted(policy[-3:])[1] / sorted(policy[1:4])[1], 1.5),
+            Row(f"env step, {mode}, one call of {NUM}", last / NUM, None, "ms"),
+        ]
+    print_table(rows)
+    write_rows(rows, options.json)
+
+
+if __name__ == "__main__":
+    main()

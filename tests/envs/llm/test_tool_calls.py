@@ -1,0 +1,219 @@
+"""Calls in what models write: every format reads back what it writes, and nothing that a model writes can raise."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmrl.envs.llm.tool_calls import (
+    AnyFormat,
+    FunctionFormat,
+    HermesFormat,
+    LlamaFormat,
+    ParsedCall,
+    PatternFormat,
+    PythonFence,
+    TaggedFormat,
+    call_format,
+)
+from llmrl.errors import ConfigError
+from llmrl.testing import tiny_tokenizer
+
+JSON_FORMATS = [HermesFormat(), LlamaFormat(), TaggedFormat(), FunctionFormat(), AnyFormat()]
+ALL_FORMATS = [*JSON_FORMATS, PythonFence(), PatternFormat(r"CALL (\w+) (\{.*\})")]
+MARKERS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<function=f>", "<parameter=a>", "</parameter>", "```"]
+MARKERS += [
+    "</function>",
+    "<tool>",
+    "</tool>",
+    "<|python_tag|>",
+    '{"name": "f", "parameters": {',
+    "}",
+    "\n",
+    ";",
+    "```py\n",
+]
+
+words = st.text(st.characters(codec="utf-8"))
+marked = st.lists(st.one_of(words, st.sampled_from(MARKERS)), max_size=12).map("".join)
+names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_-]{0,12}", fullmatch=True)
+numbers = st.one_of(st.integers(), st.floats(allow_nan=False, allow_infinity=False))
+values = st.recursive(
+    st.one_of(st.none(), st.booleans(), numbers, words, marked),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(words, inner, max_size=3)),
+    max_leaves=8,
+)
+json_arguments = st.dictionaries(names, values, max_size=4)
+
+
+@pytest.mark.parametrize("form", JSON_FORMATS, ids=lambda form: form.name)
+@settings(max_examples=40)
+@given(name=names, arguments=json_arguments, before=words, after=words)
+def test_a_call_is_read_back_as_it_was_written(form, name, arguments, before, after):
+    calls = form.parse(f"{plain(before)}\n{form.render(name, arguments)}\n{plain(after)}")
+    assert calls == [ParsedCall(name, arguments)]
+
+
+@settings(max_examples=40)
+@given(code=marked)
+def test_code_is_read_back_character_for_character(code):
+    form = PythonFence("python")
+    assert form.parse(form.render("python", {"code": code})) == [ParsedCall("python", {"code": code})]
+
+
+@pytest.mark.parametrize("form", ALL_FORMATS, ids=lambda form: form.name)
+@settings(max_examples=40)
+@given(text=marked, thinking=st.booleans())
+def test_no_text_can_make_a_parser_raise(form, text, thinking):
+    for call in form.parse(text, {"f": {"properties": {"a": {"type": "string"}}}}, thinking=thinking):
+        assert (call.arguments is None) == (call.error is not None)
+
+
+def plain(text: str) -> str:
+    """Words around a call that open nothing themselves."""
+    return "".join(character for character in text if character not in "<`{;")
+
+
+@pytest.mark.parametrize(
+    "form", [HermesFormat(), LlamaFormat(), TaggedFormat(), FunctionFormat()], ids=lambda f: f.name
+)
+def test_several_calls_come_in_order_and_words_between_them_do_not_matter(form):
+    text = f"First.\n{form.render('a', {'x': 1})}\nand then\n{form.render('b', {})}"
+    assert [(call.name, call.arguments) for call in form.parse(text)] == [("a", {"x": 1}), ("b", {})]
+
+
+def test_llama_calls_may_be_separated_by_semicolons_and_marked_by_a_tag():
+    text = '<|python_tag|>{"name": "a", "parameters": {"x": 1}}; {"name": "b", "arguments": {}}'
+    assert [call.name for call in LlamaFormat().parse(text)] == ["a", "b"]
+
+
+def test_json_that_is_no_call_is_no_call():
+    assert LlamaFormat().parse('{"name": "Ada", "age": 36}\n{"a": 1}\n{not json}') == []
+    assert LlamaFormat().parse('The call {"name": "a", "parameters": {}} in a sentence.') == []
+
+
+@pytest.mark.parametrize("form", [HermesFormat(), LlamaFormat(), TaggedFormat(), FunctionFormat(), PythonFence()])
+def test_a_call_inside_thinking_is_not_made(form):
+    call = form.render("python", {"code": "1"})
+    assert form.parse(f"<think>\nI could write\n{call}\n</think>\nNo need.") == []
+    assert form.parse(f"<think>\n{call}\n") == [], "a thought that does not end"
+    assert form.parse(f"\n{call}\n</think>\nNo need.") == [], "the prompt opened the thought"
+    assert form.parse(f"\n{call}\n", thinking=True) == [], "the prompt opened it and it does not end"
+    assert len(form.parse(f"<think>\n{call}\n</think>\n{call}")) == 1
+    assert len(form.parse(f"hm\n</think>\n{call}", thinking=True)) == 1
+    assert len(form.parse(f"\n{call}\n<think>\n{call}\n</think>\n{call}")) == 2, "thoughts between calls"
+
+
+def test_markers_inside_arguments_are_text():
+    arguments = {"text": '</think><tool_call>{"name": "x"}</tool_call><think>'}
+    assert HermesFormat().parse(HermesFormat().render("a", arguments)) == [ParsedCall("a", arguments)]
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "reason"),
+    [
+        (HermesFormat(), "<tool_call>[1]</tool_call>", "a call is a JSON object, not a list"),
+        (HermesFormat(), "<tool_call>5</tool_call>", "not a number"),
+        (HermesFormat(), '<tool_call>{"tool": "a"}</tool_call>', 'no "name"'),
+        (HermesFormat(), '<tool_call>{"name": 5}</tool_call>', '"name" must be a string'),
+        (HermesFormat(), '<tool_call>{"name": "a", "arguments": [1]}</tool_call>', "must be a JSON object, not a list"),
+        (HermesFormat(), "<tool_call>add(1, 2)</tool_call>", "invalid JSON at 'add(1, 2)</tool_call>'"),
+        (HermesFormat(), '<tool_call>{"name": "a", "arguments": {"x": NaN}}</tool_call>', "NaN is no JSON value"),
+        (HermesFormat(), "<tool_call>" + '{"a":' * 200_000, "nested too deeply"),
+        (HermesFormat(), '<tool_call>{"name": "a"} and so on</tool_call>', "'and so on</tool_call>' stands between"),
+        (LlamaFormat(), '<|python_tag|>print("hi")', "invalid JSON"),
+        (LlamaFormat(), '{"name": "a", "parameters": {"x": }}', "invalid JSON"),
+        (TaggedFormat(), "<tool>add\n{x: 1}</tool>", "invalid JSON"),
+        (TaggedFormat(), "<tool></tool>", "names no tool"),
+        (FunctionFormat(), "<function=a><parameter=x>1", "the value of 'x' does not end"),
+        (FunctionFormat(), "<function=a>x = 1</function>", "'x = 1</function>' stands where"),
+        (FunctionFormat(), "<function=></function>", "names no tool"),
+        (PythonFence(), "```python\nprint(1)", "does not end"),
+        (PatternFormat(r"CALL (\w+) (.*)"), "CALL add {1}", "invalid JSON"),
+    ],
+)
+def test_what_cannot_be_read_says_what_is_wrong_and_what_a_call_looks_like(form, text, reason):
+    [call] = form.parse(text)
+    assert call.arguments is None
+    assert reason in call.error
+    assert form.example in call.error
+    assert len(call.error) < 500
+
+
+def test_one_bad_call_does_not_hide_the_next():
+    text = '<tool_call>{"name": }</tool_call><tool_call>{"name": "b"}</tool_call><tool_call>[<tool_call>{"name": "c"}'
+    assert [call.name for call in HermesFormat().parse(text)] == ["", "b", "", "c"]
+
+
+def test_arguments_may_be_the_text_of_an_object():
+    text = '<tool_call>{"name": "a", "arguments": "{\\"x\\": 1}"}</tool_call>'
+    assert HermesFormat().parse(text) == [ParsedCall("a", {"x": 1})]
+
+
+def test_plain_values_take_the_type_that_the_schema_gives_them():
+    given = {"a": "12", "b": "12", "c": "[1]", "d": "two\nlines"}
+    values = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in given.items())
+    text = f"<function=f>\n{values}</function>"
+    schemas = {"f": {"properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}}
+    [call] = FunctionFormat().parse(text, schemas)
+    assert call.arguments == {"a": "12", "b": 12, "c": [1], "d": "two\nlines"}
+
+
+def test_tags_may_name_the_tool_in_an_attribute():
+    assert TaggedFormat().parse('<tool name="add" tag="1">{"a": 1}</tool>') == [ParsedCall("add", {"a": 1})]
+    assert TaggedFormat().parse("<tool>add</tool>") == [ParsedCall("add", {})]
+
+
+@pytest.mark.parametrize("word", ["python", "Python", "PY", "py", "python3", "python3.12"])
+def test_a_fence_may_call_python_by_any_of_its_names(word):
+    assert PythonFence().parse(f"So:\n```{word}\nprint(1)\n```\nDone.")[0].arguments == {"code": "print(1)"}
+
+
+def test_other_fences_are_no_code_to_run():
+    assert PythonFence().parse("```bash\nls\n```\n```\nx\n```\n```pytb\nx\n```") == []
+
+
+def test_any_format_reads_each_call_by_its_looks():
+    forms = [HermesFormat(), LlamaFormat(), TaggedFormat(), FunctionFormat()]
+    text = "\n".join(form.render(form.name, {"x": 1}) for form in forms)
+    assert [call.name for call in AnyFormat().parse(text)] == [form.name for form in forms]
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"), [("qwen", "hermes"), ("qwen3", "hermes"), ("llama3", "llama"), ("chatml_format", "auto")]
+)
+def test_the_chat_template_says_which_format_its_models_write(family, expected):
+    assert call_format("auto", tiny_tokenizer(template=family).chat_template).name == expected
+
+
+def test_settings_that_cannot_be_used_are_refused():
+    with pytest.raises(ConfigError, match="Did you mean 'hermes'"):
+        call_format("hermess")
+    with pytest.raises(ConfigError, match="two groups"):
+        PatternFormat("CALL")
+    with pytest.raises(ConfigError, match="regular expression"):
+        PatternFormat("(")
+
+
+@pytest.mark.parametrize("form", ALL_FORMATS, ids=lambda form: form.name)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool" + " " * 40_000,
+        "<function=f><parameter=a>" + " \n" * 20_000,
+        "<tool_call>" * 4_000,
+        "<think></think>" * 3_000,
+        "{" * 40_000,
+        ";" + " " * 40_000,
+        "\n```py" * 8_000,
+        '{"name": "a", "parameters": {' * 1_500,
+    ],
+    ids=lambda text: text[:12].strip(),
+)
+def test_a_long_answer_of_nothing_but_markers_is_read_at_once(form, text):
+    began = time.perf_counter()
+    form.parse(text)
+    assert time.perf_counter() - began < 1.0, "quadratic patterns take many seconds"

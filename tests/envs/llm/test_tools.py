@@ -1,0 +1,533 @@
+"""ToolTransform: which calls run, what the model is told, when a conversation is over, and what is counted."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from llmrl.collectors.llm import LLMCollector
+from llmrl.data.llm.columns import column
+from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer
+from llmrl.envs import StepCounter
+from llmrl.envs.llm import ChatEnv, DatasetChatEnv
+from llmrl.envs.llm.tool_calls import HermesFormat, LlamaFormat
+from llmrl.envs.llm.transforms import PythonInterpreter, RewardFunction, ToolTransform, tool_metrics
+from llmrl.errors import ConfigError, MissingKeyError
+from llmrl.modules.llm.engines import StopReason
+from llmrl.modules.llm.policies.base import LLMWrapperBase
+from llmrl.objectives.llm import MCAdvantage
+from llmrl.testing import FakeEngine, ScriptedPolicy
+from llmrl.tools import Tool, ToolError
+
+render = HermesFormat().render
+WAIT_S = 20.0  # a bound on waits that end at once where the code is right
+
+
+def add(a: int, b: int) -> int:
+    """The sum of two numbers."""
+    return a + b
+
+
+def fail(reason: str) -> str:
+    """Always fails."""
+    raise ToolError(f"no luck: {reason}")
+
+
+def long(length: int) -> str:
+    """A long text."""
+    return "x" * length
+
+
+class Diary(Tool):
+    """Remembers what each conversation wrote, and which conversations ended."""
+
+    name = "diary"
+    description = "Writes a line and shows all lines so far."
+    parameters = {"type": "object", "properties": {"line": {"type": "string"}}, "required": ["line"]}  # noqa: RUF012
+
+    def __init__(self):
+        self.lines: dict[int, list[str]] = {}
+        self.ended: list[int] = []
+
+    def call(self, arguments, *, conversation, deadline):
+        lines = self.lines.setdefault(conversation[1], [])
+        lines.append(arguments["line"])
+        return ", ".join(lines)
+
+    def end(self, conversation):
+        self.ended.append(conversation[1])
+        self.lines.pop(conversation[1], None)
+
+
+def queries(*texts):
+    return TensorDict(query=column(texts), batch_size=[len(texts)])
+
+
+def started(*answers, tools=(add,), **options):
+    """The step of a batch whose rows say these answers, in an environment with these tools."""
+    env = ChatEnv(batch_size=[len(answers)]).append_transform(ToolTransform(list(tools), **options))
+    td = env.reset(queries(*["?"] * len(answers)))
+    return env, env.step(ScriptedPolicy(list(answers))(td))
+
+
+def told(td, row=0):
+    """The messages that the environment added."""
+    chat = td["next", "history"].prompt.to_chats()[row]
+    last = max(number for number, message in enumerate(chat) if message["role"] == "assistant")
+    return chat[last + 1 :]
+
+
+def use(td, name):
+    return td["next", "tool_use", name].tolist()
+
+
+def test_a_call_is_answered_in_a_message_with_name_and_id():
+    _, td = started(f"Let me see. {render('add', {'a': 1, 'b': 2})}")
+    assert told(td) == [{"role": "tool", "content": "3", "name": "add", "tool_call_id": "call_0_0_0"}]
+    assert not td["next", "done"].any()
+
+
+def test_several_calls_of_a_turn_are_answered_in_their_order():
+    text = "\n".join(render("add", {"a": n, "b": n}) for n in range(3))
+    _, td = started(text)
+    assert [message["content"] for message in told(td)] == ["0", "2", "4"]
+    assert [message["tool_call_id"] for message in told(td)] == ["call_0_0_0", "call_0_0_1", "call_0_0_2"]
+
+
+def test_a_turn_without_a_call_ends_its_conversation_and_only_its_own():
+    _, td = started("It is 3.", render("add", {"a": 1, "b": 2}))
+    assert told(td, 0) == []
+    assert len(told(td, 1)) == 1
+    for flag, wanted in (("done", [True, False]), ("terminated", [True, False]), ("truncated", [False, False])):
+        assert td["next", flag].flatten().tolist() == wanted
+
+
+def test_the_end_can_be_left_to_the_environment():
+    _, td = started("It is 3.", end_without_call=False)
+    assert not td["next", "done"].any()
+
+
+def test_a_turn_that_was_cut_off_calls_nothing_and_truncates():
+    env = ChatEnv(batch_size=[1]).append_transform(ToolTransform([add]))
+    td = ScriptedPolicy([render("add", {"a": 1, "b": 2}) + "\nThen I"])(env.reset(queries("?")))
+    td["stop_reason"] = torch.tensor([int(StopReason.LENGTH)])
+    td = env.step(td)
+    assert told(td) == []
+    assert td["next", "truncated"].all()
+    assert not td["next", "terminated"].any()
+    assert use(td, "calls") == [0]
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "says"),
+    [
+        ("<tool_call>[1]</tool_call>", "malformed", "a call is a JSON object, not a list"),
+        ("<tool_call>5</tool_call>", "malformed", "not a number"),
+        (render("ad", {"a": 1, "b": 2}), "unknown", "Did you mean 'add'?"),
+        (render("add", {"a": 1}), "error", "b"),
+        (render("add", {"a": 1, "bb": 2}), "error", "bb"),
+        (render("add", {"a": 1, "b": "two"}), "error", "b"),
+        (render("fail", {"reason": "rain"}), "error", "no luck: rain"),
+    ],
+)
+def test_what_goes_wrong_becomes_a_message_that_says_what_was_expected(text, status, says):
+    _, td = started(text, tools=[add, fail])
+    [message] = told(td)
+    assert message["content"].startswith("Error: ")
+    assert says in message["content"]
+    assert len(message["content"]) < 600
+    assert use(td, status) == [1]
+    assert not td["next", "done"].any(), "the model may try again"
+
+
+def test_model_output_that_is_no_call_does_not_raise_out_of_the_step():
+    """Regression: `[1]`, `5` and objects with other keys once raised through the environment."""
+    texts = ["[1]", "5", '{"a": 1}', "null", '{"name": 5, "parameters": {}}', "<tool_call>", "<tool>", "<function="]
+    _, td = started(*texts)
+    assert td["next", "done"].flatten().tolist()[:4] == [True] * 4
+    assert all(isinstance(message["content"], str) for row in range(len(texts)) for message in told(td, row))
+
+
+def test_a_tool_without_keyword_arguments_runs_though_tools_may_have_state():
+    """Regression: an always empty state was once passed to every tool, which broke those that take no more."""
+
+    def now() -> str:
+        """The time."""
+        return "noon"
+
+    _, td = started(render("now", {}), tools=[now])
+    assert told(td)[0]["content"] == "noon"
+
+
+def test_the_timeout_of_a_call_is_kept():
+    """Regression: the timeout was once an argument that nothing read."""
+    release = threading.Event()
+
+    def wait() -> str:
+        """Waits."""
+        release.wait(WAIT_S)
+        return "late"
+
+    began = time.monotonic()
+    _, td = started(render("wait", {}), tools=[wait], timeout_s=0.2)
+    release.set()
+    assert time.monotonic() - began < WAIT_S / 2
+    assert use(td, "timeout") == [1]
+    assert told(td)[0]["content"].startswith("Error: wait: no result within 0.2 s")
+
+
+def test_64_conversations_with_a_slow_tool_wait_for_the_slowest_not_for_the_sum():
+    """Every call waits until all 64 are inside: one after the other they would never end."""
+    meeting = threading.Barrier(64)
+
+    def meet() -> str:
+        """Meets the others."""
+        return str(meeting.wait(WAIT_S) >= 0)
+
+    _, td = started(*[render("meet", {})] * 64, tools=[meet], timeout_s=WAIT_S)
+    assert use(td, "ok") == [1] * 64
+
+
+def test_answers_are_bounded_with_a_notice():
+    _, td = started(render("long", {"length": 5_000_000}), tools=[long], max_result_chars=500)
+    assert len(told(td)[0]["content"]) <= 500
+    assert "characters cut" in told(td)[0]["content"]
+    assert use(td, "cut") == [1]
+
+
+def test_calls_beyond_the_limit_of_a_turn_are_not_run_and_the_model_is_told():
+    _, td = started("\n".join(render("add", {"a": n, "b": 0}) for n in range(5)), max_calls_per_turn=2)
+    assert [message["content"] for message in told(td)] == [
+        "0",
+        "1",
+        "Error: 3 more calls of this turn were not run: at most 2 are.",
+    ]
+    assert (use(td, "calls"), use(td, "ok"), use(td, "not_run")) == ([5], [2], [3])
+
+
+@pytest.mark.parametrize("counter_first", [True, False])
+def test_a_call_in_the_last_turn_is_not_run_and_counted(counter_first):
+    diary = Diary()
+    transforms = [StepCounter(max_steps=2), ToolTransform([diary])]
+    env = ChatEnv(batch_size=[1])
+    for transform in transforms if counter_first else transforms[::-1]:
+        env = env.append_transform(transform)
+    call = render("diary", {"line": "a"})
+    batch = env.rollout(9, ScriptedPolicy([call]), tensordict=queries("?"))
+    assert batch.shape[1] == 2
+    last = batch[:, -1]["next"]
+    assert last["truncated"].all()
+    assert not last["terminated"].any()
+    assert last["tool_use", "ok"].tolist() == [1]
+    assert last["tool_use", "not_run"].tolist() == [1]
+    assert last["history"].prompt.to_chats()[0][-1]["role"] == "assistant"
+    assert diary.ended == [0]
+
+
+def test_more_turns_with_calls_than_allowed_truncate():
+    env = ChatEnv(batch_size=[1]).append_transform(ToolTransform([add], max_tool_turns=2))
+    batch = env.rollout(9, ScriptedPolicy([render("add", {"a": 1, "b": 2})]), tensordict=queries("?"))
+    assert batch.shape[1] == 3
+    assert batch[:, -1]["next", "truncated"].all()
+    assert batch[:, -1]["next", "tool_use", "tool_turns"].tolist() == [2]
+    assert batch[:, -1]["next", "tool_use", "not_run"].tolist() == [1]
+
+
+def test_a_tool_keeps_what_belongs_to_a_conversation_until_its_end():
+    diary = Diary()
+    env = ChatEnv(batch_size=[2]).append_transform(ToolTransform([diary]))
+    answers = iter(
+        [render("diary", {"line": "a"}), render("diary", {"line": "b"}), render("diary", {"line": "c"}), "End"]
+    )
+    td = env.step(ScriptedPolicy(lambda chat: next(answers))(env.reset(queries("x", "y"))))
+    assert [told(td, row)[0]["content"] for row in range(2)] == ["a", "b"]
+    td = env.step(ScriptedPolicy(lambda chat: next(answers))(env.step_mdp(td)))
+    assert told(td, 0)[0]["content"] == "a, c"
+    assert diary.ended == [1]
+    assert set(diary.lines) == {0}
+
+
+def test_conversations_that_nobody_ended_do_not_pile_up():
+    diary = Diary()
+    env = ChatEnv(batch_size=[128]).append_transform(ToolTransform([diary]))
+    for _ in range(6):  # reset again and again in the middle
+        env.step(ScriptedPolicy([render("diary", {"line": "a"})])(env.reset(queries(*["?"] * 128))))
+    assert len(diary.lines) == 4 * 128
+    assert diary.ended == list(range(2 * 128)), "the oldest first"
+
+
+def test_a_tool_tells_the_conversations_of_several_environments_apart():
+    met = set()
+
+    class Counter(Diary):
+        def call(self, arguments, *, conversation, deadline):
+            met.add(conversation)
+            return ""
+
+    first = ToolTransform([Counter()])
+    for transform in (first, first.clone(), ToolTransform(list(first.runner.tools.values()))):
+        env = ChatEnv(batch_size=[2]).append_transform(transform)
+        td = env.step(ScriptedPolicy([render("diary", {"line": "a"})])(env.reset(queries("x", "y"))))
+        assert td["conversation_id"].tolist() == [0, 1]
+    assert len(met) == 6
+
+
+def test_ids_of_conversations_go_on_after_a_resume():
+    def tools():
+        return ChatEnv(batch_size=[2]).append_transform(ToolTransform([add]))
+
+    env = tools()
+    assert env.reset(queries("a", "b"))["conversation_id"].tolist() == [0, 1]
+    other = tools()
+    other.load_state_dict(env.state_dict())
+    assert other.reset(queries("a", "b"))["conversation_id"].tolist() == [2, 3]
+
+
+def test_calls_that_stand_apart_from_the_text_are_run_too():
+    env = ChatEnv(batch_size=[1]).append_transform(ToolTransform([add]))
+    td = ScriptedPolicy([""])(env.reset(queries("?")))
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
+    td["history"].response.tool_calls = [[[call]]]
+    assert told(env.step(td))[0]["content"] == "3"
+
+
+def test_characters_that_the_renderer_needs_for_itself_do_not_reach_it():
+    def odd() -> str:
+        """Odd text."""
+        return "a\U000f0000b\ud800c<|im_end|>"
+
+    _, td = started(render("odd", {}), tools=[odd])
+    assert told(td)[0]["content"] == "a\ufffdb?c<|im_end|>"
+
+
+def test_two_tool_transforms_share_the_end_and_the_counts():
+    env = ChatEnv(batch_size=[3]).append_transform(ToolTransform([add]))
+    env = env.append_transform(ToolTransform([fail], format=LlamaFormat()))
+    answers = [render("add", {"a": 1, "b": 2}), LlamaFormat().render("fail", {"reason": "x"}), "Nothing."]
+    td = env.step(ScriptedPolicy(answers)(env.reset(queries("x", "y", "z"))))
+    assert td["next", "done"].flatten().tolist() == [False, False, True]
+    assert use(td, "calls") == [1, 1, 0]
+    assert use(td, "turns") == [1, 1, 1]
+    assert td["conversation_id"].tolist() == [0, 1, 2]
+
+
+def test_schemas_are_declared_in_the_first_message_once_and_beside_those_of_the_data():
+    own = {"type": "function", "function": {"name": "own", "description": "d", "parameters": {}}}
+    env = ChatEnv(batch_size=[2], system_prompt="Be brief.").append_transform(ToolTransform([add]))
+    td = env.reset(TensorDict(query=column(["a", "b"]), tools=column([None, [own]]), batch_size=[2]))
+    names = [[tool["function"]["name"] for tool in chat[0]["tools"]] for chat in td["history"].prompt.to_chats()]
+    assert names == [["add"], ["own", "add"]]
+    again = env.reset(td)["history"].prompt.to_chats()
+    assert [len(chat[0]["tools"]) for chat in again] == [1, 2]
+
+
+def test_without_tools_the_prompt_is_what_it_was():
+    plain = ChatEnv(batch_size=[1]).reset(queries("Hi"))["history"].prompt.to_chats()
+    env = ChatEnv(batch_size=[1]).append_transform(ToolTransform([add], declare=False))
+    assert env.reset(queries("Hi"))["history"].prompt.to_chats() == plain
+
+
+def test_instructions_hold_the_schemas_and_the_format_for_a_system_prompt():
+    text = ToolTransform([add], format="tagged").instructions()
+    assert json.dumps(add.__doc__)[1:-2] in text
+    assert '<tool><name>\n{"argument": value}</tool>' in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tools": []}, "at least one tool"),
+        ({"tools": "calculator"}, "must be a list"),
+        ({"tools": ["calculater"]}, "Did you mean 'calculator'"),
+        ({"tools": [add, add]}, "'add' twice"),
+        ({"tools": [add], "format": "hermess"}, "Did you mean 'hermes'"),
+        ({"tools": [add], "max_calls_per_turn": 0}, "max_calls_per_turn must be at least 1"),
+        ({"tools": [add], "max_tool_turns": 0}, "max_tool_turns must be at least 1"),
+        ({"tools": [add], "timeout_s": 0}, "timeout_s must be positive"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_refused(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        ToolTransform(**arguments)
+
+
+def test_a_batch_that_no_reset_made_is_refused():
+    env = ChatEnv(batch_size=[1]).append_transform(ToolTransform([add]))
+    td = ScriptedPolicy(["x"])(env.reset(queries("?")))
+    with pytest.raises(MissingKeyError, match="step a tensordict that env"):
+        env.step(td.exclude("tool_use"))
+
+
+def test_metrics_are_shares_of_the_conversations_that_ended():
+    text = "\n".join([render("add", {"a": 1, "b": 2}), render("ad", {}), render("fail", {"reason": "x"})])
+    env = ChatEnv(batch_size=[2]).append_transform(ToolTransform([add, fail]))
+    answers = iter([text, "Done.", "Done."])
+    td = env.step(ScriptedPolicy(lambda chat: next(answers))(env.reset(queries("x", "y"))))
+    assert tool_metrics(td)["tools/conversations"] == 1
+    assert tool_metrics(td)["tools/call_rate"] == 0
+    td = env.step(ScriptedPolicy(lambda chat: "Done.")(env.step_mdp(td)))
+    metrics = tool_metrics(td)
+    assert (metrics["tools/conversations"], metrics["tools/call_rate"], metrics["tools/calls_mean"]) == (2, 0.5, 1.5)
+    shares = {name: metrics[f"tools/{name}_frac"] for name in ("ok", "unknown", "error", "timeout", "malformed")}
+    assert shares == pytest.approx({"ok": 1 / 3, "unknown": 1 / 3, "error": 1 / 3, "timeout": 0, "malformed": 0})
+    assert env.transform[0].counters["calls"] == 3
+    with pytest.raises(MissingKeyError, match="put a ToolTransform into the env"):
+        tool_metrics(td.exclude(("next", "tool_use")))
+
+
+# -- rollouts and collectors -------------------------------------------------------------------------------------------
+
+CALL = render("add", {"a": 1, "b": 2})
+
+
+def talk(chat):
+    """Calls as often as the question says, then answers."""
+    text = chat if isinstance(chat, str) else chat[0]["content"]
+    calls = int(text.partition("calls=")[2][0])
+    made = sum(message["role"] == "tool" for message in chat)
+    return CALL if made < calls else f"done after {made}"
+
+
+def dataset_env(num_envs, *, repeats=None, max_steps=6, calls=(0, 1, 2, 3)):
+    rows = [{"prompt": f"calls={n}", "answer": f"done after {n}"} for n in calls]
+    env = DatasetChatEnv(
+        dataset=rows, num_envs=num_envs, shuffle=False, max_steps=max_steps, repeats=repeats,
+        group_repeats=repeats is not None, seed=0,
+    )  # fmt: skip
+    env.append_transform(ToolTransform([add]))
+    return env.append_transform(RewardFunction(lambda completion, answer: float(completion == answer), name="right"))
+
+
+def test_a_rollout_goes_on_for_some_rows_while_others_start_anew():
+    env = dataset_env(4)
+    batch = env.rollout(6, ScriptedPolicy(talk), break_when_any_done=False)
+    done = batch["next", "done"].squeeze(-1)
+    assert done[:, 0].tolist() == [True, False, False, False]
+    assert batch["conversation_id"][0, 1] == 4, "the first row's next conversation"
+    assert batch["conversation_id"][3, :4].tolist() == [3, 3, 3, 3]
+    assert batch["tool_use", "calls"][3, :4].tolist() == [0, 1, 2, 3]
+    assert batch["tool_use", "calls"][0].max() <= 3
+
+
+def test_a_collector_hands_out_whole_conversations_of_different_lengths():
+    collector = LLMCollector(
+        dataset_env(4), policy=ScriptedPolicy(talk), yield_only_last_steps=True, dialog_turns_per_batch=1
+    )
+    data = collector.rollout()
+    assert data["next", "tool_use", "calls"].tolist() == [0, 1, 2, 3]
+    assert data["next", "terminated"].all()
+    assert data["next", "reward"].flatten().tolist() == [1.0] * 4
+    assert collector.counters["produced"] == 1 + 2 + 3 + 4
+    assert tool_metrics(data)["tools/call_rate"] == 0.75
+
+
+def test_a_collector_of_turns_replaces_only_conversations_that_ended():
+    collector = LLMCollector(dataset_env(2), policy=ScriptedPolicy(talk), dialog_turns_per_batch=12)
+    data = collector.rollout()
+    assert data.shape == (2, 6)
+    # 0 calls, then the rest of the data in the order in which places become free
+    assert data["conversation_id"].tolist() == [[0, 2, 2, 2, 4, 5], [1, 1, 3, 3, 3, 3]]
+    assert data["next", "done"].squeeze(-1).tolist() == [
+        [True, False, False, True, True, False],
+        [False, True, False, False, False, True],
+    ]
+
+
+def test_advantages_of_tool_conversations_are_those_of_their_groups(tokenizer):
+    counts = iter([CALL, "done after 0", "no", CALL, "done after 1", "no"])
+    policy = LLMWrapperBase(FakeEngine(lambda prompt: next(counts), tokenizer=tokenizer), tokenizer=tokenizer)
+    env = dataset_env(1, repeats=4, calls=(1,))
+    buffer = ReplayBuffer(storage=LazyStackStorage(16), transform=MCAdvantage(4))
+    collector = LLMCollector(
+        env, policy=policy, yield_only_last_steps=True, replay_buffer=buffer, dialog_turns_per_batch=1
+    )
+    collector.next()
+    rows = buffer[:]
+    assert rows["next", "tool_use", "calls"].tolist() == [1, 0, 0, 1]
+    rewards = rows["next", "reward"].flatten()
+    assert rewards.tolist() == [1.0, 0.0, 0.0, 0.0]
+    wanted = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+    torch.testing.assert_close(rows["advantage"].flatten(), wanted, atol=1e-5, rtol=0)
+
+
+def test_done_is_reached_whatever_the_model_does():
+    """Regression: an environment without a reward parser once ran for ever."""
+    batch = dataset_env(2, calls=(9,), max_steps=3).rollout(50, ScriptedPolicy([CALL]))
+    assert batch.shape[1] == 3
+    assert batch[:, -1]["next", "truncated"].all()
+
+
+# -- the interpreter ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def python_env():
+    made = []
+
+    def make(num, **options):
+        made.append(
+            ChatEnv(batch_size=[num]).append_transform(PythonInterpreter(sandbox="subprocess", timeout=60, **options))
+        )
+        return made[-1]
+
+    yield make
+    for env in made:
+        env.close()
+
+
+def fenced(code, word="python"):
+    return f"```{word}\n{code}\n```"
+
+
+def test_code_blocks_succeed_and_fail_in_the_documented_words(python_env):
+    env = python_env(3)
+    answers = [
+        f"One:\n{fenced('print(6 * 7)')}\nTwo:\n{fenced('print(1)' + chr(10) + '1 / 0', 'Py')}",
+        "No code.",
+        fenced("1"),
+    ]
+    td = env.step(ScriptedPolicy(answers)(env.reset(queries("x", "y", "z"))))
+    first, second = told(td, 0)
+    assert first == {
+        "role": "tool", "content": "Code block 1 executed successfully:\n42\n", "name": "python",
+        "tool_call_id": "call_0_0_0",
+    }  # fmt: skip
+    assert second["content"].startswith("Code block 2 failed:\n1\n"), "what was printed before the error is kept"
+    assert "ZeroDivisionError" in second["content"]
+    assert told(td, 1) == []
+    assert td["next", "done"].flatten().tolist() == [False, True, False]
+
+
+def test_a_persistent_interpreter_remembers_within_a_conversation_and_not_beyond(python_env):
+    env = python_env(2, persistent=True)
+    td = env.step(ScriptedPolicy([fenced("x = 1"), fenced("x = 2")])(env.reset(queries("a", "b"))))
+    td = env.step(ScriptedPolicy([fenced("print(x)")])(env.step_mdp(td)))
+    assert [told(td, row)[0]["content"] for row in range(2)] == [
+        "Code block 1 executed successfully:\n1\n",
+        "Code block 1 executed successfully:\n2\n",
+    ]
+    td = env.step(ScriptedPolicy([fenced("1 / 0")])(env.step_mdp(td)))
+    td = env.step(ScriptedPolicy([fenced("print(x)")])(env.step_mdp(td)))
+    assert told(td, 0)[0]["content"].endswith("\n1\n"), "an error does not end it"
+    td = env.step(ScriptedPolicy([fenced("print(x)")])(env.reset(queries("a", "b"))))
+    assert "NameError" in told(td, 0)[0]["content"]
+
+
+def test_environments_may_share_an_interpreter():
+    diary = Diary()
+    diary.name = "python_executor"
+    diary.parameters = {"type": "object", "properties": {"code": {"type": "string"}}}
+    diary.call = lambda arguments, *, conversation, deadline: arguments["code"].upper()
+    services = {"lab": {"python_executor": diary}}
+    env = ChatEnv(batch_size=[1]).append_transform(PythonInterpreter(services=services, namespace="lab"))
+    td = env.step(ScriptedPolicy([fenced("a")])(env.reset(queries("?"))))
+    assert told(td)[0]["content"] == "Code block 1 executed successfully:\nA"
+    with pytest.raises(ConfigError, match="Did you mean 'python_executor'"):
+        PythonInterpreter(services=services["lab"], service_name="python_executer")
+    with pytest.raises(ConfigError, match="namespace 'labs'"):
+        PythonInterpreter(services=services, namespace="labs")

@@ -1,0 +1,379 @@
+import asyncio
+import functools
+import sys
+import time
+from dataclasses import dataclass
+from enum import Enum
+from typing import Annotated, Any, Literal, Optional
+
+import pytest
+from pydantic import BaseModel
+from typing_extensions import TypedDict
+
+from llmrl.errors import ConfigError
+from llmrl.tools import FunctionTool, Tool, ToolError, ToolTimeout, as_tool, load_tool, tool
+from llmrl.tools.schema import parse_docstring
+
+FAR = float("inf")
+
+
+class Color(Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+@dataclass
+class Point:
+    x: int
+    y: int = 0
+
+
+class Options(TypedDict):
+    deep: bool
+
+
+class Place(BaseModel):
+    title: str
+    near: Optional["Place"] = None
+
+
+def call(made: Tool, arguments: dict[str, Any], conversation: Any = 0, deadline: float = FAR) -> str:
+    return made.call(arguments, conversation=conversation, deadline=deadline)
+
+
+def test_the_signature_and_the_docstring_are_the_schema():
+    def lookup(city: str, days: int = 3, unit: Literal["C", "F"] = "C") -> str:
+        """The weather of a city.
+
+        In the next days.
+
+        Args:
+            city: its name,
+                in English
+            days (int): how many
+
+        Returns:
+            a text
+        """
+        return ""
+
+    assert as_tool(lookup).schema() == {
+        "type": "function",
+        "function": {
+            "name": "lookup",
+            "description": "The weather of a city.\n\nIn the next days.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string", "description": "its name, in English"},
+                    "days": {"type": "integer", "default": 3, "description": "how many"},
+                    "unit": {"type": "string", "enum": ["C", "F"], "default": "C"},
+                },
+                "required": ["city"],
+                "additionalProperties": False,
+            },
+        },
+    }
+
+
+def test_every_type_that_json_can_say_has_its_schema_and_arrives_as_that_type():
+    def take(
+        ratio: float,
+        flag: bool,
+        names: list[str],
+        table: dict[str, int],
+        color: Color,
+        point: Point,
+        options: Options,
+        title: Annotated[str, "of the page"],
+        maybe: int | None = None,
+        json: Any = None,
+    ) -> str:
+        """Takes."""
+        return repr((ratio, flag, names, table, color, point, options, title, maybe, json))
+
+    made = as_tool(take)
+    properties = made.parameters["properties"]
+    assert properties["ratio"] == {"type": "number"}
+    assert properties["flag"] == {"type": "boolean"}
+    assert properties["names"] == {"type": "array", "items": {"type": "string"}}
+    assert properties["table"] == {"type": "object", "additionalProperties": {"type": "integer"}}
+    assert properties["color"] == {"type": "string", "enum": ["red", "blue"]}
+    assert properties["point"]["properties"] == {"x": {"type": "integer"}, "y": {"type": "integer", "default": 0}}
+    assert properties["options"]["required"] == ["deep"]
+    assert properties["title"] == {"type": "string", "description": "of the page"}
+    assert properties["maybe"] == {"anyOf": [{"type": "integer"}, {"type": "null"}], "default": None}
+    given = dict(
+        ratio=1, flag=True, names=["a"], table={"b": 2}, color="blue", point={"x": "7"}, options={"deep": False}
+    )
+    assert call(made, {**given, "title": 12}) == repr(
+        (1.0, True, ["a"], {"b": 2}, Color.BLUE, Point(7, 0), {"deep": False}, "12", None, None)
+    )
+
+
+def test_a_property_may_be_called_title_and_a_type_may_contain_itself():
+    def go(place: Place) -> str:
+        """Goes."""
+        return place.near.title
+
+    made = as_tool(go)
+    assert made.parameters["properties"]["place"]["properties"]["title"] == {"type": "string"}
+    assert "Place" in made.parameters["$defs"]
+    assert call(made, {"place": {"title": "a", "near": {"title": "b"}}}) == "b"
+
+
+def test_text_is_read_as_json_where_the_type_needs_it():
+    def add(numbers: list[int], scale: float | None = None, note: str = "") -> int:
+        """Adds."""
+        return f"{sum(numbers)} {scale} {note}"
+
+    assert call(as_tool(add), {"numbers": "[1, 2]", "scale": "null", "note": "[3]"}) == "3 None [3]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "add: argument 'a' is missing; argument 'b' is missing. Expected: a (integer), b (integer), how "),
+        ({"a": 1, "b": "two"}, "add: argument 'b': input should be a valid integer, .*: got 'two' (str). Expected:"),
+        ({"a": 1, "b": 2.5}, "argument 'b': input should be a valid integer, got a number with a fractional part"),
+        ({"a": 1, "b": 2, "hwo": "x"}, "add: there is no argument 'hwo', did you mean 'how'. Expected:"),
+        ({"a": 1, "b": 2, "how": "up"}, "argument 'how': input should be 'plus' or 'minus': got 'up' (str)"),
+        ({"a": [0] * 1000, "b": 2}, "got [0, 0, 0, "),
+    ],
+)
+def test_wrong_arguments_are_named_with_what_was_expected(arguments, message):
+    def add(a: int, b: int, how: Literal["plus", "minus"] = "plus") -> int:
+        """Adds."""
+        return a + b
+
+    with pytest.raises(ToolError) as caught:
+        call(as_tool(add), arguments)
+    for part in message.split(".*"):
+        assert part in str(caught.value)
+    assert len(str(caught.value)) < 400
+    assert 'how (one of "plus", "minus", optional)' in str(caught.value)
+
+
+def untyped(a: int, b) -> str:
+    """Takes two."""
+
+
+def starred(*numbers: int) -> str:
+    """Takes many."""
+
+
+def opaque(stream: asyncio.Queue) -> str:
+    """Takes what JSON cannot say."""
+
+
+def misdescribed(city: str) -> str:
+    """Takes a city.
+
+    Args:
+        citty: where
+    """
+
+
+def unknown(a: "Nowhere") -> str:  # noqa: F821
+    """Takes what is not there."""
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (untyped, r"tool 'untyped': parameter 'b' has no type hint, .* write for example b: str"),
+        (starred, r"tool 'starred': every argument must have a name .*: got \*numbers: int"),
+        (opaque, r"tool 'opaque': the type of parameter 'stream' cannot be written as a JSON schema"),
+        (misdescribed, r"describes 'citty', which is no argument\. Did you mean 'city'\?"),
+        (unknown, r"a type hint names 'Nowhere', which is not known"),
+        (lambda: "", r"letters, digits, _ and -, at most 64: got '<lambda>'"),
+        (7, r"must be given a Tool, a function, or an object with __call__: got 7 \(int\)"),
+        ("calculator", r"for a tool by name use load_tool"),
+    ],
+)
+def test_what_cannot_be_a_tool_is_refused_with_the_reason(function, message):
+    with pytest.raises(ConfigError, match=message):
+        as_tool(function)
+
+
+def test_a_tool_without_a_description_is_refused():
+    def silent(a: int) -> str:
+        return ""
+
+    with pytest.raises(ConfigError, match="tool 'silent': needs a docstring"):
+        as_tool(silent)
+    assert FunctionTool(silent, description="Says nothing.").description == "Says nothing."
+
+
+class Counter:
+    """Counts its calls."""
+
+    closed = 0
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, step: int = 1) -> int:
+        self.count += step
+        return self.count
+
+    def close(self) -> None:
+        type(self).closed += 1
+
+
+def test_an_object_serves_all_conversations_and_is_closed_once():
+    Counter.closed = 0
+    made = as_tool(Counter())
+    assert (made.name, made.description) == ("counter", "Counts its calls.")
+    assert [call(made, {}, "a"), call(made, {"step": 5}, "b")] == ["1", "6"]
+    made.end("a")
+    assert Counter.closed == 0
+    made.close()
+    assert Counter.closed == 1
+
+
+def test_of_a_class_each_conversation_has_its_own_object_until_it_ends():
+    Counter.closed = 0
+    made = as_tool(Counter)
+    assert [call(made, {}, "a"), call(made, {}, "a"), call(made, {}, "b")] == ["1", "2", "1"]
+    made.end("a")
+    assert Counter.closed == 1
+    assert call(made, {}, "a") == "1"
+    made.close()
+    assert Counter.closed == 3
+
+
+def test_a_class_whose_constructor_needs_arguments_is_refused():
+    class Needy:
+        """Needs a folder."""
+
+        def __init__(self, folder: str):
+            self.folder = folder
+
+        def __call__(self) -> str:
+            return self.folder
+
+    with pytest.raises(ConfigError, match=r"called without arguments: Needy.*'folder'"):
+        as_tool(Needy)
+    assert call(as_tool(Needy("here")), {}) == "here"
+
+
+def test_positional_only_parameters_and_defaults_arrive():
+    @tool
+    def power(base: int, exponent: int = 2, /) -> int:
+        """Raises."""
+        return base**exponent
+
+    assert call(power, {"base": 3}) == "9"
+    assert call(power, {"base": 2, "exponent": 5}) == "32"
+    assert power(2, 3) == 8
+
+
+def test_async_calls_share_one_event_loop_and_are_cancelled_at_their_deadline():
+    loops, cancelled = set(), []
+
+    @tool
+    async def wait(seconds: float) -> str:
+        """Waits."""
+        loops.add(asyncio.get_running_loop())
+        try:
+            await asyncio.sleep(seconds)
+        except asyncio.CancelledError:
+            cancelled.append(seconds)
+            raise
+        return "done"
+
+    assert [call(wait, {"seconds": 0}, deadline=time.monotonic() + 10) for _ in range(2)] == ["done", "done"]
+    started = time.monotonic()
+    with pytest.raises(ToolTimeout, match="wait: no result in time"):
+        call(wait, {"seconds": 60}, deadline=started + 0.1)
+    assert time.monotonic() - started < 5
+    assert len(loops) == 1
+    wait.close()
+    assert cancelled == [60]
+    assert loops.pop().is_closed()
+
+
+def test_results_that_are_not_text_become_json():
+    @tool
+    def give(what: str) -> Any:
+        """Gives."""
+        return {"none": None, "point": Point(1, 2), "list": [1, 2.5, "é"], "nan": float("nan"), "flag": True}[what]
+
+    assert [call(give, {"what": what}) for what in ("none", "point", "list", "nan", "flag")] == [
+        *("", '{"x":1,"y":2}', '[1,2.5,"é"]', "NaN", "true")
+    ]
+
+
+def test_docstrings_in_the_style_of_sphinx_are_read():
+    assert parse_docstring("Adds.\n\n:param int a: the first\n    one\n:param b: the other\n:returns: a sum") == (
+        "Adds.",
+        {"a": "the first one", "b": "the other"},
+    )
+    assert parse_docstring("Adds.\n\n>>> add(1, 2)\n3") == ("Adds.", {})
+    assert parse_docstring("Notes of a run, by day.\n\nExamples:\n    x") == ("Notes of a run, by day.", {})
+
+
+@pytest.fixture
+def user_module(tmp_path, monkeypatch):
+    (tmp_path / "my_tools_of_a_test.py").write_text(
+        "from llmrl.tools import Tool, tool\n"
+        "def lookup(word: str) -> str:\n    'Looks a word up.'\n    return word.upper()\n"
+        "class Book(Tool):\n"
+        "    name, description, parameters = 'book', 'A book.', {'type': 'object', 'properties': {}}\n"
+        "    def __init__(self, pages: int = 3):\n        self.pages = pages\n"
+        "    def call(self, arguments, *, conversation, deadline):\n        return str(self.pages)\n"
+        "import_me = tool(lookup, name='again')\n"
+        "number = 7\n"
+    )
+    (tmp_path / "broken_tools_of_a_test.py").write_text("import a_package_that_is_not_there\n")
+    monkeypatch.chdir(tmp_path)
+    path = list(sys.path)
+    yield "my_tools_of_a_test"
+    sys.path[:] = path
+    sys.modules.pop("my_tools_of_a_test", None)
+
+
+def test_a_tool_of_the_user_is_loaded_by_module_and_name(user_module):
+    assert call(load_tool(f"{user_module}:lookup"), {"word": "a"}) == "A"
+    assert load_tool(f"{user_module}:import_me").name == "again"
+    assert call(load_tool(f"{user_module}:Book"), {}) == "3"
+    assert call(load_tool(f"{user_module}:Book", {"pages": 9}), {}) == "9"
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("calculater", None, r"got 'calculater'\. Did you mean 'calculator'\?"),
+        ("no_such_module_of_a_test:x", None, "there is no module 'no_such_module_of_a_test'"),
+        ("my_tools_of_a_test:lokup", None, r"has no 'lokup'\. Did you mean 'lookup'\?"),
+        ("my_tools_of_a_test:number", None, r"got 7 \(int\)"),
+        ("my_tools_of_a_test:Book", {"page": 1}, r"unexpected keyword argument 'page'\. Did you mean 'pages'\?"),
+        ("my_tools_of_a_test:lookup", {"a": 1}, "takes no settings: got 'a'"),
+        ("search_documents", None, "missing a required argument: 'folder'"),
+    ],
+)
+def test_a_name_that_cannot_be_loaded_says_what_is_wrong(user_module, name, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        load_tool(name, settings)
+
+
+def test_a_module_whose_own_import_fails_shows_its_own_error(user_module):
+    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
+        load_tool("broken_tools_of_a_test:x")
+
+
+def test_a_function_that_was_wrapped_keeps_its_signature():
+    def shout(function):
+        @functools.wraps(function)
+        def wrapped(*args, **kwargs):
+            return function(*args, **kwargs).upper()
+
+        return wrapped
+
+    @shout
+    def greet(name: str) -> str:
+        """Greets."""
+        return f"hello {name}"
+
+    assert call(as_tool(greet), {"name": "ann"}) == "HELLO ANN"

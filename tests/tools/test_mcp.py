@@ -1,0 +1,222 @@
+"""Tools of MCP servers, with real servers of the official package as processes of their own."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from tensordict import TensorDict
+
+from llmrl.envs.llm import ChatEnv
+from llmrl.envs.llm.transforms import MCPToolTransform
+from llmrl.errors import ConfigError, DeadlineError
+from llmrl.testing import ScriptedPolicy
+from llmrl.tools import ToolCall, ToolError, ToolTimeout, load_tool
+from llmrl.tools.mcp_client import MCPServers, MCPTool
+from llmrl.tools.runner import ToolRunner
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("mcp") is None, reason="needs the package mcp: llmrl[mcp]"),
+]
+
+SERVER = [str(Path(__file__).with_name("mcp_server.py"))]
+STDIO = {"command": sys.executable, "args": SERVER}
+WAIT_S = 30.0
+
+
+def script(code: str) -> dict[str, object]:
+    return {"command": sys.executable, "args": ["-ISc", f"import sys, time; {code}"]}
+
+
+def soon() -> float:
+    return time.monotonic() + WAIT_S
+
+
+@pytest.fixture(scope="module")
+def things():
+    with MCPServers({"things": STDIO}, start_timeout_s=WAIT_S) as servers:
+        yield {tool.name: tool for tool in servers.tools}
+
+
+def call(tool, *, deadline=None, **arguments):
+    return tool.call(arguments, conversation=0, deadline=soon() if deadline is None else deadline)
+
+
+def test_every_tool_of_a_server_is_a_tool_with_its_schema(things):
+    assert set(things) == {"add", "environment", "fail", "hang", "die", "meet"}
+    assert things["add"].description == "The sum of two numbers."
+    assert things["add"].parameters["properties"]["a"]["type"] == "integer"
+    assert things["add"].schema()["function"]["name"] == "add"
+
+
+def test_a_result_is_its_text(things):
+    assert call(things["add"], a=1, b=2) == "3"
+
+
+def test_wrong_arguments_and_failures_are_errors_of_the_call(things):
+    with pytest.raises(ToolError, match="b"):
+        call(things["add"], a=1)
+    with pytest.raises(ToolError, match="fail"):
+        call(things["fail"], reason="rain")
+
+
+def test_a_call_ends_at_its_deadline_and_the_server_goes_on(things):
+    with pytest.raises(ToolTimeout, match="did not answer in time"):
+        call(things["hang"], deadline=time.monotonic() + 0.2)
+    assert call(things["add"], a=2, b=2) == "4"
+
+
+def test_calls_are_sent_side_by_side(things, tmp_path):
+    """Each waits until all are inside; one after the other they would not meet."""
+    runner = ToolRunner(list(things.values()), timeout_s=WAIT_S)
+    arguments = [{"folder": str(tmp_path), "name": str(n), "others": 4} for n in range(4)]
+    results = runner.run([ToolCall("meet", given, str(n), n) for n, given in enumerate(arguments)])
+    assert [result.content for result in results] == ["4 met"] * 4
+
+
+def test_a_server_gets_no_secrets_of_the_environment(things, monkeypatch):
+    os.environ["LLMRL_SECRET_OF_THE_TEST"] = "1"
+    try:
+        with MCPServers({"things": STDIO}, start_timeout_s=WAIT_S) as servers:
+            names = call(next(tool for tool in servers.tools if tool.name == "environment"))
+    finally:
+        del os.environ["LLMRL_SECRET_OF_THE_TEST"]
+    assert "PATH" in names.split()
+    assert "SECRET" not in names
+
+
+def test_a_server_that_dies_fails_the_call_and_is_started_again_but_not_for_ever():
+    with MCPServers({"things": STDIO}, start_timeout_s=WAIT_S) as servers:
+        tools = {tool.name: tool for tool in servers.tools}
+        with pytest.raises(ToolError, match="'things' was lost during the call"):
+            call(tools["die"])
+        assert call(tools["add"], a=1, b=2) == "3", "it was started again"
+        for _ in range(2):
+            with pytest.raises(ToolError, match="was lost"):
+                call(tools["die"])
+        with pytest.raises(ToolError, match="cannot be called any more"):
+            call(tools["add"], a=1, b=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "says"),
+    [
+        (script("sys.exit('cannot read the settings')"), ConfigError, "cannot read the settings"),
+        (
+            script("print('about to hang', file=sys.stderr, flush=True); time.sleep(3600)"),
+            DeadlineError,
+            "about to hang",
+        ),
+        ({"command": "no-such-command"}, ConfigError, "no-such-command"),
+        ("http://127.0.0.1:9/mcp", ConfigError, "ConnectError"),
+    ],
+)
+def test_a_server_that_does_not_start_says_why_in_time(settings, kind, says):
+    began, before = time.monotonic(), set(threading.enumerate())
+    with pytest.raises(kind, match=says):
+        MCPServers({"things": settings}, start_timeout_s=5.0)
+    assert time.monotonic() - began < WAIT_S
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "mcp"]
+
+
+@pytest.mark.parametrize(
+    ("servers", "says"),
+    [
+        ({}, "at least one"),
+        ({"a": {"args": []}}, "either a command or a url"),
+        ({"a": {"command": "x", "arg": []}}, "Did you mean 'args'"),
+        ({"a": {"url": "http://x", "header": {}}}, "Did you mean 'headers'"),
+        ({"a": 5}, "a mapping, a command line or a URL"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_refused(servers, says):
+    with pytest.raises(ConfigError, match=says):
+        MCPServers(servers)
+
+
+def test_closing_ends_the_server():
+    servers = MCPServers({"things": STDIO}, start_timeout_s=WAIT_S)
+    connection = servers._connections[0]
+    servers.close()
+    servers.close()
+    assert connection._task is None
+    with pytest.raises(Exception, match="is closed"):
+        call(servers.tools[0], a=1, b=2)
+
+
+def test_a_single_tool_can_be_named_in_a_configuration():
+    tool = load_tool("mcp", {"server": STDIO, "tool": "add"})
+    try:
+        assert call(tool, a=1, b=2) == "3"
+    finally:
+        tool.close()
+    with pytest.raises(ConfigError, match="Did you mean 'add'"):
+        MCPTool(STDIO, "adds")
+
+
+def test_streamable_http_servers_are_called_and_found_again():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url = f"http://127.0.0.1:{port}/mcp"
+    server = serve(port)
+    try:
+        settings = {"a": url, "b": {"url": url, "headers": {"X-Who": "b"}}}
+        with MCPServers(settings, start_timeout_s=WAIT_S) as servers:
+            tools = {tool.name: tool for tool in servers.tools}
+            assert {"a_add", "b_add"} <= set(tools), "names that two servers share"
+            assert call(tools["a_add"], a=1, b=2) == call(tools["b_add"], a=1, b=2) == "3"
+            with pytest.raises(ToolError, match="was lost"):
+                call(tools["b_die"])
+            server.wait(WAIT_S)
+            with pytest.raises(ToolError, match="was lost"):
+                call(tools["a_add"], a=1, b=2)
+            server = serve(port)
+            assert call(tools["a_add"], a=1, b=2) == call(tools["b_add"], a=1, b=2) == "3"
+    finally:
+        server.kill()
+        server.wait(WAIT_S)
+
+
+def serve(port: int) -> subprocess.Popen[bytes]:
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    server = subprocess.Popen([sys.executable, *SERVER, "http", str(port)], **quiet)
+    deadline = soon()
+    while time.monotonic() < deadline:
+        assert server.poll() is None
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return server
+        time.sleep(0.02)
+    raise AssertionError("the server did not listen")
+
+
+def test_the_transform_runs_the_documented_tags_and_patterns():
+    env = ChatEnv(batch_size=[2]).append_transform(MCPToolTransform({"things": STDIO}, timeout=WAIT_S))
+    try:
+        td = env.reset(TensorDict(query="?", batch_size=[2]))
+        assert "tools" not in td["history"].prompt.to_chats()[0][0], "the tags are no format of a template"
+        td = env.step(ScriptedPolicy(['<tool>add\n{"a": 1, "b": 2}</tool>', "<tool>ad\n{}</tool>"])(td))
+        chats = td["next", "history"].prompt.to_chats()
+        assert chats[0][-1] == {"role": "tool", "content": "3", "name": "add", "tool_call_id": "call_0_0_0"}
+        assert "Did you mean 'add'" in chats[1][-1]["content"]
+        assert '"name": "add"' in env.transform[0].instructions()
+    finally:
+        env.close()
+    pattern = r"CALL (\w+) (\{.*?\})"
+    env = ChatEnv(batch_size=[1]).append_transform(MCPToolTransform({"things": STDIO}, pattern, "user", WAIT_S))
+    try:
+        td = env.reset(TensorDict(query="?", batch_size=[1]))
+        td = env.step(ScriptedPolicy(['CALL add {"a": 2, "b": 2}'])(td))
+        assert td["next", "history"].prompt.to_chats()[0][-1]["content"] == "4"
+        assert td["next", "history"].prompt.to_chats()[0][-1]["role"] == "user"
+    finally:
+        env.close()

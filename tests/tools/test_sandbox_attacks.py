@@ -1,0 +1,478 @@
+"""Code that wants out, or wants everything. Each test runs it for real and looks at the host afterwards."""
+
+import errno
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from llmrl.errors import MissingDependencyError, UnsupportedError
+from llmrl.tools.sandbox import Execution, InterpreterPool, Limits, Sandbox
+
+ROOT = Path(__file__).parent.parent.parent
+SECRET = "a-secret-of-the-host-7351"
+
+
+def sandbox(**limits: int) -> Sandbox:
+    try:
+        return Sandbox("bubblewrap", Limits(**limits))
+    except (MissingDependencyError, UnsupportedError) as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def pool():
+    os.environ["SANDBOX_TEST_SECRET"] = SECRET
+    made = InterpreterPool(sandbox(), spare=2)
+    yield made
+    made.close()
+    del os.environ["SANDBOX_TEST_SECRET"]
+
+
+@pytest.fixture
+def run(pool, request):
+    """Runs code in an interpreter of this test; that of somebody else must not notice."""
+    deadline = time.monotonic() + 30
+    pool.run(f"mine = {SECRET!r}", conversation="somebody else", deadline=deadline)
+
+    def run(code: str, timeout_s: float = 20.0, conversation: str = request.node.name) -> Execution:
+        return pool.run(code, conversation=conversation, deadline=time.monotonic() + timeout_s)
+
+    yield run
+    assert run("print(mine)", conversation="somebody else").output == f"{SECRET}\n"
+    pool.end(request.node.name)
+
+
+def namespace_of(run) -> str:
+    return run("import os; print(os.readlink('/proc/self/ns/pid'))").output.strip()
+
+
+def processes_in(namespace: str) -> list[int]:
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.readlink(folder / "ns" / "pid") == namespace and "State:\tZ" not in (folder / "status").read_text():
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+def wait_until_empty(namespace: str, timeout_s: float = 5.0, but: int = 0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while len(left := processes_in(namespace)) > but:
+        assert time.monotonic() < deadline, f"processes {left} are still there"
+        time.sleep(0.01)
+
+
+def test_secrets_in_the_environment_are_not_visible(run):
+    result = run("""
+import glob, os
+print(dict(os.environ))
+for path in glob.glob('/proc/*/environ'):
+    print(path, open(path, 'rb').read())
+""")
+    assert "/proc/1/environ" in result.output
+    assert SECRET not in result.output
+    assert set(eval(result.output.splitlines()[0])) <= {
+        *("PATH", "HOME", "LANG", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MALLOC_ARENA_MAX", "PWD")
+    }
+
+
+def test_files_of_the_host_are_not_there(run, tmp_path):
+    (tmp_path / "secret.txt").write_text(SECRET)
+    paths = ["/etc/shadow", "/etc/passwd", "/etc/hostname", "/var/log", str(tmp_path / "secret.txt"), str(ROOT)]
+    paths += [str(Path.home() / name) for name in (".ssh", ".netrc", ".cache", ".bashrc")]
+    result = run(f"""
+import os
+for path in {paths!r}:
+    print(os.path.exists(path))
+for top in ('/etc', '/root', '/home', '/work', '/mnt', '/var', '/srv', '/opt'):
+    for folder, _, files in os.walk(top):
+        if 'lib' not in folder and 'bin' not in folder:
+            print('file', *files)
+""")
+    lines = result.output.splitlines()
+    assert lines[: len(paths)] == ["False"] * len(paths)
+    assert {word for line in lines[len(paths) :] for word in line.split()} <= {"file", "ld.so.cache"}
+
+
+def test_nothing_outside_of_tmp_can_be_written(run):
+    result = run("""
+import os, sys
+for folder in ('/', '/usr', '/usr/lib', '/etc', '/dev', '/dev/shm', '/proc/sys/kernel', os.path.dirname(os.__file__)):
+    try:
+        open(folder + '/written', 'w')
+        print('wrote', folder)
+    except OSError as error:
+        print('no')
+for path in ('/proc/sys/kernel/core_pattern', '/proc/sysrq-trigger'):
+    try:
+        open(path, 'w').write('0')
+        print('wrote', path)
+    except OSError as error:
+        print('no')
+""")
+    assert result.output == "no\n" * 10
+
+
+def test_the_network_cannot_be_reached(run):
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as local:
+        local.bind("\0llmrl-sandbox-test")  # an abstract name, which no file system hides
+        local.listen()
+        result = run(f"""
+import socket
+for family, address in ((socket.AF_INET, ('127.0.0.1', {server.getsockname()[1]})), (socket.AF_INET, ('1.1.1.1', 53)),
+                        (socket.AF_UNIX, chr(0) + 'llmrl-sandbox-test')):
+    with socket.socket(family) as client:
+        client.settimeout(2)
+        try:
+            client.connect(address)
+            print('connected', address)
+        except OSError as error:
+            print('no')
+try:
+    socket.getaddrinfo('example.com', 80)
+    print('resolved')
+except OSError:
+    print('no')
+""")
+        for listening in (server, local):
+            listening.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                listening.accept()
+    assert result.output == "no\n" * 4
+
+
+def test_a_fork_bomb_is_bounded_and_leaves_nothing(run):
+    namespace = namespace_of(run)
+    counted = []
+    done = threading.Event()
+
+    def count() -> None:
+        while not done.wait(0.1):
+            counted.append(len(processes_in(namespace)))
+
+    counter = threading.Thread(target=count)
+    counter.start()
+    result = run(
+        """
+import os
+while True:
+    try:
+        os.fork()
+    except OSError:
+        pass
+""",
+        timeout_s=0.7,
+    )
+    done.set()
+    counter.join()
+    assert result.status == "timeout"
+    assert 2 < max(counted) <= Limits().processes + 4
+    wait_until_empty(namespace)
+
+
+def test_processes_and_threads_beyond_the_limit_are_refused(run):
+    result = run("""
+import os, signal, threading, time
+children = 0
+try:
+    while children < 1000:
+        if os.fork() == 0:
+            time.sleep(100)
+            os._exit(0)
+        children += 1
+except OSError as error:
+    print(children, type(error).__name__)
+""")
+    count, name = result.output.split()
+    assert 32 < int(count) <= Limits().processes
+    assert name == "BlockingIOError"
+    result = run("""
+threads, stop = 0, threading.Event()
+try:
+    while threads < 1000:
+        threading.Thread(target=stop.wait, daemon=True).start()
+        threads += 1
+except RuntimeError as error:
+    print(threads, error)
+stop.set()
+""")
+    assert 8 < int(result.output.split()[0]) <= Limits().processes
+    assert "can't start new thread" in result.output
+
+
+def test_output_without_end_is_stopped_and_its_beginning_kept(run):
+    started = time.monotonic()
+    result = run("while True: print('x' * 1000)", timeout_s=15.0)
+    assert time.monotonic() - started < 10
+    assert result.error == "stopped: it wrote more than 16 MiB of output"
+    assert result.output.startswith("x" * 1000 + "\n")
+    assert len(result.output) < 66 * 1024
+    assert "more bytes of output cut" in result.output
+
+
+def test_a_64_gib_allocation_is_a_memory_error_and_the_variables_stay(run):
+    run("kept = 1")
+    result = run("data = bytearray(64 << 30)")
+    assert result.error.endswith("MemoryError (the limit is 512 MiB)")
+    result = run("""
+hoard = []
+while True:
+    hoard.append(bytearray(16 << 20))
+""")
+    assert result.error.endswith("MemoryError (the limit is 512 MiB)")
+    assert run("hoard = None; kept").output == "1\n"
+
+
+def test_files_are_bounded_one_by_one_and_together(run):
+    result = run("""
+import os
+def write(name, mib):
+    try:
+        with open(name, 'wb') as file:
+            for _ in range(mib):
+                file.write(bytes(1 << 20))
+        return 'wrote'
+    except OSError as error:
+        return error.errno
+print(write('/tmp/large', 17), os.path.getsize('/tmp/large') >> 20)
+print([write(f'/tmp/part{number}', 15) for number in range(6)][-1])
+""")
+    assert result.output == f"{errno.EFBIG} 16\n{errno.ENOSPC}\n"
+
+
+@pytest.mark.parametrize("ending", ["", "time.sleep(100)"])
+def test_sleeping_grandchildren_end_with_the_call(run, ending):
+    namespace = namespace_of(run)
+    result = run(
+        f"""
+import os, subprocess, time
+subprocess.Popen(['sleep', '1000'], start_new_session=True)
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        subprocess.Popen(['sleep', '1001'])
+        time.sleep(1000)
+    os._exit(0)
+time.sleep(0.2)
+print(len([name for name in os.listdir('/proc') if name.isdigit()]))
+{ending}
+""",
+        timeout_s=1.0,
+    )
+    assert int(result.output) >= 5  # the first process, the interpreter, two sleeps, the grandchild
+    if ending:
+        assert result.status == "timeout"
+        wait_until_empty(namespace)
+    else:
+        assert result.status == "ok"
+        wait_until_empty(namespace, but=2)  # the first process and the interpreter
+        assert namespace_of(run) == namespace
+
+
+WRITE_EVERYWHERE = """
+import os
+for name in os.listdir('/proc/self/fd'):
+    if int(name) > 2:
+        try:
+            os.write(int(name), {data})
+        except OSError:
+            pass
+"""
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        "b'garbage' * 100",
+        "b'\\xff\\xff\\xff\\xff' + bytes(1000)",
+        "b'\\0\\0\\0\\x02[]'",
+        'b\'\\0\\0\\0\\x1c\' + b\'{"id": "x", "error": null   }\'',
+        "(100000).to_bytes(4, 'big') + b'[' * 100000",
+    ],
+)
+def test_what_is_written_to_the_protocol_pipe_is_an_error_of_that_call_alone(run, data):
+    result = run(WRITE_EVERYWHERE.format(data=data))
+    assert result.error == "the interpreter's answer could not be read"
+    assert result.lost_after
+    assert run("6 * 7").output == "42\n"
+
+
+def test_the_code_has_no_descriptor_but_its_own_and_the_two_of_the_protocol(run):
+    result = run("""
+import os
+for name in sorted(os.listdir('/proc/self/fd'), key=int):
+    if os.path.islink(f'/proc/self/fd/{name}'):  # that of the listing is gone
+        print(os.readlink(f'/proc/self/fd/{name}').partition(':')[0])
+""")
+    assert result.output.splitlines() == ["/dev/null", *["pipe"] * 4]
+
+
+def test_a_well_forged_answer_does_not_shift_later_answers(run):
+    forged = run("""
+import json, os, sys
+frame = sys._getframe()
+while 'request' not in frame.f_locals:
+    frame = frame.f_back
+data = json.dumps({'id': frame.f_locals['request']['id'], 'error': None}).encode()
+os.write(frame.f_locals['replies'], len(data).to_bytes(4, 'big') + data)
+print('forged')
+""")
+    assert forged.status in ("ok", "error")  # its own answer, which it may spoil
+    answers = [run(f"print({number})") for number in range(3)]
+    assert all(answer.output == f"{n}\n" for n, answer in enumerate(answers) if answer.status == "ok")
+    assert [answer.status for answer in answers[1:]] == ["ok", "ok"]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os; os.closerange(3, 256)",
+        "import os; os.closerange(0, 256)",
+        "import os; os._exit(0)",
+        "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+        "import ctypes; ctypes.string_at(0)",
+        "import json, os; json.dumps = os.write = None; import builtins; builtins.__dict__.clear()",
+    ],
+)
+def test_an_interpreter_that_ends_itself_is_an_error_of_that_call_and_is_replaced(run, code):
+    result = run(code, timeout_s=5)
+    assert result.status in ("ok", "error")
+    run("1", timeout_s=5)
+    assert run("6 * 7").output == "42\n"
+
+
+def test_spoiling_the_request_pipe_ends_the_interpreter_and_the_next_call_has_another(run):
+    namespace = namespace_of(run)
+    run("import os; [os.set_blocking(n, False) for n in range(3, 256) if os.path.exists(f'/proc/self/fd/{n}')]")
+    wait_until_empty(namespace)
+    result = run("6 * 7")
+    assert (result.status, result.lost_after) == ("error", True)
+    assert result.error.startswith("the interpreter ended")
+    assert run("6 * 7").output == "42\n"
+
+
+def test_links_and_proc_lead_nowhere(run):
+    result = run("""
+import os
+os.symlink('/etc/shadow', '/tmp/link')
+os.symlink('/proc/1/root', '/tmp/root')
+for path in ('/tmp/link', '/tmp/root/etc/shadow', '/proc/1/root/etc/shadow', '/proc/1/cwd/etc/shadow',
+             '/proc/self/root/etc/passwd', '/proc/1/root/work', '/proc/1/mem', '/proc/kcore', '/dev/mem', '/dev/kmsg'):
+    try:
+        open(path, 'rb').read(1)
+        print('read', path)
+    except OSError:
+        print('no')
+for pid in (1, os.getppid()):
+    for name in os.listdir(f'/proc/{pid}/fd') if os.access(f'/proc/{pid}/fd', os.R_OK) else ():
+        target = os.readlink(f'/proc/{pid}/fd/{name}')
+        if not target.startswith(('pipe:', '/dev/null', 'anon_inode:')):
+            print('descriptor', target)
+""")
+    assert result.output == "no\n" * 10
+
+
+def test_privileges_cannot_be_had(run):
+    result = run("""
+import ctypes, os, re
+libc = ctypes.CDLL(None, use_errno=True)
+print(re.search(r'CapEff:\\s*(\\w+)', open('/proc/self/status').read())[1])
+print(re.search(r'NoNewPrivs:\\s*(\\w+)', open('/proc/self/status').read())[1])
+CLONE_NEWUSER, CLONE_NEWNS = 0x10000000, 0x20000
+print(libc.unshare(CLONE_NEWUSER), libc.unshare(CLONE_NEWNS))
+print(libc.mount(b'none', b'/tmp', b'tmpfs', 0, None), libc.chroot(b'/tmp'))
+try:
+    os.setuid(0)
+except OSError as error:
+    print(type(error).__name__)
+import resource
+try:
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+except ValueError:
+    print('no more memory')
+""")
+    lines = result.output.splitlines()
+    assert lines == ["0000000000000000", "1", "-1 -1", "-1 -1", lines[4], "no more memory"]
+    assert lines[4] in ("PermissionError", "OSError")
+
+
+def test_processes_of_the_host_cannot_be_signalled(run):
+    with subprocess.Popen(["sleep", "60"]) as bystander:
+        result = run(f"""
+import os, signal
+for pid in ({bystander.pid}, {os.getpid()}):
+    try:
+        os.kill(pid, signal.SIGKILL)
+        print('killed', pid)
+    except ProcessLookupError:
+        print('no')
+try:
+    os.kill(1, signal.SIGKILL)
+    os.kill(-1, signal.SIGKILL)
+except ProcessLookupError:
+    pass
+print('still here')
+""")
+        assert bystander.poll() is None
+        bystander.kill()
+    assert result.output == "no\nno\nstill here\n"
+
+
+def test_what_is_written_to_tmp_is_seen_by_nobody_else(run, tmp_path):
+    name = f"/tmp/llmrl-sandbox-{os.getpid()}"
+    assert run(f"open('{name}', 'w').write('mine'); print(open('{name}').read())").output == "mine\n"
+    code = f"import os; print(os.path.exists('{name}'), os.listdir('/tmp'))"
+    assert run(code, conversation="somebody else").output == "False []\n"
+    assert not Path(name).exists()
+
+
+def test_processor_time_is_bounded():
+    pool = InterpreterPool(sandbox(cpu_s=1), spare=0)
+    try:
+        started = time.monotonic()
+        result = pool.run("while True: pass", conversation=None, deadline=started + 30)
+    finally:
+        pool.close()
+    assert time.monotonic() - started < 15
+    assert result.error.startswith("the interpreter was stopped: it used up its 1 s of processor time")
+
+
+def test_closing_the_pool_leaves_no_process_and_no_descriptor():
+    before = len(os.listdir("/proc/self/fd"))
+    pool = InterpreterPool(sandbox(), spare=2)
+    deadline = time.monotonic() + 30
+    code = "import os, subprocess; subprocess.Popen(['sleep', '100']); print(os.readlink('/proc/self/ns/pid'))"
+    namespaces = [pool.run(code, conversation=name, deadline=deadline).output.strip() for name in "abc"]
+    assert len(set(namespaces)) == 3
+    pool.close()
+    assert [pid for namespace in namespaces for pid in processes_in(namespace)] == []
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    assert [pid for pid in children if "bwrap" in Path(f"/proc/{pid}/stat").read_text()] == []
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_sandbox_dies_with_a_host_that_is_killed():
+    sandbox()
+    script = """
+import sys, time
+from llmrl.tools.sandbox import InterpreterPool, Sandbox
+pool = InterpreterPool(Sandbox(), spare=0)
+code = "import os, time; print(os.readlink('/proc/self/ns/pid'))"
+print(pool.run(code, conversation=0, deadline=time.monotonic() + 30).output, flush=True)
+pool.run("import os; os.fork(); time.sleep(1000)", conversation=0, deadline=time.monotonic() + 1000)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as host:
+        namespace = host.stdout.readline().strip()
+        assert namespace.startswith("pid:[")
+        assert processes_in(namespace)
+        host.send_signal(signal.SIGKILL)
+    wait_until_empty(namespace)

@@ -1,0 +1,101 @@
+"""One event loop in a thread of its own, so that blocking code can call asynchronous code with a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Awaitable
+from concurrent.futures import CancelledError
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any, TypeVar
+
+from llmrl.errors import LLMRLError
+
+__all__ = ["BackgroundLoop"]
+
+T = TypeVar("T")
+
+
+class BackgroundLoop:
+    """Runs coroutines, for any number of threads, in one loop: sessions and connections stay with the loop they know.
+
+    The thread starts with the first coroutine, is a daemon, and ends with ``close``.
+
+    >>> with BackgroundLoop("example") as loop:
+    ...     loop.run(asyncio.sleep(0, "done"), deadline=time.monotonic() + 5)
+    'done'
+    """
+
+    def __init__(self, name: str):
+        self._name = name
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def __enter__(self) -> BackgroundLoop:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def run(self, awaitable: Awaitable[T], deadline: float) -> T:
+        """Waits for the result; at the deadline (of `time.monotonic`) cancels it and raises TimeoutError."""
+
+        async def wait() -> T:
+            return await awaitable
+
+        coroutine = wait()
+        try:
+            loop = self._started()
+        except BaseException:
+            coroutine.close()
+            if asyncio.iscoroutine(awaitable):
+                awaitable.close()
+            raise
+        future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+        try:
+            return future.result(min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
+        except FutureTimeout:
+            future.cancel()  # also where it raised a TimeoutError of its own: then it is done already
+            raise
+        except CancelledError:
+            raise LLMRLError(f"{self._name}: the event loop was closed while a call was running.") from None
+
+    def close(self) -> None:
+        """Cancels what still runs and ends the thread; waits for it at most two seconds."""
+        with self._lock:
+            self._closed = True
+            loop, thread = self._loop, self._thread
+        if loop is None or thread is None or not thread.is_alive():
+            return
+        with contextlib.suppress(RuntimeError):  # it ended in the meantime
+            loop.call_soon_threadsafe(loop.stop)
+        if thread is not threading.current_thread():
+            thread.join(timeout=2.0)
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._closed:
+                raise LLMRLError(f"{self._name}: is closed.")
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(target=self._serve, args=[self._loop], name=self._name, daemon=True)
+                self._thread.start()
+            return self._loop
+
+    @staticmethod
+    def _serve(loop: asyncio.AbstractEventLoop) -> None:
+        asyncio.set_event_loop(loop)
+        try:
+            loop.run_forever()
+            tasks: set[asyncio.Task[Any]] = asyncio.all_tasks(loop)
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                loop.run_until_complete(asyncio.wait(tasks, timeout=1.0))
+            loop.run_until_complete(loop.shutdown_asyncgens())
+        finally:
+            loop.close()

@@ -1,0 +1,333 @@
+"""A web browser for models: Chromium through Playwright, one page per conversation, hosts by an exact allow-list.
+
+The model names actions and selectors; nothing it writes becomes JavaScript. What a page says is text of a stranger: an
+allowed host decides what the model reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Hashable, Sequence
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
+
+from llmrl.errors import ConfigError, LLMRLError, near
+from llmrl.optional import require
+from llmrl.tools.background_loop import BackgroundLoop
+from llmrl.tools.base import Tool, ToolError, ToolTimeout
+
+__all__ = ["BrowserTool", "find_chromium"]
+
+_START_S, _CLOSE_S = 30.0, 8.0
+_ELEMENT_S = 3.0  # to wait for an element that a page may still be making
+_FLAGS = (
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+_VISIBLE_TEXT = """() => {
+  const walker = document.createTreeWalker(document.body || document, NodeFilter.SHOW_TEXT), found = [];
+  const hidden = new Set(["SCRIPT", "STYLE", "NOSCRIPT", "TEMPLATE"]), range = document.createRange();
+  for (let node = walker.nextNode(); node; node = walker.nextNode()) {
+    if (!node.data.trim() || hidden.has(node.parentNode.nodeName)) continue;
+    range.selectNodeContents(node);
+    const box = range.getBoundingClientRect();
+    if (box.height && box.bottom > 0 && box.top < innerHeight) found.push(node.data.trim());
+  }
+  return [Math.round(scrollY), document.documentElement.scrollHeight - innerHeight, found.join("\\n")];
+}"""
+
+
+class BrowserTool(Tool):
+    """A page that a conversation keeps: navigate, click, type, extract, scroll.
+
+    Reads   allowed_hosts  exact names, such as "en.wikipedia.org": of pages, of what they load, and of redirects; no
+                           sub-domain is implied. None: every host, those of the machine's own network included
+            executable     of Chromium; by default $LLMRL_CHROMIUM, one on the PATH, or Playwright's own
+            max_chars      of the text that one answer shows
+    Raises  ConfigError for a host that is none; MissingDependencyError without Playwright. The browser itself starts at
+            the first call
+
+    As root Chromium's own sandbox cannot run and is switched off: then give it only hosts that you trust.
+    """
+
+    name = "browser"
+    description = (
+        "A web browser that keeps one page open. navigate opens a url; click and type act on the first element that "
+        "matches a CSS selector; extract reads the text of the elements that match one, or of the page; scroll moves "
+        "down by a number of pixels, or up by a negative one, and reads what is then visible."
+    )
+    parameters: ClassVar[dict[str, Any]] = {
+        "type": "object",
+        "properties": {
+            "action": {"type": "string", "enum": ["navigate", "click", "type", "extract", "scroll"]},
+            "url": {"type": "string", "description": "for navigate"},
+            "selector": {"type": "string", "description": "a CSS selector, for click, type and extract"},
+            "text": {"type": "string", "description": "for type"},
+            "submit": {"type": "boolean", "description": "for type: press Enter afterwards"},
+            "amount": {"type": "integer", "description": "for scroll: pixels"},
+        },
+        "required": ["action"],
+    }
+    _needs: ClassVar[dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {  # required and optional arguments
+        "navigate": (("url",), ()),
+        "click": (("selector",), ()),
+        "type": (("selector", "text"), ("submit",)),
+        "extract": ((), ("selector",)),
+        "scroll": ((), ("amount",)),
+    }
+
+    def __init__(
+        self,
+        allowed_hosts: Sequence[str] | None = None,
+        *,
+        headless: bool = True,
+        timeout_s: float | None = 30.0,
+        executable: str | None = None,
+        max_chars: int = 3000,
+    ):
+        require("playwright.async_api", extra="browser", used_by="BrowserTool")
+        if isinstance(allowed_hosts, str):
+            raise ConfigError(f"BrowserTool: allowed_hosts must be a list of host names: got {allowed_hosts!r}.")
+        self.allowed_hosts = None if allowed_hosts is None else frozenset(map(_host_name, allowed_hosts))
+        self.headless = headless
+        self.timeout_s = timeout_s
+        self.max_chars = max_chars
+        self.executable = executable or find_chromium()
+        self._loop = BackgroundLoop("browser")
+        self._driver: Any = None
+        self._browser: asyncio.Future[Any] | None = None
+        self._pages: dict[Hashable, Any] = {}
+        self._stale: set[Any] = set()
+
+    def call(self, arguments: dict[str, Any], *, conversation: Hashable, deadline: float) -> str:
+        action = self._checked(arguments)
+        try:
+            return self._loop.run(self._act(action, arguments, conversation, deadline), deadline)
+        except TimeoutError:
+            raise ToolTimeout(f"browser: {action} did not end in time.") from None
+
+    def end(self, conversation: Hashable) -> None:
+        """Closes the conversation's page, with its cookies and storage."""
+        page = self._pages.pop(conversation, None)
+        if page is not None:
+            self._stale.discard(page)
+            self._soon(_closed(page.context))
+
+    def close(self) -> None:
+        """Ends the browser."""
+        if self._browser is not None:
+            self._soon(self._shut_down())
+        self._loop.close()
+
+    # -- in the background loop ----------------------------------------------------------------------------------------
+
+    async def _act(self, action: str, arguments: dict[str, Any], conversation: Hashable, deadline: float) -> str:
+        errors = require("playwright.async_api", extra="browser", used_by="BrowserTool")
+        page = await self._page(conversation)
+        left_ms = max(1.0, 1000 * (deadline - time.monotonic()))
+        patience_ms = min(left_ms, 1000 * _ELEMENT_S)
+        try:
+            if action == "navigate":
+                return await self._navigate(page, arguments["url"], left_ms)
+            if action == "scroll":
+                return await self._scroll(page, arguments.get("amount", 600))
+            selector = arguments.get("selector") or "body"
+            if action == "extract":
+                return await self._extract(page, selector)
+            element = page.locator(selector).first
+            if action == "click":
+                await element.click(timeout=patience_ms)
+            else:
+                await element.fill(arguments["text"], timeout=patience_ms)
+                if arguments.get("submit"):
+                    await element.press("Enter", timeout=patience_ms)
+            await page.wait_for_load_state("domcontentloaded", timeout=left_ms)
+            return await self._state(page)
+        except errors.TimeoutError:
+            if action == "navigate" or time.monotonic() >= deadline:
+                raise ToolTimeout(f"browser: {action} did not end in time.") from None
+            raise ToolError(f"browser: {action}: no element that matches {selector!r} could be used.") from None
+        except errors.Error as error:
+            raise ToolError(f"browser: {action}: {_first_line(error)}") from None
+
+    async def _navigate(self, page: Any, url: str, timeout_ms: float) -> str:
+        self._check_url(url)
+        try:
+            response = await page.goto(url, wait_until="domcontentloaded", timeout=timeout_ms)
+        except BaseException:
+            self._stale.add(page)  # what it still loads, be it an error page, would interrupt what comes next
+            raise
+        status = f"HTTP status {response.status}\n" if response is not None and response.status >= 400 else ""
+        return status + await self._state(page)
+
+    async def _scroll(self, page: Any, amount: int) -> str:
+        await page.evaluate("amount => window.scrollBy(0, amount)", amount)
+        place, end, text = await page.evaluate(_VISIBLE_TEXT)
+        return f"At pixel {place} of {max(place, end)}.\n\n{self._shown(text)}"
+
+    async def _extract(self, page: Any, selector: str) -> str:
+        if page.url == "about:blank":
+            raise ToolError("browser: extract: no page is open; navigate to one first.")
+        texts = [text.strip() for text in await page.locator(selector).all_inner_texts()]
+        if not texts:
+            raise ToolError(f"browser: extract: no element matches {selector!r}.")
+        return self._shown("\n".join(texts))
+
+    async def _state(self, page: Any) -> str:
+        """Where the page is and what it says."""
+        text = await page.locator("body").first.inner_text(timeout=1000 * _ELEMENT_S)
+        return f"{await page.title()}\n{page.url}\n\n{self._shown(text.strip())}"
+
+    def _shown(self, text: str) -> str:
+        if len(text) <= self.max_chars:
+            return text
+        return f"{text[: self.max_chars]}\n[{len(text) - self.max_chars:,} more characters; extract a part by selector]"
+
+    async def _page(self, conversation: Hashable) -> Any:
+        if self._browser is not None and self._browser.done():
+            failed = self._browser.cancelled() or self._browser.exception() is not None
+            if failed or not self._browser.result().is_connected():
+                self._browser = None  # it crashed, or never started: its pages are gone
+                self._pages.clear()
+                self._stale.clear()
+        if self._browser is None:
+            self._browser = asyncio.ensure_future(asyncio.wait_for(self._launch(), _START_S))
+        try:
+            browser = await asyncio.shield(self._browser)  # who gives up waiting does not stop the start
+        except Exception as error:
+            raise ToolError(
+                f"browser: it could not be started: {_first_line(error) or type(error).__name__}"
+            ) from error
+        if conversation not in self._pages:
+            context = await browser.new_context(accept_downloads=False, service_workers="block")
+            if self.allowed_hosts is not None:
+                await context.route("**/*", self._guard)
+            self._pages[conversation] = await _new_page(context)
+        elif (page := self._pages[conversation]) in self._stale:
+            self._pages[conversation] = await _new_page(page.context)
+            self._stale.discard(page)
+            await _closed(page)
+        return self._pages[conversation]
+
+    async def _launch(self) -> Any:
+        api = require("playwright.async_api", extra="browser", used_by="BrowserTool")
+        flags = [*_FLAGS]
+        if hasattr(os, "geteuid") and os.geteuid() == 0:
+            flags.append("--no-sandbox")
+        if self.allowed_hosts is not None:
+            # Requests that a redirect, a WebSocket or a prefetch makes are never seen by a route: they have no address.
+            excluded = "".join(f", EXCLUDE {host}" for host in sorted(self.allowed_hosts))
+            flags.append(f"--host-resolver-rules=MAP * ~NOTFOUND{excluded}")
+        if self._driver is None:
+            self._driver = await api.async_playwright().start()
+        return await self._driver.chromium.launch(
+            executable_path=self.executable, headless=self.headless, args=flags, env=_environment()
+        )
+
+    async def _guard(self, route: Any) -> None:
+        if self._allows(route.request.url):
+            await route.continue_()
+        else:
+            await route.abort("blockedbyclient")
+
+    async def _shut_down(self) -> None:
+        self._pages.clear()
+        with contextlib.suppress(Exception):
+            browser = await asyncio.wait_for(asyncio.shield(self._browser), _CLOSE_S / 2)
+            await browser.close()
+        with contextlib.suppress(Exception):
+            if self._driver is not None:
+                await self._driver.stop()
+
+    def _soon(self, awaitable: Any) -> None:
+        with contextlib.suppress(LLMRLError, TimeoutError):
+            self._loop.run(awaitable, time.monotonic() + _CLOSE_S)
+
+    # -- what is allowed -----------------------------------------------------------------------------------------------
+
+    def _allows(self, url: str) -> bool:
+        try:
+            parts = urlsplit(url)
+            host = parts.hostname
+        except ValueError:
+            return False
+        if parts.scheme not in ("http", "https") or not host:
+            return False
+        return self.allowed_hosts is None or host.lower() in self.allowed_hosts
+
+    def _check_url(self, url: str) -> None:
+        if not self._allows(url):
+            hosts = "" if self.allowed_hosts is None else f" of {', '.join(sorted(self.allowed_hosts)) or 'no host'}"
+            raise ToolError(f"browser: navigate: the url must be an http or https address{hosts}: got {url[:200]!r}.")
+
+    def _checked(self, arguments: dict[str, Any]) -> str:
+        """The action. Raises ToolError for one that is not known, or arguments that are not its own."""
+        action = arguments.get("action")
+        if action not in self._needs:
+            hint = near(str(action), self._needs)
+            raise ToolError(f"browser: action must be one of {', '.join(self._needs)}: got {action!r}.{hint}")
+        required, optional = self._needs[action]
+        for name in required:
+            if name not in arguments:
+                raise ToolError(f"browser: {action} needs {name!r}: got {', '.join(map(repr, arguments))}.")
+        kinds = {"string": str, "boolean": bool, "integer": int}
+        for name, value in arguments.items():
+            if name not in ("action", *required, *optional):
+                known = (*required, *optional)
+                raise ToolError(
+                    f"browser: {action} takes no {name!r}: known are {', '.join(known)}.{near(name, known)}"
+                )
+            kind = self.parameters["properties"][name]["type"]
+            if not isinstance(value, kinds[kind]) or (kind == "integer" and isinstance(value, bool)):
+                raise ToolError(f"browser: {action}: {name!r} must be of type {kind}: got {value!r:.80}.")
+        return action
+
+
+def find_chromium() -> str | None:
+    """The Chromium to use: $LLMRL_CHROMIUM, or one on the PATH; None for Playwright's own."""
+    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+    return os.environ.get("LLMRL_CHROMIUM") or next((path for name in names if (path := shutil.which(name))), None)
+
+
+def _host_name(host: Any) -> str:
+    if not isinstance(host, str) or not host or urlsplit(f"//{host}").hostname != host.lower() or "*" in host:
+        raise ConfigError(
+            "BrowserTool: allowed_hosts must be plain host names, such as 'example.com', without scheme, port, path or "
+            f"'*': got {host!r}."
+        )
+    return host.lower()
+
+
+def _environment() -> dict[str, str | float | bool]:
+    """What the browser's process gets of the environment: no secrets of the training run."""
+    return {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "TMPDIR", "DISPLAY") if name in os.environ}
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].removeprefix("Error: ") if lines else ""
+
+
+async def _new_page(context: Any) -> Any:
+    page = await context.new_page()
+    page.on("popup", lambda popup: asyncio.ensure_future(_closed(popup)))
+    page.on("dialog", lambda dialog: asyncio.ensure_future(_dismissed(dialog)))
+    return page
+
+
+async def _closed(thing: Any) -> None:
+    with contextlib.suppress(Exception):
+        await thing.close()
+
+
+async def _dismissed(dialog: Any) -> None:
+    with contextlib.suppress(Exception):
+        await dialog.dismiss()

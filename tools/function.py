@@ -1,0 +1,204 @@
+"""A tool from a typed function, or from objects that are called like one. The schema is made in ``schema.py``."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import re
+import threading
+import time
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+from pydantic_core import to_json
+
+from llmrl.errors import ConfigError, near
+from llmrl.tools.background_loop import BackgroundLoop
+from llmrl.tools.base import Tool, ToolError, ToolTimeout
+from llmrl.tools.schema import Signature, parse_docstring
+
+__all__ = ["FunctionTool", "as_tool", "check_constructor", "to_text", "tool"]
+
+
+class FunctionTool(Tool):
+    """A tool from a typed function, from an object with ``__call__``, or from a class of such objects.
+
+    An object serves all conversations, and its calls may run at the same time. Of a class, each conversation has an
+    instance of its own, made at its first call and closed at its end. ``close`` is called where there is one. The
+    function may be ``async``; all its calls run in one event loop. A plain function cannot be stopped: at its deadline
+    it is left behind.
+
+    >>> def lookup(city: str, days: int = 1) -> str:
+    ...     '''The weather of a city.
+    ...
+    ...     Args:
+    ...         city: its English name
+    ...     '''
+    ...     return f"sunny in {city} for {days} days"
+    >>> weather = FunctionTool(lookup)
+    >>> weather.parameters["properties"]["city"]
+    {'description': 'its English name', 'type': 'string'}
+    >>> weather.call({"city": "Rome", "days": "2"}, conversation=0, deadline=float("inf"))
+    'sunny in Rome for 2 days'
+    """
+
+    def __init__(
+        self,
+        target: Callable[..., Any],
+        *,
+        name: str | None = None,
+        description: str | None = None,
+        timeout_s: float | None = None,
+    ):
+        self._target = target
+        self._per_conversation = inspect.isclass(target)
+        function = target if inspect.isroutine(target) else target.__call__  # of a class: unbound, with ``self``
+        if self._per_conversation:
+            check_constructor(target)
+        self.name = name or _name_of(target)
+        if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", self.name):
+            raise ConfigError(
+                f"FunctionTool: a tool's name must be of letters, digits, _ and -, at most 64: got {self.name!r}; "
+                "pass name=."
+            )
+        self._signature = Signature(function, self.name, skip_self=self._per_conversation)
+        own = parse_docstring(inspect.getdoc(target) or "")[0]
+        self.description = description or self._signature.description or own
+        if not self.description:
+            raise ConfigError(
+                f"tool {self.name!r}: needs a docstring, because that is what the model is told about it: got none; "
+                "write one or pass description=."
+            )
+        self.parameters = self._signature.json_schema
+        self.timeout_s = timeout_s
+        self._async = inspect.iscoroutinefunction(function)
+        self.keeps_deadline = self._async
+        self._loop = BackgroundLoop(f"tool {self.name}") if self._async else None
+        self._instances: dict[Hashable, Any] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The function itself, as it was before it became a tool."""
+        return self._target(*args, **kwargs)
+
+    def call(self, arguments: dict[str, Any], *, conversation: Hashable, deadline: float) -> str:
+        args, kwargs = self._signature.bind(arguments, error=ToolError)
+        function = self._instance(conversation) if self._per_conversation else self._target
+        if self._loop is None:
+            return to_text(function(*args, **kwargs))
+        remaining = max(0.0, deadline - time.monotonic())
+        try:
+            return to_text(self._loop.run(asyncio.wait_for(function(*args, **kwargs), min(remaining, 1e6)), deadline))
+        except TimeoutError:
+            if time.monotonic() < deadline:
+                raise  # its own
+            raise ToolTimeout(f"{self.name}: no result in time; the call was given up.") from None
+
+    def end(self, conversation: Hashable) -> None:
+        with self._lock:
+            instance = self._instances.pop(conversation, None)
+        _close(instance)
+
+    def close(self) -> None:
+        with self._lock:
+            instances, self._instances = list(self._instances.values()), {}
+        for instance in instances:
+            _close(instance)
+        if not self._per_conversation:
+            _close(self._target)
+        if self._loop is not None:
+            self._loop.close()
+
+    def _instance(self, conversation: Hashable) -> Any:
+        with self._lock:
+            if conversation not in self._instances:
+                self._instances[conversation] = self._target()
+            return self._instances[conversation]
+
+
+def tool(
+    fn: Callable[..., Any] | None = None,
+    *,
+    name: str | None = None,
+    description: str | None = None,
+    timeout_s: float | None = None,
+) -> Any:
+    """Makes a function a tool, as ``@tool`` or ``@tool(timeout_s=2)``. It can still be called as a function.
+
+    >>> @tool(name="shout")
+    ... def upper(text: str) -> str:
+    ...     "The text in capitals."
+    ...     return text.upper()
+    >>> upper.name, upper("a")
+    ('shout', 'A')
+    """
+
+    def make(function: Callable[..., Any]) -> FunctionTool:
+        return FunctionTool(function, name=name, description=description, timeout_s=timeout_s)
+
+    return make if fn is None else make(fn)
+
+
+def as_tool(obj: Any) -> Tool:
+    """A tool as it is; a function, an object with ``__call__`` or a class of such objects as a `FunctionTool`.
+
+    >>> def now() -> str:
+    ...     "The time."
+    >>> as_tool(now).schema()["function"]["name"]
+    'now'
+    """
+    if isinstance(obj, Tool):
+        return obj
+    if inspect.isclass(obj) and issubclass(obj, Tool):
+        raise ConfigError(f"as_tool: must be given a tool: got the class {obj.__name__}; pass {obj.__name__}(...).")
+    has_call = any("__call__" in base.__dict__ for base in obj.__mro__) if inspect.isclass(obj) else callable(obj)
+    if not has_call:
+        raise ConfigError(
+            f"as_tool: must be given a Tool, a function, or an object with __call__: got {_shown(obj)}"
+            + ("; for a tool by name use load_tool." if isinstance(obj, str) else ".")
+        )
+    return FunctionTool(obj)
+
+
+def to_text(value: Any) -> str:
+    """What a function returned, as the model reads it: text as it is, nothing as nothing, all else as JSON.
+
+    >>> to_text({"a": [1, 2.5]}), to_text(None)
+    ('{"a":[1,2.5]}', '')
+    """
+    if isinstance(value, str):
+        return value
+    return "" if value is None else to_json(value, fallback=str, inf_nan_mode="constants").decode()
+
+
+def check_constructor(
+    cls: type, settings: Mapping[str, Any] | None = None, who: str = "as_tool: a class is called without arguments"
+) -> None:
+    """Raises ConfigError, with the nearest name, where ``settings`` are no arguments of the class."""
+    try:
+        signature = inspect.signature(cls)
+        signature.bind(**(settings or {}))
+    except TypeError as error:
+        known = [key for key in signature.parameters if key not in ("self",)]
+        unknown = [key for key in settings or {} if key not in known]
+        hint = near(unknown[0], known) if unknown else ""
+        raise ConfigError(f"{who}: {cls.__name__}{signature}: {error}.{hint}") from None
+
+
+def _name_of(target: Any) -> str:
+    if isinstance(given := getattr(target, "name", None), str):
+        return given
+    if inspect.isroutine(target):
+        return target.__name__
+    kind = target if inspect.isclass(target) else type(target)
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind.__name__).lower()
+
+
+def _close(instance: Any) -> None:
+    close = getattr(instance, "close", None)
+    if callable(close):
+        close()
+
+
+def _shown(obj: Any) -> str:
+    return f"{obj!r:.80} ({type(obj).__name__})"

@@ -1,0 +1,302 @@
+"""Tools of MCP servers, through the official ``mcp`` package (version 2): stdio and streamable HTTP.
+
+Every tool of a server is a `Tool` with the server's schema. All connections of one `MCPServers` live in one background
+event loop; the calls of any number of threads are sent over them side by side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shlex
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+from llmrl.errors import ConfigError, DeadlineError, LLMRLError, MissingDependencyError, near
+from llmrl.optional import require
+from llmrl.tools.background_loop import BackgroundLoop
+from llmrl.tools.base import Tool, ToolError, ToolTimeout
+
+__all__ = ["MCPServers", "MCPTool"]
+
+_STDIO = ("command", "args", "env", "cwd")
+_HTTP = ("url", "headers")
+_MAX_RESTARTS = 1
+_MAX_STDERR_CHARS = 2000
+_CLOSE_S = 8.0  # the package gives a server 2 s to end, 2 s after SIGTERM, and kills it
+
+
+class MCPServers:
+    """Connections to servers, and their tools.
+
+    Reads   servers          name -> {"command", "args", "env", "cwd"}, {"url", "headers"}, or a command line or URL as
+                             a string. A command gets no other environment variables than PATH, HOME and the like
+            start_timeout_s  until every server has listed its tools
+    Raises  ConfigError for settings that cannot be used and for a server that does not start, DeadlineError for one
+            that does not answer; both with what it wrote to stderr. MissingDependencyError without the package
+
+    ``tools``: those of all servers, in order; names that two servers share are preceded by the server's. A server that
+    ends fails the calls that it was in and is started again at the next one; if it ends again without having answered
+    any, it is given up.
+    """
+
+    def __init__(self, servers: Mapping[str, Mapping[str, Any] | str], *, start_timeout_s: float = 30.0):
+        if not hasattr(require("mcp", extra="mcp", used_by="MCPServers"), "Client"):
+            raise MissingDependencyError(
+                "MCPServers: needs version 2 of the package 'mcp': an older one is installed; run: "
+                "pip install 'llmrl[mcp]'."
+            )
+        if not isinstance(servers, Mapping) or not servers:
+            raise ConfigError(
+                f"MCPServers: servers must be a mapping of at least one name to its settings: got {servers!r:.80}."
+            )
+        self._loop = BackgroundLoop("mcp")
+        self._connections = [_Connection(name, _settings(name, given)) for name, given in servers.items()]
+        deadline = time.monotonic() + start_timeout_s
+        try:
+            self._loop.run(_start_all(self._connections), deadline=deadline)
+            for connection in self._connections:  # they start together; each is waited for, and named, in turn
+                self._wait_for(connection, deadline, start_timeout_s)
+        except BaseException:
+            self.close()
+            raise
+        names = Counter(tool.name for connection in self._connections for tool in connection.listed)
+        self.tools: list[MCPTool] = [
+            MCPTool._of(self, connection, tool, shared=names[tool.name] > 1)
+            for connection in self._connections
+            for tool in connection.listed
+        ]
+
+    def __enter__(self) -> MCPServers:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the connections and the servers that were started; once is enough."""
+        with contextlib.suppress(LLMRLError, TimeoutError):  # closed before, or a server that cannot be killed
+            self._loop.run(_stop_all(self._connections), deadline=time.monotonic() + _CLOSE_S)
+        self._loop.close()
+        for connection in self._connections:
+            connection.errors.close()
+
+    def _wait_for(self, connection: _Connection, deadline: float, timeout_s: float) -> None:
+        try:
+            self._loop.run(connection.client(), deadline=deadline)
+        except TimeoutError:
+            raise DeadlineError(
+                f"MCPServers: server {connection.name!r} must list its tools within {timeout_s:g} s: it did not."
+                f"{connection.stderr()}"
+            ) from None
+        except Exception as error:
+            raise ConfigError(
+                f"MCPServers: server {connection.name!r} must start: {_reason(error)}.{connection.stderr()}"
+            ) from error
+
+
+class MCPTool(Tool):
+    """One tool of one server: ``MCPTool({"command": "my-server"}, "lookup")`` starts the server for itself.
+
+    Raises  ConfigError where the server has no such tool; as `MCPServers` otherwise
+    """
+
+    def __init__(self, server: Mapping[str, Any] | str, tool: str, *, start_timeout_s: float = 30.0):
+        servers = MCPServers({"server": server}, start_timeout_s=start_timeout_s)
+        known = {made.name: made for made in servers.tools}
+        if tool not in known:
+            servers.close()
+            raise ConfigError(
+                f"MCPTool: the server must have the tool {tool!r}: it has {', '.join(known) or 'none'}."
+                f"{near(tool, known)}"
+            )
+        self.__dict__.update(known[tool].__dict__)
+
+    @classmethod
+    def _of(cls, servers: MCPServers, connection: _Connection, listed: Any, *, shared: bool) -> MCPTool:
+        self = cls.__new__(cls)
+        self._servers, self._connection, self._listed_name = servers, connection, listed.name
+        self.name = f"{connection.name}_{listed.name}" if shared else listed.name
+        self.description = listed.description or listed.title or listed.name
+        self.parameters = dict(listed.input_schema)
+        return self
+
+    def call(self, arguments: dict[str, Any], *, conversation: Hashable, deadline: float) -> str:
+        late = ToolTimeout(f"{self.name}: server {self._connection.name!r} did not answer in time.")
+        try:
+            result = self._servers._loop.run(self._connection.call(self._listed_name, arguments), deadline=deadline)
+        except TimeoutError:
+            raise late from None
+        text = _text_of(result)
+        if result.is_error:
+            raise ToolError(text or f"{self.name}: failed without saying why.")
+        return text
+
+    def close(self) -> None:
+        """Ends the connection to the server, for all of its tools."""
+        self._servers.close()
+
+
+class _Connection:
+    """One server, in the background loop. It lives in a task of its own, which opens and closes the connection."""
+
+    def __init__(self, name: str, settings: dict[str, Any]):
+        self.name = name
+        self.listed: list[Any] = []
+        self._settings = settings
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115 - a server writes to it for as long as it lives
+        self._ready: asyncio.Future[Any] | None = None
+        self._stop: asyncio.Event | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._starts = 0
+
+    def start(self) -> None:
+        """Lets the server start, where it does not run; :meth:`client` waits for it."""
+        if self._ready is None:
+            if self._starts > _MAX_RESTARTS:
+                raise ToolError(f"MCP server {self.name!r} ended again after a restart; it cannot be called any more.")
+            self._starts += 1
+            self._ready, self._stop = asyncio.get_running_loop().create_future(), asyncio.Event()
+            self._task = asyncio.create_task(self._serve(self._ready, self._stop))
+
+    async def client(self) -> Any:
+        """The open connection. Raises what kept the server from starting."""
+        self.start()
+        return await asyncio.shield(self._ready)  # whoever gives up waiting does not stop the start
+
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> Any:
+        mcp = require("mcp", extra="mcp", used_by="MCPServers")
+        try:
+            client = await self.client()
+        except ToolError:
+            raise
+        except Exception as error:
+            self._ready = None
+            raise ToolError(f"MCP server {self.name!r} could not be started again: {_reason(error)}.") from error
+        ready = self._ready
+        try:
+            result = await client.call_tool(tool, dict(arguments))
+            self._starts = 1  # it works: the next end is a first one again
+            return result
+        except mcp.MCPError as error:
+            if error.code != mcp.types.CONNECTION_CLOSED:
+                raise ToolError(str(error)) from error
+            reason = "it ended"
+        except Exception as error:
+            reason = _reason(error)
+        if self._ready is ready:  # the first of the calls that it took down with it
+            self._ready = None
+            self._stop.set()
+        raise ToolError(f"MCP server {self.name!r} was lost during the call: {reason}.")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            if self._ready is not None and not self._ready.done():
+                self._task.cancel()  # it still starts
+            self._stop.set()
+            await asyncio.wait([self._task], timeout=_CLOSE_S)
+            self._ready = self._task = None
+
+    def stderr(self) -> str:
+        """What the server wrote there last, for an error message."""
+        size = self.errors.seek(0, 2)
+        self.errors.seek(max(0, size - _MAX_STDERR_CHARS))
+        text = self.errors.read().decode("utf-8", "replace").strip()
+        return f" Its stderr:\n{text}" if text else ""
+
+    async def _serve(self, ready: asyncio.Future[Any], stop: asyncio.Event) -> None:
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                client = await self._open(stack)
+                self.listed = await _all_tools(client)
+                ready.set_result(client)
+                await stop.wait()
+        except BaseException as error:
+            if not ready.done():
+                ready.set_exception(error if isinstance(error, Exception) else RuntimeError("was cancelled"))
+                ready.exception()  # asked for: nobody need be waiting
+            if isinstance(error, asyncio.CancelledError):
+                raise
+
+    async def _open(self, stack: contextlib.AsyncExitStack) -> Any:
+        mcp = require("mcp", extra="mcp", used_by="MCPServers")
+        settings = self._settings
+        if "command" in settings:
+            transport = mcp.stdio_client(mcp.StdioServerParameters(**settings), errlog=self.errors)
+        elif settings.get("headers"):
+            http = require("mcp.client.streamable_http", extra="mcp", used_by="MCPServers")
+            client = await stack.enter_async_context(http.create_mcp_http_client(headers=settings["headers"]))
+            transport = http.streamable_http_client(settings["url"], http_client=client)
+        else:
+            transport = settings["url"]
+        return await stack.enter_async_context(mcp.Client(transport))
+
+
+async def _all_tools(client: Any) -> list[Any]:
+    listed, cursor = [], None
+    while True:
+        page = await client.list_tools(cursor=cursor)
+        listed += page.tools
+        cursor = page.next_cursor
+        if not cursor:
+            return listed
+
+
+async def _start_all(connections: Sequence[_Connection]) -> None:
+    for connection in connections:
+        connection.start()
+
+
+async def _stop_all(connections: Sequence[_Connection]) -> None:
+    await asyncio.gather(*(connection.stop() for connection in connections))
+
+
+def _settings(name: str, given: Any) -> dict[str, Any]:
+    if isinstance(given, str):
+        if given.startswith(("http://", "https://")):
+            return {"url": given}
+        command, *args = shlex.split(given) or [""]
+        given = {"command": command, "args": args}
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f"MCPServers: server {name!r} must be a mapping, a command line or a URL: got {type(given).__name__}."
+        )
+    kinds = [key for key in ("command", "url") if given.get(key)]
+    if len(kinds) != 1:
+        raise ConfigError(f"MCPServers: server {name!r} must have either a command or a url: got {list(given)}.")
+    known = _STDIO if kinds == ["command"] else _HTTP
+    if unknown := [key for key in given if key not in known]:
+        raise ConfigError(
+            f"MCPServers: server {name!r}: {unknown[0]!r} is no setting: known are {', '.join(known)}."
+            f"{near(str(unknown[0]), known)}"
+        )
+    return dict(given)
+
+
+def _text_of(result: Any) -> str:
+    """The content of a result as text; what is no text is named."""
+    parts = []
+    for block in result.content:
+        resource = getattr(block, "resource", None)
+        if getattr(block, "text", None) is not None:
+            parts.append(block.text)
+        elif getattr(resource, "text", None) is not None:
+            parts.append(resource.text)
+        elif getattr(block, "data", None) is not None:
+            parts.append(f"[{block.type}, {getattr(block, 'mime_type', 'unknown type')}, not shown]")
+        else:
+            parts.append(f"[{block.type} {getattr(resource or block, 'uri', '')}, not shown]")
+    if not parts and result.structured_content is not None:
+        return json.dumps(result.structured_content, ensure_ascii=False)
+    return "\n".join(parts)
+
+
+def _reason(error: BaseException) -> str:
+    """The innermost cause in words: the package wraps errors in groups."""
+    while isinstance(error, BaseExceptionGroup) and error.exceptions:
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}".rstrip(": .")

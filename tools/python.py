@@ -1,0 +1,110 @@
+"""The Python tool: runs code that a model wrote, in a sandbox, with what earlier code of the conversation defined.
+
+What the sandbox stops and does not stop is said at `llmrl.tools.sandbox.Sandbox`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from llmrl.errors import DeadlineError
+from llmrl.tools.base import Tool, ToolError, ToolTimeout
+from llmrl.tools.sandbox import Execution, InterpreterPool, Limits, Sandbox
+from llmrl.tools.sandbox.launch import Kind
+from llmrl.tools.schema import Signature
+
+__all__ = ["PythonTool"]
+
+
+def python(code: str) -> str:
+    """Run Python code and return what it prints, and the value of its last line.
+
+    Args:
+        code: the code, as in a file
+    """
+    raise AssertionError("only its signature is used")
+
+
+class PythonTool(Tool):
+    """An interpreter for each conversation, in a sandbox (see there for what it stops and what not).
+
+    With ``persistent=False`` every call begins with an empty namespace. Processes that the code starts end with the
+    call. A call that takes too long is killed with all it started, what it had written is kept, and the next call of
+    the conversation gets a new interpreter.
+
+    Raises   at construction, MissingDependencyError or UnsupportedError where the sandbox cannot be had
+
+    >>> import time
+    >>> tool = PythonTool(sandbox="subprocess")
+    >>> tool.call({"code": "print(6 * 7)"}, conversation=0, deadline=time.monotonic() + 30)
+    '42\\n'
+    >>> tool.close()
+    """
+
+    def __init__(
+        self,
+        *,
+        persistent: bool = True,
+        sandbox: Kind = "bubblewrap",
+        limits: Limits | None = None,
+        python: str | None = None,
+        spare: int = 1,
+        max_interpreters: int = 64,
+        timeout_s: float | None = None,
+        name: str = "python",
+    ):
+        self.name = name
+        self._signature = _SIGNATURE
+        self.persistent = persistent
+        self.timeout_s = timeout_s
+        state = "Variables, functions and imports stay for later calls." if persistent else "Every call starts anew."
+        self.description = f"{self._signature.description} {state}"
+        self.parameters = self._signature.json_schema
+        self.pool = InterpreterPool(Sandbox(sandbox, limits, python), spare=spare, max_interpreters=max_interpreters)
+
+    def call(self, arguments: dict[str, Any], *, conversation: Hashable, deadline: float) -> str:
+        _, values = self._signature.bind(arguments, error=ToolError)
+        try:
+            result = self.execute(values["code"], conversation=conversation, deadline=deadline)
+        except DeadlineError as error:
+            raise ToolTimeout(str(error)) from None
+        text = report(result)
+        if result.status == "timeout":
+            raise ToolTimeout(text)
+        if result.status == "error":
+            raise ToolError(text)
+        return text
+
+    def execute(self, code: str, *, conversation: Hashable = None, deadline: float) -> Execution:
+        """Runs code and returns what came of it in parts, for callers that are not a model."""
+        return self.pool.run(code, conversation=conversation, deadline=deadline, fresh=not self.persistent)
+
+    def end(self, conversation: Hashable) -> None:
+        self.pool.end(conversation)
+
+    def close(self) -> None:
+        self.pool.close()
+
+
+_SIGNATURE = Signature(python, "python")
+
+
+def report(result: Execution) -> str:
+    """What the model reads: a note if its variables are gone, what the code wrote, the error.
+
+    >>> print(report(Execution("error", "1\\n", error="ValueError: no")))
+    1
+    ValueError: no
+    """
+    parts = []
+    if result.lost_before:
+        parts.append(f"[The interpreter was restarted: {result.lost_before}. Earlier variables are gone.]\n")
+    parts.append(result.output)
+    if result.error:
+        if result.output and not result.output.endswith("\n"):
+            parts.append("\n")
+        parts.append(result.error)
+    if result.lost_after:
+        parts.append("\n[The interpreter was restarted: earlier variables are gone.]")
+    return "".join(parts) or "(no output)"

@@ -1,0 +1,240 @@
+"""Starts one interpreter in a sandbox: the command line, the pipes, the check that it can be done here at all."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Literal
+
+from llmrl.errors import ConfigError, MissingDependencyError, UnsupportedError, near
+from llmrl.tools.sandbox.limits import Limits
+from llmrl.tools.sandbox.session import Session
+
+__all__ = ["Kind", "Sandbox"]
+
+Kind = Literal["bubblewrap", "subprocess"]
+KINDS = ("bubblewrap", "subprocess")
+
+# What code finds in a sandbox, read-only: programs, libraries and the interpreter. No home, no /etc, no /var, no data.
+_SYSTEM = (
+    *("/usr/bin", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/share/zoneinfo"),
+    *("/etc/ld.so.cache", "/nix/store"),
+)
+_TOP = ("/bin", "/lib", "/lib32", "/lib64")  # usually links into /usr
+_ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "HOME": "/tmp",
+    "LANG": "C.UTF-8",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "2",  # every arena would take 64 MiB of the address space that is limited
+}
+# Run by root before anything else: from here on the sandbox belongs to a user that nobody is.
+_STEP_DOWN = (
+    "import os, sys; user = int(sys.argv[1]); os.setgroups([]); os.setresgid(user, user, user); "
+    "os.setresuid(user, user, user); os.execv(sys.argv[2], sys.argv[2:])"
+)
+_FIRST_USER, _NUM_USERS = 60100, 1000
+_users = itertools.count()
+
+
+class Sandbox:
+    """Where interpreters run, and how they are started.
+
+    ``"bubblewrap"``: user, process, network, IPC and host-name namespaces of its own; a file system with programs and
+    the interpreter, read-only, and a private /tmp; an empty environment; no capabilities. If this process is root, the
+    sandbox runs as another user. What it does not stop: faults of the kernel; use of processor and memory within the
+    limits, which hold for each process; reading what is installed under /usr and beside the interpreter. As root
+    without CAP_SYS_ADMIN the number of processes is not limited.
+
+    ``"subprocess"``: an empty environment, a directory of its own, the same limits, and nothing else. It stops
+    accidents. It does not stop code from reading your files, using the network, or starting processes that outlive it.
+
+    ``python`` is an interpreter whose packages the code may use, for example that of a virtual environment made for it.
+    By default the code has the standard library alone, of the interpreter that runs this.
+
+    Raises   MissingDependencyError without bubblewrap, UnsupportedError where it cannot start, both with what to do
+    """
+
+    def __init__(self, kind: Kind = "bubblewrap", limits: Limits | None = None, python: str | None = None):
+        if kind not in KINDS:
+            raise ConfigError(f"Sandbox: kind must be one of {', '.join(KINDS)}: got {kind!r}.{near(str(kind), KINDS)}")
+        self.kind = kind
+        self.limits = limits or Limits()
+        self.python = os.path.abspath(python) if python else os.path.realpath(sys.executable)
+        self._options = ["-I", "-B", *([] if python else ["-S"])]  # -S: without site-packages
+        self._worker = resources.files("llmrl.tools.sandbox").joinpath("worker.py").read_text(encoding="utf-8")
+        if kind == "bubblewrap":
+            check_bubblewrap(self.python)
+
+    def start(self) -> Session:
+        """A new interpreter. Its process dies with the *thread* that called this, so that must be one that stays.
+
+        (If this process is killed in the very millisecond in which bubblewrap sets up, an idle bwrap without any code
+        in it may stay behind.)
+        """
+        request_read, request_write = os.pipe()
+        reply_read, reply_write = os.pipe()
+        output_read, output_write = os.pipe()
+        info_read, info_write = os.pipe()
+        limits = {**asdict(self.limits), "strict": self.kind == "bubblewrap", "processes": self._num_processes()}
+        arguments = [str(request_read), str(reply_write), json.dumps(limits)]
+        folder: tempfile.TemporaryDirectory[str] | None = None
+        try:
+            if self.kind == "bubblewrap":
+                command = [*bubblewrap_command(self.python, self.limits.disk_mib, info_write), self.python]
+                arguments.append("contained")
+                cwd = "/"
+            else:
+                command = [self.python]
+                arguments.append("plain")
+                folder = tempfile.TemporaryDirectory(prefix="llmrl-python-", ignore_cleanup_errors=True)
+                cwd = folder.name
+            process = subprocess.Popen(
+                [*command, *self._options, "-c", self._worker, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output_write,
+                stderr=output_write,
+                pass_fds=(request_read, reply_write, info_write),
+                env=_ENVIRONMENT if folder is None else {**_ENVIRONMENT, "HOME": cwd, "TMPDIR": cwd},
+                cwd=cwd,
+                start_new_session=True,
+            )
+        except BaseException:
+            for descriptor in (request_write, reply_read, output_read, info_read):
+                os.close(descriptor)
+            if folder is not None:
+                folder.cleanup()
+            raise
+        finally:
+            for descriptor in (request_read, reply_write, output_write, info_write):
+                os.close(descriptor)
+        return Session(process, request_write, reply_read, output_read, info_read, self.limits, folder)
+
+    def _num_processes(self) -> int:
+        """The limit as the kernel counts: with user namespaces those of the sandbox, otherwise all of this user."""
+        own = self.limits.processes + 2  # bubblewrap's
+        if self.kind == "bubblewrap" and (_is_root() or _kernel() >= (5, 14)):
+            return own
+        others = _num_tasks_of_user()
+        return own + others if others else 1 << 20  # not Linux: they cannot be counted, so they are not limited
+
+
+@cache
+def check_bubblewrap(python: str) -> None:
+    """Runs nothing in a sandbox, once for each interpreter, so that a fault of the machine is no fault of a rollout."""
+    if sys.platform != "linux" or shutil.which("bwrap") is None:
+        raise MissingDependencyError(
+            "Sandbox: needs the program bwrap (bubblewrap, Linux only), which was not found; run scripts/setup, or "
+            "install the package 'bubblewrap' with apt, dnf, pacman or apk. sandbox='subprocess' works without it, but "
+            "gives the code the rights of this process."
+        )
+    command = [*bubblewrap_command(python, disk_mib=1), python, "-I", "-S", "-c", "print('started')"]
+    try:
+        done = subprocess.run(
+            command, env=_ENVIRONMENT, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=30, cwd="/"
+        )
+        said = done.stderr.strip() or f"exit code {done.returncode}"
+        works = done.stdout.strip() == "started"
+    except subprocess.TimeoutExpired:
+        works, said = False, "it did not end within 30 s"
+    if not works:
+        raise UnsupportedError(
+            f"Sandbox: bubblewrap must be able to start {python}: got: {said}. Usually user namespaces are turned off: "
+            "in a container start it with --security-opt seccomp=unconfined (or --privileged); on Ubuntu 24.04 set "
+            "sysctl kernel.apparmor_restrict_unprivileged_userns=0. sandbox='subprocess' works without them, but gives "
+            "the code the rights of this process."
+        )
+
+
+def bubblewrap_command(python: str, disk_mib: int, info: int | None = None) -> list[str]:
+    """Everything before the interpreter. For root there are two of it: the outer one shows a new user the files.
+
+    ``info`` is the descriptor on which bubblewrap says which process is the first of the sandbox.
+    """
+    bwrap, options = _bubblewrap()
+    view = _view(python)
+    command = [bwrap, "--die-with-parent", *([] if info is None else ["--info-fd", str(info)])]
+    if _is_root():
+        user = _FIRST_USER + next(_users) % _NUM_USERS
+        # A process namespace here too: the first process of it ends all others, whoever they belong to.
+        command += ["--unshare-pid", "--dir", "/tmp", *view, "--dev-bind", "/dev", "/dev", "--bind", "/proc", "/proc"]
+        command += ["--", python, "-I", "-S", "-c", _STEP_DOWN, str(user), bwrap, "--die-with-parent"]
+    command += ["--new-session", "--unshare-user", "--unshare-all", "--cap-drop", "ALL"]
+    command += ["--uid", "1000", "--gid", "1000", "--hostname", "sandbox"]
+    command += ["--disable-userns"] if "--disable-userns" in options else []
+    command += ["--size", str(disk_mib << 20)] if "--size" in options else []
+    command += ["--tmpfs", "/tmp", *view, "--proc", "/proc", "--dev", "/dev"]  # the interpreter may be below /tmp
+    command += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--"]
+    return command
+
+
+@cache
+def _bubblewrap() -> tuple[str, frozenset[str]]:
+    """The program, and the options that its version has."""
+    path = os.path.realpath(shutil.which("bwrap") or "bwrap")
+    text = subprocess.run([path, "--help"], capture_output=True, text=True, timeout=30).stdout
+    return path, frozenset(re.findall(r"--[a-z-]+", text))
+
+
+@cache
+def _view(python: str) -> tuple[str, ...]:
+    """The arguments that show programs, libraries and the interpreter at the places where they are."""
+    code = "import json, sys; print(json.dumps([sys.prefix, sys.base_prefix, sys.exec_prefix]))"
+    try:
+        done = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, timeout=30, check=True)
+        prefixes = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise ConfigError(f"Sandbox: python must be a Python interpreter: got {python!r}: {error}.") from None
+    inside = [f"{prefix}/{name}" for prefix in prefixes for name in ("bin", "lib", "lib64", "pyvenv.cfg")]
+    paths = [path for path in dict.fromkeys([*_SYSTEM, *inside, _bubblewrap()[0], python]) if os.path.exists(path)]
+    arguments: list[str] = []
+    for path in _TOP:
+        if os.path.islink(path):
+            arguments += ["--symlink", os.readlink(path), path]
+        elif os.path.isdir(path):
+            paths.append(path)
+    # Folders are named before what is in them, because those that bubblewrap adds by itself are only for their owner.
+    folders = sorted({str(parent) for path in paths for parent in Path(path).parents} - {"/"})
+    for folder in folders:
+        if not any(folder == path or folder.startswith(f"{path}/") for path in paths):
+            arguments += ["--dir", folder]
+    for path in sorted(paths):
+        if not any(path.startswith(f"{other}/") for other in paths):
+            arguments += ["--ro-bind", path, path]
+    return tuple(arguments)
+
+
+@cache
+def _is_root() -> bool:
+    """With the capabilities that it takes to become somebody else: CAP_SETGID, CAP_SETUID, CAP_SYS_ADMIN."""
+    status = Path("/proc/self/status").read_text()
+    effective = int(re.search(r"CapEff:\s*(\w+)", status)[1], 16)  # type: ignore[index]
+    return os.geteuid() == 0 and all(effective >> number & 1 for number in (6, 7, 21))
+
+
+def _kernel() -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", platform.release())[:2])
+
+
+def _num_tasks_of_user() -> int:
+    """Processes and threads that the user of this process has now."""
+    count, user = 0, os.geteuid()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if folder.stat().st_uid == user:
+                count += len(os.listdir(folder / "task"))
+        except OSError:  # it ended in the meantime
+            continue
+    return count

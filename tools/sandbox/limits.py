@@ -1,0 +1,35 @@
+"""What an interpreter in a sandbox may use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from llmrl.errors import ConfigError
+
+__all__ = ["Limits"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Upper bounds for one interpreter. Time is bounded by the deadline of each call.
+
+    >>> Limits(memory_mib=256).processes
+    64
+    """
+
+    memory_mib: int = 512  # address space of one process; what all together use is bounded only by their number
+    cpu_s: int = 60  # processor time of one process, over all calls of a conversation
+    processes: int = 64  # processes and threads
+    output_kib: int = 64  # what is kept of a call's output; code that writes 256 times that is stopped
+    file_mib: int = 16  # one file
+    disk_mib: int = 64  # all files; these are kept in memory
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"Limits: {field.name} must be a whole number of at least 1: got {value!r}.")
+        if self.memory_mib < 64:
+            raise ConfigError(
+                f"Limits: memory_mib must be at least 64, which Python itself needs: got {self.memory_mib}."
+            )

@@ -1,0 +1,177 @@
+"""Runs inside of the sandbox: takes code from one pipe, runs it in one namespace, answers on another pipe.
+
+It is started as text (``python -c``), so it uses the standard library alone. A frame is four bytes of length and JSON.
+
+    host -> worker   {"id": ..., "code": ..., "fresh": bool}
+    worker -> host   {"ready": true} once, then for each request {"id": ..., "error": traceback or null}
+
+What the code writes goes to the output pipe, file descriptors 1 and 2. The code runs in this process and could find the
+reply pipe; all it could gain is a wrong answer to the call that is running, because an answer must repeat the random id
+of its request. Arguments: request pipe, reply pipe, limits as JSON, and whether this is a process namespace of its own.
+"""
+
+import ast
+import builtins
+import io
+import json
+import linecache
+import os
+import resource
+import signal
+import sys
+import traceback
+import types
+
+MAX_ERROR_CHARS = 16_000
+
+
+def serve(requests: int, replies: int, limits: dict[str, int], contained: bool) -> None:
+    own_pid = os.getpid()
+    if contained and own_pid != 2:  # else the clean-up after each call would reach processes that are not ours
+        sys.exit(f"expected to be process 2 of its namespace, not {own_pid}")
+    set_limits(limits)
+    for descriptor in (requests, replies):
+        os.set_inheritable(descriptor, False)
+    keep = sys.modules["__main__"]  # this module; the code gets one of its own under that name
+    namespace = new_namespace()
+    send(replies, {"ready": True})
+    number = 0
+    while (request := receive(requests)) is not None:
+        number += 1
+        if request["fresh"]:
+            namespace = new_namespace()
+        open_output()
+        error = None
+        try:
+            error = run(request["code"], f"<code {number}>", namespace, limits)
+        finally:
+            if os.getpid() != own_pid:
+                os._exit(0)  # a child that the code forked, and that ran to the end of the code
+        sys.settrace(None)
+        if contained:
+            end_children()
+        send(replies, {"id": request["id"], "error": error})
+    del keep
+
+
+def run(code: str, name: str, namespace: dict, limits: dict[str, int]) -> str | None:
+    """Runs the code; prints the value of a last expression; returns the traceback, or None."""
+    linecache.cache[name] = (len(code), None, f"{code}\n".splitlines(keepends=True), name)  # the lines in tracebacks
+    try:
+        tree = ast.parse(code, name)
+        last = ast.Interactive([tree.body.pop()]) if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, name, "exec"), namespace)
+        if last is not None:
+            exec(compile(last, name, "single"), namespace)
+        return None
+    except SystemExit as error:
+        if error.code in (None, 0):
+            return None
+        return f"SystemExit: {error.code}"
+    except BaseException as error:
+        return describe(error, limits)
+    finally:
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        except Exception:  # the code closed or replaced them
+            pass
+
+
+def describe(error: BaseException, limits: dict[str, int]) -> str:
+    """The traceback as an interpreter would print it, from the first line of the code on."""
+    trace = error.__traceback__
+    while trace is not None and not trace.tb_frame.f_code.co_filename.startswith("<code "):
+        trace = trace.tb_next
+    try:
+        text = "".join(traceback.format_exception(type(error), error, trace, limit=-20))
+    except BaseException:
+        text = f"{type(error).__name__} (its text cannot be shown)"
+    if isinstance(error, MemoryError):
+        text = f"{text.rstrip()} (the limit is {limits['memory_mib']} MiB)"
+    if len(text) > MAX_ERROR_CHARS:
+        text = f"{text[: MAX_ERROR_CHARS // 2]}\n[...]\n{text[-MAX_ERROR_CHARS // 2 :]}"
+    return text.rstrip()
+
+
+def new_namespace() -> dict:
+    module = types.ModuleType("__main__")
+    module.__builtins__ = builtins
+    if not hasattr(builtins, "exit"):  # without the module "site"
+        builtins.exit = builtins.quit = sys.exit
+    sys.modules["__main__"] = module
+    return module.__dict__
+
+
+def open_output() -> None:
+    """Fresh streams for every call. They are not buffered: what was written counts, even if the call is killed."""
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        raw = io.FileIO(descriptor, "w", closefd=False)
+        stream = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def set_limits(limits: dict[str, int]) -> None:
+    memory, file = limits["memory_mib"] << 20, limits["file_mib"] << 20
+    for which, value in (
+        ("RLIMIT_CORE", 0),
+        ("RLIMIT_NOFILE", 256),
+        ("RLIMIT_FSIZE", file),
+        ("RLIMIT_CPU", limits["cpu_s"]),
+        ("RLIMIT_NPROC", limits["processes"]),
+        ("RLIMIT_AS", memory),
+    ):
+        try:
+            kind = getattr(resource, which)
+            hard = resource.getrlimit(kind)[1]
+            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            resource.setrlimit(kind, (value, value))
+        except (AttributeError, OSError, ValueError):
+            if limits["strict"]:
+                raise
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # too large a file is an OSError, not the end
+    try:
+        with open("/proc/self/oom_score_adj", "w") as file_:
+            file_.write("1000")  # if the machine runs out of memory, this goes first
+    except OSError:
+        pass
+
+
+def end_children() -> None:
+    """Processes that the code started end with the call."""
+    try:
+        os.kill(-1, signal.SIGKILL)  # all of this namespace but the first process and this one
+    except ProcessLookupError:
+        return
+    try:
+        while True:
+            os.waitpid(-1, 0)
+    except ChildProcessError:
+        pass
+
+
+def send(descriptor: int, message: dict) -> None:
+    data = json.dumps(message).encode()
+    data = len(data).to_bytes(4, "big") + data
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def receive(descriptor: int) -> dict | None:
+    header = read(descriptor, 4)
+    return json.loads(read(descriptor, int.from_bytes(header, "big"))) if header else None
+
+
+def read(descriptor: int, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        more = os.read(descriptor, size - len(data))
+        if not more:
+            return b""
+        data += more
+    return data
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4] == "contained")
