@@ -8,27 +8,55 @@ import pytest
 PUBLIC = {
     "llmrl.errors": "LLMRLError ConfigError DataError TemplateError ShapeError MissingKeyError MissingDependencyError "
     "WeightSyncError RolloutError DeadlineError CheckpointError",
-    "llmrl.data": "Composite Unbounded Bounded Categorical NonTensor ReplayBuffer ListStorage LazyStackStorage "
-    "LazyTensorStorage RandomSampler SamplerWithoutReplacement RoundRobinWriter",
-    "llmrl.data.replay_buffers": "ReplayBuffer ListStorage LazyStackStorage LazyTensorStorage RandomSampler "
+    "llmrl.data.specs": "TensorSpec Binary Bounded BoundedContinuous BoundedDiscrete Categorical Choice Composite "
+    "MultiCategorical MultiOneHot NonTensor OneHot Stacked StackedComposite Unbounded UnboundedContinuous "
+    "UnboundedDiscrete check_no_exclusive_keys consolidate_spec contains_lazy_spec BinaryDiscreteTensorSpec "
+    "BoundedTensorSpec CompositeSpec DiscreteTensorSpec LazyStackedCompositeSpec LazyStackedTensorSpec "
+    "MultiDiscreteTensorSpec MultiOneHotDiscreteTensorSpec NonTensorSpec OneHotDiscreteTensorSpec "
+    "UnboundedContinuousTensorSpec UnboundedDiscreteTensorSpec",
+    "llmrl.data": "Composite Unbounded Bounded Categorical NonTensor ReplayBuffer TensorDictReplayBuffer ListStorage "
+    "LazyStackStorage LazyMemmapStorage LazyTensorStorage RandomSampler SamplerWithoutReplacement RoundRobinWriter",
+    "llmrl.data.replay_buffers": "ReplayBuffer TensorDictReplayBuffer ListStorage LazyStackStorage LazyTensorStorage "
+    "LazyMemmapStorage TensorStorage RandomSampler "
     "SamplerWithoutReplacement RoundRobinWriter",
-    "llmrl.data.replay_buffers.samplers": "RandomSampler SamplerWithoutReplacement",
-    "llmrl.data.replay_buffers.storages": "ListStorage LazyStackStorage LazyTensorStorage",
-    "llmrl.data.replay_buffers.writers": "RoundRobinWriter",
+    "llmrl.data.replay_buffers.checkpointers": "FlatStorageCheckpointer H5StorageCheckpointer ListStorageCheckpointer "
+    "NestedStorageCheckpointer StorageCheckpointerBase StorageEnsembleCheckpointer TensorStorageCheckpointer",
+    "llmrl.data.postprocs": "DensifyReward MultiStep",
+    "llmrl.data.ted": "Flat2TED H5Combine H5Split Nested2TED TED2Flat TED2Nested",
+    "llmrl.envs.transforms.rb_transforms": "MultiStepTransform NextStateReconstructor",
+    "llmrl.envs.transforms.crop": "RandomCropTensorDict",
+    "llmrl.data.replay_buffers.samplers": "RandomSampler SamplerWithoutReplacement SliceSampler "
+    "SliceSamplerWithoutReplacement PrioritizedSampler PrioritizedSliceSampler",
+    "llmrl.data.replay_buffers.storages": "ListStorage LazyStackStorage LazyTensorStorage LazyMemmapStorage "
+    "TensorStorage",
+    "llmrl.data.replay_buffers.writers": "RoundRobinWriter TensorDictRoundRobinWriter TensorDictMaxValueWriter "
+    "ImmutableDatasetWriter",
+    "llmrl.data.replay_buffers.prioritized": "PrioritizedReplayBuffer TensorDictPrioritizedReplayBuffer",
     "llmrl.data.llm": "ContentBase History add_chat_template TopKRewardSelector ConstantKLController "
     "AdaptiveKLController",
     "llmrl.data.llm.chat": "History add_chat_template",
-    "llmrl.modules.llm": "Renderer LLMWrapperBase TransformersWrapper ChatHistory Text Tokens LogProbs Masks",
-    "llmrl.modules.llm.engines": "Engine TransformersEngine SamplingParams Generation StopReason",
+    "llmrl.modules.llm": "Renderer LLMWrapperBase TransformersWrapper vLLMWrapper ChatHistory Text Tokens LogProbs Masks",
+    "llmrl.modules.llm.engines": "Engine TransformersEngine VLLMEngine SamplingParams Generation StopReason",
     "llmrl.modules.llm.log_probs": "token_logprobs TokenScorer TokenScores",
     "llmrl.envs": "EnvBase Transform Compose TransformedEnv StepCounter check_env_specs step_mdp",
-    "llmrl.envs.llm": "ChatEnv DatasetChatEnv GSM8KEnv GSM8KRewardParser",
-    "llmrl.envs.llm.transforms": "DataLoadingPrimer PolicyVersion LengthPenalty OverlongShaping MaskTruncated",
+    "llmrl.envs.llm": "ChatEnv DatasetChatEnv GSM8KEnv GSM8KRewardParser GSM8KPrepareQuestion make_gsm8k_env "
+    "MATHEnv MATHRewardParser CountdownEnv CountdownRewardParser IFEvalEnv IfEvalScorer IFEvalScoreData TaskEnv",
+    "llmrl.envs.llm.answers": "AnswerParser find_blocks extract_tags last_boxed code_block normalize_answer "
+    "reference_answer",
+    "llmrl.envs.llm.ifeval": "IFEvalEnv IfEvalScorer IFEvalScoreData Instructions evaluate",
+    "llmrl.envs.llm.rewards": "JudgeReward RewardModelScorer CodeReward",
+    "llmrl.envs.llm.tool_calls": "CallFormat ParsedCall AnyFormat HermesFormat LlamaFormat FunctionFormat TaggedFormat "
+    "PatternFormat PythonFence call_format format_of_template",
+    "llmrl.envs.llm.transforms": "DataLoadingPrimer PolicyVersion LengthPenalty OverlongShaping MaskTruncated "
+    "ToolTransform tool_metrics PythonInterpreter MCPToolTransform BrowserTransform "
+    "RewardFunction load_reward make_rewards",
     "llmrl.objectives": "LossModule",
     "llmrl.objectives.llm": "GRPOLoss GRPOLossOutput SFTLoss SFTLossOutput MCAdvantage GroupQuota "
     "StepCounts count_step",
     "llmrl.collectors": "WeightUpdaterBase",
     "llmrl.collectors.llm": "LLMCollector",
+    "llmrl.tools": "Tool FunctionTool ToolCall ToolResult ToolError ToolTimeout ToolRunner tool as_tool load_tool",
+    "llmrl.tools.sandbox": "Sandbox InterpreterPool Execution Limits",
     "llmrl.testing": "tiny_tokenizer tiny_model ScriptedPolicy FakeEngine",
     "llmrl.config": "load_config dump_config find_recipe Loaded",
     "llmrl.metrics": "MetricsLog read_metrics",

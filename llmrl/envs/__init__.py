@@ -1,12 +1,23 @@
 """Environments: the `EnvBase` contract, its helpers and transforms. Language-model envs are in `llmrl.envs.llm`."""
 
 from llmrl.envs.base import EnvBase
-from llmrl.envs.transforms import Compose, StepCounter, Transform, TransformedEnv
+from llmrl.envs.transforms import (
+    Compose,
+    MultiStepTransform,
+    NextStateReconstructor,
+    RandomCropTensorDict,
+    StepCounter,
+    Transform,
+    TransformedEnv,
+)
 from llmrl.envs.utils import check_env_specs, make_composite_from_td, step_mdp
 
 __all__ = [
     "Compose",
     "EnvBase",
+    "MultiStepTransform",
+    "NextStateReconstructor",
+    "RandomCropTensorDict",
     "StepCounter",
     "Transform",
     "TransformedEnv",

@@ -1,27 +1,70 @@
 """Replay buffers: rows in, batches out, over a storage, a sampler and a writer."""
 
 from llmrl.data.replay_buffers.buffer import ReplayBuffer
-from llmrl.data.replay_buffers.samplers import RandomSampler, Sampler, SamplerWithoutReplacement
+from llmrl.data.replay_buffers.checkpointers import (
+    FlatStorageCheckpointer,
+    H5StorageCheckpointer,
+    ListStorageCheckpointer,
+    NestedStorageCheckpointer,
+    StorageCheckpointerBase,
+    StorageEnsembleCheckpointer,
+    TensorStorageCheckpointer,
+)
+from llmrl.data.replay_buffers.prioritized import PrioritizedReplayBuffer, TensorDictPrioritizedReplayBuffer
+from llmrl.data.replay_buffers.samplers import (
+    PrioritizedSampler,
+    PrioritizedSliceSampler,
+    RandomSampler,
+    Sampler,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
+)
 from llmrl.data.replay_buffers.storages import (
+    LazyMemmapStorage,
     LazyStackStorage,
     LazyTensorStorage,
     ListStorage,
     Storage,
     TensorStorage,
 )
-from llmrl.data.replay_buffers.writers import RoundRobinWriter, TensorDictRoundRobinWriter, Writer
+from llmrl.data.replay_buffers.tensordict import TensorDictReplayBuffer
+from llmrl.data.replay_buffers.writers import (
+    ImmutableDatasetWriter,
+    RoundRobinWriter,
+    TensorDictMaxValueWriter,
+    TensorDictRoundRobinWriter,
+    Writer,
+)
 
 __all__ = [
+    "FlatStorageCheckpointer",
+    "H5StorageCheckpointer",
+    "ImmutableDatasetWriter",
+    "LazyMemmapStorage",
     "LazyStackStorage",
     "LazyTensorStorage",
     "ListStorage",
+    "ListStorageCheckpointer",
+    "NestedStorageCheckpointer",
+    "PrioritizedReplayBuffer",
+    "PrioritizedSampler",
+    "PrioritizedSliceSampler",
     "RandomSampler",
     "ReplayBuffer",
     "RoundRobinWriter",
     "Sampler",
     "SamplerWithoutReplacement",
+    "SliceSampler",
+    "SliceSamplerWithoutReplacement",
     "Storage",
+    "StorageCheckpointerBase",
+    "StorageEnsembleCheckpointer",
+    "TensorDictMaxValueWriter",
+    "TensorDictPrioritizedReplayBuffer",
+    "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",
     "TensorStorage",
+    "TensorStorageCheckpointer",
     "Writer",
 ]

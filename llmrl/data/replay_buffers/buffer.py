@@ -1,52 +1,66 @@
 """The replay buffer: rows go in through transforms and a writer, batches come out by a sampler through transforms.
 
 The parts do the work: a storage keeps rows (``storages``), a writer decides where they go (``writers``), a sampler
-which ones come back (``samplers``). This file joins them under one lock and saves them as one state.
+which ones come back (``samplers``). ``parts`` builds and exchanges them, ``cells`` says what an index means, ``saving``
+what a directory holds. This file joins them under the storage's lock.
 """
 
 from __future__ import annotations
 
-import json
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import LazyStackedTensorDict
+from tensordict import TensorDictBase
 from tensordict.base import is_tensor_collection
 from torch import Tensor
 
-from llmrl.data.replay_buffers.directory import replace_directory
-from llmrl.data.replay_buffers.prefetch import Prefetcher
-from llmrl.data.replay_buffers.samplers import RandomSampler, Sampler
-from llmrl.data.replay_buffers.stages import Stage, as_stage
-from llmrl.data.replay_buffers.storages import ListStorage, Storage
-from llmrl.data.replay_buffers.writers import RoundRobinWriter, Writer
-from llmrl.errors import CheckpointError, DataError
+from llmrl.data.replay_buffers.cells import (
+    coordinates,
+    flat_cells,
+    num_cells,
+    select_cells,
+    shape_cells,
+    time_first,
+)
+from llmrl.data.replay_buffers.parts import BufferParts
+from llmrl.data.replay_buffers.samplers import SLICE_END, Sampler
+from llmrl.data.replay_buffers.saving import check_transforms, dump_parts, load_parts, part_names
+from llmrl.data.replay_buffers.trees import tree_map
+from llmrl.errors import DataError
 
-_FORMAT = 1
+Index = int | slice | range | Sequence[int] | Tensor | tuple[Any, ...]
 
 
-class ReplayBuffer:
+class ReplayBuffer(BufferParts):
     """Keeps rows and hands out batches of them.
 
     ``storage``, ``sampler`` and ``writer`` are instances, or callables without arguments that build one; the defaults
-    are ``ListStorage(1000)``, ``RandomSampler()`` and ``RoundRobinWriter()``.
+    are ``ListStorage(1000)``, ``RandomSampler()`` and ``RoundRobinWriter()``. With ``delayed_init`` callables are
+    called at the first use, which may be in another process that was handed the buffer.
 
     ``transform`` (or ``transform_factory``, a callable that builds it) is any callable: it runs on every batch that is
     read. If it also has a method ``inv``, that runs on everything that is written, and may return ``None`` to keep it
-    back, in which case nothing is written. A plain function runs on reads only. ``collate_fn`` turns what the storage
-    returns for several rows into a batch; by default tensors and tensordicts that come in a list are stacked.
+    back, in which case nothing is written. A plain function runs on reads only; ``write_transform`` is a function that
+    runs on what is written, before the others. ``collate_fn`` turns what the storage returns for several rows (a list
+    of rows, for a list) into a batch; by default tensors and tensordicts that come in a list are stacked.
+    ``pin_memory`` puts batches in memory that an accelerator copies from.
 
     What goes in is copied, what comes out is a copy, and objects that were passed in are not changed. ``add``,
     ``extend`` and ``sample`` may be called from several threads. ``prefetch`` is the number of batches that threads
     prepare ahead; it changes when a batch is made, never which: a write makes the batches that are waiting anew, and a
     batch that takes longer than ``prefetch_timeout_s`` raises ``DeadlineError``.
 
-    ``generator`` is what the sampler draws from. ``state_dict`` holds everything including the generator's state and
-    the place in the current pass: a buffer that loads it goes on with the same batches.
+    A storage with ``ndim`` dimensions is written by batches whose time is dimension ``dim_extend``, the last of the
+    grid by default: [E, T]. ``buffer[...]`` sees [E, T] too, ``buffer.storage[...]`` sees [T, E], and positions are
+    coordinates int64[N, ndim], time first.
+
+    ``share`` (or ``shared=True``) lets other processes that are handed the buffer write and read the same rows; with a
+    ``LazyMemmapStorage`` they always may. Each process has its own sampler. ``generator`` is what the sampler draws
+    from. ``state_dict`` holds everything including the generator's state and the place in the current pass: a buffer
+    that loads it goes on with the same batches.
 
     >>> from tensordict import TensorDict
     >>> from llmrl.data.replay_buffers import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
@@ -57,141 +71,38 @@ class ReplayBuffer:
     [4, 2]
     """
 
-    def __init__(
-        self,
-        *,
-        storage: Storage | Callable[[], Storage] | None = None,
-        sampler: Sampler | Callable[[], Sampler] | None = None,
-        writer: Writer | Callable[[], Writer] | None = None,
-        collate_fn: Callable[[Any], Any] | None = None,
-        prefetch: int | None = None,
-        prefetch_timeout_s: float = 600.0,
-        transform: Any = None,
-        transform_factory: Callable[[], Any] | None = None,
-        batch_size: int | None = None,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        if transform is not None and transform_factory is not None:
-            raise TypeError("ReplayBuffer: transform and transform_factory exclude each other: got both.")
-        if batch_size is not None and batch_size < 1:
-            raise ValueError(f"ReplayBuffer: batch_size must be at least 1: got {batch_size}.")
-        if prefetch and batch_size is None:
-            raise ValueError("ReplayBuffer: prefetch prepares batches of a known size: give batch_size too.")
-        self._storage = _build("storage", storage, Storage, lambda: ListStorage(1000))
-        self._sampler = _build("sampler", sampler, Sampler, RandomSampler)
-        self._writer = _build("writer", writer, Writer, RoundRobinWriter)
-        if self._sampler.drop_last and batch_size is None:
-            raise ValueError("ReplayBuffer: a sampler with drop_last needs batch_size at construction.")
-        self._writer.register_storage(self._storage)
-        if generator is not None:
-            self._sampler.set_rng(generator)
-        self._collate_fn = collate_fn if collate_fn is not None else _collate
-        self._batch_size = batch_size
-        self._lock = threading.RLock()
-        self._stages: list[Stage] = []
-        self._prefetcher = Prefetcher(prefetch, prefetch_timeout_s) if prefetch else None
-        self._iterator: Iterator[Any] | None = None
-        if transform_factory is not None:
-            transform = transform_factory()
-        if transform is not None:
-            self.append_transform(transform)
-
-    # --- parts ---
-
-    @property
-    def storage(self) -> Storage:
-        return self._storage
-
-    @property
-    def sampler(self) -> Sampler:
-        return self._sampler
-
-    @property
-    def writer(self) -> Writer:
-        return self._writer
-
-    @property
-    def batch_size(self) -> int | None:
-        return self._batch_size
-
-    @property
-    def write_count(self) -> int:
-        """How many rows were ever written."""
-        return self._writer.write_count
-
-    @property
-    def transforms(self) -> tuple[Any, ...]:
-        """The transforms in the order in which they run on reads."""
-        return tuple(stage.transform for stage in self._stages)
-
-    def set_storage(self, storage: Storage) -> Storage:
-        """Replaces the storage and returns the previous one; sampler and writer keep their state."""
-        with self._lock:
-            self._rewind()
-            previous, self._storage = self._storage, _build("storage", storage, Storage, None)
-            self._writer.register_storage(self._storage)
-            return previous
-
-    def set_sampler(self, sampler: Sampler) -> Sampler:
-        """Replaces the sampler and returns the previous one."""
-        with self._lock:
-            self._rewind()
-            previous, self._sampler = self._sampler, _build("sampler", sampler, Sampler, None)
-            return previous
-
-    def set_writer(self, writer: Writer) -> Writer:
-        """Replaces the writer and returns the previous one."""
-        with self._lock:
-            previous, self._writer = self._writer, _build("writer", writer, Writer, None)
-            self._writer.register_storage(self._storage)
-            return previous
-
-    def set_rng(self, generator: torch.Generator) -> None:
-        """What the sampler draws from, from now on."""
-        with self._lock:
-            self._rewind()
-            self._sampler.set_rng(generator)
-
-    def append_transform(self, transform: Any, *, invert: bool = False) -> ReplayBuffer:
-        """Adds a transform after the others; ``invert`` swaps what it does on reads and on writes."""
-        return self.insert_transform(len(self._stages), transform, invert=invert)
-
-    def insert_transform(self, index: int, transform: Any, *, invert: bool = False) -> ReplayBuffer:
-        """Adds a transform before position ``index``."""
-        with self._lock:
-            self._rewind()
-            self._stages.insert(index, as_stage(transform, invert=invert))
-        return self
-
     # --- writes ---
 
     def __len__(self) -> int:
         return len(self._storage)
 
     def add(self, data: Any) -> int | Tensor:
-        """Writes one row.
+        """Writes one row; on a grid, one time step of all its streams.
 
         Returns its position; an empty int64 tensor if a transform kept it back, and the positions int64[N] if a
         transform made several rows of it.
         """
-        with self._lock:
+        with self._storage.lock:
             made = self._invert(data)
             if made is None:
                 return torch.empty(0, dtype=torch.int64)
+            if self._storage.ndim > 1:
+                return self._extend(tree_map(lambda leaf: leaf.unsqueeze(self.dim_extend), made))
             if made is not data and _batch_dims(made) > _batch_dims(data):
                 return self._extend(made)
             self._rewind()
             index = self._writer.add(made)
-            self._sampler.add(index)
+            if index is not None:
+                self._sampler.add(index)
             return index
 
     def extend(self, data: Any) -> Tensor:
-        """Writes a batch of rows: a list holds rows one by one, in anything else the leading dimension counts rows.
+        """Writes a batch of rows: a list holds rows one by one, in anything else dimension ``dim_extend`` counts rows.
 
         Returns the positions, int64[N]; none if a transform kept everything back.
         """
-        with self._lock:
-            if self._stages:
+        with self._storage.lock:
+            if self._stages or self._write_transform is not None:
                 if not self._storage.count(data):
                     raise RuntimeError("ReplayBuffer: a batch must have at least one row: got none.")
                 data = self._invert(data)
@@ -199,49 +110,60 @@ class ReplayBuffer:
                     return torch.empty(0, dtype=torch.int64)
             return self._extend(data)
 
-    def __setitem__(self, index: int | slice | range | Sequence[int] | Tensor, data: Any) -> None:
+    def __setitem__(self, index: Index, data: Any) -> None:
         """Replaces rows in place; length and cursor stay as they are."""
-        with self._lock:
-            where = self._index(index)
+        with self._storage.lock:
+            where = self._select(index)
             data = self._invert(data)
             if data is None:
                 return
-            if not isinstance(where, int) and self._storage.count(data) != where.numel():
+            if isinstance(where, Tensor) and where.ndim > 1:
+                dims = where.ndim - 1
+                data, where = tree_map(lambda leaf: leaf.flatten(0, dims), data), where.reshape(-1)
+            if not isinstance(where, int) and self._storage.count(data) != num_cells(where):
                 raise DataError(
                     f"ReplayBuffer: one row per position is needed: got {self._storage.count(data)} rows for "
-                    f"{where.numel()} positions."
+                    f"{num_cells(where)} positions."
                 )
             self._rewind()
             self._storage.set(where, data)
-            self._sampler.mark_update(where)
+            self._sampler.mark_update(torch.arange(where.start, where.stop) if isinstance(where, slice) else where)
 
     def empty(self, empty_write_count: bool = True) -> None:
         """Forgets all rows; what was allocated stays."""
-        with self._lock:
+        with self._storage.lock:
             self._rewind()
+            self._writer.empty(empty_write_count)  # first: it may refuse
             self._storage.empty()
-            self._writer.empty(empty_write_count)
             self._sampler.empty()
 
     def update_priority(self, index: int | Tensor, priority: float | Tensor) -> None:
         """Tells the sampler how much the rows at ``index`` matter."""
-        with self._lock:
+        with self._storage.lock:
             self._rewind()
-            self._sampler.update_priority(index, priority)
+            self._sampler.update_priority(self._cells(index), priority)
 
     def mark_update(self, index: int | Tensor) -> None:
         """Tells the sampler that the rows at ``index`` were changed."""
-        with self._lock:
+        with self._storage.lock:
             self._rewind()
-            self._sampler.mark_update(index)
+            self._sampler.mark_update(self._cells(index))
 
     def _extend(self, data: Any) -> Tensor:
+        storage, dim = self._storage, self.dim_extend
+        if storage.ndim > 1 or dim:
+            data, trailing = time_first(data, dim, storage.ndim)
+            storage.prepare(trailing)
         self._rewind()
         index = self._writer.extend(data)
         self._sampler.extend(index)
-        return index
+        return coordinates(index, storage.trailing) if storage.trailing else index
 
     def _invert(self, data: Any) -> Any:
+        if self._write_transform is not None:
+            data = self._write_transform(data)
+            if data is None:
+                return None
         for stage in reversed(self._stages):
             if stage.write is not None:
                 data = stage.write(data)
@@ -267,25 +189,47 @@ class ReplayBuffer:
         data, info, _ = self._next(size)
         return (data, info) if return_info else data
 
-    def __getitem__(self, index: int | slice | range | Sequence[int] | Tensor | str | tuple[str, ...]) -> Any:
+    def __getitem__(self, index: Index | str | tuple[str, ...]) -> Any:
         """Rows by position (transforms apply), or one entry of all rows by key."""
         if isinstance(index, str) or (isinstance(index, tuple) and index and isinstance(index[0], str)):
-            return self[:][index]
-        with self._lock:
-            where = self._index(index)
-            data = self._storage.get(where)
+            key = index[1:] if isinstance(index, tuple) and index[0] == "_data" and len(index) > 1 else index
+            return self[:][key]
+        with self._storage.lock:
+            where = self._select(index)
+            if isinstance(where, int):
+                data = self._storage.get(where)
+            else:
+                data = self._collected(where if isinstance(where, slice) else where.reshape(-1))
         if not isinstance(where, int):
-            data = self._collate_fn(data)
+            data = self._collate(data)
+            if isinstance(where, Tensor):
+                data = shape_cells(data, where.shape)
         return self._transform(data)
 
     def __iter__(self) -> Iterator[Any]:
-        """Batches until the sampler's pass ends; with a sampler that has no passes, for ever."""
+        """Batches until the sampler's pass ends; for ever, with a sampler that has no passes (see ``epoch``)."""
         if self._batch_size is None:
             raise RuntimeError("ReplayBuffer: iterating needs a batch_size at construction: got none.")
         ran_out = False
         while not ran_out:
             data, _, ran_out = self._next(self._batch_size)
             yield data
+
+    def epoch(self) -> Iterator[Any]:
+        """The batches of one pass; with a sampler that has no passes, as many as there would be in one.
+
+        >>> buffer = ReplayBuffer(batch_size=4)
+        >>> buffer.extend(torch.arange(10)).shape
+        torch.Size([10])
+        >>> [len(batch) for batch in buffer.epoch()]
+        [4, 4, 4]
+        """
+        batches = iter(self)
+        if type(self._sampler).ran_out is not Sampler.ran_out or self._batch_size is None:
+            yield from batches
+            return
+        for _ in range(-(-len(self) // self._batch_size)):
+            yield next(batches)
 
     def next(self) -> Any:
         """The next batch of the current pass, ``None`` when it has ended, then the first one of another pass."""
@@ -298,22 +242,36 @@ class ReplayBuffer:
 
     def _next(self, size: int) -> tuple[Any, dict[str, Any], bool]:
         if self._prefetcher is None or size != self._batch_size:
-            with self._lock:
+            with self._storage.lock:
                 self._rewind()
                 raw, info, ran_out = self._draw(size)
-            return self._finish(raw), info, ran_out
-        with self._lock:
-            self._prefetcher.fill(lambda: self._draw(size), self._sampler.state_dict, self._finish)
+            return self._finish(raw, info), info, ran_out
+        with self._storage.lock:
+            self._prefetcher.fill(lambda: self._draw(size), self._sampler.bookmark, self._finish)
             waiting = self._prefetcher.take()
         return self._prefetcher.wait(waiting)
 
     def _draw(self, size: int) -> tuple[Any, dict[str, Any], bool]:
-        index, info = self._sampler.sample(self._storage, size)
-        info["index"] = index
-        return self._storage.get(index), info, self._sampler.ran_out
+        storage = self._storage
+        index, info = self._sampler.sample(storage, size)
+        info["index"] = coordinates(index, storage.trailing) if storage.trailing else index
+        return self._collected(index), info, self._sampler.ran_out
 
-    def _finish(self, raw: Any) -> Any:
-        return self._transform(self._collate_fn(raw))
+    def _collected(self, index: slice | Tensor) -> Any:
+        return self._storage.batch(index) if self._collate_fn is None else self._storage.get(index)
+
+    def _collate(self, raw: Any) -> Any:
+        data = raw if self._collate_fn is None else self._collate_fn(raw)
+        return tree_map(lambda leaf: leaf.pin_memory(), data) if self._pin_memory else data
+
+    def _finish(self, raw: Any, info: dict[str, Any]) -> Any:
+        return self._transform(self._with_info(self._collate(raw), info))
+
+    def _with_info(self, data: Any, info: dict[str, Any]) -> Any:
+        """The batch with what the sampler says about its rows; here, only where slices end."""
+        if SLICE_END in info and isinstance(data, TensorDictBase) and data.batch_size[:1] == info[SLICE_END].shape:
+            data.set(SLICE_END, info[SLICE_END])
+        return data
 
     def _transform(self, data: Any) -> Any:
         for stage in self._stages:
@@ -321,57 +279,30 @@ class ReplayBuffer:
                 data = stage.read(data)
         return data
 
-    def _index(self, index: Any) -> int | Tensor:
-        length = len(self._storage)
-        if isinstance(index, Tensor) and index.dtype is torch.bool:
-            if index.shape != (length,):
-                raise IndexError(
-                    f"ReplayBuffer: a mask must have one entry per row: got {list(index.shape)}, {length} rows."
-                )
-            return index.nonzero().squeeze(-1)
-        if isinstance(index, slice):
-            return torch.arange(length)[index] if (index.step or 1) > 0 else torch.tensor(range(length)[index])
-        if isinstance(index, int) or (isinstance(index, Tensor) and not index.ndim):
-            where: Any = int(index)
-            inside = -length <= where < length
-            where = where % length if inside else where
-        else:
-            where = torch.as_tensor(index if isinstance(index, Tensor) else list(index), dtype=torch.int64)
-            inside = bool(((where >= -length) & (where < length)).all())
-            where = where % length if inside and where.numel() else where
-        if not inside:
-            raise IndexError(f"ReplayBuffer: positions must lie in the {length} rows: got {index}.")
-        return where
+    def _select(self, index: Any) -> int | slice | Tensor:
+        storage = self._storage
+        return select_cells(index, storage.shape, "ReplayBuffer", self.dim_extend if storage.ndim > 1 else 0)
 
-    def _rewind(self) -> None:
-        """Forgets the batches that are prepared ahead and puts the sampler back to where the caller is."""
-        if self._prefetcher is not None:
-            state = self._prefetcher.clear()
-            if state is not None:
-                self._sampler.load_state_dict(state)
+    def _cells(self, index: int | Tensor) -> int | Tensor:
+        on_grid = self._storage.trailing and isinstance(index, Tensor)
+        return flat_cells(index, self._storage.trailing) if on_grid else index
 
     # --- state ---
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that decides what the buffer does next, as copies."""
-        with self._lock:
+        with self._storage.lock:
             self._rewind()
-            return {
-                "storage": self._storage.state_dict(),
-                "sampler": self._sampler.state_dict(),
-                "writer": self._writer.state_dict(),
-                "transforms": [stage.state() for stage in self._stages],
-                "batch_size": self._batch_size,
-            }
+            state = {name: part.state_dict() for name, part in self._parts().items()}
+            return {**state, "transforms": [stage.state() for stage in self._stages], "batch_size": self._batch_size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over a state; the buffer must have been built with the same kinds of parts."""
-        with self._lock:
-            self._check_transforms(len(state["transforms"]))
+        with self._storage.lock:
+            check_transforms(len(state["transforms"]), self._stages)
             self._rewind()
-            self._storage.load_state_dict(state["storage"])
-            self._sampler.load_state_dict(state["sampler"])
-            self._writer.load_state_dict(state["writer"])
+            for name, part in self._parts().items():
+                part.load_state_dict(state[name])
             for stage, stage_state in zip(self._stages, state["transforms"], strict=True):
                 stage.load(stage_state)
 
@@ -380,93 +311,39 @@ class ReplayBuffer:
 
         An older dump there is replaced once the new one is whole.
         """
-        with self._lock:
+        with self._storage.lock:
             self._rewind()
-            with replace_directory(Path(path)) as folder:
-                self._storage.dumps(folder / "storage")
-                self._sampler.dumps(folder / "sampler")
-                self._writer.dumps(folder / "writer")
-                torch.save([stage.state() for stage in self._stages], folder / "transform.t")
-                metadata = {"format": _FORMAT, "parts": self._part_names(), "transforms": len(self._stages)}
-                (folder / "buffer_metadata.json").write_text(json.dumps(metadata, indent=1))
+            dump_parts(Path(path), self._parts(), self._stages)
 
     def loads(self, path: str | Path) -> None:
         """Reads what ``dumps`` wrote into a buffer built with the same kinds of parts.
 
-        The rows are pickled Python objects: load only what you trust.
+        Rows and transforms may be pickled Python objects: load only what you trust.
         """
-        path = Path(path)
-        try:
-            metadata = json.loads((path / "buffer_metadata.json").read_text())
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"ReplayBuffer: {path} must be a directory that dumps wrote: {error}.") from error
-        if metadata["format"] != _FORMAT or metadata["parts"] != self._part_names():
-            raise CheckpointError(
-                f"ReplayBuffer: a dump is loaded into the same parts: got {metadata['parts']} (format "
-                f"{metadata['format']}), expected {self._part_names()} (format {_FORMAT})."
-            )
-        with self._lock:
-            self._check_transforms(metadata["transforms"])
+        with self._storage.lock:
             self._rewind()
-            self._storage.loads(path / "storage")
-            self._sampler.loads(path / "sampler")
-            self._writer.loads(path / "writer")
-            states = torch.load(path / "transform.t", weights_only=False)
-            for stage, state in zip(self._stages, states, strict=True):
-                stage.load(state)
+            load_parts(Path(path), self._parts(), self._stages)
 
-    save = dumps
+    save = dump = dumps
     load = loads
 
-    def _part_names(self) -> dict[str, str]:
-        return {
-            "storage": type(self._storage).__name__,
-            "sampler": type(self._sampler).__name__,
-            "writer": type(self._writer).__name__,
-        }
+    def register_save_hook(self, hook: Callable[[Any], Any]) -> None:
+        """``hook`` changes the rows on their way to the disk."""
+        self._storage.register_save_hook(hook)
 
-    def _check_transforms(self, saved: int) -> None:
-        if saved != len(self._stages):
-            raise CheckpointError(
-                f"ReplayBuffer: a state is loaded into a buffer with the same transforms: got {saved}, expected "
-                f"{len(self._stages)}."
-            )
+    def register_load_hook(self, hook: Callable[[Any], Any]) -> None:
+        """``hook`` changes the rows on their way from the disk."""
+        self._storage.register_load_hook(hook)
 
-    def close(self) -> None:
-        """Ends the prefetching threads, if there are any."""
-        if self._prefetcher is not None:
-            with self._lock:
-                self._rewind()
-            self._prefetcher.close()
+    def _parts(self) -> dict[str, Any]:
+        return {"storage": self._storage, "sampler": self._sampler, "writer": self._writer}
 
     def __repr__(self) -> str:
-        parts = self._part_names()
+        parts = ", ".join(part_names(self._parts()).values())
         return (
-            f"ReplayBuffer({parts['storage']}, {parts['sampler']}, {parts['writer']}, {len(self)} rows, "
-            f"batch_size={self._batch_size}, {len(self._stages)} transforms)"
+            f"{type(self).__name__}({parts}, {len(self)} rows, batch_size={self._batch_size}, "
+            f"{len(self._stages)} transforms)"
         )
-
-
-def _build(what: str, part: Any, base: type, default: Callable[[], Any] | None) -> Any:
-    if part is None and default is not None:
-        return default()
-    built = part() if not isinstance(part, base) and callable(part) else part
-    if not isinstance(built, base):
-        raise TypeError(
-            f"ReplayBuffer: {what} must be a {base.__name__} or a callable that builds one: got {type(built).__name__}."
-        )
-    return built
-
-
-def _collate(rows: Any) -> Any:
-    """Stacks a list of tensors of one shape, or of tensordicts (lazily if they differ); leaves the rest alone."""
-    if not isinstance(rows, list) or not rows:
-        return rows
-    if all(isinstance(row, Tensor) for row in rows):
-        return torch.stack(rows)
-    if all(is_tensor_collection(row) for row in rows):
-        return LazyStackedTensorDict.maybe_dense_stack(rows)
-    return rows
 
 
 def _batch_dims(data: Any) -> int:

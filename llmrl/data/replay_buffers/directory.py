@@ -1,43 +1,101 @@
-"""Writing a directory so that a reader finds the old content or the new one, never half of it."""
+"""Writing a directory so that a reader finds the old content or the new one, never half of it.
+
+    path/
+      checkpoint.current    the name of the version that counts, one line
+      checkpoint.7/         its files
+
+A version is written to ``checkpoint.8.draft``, flushed to the disk and renamed; then ``checkpoint.current`` is
+replaced, which is one atomic step; then older versions are removed. Nothing else that lies in ``path`` is touched. What
+is in a version is the writer's business.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from llmrl.errors import CheckpointError
+
+__all__ = ["current_directory", "replace_directory"]
+
+_POINTER = "checkpoint.current"
+_VERSION = re.compile(r"checkpoint\.(\d+)(\.draft)?")
+
 
 @contextmanager
-def replace_directory(path: Path) -> Iterator[Path]:
-    """A temporary directory beside ``path`` to fill; it takes the place of ``path`` when the block ends without error.
+def replace_directory(path: str | Path) -> Iterator[Path]:
+    """A new directory to fill; it becomes the content of ``path`` when the block ends without error.
 
-    A kill before that leaves the old directory as it was, and a temporary one that the next call removes.
+    A kill at any moment leaves the content as it was, or as it is meant to be; the next write removes what is left.
+    Inside the block, a directory below the one that is being filled is written in place: it is part of the same write.
+
+    Raises  CheckpointError if ``path`` cannot be a directory
     """
     path = Path(path).absolute()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new, old = (path.with_name(f".{path.name}.{suffix}") for suffix in ("new", "old"))
-    if old.exists() and not path.exists():
-        old.rename(path)  # killed between the two renames below
-    for left in (new, old):
-        shutil.rmtree(left, ignore_errors=True)
-    new.mkdir()
+    if any((match := _VERSION.fullmatch(part)) and match[2] for part in path.parts):
+        path.mkdir(parents=True, exist_ok=True)
+        yield path
+        return
     try:
-        yield new
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise CheckpointError(
+            f"{path} must be a directory, or not exist: it is a file; choose another path."
+        ) from error
+    number = 1 + max((int(_VERSION.fullmatch(name)[1]) for name in _versions(path)), default=0)
+    version, draft = path / f"checkpoint.{number}", path / f"checkpoint.{number}.draft"
+    draft.mkdir()
+    try:
+        yield draft
+        for folder, _, names in os.walk(draft):
+            for name in (*names, "."):
+                _flush(Path(folder) / name)
+        draft.rename(version)
+        _point_to(path, version.name)
     except BaseException:
-        shutil.rmtree(new, ignore_errors=True)
+        shutil.rmtree(draft, ignore_errors=True)
         raise
-    for file in new.rglob("*"):
-        _sync(file)
-    if path.exists():
-        path.rename(old)
-    new.rename(path)
-    _sync(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    for name in _versions(path):
+        if name != version.name:
+            shutil.rmtree(path / name, ignore_errors=True)
 
 
-def _sync(path: Path) -> None:
+def current_directory(path: str | Path) -> Path:
+    """The directory that holds what was last written to ``path`` as a whole.
+
+    Raises  CheckpointError if nothing ever was
+    """
+    path = Path(path)
+    pointer = path / _POINTER
+    if not path.is_dir():
+        raise CheckpointError(f"{path} must be a directory that dumps wrote: there is none; check the path.")
+    if not pointer.exists():
+        return path  # a part of a larger write, or not ours: that is for the reader to find out
+    name = pointer.read_text().strip()
+    if not _VERSION.fullmatch(name) or not (path / name).is_dir():
+        raise CheckpointError(
+            f"{pointer} names the version {name!r}, which is not there; copy checkpoints as whole directories."
+        )
+    return path / name
+
+
+def _versions(path: Path) -> list[str]:
+    return [entry.name for entry in path.iterdir() if _VERSION.fullmatch(entry.name) and entry.is_dir()]
+
+
+def _point_to(path: Path, name: str) -> None:
+    draft = path / f"{_POINTER}.draft"
+    draft.write_text(name + "\n")
+    _flush(draft)
+    draft.replace(path / _POINTER)
+    _flush(path)
+
+
+def _flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

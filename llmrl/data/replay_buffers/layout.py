@@ -19,7 +19,10 @@ from tensordict.tensorclass import NonTensorStack
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from llmrl.data.replay_buffers.trees import is_leaf, is_tree, know_classes
+
 _EMPTY = torch.Size([])
+_DATA = {"_is_non_tensor": True, "_metadata": None}  # what a NonTensorData has besides its value
 
 
 class TensorLeaf(NamedTuple):
@@ -77,6 +80,14 @@ class Tree(NamedTuple):
     spec: pytree.TreeSpec
     children: tuple[Any, ...]
 
+    def __reduce__(self) -> Any:
+        return _tree, tuple(self)
+
+
+def _tree(spec: pytree.TreeSpec, children: tuple[Any, ...]) -> Tree:
+    know_classes(spec)  # this may be another process, which has not seen them yet
+    return Tree(spec, children)
+
 
 class Layout(NamedTuple):
     """The shape of a batch without its entries: the tree, and the kind of every column in order."""
@@ -93,13 +104,16 @@ class Layout(NamedTuple):
 # --- apart ---------------------------------------------------------------------------------------------------------
 
 
-def take_apart(batch: Any, *, stacked: bool = True, device: torch.device | None = None) -> tuple[Layout, list[Any]]:
+def take_apart(
+    batch: Any, *, stacked: bool = True, device: torch.device | None = None, keep_names: bool = True
+) -> tuple[Layout, list[Any]]:
     """Separates a batch (``stacked``: the leading dimension counts rows) or a single row into layout and columns.
 
     The columns are the entries themselves, not copies (see ``copy_columns``). ``device`` is what the layout notes as
-    the device of every tensordict, for columns that will be kept there; None notes what the batch says.
+    the device of every tensordict, for columns that will be kept there; None notes what the batch says. A tensordict
+    whose dimensions have names is kept whole for their sake, unless ``keep_names`` says that they do not matter.
     """
-    visitor = _Visitor(stacked, device)
+    visitor = _Visitor(stacked, device, keep_names)
     return Layout(visitor.visit(batch), tuple(visitor.kinds)), visitor.columns
 
 
@@ -113,10 +127,11 @@ def take_rows_apart(rows: Sequence[Any], *, device: torch.device | None = None) 
 class _Visitor:
     """One walk over a batch: collects columns and their kinds in order, returns the tree."""
 
-    __slots__ = ("columns", "device", "kinds", "stacked")
+    __slots__ = ("columns", "device", "keep_names", "kinds", "stacked")
 
-    def __init__(self, stacked: bool, device: torch.device | None) -> None:
+    def __init__(self, stacked: bool, device: torch.device | None, keep_names: bool = True) -> None:
         self.stacked = stacked
+        self.keep_names = keep_names
         self.device = device
         self.columns: list[Any] = []
         self.kinds: list[Any] = []
@@ -126,7 +141,7 @@ class _Visitor:
         if isinstance(value, Tensor):
             return self._leaf(TensorLeaf(value.shape[1:] if stacked else value.shape, value.dtype), value)
         kind = type(value)
-        if kind is TensorDict and not value._has_names():
+        if kind is TensorDict and not (self.keep_names and value._has_names()):
             entries = value._tensordict
             names = tuple(sorted(entries))
             children = tuple([self.visit(entries[name]) for name in names])
@@ -136,8 +151,8 @@ class _Visitor:
             data = _data_of(value)
             return self._leaf(Leaf.DATA, [data] * len(value) if stacked else data)
         if not is_tensor_collection(value):
-            if isinstance(value, dict | tuple | list):
-                leaves, spec = pytree.tree_flatten(value, is_leaf=is_tensor_collection)
+            if is_tree(value):
+                leaves, spec = pytree.tree_flatten(value, is_leaf=is_leaf)
                 return Tree(spec, tuple([self.visit(leaf) for leaf in leaves]))
             return self._leaf(Leaf.DATA, [value] if stacked else value)
         if is_tensorclass(value):
@@ -202,19 +217,25 @@ def _data_of(value: NonTensorData) -> Any:
 
 
 @torch.no_grad()
-def copy_columns(layout: Layout, columns: Sequence[Any], device: torch.device | None = None) -> list[Any]:
+def copy_columns(
+    layout: Layout,
+    columns: Sequence[Any],
+    device: torch.device | None = None,
+    forms: Sequence[Any] | None = None,
+) -> list[Any]:
     """Columns that share no memory with the given ones: one kernel per column where the rows allow it.
 
     Python values are kept by reference (nothing can be said about copying them); a tensor column may come in as one
-    tensor or as a list of rows, and leaves as one tensor.
+    tensor or as a list of rows, and leaves as one tensor. ``forms`` are ``ragged_forms``, where they are known.
     """
     copies: list[Any] = []
-    for kind, column in zip(layout.kinds, columns, strict=True):
+    forms = ragged_forms(layout, columns) if forms is None else forms
+    for kind, column, form in zip(layout.kinds, columns, forms, strict=True):
         if type(kind) is TensorLeaf:
             copy = column.clone() if isinstance(column, Tensor) else torch.stack(column)
             copies.append(copy if device is None else copy.to(device))
         elif kind is Leaf.RAGGED:
-            copies.append(_copy_ragged(column, device))
+            copies.append(_copy_ragged(column, device, form))
         elif kind is Leaf.ROW:
             copies.append([row.clone() if device is None else row.clone().to(device) for row in column])
         else:
@@ -222,20 +243,28 @@ def copy_columns(layout: Layout, columns: Sequence[Any], device: torch.device | 
     return copies
 
 
-def _copy_ragged(values: Sequence[Tensor], device: torch.device | None) -> list[Tensor]:
-    first = values[0]
+def ragged_forms(layout: Layout, columns: Sequence[Any]) -> tuple[Any, ...]:
+    """For every column, what its rows have in common if one kernel can copy them all: dtype, device, shape.
+
+    None for a column of another kind, and for ragged rows that do not go together. ``shape`` is what follows the first
+    dimension, which may differ; None for rows without dimensions.
+    """
+    kinds = zip(layout.kinds, columns, strict=True)
+    return tuple([_form(column) if kind is Leaf.RAGGED else None for kind, column in kinds])
+
+
+def _form(values: Sequence[Tensor]) -> tuple[Any, ...] | None:
+    forms = {(value.dtype, value.device, value.shape[1:] if value.ndim else None) for value in values}
     plain = all([type(value) is Tensor and value.layout is torch.strided for value in values])
-    shapes = [value.shape for value in values]
-    same_kind = plain and len({(value.dtype, value.device) for value in values}) == 1
-    if same_kind and len(set(shapes)) == 1:
-        return list(_to(torch.stack(list(values)), device).unbind(0))
-    if same_kind and first.ndim and len({shape[1:] for shape in shapes}) == 1:
-        return list(_to(torch.cat(list(values)), device).split_with_sizes([shape[0] for shape in shapes]))
-    return [_to(value.clone(), device) for value in values]
+    return forms.pop() if plain and len(forms) == 1 else None
 
 
-def _to(tensor: Tensor, device: torch.device | None) -> Tensor:
-    return tensor if device is None else tensor.to(device)
+def _copy_ragged(values: Sequence[Tensor], device: torch.device | None, form: tuple[Any, ...] | None) -> list[Tensor]:
+    if form is None:
+        return [value.clone() if device is None else value.clone().to(device) for value in values]
+    copy = torch.stack(values) if form[2] is None else torch.cat(values)
+    copy = copy if device is None else copy.to(device)
+    return list(copy.unbind(0) if form[2] is None else copy.split_with_sizes([value.shape[0] for value in values]))
 
 
 # --- together ------------------------------------------------------------------------------------------------------
@@ -257,12 +286,13 @@ def _batch(node: Any, columns: Iterator[Any], num_rows: int) -> Any:
         return next(columns)
     if kind is Branch:
         entries = {
-            name: _batch(child, columns, num_rows) for name, child in zip(node.names, node.children, strict=True)
+            name: next(columns) if type(child) is TensorLeaf else _batch(child, columns, num_rows)
+            for name, child in zip(node.names, node.children, strict=True)
         }
         size = torch.Size([num_rows, *node.batch_size])
         return TensorDict._new_unsafe(entries, batch_size=size, device=node.device)
     if kind is Wrapped:
-        return node.cls._from_tensordict(_batch(node.inner, columns, num_rows), dict(node.fields), safe=False)
+        return _wrap(node.cls, _batch(node.inner, columns, num_rows), dict(node.fields))
     if kind is Tree:
         return pytree.tree_unflatten([_batch(child, columns, num_rows) for child in node.children], node.spec)
     if kind is Columns:
@@ -300,8 +330,7 @@ def _rows(node: Any, columns: Iterator[Any]) -> Sequence[Any]:
             for size, *values in zip(sizes, *by_name, strict=True)
         ]
     if kind is Wrapped:
-        cls, fields = node.cls, node.fields
-        return [cls._from_tensordict(row, dict(fields), safe=False) for row in _rows(node.inner, columns)]
+        return [_wrap(node.cls, row, dict(node.fields)) for row in _rows(node.inner, columns)]
     if kind is Tree:
         by_leaf = [_rows(child, columns) for child in node.children]
         return [pytree.tree_unflatten(list(leaves), node.spec) for leaves in zip(*by_leaf, strict=True)]
@@ -310,12 +339,18 @@ def _rows(node: Any, columns: Iterator[Any]) -> Sequence[Any]:
     return next(columns)
 
 
+def _wrap(cls: type, inner: Any, fields: dict[str, Any]) -> Any:
+    """The tensorclass around a tensordict that was taken out of one: its keys need no checking."""
+    out = cls.__new__(cls)
+    out.__dict__["_tensordict"] = inner
+    out.__dict__["_non_tensordict"] = fields
+    if hasattr(cls, "__post_init__"):
+        out.__post_init__()
+    return out
+
+
 def _wrap_data(values: Sequence[Any]) -> list[NonTensorData]:
-    new, wrap = TensorDict._new_unsafe, NonTensorData._from_tensordict
-    return [
-        wrap(new({}, _EMPTY), {"data": value, "_is_non_tensor": True, "_metadata": None}, safe=False)
-        for value in values
-    ]
+    return [_wrap(NonTensorData, TensorDict._new_unsafe({}, _EMPTY), {"data": value, **_DATA}) for value in values]
 
 
 # --- differences ---------------------------------------------------------------------------------------------------

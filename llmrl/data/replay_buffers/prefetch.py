@@ -12,7 +12,7 @@ from llmrl.errors import DeadlineError
 
 
 class _Waiting(NamedTuple):
-    before: dict[str, Any]  # the sampler's state before this batch was drawn
+    before: Any  # the sampler's bookmark before this batch was drawn
     future: Future[Any]
     info: dict[str, Any]
     ran_out: bool
@@ -22,8 +22,8 @@ class Prefetcher:
     """Keeps up to ``depth`` drawn batches waiting.
 
     Rows are drawn and copied in the caller's thread, one batch after the other; what threads do is the collating and
-    the transforms, which must therefore bear to run beside each other. Each draw notes the sampler's state before it:
-    ``clear`` returns the state that belongs to the oldest batch nobody has taken, so drawing again gives the same.
+    the transforms, which must therefore bear to run beside each other. Each draw notes the sampler's bookmark before
+    it: ``clear`` returns that of the oldest batch nobody has taken, so going back to it and drawing gives the same.
     """
 
     def __init__(self, depth: int, timeout_s: float) -> None:
@@ -39,14 +39,14 @@ class Prefetcher:
     def fill(
         self,
         draw: Callable[[], tuple[Any, dict[str, Any], bool]],
-        state: Callable[[], dict[str, Any]],
-        finish: Callable[[Any], Any],
+        bookmark: Callable[[], Any],
+        finish: Callable[[Any, dict[str, Any]], Any],
     ) -> None:
         """Draws batches until ``depth`` wait besides the one to be taken now; threads ``finish`` them."""
         while len(self._queue) <= self.depth:
-            before = state()
+            before = bookmark()
             raw, info, ran_out = draw()
-            self._queue.append(_Waiting(before, self._pool.submit(finish, raw), info, ran_out))
+            self._queue.append(_Waiting(before, self._pool.submit(finish, raw, info), info, ran_out))
 
     def take(self) -> _Waiting:
         return self._queue.popleft()
@@ -61,8 +61,8 @@ class Prefetcher:
             ) from error
         return data, waiting.info, waiting.ran_out
 
-    def clear(self) -> dict[str, Any] | None:
-        """Drops what waits; returns the sampler's state to go back to, or ``None`` if nothing waited."""
+    def clear(self) -> Any:
+        """Drops what waits; returns the sampler's bookmark to go back to, or ``None`` if nothing waited."""
         if not self._queue:
             return None
         before = self._queue[0].before

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,22 +15,25 @@ from llmrl.data.replay_buffers.layout import (
     copy_columns,
     put_rows_together,
     put_together,
+    ragged_forms,
     take_apart,
     take_rows_apart,
 )
 
 
 class Row(NamedTuple):
-    """One row: its layout, and its share of every column."""
+    """One row: its layout, its share of every column, and the ``ragged_forms`` of these."""
 
     layout: Layout
     leaves: tuple[Any, ...]
+    forms: tuple[Any, ...]
 
 
 def to_rows(batch: TensorDictBase | Sequence[Any], device: torch.device | None = None) -> list[Row]:
     """Copies of the rows of a batch, or of a list of single rows, that share no memory with it.
 
-    Rows of one batch share one kernel per entry and so one block of memory, which lives as long as any of them.
+    Rows of one batch share one kernel per entry and so one block of memory, which lives as long as any of them
+    (``storages/blocks.py``).
     """
     if isinstance(batch, list | tuple):
         parts = take_rows_apart(batch, device=device)
@@ -41,14 +44,56 @@ def to_rows(batch: TensorDictBase | Sequence[Any], device: torch.device | None =
     if parts is None:
         return [_to_row(single, device) for single in batch]
     layout, columns = parts
-    copies = copy_columns(layout, columns, device)
-    by_row = [column.unbind(0) if isinstance(column, Tensor) else column for column in copies]
-    return [Row(layout, leaves) for leaves in zip(*by_row, strict=True)]
+    return _rows(layout, columns, device)
 
 
 def _to_row(single: Any, device: torch.device | None) -> Row:
     layout, columns = take_rows_apart([single], device=device) or (Layout(Leaf.ROW, (Leaf.ROW,)), [[single]])
-    return Row(layout, tuple([column[0] for column in copy_columns(layout, columns, device)]))
+    return _rows(layout, columns, device)[0]
+
+
+def _rows(layout: Layout, columns: Sequence[Any], device: torch.device | None = None) -> list[Row]:
+    """Copies of columns, as rows."""
+    copies = copy_columns(layout, columns, device)
+    forms = ragged_forms(layout, copies)
+    by_row = [column.unbind(0) if isinstance(column, Tensor) else column for column in copies]
+    return [Row(layout, leaves, forms) for leaves in zip(*by_row, strict=True)]
+
+
+def _columns(layout: Layout, rows: Sequence[Row]) -> list[Any]:
+    """Copies of rows of one layout, as columns."""
+    forms = rows[0].forms
+    known = forms if all([row.forms is forms or row.forms == forms for row in rows]) else None
+    return copy_columns(layout, list(zip(*[row.leaves for row in rows], strict=True)), forms=known)
+
+
+def to_row(single: Any, device: torch.device | None = None) -> Row:
+    """A copy of one tensordict as a row of fixed shape, with the layout that rows like it have in a dense batch."""
+    layout, leaves = take_apart(single, stacked=False, device=device)
+    return _rows(layout, [[leaf] for leaf in leaves], device)[0]
+
+
+def copy_row(row: Row) -> Row:
+    """The same row in memory of its own."""
+    return _rows(row.layout, [[leaf] for leaf in row.leaves])[0]
+
+
+def with_layouts(rows: Sequence[Any], known: Callable[[Layout], Layout]) -> list[Any]:
+    """The rows with the layout that ``known`` gives for theirs, which is asked once per layout object.
+
+    What is no ``Row`` stays as it is.
+    """
+    seen: dict[int, Layout] = {}
+    out = []
+    for row in rows:
+        if type(row) is Row:
+            layout = seen.get(id(row.layout))
+            if layout is None:
+                layout = seen[id(row.layout)] = known(row.layout)
+            if layout is not row.layout:
+                row = row._replace(layout=layout)
+        out.append(row)
+    return out
 
 
 def from_rows(rows: Sequence[Row], *, lazy: bool = False, stack_dim: int = 0) -> TensorDictBase:
@@ -59,8 +104,7 @@ def from_rows(rows: Sequence[Row], *, lazy: bool = False, stack_dim: int = 0) ->
     """
     layout = rows[0].layout
     if not lazy and stack_dim == 0 and all([row.layout is layout or row.layout == layout for row in rows]):
-        columns = copy_columns(layout, list(zip(*[row.leaves for row in rows], strict=True)))
-        return put_together(layout, columns, len(rows))
+        return put_together(layout, _columns(layout, rows), len(rows))
     return LazyStackedTensorDict(*single_rows(rows), stack_dim=stack_dim)
 
 
@@ -68,8 +112,7 @@ def single_rows(rows: Sequence[Row]) -> list[Any]:
     """Copies of the rows, each on its own; rows that share a layout are copied together."""
     out: list[Any] = [None] * len(rows)
     for layout, where in _by_layout(rows):
-        leaves = list(zip(*[rows[position].leaves for position in where], strict=True))
-        singles = put_rows_together(layout, copy_columns(layout, leaves))
+        singles = put_rows_together(layout, _columns(layout, [rows[position] for position in where]))
         for position, single in zip(where, singles, strict=True):
             out[position] = single
     return out
@@ -79,8 +122,8 @@ def pack(rows: Sequence[Row]) -> dict[str, Any]:
     """The rows as a state that ``torch.save`` writes: copies, one list per layout and entry."""
     groups = []
     for layout, where in _by_layout(rows):
-        leaves = list(zip(*[rows[position].leaves for position in where], strict=True))
-        groups.append({"layout": layout, "where": where, "columns": copy_columns(layout, leaves)})
+        columns = _columns(layout, [rows[position] for position in where])
+        groups.append({"layout": layout, "where": where, "columns": columns})
     return {"size": len(rows), "groups": groups}
 
 
@@ -88,11 +131,8 @@ def unpack(state: dict[str, Any]) -> list[Row]:
     """Copies of the rows that ``pack`` wrote."""
     out: list[Any] = [None] * state["size"]
     for group in state["groups"]:
-        layout = group["layout"]
-        columns = copy_columns(layout, group["columns"])
-        by_row = [column.unbind(0) if isinstance(column, Tensor) else column for column in columns]
-        for position, leaves in zip(group["where"], zip(*by_row, strict=True), strict=True):
-            out[position] = Row(layout, leaves)
+        for position, row in zip(group["where"], _rows(group["layout"], group["columns"]), strict=True):
+            out[position] = row
     return out
 
 

@@ -19,6 +19,7 @@ from llmrl.data.replay_buffers import (
     TensorDictRoundRobinWriter,
     TensorStorage,
 )
+from llmrl.data.replay_buffers.directory import current_directory
 from llmrl.errors import CheckpointError, DataError, DeadlineError
 
 
@@ -280,7 +281,7 @@ def test_a_saved_buffer_goes_on_exactly(tmp_path, how, epochs):
         buffer.dumps(tmp_path / "a" / "buffer")
         buffer.dumps(tmp_path / "a" / "buffer")  # replaces the first
         assert [path.name for path in (tmp_path / "a").iterdir()] == ["buffer"]
-        names = {path.name for path in (tmp_path / "a" / "buffer").iterdir()}
+        names = {path.name for path in current_directory(tmp_path / "a" / "buffer").iterdir()}
         assert names == {"storage", "sampler", "writer", "transform.t", "buffer_metadata.json"}
         other.loads(tmp_path / "a" / "buffer")
     else:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 
 from llmrl.data.replay_buffers import (
+    LazyMemmapStorage,
     LazyStackStorage,
     LazyTensorStorage,
     ListStorage,
@@ -39,6 +40,7 @@ KINDS = {
     "list": (ListStorage, fixed_row, list),
     "ragged": (LazyStackStorage, ragged_row, lazy_stack),
     "tensor": (LazyTensorStorage, fixed_row, torch.stack),
+    "memmap": (LazyMemmapStorage, fixed_row, torch.stack),
 }
 
 

@@ -18,6 +18,9 @@ class Sampler(ABC):
 
     A generator that is not given is seeded from torch's global one at the first draw, so ``torch.manual_seed`` makes a
     run repeatable, and what is drawn afterwards depends on nothing else.
+
+    Positions are int64 and count cells, whatever the storage's ``ndim``. The buffer says what it wrote by ``add``,
+    ``extend``, ``mark_update`` and ``empty``.
     """
 
     def __init__(self) -> None:
@@ -43,11 +46,16 @@ class Sampler(ABC):
         """True if every batch has exactly the size that was asked for."""
         return False
 
-    @abstractmethod
-    def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
-        """The positions of the next batch, int64[N], and what is to be known about them, each [N]."""
+    @property
+    def default_priority(self) -> float:
+        """The priority of a row that was just written."""
+        return 1.0
 
-    def add(self, index: int) -> None:  # noqa: B027  most samplers need not know
+    @abstractmethod
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
+        """The positions of the next batch, int64[N], and what is to be known about them: tensors [N, ...] by key."""
+
+    def add(self, index: int | Tensor) -> None:  # noqa: B027  most samplers need not know
         """A row was written at ``index``."""
 
     def extend(self, index: Tensor) -> None:  # noqa: B027  most samplers need not know
@@ -68,6 +76,14 @@ class Sampler(ABC):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.generator.set_state(state["generator"])
+
+    def bookmark(self) -> Any:
+        """Where the draws are. Costs as little as can be: unlike a state, it is good only until rows are written."""
+        return self.state_dict()
+
+    def go_back(self, bookmark: Any) -> None:
+        """Takes the draws since ``bookmark`` back: they come again."""
+        self.load_state_dict(bookmark)
 
     def dumps(self, path: str | Path) -> None:
         """Writes the state to the directory ``path``."""

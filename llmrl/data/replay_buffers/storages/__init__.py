@@ -3,6 +3,6 @@
 from llmrl.data.replay_buffers.storages.base import Storage
 from llmrl.data.replay_buffers.storages.lazy_stack import LazyStackStorage
 from llmrl.data.replay_buffers.storages.list_storage import ListStorage
-from llmrl.data.replay_buffers.storages.tensor import LazyTensorStorage, TensorStorage
+from llmrl.data.replay_buffers.storages.tensor import LazyMemmapStorage, LazyTensorStorage, TensorStorage
 
-__all__ = ["LazyStackStorage", "LazyTensorStorage", "ListStorage", "Storage", "TensorStorage"]
+__all__ = ["LazyMemmapStorage", "LazyStackStorage", "LazyTensorStorage", "ListStorage", "Storage", "TensorStorage"]

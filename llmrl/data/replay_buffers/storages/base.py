@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+from tensordict.base import is_tensor_collection
 from torch import Tensor
+
+from llmrl.data.replay_buffers.cells import select_cells, shape_cells
+from llmrl.data.replay_buffers.ring import Ring
+from llmrl.errors import CheckpointError, MissingKeyError, UnsupportedError, near
+
+Key = str | tuple[str, ...]
 
 
 def row_limit(who: str, max_size: int | None) -> int:
@@ -24,9 +34,22 @@ class Storage(ABC):
     """Rows at positions ``0 .. len - 1``, at most ``max_size`` of them.
 
     Whatever goes in is copied and whatever comes out is a copy: nothing that a caller holds shares memory with a row.
+
+    With ``ndim`` dimensions the rows lie on a grid [T, E, ...] of ``columns`` parallel streams that are written at the
+    same time. ``set``, ``get`` and ``entry`` see its *cells* one after the other, cell ``t * columns + e``; ``len`` and
+    ``max_size`` count cells. ``storage[...]`` sees the grid.
     """
 
-    max_size: int
+    max_size: int  # a property where another process may fix it
+    ndim: int = 1
+    trailing: tuple[int, ...] = ()  # the sizes of the grid's dimensions after time; likewise
+
+    def __init__(self) -> None:
+        self.ring = Ring()
+        self.lock: AbstractContextManager[Any] = threading.RLock()
+        self._checkpointer: Any = None
+
+    # --- rows ---
 
     @abstractmethod
     def set(self, index: int | slice | Tensor, data: Any) -> None:
@@ -37,21 +60,40 @@ class Storage(ABC):
         """A copy of one row (int) or of a batch of rows (slice or int64[N])."""
 
     @abstractmethod
-    def __len__(self) -> int: ...
-
-    @abstractmethod
-    def empty(self) -> None:
-        """Forgets all rows; what was allocated and the schema stay."""
-
-    @abstractmethod
     def count(self, data: Any) -> int:
         """How many rows ``data`` holds when it is given to ``extend``."""
 
     @abstractmethod
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """The rows, as copies. The counters are the writer's state."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def batch(self, index: slice | Tensor) -> Any:
+        """``get``, with rows that come as a list stacked where that can be done."""
+        return self.get(index)
+
+    def entry(self, key: Key, index: Tensor) -> Tensor:
+        """A copy of one entry of the rows at ``index``, int64[N].
+
+        Raises: MissingKeyError if rows have no such entry.
+        """
+        rows = self.batch(index)
+        return read_entry(type(self).__name__, rows, key)
+
+    def __len__(self) -> int:
+        return self.ring.length
+
+    @property
+    def is_full(self) -> bool:
+        return self.ring.length >= self.max_size
+
+    def empty(self) -> None:
+        """Forgets all rows; what was allocated and the schema stay."""
+        self.ring.check_writable(type(self).__name__)
+        self.ring.length = 0
+        self.ring.changed()
 
     def contains(self, index: int | Tensor) -> bool | Tensor:
         """Whether there is a row at the position(s)."""
@@ -63,41 +105,187 @@ class Storage(ABC):
         """The rows ``start .. end - 1`` of a batch."""
         return data[start:end]
 
+    # --- the grid ---
+
+    @property
+    def columns(self) -> int:
+        """How many parallel streams there are: 1 unless ``ndim`` is larger."""
+        return prod(self.trailing)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes of the grid: (rows,) for one dimension, else (time, *trailing)."""
+        return (len(self) // self.columns, *self.trailing)
+
+    def prepare(self, trailing: tuple[int, ...]) -> None:  # noqa: B027  most storages have one dimension
+        """Notes the sizes of the grid after time, before the first write."""
+
+    def __getitem__(self, index: Any) -> Any:
+        """A copy of the rows at a place of the grid, time first: ``storage[:]`` is [T, E, ...]."""
+        cells = select_cells(index, self.shape, type(self).__name__)
+        if isinstance(cells, int | slice):
+            return self.get(cells)
+        return shape_cells(self.get(cells.reshape(-1)), cells.shape)
+
+    # --- several processes ---
+
+    @property
+    def shared(self) -> bool:
+        """True if other processes may read and write these rows."""
+        return self.ring.shared
+
+    def share(self) -> None:
+        """Moves the rows to memory that other processes can map. Has to come before the hand-over."""
+        raise UnsupportedError(
+            f"{type(self).__name__}: its rows are Python objects of one process and cannot be shared; use "
+            "LazyTensorStorage(...).share() or LazyMemmapStorage, or keep the buffer in one process."
+        )
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        if not self.shared:
+            raise RuntimeError(
+                f"{type(self).__name__}: a storage reaches another process by shared memory only: got one that is not "
+                "shared; use LazyMemmapStorage, or call share() first (LazyTensorStorage, TensorStorage), or give the "
+                "other process a function that builds its own. To save it use dumps or state_dict."
+            )
+        return super().__reduce_ex__(protocol)
+
+    # --- state ---
+
+    def snapshot(self) -> tuple[Any, dict[str, Any]]:
+        """What a checkpoint holds: the rows in the order of positions ([T, E, ...] on a grid) and the counters.
+
+        The rows are a copy, and None if there are none.
+        """
+        state = {**self.ring.state(), "max_size": self.max_size, "ndim": self.ndim, "trailing": list(self.trailing)}
+        return (self[:] if len(self) else None), state
+
+    def restore(self, content: Any, ring_state: dict[str, Any]) -> None:
+        """Replaces everything by what ``snapshot`` gave, which is copied.
+
+        Raises: CheckpointError, with nothing changed, if it was made with another number of dimensions or does not fit.
+        """
+        if ring_state["ndim"] != self.ndim:
+            raise CheckpointError(
+                f"{type(self).__name__}: a snapshot is restored into a storage of as many dimensions: got ndim="
+                f"{ring_state['ndim']}, expected {self.ndim}."
+            )
+        length, before = ring_state["length"], (self.ring.length, self.trailing, self.max_size)
+        self.prepare(tuple(ring_state["trailing"]))
+        self.check_state(length, ring_state["max_size"])
+        self.ring.length = 0
+        try:
+            if length:
+                self.set(slice(0, length), content if self.ndim == 1 else content.reshape(-1))
+        except BaseException:
+            self.ring.length = before[0]
+            raise
+        self.ring.load(ring_state)
+
+    def check_state(self, length: int, max_size: int) -> None:
+        """Raises if a saved ring cannot go on here: it is too long, or was full at another size."""
+        if length > self.max_size or (length >= max_size and max_size != self.max_size):
+            raise CheckpointError(
+                f"{type(self).__name__}: the state must be of a storage of the same size: got {length} rows of "
+                f"max_size {max_size}, expected max_size {self.max_size}."
+            )
+
+    @property
+    def checkpointer(self) -> Any:
+        """What ``dumps`` and ``loads`` use; may be replaced by another one of ``checkpointers``."""
+        if self._checkpointer is None:
+            self._checkpointer = self._default_checkpointer()
+        return self._checkpointer
+
+    @checkpointer.setter
+    def checkpointer(self, checkpointer: Any) -> None:
+        self._checkpointer = checkpointer
+
+    def _default_checkpointer(self) -> Any:
+        from llmrl.data.replay_buffers.checkpointers import ListStorageCheckpointer  # they import storages
+
+        return ListStorageCheckpointer()
+
+    def register_save_hook(self, hook: Callable[[Any], Any]) -> None:
+        """``hook`` changes the content on its way to the disk."""
+        self.checkpointer.register_save_hook(hook)
+
+    def register_load_hook(self, hook: Callable[[Any], Any]) -> None:
+        """``hook`` changes the content on its way from the disk."""
+        self.checkpointer.register_load_hook(hook)
+
     def dumps(self, path: str | Path) -> None:
-        """Writes the state to the directory ``path``."""
-        Path(path).mkdir(parents=True, exist_ok=True)
-        torch.save(self.state_dict(), Path(path) / "state.pt")
+        """Writes the rows and counters to the directory ``path``."""
+        self.checkpointer.dumps(self, path)
 
     def loads(self, path: str | Path) -> None:
-        """Reads what ``dumps`` wrote. The file is a pickle: load only what you trust."""
-        self.load_state_dict(torch.load(Path(path) / "state.pt", weights_only=False))
+        """Reads what ``dumps`` wrote."""
+        self.checkpointer.loads(self, path)
 
-    def _check_run(self, where: list[int], num_rows: int) -> None:
+    # --- for sub-classes ---
+
+    def _check_run(self, where: Sequence[int], num_rows: int) -> None:
         """Raises unless there is one position per row and writing them in this order leaves no gap."""
         if len(where) != num_rows:
             raise IndexError(
                 f"{type(self).__name__}: one position per row is needed: got {len(where)} positions, {num_rows} rows."
             )
+        if isinstance(where, range):
+            return self._check_place(where.start, where.stop, len(self))
         length = len(self)
         for position in where:
-            if position >= length:
-                self._check_fits(position)
-                if position > length:
-                    raise RuntimeError(
-                        f"{type(self).__name__}: rows are written without gaps: got position {position}, expected at "
-                        f"most {length}."
-                    )
-                length += 1
+            self._check_place(position, position + 1, length)
+            length = max(length, position + 1)
 
-    def _check_fits(self, last: int) -> None:
-        if last >= self.max_size:
-            raise IndexError(f"{type(self).__name__}: positions end at max_size={self.max_size}: got {last}.")
+    def _check_place(self, first: int, end: int, length: int) -> None:
+        """Raises unless rows at ``first .. end - 1`` fit and follow the ``length`` rows without a gap."""
+        who = type(self).__name__
+        if end > self.max_size:
+            raise IndexError(f"{who}: positions end at max_size={self.max_size}: got {end - 1}.")
+        if first > length:
+            raise RuntimeError(
+                f"{who}: rows are written without gaps: got position {first}, expected at most {length}."
+            )
 
 
-def positions(index: int | slice | Tensor | Sequence[int], length: int) -> list[int]:
-    """An index as a list of non-negative positions."""
+def read_entry(who: str, rows: Any, key: Key) -> Any:
+    """One entry of a batch (a tensordict, or nested dicts of tensors); a ragged one is a list."""
+    path = (key,) if isinstance(key, str) else tuple(key)
+    value = rows
+    for depth, name in enumerate(path):
+        known = list(value.keys()) if isinstance(value, dict) or is_tensor_collection(value) else []
+        if name not in known:
+            raise missing_entry(who, path, path[:depth], known)
+        last = depth == len(path) - 1
+        value = value.get(name, as_list=True) if last and is_tensor_collection(value) else value[name]
+    return value
+
+
+def missing_entry(who: str, path: tuple[str, ...], inside: tuple[str, ...], known: Sequence[str]) -> MissingKeyError:
+    where = f" under {inside!r}" if inside else ""
+    return MissingKeyError(
+        f"{who}: rows have no entry {path if len(path) > 1 else path[0]!r}; there is{where}: "
+        f"{', '.join(map(str, known)) or 'nothing with a key'}.{near(str(path[len(inside)]), map(str, known))}"
+    )
+
+
+def positions(index: int | slice | Tensor | Sequence[int], length: int) -> Sequence[int]:
+    """An index as non-negative positions: a run as a range, anything else as a list."""
     if isinstance(index, slice):
-        return list(range(*index.indices(length)))
+        run = range(*index.indices(length))
+        return run if run.step == 1 else list(run)
     if isinstance(index, Tensor):
         return index.tolist()
     return [index] if isinstance(index, int) else list(index)
+
+
+def place_rows(held: list[Any], where: Sequence[int], rows: Sequence[Any]) -> None:
+    """Puts rows at positions of a list that leave no gap."""
+    if isinstance(where, range):
+        held[where.start : where.stop] = rows
+        return
+    for position, row in zip(where, rows, strict=True):
+        if position < len(held):
+            held[position] = row
+        else:
+            held.append(row)

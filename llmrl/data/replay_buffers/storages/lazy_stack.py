@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,8 +10,9 @@ from tensordict.base import is_tensor_collection
 from torch import Tensor
 
 from llmrl.data.replay_buffers.layout import Layout
-from llmrl.data.replay_buffers.rows import Row, from_rows, pack, single_rows, to_rows, unpack
-from llmrl.data.replay_buffers.storages.base import Storage, positions, row_limit
+from llmrl.data.replay_buffers.rows import Row, copy_row, from_rows, pack, single_rows, to_rows, unpack, with_layouts
+from llmrl.data.replay_buffers.storages.base import Storage, place_rows, positions, row_limit
+from llmrl.data.replay_buffers.storages.blocks import Blocks
 from llmrl.errors import DataError
 
 
@@ -34,18 +36,21 @@ class LazyStackStorage(Storage):
     def __init__(
         self, max_size: int | None = None, *, stack_dim: int = 0, device: torch.device | str | None = None
     ) -> None:
+        super().__init__()
         self.max_size = row_limit("LazyStackStorage", max_size)
         self.stack_dim = stack_dim
         self.device = None if device is None else torch.device(device)
-        self.empty()
+        self._forget()
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def empty(self) -> None:
+    def _forget(self) -> None:
         self._rows: list[Row] = []
         self._layout: Layout | None = None  # of all rows, as long as they have one
         self._mixed = False
+        self._blocks = Blocks()
+
+    def empty(self) -> None:
+        super().empty()
+        self._forget()
 
     def count(self, data: Any) -> int:
         if isinstance(data, list):
@@ -58,6 +63,7 @@ class LazyStackStorage(Storage):
         return data.batch_size[0]
 
     def set(self, index: int | slice | Tensor, data: Any) -> None:
+        self.ring.check_writable("LazyStackStorage")
         singles = [data] if isinstance(index, int) else data
         if isinstance(singles, list):
             for row in singles:
@@ -74,29 +80,33 @@ class LazyStackStorage(Storage):
         return from_rows(rows, lazy=self._mixed, stack_dim=self.stack_dim)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rows": pack(self._rows), "mixed": self._mixed}
+        return {"rows": pack(self._rows), "mixed": self._mixed, "max_size": self.max_size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._check_fits(state["rows"]["size"] - 1)
+        self.check_state(state["rows"]["size"], state["max_size"])
+        self._forget()
         self._rows = unpack(state["rows"])
         self._mixed = state["mixed"]
         self._layout = self._rows[0].layout if self._rows else None
+        self.ring.length = len(self._rows)
+        self.ring.changed()
 
-    def _put(self, where: list[int], rows: list[Row]) -> None:
+    def _known(self, layout: Layout) -> Layout:
+        """The equal layout that the other rows have, if they all have one."""
+        if self._layout is None:
+            self._layout = layout
+        if layout == self._layout:
+            return self._layout
+        self._mixed = True
+        return layout
+
+    def _put(self, where: Sequence[int], rows: list[Row]) -> None:
         self._check_run(where, len(rows))
-        known = self._layout
-        for position, row in zip(where, rows, strict=True):
-            if row.layout is not known:  # rows of one batch share the object, so this compares once per batch
-                if self._layout is None:
-                    self._layout = row.layout
-                self._mixed = self._mixed or row.layout != self._layout
-                known = row.layout
-            if known is not self._layout and not self._mixed:
-                row = Row(self._layout, row.leaves)
-            if position < len(self._rows):
-                self._rows[position] = row
-            else:
-                self._rows.append(row)
+        place_rows(self._rows, where, with_layouts(rows, self._known))
+        for position in self._blocks.write(where):
+            self._rows[position] = copy_row(self._rows[position])
+        self.ring.length = len(self._rows)
+        self.ring.changed()
 
 
 def _describe(value: Any) -> str:

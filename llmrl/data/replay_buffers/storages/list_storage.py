@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from tensordict import LazyStackedTensorDict, NonTensorData
 from tensordict.base import is_tensor_collection
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from llmrl.data.replay_buffers.storages.base import Storage, positions, row_limit
+from llmrl.data.replay_buffers.layout import Layout
+from llmrl.data.replay_buffers.rows import Row, copy_row, from_rows, single_rows, to_row, to_rows, with_layouts
+from llmrl.data.replay_buffers.storages.base import Storage, place_rows, positions, row_limit
+from llmrl.data.replay_buffers.storages.blocks import Blocks
+from llmrl.data.replay_buffers.trees import is_leaf, num_rows, part, split, tree_map
+from llmrl.errors import CheckpointError
 
 
 class ListStorage(Storage):
     """Python objects in a list, up to ``max_size`` of them (default: no limit).
 
-    Tensors and tensordicts are copied on the way in and out, also inside dicts, lists and tuples, and are moved to
-    ``device`` if one is given. Any other object is kept by reference.
+    Tensors and tensordicts are copied on the way in and out, also inside dicts, lists, tuples and dataclasses, and are
+    moved to ``device`` if one is given. Any other object is kept by reference.
 
     >>> storage = ListStorage(3)
     >>> storage.set(0, "a string")
@@ -27,87 +33,105 @@ class ListStorage(Storage):
     """
 
     def __init__(self, max_size: int | None = None, *, device: torch.device | str | None = None) -> None:
+        super().__init__()
         self.max_size = row_limit("ListStorage", max_size)
         self.device = None if device is None else torch.device(device)
-        self._rows: list[Any] = []
+        self._forget()
 
-    def __len__(self) -> int:
-        return len(self._rows)
+    def _forget(self) -> None:
+        self._rows: list[Any] = []  # a tensordict as its ``Row``, anything else as it is
+        self._layouts: deque[Layout] = deque(maxlen=8)  # the latest; rows of many shapes have many
+        self._blocks = Blocks()
 
     def empty(self) -> None:
-        self._rows = []
+        super().empty()
+        self._forget()
 
     def count(self, data: Any) -> int:
-        return leading_size(data)
+        return num_rows(data)
 
     def part(self, data: Any, start: int, end: int) -> Any:
-        return _split(data)[start:end]
+        return part(data, start, end)
 
     def set(self, index: int | slice | Tensor, data: Any) -> None:
+        self.ring.check_writable("ListStorage")
         if isinstance(index, int):
-            self._put([index], [_copy(data, self.device)])
+            self._put([index], [self._kept(data)])
+        elif isinstance(data, Tensor):
+            self._put(positions(index, self.max_size), list(_copy(data, self.device).unbind(0)))
+        elif _is_row(data) and data.batch_dims:
+            self._put(positions(index, self.max_size), to_rows(data, self.device))
         else:
-            rows = [_copy(row, self.device) for row in _split(data)]
-            self._put(positions(index, self.max_size), rows)
+            self._put(positions(index, self.max_size), [self._kept(row) for row in split(data)])
 
     def get(self, index: int | slice | Tensor) -> Any:
         if isinstance(index, int):
-            return _copy(self._rows[index])
-        return [_copy(self._rows[position]) for position in positions(index, len(self))]
+            return _single(self._rows[index])
+        rows = [self._rows[position] for position in positions(index, len(self))]
+        if all([type(row) is Row for row in rows]):
+            return single_rows(rows)
+        return [_single(row) for row in rows]
+
+    def batch(self, index: slice | Tensor) -> Any:
+        """Tensors stacked, tensordicts stacked (lazily if they differ), anything else as a list."""
+        rows = [self._rows[position] for position in positions(index, len(self))]
+        kinds = {type(row) for row in rows}
+        if len(kinds) == 1 and issubclass(next(iter(kinds)), Tensor):
+            return torch.stack(rows)
+        if kinds != {Row}:
+            return [_single(row) for row in rows]
+        layout = rows[0].layout
+        if layout.dense and all([row.layout is layout for row in rows]):
+            return from_rows(rows)
+        return LazyStackedTensorDict.maybe_dense_stack(single_rows(rows))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rows": [_copy(row) for row in self._rows]}
+        return {"rows": [_single(row) for row in self._rows], "max_size": self.max_size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._check_fits(len(state["rows"]) - 1)
-        self._rows = [_copy(row, self.device) for row in state["rows"]]
+        if not isinstance(state.get("rows"), list):
+            raise CheckpointError(f"ListStorage: the state must hold a list of rows: got {sorted(state)}.")
+        self.check_state(len(state["rows"]), state["max_size"])
+        self._forget()
+        self._rows = with_layouts([self._kept(row) for row in state["rows"]], self._known)
+        self.ring.length = len(self._rows)
+        self.ring.changed()
 
-    def _put(self, where: list[int], rows: list[Any]) -> None:
+    def _kept(self, value: Any) -> Any:
+        """A copy of one object in the form in which it is stored."""
+        return to_row(value, self.device) if _is_row(value) else _copy(value, self.device)
+
+    def _known(self, layout: Layout) -> Layout:
+        """The equal layout that earlier rows have, so that equal ones need no comparing."""
+        for known in self._layouts:
+            if known == layout:
+                return known
+        self._layouts.append(layout)
+        return layout
+
+    def _put(self, where: Sequence[int], rows: list[Any]) -> None:
         self._check_run(where, len(rows))
-        for position, row in zip(where, rows, strict=True):
-            if position < len(self._rows):
-                self._rows[position] = row
-            else:
-                self._rows.append(row)
+        place_rows(self._rows, where, with_layouts(rows, self._known))
+        for position in self._blocks.write(where):
+            row = self._rows[position]
+            self._rows[position] = copy_row(row) if type(row) is Row else _copy(row)
+        self.ring.length = len(self._rows)
+        self.ring.changed()
+
+
+def _is_row(value: Any) -> bool:
+    return is_tensor_collection(value) and not isinstance(value, NonTensorData)
+
+
+def _single(row: Any) -> Any:
+    return single_rows([row])[0] if type(row) is Row else _copy(row)
 
 
 def _copy(value: Any, device: torch.device | None = None) -> Any:
-    if isinstance(value, dict | list | tuple):
-        return pytree.tree_map(lambda leaf: _copy(leaf, device), value, is_leaf=_is_leaf)
+    if not is_leaf(value):
+        return tree_map(lambda leaf: _copy(leaf, device), value)
     if isinstance(value, Tensor) or is_tensor_collection(value):
         value = value.detach().clone()
     elif device is None or not hasattr(value, "to"):
         return value
     return value if device is None else value.to(device)
-
-
-def _is_leaf(value: Any) -> bool:
-    return not isinstance(value, dict | list | tuple)
-
-
-def leading_size(data: Any) -> int:
-    """How many rows a batch holds: the leading size, which all entries share."""
-    if isinstance(data, Tensor) or is_tensor_collection(data):
-        if not data.shape:
-            raise RuntimeError("extend: a batch has a leading dimension that counts rows: got a scalar; use add.")
-        return data.shape[0]
-    if isinstance(data, dict | tuple):
-        sizes = {leading_size(leaf) for leaf in pytree.tree_leaves(data, is_leaf=_is_leaf)}
-        if len(sizes) != 1:
-            raise RuntimeError(
-                f"extend: all entries of a {type(data).__name__} must have one leading size: got {sorted(sizes)}."
-            )
-        return sizes.pop()
-    if isinstance(data, Iterable) and hasattr(data, "__len__"):
-        return len(data)
-    raise RuntimeError(f"extend: a batch is a tensor, tensordict, list, dict or tuple: got {type(data).__name__}.")
-
-
-def _split(data: Any) -> list[Any]:
-    if isinstance(data, Tensor) or is_tensor_collection(data):
-        return list(data.unbind(0))
-    if isinstance(data, dict | tuple):
-        leaves, spec = pytree.tree_flatten(data, is_leaf=_is_leaf)
-        columns = [list(leaf) if isinstance(leaf, list) else list(leaf.unbind(0)) for leaf in leaves]
-        return [pytree.tree_unflatten(list(row), spec) for row in zip(*columns, strict=True)]
-    return list(data)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict.base import is_tensor_collection
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from llmrl.data.replay_buffers.cells import time_first
 from llmrl.data.replay_buffers.layout import (
     Layout,
     TensorLeaf,
@@ -18,17 +20,23 @@ from llmrl.data.replay_buffers.layout import (
     take_apart,
     take_rows_apart,
 )
-from llmrl.data.replay_buffers.storages.base import Storage, row_limit
-from llmrl.data.replay_buffers.storages.list_storage import leading_size
-from llmrl.errors import CheckpointError, DataError
+from llmrl.data.replay_buffers.process_lock import ProcessLock
+from llmrl.data.replay_buffers.storages.base import Key, Storage, row_limit
+from llmrl.data.replay_buffers.storages.schema import Schema
+from llmrl.data.replay_buffers.storages.shared_folder import SharedFolder
+from llmrl.data.replay_buffers.trees import num_rows, part
+from llmrl.errors import DataError, UnsupportedError
+
+_SCHEMA_FILE = "schema.pt"
 
 
 class TensorStorage(Storage):
     """Rows of one fixed shape in tensors allocated once: a tensor, tensordict, tensorclass, or dict/tuple of these.
 
-    ``storage`` is the allocation, used in place; its rows count as written (``len`` is ``max_size`` from the start), as
-    for a dataset. The schema is the keys, shapes and dtypes of the allocation: a write with an unknown or missing key,
-    or another dtype or shape, raises ``DataError`` naming it, before anything is written.
+    ``storage`` is the allocation, used in place, with ``ndim`` leading dimensions that count rows. Its rows count as
+    written (``len`` is ``max_size`` from the start), as for a dataset; ``filled=False`` takes it for empty memory. The
+    schema is the keys, shapes and dtypes of the allocation: a write with an unknown or missing key, or another dtype or
+    shape, raises ``DataError`` naming it, before anything is written.
 
     >>> storage = TensorStorage(torch.zeros(4, 2))
     >>> storage.set(slice(0, 2), torch.ones(2, 2))
@@ -36,91 +44,211 @@ class TensorStorage(Storage):
     [[1.0, 1.0], [0.0, 0.0]]
     """
 
-    def __init__(self, storage: Any, max_size: int | None = None, *, device: torch.device | str | None = None) -> None:
-        size = leading_size(storage)
+    def __init__(
+        self,
+        storage: Any,
+        max_size: int | None = None,
+        *,
+        device: torch.device | str | None = None,
+        ndim: int = 1,
+        filled: bool = True,
+    ) -> None:
+        if storage is None:
+            raise ValueError("TensorStorage: storage must be the allocation: got None; LazyTensorStorage allocates.")
+        rows, trailing = time_first(storage, 0, _dimensions("TensorStorage", ndim))
+        size = num_rows(rows)
         if max_size is not None and max_size != size:
             raise ValueError(f"TensorStorage: max_size must be the leading size: got {max_size}, expected {size}.")
-        self._prepare(row_limit("TensorStorage", size), device)
+        self._begin("TensorStorage", size, device, ndim)
+        self._trailing = trailing
         if self.device is None:  # where the allocation is, so that batches that name no device fit it
-            tensors = [column for column in take_apart(storage)[1] if isinstance(column, Tensor)]
+            tensors = [column for column in take_apart(rows)[1] if isinstance(column, Tensor)]
             self.device = tensors[0].device if tensors else None
-        layout, columns = self._take_apart(storage, single=False)
-        self._layout = layout
-        self._columns = [column if self.device is None else _move(column, self.device) for column in columns]
-        self._len = size
+        layout, columns = self._take_apart(rows, single=False)
+        self._hold(layout, [column if self.device is None else _move(column, self.device) for column in columns])
+        self.ring.length = size if filled else 0
 
-    def _prepare(self, max_size: int, device: torch.device | str | None) -> None:
-        self.max_size = max_size
+    def _begin(self, who: str, max_size: int, device: torch.device | str | None, ndim: int) -> None:
+        super().__init__()
+        self._max_size = self._asked_size = row_limit(who, max_size)
+        self._trailing: tuple[int, ...] = ()
+        self.ndim = _dimensions(who, ndim)
         self._auto_device = device == "auto"
         self.device = None if device is None or self._auto_device else torch.device(device)
-        self._layout: Layout | None = None
+        self._schema: Schema | None = None
         self._columns: list[Any] = []
-        self._len = 0
+        self._plain = False  # all columns are tensors of the CPU
+        self._folder: SharedFolder | None = None
 
-    def __len__(self) -> int:
-        return self._len
-
-    def empty(self) -> None:
-        self._len = 0
+    # --- rows ---
 
     def count(self, data: Any) -> int:
-        return leading_size(data)
+        return num_rows(data)
 
     def part(self, data: Any, start: int, end: int) -> Any:
-        if isinstance(data, dict | tuple):
-            return pytree.tree_map(lambda leaf: leaf[start:end], data, is_leaf=is_tensor_collection)
-        return data[start:end]
+        return part(data, start, end)
 
     def set(self, index: int | slice | Tensor, data: Any) -> None:
-        single = isinstance(index, int)
-        layout, leaves = self._take_apart(data, single)
-        if layout != self._layout:
-            self._adopt(layout, leaves)
-        end = self._end_of(index)
+        self.ring.check_writable(type(self).__name__)
+        if type(index) is slice:
+            count, first, end = index.stop - index.start, index.start, index.stop
+        elif isinstance(index, int):
+            count, first, end = None, index, index + 1
+        else:
+            count, first = index.numel(), len(self)
+            end = int(index.max()) + 1 if count else 0
+        leaves = self._leaves(data, count)
+        self._check_place(first, end, self.ring.length)
         for column, leaf in zip(self._columns, leaves, strict=True):
             if type(column) is list:
                 _assign(column, index, leaf)
-                continue
-            if leaf.requires_grad:
-                leaf = leaf.detach()
-            if single or type(index) is slice:
-                column[index] = leaf
+            elif count is None or type(index) is slice:
+                column[index] = leaf.detach() if leaf.requires_grad else leaf
             else:
-                column[index.to(column.device)] = leaf.to(column.device)
-        if end > self._len:
-            self._len = end
+                column[index.to(column.device)] = leaf.detach().to(column.device)
+        ring = self.ring
+        if end > ring.length:
+            ring.length = end
+        ring.changed()
 
     def get(self, index: int | slice | Tensor) -> Any:
-        if self._layout is None:
+        schema = self._known_schema()
+        if schema is None:
             raise IndexError(f"{type(self).__name__}: the index must name a row: got {index} of 0 rows.")
+        if isinstance(index, Tensor):
+            return put_together(schema.layout, self._read(index), index.numel())
         if isinstance(index, int):
-            index %= self._len
-            return put_rows_together(self._layout, self._read(slice(index, index + 1)))[0]
-        if isinstance(index, slice):
-            index = slice(*index.indices(self._len))
-            size = len(range(index.start, index.stop, index.step))
-            return put_together(self._layout, self._read(index), size)
-        return put_together(self._layout, self._read(index), index.numel())
+            index %= len(self)
+            return put_rows_together(schema.layout, self._read(slice(index, index + 1)))[0]
+        index = slice(*index.indices(len(self)))
+        return put_together(schema.layout, self._read(index), len(range(index.start, index.stop, index.step)))
+
+    def entry(self, key: Key, index: Tensor) -> Any:
+        schema = self._known_schema()
+        if schema is None:
+            return super().entry(key, index)
+        column = self._columns[schema.column(type(self).__name__, key)]
+        return _select(column, index)
+
+    # --- the grid ---
+
+    @property
+    def max_size(self) -> int:
+        self._known_schema()
+        return self._max_size
+
+    @property
+    def trailing(self) -> tuple[int, ...]:
+        self._known_schema()
+        return self._trailing
+
+    def prepare(self, trailing: tuple[int, ...]) -> None:
+        if trailing == self.trailing:
+            return
+        if self._known_schema() is not None:
+            raise DataError(
+                f"{type(self).__name__}: every batch must have as many parallel streams as the first: got "
+                f"{list(trailing)}, expected {list(self.trailing)}."
+            )
+        self._trailing = trailing
+        streams = prod(trailing)
+        self._max_size = -(-self._asked_size // streams) * streams
+
+    # --- several processes ---
+
+    def share(self) -> None:
+        """Moves the rows to shared memory; what is written first may then also be written by another process.
+
+        Raises: UnsupportedError for rows on another device than the CPU, or with Python values.
+        """
+        if not self.shared:
+            self._share(SharedFolder(type(self).__name__, in_memory=True))
+
+    def _share(self, folder: SharedFolder) -> None:
+        if self.device is not None and self.device.type != "cpu":
+            raise UnsupportedError(
+                f"{type(self).__name__}: processes share memory of the CPU: got a storage on {self.device}; keep it in "
+                "one process, or allocate it on the CPU."
+            )
+        self._folder = folder
+        try:
+            if self._schema is not None:
+                columns = self._allocate(self._schema.layout)
+                for new, old in zip(columns, self._columns, strict=True):
+                    new.copy_(old)
+                self._hold(self._schema.layout, columns)
+        except BaseException:
+            self._folder = None
+            raise
+        self.ring.share(folder.file("ring.int64"))
+        self.ring.allocated = self._schema is not None
+        self.lock = ProcessLock(folder.file("lock"))
+
+    def _known_schema(self) -> Schema | None:
+        """The schema, also if another process has fixed it."""
+        if self._schema is None and self.ring.allocated:
+            state = torch.load(self._folder.find(_SCHEMA_FILE), weights_only=False)
+            self._trailing, self._max_size = state["trailing"], state["max_size"]
+            layout = state["layout"]
+            columns = [
+                self._folder.map(f"column_{number}.bin", (self._max_size, *kind.shape), kind.dtype)
+                for number, kind in enumerate(layout.kinds)
+            ]
+            self._hold(layout, columns)
+        return self._schema
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {**self.__dict__, "_columns": [], "_schema": None, "_auto_device": False}
+        state["device"] = torch.device("cpu")
+        return state
+
+    # --- state ---
 
     def state_dict(self) -> dict[str, Any]:
-        columns = None if self._layout is None else self._read(slice(0, self._len))
-        return {"layout": self._layout, "columns": columns, "len": self._len, "max_size": self.max_size}
+        schema = self._known_schema()
+        columns = None if schema is None else self._read(slice(0, len(self)))
+        return {
+            "layout": None if schema is None else schema.layout,
+            "columns": columns,
+            "len": len(self),
+            "max_size": self.max_size,
+            "trailing": self.trailing,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["max_size"] != self.max_size:
-            raise CheckpointError(
-                f"{type(self).__name__}: the state must be of a storage of the same size: got max_size "
-                f"{state['max_size']}, expected {self.max_size}."
+        layout, length = state["layout"], state["len"]
+        if layout is not None:
+            self.prepare(tuple(state["trailing"]))
+        self.check_state(length, state["max_size"])
+        if layout is not None:
+            self._fix_schema(layout, state["columns"])
+            for column, rows in zip(self._columns, state["columns"], strict=True):
+                column[:length] = rows
+        self.ring.length = length
+        self.ring.changed()
+
+    def _default_checkpointer(self) -> Any:
+        from llmrl.data.replay_buffers.checkpointers import TensorStorageCheckpointer  # they import storages
+
+        return TensorStorageCheckpointer()
+
+    # --- how ---
+
+    def _leaves(self, data: Any, count: int | None) -> list[Any]:
+        """The columns of what is to be written, checked against the schema, which the first write fixes."""
+        schema = self._known_schema()
+        if schema is not None:
+            leaves = schema.match(data, count)
+            if leaves is not None:
+                return leaves
+        if count is not None and num_rows(data) != count:
+            raise DataError(
+                f"{type(self).__name__}: one row per position is needed: got {num_rows(data)} rows for {count} "
+                "positions."
             )
-        layout, columns = state["layout"], state["columns"]
-        self._len = 0
-        if layout is None:
-            return
-        if layout != self._layout:
-            self._adopt(layout, columns)
-        for column, rows in zip(self._columns, columns, strict=True):
-            column[: len(rows)] = rows
-        self._len = state["len"]
+        layout, leaves = self._take_apart(data, single=count is None)
+        self._fix_schema(layout, leaves)
+        return leaves
 
     def _take_apart(self, data: Any, single: bool) -> tuple[Layout, list[Any]]:
         if self._auto_device and (isinstance(data, Tensor) or is_tensor_collection(data)):
@@ -128,8 +256,8 @@ class TensorStorage(Storage):
             self._auto_device = False
         if isinstance(data, list) and not single:
             data = _stack(data)
-        layout, leaves = take_apart(data, stacked=not single, device=self.device)
-        if layout != self._layout and not layout.dense:
+        layout, leaves = take_apart(data, stacked=not single, device=self.device, keep_names=False)
+        if not layout.dense:
             try:
                 dense = data.contiguous()
             except RuntimeError as error:
@@ -137,7 +265,7 @@ class TensorStorage(Storage):
                     f"{type(self).__name__}: rows must have one fixed shape: got a ragged batch ({error}); "
                     "LazyStackStorage keeps ragged rows."
                 ) from error
-            layout, leaves = take_apart(dense, stacked=not single, device=self.device)
+            layout, leaves = take_apart(dense, stacked=not single, device=self.device, keep_names=False)
             if not layout.dense:
                 raise DataError(
                     f"{type(self).__name__}: rows must have one fixed shape: got entries of kind "
@@ -146,56 +274,60 @@ class TensorStorage(Storage):
                 )
         return layout, leaves
 
-    def _adopt(self, layout: Layout, leaves: list[Any]) -> None:
+    def _fix_schema(self, layout: Layout, leaves: list[Any]) -> None:
         """Allocates for the first rows; raises if later ones do not have their schema."""
-        if self._layout is not None:
+        schema = self._known_schema()
+        if schema is None:
+            devices = [leaf.device if isinstance(leaf, Tensor) else None for leaf in leaves]
+            with self.lock:
+                self._hold(layout, self._allocate(layout, devices))
+                self.ring.allocated = self.shared
+        elif layout != schema.layout:
             raise DataError(
                 f"{type(self).__name__}: rows must have the schema of the first write: "
-                f"{difference(self._layout.root, layout.root)}."
+                f"{difference(schema.layout.root, layout.root)}."
             )
-        columns: list[Any] = []
-        for kind, leaf in zip(layout.kinds, leaves, strict=True):
-            if type(kind) is TensorLeaf:
-                device = leaf.device if self.device is None else self.device
-                columns.append(torch.zeros((self.max_size, *kind.shape), dtype=kind.dtype, device=device))
-            else:
-                columns.append([None] * self.max_size)
-        self._layout, self._columns = layout, columns
 
-    def _end_of(self, index: int | slice | Tensor) -> int:
-        if type(index) is slice:
-            first, end = index.start, index.stop
-        elif isinstance(index, int):
-            first, end = index, index + 1
-        else:
-            if not index.numel():
-                return self._len
-            first, end = self._len, int(index.max()) + 1
-        if end > self.max_size:
-            self._check_fits(end - 1)
-        if first > self._len:
-            raise RuntimeError(
-                f"{type(self).__name__}: rows are written without gaps: got position {first}, expected at most "
-                f"{self._len}."
+    def _hold(self, layout: Layout, columns: list[Any]) -> None:
+        self._schema, self._columns = Schema(layout), columns
+        self._plain = all(isinstance(column, Tensor) and column.is_cpu for column in columns)
+
+    def _allocate(self, layout: Layout, devices: list[torch.device | None] | None = None) -> list[Any]:
+        if self._folder is None:
+            return [
+                torch.zeros((self.max_size, *kind.shape), dtype=kind.dtype, device=self.device or device)
+                if type(kind) is TensorLeaf
+                else [None] * self.max_size
+                for kind, device in zip(layout.kinds, devices, strict=True)
+            ]
+        if not all(type(kind) is TensorLeaf for kind in layout.kinds):
+            raise UnsupportedError(
+                f"{type(self).__name__}: what processes share, or a file holds, are tensors: got text or another "
+                "Python value; keep it in a LazyTensorStorage or LazyStackStorage of one process."
             )
-        return end
+        self._folder.check_space(sum(self.max_size * prod(kind.shape) * kind.dtype.itemsize for kind in layout.kinds))
+        columns = [
+            self._folder.allocate(f"column_{number}.bin", (self.max_size, *kind.shape), kind.dtype)
+            for number, kind in enumerate(layout.kinds)
+        ]
+        state = {"layout": layout, "max_size": self.max_size, "trailing": self.trailing}
+        torch.save(state, self._folder.file(_SCHEMA_FILE))
+        return columns
 
     def _read(self, index: slice | Tensor) -> list[Any]:
         if type(index) is slice:
             return [column[index] if type(column) is list else column[index].clone() for column in self._columns]
-        out = []
-        for column in self._columns:
-            if type(column) is list:
-                out.append([column[position] for position in index.tolist()])
-            else:
-                out.append(column.index_select(0, index if column.device == index.device else index.to(column.device)))
-        return out
+        if self._plain and index.is_cpu:
+            return [column.index_select(0, index) for column in self._columns]
+        return [_select(column, index) for column in self._columns]
 
 
 class LazyTensorStorage(TensorStorage):
     """The same, allocated at the first write from the shapes and dtypes of its rows, for ``max_size`` rows.
 
-    ``device="auto"`` is the device of the first data.
+    ``device="auto"`` is the device of the first data. With ``ndim`` larger than 1, ``max_size`` counts cells and is
+    rounded up to whole time steps. ``shared_init`` shares the storage from the start: whichever process writes first
+    allocates for all.
 
     >>> from tensordict import TensorDict
     >>> storage = LazyTensorStorage(100)
@@ -207,8 +339,54 @@ class LazyTensorStorage(TensorStorage):
     llmrl.errors.DataError: LazyTensorStorage: rows must have the schema of the first write: unknown key 'observation'.
     """
 
-    def __init__(self, max_size: int, *, device: torch.device | str = "cpu") -> None:
-        self._prepare(row_limit("LazyTensorStorage", max_size), device)
+    def __init__(
+        self, max_size: int, *, device: torch.device | str = "cpu", ndim: int = 1, shared_init: bool = False
+    ) -> None:
+        self._begin("LazyTensorStorage", max_size, device, ndim)
+        if shared_init:
+            self.share()
+
+
+class LazyMemmapStorage(TensorStorage):
+    """The same in files that are mapped to memory: rows may exceed the memory, and several processes share them.
+
+    The files lie in ``scratch_dir``, which must be new or empty unless ``existsok`` lets them be replaced, or in a
+    temporary folder. Their whole size is taken from the disk at the first write, so that a full disk is an error there.
+    ``auto_cleanup`` removes them when this storage ends; by default those in a temporary folder only.
+
+    Every process that is given the storage, by fork, spawn or forkserver, reads and writes the same rows, also if it is
+    the first to write: ``shared_init`` says so and changes nothing.
+
+    >>> storage = LazyMemmapStorage(100)
+    >>> storage.set(slice(0, 3), {"obs": torch.zeros(3, 4)})
+    >>> storage.shared, storage.get(2)["obs"].tolist()
+    (True, [0.0, 0.0, 0.0, 0.0])
+    """
+
+    def __init__(
+        self,
+        max_size: int,
+        *,
+        scratch_dir: str | Path | None = None,
+        device: torch.device | str = "cpu",
+        ndim: int = 1,
+        existsok: bool = False,
+        shared_init: bool = True,
+        auto_cleanup: bool | None = None,
+    ) -> None:
+        if torch.device(device).type != "cpu":
+            raise ValueError(
+                f"LazyMemmapStorage: files are mapped to the memory of the CPU: got device={str(device)!r}; move the "
+                "samples, for instance by a transform."
+            )
+        self._begin("LazyMemmapStorage", max_size, device, ndim)
+        self._share(SharedFolder("LazyMemmapStorage", scratch_dir, existsok=existsok, cleanup=auto_cleanup))
+
+
+def _dimensions(who: str, ndim: int) -> int:
+    if ndim < 1:
+        raise ValueError(f"{who}: ndim counts the dimensions that hold rows and must be at least 1: got {ndim}.")
+    return ndim
 
 
 def _stack(rows: list[Any]) -> Any:
@@ -229,6 +407,12 @@ def _assign(column: list[Any], index: int | slice | Tensor, values: Any) -> None
     else:
         for position, value in zip(index.tolist(), values, strict=True):
             column[position] = value
+
+
+def _select(column: Any, index: Tensor) -> Any:
+    if type(column) is list:
+        return [column[position] for position in index.tolist()]
+    return column.index_select(0, index if column.device == index.device else index.to(column.device))
 
 
 def _move(column: Any, device: torch.device) -> Any:

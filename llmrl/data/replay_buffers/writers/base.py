@@ -13,7 +13,7 @@ from llmrl.data.replay_buffers.storages import Storage
 
 
 class Writer(ABC):
-    """Puts rows into the storage that it was registered with."""
+    """Puts rows into the storage that it was registered with. The cursor and the counts are the storage's ring."""
 
     def __init__(self) -> None:
         self._storage: Storage | None = None
@@ -28,9 +28,14 @@ class Writer(ABC):
         return self._storage
 
     @property
-    @abstractmethod
+    def cursor(self) -> int:
+        """Where the next row goes."""
+        return self.storage.ring.cursor
+
+    @property
     def write_count(self) -> int:
         """How many rows were ever written."""
+        return self.storage.ring.write_count
 
     @abstractmethod
     def add(self, data: Any) -> int:
@@ -40,15 +45,18 @@ class Writer(ABC):
     def extend(self, data: Any) -> Tensor:
         """Writes a batch and returns the position of every row, int64[N]."""
 
-    @abstractmethod
     def empty(self, empty_write_count: bool = True) -> None:
         """Starts again at the first position."""
+        self.storage.ring.cursor = 0
+        if empty_write_count:
+            self.storage.ring.write_count = 0
 
-    @abstractmethod
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        return {"cursor": self.cursor, "write_count": self.write_count}
 
-    @abstractmethod
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.storage.ring.cursor = state["cursor"]
+        self.storage.ring.write_count = state["write_count"]
 
     def dumps(self, path: str | Path) -> None:
         """Writes the state to the directory ``path``."""

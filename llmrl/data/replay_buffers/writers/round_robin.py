@@ -8,6 +8,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from llmrl.data.replay_buffers.cells import coordinates
 from llmrl.data.replay_buffers.writers.base import Writer
 
 
@@ -25,75 +26,70 @@ class RoundRobinWriter(Writer):
     ([10, 11, 7, 8, 9], 2)
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.cursor = 0
-        self._write_count = 0
-
-    @property
-    def write_count(self) -> int:
-        return self._write_count
-
     def add(self, data: Any) -> int:
-        index = self.cursor
-        self.storage.set(index, data)
-        self.cursor = (index + 1) % self.storage.max_size
-        self._write_count += 1
+        storage = self.storage
+        ring, index = storage.ring, storage.ring.cursor
+        storage.set(index, data)
+        ring.cursor = (index + 1) % storage.max_size
+        ring.write_count += 1
         return index
 
     def extend(self, data: Any) -> Tensor:
         storage = self.storage
-        size, count = storage.max_size, storage.count(data)
+        ring, size, count = storage.ring, storage.max_size, storage.count(data)
         if not count:
             raise RuntimeError(f"{type(self).__name__}: a batch must have at least one row: got none.")
-        start = self.cursor
-        self._write(start, count, data)
-        self.cursor = (start + count) % size
-        self._write_count += count
-        index = torch.arange(start, start + count)
-        return index if start + count <= size else index % size
+        start = ring.cursor
+        end = start + count
+        if end <= size:
+            storage.set(slice(start, end), data)
+        else:
+            self._wrap(start, count, data)
+        ring.cursor = end % size
+        ring.write_count += count
+        index = torch.arange(start, end)
+        return index if end <= size else index % size
 
-    def empty(self, empty_write_count: bool = True) -> None:
-        self.cursor = 0
-        if empty_write_count:
-            self._write_count = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"cursor": self.cursor, "write_count": self._write_count}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.cursor = state["cursor"]
-        self._write_count = state["write_count"]
-
-    def _write(self, start: int, count: int, data: Any) -> None:
+    def _wrap(self, start: int, count: int, data: Any) -> None:
         storage = self.storage
         size = storage.max_size
-        if start + count <= size:
-            storage.set(slice(start, start + count), data)
-            return
-        if len(storage) < size:  # grow to the end first, so that the ring has no gap
-            head = size - start
-            storage.set(slice(start, size), storage.part(data, 0, head))
-            start, count, data = 0, count - head, storage.part(data, head, count)
-        if count > size:
-            skip = count - size
-            start, count, data = (start + skip) % size, size, storage.part(data, skip, count)
-        storage.set(torch.arange(start, start + count) % size, data)
+        skip = max(0, count - size)  # rows that later ones of the same batch would replace
+        start = (start + skip) % size
+        head = size - start
+        runs = [
+            (slice(start, size), storage.part(data, skip, skip + head)),
+            (slice(0, count - skip - head), storage.part(data, skip + head, count)),
+        ]
+        if skip:  # a storage that is not full has no gap if it is filled from its beginning
+            runs.reverse()
+        for run, rows in runs:
+            if run.stop > run.start:
+                storage.set(run, rows)
 
 
 class TensorDictRoundRobinWriter(RoundRobinWriter):
     """The same for tensordicts, and writes each row's position into its entry ``"index"``."""
 
     def add(self, data: TensorDictBase) -> int:
-        return super().add(_with_index(data, torch.tensor(self.cursor)))
+        cursor = self.storage.ring.cursor
+        return super().add(with_index(data, coordinates(torch.tensor(cursor), self.storage.trailing)))
 
     def extend(self, data: TensorDictBase) -> Tensor:
-        count = self.storage.count(data)
-        index = torch.arange(self.cursor, self.cursor + count) % self.storage.max_size
-        return super().extend(_with_index(data, index))
+        storage = self.storage
+        cursor = storage.ring.cursor
+        index = torch.arange(cursor, cursor + storage.count(data))
+        if cursor + len(index) > storage.max_size:
+            index %= storage.max_size
+        return super().extend(with_index(data, coordinates(index, storage.trailing)))
 
 
-def _with_index(data: TensorDictBase, index: Tensor) -> TensorDictBase:
+def with_index(data: TensorDictBase, index: Tensor) -> TensorDictBase:
+    """The rows with an entry ``"index"``: a position (or coordinates) per row, expanded to what a row has inside."""
+    rows = index.ndim if index.ndim < 2 else 1
+    inside = data.batch_size[rows:]
+    if inside:
+        index = index.view(*index.shape[:rows], *[1] * len(inside), *index.shape[rows:])
+        index = index.expand(*index.shape[:rows], *inside, *index.shape[rows + len(inside) :])
     data = data.copy()  # the entries are shared, the caller's container is not touched
     data["index"] = index
     return data

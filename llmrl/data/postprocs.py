@@ -1,0 +1,217 @@
+"""Rewards over several steps: n-step returns and rewards spread over a trajectory, on whole batches at once.
+
+Batches have time last. Trajectories end where ``done`` is True, where a mask begins to be False, and at the last row.
+The sums are in ``segments.py``; the same on the way into a buffer is `llmrl.envs.transforms.MultiStepTransform`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from tensordict import NestedKey, NonTensorData, TensorDictBase
+from torch import Tensor
+
+from llmrl.data.segments import expand_right, leaf_keys, steps_left, sum_ahead
+from llmrl.errors import ConfigError, MissingKeyError, ShapeError
+
+__all__ = ["DensifyReward", "MultiStep"]
+
+Key = tuple[str, ...]
+
+
+class MultiStep:
+    """Looks n steps ahead: rewards are summed with a discount, and ``"next"`` is what comes n steps later.
+
+    With m = min(n, rows left in the trajectory) for each row t:
+
+    Reads    ``("next", *)`` of a batch [*B, T], time last, and the mask if it is there
+    Writes   rewards: ``sum_{j<m} gamma^j r_{t+j}``; every other entry of ``"next"``, done flags included: that of row
+             t+m-1; ``"steps_to_next_obs"``: m, int64; ``"gamma"``: gamma^m; ``"nonterminal"``: m > 1; what was there as
+             ``("next", "original_reward")`` and ``("next", "original_done")``, for each of the reward and done keys
+    Returns  a shallow copy: the batch that is given stays as it is
+    Raises   ConfigError for gamma outside of (0, 1] or n_steps below 1; MissingKeyError; ShapeError
+    Source   Sutton 1988, doi:10.1007/BF00115009; Hessel et al. 2018, arXiv:1710.02298
+
+    A value target is ``reward + gamma * (not done) * value(next)``: done is that of the row that ``"next"`` comes from,
+    so a target never reaches past an end. Rows where the mask is False belong to no trajectory: they keep their values
+    and get ``nonterminal`` False.
+
+    ``reward_keys``, ``done_key`` (what ends a trajectory) and ``done_keys`` (whose unmoved values are kept, by default
+    that one) are keys under ``"next"``. Where a row has several flags (agents) and they differ, all entries of
+    ``"next"`` must have these dimensions too.
+
+    >>> from tensordict import TensorDict
+    >>> batch = TensorDict(
+    ...     next=TensorDict(obs=torch.arange(1, 5), reward=torch.ones(4, 1), batch_size=[4]), batch_size=[4]
+    ... )
+    >>> batch["next", "done"] = torch.tensor([False, False, True, False]).unsqueeze(-1)
+    >>> out = MultiStep(gamma=0.5, n_steps=2)(batch)
+    >>> out["next", "reward"].flatten().tolist(), out["next", "obs"].tolist()
+    ([1.5, 1.5, 1.0, 1.0], [2, 3, 3, 4])
+    >>> out["next", "done"].flatten().tolist()
+    [False, True, True, False]
+    """
+
+    def __init__(
+        self,
+        gamma: float,
+        n_steps: int,
+        *,
+        reward_keys: Sequence[NestedKey] | None = None,
+        done_key: NestedKey = "done",
+        done_keys: Sequence[NestedKey] | None = None,
+        mask_key: NestedKey | None = ("collector", "mask"),
+    ) -> None:
+        who = type(self).__name__
+        if not 0 < gamma <= 1:
+            raise ConfigError(f"{who}: gamma discounts and must lie in (0, 1]: got {gamma}.")
+        if n_steps < 1 or int(n_steps) != n_steps:
+            raise ConfigError(f"{who}: n_steps counts steps and must be at least 1: got {n_steps}.")
+        self.gamma, self.n_steps = float(gamma), int(n_steps)
+        self.reward_keys = [_as_key(key) for key in (["reward"] if reward_keys is None else reward_keys)]
+        self.done_key = _as_key(done_key)
+        self.done_keys = [_as_key(key) for key in ([done_key] if done_keys is None else done_keys)]
+        self.mask_key = mask_key
+
+    def __call__(self, td: TensorDictBase) -> TensorDictBase:
+        return self.forward(td)
+
+    def forward(self, td: TensorDictBase) -> TensorDictBase:
+        time = td.batch_dims - 1
+        done = self._get(td, self.done_key)
+        ends = _row_flags(done, td.batch_size)
+        if ends is None or not td.batch_dims:
+            raise ShapeError(
+                f"{type(self).__name__}: a batch has time as its last dimension, and a flag {self.done_key} or more "
+                f"for every row: got batch size {list(td.batch_size)}, flags {list(done.shape)}."
+            )
+        mask = None if self.mask_key is None else td.get(self.mask_key, None)
+        if mask is not None:
+            mask = expand_right(mask.reshape(td.batch_size), ends.ndim)
+            behind = torch.ones_like(mask)
+            behind.narrow(time, 0, mask.shape[time] - 1).copy_(mask.narrow(time, 1, mask.shape[time] - 1))
+            ends = ends | ~mask | ~behind
+        left = steps_left(ends, time)
+        steps = left.clamp(max=self.n_steps)
+
+        following = self._look_ahead(td.get("next"), steps, time)
+        dtype = torch.get_default_dtype()
+        for key in self.reward_keys:
+            reward = self._get(td, key)
+            self._check_rows(key, reward.shape, steps.shape)
+            following.set(_original(key), reward)
+            dtype = reward.dtype if reward.is_floating_point() else dtype
+            following.set(key, sum_ahead(reward.to(dtype), left, self.n_steps, self.gamma, time))
+        for key in self.done_keys:
+            following.set(_original(key), self._get(td, key))
+        several = steps > 1 if mask is None else (steps > 1) & mask
+
+        def like_done(value: Tensor) -> Tensor:
+            return expand_right(value, done.ndim).expand(done.shape).clone()
+
+        out = td.copy()
+        out.set("next", following)
+        out.set("steps_to_next_obs", like_done(steps))
+        out.set("gamma", like_done(torch.pow(self.gamma, steps.to(dtype))))
+        out.set("nonterminal", like_done(several))
+        return out
+
+    def _get(self, td: TensorDictBase, key: Key) -> Tensor:
+        value = td.get(("next", *key), None)
+        if value is None:
+            raise MissingKeyError(
+                f"{type(self).__name__}: reads {('next', *key)}, which is not there; keys present: "
+                f"{sorted(map(str, td.keys(True, True)))}."
+            )
+        return value
+
+    def _look_ahead(self, following: TensorDictBase, steps: Tensor, time: int) -> TensorDictBase:
+        """A copy of ``"next"`` in which every entry but the rewards is that of the last row of the window."""
+        shape, count = steps.shape, steps.numel()
+        stride = shape[time + 1 :].numel()
+        source = torch.arange(count, device=steps.device) + (steps.reshape(-1) - 1) * stride
+        out = following.copy()
+        for key in leaf_keys(following):
+            value = following.get(key)
+            if key in self.reward_keys or isinstance(value, NonTensorData):
+                continue
+            self._check_rows(key, value.shape, shape)
+            rows = value.reshape(count, *value.shape[len(shape) :])
+            rows = rows.index_select(0, source) if isinstance(value, Tensor) else rows[source]
+            out.set(key, rows.reshape(value.shape))
+        return out
+
+    def _check_rows(self, key: Key, got: Sequence[int], shape: Sequence[int]) -> None:
+        if tuple(got[: len(shape)]) != tuple(shape):
+            raise ShapeError(
+                f"{type(self).__name__}: {('next', *key)} must have one value for every flag of "
+                f"{('next', *self.done_key)}, because the flags of a row differ: got {list(got)}, expected "
+                f"{list(shape)} and more."
+            )
+
+
+class DensifyReward:
+    """The sum of the rewards from each row to the end of its trajectory: a reward at the end reaches every row.
+
+    Reads    ``reward_key`` and ``done_key``, of one shape; ``time_dim`` is theirs, by default the last but one
+    Writes   ``reward_key_out`` (default: ``reward_key``): ``sum_j discount^j reward_{t+j}`` up to the next done
+    Returns  a shallow copy: the batch that is given stays as it is
+    Raises   ShapeError if the shapes differ, or have no ``time_dim``
+
+    >>> from tensordict import TensorDict
+    >>> batch = TensorDict(reward=torch.tensor([[0.0], [2.0], [0.0]]), done=torch.tensor([[0], [1], [0]]).bool())
+    >>> DensifyReward()(batch)["reward"].flatten().tolist()
+    [2.0, 2.0, 0.0]
+    """
+
+    def __init__(
+        self,
+        *,
+        reward_key: NestedKey = "reward",
+        done_key: NestedKey = "done",
+        reward_key_out: NestedKey | None = None,
+        time_dim: int = -2,
+        discount: float = 1.0,
+    ) -> None:
+        self.reward_key, self.done_key = reward_key, done_key
+        self.reward_key_out = reward_key if reward_key_out is None else reward_key_out
+        self.time_dim, self.discount = time_dim, discount
+
+    def __call__(self, td: TensorDictBase) -> TensorDictBase:
+        return self.forward(td)
+
+    def forward(self, td: TensorDictBase) -> TensorDictBase:
+        reward, done = td.get(self.reward_key), td.get(self.done_key)
+        if reward.shape != done.shape:
+            raise ShapeError(
+                f"DensifyReward: {self.reward_key!r} and {self.done_key!r} must have one shape: got "
+                f"{list(reward.shape)} and {list(done.shape)}."
+            )
+        if not -reward.ndim <= self.time_dim < reward.ndim:
+            raise ShapeError(
+                f"DensifyReward: time_dim must be a dimension of {self.reward_key!r}: got {self.time_dim}, shape "
+                f"{list(reward.shape)}."
+            )
+        dim = self.time_dim % reward.ndim
+        left = steps_left(done.to(torch.bool), dim)
+        return td.copy().set(self.reward_key_out, sum_ahead(reward, left, reward.shape[dim], self.discount, dim))
+
+
+def _row_flags(done: Tensor, rows: torch.Size) -> Tensor | None:
+    """bool[*rows] if all flags of a row are equal, else bool[*rows, ...] without a trailing 1; None if it cannot be."""
+    if done.shape[: len(rows)] != rows:
+        return None
+    flags = done.to(torch.bool)
+    per_row = flags.reshape(*rows, -1)
+    if bool((per_row == per_row[..., :1]).all()):
+        return per_row[..., 0]
+    return flags.squeeze(-1) if flags.shape[-1] == 1 else flags
+
+
+def _as_key(key: NestedKey) -> Key:
+    return (key,) if isinstance(key, str) else tuple(key)
+
+
+def _original(key: Key) -> Key:
+    return (*key[:-1], f"original_{key[-1]}")

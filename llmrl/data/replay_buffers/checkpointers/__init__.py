@@ -1,0 +1,21 @@
+"""Storages on disk: checked, atomic, and compact where rows are steps of trajectories."""
+
+from llmrl.data.replay_buffers.checkpointers.base import StorageCheckpointerBase
+from llmrl.data.replay_buffers.checkpointers.ensemble import StorageEnsembleCheckpointer
+from llmrl.data.replay_buffers.checkpointers.presets import (
+    FlatStorageCheckpointer,
+    H5StorageCheckpointer,
+    ListStorageCheckpointer,
+    NestedStorageCheckpointer,
+    TensorStorageCheckpointer,
+)
+
+__all__ = [
+    "FlatStorageCheckpointer",
+    "H5StorageCheckpointer",
+    "ListStorageCheckpointer",
+    "NestedStorageCheckpointer",
+    "StorageCheckpointerBase",
+    "StorageEnsembleCheckpointer",
+    "TensorStorageCheckpointer",
+]

@@ -1,0 +1,167 @@
+"""What a checkpointer is: it writes the rows and counters of a storage to a directory, and reads them back.
+
+    dumps   storage.snapshot() -> save hooks -> layout -> files, manifest -> one atomic step (``directory.py``)
+    loads   manifest, checksums -> files -> layout -> load hooks -> storage.restore()
+
+A checkpoint says itself which layout and container it has, so any checkpointer reads what any other one wrote; the
+classes differ in what they write.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmrl.data.replay_buffers.checkpointers.containers import Container, FileContainer, H5Container
+from llmrl.data.replay_buffers.checkpointers.content import read_content, write_content
+from llmrl.data.replay_buffers.checkpointers.manifest import read_manifest, write_manifest
+from llmrl.data.replay_buffers.directory import current_directory, replace_directory
+from llmrl.data.ted import Flat2TED, H5Combine, Nested2TED
+from llmrl.errors import CheckpointError, DataError
+
+if TYPE_CHECKING:
+    from llmrl.data.replay_buffers.storages import Storage
+
+__all__ = ["StorageCheckpointerBase"]
+
+FORMAT, FORMAT_VERSION = "llmrl.storage", 1
+
+Hook = Callable[[Any], Any]
+Encoded = tuple[Any, dict[str, Any]]
+
+_DECODERS: dict[str, Hook] = {
+    "rows": lambda content: content,
+    "flat": Flat2TED(),
+    "nested": Nested2TED(),
+    "h5": lambda content: Nested2TED()(H5Combine()(content)),
+}
+
+
+class StorageCheckpointerBase:
+    """Writes rows as they are, a raw file per entry, under a manifest with the schema and a checksum of every file.
+
+    Only rows that were written are saved, and equal rows give equal files. A path can be written again and again, also
+    one that holds the storage's own memory-mapped files; a kill at any moment leaves the old checkpoint or the new one.
+    Entries that neither a tensor nor JSON can hold are pickled: load only what you trust.
+
+    Sub-classes override ``_encode`` to lay rows out in another way and ``_open`` to put them into another container.
+    """
+
+    def __init__(self) -> None:
+        self._save_hooks: list[Hook] = []
+        self._load_hooks: list[Hook] = []
+        self._warned = False
+
+    def register_save_hook(self, hook: Hook) -> None:
+        """``hook(content)`` returns what is written in place of the rows; the codecs of `llmrl.data.ted` are hooks.
+
+        One that has ``takes_ring = True`` is also told where the oldest row is: ``hook(content, shift=, is_full=)``.
+        """
+        self._save_hooks.append(hook)
+
+    def register_load_hook(self, hook: Hook) -> None:
+        """``hook(content)`` returns the rows that are restored from what was written."""
+        self._load_hooks.append(hook)
+
+    def dumps(self, storage: Storage, path: str | Path) -> None:
+        """Writes the rows and counters of ``storage`` to the directory ``path``.
+
+        Raises  CheckpointError if a hook returns nothing, or ``path`` cannot be written
+        """
+        content, ring = storage.snapshot()
+        layout: dict[str, Any] = {"name": "rows"}
+        if content is not None:
+            where = _oldest(ring)
+            for hook in self._save_hooks:
+                content = hook(content, **where) if getattr(hook, "takes_ring", False) else hook(content)
+                self._check_hook(hook, content)
+            content, layout = self._encode(content, where)
+        with replace_directory(path) as folder:
+            with self._open(folder) as (container, name):
+                schema = write_content(content, container)
+            notes = {"storage": type(storage).__name__, "ring": ring, "layout": layout, "container": name}
+            write_manifest(folder, FORMAT, FORMAT_VERSION, {**notes, "schema": schema})
+
+    def loads(self, storage: Storage, path: str | Path) -> None:
+        """Replaces the content of ``storage`` by what ``dumps`` wrote to ``path``.
+
+        Raises  CheckpointError, with the storage unchanged, if the checkpoint is damaged, is none, or does not fit
+        """
+        self.restore(storage, *self.read(path), path)
+
+    def restore(self, storage: Storage, content: Any, ring: dict[str, Any], path: str | Path) -> None:
+        """Gives ``storage`` what was read from ``path``."""
+        try:
+            storage.restore(content, ring)
+        except DataError as error:
+            raise CheckpointError(
+                f"{type(self).__name__}: the rows in {path} must fit the storage they are loaded into: {error} Load "
+                "them into one that was built and filled alike, or that is new."
+            ) from error
+
+    def read(self, path: str | Path) -> tuple[Any, dict[str, Any]]:
+        """What a storage's ``restore`` takes, from a checkpoint in which every file is what was written."""
+        who = type(self).__name__
+        folder = current_directory(path)
+        manifest = read_manifest(who, folder, FORMAT, FORMAT_VERSION)
+        name = manifest["container"]
+        if name is None:
+            content = read_content(manifest["schema"], FileContainer(folder))
+        else:
+            with H5Container.open(folder / name, "r") as container:
+                content = read_content(manifest["schema"], container)
+        if content is not None:
+            content = _DECODERS[manifest["layout"]["name"]](content)
+            for hook in self._load_hooks:
+                content = hook(content)
+                self._check_hook(hook, content)
+        return content, manifest["ring"]
+
+    def _encode(self, content: Any, where: dict[str, Any]) -> Encoded:
+        """What is written, and what the manifest says of its layout; ``where`` is ``shift`` and ``is_full``."""
+        return content, {"name": "rows"}
+
+    @contextmanager
+    def _open(self, folder: Path) -> Iterator[tuple[Container, str | None]]:
+        """The container to write to, and the name of its file if it is one."""
+        yield FileContainer(folder), None
+
+    def _encode_ted(self, name: str, encode: Callable[..., Any], content: Any, where: dict[str, Any]) -> Encoded:
+        """Rows by a codec; as they are if they are no TED. What could not be saved is said once and in the manifest."""
+        try:
+            encoded = encode(content, **where)
+        except DataError as error:
+            self._warn(f"rows are stored as they are, observations twice: {error}")
+            return content, {"name": "rows", "asked": name, "reason": str(error)}
+        notes = encoded.get_non_tensor("_ted")
+        counts = {name: notes[name] for name in ("trajectories", "ends_without_done", "kept_twice")}
+        if counts["ends_without_done"]:
+            self._warn(
+                f"{counts['ends_without_done']} of {counts['trajectories']} trajectories end without done, or rows are "
+                "not in the order of time: the next observation of each end is stored too. Nothing is lost but space."
+            )
+        elif counts["kept_twice"]:
+            self._warn(
+                f"the entries {counts['kept_twice']} are stored twice: what 'next' holds is not what follows at the "
+                "root. Nothing is lost but space."
+            )
+        return encoded, {"name": name, **counts}
+
+    def _warn(self, message: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"{type(self).__name__}: {message}", stacklevel=2)
+
+    def _check_hook(self, hook: Hook, content: Any) -> None:
+        if content is None:
+            raise CheckpointError(f"{type(self).__name__}: a hook must return the content: got None from {hook!r}.")
+
+
+def _oldest(ring: dict[str, Any]) -> dict[str, Any]:
+    """Where the oldest row of the ring is, along time, and whether there is anything before it."""
+    is_full = ring["length"] >= ring["max_size"]
+    return {"shift": ring["cursor"] // prod(ring["trailing"]) if is_full else 0, "is_full": is_full}

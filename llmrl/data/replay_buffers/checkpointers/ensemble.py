@@ -1,0 +1,71 @@
+"""Several storages as one checkpoint: a numbered folder each, and the states of their transforms."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llmrl.data.replay_buffers.checkpointers.base import Hook, StorageCheckpointerBase
+from llmrl.data.replay_buffers.checkpointers.manifest import read_manifest, write_manifest
+from llmrl.data.replay_buffers.directory import current_directory, replace_directory
+from llmrl.errors import CheckpointError, UnsupportedError
+
+__all__ = ["StorageEnsembleCheckpointer"]
+
+_FORMAT, _FORMAT_VERSION = "llmrl.storage_ensemble", 1
+_TRANSFORMS = "transforms.pt"
+
+
+class StorageEnsembleCheckpointer(StorageCheckpointerBase):
+    """Writes each member of a `StorageEnsemble` with the member's own checkpointer, all of them or none.
+
+    Transforms that have a ``state_dict`` are saved with them, pickled.
+    """
+
+    def register_save_hook(self, hook: Hook) -> None:
+        raise UnsupportedError(
+            "StorageEnsembleCheckpointer: members are written by their own checkpointers: register the hook there, for "
+            "instance by ensemble.storages[0].register_save_hook(hook)."
+        )
+
+    register_load_hook = register_save_hook
+
+    def dumps(self, storage: Any, path: str | Path) -> None:
+        with replace_directory(path) as folder:
+            for number, member in enumerate(storage.storages):
+                member.checkpointer.dumps(member, folder / str(number))
+            torch.save([_state(transform) for transform in storage.transforms], folder / _TRANSFORMS)
+            members = [type(member).__name__ for member in storage.storages]
+            write_manifest(folder, _FORMAT, _FORMAT_VERSION, {"members": members})
+
+    def loads(self, storage: Any, path: str | Path) -> None:
+        """Raises  CheckpointError, with every member unchanged, if one of them cannot be loaded"""
+        folder = current_directory(path)
+        manifest = read_manifest(type(self).__name__, folder, _FORMAT, _FORMAT_VERSION)
+        members = list(storage.storages)
+        if len(members) != len(manifest["members"]):
+            raise CheckpointError(
+                f"StorageEnsembleCheckpointer: a checkpoint is loaded into as many storages: got one of "
+                f"{len(manifest['members'])}, expected {len(members)}."
+            )
+        states = torch.load(io.BytesIO((folder / _TRANSFORMS).read_bytes()), weights_only=False)
+        contents = [member.checkpointer.read(folder / str(number)) for number, member in enumerate(members)]
+        before = []
+        try:
+            for member, (content, ring) in zip(members, contents, strict=True):
+                before.append(member.snapshot())
+                member.checkpointer.restore(member, content, ring, path)
+        except BaseException:
+            for member, (content, ring) in zip(members, before, strict=False):
+                member.restore(content, ring)
+            raise
+        for transform, state in zip(storage.transforms, states, strict=True):
+            if state is not None:
+                transform.load_state_dict(state)
+
+
+def _state(transform: Any) -> Any:
+    return transform.state_dict() if hasattr(transform, "state_dict") else None

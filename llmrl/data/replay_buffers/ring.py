@@ -1,0 +1,138 @@
+"""The counters of a buffer: how many rows there are, where the next one goes, and how much was ever written.
+
+They are one int64 tensor, so that they can lie in memory that several processes map. A storage owns its ring; the
+writer moves the cursor, the storage the length. Who may touch them when is the business of the storage's lock.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LENGTH, _CURSOR, _WRITE_COUNT, _MUTATIONS, _ALLOCATED = range(5)
+_WORDS = 5
+
+
+class Ring:
+    """``length``, ``cursor``, ``write_count`` and ``mutations`` as one int64 tensor.
+
+    ``mutations`` counts every change of the content (write, replacement, load, empty) and never goes back: whoever
+    remembers it knows whether the rows are still those that it saw, whichever process changed them.
+
+    >>> ring = Ring()
+    >>> ring.length, ring.cursor = 3, 3
+    >>> ring
+    Ring(length=3, cursor=3, write_count=0)
+    """
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._path: Path | None = None
+        self._map(torch.zeros(_WORDS, dtype=torch.int64))
+
+    def _map(self, words: Tensor) -> None:
+        self.words = words
+        self._view = memoryview(words.numpy())  # an access by this costs a tenth of one by the tensor
+
+    @property
+    def length(self) -> int:
+        """How many rows (cells, if the storage has several dimensions) there are."""
+        return self._view[_LENGTH]
+
+    @length.setter
+    def length(self, value: int) -> None:
+        self._view[_LENGTH] = value
+
+    @property
+    def cursor(self) -> int:
+        """Where the next row goes."""
+        return self._view[_CURSOR]
+
+    @cursor.setter
+    def cursor(self, value: int) -> None:
+        self._view[_CURSOR] = value
+
+    @property
+    def write_count(self) -> int:
+        """How many rows were ever written by a writer."""
+        return self._view[_WRITE_COUNT]
+
+    @write_count.setter
+    def write_count(self, value: int) -> None:
+        self._view[_WRITE_COUNT] = value
+
+    @property
+    def mutations(self) -> int:
+        """How often the content was changed."""
+        return self._view[_MUTATIONS]
+
+    def changed(self) -> None:
+        self._view[_MUTATIONS] += 1
+
+    @property
+    def allocated(self) -> bool:
+        """True once some process has allocated the columns of a shared storage."""
+        return bool(self._view[_ALLOCATED])
+
+    @allocated.setter
+    def allocated(self, value: bool) -> None:
+        self._view[_ALLOCATED] = int(value)
+
+    # --- several processes ---
+
+    @property
+    def shared(self) -> bool:
+        return self._path is not None
+
+    def share(self, path: Path) -> None:
+        """Moves the counters into the file ``path``; a pickled ring maps the same file."""
+        words = _map_words(path, create=True)
+        words.copy_(self.words)
+        self._map(words)
+        self._path = path
+
+    def check_writable(self, who: str) -> None:
+        """Raises in a forked process, whose writes nobody else would see."""
+        if self._path is None and os.getpid() != self._pid:
+            raise RuntimeError(
+                f"{who}: rows written by a forked process stay in its private copy of the memory: got a write in "
+                f"process {os.getpid()} into a storage of process {self._pid}; call share() before the fork, or use "
+                "LazyMemmapStorage."
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._path is None:
+            raise RuntimeError("Ring: only shared counters reach another process: call share() first.")
+        return {"path": self._path}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._pid = os.getpid()
+        self._path = state["path"]
+        self._map(_map_words(state["path"], create=False))
+
+    # --- state ---
+
+    def state(self) -> dict[str, int]:
+        return {"length": self.length, "cursor": self.cursor, "write_count": self.write_count}
+
+    def load(self, state: dict[str, int]) -> None:
+        self.length, self.cursor, self.write_count = state["length"], state["cursor"], state["write_count"]
+        self.changed()
+
+    def __repr__(self) -> str:
+        return f"Ring(length={self.length}, cursor={self.cursor}, write_count={self.write_count})"
+
+
+def _map_words(path: Path, *, create: bool) -> Tensor:
+    if create:
+        path.write_bytes(bytes(8 * _WORDS))
+    elif not path.exists():
+        raise RuntimeError(
+            f"Ring: the counters of a shared buffer are a file of its owner: {path} does not exist (any more); the "
+            "owner must live, on this machine, as long as others use the buffer."
+        )
+    return torch.from_file(str(path), shared=True, size=_WORDS, dtype=torch.int64)

@@ -1,0 +1,200 @@
+"""Which rows may be drawn at all: not those of too old a policy, and none more often than asked for.
+
+A filter for samplers that draw rows one by one: it counts uses and reads versions; the sampler draws.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llmrl.data.replay_buffers.samplers.base import Sampler
+from llmrl.data.replay_buffers.storages import Storage
+from llmrl.data.replay_buffers.write_log import WriteLog
+from llmrl.errors import DataError
+
+
+class Eligibility:
+    """``max_age`` in policy versions and ``max_uses`` per row; None is no limit.
+
+    A row's age is the current version less its entry ``version_key``. The current version is what was last set, or
+    else the newest of any row written so far. A row that is overwritten starts again with no uses; one that is replaced
+    in place keeps them.
+    """
+
+    def __init__(self, who: str, max_age: int | None, max_uses: int | None, version_key: str | tuple[str, ...]) -> None:
+        if max_age is not None and max_age < 0:
+            raise ValueError(f"{who}: max_age counts policy versions and must not be negative: got {max_age}.")
+        if max_uses is not None and max_uses < 1:
+            raise ValueError(f"{who}: max_uses must be at least 1: got {max_uses}.")
+        self._who = who
+        self.max_age = max_age
+        self.max_uses = max_uses
+        self.version_key = version_key
+        self.log = WriteLog()
+        self.version: int | None = None
+        self._newest: int | None = None
+        self._uses = np.zeros(0, dtype=np.int64)
+        self._versions = np.zeros(0, dtype=np.int64)
+        self._loaded = False  # the uses are those of a loaded state: the next look at the storage keeps them
+
+    @property
+    def current_version(self) -> int | None:
+        return self._newest if self.version is None else self.version
+
+    def mask(self, storage: Storage) -> np.ndarray:
+        """Which rows may be drawn, bool[len(storage)]."""
+        self._refresh(storage)
+        return ~(self._too_old(len(storage)) | self._used_up(len(storage)))
+
+    def uses_left(self, positions: np.ndarray) -> np.ndarray:
+        """How often each row may still be drawn; for use with ``max_uses``."""
+        return self.max_uses - self._uses[positions]
+
+    def use(self, positions: np.ndarray) -> None:
+        """The rows were drawn."""
+        if self.max_uses is not None:
+            np.add.at(self._uses, positions, 1)
+
+    def nothing_left(self, storage: Storage) -> RuntimeError:
+        length = len(storage)
+        old, used = self._too_old(length), self._used_up(length)
+        reasons = []
+        if self.max_age is not None:
+            reasons.append(f"{int(old.sum())} too old (max_age={self.max_age} at version {self.current_version})")
+        if self.max_uses is not None:
+            reasons.append(f"{int((used & ~old).sum())} used up (max_uses={self.max_uses})")
+        return RuntimeError(
+            f"{self._who}: there must be a row that may be drawn: got none of {length}: {', '.join(reasons)}; write "
+            "new rows."
+        )
+
+    def empty(self) -> None:
+        self.log.forget()
+        self._uses, self._versions, self._loaded = self._uses[:0], self._versions[:0], False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"uses": torch.from_numpy(self._uses.copy()), "version": self.version, "newest": self._newest}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.empty()
+        self._uses = state["uses"].numpy().copy()
+        self.version, self._newest = state["version"], state["newest"]
+        self._loaded = True
+
+    def bookmark(self) -> np.ndarray:
+        return self._uses.copy()
+
+    def go_back(self, bookmark: np.ndarray) -> None:
+        self._uses = bookmark
+
+    def _refresh(self, storage: Storage) -> None:
+        try:
+            self._take_note(storage)
+        except BaseException:
+            self.log.forget()
+            self._loaded = True  # the uses are right, the versions are to be read again
+            raise
+
+    def _take_note(self, storage: Storage) -> None:
+        length, changes = len(storage), self.log.take(storage)
+        if changes is None:
+            keep = self._uses[:length] if self._loaded else self._uses[:0]
+            self._uses = _resized(keep, length)
+            self._versions = _resized(self._versions[:0], length)
+            self._read_versions(storage, np.arange(length))
+        else:
+            written, replaced = changes
+            if length > self._uses.size:
+                self._uses, self._versions = _resized(self._uses, 2 * length), _resized(self._versions, 2 * length)
+            self._uses[written] = 0
+            self._read_versions(storage, np.unique(np.concatenate([written, replaced])))
+        self._loaded = False
+
+    def _read_versions(self, storage: Storage, positions: np.ndarray) -> None:
+        if self.max_age is None or not positions.size:
+            return
+        versions = storage.entry(self.version_key, torch.from_numpy(positions))
+        if not isinstance(versions, Tensor) or versions.is_floating_point() or versions.dtype is torch.bool:
+            found = versions.dtype if isinstance(versions, Tensor) else type(versions).__name__
+            raise DataError(
+                f"{self._who}: max_age needs whole numbers in {self.version_key!r}: got {found}; version_key names "
+                "another entry."
+            )
+        oldest = versions.reshape(positions.size, -1).amin(1).cpu().numpy()  # of a row with several: its oldest part
+        self._versions[positions] = oldest
+        newest = int(versions.max())
+        self._newest = newest if self._newest is None else max(self._newest, newest)
+
+    def _too_old(self, length: int) -> np.ndarray:
+        if self.max_age is None:
+            return np.zeros(length, dtype=bool)
+        return self._versions[:length] < self.current_version - self.max_age
+
+    def _used_up(self, length: int) -> np.ndarray:
+        if self.max_uses is None:
+            return np.zeros(length, dtype=bool)
+        return self._uses[:length] >= self.max_uses
+
+
+class FilteredSampler(Sampler):
+    """A sampler with the limits of ``Eligibility``; ``_eligible`` is None where none was asked for."""
+
+    def __init__(self, max_age: int | None, max_uses: int | None, version_key: str | tuple[str, ...]) -> None:
+        super().__init__()
+        limited = max_age is not None or max_uses is not None
+        self._eligible = Eligibility(type(self).__name__, max_age, max_uses, version_key) if limited else None
+
+    @property
+    def version(self) -> int | None:
+        """The current policy version, which ages are counted from: as set, or the newest of any row seen so far."""
+        return None if self._eligible is None else self._eligible.current_version
+
+    @version.setter
+    def version(self, version: int | None) -> None:
+        if self._eligible is None or self._eligible.max_age is None:
+            raise RuntimeError(f"{type(self).__name__}: a version is for a sampler with max_age: this one has none.")
+        self._eligible.version = version
+
+    def add(self, index: int | Tensor) -> None:
+        if self._eligible is not None:
+            self._eligible.log.note(index)
+
+    def extend(self, index: Tensor) -> None:
+        if self._eligible is not None:
+            self._eligible.log.note(index)
+
+    def mark_update(self, index: int | Tensor) -> None:
+        if self._eligible is not None:
+            self._eligible.log.note_replaced(index)
+
+    def empty(self) -> None:
+        if self._eligible is not None:
+            self._eligible.empty()
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        return state if self._eligible is None else {**state, "eligible": self._eligible.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self._eligible is not None and "eligible" in state:
+            self._eligible.load_state_dict(state["eligible"])
+
+    def bookmark(self) -> Any:
+        return self.generator.get_state(), None if self._eligible is None else self._eligible.bookmark()
+
+    def go_back(self, bookmark: Any) -> None:
+        generator, uses = bookmark
+        self.generator.set_state(generator)
+        if self._eligible is not None:
+            self._eligible.go_back(uses)
+
+
+def _resized(values: np.ndarray, size: int) -> np.ndarray:
+    out = np.zeros(size, dtype=values.dtype)
+    out[: values.size] = values
+    return out

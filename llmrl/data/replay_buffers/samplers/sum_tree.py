@@ -1,0 +1,97 @@
+"""A sum tree over an array of masses: batched updates and batched draws in proportion to them.
+
+Every level sums sixteen neighbours of the level below, up to one of at most 4096 sums, which is searched directly:
+three levels for a million rows. Sums are always made anew from what is below them, so they do not drift. What a mass
+stands for is the sampler's business.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+_FANOUT = 16
+_TOP = 4096
+
+
+class SumTree:
+    """``capacity`` masses, at first 0; float64. Rows of mass 0 are never drawn and do not count for ``minimum``.
+
+    >>> tree = SumTree(4)
+    >>> tree.update(np.array([0, 1, 3]), np.array([1.0, 3.0, 4.0]))
+    >>> tree.total, tree.minimum
+    (8.0, 1.0)
+    >>> tree.find(np.array([0.0, 0.9, 1.0, 3.9, 4.0, 7.9]))
+    array([0, 0, 1, 1, 3, 3])
+    """
+
+    def __init__(self, capacity: int) -> None:
+        sizes = [-(-capacity // _FANOUT) * _FANOUT]
+        while sizes[-1] > _TOP:
+            sizes.append(-(-sizes[-1] // _FANOUT**2) * _FANOUT)
+        self._sums = [np.zeros(size) for size in sizes]
+        self._minima = [np.full(size, np.inf) for size in sizes[1:]]
+        self.capacity = capacity
+
+    @property
+    def masses(self) -> np.ndarray:
+        """The masses themselves, float64[capacity]; to be changed by ``update`` and ``rebuild`` only."""
+        return self._sums[0][: self.capacity]
+
+    @property
+    def total(self) -> float:
+        return float(self._sums[-1].sum())
+
+    @property
+    def minimum(self) -> float:
+        """The smallest mass above 0; inf if there is none."""
+        return float((self._minima[-1] if self._minima else _positive(self._sums[0])).min())
+
+    def update(self, index: np.ndarray, masses: np.ndarray | float) -> None:
+        """Sets the masses at ``index``, int64[N]; of equal positions the last counts."""
+        self._sums[0][index] = masses
+        for level in range(len(self._minima)):
+            index = index // _FANOUT
+            self._sum_up(level, index if index.size * 2 < self._sums[level + 1].size else None)
+
+    def rebuild(self, masses: np.ndarray) -> None:
+        """Replaces all masses: the first ones by these, the others by 0."""
+        self._sums[0][: masses.size] = masses
+        self._sums[0][masses.size :] = 0
+        for level in range(len(self._minima)):
+            self._sum_up(level, None)
+
+    def find(self, points: np.ndarray) -> np.ndarray:
+        """The position whose share of the total each point, float64[N] in [0, total), lies in."""
+        top = self._sums[-1].cumsum()
+        points = np.minimum(points, np.nextafter(top[-1], 0))
+        index = top.searchsorted(points, side="right")
+        points = points - (top[index] - self._sums[-1][index])
+        numbers = np.arange(points.size)
+        for level in reversed(self._sums[:-1]):
+            steps = _groups(level, index)
+            for child in range(1, _FANOUT):
+                np.add(steps[child - 1], steps[child], out=steps[child])
+            # What is left of a point may be outside by rounding: it must not fall on the masses of 0 behind the last.
+            points = np.maximum(np.minimum(points, np.nextafter(steps[-1], 0)), 0)
+            child = (steps <= points).sum(0)
+            points = points - np.where(child > 0, steps[child - 1, numbers], 0)
+            index = index * _FANOUT + child
+        return index
+
+    def _sum_up(self, level: int, index: np.ndarray | None) -> None:
+        """Makes the sums and minima over some groups of a level anew; None: over all of them."""
+        groups = _groups(self._sums[level], index)
+        least = _positive(groups) if level == 0 else _groups(self._minima[level - 1], index)
+        where = slice(0, groups.shape[1]) if index is None else index
+        self._sums[level + 1][where] = groups.sum(0)
+        self._minima[level][where] = least.min(0)
+
+
+def _groups(level: np.ndarray, index: np.ndarray | None) -> np.ndarray:
+    """A copy of the groups at ``index``, float64[16, N]: along the first dimension numpy adds fast, in one order."""
+    groups = level.reshape(-1, _FANOUT)
+    return np.array((groups if index is None else groups.take(index, 0)).T, order="C")
+
+
+def _positive(masses: np.ndarray) -> np.ndarray:
+    return np.where(masses > 0, masses, np.inf)

@@ -1,0 +1,120 @@
+"""Tensors in files of one folder, which any process of the machine can map: what a shared storage is made of.
+
+A folder under /dev/shm is memory and nothing else; one on a disk may be larger than memory. What the tensors mean is
+the storage's business.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MEMORY = Path("/dev/shm")
+_PREFIX = "buffer."  # of the names of all files
+
+
+class SharedFolder:
+    """A folder of tensors. A pickled one maps the files of its owner; only the owner removes them.
+
+    ``path`` None is a temporary folder, in memory with ``in_memory``. ``existsok`` lets files be replaced that are
+    there already. ``cleanup`` removes the files when the owner has no use for them any more; by default that is done
+    for temporary folders only.
+    """
+
+    def __init__(
+        self,
+        who: str,
+        path: str | Path | None = None,
+        *,
+        existsok: bool = False,
+        cleanup: bool | None = None,
+        in_memory: bool = False,
+    ) -> None:
+        self.who = who
+        if path is None:
+            parent = _MEMORY if in_memory and os.access(_MEMORY, os.W_OK) else None
+            self.path = Path(tempfile.mkdtemp(prefix="llmrl-buffer-", dir=parent))
+        else:
+            self.path = Path(path).absolute()
+            if self.path.exists() and not self.path.is_dir():
+                raise RuntimeError(f"{who}: scratch_dir must be a directory: got the file {self.path}.")
+            if not existsok and self.path.exists() and any(self.path.iterdir()):
+                raise RuntimeError(
+                    f"{who}: scratch_dir must be new or empty: {self.path} has files; choose another one, or pass "
+                    "existsok=True to replace them."
+                )
+            self.path.mkdir(parents=True, exist_ok=True)
+        if path is None if cleanup is None else cleanup:
+            weakref.finalize(self, _remove, self.path, os.getpid())
+
+    def file(self, name: str) -> Path:
+        """The path of a file that is to be written anew; processes that map an older one keep it."""
+        path = self.find(name)
+        path.unlink(missing_ok=True)
+        return path
+
+    def find(self, name: str) -> Path:
+        """The path of a file, whichever process wrote it."""
+        return self.path / f"{_PREFIX}{name}"
+
+    def check_space(self, num_bytes: int) -> None:
+        """Raises if the disk has not that much left."""
+        free = shutil.disk_usage(self.path).free
+        if num_bytes > free:
+            raise OSError(
+                f"{self.who}: the disk of {self.path} must have room for max_size rows: they take {num_bytes:,} bytes, "
+                f"{free:,} are free; choose a smaller max_size or another scratch_dir."
+            )
+
+    def allocate(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor of zeros in a new file, with its disk space: a disk that is full says so here, not at a write."""
+        path, size = self.file(name), prod(shape)
+        with path.open("wb") as file:
+            if size:
+                try:
+                    os.posix_fallocate(file.fileno(), 0, size * dtype.itemsize)
+                except OSError as error:
+                    path.unlink()
+                    raise OSError(
+                        error.errno,
+                        f"{self.who}: the disk of {self.path} has no room for {size * dtype.itemsize:,} bytes: "
+                        f"{error.strerror}",
+                    ) from error
+        return self.map(name, shape, dtype)
+
+    def map(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The tensor in a file that some process has allocated."""
+        path, size = self.find(name), prod(shape)
+        if not path.exists():
+            raise RuntimeError(
+                f"{self.who}: a shared storage lives as long as its owner, on one machine: {path} does not exist (any "
+                "more)."
+            )
+        if not size:
+            return torch.zeros(*shape, dtype=dtype)
+        return torch.from_file(str(path), shared=True, size=size, dtype=dtype).view(*shape)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"who": self.who, "path": self.path}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.who, self.path = state["who"], state["path"]
+
+
+def _remove(path: Path, owner: int) -> None:
+    """Removes what is ours, also what another process made; of a folder that holds something else, no more."""
+    if os.getpid() != owner or not path.is_dir():
+        return
+    for file in path.glob(f"{_PREFIX}*"):
+        file.unlink(missing_ok=True)
+    if not any(path.iterdir()):
+        path.rmdir()

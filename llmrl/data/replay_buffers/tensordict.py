@@ -1,0 +1,113 @@
+"""A replay buffer of tensordicts, whose batches carry what the sampler says about their rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from llmrl.data.replay_buffers.buffer import ReplayBuffer
+from llmrl.data.replay_buffers.samplers import Sampler
+from llmrl.data.replay_buffers.writers import TensorDictRoundRobinWriter, Writer
+from llmrl.errors import DataError, MissingKeyError, near
+
+
+class TensorDictReplayBuffer(ReplayBuffer):
+    """A ``ReplayBuffer`` of tensordicts. The other arguments are those of ``ReplayBuffer``.
+
+    *Writes* into every sampled batch, before the transforms: ``"index"``, the position of each row, int64[N] (int64[N,
+    ndim] on a grid), and every entry of the sampler's info (``"priority_weight"``, ``("next", "truncated")``, ...),
+    each expanded to the batch size. *Reads* ``priority_key`` on ``extend`` and ``update_tensordict_priority``, for
+    samplers that have priorities. The default writer is ``TensorDictRoundRobinWriter``.
+
+    >>> from tensordict import TensorDict
+    >>> from llmrl.data.replay_buffers import LazyTensorStorage
+    >>> buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(10), batch_size=3)
+    >>> buffer.extend(TensorDict(a=torch.arange(5) * 10, batch_size=[5])).tolist()
+    [0, 1, 2, 3, 4]
+    >>> batch = buffer.sample()
+    >>> torch.equal(batch["a"], batch["index"] * 10)
+    True
+    """
+
+    _default_writer: type[Writer] = TensorDictRoundRobinWriter
+
+    def __init__(self, *, priority_key: str | tuple[str, ...] = "td_error", **arguments: Any) -> None:
+        self.priority_key = priority_key
+        super().__init__(**arguments)
+
+    def add(self, data: TensorDictBase) -> int | Tensor:
+        """Writes one row, and its priority if it has one; see ``ReplayBuffer.add``."""
+        _check(data)
+        index = super().add(data)
+        if isinstance(index, int):
+            self._set_priorities(torch.tensor([index]), data, single=True)
+        return index
+
+    def extend(self, data: TensorDictBase, *, update_priority: bool = True) -> Tensor:
+        """Writes a batch; with ``update_priority`` and an entry ``priority_key``, also the priorities of its rows."""
+        if not isinstance(data, list):
+            _check(data)
+        with self._storage.lock:
+            index = super().extend(data)
+            if update_priority and len(index):
+                self._set_priorities(index, data)
+            return index
+
+    def update_tensordict_priority(self, data: TensorDictBase) -> None:
+        """Gives the rows of a sampled batch new priorities.
+
+        *Reads* ``priority_key`` and ``"index"``, which may have been reshaped together. Dimensions that a row has after
+        the index are reduced as the sampler says. Raises: MissingKeyError.
+        """
+        for key in (self.priority_key, "index"):
+            if data.get(key, None) is None:
+                known = [key for key in data.keys(include_nested=True) if isinstance(key, str)]
+                raise MissingKeyError(
+                    f"TensorDictReplayBuffer: {key!r} is not in the batch; keys present: {', '.join(known)}."
+                    f"{near(str(key), known)}"
+                )
+        index, priority = data.get("index"), data.get(self.priority_key)
+        size = len(self._storage.trailing) + 1
+        rows = index.unsqueeze(-1) if size == 1 else index  # [*batch, coordinates]
+        if rows.ndim > 2 and bool((rows == rows.flatten(1, -2)[:, :1].view(-1, *[1] * (rows.ndim - 2), size)).all()):
+            rows = rows.flatten(1, -2)[:, 0]  # one position per row, expanded to its steps
+        elif rows.ndim > 2:
+            priority = priority.reshape(-1, *priority.shape[rows.ndim - 1 :])
+            rows = rows.flatten(0, -2)
+        self.update_priority(rows if size > 1 else rows.squeeze(-1), priority)
+
+    def _set_priorities(self, index: Tensor, data: Any, *, single: bool = False) -> None:
+        if type(self._sampler).update_priority is Sampler.update_priority or isinstance(data, list):
+            return
+        priority = data.get(self.priority_key, None)
+        if priority is None:
+            return
+        if not single and self._storage.trailing:
+            priority = priority.movedim(self.dim_extend, 0).flatten(0, self._storage.ndim - 1)
+        priority = priority.unsqueeze(0) if single else priority
+        if len(priority) == len(index):  # a transform may have kept rows back, or made others of them
+            self.update_priority(index, priority)
+
+    def _with_info(self, data: Any, info: dict[str, Any]) -> Any:
+        _check(data)
+        count, dims = data.batch_size[0], data.batch_dims
+        for key, value in info.items():
+            if not isinstance(value, Tensor) or not value.ndim or value.shape[0] != count:
+                continue
+            if dims > 1:
+                after = value.shape[1:] if key == "index" else value.shape[dims:]
+                between = [1] * (dims - 1) if key == "index" else [*value.shape[1:dims], *[1] * (dims - value.ndim)]
+                value = value.reshape(count, *between, *after).expand(*data.batch_size, *after)
+                value = value.clone()
+            data.set(key, value)
+        return data
+
+
+def _check(data: Any) -> None:
+    if not isinstance(data, TensorDictBase):
+        raise DataError(
+            f"TensorDictReplayBuffer: rows are tensordicts: got a {type(data).__name__}; ReplayBuffer takes other data."
+        )

@@ -1,0 +1,293 @@
+"""Where trajectories begin and end in a storage, kept up to date at the cost of what was written.
+
+What is kept is one number per row: its *age*, how many rows of its trajectory there were up to and with it. Ages never
+change while rows are only written, and they answer everything: two rows of one stream are of one trajectory if their
+ages differ as much as their times do. The ring is respected: the newest row at the physical end goes on at the start,
+and rows that were overwritten are gone from their trajectory. What is drawn from it is the samplers' business.
+
+Legend: T time, E parallel streams (``storage.columns``); cell ``t * E + e`` of the storage. ``time`` counts rows of a
+stream from 0, the oldest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llmrl.data.replay_buffers.storages import Storage
+from llmrl.data.replay_buffers.write_log import WriteLog
+from llmrl.errors import MissingKeyError
+
+Key = str | tuple[str, ...]
+_TRAJ_KEYS: tuple[Key, ...] = (("collector", "traj_ids"), "episode")
+_END_KEY: Key = ("next", "done")
+_CHUNK = 1 << 20
+
+
+class TrajectoryIndex:
+    """The trajectories of the storage that ``update`` was last called with.
+
+    A trajectory ends where ``traj_key`` changes, or where ``end_key`` is True. With neither, ``("collector",
+    "traj_ids")``, ``"episode"`` and ``("next", "done")`` (an end key) are tried in this order. For data that does not
+    change, ``trajectories`` (an id per row) or ``ends`` (bool per row) say it instead, in the order of cells.
+    """
+
+    def __init__(
+        self,
+        who: str,
+        *,
+        traj_key: Key | None = None,
+        end_key: Key | None = None,
+        trajectories: Tensor | None = None,
+        ends: Tensor | None = None,
+    ) -> None:
+        if trajectories is not None and ends is not None:
+            raise TypeError(f"{who}: trajectories and ends exclude each other: got both.")
+        if (trajectories is not None or ends is not None) and (traj_key is not None or end_key is not None):
+            raise TypeError(f"{who}: boundaries come from tensors or from keys: got both.")
+        self._who = who
+        self._traj_key = traj_key
+        self._end_key = end_key
+        self._given = None if trajectories is None and ends is None else _flat(trajectories, ends)
+        self._given_ends = ends is not None
+        self.log = WriteLog()
+        self.streams = 1
+        self.length = 0  # T
+        self._size = 1  # time steps that the ring holds, all streams side by side
+        self._oldest = 0  # the physical place of time 0
+        self._ages = np.empty(0, dtype=np.int64)
+        self._boundary: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
+        self._outdated = False  # the given boundaries are of rows that are gone
+
+    # --- questions; cells are int64[N] ---
+
+    @property
+    def cells(self) -> int:
+        return self.length * self.streams
+
+    def time(self, cells: np.ndarray) -> np.ndarray:
+        step = cells if self.streams == 1 else cells // self.streams
+        return (step - self._oldest) % self._size if self._oldest else step
+
+    def at(self, time: np.ndarray, stream: np.ndarray | int = 0) -> np.ndarray:
+        return (time + self._oldest) % self._size * self.streams + stream
+
+    def ahead(self, cells: np.ndarray, steps: np.ndarray | int) -> np.ndarray:
+        """The cells that many steps later (or earlier) in the same stream."""
+        there = cells + (steps if self.streams == 1 else steps * self.streams)
+        return there % (self._size * self.streams) if self._oldest else there
+
+    def rows_up_to(self, cells: np.ndarray) -> np.ndarray:
+        """How many rows of its trajectory there are up to and with each cell."""
+        return np.minimum(self._ages[cells], self.time(cells) + 1)
+
+    def same(self, cells: np.ndarray, steps: np.ndarray | int) -> np.ndarray:
+        """Whether the trajectory of each cell goes on for that many steps."""
+        inside = self.time(cells) + steps < self.length
+        there = np.where(inside, self.ahead(cells, steps), cells)
+        return inside & (self._ages[there] - self._ages[cells] == steps)
+
+    def is_last(self, cells: np.ndarray) -> np.ndarray:
+        """Whether each cell is the last of its trajectory so far."""
+        return ~self.same(cells, 1)
+
+    def rows_from(self, cells: np.ndarray, limit: int) -> np.ndarray:
+        """How many rows of its trajectory there are from each cell on, with it; at most ``limit`` are counted."""
+        rows = np.ones(cells.size, dtype=np.int64)
+        step = 1 << max(limit - 1, 1).bit_length() - 1
+        while step:
+            more = np.minimum(step, limit - rows)
+            rows = np.where((more > 0) & self.same(cells, rows - 1 + more), rows + more, rows)
+            step //= 2
+        return rows
+
+    def lasts(self) -> np.ndarray:
+        """The last cell of every trajectory, by stream and time."""
+        cells = self.at(np.arange(self.length)[None, :], np.arange(self.streams)[:, None]).reshape(-1)
+        return cells[self.is_last(cells)]
+
+    # --- keeping up ---
+
+    def update(self, storage: Storage) -> bool:
+        """Takes note of what was written since the last call; True if anything was.
+
+        Raises: MissingKeyError if there is no entry that tells boundaries, RuntimeError if it is not one value per row.
+        """
+        changes = self.log.take(storage)
+        if self._given is not None and changes is not None and changes[0].size:
+            self._outdated = True
+        if self._outdated:
+            raise RuntimeError(
+                f"{self._who}: boundaries given as a tensor are for rows that do not change: rows were written since; "
+                "use traj_key or end_key."
+            )
+        if changes is not None and not changes[0].size and not changes[1].size:
+            return False
+        try:
+            if changes is None or not self._append(storage, changes[0]) or not self._agrees(storage, changes[1]):
+                self._rebuild(storage)
+        except BaseException:
+            self.log.forget()
+            raise
+        return True
+
+    def forget(self) -> None:
+        """The rows are all others: what comes next is read as a whole."""
+        self.log.forget()
+        self.length, self._outdated = 0, False
+
+    def __getstate__(self) -> dict[str, object]:
+        kept = ("_who", "_traj_key", "_end_key", "_given", "_given_ends")
+        return {name: getattr(self, name) for name in kept}  # the rest is read from the storage again
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__init__("")
+        self.__dict__.update(state)
+
+    def _rebuild(self, storage: Storage) -> None:
+        self._boundary = self._find_boundary(storage)
+        self.streams, cells = storage.columns, len(storage)
+        self._size = storage.max_size // self.streams
+        self._oldest = storage.ring.cursor // self.streams if storage.is_full else 0
+        self._ages = _room(self._ages, cells)
+        self.length = 0
+        total = cells // self.streams
+        chunk = max(1, _CHUNK // self.streams)
+        for start in range(0, total, chunk):
+            self._extend(storage, np.arange(start, min(start + chunk, total)))
+
+    def _append(self, storage: Storage, written: np.ndarray) -> bool:
+        """Adds the newest rows; False if they are not what a ring writes next."""
+        streams, count = self.streams, written.size
+        if not count:
+            return True
+        capacity = self._size * streams
+        steps = count // streams
+        expected = (written[0] + np.arange(count)) % capacity
+        length = min(self.length + steps, self._size)
+        if (
+            storage.columns != streams
+            or count >= capacity
+            or count % streams
+            or written[0] != int(self.at(np.int64(self.length)))
+            or not np.array_equal(written, expected)
+            or len(storage) != length * streams
+            or storage.ring.cursor != (written[-1] + 1) % capacity
+        ):
+            return False
+        self._ages = _room(self._ages, len(storage))
+        times = np.arange(self.length, self.length + steps)
+        overwritten = self.length + steps - length
+        if overwritten:
+            self._oldest = (self._oldest + overwritten) % self._size
+            self.length -= overwritten
+            times = times - overwritten
+        self._extend(storage, times)
+        return True
+
+    def _extend(self, storage: Storage, times: np.ndarray) -> None:
+        """Ages for the rows at ``times``, which follow those that have one."""
+        streams, first = self.streams, int(times[0])
+        cells = self.at(times[:, None], np.arange(streams)[None, :])
+        begin = np.ones(cells.shape, dtype=bool)
+        before = self.at(np.arange(first - 1, first), np.arange(streams))
+        if first:
+            begin[:] = self._boundary(np.concatenate([before[None, :], cells[:-1]]), cells)
+        elif times.size > 1:
+            begin[1:] = self._boundary(cells[:-1], cells[1:])
+        step = np.arange(times.size)[:, None]
+        start = np.maximum.accumulate(np.where(begin, step, -1), 0)
+        carried = self._ages[before][None, :] if first else 0
+        self._ages[cells] = np.where(start >= 0, step - start + 1, step + 1 + carried)
+        self.length = first + times.size
+
+    def _agrees(self, storage: Storage, replaced: np.ndarray) -> bool:
+        """Whether the boundaries around rows that were replaced are where they were."""
+        if not replaced.size:
+            return True
+        replaced = np.unique(replaced[replaced < self.cells])
+        time = self.time(replaced)
+        after = self.ahead(replaced[time + 1 < self.length], 1)
+        cells = np.unique(np.concatenate([replaced[time > 0], after]))
+        begin = self._boundary(self.ahead(cells, -1), cells)
+        return bool((begin == (self._ages[cells] == 1)).all())
+
+    # --- boundaries: whether the second of two neighbours begins a trajectory ---
+
+    def _find_boundary(self, storage: Storage) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+        if self._given is not None:
+            given, length = self._given, len(storage)
+            if given.size != length:
+                raise RuntimeError(
+                    f"{self._who}: boundaries given as a tensor need one value per row: got {given.size} for {length}."
+                )
+            if self._given_ends:
+                return lambda before, cells: given[before]
+            return lambda before, cells: given[before] != given[cells]
+        traj_key, end_key = self._traj_key, self._end_key
+        if traj_key is None and end_key is None:
+            traj_key, end_key = self._default_keys(storage)
+
+        def boundary(before: np.ndarray, cells: np.ndarray) -> np.ndarray:
+            begin = np.zeros(cells.shape, dtype=bool)
+            if traj_key is not None:
+                begin |= _changes(lambda where: self._read(storage, traj_key, where), before, cells)
+            if end_key is not None:
+                begin |= self._read(storage, end_key, before.reshape(-1)).astype(bool).reshape(cells.shape)
+            return begin
+
+        return boundary
+
+    def _default_keys(self, storage: Storage) -> tuple[Key | None, Key | None]:
+        row = torch.zeros(1, dtype=torch.int64)
+        for key in (*_TRAJ_KEYS, _END_KEY):
+            try:
+                storage.entry(key, row)
+            except MissingKeyError:
+                continue
+            return (None, key) if key == _END_KEY else (key, None)
+        raise MissingKeyError(
+            f"{self._who}: rows must tell where trajectories end: got no entry {', '.join(map(repr, _TRAJ_KEYS))} or "
+            f"{_END_KEY!r}; name one by traj_key or end_key."
+        )
+
+    def _read(self, storage: Storage, key: Key, cells: np.ndarray) -> np.ndarray:
+        values = storage.entry(key, torch.from_numpy(cells))
+        if isinstance(values, Tensor):
+            shape, values = list(values.shape), values.cpu().numpy()
+        else:
+            values = np.asarray(values)
+            shape = list(values.shape)
+        if values.size != cells.size:
+            raise RuntimeError(
+                f"{self._who}: {key!r} must be one value per row, so that it can tell where trajectories end: got "
+                f"{shape} for {cells.size} rows."
+            )
+        return values.reshape(-1)
+
+
+def _changes(read: Callable[[np.ndarray], np.ndarray], before: np.ndarray, cells: np.ndarray) -> np.ndarray:
+    """Where the value at ``cells`` differs from that at ``before``; neighbours are read once."""
+    if cells.ndim == 2:  # [T, E], and before is the same one step earlier
+        values = read(np.concatenate([before[:1], cells]).reshape(-1)).reshape(-1, cells.shape[1])
+        return values[1:] != values[:-1]
+    values = read(np.concatenate([before, cells]))
+    return values[before.size :] != values[: before.size]
+
+
+def _flat(trajectories: Tensor | Sequence[int] | None, ends: Tensor | Sequence[bool] | None) -> np.ndarray:
+    if ends is not None:
+        return torch.as_tensor(ends).cpu().numpy().astype(bool).reshape(-1)
+    return torch.as_tensor(trajectories).cpu().numpy().reshape(-1)
+
+
+def _room(ages: np.ndarray, cells: int) -> np.ndarray:
+    """``ages``, grown if it is too short for that many cells."""
+    if cells <= ages.size:
+        return ages
+    grown = np.zeros(max(cells, 2 * ages.size), dtype=np.int64)
+    grown[: ages.size] = ages
+    return grown

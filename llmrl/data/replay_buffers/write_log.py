@@ -1,0 +1,115 @@
+"""What was written into a storage since one last looked. For samplers that keep something about every row.
+
+Two sources agree here: what the buffer told the sampler (``add``, ``extend``, ``mark_update``), and the counters of
+the storage (``ring.py``), which also move when another process writes. What to do about it is the sampler's business.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from llmrl.data.replay_buffers.storages import Storage
+
+_LIMIT = 1 << 16  # noted rows; a process that only writes must not collect positions for ever
+_NONE = np.empty(0, dtype=np.int64)
+
+
+class _Seen(NamedTuple):
+    write_count: int
+    cursor: int
+    length: int
+    mutations: int
+
+
+class WriteLog:
+    """Collects positions that were written or replaced, until ``take`` asks for them."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """From here on nothing is known: the next ``take`` answers None."""
+        self._storage: Storage | None = None
+        self._seen: _Seen | None = None
+        self._drop()
+
+    def _drop(self) -> None:
+        self._written: list[np.ndarray] = []
+        self._replaced: list[np.ndarray] = []
+        self._num_written = self._num_replaced = 0
+        self._overflow = False
+
+    def note(self, index: int | Tensor) -> None:
+        """Rows were written at these positions, in this order."""
+        where = flat_positions(index)
+        self._num_written += where.size
+        if self._num_written > _LIMIT:
+            self._written, self._overflow = [], True
+        else:
+            self._written.append(where)
+
+    def note_replaced(self, index: int | Tensor) -> None:
+        """Rows at these positions were changed in place."""
+        where = flat_positions(index)
+        self._num_replaced += where.size
+        if self._num_replaced > _LIMIT:
+            self._replaced, self._overflow = [], True
+        else:
+            self._replaced.append(where)
+
+    def take(self, storage: Storage) -> tuple[np.ndarray, np.ndarray] | None:
+        """The positions written and those replaced since the last call, int64[N] each, in the order of writing.
+
+        None if the rows may all be others: at the first call, with another storage, after a load.
+        """
+        ring = storage.ring
+        seen = self._seen if storage is self._storage else None
+        if seen and seen.mutations == ring.mutations and not self._num_written and not self._num_replaced:
+            return _NONE, _NONE
+        now = _Seen(ring.write_count, ring.cursor, ring.length, ring.mutations)
+        written, replaced = self._written, self._replaced
+        num_written, num_replaced, overflow = self._num_written, self._num_replaced, self._overflow
+        self._drop()
+        self._storage, self._seen = storage, now
+        if seen is None or (overflow and num_replaced > _LIMIT):
+            return None
+        delta = now.write_count - seen.write_count
+        if not overflow and num_written >= delta >= 0:
+            if now.mutations != seen.mutations and not num_written and not num_replaced:
+                return None  # changed by somebody who did not say where
+            return _join(written), _join(replaced)
+        run = _run(seen, now, storage.max_size)
+        return None if run is None else (run, _join(replaced))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}  # a copy, in whichever process, has seen nothing
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.forget()
+
+
+def _run(seen: _Seen, now: _Seen, size: int) -> np.ndarray | None:
+    """The positions that a ring wrote between two states of its counters; None if it was no ring, or wrote all."""
+    delta = now.write_count - seen.write_count
+    if (
+        not 0 < delta < size
+        or (seen.cursor + delta) % size != now.cursor
+        or now.length != min(size, seen.length + delta)
+    ):
+        return None
+    return (seen.cursor + np.arange(delta)) % size
+
+
+def flat_positions(index: int | Tensor | None) -> np.ndarray:
+    """Positions as a copy, int64[N], without the -1 (or None) of rows that a writer rejected."""
+    if index is None or isinstance(index, int):
+        return _NONE if index is None or index < 0 else np.array([index], dtype=np.int64)
+    where = index.detach().cpu().numpy().reshape(-1)
+    return where[where >= 0]
+
+
+def _join(parts: list[np.ndarray]) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else _NONE

@@ -1,0 +1,166 @@
+"""The best rows stay: a writer that keeps those of the highest rank."""
+
+from __future__ import annotations
+
+import heapq
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from llmrl.data.replay_buffers.one_process import OneProcess
+from llmrl.data.replay_buffers.storages import Storage
+from llmrl.data.replay_buffers.writers.base import Writer
+from llmrl.data.replay_buffers.writers.round_robin import with_index
+from llmrl.errors import DataError, MissingKeyError, near
+
+_REDUCTIONS = {
+    "sum": lambda values: values.sum(1),
+    "max": lambda values: values.amax(1),
+    "min": lambda values: values.amin(1),
+    "mean": lambda values: values.mean(1),
+    "median": lambda values: values.median(1).values,
+}
+
+
+class TensorDictMaxValueWriter(OneProcess, Writer):
+    """Keeps the ``max_size`` tensordicts with the highest rank: their entry ``rank_key``, one number by ``reduction``.
+
+    Once the storage is full, a row takes the place of the lowest one if its rank is higher. Of rows of equal rank the
+    ones that came first stay. *Writes* each row's position into its entry ``"index"``. *Returns* the position of every
+    row after the call: -1 in a batch, None for a single row, if it is not in the storage then.
+
+    Raises: MissingKeyError without ``rank_key``, DataError for a rank that is NaN, RuntimeError for rows that are no
+    tensordicts, ValueError for a storage with several dimensions. Nothing is written then. The ranks are kept by one
+    process.
+
+    >>> from tensordict import TensorDict
+    >>> from llmrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffer
+    >>> writer = TensorDictMaxValueWriter(rank_key="score")
+    >>> buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(2), writer=writer)
+    >>> buffer.extend(TensorDict(score=torch.tensor([3.0, 1.0, 2.0, 0.0]), batch_size=[4]))
+    tensor([ 0, -1,  1, -1])
+    >>> buffer[:]["score"]
+    tensor([3., 2.])
+    """
+
+    _kept = "ranks"
+
+    def __init__(self, rank_key: str | tuple[str, ...] = ("next", "reward"), reduction: str = "sum") -> None:
+        super().__init__()
+        if reduction not in _REDUCTIONS:
+            raise ValueError(
+                f"{type(self).__name__}: reduction must be one of {', '.join(_REDUCTIONS)}: got {reduction!r}."
+                f"{near(str(reduction), _REDUCTIONS)}"
+            )
+        self.rank_key = rank_key
+        self.reduction = reduction
+        # A heap of (rank, -number of the write, position): the first is the one to be replaced next.
+        self._heap: list[tuple[float, int, int]] = []
+        self._written = 0
+
+    def register_storage(self, storage: Storage) -> None:
+        if storage.ndim > 1:
+            raise ValueError(
+                f"{type(self).__name__}: ranked rows do not lie on a grid: got a storage with ndim={storage.ndim}."
+            )
+        super().register_storage(storage)
+
+    def add(self, data: TensorDictBase) -> int | None:
+        index = int(self._write(self._ranks(data, 1), data, single=True))
+        return None if index < 0 else index
+
+    def extend(self, data: TensorDictBase) -> Tensor:
+        count = data.batch_size[0] if isinstance(data, TensorDictBase) and data.batch_dims else 0
+        ranks = self._ranks(data, count)
+        if not count:
+            raise RuntimeError(f"{type(self).__name__}: a batch must have at least one row: got none.")
+        return self._write(ranks, data, single=False)
+
+    def _write(self, ranks: list[float], data: TensorDictBase, *, single: bool) -> Tensor:
+        self._check_process()
+        storage = self.storage
+        self._know_ranks()
+        heap, written, size = list(self._heap), self._written, storage.max_size
+        index, holder = [-1] * len(ranks), {}
+        for row, rank in enumerate(ranks):
+            if len(heap) < size:
+                position = len(heap)
+                heapq.heappush(heap, (rank, -written, position))
+            elif rank > heap[0][0]:
+                position = heap[0][2]
+                heapq.heapreplace(heap, (rank, -written, position))
+            else:
+                continue
+            written += 1
+            if position in holder:  # a row of this batch that is not kept after all
+                index[holder[position]] = -1
+            index[row], holder[position] = position, row
+        if holder:
+            positions = torch.tensor(sorted(holder))
+            rows = data if single else data[torch.tensor([holder[position] for position in positions.tolist()])]
+            if single:
+                storage.set(int(positions), with_index(rows, positions[0]))
+            else:
+                storage.set(positions, with_index(rows, positions))
+            storage.ring.cursor = len(storage) % size
+            storage.ring.write_count += len(holder)
+        self._heap, self._written = heap, written
+        return torch.tensor(index)
+
+    def _ranks(self, data: Any, count: int) -> list[float]:
+        if not isinstance(data, TensorDictBase):
+            raise RuntimeError(
+                f"{type(self).__name__}: rows must be tensordicts, to have a rank: got {type(data).__name__}."
+            )
+        ranks = data.get(self.rank_key, None)
+        if ranks is None:
+            known = [key for key in data.keys(include_nested=True) if isinstance(key, str)]
+            raise MissingKeyError(
+                f"{type(self).__name__}: {self.rank_key!r} is not in the rows; keys present: {', '.join(known)}."
+                f"{near(str(self.rank_key), known)}"
+            )
+        return self._reduced(ranks, count)
+
+    def _reduced(self, ranks: Tensor, count: int) -> list[float]:
+        if not count:
+            return []
+        values = ranks.detach().to("cpu", torch.float64).reshape(count, -1)
+        ranks = _REDUCTIONS[self.reduction](values)
+        if ranks.isnan().any():
+            row = int(ranks.isnan().nonzero()[0])
+            raise DataError(
+                f"{type(self).__name__}: a rank must be a number: got NaN in {self.rank_key!r} of row {row}; leave out "
+                "rows whose reward failed."
+            )
+        return ranks.tolist()
+
+    def _know_ranks(self) -> None:
+        """The ranks of rows that were there before the writer."""
+        length = len(self.storage)
+        if length != len(self._heap):
+            ranks = self._reduced(self.storage.entry(self.rank_key, torch.arange(length)), length)
+            self._heap = [(rank, -number, number) for number, rank in enumerate(ranks)]
+            heapq.heapify(self._heap)
+            self._written = max(self._written, length)
+
+    def empty(self, empty_write_count: bool = True) -> None:
+        super().empty(empty_write_count)
+        self._heap, self._written = [], 0
+
+    def state_dict(self) -> dict[str, Any]:
+        ranks, numbers, positions = zip(*self._heap, strict=True) if self._heap else ((), (), ())
+        return {
+            **super().state_dict(),
+            "ranks": torch.tensor(ranks, dtype=torch.float64),
+            "numbers": torch.tensor(numbers, dtype=torch.int64),
+            "positions": torch.tensor(positions, dtype=torch.int64),
+            "written": self._written,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        columns = (state[name].tolist() for name in ("ranks", "numbers", "positions"))
+        self._heap = list(zip(*columns, strict=True))
+        self._written = state["written"]

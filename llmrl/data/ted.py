@@ -1,0 +1,441 @@
+"""Codecs for steps in TED (root: time t, ``"next"``: t + 1), which holds almost every observation twice.
+
+*Flat* keeps the root observations of a trajectory and, after its last row, one more: the last ``"next"``. *Nested* is
+the same with one row per trajectory, *h5* with one group per trajectory. Each pair is an identity, bit for bit, on any
+rows: where a trajectory ends is read from the observations (the next root differs), not only from the done flags, and
+an entry whose ``"next"`` is not what the following root holds is kept twice. Where the codecs run, and what is written
+to which file, is the business of ``replay_buffers/checkpointers``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDict
+from torch import Tensor
+
+from llmrl.data.segments import expand_right, leaf_keys, reduce_right
+from llmrl.errors import DataError
+
+__all__ = ["Flat2TED", "H5Combine", "H5Split", "Nested2TED", "TED2Flat", "TED2Nested"]
+
+Key = tuple[str, ...]
+
+DONE_KEYS = ("done", "terminated", "truncated")
+REWARD_KEYS = ("reward",)
+INFO, ROOT, ENDS = "_ted", "_root", "_ends"  # what a codec adds: its notes, root done flags, and ends without done
+
+
+class _Encoder(ABC):
+    """What the codecs from TED have in common: they want to know where the ring begins.
+
+    ``done_keys`` and ``reward_keys`` are entries of ``"next"`` that are stored once, at the root; a name stands for
+    every entry of that name (default: done, terminated, truncated; reward). ``done_key`` marks the ends that are there
+    even though the observations go on; a done of several flags per row is not used for that.
+    """
+
+    takes_ring = True  # what a checkpointer asks of a save hook
+
+    def __init__(
+        self,
+        done_key: NestedKey = ("next", "done"),
+        shift_key: str = "shift",
+        is_full_key: str = "is_full",
+        done_keys: Sequence[NestedKey] | None = None,
+        reward_keys: Sequence[NestedKey] | None = None,
+    ) -> None:
+        self.done_key = _as_key(done_key)
+        self.shift_key, self.is_full_key = shift_key, is_full_key
+        self._moved = _names(done_keys, reward_keys)
+
+    @abstractmethod
+    def __call__(self, td: TensorDict, *, shift: int = 0, is_full: bool = False) -> TensorDict:
+        """The rows without what can be told from others; ``shift`` is the place of the oldest one in a full ring."""
+
+    def _encode(self, td: TensorDict, shift: int, is_full: bool) -> tuple[dict[Key, Tensor], Tensor, dict[str, Any]]:
+        """The entries in the order of time, stream after stream; the ends, bool[N]; the notes.
+
+        Entries listed in ``notes["shifted"]`` have N + (number of ends) rows, the others N.
+        """
+        self._check(td)
+        grid = _Grid(td.batch_size, shift if is_full else 0, td.get(leaf_keys(td)[0]).device)
+        leaves = {key: grid.in_time(td.get(key)) for key in leaf_keys(td)}
+        root = {key: value for key, value in leaves.items() if key[0] != "next"}
+        following = {key[1:]: value for key, value in leaves.items() if key[0] == "next"}
+        done = leaves.get(self.done_key)
+        done = None if done is None else reduce_right(done, (grid.rows,))
+        marked = grid.last() if done is None else grid.last() | done.to(torch.bool)
+
+        ends, shifted, plain = marked.clone(), [], []
+        for key in sorted(root.keys() & following.keys()):
+            now, then = root[key], following[key]
+            if _is_any(key, self._moved):
+                continue
+            if now.dtype != then.dtype or now.shape != then.shape:
+                plain.append(key)
+                continue
+            broken = ~marked
+            broken[:-1] &= ~_same_bits(now[1:], then[:-1])
+            if 2 * int(broken.sum()) > int((~marked).sum()):  # it does not follow the layout at all
+                plain.append(key)
+            else:
+                shifted.append(key)
+                ends |= broken
+
+        entries, zeros, moved = {}, [], []
+        for key, value in root.items():
+            if key in shifted:
+                entries[key] = _with_last(value, following[key], ends)
+            elif not _is_any(key, self._moved):
+                entries[key] = value
+            elif value.dtype is not torch.bool or value.any():
+                entries[(ROOT, *key)] = value
+            else:
+                zeros.append([list(key), list(value.shape[1:])])
+        for key, value in following.items():
+            if _is_any(key, self._moved):
+                entries[key] = value
+                moved.append(key)
+            elif key not in shifted:
+                entries[("next", *key)] = value
+        for key in entries:
+            if any(key[:length] in entries for length in range(1, len(key))):
+                raise DataError(f"{type(self).__name__}: {key} of 'next' and of the root would overlap; rename one.")
+        notes = {
+            "shape": list(td.batch_size),
+            "shifted": [list(key) for key in shifted],
+            "moved": [list(key) for key in moved],
+            "zero_root": zeros,
+            "containers": _containers(td, td.batch_dims),
+            "kept_twice": [list(key) for key in plain],
+            "trajectories": int(ends.sum()),
+            "ends_without_done": int((ends & ~marked).sum()),
+        }
+        return entries, ends, notes
+
+    def _check(self, td: TensorDict) -> None:
+        who = type(self).__name__
+        if type(td) is not TensorDict or not td.batch_dims or not isinstance(td.get("next", None), TensorDict):
+            raise DataError(
+                f"{who}: rows in TED are a TensorDict with a batch dimension and an entry 'next': got {_describe(td)}."
+            )
+        if not td.batch_size.numel():
+            raise DataError(f"{who}: there must be at least one row: got batch size {list(td.batch_size)}.")
+        for key in leaf_keys(td):
+            value = td.get(key)
+            if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_nested:
+                raise DataError(f"{who}: every entry must be a dense tensor: got {key} of type {type(value).__name__}.")
+        own = {INFO, ROOT, ENDS, self.shift_key, self.is_full_key} & set(td.keys())
+        if own:
+            raise DataError(f"{who}: the codec uses these names itself: got rows with entries {sorted(own)}; rename.")
+
+    def _notes_into(self, out: TensorDict, notes: dict[str, Any], shift: int, is_full: bool) -> TensorDict:
+        for name, value in ((self.shift_key, int(shift)), (self.is_full_key, bool(is_full)), (INFO, notes)):
+            out.set_non_tensor(name, value)
+        return out
+
+
+class TED2Flat(_Encoder):
+    """TED as flat entries: an observation has one row per step and one more per trajectory, the rest one per step.
+
+    Reads    a TensorDict [T, *E] in TED, time first, as a storage keeps it
+    Returns  a TensorDict [] with entries [T * E, ...], stream after stream; done flags and rewards are at the root.
+             ``shift_key`` and ``is_full_key`` hold the arguments
+    Raises   DataError if the rows are no TED
+
+    ``shift`` is the place in the ring of the oldest row, for a buffer that is full (``is_full``); a checkpointer fills
+    both in when the codec is a save hook.
+
+    >>> rows = TensorDict(
+    ...     obs=torch.arange(3), next=TensorDict(obs=torch.arange(1, 4), reward=torch.ones(3, 1), batch_size=[3]),
+    ...     batch_size=[3],
+    ... )
+    >>> flat = TED2Flat()(rows)
+    >>> flat["obs"], flat["reward"].shape
+    (tensor([0, 1, 2, 3]), torch.Size([3, 1]))
+    >>> bool((Flat2TED()(flat) == rows).all())
+    True
+    """
+
+    def __call__(self, td: TensorDict, *, shift: int = 0, is_full: bool = False) -> TensorDict:
+        entries, ends, notes = self._encode(td, shift, is_full)
+        if notes["ends_without_done"] or self.done_key[1:] not in entries:
+            entries[(ENDS,)] = ends
+        out = TensorDict(batch_size=[], device=td.device)
+        for key, value in entries.items():
+            out.set(key, value)
+        return self._notes_into(out, notes, shift, is_full)
+
+
+class TED2Nested(_Encoder):
+    """TED as nested tensors, one row per trajectory: L + 1 observations and L of everything else.
+
+    Reads    a TensorDict [T, *E] in TED, time first, as a storage keeps it
+    Returns  a TensorDict [number of trajectories] of nested (jagged) tensors
+    Raises   DataError if the rows are no TED
+
+    >>> rows = TensorDict(
+    ...     obs=torch.arange(3),
+    ...     next=TensorDict(obs=torch.tensor([1, 9, 3]), done=torch.tensor([False, True, False]), batch_size=[3]),
+    ...     batch_size=[3],
+    ... )
+    >>> nested = TED2Nested()(rows)
+    >>> nested[0]["obs"], nested[1]["obs"]
+    (tensor([0, 1, 9]), tensor([2, 3]))
+    """
+
+    def __init__(
+        self,
+        done_key: NestedKey = ("next", "done"),
+        done_keys: Sequence[NestedKey] | None = None,
+        reward_keys: Sequence[NestedKey] | None = None,
+    ) -> None:
+        super().__init__(done_key, done_keys=done_keys, reward_keys=reward_keys)
+
+    def __call__(self, td: TensorDict, *, shift: int = 0, is_full: bool = False) -> TensorDict:
+        entries, ends, notes = self._encode(td, shift, is_full)
+        count = notes["trajectories"]
+        stops = [0, *(ends.nonzero().squeeze(-1) + 1).tolist()]
+        lengths = [stop - start for start, stop in pairwise(stops)]
+        longer = [length + 1 for length in lengths]
+        shifted = {tuple(key) for key in notes["shifted"]}
+        out = TensorDict(batch_size=[count], device=td.device)
+        for key, value in entries.items():
+            out.set(key, _jagged(value.split(longer if key in shifted else lengths)))
+        return self._notes_into(out, notes, shift, is_full)
+
+
+class Flat2TED:
+    """The inverse of `TED2Flat`; also for flat entries of other origin, in which ``done_key`` marks every end.
+
+    Those have no notes of ours: entries with one row more per trajectory are observations, ``done_keys`` and
+    ``reward_keys`` belong to ``"next"``, and there is one stream, in the order of time.
+
+    Raises  DataError if the entries do not fit each other
+    """
+
+    def __init__(
+        self,
+        done_key: NestedKey = "done",
+        shift_key: str = "shift",
+        is_full_key: str = "is_full",
+        done_keys: Sequence[NestedKey] | None = None,
+        reward_keys: Sequence[NestedKey] | None = None,
+    ) -> None:
+        self.done_key = _as_key(done_key)
+        self.shift_key, self.is_full_key = shift_key, is_full_key
+        self._moved = _names(done_keys, reward_keys)
+
+    def __call__(self, td: TensorDict) -> TensorDict:
+        own = {INFO, self.shift_key, self.is_full_key}
+        entries = {key: td.get(key) for key in leaf_keys(td) if key[0] not in own}
+        notes = _note(td, INFO, None)
+        ends = entries.pop((ENDS,), None)
+        if ends is None:
+            ends = self._ends_of(entries, notes)
+        if notes is None:
+            notes = self._guess(entries, ends)
+        shift = int(_note(td, self.shift_key, 0)) if _note(td, self.is_full_key, False) else 0
+        return _decode(entries, ends, notes, shift, td.device)
+
+    def _ends_of(self, entries: dict[Key, Tensor], notes: dict[str, Any] | None) -> Tensor:
+        done = entries.get(self.done_key)
+        if done is None:
+            raise DataError(f"Flat2TED: {self.done_key} must mark the ends: got only {sorted(entries)}; set done_key.")
+        done = done.to(torch.bool).reshape(-1)
+        return done | _Grid(notes["shape"] if notes else [done.numel()], 0, done.device).last()
+
+    def _guess(self, entries: dict[Key, Tensor], ends: Tensor) -> dict[str, Any]:
+        rows, longer = ends.numel(), ends.numel() + int(ends.sum())
+        for key, value in entries.items():
+            if value.shape[:1] not in ((rows,), (longer,)):
+                raise DataError(
+                    f"Flat2TED: an entry has {rows} rows (one per step) or {longer} (one more per trajectory): got "
+                    f"{list(value.shape)} for {key}."
+                )
+        return {
+            "shape": [rows],
+            "shifted": [key for key, value in entries.items() if value.shape[0] == longer],
+            "moved": [key for key in entries if _is_any(key, self._moved)],
+            "zero_root": [],
+            "containers": [],
+        }
+
+
+class Nested2TED:
+    """The inverse of `TED2Nested`; arguments as for `Flat2TED`."""
+
+    def __init__(
+        self,
+        done_key: NestedKey = "done",
+        done_keys: Sequence[NestedKey] | None = None,
+        reward_keys: Sequence[NestedKey] | None = None,
+    ) -> None:
+        self._flat = Flat2TED(done_key, done_keys=done_keys, reward_keys=reward_keys)
+
+    def __call__(self, td: TensorDict) -> TensorDict:
+        out = TensorDict(batch_size=[], device=td.device)
+        lengths = {}
+        for key in leaf_keys(td):
+            value = td.get(key)
+            if isinstance(value, Tensor):
+                lengths[key] = value.offsets().diff()
+                out.set(key, value.values())
+            else:
+                out.set_non_tensor(key, td.get_non_tensor(key))
+        if not lengths:
+            raise DataError(f"Nested2TED: there must be nested tensors: got the entries {leaf_keys(td)}.")
+        notes = _note(td, INFO, None)
+        shortest = min(lengths, key=lambda key: int(lengths[key].sum()))
+        rows = lengths[shortest] - int(notes is not None and list(shortest) in notes["shifted"])
+        ends = torch.zeros(int(rows.sum()), dtype=torch.bool, device=rows.device)
+        ends[rows.cumsum(0) - 1] = True
+        out.set(ENDS, ends)
+        return self._flat(out)
+
+
+class H5Split:
+    """Nested tensors as one group per trajectory, ``traj_000``, ``traj_001``, ...; what is no tensor stays outside.
+
+    >>> nested = TensorDict(obs=torch.nested.nested_tensor_from_jagged(torch.arange(5), torch.tensor([0, 2, 5])))
+    >>> nested.batch_size = [2]
+    >>> groups = H5Split()(nested)
+    >>> sorted(groups.keys()), groups["traj_001", "obs"]
+    (['traj_000', 'traj_001'], tensor([2, 3, 4]))
+    """
+
+    def __call__(self, td: TensorDict) -> TensorDict:
+        out = TensorDict(batch_size=[], device=td.device)
+        groups = [TensorDict(batch_size=[], device=td.device) for _ in range(td.batch_size[0])]
+        for key in leaf_keys(td):
+            value = td.get(key)
+            if not isinstance(value, Tensor):
+                out.set_non_tensor(key, td.get_non_tensor(key))
+                continue
+            for group, part in zip(groups, value.values().split(value.offsets().diff().tolist()), strict=True):
+                group.set(key, part)
+        for number, group in enumerate(groups):
+            out.set(f"traj_{number:03d}", group)
+        return out
+
+
+class H5Combine:
+    """The inverse of `H5Split`."""
+
+    def __call__(self, td: TensorDict) -> TensorDict:
+        names = sorted((name for name in td.keys() if name.startswith("traj_")), key=lambda name: int(name[5:]))
+        if not names:
+            raise DataError(f"H5Combine: there must be groups traj_000, ...: got {sorted(td.keys())}.")
+        out = TensorDict(batch_size=[len(names)], device=td.device)
+        groups = [td.get(name) for name in names]
+        for key in leaf_keys(groups[0]):
+            out.set(key, _jagged([group.get(key) for group in groups]))
+        for name in td.keys():
+            if name not in names:
+                out.set_non_tensor(name, td.get_non_tensor(name))
+        return out
+
+
+# --- the arithmetic ------------------------------------------------------------------------------------------------
+
+
+class _Grid:
+    """Rows of a storage [T, *E], of which row ``shift`` is the oldest, as N = T * E rows stream after stream."""
+
+    def __init__(self, shape: Sequence[int], shift: int, device: torch.device | None) -> None:
+        self.shape, self.shift, self.device = torch.Size(shape), shift, device
+        self.rows = self.shape.numel()
+
+    def in_time(self, value: Tensor) -> Tensor:
+        value = value.roll(-self.shift, 0) if self.shift else value
+        dims = len(self.shape)
+        return value.movedim(0, dims - 1).reshape(self.rows, *value.shape[dims:])
+
+    def back(self, value: Tensor) -> Tensor:
+        value = value.reshape(*self.shape[1:], self.shape[0], *value.shape[1:]).movedim(len(self.shape) - 1, 0)
+        return value.roll(self.shift, 0) if self.shift else value.contiguous()
+
+    def last(self) -> Tensor:
+        """bool[N]: the newest row of each stream."""
+        return torch.arange(1, self.rows + 1, device=self.device) % self.shape[0] == 0
+
+
+def _decode(
+    entries: dict[Key, Tensor], ends: Tensor, notes: dict[str, Any], shift: int, device: torch.device | None
+) -> TensorDict:
+    grid = _Grid(notes["shape"], shift, ends.device)
+    shifted, moved = ({tuple(key) for key in notes[name]} for name in ("shifted", "moved"))
+    out = TensorDict(batch_size=grid.shape, device=device)
+    for path, extra in notes["containers"]:
+        out.set(tuple(path), TensorDict(batch_size=[*grid.shape, *extra], device=device))
+    for key, value in entries.items():
+        if key in shifted:
+            at = torch.arange(grid.rows, device=ends.device) + ends.cumsum(0) - ends.to(torch.int64)
+            out.set(key, grid.back(value[at]))
+            out.set(("next", *key), grid.back(value[at + 1]))
+        else:
+            if value.shape[:1] != (grid.rows,):
+                raise DataError(f"Flat2TED: {key} must have {grid.rows} rows: got {list(value.shape)}.")
+            out.set(("next", *key) if key in moved else key[1:] if key[0] == ROOT else key, grid.back(value))
+    for path, rest in notes["zero_root"]:
+        out.set(tuple(path), torch.zeros(*grid.shape, *rest, dtype=torch.bool, device=ends.device))
+    return out
+
+
+def _with_last(now: Tensor, then: Tensor, ends: Tensor) -> Tensor:
+    """The rows of ``now``, and after each end its row of ``then``."""
+    at = torch.arange(len(ends), device=ends.device) + ends.cumsum(0) - ends.to(torch.int64)
+    out = now.new_empty(len(ends) + int(ends.sum()), *now.shape[1:])
+    out[at] = now
+    out[at[ends] + 1] = then[ends]
+    return out
+
+
+def _same_bits(left: Tensor, right: Tensor) -> Tensor:
+    """bool[N]: rows that are equal bit for bit (a NaN equals itself, 0.0 is not -0.0)."""
+    if left.dtype.is_complex:
+        left, right = torch.view_as_real(left), torch.view_as_real(right)
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.dtype.itemsize]
+    same = left.contiguous().view(kind) == right.contiguous().view(kind)
+    return expand_right(same, 2).flatten(1).all(-1)
+
+
+def _jagged(rows: Sequence[Tensor]) -> Tensor:
+    return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
+
+
+def _containers(td: TensorDict, row_dims: int, path: Key = ()) -> list[list[Any]]:
+    """Every nested tensordict, outermost first, with what its batch size has beyond the rows'."""
+    found = []
+    for name, value in sorted(td.items()):
+        if isinstance(value, TensorDict):
+            inner = (*path, name)
+            found += [[list(inner), list(value.batch_size[row_dims:])], *_containers(value, row_dims, inner)]
+    return found
+
+
+def _note(td: TensorDict, key: str, default: Any) -> Any:
+    value = td.get(key, None)
+    return default if value is None else value.item() if isinstance(value, Tensor) else td.get_non_tensor(key)
+
+
+def _as_key(key: NestedKey) -> Key:
+    return (key,) if isinstance(key, str) else tuple(key)
+
+
+def _names(done_keys: Sequence[NestedKey] | None, reward_keys: Sequence[NestedKey] | None) -> set[Key]:
+    return {_as_key(key) for key in (*(done_keys or DONE_KEYS), *(reward_keys or REWARD_KEYS))}
+
+
+def _is_any(key: Key, names: set[Key]) -> bool:
+    return key in names or key[-1:] in names
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, TensorDict):
+        return f"batch size {list(value.batch_size)} and entries {sorted(value.keys())}"
+    return f"a {type(value).__name__}"

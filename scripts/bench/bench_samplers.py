@@ -1,0 +1,200 @@
+"""What choosing rows costs over its floor: the same draws written by hand with arrays, in the same process.
+
+    python scripts/bench/bench_samplers.py [--rows 10000 1000000]
+
+Rows of six keys (about 180 bytes), batches of 256. Priorities: a binary tree in two numpy arrays, sums and minima,
+drawn from and updated level by level. Slices: starts drawn from known boundaries, rows gathered from plain tensors.
+Passes: a permutation, cut into batches, rows gathered. Every figure is the fastest of many rounds, floor and sampler in
+turn; whether slices cost the same at any number of rows is told by the largest and the smallest of these ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from table import Row, add_json_option, print_table, write_rows
+from tensordict import TensorDict
+from timing import best
+
+from llmrl.data.replay_buffers import (
+    ListStorage,
+    PrioritizedSampler,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    TensorStorage,
+)
+
+BATCH = 256
+SLICES = 8
+TRAJECTORY = 100
+ROUNDS = 1000
+
+
+def transitions(count: int) -> TensorDict:
+    """Six keys: 16 + 16 floats of observation, 8 of action, the number of the trajectory, a reward and a flag."""
+    done = (torch.arange(count) % TRAJECTORY == TRAJECTORY - 1).unsqueeze(1)
+    return TensorDict(
+        {
+            "observation": torch.rand(count, 16),
+            "action": torch.rand(count, 8),
+            "episode": torch.arange(count) // TRAJECTORY,
+            "next": TensorDict(
+                observation=torch.rand(count, 16), reward=torch.rand(count, 1), done=done, batch_size=[count]
+            ),
+        },
+        batch_size=[count],
+    )
+
+
+def leaves(data: TensorDict) -> dict[object, torch.Tensor]:
+    return dict(data.items(include_nested=True, leaves_only=True))
+
+
+def gather(store: dict[object, torch.Tensor], index: torch.Tensor) -> dict[object, torch.Tensor]:
+    return {key: value.index_select(0, index) for key, value in store.items()}
+
+
+def compare(
+    name: str, floor: Callable[[], object], ours: Callable[[], object], repeats: int, target: float | None = 2.0
+) -> Row:
+    """Prints one line: microseconds of the floor and of the sampler."""
+
+    def many(call: Callable[[], object]) -> Callable[[], None]:
+        def run() -> None:
+            for _ in range(repeats):
+                call()
+
+        return run
+
+    floor_us, ours_us = (ms * 1e3 / repeats for ms in best(many(floor), many(ours), repeats=max(ROUNDS // repeats, 20)))
+    print(f"{name:48}{floor_us:10.1f}{ours_us:10.1f}", flush=True)
+    return Row(f"{name}: llmrl / by hand", ours_us / floor_us, target)
+
+
+class BinaryTrees:
+    """What one writes by hand: node i over 2 i and 2 i + 1, leaves from ``size`` on, for sums and for minima."""
+
+    def __init__(self, masses: np.ndarray) -> None:
+        self.depth = (masses.size - 1).bit_length()
+        self.size = 1 << self.depth
+        self.sums, self.minima = np.zeros(2 * self.size), np.full(2 * self.size, np.inf)
+        self.update(np.arange(masses.size), masses)
+
+    def update(self, index: np.ndarray, masses: np.ndarray) -> None:
+        node = index + self.size
+        self.sums[node] = self.minima[node] = masses
+        for _ in range(self.depth):
+            node = node >> 1
+            left = 2 * node
+            self.sums[node] = self.sums[left] + self.sums[left + 1]
+            self.minima[node] = np.minimum(self.minima[left], self.minima[left + 1])
+
+    def sample(self, count: int, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
+        points = np.random.rand(count) * self.sums[1]
+        node = np.ones(count, dtype=np.int64)
+        for _ in range(self.depth):
+            node = 2 * node
+            left = self.sums[node]
+            right = points >= left
+            points = points - left * right
+            node = node + right
+        weights = (self.sums[node] / self.minima[1]) ** -beta
+        return torch.from_numpy(node - self.size), torch.from_numpy(weights).float()
+
+
+def priorities(capacity: int) -> Row:
+    storage = ListStorage(capacity)
+    storage.set(slice(0, capacity), [None] * capacity)
+    sampler, values = PrioritizedSampler(capacity, alpha=0.6, beta=0.4), torch.rand(capacity, dtype=torch.float64)
+    sampler.extend(torch.arange(capacity))
+    sampler.update_priority(torch.arange(capacity), values)
+    trees, fresh = BinaryTrees((values.numpy() + 1e-8) ** 0.6), torch.rand(BATCH)
+
+    def floor() -> None:
+        index, _ = trees.sample(BATCH, 0.4)
+        trees.update(index.numpy(), (fresh.numpy().astype(np.float64) + 1e-8) ** 0.6)
+
+    def ours() -> None:
+        index, _ = sampler.sample(storage, BATCH)
+        sampler.update_priority(index, fresh)
+
+    return compare(f"priorities of {capacity:.0e} rows: sample + update", floor, ours, 2)
+
+
+def slices(counts: list[int]) -> list[Row]:
+    rows, ratios = [], []
+    for count in counts:
+        data = transitions(count)
+        sampler = SliceSampler(num_slices=SLICES, traj_key="episode")
+        buffer = ReplayBuffer(storage=TensorStorage(data), sampler=sampler, batch_size=BATCH)
+        buffer.sample()
+        store, length = leaves(data), BATCH // SLICES
+        starts, within = torch.arange(0, count, TRAJECTORY), torch.arange(length)
+
+        def floor(store=store, starts=starts, within=within, length=length) -> dict[object, torch.Tensor]:
+            begin = starts[torch.randint(len(starts), (SLICES,))]
+            begin = begin + torch.randint(TRAJECTORY - length + 1, (SLICES,))
+            return gather(store, (begin[:, None] + within).reshape(-1))
+
+        rows.append(compare(f"slices of {count:.0e} rows: sample", floor, buffer.sample, 2))
+        ratios.append(rows[-1].measured)
+
+        fresh = transitions(BATCH)
+        fresh_leaves, cursor = leaves(fresh), 0
+
+        def floor_write(store=store, fresh=fresh_leaves, floor=floor, count=count) -> None:
+            nonlocal cursor
+            cursor = 0 if cursor + BATCH > count else cursor
+            for key, value in store.items():
+                value[cursor : cursor + BATCH] = fresh[key]
+            cursor += BATCH
+            floor()
+
+        def ours_write(buffer=buffer, fresh=fresh) -> None:
+            buffer.extend(fresh)
+            buffer.sample()
+
+        rows.append(compare(f"slices of {count:.0e} rows: extend + sample", floor_write, ours_write, 2, None))
+        del data, store, buffer
+    if len(ratios) > 1:
+        what = f"slices of {counts[0]:.0e} to {counts[-1]:.0e} rows: the largest ratio / the smallest"
+        rows.append(Row(what, max(ratios) / min(ratios), 1.5))
+    return rows
+
+
+def passes(count: int) -> Row:
+    data = transitions(count)
+    buffer = ReplayBuffer(storage=TensorStorage(data), sampler=SamplerWithoutReplacement(), batch_size=BATCH)
+    store, order, place = leaves(data), torch.empty(0, dtype=torch.int64), 0
+
+    def floor() -> dict[object, torch.Tensor]:
+        nonlocal order, place
+        if place >= len(order):
+            order, place = torch.randperm(count), 0
+        index = order[place : place + BATCH]
+        place += BATCH
+        return gather(store, index)
+
+    batches = -(-count // BATCH)  # a pass: its permutation is in the figure
+    return compare(f"passes over {count:.0e} rows: sample", floor, buffer.sample, batches)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    counts = [10_000, 100_000, 1_000_000, 10_000_000]
+    parser.add_argument("--rows", type=int, nargs="+", default=counts, help="sizes for the slices; 10^7 takes 4 GB")
+    add_json_option(parser)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"{'':48}{'floor us':>10}{'llmrl us':>10}")
+    rows = [priorities(1_000_000), *slices(arguments.rows), passes(100_000)]
+    print_table(rows)
+    write_rows(rows, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""What holds for a buffer whatever its parts: documented forms, no aliasing, no broadcasting, honest counters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from llmrl.data.replay_buffers import (
+    LazyMemmapStorage,
+    LazyStackStorage,
+    LazyTensorStorage,
+    ListStorage,
+    RandomSampler,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+)
+from llmrl.errors import DataError, MissingKeyError, UnsupportedError
+
+
+@dataclass
+class Step:
+    obs: torch.Tensor
+    extra: dict
+
+
+def rows(*numbers: int) -> TensorDict:
+    return TensorDict(a=torch.tensor(numbers), batch_size=[len(numbers)])
+
+
+def test_a_write_transform_runs_before_rows_are_written():
+    """The documented recipe: a batch [2, 3] is stored as six rows."""
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10), write_transform=lambda td: td.reshape(-1), batch_size=4)
+    buffer.extend(TensorDict(a=torch.arange(6).view(2, 3), batch_size=[2, 3]))
+    assert len(buffer) == 6
+    assert len(buffer.sample()) == 4
+    assert buffer["a"].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_an_epoch_ends_for_every_sampler():
+    for sampler, sizes in ((RandomSampler(), [4, 4, 4]), (SamplerWithoutReplacement(), [4, 4, 2])):
+        buffer = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=4)
+        buffer.extend(rows(*range(10)))
+        for _ in range(2):
+            assert [len(batch) for batch in buffer.epoch()] == sizes
+
+
+def test_the_path_of_a_container_may_begin_with_data():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10))
+    buffer.extend(TensorDict(a=torch.arange(3), next=TensorDict(b=torch.arange(3)), batch_size=[3]))
+    assert torch.equal(buffer["_data", "a"], buffer["a"])
+    assert torch.equal(buffer["_data", "next", "b"], buffer["next", "b"])
+
+
+def test_reading_a_full_buffer_twice_in_place_gives_the_same():
+    def double(batch):
+        batch["a"].mul_(2)
+        batch.rename_key_("a", "b")
+        return batch
+
+    for storage in (LazyTensorStorage(3), LazyMemmapStorage(3), LazyStackStorage(3), ListStorage(3)):
+        buffer = ReplayBuffer(storage=storage, transform=double)
+        buffer.extend(rows(1, 2, 3))
+        assert [buffer[:]["b"].tolist() for _ in range(3)] == [[2, 4, 6]] * 3
+
+
+def test_dataclasses_are_rows_in_every_storage_of_trees():
+    for storage in (ListStorage(4), LazyTensorStorage(4), LazyMemmapStorage(4)):
+        buffer = ReplayBuffer(storage=storage)
+        buffer.extend(Step(obs=torch.arange(3), extra={"x.y": torch.arange(3) * 2.0}))
+        assert len(buffer) == 3
+        row = buffer[1]
+        assert isinstance(row, Step)
+        assert (row.obs, row.extra["x.y"]) == (1, 2.0)
+
+
+def test_rows_of_named_dimensions_are_stored():
+    data = TensorDict(a=torch.arange(3), next=TensorDict(a=torch.arange(3), batch_size=[3]), batch_size=[3])
+    data.names = ["time"]
+    for storage in (LazyTensorStorage(4), ListStorage(4), LazyStackStorage(4)):
+        buffer = ReplayBuffer(storage=storage)
+        buffer.extend(data)
+        assert buffer["next", "a"].tolist() == [0, 1, 2]
+
+
+def test_a_batch_of_the_wrong_length_is_not_broadcast():
+    for storage in (LazyTensorStorage(4), LazyStackStorage(4), ListStorage(4)):
+        storage.set(slice(0, 3), rows(1, 2, 3))
+        with pytest.raises((DataError, IndexError), match=r"one (row per )?position"):
+            storage.set(slice(0, 3), rows(9))
+        assert [int(row["a"]) for row in storage.get(slice(0, 3))] == [1, 2, 3]
+
+
+def test_one_entry_is_read_without_the_others():
+    for storage in (LazyTensorStorage(4), LazyStackStorage(4), ListStorage(4)):
+        data = TensorDict(a=torch.arange(3), next=TensorDict(done=torch.zeros(3, 1), batch_size=[3]), batch_size=[3])
+        storage.set(slice(0, 3), data)
+        assert storage.entry("a", torch.tensor([2, 0])).tolist() == [2, 0]
+        assert storage.entry(("next", "done"), torch.tensor([1])).shape == (1, 1)
+        with pytest.raises(MissingKeyError, match=r"\('next', 'don'\).*Did you mean 'done'"):
+            storage.entry(("next", "don"), torch.tensor([0]))
+        storage.entry("a", torch.tensor([0, 1])).fill_(-1)
+        assert storage.entry("a", torch.tensor([0, 1])).tolist() == [0, 1]
+
+
+def test_every_change_of_the_content_moves_the_count_of_mutations():
+    changes = (
+        lambda buffer: buffer.extend(rows(1, 2)),
+        lambda buffer: buffer.add(rows(3)[0]),
+        lambda buffer: buffer.__setitem__(0, rows(7)[0]),
+        lambda buffer: buffer.load_state_dict(buffer.state_dict()),
+        lambda buffer: buffer.empty(),
+    )
+    for storage in (LazyTensorStorage(4), LazyStackStorage(4), ListStorage(4)):
+        buffer = ReplayBuffer(storage=storage)
+        seen = [storage.ring.mutations]
+        for change in changes:
+            change(buffer)
+            seen.append(storage.ring.mutations)
+        assert seen == sorted(set(seen))
+
+
+def test_counters_do_not_overflow():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(4))
+    buffer.extend(rows(1, 2, 3))
+    buffer.storage.ring.write_count = 2**40
+    buffer.extend(rows(4, 5))
+    assert buffer.write_count == 2**40 + 2
+
+
+def test_one_row_of_a_batch_does_not_keep_the_batch_in_memory():
+    big = LazyStackStorage(64)
+    big.set(slice(0, 64), TensorDict(a=torch.rand(64, 100), batch_size=[64]))
+    for position in range(1, 64):  # all but one are replaced, one by one
+        big.set(position, TensorDict(a=torch.rand(100)))
+    assert big._rows[0].leaves[0].untyped_storage().nbytes() == 400
+
+
+def test_what_a_buffer_cannot_be_is_refused():
+    with pytest.raises(UnsupportedError, match="not traced"):
+        ReplayBuffer(compilable=True)
+    with pytest.raises(ValueError, match="shared buffer"):
+        ReplayBuffer(prefetch=1, batch_size=1, shared=True)
+    if not torch.accelerator.is_available():
+        with pytest.raises(ValueError, match="pin_memory"):
+            ReplayBuffer(pin_memory=True)

@@ -1,0 +1,503 @@
+"""Storages on disk: what comes back, what the files hold, and what damage does."""
+
+import json
+import os
+import tempfile
+import warnings
+from collections import OrderedDict
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import LazyStackedTensorDict, TensorDict
+
+from llmrl.data.llm import History
+from llmrl.data.replay_buffers import LazyStackStorage, LazyTensorStorage, ListStorage, ReplayBuffer, TensorStorage
+from llmrl.data.replay_buffers.checkpointers import (
+    FlatStorageCheckpointer,
+    H5StorageCheckpointer,
+    ListStorageCheckpointer,
+    NestedStorageCheckpointer,
+    StorageCheckpointerBase,
+    StorageEnsembleCheckpointer,
+    TensorStorageCheckpointer,
+)
+from llmrl.data.replay_buffers.directory import current_directory, replace_directory
+from llmrl.data.replay_buffers.storages import LazyMemmapStorage
+from llmrl.data.ted import Flat2TED, TED2Flat
+from llmrl.errors import CheckpointError, UnsupportedError
+
+COMPACT = [FlatStorageCheckpointer, NestedStorageCheckpointer, H5StorageCheckpointer]
+ALL = [TensorStorageCheckpointer, *COMPACT]
+
+
+def rollout(start, steps, envs=None, episode=7):
+    """Steps ``start ...`` of an endless run whose episodes have ``episode`` steps; [steps] or [envs, steps]."""
+    t = torch.arange(start, start + steps)
+    t = t if envs is None else t + 1000 * torch.arange(envs).unsqueeze(-1)
+    done = ((t + 1) % episode == 0).unsqueeze(-1)
+    following = TensorDict(
+        obs=(t + 1).unsqueeze(-1) / 2, reward=(t % 5).float().unsqueeze(-1), done=done, batch_size=t.shape
+    )
+    following["terminated"], following["truncated"] = done.clone(), torch.zeros_like(done)
+    obs = torch.where(t.unsqueeze(-1) % episode == 0, -t.unsqueeze(-1) / 2 - 0.5, t.unsqueeze(-1) / 2)
+    out = TensorDict(obs=obs, action=t * 3, next=following, batch_size=t.shape)
+    for name in ("done", "terminated", "truncated"):
+        out[name] = torch.zeros_like(done)
+    return out
+
+
+def assert_same(left, right):
+    assert left.batch_size == right.batch_size
+    assert set(left.keys(True, True)) == set(right.keys(True, True))
+    for key in left.keys(True, True):
+        assert torch.equal(left[key].nan_to_num(9e9), right[key].nan_to_num(9e9)), key
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting_for_the_disk(monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+def buffer_of(checkpointer, storage=LazyTensorStorage, **kwargs):
+    buffer = ReplayBuffer(storage=storage(100, **kwargs), batch_size=8)
+    buffer.storage.checkpointer = checkpointer
+    return buffer
+
+
+def manifest_of(path):
+    return json.loads((current_directory(path) / "manifest.json").read_text())
+
+
+def rows_of(*values):
+    return TensorDict(obs=torch.tensor(values), batch_size=[len(values)])
+
+
+# --- what comes back ---
+
+
+@pytest.mark.parametrize("make", ALL)
+@pytest.mark.parametrize(
+    ("envs", "storage"), [(None, LazyTensorStorage), (1, LazyTensorStorage), (3, LazyMemmapStorage)]
+)
+def test_22_frames_at_a_time_into_a_ring_of_100_come_back_after_each_write(make, envs, storage, tmp_path):
+    dims = {} if envs is None else {"ndim": 2}
+    buffer, other = buffer_of(make(), storage, **dims), buffer_of(make(), storage, **dims)
+    for number in range(6):
+        steps = 22 if envs is None else -(-22 // envs)
+        buffer.extend(rollout(number * steps, steps, envs))
+        buffer.dumps(tmp_path)
+        other.loads(tmp_path)
+        assert_same(other[:], buffer[:])
+        assert other.storage.ring.state() == buffer.storage.ring.state()
+    assert len(buffer) == (102 if envs == 3 else 100)
+    buffer.extend(rollout(0, 3, envs))
+    other.extend(rollout(0, 3, envs))
+    assert_same(other[:], buffer[:])
+
+
+@pytest.mark.parametrize("make", COMPACT)
+def test_writes_of_60_and_40_frames_that_do_not_follow_each_other_come_back_unchanged(make, tmp_path):
+    buffer, other = buffer_of(make()), buffer_of(make())
+    checkpointer = buffer.storage.checkpointer
+    buffer.extend(rollout(0, 60, episode=10_000))
+    buffer.extend(rollout(500, 40, episode=10_000))
+    with pytest.warns(UserWarning, match="1 of 2 trajectories end without done.*Nothing is lost"):
+        checkpointer.dumps(buffer.storage, tmp_path)
+    buffer.empty()
+    for start, steps in ((0, 60), (500, 40), (900, 60), (2000, 40)):
+        buffer.extend(rollout(start, steps, episode=10_000))
+        buffer.storage.dumps(tmp_path)
+        other.storage.loads(tmp_path)
+        assert (other[:]["next", "obs"] - buffer[:]["next", "obs"]).abs().max() == 0
+        assert_same(other[:], buffer[:])
+    layout = manifest_of(tmp_path)["layout"]
+    assert (layout["trajectories"], layout["ends_without_done"]) == (2, 1)
+
+
+@pytest.mark.parametrize("make", COMPACT)
+def test_rows_that_are_no_steps_are_stored_as_they_are_and_the_manifest_says_why(make, tmp_path):
+    storage, other = LazyTensorStorage(10), LazyTensorStorage(10)
+    storage.set(slice(0, 3), rows_of(1, 2, 3))
+    checkpointer = make()
+    with pytest.warns(UserWarning, match="rows are stored as they are"):
+        checkpointer.dumps(storage, tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # said once
+        checkpointer.dumps(storage, tmp_path)
+    assert manifest_of(tmp_path)["layout"]["name"] == "rows"
+    assert "'next'" in manifest_of(tmp_path)["layout"]["reason"]
+    make().loads(other, tmp_path)
+    assert other[:]["obs"].tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("make", COMPACT)
+def test_any_checkpointer_reads_what_any_other_wrote(make, tmp_path):
+    storage = LazyTensorStorage(50)
+    storage.set(slice(0, 20), rollout(0, 20))
+    make().dumps(storage, tmp_path)
+    other = LazyTensorStorage(50)
+    TensorStorageCheckpointer().loads(other, tmp_path)
+    assert_same(other[:], storage[:])
+
+
+def test_the_codecs_are_hooks(tmp_path):
+    storage, other = LazyTensorStorage(20), LazyTensorStorage(20)
+    rows = rollout(0, 20, episode=50)
+    storage.set(slice(0, 20), torch.cat([rows[15:], rows[:15]]))  # a ring of which the oldest row is at 5
+    storage.ring.cursor = 5
+    for part in (storage, other):
+        part.checkpointer = TensorStorageCheckpointer()
+        part.register_save_hook(TED2Flat())
+        part.register_load_hook(Flat2TED())
+    storage.dumps(tmp_path)
+    other.loads(tmp_path)
+    assert (current_directory(tmp_path) / "obs.memmap").stat().st_size == (20 + 1) * 4
+    assert_same(other[:], storage[:])
+    assert other.ring.cursor == 5
+
+
+def test_a_hook_changes_what_is_written_and_what_is_read(tmp_path):
+    storage, other = LazyTensorStorage(5), LazyTensorStorage(5)
+    storage.set(slice(0, 2), rows_of(1, 2))
+    saver, loader = TensorStorageCheckpointer(), TensorStorageCheckpointer()
+    saver.register_save_hook(lambda td: td.apply(lambda value: value * 10))
+    loader.register_load_hook(lambda td: td.apply(lambda value: value + 1))
+    saver.dumps(storage, tmp_path)
+    loader.loads(other, tmp_path)
+    assert other[:]["obs"].tolist() == [11, 21]
+    loader.register_load_hook(lambda td: None)
+    with pytest.raises(CheckpointError, match="a hook must return the content"):
+        loader.loads(other, tmp_path)
+
+
+def test_an_empty_storage_is_saved_and_loaded(tmp_path):
+    storage, other = LazyTensorStorage(5), LazyTensorStorage(5)
+    other.set(slice(0, 2), rows_of(1, 2))
+    TensorStorageCheckpointer().dumps(storage, tmp_path)
+    TensorStorageCheckpointer().loads(other, tmp_path)
+    assert len(other) == 0
+
+
+# --- kinds of rows ---
+
+
+def same_value(left, right):
+    if isinstance(left, torch.Tensor):
+        return left.dtype == right.dtype and left.shape == right.shape and torch.equal(left, right)
+    if isinstance(left, dict):
+        return (
+            type(left) is type(right)
+            and left.keys() == right.keys()
+            and all(same_value(left[k], right[k]) for k in left)
+        )
+    if isinstance(left, list | tuple):
+        return type(left) is type(right) and len(left) == len(right) and all(map(same_value, left, right))
+    if isinstance(left, TensorDict):
+        return left.batch_size == right.batch_size and same_value(left.to_dict(), right.to_dict())
+    return type(left) is type(right) and (left == right or left != left)
+
+
+class Point:
+    def __init__(self, x):
+        self.x = x
+
+    def __eq__(self, other):
+        return self.x == other.x
+
+
+leaf = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3), st.binary(max_size=3),
+    st.builds(lambda n, k: torch.arange(n * k).view(n, k), st.integers(0, 3), st.integers(1, 2)),
+    st.builds(lambda n: torch.full((n,), 0.5, dtype=torch.bfloat16), st.integers(0, 2)),
+    st.builds(lambda n: TensorDict(ids=torch.arange(n), word="a" * n), st.integers(1, 3)),
+    st.builds(Point, st.integers(0, 3)),
+)  # fmt: skip
+rows = st.recursive(
+    leaf,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=2), st.tuples(inner, inner), st.dictionaries(st.text(max_size=3), inner, max_size=2),
+        st.builds(lambda value: OrderedDict(b=value, a=1), inner),
+    ),
+    max_leaves=4,
+)  # fmt: skip
+
+
+@settings(max_examples=50)
+@given(content=st.lists(rows, max_size=8))
+def test_any_python_objects_in_a_list_come_back(content):
+    with tempfile.TemporaryDirectory() as path:
+        storage, other = ListStorage(10), ListStorage(10)
+        if content:
+            storage.set(slice(0, len(content)), content)
+        ListStorageCheckpointer().dumps(storage, path)
+        ListStorageCheckpointer().loads(other, path)
+        assert same_value(other[:] if content else [], content)
+
+
+def test_objects_of_json_and_tensors_are_saved_without_a_pickle(tmp_path):
+    storage = ListStorage()
+    storage.set(slice(0, 3), [{"a": torch.ones(2), "b": ["x", 1]}, (torch.zeros(3), "y"), "text" * 2000])
+    ListStorageCheckpointer().dumps(storage, tmp_path)
+    assert not list(current_directory(tmp_path).glob("*.pt"))
+
+
+def test_conversations_come_back_through_the_storage_for_ragged_rows(tmp_path):
+    def row(words):
+        history = History(role=["user", "assistant"], content=["hi", " ".join(words)])
+        return TensorDict(history=history, ids=torch.arange(len(words)), mask=torch.ones(len(words), dtype=torch.bool))
+
+    storage, other = LazyStackStorage(), LazyStackStorage()
+    storage.set(slice(0, 3), LazyStackedTensorDict(*[row(["w"] * size) for size in (1, 4, 2)]))
+    TensorStorageCheckpointer().dumps(storage, tmp_path)
+    assert not list(current_directory(tmp_path).glob("*.pt"))
+    TensorStorageCheckpointer().loads(other, tmp_path)
+    assert other.get(1)["history"].content == ["hi", "w w w w"]
+    storage.set(3, TensorDict(ids=torch.zeros(2, 2), other="text"))  # a row of another form
+    TensorStorageCheckpointer().dumps(storage, tmp_path)
+    TensorStorageCheckpointer().loads(other, tmp_path)
+    for position in range(3):
+        assert other.get(position)["history"].content == storage.get(position)["history"].content
+        assert other.get(position)["ids"].tolist() == storage.get(position)["ids"].tolist()
+    assert other.get(3)["other"] == "text"
+
+
+@pytest.mark.parametrize("make", [TensorStorageCheckpointer, H5StorageCheckpointer])
+def test_trees_text_and_every_dtype_come_back(make, tmp_path):
+    dtypes = [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float64, torch.complex64]
+    td = TensorDict({str(dtype): torch.arange(12).view(4, 3).to(dtype) for dtype in dtypes}, [4])
+    td["text"] = ["a", "b\ud800", "", "d"]
+    td["scalar"], td["none"] = torch.arange(4), torch.zeros(4, 0)
+    for content in (td, {"x": torch.ones(4, 2), "y": (torch.zeros(4), td.exclude("text"))}, torch.arange(4)):
+        storage, other = LazyTensorStorage(6), LazyTensorStorage(6)
+        storage.set(slice(0, 4), content)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # rows that are no steps
+            make().dumps(storage, tmp_path)
+        make().loads(other, tmp_path)
+        assert same_value(other[:], storage[:])
+
+
+def test_keys_with_dots_slashes_and_case_never_share_a_file(tmp_path):
+    names = ["a.b", "A.b", "a/b", "a%b", "..", "next", "manifest.json", "a~2", "x" * 300]
+    td = TensorDict({name: torch.full((2,), number) for number, name in enumerate(names)}, [2])
+    td["a", "b"] = torch.full((2,), 99)
+    storage, other = LazyTensorStorage(2), LazyTensorStorage(2)
+    storage.set(slice(0, 2), td)
+    TensorStorageCheckpointer().dumps(storage, tmp_path)
+    TensorStorageCheckpointer().loads(other, tmp_path)
+    assert (other[:] == td).all()
+    assert {file.parent for file in tmp_path.rglob("*.memmap")} == {current_directory(tmp_path)}
+
+
+# --- files ---
+
+
+def _bytes(path):
+    return {file.name: file.read_bytes() for file in current_directory(path).iterdir()}
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_a_part_filled_buffer_writes_its_rows_only_and_equal_runs_give_equal_files(make, tmp_path):
+    for name in ("first", "second"):
+        storage = LazyTensorStorage(100_000)
+        storage.set(slice(0, 6), rollout(0, 6))
+        make().dumps(storage, tmp_path / name)
+    first, second = _bytes(tmp_path / "first"), _bytes(tmp_path / "second")
+    assert first == second
+    assert sum(map(len, first.values())) < 40_000
+
+
+def test_flat_files_hold_each_observation_once(tmp_path):
+    storage = LazyTensorStorage(100)
+    storage.set(slice(0, 14), rollout(0, 14))
+    FlatStorageCheckpointer().dumps(storage, tmp_path)
+    assert (current_directory(tmp_path) / "obs.memmap").stat().st_size == (14 + 2) * 4
+    assert (current_directory(tmp_path) / "done.memmap").stat().st_size == 14
+    assert manifest_of(tmp_path)["layout"] == {
+        "name": "flat", "trajectories": 2, "ends_without_done": 0, "kept_twice": []
+    }  # fmt: skip
+
+
+def test_the_manifest_says_what_is_there(tmp_path):
+    buffer = buffer_of(TensorStorageCheckpointer())
+    buffer.extend(rollout(0, 6))
+    buffer.storage.dumps(tmp_path)
+    manifest = manifest_of(tmp_path)
+    assert manifest["format"] == "llmrl.storage"
+    assert manifest["storage"] == "LazyTensorStorage"
+    assert (manifest["ring"]["length"], manifest["ring"]["cursor"], manifest["ring"]["write_count"]) == (6, 6, 6)
+    files = {file.name for file in current_directory(tmp_path).iterdir()}
+    assert set(manifest["files"]) == files - {"manifest.json"}
+
+
+def test_h5_files_have_a_group_per_trajectory_and_can_be_compressed(tmp_path):
+    h5py = pytest.importorskip("h5py")
+    storage = LazyTensorStorage(4000)
+    storage.set(slice(0, 4000), rollout(0, 4000, episode=2000).apply(torch.zeros_like))
+    sizes = []
+    for options in (None, {"compression": "gzip"}):
+        H5StorageCheckpointer(checkpoint_file="rows.h5", h5_kwargs=options).dumps(storage, tmp_path)
+        sizes.append((current_directory(tmp_path) / "rows.h5").stat().st_size)
+    assert sizes[1] < sizes[0] / 3
+    with h5py.File(current_directory(tmp_path) / "rows.h5") as file:
+        assert file["traj_000/obs"].shape == (4001, 1)
+    other = LazyTensorStorage(4000)
+    H5StorageCheckpointer().loads(other, tmp_path)
+    assert_same(other[:], storage[:])
+
+
+def test_saving_to_the_storages_own_memory_mapped_directory_keeps_its_files(tmp_path):
+    for place in (tmp_path / "own", tmp_path / "buffer"):
+        own = place if place.name == "own" else place / "storage"
+        buffer = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=own))
+        buffer.storage.checkpointer = TensorStorageCheckpointer()
+        buffer.extend(rows_of(1, 2, 3))
+        files = set(own.iterdir())
+        for _ in range(2):
+            buffer.dumps(place)
+        assert files <= set(own.iterdir())
+        buffer.extend(rows_of(4))  # goes to the same files
+        other = ReplayBuffer(storage=LazyMemmapStorage(10))
+        other.loads(place)
+        assert other[:]["obs"].tolist() == [1, 2, 3]
+        assert buffer[:]["obs"].tolist() == [1, 2, 3, 4]
+
+
+def test_a_write_touches_nothing_else_in_the_directory(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "v1").mkdir()
+    for number in range(3):
+        with replace_directory(tmp_path) as folder:
+            (folder / "x").write_text(str(number))
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [
+        "checkpoint.3",
+        "checkpoint.current",
+        "notes.txt",
+        "v1",
+    ]
+    assert (current_directory(tmp_path) / "x").read_text() == "2"
+
+
+# --- damage ---
+
+
+def test_a_write_that_fails_leaves_the_old_content(tmp_path):
+    with replace_directory(tmp_path) as folder:
+        (folder / "x").write_text("old")
+    with pytest.raises(FileNotFoundError), replace_directory(tmp_path) as folder:
+        (folder / "missing" / "x").write_text("new")
+    assert (current_directory(tmp_path) / "x").read_text() == "old"
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["checkpoint.1", "checkpoint.current"]
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_every_file_that_is_damaged_is_named_and_the_storage_stays(make, tmp_path):
+    storage, other = LazyTensorStorage(100), LazyTensorStorage(100)
+    storage.set(slice(0, 14), rollout(0, 14))
+    other.set(slice(0, 5), rollout(50, 5))
+    before, ring = other[:], other.ring.state()
+    make().dumps(storage, tmp_path)
+    for file in sorted(current_directory(tmp_path).iterdir()):
+        whole = file.read_bytes()
+        flipped = bytes([*whole[:-3], whole[-3] ^ 1, *whole[-2:]]) if len(whole) > 2 else None
+        for damaged in (whole[: len(whole) // 2], flipped, None):
+            file.unlink()
+            if damaged is not None:
+                file.write_bytes(damaged)
+            with pytest.raises(CheckpointError, match=f"{file.name}.*(load an older one|check the path)"):
+                make().loads(other, tmp_path)
+            assert_same(other[:], before)
+            assert other.ring.state() == ring
+            file.write_bytes(whole)
+    make().loads(other, tmp_path)
+    assert_same(other[:], storage[:])
+
+
+def test_what_is_no_checkpoint_is_refused_with_what_to_do(tmp_path):
+    storage = LazyTensorStorage(5)
+    load = TensorStorageCheckpointer().loads
+    with pytest.raises(CheckpointError, match="there is none; check the path"):
+        load(storage, tmp_path / "missing")
+    with pytest.raises(CheckpointError, match=r"has no manifest\.json; check the path"):
+        load(storage, tmp_path)
+    (tmp_path / "manifest.json").write_text(json.dumps({"format": "other", "format_version": 3}))
+    with pytest.raises(CheckpointError, match="got other in version 3"):
+        load(storage, tmp_path)
+    with pytest.raises(CheckpointError, match="it is a file"):
+        TensorStorageCheckpointer().dumps(storage, tmp_path / "manifest.json")
+    assert len(storage) == 0
+
+
+def test_rows_that_do_not_fit_the_storage_are_refused_and_it_stays(tmp_path):
+    storage, other = LazyTensorStorage(5), LazyTensorStorage(5)
+    storage.set(slice(0, 2), rows_of(1.5, 2.5))
+    other.set(slice(0, 2), TensorDict(action=torch.arange(2), batch_size=[2]))
+    TensorStorageCheckpointer().dumps(storage, tmp_path)
+    with pytest.raises(CheckpointError, match=r"must fit the storage.*unknown key 'obs'"):
+        TensorStorageCheckpointer().loads(other, tmp_path)
+    assert other[:]["action"].tolist() == [0, 1]
+    with pytest.raises(CheckpointError, match="same size"):
+        TensorStorageCheckpointer().loads(LazyTensorStorage(1), tmp_path)
+
+
+def test_a_class_that_cannot_be_imported_is_named(tmp_path):
+    storage = LazyStackStorage()
+    storage.set(slice(0, 1), [TensorDict(history=History(role="user", content="hi"))])
+    TensorStorageCheckpointer().dumps(storage, tmp_path)
+    manifest = current_directory(tmp_path) / "manifest.json"
+    content = json.loads(manifest.read_text().replace(f"{History.__module__}:History", "llmrl.nowhere:History"))
+    from llmrl.data.replay_buffers.checkpointers.manifest import _own_digest
+
+    content["checksum"] = _own_digest(content)
+    manifest.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"llmrl\.nowhere:History, which cannot be imported"):
+        TensorStorageCheckpointer().loads(storage, tmp_path)
+
+
+# --- several storages ---
+
+
+class Pair:
+    """What a checkpointer needs to know of an ensemble."""
+
+    def __init__(self, *storages, transforms=()):
+        self.storages, self.transforms = storages, transforms
+
+
+def test_members_of_an_ensemble_are_saved_and_loaded_together_or_not_at_all(tmp_path):
+    def members():
+        pair = Pair(LazyTensorStorage(5), ListStorage(5))
+        pair.storages[0].checkpointer = TensorStorageCheckpointer()
+        pair.storages[1].checkpointer = ListStorageCheckpointer()
+        return pair
+
+    pair, other = members(), members()
+    pair.storages[0].set(slice(0, 2), rows_of(1, 2))
+    pair.storages[1].set(slice(0, 1), ["a"])
+    StorageEnsembleCheckpointer().dumps(pair, tmp_path)
+    assert {"0", "1"} <= {entry.name for entry in current_directory(tmp_path).iterdir()}
+    StorageEnsembleCheckpointer().loads(other, tmp_path)
+    assert other.storages[0][:]["obs"].tolist() == [1, 2]
+    assert other.storages[1][:] == ["a"]
+
+    small = Pair(LazyTensorStorage(5), ListStorage(5))
+    small.storages[0].checkpointer = TensorStorageCheckpointer()
+    small.storages[1].checkpointer = ListStorageCheckpointer()
+    small.storages[0].set(slice(0, 1), rows_of(9))
+    small.storages[1].max_size = 0
+    with pytest.raises(CheckpointError):
+        StorageEnsembleCheckpointer().loads(small, tmp_path)
+    assert small.storages[0][:]["obs"].tolist() == [9]
+    with pytest.raises(CheckpointError, match="as many storages: got one of 2, expected 1"):
+        StorageEnsembleCheckpointer().loads(Pair(LazyTensorStorage(5)), tmp_path)
+    with pytest.raises(UnsupportedError, match="own checkpointers"):
+        StorageEnsembleCheckpointer().register_save_hook(str)
+
+
+def test_every_checkpointer_is_one_of_a_kind():
+    for make in [*ALL, ListStorageCheckpointer, StorageEnsembleCheckpointer]:
+        assert issubclass(make, StorageCheckpointerBase)
+    assert isinstance(TensorStorage(torch.zeros(2)).checkpointer, StorageCheckpointerBase)

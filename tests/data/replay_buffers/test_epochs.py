@@ -1,0 +1,306 @@
+"""Passes over rows, and the limits on which rows may be drawn: age in policy versions, number of uses."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from llmrl.data.replay_buffers import (
+    LazyMemmapStorage,
+    LazyStackStorage,
+    LazyTensorStorage,
+    ListStorage,
+    PrioritizedSampler,
+    RandomSampler,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+    TensorDictMaxValueWriter,
+    TensorDictReplayBuffer,
+)
+from llmrl.errors import DataError, MissingKeyError
+
+KINDS = [RandomSampler, SamplerWithoutReplacement]
+
+
+def build(sampler, capacity: int = 10, batch_size: int = 4, storage=LazyTensorStorage, **arguments) -> ReplayBuffer:
+    return ReplayBuffer(
+        storage=storage(capacity),
+        sampler=sampler,
+        batch_size=batch_size,
+        generator=torch.Generator().manual_seed(0),
+        **arguments,
+    )
+
+
+def versions(*numbers: int) -> TensorDict:
+    return TensorDict(policy_version=torch.tensor(numbers), batch_size=[len(numbers)])
+
+
+# --- passes ---
+
+
+def test_a_pass_is_every_row_once_and_the_next_one_has_another_order():
+    """Ten rows, batches of four: 4, 4, 2; with drop_last 4, 4."""
+    buffer = build(SamplerWithoutReplacement(), storage=ListStorage)
+    buffer.extend(list(range(10)))
+    passes = [list(buffer) for _ in range(2)]
+    assert [len(batch) for batch in passes[0]] == [4, 4, 2]
+    orders = [[row for batch in batches for row in batch] for batches in passes]
+    assert [sorted(order) for order in orders] == [list(range(10))] * 2
+    assert orders[0] != orders[1]
+    buffer = build(SamplerWithoutReplacement(drop_last=True), storage=ListStorage)
+    buffer.extend(list(range(10)))
+    for _ in range(2):
+        assert [len(batch) for batch in buffer] == [4, 4]
+
+
+@settings(max_examples=60, deadline=None)
+@given(writes=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), max_size=20), prefetch=st.booleans())
+def test_under_any_writes_no_row_comes_twice_in_a_pass_and_none_is_left_out(writes, prefetch):
+    """Writing used to begin the pass again: some rows came twice, others never."""
+    buffer = build(
+        SamplerWithoutReplacement(), capacity=9, batch_size=2, storage=ListStorage, prefetch=prefetch or None
+    )
+    rows: list[int] = []
+    cursor = number = 0
+
+    def write(count: int) -> list[int]:
+        nonlocal cursor, number
+        gone = []
+        batch = list(range(number, number + count))
+        buffer.extend(batch)
+        for row in batch:
+            if cursor < len(rows):
+                gone.append(rows[cursor])
+                rows[cursor] = row
+            else:
+                rows.append(row)
+            cursor = (cursor + 1) % 9
+        number += count
+        return gone
+
+    write(6)
+    left: set[int] = set()
+    for draws, count in writes:
+        for _ in range(draws):
+            left = left or set(rows)
+            batch = buffer.sample()
+            assert set(batch) <= left
+            assert len(batch) == min(2, len(left))
+            left -= set(batch)
+            assert buffer.sampler.ran_out == (not left) or prefetch
+        left -= set(write(count))
+    buffer.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("limits", [{}, {"max_age": 3, "max_uses": 2}])
+@pytest.mark.parametrize("prefetch", [None, 2])
+@pytest.mark.parametrize("by_file", [False, True])
+def test_a_run_is_resumed_with_the_same_rows(kind, limits, prefetch, by_file, tmp_path):
+    first = build(kind(**limits), capacity=40, prefetch=prefetch)
+    second = build(kind(**limits), capacity=40, prefetch=prefetch)
+    first.extend(TensorDict(row=torch.arange(40), policy_version=torch.arange(40) // 10, batch_size=[40]))
+    for _ in range(3):
+        first.sample()
+    if by_file:
+        first.dumps(tmp_path / "dump")
+        second.loads(tmp_path / "dump")
+    else:
+        second.load_state_dict(first.state_dict())
+    for step in range(12):
+        assert first.sample()["row"].tolist() == second.sample()["row"].tolist()
+        assert first.sampler.ran_out == second.sampler.ran_out
+        if step % 3 == 2:
+            for buffer in (first, second):
+                fresh = torch.arange(5) + 100 * step
+                buffer.extend(TensorDict(row=fresh, policy_version=torch.full((5,), 4), batch_size=[5]))
+    first.close()
+    second.close()
+
+
+def _write(buffer: ReplayBuffer, numbers: list[int]) -> None:
+    buffer.extend(TensorDict(row=torch.tensor(numbers), batch_size=[len(numbers)]))
+
+
+@pytest.mark.slow
+def test_rows_that_another_process_overwrites_leave_the_pass(tmp_path):
+    buffer = build(
+        SamplerWithoutReplacement(shuffle=False),
+        capacity=6,
+        batch_size=2,
+        storage=lambda size: LazyMemmapStorage(size, scratch_dir=tmp_path / "rows"),
+    )
+    _write(buffer, [0, 1, 2, 3, 4])
+    assert buffer.sample()["row"].tolist() == [0, 1]
+    sampler, buffer._sampler = buffer._sampler, RandomSampler()  # the other process has a sampler of its own
+    process = multiprocessing.get_context("spawn").Process(target=_write, args=(buffer, [5, 6, 7, 8]))
+    process.start()
+    process.join(timeout=120)
+    buffer._sampler = sampler
+    assert process.exitcode == 0
+    assert buffer[:]["row"].tolist() == [6, 7, 8, 3, 4, 5]
+    assert buffer.sample()["row"].tolist() == [3, 4]
+    assert buffer.sample()["row"].tolist() == [6, 7]
+
+
+# --- age ---
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_old_versions_are_not_drawn(kind):
+    buffer = build(kind(max_age=1))
+    buffer.extend(versions(0, 3, 1, 2, 3, 0))
+    assert buffer.sampler.version is None  # nothing was looked at yet
+    drawn = torch.cat([buffer.sample()["policy_version"] for _ in range(30)])
+    assert set(drawn.tolist()) == {2, 3}
+    assert buffer.sampler.version == 3  # the newest row
+    buffer.sampler.version = 4  # the trainer has gone on
+    drawn = torch.cat([buffer.sample()["policy_version"] for _ in range(30)])
+    assert set(drawn.tolist()) == {3}
+    buffer.sampler.version = 9
+    with pytest.raises(RuntimeError, match=r"none of 6: 6 too old \(max_age=1 at version 9\)"):
+        buffer.sample()
+    buffer.extend(versions(9, 8))
+    drawn = torch.cat([buffer.sample()["policy_version"] for _ in range(30)])
+    assert set(drawn.tolist()) == {8, 9}
+
+
+def test_rows_that_get_too_old_leave_the_pass():
+    buffer = build(SamplerWithoutReplacement(shuffle=False, max_age=1), batch_size=2)
+    buffer.extend(versions(0, 0, 0, 1, 1, 1))
+    assert buffer.sample()["policy_version"].tolist() == [0, 0]
+    buffer.sampler.version = 2
+    assert buffer.sample()["policy_version"].tolist() == [1, 1]
+    assert buffer.sample()["policy_version"].tolist() == [1]
+    assert buffer.sampler.ran_out
+
+
+def test_a_row_of_several_versions_is_as_old_as_its_oldest_part():
+    buffer = build(RandomSampler(max_age=1, version_key=("tokens", "version")), storage=LazyStackStorage)
+    rows = TensorDict(
+        tokens=TensorDict(version=torch.tensor([[3, 1], [2, 3], [3, 3]]), batch_size=[3]),
+        row=torch.arange(3),
+        batch_size=[3],
+    )
+    buffer.extend(rows)
+    assert set(torch.cat([buffer.sample()["row"] for _ in range(20)]).tolist()) == {1, 2}
+
+
+def test_replaced_rows_have_the_version_of_what_they_hold_now():
+    buffer = build(RandomSampler(max_age=0))
+    buffer.extend(versions(0, 0, 1))
+    assert set(buffer.sample()["policy_version"].tolist()) == {1}
+    buffer[0] = versions(2)[0]
+    assert buffer.sample(return_info=True)[1]["index"].tolist() == [0] * 4
+
+
+# --- uses ---
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_is_used_as_often_as_was_asked_for_and_again_once_it_is_overwritten(kind):
+    buffer = build(kind(max_uses=3), capacity=5)
+    buffer.extend(TensorDict(row=torch.arange(5), batch_size=[5]))
+    drawn = []
+    while len(drawn) < 15:
+        drawn += buffer.sample()["row"].tolist()
+    assert Counter(drawn) == dict.fromkeys(range(5), 3)
+    with pytest.raises(RuntimeError, match=r"none of 5: 5 used up \(max_uses=3\); write new rows"):
+        buffer.sample()
+    buffer.extend(TensorDict(row=torch.tensor([7, 8]), batch_size=[2]))
+    drawn = []
+    while len(drawn) < 6:
+        drawn += buffer.sample()["row"].tolist()
+    assert Counter(drawn) == {7: 3, 8: 3}
+
+
+def test_each_use_that_is_left_is_as_likely_as_any_other():
+    counts = Counter()
+    for seed in range(300):
+        buffer = build(RandomSampler(max_uses=2), batch_size=1)
+        buffer.set_rng(torch.Generator().manual_seed(seed))
+        buffer.extend(TensorDict(row=torch.arange(2), batch_size=[2]))
+        counts[int(buffer.sample()["row"]), int(buffer.sample()["row"])] += 1
+    # The second draw takes one of three uses: two of the other row.
+    assert counts[0, 1] + counts[1, 0] == pytest.approx(200, abs=35)
+    assert counts[0, 0] == pytest.approx(50, abs=25)
+
+
+def test_a_pass_with_drop_last_says_how_many_rows_may_be_drawn():
+    buffer = build(SamplerWithoutReplacement(drop_last=True, max_age=0), batch_size=3)
+    buffer.extend(versions(0, 1, 1))
+    with pytest.raises(ValueError, match="got batch_size=3, 2 rows that may be drawn, of 3"):
+        buffer.sample()
+
+
+def test_both_limits_are_told_apart():
+    buffer = build(SamplerWithoutReplacement(max_age=1, max_uses=1), batch_size=10)
+    buffer.extend(versions(0, 2, 2))
+    assert buffer.sample()["policy_version"].tolist() == [2, 2]
+    with pytest.raises(RuntimeError, match=r"1 too old \(max_age=1 at version 2\), 2 used up \(max_uses=1\)"):
+        buffer.sample()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_emptied_buffer_has_no_uses_and_no_versions(kind):
+    buffer = build(kind(max_age=1, max_uses=1))
+    buffer.extend(versions(5, 5))
+    buffer.sample()
+    buffer.empty()
+    buffer.sampler.version = 1
+    buffer.extend(versions(0, 1))
+    drawn = []
+    while len(drawn) < 2:
+        drawn += buffer.sample()["policy_version"].tolist()
+    assert sorted(drawn) == [0, 1]
+
+
+# --- errors ---
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_limits_that_cannot_be_are_refused(kind):
+    with pytest.raises(ValueError, match="max_age counts policy versions and must not be negative: got -1"):
+        kind(max_age=-1)
+    with pytest.raises(ValueError, match="max_uses must be at least 1: got 0"):
+        kind(max_uses=0)
+    with pytest.raises(RuntimeError, match="this one has none"):
+        kind(max_uses=1).version = 3
+
+
+def test_a_sampler_that_cannot_keep_a_limit_does_not_take_it():
+    with pytest.raises(TypeError, match="max_uses"):
+        PrioritizedSampler(10, 1.0, 1.0, max_uses=1)
+
+
+def test_a_version_is_a_whole_number_in_an_entry():
+    buffer = build(RandomSampler(max_age=1, version_key="policy_versoin"))
+    buffer.extend(versions(1, 2))
+    for _ in range(2):
+        with pytest.raises(MissingKeyError, match="Did you mean 'policy_version'"):
+            buffer.sample()
+    buffer = build(RandomSampler(max_age=1))
+    buffer.extend(TensorDict(policy_version=torch.rand(3), batch_size=[3]))
+    with pytest.raises(DataError, match="whole numbers"):
+        buffer.sample()
+
+
+def test_rows_that_a_writer_ranks_are_drawn_once_per_pass_too():
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(3),
+        sampler=SamplerWithoutReplacement(shuffle=False),
+        writer=TensorDictMaxValueWriter(rank_key="score"),
+        batch_size=1,
+    )
+    buffer.extend(TensorDict(score=torch.tensor([3.0, 1.0, 2.0]), batch_size=[3]))
+    assert buffer.sample()["score"].item() == 3.0
+    buffer.extend(TensorDict(score=torch.tensor([0.0, 5.0, 0.5]), batch_size=[3]))  # 5 takes the place of 1
+    assert [batch["score"].item() for batch in buffer] == [2.0]
+    assert [batch["score"].item() for batch in buffer] == [3.0, 5.0, 2.0]

@@ -1,0 +1,203 @@
+"""Writers that rank rows, and one that refuses them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from llmrl.data.replay_buffers import (
+    ImmutableDatasetWriter,
+    LazyStackStorage,
+    LazyTensorStorage,
+    ListStorage,
+    PrioritizedSampler,
+    ReplayBuffer,
+    TensorDictMaxValueWriter,
+    TensorDictReplayBuffer,
+    TensorStorage,
+)
+from llmrl.errors import DataError, MissingKeyError
+
+
+def scored(*scores: float) -> TensorDict:
+    return TensorDict(score=torch.tensor(scores), row=torch.tensor(scores).clone(), batch_size=[len(scores)])
+
+
+def build(capacity: int = 3, storage=LazyTensorStorage, **arguments) -> TensorDictReplayBuffer:
+    writer = TensorDictMaxValueWriter(**({"rank_key": "score"} | arguments))
+    return TensorDictReplayBuffer(storage=storage(capacity), writer=writer, batch_size=2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches=st.lists(st.lists(st.integers(-3, 6), min_size=1, max_size=7), max_size=8), single=st.booleans())
+def test_the_best_rows_stay_and_of_equal_ones_the_first(batches, single):
+    buffer, oracle = build(4), []  # (rank, number of the write)
+    number = 0
+    for ranks in batches:
+        first = number
+        numbers = torch.arange(first, first + len(ranks))
+        data = TensorDict(score=torch.tensor(ranks), number=numbers, batch_size=[len(ranks)])
+        index = [buffer.add(row) for row in data] if single else buffer.extend(data).tolist()
+        oracle += [(rank, first + i) for i, rank in enumerate(ranks)]
+        oracle = sorted(oracle, key=lambda row: (-row[0], row[1]))[:4]
+        number += len(ranks)
+        content = buffer[:]
+        assert sorted(content["number"].tolist()) == sorted(row[1] for row in oracle)
+        assert content["index"].tolist() == list(range(len(oracle)))
+        if not single:
+            kept = {row[1] for row in oracle}
+            for i, position in enumerate(index):
+                assert (position >= 0) == (first + i in kept)
+                assert position < 0 or int(content["number"][position]) == first + i
+
+
+def test_a_row_that_is_not_kept_has_no_position():
+    buffer = build(2)
+    assert buffer.extend(scored(3, 1, 2, 0)).tolist() == [0, -1, 1, -1]
+    assert buffer.add(scored(1)[0]) is None
+    assert buffer.add(scored(2)[0]) is None  # as good as the lowest: that one came first
+    assert buffer.add(scored(9)[0]) == 1
+    assert buffer.extend(scored(0, 1)).tolist() == [-1, -1]
+    assert buffer.write_count == 3
+    assert buffer[:]["score"].tolist() == [3, 9]
+
+
+@pytest.mark.parametrize(
+    ("reduction", "expected"), [("sum", [2, 0]), ("max", [1, 2]), ("min", [2, 0]), ("mean", [2, 0]), ("median", [2, 0])]
+)
+def test_ranks_of_several_numbers_are_reduced(reduction, expected):
+    rewards = torch.tensor([[0.0, 1.0, 5.0], [-9.0, 1.0, 7.0], [3.0, 3.0, 4.0]]).view(3, 3, 1)
+    if reduction == "max":
+        rewards[2] = 6.0
+    buffer = build(2, reduction=reduction, rank_key=("next", "reward"))
+    data = TensorDict(row=torch.arange(3), next=TensorDict(reward=rewards, batch_size=[3, 3]), batch_size=[3])
+    buffer.extend(data)
+    assert sorted(buffer[:]["row"].tolist()) == sorted(expected)
+
+
+def test_what_the_caller_holds_is_not_edited():
+    """The position used to be written into the caller's own item."""
+    buffer = build()
+    batch, row = scored(1, 2), scored(5)[0]
+    buffer.extend(batch)
+    buffer.add(row)
+    assert "index" not in batch.keys()
+    assert "index" not in row.keys()
+    row["score"].fill_(-1)
+    assert buffer[2]["score"] == 5
+
+
+@pytest.mark.parametrize("storage", [ListStorage, LazyStackStorage])
+def test_lists_of_rows_may_be_ranked(storage):
+    buffer = build(2, storage)
+    buffer.extend(scored(1, 2, 3, 0))
+    buffer.extend(scored(0, 4))
+    assert sorted(row["score"].item() for row in buffer[:]) == [3, 4]
+
+
+@pytest.mark.parametrize("by_file", [False, True])
+def test_ranks_are_part_of_the_state(by_file, tmp_path):
+    first, second = build(), build()
+    first.extend(scored(4, 4, 2, 3, 1, 4))
+    if by_file:
+        first.dumps(tmp_path / "dump")
+        second.loads(tmp_path / "dump")
+    else:
+        second.load_state_dict(first.state_dict())
+    assert first.write_count == second.write_count
+    for batch in (scored(3, 5, 4), scored(9), scored(4, 5, 6)):
+        assert first.extend(batch).tolist() == second.extend(batch).tolist()
+        assert first[:]["row"].tolist() == second[:]["row"].tolist()
+
+
+def test_rows_that_were_there_before_the_writer_are_ranked():
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(3), batch_size=2)
+    buffer.extend(scored(5, 1, 4))
+    buffer.set_writer(TensorDictMaxValueWriter(rank_key="score"))
+    assert buffer.extend(scored(0, 2)).tolist() == [-1, 1]
+
+
+def test_an_emptied_buffer_takes_any_row_again():
+    buffer = build(2)
+    buffer.extend(scored(8, 9))
+    buffer.empty()
+    assert buffer.extend(scored(1, 2)).tolist() == [0, 1]
+
+
+def test_rows_that_are_replaced_by_rank_are_new_to_a_sampler_with_priorities():
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(3),
+        writer=TensorDictMaxValueWriter(rank_key="score"),
+        sampler=PrioritizedSampler(3, 1.0, 1.0, eps=0.0),
+    )
+    buffer.extend(scored(1, 2, 3))
+    buffer.update_priority(torch.tensor([0, 1, 2]), torch.tensor([0.25, 0.5, 2.0]))
+    buffer.extend(scored(0, 5))
+    assert (buffer.sampler.probabilities() * 4.5).tolist() == pytest.approx([2, 0.5, 2])
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "match"),
+    [
+        (TensorDict(scor=torch.ones(2), batch_size=[2]), MissingKeyError, "Did you mean 'score'|'score' is not in"),
+        (scored(9, float("nan")), DataError, "NaN in 'score' of row 1"),
+        (TensorDict(score=torch.ones(0), batch_size=[0]), RuntimeError, "at least one row"),
+    ],
+)
+def test_rows_without_a_rank_are_refused_and_nothing_changes(data, error, match):
+    buffer = build()
+    buffer.extend(scored(1, 2, 3))
+    with pytest.raises(error, match=match):
+        buffer.extend(data)
+    assert buffer[:]["score"].tolist() == [1, 2, 3]
+    assert buffer.write_count == 3
+
+
+def test_rows_that_are_no_tensordicts_are_refused():
+    buffer = ReplayBuffer(storage=ListStorage(3), writer=TensorDictMaxValueWriter())
+    for write in (buffer.add, buffer.extend):
+        with pytest.raises(RuntimeError, match="must be tensordicts, to have a rank: got Tensor"):
+            write(torch.zeros(2))
+    assert len(buffer) == 0
+
+
+def test_a_grid_and_an_unknown_reduction_are_refused():
+    with pytest.raises(ValueError, match="got a storage with ndim=2"):
+        ReplayBuffer(storage=LazyTensorStorage(4, ndim=2), writer=TensorDictMaxValueWriter())
+    with pytest.raises(ValueError, match="Did you mean 'median'"):
+        TensorDictMaxValueWriter(reduction="meadian")
+
+
+def test_ranks_do_not_go_to_another_process():
+    process = multiprocessing.get_context("spawn").Process(target=print, args=(TensorDictMaxValueWriter(),))
+    with pytest.raises(RuntimeError, match="ranks are kept by one process"):
+        process.start()
+    buffer = build()
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            buffer.extend(scored(1, 2))
+        except RuntimeError as error:
+            os.write(writer, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        assert "process" in pipe.read()
+    os.waitpid(pid, 0)
+
+
+def test_a_data_set_is_read_and_never_written():
+    buffer = ReplayBuffer(storage=TensorStorage(torch.arange(5)), writer=ImmutableDatasetWriter(), batch_size=2)
+    for write in (lambda: buffer.add(torch.tensor(1)), lambda: buffer.extend(torch.arange(2)), buffer.empty):
+        with pytest.raises(RuntimeError, match="a data set is not written to"):
+            write()
+    assert buffer[:].tolist() == [0, 1, 2, 3, 4]
+    assert buffer.sample().shape == (2,)

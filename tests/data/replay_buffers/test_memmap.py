@@ -1,0 +1,145 @@
+"""Storages in files: what the directory may hold, what a full disk says, and who cleans up."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import resource
+from contextlib import contextmanager
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from llmrl.data.replay_buffers import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, TensorStorage
+from llmrl.errors import UnsupportedError
+
+
+def rows(*numbers: int) -> TensorDict:
+    return TensorDict({"a": torch.tensor(numbers), "b.c": torch.tensor(numbers) / 2}, batch_size=[len(numbers)])
+
+
+@contextmanager
+def largest_file(num_bytes: int):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_rows_are_in_the_files_of_the_directory(tmp_path):
+    buffer = ReplayBuffer(storage=LazyMemmapStorage(4, scratch_dir=tmp_path / "rows"))
+    buffer.extend(rows(1, 2, 3, 4, 5))
+    assert buffer["a"].tolist() == [5, 2, 3, 4]
+    assert buffer["b.c"].tolist() == [2.5, 1.0, 1.5, 2.0]
+    on_disk = [path.read_bytes() for path in sorted((tmp_path / "rows").glob("buffer.column_*"))]
+    assert torch.frombuffer(bytearray(on_disk[0]), dtype=torch.int64).tolist() == [5, 2, 3, 4]
+    del buffer
+    gc.collect()
+    assert (tmp_path / "rows" / "buffer.column_0.bin").exists()
+
+
+def test_files_in_a_temporary_directory_go_with_the_storage_and_others_only_if_asked(tmp_path):
+    temporary = LazyMemmapStorage(4)
+    temporary.set(slice(0, 2), rows(1, 2))
+    folder = temporary._folder.path
+    assert folder.exists()
+    asked = LazyMemmapStorage(4, scratch_dir=tmp_path / "asked", auto_cleanup=True)
+    asked.set(slice(0, 2), rows(1, 2))
+    (tmp_path / "asked" / "notes").write_text("mine")
+    kept = LazyMemmapStorage(4, auto_cleanup=False)
+    kept_folder = kept._folder.path
+    del temporary, asked, kept
+    gc.collect()
+    assert not folder.exists()
+    assert [path.name for path in (tmp_path / "asked").iterdir()] == ["notes"]
+    assert kept_folder.exists()
+    for path in kept_folder.iterdir():
+        path.unlink()
+    kept_folder.rmdir()
+
+
+def test_a_directory_with_files_is_refused_unless_they_may_be_replaced(tmp_path):
+    first = LazyMemmapStorage(4, scratch_dir=tmp_path)
+    first.set(slice(0, 2), rows(1, 2))
+    with pytest.raises(RuntimeError, match="existsok=True"):
+        LazyMemmapStorage(4, scratch_dir=tmp_path)
+    second = LazyMemmapStorage(4, scratch_dir=tmp_path, existsok=True)
+    assert len(second) == 0
+    second.set(slice(0, 2), rows(7, 8))
+    assert second[:]["a"].tolist() == [7, 8]
+    assert first[:]["a"].tolist() == [1, 2]  # who mapped the files that were replaced keeps them
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RuntimeError, match="must be a directory"):
+        LazyMemmapStorage(4, scratch_dir=tmp_path / "file")
+
+
+def test_a_disk_that_is_too_small_is_an_error_at_the_first_write_and_nothing_is_left(tmp_path):
+    buffer = ReplayBuffer(storage=LazyMemmapStorage(10**13, scratch_dir=tmp_path))
+    with pytest.raises(OSError, match="choose a smaller max_size or another scratch_dir"):
+        buffer.extend(rows(1, 2))
+    assert (len(buffer), buffer.write_count) == (0, 0)
+    assert not list(tmp_path.glob("buffer.column_*"))
+
+
+def test_a_disk_that_fills_up_meanwhile_is_an_error_too(tmp_path):
+    buffer = ReplayBuffer(storage=LazyMemmapStorage(100_000, scratch_dir=tmp_path))
+    with largest_file(100_000), pytest.raises(OSError, match="has no room") as error:
+        buffer.extend(rows(1, 2))
+    assert error.value.errno == errno.EFBIG
+    assert len(buffer) == 0
+    buffer.extend(rows(1, 2))  # once there is room, it goes on
+    assert buffer["a"].tolist() == [1, 2]
+
+
+def test_what_files_cannot_hold_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="device='cuda'"):
+        LazyMemmapStorage(4, device="cuda")
+    buffer = ReplayBuffer(storage=LazyMemmapStorage(4, scratch_dir=tmp_path))
+    with_text = rows(1, 2)
+    with_text["text"] = ["a", "b"]
+    with pytest.raises(UnsupportedError, match="LazyStackStorage"):
+        buffer.extend(with_text)
+    assert len(buffer) == 0
+    buffer.extend(rows(1, 2))
+    assert len(buffer) == 2
+    with pytest.raises(ValueError, match="ndim"):
+        LazyMemmapStorage(4, ndim=0)
+    with pytest.raises(ValueError, match="LazyTensorStorage allocates"):
+        TensorStorage(None)
+
+
+def test_the_documented_tree_goes_into_files():
+    buffer = ReplayBuffer(storage=LazyMemmapStorage(10))
+    data = {"a": {"b": torch.randn(3), "c": [torch.zeros(3, 2), (torch.ones(3, 10),)]}, "x.y": torch.zeros(3, 0)}
+    buffer.extend(data)
+    assert len(buffer) == 3
+    read = buffer[:]
+    assert torch.equal(read["a"]["b"], data["a"]["b"])
+    assert read["a"]["c"][1][0].shape == (3, 10)
+    assert read["x.y"].shape == (3, 0)
+    assert torch.equal(buffer.storage.entry(("a", "b"), torch.tensor([2, 0])), data["a"]["b"][[2, 0]])
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.bfloat16, torch.float16, torch.complex64])
+def test_every_dtype_survives_a_file(dtype):
+    values = torch.tensor([0, 1, 1, 0]).to(dtype)
+    storage = LazyMemmapStorage(4)
+    storage.set(slice(0, 4), values)
+    assert storage[:].dtype is dtype
+    assert torch.equal(storage[:], values)
+
+
+def test_sharing_moves_the_rows_and_keeps_them():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(4))
+    buffer.extend(rows(1, 2))
+    assert not buffer.storage.shared
+    buffer.share()
+    assert buffer.storage.shared
+    buffer.share()
+    buffer.extend(rows(3, 4, 5))
+    assert buffer["a"].tolist() == [5, 2, 3, 4]
+    with pytest.raises(RuntimeError, match="share"):
+        buffer.share(False)

@@ -1,0 +1,305 @@
+"""Buffers in several processes: the same rows for all of them, or an error at the hand-over; never a silent copy."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from llmrl.data.replay_buffers import (
+    LazyMemmapStorage,
+    LazyStackStorage,
+    LazyTensorStorage,
+    ListStorage,
+    ReplayBuffer,
+    TensorDictReplayBuffer,
+    TensorStorage,
+)
+from llmrl.data.replay_buffers.process_lock import ProcessLock
+from llmrl.errors import DeadlineError, UnsupportedError
+
+SPAWN = pytest.param("spawn", marks=pytest.mark.slow)  # a new interpreter imports torch
+METHODS = ["fork", SPAWN, pytest.param("forkserver", marks=pytest.mark.slow)]
+SHARED = {
+    "memmap": lambda: LazyMemmapStorage(21),
+    "shared memory": lambda: LazyTensorStorage(21, shared_init=True),
+}
+DEADLINE_S = 60.0
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
+
+def constant(value: float) -> TensorDict:
+    return TensorDict({"a": torch.full((10,), value)}, [10])
+
+
+def run(method: str, target, *arguments) -> None:
+    """Runs ``target`` in a process and raises what went wrong there."""
+    context = multiprocessing.get_context(method)
+    receive, send = context.Pipe(duplex=False)
+    process = context.Process(target=_report, args=(send, target, arguments))
+    process.start()
+    send.close()
+    try:
+        assert receive.poll(DEADLINE_S), "the process did not answer in time"
+        error = receive.recv()
+    finally:
+        process.join(DEADLINE_S)
+    if error is not None:
+        raise error
+
+
+def _report(send, target, arguments) -> None:
+    try:
+        target(*arguments)
+        send.send(None)
+    except BaseException as error:
+        send.send(error)
+
+
+def extend_by_ones(buffer: ReplayBuffer) -> None:
+    buffer.extend(constant(1.0))
+
+
+def check_zeros_and_extend(buffer: ReplayBuffer) -> None:
+    assert (buffer["a"][:10] == 0).all()
+    buffer.extend(constant(1.0))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", ["memmap", "shared memory"])
+def test_another_process_reads_and_writes_the_same_rows(method, kind):
+    """The documented example."""
+    buffer = TensorDictReplayBuffer(storage=SHARED[kind]())
+    buffer.extend(constant(0.0))
+    run(method, check_zeros_and_extend, buffer)
+    assert len(buffer) == 20
+    assert buffer.write_count == 20
+    assert (buffer["_data", "a"][:10] == 0).all()
+    assert (buffer["_data", "a"][10:20] == 1).all()
+    run(method, extend_by_ones, buffer)
+    assert len(buffer) == 21
+    assert buffer.writer.cursor == 9
+    assert buffer["a"][:10].tolist() == [1.0] * 9 + [0.0]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", ["memmap", "shared memory"])
+def test_whoever_writes_first_allocates_for_all(method, kind):
+    buffer = ReplayBuffer(storage=SHARED[kind]())
+    run(method, extend_by_ones, buffer)
+    assert len(buffer) == 10
+    assert buffer["a"].tolist() == [1.0] * 10
+    buffer.extend(constant(2.0))
+    assert len(buffer) == 20
+    folder = buffer.storage._folder.path
+    assert folder.exists()
+    del buffer
+    gc.collect()
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("method", ["fork", SPAWN])
+def test_rows_that_were_there_before_sharing_are_shared_too(method):
+    for storage in (LazyTensorStorage(20), TensorStorage(TensorDict(a=torch.zeros(20), batch_size=[20]), filled=False)):
+        buffer = ReplayBuffer(storage=storage)
+        buffer.extend(constant(0.0))
+        buffer.share()
+        run(method, check_zeros_and_extend, buffer)
+        assert buffer["a"].tolist() == [0.0] * 10 + [1.0] * 10
+
+
+@pytest.mark.parametrize("method", ["fork", SPAWN])
+def test_grids_are_shared(tmp_path, method):
+    buffer = ReplayBuffer(storage=LazyMemmapStorage(100, ndim=2, scratch_dir=tmp_path))
+    run(method, extend_a_grid, buffer)
+    assert buffer.storage.max_size == 102
+    assert buffer["a"].tolist() == [[0, 1], [2, 3], [4, 5]]
+
+
+def extend_a_grid(buffer: ReplayBuffer) -> None:
+    buffer.extend(TensorDict(a=torch.arange(6).view(3, 2), batch_size=[3, 2]))
+
+
+@dataclass
+class Step:
+    obs: torch.Tensor
+
+
+def read_and_extend_steps(buffer: ReplayBuffer) -> None:
+    assert buffer[1] == Step(obs=torch.tensor(1))
+    buffer.extend(Step(obs=torch.arange(2)))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_dataclasses_are_shared(method):
+    buffer = ReplayBuffer(storage=LazyMemmapStorage(9))
+    buffer.extend(Step(obs=torch.arange(3)))
+    run(method, read_and_extend_steps, buffer)
+    assert buffer[:].obs.tolist() == [0, 1, 2, 0, 1]
+
+
+@pytest.mark.parametrize("storage", [ListStorage, LazyStackStorage, LazyTensorStorage])
+def test_a_storage_of_one_process_is_refused_at_the_hand_over(storage):
+    buffer = ReplayBuffer(storage=storage(20))
+    buffer.extend(constant(0.0))
+    with pytest.raises(RuntimeError, match="LazyMemmapStorage"):
+        multiprocessing.get_context("spawn").Process(target=extend_by_ones, args=(buffer,)).start()
+    with pytest.raises(RuntimeError, match="not shared"):
+        pickle.dumps(buffer)
+    # fork hands over without asking: the first write says so, and the rows here are what they were
+    with pytest.raises(RuntimeError, match=r"share\(\) before the fork"):
+        run("fork", extend_by_ones, buffer)
+    assert len(buffer) == 10
+
+
+def test_what_cannot_be_shared_says_so():
+    for storage in (ListStorage(3), LazyStackStorage(3)):
+        with pytest.raises(UnsupportedError, match="Python objects"):
+            ReplayBuffer(storage=storage).share()
+    with_text = LazyTensorStorage(3)
+    with_text.set(0, TensorDict(a="text"))
+    with pytest.raises(UnsupportedError, match="text"):
+        with_text.share()
+    assert not with_text.shared
+    assert with_text.get(0)["a"] == "text"
+    with pytest.raises(ValueError, match="prefetch"):
+        ReplayBuffer(storage=LazyTensorStorage(3), batch_size=1, prefetch=1, shared=True)
+    buffer = ReplayBuffer(storage=LazyMemmapStorage(3), batch_size=1, prefetch=1)
+    with pytest.raises(RuntimeError, match="prefetch"):
+        pickle.dumps(buffer)
+    buffer.close()
+
+
+def test_a_buffer_of_factories_is_built_where_it_is_used():
+    buffer = ReplayBuffer(storage=LazyStackStorage, delayed_init=True)
+    elsewhere = pickle.loads(pickle.dumps(buffer))
+    elsewhere.extend(constant(1.0))
+    assert (len(elsewhere), len(buffer)) == (10, 0)
+    assert isinstance(buffer.storage, LazyStackStorage)
+
+
+def test_a_pickle_outlives_its_owner_with_a_clear_error():
+    buffer = ReplayBuffer(storage=LazyMemmapStorage(20))
+    buffer.extend(constant(3.0))
+    pickled = pickle.dumps(buffer)
+    again = pickle.loads(pickled)
+    assert again["a"].tolist() == [3.0] * 10
+    del buffer
+    gc.collect()
+    assert again["a"].tolist() == [3.0] * 10  # what is mapped stays
+    with pytest.raises(RuntimeError, match="owner"):
+        pickle.loads(pickled)
+
+
+def hold(lock: ProcessLock, send) -> None:
+    with lock:
+        send.send("held")
+        time.sleep(DEADLINE_S)
+
+
+def test_a_lock_is_waited_for_until_the_deadline_and_released_by_the_death_of_its_holder(tmp_path):
+    lock = ProcessLock(tmp_path / "lock", timeout_s=0.05)
+    context = multiprocessing.get_context("fork")
+    receive, send = context.Pipe(duplex=False)
+    process = context.Process(target=hold, args=(lock, send))
+    process.start()
+    assert receive.poll(DEADLINE_S)
+    with pytest.raises(DeadlineError, match="must become free"), lock:
+        pass
+    os.kill(process.pid, signal.SIGKILL)
+    process.join(DEADLINE_S)
+    with lock, lock:
+        pass
+
+
+# --- rows with checksums ---
+
+CAPACITY, BATCH = 256, 32
+
+
+def checked_rows(writer: int, first: int) -> TensorDict:
+    """Every entry of a row is a function of the writer and the row's number."""
+    number = torch.arange(first, first + BATCH)
+    value = writer * 10**9 + number
+    return TensorDict(
+        writer=torch.full((BATCH,), writer),
+        number=number,
+        wide=value.unsqueeze(1) * torch.arange(1, 65),
+        next=TensorDict(check=value * 31 % 1_000_003, batch_size=[BATCH]),
+        batch_size=[BATCH],
+    )
+
+
+def check_rows(batch: TensorDict) -> None:
+    value = batch["writer"] * 10**9 + batch["number"]
+    assert torch.equal(batch["wide"], value.unsqueeze(1) * torch.arange(1, 65))
+    assert torch.equal(batch["next", "check"], value * 31 % 1_000_003)
+
+
+def write_until(buffer: ReplayBuffer, writer: int, stop, counts) -> None:
+    torch.set_num_threads(1)
+    first = 0
+    while not stop.is_set():
+        buffer.extend(checked_rows(writer, first))
+        first += BATCH
+    counts[writer] = first
+
+
+def stress(method: str, make, seconds: float, batches: int) -> None:
+    context = multiprocessing.get_context(method)
+    buffer = ReplayBuffer(storage=make(CAPACITY), batch_size=64)
+    stop, counts = context.Event(), context.Array("q", 2)
+    writers = [context.Process(target=write_until, args=(buffer, number, stop, counts)) for number in range(2)]
+    for process in writers:
+        process.start()
+    try:
+        deadline, seen, read = time.monotonic() + DEADLINE_S + seconds, set(), 0
+        until = time.monotonic() + seconds
+        while (time.monotonic() < until or read < batches or len(seen) < 2) and time.monotonic() < deadline:
+            if len(buffer) == 0:
+                time.sleep(0.001)
+                continue
+            batch = buffer.sample()
+            check_rows(batch)
+            seen |= set(batch["writer"].tolist())
+            read += 1
+    finally:
+        stop.set()
+        for process in writers:
+            process.join(DEADLINE_S)
+    assert [process.exitcode for process in writers] == [0, 0]
+    assert read >= batches
+    assert seen == {0, 1}
+    assert buffer.write_count == counts[0] + counts[1]
+    assert len(buffer) == CAPACITY
+    content = buffer[:]
+    check_rows(content)
+    for writer in range(2):  # of each writer, the newest rows are there, in order
+        numbers = content["number"].roll(-buffer.writer.cursor)[content["writer"].roll(-buffer.writer.cursor) == writer]
+        assert numbers.numel() == 0 or numbers[-1] == counts[writer] - 1
+        assert torch.equal(numbers, numbers.sort().values)
+
+
+@pytest.mark.parametrize("method", ["fork", SPAWN])
+def test_two_writers_and_a_reader_never_see_half_a_row(method):
+    stress(method, LazyMemmapStorage, 0.3, 50)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_two_writers_and_a_reader_for_ten_seconds_each(method):
+    stress(method, lambda size: LazyTensorStorage(size, shared_init=True), 10.0, 1000)
+
+
+@pytest.mark.slow
+def test_two_writers_and_a_reader_for_thirty_seconds():
+    stress("spawn", LazyMemmapStorage, 30.0, 1000)

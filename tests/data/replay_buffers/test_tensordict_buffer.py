@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorClass, TensorDict
+
+from llmrl.data.replay_buffers import (
+    LazyMemmapStorage,
+    LazyStackStorage,
+    LazyTensorStorage,
+    RandomSampler,
+    TensorDictReplayBuffer,
+    TensorDictRoundRobinWriter,
+)
+from llmrl.errors import DataError, MissingKeyError
+
+
+class Marking(RandomSampler):
+    """Says something about each row, and remembers the priorities that it is told."""
+
+    def __init__(self):
+        super().__init__()
+        self.told = []
+
+    def sample(self, storage, batch_size):
+        index, info = super().sample(storage, batch_size)
+        last = torch.zeros(batch_size, 1, dtype=torch.bool)
+        last[-1] = True
+        return index, {**info, "priority_weight": index / 10, ("next", "truncated"): last, "note": "a word"}
+
+    def update_priority(self, index, priority):
+        self.told.append((index.tolist(), priority.tolist()))
+
+
+def rows(*numbers: int) -> TensorDict:
+    return TensorDict(a=torch.tensor(numbers), batch_size=[len(numbers)])
+
+
+@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage, LazyStackStorage])
+def test_a_batch_carries_its_positions_and_what_the_sampler_says(storage):
+    buffer = TensorDictReplayBuffer(storage=storage(10), sampler=Marking(), batch_size=6)
+    given = rows(*range(0, 100, 10))
+    buffer.extend(given)
+    assert isinstance(buffer.writer, TensorDictRoundRobinWriter)
+    assert "index" not in given
+    batch, info = buffer.sample(return_info=True)
+    assert torch.equal(batch["index"], info["index"])
+    assert torch.equal(batch["a"], batch["index"] * 10)
+    assert torch.equal(batch["priority_weight"], batch["index"] / 10)
+    assert batch["next", "truncated"].shape == (6, 1)
+    assert "note" not in batch
+    assert buffer["index"].tolist() == list(range(10))
+
+
+def test_what_the_sampler_says_is_expanded_to_the_batch():
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(10), sampler=Marking(), batch_size=4)
+    buffer.extend(TensorDict(a=torch.arange(5).unsqueeze(1).expand(5, 7), batch_size=[5, 7]))
+    batch = buffer.sample()
+    assert batch.batch_size == (4, 7)
+    for key in ("index", "priority_weight", ("next", "truncated")):
+        assert batch[key].shape[:2] == (4, 7)
+    assert torch.equal(batch["index"], batch["a"])
+
+
+def test_a_transform_may_crop_the_batch():
+    """The documented example, in the size in which it can run: windows of 10 of 99 trajectories of 50 steps."""
+    obs = torch.randn(100, 50, 1)
+    data = TensorDict({"obs": obs[:-1], "next": {"obs": obs[1:]}}, [99])
+    buffer = TensorDictReplayBuffer(storage=LazyMemmapStorage(1000))
+    buffer.extend(data)
+    buffer.append_transform(lambda batch: batch[:10])
+    batch = buffer.sample(128)
+    assert batch.batch_size == (10,)
+    assert batch["index"].shape == (10,)
+    assert torch.equal(batch["obs"], obs[batch["index"]])
+
+
+def test_positions_on_a_grid_are_coordinates():
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(20, ndim=2), batch_size=5)
+    value = 100 * torch.arange(2).unsqueeze(1) + torch.arange(4)
+    buffer.extend(TensorDict(a=value, batch_size=[2, 4]))
+    batch = buffer.sample()
+    assert batch["index"].shape == (5, 2)
+    assert torch.equal(batch["a"], 100 * batch["index"][:, 1] + batch["index"][:, 0])
+    assert buffer[:]["index"][1, 3].tolist() == [3, 1]
+
+
+def test_priorities_come_with_the_data_unless_told_otherwise():
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(4), sampler=Marking())
+    data = rows(1, 2).set("td_error", torch.tensor([0.5, 0.25]))
+    buffer.extend(data)
+    buffer.extend(data, update_priority=False)
+    buffer.add(data[1])
+    assert buffer.sampler.told == [([0, 1], [0.5, 0.25]), ([0], [0.25])]
+
+
+def test_priorities_are_updated_from_a_batch():
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(8), sampler=Marking(), priority_key=("loss", "error"))
+    buffer.extend(rows(*range(8)))
+    batch = TensorDict(index=torch.tensor([3, 5]), loss=TensorDict(error=torch.tensor([1.0, 2.0])), batch_size=[2])
+    buffer.update_tensordict_priority(batch)
+    assert buffer.sampler.told.pop() == ([3, 5], [1.0, 2.0])
+    # one position per row, expanded to its steps: the sampler reduces what a row has several of
+    steps = TensorDict(index=torch.tensor([[3, 3], [5, 5]]), batch_size=[2, 2])
+    buffer.update_tensordict_priority(steps.set(("loss", "error"), torch.tensor([[1.0, 2.0], [3.0, 4.0]])))
+    assert buffer.sampler.told.pop() == ([3, 5], [[1.0, 2.0], [3.0, 4.0]])
+    # slices that were reshaped after sampling: every step has a position of its own
+    slices = TensorDict(index=torch.tensor([[3, 4], [5, 6]]), batch_size=[2, 2])
+    buffer.update_tensordict_priority(slices.set(("loss", "error"), torch.tensor([[1.0, 2.0], [3.0, 4.0]])))
+    assert buffer.sampler.told.pop() == ([3, 4, 5, 6], [1.0, 2.0, 3.0, 4.0])
+    with pytest.raises(MissingKeyError, match=r"\('loss', 'error'\) is not in the batch"):
+        buffer.update_tensordict_priority(rows(1))
+
+
+def test_only_tensordicts_are_taken():
+    class Row(TensorClass):
+        a: torch.Tensor
+
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(4))
+    for data in (torch.zeros(2), {"a": torch.zeros(2)}, Row(a=torch.zeros(2), batch_size=[2])):
+        with pytest.raises(DataError, match="rows are tensordicts"):
+            buffer.extend(data)
+        with pytest.raises(DataError, match="rows are tensordicts"):
+            buffer.add(data)
+    with pytest.raises(TypeError, match="priority_kye"):
+        TensorDictReplayBuffer(priority_kye="a")

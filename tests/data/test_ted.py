@@ -1,0 +1,248 @@
+"""The TED codecs: every pair is an identity, and the files it makes hold each observation once."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from llmrl.data.ted import Flat2TED, H5Combine, H5Split, Nested2TED, TED2Flat, TED2Nested
+from llmrl.errors import DataError
+
+PAIRS = {
+    "flat": (TED2Flat(), Flat2TED()),
+    "nested": (TED2Nested(), Nested2TED()),
+    "h5": (
+        lambda td, **ring: H5Split()(TED2Nested()(td, **ring)),
+        lambda td: Nested2TED()(H5Combine()(td)),
+    ),
+}
+
+
+def column(obs, following, done=None):
+    """Rows [T] in TED with the given observations."""
+    steps = len(obs)
+    done = [False] * steps if done is None else done
+    flags = torch.tensor(done).unsqueeze(-1)
+    return TensorDict(
+        obs=torch.tensor(obs),
+        action=torch.arange(steps),
+        done=torch.zeros(steps, 1, dtype=torch.bool),
+        next=TensorDict(obs=torch.tensor(following), reward=torch.ones(steps, 1), done=flags, batch_size=[steps]),
+        batch_size=[steps],
+    )
+
+
+def bits(value):
+    return (value.view(torch.int16) if value.dtype == torch.bfloat16 else value).numpy().tobytes()
+
+
+def assert_same(left, right):
+    """Equal in keys, shapes, dtypes, batch sizes, and bit for bit in values."""
+    assert left.batch_size == right.batch_size
+    assert left.keys() == right.keys()
+    for key, value in left.items():
+        other = right.get(key)
+        if isinstance(value, TensorDict):
+            assert_same(value, other)
+        else:
+            assert value.dtype == other.dtype, key
+            assert value.shape == other.shape, key
+            assert bits(value) == bits(other), key
+
+
+@st.composite
+def ted_rows(draw):
+    """Rows as a storage of 1 or 2 dimensions keeps them: trajectories with and without marks, nan, jumps, a ring."""
+    steps, streams = draw(st.integers(1, 9)), draw(st.sampled_from([None, 1, 2]))
+    shape = [steps] if streams is None else [steps, streams]
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+
+    def flags(probability):
+        return torch.rand(shape, generator=generator) < probability
+
+    def normal(*size, dtype=torch.float32):
+        return (torch.randn(*shape, *size, generator=generator) * 3).to(dtype)
+
+    ends = flags(0.3)
+    ends[-1] = True
+    marked = (ends & flags(draw(st.sampled_from([0.0, 0.5, 1.0])))).unsqueeze(-1)
+    td = TensorDict(batch_size=shape)
+    for key, size, dtype in (("obs", (2,), torch.float32), ("count", (), torch.int64), ("small", (1,), torch.bfloat16)):
+        now, fresh = normal(*size, dtype=dtype), normal(*size, dtype=dtype)
+        if dtype.is_floating_point and draw(st.booleans()):
+            now[flags(0.3)] = math.nan
+        follows = draw(st.sampled_from([True, True, False]))
+        td[key] = now
+        td["next", key] = torch.where(ends.view(*shape, *[1] * len(size)), fresh, now.roll(-1, 0)) if follows else fresh
+    pos = normal(2, 1)
+    td["agents"] = TensorDict(pos=pos, batch_size=[*shape, 2])
+    td["next", "agents"] = TensorDict(pos=pos.roll(-1, 0), reward=normal(2, 1), batch_size=[*shape, 2])
+    td["action"] = normal(3)
+    td["next", "reward"], td["next", "extra"] = normal(1), normal()
+    for name in ("done", "terminated"):
+        td["next", name], td[name] = marked.clone(), torch.zeros_like(marked)
+    if draw(st.booleans()):
+        td["done"] = marked.roll(1, 0)
+    if draw(st.booleans()):
+        td["reward"] = normal(1)
+    if draw(st.booleans()):
+        return td, {}
+    shift = draw(st.integers(0, steps - 1))
+    return td.apply(lambda value: value.roll(shift, 0)), {"shift": shift, "is_full": True}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@settings(max_examples=60)
+@given(case=ted_rows())
+def test_decoding_gives_back_what_was_encoded_bit_for_bit(pair, case):
+    rows, ring = case
+    before = rows.clone()
+    encode, decode = PAIRS[pair]
+    assert_same(decode(encode(rows, **ring)), rows)
+    assert_same(rows, before)
+
+
+def test_flat_rows_hold_every_observation_once_and_the_last_one_of_each_trajectory():
+    rows = column([0, 1, 2, 10, 11, 12], [1, 2, 3, 11, 12, 13], [False, False, True, False, False, False])
+    flat = TED2Flat()(rows)
+    assert flat["obs"].tolist() == [0, 1, 2, 3, 10, 11, 12, 13]
+    assert flat["done"].flatten().tolist() == [False, False, True, False, False, False]
+    assert flat["reward"].shape == (6, 1)
+    assert flat["action"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert not {"next", "_ends"} & set(flat.keys())
+    assert_same(Flat2TED()(flat), rows)
+
+
+def test_a_trajectory_that_ends_without_done_is_found_by_its_observations():
+    rows = column([0, 1, 2, 10, 11, 12], [1, 2, 3, 11, 12, 13])
+    flat = TED2Flat()(rows)
+    assert flat["obs"].tolist() == [0, 1, 2, 3, 10, 11, 12, 13]
+    assert flat["_ted"]["ends_without_done"] == 1
+    assert_same(Flat2TED()(flat), rows)
+
+
+def test_writes_of_60_and_40_frames_that_do_not_follow_each_other_come_back_unchanged():
+    parts = [column(list(range(start, start + size)), list(range(start + 1, start + size + 1)))
+             for start, size in ((0, 60), (500, 40))]  # fmt: skip
+    ring = torch.cat([*parts, column(list(range(900, 960)), list(range(901, 961)))])
+    full = torch.cat([ring[100:], ring[60:100]])  # 100 cells after 160 writes: the cursor is at 60
+    for encode, decode in PAIRS.values():
+        back = decode(encode(full, shift=60, is_full=True))
+        assert (back["next", "obs"] - full["next", "obs"]).abs().max() == 0
+        assert_same(back, full)
+
+
+def test_a_full_ring_is_unrolled_so_that_the_oldest_row_comes_first():
+    rows = column([13, 14, 10, 11, 12], [14, 15, 11, 12, 13])  # the cursor is at 2
+    flat = TED2Flat()(rows, shift=2, is_full=True)
+    assert flat["obs"].tolist() == [10, 11, 12, 13, 14, 15]
+    assert (flat["shift"], flat["is_full"]) == (2, True)
+    assert_same(Flat2TED()(flat), rows)
+
+
+def test_two_streams_are_stored_one_after_the_other():
+    rows = torch.stack([column([0, 1], [1, 2]), column([10, 11], [11, 12])], 1)
+    flat = TED2Flat()(rows)
+    assert flat["obs"].tolist() == [0, 1, 2, 10, 11, 12]
+    assert_same(Flat2TED()(flat), rows)
+    nested = TED2Nested()(rows)
+    assert [row.tolist() for row in nested["obs"].unbind()] == [[0, 1, 2], [10, 11, 12]]
+
+
+def test_nan_observations_follow_each_other_and_are_kept_once():
+    nan = math.nan
+    rows = column([0.0, nan, 2.0], [nan, 2.0, nan])
+    flat = TED2Flat()(rows)
+    assert flat["obs"].shape == (4,)
+    assert_same(Flat2TED()(flat), rows)
+
+
+def test_minus_zero_is_not_zero():
+    rows = column([1.0, 0.0, 2.0, 3.0, 4.0], [-0.0, 2.0, 3.0, 4.0, 5.0])
+    assert_same(Flat2TED()(TED2Flat()(rows)), rows)
+
+
+def test_root_rewards_come_back_bit_for_bit_also_if_they_are_all_zero():
+    rows = column([0, 1], [1, 2])
+    rows["reward"] = torch.tensor([[-0.0], [0.0]])
+    assert_same(Flat2TED()(TED2Flat()(rows)), rows)
+
+
+def test_entries_that_would_overlap_are_refused():
+    rows = column([0, 1], [1, 2])
+    rows["reward", "part"] = torch.zeros(2)
+    with pytest.raises(DataError, match="overlap"):
+        TED2Flat()(rows)
+
+
+def test_an_entry_whose_next_is_something_else_is_kept_twice():
+    rows = column([0, 1, 2, 3], [1, 2, 3, 4])
+    rows["noise"], rows["next", "noise"] = torch.arange(4), torch.arange(4) + 100
+    flat = TED2Flat()(rows)
+    assert flat["_ted"]["kept_twice"] == [["noise"]]
+    assert [len(flat[key]) for key in ("obs", "noise", ("next", "noise"))] == [5, 4, 4]
+    assert_same(Flat2TED()(flat), rows)
+
+
+def test_done_flags_of_several_agents_do_not_mark_ends_and_come_back():
+    rows = column([0, 1, 2, 10, 11], [1, 2, 3, 11, 12])
+    done = torch.tensor([[0, 0], [0, 1], [1, 1], [0, 0], [0, 1]], dtype=torch.bool)
+    rows["next", "done"] = done.unsqueeze(-1)
+    rows["done"] = torch.zeros_like(rows["next", "done"])
+    for encode, decode in PAIRS.values():
+        assert_same(decode(encode(rows)), rows)
+
+
+def test_root_flags_that_are_all_false_take_no_space_and_others_are_kept():
+    rows = column([0, 1, 2], [1, 2, 3], [False, True, True])
+    assert ("_root", "done") not in TED2Flat()(rows).keys(True)
+    rows["done"] = torch.tensor([[False], [False], [True]])
+    flat = TED2Flat()(rows)
+    assert flat["_root", "done"].flatten().tolist() == [False, False, True]
+    assert_same(Flat2TED()(flat), rows)
+
+
+def test_flat_entries_of_other_origin_are_read_by_their_sizes_and_done():
+    flat = TensorDict(
+        pixels=torch.tensor([0, 1, 2, 3, 10, 11]),
+        finished=torch.tensor([False, False, True, False]).unsqueeze(-1),
+        bonus=torch.arange(4.0),
+        action=torch.arange(4),
+    )
+    rows = Flat2TED(done_key="finished", done_keys=["finished"], reward_keys=["bonus"])(flat)
+    assert rows["pixels"].tolist() == [0, 1, 2, 10]
+    assert rows["next", "pixels"].tolist() == [1, 2, 3, 11]
+    assert rows["next", "bonus"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert rows["next", "finished"].flatten().tolist() == [False, False, True, False]
+    assert rows["action"].tolist() == [0, 1, 2, 3]
+
+
+def test_flat_entries_that_do_not_fit_are_refused_by_name():
+    with pytest.raises(DataError, match=r"4 rows .* or 6 .*\[5\] for \('pixels',\)"):
+        Flat2TED()(TensorDict(pixels=torch.arange(5), done=torch.tensor([False, True, False, False])))
+    with pytest.raises(DataError, match="must mark the ends"):
+        Flat2TED()(TensorDict(pixels=torch.arange(5)))
+
+
+def test_h5_groups_are_numbered_and_sorted_as_numbers():
+    rows = column(list(range(0, 4000, 2)), list(range(1, 4001, 2)), [True] * 2000)
+    groups = H5Split()(TED2Nested()(rows))
+    assert {"traj_000", "traj_999", "traj_1999"} <= set(groups.keys())
+    assert groups["traj_1001", "obs"].tolist() == [2002, 2003]
+    assert_same(Nested2TED()(H5Combine()(groups)), rows)
+
+
+@pytest.mark.parametrize("codec", [TED2Flat(), TED2Nested()])
+def test_what_is_no_ted_is_refused(codec):
+    for rows in (torch.zeros(3), TensorDict(obs=torch.zeros(3), batch_size=[3]), TensorDict(next=TensorDict())):
+        with pytest.raises(DataError, match="rows in TED"):
+            codec(rows)
+    with pytest.raises(DataError, match="at least one row"):
+        codec(column([0], [1])[:0])
+    with pytest.raises(DataError, match=r"uses these names itself.*'shift'"):
+        codec(column([0], [1]).set("shift", torch.zeros(1)))
+    with pytest.raises(DataError, match="dense tensor"):
+        codec(column([0], [1]).set("text", ["hello"]))

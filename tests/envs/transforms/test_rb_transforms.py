@@ -1,0 +1,322 @@
+"""Transforms for replay buffers: n-step rows, next observations rebuilt from slices, random windows."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from llmrl.data.postprocs import MultiStep
+from llmrl.data.replay_buffers import LazyTensorStorage, ReplayBuffer
+from llmrl.data.replay_buffers.samplers import SliceSampler
+from llmrl.envs.transforms.crop import RandomCropTensorDict
+from llmrl.envs.transforms.rb_transforms import MultiStepTransform, NextStateReconstructor
+from llmrl.errors import ConfigError, MissingKeyError, ShapeError
+
+
+def stream(steps, ends=(), streams=None):
+    shape = [steps] if streams is None else [streams, steps]
+    done = torch.zeros(*shape, 1, dtype=torch.bool)
+    done[..., list(ends), :] = True
+    obs = torch.arange(math.prod(shape)).view(shape)
+    following = TensorDict(obs=obs + 1, reward=(obs + 1.0).unsqueeze(-1), done=done, batch_size=shape)
+    return TensorDict(obs=obs, next=following, batch_size=shape)
+
+
+def assert_equal(left, right):
+    assert set(left.keys(True, True)) == set(right.keys(True, True))
+    for key in left.keys(True, True):
+        torch.testing.assert_close(left[key], right[key], rtol=0, atol=1e-5)
+
+
+# --- n steps on the way in ---
+
+
+@settings(max_examples=50)
+@given(
+    steps=st.integers(1, 20),
+    ends=st.sets(st.integers(0, 19)),
+    n_steps=st.integers(1, 6),
+    cuts=st.lists(st.integers(1, 6), max_size=20),
+    streams=st.sampled_from([None, 1, 3]),
+)
+def test_a_stream_in_pieces_gives_the_numbers_of_the_whole(steps, ends, n_steps, cuts, streams):
+    whole = stream(steps, [end for end in ends if end < steps], streams)
+    dim = whole.batch_dims - 1
+    transform = MultiStepTransform(n_steps, 0.9)
+    out, start = [], 0
+    for cut in [*cuts, steps]:
+        piece = whole.narrow(dim, start, min(cut, steps - start)) if dim == 0 else whole[:, start : start + cut]
+        start += cut
+        if piece.numel():
+            out.append(transform.inv(piece))
+        if start >= steps:
+            break
+    out.append(transform.flush())
+    assert_equal(torch.cat([piece for piece in out if piece is not None], dim), MultiStep(0.9, n_steps)(whole))
+
+
+def test_nothing_is_written_until_a_window_is_complete_and_flush_loses_no_row():
+    transform = MultiStepTransform(4, 1.0)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(20), transform=transform)
+    rows = stream(6)
+    assert len(buffer.extend(rows[:2])) == 0  # fewer rows than the window, in the first batch
+    assert len(buffer.extend(rows[2:3])) == 0
+    assert buffer.extend(rows[3:]).tolist() == [0, 1, 2]
+    assert buffer.extend(transform.flush()).tolist() == [3, 4, 5]
+    assert transform.flush() is None
+    assert buffer[:]["next", "reward"].flatten().tolist() == [10, 14, 18, 15, 11, 6]
+    assert len(buffer.extend(rows[:3])) == 0  # a new stream
+
+
+def test_rows_that_are_added_one_by_one_come_n_steps_later():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(20), transform=MultiStepTransform(3, 1.0))
+    for row in stream(5):
+        buffer.add(row)
+    assert buffer[:]["next", "reward"].flatten().tolist() == [6, 9, 12]
+
+
+def test_a_stream_goes_on_after_its_state_was_saved_and_loaded():
+    rows = stream(8, ends=[4])
+    first, second = MultiStepTransform(3, 0.5), MultiStepTransform(3, 0.5)
+    head = first.inv(rows[:5])
+    state = first.state_dict()
+    second.load_state_dict(state)
+    state["held"].zero_()
+    tail = torch.cat([second.inv(rows[5:]), second.flush()])
+    assert_equal(torch.cat([head, tail]), MultiStep(0.5, 3)(rows))
+
+
+def test_what_is_held_back_is_a_copy():
+    rows = stream(4)
+    transform = MultiStepTransform(3, 1.0)
+    transform.inv(rows[:2])
+    rows["next", "reward"].zero_()
+    assert transform.flush()["next", "reward"].flatten().tolist() == [3, 2]
+
+
+def test_rows_that_cannot_go_on_the_stream_are_refused_and_the_stream_stays():
+    transform = MultiStepTransform(3, 1.0)
+    transform.inv(stream(2, streams=2))
+    with pytest.raises(ShapeError, match=r"\[3, 2\] after \[2, 2\].*flush"):
+        transform.inv(stream(2, streams=3))
+    with pytest.raises(MissingKeyError, match="same entries"):
+        transform.inv(stream(2, streams=2).exclude("obs"))
+    assert transform.inv(stream(2, streams=2)).batch_size == (2, 2)
+
+
+def test_the_mask_of_a_stream_has_a_default_key_of_its_own():
+    rows = stream(4)
+    rows["mask"] = torch.tensor([True, True, False, False])
+    transform = MultiStepTransform(3, 1.0)
+    out = torch.cat([transform.inv(rows), transform.flush()])
+    assert out["steps_to_next_obs"].flatten().tolist() == [2, 1, 1, 1]
+
+
+# --- the next observation, on the way out ---
+
+
+def slices_of(batch, slices, reconstructor):
+    """What a slice sampler makes of ``batch``, and the reconstructor of that."""
+    index = torch.cat([torch.arange(start, stop) for start, stop in slices])
+    ends = torch.cat([torch.arange(start, stop) == stop - 1 for start, stop in slices])
+    return reconstructor(batch[index].set("slice_end", ends))["next", "observation"].flatten().tolist()
+
+
+def compact_rows():
+    """Two trajectories of four, the first of which never ends in done."""
+    return TensorDict(
+        {
+            "observation": torch.arange(8, dtype=torch.float32).view(8, 1),
+            ("next", "reward"): torch.zeros(8, 1),
+            ("next", "done"): torch.tensor([[False]] * 7 + [[True]]),
+            ("collector", "traj_ids"): torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]),
+        },
+        batch_size=[8],
+    )
+
+
+def same(left, right):
+    return all(a == b or (a != a and b != b) for a, b in zip(left, right, strict=True))
+
+
+nan = math.nan
+
+
+def test_slices_of_two_trajectories_end_in_nan():
+    assert same(slices_of(compact_rows(), [(0, 4), (4, 8)], NextStateReconstructor()), [1, 2, 3, nan, 5, 6, 7, nan])
+
+
+def test_two_slices_of_one_unfinished_trajectory_have_nan_at_the_join():
+    assert same(slices_of(compact_rows(), [(0, 4), (0, 4)], NextStateReconstructor()), [1, 2, 3, nan, 1, 2, 3, nan])
+
+
+def test_a_plain_buffer_with_a_slice_sampler_never_crosses_a_join():
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(100),
+        sampler=SliceSampler(slice_len=4, traj_key=("collector", "traj_ids")),
+        transform=NextStateReconstructor(),
+        batch_size=8,
+    )
+    buffer.extend(compact_rows())
+    joins = set()
+    for _ in range(40):
+        sample = buffer.sample()
+        first, second = sample["observation"].view(2, 4).tolist()
+        assert same(sample["next", "observation"].flatten().tolist(), [*first[1:], nan, *second[1:], nan])
+        joins.add((first[0], second[0]))
+    assert joins == {(0, 0), (0, 4), (4, 0), (4, 4)}
+
+
+def test_a_whole_rollout_is_rebuilt_up_to_the_ends_of_its_trajectories():
+    out = NextStateReconstructor()(compact_rows())["next", "observation"].flatten().tolist()
+    assert same(out, [1, 2, 3, nan, 5, 6, 7, nan])
+
+
+def test_rows_at_random_are_told_apart_by_their_steps():
+    rows = compact_rows()
+    rows["collector", "step_count"] = torch.tensor([0, 1, 2, 3] * 2).unsqueeze(-1)
+    picked = rows[torch.tensor([2, 0, 1, 5, 6])]
+    reconstructor = NextStateReconstructor(step_count_key=("collector", "step_count"))
+    assert same(reconstructor(picked)["next", "observation"].flatten().tolist(), [nan, 1, nan, 6, nan])
+
+
+def test_without_a_trajectory_key_only_done_and_the_last_row_end():
+    rows = compact_rows().exclude("collector")
+    out = NextStateReconstructor(traj_key=None)(rows)["next", "observation"].flatten().tolist()
+    assert same(out, [1, 2, 3, 4, 5, 6, 7, nan])
+
+
+def test_the_sample_that_is_given_is_not_changed():
+    rows = compact_rows()
+    NextStateReconstructor()(rows)
+    assert ("next", "observation") not in rows.keys(True)
+
+
+def test_integers_need_a_fill_value():
+    rows = compact_rows()
+    rows["count"] = torch.arange(8)
+    with pytest.raises(TypeError, match="fill_value=0"):
+        NextStateReconstructor(["count"])(rows)
+    assert NextStateReconstructor(["count"], fill_value=-1)(rows)["next", "count"].tolist() == [
+        1,
+        2,
+        3,
+        -1,
+        5,
+        6,
+        7,
+        -1,
+    ]
+
+
+def test_nested_keys_are_rebuilt_under_next():
+    rows = compact_rows()
+    rows["agents"] = TensorDict(pos=torch.arange(16.0).view(8, 2), batch_size=[8, 2])
+    out = NextStateReconstructor([("agents", "pos")])(rows)
+    assert out["next", "agents", "pos"][:3].tolist() == [[2, 3], [4, 5], [6, 7]]
+
+
+def test_a_marker_that_is_missing_is_an_error_or_with_strict_false_left_out():
+    rows = compact_rows().exclude("collector")
+    with pytest.raises(MissingKeyError, match=r"'collector', 'traj_ids'.*keys present: 'next', 'observation'"):
+        NextStateReconstructor()(rows)
+    out = NextStateReconstructor(strict=False)(rows)["next", "observation"].flatten().tolist()
+    assert same(out, [1, 2, 3, 4, 5, 6, 7, nan])
+    with pytest.raises(MissingKeyError, match="observation"):
+        NextStateReconstructor(strict=False)(compact_rows().exclude("observation"))
+
+
+def test_a_batch_of_two_dimensions_is_refused():
+    with pytest.raises(ShapeError, match="flat"):
+        NextStateReconstructor()(compact_rows().reshape(2, 4))
+    with pytest.raises(ConfigError, match="list of keys"):
+        NextStateReconstructor("observation")
+
+
+# --- random windows ---
+
+
+def test_every_window_is_drawn_equally_often_the_last_one_too():
+    generator = torch.Generator().manual_seed(0)
+    crop = RandomCropTensorDict(3, generator=generator)
+    batch = TensorDict(step=torch.arange(5).expand(6000, 5), batch_size=[6000, 5])
+    starts = crop(batch)["step"][:, 0].bincount()
+    assert len(starts) == 3
+    assert (starts - 2000).abs().max() < 150  # four standard deviations
+
+
+def test_a_row_of_exactly_the_length_is_returned_whole():
+    batch = TensorDict(step=torch.arange(3).expand(2, 3), batch_size=[2, 3])
+    assert (RandomCropTensorDict(3)(batch)["step"] == batch["step"]).all()
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, -1, -2, -3])
+def test_the_dimension_that_is_given_is_cut_and_the_entries_of_a_step_stay_together(dim):
+    shape = [4, 5, 6]
+    cells = torch.arange(120).view(shape)
+    batch = TensorDict(
+        a=cells, b=TensorDict(c=cells.unsqueeze(-1).expand(4, 5, 6, 2), batch_size=shape), batch_size=shape
+    )
+    out = RandomCropTensorDict(3, dim)(batch)
+    shape[dim] = 3
+    assert out.batch_size == torch.Size(shape)
+    assert out["b"].batch_size == torch.Size(shape)
+    assert (out["a"].unsqueeze(-1) == out["b", "c"]).all()
+    assert (out["a"].diff(dim=dim) == cells.stride(dim)).all()
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 10**6), width=st.integers(1, 4), left=st.booleans())
+def test_a_masked_window_lies_in_the_valid_part(seed, width, left):
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(width, 8, (5,), generator=generator)
+    mask = torch.arange(7) < lengths.unsqueeze(-1)
+    mask = mask.flip(-1) if left else mask
+    batch = TensorDict(mask=mask, text=[["x"] * 7] * 5, batch_size=[5, 7])
+    out = RandomCropTensorDict(width, mask_key="mask", generator=generator)(batch)
+    assert out["mask"].all()
+    assert out.batch_size == (5, width)
+
+
+def test_a_row_that_is_too_short_is_refused():
+    batch = TensorDict(
+        step=torch.arange(6).view(2, 3), mask=torch.tensor([[True] * 3, [True, False, True]]), batch_size=[2, 3]
+    )
+    with pytest.raises(ShapeError, match="4 steps in a row: got a batch of 3"):
+        RandomCropTensorDict(4)(batch)
+    with pytest.raises(ShapeError, match="'mask' leaves less"):
+        RandomCropTensorDict(2, mask_key="mask")(batch)
+    with pytest.raises(ShapeError, match="sample_dim"):
+        RandomCropTensorDict(2)(TensorDict())
+    with pytest.raises(MissingKeyError, match="'valid'"):
+        RandomCropTensorDict(2, mask_key="valid")(batch)
+    with pytest.raises(ConfigError):
+        RandomCropTensorDict(0)
+
+
+def test_a_crop_that_is_saved_draws_the_same_windows_again():
+    batch = TensorDict(step=torch.arange(50).expand(4, 50), batch_size=[4, 50])
+    crop = RandomCropTensorDict(2, generator=torch.Generator().manual_seed(1))
+    state = crop.state_dict()
+    first = crop(batch)["step"]
+    crop.load_state_dict(state)
+    assert (crop(batch)["step"] == first).all()
+
+
+def test_trajectories_that_are_rows_of_a_buffer_are_cropped_at_reading():
+    obs = torch.randn(100, 50, 1)
+    data = TensorDict({"obs": obs[:-1], "next": {"obs": obs[1:]}}, [99, 50])
+    buffer = ReplayBuffer(storage=LazyTensorStorage(1000))
+    buffer.extend(data)
+    buffer.append_transform(RandomCropTensorDict(sub_seq_len=10))
+    assert buffer.sample(128).batch_size == (128, 10)
+
+
+def test_steps_that_are_rows_of_a_buffer_are_cropped_along_the_sample():
+    data = TensorDict({"obs": torch.randn(99, 50, 1)}, [99])
+    buffer = ReplayBuffer(storage=LazyTensorStorage(1000), transform=RandomCropTensorDict(sub_seq_len=10))
+    buffer.extend(data)
+    assert buffer.sample(128)["obs"].shape == (10, 50, 1)
