@@ -39,6 +39,7 @@ METRICS: dict[str, str] = {
     "policy/lr": "learning rate",
     "mismatch/logp_abs_mean": "mean |log p of the trainer - log p of the engine|, same weights",
     "mismatch/logp_abs_max": "the largest",
+    "mismatch/probe": "mean |log p of the trainer - log p of the engine| on fixed sequences, after each new version",
     "mismatch/kl": "k3 estimate of the divergence between engine and trainer",
     "mismatch/is_mean": "mean importance weight of the engine correction",
     "mismatch/is_max": "the largest",

@@ -12,6 +12,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from llmrl.data.llm.dataset_files import load_rows, to_messages
+from llmrl.envs.llm.big_sums import big_sums_demonstrations
 from llmrl.envs.llm.sums import sums_demonstrations
 from llmrl.errors import DataError, TemplateError
 from llmrl.modules.llm.policies.containers import Masks, Tokens
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TokenizedChats", "marked_pieces", "tokenize_chats"]
 
+_EMBEDDED = {"sums": sums_demonstrations, "big_sums": big_sums_demonstrations}
 _AT_ONCE = 1024  # conversations per call of the tokenizer
 
 
@@ -113,8 +115,8 @@ def tokenize_chats(config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Tok
 def _rows(config: SFTConfig) -> Sequence[dict[str, Any]]:
     data = config.data
     rows = (
-        sums_demonstrations(data.split)
-        if data.path == "sums"
+        _EMBEDDED[data.path](data.split)
+        if data.path in _EMBEDDED
         else load_rows(data.path, split=data.split, name=data.name)
     )
     return rows if data.rows is None else [rows[i] for i in range(min(data.rows, len(rows)))]

@@ -14,7 +14,7 @@ from llmrl.recipes.grpo_config import GRPOConfig
 from llmrl.recipes.models import load_model, load_tokenizer
 from llmrl.recipes.session import Session
 from llmrl.recipes.sft_config import SFTConfig
-from llmrl.recipes.tasks import eval_rows
+from llmrl.recipes.tasks import Task, eval_rows
 
 __all__ = ["run"]
 
@@ -34,10 +34,11 @@ def run(run_dir: Path, *, command: str, config: SFTConfig | GRPOConfig, checkpoi
         model = load_model(source, tokenizer, runs=run_dir.parent).to(session.device)
         policy = TransformersWrapper(model, tokenizer=tokenizer, input_mode="history")
         started = time.perf_counter()
+        task = Task(config.env, tokenizer)
         exam = Evaluation(
             session,
             policy,
-            config.env,
+            task,
             rows,
             split=config.eval.split,
             batch_size=config.eval.batch_size,
@@ -45,6 +46,7 @@ def run(run_dir: Path, *, command: str, config: SFTConfig | GRPOConfig, checkpoi
         )
         score = exam.run()
         seconds = time.perf_counter() - started
+        task.close()
     if not session.is_first:
         return 0
     if as_json:
@@ -56,13 +58,14 @@ def run(run_dir: Path, *, command: str, config: SFTConfig | GRPOConfig, checkpoi
             "rows": len(rows),
             "failed": exam.failed,
             "mean": score,
+            **({} if exam.call_rate is None else {"call_rate": exam.call_rate}),
         }
         print(json.dumps(result))
         return 0
     lost = f" · scoring failed on {exam.failed}" if exam.failed else ""
     print_summary(
         session.console,
-        [f"{exam.name} {score:.3f}", f"{len(rows)} problems{lost}", format_duration(seconds)],
+        [exam.remark, f"{len(rows)} problems{lost}", format_duration(seconds)],
         files=str(checkpoint),
     )
     return 0

@@ -1,4 +1,6 @@
-"""Greedy evaluation: how often is the most likely answer right, on problems that are not trained on?"""
+"""Greedy evaluation: how often is the most likely answer right, on problems that are not trained on? Tools and the
+user that the settings name are there, as in training.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,8 @@ import torch
 from torch import nn
 
 from llmrl.collectors.llm import LLMCollector
-from llmrl.recipes.settings import EnvSettings
 from llmrl.recipes.state import named_weights
-from llmrl.recipes.tasks import make_env
+from llmrl.recipes.tasks import Task
 
 if TYPE_CHECKING:
     from llmrl.modules.llm.policies.base import LLMWrapperBase
@@ -25,15 +26,16 @@ class Evaluation:
     """Asks ``policy`` every row once, without sampling, the rows dealt out over the ranks.
 
     `run` returns the mean of "success" where the environment writes it, else of the reward. Answers whose scoring
-    failed are left out of the mean and counted in ``failed``. The policy has the weights of ``source`` by then, where
-    one is given: a model whose own parameters are sharded cannot generate.
+    failed are left out of the mean and counted in ``failed``. ``metrics`` has that mean for the log and, with tools,
+    the share of conversations that called one. The policy has the weights of ``source`` by then, where one is given: a
+    model whose own parameters are sharded cannot generate.
     """
 
     def __init__(
         self,
         session: Session,
         policy: LLMWrapperBase,
-        env: EnvSettings,
+        task: Task,
         rows: Sequence[Mapping[str, Any]],
         *,
         split: str,
@@ -42,10 +44,15 @@ class Evaluation:
         source: nn.Module | None = None,
     ):
         self.session = session
+        env = task.settings
         self.name = f"{env.name} {split}"
         self.metric = f"eval/{env.name}/mean" if split == "test" else f"eval/{env.name}-{split}/mean"
         self.num_rows = len(rows)
         self.failed = 0
+        self.score = math.nan  # of the last run, as the next one
+        self.call_rate: float | None = None  # None without tools
+        self._retries = env.retries
+        self._has_tools = bool(env.tools)
         self._source = source
         self._policy = policy.get_new_version(
             generate_kwargs={"max_new_tokens": max_tokens, "temperature": 0.0},
@@ -53,8 +60,8 @@ class Evaluation:
         )
         mine = list(rows[session.rank :: session.world_size])
         self._envs = [
-            make_env(
-                env, mine[start : start + batch_size], shuffle=False, num_envs=len(mine[start : start + batch_size])
+            task.make_env(
+                mine[start : start + batch_size], shuffle=False, num_envs=len(mine[start : start + batch_size])
             )
             for start in range(0, len(mine), batch_size)
         ]
@@ -64,16 +71,37 @@ class Evaluation:
             engine = self._policy.engine
             engine.update_weights(named_weights(self._source), version=engine.version)
         scores: list[float] = []
+        called: list[bool] = []
         for env in self._envs:
             env.reset_dataloader()
-            collector = LLMCollector(env, policy=self._policy, yield_only_last_steps=True)
+            collector = LLMCollector(
+                env, policy=self._policy, yield_only_last_steps=True, retries=self._retries
+            )
             with self.session.autocast():
                 after = collector.rollout().get("next")
             score = after.get("success", None)
             score = after.get("reward") if score is None else score
-            score = score[after.get("done").flatten()]  # a conversation may be several records; the last one has it
+            done = after.get("done").flatten()  # a conversation may be several records; the last one has it
+            score = score[done]
+            if self._has_tools:
+                called += (after.get("tool_use").get("calls")[done] > 0).tolist()
             scores += score.to(torch.float64).reshape(len(score), -1).sum(-1).tolist()
         scores = self.session.gather(scores)
         valid = [score for score in scores if not math.isnan(score)]
         self.failed = len(scores) - len(valid)
-        return sum(valid) / len(valid) if valid else math.nan
+        if self._has_tools:
+            called = self.session.gather(called)
+            self.call_rate = sum(called) / max(1, len(called))
+        self.score = sum(valid) / len(valid) if valid else math.nan
+        return self.score
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The last run, under the names of the log."""
+        rate = {} if self.call_rate is None else {f"{self.metric.removesuffix('/mean')}/call_rate": self.call_rate}
+        return {self.metric: self.score, **rate}
+
+    @property
+    def remark(self) -> str:
+        """The last run in words."""
+        return f"{self.name} {self.score:.3f}" + ("" if self.call_rate is None else f", {self.call_rate:.0%} call")

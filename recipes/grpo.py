@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -86,7 +87,7 @@ def _train(config: GRPOConfig, session: Session, run_dir: Path, resume: bool) ->
 
     metrics: dict[str, float] = {}
     rollouts, step, stopped = None, start, False
-    with InterruptGuard() as guard, log:
+    with InterruptGuard() as guard, log, closing(rounds):
         if state:
             rounds.updater.load_state_dict(state["optimizer"])
             rounds.load_state_dict(state["rounds"])
@@ -103,10 +104,12 @@ def _train(config: GRPOConfig, session: Session, run_dir: Path, resume: bool) ->
                 remark = ""
                 if exam and not stopped and (last or (config.eval.every and step % config.eval.every == 0)):
                     clock = time.perf_counter()
+                    rounds.settle()
                     metrics[exam.metric] = score = exam.run()
                     metrics["time/eval"] = time.perf_counter() - clock
                     remark = f"{exam.name} {score:.3f}"
                 metrics["time/step"] = time.perf_counter() - began
+                metrics |= rounds.idle(metrics["time/step"])
                 log.log(step, metrics)
                 rollout_log.write(step, rollouts.records(step))
                 display.step(step, metrics, remark)
@@ -119,7 +122,6 @@ def _train(config: GRPOConfig, session: Session, run_dir: Path, resume: bool) ->
                     save(step)
                 if stopped:
                     break
-    rounds.collector.shutdown()
     if rollouts is not None:
         print_conversations(session.console, rollouts.samples(config.samples))
     changes = [("reward", course.first_reward, metrics.get("reward/mean"))]

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from llmrl.recipes.settings import EnvSettings, EvalSettings, ModelSource, SamplingSettings, Settings
 
-__all__ = ["AlgorithmSettings", "GRPOConfig"]
+__all__ = ["AlgorithmSettings", "GRPOConfig", "RolloutSettings"]
 
 
 class AlgorithmSettings(Settings):
@@ -37,6 +37,40 @@ class AlgorithmSettings(Settings):
     correction_veto: tuple[float, float] | None = Field(
         None, description="sequences with any token's weight outside are left out, [1e-4, 100] say"
     )
+
+
+class RolloutSettings(Settings):
+    """What samples, and how far it may run ahead of the trainer."""
+
+    engine: Literal["transformers", "vllm"] = Field(
+        "transformers", description="transformers: with the very weights that are trained; vllm: faster, with a copy"
+    )
+    own_process: bool | None = Field(
+        None, description="vllm in a process of its own; null: where max_staleness or several processes ask for it"
+    )
+    max_staleness: int = Field(
+        0, ge=0, le=1, description="1: the next rollouts are sampled during the update, one version behind; needs vllm"
+    )
+    concurrency: int | None = Field(
+        None, ge=1, description="conversations that proceed on their own at a time; null: all take turns together"
+    )
+    kv_cache_gb: float | None = Field(
+        None, gt=0, description="vllm's memory for keys and values; null: 1 GB on a CPU, what is free on a GPU"
+    )
+    probe_bound: float | None = Field(
+        None,
+        gt=0,
+        description="vllm: mean |log-prob difference| to the trainer on fixed sequences that ends the run; null: 1e-3, "
+        "in bfloat16 0.1",
+    )
+
+    @model_validator(mode="after")
+    def _check_overlap(self) -> RolloutSettings:
+        if self.max_staleness and self.engine != "vllm":
+            raise ValueError("max_staleness 1 needs engine vllm: Transformers samples with the weights being trained")
+        if self.max_staleness and self.own_process is False:
+            raise ValueError("max_staleness 1 needs own_process: in this process nothing overlaps")
+        return self
 
 
 class GRPOConfig(ModelSource):
@@ -75,6 +109,7 @@ class GRPOConfig(ModelSource):
     )
     max_failed: float = Field(0.5, ge=0, le=1, description="share of failed rollouts in a step that ends the run")
     sampling: SamplingSettings = SamplingSettings()
+    rollout: RolloutSettings = RolloutSettings()
     grpo: AlgorithmSettings = AlgorithmSettings()
     eval: EvalSettings = EvalSettings()
     samples: int = Field(2, ge=0, description="conversations printed at the end with their trained tokens marked")

@@ -6,7 +6,6 @@ into advantages within each group, the loss is stepped on all of it, and the eng
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,8 +28,9 @@ from llmrl.recipes.grpo_config import GRPOConfig
 from llmrl.recipes.models import load_model
 from llmrl.recipes.planning import grpo_settings
 from llmrl.recipes.rollouts import StepRollouts, slim
+from llmrl.recipes.rollouts_ahead import RolloutsAhead
+from llmrl.recipes.sampler import Sampler
 from llmrl.recipes.session import Session
-from llmrl.recipes.state import named_weights
 from llmrl.recipes.tasks import make_env
 from llmrl.recipes.updates import Updater
 
@@ -77,17 +77,11 @@ class GRPORound:
         runs: Path,
     ):
         self.config, self.session, self.model, self.tokenizer = config, session, model, tokenizer
-        advantage_settings, loss_settings = grpo_settings(config, exact=not session.low_precision)
-        _check_processes(config, session.world_size, advantage_settings)
-        # The policy that samples and the one that is trained share a module, unless its parameters are sharded.
-        sampled = copy.deepcopy(model) if session.sharded else model
         options = config.sampling.model_dump(exclude={"max_tokens"}) | {"max_new_tokens": config.sampling.max_tokens}
-        self.policy = TransformersWrapper(
-            sampled,
-            tokenizer=tokenizer,
-            generate_kwargs=options,
-            prefer_tokens=True if config.env.on_rewrite == "new_record" else "always",
-        )
+        self.sampler = Sampler(config, session, model, tokenizer, options)
+        self.policy = self.sampler.policy
+        advantage_settings, loss_settings = grpo_settings(config, exact=self.sampler.exact)
+        _check_processes(config, session.world_size, advantage_settings)
         actor = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs=options, generate=False)
         self.updater = Updater(
             session,
@@ -102,7 +96,7 @@ class GRPORound:
         self._reference: Engine | None = None
         if config.grpo.kl:
             frozen = load_model(config.model_copy(update={"model": origin}), tokenizer, runs=runs)
-            self._reference = self.policy.get_new_version(model=frozen.to(session.device), generate=False).engine
+            self._reference = actor.get_new_version(model=frozen.to(session.device)).engine
 
         num_prompts = config.prompts_per_step // session.world_size
         self.env = make_env(
@@ -125,36 +119,41 @@ class GRPORound:
             transform=Compose(self._quota, self.advantage),  # writes meet the advantage first
             generator=torch.Generator().manual_seed(config.seed),
         )
-        unfinished = MaskTruncated() if config.truncated == "mask" else Transform()
-        self._collected: list[TensorDictBase] = []
+        self._unfinished = MaskTruncated() if config.truncated == "mask" else Transform()
         self._told = False
         self.collector = LLMCollector(
             self.env,
             policy=self.policy,
             yield_only_last_steps=True,
             dialog_turns_per_batch=1,  # one batch of conversations, each run to its end
-            replay_buffer=self.buffer,
             track_policy_version=True,
-            postproc=lambda data: self._collected.append(data) or slim(unfinished.inv(data)),
+            concurrency=config.rollout.concurrency,
         )
+        self._ahead = RolloutsAhead(self.collector, session) if config.rollout.max_staleness else None
+        self._unsent = False  # weights that the engine does not have yet
 
     def collect(self, step: int) -> tuple[StepRollouts, dict[str, float]]:
         """Fills the buffer with the rollouts of one step.
 
+        With ``max_staleness`` 1 they were sampled during the last update, and those of the next step begin now.
+
         Raises  RolloutError if more than ``max_failed`` of them failed
         """
         clock = time.perf_counter()
-        self._collected.clear()
         self.buffer.empty()
         self._quota.reset()
-        with self.session.autocast():
-            self.collector.next()
-            for _ in range(self.config.refill_rounds if self.config.zero_variance == "refill" else 0):
-                if self.session.any(self._quota.missing > 0):  # the ranks draw their prompts in step
-                    self.collector.next()
+        collected = [self._ahead.take() if self._ahead else self._sample()]
+        sync = self._send()
+        self._store(collected[0])
+        for _ in range(self.config.refill_rounds if self.config.zero_variance == "refill" else 0):
+            if self.session.any(self._quota.missing > 0):  # the ranks draw their prompts in step
+                collected.append(self._sample())
+                self._store(collected[-1])
+        if self._ahead and step < self.config.steps:
+            self._ahead.begin()
         seconds = time.perf_counter() - clock
-        rollouts = StepRollouts(self.session, cat_rows(self._collected), self.buffer, self.tokenizer)
-        metrics = rollouts.metrics(version=self.collector.policy_version, seconds=seconds)
+        rollouts = StepRollouts(self.session, cat_rows(collected), self.buffer, self.tokenizer)
+        metrics = rollouts.metrics(version=self.collector.policy_version, seconds=seconds) | sync
         if metrics["rollout/failed"] > self.config.max_failed * rollouts.num_rows:
             raise RolloutError(
                 f"grpo: at most max_failed = {self.config.max_failed:.0%} of a step's rollouts may fail: got "
@@ -180,14 +179,52 @@ class GRPORound:
             tokens += update.get("tokens", 0)
             metrics |= {metric: update[name] for name, metric in _FROM_LOSS.items() if name in update}
         updated = time.perf_counter() - clock
+        self._unsent = True
+        sync = {} if self._ahead else self._send()
+        return (
+            metrics
+            | sync
+            | {
+                "tokens/trained": tokens,
+                "time/update": updated,
+                "perf/train_tok_s": tokens / updated,
+            }
+        )
+
+    def idle(self, seconds: float) -> dict[str, float]:
+        """Which shares of a step trainer and engine waited for each other; nothing where they take turns."""
+        return self._ahead.idle(seconds) if self._ahead else {}
+
+    def settle(self) -> None:
+        """Returns when the engine has the weights as they are now, as an evaluation needs them."""
+        if self._ahead:
+            self._ahead.wait()
+            self._send()
+
+    def _sample(self) -> TensorDictBase:
+        with self.session.autocast():
+            return self.collector.rollout()
+
+    def _store(self, data: TensorDictBase) -> None:
+        self.sampler.adopt_probes(data.get(("tokens", "full"), as_list=True))
+        self.buffer.extend(slim(self._unfinished.inv(data)))
+
+    def _send(self) -> dict[str, float]:
+        """The weights to the engine, unless it has them; nothing is being sampled meanwhile."""
+        if not self._unsent:
+            return {}
         clock = time.perf_counter()
-        self.collector.update_policy_weights_(named_weights(self.model) if self.session.sharded else None)
-        return metrics | {
-            "tokens/trained": tokens,
-            "time/update": updated,
-            "time/sync": time.perf_counter() - clock,
-            "perf/train_tok_s": tokens / updated,
-        }
+        proof = self.sampler.push(self.collector, self.updater.scorer)
+        self._unsent = False
+        return proof | {"time/sync": time.perf_counter() - clock}
+
+    def close(self) -> None:
+        """Ends what still samples, the environment and an engine of its own."""
+        self.collector.shutdown(close_env=False)
+        self.sampler.close()
+        if self._ahead:
+            self._ahead.close()
+        self.env.close()
 
     def new_error(self) -> str:
         """The first traceback of a reward function, the first time that it is asked for."""
@@ -196,13 +233,14 @@ class GRPORound:
 
     def first_error(self) -> str:
         """The first traceback of a reward function, if one is kept."""
-        errors = [getattr(transform, "first_error", None) for transform in self.env.transform.leaves()]
+        errors = [getattr(part, "first_error", None) for part in (self.collector, *self.env.transform.leaves())]
         return next((f"First error:\n{error}" for error in errors if error), "")
 
     def state_dict(self) -> dict[str, Any]:
         """What continues exactly, beside weights and optimizer; between rounds the buffer holds nothing new."""
+        collector = self._ahead.state_dict() if self._ahead else self.collector.state_dict()
         return {
-            "collector": self.collector.state_dict(),
+            "collector": {**collector, "version": self.collector.policy_version + self._unsent},
             "samplers": self.session.gather([self.buffer.sampler.state_dict()]),  # each rank has its own
             "advantage": self.advantage.state_dict(),
         }

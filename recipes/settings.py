@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 __all__ = [
     "CheckpointSettings",
@@ -13,6 +13,7 @@ __all__ = [
     "ModelSource",
     "OptimSettings",
     "ParallelSettings",
+    "RewardSettings",
     "SamplingSettings",
     "Settings",
     "TinyModelSettings",
@@ -62,12 +63,76 @@ class SamplingSettings(Settings):
     top_k: int = Field(0, ge=0, description="0 keeps the whole distribution; more makes training off-policy")
 
 
-class EnvSettings(Settings):
-    """Where prompts come from and who scores the answers."""
+def _names_a_function(name: str) -> str:
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise ValueError(f"must be 'package.module:function': got {name!r}")
+    return name
 
-    name: Literal["sums", "gsm8k", "chat"] = Field(
+
+FunctionName = Annotated[str, AfterValidator(_names_a_function)]
+
+
+class RewardSettings(Settings):
+    """One reward of several: exactly one of ``fn``, ``judge``, ``reward_model`` and ``code``, and how it counts."""
+
+    fn: FunctionName | None = Field(None, description="a plain function, as my_pkg.rewards:exact")
+    judge: dict[str, Any] | None = Field(None, description="a model behind a URL: the arguments of JudgeReward")
+    reward_model: dict[str, Any] | None = Field(None, description="the arguments of RewardModelScorer.load")
+    code: dict[str, Any] | None = Field(None, description="tests in a sandbox: the arguments of CodeReward")
+    weight: float = Field(1.0, allow_inf_nan=False, description="what its values are multiplied by; 0: only reported")
+    name: str | None = Field(None, pattern=r"^[\w.-]+$", description="of its metric; null: the function's")
+    deadline_s: float | None = Field(
+        None, gt=0, description="seconds for one batch; null: env.reward_deadline_s for fn"
+    )
+    retries: int | None = Field(None, ge=0, description="null: env.retries")
+    concurrency: int | None = Field(None, ge=1, description="rows that are scored at a time")
+    answer_key: str | None = Field(None, description="column of the reference; null: answer")
+    batched: bool | None = Field(None, description="whether it is called once, with lists of all rows")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_a_name(cls, data: object) -> object:
+        return {"fn": data} if isinstance(data, str) else data
+
+    @model_validator(mode="after")
+    def _is_of_one_kind(self) -> RewardSettings:
+        kinds = ("fn", "judge", "reward_model", "code")
+        given = [kind for kind in kinds if getattr(self, kind) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"must have exactly one of {', '.join(kinds)}: got {' and '.join(given) or 'none of them'}"
+            )
+        return self
+
+
+def _known_tool(tool: str | dict[str, dict[str, Any] | None]) -> str | dict[str, dict[str, Any] | None]:
+    """A tool as `load_tool` takes it: one built in, or of a module; whether that has it is seen when it is loaded."""
+    from llmrl.errors import near  # here and not above: most runs have no tools
+    from llmrl.tools.load import BUILT_IN
+
+    if isinstance(tool, dict) and len(tool) != 1:
+        raise ValueError(f"must be one tool's name with its options: got {', '.join(tool) or 'nothing'}")
+    name = tool if isinstance(tool, str) else next(iter(tool))
+    module, colon, attribute = name.partition(":")
+    if name not in BUILT_IN and not (module and colon and attribute):
+        raise ValueError(
+            f"{name!r} is not a tool: must be one of {', '.join(sorted(BUILT_IN))}, or package.module:name."
+            f"{near(name, BUILT_IN)}"
+        )
+    return tool
+
+
+ToolName = Annotated[str | dict[str, dict[str, Any] | None], AfterValidator(_known_tool)]
+
+
+class EnvSettings(Settings):
+    """Where prompts come from, what answers a model that acts, and who scores it."""
+
+    name: Literal["sums", "big_sums", "gsm8k", "math", "countdown", "ifeval", "chat"] = Field(
         "chat",
-        description="sums: the embedded task; gsm8k: its prompt and parser; chat: dataset and reward of your own",
+        description="sums, big_sums: the embedded tasks; gsm8k, math, countdown, ifeval: their prompts and rewards; "
+        "chat: dataset and reward of your own",
     )
     dataset: str | None = Field(None, description="a .jsonl, .json, .parquet or .csv file, or a hub name")
     config: str | None = Field(None, description="configuration of a hub dataset")
@@ -75,11 +140,28 @@ class EnvSettings(Settings):
     prompt_column: str | None = Field(None, description="where the prompt is, if it goes by another name")
     answer_column: str | None = Field(None, description="where the reference answer is, if it goes by another name")
     system_prompt: str | None = Field(None, description="first message of every conversation")
-    reward: str | None = Field(
+    reward: FunctionName | None = Field(
         None, description="a plain function, as my_pkg.rewards:exact; called with completion, answer"
     )
+    rewards: list[RewardSettings] | None = Field(
+        None, min_length=1, description="several, added up; each {fn: NAME, weight: 1.0}, or judge, reward_model or code for fn"
+    )
     reward_deadline_s: float = Field(20.0, gt=0, description="seconds that the rewards of one batch may take")
-    max_turns: int = Field(1, ge=1, description="answers of the policy per conversation")
+    tools: list[ToolName] = Field(
+        [], description="what the model can call: calculator, python, my_pkg.tools:lookup, {python: {memory_mb: 512}}"
+    )
+    tool_format: Literal["auto", "hermes", "llama", "function", "tagged", "python"] = Field(
+        "auto", description="how it writes calls; auto: as the chat template tells it"
+    )
+    tool_timeout_s: float = Field(10.0, gt=0, description="seconds that one call may take")
+    declare_tools: bool | None = Field(
+        None, description="whether prompts describe the tools; null: where the chat template teaches the format"
+    )
+    user: FunctionName | None = Field(
+        None, description="speaks between turns, as my_pkg.users:reply; called with the messages; None ends it"
+    )
+    max_turns: int = Field(1, ge=1, description="answers of the policy per conversation; tools and a user need 2")
+    retries: int = Field(2, ge=0, description="how often a conversation, a reward or a user that failed is tried again")
     on_rewrite: Literal["error", "new_record"] = Field(
         "error",
         description="several turns, and a template that writes earlier ones differently later: stop, or train turns "
@@ -95,9 +177,22 @@ class EnvSettings(Settings):
 
     @model_validator(mode="after")
     def _chat_needs_data_and_reward(self) -> EnvSettings:
-        if self.name == "chat" and (self.dataset is None or self.reward is None):
-            missing = " and ".join(key for key in ("dataset", "reward") if getattr(self, key) is None)
-            raise ValueError(f"env {self.name} needs {missing}")
+        if self.reward is not None and self.rewards is not None:
+            raise ValueError("env has reward and rewards: put the one into the list")
+        scored = self.reward is not None or self.rewards is not None
+        if self.name == "chat" and (self.dataset is None or not scored):
+            missing = [key for key, there in (("dataset", self.dataset is not None), ("reward", scored)) if not there]
+            raise ValueError(f"env {self.name} needs {' and '.join(missing)}")
+        for column in ("prompt_column", "answer_column"):
+            if self.name in ("gsm8k", "math", "countdown", "ifeval") and getattr(self, column) is not None:
+                raise ValueError(f"env.{column} is for data of your own: env {self.name} knows its columns")
+        return self
+
+    @model_validator(mode="after")
+    def _acting_needs_turns(self) -> EnvSettings:
+        for name, value in (("tools", self.tools), ("user", self.user)):
+            if value and self.max_turns < 2:
+                raise ValueError(f"env.{name} needs max_turns of at least 2, to go on after what was answered: got 1")
         return self
 
 

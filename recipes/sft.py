@@ -38,7 +38,7 @@ from llmrl.recipes.session import Session
 from llmrl.recipes.settings import EvalSettings
 from llmrl.recipes.sft_config import SFTConfig
 from llmrl.recipes.state import load_state, save_state
-from llmrl.recipes.tasks import eval_rows
+from llmrl.recipes.tasks import Task, eval_rows
 from llmrl.recipes.updates import Updater
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def _train(config: SFTConfig, session: Session, run_dir: Path, resume: bool) -> 
             buffer.sampler.load_state_dict(state["sampler"])
         elif exam:
             course.before = exam.run()
-            log.log(0, {exam.metric: course.before})
+            log.log(0, exam.metrics)
         with display:
             for step in range(start + 1, steps + 1):
                 began = time.perf_counter()
@@ -116,13 +116,15 @@ def _train(config: SFTConfig, session: Session, run_dir: Path, resume: bool) -> 
                 course.trained += int(metrics["tokens/trained"])
                 remark, enough = "", False
                 if stop_exam and step >= config.stop.after and step % config.stop.every == 0:
-                    metrics[stop_exam.metric] = score = stop_exam.run()
-                    remark, enough = f"{stop_exam.name} {score:.3f}", score >= config.stop.at_least
+                    enough = stop_exam.run() >= config.stop.at_least
+                    metrics |= stop_exam.metrics
+                    remark = stop_exam.remark
                 stopped = session.any(guard.requested)
                 last = enough or stopped or step == steps
                 if exam and not stopped and (last or (config.eval.every and step % config.eval.every == 0)):
-                    metrics[exam.metric] = score = exam.run()
-                    remark = f"{remark}  {exam.name} {score:.3f}".strip()
+                    exam.run()
+                    metrics |= exam.metrics
+                    remark = f"{remark}  {exam.remark}".strip()
                 metrics["time/step"] = time.perf_counter() - began
                 log.log(step, metrics)
                 display.step(step, metrics, remark)
@@ -174,6 +176,7 @@ def _exams(
     """The evaluation that is reported, and the one that decides when to stop, on problems of its own."""
     if config.env is None:
         return None, None
+    task = Task(config.env, policy.tokenizer)
     student, source = policy.get_new_version(generate=True), None
     if session.sharded:  # a model whose parameters are sharded cannot generate: a whole copy takes the exam
         student, source = student.get_new_version(model=copy.deepcopy(model)), model
@@ -183,7 +186,7 @@ def _exams(
         if rows is None:
             return None
         options = settings.model_dump(include={"split", "batch_size", "max_tokens"})
-        return Evaluation(session, student, config.env, rows, source=source, **options)
+        return Evaluation(session, student, task, rows, source=source, **options)
 
     if config.stop is None:
         return exam(config.eval), None

@@ -26,7 +26,7 @@ from llmrl.envs.transforms.base import Transform
 from llmrl.envs.transforms.step_counter import StepCounter
 from llmrl.envs.transforms.transformed_env import TransformedEnv
 from llmrl.envs.utils import stack_steps
-from llmrl.errors import ConfigError, ShapeError, WeightSyncError
+from llmrl.errors import ConfigError, ShapeError
 from llmrl.weight_update import WeightPublisher
 
 __all__ = ["LLMCollector"]
@@ -395,20 +395,15 @@ class LLMCollector:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from ``state``. The weights are the caller's part; the engine is told which version they have."""
+        """Goes on from ``state``. The weights are the caller's part: the engine has them, and is told their version."""
         self.env.load_state_dict(state["env"])
         self.counters.update(state["counters"])
         self._exhausted = state["exhausted"]
         self._root = self._turns_B = None
         self._version = state["version"]
         engine = getattr(self.policy, "engine", None)
-        if engine is not None and engine.version != self._version:
-            engine.update_weights(None, version=self._version)
-            if engine.version != self._version:
-                raise WeightSyncError(
-                    f"LLMCollector: the engine must take the version of the checkpoint, {self._version}: it says "
-                    f"{engine.version}."
-                )
+        if engine is not None:
+            engine.version = self._version
         if isinstance(self.weight_updater, PublisherUpdater):
             self.weight_updater.publisher.version = self._version
 
