@@ -9,51 +9,85 @@ import pytest
 from tensordict import TensorDict
 
 from llmrl.data.llm.columns import column
-from llmrl.envs.llm import ChatEnv, GSM8KEnv, GSM8KRewardParser
-from llmrl.envs.llm.gsm8k import normalize_answer, reference_answer
+from llmrl.envs.llm import ChatEnv, GSM8KEnv, GSM8KPrepareQuestion, GSM8KRewardParser, make_gsm8k_env
+from llmrl.envs.llm.answers import normalize_answer, reference_answer
 from llmrl.errors import ConfigError, DataError, MissingKeyError
 
 RIGHT, WRONG, NOTHING = 1.0, 0.1, 0.0
 
 
-@pytest.mark.parametrize(
-    ("completion", "reward"),
-    [
-        ("<think>6 * 6</think><answer>36</answer>", RIGHT),
-        ("<answer>36</answer>", RIGHT),
-        ("<answer> 36 \n</answer>", RIGHT),
-        ("<answer>36 snakes</answer>", RIGHT),
-        ("<answer>There are 36 snakes.</answer>", RIGHT),
-        ("<answer>\\boxed{36}</answer>", RIGHT),
-        ("<answer>$\\boxed{36}$</answer>", RIGHT),
-        ("<answer>\\boxed{\\text{36 snakes}}</answer>", RIGHT),
-        ("<answer>$36</answer>", RIGHT),
-        ("<answer>$36.00</answer>", RIGHT),
-        ("<answer>36%</answer>", RIGHT),
-        ("<answer>36.</answer>", RIGHT),
-        ("<answer>**36**</answer>", RIGHT),
-        ("<answer>6 * 6 = 36</answer>", RIGHT),
-        ("<answer>036</answer>", RIGHT),
-        ("<answer>+36</answer>", RIGHT),
-        ("<answer>1</answer> no, <answer>36</answer>", RIGHT),
-        ("<think>it is <answer>1</answer></think><answer>36</answer>", RIGHT),
-        ("6 * 6</think><answer>36</answer>", RIGHT),
-        ("<answer>36</answer> so 37?", RIGHT),
-        ("<answer>36</answer> no, <answer>1</answer>", WRONG),
-        ("<answer>35</answer>", WRONG),
-        ("<answer>-36</answer>", WRONG),
-        ("<answer>3.6</answer>", WRONG),
-        ("<answer>36 or 37</answer>", WRONG),
-        ("<answer></answer>", WRONG),
-        ("<answer>thirty-six</answer>", WRONG),
-        ("36", NOTHING),
-        ("", NOTHING),
-        ("<answer>36", NOTHING),
-        ("<think><answer>36</answer></think>", NOTHING),
-        ("<think>so <answer>36</answer>", NOTHING),
-        ("<answer>36</answer></think>", NOTHING),
-    ],
-)
+ANSWERS = [
+    ("<think>6 * 6</think><answer>36</answer>", RIGHT),
+    ("<answer>36</answer>", RIGHT),
+    ("<answer> 36 \n</answer>", RIGHT),
+    ("<answer>36 snakes</answer>", RIGHT),
+    ("<answer>There are 36 snakes.</answer>", RIGHT),
+    ("<answer>\\boxed{36}</answer>", RIGHT),
+    ("<answer>$\\boxed{36}$</answer>", RIGHT),
+    ("<answer>\\boxed{\\text{36 snakes}}</answer>", RIGHT),
+    ("<answer>\\(36\\)</answer>", RIGHT),
+    ("<answer>36 \\text{ cm}^2</answer>", RIGHT),
+    ("<answer>36\\,\\mathrm{m}^{2}</answer>", RIGHT),
+    ("<answer>36 m\u00b2</answer>", RIGHT),
+    ("<answer>36^\\circ</answer>", RIGHT),
+    ("<answer>\\frac{72}{2}</answer>", RIGHT),
+    ("<answer>\\dfrac{108}{3}</answer>", RIGHT),
+    ("<answer>72/2</answer>", RIGHT),
+    ("<answer>35 2/2</answer>", RIGHT),
+    ("<answer>$36</answer>", RIGHT),
+    ("<answer>US$36</answer>", RIGHT),
+    ("<answer>36 \u20ac</answer>", RIGHT),
+    ("<answer>$36.00</answer>", RIGHT),
+    ("<answer>\\$36</answer>", RIGHT),
+    ("<answer>36%</answer>", RIGHT),
+    ("<answer>36\\%</answer>", RIGHT),
+    ("<answer>36 percent</answer>", RIGHT),
+    ("<answer>36.</answer>", RIGHT),
+    ("<answer>36.0</answer>", RIGHT),
+    ("<answer>**36**</answer>", RIGHT),
+    ("<answer>6 * 6 = 36</answer>", RIGHT),
+    ("<answer>x \\approx 36</answer>", RIGHT),
+    ("<answer>036</answer>", RIGHT),
+    ("<answer>+36</answer>", RIGHT),
+    ("<answer>36 km/h</answer>", RIGHT),
+    ("<answer>\uff13\uff16</answer>", RIGHT),
+    ("<answer>1</answer> no, <answer>36</answer>", RIGHT),
+    ("<think>it is <answer>1</answer></think><answer>36</answer>", RIGHT),
+    ("6 * 6</think><answer>36</answer>", RIGHT),
+    ("<think>a</think><think>b</think><answer>36</answer>", RIGHT),
+    ("<answer>36</answer> so 37?", RIGHT),
+    ("<answer>1 <answer>36</answer>", RIGHT),
+    ("<answer>36</answer> no, <answer>1</answer>", WRONG),
+    ("<answer>35</answer>", WRONG),
+    ("<answer>-36</answer>", WRONG),
+    ("<answer>- 36</answer>", WRONG),
+    ("<answer>\u221236</answer>", WRONG),
+    ("<answer>-$36</answer>", WRONG),
+    ("<answer>3.6</answer>", WRONG),
+    ("<answer>3,6</answer>", WRONG),
+    ("<answer>360</answer>", WRONG),
+    ("<answer>36.01</answer>", WRONG),
+    ("<answer>36 or 37</answer>", WRONG),
+    ("<answer>3 6</answer>", WRONG),
+    ("<answer>6^2</answer>", WRONG),
+    ("<answer>36/0</answer>", WRONG),
+    ("<answer>36e0</answer>", WRONG),
+    ("<answer>9**9**9</answer>", WRONG),
+    ("<answer>\\boxed{35} and 36</answer>", WRONG),
+    ("<answer></answer>", WRONG),
+    ("<answer>thirty-six</answer>", WRONG),
+    ("36", NOTHING),
+    ("\\boxed{36}", NOTHING),
+    ("", NOTHING),
+    ("<answer>36", NOTHING),
+    ("<ANSWER>36</ANSWER>", NOTHING),
+    ("<think><answer>36</answer></think>", NOTHING),
+    ("<think>so <answer>36</answer>", NOTHING),
+    ("<answer>36</answer></think>", NOTHING),
+]
+
+
+@pytest.mark.parametrize(("completion", "reward"), ANSWERS)
 @pytest.mark.parametrize("mode", ["history", "text", "tokens"])
 def test_a_response_has_one_score_in_every_mode(mode, completion, reward, tokenizer, say):
     prompt = "Answer as in <answer>36</answer>."  # the first answer block of the conversation is not the policy's
@@ -83,6 +117,26 @@ def test_a_response_has_one_score_in_every_mode(mode, completion, reward, tokeni
         ("1, 2", "1, 2"),
         ("36km2", "36"),
         ("1e3", "1e3"),
+        ("1/3", "1/3"),
+        ("4/12", "1/3"),
+        ("-\\frac{1}{2}", "-0.5"),
+        ("1\\frac{1}{2}", "1.5"),
+        ("\\frac12", "0.5"),
+        ("1 1/2 cups", "1.5"),
+        ("1\u00bd", "1.5"),
+        ("0.125/0.5", "0.25"),
+        ("1{,}234", "1234"),
+        ("1\\,234", "1234"),
+        ("1\u202f234", "1234"),
+        ("1234,567", "1234,567"),
+        ("3/4/2020", "3/4/2020"),
+        ("3:30", "3:30"),
+        ("1.2.3", "1.2.3"),
+        ("5\u20137", "5-7"),
+        ("5\u00b2", "5^2"),
+        ("x^2", "x^2"),
+        ("1/0", "1/0"),
+        ("\\text{Paris}", "paris"),
         ("Paris.", "paris"),
         ("New  York", "new york"),
     ],
@@ -91,11 +145,52 @@ def test_normal_forms(text, normal):
     assert GSM8KRewardParser.normalize_answer(text) == normal
 
 
-def test_numbers_of_any_length_are_compared_quickly():
+def test_an_adversarial_exponent_takes_less_than_10_ms():
+    parser = GSM8KRewardParser()
+    for answer in ("9**9**9", "9^9^9^9", "1e999999999", "9" * 400 + "/" + "7" * 400, "\\frac{9^{9^9}}{2}"):
+        text = f"<answer>{answer}</answer>"
+        assert min(timed(lambda text=text: parser.score(text, "2")) for _ in range(5)) < 0.010
+
+
+@pytest.mark.parametrize(
+    "text", ["1" * 200_000 + ".0", " " * 100_000, "1 " * 50_000, "1/" * 50_000, "\\text{" * 20_000, "-" * 50_000]
+)
+def test_a_long_answer_is_compared_in_linear_time(text):
+    assert timed(lambda: normalize_answer(text)) < 2.0  # quadratic time would be minutes
+
+
+def timed(call) -> float:
     start = time.perf_counter()
-    assert normalize_answer("1e999999999") == "1e999999999"  # text, not a number to be computed
+    call()
+    return time.perf_counter() - start
+
+
+def test_numbers_of_any_length_are_compared():
     assert normalize_answer("1" * 200_000 + ".0") == "1" * 200_000
-    assert time.perf_counter() - start < 0.5
+    assert normalize_answer("1" * 200 + "/3") == "1" * 200 + "/3"  # too long a fraction stays text
+
+
+@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
+def test_the_example_in_the_system_prompt_is_not_taken_for_the_answer(mode, tokenizer, say):
+    rows = [{"question": "5 + 1?", "answer": "#### 6"}, {"question": "1 + 1?", "answer": "#### 2"}]
+    env = GSM8KEnv(dataset=rows, num_envs=2, shuffle=False, input_mode=mode, tokenizer=tokenizer)
+    td = env.step(say(env.reset(), ["I do not know", "<answer>2</answer>"]))  # the prompt's example is a 6
+    assert td["next", "reward"].flatten().tolist() == [0.0, 1.0]
+
+
+def test_a_batch_of_token_ids_is_scored_row_by_row(tokenizer, say):
+    env = ChatEnv(batch_size=[3], input_mode="tokens", tokenizer=tokenizer)
+    env = env.append_transform(GSM8KRewardParser(tokenizer=tokenizer))
+    td = TensorDict(query=column(["a", "b", "c"]), answer=column(["#### 1", "#### 2", "#### 3"]), batch_size=[3])
+    td = env.step(say(env.reset(td), [f"<answer>{n}</answer>" for n in (1, 3, 3)]))
+    assert td["next", "reward"].flatten().tolist() == [1.0, pytest.approx(0.1), 1.0]
+
+
+def test_a_reference_without_marks_is_read_or_refused_with_its_row(say):
+    env = ChatEnv(batch_size=[2]).append_transform(GSM8KRewardParser())
+    td = TensorDict(query=column(["a", "b"]), answer=column(["36", "first 3 and then 4 make 7"]), batch_size=[2])
+    with pytest.raises(DataError, match="row 2 of the batch"):
+        env.step(say(env.reset(td), ["<answer>36</answer>"] * 2))
 
 
 def test_references_are_what_follows_the_marks_or_one_answer():
@@ -151,3 +246,21 @@ def test_the_reward_can_be_left_to_someone_else(say):
     env = GSM8KEnv(dataset=[{"question": "a", "answer": "#### 1"}], compute_reward=False)
     td = env.step(say(env.reset(), ["<answer>1</answer>"]))
     assert "reward" not in td["next"].keys()
+
+
+def test_the_instructions_can_stand_in_the_question_for_templates_without_a_system_role(tokenizer, say):
+    rows = [{"question": "1 + 1?", "answer": "#### 2"}, {"question": "2 + 2?", "answer": "#### 4"}]
+    env = make_gsm8k_env(rows, num_envs=2, repeats=2, group_repeats=True, tokenizer=tokenizer, seed=0)
+    td = env.reset()
+    chats = td["history"].prompt.to_chats()
+    assert [len(chat) for chat in chats] == [1] * 4
+    assert all(chat[0]["content"].startswith(GSM8KPrepareQuestion.INSTRUCTIONS) for chat in chats)
+    answers = [chat[0]["content"][-6] for chat in chats]  # n of "n + n?"
+    td = env.step(say(td, [f"<answer>{2 * int(n)}</answer>" for n in answers]))
+    assert td["next", "reward"].flatten().tolist() == [1.0] * 4
+
+
+def test_a_question_that_is_not_there_is_named():
+    env = ChatEnv(batch_size=[1]).append_transform(GSM8KPrepareQuestion(in_keys=["question"], out_keys=["query"]))
+    with pytest.raises(MissingKeyError, match="question must be in 'question' at reset; keys present: qestion"):
+        env.reset(TensorDict(qestion=column(["a"]), batch_size=[1]))

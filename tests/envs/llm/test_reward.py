@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import sys
+import threading
 import time
 import types
 
+import numpy
 import pytest
+import torch
 from tensordict import TensorDict
 
 from llmrl.data.llm.columns import column
 from llmrl.envs.llm import ChatEnv, DatasetChatEnv
 from llmrl.envs.llm.transforms import RewardFunction, load_reward
-from llmrl.errors import ConfigError, MissingKeyError
+from llmrl.errors import ConfigError, MissingKeyError, ShapeError
 
 
 def scores(fn, completions, say, *, columns=None, **options):
@@ -82,15 +86,209 @@ def test_failures_are_nan_in_their_row_and_counted(say):
     values, transform, _ = scores(moody, ["ok", "raise", "none", "nan", "ok"], say)
     assert values[0] == values[4] == 1.0
     assert all(math.isnan(value) for value in values[1:4])
-    assert transform.counters == {"rows": 5, "errors": 1, "timeouts": 0, "none": 2}
+    assert transform.counters == {"rows": 5, "errors": 1, "timeouts": 0, "none": 2, "retries": 0}
     assert "ZeroDivisionError: no good" in transform.first_error
 
 
-def test_a_batched_function_that_raises_or_returns_too_few_costs_its_batch(say):
-    values, transform, _ = scores(lambda completions: [1.0], ["a", "b"], say, batched=True)
+def test_a_batched_function_that_raises_costs_its_batch(say):
+    values, transform, _ = scores(lambda completions: [1 / 0], ["a", "b"], say, batched=True)
     assert all(map(math.isnan, values))
     assert transform.counters["errors"] == 2
-    assert "one value per row, 2: got 1" in transform.first_error
+    assert "ZeroDivisionError" in transform.first_error
+
+
+@pytest.mark.parametrize(
+    ("returned", "batched", "message"),
+    [
+        (torch.ones(2), False, r"must be one number.*got a Tensor of shape \[2\] for row 1 of 2"),
+        ([1.0], False, "got a list for row 1 of 2"),
+        ("1.0", False, "got a str for row 1 of 2: '1.0'"),
+        ({"score": 1}, False, "got a dict"),
+        ([1.0], True, "'<lambda>': a batched reward must return one value per row, 2: got 1"),
+        (torch.ones(3), True, "one value per row, 2: got 3"),
+        (1.0, True, "one value per row, 2: got a float"),
+        (torch.ones(2, 3), True, r"a Tensor of shape \[3\] for row 1 of 2"),
+    ],
+)
+def test_a_reward_of_the_wrong_shape_is_an_error_that_says_which(returned, batched, message, say):
+    with pytest.raises(ShapeError, match=message):
+        scores(lambda completion: returned, ["a", "b"], say, batched=batched)
+
+
+def test_numbers_of_any_library_and_tensors_of_one_element_are_numbers(say):
+    values = iter([torch.tensor([[2.0]]), numpy.float32(3), True, 4])
+    assert scores(lambda completion: next(values), list("abcd"), say)[0] == [2.0, 3.0, 1.0, 4.0]
+    assert scores(lambda completions: torch.tensor([[1.0], [2.0]]), ["a", "b"], say, batched=True)[0] == [1.0, 2.0]
+
+
+def test_a_failing_row_is_tried_again_before_it_counts_as_failed(say):
+    seen = []
+
+    def flaky(completion):
+        seen.append(completion)
+        if (completion == "twice" and seen.count("twice") < 3) or completion == "always":
+            raise ConnectionError("not now")
+        return len(seen)
+
+    values, transform, _ = scores(flaky, ["ok", "twice", "always", "ok"], say, retries=2)
+    assert [values[0], values[1], values[3]] == [1, 4, 8]
+    assert math.isnan(values[2])
+    assert transform.counters == {"rows": 4, "errors": 1, "timeouts": 0, "none": 0, "retries": 4}
+    assert transform.first_error.count("ConnectionError: not now") == 1
+
+
+def test_a_failing_batch_is_tried_again_as_a_whole(say):
+    tries = []
+
+    def flaky(completions):
+        tries.append(len(completions))
+        return [1.0] * len(completions) if len(tries) == 2 else 1 / 0
+
+    values, transform, _ = scores(flaky, ["a", "b"], say, batched=True, retries=1)
+    assert values == [1.0, 1.0]
+    assert (tries, transform.counters["retries"], transform.first_error) == ([2, 2], 1, None)
+
+
+def test_coroutines_run_concurrently_over_the_rows(say):
+    running, most = 0, 0
+    together = None
+
+    async def meets_the_others(completion, answer):
+        nonlocal running, most, together
+        together = together or asyncio.Barrier(4)  # passes only if all four are there at once
+        running += 1
+        most = max(most, running)
+        await together.wait()
+        running -= 1
+        return len(completion) + int(answer)
+
+    columns = {"answer": ["1", "2", "3", "4"]}
+    values, transform, _ = scores(meets_the_others, ["a", "bb", "a", "a"], say, columns=columns, deadline_s=20)
+    assert values == [2.0, 4.0, 4.0, 5.0]
+    assert most == 4
+    transform.close()
+
+
+def test_no_more_coroutines_run_at_a_time_than_asked_for(say):
+    running, most = 0, 0
+
+    async def busy(completion):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+        return 1.0
+
+    assert scores(busy, ["a"] * 16, say, concurrency=3)[0] == [1.0] * 16
+    assert most == 3
+
+
+def test_a_coroutine_that_is_late_is_cancelled_and_costs_its_row_alone(say):
+    cancelled = threading.Event()
+
+    async def one_hangs(completion):
+        if completion == "hang":
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                cancelled.set()
+                raise
+        return 1.0
+
+    start = time.perf_counter()
+    values, transform, _ = scores(one_hangs, ["ok", "hang", "ok", "ok"], say, deadline_s=0.3)
+    assert time.perf_counter() - start < 3.0
+    assert cancelled.is_set()
+    assert [math.isnan(value) for value in values] == [False, True, False, False]
+    assert transform.counters == {"rows": 4, "errors": 0, "timeouts": 1, "none": 0, "retries": 0}
+    assert "row 2 of 4 was not done 0.3 s" in transform.first_error
+
+
+def test_coroutines_of_all_batches_share_one_event_loop(say):
+    loops = []
+
+    async def where(completion):
+        loops.append(asyncio.get_running_loop())
+        return 1.0
+
+    _, transform, _ = scores(where, ["a"], say)
+    transform._score(["b", "c"], {})
+    assert len(loops) == 3
+    assert len(set(loops)) == 1
+
+
+def test_a_coroutine_that_blocks_its_loop_costs_the_batch_and_the_next_one_is_scored(say, monkeypatch):
+    monkeypatch.setattr("llmrl.envs.llm.transforms.reward_running.GRACE_S", 0.1)
+    release = threading.Event()
+
+    async def blocks(completion):
+        if completion == "block":
+            release.wait(20)
+        return 1.0
+
+    values, transform, _ = scores(blocks, ["block", "ok"], say, deadline_s=0.2)
+    assert all(map(math.isnan, values))
+    assert transform._score(["ok"], {}) == [1.0]
+    release.set()
+
+
+def test_an_asynchronous_batched_function_and_object_are_awaited(say):
+    class Grader:
+        async def __call__(self, completions):
+            await asyncio.sleep(0)
+            return [len(completion) for completion in completions]
+
+    assert scores(Grader(), ["a", "bb"], say, batched=True)[0] == [1.0, 2.0]
+
+
+def test_rows_of_a_plain_function_run_in_several_threads_if_asked(say):
+    together = threading.Barrier(3)  # passes only if three rows are scored at once
+
+    def meets_the_others(completion):
+        together.wait(timeout=20)
+        return float(completion)
+
+    values, transform, _ = scores(meets_the_others, ["1", "2", "3"], say, concurrency=3)
+    assert values == [1.0, 2.0, 3.0]
+    transform.close()
+
+
+def test_one_hanging_thread_of_several_costs_its_row_alone(say):
+    release = threading.Event()
+
+    def one_hangs(completion):
+        if completion == "hang":
+            release.wait(20)
+        return 1.0
+
+    values, transform, _ = scores(one_hangs, ["ok", "hang", "ok", "ok"], say, concurrency=2, deadline_s=0.5)
+    assert [math.isnan(value) for value in values] == [False, True, False, False]
+    assert transform.counters["timeouts"] == 1
+    assert transform._score(["ok", "ok"], {}) == [1.0, 1.0]
+    release.set()
+
+
+def test_a_function_that_returns_a_coroutine_unseen_is_told_so(say):
+    async def score(completion):
+        return 1.0
+
+    with pytest.raises(ShapeError, match="got a coroutine for row 1 of 1"):
+        scores(lambda completion: score(completion), ["a"], say)
+
+
+def test_a_failed_reward_of_weight_0_is_reported_and_costs_nothing(say):
+    env = ChatEnv(batch_size=[1]).append_transform(RewardFunction(lambda completion: 2.0, name="two"))
+    env = env.append_transform(RewardFunction(lambda completion: None, name="watched", weight=0.0))
+    td = env.step(say(env.reset(TensorDict(query="q", batch_size=[1])), ["a"]))
+    assert td["next", "reward"].item() == 2.0
+    assert math.isnan(td["next", "reward_watched"].item())
+
+
+@pytest.mark.parametrize("options", [{"retries": -1}, {"concurrency": 0}, {"deadline_s": 0}, {"weight": math.inf}])
+def test_settings_that_cannot_be_run_are_refused(options):
+    with pytest.raises(ConfigError, match="RewardFunction"):
+        RewardFunction(lambda completion: 1.0, **options)
 
 
 def test_a_hanging_function_costs_its_rows_not_the_run(say):
@@ -104,7 +302,7 @@ def test_a_hanging_function_costs_its_rows_not_the_run(say):
     assert time.perf_counter() - start < 2.0
     assert values[0] == 1.0
     assert all(map(math.isnan, values[1:]))
-    assert transform.counters == {"rows": 3, "errors": 0, "timeouts": 2, "none": 0}
+    assert transform.counters == {"rows": 3, "errors": 0, "timeouts": 2, "none": 0, "retries": 0}
     assert "row 2 of 3 was not done 0.2 s" in transform.first_error
     env = transform.container  # and the next batch is scored, in a new thread
     td = TensorDict(query="q", batch_size=[3])
@@ -112,9 +310,29 @@ def test_a_hanging_function_costs_its_rows_not_the_run(say):
     env.close()
 
 
-def test_no_deadline_runs_in_the_calling_thread(say):
-    import threading
+def test_a_clone_counts_for_itself_and_leaves_the_function_open():
+    class Held:
+        closed = 0
 
+        def __call__(self, completion):
+            return 1 / len(completion)
+
+        def close(self):
+            self.closed += 1
+
+    original = RewardFunction(Held())
+    clone = original.clone()
+    assert math.isnan(clone._score([""], {})[0])
+    assert (original.counters["rows"], original.first_error) == (0, None)
+    assert clone.counters["errors"] == 1
+    clone.close()
+    assert original._score(["a"], {}) == [1.0]
+    assert original.fn.closed == 0
+    original.close()
+    assert original.fn.closed == 1
+
+
+def test_no_deadline_runs_in_the_calling_thread(say):
     names = []
     scores(lambda completion: names.append(threading.current_thread()) or 1.0, ["a"], say, deadline_s=None)
     assert names == [threading.current_thread()]

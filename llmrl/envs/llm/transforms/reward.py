@@ -1,20 +1,17 @@
 """Scores turns with the user's own plain function, and keeps a failing one from spoiling or stopping the run.
 
-What the policy said comes from `completions`; advantages and the dropping of unscored rows are MCAdvantage's. A reward
-that failed is NaN: neither zero nor an exception in the middle of a batch, but a row that is ignored and counted.
+What the policy said comes from `completions`, calls are made by `reward_running`; advantages and the dropping of
+unscored rows are MCAdvantage's. A reward that failed is NaN: neither zero nor an exception in the middle of a batch,
+but a row that is ignored and counted.
 """
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
-import threading
-import traceback
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase
@@ -23,17 +20,18 @@ from llmrl.data.llm.columns import column_values
 from llmrl.data.specs import Composite, Unbounded
 from llmrl.envs.llm.completions import completion_texts
 from llmrl.envs.llm.transforms.dataloading import DataLoadingPrimer
+from llmrl.envs.llm.transforms.reward_running import AsyncRunner, Calls, Outcome, ThreadRunner
+from llmrl.envs.llm.transforms.reward_source import Parameters, Reward, load_reward
 from llmrl.envs.transforms.base import Transform
-from llmrl.errors import ConfigError, near
+from llmrl.errors import ConfigError, ShapeError, near
 
 if TYPE_CHECKING:
     from llmrl.envs.base import EnvBase
 
 __all__ = ["RewardFunction", "load_reward"]
 
-Reward = Callable[..., Any]
-
 _KEPT = ("group_id", "policy_version", "stop_reason")  # what every batch has beside the dataset's columns
+_COROUTINES = 64  # how many run at a time unless told otherwise
 
 
 class RewardFunction(Transform):
@@ -41,16 +39,19 @@ class RewardFunction(Transform):
 
     Reads   the response as text (see `completion_texts`), ``answer_key``, and the columns that ``fn`` names
     Calls   ``fn(completion: str, answer: str | None, ...)`` per row; with ``batched=True`` (or ``fn.batched``) once, on
-            lists of all rows. Further parameters are dataset columns by name; ``**kwargs`` receives every column
+            lists of all rows. Further parameters are dataset columns by name; ``**kwargs`` receives every column.
+            ``fn`` may be a coroutine function. ``concurrency`` (or ``fn.concurrency``) rows are scored at a time: by
+            default one, of a coroutine function 64
     Writes  "reward"          float32[B, 1, 1]  += weight * value, in the ``next`` tensordict
-            "reward_<name>"   float32[B, 1, 1]  the value itself
+            "reward_<name>"   float32[B, 1, 1]  the value itself; with weight 0 it is only reported
     Raises  ConfigError for a parameter that cannot be filled: at construction, or from `check_columns` once columns are
-            known
+            known; ShapeError where ``fn`` returns something else than a number per row
 
-    A row is NaN where ``fn`` raised, returned None or NaN, or was not done ``deadline_s`` seconds after its batch
-    began. ``counters`` counts each kind; ``first_error`` keeps the first traceback. Python cannot stop a thread: one
-    that hangs is left behind, where it may go on using a core; the next batch runs in a new one, and the process can
-    end all the same.
+    A row is NaN where ``fn`` raised (``retries`` times more than once), returned None or NaN, or was not done
+    ``deadline_s`` seconds after its batch began; rows that were done by then keep their values. ``counters`` counts
+    each kind; ``first_error`` keeps the first traceback. A coroutine that is late is cancelled. Python cannot stop a
+    thread: one that hangs is left behind, where it may go on using a core; the next batch runs in a new one, and the
+    process can end all the same.
 
     >>> def exact(completion, answer):
     ...     return completion.strip() == answer
@@ -65,6 +66,8 @@ class RewardFunction(Transform):
         name: str | None = None,
         weight: float = 1.0,
         deadline_s: float | None = 30.0,
+        retries: int = 0,
+        concurrency: int | None = None,
         answer_key: str = "answer",
         batched: bool | None = None,
         tokenizer: Any | None = None,
@@ -77,18 +80,29 @@ class RewardFunction(Transform):
             )
         if not math.isfinite(weight):
             raise ConfigError(f"RewardFunction: weight must be finite: got {weight}.")
+        asynchronous = inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
+        if concurrency is None:
+            concurrency = getattr(fn, "concurrency", _COROUTINES if asynchronous else 1)
+        if retries < 0 or concurrency < 1:
+            raise ConfigError(
+                f"RewardFunction: retries must not be negative and concurrency at least 1: got {retries} and "
+                f"{concurrency}."
+            )
         super().__init__()
         self.fn = fn
-        self.name = name or getattr(fn, "__name__", type(fn).__name__)
+        self.name = name or getattr(fn, "__name__", None) or getattr(fn, "name", None) or type(fn).__name__
         self.weight = weight
         self.deadline_s = deadline_s
+        self.retries = retries
         self.answer_key = answer_key
         self.batched = getattr(fn, "batched", False) if batched is None else batched
         self.tokenizer = tokenizer
-        self.counters = {"rows": 0, "errors": 0, "timeouts": 0, "none": 0}
+        self.counters = {"rows": 0, "errors": 0, "timeouts": 0, "none": 0, "retries": 0}
         self.first_error: str | None = None
-        self._parameters = _Parameters.of(fn, self.name)
-        self._worker: _Worker | None = None
+        self._owns_fn = True
+        self._parameters = Parameters.of(fn, self.name)
+        kind = AsyncRunner if asynchronous else ThreadRunner
+        self._runner: AsyncRunner | ThreadRunner = kind(f"reward-{self.name}", concurrency)
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Raises ConfigError where ``fn`` asks for a column that the dataset does not have, with a near name."""
@@ -111,7 +125,8 @@ class RewardFunction(Transform):
         values = self._score(completions, self._arguments(td, len(completions)))
         scores_B = torch.tensor(values, dtype=torch.float32, device=td.device).view(-1, 1, 1)
         next_td.set(f"reward_{self.name}", scores_B)
-        weighted_B = scores_B * self.weight
+        # With weight 0 a score that failed costs nothing: 0 * NaN would be NaN.
+        weighted_B = scores_B * self.weight if self.weight else torch.zeros_like(scores_B)
         before = next_td.get("reward", None)
         next_td.set("reward", weighted_B if before is None else before + weighted_B)
         return next_td
@@ -121,11 +136,19 @@ class RewardFunction(Transform):
             reward_spec[key] = Unbounded((*reward_spec.shape, 1, 1))
         return reward_spec
 
+    def clone(self) -> Self:
+        """A copy for another env, with threads and counters of its own; ``fn`` is the same and stays this one's."""
+        other = super().clone()
+        other.counters, other.first_error = dict.fromkeys(self.counters, 0), None
+        other._owns_fn = False
+        other._runner = type(self._runner)(self._runner.name, self._runner.concurrency)
+        return other
+
     def close(self) -> None:
-        """Lets the worker thread end."""
-        if self._worker is not None:
-            self._worker.close()
-            self._worker = None
+        """Ends the threads and, but for a clone, what ``fn`` holds if it has a ``close`` too."""
+        self._runner.close()
+        if self._owns_fn and callable(close := getattr(self.fn, "close", None)):
+            close()
 
     def _arguments(self, td: TensorDictBase, count: int) -> dict[str, list[Any]]:
         present = [key for key in td.keys() if isinstance(td.get(key), (NonTensorStack, NonTensorData))]
@@ -141,168 +164,75 @@ class RewardFunction(Transform):
         return columns
 
     def _score(self, completions: list[str], columns: dict[str, list[Any]]) -> list[float]:
-        self.counters["rows"] += len(completions)
-        batch = _Batch(completions, columns, [math.nan] * len(completions))
-        run = self._run_batched if self.batched else self._run_rows
-        if self.deadline_s is None:
-            run(batch)
-            return batch.values
-        if self._worker is None:
-            self._worker = _Worker(f"reward-{self.name}")
-        if self._worker.run(lambda: run(batch), timeout_s=self.deadline_s):
-            return batch.values
-        self.close()  # and the thread ends if its call ever returns
-        with batch.lock:
-            batch.cancelled = True
-            late = len(completions) - batch.reached
-            self.counters["timeouts"] += late
-            which = "the batch" if self.batched else f"row {batch.reached + 1} of {len(completions)}"
-            self._keep(f"{which} was not done {self.deadline_s} s after its batch began")
-            return batch.values[: batch.reached] + [math.nan] * late
-
-    def _run_rows(self, batch: _Batch) -> None:
-        names = list(batch.columns)
-        rows = zip(*batch.columns.values(), strict=True) if names else ((),) * len(batch.completions)
-        for completion, row in zip(batch.completions, rows, strict=True):
-            error, value = None, None
-            try:
-                value = _number(self.fn(completion, **dict(zip(names, row, strict=True))))
-            except (Exception, SystemExit):  # the boundary to the user's code
-                error = traceback.format_exc()
-            with batch.lock:
-                if batch.cancelled:
-                    return  # the rows after the one that hung are not started in the thread that was left behind
-                batch.values[batch.reached] = self._counted([value], error, rows=1)[0]
-                batch.reached += 1
-
-    def _run_batched(self, batch: _Batch) -> None:
-        count = len(batch.completions)
-        error, values = None, [None] * count
-        try:
-            values = [_number(value) for value in self.fn(batch.completions, **batch.columns)]
-            if len(values) != count:
-                raise ValueError(f"a batched reward must return one value per row, {count}: got {len(values)}")
-        except (Exception, SystemExit):
-            error, values = traceback.format_exc(), [None] * count
-        with batch.lock:
-            if not batch.cancelled:
-                batch.values[:] = self._counted(values, error, rows=count)
-                batch.reached = count
-
-    def _counted(self, values: list[float | None], error: str | None, *, rows: int) -> list[float]:
-        if error is not None:
-            self.counters["errors"] += rows
-            self._keep(error)
+        count = len(completions)
+        if self.batched:
+            calls = Calls([partial(self.fn, completions, **columns)], self.retries)
         else:
-            self.counters["none"] += values.count(None)
+            names = list(columns)
+            rows = zip(*columns.values(), strict=True) if names else ((),) * count
+            arguments = (dict(zip(names, row, strict=True)) for row in rows)
+            calls = Calls(
+                [partial(self.fn, c, **named) for c, named in zip(completions, arguments, strict=True)], self.retries
+            )
+        outcomes = self._runner.run(calls, timeout_s=self.deadline_s)
+        self.counters["rows"] += count
+        self.counters["retries"] += calls.retried
+        values = self._of_batch(outcomes[0], count) if self.batched else self._of_rows(outcomes)
+        self.counters["none"] += sum(value is None for value in values)
         return [math.nan if value is None else value for value in values]
+
+    def _of_rows(self, outcomes: list[Outcome]) -> list[float | None]:
+        late = next((number for number, outcome in enumerate(outcomes, 1) if not outcome.done), None)
+        if late is not None:
+            self._keep(f"row {late} of {len(outcomes)} was not done {self.deadline_s} s after its batch began")
+        values = []
+        for number, outcome in enumerate(outcomes, 1):
+            failed = self._failed(outcome, rows=1)
+            values.append(math.nan if failed else self._number(outcome.value, f"row {number} of {len(outcomes)}"))
+        return values
+
+    def _of_batch(self, outcome: Outcome, count: int) -> list[float | None]:
+        if not outcome.done:
+            self._keep(f"the batch was not done {self.deadline_s} s after it began")
+        if self._failed(outcome, rows=count):
+            return [math.nan] * count
+        try:
+            values = list(outcome.value)
+        except TypeError:
+            values = None
+        if values is None or len(values) != count:
+            got = f"a {type(outcome.value).__name__}" if values is None else f"{len(values)}"
+            raise ShapeError(
+                f"RewardFunction {self.name!r}: a batched reward must return one value per row, {count}: got {got}."
+            )
+        return [self._number(value, f"row {number} of {count}") for number, value in enumerate(values, 1)]
+
+    def _failed(self, outcome: Outcome, *, rows: int) -> bool:
+        if outcome.error is not None:
+            self._keep(outcome.error)
+        self.counters["errors" if outcome.done else "timeouts"] += rows * (
+            not outcome.done or outcome.error is not None
+        )
+        return not outcome.done or outcome.error is not None
+
+    def _number(self, value: Any, where: str) -> float | None:
+        """A returned value as a float; None where it is None or not finite. Raises ShapeError for anything else."""
+        if value is None:
+            return None
+        try:
+            number = None if isinstance(value, (str, bytes)) else float(value)
+        except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
+            number = None
+        if number is None:
+            if inspect.iscoroutine(value):
+                value.close()
+            shape = f" of shape {list(value.shape)}" if hasattr(value, "shape") else ""
+            raise ShapeError(
+                f"RewardFunction {self.name!r}: a reward must be one number, or None where there is none: got a "
+                f"{type(value).__name__}{shape} for {where}: {value!r:.60}."
+            )
+        return number if math.isfinite(number) else None
 
     def _keep(self, text: str) -> None:
         if self.first_error is None:
             self.first_error = text
-
-
-def load_reward(name: str) -> Reward:
-    """The function that ``"package.module:function"`` names.
-
-    Raises  ConfigError where the name has another form, the module cannot be imported, or it has no such function
-
-    >>> load_reward("math:isfinite")(1.0)
-    True
-    """
-    module_name, separator, attribute = name.partition(":")
-    if not separator or not module_name or not attribute:
-        raise ConfigError(f"reward: must be 'package.module:function': got {name!r}.")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # the user's module: whatever it raises, the setting cannot be run
-        raise ConfigError(
-            f"reward: {module_name!r} must be importable from here: importing it raises {type(error).__name__}: {error}"
-        ) from error
-    if not hasattr(module, attribute):
-        known = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-        raise ConfigError(
-            f"reward: {module_name!r} has no function {attribute!r}: it has {', '.join(known) or 'none'}."
-            f"{near(attribute, known)}"
-        )
-    fn = getattr(module, attribute)
-    if not callable(fn):
-        raise ConfigError(f"reward: {name!r} must be a function: it is a {type(fn).__name__}.")
-    return fn
-
-
-@dataclass(frozen=True)
-class _Parameters:
-    """What a reward function asks for beside the completion."""
-
-    answer: bool
-    required: list[str]
-    optional: list[str]
-    takes_all: bool
-
-    @classmethod
-    def of(cls, fn: Reward, name: str) -> _Parameters:
-        try:
-            parameters = list(inspect.signature(fn).parameters.values())
-        except (TypeError, ValueError):  # some builtins have no signature
-            return cls(answer=True, required=[], optional=[], takes_all=False)
-        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        takes_any = parameters and parameters[0].kind is inspect.Parameter.VAR_POSITIONAL
-        if not parameters or not (takes_any or parameters[0].kind in positional):
-            raise ConfigError(
-                f"RewardFunction {name!r}: its first parameter must take the completion by position, as in "
-                f"def {name}(completion, answer): its signature is {name}{inspect.signature(fn)}."
-            )
-        required, optional, takes_all = [], [], False
-        for parameter in parameters[1:]:
-            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-                takes_all = True
-            elif parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
-                raise ConfigError(
-                    f"RewardFunction {name!r}: the parameters after the first are passed by name, but "
-                    f"{parameter.name!r} takes no name; its signature is {name}{inspect.signature(fn)}."
-                )
-            elif parameter.kind is not inspect.Parameter.VAR_POSITIONAL and parameter.name != "answer":
-                (required if parameter.default is inspect.Parameter.empty else optional).append(parameter.name)
-        answer = takes_all or any(parameter.name == "answer" for parameter in parameters[1:])
-        return cls(answer, required, optional, takes_all)
-
-
-@dataclass
-class _Batch:
-    """One batch on its way through the reward function, shared with the thread that runs it."""
-
-    completions: list[str]
-    columns: dict[str, list[Any]]
-    values: list[float]
-    reached: int = 0
-    cancelled: bool = False
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-
-class _Worker:
-    """One daemon thread that runs calls in turn; a call that never returns cannot keep the process from ending."""
-
-    def __init__(self, name: str):
-        self._calls: SimpleQueue[tuple[Callable[[], None], threading.Event] | None] = SimpleQueue()
-        threading.Thread(target=self._loop, name=name, daemon=True).start()
-
-    def run(self, call: Callable[[], None], *, timeout_s: float) -> bool:
-        """True when ``call`` ended within ``timeout_s`` seconds."""
-        done = threading.Event()
-        self._calls.put((call, done))
-        return done.wait(timeout_s)
-
-    def close(self) -> None:
-        self._calls.put(None)
-
-    def _loop(self) -> None:
-        while (item := self._calls.get()) is not None:
-            call, done = item
-            call()
-            done.set()
-
-
-def _number(value: Any) -> float | None:
-    number = math.nan if value is None else float(value)
-    return number if math.isfinite(number) else None

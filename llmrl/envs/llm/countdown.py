@@ -1,0 +1,171 @@
+"""Countdown: make a target out of given numbers by + - * and /. Problems are generated, or come from a dataset.
+
+The arithmetic is the calculator's (`llmrl.tools.calculator`): a bounded parser, never ``eval``.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tensordict import TensorDictBase
+
+from llmrl.envs.llm.answers import AnswerParser
+from llmrl.envs.llm.task import Row, TaskEnv
+from llmrl.errors import ConfigError, DataError, near
+from llmrl.tools.base import ToolError
+from llmrl.tools.calculator import evaluate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["CountdownEnv", "CountdownRewardParser", "countdown_correct", "countdown_problems"]
+
+SPLITS = {"train": 10_000, "validation": 500, "test": 500}  # problems in each, unless told otherwise
+MAX_CHARS = 200
+
+_SIGNS = {"\\times": "*", "\\cdot": "*", "\\div": "/", "$": "", "\\": ""}  # the calculator knows others
+_EXPRESSION = re.compile(r"[\d+\-*/()\s\u00d7\u00b7\u00f7\u2212]+")
+
+
+def countdown_correct(expression: str, numbers: Sequence[int], target: int) -> bool:
+    """Whether ``expression`` makes ``target`` by + - * / and parentheses, with each of ``numbers`` at most once.
+
+    An equals sign and what follows it are ignored; powers, floor division and decimals are no part of the game.
+
+    >>> countdown_correct("(55 + 36 - 7) - 19 = 65", [19, 36, 55, 7], 65)
+    True
+    >>> countdown_correct("7 * 7", [7, 3], 49), countdown_correct("45**67**89", [45, 67, 89], 1)
+    (False, False)
+    """
+    for sign, plain in _SIGNS.items():
+        expression = expression.replace(sign, plain)
+    expression = expression.partition("=")[0].strip()
+    if len(expression) > MAX_CHARS or "**" in expression or "//" in expression or not _EXPRESSION.fullmatch(expression):
+        return False
+    if Counter(map(int, re.findall(r"\d+", expression))) - Counter(numbers):
+        return False
+    try:
+        value = evaluate(expression)
+    except ToolError:  # no expression, or a division by zero
+        return False
+    return math.isclose(value, target, rel_tol=1e-9)  # divisions are in floating point
+
+
+def countdown_problems(
+    split: str = "train", count: int | None = None, *, size: int | tuple[int, int] = (3, 4), largest: int = 99
+) -> list[dict[str, Any]]:
+    """Problems that have a solution: rows with "nums" and "target", in the columns of the public dataset.
+
+    Returns  always the same rows for a split; a problem belongs to one split only, by the numbers it starts from
+    Raises   ConfigError for an unknown split, or fewer than two numbers
+
+    ``size`` is how many numbers a problem has, or the least and the most; they and the target are within
+    [1, ``largest``].
+
+    >>> countdown_problems("test", 2)[0].keys()
+    dict_keys(['nums', 'target'])
+    """
+    if split not in SPLITS:
+        raise ConfigError(f"countdown_problems: split must be {', '.join(SPLITS)}: got {split!r}.{near(split, SPLITS)}")
+    least, most = (size, size) if isinstance(size, int) else size
+    if not 2 <= least <= most or largest < 10:
+        raise ConfigError(
+            f"countdown_problems: a problem must have at least 2 numbers, up to 10 or more: got {size} and {largest}."
+        )
+    draw = random.Random(f"countdown {split} {least} {most} {largest}")
+    rows: list[dict[str, Any]] = []
+    while len(rows) < (SPLITS[split] if count is None else count):
+        numbers = [draw.randint(1, largest) for _ in range(draw.randint(least, most))]
+        if _split_of(numbers) == split and (target := _reach(numbers, largest, draw)) is not None:
+            rows.append({"nums": numbers, "target": target})
+    return rows
+
+
+class CountdownRewardParser(AnswerParser):
+    """Scores the expression in the answer block: right, wrong but in the asked form, or nothing.
+
+    Reads   "nums", "target"   the numbers that may be used, each at most once, and what they are to make
+    Raises  MissingKeyError without them
+
+    Keys that it writes and arguments are those of `AnswerParser`; `countdown_correct` decides.
+    """
+
+    def judge(self, answers: list[str | None], td: TensorDictBase) -> list[bool]:
+        rows = zip(answers, self.references(td, "nums"), self.references(td, "target"), strict=True)
+        return [answer is not None and countdown_correct(answer, nums, target) for answer, nums, target in rows]
+
+
+class CountdownEnv(TaskEnv):
+    """Countdown as an environment: numbers and a target, an expression in an answer block, a reward of 0, 0.1 or 1.
+
+    The arguments are those of `TaskEnv`. Without ``dataset`` the problems are `countdown_problems`; a local file or a
+    hub dataset (such as Jiayi-Pan/Countdown-Tasks-3to4) needs the columns ``nums`` and ``target``.
+
+    >>> env = CountdownEnv(dataset=[{"nums": [3, 5, 2], "target": 16}])
+    >>> env.reset()["history"].prompt.to_chats()[0][1]["content"]
+    'Make 16 out of the numbers 3, 5, 2. Use each of them at most once.'
+    """
+
+    SYSTEM_PROMPT = (
+        "You solve number puzzles with +, -, *, / and parentheses. Think between <think> and </think>, then give the "
+        "expression alone between <answer> and </answer>, for example <think>From 2, 5 and 8 make 26: 8 * 2 is 16, and "
+        "5 * 2 is 10, but 2 is there once only. (8 + 5) * 2 is 26.</think><answer>(8 + 5) * 2</answer>."
+    )
+
+    @classmethod
+    def rows(
+        cls, dataset: str | Path | None = None, *, name: str | None = None, split: str | None = None
+    ) -> Sequence[Row]:
+        if dataset is None:
+            return countdown_problems(split or "train")
+        return super().rows(dataset, name=name, split=split)
+
+    @classmethod
+    def prompt_row(cls, row: Row, number: int | None = None) -> dict[str, Any]:
+        where = "a row" if number is None else f"row {number}"
+        for column in ("nums", "target"):
+            if row.get(column) is None:
+                raise DataError(
+                    f"CountdownEnv: {where} must have the columns nums and target: its columns are "
+                    f"{', '.join(row)}.{near(column, row)}"
+                )
+        try:
+            nums, target = [int(n) for n in row["nums"]], int(row["target"])
+        except (TypeError, ValueError):
+            nums, target = [], 0
+        if not nums:
+            raise DataError(
+                f"CountdownEnv: nums must be a list of whole numbers and target one: {where} has {row['nums']!r:.60} "
+                f"and {row['target']!r:.30}."
+            )
+        query = f"Make {target} out of the numbers {', '.join(map(str, nums))}. Use each of them at most once."
+        return {"query": query, "answer": str(target), "nums": nums, "target": target}
+
+    @classmethod
+    def scorer(cls, tokenizer: PreTrainedTokenizerBase | None = None) -> CountdownRewardParser:
+        return CountdownRewardParser(tokenizer=tokenizer)
+
+
+def _split_of(numbers: list[int]) -> str:
+    """Nine of ten sets of numbers are for training; which ones does not depend on their order."""
+    deal = zlib.crc32(" ".join(map(str, sorted(numbers))).encode()) % 20
+    return "test" if deal == 19 else "validation" if deal == 18 else "train"
+
+
+def _reach(numbers: list[int], largest: int, draw: random.Random) -> int | None:
+    """A target that joining all of the numbers in some order reaches; None where this attempt reaches none."""
+    values = draw.sample(numbers, len(numbers))
+    while len(values) > 1:
+        a, b = values.pop(draw.randrange(len(values))), values.pop(draw.randrange(len(values)))
+        results = [a + b, abs(a - b), a * b]
+        if b and a % b == 0:
+            results.append(a // b)
+        values.append(draw.choice(results))
+    return values[0] if 10 <= values[0] <= largest and values[0] not in numbers else None

@@ -1,0 +1,256 @@
+"""The 25 instructions of IFEval (arXiv:2311.07911), each a plain function ``check(response, **arguments) -> bool``.
+
+`CHECKS` has them by their public names. What counts is what the public definitions count, their limits included (a
+keyword is found inside of other words; a bullet is an asterisk or a dash). Words, sentences and languages are counted
+in `language`; strict and loose evaluation are in `evaluation`. Every check takes time linear in the response, which
+may be the endless repetition of one character.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+
+from llmrl.envs.llm.ifeval.language import count_capital_words, count_sentences, count_words, is_language
+
+__all__ = ["CHECKS", "NEEDS_LANGUAGE"]
+
+CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+
+
+def compare(actual: int, relation: str, threshold: int) -> bool:
+    """``actual`` is "less than" or "at least" ``threshold``."""
+    return actual < threshold if relation == "less than" else actual >= threshold
+
+
+# -- keywords ----------------------------------------------------------------------------------------------------------
+
+
+def keywords_existence(response: str, keywords: Sequence[str]) -> bool:
+    """Every keyword is in the response, in any case.
+
+    >>> keywords_existence("A CAT and a dog", ["cat", "dog"])
+    True
+    """
+    return all(_occurrences(keyword, response) for keyword in keywords)
+
+
+def keywords_frequency(response: str, keyword: str, frequency: int, relation: str) -> bool:
+    """The keyword is there less than, or at least, ``frequency`` times."""
+    return compare(_occurrences(keyword.strip(), response), relation, frequency)
+
+
+def keywords_forbidden_words(response: str, forbidden_words: Sequence[str]) -> bool:
+    """None of the words is there as a word of its own: ``rock`` does not forbid ``rocket``."""
+    return not any(re.search(rf"\b{re.escape(word)}\b", response, re.IGNORECASE) for word in forbidden_words)
+
+
+def keywords_letter_frequency(response: str, letter: str, let_frequency: int, let_relation: str) -> bool:
+    """A letter, or another single character, is there less than, or at least, ``let_frequency`` times."""
+    return compare(response.lower().count(letter.lower()), let_relation, let_frequency)
+
+
+# -- language and length -----------------------------------------------------------------------------------------------
+
+
+def language_response_language(response: str, language: str) -> bool:
+    """The whole response is in the language with this ISO 639-1 code."""
+    return is_language(response, language)
+
+
+def length_number_sentences(response: str, num_sentences: int, relation: str) -> bool:
+    """There are less than, or at least, so many sentences."""
+    return compare(count_sentences(response), relation, num_sentences)
+
+
+def length_number_words(response: str, num_words: int, relation: str) -> bool:
+    """There are less than, or at least, so many words."""
+    return compare(count_words(response), relation, num_words)
+
+
+def length_number_paragraphs(response: str, num_paragraphs: int) -> bool:
+    """There are exactly so many paragraphs, with ``***`` between them; none but the first and the last may be empty."""
+    count = _filled(re.split(r"\s?\*\*\*\s?", response))
+    return count == num_paragraphs
+
+
+def length_nth_paragraph_first_word(response: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
+    """There are so many paragraphs, with an empty line between them, and the n-th begins with ``first_word``."""
+    parts = response.split("\n\n")
+    count = sum(bool(part.strip()) for part in parts)
+    # As in the public definition, n counts the empty parts too.
+    if count != num_paragraphs or nth_paragraph > count or not (paragraph := parts[nth_paragraph - 1].strip()):
+        return False
+    word = paragraph.split()[0].lstrip("'").lstrip('"')
+    return re.split(r"[.,?!'\"]", word)[0].lower() == first_word.lower()
+
+
+# -- content -----------------------------------------------------------------------------------------------------------
+
+
+def content_number_placeholders(response: str, num_placeholders: int) -> bool:
+    """There are at least so many placeholders in square brackets, as [address]."""
+    return sum(map(_brackets, response.split("\n"))) >= num_placeholders
+
+
+def content_postscript(response: str, postscript_marker: str) -> bool:
+    """There is a postscript with this marker; ``P.S.`` and ``P.P.S`` may have a space after each period."""
+    spaced = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}
+    marker = postscript_marker.strip()
+    pattern = spaced.get(marker, re.escape(marker.lower()))
+    return re.search(pattern, response.lower()) is not None
+
+
+# -- format ------------------------------------------------------------------------------------------------------------
+
+
+def format_number_bullet_lists(response: str, num_bullets: int) -> bool:
+    """There are exactly so many bullet points: lines that begin with one asterisk, or with a dash."""
+    lines = [line.lstrip() for line in response.split("\n")]
+    bullets, skip = 0, False
+    for line, last in zip(lines, [*[False] * (len(lines) - 1), True], strict=True):
+        bullets += line.startswith("-")
+        if skip or not line.startswith("*"):
+            skip = False
+        elif line == "*":  # the public definition takes the line after an empty bullet for its text
+            bullets, skip = bullets + (not last), True
+        else:
+            bullets += line[1] != "*"
+    return bullets == num_bullets
+
+
+def format_constrained_response(response: str) -> bool:
+    """One of "My answer is yes.", "My answer is no." and "My answer is maybe." is there."""
+    return any(option in response for option in CONSTRAINED)
+
+
+def format_number_highlighted_sections(response: str, num_highlights: int) -> bool:
+    """There are at least so many highlights: *one asterisk* or **two** around text on one line."""
+    singles = [part.strip("*") for part in re.findall(r"\*[^\n*]*\*", response)]
+    doubles = [part[2:-2] for part in re.findall(r"\*\*[^\n*]*\*\*", response)]
+    return sum(bool(part.strip()) for part in singles + doubles) >= num_highlights
+
+
+def format_multiple_sections(response: str, section_spliter: str, num_sections: int) -> bool:
+    """There are at least so many sections, each marked by the word and a number, as ``Section 1``."""
+    return len(re.findall(rf"{re.escape(section_spliter.strip())}\s?\d+", response)) >= num_sections
+
+
+def format_json(response: str) -> bool:
+    """The response is JSON, with or without a code fence around it."""
+    text = response.strip()
+    for fence in ("```json", "```Json", "```JSON", "```"):
+        text = text.removeprefix(fence)
+    try:
+        json.loads(text.removesuffix("```").strip())
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def format_title(response: str) -> bool:
+    """There is a title in double angular brackets, as <<title>>."""
+    for line in response.split("\n"):
+        start, end = line.find("<<"), line.rfind(">>")
+        if 0 <= start < end - 2 and line[start:end].lstrip("<").rstrip(">").strip():
+            return True
+    return False
+
+
+# -- combinations, beginning and end -----------------------------------------------------------------------------------
+
+
+def combination_two_responses(response: str) -> bool:
+    """There are two different responses, with ****** between them."""
+    parts = response.split("******")
+    given = [part.strip() for part in parts if part.strip()]
+    return _filled(parts) == 2 and given[0] != given[1]
+
+
+def combination_repeat_prompt(response: str, prompt_to_repeat: str) -> bool:
+    """The response begins with the request, word for word."""
+    return response.strip().lower().startswith(prompt_to_repeat.strip().lower())
+
+
+def startend_end_checker(response: str, end_phrase: str) -> bool:
+    """The response ends with this phrase; a quotation mark may follow."""
+    return response.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+
+
+def startend_quotation(response: str) -> bool:
+    """The whole response is in double quotation marks."""
+    text = response.strip()
+    return len(text) > 1 and text[0] == '"' == text[-1]
+
+
+# -- case and punctuation ----------------------------------------------------------------------------------------------
+
+
+def case_capital_word_frequency(response: str, capital_frequency: int, capital_relation: str) -> bool:
+    """There are less than, or at least, so many words in capital letters."""
+    return compare(count_capital_words(response), capital_relation, capital_frequency)
+
+
+def case_english_capital(response: str) -> bool:
+    """The response is in English and has no lower-case letter."""
+    return response.isupper() and is_language(response, "en")
+
+
+def case_english_lowercase(response: str) -> bool:
+    """The response is in English and has no capital letter."""
+    return response.islower() and is_language(response, "en")
+
+
+def punctuation_no_comma(response: str) -> bool:
+    """There is no comma."""
+    return "," not in response
+
+
+def _occurrences(keyword: str, response: str) -> int:
+    return len(re.findall(re.escape(keyword), response, re.IGNORECASE))
+
+
+def _brackets(line: str) -> int:
+    """How often a bracket opens and then closes. (A regular expression takes quadratic time where none closes.)"""
+    count, start = 0, line.find("[")
+    while start >= 0 and (end := line.find("]", start)) >= 0:
+        count, start = count + 1, line.find("[", end)
+    return count
+
+
+def _filled(parts: list[str]) -> int | None:
+    """How many parts have text; None where one in the middle has none."""
+    if any(not part.strip() for part in parts[1:-1]):
+        return None
+    return sum(bool(part.strip()) for part in parts)
+
+
+CHECKS: dict[str, Callable[..., bool]] = {
+    "keywords:existence": keywords_existence,
+    "keywords:frequency": keywords_frequency,
+    "keywords:forbidden_words": keywords_forbidden_words,
+    "keywords:letter_frequency": keywords_letter_frequency,
+    "language:response_language": language_response_language,
+    "length_constraints:number_sentences": length_number_sentences,
+    "length_constraints:number_paragraphs": length_number_paragraphs,
+    "length_constraints:number_words": length_number_words,
+    "length_constraints:nth_paragraph_first_word": length_nth_paragraph_first_word,
+    "detectable_content:number_placeholders": content_number_placeholders,
+    "detectable_content:postscript": content_postscript,
+    "detectable_format:number_bullet_lists": format_number_bullet_lists,
+    "detectable_format:constrained_response": format_constrained_response,
+    "detectable_format:number_highlighted_sections": format_number_highlighted_sections,
+    "detectable_format:multiple_sections": format_multiple_sections,
+    "detectable_format:json_format": format_json,
+    "detectable_format:title": format_title,
+    "combination:two_responses": combination_two_responses,
+    "combination:repeat_prompt": combination_repeat_prompt,
+    "startend:end_checker": startend_end_checker,
+    "startend:quotation": startend_quotation,
+    "change_case:capital_word_frequency": case_capital_word_frequency,
+    "change_case:english_capital": case_english_capital,
+    "change_case:english_lowercase": case_english_lowercase,
+    "punctuation:no_comma": punctuation_no_comma,
+}
+NEEDS_LANGUAGE = {"language:response_language", "change_case:english_capital", "change_case:english_lowercase"}

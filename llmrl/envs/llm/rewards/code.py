@@ -1,0 +1,153 @@
+"""`CodeReward`: the code of a response is run against the tests of its row, in the sandbox of the Python tool."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+from llmrl.envs.llm.answers.blocks import code_block
+from llmrl.errors import ConfigError, DataError
+from llmrl.tools.python import PythonTool
+from llmrl.tools.sandbox import Limits
+from llmrl.tools.sandbox.launch import Kind
+
+__all__ = ["CodeReward"]
+
+START_S = 60.0  # for an interpreter, on a busy machine
+
+# The code is text in the text that is run: nothing of it is put together with ours but by exec.
+_STDIN = """
+import io, os, sys
+sys.stdin = io.TextIOWrapper(io.BytesIO({stdin}.encode()), encoding="utf-8")
+sys.stderr = open(os.devnull, "w")
+try:
+    exec(compile({code}, "solution.py", "exec"), {{"__name__": "__main__"}})
+except SystemExit:
+    pass
+"""
+_ASSERT = """
+def run(code, test):
+    scope = {{"__name__": "solution"}}
+    exec(compile(code, "solution.py", "exec"), scope)
+    exec(compile(test, "test.py", "exec"), scope)
+run({code}, {test})
+print("\\n" + {passed})
+"""
+
+
+class CodeReward:
+    """Runs the last Python block of a response against test cases, each in a sandboxed interpreter of its own.
+
+    Reads   the column ``tests``: a list of cases, or the same as JSON. A case is a text that must run without an error
+            after the code, as ``assert add(1, 2) == 3``, or ``{"input": ..., "output": ...}``: what the code reads and
+            must print, trailing white space aside. ``{"inputs": [...], "outputs": [...]}`` is a list of the latter
+    Returns the fraction of the cases that passed, or with ``mode="all"`` 1.0 where all did, else 0.0; 0.0 where there
+            is no code, or the code failed, took longer than ``timeout_s`` seconds for a case or wrote too much
+    Raises  at a call, DataError for a row without cases: it has no reward; SessionError, DeadlineError where no
+            interpreter could be had, which says nothing about the code; at construction, MissingDependencyError or
+            UnsupportedError where the sandbox cannot be had
+
+    ``concurrency`` cases run at a time over all rows. Tests in text run in the interpreter that ran the code: code that
+    looks for the way to pass there will find one. Cases of input and output are compared outside.
+
+    >>> reward = CodeReward(sandbox="subprocess")
+    >>> tests = [{"input": "2", "output": "4"}, {"input": "3", "output": "7"}]
+    >>> reward("```python\\nprint(int(input()) * 2)\\n```", tests)
+    0.5
+    >>> reward.close()
+    """
+
+    name = "code"
+
+    def __init__(
+        self,
+        *,
+        mode: Literal["fraction", "all"] = "fraction",
+        timeout_s: float = 5.0,
+        concurrency: int = 8,
+        sandbox: Kind = "bubblewrap",
+        limits: Limits | Mapping[str, int] | None = None,
+    ):
+        if mode not in ("fraction", "all"):
+            raise ConfigError(f"CodeReward: mode must be 'fraction' or 'all': got {mode!r}.")
+        if timeout_s <= 0 or concurrency < 1:
+            raise ConfigError(
+                f"CodeReward: timeout_s must be positive and concurrency at least 1: got {timeout_s} and {concurrency}."
+            )
+        self.mode = mode
+        self.timeout_s = timeout_s
+        self.concurrency = concurrency  # of rows; their cases share as many interpreters
+        if not isinstance(limits, Limits):
+            limits = Limits(**{"output_kib": 1024, **(limits or {})})
+        self._tool = PythonTool(sandbox=sandbox, limits=limits, spare=1, max_interpreters=concurrency)
+        self._slots = threading.BoundedSemaphore(concurrency)
+
+    def __call__(self, completion: str, tests: Any) -> float:
+        cases = _cases(tests)
+        code = code_block(completion)
+        if code is None:
+            return 0.0
+        if self.mode == "all":
+            return float(all(self._passes(code, case) for case in cases))
+        with ThreadPoolExecutor(max_workers=min(self.concurrency, len(cases))) as pool:
+            passed = list(pool.map(lambda case: self._passes(code, case), cases))
+        return sum(passed) / len(cases)
+
+    def close(self) -> None:
+        """Ends the interpreters."""
+        self._tool.close()
+
+    def _passes(self, code: str, case: str | tuple[str, str]) -> bool:
+        if isinstance(case, str):
+            mark = secrets.token_hex(16)  # a code that ends the program early does not print it
+            program = _ASSERT.format(code=repr(code), test=repr(case), passed=repr(mark))
+            ok, output = self._run(program)
+            return ok and output.rstrip().endswith(mark)
+        stdin, expected = case
+        ok, output = self._run(_STDIN.format(stdin=repr(stdin), code=repr(code)))
+        return ok and _lines(output) == _lines(expected)
+
+    def _run(self, program: str) -> tuple[bool, str]:
+        """Whether the program ran to its end, and what it wrote. The time to get an interpreter is not the code's."""
+        conversation = object()
+        with self._slots:
+            try:
+                self._tool.execute("", conversation=conversation, deadline=time.monotonic() + START_S)
+                deadline = time.monotonic() + self.timeout_s
+                result = self._tool.execute(program, conversation=conversation, deadline=deadline)
+            finally:
+                self._tool.end(conversation)
+        return result.status == "ok", result.output
+
+
+def _cases(tests: Any) -> list[str | tuple[str, str]]:
+    if isinstance(tests, str):
+        try:
+            tests = json.loads(tests)
+        except ValueError:
+            tests = [tests]  # one test in text
+    if isinstance(tests, Mapping):
+        inputs, outputs = tests.get("inputs"), tests.get("outputs")
+        if not isinstance(inputs, Sequence) or not isinstance(outputs, Sequence) or len(inputs) != len(outputs):
+            raise DataError(f"CodeReward: tests must have inputs and outputs, as many of both: got {tests!r:.120}.")
+        tests = [{"input": given, "output": due} for given, due in zip(inputs, outputs, strict=True)]
+    if not isinstance(tests, Sequence) or not tests:
+        raise DataError(f"CodeReward: tests must be a list with at least one case: got {tests!r:.120}.")
+    return [_case(case) for case in tests]
+
+
+def _case(case: Any) -> str | tuple[str, str]:
+    if isinstance(case, str):
+        return case
+    if isinstance(case, Mapping) and "output" in case:
+        return str(case.get("input") or ""), str(case["output"])
+    raise DataError(f"CodeReward: a test case must be a text, or have input and output: got {case!r:.120}.")
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().split("\n")]

@@ -1,0 +1,134 @@
+"""`RewardModelScorer`: a Transformers sequence-classification model as reward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from llmrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["RewardModelScorer"]
+
+
+class RewardModelScorer:
+    """Scores whole conversations with a reward model: the prompt, and the response as the assistant's turn.
+
+    Reads   the column ``query``: the user's message, or a list of messages
+    Calls   ``model`` without gradients, in batches of rows of similar length: at most ``tokens_per_batch`` tokens with
+            padding, which the model's own padding token fills, so that a row scores as it does alone
+    Returns the logit ``label`` of each row, float; None for a conversation of more than ``max_tokens`` tokens: a cut
+            conversation is not the one that is to be scored
+    Raises  ConfigError for a model with several labels and no choice of one, without a padding token, or a tokenizer
+            without a chat template
+
+    >>> from llmrl.testing import tiny_tokenizer
+    >>> from transformers import Qwen2Config, Qwen2ForSequenceClassification
+    >>> tokenizer = tiny_tokenizer()
+    >>> config = Qwen2Config(vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+    ...     num_attention_heads=2, num_key_value_heads=2, num_labels=1, pad_token_id=tokenizer.pad_token_id)
+    >>> scorer = RewardModelScorer(Qwen2ForSequenceClassification(config), tokenizer)
+    >>> len(scorer(["Four.", "5"], query=["2 + 2?", "2 + 2?"]))
+    2
+    """
+
+    name = "reward_model"
+    batched = True
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        label: int | None = None,
+        tokens_per_batch: int = 16384,
+        max_tokens: int | None = None,
+        system_prompt: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ):
+        labels = model.config.num_labels
+        if label is None and labels != 1:
+            raise ConfigError(
+                f"RewardModelScorer: a model with {labels} labels needs label, the one that is the reward."
+            )
+        if label is not None and not 0 <= label < labels:
+            raise ConfigError(f"RewardModelScorer: label must be within [0, {labels}): got {label}.")
+        if model.config.pad_token_id is None:
+            raise ConfigError(
+                "RewardModelScorer: model.config.pad_token_id must be set: the model looks for padding by it; set it "
+                "to the tokenizer's, or another token that no conversation ends in."
+            )
+        if not tokenizer.chat_template:
+            raise ConfigError("RewardModelScorer: the reward model's tokenizer must have a chat template.")
+        if tokens_per_batch < 1:
+            raise ConfigError(f"RewardModelScorer: tokens_per_batch must be at least 1: got {tokens_per_batch}.")
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.label = label or 0
+        self.tokens_per_batch = tokens_per_batch
+        self.max_tokens = max_tokens or getattr(model.config, "max_position_embeddings", None)
+        self.system_prompt = system_prompt
+        self.template_kwargs = dict(template_kwargs or {})
+
+    @classmethod
+    def load(cls, model: str, *, device: str | None = None, dtype: str = "auto", **options: Any) -> RewardModelScorer:
+        """From a folder or a hub name; ``options`` are the other arguments of `RewardModelScorer`."""
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        loaded = AutoModelForSequenceClassification.from_pretrained(model, dtype=dtype).to(device)
+        return cls(loaded, AutoTokenizer.from_pretrained(model), **options)
+
+    def __call__(self, completions: Sequence[str], query: Sequence[Any]) -> list[float | None]:
+        if not completions:
+            return []
+        rows = self.ids([self.conversation(q, c) for q, c in zip(query, completions, strict=True)])
+        order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
+        scores: list[float | None] = [None] * len(rows)
+        if self.max_tokens is not None:
+            order = [row for row in order if len(rows[row]) <= self.max_tokens]
+        while order:
+            batch = self._fill(order, rows)
+            del order[: len(batch)]
+            for row, score in zip(batch, self._forward([rows[row] for row in batch]).tolist(), strict=True):
+                scores[row] = score
+        return scores
+
+    def conversation(self, query: Any, completion: str) -> list[dict[str, Any]]:
+        """The messages that are scored."""
+        before = [{"role": "user", "content": query}] if isinstance(query, str) else list(query)
+        if self.system_prompt is not None and before[0]["role"] != "system":
+            before.insert(0, {"role": "system", "content": self.system_prompt})
+        return [*before, {"role": "assistant", "content": completion}]
+
+    def ids(self, conversations: list[list[dict[str, Any]]]) -> list[list[int]]:
+        """The token ids of conversations, by the reward model's own template."""
+        texts = [
+            self.tokenizer.apply_chat_template(conversation, tokenize=False, **self.template_kwargs)
+            for conversation in conversations
+        ]
+        return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+
+    def _fill(self, order: list[int], rows: list[list[int]]) -> list[int]:
+        """The first rows of ``order``, which goes from short to long, that fit a batch; at least one."""
+        count = 1
+        while count < len(order) and len(rows[order[count]]) * (count + 1) <= self.tokens_per_batch:
+            count += 1
+        return order[:count]
+
+    @torch.no_grad()
+    def _forward(self, rows: list[list[int]]) -> Tensor:
+        length = max(map(len, rows))
+        ids_BT = torch.full((len(rows), length), self.model.config.pad_token_id)
+        attention_BT = torch.zeros(len(rows), length, dtype=torch.int64)
+        for number, ids in enumerate(rows):  # on the right: what attends to earlier tokens only never sees it
+            ids_BT[number, : len(ids)] = torch.tensor(ids)
+            attention_BT[number, : len(ids)] = 1
+        device = self.model.device
+        logits_BL = self.model(input_ids=ids_BT.to(device), attention_mask=attention_BT.to(device)).logits
+        return logits_BL[:, self.label].float().cpu()

@@ -1,0 +1,113 @@
+"""`TaskEnv`: a dataset, the prompt made of each row, and the transform that scores the answers, as one environment.
+
+A task is a subclass with a default dataset, a system prompt, `prompt_row` and `scorer`; `gsm8k`, `math`, `countdown`
+and `ifeval` are four. How conversations run is `DatasetChatEnv`'s part.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from llmrl.data.llm.dataset_files import load_rows, to_prompt
+from llmrl.envs.llm.chat import DatasetChatEnv
+from llmrl.envs.transforms.base import Transform
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["TaskEnv"]
+
+Row = Mapping[str, Any]
+
+
+class TaskEnv(DatasetChatEnv):
+    """A `DatasetChatEnv` that knows its dataset, its prompt and its reward.
+
+    Reads   ``dataset``: a hub name, a local file of the same columns, or rows; None: the task's own
+    Writes  what `DatasetChatEnv` and the task's `scorer` write
+    Raises  DataError naming the row that the task cannot use
+
+    ``compute_reward=False`` leaves the reward to a transform that is appended later. ``collate_fn(list of rows)``
+    replaces `prompt_row`.
+    """
+
+    DATASET: ClassVar[str | None] = None
+    CONFIG: ClassVar[str | None] = None
+
+    def __init__(
+        self,
+        *,
+        dataset: str | Path | Sequence[Row] | None = None,
+        name: str | None = None,
+        compute_reward: bool = True,
+        max_steps: int = 1,
+        shuffle: bool = True,
+        split: str | None = None,
+        num_envs: int = 1,
+        repeats: int | None = None,
+        seed: int | None = None,
+        group_repeats: bool = False,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        device: torch.device | str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        collate_fn: Callable[[list[Any]], Sequence[Row]] | None = None,
+        input_mode: str = "history",
+        data_key: str | None = None,
+        primers: Any | None = None,
+        system_prompt: str | None = None,
+        epochs: int | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+    ):
+        scorer = self.scorer(tokenizer) if compute_reward else None  # first: what it needs may not be installed
+        rows = self.rows(dataset, name=name, split=split) if isinstance(dataset, str | Path | None) else dataset
+        super().__init__(
+            dataset=rows,
+            shuffle=shuffle,
+            num_envs=num_envs,
+            repeats=repeats,
+            seed=seed,
+            group_repeats=group_repeats,
+            tokenizer=tokenizer,
+            device=device,
+            template_kwargs=template_kwargs,
+            collate_fn=collate_fn or self._prompt_rows,
+            input_mode=input_mode,
+            data_key=data_key,
+            primers=primers,
+            system_prompt=system_prompt,
+            max_steps=max_steps,
+            epochs=epochs,
+            rank=rank,
+            world_size=world_size,
+        )
+        if scorer is not None:
+            self.append_transform(scorer)
+
+    @classmethod
+    def rows(
+        cls, dataset: str | Path | None = None, *, name: str | None = None, split: str | None = None
+    ) -> Sequence[Row]:
+        """The rows of the task as its dataset has them; ``dataset`` is a file or hub name instead of the task's own."""
+        if name is None and dataset in (None, cls.DATASET):
+            name = cls.CONFIG
+        return load_rows(dataset or cls.DATASET, split=split or "train", name=name)
+
+    @classmethod
+    def prompt_row(cls, row: Row, number: int | None = None) -> dict[str, Any]:
+        """What a conversation starts from: "query", and the columns that the scorer reads; ``number`` is for errors."""
+        return to_prompt(row, number=number)
+
+    @classmethod
+    @abstractmethod
+    def scorer(cls, tokenizer: PreTrainedTokenizerBase | None = None) -> Transform:
+        """The transform that writes the reward."""
+
+    @classmethod
+    def _prompt_rows(cls, rows: Sequence[Row]) -> list[dict[str, Any]]:
+        return [cls.prompt_row(row, number) for number, row in enumerate(rows, 1)]

@@ -1,0 +1,135 @@
+"""Code is scored by the tests that it passes, in a sandbox."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import time
+
+import pytest
+from tensordict import TensorDict
+
+from llmrl.data.llm.columns import column
+from llmrl.envs.llm import ChatEnv
+from llmrl.envs.llm.answers import code_block
+from llmrl.envs.llm.rewards import CodeReward
+from llmrl.envs.llm.transforms import RewardFunction
+from llmrl.errors import ConfigError, DataError
+
+
+@pytest.fixture(scope="module")
+def reward():
+    # Which sandbox is the tool's concern and tested there; these run wherever a process can be started.
+    reward = CodeReward(sandbox="bubblewrap" if shutil.which("bwrap") else "subprocess", timeout_s=5.0, concurrency=4)
+    yield reward
+    reward.close()
+
+
+def fenced(code: str) -> str:
+    return f"Here it is:\n```python\n{code}\n```\n"
+
+
+DOUBLE = fenced("print(int(input()) * 2)")
+IO = [{"input": "2\n", "output": "4\n"}, {"input": "-3", "output": "-6"}]
+ADD = "def add(a, b):\n    return a + b"
+ASSERTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0", "assert add('a', 'b') == 'ab'"]
+
+
+@pytest.mark.parametrize(
+    ("completion", "tests", "score"),
+    [
+        (DOUBLE, IO, 1.0),
+        (DOUBLE, json.dumps(IO), 1.0),
+        (DOUBLE, {"inputs": ["2", "5"], "outputs": ["4", "11"]}, 0.5),
+        (fenced("print(4)"), IO, 0.5),
+        (fenced("print(int(input()) * 2)\nprint('done')"), IO, 0.0),
+        (fenced("import sys\nprint('debug', file=sys.stderr)\nprint(int(input()) * 2)\nsys.exit(0)"), IO, 1.0),
+        (fenced("print('4   \\n\\n')"), IO[:1], 1.0),
+        (fenced("print(' 4')"), IO[:1], 0.0),
+        (fenced("if __name__ == '__main__':\n    print(4)"), IO[:1], 1.0),
+        (fenced("print("), IO, 0.0),
+        ("print(4)", IO[:1], 0.0),
+        ("<think>" + DOUBLE + "</think>I give up.", IO, 0.0),
+        (fenced("print(1)") + DOUBLE + "```text\n4\n```", IO, 1.0),
+        (fenced(ADD), ASSERTS, 1.0),
+        (fenced(ADD), "assert add(1, 2) == 3\nassert add(2, 2) == 4", 1.0),
+        (fenced("def add(a, b):\n    return int(a) + int(b)"), ASSERTS, pytest.approx(2 / 3)),
+        (fenced("import os, sys\nsys.exit(0)"), ASSERTS, 0.0),
+        (fenced("import os\nos._exit(0)"), ASSERTS[:1], 0.0),
+        (fenced("print('x' * 10)\n" + ADD + "\n'''tricky \"\"\" \\\\ quotes'''"), ASSERTS, 1.0),
+    ],
+)
+def test_the_score_is_the_fraction_of_tests_that_pass(reward, completion, tests, score):
+    assert reward(completion, tests) == score
+
+
+def test_all_or_nothing_stops_at_the_first_failure():
+    reward = CodeReward(sandbox="subprocess", mode="all", concurrency=1)
+    assert reward(DOUBLE, IO[:1]) == 1.0
+    assert reward(fenced("print(5)"), [*IO, {"input": "", "output": "5"}]) == 0.0
+    assert reward._tool.pool.counters["killed"] == 2
+    reward.close()
+
+
+def test_a_case_that_takes_too_long_fails_alone():
+    reward = CodeReward(sandbox="subprocess", timeout_s=1.0, concurrency=2)
+    code = fenced("n = int(input())\nwhile n == 0:\n    pass\nprint(n)")
+    start = time.monotonic()
+    assert reward(code, [{"input": "0", "output": "0"}, {"input": "1", "output": "1"}]) == 0.5
+    assert time.monotonic() - start < 15
+    reward.close()
+
+
+def test_cases_do_not_see_what_others_did(reward):
+    code = fenced("import builtins\nprint(getattr(builtins, 'seen', 0))\nbuiltins.seen = 1")
+    assert reward(code, [{"input": "", "output": "0"}] * 4) == 1.0
+
+
+def test_rows_are_scored_in_parallel_and_a_row_without_tests_has_no_reward(reward, say):
+    env = ChatEnv(batch_size=[4]).append_transform(RewardFunction(reward, deadline_s=120))
+    td = TensorDict(query=column(["q"] * 4), tests=column([IO, ASSERTS, [], IO]), batch_size=[4])
+    td = env.step(say(env.reset(td), [DOUBLE, fenced(ADD), DOUBLE, "no code"]))
+    values = td["next", "reward_code"].flatten().tolist()
+    assert [values[0], values[1], values[3]] == [1.0, 1.0, 0.0]
+    assert math.isnan(values[2])
+    assert "tests must be a list with at least one case" in env.transform[0].first_error
+
+
+@pytest.mark.parametrize(
+    ("tests", "message"),
+    [
+        ([], "at least one case"),
+        (None, "at least one case"),
+        ([{"input": "1"}], "must be a text, or have input and output"),
+        ({"inputs": ["1"], "outputs": []}, "as many of both"),
+    ],
+)
+def test_tests_that_cannot_be_run_are_an_error_not_a_zero(reward, tests, message):
+    with pytest.raises(DataError, match=message):
+        reward(DOUBLE, tests)
+
+
+def test_settings_that_cannot_work_are_refused():
+    with pytest.raises(ConfigError, match="mode must be"):
+        CodeReward(mode="some", sandbox="subprocess")
+    with pytest.raises(ConfigError, match="timeout_s must be positive"):
+        CodeReward(timeout_s=0, sandbox="subprocess")
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("```python\na\n```", "a\n"),
+        ("```py\na\n```\n```Python\nb\n```", "b\n"),
+        ("```\na\n```", "a\n"),
+        ("```javascript\na\n```", None),
+        ("  ```python\n  a\n  ```", "  a\n"),
+        ("```python\na", None),
+        ("<think>```python\na\n```</think>", None),
+        ("no code", None),
+        ("```python\ns = '```'\n```", "s = '```'\n"),
+    ],
+)
+def test_the_last_python_block_outside_thinking_is_the_code(text, code):
+    assert code_block(text) == code

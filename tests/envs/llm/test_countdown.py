@@ -1,0 +1,133 @@
+"""Countdown: expressions are read by a bounded parser, and generated problems can be solved."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from fractions import Fraction
+
+import pytest
+from tensordict import TensorDict
+
+from llmrl.data.llm.columns import column
+from llmrl.envs.llm import ChatEnv, CountdownEnv, CountdownRewardParser
+from llmrl.envs.llm.countdown import countdown_correct, countdown_problems
+from llmrl.errors import ConfigError, DataError, MissingKeyError
+
+
+@pytest.mark.parametrize(
+    ("expression", "right"),
+    [
+        ("55 + 36 - 7 - 19", True),
+        ("(55 + 36) - (7 + 19)", True),
+        ("55+36-7-19=65", True),
+        ("$55 + 36 - 7 - 19$", True),
+        ("55 + 36 - 7 \N{MINUS SIGN} 19", True),
+        ("36 + 55 - 7", False),  # 84
+        ("65", False),  # not a given number
+        ("55 + 36 - 7 - 19 + 7 - 7", False),  # 7 three times
+        ("55 + 36 - 26", False),
+        ("55.0 + 36 - 7 - 19", False),
+        ("55 + 36 - 7 - 19; import os", False),
+        ("__import__('os')", False),
+        ("max(55, 36) - 7", False),
+        ("55 // 7 + 36 + 19", False),
+        ("55 ** 1", False),
+        ("55 / (7 - 7)", False),
+        ("(55 + 36", False),
+        ("", False),
+    ],
+)
+def test_an_expression_makes_the_target_from_numbers_used_once(expression, right):
+    assert countdown_correct(expression, [19, 36, 55, 7], 65) is right
+
+
+def test_fractions_on_the_way_do_not_matter():
+    assert countdown_correct("3 * (7 / 3)", [3, 3, 7], 7)
+    assert countdown_correct("8 \\div 3 \\times 3", [3, 3, 8], 8)
+    assert not countdown_correct("7 / 3", [3, 7], 2)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["45**67**89", "9**9**9", "9^9^9", "(" * 5000 + "1" + ")" * 5000, "1" * 100_000, "1+" * 50_000, "-" * 150 + "1"],
+)
+def test_an_adversarial_expression_is_decided_in_10_ms(expression):
+    best = 1.0
+    for _ in range(5):
+        start = time.perf_counter()
+        assert not countdown_correct(expression, [45, 67, 89, 9, 9, 9], 1)
+        best = min(best, time.perf_counter() - start)
+    assert best < 0.010
+
+
+@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
+def test_a_response_has_one_score_in_every_mode(mode, tokenizer, say):
+    said = ["<think>2 * 3</think><answer>2 * 3</answer>", "<answer>2 + 3</answer>", "2 * 3", "<answer>2 * 3"]
+    rows = [{"nums": [2, 3], "target": 6}]
+    env = CountdownEnv(dataset=rows, num_envs=4, input_mode=mode, tokenizer=tokenizer)
+    td = env.step(say(env.reset(), said))
+    assert td["next", "reward"].flatten().tolist() == [1.0, pytest.approx(0.1), 0.0, 0.0]
+    assert td["next", "success"].flatten().tolist() == [True, False, False, False]
+
+
+def test_a_local_file_in_the_public_columns_is_read_and_a_bad_row_named(tmp_path):
+    path = tmp_path / "countdown.jsonl"
+    path.write_text("\n".join(json.dumps({"target": n + 5, "nums": [n, 5]}) for n in range(3)), encoding="utf-8")
+    td = CountdownEnv(dataset=path, num_envs=3, shuffle=False).reset()
+    assert td.get("target").tolist() == [5, 6, 7]
+    assert "6 out of the numbers 1, 5" in td["history"].prompt.to_chats()[1][1]["content"]
+    for row, message in (
+        ({"numbers": [1], "target": 1}, "row 2 must have the columns nums and target.*numbers, target"),
+        ({"nums": "12", "target": "x"}, "row 2 has '12' and 'x'"),
+        ({"nums": [], "target": 1}, "nums must be a list of whole numbers"),
+    ):
+        with pytest.raises(DataError, match=message):
+            CountdownEnv(dataset=[{"nums": [1, 2], "target": 3}, row])
+
+
+def test_columns_that_are_missing_are_named(say):
+    env = ChatEnv(batch_size=[1]).append_transform(CountdownRewardParser())
+    with pytest.raises(MissingKeyError, match="must be in 'nums'"):
+        env.step(say(env.reset(TensorDict(query=column(["a"]), batch_size=[1])), ["4"]))
+
+
+def reachable(values: list[Fraction], target: int) -> bool:
+    if target in values:
+        return True
+    for a, b in itertools.permutations(range(len(values)), 2):
+        rest = [v for i, v in enumerate(values) if i not in (a, b)]
+        x, y = values[a], values[b]
+        results = [x + y, x - y, x * y] + ([x / y] if y else [])
+        if any(reachable([*rest, result], target) for result in results):
+            return True
+    return False
+
+
+def test_generated_problems_have_solutions_and_no_split_shares_numbers():
+    splits = {split: countdown_problems(split, 60) for split in ("train", "validation", "test")}
+    numbers = {split: {tuple(sorted(row["nums"])) for row in rows} for split, rows in splits.items()}
+    assert not numbers["train"] & numbers["test"]
+    assert not numbers["validation"] & (numbers["train"] | numbers["test"])
+    for row in splits["test"]:
+        assert reachable([Fraction(n) for n in row["nums"]], row["target"])
+        assert 10 <= row["target"] <= 99
+        assert row["target"] not in row["nums"]
+    assert {len(row["nums"]) for row in splits["train"]} == {3, 4}
+    assert countdown_problems("test", 60) == splits["test"]
+
+
+def test_the_environment_runs_without_a_dataset(say):
+    env = CountdownEnv(num_envs=2, seed=0, split="test")
+    assert env.reset()["history"].prompt.shape == (2, 2)
+    assert [row["target"] for row in CountdownEnv.rows(split="test")[:3]] == [
+        row["target"] for row in countdown_problems("test", 3)
+    ]
+
+
+def test_wrong_arguments_are_refused():
+    with pytest.raises(ConfigError, match=r"must be train, validation, test: got 'tset'\. Did you mean 'test'"):
+        countdown_problems("tset")
+    with pytest.raises(ConfigError, match="at least 2 numbers"):
+        countdown_problems(size=1)

@@ -1,0 +1,221 @@
+"""IFEval: strict and loose evaluation, the reward, and the environment around them."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from llmrl.data.llm.columns import column
+from llmrl.envs.llm import ChatEnv, IFEvalEnv, IFEvalScoreData, IfEvalScorer
+from llmrl.envs.llm.ifeval import Instructions, evaluate
+from llmrl.errors import ConfigError, DataError, MissingDependencyError, MissingKeyError
+from llmrl.modules.llm.engines import StopReason
+
+NO_COMMA, QUOTED = "punctuation:no_comma", "startend:quotation"
+
+
+def told(**instructions):
+    return Instructions.of([name.replace("__", ":") for name in instructions], list(instructions.values()), "row 1")
+
+
+@pytest.mark.parametrize(
+    ("response", "strict", "loose"),
+    [
+        ('"a"', True, True),
+        ('Sure:\n"a"', False, True),
+        ('"a"\nBye.', False, True),
+        ('Sure:\n"a"\nBye.', False, True),
+        ('*"a"*', False, True),
+        ('*Sure:*\n**"a"**', False, True),
+        ('**"a"**\nBye.', False, True),
+        ('Sure:\n**"a"**\nBye.', False, True),
+        ('Sure:\nhere:\n"a"', False, False),
+        ("a", False, False),
+        ("", False, False),
+        (" \n", False, False),
+    ],
+)
+def test_loose_evaluation_forgives_first_line_last_line_and_asterisks(response, strict, loose):
+    verdict = evaluate(response, told(startend__quotation={}))
+    assert (verdict.strict, verdict.loose) == ([strict], [loose])
+
+
+def test_an_empty_response_follows_nothing_even_if_it_breaks_nothing():
+    assert evaluate("", told(punctuation__no_comma={})).strict == [False]
+    assert evaluate("*", told(punctuation__no_comma={})).strict == [True]
+
+
+def test_a_score_has_the_shares_of_prompt_and_instructions():
+    score = IFEvalScoreData.of([True, False, False, True], [True, True, True, True])
+    assert score.prompt_level_strict_acc.item() == 0.0
+    assert score.inst_level_strict_acc.item() == 0.5
+    assert score.prompt_level_loose_acc.item() == 1.0
+    assert score.inst_level_loose_acc.item() == 1.0
+
+
+def step(say, responses, *, instructions=((NO_COMMA,),), arguments=None, mode="history", tokenizer=None, **options):
+    scorer = IfEvalScorer(tokenizer=tokenizer, **options)
+    count = len(responses)
+    env = ChatEnv(batch_size=[count], input_mode=mode, tokenizer=tokenizer).append_transform(scorer)
+    ids = [list(names) for names in instructions] * (count // len(instructions))
+    td = TensorDict(query=column(["q"] * count), instruction_id_list=column(ids), batch_size=[count])
+    td.set("kwargs", column([[{} for _ in names] for names in ids] if arguments is None else arguments))
+    return env.step(say(env.reset(td), responses))["next"]
+
+
+def test_a_perfect_response_gets_1_15_and_an_empty_one_0(say):
+    perfect = "<think>no commas</think><answer>fine</answer>"
+    after = step(say, [perfect, "", "<think>x", "<answer>a, b</answer>", "fine", "a, b"])
+    assert after["reward"].flatten().tolist() == pytest.approx([1.15, 0.0, 0.05, 0.1, 1.0, 0.0])
+    assert after["reward"].shape == (6, 1, 1)
+    assert after["terminated"].flatten().tolist() == [True, False, False, True, False, False]
+    assert after["ifeval_score"].prompt_level_strict_acc.shape == (6, 1)
+
+
+def test_the_reward_is_the_weighted_sum_of_the_four_numbers_and_the_blocks(say):
+    # strict: one of two; loose (first line left out): both. 0.4*0 + 0.3*0.5 + 0.2*1 + 0.1*1 + 0.1 for the answer block
+    response = '<answer>Sure:\n"a"</answer>'
+    after = step(say, [response], instructions=[(NO_COMMA, QUOTED)])
+    assert after["reward"].item() == pytest.approx(0.55)
+    after = step(say, [response], instructions=[(NO_COMMA, QUOTED)], format_weights=[0, 1, 0, 0])
+    assert after["reward"].item() == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
+def test_a_response_has_one_score_in_every_mode(mode, tokenizer, say):
+    responses = ["<think>a, b</think><answer>c</answer>", "<answer>a</answer><answer>b, c</answer>", "a, b", "c"]
+    after = step(say, responses, mode=mode, tokenizer=tokenizer)
+    assert after["reward"].flatten().tolist() == pytest.approx([1.15, 0.0, 0.0, 1.0])
+
+
+def test_every_reward_is_within_0_and_1_2(say):
+    pieces = ["<think>", "</think>", "<answer>", "</answer>", "a, b", "c", "\n"]
+    generator = torch.Generator().manual_seed(0)
+    responses = [
+        "".join(pieces[i] for i in torch.randint(len(pieces), (8,), generator=generator).tolist()) for _ in range(200)
+    ]
+    reward = step(say, responses)["reward"]
+    assert reward.min() >= 0
+    assert reward.max() <= 1.2
+
+
+def test_the_aggregation_can_be_replaced_or_left_out(say):
+    seen = []
+
+    def mine(score, think_blocks, answer_blocks, complete):
+        seen.append((score.inst_level_strict_acc.item(), think_blocks, answer_blocks, complete))
+        return 7
+
+    assert step(say, ["<think>t</think><answer>a</answer>"], aggregate_reward=mine)["reward"].item() == 7
+    assert seen == [(1.0, ["t"], ["a"], True)]
+    after = step(say, ["a"], aggregate_reward=False, set_done_if_answer=False)
+    assert "reward" not in after.keys()
+    assert after["ifeval_score"].inst_level_loose_acc.item() == 1.0
+
+
+def test_a_response_that_was_cut_off_is_not_complete(say):
+    seen = []
+    scorer = IfEvalScorer(aggregate_reward=lambda score, think, answer, complete: seen.append(complete) or 0.0)
+    env = ChatEnv(batch_size=[2]).append_transform(scorer)
+    td = TensorDict(query=column(["q"] * 2), instruction_id_list=column([[NO_COMMA]] * 2), batch_size=[2])
+    td.set("kwargs", column([[{}]] * 2))
+    td = say(env.reset(td), ["a", "b"])
+    td["stop_reason"] = torch.tensor([int(StopReason.EOS), int(StopReason.LENGTH)])
+    env.step(td)
+    assert seen == [True, False]
+
+
+def rows():
+    return [
+        {"key": 7, "prompt": "Hi", "instruction_id_list": [NO_COMMA], "kwargs": [{"num_words": None, "letter": None}]},
+        {
+            "key": 8,
+            "prompt": "Ho",
+            "instruction_id_list": ["length_constraints:number_words", QUOTED],
+            "kwargs": [{"relation": "at least", "num_words": 2, "letter": None}, {}],
+        },
+    ]
+
+
+def test_the_environment_reads_a_local_file_of_the_public_format(tmp_path, say):
+    path = tmp_path / "input_data.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows())), encoding="utf-8")
+    env = IFEvalEnv(dataset=path, num_envs=2, shuffle=False)
+    td = env.reset()
+    assert td.get("key").tolist() == [7, 8]
+    assert td.get("kwargs").tolist() == [[{}], [{"num_words": 2, "relation": "at least"}, {}]]
+    td = env.step(say(td, ["<answer>a</answer>", '<answer>"a b"</answer>']))
+    assert td["next", "reward"].flatten().tolist() == pytest.approx([1.1, 1.1])
+    assert td["next", "done"].all()
+
+
+def test_a_parquet_file_in_which_every_row_has_every_argument_is_read(tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    path = tmp_path / "train.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(rows()), path)
+    td = IFEvalEnv(dataset=path, num_envs=2, shuffle=False).reset()
+    assert td.get("kwargs").tolist() == [[{}], [{"num_words": 2, "relation": "at least"}, {}]]
+
+
+def test_the_specs_of_the_environment_are_those_of_its_data(say):
+    env = IFEvalEnv(dataset=rows(), num_envs=2, shuffle=False)
+    td = env.step(say(env.reset(), ["a", "b"]))
+    assert env.full_reward_spec["ifeval_score"].is_in(td["next", "ifeval_score"].to_tensordict())
+    assert env.full_reward_spec["reward"].is_in(td["next", "reward"])
+
+
+def test_every_turn_has_a_score_of_its_own(say):
+    env = IFEvalEnv(dataset=rows(), num_envs=2, shuffle=False, max_steps=2)
+    td = env.step(say(env.reset(), ["a, b", "b"]))
+    assert td["next", "ifeval_score"].prompt_level_strict_acc.flatten().tolist() == [0.0, 0.0]
+    after = env.step(say(env.step_mdp(td), ["a", '"b c"']))["next"]
+    assert after["ifeval_score"].prompt_level_strict_acc.flatten().tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"instruction_id_list": ["punctuation:no_coma"]}, "row 2 has 'punctuation:no_coma'.*Did you mean"),
+        ({"instruction_id_list": ["keywords:existence"]}, "of row 2 must have the argument 'keywords': it has none"),
+        ({"instruction_id_list": [QUOTED, QUOTED]}, "row 2 must have one entry of kwargs per instruction"),
+        ({"instruction_id_list": None}, "row 2 must have the column 'instruction_id_list'"),
+        (
+            {
+                "instruction_id_list": ["length_constraints:number_words"],
+                "kwargs": [{"num_words": 3, "relation": "more than"}],
+            },
+            "relation of .* in row 2 must be 'less than' or 'at least': got 'more than'",
+        ),
+    ],
+)
+def test_a_row_that_cannot_be_checked_is_named_when_the_environment_is_made(change, message):
+    good = rows()[0]
+    with pytest.raises(DataError, match=message):
+        IFEvalEnv(dataset=[good, {**good, **change}])
+
+
+def test_an_instruction_that_cannot_be_checked_is_named_at_a_step(say):
+    with pytest.raises(DataError, match="row 1 of the batch has 'no:such'"):
+        step(say, ["a"], instructions=[("no:such",)])
+    env = ChatEnv(batch_size=[1]).append_transform(IfEvalScorer())
+    with pytest.raises(MissingKeyError, match="must be in 'instruction_id_list'"):
+        env.step(say(env.reset(TensorDict(query=column(["a"]), batch_size=[1])), ["4"]))
+
+
+def test_langdetect_is_asked_for_only_by_instructions_that_need_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "langdetect", None)
+    IFEvalEnv(dataset=rows())
+    row = {"prompt": "a", "instruction_id_list": ["change_case:english_capital"], "kwargs": [{}]}
+    with pytest.raises(MissingDependencyError, match=r"english_capital' of row 1.*pip install 'llmrl\[ifeval\]'"):
+        IFEvalEnv(dataset=[row])
+
+
+def test_wrong_weights_are_refused():
+    with pytest.raises(ConfigError, match="four numbers that add up to 1"):
+        IfEvalScorer(format_weights=[1, 1, 1, 1])

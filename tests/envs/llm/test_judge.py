@@ -1,0 +1,275 @@
+"""A language model as judge, behind a small local server of the OpenAI protocol."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from tensordict import TensorDict
+
+from llmrl.data.llm.columns import column
+from llmrl.envs.llm import ChatEnv, DatasetChatEnv
+from llmrl.envs.llm.rewards import JudgeReward
+from llmrl.envs.llm.transforms import RewardFunction
+from llmrl.errors import ConfigError, DeadlineError, RolloutError
+
+
+class Server:
+    """Answers ``/v1/chat/completions`` by ``reply(request, number)``: text, or (status, bytes[, headers])."""
+
+    def __init__(self):
+        self.requests: list[dict] = []
+        self.headers: list[dict] = []
+        self.reply = lambda request, number: "SCORE: 7"
+        self.release = threading.Event()  # what a slow reply waits for
+        self.lock = threading.Lock()
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with server.lock:
+                    server.requests.append({"path": self.path, **body})
+                    server.headers.append(dict(self.headers))
+                    number = len(server.requests)
+                said = server.reply(body, number)
+                if isinstance(said, str):
+                    said = (200, json.dumps({"choices": [{"message": {"content": said}}]}).encode())
+                status, data, *headers = said
+                try:
+                    self.send_response(status)
+                    self.send_header("Content-Length", str(len(data)))
+                    for name, value in (headers[0] if headers else {}).items():
+                        self.send_header(name, value)
+                    self.end_headers()
+                    self.wfile.write(data)
+                except OSError:  # the client has gone
+                    pass
+
+            def log_message(self, *args):
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
+        self.thread = threading.Thread(target=self.http.serve_forever, args=[0.01], daemon=True)
+        self.thread.start()
+
+    def close(self):
+        self.release.set()
+        self.http.shutdown()
+        self.http.server_close()
+        self.thread.join(timeout=10)
+
+
+@pytest.fixture
+def server(monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    server = Server()
+    yield server
+    server.close()
+
+
+def judge(server, **options):
+    return JudgeReward(server.url, "judge-7b", **{"backoff_s": 0.01, "timeout_s": 20.0, **options})
+
+
+def test_the_judge_sees_request_and_response_and_its_score_is_scaled(server):
+    assert judge(server)("Four.", query="2 + 2?") == 0.7
+    (request,) = server.requests
+    assert request["path"] == "/v1/chat/completions"
+    assert (request["model"], request["temperature"]) == ("judge-7b", 0.0)
+    (message,) = request["messages"]
+    assert message["role"] == "user"
+    assert "<request>\n2 + 2?\n</request>" in message["content"]
+    assert "<response>\nFour.\n</response>" in message["content"]
+
+
+def test_prompt_system_sampling_scale_and_key_can_be_chosen(server, monkeypatch):
+    monkeypatch.setenv("MY_KEY", "secret")
+    server.reply = lambda request, number: "Thinking... GRADE=3 no, GRADE=4."
+    reward = judge(
+        server,
+        prompt='{completion} ({answer}, {level}) as {{"a": 1}}',
+        system="Be strict.",
+        parse=r"grade=(\d)",
+        scale=5,
+        sampling={"temperature": 0.5, "seed": 1},
+        api_key_env="MY_KEY",
+    )
+    assert reward("{level}", answer="4", level=None) == 0.8
+    (request,) = server.requests
+    assert request["messages"] == [
+        {"role": "system", "content": "Be strict."},
+        {"role": "user", "content": '{level} (4, ) as {"a": 1}'},
+    ]
+    assert (request["temperature"], request["seed"], request["max_tokens"]) == (0.5, 1, 1024)
+    assert server.headers[0]["Authorization"] == "Bearer secret"
+
+
+def test_a_query_of_messages_is_shown_as_a_dialogue(server):
+    judge(server)("4", query=[{"role": "system", "content": "S"}, {"role": "user", "content": "U"}])
+    assert "system: S\n\nuser: U" in server.requests[0]["messages"][0]["content"]
+
+
+@pytest.mark.parametrize(
+    ("said", "score"),
+    [
+        ("SCORE: 10", 1.0),
+        ("**Score:** 2.5", 0.25),
+        ("score 1, or rather\nSCORE: 3", 0.3),
+        ("<think>SCORE: 9</think>Hm. SCORE: 1", 0.1),
+        ("Score = 0/10", 0.0),
+    ],
+)
+def test_the_last_score_outside_thinking_counts(server, said, score):
+    assert judge(server).score(said) == pytest.approx(score)
+
+
+@pytest.mark.parametrize("said", ["good", "SCORE: high", "<think>SCORE: 9</think>", "SCORE: 11", "SCORE: -1"])
+def test_an_answer_without_a_usable_score_is_an_error_not_a_zero(server, said):
+    with pytest.raises(RolloutError, match="JudgeReward"):
+        judge(server).score(said)
+
+
+def test_a_parser_of_ones_own_may_find_nothing(server):
+    reward = judge(server, parse=lambda text: None if "unsure" in text else 5.0)
+    assert (reward.score("unsure"), reward.score("x")) == (None, 0.5)
+
+
+def rows(reward, completions, say, **options):
+    transform = RewardFunction(reward, **options)
+    env = ChatEnv(batch_size=[len(completions)]).append_transform(transform)
+    td = TensorDict(query=column([f"q{n}" for n in range(len(completions))]), batch_size=[len(completions)])
+    after = env.step(say(env.reset(td), completions))["next"]
+    return after["reward"].flatten().tolist(), transform
+
+
+def test_a_batch_is_judged_concurrently_and_in_order(server, say):
+    together = threading.Barrier(4)  # passes only if four requests are there at once
+
+    def reply(request, number):
+        together.wait(timeout=20)
+        return f"SCORE: {request['messages'][0]['content'][-1]}"
+
+    server.reply = reply
+    reward = judge(server, prompt="{query} {completion}", concurrency=4)
+    values, transform = rows(reward, ["1", "2", "3", "4"], say)
+    assert values == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    transform.close()
+
+
+def test_an_overloaded_server_is_asked_again(server):
+    server.reply = lambda request, number: (500, b"busy") if number < 3 else "SCORE: 5"
+    reward = judge(server)
+    assert reward("a", query="q") == 0.5
+    assert reward.api.counters == {"requests": 3, "retries": 2}
+
+
+def test_a_server_that_says_when_to_come_back_is_waited_for(server):
+    server.reply = lambda request, number: (429, b"", {"Retry-After": "1"}) if number == 1 else "SCORE: 5"
+    start = time.monotonic()
+    assert judge(server)("a", query="q") == 0.5
+    assert 1.0 <= time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        ((500, b"broken"), "status 500.*'broken'"),
+        ((200, b"<html>not json</html>"), "choices.0..message.content: got '<html>not json"),
+        ((200, b'{"choices": []}'), "choices.0..message.content"),
+        ((200, b'{"choices": [{"message": {"content": null}}]}'), "choices.0..message.content"),
+    ],
+)
+def test_a_server_that_stays_broken_costs_the_row_with_the_reason(server, say, reply, message):
+    server.reply = lambda request, number: reply if "bad" in request["messages"][0]["content"] else "SCORE: 5"
+    values, transform = rows(judge(server, retries=1), ["good", "bad"], say)
+    assert values[0] == 0.5
+    assert math.isnan(values[1]), "no score is not a score of zero"
+    assert transform.counters["errors"] == 1
+    with pytest.raises(RolloutError, match=message):
+        transform.fn("bad", query="q")
+    assert len(server.requests) == 1 + 2 + 2
+
+
+def test_a_request_that_the_server_refuses_is_not_repeated(server):
+    server.reply = lambda request, number: (404, b'{"error": "no model judge-7b"}')
+    with pytest.raises(ConfigError, match=r"status 404.*no model judge-7b"):
+        judge(server)("a", query="q")
+    assert len(server.requests) == 1
+
+
+def test_a_server_that_is_too_slow_is_given_up_at_the_deadline(server):
+    def reply(request, number):
+        server.release.wait(30)
+        return "SCORE: 5"
+
+    server.reply = reply
+    start = time.monotonic()
+    with pytest.raises(DeadlineError, match=r"must answer within timeout_s = 0\.3"):
+        judge(server, timeout_s=0.3, retries=1)("a", query="q")
+    assert time.monotonic() - start < 5
+    assert len(server.requests) == 2
+
+
+def test_a_server_that_drips_is_given_up_at_the_deadline(monkeypatch):
+    stop = threading.Event()
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def drip():
+        connection, _ = listener.accept()
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+        try:
+            while not stop.wait(0.05):
+                connection.sendall(b" ")
+        except OSError:  # the client has gone
+            pass
+        connection.close()
+
+    thread = threading.Thread(target=drip, daemon=True)
+    thread.start()
+    monkeypatch.delenv("http_proxy", raising=False)
+    reward = JudgeReward(f"http://127.0.0.1:{listener.getsockname()[1]}/v1", "m", timeout_s=0.5, retries=0)
+    with pytest.raises(DeadlineError, match="within timeout_s"):
+        reward("a", query="q")
+    stop.set()
+    thread.join(timeout=10)
+    listener.close()
+
+
+def test_a_server_that_is_not_there_is_an_error_with_its_address():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    reward = JudgeReward(f"http://127.0.0.1:{port}/v1", "m", retries=1, backoff_s=0.01)
+    with pytest.raises(RolloutError, match=f"http://127.0.0.1:{port}/v1/chat/completions must answer: .*refused"):
+        reward("a", query="q")
+
+
+def test_a_column_of_the_prompt_that_the_data_lack_is_named_when_the_judge_is_attached(server):
+    env = DatasetChatEnv(dataset=[{"prompt": "a", "rubric": "r"}])
+    with pytest.raises(ConfigError, match=r"'rubrik' must be a column.*Did you mean 'rubric'"):
+        env.append_transform(RewardFunction(judge(server, prompt="{completion} by {rubrik}")))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"url": "localhost:8000"}, "url must begin with http"),
+        ({"prompt": "no place"}, "prompt must have {completion}"),
+        ({"parse": "("}, "parse must be a regular expression"),
+        ({"parse": r"\d"}, "must have a group"),
+        ({"scale": 0}, "scale"),
+        ({"timeout_s": 0}, "timeout_s must be positive"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        JudgeReward(**{"url": "http://localhost/v1", "model": "m", **options})
