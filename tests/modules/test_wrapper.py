@@ -20,7 +20,9 @@ from llmrl.modules.llm import (
     Text,
     Tokens,
     TransformersWrapper,
+    VLLMEngine,
     token_logprobs,
+    vLLMWrapper,
 )
 from llmrl.modules.llm.policies import LLMWrapperBase
 from llmrl.modules.llm.rendering import Renderer
@@ -63,7 +65,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def model(tokenizer):
-    return tiny_model(tokenizer, hidden_size=32, heads=2)
+    return tiny_model(tokenizer, hidden_size=32, heads=1)  # vLLM on a CPU needs heads of at least 32
 
 
 def chats(questions=QUESTIONS):
@@ -85,8 +87,30 @@ def input_td(mode, tokenizer, questions=QUESTIONS):
     return TensorDict({"tokens": Tokens.from_rows({"prompt": prompts})}, [len(questions)])
 
 
-def make_policy(model, tokenizer, **options):
-    return TransformersWrapper(model, tokenizer=tokenizer, **{"generate_kwargs": {"max_new_tokens": 5}} | options)
+VLLM = pytest.param("vllm", marks=pytest.mark.vllm)
+BACKENDS = ["fake", "transformers", VLLM]
+with_weights = pytest.mark.parametrize("make_policy", ["transformers", VLLM], indirect=True)
+with_a_model = pytest.mark.parametrize("make_policy", ["transformers"], indirect=True)
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def make_policy(model, tokenizer, request):
+    """What makes a wrapper, given a model, a tokenizer and options; the same for every engine."""
+    engine = None
+    if request.param == "vllm":
+        engine = VLLMEngine(model, tokenizer=tokenizer, seed=0, max_model_len=2048)
+
+    def make(model, tokenizer, **options):
+        options = {"tokenizer": tokenizer, "generate_kwargs": {"max_new_tokens": 5}} | options
+        if request.param == "transformers":
+            return TransformersWrapper(model, **options)
+        if request.param == "vllm":
+            return vLLMWrapper(engine, **options)
+        return LLMWrapperBase(FakeEngine(lambda prompt: (7 * prompt.sum() + torch.arange(20)) % 100), **options)
+
+    yield make
+    if engine is not None:
+        engine.close()
 
 
 def fake_policy(tokenizer, answers, **options):
@@ -116,7 +140,7 @@ def carried(td, *, tool=None):
 
 
 @pytest.mark.parametrize("mode", ["history", "text", "tokens"])
-def test_every_mode_writes_the_same_ids_masks_and_log_probs(model, tokenizer, mode):
+def test_every_mode_writes_the_same_ids_masks_and_log_probs(make_policy, model, tokenizer, mode):
     policy = make_policy(model, tokenizer, input_mode=mode, generate_kwargs={"max_new_tokens": 5, "seed": 3})
     td = policy(input_td(mode, tokenizer))
     reference = make_policy(model, tokenizer, generate_kwargs={"max_new_tokens": 5, "seed": 3})(history_td(chats()))
@@ -182,7 +206,7 @@ def test_a_truncated_answer_is_not_complete(tokenizer):
     assert "<|im_end|>" not in td["text"].rows("response")[0]
 
 
-def test_a_single_conversation_keeps_its_shape(model, tokenizer):
+def test_a_single_conversation_keeps_its_shape(make_policy, model, tokenizer):
     policy = make_policy(model, tokenizer)
     td = policy(TensorDict({"history": ChatHistory(prompt=History.from_messages(chats()[0]))}, []))
     assert td.batch_size == ()
@@ -207,7 +231,7 @@ def test_a_batch_of_two_dimensions_keeps_its_shape(tokenizer):
 
 
 @pytest.mark.parametrize("mode", ["history", "text", "tokens"])
-def test_padded_output(model, tokenizer, mode):
+def test_padded_output(make_policy, model, tokenizer, mode):
     policy = make_policy(
         model, tokenizer, input_mode=mode, pad_output=True, generate_kwargs={"max_new_tokens": 5, "seed": 1}
     )
@@ -231,7 +255,8 @@ def test_padded_output(model, tokenizer, mode):
     )
 
 
-def test_several_samples_per_prompt(model, tokenizer):
+@with_weights
+def test_several_samples_per_prompt(make_policy, model, tokenizer):
     policy = make_policy(model, tokenizer, num_samples=4)
     td = input_td("history", tokenizer)
     out = policy(td)
@@ -263,16 +288,16 @@ def test_an_inplace_call_does_not_change_the_prompt(tokenizer):
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.3])
-def test_the_ratio_right_after_sampling_is_one(model, tokenizer, temperature):
+def test_the_ratio_right_after_sampling_is_one(make_policy, model, tokenizer, temperature):
     policy = make_policy(model, tokenizer, generate_kwargs={"max_new_tokens": 6, "temperature": temperature})
     td = policy(history_td(chats()))
-    ids, old, select = (
-        pad_rows(rows(td, *key)) for key in (("tokens", "full"), ("log_probs", "full"), ("masks", "all_assistant_mask"))
-    )
-    attention = lengths_mask([len(row) for row in rows(td, "tokens", "full")], ids.shape[1])
-    new = policy.token_scores(ids, attention, select).log_probs
-    assert new.requires_grad
-    torch.testing.assert_close((new - old).exp(), torch.ones_like(old), atol=1e-5, rtol=0)
+    if policy.scorer is not None:
+        keys = (("tokens", "full"), ("log_probs", "full"), ("masks", "all_assistant_mask"))
+        ids, old, select = (pad_rows(rows(td, *key)) for key in keys)
+        attention = lengths_mask([len(row) for row in rows(td, "tokens", "full")], ids.shape[1])
+        new = policy.token_scores(ids, attention, select).log_probs
+        assert new.requires_grad
+        torch.testing.assert_close((new - old).exp(), torch.ones_like(old), atol=1e-5, rtol=0)
     scored = policy.get_new_version(generate=False)(td.copy())
     for row in range(3):
         mask = rows(td, "masks", "all_assistant_mask")[row]
@@ -282,7 +307,8 @@ def test_the_ratio_right_after_sampling_is_one(model, tokenizer, temperature):
         assert (new_row[1:] < 0).all()
 
 
-def test_truncation_keeps_the_plain_log_probs_beside_the_sampled_ones(model, tokenizer):
+@with_weights
+def test_truncation_keeps_the_plain_log_probs_beside_the_sampled_ones(make_policy, model, tokenizer):
     policy = make_policy(model, tokenizer, generate_kwargs={"max_new_tokens": 6, "top_k": 3, "temperature": 0.8})
     td = policy(history_td(chats()))
     with torch.no_grad():
@@ -294,7 +320,8 @@ def test_truncation_keeps_the_plain_log_probs_beside_the_sampled_ones(model, tok
         assert (sampled > plain).all()
 
 
-def test_scoring_reads_the_tokens_and_not_the_text(model, tokenizer):
+@with_weights
+def test_scoring_reads_the_tokens_and_not_the_text(make_policy, model, tokenizer):
     """1,000 random ids, most of them no valid text: what is scored is what was written, bit for bit."""
     stream = torch.randint(0, len(tokenizer), (1000,), generator=torch.Generator().manual_seed(0))
     assert "\ufffd" in tokenizer.decode(stream)
@@ -307,7 +334,7 @@ def test_scoring_reads_the_tokens_and_not_the_text(model, tokenizer):
     out = scorer(td)
     assert torch.equal(rows(out, "tokens", "full")[0], stream)
     expected = token_logprobs(model, stream[None], torch.ones(1, 1000).bool(), torch.ones(1, 1000).bool()).log_probs[0]
-    torch.testing.assert_close(rows(out, "log_probs", "full")[0], expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(rows(out, "log_probs", "full")[0], expected, atol=1e-5, rtol=0)
 
 
 def test_invalid_text_is_drawn_stored_and_carried_as_ids(tokenizer):
@@ -321,7 +348,7 @@ def test_invalid_text_is_drawn_stored_and_carried_as_ids(tokenizer):
 
 
 @pytest.mark.parametrize("mode", ["history", "text", "tokens"])
-def test_scoring_without_tokens_encodes_the_conversation(model, tokenizer, mode):
+def test_scoring_without_tokens_encodes_the_conversation(make_policy, model, tokenizer, mode):
     whole = [[*chat, {"role": "assistant", "content": "It is 42."}] for chat in chats()]
     rendered = Renderer(tokenizer).render(whole)
     if mode == "history":
@@ -330,17 +357,18 @@ def test_scoring_without_tokens_encodes_the_conversation(model, tokenizer, mode)
         td = TensorDict({"text": Text.from_rows({"full": tokenizer.batch_decode([row.ids for row in rendered])})}, [3])
     else:
         td = TensorDict({"tokens": Tokens.from_rows({"full": [row.ids for row in rendered]})}, [3])
-    out = make_policy(model, tokenizer, input_mode=mode, generate=False)(td)
+    policy = make_policy(model, tokenizer, input_mode=mode, generate=False)
+    out = policy(td)
     for row in range(3):
         assert torch.equal(rows(out, "tokens", "full")[row], rendered[row].ids)
-        assert rows(out, "log_probs", "full")[row].requires_grad
+        assert rows(out, "log_probs", "full")[row].requires_grad == (policy.scorer is not None)
         if mode == "history":
             assert torch.equal(rows(out, "masks", "all_assistant_mask")[row], rendered[row].assistant_mask)
     if mode != "tokens":
         assert out["text"].response is None if mode == "text" else "text" not in out.keys()
 
 
-def test_pad_equal_to_eos_gives_the_same_result(model):
+def test_pad_equal_to_eos_gives_the_same_result(make_policy, model):
     results = []
     for pad in ("<|endoftext|>", "<|im_end|>"):
         tokenizer = tiny_tokenizer()
@@ -499,7 +527,8 @@ def test_prefer_tokens_false_renders_anew(tokenizer):
 # --- seeds ------------------------------------------------------------------------------------------------------------
 
 
-def test_seeds_of_the_batch_decide_what_is_drawn(model, tokenizer):
+@with_weights
+def test_seeds_of_the_batch_decide_what_is_drawn(make_policy, model, tokenizer):
     policy = make_policy(model, tokenizer)
     td = history_td(chats(["Hi", "Hi"]))
     td["seed"] = torch.tensor([7, 8])
@@ -510,7 +539,8 @@ def test_seeds_of_the_batch_decide_what_is_drawn(model, tokenizer):
     assert not torch.equal(both[0], both[1])
 
 
-def test_the_wrappers_seed_repeats_the_run(model, tokenizer):
+@with_weights
+def test_the_wrappers_seed_repeats_the_run(make_policy, model, tokenizer):
     policy = make_policy(model, tokenizer)
     policy.seed = 5
     first = [rows(policy(history_td(chats())), "tokens", "full")[0].tolist() for _ in range(2)]
@@ -523,7 +553,8 @@ def test_the_wrappers_seed_repeats_the_run(model, tokenizer):
 # --- settings ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_new_version_keeps_everything_it_was_not_told_to_change(model, tokenizer):
+@with_a_model
+def test_a_new_version_keeps_everything_it_was_not_told_to_change(make_policy, model, tokenizer):
     policy = make_policy(
         model,
         tokenizer,
@@ -552,7 +583,7 @@ def test_a_new_version_keeps_everything_it_was_not_told_to_change(model, tokeniz
         policy.get_new_version(pad_outputs=True)
 
 
-def test_options_of_one_call_override_single_options(model, tokenizer):
+def test_options_of_one_call_override_single_options(make_policy, model, tokenizer):
     policy = make_policy(model, tokenizer, generate_kwargs={"max_new_tokens": 4, "temperature": 0.7})
     td = policy(history_td(chats()), generate_kwargs={"max_new_tokens": 2})
     assert {len(row) for row in rows(td, "tokens", "response")} == {2}
@@ -674,7 +705,9 @@ def shaped_td(mode, tokenizer, batch_size):
 @pytest.mark.parametrize("num_samples", [None, 2])
 @pytest.mark.parametrize("batch_size", [(), (1,), (3,), (2, 2)], ids=str)
 @pytest.mark.parametrize("mode", ["history", "text", "tokens"])
-def test_every_batch_shape_generates_and_scores(tokenizer, model, mode, batch_size, num_samples, pad_output):
+def test_every_batch_shape_generates_and_scores(
+    make_policy, tokenizer, model, mode, batch_size, num_samples, pad_output
+):
     policy = make_policy(model, tokenizer, input_mode=mode, num_samples=num_samples, pad_output=pad_output)
     policy.seed = 0
     td = policy(shaped_td(mode, tokenizer, batch_size))
@@ -731,7 +764,8 @@ def test_the_policy_knows_its_collector_without_keeping_it(tokenizer):
     assert policy.collector is None
 
 
-def test_a_pickled_policy_answers_alike(model, tokenizer):
+@with_a_model
+def test_a_pickled_policy_answers_alike(make_policy, model, tokenizer):
     policy = make_policy(model, tokenizer, generate_kwargs={"max_new_tokens": 5, "seed": 3}, batching=True)
     other = pickle.loads(pickle.dumps(policy))
     assert rows(other(history_td(chats())), "tokens", "full")[2].tolist() == (

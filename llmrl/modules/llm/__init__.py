@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmrl.modules.llm.engines import Engine, Generation, SamplingParams, StopReason, TransformersEngine
+from llmrl.modules.llm.engines import Engine, Generation, SamplingParams, StopReason, TransformersEngine, VLLMEngine
 from llmrl.modules.llm.log_probs import TokenScorer, TokenScores, token_logprobs
 from llmrl.modules.llm.packing import Packed, pack, why_not_packed
 from llmrl.modules.llm.policies import (
@@ -16,6 +16,7 @@ from llmrl.modules.llm.policies import (
     TokenCategorical,
     Tokens,
     TransformersWrapper,
+    vLLMWrapper,
 )
 from llmrl.modules.llm.rendering import Rendered, Renderer, TemplateReport
 
@@ -41,7 +42,9 @@ __all__ = [
     "Tokens",
     "TransformersEngine",
     "TransformersWrapper",
+    "VLLMEngine",
     "pack",
     "token_logprobs",
+    "vLLMWrapper",
     "why_not_packed",
 ]

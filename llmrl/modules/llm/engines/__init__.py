@@ -2,5 +2,6 @@
 
 from llmrl.modules.llm.engines.base import Engine, Generation, SamplingParams, StopReason
 from llmrl.modules.llm.engines.transformers import TransformersEngine
+from llmrl.modules.llm.engines.vllm import VLLMEngine
 
-__all__ = ["Engine", "Generation", "SamplingParams", "StopReason", "TransformersEngine"]
+__all__ = ["Engine", "Generation", "SamplingParams", "StopReason", "TransformersEngine", "VLLMEngine"]

@@ -13,14 +13,14 @@ from llmrl.errors import WeightSyncError, near
 __all__ = ["check_weights"]
 
 
-def check_weights(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+def check_weights(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, who: str = "TransformersEngine") -> None:
     """Raises WeightSyncError unless ``weights`` can replace all of ``own`` (a state dict); names that share storage
     count as one.
     """
     unknown = sorted(weights.keys() - own.keys())
     if unknown:
         raise WeightSyncError(
-            f"TransformersEngine: every weight must have its place: got unknown names {_some(unknown)}."
+            f"{who}: every weight must have its place: got unknown names {_some(unknown)}."
             f"{near(unknown[0], own)} Nothing was updated."
         )
     aliases: dict[tuple[Any, ...], list[str]] = {}
@@ -36,17 +36,16 @@ def check_weights(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> N
         for name in given[1:]:
             if weights[name] is not weights[given[0]] and not torch.equal(weights[name], weights[given[0]]):
                 raise WeightSyncError(
-                    f"TransformersEngine: {given[0]} and {name} are tied in this model and must be equal. "
-                    "Nothing was updated."
+                    f"{who}: {given[0]} and {name} are tied in this model and must be equal. Nothing was updated."
                 )
     if missing:
         raise WeightSyncError(
-            f"TransformersEngine: every weight must be sent: missing {_some(sorted(missing))}. Nothing was updated."
+            f"{who}: every weight must be sent: missing {_some(sorted(missing))}. Nothing was updated."
         )
     for name, tensor in weights.items():
         if tensor.shape != own[name].shape:
             raise WeightSyncError(
-                f"TransformersEngine: {name} must keep its shape: got {tuple(tensor.shape)}, expected "
+                f"{who}: {name} must keep its shape: got {tuple(tensor.shape)}, expected "
                 f"{tuple(own[name].shape)}. Nothing was updated."
             )
 

@@ -5,6 +5,7 @@ from llmrl.modules.llm.policies.batching import BatchingEngine
 from llmrl.modules.llm.policies.containers import ChatHistory, LogProbs, Masks, Text, Tokens
 from llmrl.modules.llm.policies.distributions import TokenCategorical
 from llmrl.modules.llm.policies.transformers_wrapper import TransformersWrapper
+from llmrl.modules.llm.policies.vllm_wrapper import vLLMWrapper
 
 __all__ = [
     "Backend",
@@ -17,4 +18,5 @@ __all__ = [
     "TokenCategorical",
     "Tokens",
     "TransformersWrapper",
+    "vLLMWrapper",
 ]

@@ -16,6 +16,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from llmrl.data.borrowed import BorrowedRows
 from llmrl.data.llm.columns import column
 
 __all__ = ["RaggedStack", "stack_columns"]
@@ -27,7 +28,8 @@ class RaggedStack(LazyStackedTensorDict):
     """A ``LazyStackedTensorDict`` over dimension 0 whose columns are Python lists with one value per row.
 
     A column is a list of B tensors of any shapes or of B strings, a Tensor[B, ...], or a tensor collection of batch [B,
-    ...] (a ``History``).
+    ...] (a ``History``). Rows that a buffer handed out are copied when they are first read; ``stack.get(key,
+    as_padded_tensor=True)`` then pads them straight from the buffer.
     ``stack.get(key, as_list=True)`` is the list itself: read it, do not write into it.
 
     >>> rows = RaggedStack.from_columns({"ids": [torch.arange(2), torch.arange(3)]}, 2)
@@ -39,7 +41,7 @@ class RaggedStack(LazyStackedTensorDict):
 
     @classmethod
     def from_columns(cls, columns: Mapping[str, Any], num_rows: int) -> RaggedStack:
-        """Takes the columns as they are, each ``num_rows`` long."""
+        """Takes the columns as they are, each ``num_rows`` long; one of tensors may be `BorrowedRows`."""
         if not num_rows:
             return cls(stack_dim=0)
         self = cls.__new__(cls)
@@ -50,12 +52,21 @@ class RaggedStack(LazyStackedTensorDict):
         self._columns = dict(columns)
         return self
 
+    def own_columns(self) -> dict[str, Any] | None:
+        """The columns, all of them in memory of their own; None once the rows hold the data."""
+        columns = self._columns
+        if columns is not None:
+            for name, values in columns.items():
+                if type(values) is BorrowedRows:
+                    columns[name] = values.copies()
+        return columns
+
     @property
     def tensordicts(self) -> list[TensorDictBase]:
         """The rows as tensordicts. The first access builds them; from then on they, not the columns, hold the data."""
         rows = self.__dict__.get("_rows")
         if rows is None:
-            columns = {name: _cells(values) for name, values in self._columns.items()}
+            columns = {name: _cells(values) for name, values in self.own_columns().items()}
             rows = self.__dict__["_rows"] = [
                 TensorDict._new_unsafe(dict(zip(columns, cells, strict=True)), batch_size=_SCALAR)
                 for cells in zip(*columns.values(), strict=True)
@@ -95,6 +106,10 @@ class RaggedStack(LazyStackedTensorDict):
 
     def _get_str(self, key: str, default: Any = None, **kwargs: Any) -> Any:
         values = None if self._columns is None else self._columns.get(key)
+        if type(values) is BorrowedRows:
+            if kwargs.get("as_padded_tensor", False) and not kwargs.get("as_list", False):
+                return values.padded(kwargs.get("padding_value", 0.0), kwargs.get("padding_side", "right"))
+            values = self._columns[key] = values.copies()
         if values is not None:
             as_list = kwargs.get("as_list", False)
             if not isinstance(values, list):
@@ -116,7 +131,7 @@ class RaggedStack(LazyStackedTensorDict):
             if rows is not None:
                 columns = {
                     name: [values[row] for row in rows] if isinstance(values, list) else values[index]
-                    for name, values in self._columns.items()
+                    for name, values in self.own_columns().items()
                 }
                 return type(self).from_columns(columns, len(rows))
         return super().__getitem__(index)
@@ -124,7 +139,7 @@ class RaggedStack(LazyStackedTensorDict):
     def _clone(self, recurse: bool = True) -> RaggedStack:
         if self._columns is None:
             return super()._clone(recurse)
-        columns = {name: _clone_column(values, recurse) for name, values in self._columns.items()}
+        columns = {name: _clone_column(values, recurse) for name, values in self.own_columns().items()}
         return type(self).from_columns(columns, self._batch_size[0])
 
 

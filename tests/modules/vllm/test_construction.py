@@ -1,0 +1,173 @@
+"""What is decided before an engine runs: versions, arguments, servers that are none. Needs no vLLM."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import socket
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from llmrl.errors import ConfigError, DeadlineError, MissingDependencyError, RolloutError
+from llmrl.modules.llm import vLLMWrapper
+from llmrl.modules.llm.engines import SamplingParams, StopReason, VLLMEngine
+from llmrl.modules.llm.engines.vllm import adapter
+from llmrl.testing import tiny_tokenizer
+
+
+def some_vllm(**changes):
+    """A package with the interface that is looked for."""
+
+    class LLM:
+        def generate(self, prompts, sampling_params=None, *, use_tqdm=True): ...
+        def collective_rpc(self, method, timeout=None, args=(), kwargs=None): ...
+        def reset_prefix_cache(self): ...
+
+    arguments = "logprobs_mode worker_extension_cls enforce_eager kv_cache_memory_bytes max_model_len"
+    options = (
+        "max_tokens temperature top_p top_k min_p repetition_penalty seed stop stop_token_ids ignore_eos logprobs "
+    )
+    options += "prompt_logprobs flat_logprobs detokenize skip_special_tokens"
+    return SimpleNamespace(**{"LLM": LLM, "EngineArgs": taking(arguments), "SamplingParams": taking(options)} | changes)
+
+
+def taking(names):
+    """Something that is called with arguments of these names."""
+    kinds = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names.split()]
+
+    def called(**arguments): ...
+
+    called.__signature__ = inspect.Signature(kinds)
+    return called
+
+
+def test_a_version_is_accepted_for_what_it_has():
+    assert adapter.missing_capabilities(some_vllm()) == []
+
+
+def test_what_a_version_lacks_is_named():
+    class OldLLM:
+        def generate(self, prompts, sampling_params): ...
+        def reset_prefix_cache(self): ...
+
+    missing = adapter.missing_capabilities(some_vllm(LLM=OldLLM, EngineArgs=lambda logprobs_mode: None))
+    assert missing[:2] == ["LLM.generate(use_tqdm=)", "LLM.collective_rpc"]
+    assert "EngineArgs(worker_extension_cls=)" in missing
+    assert "EngineArgs(logprobs_mode=)" not in missing
+
+
+def test_a_version_outside_is_an_error_with_the_table(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.9.0"))
+    with pytest.raises(MissingDependencyError, match=r"vllm 0.9.0 lacks: LLM.generate, (?s:.*)0.32 +tried, all of it"):
+        adapter.load_vllm()
+
+
+def test_a_missing_vllm_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(ImportError):
+        adapter.load_vllm()
+
+
+def test_the_environment_is_put_back_and_what_the_user_set_stays(monkeypatch):
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+    before = dict(os.environ)
+    with adapter._environment(SOMETHING="1"):
+        assert os.environ["VLLM_LOGGING_LEVEL"] == "INFO"
+        assert os.environ["SOMETHING"] == "1"
+        os.environ["LEFT_BEHIND"] = "x"
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize(
+    ("finish", "cause", "reason"),
+    [
+        ("stop", 7, StopReason.EOS),
+        ("stop", None, StopReason.EOS),
+        ("stop", "END", StopReason.STOP_STRING),
+        ("length", None, StopReason.LENGTH),
+        ("abort", None, StopReason.ABORT),
+    ],
+)
+def test_finish_reasons(finish, cause, reason):
+    assert adapter.stop_reason(finish, cause) is reason
+
+
+@pytest.mark.parametrize("finish", ["error", "repetition", None])
+def test_another_end_is_no_response(finish):
+    with pytest.raises(RolloutError, match="must end by stop, length or abort"):
+        adapter.stop_reason(finish, None)
+
+
+def test_greedy_requests_are_not_truncated_and_repeated_stop_ids_are_sent_once():
+    options = adapter.request(SamplingParams(temperature=0.0, top_k=5, stop_token_ids=(3, 2)), stop_token_ids=(2, 9))
+    assert (options["temperature"], options["top_k"], options["stop_token_ids"]) == (0.0, 0, [2, 9, 3])
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(ConfigError, match=r"must be a folder or hub name.*got dict"):
+        VLLMEngine({})
+    with pytest.raises(ConfigError, match="max_model_len can only be set where the engine is built"):
+        VLLMEngine("http://localhost:1", max_model_len=5)
+    with pytest.raises(ConfigError, match="device is decided by vLLM"):
+        vLLMWrapper("anything", tokenizer=tiny_tokenizer(), device="cpu")
+
+
+# --- servers that are none --------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_is_not_there_is_named():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(RolloutError, match=f"{url}/v1/models must be reachable"):
+        VLLMEngine(url)
+
+
+def test_a_server_that_does_not_answer_ends_in_the_deadline():
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        with pytest.raises(DeadlineError, match=r"must answer within 0\.2 s"):
+            VLLMEngine(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.2)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("llmrl-vllm-server")]
+
+
+def test_a_server_of_something_else_is_refused():
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, *arguments):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Other) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            with pytest.raises(ConfigError, match="must be a server started by vllm serve: its answers lack 'data'"):
+                VLLMEngine(f"http://127.0.0.1:{server.server_port}")
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_url_must_be_one():
+    with pytest.raises(ConfigError, match="http://host:port"):
+        VLLMEngine("http://")
+
+
+def test_a_closed_engine_says_so():
+    engine = VLLMEngine.__new__(VLLMEngine)
+    engine.core, engine._half_loaded = SimpleNamespace(close=lambda: None), False
+    engine.close()
+    engine.close()
+    with pytest.raises(RolloutError, match=r"close\(\) was called"):
+        engine.generate([torch.tensor([1])], SamplingParams())
