@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
+from tensordict import TensorDict, TensorDictBase, is_non_tensor
 from torch import Tensor
 
 from llmrl.errors import ShapeError
 
-__all__ = ["lengths_mask", "pad_rows", "unpad_rows"]
+__all__ = ["as_nested_tensor", "as_padded_tensor", "lengths_mask", "pad_rows", "unpad_rows"]
 
 Side = Literal["left", "right"]
 
@@ -92,6 +93,70 @@ def unpad_rows(x: Tensor, mask_or_lengths: Tensor | Sequence[int], *, side: Side
             f"unpad_rows: mask or lengths must describe x[B, T]: got {list(given.shape)} for x {list(x.shape)}."
         )
     return list(x[mask_BT.to(x.device)].split(lengths))
+
+
+def as_nested_tensor(rows: Sequence[Tensor] | Sequence[TensorDictBase]) -> Tensor | TensorDictBase:
+    """Rows that differ in their first dimension as one jagged nested tensor; of tensordicts, one for each entry.
+
+    A ``stack_method``. Raises ShapeError for no rows, or rows that differ beyond that
+
+    >>> as_nested_tensor([torch.ones(2), torch.ones(3)]).offsets().tolist()
+    [0, 2, 5]
+    """
+
+    def nested(tensors: list[Tensor]) -> Tensor:
+        kinds = {(tensor.dtype, tensor.shape[1:]) for tensor in tensors if tensor.ndim}
+        if len(kinds) != 1 or not all(tensor.ndim for tensor in tensors):
+            raise ShapeError(
+                "as_nested_tensor: rows must be tensors[T_i, ...] that differ in nothing but T_i: got "
+                f"{sorted({f'{t.dtype} {list(t.shape)}' for t in tensors})[:8]}."
+            )
+        return torch.nested.as_nested_tensor(tensors, layout=torch.jagged)
+
+    return _by_entry("as_nested_tensor", rows, nested, batch_size=[len(rows)])
+
+
+def as_padded_tensor(
+    rows: Sequence[Tensor] | Sequence[TensorDictBase], dim: int = 0, stack_dim: int = 0
+) -> Tensor | TensorDictBase:
+    """Rows that differ in ``dim`` as one tensor, 0 behind the shorter ones; of tensordicts, one for each entry.
+
+    ``stack_dim`` is the new dimension of the rows. A ``stack_method``. Raises ShapeError as `pad_rows`
+
+    >>> as_padded_tensor([torch.ones(2), torch.ones(3)]).tolist()
+    [[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]]
+    """
+
+    def padded(tensors: list[Tensor]) -> Tensor:
+        if not all(-tensor.ndim <= dim < tensor.ndim for tensor in tensors):
+            raise ShapeError(
+                f"as_padded_tensor: every row must have dim {dim}: got {[t.ndim for t in tensors][:8]} dims."
+            )
+        together = pad_rows([tensor.movedim(dim, 0) for tensor in tensors])  # [B, T, ...]
+        rows_first = together.movedim(1, dim + 1 if dim >= 0 else dim)
+        return rows_first.movedim(0, stack_dim)
+
+    return _by_entry("as_padded_tensor", rows, padded, batch_size=[len(rows)] if stack_dim == 0 else [])
+
+
+def _by_entry(
+    who: str, rows: Sequence[Any], stack: Callable[[list[Tensor]], Tensor], batch_size: list[int]
+) -> Tensor | TensorDictBase:
+    rows = list(rows)
+    if not rows:
+        raise ShapeError(f"{who}: there must be at least one row: got none.")
+    if not isinstance(rows[0], TensorDictBase):
+        return stack(rows)
+    keys = list(rows[0].keys())
+    if any(set(row.keys()) != set(keys) for row in rows):
+        found = sorted({", ".join(sorted(row.keys())) for row in rows})
+        raise ShapeError(f"{who}: all rows must have the same entries: got {' and '.join(found[:4])}.")
+    columns = {key: [row.get(key) for row in rows] for key in keys}
+    stacked = {
+        key: torch.stack(values) if is_non_tensor(values[0]) else _by_entry(who, values, stack, batch_size)
+        for key, values in columns.items()
+    }
+    return TensorDict(stacked, batch_size=batch_size)
 
 
 def _check_side(who: str, side: str) -> None:

@@ -131,7 +131,7 @@ def tiny_model(
     Reads    tokenizer     gives the vocabulary size and the end and padding ids; :func:`tiny_tokenizer` by default
              architecture  "qwen2", "qwen3", "llama", "mistral", "gpt2", "gemma", "gemma2", "gemma3_text" (both with a
                            window of 8 tokens), "mixtral", "qwen2_moe" or "qwen3_moe" (four experts)
-             heads         attention heads; half as many key/value heads where the family shares them
+             heads         attention heads; half as many key/value heads (one, if odd) where the family shares them
     Raises   ConfigError for another architecture, or if ``hidden_size`` is no multiple of ``2 * heads``
 
     The global random state is left as it was.
@@ -165,7 +165,7 @@ def tiny_model(
             "intermediate_size": 2 * hidden_size,
             "num_hidden_layers": layers,
             "num_attention_heads": heads,
-            "num_key_value_heads": max(1, heads // 2),
+            "num_key_value_heads": heads // 2 if heads % 2 == 0 else 1,
             "head_dim": hidden_size // heads,
             "max_position_embeddings": 32768,
         }

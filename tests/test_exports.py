@@ -32,15 +32,21 @@ PUBLIC = {
     "llmrl.data.replay_buffers.writers": "RoundRobinWriter TensorDictRoundRobinWriter TensorDictMaxValueWriter "
     "ImmutableDatasetWriter",
     "llmrl.data.replay_buffers.prioritized": "PrioritizedReplayBuffer TensorDictPrioritizedReplayBuffer",
+    "llmrl.data.replay_buffers.ensemble": "ReplayBufferEnsemble",
+    "llmrl.data.replay_buffers.ensemble_parts": "SamplerEnsemble StorageEnsemble WriterEnsemble",
+    "llmrl.data.replay_buffers.proxy": "BufferProxy",
+    "llmrl.data.replay_buffers.ray_buffer": "RayReplayBuffer",
+    "llmrl.data.replay_buffers.remote": "RemoteBuffer RemoteTensorDictReplayBuffer",
     "llmrl.data.llm": "ContentBase History add_chat_template TopKRewardSelector ConstantKLController "
     "AdaptiveKLController",
     "llmrl.data.llm.chat": "History add_chat_template",
     "llmrl.modules.llm": "Renderer LLMWrapperBase TransformersWrapper vLLMWrapper ChatHistory Text Tokens LogProbs Masks",
-    "llmrl.modules.llm.engines": "Engine TransformersEngine VLLMEngine SamplingParams Generation StopReason",
+    "llmrl.modules.llm.engines": "Engine TransformersEngine VLLMEngine AsyncVLLMEngine SamplingParams Generation StopReason",
     "llmrl.modules.llm.log_probs": "token_logprobs TokenScorer TokenScores",
     "llmrl.envs": "EnvBase Transform Compose TransformedEnv StepCounter check_env_specs step_mdp",
     "llmrl.envs.llm": "ChatEnv DatasetChatEnv GSM8KEnv GSM8KRewardParser GSM8KPrepareQuestion make_gsm8k_env "
-    "MATHEnv MATHRewardParser CountdownEnv CountdownRewardParser IFEvalEnv IfEvalScorer IFEvalScoreData TaskEnv",
+    "MATHEnv MATHRewardParser CountdownEnv CountdownRewardParser IFEvalEnv IfEvalScorer IFEvalScoreData TaskEnv "
+    "LLMEnv LLMHashingEnv MLGymWrapper make_mlgym",
     "llmrl.envs.llm.answers": "AnswerParser find_blocks extract_tags last_boxed code_block normalize_answer "
     "reference_answer",
     "llmrl.envs.llm.ifeval": "IFEvalEnv IfEvalScorer IFEvalScoreData Instructions evaluate",
@@ -49,7 +55,8 @@ PUBLIC = {
     "PatternFormat PythonFence call_format format_of_template",
     "llmrl.envs.llm.transforms": "DataLoadingPrimer PolicyVersion LengthPenalty OverlongShaping MaskTruncated "
     "ToolTransform tool_metrics PythonInterpreter MCPToolTransform BrowserTransform "
-    "RewardFunction load_reward make_rewards",
+    "RewardFunction load_reward make_rewards RetrieveLogProb RetrieveKL KLComputation KLRewardTransform "
+    "AddThinkingPrompt TemplateTransform Tokenizer as_nested_tensor as_padded_tensor",
     "llmrl.objectives": "LossModule",
     "llmrl.objectives.llm": "GRPOLoss GRPOLossOutput SFTLoss SFTLossOutput MCAdvantage GroupQuota "
     "StepCounts count_step",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -187,3 +189,63 @@ def test_policy_version_is_stamped_as_integer_or_uuid():
     assert other.version == 1
     with pytest.raises(ConfigError, match="version_type"):
         PolicyVersion("date")
+
+
+def worker_processes():
+    return {process.pid for process in multiprocessing.active_children()}
+
+
+def test_a_loader_with_workers_ends_and_leaves_no_process():
+    before = worker_processes()
+    loader = DataLoader(ROWS, batch_size=4, num_workers=2)
+    primer = DataLoadingPrimer(loader, epochs=2)
+    assert [queries(primer, 8) for _ in range(3)] == [
+        [f"q{n % 10}" for n in numbers] for numbers in (range(8), range(8, 16), range(16, 20))
+    ]
+    with pytest.raises(EndOfData):
+        primer.pull(8)
+    assert worker_processes() == before
+
+
+def test_closing_the_env_ends_the_workers_and_a_later_pull_goes_on_where_it_was():
+    before = worker_processes()
+    env = ChatEnv.from_dataloader(DataLoader(ROWS, batch_size=2, num_workers=2))
+    assert env.reset().get("query").tolist() == ["q0", "q1"]
+    assert len(worker_processes() - before) == 2
+    env.close()
+    assert worker_processes() == before
+    [primer] = env.transform
+    assert queries(primer, 2) == ["q2", "q3"]
+    primer.close()
+    assert worker_processes() == before
+
+
+def test_a_factory_is_called_once_and_primers_choose_the_columns():
+    calls = []
+
+    def make():
+        calls.append(1)
+        return [{"query": "a", "answer": "1", "notes": "x"}, {"query": "b", "answer": "2", "notes": "y"}]
+
+    primer = DataLoadingPrimer(dataloader_factory=make, primers={"query": None, "answer": None}, batch_size=2)
+    assert primer.columns == ("query", "answer")
+    assert set(primer.pull(2).keys()) == {"query", "answer", "group_id"}
+    primer.pull(2)
+    assert len(calls) == 1
+    for both in ({}, {"dataloader": ROWS, "dataloader_factory": make}):
+        with pytest.raises(ConfigError, match="exactly one of dataloader and dataloader_factory"):
+            DataLoadingPrimer(**both)
+    with pytest.raises(ConfigError, match="use_ray_service must be False"):
+        DataLoadingPrimer(ROWS, use_ray_service=True)
+
+
+def test_repeats_stay_in_order_over_partial_resets():
+    env = ChatEnv.from_dataloader(ROWS, batch_size=3, repeats=2)
+    td = env.reset()
+    seen = [td.get("query").tolist()]
+    for resets in ([True, False, False], [False, True, True], [True, True, False]):
+        td["_reset"] = torch.tensor(resets).view(3, 1)
+        td = env.reset(td)
+        seen.append(td.get("query").tolist())
+    assert seen == [["q0", "q0", "q1"], ["q1", "q0", "q1"], ["q1", "q2", "q2"], ["q3", "q3", "q2"]]
+    assert td["group_id"].tolist() == [3, 3, 2]

@@ -2,27 +2,42 @@
 
 from llmrl.envs.llm.transforms.browser import BrowserTransform
 from llmrl.envs.llm.transforms.dataloading import DataLoadingPrimer, EndOfData
+from llmrl.envs.llm.transforms.kl import KLComputation, KLRewardTransform, RetrieveKL
 from llmrl.envs.llm.transforms.length import LengthPenalty, MaskTruncated, OverlongShaping
+from llmrl.envs.llm.transforms.log_probs import RetrieveLogProb
 from llmrl.envs.llm.transforms.mcp_tools import MCPToolTransform
 from llmrl.envs.llm.transforms.policy_version import PolicyVersion
 from llmrl.envs.llm.transforms.python import PythonInterpreter
 from llmrl.envs.llm.transforms.reward import RewardFunction, load_reward
 from llmrl.envs.llm.transforms.reward_list import make_rewards
+from llmrl.envs.llm.transforms.template import TemplateTransform
+from llmrl.envs.llm.transforms.thinking import AddThinkingPrompt
+from llmrl.envs.llm.transforms.tokenizer import Tokenizer
 from llmrl.envs.llm.transforms.tool_use import tool_metrics
 from llmrl.envs.llm.transforms.tools import ToolTransform
+from llmrl.padding import as_nested_tensor, as_padded_tensor
 
 __all__ = [
+    "AddThinkingPrompt",
     "BrowserTransform",
     "DataLoadingPrimer",
     "EndOfData",
+    "KLComputation",
+    "KLRewardTransform",
     "LengthPenalty",
     "MCPToolTransform",
     "MaskTruncated",
     "OverlongShaping",
     "PolicyVersion",
     "PythonInterpreter",
+    "RetrieveKL",
+    "RetrieveLogProb",
     "RewardFunction",
+    "TemplateTransform",
+    "Tokenizer",
     "ToolTransform",
+    "as_nested_tensor",
+    "as_padded_tensor",
     "load_reward",
     "make_rewards",
     "tool_metrics",

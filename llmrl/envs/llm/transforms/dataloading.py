@@ -62,6 +62,7 @@ class DataLoadingPrimer(Transform):
         repeats: int | None = None,
         device: torch.device | str | None = None,
         group_repeats: bool = False,
+        use_ray_service: bool = False,
         shuffle: bool = False,
         seed: int | None = None,
         epochs: int | None = None,
@@ -71,6 +72,11 @@ class DataLoadingPrimer(Transform):
         super().__init__()
         if (dataloader is None) == (dataloader_factory is None):
             raise ConfigError("DataLoadingPrimer: give exactly one of dataloader and dataloader_factory.")
+        if use_ray_service:
+            raise ConfigError(
+                "DataLoadingPrimer: use_ray_service must be False: every rank reads its own part of the data by rank "
+                "and world_size, without a process that all of them ask."
+            )
         for name, value, least in (("repeats", repeats, 1), ("epochs", epochs, 1), ("world_size", world_size, 1)):
             if value is not None and value < least:
                 raise ConfigError(f"DataLoadingPrimer: {name} must be at least {least}: got {value}.")
@@ -106,6 +112,7 @@ class DataLoadingPrimer(Transform):
         draws = self._within_limit(draws)  # reading may have shown where an iterable's epoch ends
         count = len(draws)
         if count == 0:
+            self._source.close()
             raise EndOfData(f"DataLoadingPrimer: all {self.epochs} epochs were handed out ({first} rows on this rank).")
         self._handed_out = first + count
         batch = self._columns([by_draw[draw] for draw in draws])
@@ -149,6 +156,10 @@ class DataLoadingPrimer(Transform):
     def reset_dataloader(self) -> None:
         """Starts again at the first row of the first epoch."""
         self._handed_out = 0
+
+    def close(self) -> None:
+        """Ends the workers of a DataLoader; a later `pull` starts them again."""
+        self._source.close()
 
     def _reset_env_preprocess(self, td: TensorDictBase | None) -> TensorDictBase:
         if td is None:

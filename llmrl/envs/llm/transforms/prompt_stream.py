@@ -7,7 +7,7 @@ positions r, r + w, r + 2w, ...: together the ranks read what one process would,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +28,9 @@ class RowSource(Protocol):
 
     def rows(self, positions: Sequence[int]) -> list[Row]:
         """The rows at increasing positions of the stream; shorter than asked only where the stream has ended."""
+
+    def close(self) -> None:
+        """Lets go of whatever reading has opened; another read opens it again."""
 
 
 class IndexedRows:
@@ -56,6 +59,9 @@ class IndexedRows:
             return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         return [self.dataset[index] for index in indices]
 
+    def close(self) -> None:
+        """Nothing is open between reads."""
+
     def _index(self, position: int) -> int:
         epoch, offset = divmod(position, len(self.dataset))
         if not self.shuffle:
@@ -81,7 +87,7 @@ class IteratedRows:
         self.epoch_size: int | None = None
         batch_size = getattr(loader, "batch_size", None)
         self._batched = bool(batch_size)
-        self._iterator: Iterator[Row] | None = None
+        self._iterator: Generator[Row] | None = None
         self._next = 0
 
     def rows(self, positions: Sequence[int]) -> list[Row]:
@@ -96,7 +102,13 @@ class IteratedRows:
             found.append(row)  # type: ignore[arg-type]
         return found
 
-    def _stream(self) -> Iterator[Row]:
+    def close(self) -> None:
+        """Ends the epoch that is being read, and with it the workers of a DataLoader."""
+        if self._iterator is not None:
+            self._iterator.close()
+            self._iterator = None
+
+    def _stream(self) -> Generator[Row]:
         while True:
             count = 0
             for element in self.loader:

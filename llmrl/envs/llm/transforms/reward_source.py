@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +20,8 @@ Reward = Callable[..., Any]
 def load_reward(name: str, *, what: str = "reward") -> Reward:
     """The function that ``"package.module:function"`` names; ``what`` it is to be, for the messages.
 
+    Modules of the working directory are found.
+
     Raises  ConfigError where the name has another form, the module cannot be imported, or it has no such function
 
     >>> load_reward("math:isfinite")(1.0)
@@ -26,6 +30,8 @@ def load_reward(name: str, *, what: str = "reward") -> Reward:
     module_name, separator, attribute = name.partition(":")
     if not separator or not module_name or not attribute:
         raise ConfigError(f"{what}: must be 'package.module:function': got {name!r}.")
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.append(os.getcwd())  # a console script does not look there
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # the user's module: whatever it raises, the setting cannot be run

@@ -1,0 +1,328 @@
+"""MLGym tasks (arXiv:2502.14499) as conversations: the model writes shell commands, its container answers.
+
+`MLGymWrapper` puts any gym of that interface, strings in and strings out, behind a `ChatEnv`; `make_mlgym` builds the
+gyms of the mlgym package. Turns, ids and masks are the conversation's, what a command does is the gym's.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from llmrl.data.llm.columns import column
+from llmrl.data.specs import Composite, NonTensor, Unbounded
+from llmrl.envs.llm.chat import ChatEnv
+from llmrl.envs.llm.completions import completion_texts
+from llmrl.envs.llm.transforms.tool_messages import append_messages
+from llmrl.envs.rows import present_keys, shallow_copy
+from llmrl.envs.transforms.base import Transform
+from llmrl.envs.transforms.transformed_env import TransformedEnv
+from llmrl.errors import ConfigError, MissingDependencyError, MissingKeyError, RolloutError
+from llmrl.optional import require
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from llmrl.modules.llm.rendering import Renderer
+
+__all__ = ["MLGymWrapper", "make_mlgym"]
+
+_BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+_THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
+_FORMAT = "Write exactly one command, in a block of its own:\n```\nls\n```"
+_ARGUMENTS = ("EnvironmentArguments", "EnvironmentConfig", "BaseEnvironmentConfig")  # its names over mlgym's revisions
+_SOURCE = "https://github.com/facebookresearch/MLGym"
+
+Score = Callable[[Mapping[str, Any]], float | None]
+
+
+class MLGymWrapper(TransformedEnv):
+    """One gym per conversation: a turn's command goes in, what it prints comes back as the user's next message.
+
+    Reads   the policy's turn; the command is in its last fenced block outside thinking
+    Calls   ``gym.reset() -> (observation, info)``; ``gym.step(command)`` -> (observation, reward, done, info), or with
+            terminated and truncated in place of done; all rows at the same time, each gym by one thread
+    Writes  ("next", view, "prompt")  one user message more: the observation, or what is wrong with the format
+            ("next", "reward")        float32[B, 1, 1]: the gym's, and ``score`` of the info that ends the episode;
+                                      ``reward_wrong_format`` where there was no command; NaN where the gym failed
+            ("next", "exit_status")   str [B], the gym's own; "" while there is none
+            ("next", "terminated" | "truncated" | "done")  the gym's; truncated where it failed, or at its own limit of
+                                      steps (exit_status "max_steps")
+            "gym_slot"                int64[B]: which gym the conversation has
+    Raises  ConfigError without a gym, or for one without a description; RolloutError where more conversations are to
+            start than gyms are free, or one steps that has none
+
+    envs                 one gym, or a list: the batch size
+    score                of the last step's info; None: the first number of the newest entry of ``info["score"]``.
+                         Scores on the way, which a model may ask for, earn nothing. A task whose score is better when
+                         lower needs a function of its own
+    reward_wrong_format  None: 0
+    system_prompt        None: what to write
+
+    A gym's first observation may be None: then its ``task_args.description`` is what the user says first. A gym that
+    raised is reset before it is used again (``counters["failed"]``, ``first_error``).
+    """
+
+    def __init__(
+        self,
+        envs: Any,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        input_mode: str = "history",
+        device: torch.device | str | None = None,
+        reward_wrong_format: float | None = None,
+        score: Score | None = None,
+        system_prompt: str | None = None,
+    ):
+        gyms = list(envs) if isinstance(envs, (list, tuple)) else [envs]
+        if not gyms or any(not hasattr(gym, "step") or not hasattr(gym, "reset") for gym in gyms):
+            raise ConfigError(f"MLGymWrapper: there must be at least one gym with reset and step: got {envs!r:.80}.")
+        env = ChatEnv(
+            input_mode=input_mode,
+            batch_size=len(gyms),
+            system_prompt=f"You solve a task in a shell. {_FORMAT}" if system_prompt is None else system_prompt,
+            tokenizer=tokenizer,
+            device=device,
+        )
+        self.turns = _GymTurns(gyms, score or first_score, reward_wrong_format or 0.0, tokenizer, env._renderer)
+        super().__init__(env, self.turns)
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Turns that were taken, those without a command, and those in which a gym failed."""
+        return self.turns.counters
+
+    @property
+    def first_error(self) -> str | None:
+        """The traceback of the first gym that failed."""
+        return self.turns.first_error
+
+
+class _GymTurns(Transform):
+    """Owns the gyms, and which of them are in use."""
+
+    def __init__(
+        self,
+        gyms: Sequence[Any],
+        score: Score,
+        wrong_format: float,
+        tokenizer: PreTrainedTokenizerBase | None,
+        renderer: Renderer | None,
+    ):
+        super().__init__()
+        self.gyms = list(gyms)
+        self.score = score
+        self.wrong_format = wrong_format
+        self.tokenizer = tokenizer
+        self.counters = {"turns": 0, "wrong_format": 0, "failed": 0}
+        self.first_error: str | None = None
+        self._renderer = renderer
+        self._busy: set[int] = set()
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(len(self.gyms), thread_name_prefix="mlgym")
+
+    # -- start ---------------------------------------------------------------------------------------------------------
+
+    def _reset_env_preprocess(self, td: TensorDictBase | None) -> TensorDictBase:
+        count = len(self.gyms) if td is None else td.batch_size.numel()
+        slots = self._take(count)
+        try:
+            queries = list(self._pool.map(self._start, slots))
+        except BaseException:
+            self._release(slots)
+            raise
+        td = TensorDict({}, batch_size=[count]) if td is None else shallow_copy(td)
+        td.set("query", column(queries))
+        td.set("gym_slot", torch.tensor(slots, device=td.device))
+        return td
+
+    def _take(self, count: int) -> list[int]:
+        with self._lock:
+            if count == len(self.gyms):
+                self._busy.clear()  # everything begins anew
+            free = [slot for slot in range(len(self.gyms)) if slot not in self._busy]
+            if count > len(free):
+                raise RolloutError(
+                    f"MLGymWrapper.reset: every conversation needs a gym: {count} are to start and {len(free)} of "
+                    f"{len(self.gyms)} are free; end the others, or reset all."
+                )
+            self._busy.update(free[:count])
+            return free[:count]
+
+    def _release(self, slots: Sequence[int]) -> None:
+        with self._lock:
+            self._busy.difference_update(slots)
+
+    def _start(self, slot: int) -> str:
+        gym = self.gyms[slot]
+        observation, _ = gym.reset()
+        text = observation.get("observation") if isinstance(observation, Mapping) else observation
+        text = text or getattr(getattr(gym, "task_args", None), "description", None)
+        if not isinstance(text, str):
+            raise ConfigError(
+                f"MLGymWrapper: a gym must say what its task is: {type(gym).__name__}.reset() returned no text, and it "
+                "has no task_args.description."
+            )
+        return text
+
+    # -- turn ----------------------------------------------------------------------------------------------------------
+
+    def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
+        slots_B = td.get("gym_slot", None)
+        if slots_B is None:
+            raise MissingKeyError(
+                f"MLGymWrapper.step: reads 'gym_slot', which is not there; keys present: {present_keys(td)}; step a "
+                "tensordict that env.reset() returned."
+            )
+        slots = slots_B.tolist()
+        if idle := sorted(set(slots) - self._busy):
+            raise RolloutError(f"MLGymWrapper.step: the conversation of gym {idle[0]} has ended: reset it first.")
+        texts = completion_texts(td, self.tokenizer, who="MLGymWrapper")
+        turns = list(self._pool.map(self._turn, slots, texts))
+        done = [turn["terminated"] or turn["truncated"] for turn in turns]
+        messages = [
+            [] if ended else [{"role": "user", "content": turn["text"]}]
+            for turn, ended in zip(turns, done, strict=True)
+        ]
+        view = next(name for name in ("history", "text", "tokens") if next_td.get(name, None) is not None)
+        if any(messages):
+            append_messages(next_td, view, messages, self._renderer)
+        rewards = [turn["reward"] for turn in turns]
+        next_td.set("reward", torch.tensor(rewards, dtype=torch.float32, device=td.device).view(-1, 1, 1))
+        next_td.set("gym_slot", slots_B)
+        next_td.set("exit_status", column(turn["exit_status"] for turn in turns))
+        for name, values in (
+            ("terminated", [turn["terminated"] for turn in turns]),
+            ("truncated", [turn["truncated"] for turn in turns]),
+            ("done", done),
+        ):
+            next_td.set(name, torch.tensor(values, device=td.device).view(-1, 1))
+        self._release([slot for slot, ended in zip(slots, done, strict=True) if ended])
+        return next_td
+
+    def _turn(self, slot: int, text: str) -> dict[str, Any]:
+        turn = {"text": "", "reward": self.wrong_format, "terminated": False, "truncated": False, "exit_status": ""}
+        command = command_of(text)
+        self._count("turns")
+        if command is None:
+            self._count("wrong_format")
+            return {**turn, "text": f"There was no command to run. {_FORMAT}"}
+        try:
+            observation, reward, *ends, info = self.gyms[slot].step(command)
+            score = self.score(info) if any(ends) else None
+        except Exception:  # the boundary to the user's gym
+            self._count("failed", traceback.format_exc())
+            return {**turn, "reward": float("nan"), "truncated": True, "exit_status": "failed"}
+        status = str(info.get("exit_status") or "")
+        truncated = bool(ends[1]) if len(ends) > 1 else bool(ends[0]) and "max_steps" in status
+        return {
+            "text": observation or "(no output)",
+            "reward": float(reward) + (0.0 if score is None else float(score)),
+            "terminated": bool(ends[0]) and not (truncated and len(ends) == 1),
+            "truncated": truncated,
+            "exit_status": status,
+        }
+
+    def _count(self, what: str, error: str | None = None) -> None:
+        with self._lock:
+            self.counters[what] += 1
+            self.first_error = self.first_error or error
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        for gym in self.gyms:
+            if hasattr(gym, "close"):
+                gym.close()
+
+    # -- specs ---------------------------------------------------------------------------------------------------------
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        shape = observation_spec.shape
+        observation_spec["gym_slot"] = Unbounded(shape=shape, dtype=torch.int64, device=observation_spec.device)
+        return observation_spec
+
+    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
+        reward_spec["reward"] = Unbounded(shape=(*reward_spec.shape, 1, 1), device=reward_spec.device)
+        reward_spec["exit_status"] = NonTensor(shape=reward_spec.shape, example_data="")
+        return reward_spec
+
+
+def make_mlgym(
+    *,
+    task: str | None = None,
+    tasks: Sequence[str] | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    device: torch.device | str | None = "cpu",
+    reward_wrong_format: float | None = None,
+    max_steps: int = 10,
+    seed: int = 42,
+    score: Score | None = None,
+) -> MLGymWrapper:
+    """MLGym's own tasks, each in its container, as one environment: a conversation per task.
+
+    task, tasks  names such as "prisonersDilemma": of files tasks/<name>.yaml of the package. One that is named several
+                 times has as many conversations, as a group of GRPO needs
+    device       of the tensors; "cuda:1" also gives the containers that GPU
+    max_steps    commands before the gym ends the episode; ``seed`` is the gym's
+    Raises  MissingDependencyError without gymnasium or mlgym; ConfigError unless exactly one of task and tasks is given
+    """
+    if (task is None) == (tasks is None) or (tasks is not None and (isinstance(tasks, str) or not tasks)):
+        raise ConfigError(f"make_mlgym: give one task, or a list of tasks: got task={task!r} and tasks={tasks!r}.")
+    gymnasium = require("gymnasium", extra="gym", used_by="make_mlgym")
+    try:
+        environment = require("mlgym.environment.env", extra="gym", used_by="make_mlgym")
+        registration = require("mlgym.environment.registration", extra="gym", used_by="make_mlgym")
+    except MissingDependencyError as error:
+        raise MissingDependencyError(
+            f"make_mlgym: needs the package 'mlgym', which is not installed; run: pip install 'git+{_SOURCE}' (the "
+            "package of that name on PyPI is another one)."
+        ) from error
+    known = (getattr(environment, name, None) for name in _ARGUMENTS)
+    arguments_class = next(value for value in known if value is not None)
+    where = torch.device("cpu" if device is None else device)
+    envs = []
+    for number, name in enumerate([task] if tasks is None else tasks):
+        arguments = arguments_class(
+            task_config_path=f"tasks/{name}.yaml",
+            max_steps=max_steps,
+            seed=seed,
+            container_type="docker",
+            verbose=False,
+        )
+        gymnasium.registry.pop(f"mlgym/{arguments.task.id}", None)  # another call's, with settings of its own
+        registration.register_task(arguments)
+        devices = [f"cpu_{number}"] if where.type == "cpu" else [str(where.index or 0)]
+        # unwrapped: its step has four results, which gymnasium's own wrappers refuse
+        made = gymnasium.make(f"mlgym/{arguments.task.id}", devices=devices, disable_env_checker=True)
+        envs.append(made.unwrapped)
+    return MLGymWrapper(envs, tokenizer=tokenizer, device=device, reward_wrong_format=reward_wrong_format, score=score)
+
+
+def command_of(text: str) -> str | None:
+    """What stands in the last fenced block outside thinking; None where there is none.
+
+    >>> command_of("Let me look.\\n```\\nls -l\\n```")
+    'ls -l'
+    """
+    found = _BLOCK.findall(_THINKING.sub("", text))
+    return found[-1].strip() or None if found else None
+
+
+def first_score(info: Mapping[str, Any]) -> float | None:
+    """The first number of the newest entry of ``info["score"]``; None where there is none.
+
+    >>> first_score({"score": [{"accuracy": 0.25}, {"accuracy": 0.5}]})
+    0.5
+    """
+    scores = info.get("score")
+    if not scores:
+        return None
+    newest = scores[-1]
+    return float(next(iter(newest.values()))) if isinstance(newest, Mapping) else float(newest)

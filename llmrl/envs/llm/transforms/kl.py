@@ -1,0 +1,404 @@
+"""What it costs to move away from a reference: the KL penalty of every token, taken off the reward.
+
+The penalty is log p - log p_ref of the token that was sampled (the k1 estimate, arXiv:2203.02155), on the tokens that
+the policy wrote and on no other, so that neither prompts nor padding change a number. The log-probs of the reference
+are `log_probs`' part; a KL term in the loss instead of the reward is `GRPOLoss`'s ``kl_to_ref_coeff``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+
+from llmrl.data.specs import Composite, Unbounded
+from llmrl.envs.llm.transforms.log_probs import (
+    FullKey,
+    RetrieveLogProb,
+    Scorer,
+    check_padding_side,
+    full_key,
+    with_rows_spec,
+)
+from llmrl.envs.rows import present_keys
+from llmrl.envs.transforms.base import Compose, Transform
+from llmrl.errors import ConfigError, MissingKeyError, ShapeError
+from llmrl.modules.llm.policies.containers import LogProbs
+from llmrl.padding import lengths_mask, pad_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["KLComputation", "KLRewardTransform", "RetrieveKL"]
+
+Reduction = Literal["token", "sum", "mean"]
+
+GEN: FullKey = ("log_probs", "full")
+REF: FullKey = ("ref_log_probs", "full")
+
+
+class KLComputation(Transform):
+    """Writes the KL penalty of every token, and takes ``coeff`` times it off the reward.
+
+    Reads   gen_log_probs_full_key   float32 ragged[T] or [B, T]   of ``next`` where it was scored anew, else what the
+                                     policy wrote; "plain" instead where sampling was cut to some tokens
+            ref_log_probs_full_key   float32 ragged[T] or [B, T]   of ``next``
+            ("masks", "all_assistant_mask")  bool, likewise        the tokens that count; without it all do
+            ("tokens", "response")   whose part of the conversation this turn is
+            ("next", reward_key)     float32[B, 1, 1]              with ``add_to_reward``
+    Writes  ("next", kl_key, "full") float32 ragged[T] or [B, T], 0 where the policy wrote no token
+            ("next", reward_key)     float32[B, 1, 1], or [B, T, 1] for ``reduction="token"``
+    Raises  MissingKeyError for absent log-probs, or a reward that is to be changed and not there; ShapeError where the
+            log-probs do not fit each other; ConfigError for settings that contradict each other
+
+    reduction     "sum": reward - coeff * (sum of the turn's penalties), one number per conversation. "mean": the same
+                  with their mean. "token": one reward per token, aligned with ("tokens", "full"): -coeff * penalty,
+                  plus the reward itself on the last token that the policy wrote; padded rows only. None: "token" for
+                  padded rows, "sum" for ragged ones
+    coeff         a number, or a KL controller, whose ``coef`` is read at every step
+    padding_side  checked and otherwise without effect: the layout is that of the tokens
+
+    In an env a turn pays for its own tokens, so that the rewards of all turns add up; in a buffer a row pays for all of
+    them. The rewards of "token" add up to the one of "sum": use ``MCAdvantage(..., trajectory_return="sum")``, after
+    which `GRPOLoss` takes either. Conversations of several padded turns need "sum": rewards per token of turns that
+    differ in length cannot be added. A reward that is NaN (it failed) stays NaN.
+
+    >>> from tensordict import TensorDict
+    >>> from llmrl.modules.llm import Masks, Tokens
+    >>> rows = lambda *values: [torch.tensor(row) for row in values]
+    >>> td = TensorDict(
+    ...     tokens=Tokens.from_rows({"response": rows([5, 6])}),
+    ...     masks=Masks.from_rows({"all_assistant_mask": rows([False, True, True])}),
+    ...     log_probs=LogProbs.from_rows({"full": rows([0.0, -1.0, -2.0])}),
+    ...     next=TensorDict(
+    ...         ref_log_probs=LogProbs.from_rows({"full": rows([0.0, -1.5, -3.0])}),
+    ...         reward=torch.ones(1, 1, 1),
+    ...         batch_size=[1],
+    ...     ),
+    ...     batch_size=[1],
+    ... )
+    >>> td = KLComputation(coeff=0.5)(td)
+    >>> td.get(("next", "kl_penalty", "full"), as_list=True)[0].tolist(), td["next", "reward"].item()
+    ([0.0, 0.5, 1.0], 0.25)
+    """
+
+    def __init__(
+        self,
+        gen_log_probs_full_key: FullKey = GEN,
+        ref_log_probs_full_key: FullKey = REF,
+        *,
+        kl_key: str = "kl_penalty",
+        add_to_reward: bool = True,
+        coeff: float | Any = 1.0,
+        padding_side: Literal["left", "right"] = "left",
+        reduction: Reduction | None = None,
+        reward_key: NestedKey = "reward",
+    ):
+        super().__init__()
+        who = type(self).__name__
+        check_padding_side(who, padding_side)
+        self.gen_log_probs_full_key = full_key(gen_log_probs_full_key, who)
+        self.ref_log_probs_full_key = full_key(ref_log_probs_full_key, who)
+        check_different(self.gen_log_probs_full_key, self.ref_log_probs_full_key, who)
+        if reduction not in (None, "token", "sum", "mean"):
+            raise ConfigError(f"{who}: reduction must be 'token', 'sum', 'mean' or None: got {reduction!r}.")
+        if not isinstance(kl_key, str):
+            raise ConfigError(f"{who}: kl_key names a container, whose 'full' is written: got {kl_key!r}.")
+        self.kl_key = kl_key
+        self.add_to_reward = add_to_reward
+        self.coeff = coeff
+        self.reduction = reduction
+        self.reward_key = reward_key
+
+    def forward(self, td: TensorDictBase) -> TensorDictBase:
+        next_td = td.get("next", None)
+        if next_td is None:
+            raise MissingKeyError(f"{type(self).__name__}: reads 'next', which is not there: {present_keys(td)}.")
+        td.set("next", self._written(td, next_td, whole=True))
+        return td
+
+    def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
+        return self._written(td, next_td, whole=False)
+
+    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
+        if self.add_to_reward and self.reduction in (None, "token") and self.reward_key in reward_spec:
+            shape = (*reward_spec.shape, -1, 1)
+            reward_spec[self.reward_key] = Unbounded(shape=shape, device=reward_spec.device)
+        return with_rows_spec(reward_spec, self.kl_key)
+
+    def _written(self, td: TensorDictBase, next_td: TensorDictBase, *, whole: bool) -> TensorDictBase:
+        gen, ref = self._log_probs(td, next_td)
+        mask = td.get(("masks", "all_assistant_mask"), None, as_list=True)
+        kl_BT, mask_BT, lengths = _penalties(gen, ref, mask, type(self).__name__)
+        if self.add_to_reward:
+            paid_BT = mask_BT if whole else mask_BT & _of_this_turn(td, mask_BT, lengths)
+            next_td.set(self.reward_key, self._reward(next_td, kl_BT, paid_BT, lengths))
+        if lengths is None:
+            container = LogProbs.from_padded({"full": kl_BT}, td.batch_size)
+        else:
+            rows = [row[:length] for row, length in zip(kl_BT, lengths, strict=True)]
+            container = LogProbs.from_rows({"full": rows}, td.batch_size)
+        next_td.set(self.kl_key, container)
+        return next_td
+
+    def _log_probs(self, td: TensorDictBase, next_td: TensorDictBase) -> tuple[Any, Any]:
+        who = type(self).__name__
+        gen = next_td.get(self.gen_log_probs_full_key, None, as_list=True)
+        if gen is None:
+            plain = (self.gen_log_probs_full_key[0], "plain")
+            gen = td.get(plain, None, as_list=True)
+            gen = td.get(self.gen_log_probs_full_key, None, as_list=True) if gen is None else gen
+        if gen is None:
+            raise MissingKeyError(
+                f"{who}: the log-probs of the policy must be in {self.gen_log_probs_full_key!r}: keys present: "
+                f"{present_keys(td)}; the policy writes them unless return_log_probs=False."
+            )
+        ref = next_td.get(self.ref_log_probs_full_key, None, as_list=True)
+        if ref is None:
+            raise MissingKeyError(
+                f"{who}: the log-probs of the reference must be in {('next', *self.ref_log_probs_full_key)!r}: keys "
+                f"present in 'next': {present_keys(next_td)}; put a RetrieveLogProb before it."
+            )
+        return gen, ref
+
+    def _reward(self, next_td: TensorDictBase, kl_BT: Tensor, paid_BT: Tensor, lengths: list[int] | None) -> Tensor:
+        reward = next_td.get(self.reward_key, None)
+        if reward is None:
+            raise MissingKeyError(
+                f"{type(self).__name__}: changes {self.reward_key!r}, which is not there: append it after the "
+                "transform that writes the reward, or pass add_to_reward=False."
+            )
+        reduction = self.reduction or ("token" if lengths is None else "sum")
+        coeff = getattr(self.coeff, "coef", self.coeff)
+        penalty_BT = coeff * kl_BT.masked_fill(~paid_BT, 0.0).to(reward)
+        paid_BT = paid_BT.to(reward.device)
+        if reduction != "token":
+            penalty_B = penalty_BT.sum(1)
+            if reduction == "mean":
+                penalty_B = penalty_B / paid_BT.sum(1).clamp(min=1)
+            return reward - penalty_B.view(-1, *[1] * (reward.ndim - 1))
+        if lengths is not None:
+            raise ShapeError(
+                f"{type(self).__name__}: rewards per token need rows of one length, padded: got ragged rows of "
+                f"{min(lengths)} to {max(lengths)} tokens; use reduction='sum', whose reward is their sum, or a policy "
+                "with pad_output=True."
+            )
+        if reward.numel() == penalty_BT.numel():  # one per token already
+            return reward.view(*penalty_BT.shape, 1) - penalty_BT.unsqueeze(-1)
+        places_T = torch.arange(paid_BT.shape[1], device=reward.device)
+        last_B1 = (paid_BT * places_T).amax(1, keepdim=True)
+        own_BT = torch.zeros_like(penalty_BT).scatter(1, last_B1, reward.view(-1, 1))
+        return (own_BT - penalty_BT).unsqueeze(-1)
+
+
+class RetrieveKL(Compose):
+    """The log-probs of a reference, where wanted those of the policy anew, and the KL penalty between the two.
+
+    Reads, Calls, Writes  as `RetrieveLogProb` and `KLComputation`
+    Raises  ConfigError without a reference, for a model that generates, for wrappers of which only one pads its output,
+            and for one key for both log-probs; what the two raise
+
+    gen_model    "from_collector": the log-probs that the policy wrote when it sampled. A wrapper with
+                 ``generate=False``, or an engine: the tokens are scored by it, into ("next", *gen_log_probs_full_key)
+    ref_model    the reference; or, with ``reference="adapter_off"``, the policy's own PEFT model
+    gen_model_factory, ref_model_factory  called once, here, for a model that is not there yet
+    temperature  that both are scored at; None: that of ``gen_model``, else the reference's own
+    use_ray_service  must be False: to score in another process, give an engine that lives there
+
+    >>> from llmrl.testing import FakeEngine
+    >>> [type(t).__name__ for t in RetrieveKL(ref_model=FakeEngine([torch.tensor([1])]), coeff=0.1)]
+    ['RetrieveLogProb', 'KLComputation']
+    """
+
+    def __init__(
+        self,
+        gen_model: Scorer | Literal["from_collector"] = "from_collector",
+        ref_model: Scorer | None = None,
+        *,
+        gen_model_factory: Callable[[], Scorer] | None = None,
+        ref_model_factory: Callable[[], Scorer] | None = None,
+        assistant_only: bool = True,
+        history_key: str | None = None,
+        tokenizer_kwargs: Mapping[str, Any] | None = None,
+        detach: bool = True,
+        device: torch.device | str | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        padding_side: Literal["left", "right"] = "left",
+        gen_log_probs_full_key: FullKey = GEN,
+        ref_log_probs_full_key: FullKey = REF,
+        kl_key: str = "kl_penalty",
+        add_to_reward: bool = True,
+        coeff: float | Any = 1.0,
+        use_ray_service: bool = False,
+        reference: Literal["model", "adapter_off"] = "model",
+        temperature: float | None = None,
+        reduction: Reduction | None = None,
+    ):
+        who = type(self).__name__
+        check_different(gen_log_probs_full_key, ref_log_probs_full_key, who)
+        given = None if gen_model == "from_collector" else gen_model
+        gen = _one_model("gen", given, gen_model_factory, who, use_ray_service)
+        ref = _one_model("ref", ref_model, ref_model_factory, who, use_ray_service)
+        if ref is None:
+            raise ConfigError(f"{who}: there must be a reference: pass ref_model or ref_model_factory.")
+        pads = [getattr(model, "pad_output", None) for model in (gen, ref)]
+        if None not in pads and pads[0] != pads[1]:
+            raise ConfigError(
+                f"{who}: both models must have the same pad_output: got {pads[0]} for gen_model and {pads[1]} for "
+                "ref_model."
+            )
+        if temperature is None:
+            temperature = getattr(gen, "temperature", None)
+        common = {
+            "assistant_only": assistant_only,
+            "tokenizer_kwargs": tokenizer_kwargs,
+            "detach": detach,
+            "device": device,
+            "tokenizer": tokenizer,
+            "padding_side": padding_side,
+            "temperature": temperature,
+        }
+        if history_key is not None:
+            gen, ref = (
+                model.get_new_version(history_key=history_key) if hasattr(model, "get_new_version") else model
+                for model in (gen, ref)
+            )
+        scorers = [RetrieveLogProb(ref, log_probs_full_key=ref_log_probs_full_key, reference=reference, **common)]
+        if gen is not None:
+            scorers.insert(0, RetrieveLogProb(gen, log_probs_full_key=gen_log_probs_full_key, **common))
+        computation = KLComputation(
+            gen_log_probs_full_key,
+            ref_log_probs_full_key,
+            kl_key=kl_key,
+            add_to_reward=add_to_reward,
+            coeff=coeff,
+            padding_side=padding_side,
+            reduction=reduction,
+        )
+        super().__init__(*scorers, computation)
+
+
+class KLRewardTransform(Compose):
+    """Takes ``coef`` times the KL from a reference off the reward: `RetrieveKL` with the policy's own log-probs.
+
+    Reads   in_keys[0] of ``next`` ("reward"), ``log_prob_key``, and what `RetrieveLogProb` reads
+    Writes  out_keys: the reward, the container of the penalty, that of the reference's log-probs, all in ``next``;
+            default ["reward", "kl_penalty", "ref_log_probs"]. See `KLComputation` for the shape of the reward
+    Raises  as `RetrieveKL`; ConfigError for other than one in_key and three out_keys
+
+    >>> from llmrl.testing import FakeEngine
+    >>> KLRewardTransform(FakeEngine([torch.tensor([1])]), coef=0.1)[1].coeff
+    0.1
+    """
+
+    def __init__(
+        self,
+        ref_model: Scorer | None = None,
+        *,
+        ref_model_factory: Callable[[], Scorer] | None = None,
+        coef: float | Any = 1.0,
+        in_keys: Sequence[NestedKey] | None = None,
+        out_keys: Sequence[NestedKey] | None = None,
+        log_prob_key: FullKey = GEN,
+        device: torch.device | str | None = None,
+        add_to_reward: bool = True,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        assistant_only: bool = True,
+        padding_side: Literal["left", "right"] = "left",
+        use_ray_service: bool = False,
+        reference: Literal["model", "adapter_off"] = "model",
+        temperature: float | None = None,
+        reduction: Reduction | None = None,
+    ):
+        in_keys = ["reward"] if in_keys is None else list(in_keys)
+        out_keys = [*in_keys[:1], "kl_penalty", "ref_log_probs"] if out_keys is None else list(out_keys)
+        if len(in_keys) != 1 or len(out_keys) != 3 or out_keys[0] != in_keys[0]:
+            raise ConfigError(
+                "KLRewardTransform: in_keys must be [reward] and out_keys [the same reward, penalty, log-probs of the "
+                f"reference]: got {in_keys} and {out_keys}."
+            )
+        who = type(self).__name__
+        ref = _one_model("ref", ref_model, ref_model_factory, who, use_ray_service)
+        if ref is None:
+            raise ConfigError(f"{who}: there must be a reference: pass ref_model or ref_model_factory.")
+        key = full_key((out_keys[2], "full"), who)
+        retrieve = RetrieveLogProb(
+            ref,
+            log_probs_full_key=key,
+            assistant_only=assistant_only,
+            device=device,
+            tokenizer=tokenizer,
+            padding_side=padding_side,
+            reference=reference,
+            temperature=temperature,
+        )
+        computation = KLComputation(
+            log_prob_key,
+            key,
+            kl_key=out_keys[1],
+            add_to_reward=add_to_reward,
+            coeff=coef,
+            padding_side=padding_side,
+            reduction=reduction,
+            reward_key=in_keys[0],
+        )
+        super().__init__(retrieve, computation)
+
+
+def check_different(gen_key: Any, ref_key: Any, who: str) -> None:
+    if gen_key == ref_key:
+        raise ConfigError(
+            f"{who}: the log-probs of policy and reference must be under different keys: got {gen_key!r} for both."
+        )
+
+
+def _one_model(
+    name: str, model: Scorer | None, factory: Callable[[], Scorer] | None, who: str, use_ray_service: bool
+) -> Scorer | None:
+    if use_ray_service:
+        raise ConfigError(
+            f"{who}: use_ray_service must be False: a model in another process is reached through its engine; pass "
+            "that as the model."
+        )
+    if factory is None:
+        return model
+    if model is not None:
+        raise ConfigError(f"{who}: give one of {name}_model and {name}_model_factory, not both.")
+    return factory()
+
+
+def _penalties(gen: Any, ref: Any, mask: Any, who: str) -> tuple[Tensor, Tensor, list[int] | None]:
+    """float[B, T], the tokens that count bool[B, T], and the lengths of ragged rows, padded on the right."""
+    columns = [("the policy's log-probs", gen), ("the reference's log-probs", ref)]
+    columns += [] if mask is None else [("the assistant mask", mask)]
+    lengths = [len(row) for row in gen] if any(isinstance(column, list) for _, column in columns) else None
+    for what, column in columns[1:]:
+        got, expected = (column.shape, gen.shape) if lengths is None else ([len(row) for row in column], lengths)
+        if got != expected:
+            where = "" if lengths is None else " by row"
+            raise ShapeError(
+                f"{who}: {what} must have one value per token{where}: got {list(got)}, expected {list(expected)}."
+            )
+    if lengths is None:
+        mask_BT = torch.ones_like(gen, dtype=torch.bool) if mask is None else mask.bool()
+    else:
+        gen, ref = pad_rows(list(gen)), pad_rows(list(ref))
+        mask_BT = lengths_mask(lengths, gen.shape[1]) if mask is None else pad_rows(list(mask)).bool()
+    mask_BT = mask_BT.to(gen.device)
+    return (gen - ref.to(gen.device)).masked_fill(~mask_BT, 0.0), mask_BT, lengths
+
+
+def _of_this_turn(td: TensorDictBase, mask_BT: Tensor, lengths: list[int] | None) -> Tensor:
+    """bool[B, T]: the part of each conversation that this turn wrote; all of it where the batch does not say."""
+    response = td.get(("tokens", "response"), None, as_list=True)
+    if response is None:
+        return torch.ones_like(mask_BT)
+    if lengths is None:
+        starts = [mask_BT.shape[1] - response.shape[1]] * len(mask_BT)
+    else:
+        starts = [length - len(row) for length, row in zip(lengths, response, strict=True)]
+    start_B1 = torch.tensor(starts, device=mask_BT.device)[:, None]
+    return torch.arange(mask_BT.shape[1], device=mask_BT.device) >= start_B1

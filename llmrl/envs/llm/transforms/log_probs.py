@@ -1,0 +1,224 @@
+"""Log-probs of what the policy wrote under another model: a frozen copy, an engine, or the policy without its adapter.
+
+They are taken from the ids that were sampled, never from text that is tokenised again, and laid out as those ids are.
+What is made of them is `kl`'s part, or that of a loss with ``kl_to_ref_coeff``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
+
+from llmrl.data.specs import Composite, NonTensor
+from llmrl.envs.rows import present_keys
+from llmrl.envs.transforms.base import Transform
+from llmrl.errors import ConfigError, MissingKeyError
+from llmrl.modules.llm.engines import Engine
+from llmrl.modules.llm.policies.base import LLMWrapperBase
+from llmrl.modules.llm.policies.containers import LogProbs
+from llmrl.modules.llm.policies.conversations import Conversations
+from llmrl.padding import lengths_mask, pad_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["RetrieveLogProb", "adapter_off"]
+
+FullKey = tuple[str, str]
+Scorer = LLMWrapperBase | Engine
+
+
+class RetrieveLogProb(Transform):
+    """Scores every turn with ``model`` and leaves the log-probs where the losses look for those of a reference.
+
+    Reads   ("tokens", "full")               int64 ragged[T] or [B, T]; only where there is none, (mode, "full") of a
+                                             wrapper, encoded
+            ("masks", "all_assistant_mask")  bool ragged[T] or [B, T]   with ``assistant_only``, in any input mode
+    Calls   ``model``'s engine; with ``detach=False``, where gradients are enabled, its scorer
+    Writes  ("next", *log_probs_full_key)    float32, as ("tokens", "full"): [t] = log p(token t | tokens before t);
+                                             with ``assistant_only`` 0 where the policy wrote no token
+    Raises  ConfigError for a model that generates, one that is neither a wrapper nor an engine, or one without the
+            adapter that is to be off; MissingKeyError where nothing says which tokens the policy wrote
+
+    model               a wrapper with ``generate=False``, or an engine
+    log_probs_full_key  (name, "full"); default ("ref_log_probs", "full"), which `GRPOLoss` and `SFTLoss` read
+    tokenizer, tokenizer_kwargs  instead of the wrapper's, for conversations that have no ids
+    device              of what is written; None: of the tokens
+    padding_side        checked and otherwise without effect: the layout is that of the tokens
+    reference           "adapter_off": ``model`` is the policy's own PEFT model, scored without its adapter. No other
+                        thread may run that model meanwhile
+    temperature         of the distribution; None: the wrapper's own. It should be the one that was sampled with
+
+    In an env it scores each turn; in a buffer, each batch that is sampled. The rows of an env cost a forward pass over
+    the conversation so far: where only the last turn is trained, score in the buffer.
+
+    >>> from llmrl.modules.llm import LLMWrapperBase, Masks, Tokens
+    >>> from llmrl.testing import FakeEngine
+    >>> rows = lambda *values: [torch.tensor(row) for row in values]
+    >>> td = TensorDict(
+    ...     tokens=Tokens.from_rows({"full": rows([3, 4, 5], [3, 6])}),
+    ...     masks=Masks.from_rows({"all_assistant_mask": rows([False, True, True], [False, True])}),
+    ...     batch_size=[2],
+    ... )
+    >>> td = RetrieveLogProb(FakeEngine([torch.tensor([1])]))(td)
+    >>> [row.tolist() for row in td.get(("next", "ref_log_probs", "full"), as_list=True)]
+    [[0.0, -0.625, -0.75], [0.0, -0.875]]
+    """
+
+    def __init__(
+        self,
+        model: Scorer,
+        *,
+        log_probs_full_key: FullKey | None = None,
+        assistant_only: bool = True,
+        tokenizer_kwargs: Mapping[str, Any] | None = None,
+        detach: bool = True,
+        device: torch.device | str | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        padding_side: Literal["left", "right"] = "left",
+        reference: Literal["model", "adapter_off"] = "model",
+        temperature: float | None = None,
+    ):
+        super().__init__()
+        check_padding_side(type(self).__name__, padding_side)
+        self.log_probs_full_key = full_key(log_probs_full_key or ("ref_log_probs", "full"), type(self).__name__)
+        self.model = _scoring_wrapper(model, tokenizer, tokenizer_kwargs)
+        if reference not in ("model", "adapter_off"):
+            raise ConfigError(f"RetrieveLogProb: reference must be 'model' or 'adapter_off': got {reference!r}.")
+        if reference == "adapter_off" and not hasattr(_module(self.model), "disable_adapter"):
+            raise ConfigError(
+                "RetrieveLogProb: reference='adapter_off' needs a PEFT model whose adapter can be turned off: got "
+                f"{type(_module(self.model)).__name__}; give a frozen copy of the model instead."
+            )
+        if not detach and self.model.scorer is None:
+            raise ConfigError(
+                "RetrieveLogProb: detach=False needs a model with gradients in this process: got an engine alone."
+            )
+        if temperature is not None and temperature <= 0:
+            raise ConfigError(f"RetrieveLogProb: temperature must be positive: got {temperature}.")
+        self.assistant_only = assistant_only
+        self.detach = detach
+        self.device = None if device is None else torch.device(device)
+        self.reference = reference
+        self.temperature = self.model.temperature if temperature is None else temperature
+
+    def forward(self, td: TensorDictBase) -> TensorDictBase:
+        next_td = td.get("next", None)
+        if next_td is None:
+            next_td = TensorDict({}, batch_size=td.batch_size, device=td.device)
+        td.set("next", self._step(td, next_td))
+        return td
+
+    def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
+        name, _ = self.log_probs_full_key
+        next_td.set(name, _beside(next_td.get(name, None), self._scored(td)))
+        return next_td
+
+    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
+        # Beside the reward: a reset writes none, and the next turn has no use for it.
+        return with_rows_spec(reward_spec, self.log_probs_full_key[0])
+
+    def _scored(self, td: TensorDictBase) -> LogProbs:
+        model = self.model
+        conversations = Conversations.read(td, model.mode, model.keys, model.input_key, model.attention_mask_key)
+        masks = None
+        if self.assistant_only:
+            if conversations.assistant is None:
+                raise MissingKeyError(
+                    "RetrieveLogProb: assistant_only needs to know which tokens the policy wrote: there is neither "
+                    f"{(model.keys['masks'], 'all_assistant_mask')!r} nor {(model.keys['tokens'], 'response')!r}; keys "
+                    f"present: {present_keys(td)}; score with assistant_only=False, or keep what the policy wrote."
+                )
+            masks = [mask.bool() for mask in conversations.assistant]
+        with adapter_off(_module(model)) if self.reference == "adapter_off" else nullcontext():
+            if self.detach or not torch.is_grad_enabled():
+                scores = model.engine.score(conversations.rows, temperature=self.temperature, masks=masks)
+            else:
+                scores = _scores_with_gradients(model, conversations.rows, masks, self.temperature)
+        scores = [row.to(self.device or ids.device) for row, ids in zip(scores, conversations.rows, strict=True)]
+        pad_token_id = model.pad_token_id if model.pad_output else None
+        return conversations.written(scores, td.batch_size, pad_token_id)["log_probs"]
+
+
+@contextmanager
+def adapter_off(model: Any) -> Iterator[None]:
+    """The base model of a PEFT model for the length of a block; afterwards every parameter is as trainable as before.
+
+    PEFT itself makes an adapter trainable when it turns it on again, also one that was frozen.
+    """
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        with model.disable_adapter():
+            yield
+    finally:
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
+
+
+def full_key(key: Any, who: str) -> FullKey:
+    """The name of a container and "full". Raises ConfigError for anything else."""
+    if not (isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], str) and key[1] == "full"):
+        raise ConfigError(f"{who}: a key of log-probs is (name, 'full'), as ('ref', 'full'): got {key!r}.")
+    return key
+
+
+def check_padding_side(who: str, side: str) -> None:
+    if side not in ("left", "right"):
+        raise ConfigError(f"{who}: padding_side must be 'left' or 'right': got {side!r}.")
+
+
+def with_rows_spec(spec: Composite, name: str) -> Composite:
+    """``spec`` with a container of that name; not that of the policy's own log-probs: an env carries those on."""
+    if name not in spec and name != "log_probs":
+        spec[name] = NonTensor(shape=spec.shape)
+    return spec
+
+
+def _scoring_wrapper(
+    model: Any, tokenizer: PreTrainedTokenizerBase | None, tokenizer_kwargs: Mapping[str, Any] | None
+) -> LLMWrapperBase:
+    given = {"tokenizer": tokenizer, "tokenizer_kwargs": tokenizer_kwargs}
+    given = {name: value for name, value in given.items() if value is not None}
+    if isinstance(model, LLMWrapperBase):
+        if model.generate:
+            raise ConfigError(
+                "RetrieveLogProb: the model must score, not generate: got generate=True; give "
+                "model.get_new_version(generate=False)."
+            )
+        return model.get_new_version(**given) if given else model
+    if isinstance(model, Engine):
+        mode = "tokens" if tokenizer is None else "history"
+        return LLMWrapperBase(model, input_mode=mode, generate=False, **given)
+    hint = "; wrap it in TransformersWrapper(model, generate=False)" if isinstance(model, nn.Module) else ""
+    raise ConfigError(f"RetrieveLogProb: model must be an LLM wrapper or an engine: got {type(model).__name__}{hint}.")
+
+
+def _module(model: LLMWrapperBase) -> Any:
+    return getattr(model, "model", None)
+
+
+def _scores_with_gradients(
+    model: LLMWrapperBase, rows: Sequence[Tensor], masks: Sequence[Tensor] | None, temperature: float
+) -> list[Tensor]:
+    lengths = [len(row) for row in rows]
+    device = next(model.scorer.parameters()).device
+    ids_BT = pad_rows(rows, value=model.pad_token_id).to(device)
+    attention_BT = lengths_mask(lengths, ids_BT.shape[1]).to(device)
+    select_BT = attention_BT if masks is None else pad_rows(masks).to(device)
+    scores_BT = model.scorer(ids_BT, attention_BT, select_BT, temperature=temperature).log_probs
+    return [row[:length] for row, length in zip(scores_BT, lengths, strict=True)]
+
+
+def _beside(old: Any, new: LogProbs) -> LogProbs:
+    """``new`` with the other fields of ``old``: what an env carries to the next turn stays."""
+    if not isinstance(old, LogProbs):
+        return new
+    fields = [name for name in ("prompt", "response", "plain") if old.get(name, None, as_list=True) is not None]
+    if new.padded:
+        return LogProbs.from_padded({**{name: old.get(name) for name in fields}, "full": new.full}, new.batch_size)
+    return LogProbs.from_rows({**{name: old.rows(name) for name in fields}, "full": new.rows("full")}, new.batch_size)

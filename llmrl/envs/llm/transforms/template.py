@@ -1,0 +1,160 @@
+"""`TemplateTransform`: messages become text by a chat template, and what a policy writes as text becomes messages.
+
+With it a policy that reads and writes text acts in an environment that keeps a history. Rendering is the codec's work,
+reading back that of the parsers in `llmrl.data.llm`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tensordict import NestedKey, TensorDictBase
+
+from llmrl.data.llm.chat import History
+from llmrl.data.llm.columns import column, column_values
+from llmrl.data.specs import Composite, NonTensor
+from llmrl.envs.llm.transforms.new_record import begin_anew
+from llmrl.envs.rows import present_keys, shallow_copy
+from llmrl.envs.transforms.base import Keys, Transform
+from llmrl.errors import ConfigError, MissingKeyError
+from llmrl.modules.llm.policies.containers import ChatHistory, Text
+from llmrl.modules.llm.rendering import Renderer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["TemplateTransform"]
+
+
+class TemplateTransform(Transform):
+    """Renders the history that the env writes, and parses the text that the policy writes.
+
+    Reads   in_keys       History [B, M]; default ("history", "prompt")
+            out_keys_inv  str [B], what the policy wrote; default ("text", "full")
+    Writes  out_keys      str [B]; default ("text", "prompt"). A key that ends in "prompt" ends with the opening of an
+                          answer
+            in_keys_inv   History [B, M], for the env; default ("history", "full")
+    Raises  TemplateError for an unknown template, one without a parser, or text that holds no message
+
+    tokenizer           its own template is used unless one of the next two is given
+    chat_template       jinja text; chat_template_name: a registered template, whose parser reads the text back
+    template_kwargs     handed to the template
+
+    Where the text of a later turn does not begin with that of the turn before (the parser strips white space, the
+    template drops thinking), the turn starts a new training record.
+
+    >>> from llmrl.envs.llm import ChatEnv
+    >>> from llmrl.testing import ScriptedPolicy, tiny_tokenizer
+    >>> from tensordict import TensorDict
+    >>> env = ChatEnv(batch_size=[1]).append_transform(TemplateTransform(tiny_tokenizer()))
+    >>> td = env.reset(TensorDict(query="2 + 2?", batch_size=[1]))
+    >>> td["text"].rows("prompt")
+    ['<|im_start|>user\\n2 + 2?<|im_end|>\\n<|im_start|>assistant\\n']
+    >>> td = td.exclude("history")
+    >>> env.step(ScriptedPolicy(["4<|im_end|>"])(td))["next", "history"].prompt.to_chats()[0][-1]
+    {'role': 'assistant', 'content': '4'}
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        chat_template: str | None = None,
+        *,
+        chat_template_name: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        in_keys: Keys | None = None,
+        out_keys: Keys | None = None,
+        in_keys_inv: Keys | None = None,
+        out_keys_inv: Keys | None = None,
+    ):
+        super().__init__(
+            ("history", "prompt") if in_keys is None else in_keys,
+            ("text", "prompt") if out_keys is None else out_keys,
+            ("history", "full") if in_keys_inv is None else in_keys_inv,
+            ("text", "full") if out_keys_inv is None else out_keys_inv,
+        )
+        for ours, theirs in ((self.in_keys, self.out_keys), (self.in_keys_inv, self.out_keys_inv)):
+            if len(ours) != len(theirs):
+                raise ConfigError(f"TemplateTransform: keys come in pairs: got {ours} and {theirs}.")
+        self.tokenizer = tokenizer
+        self.chat_template = chat_template
+        self.chat_template_name = chat_template_name
+        self.renderer = Renderer(
+            tokenizer,
+            chat_template=chat_template,
+            chat_template_name=chat_template_name,
+            template_kwargs=template_kwargs,
+        )
+
+    def forward(self, td: TensorDictBase) -> TensorDictBase:
+        for in_key, out_key in zip(self.in_keys, self.out_keys, strict=True):
+            _set_texts(td, out_key, self._rendered(td, in_key))
+        return td
+
+    def _call(self, next_td: TensorDictBase) -> TensorDictBase:
+        for in_key, out_key in zip(self.in_keys, self.out_keys, strict=True):
+            texts, carried = self._rendered(next_td, in_key), _texts(next_td, out_key)
+            if carried is not None and out_key[0] == "text":
+                pairs = enumerate(zip(texts, carried, strict=True))
+                rewritten = [row for row, (text, before) in pairs if not text.startswith(before)]
+                if rewritten:
+                    begin_anew(next_td, rewritten, "text")
+            _set_texts(next_td, out_key, texts)
+        return next_td
+
+    def inv(self, td: TensorDictBase) -> TensorDictBase:
+        td = shallow_copy(td)
+        for in_key, out_key in zip(self.in_keys_inv, self.out_keys_inv, strict=True):
+            texts = _texts(td, out_key)
+            if texts is None:
+                raise MissingKeyError(
+                    f"TemplateTransform: reads {out_key!r}, which is not there; keys present: {present_keys(td)}."
+                )
+            history = History.from_text(
+                texts,
+                chat_template_name=self.chat_template_name,
+                chat_template=self.chat_template,
+                tokenizer=self.tokenizer,
+            )
+            if isinstance(in_key, tuple):
+                td.set(in_key[0], ChatHistory.from_rows({in_key[1]: history}, td.batch_size))
+            else:
+                td.set(in_key, history)
+        return td
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        for key in self.out_keys:
+            observation_spec[key] = NonTensor(shape=observation_spec.shape)
+        return observation_spec
+
+    def transform_action_spec(self, action_spec: Composite) -> Composite:
+        for in_key, out_key in zip(self.in_keys_inv, self.out_keys_inv, strict=True):
+            if in_key in action_spec:
+                del action_spec[in_key[0] if isinstance(in_key, tuple) else in_key]
+                action_spec[out_key] = NonTensor(shape=action_spec.shape)
+        return action_spec
+
+    def _rendered(self, td: TensorDictBase, key: NestedKey) -> Sequence[str]:
+        history = td.get(key, None)
+        if not isinstance(history, History):
+            raise MissingKeyError(
+                f"TemplateTransform: there must be a History in {key!r}: got {type(history).__name__}; keys present: "
+                f"{present_keys(td)}."
+            )
+        asks = isinstance(key, tuple) and key[-1] == "prompt"
+        return self.renderer.codec.render(history.to_chats(), add_generation_prompt=asks)
+
+
+def _texts(td: TensorDictBase, key: NestedKey) -> list[str] | None:
+    if isinstance(key, str):
+        return column_values(td, key)
+    holder = td.get(key[0], None)
+    return None if holder is None else holder.rows(key[1])
+
+
+def _set_texts(td: TensorDictBase, key: NestedKey, texts: Sequence[str]) -> None:
+    if isinstance(key, str):
+        td.set(key, column(texts))
+    else:
+        td.set(key[0], Text.from_rows({key[1]: list(texts)}, td.batch_size))

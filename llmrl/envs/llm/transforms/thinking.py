@@ -1,0 +1,210 @@
+"""Sends the model back to think where its answer does not do: `AddThinkingPrompt`.
+
+Whether it does is the user's condition, usually on the reward, so the transform stands behind the one that scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import TensorDictBase
+
+from llmrl.data.llm.chat import History
+from llmrl.envs.llm.completions import completion_texts, special_tokens, trim_markers
+from llmrl.envs.llm.transforms.new_record import begin_anew
+from llmrl.envs.llm.transforms.prompt_stream import row_seeds
+from llmrl.envs.llm.transforms.tool_messages import append_messages
+from llmrl.envs.rows import present_keys
+from llmrl.envs.transforms.base import Transform
+from llmrl.errors import ConfigError, MissingKeyError
+from llmrl.modules.llm.policies.containers import ChatHistory, Text, Tokens
+from llmrl.modules.llm.policies.modes import unpadded_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from llmrl.envs.base import EnvBase
+    from llmrl.modules.llm.rendering import Renderer
+
+__all__ = ["AddThinkingPrompt"]
+
+EGOCENTRIC = (
+    "But wait, before I answer I should check this once more, step by step.",
+    "But wait, I may have made a mistake. Let me go through it again.",
+    "But wait, I am not sure of this yet. Let me work it out another way and compare.",
+)
+ADDRESSED = (
+    "Wait: check this once more, step by step, before you answer.",
+    "Wait: you may have made a mistake. Go through it again.",
+    "Wait: work it out another way, and compare.",
+)
+
+
+class AddThinkingPrompt(Transform):
+    """Turns an answer that ``cond`` finds wanting into a reason to go on thinking.
+
+    Reads   the turn as ``next`` has it, one row at a time, for ``cond``
+    Writes  ("next", view, "prompt"): with ``edit_last_turn`` the policy's message ends in ``prompt`` instead of its
+                          last answer block; else one message {"role", "content": prompt} more
+            ("next", "reward")  float32[B, 1, 1]  0 in these rows with ``zero_reward``; NaN (it failed) stays
+            ("next", "terminated" | "done")       False in these rows with ``undo_done``
+    Raises  ConfigError for settings that contradict each other; MissingKeyError without a conversation in ``next``, or
+            without a tokenizer where ids are edited
+
+    cond            (row of ``next``, batch size []) -> bool; True where the model is to think again
+    prompt          the text; None: the first of a list of our own, in the first person where ``egocentric``
+    random_prompt   draw from that list, by `set_seed`
+    role            of the message that is appended
+    zero_reward     None: as ``edit_last_turn``
+    egocentric      None: where the role is "assistant"
+    tokenizer       None: the env's
+
+    A conversation that a limit has ended stays ended, and as it is. An edited turn is no longer what was sampled: it
+    starts a new record (docs/keys.md), in which it is part of the prompt and not trained. An appended message is one
+    more part of the stream.
+
+    >>> from llmrl.envs.llm import ChatEnv
+    >>> from llmrl.testing import ScriptedPolicy
+    >>> from tensordict import TensorDict
+    >>> env = ChatEnv(batch_size=[1]).append_transform(AddThinkingPrompt(lambda row: True, prompt="Hm, again."))
+    >>> policy = ScriptedPolicy(["<think>2 + 2 is 5</think><answer>5</answer>"])
+    >>> td = env.step(policy(env.reset(TensorDict(query="2 + 2?", batch_size=[1]))))
+    >>> td["next", "history"].prompt.to_chats()[0][-1]["content"]
+    '<think>2 + 2 is 5</think>Hm, again.'
+    """
+
+    def __init__(
+        self,
+        cond: Callable[[TensorDictBase], Any],
+        prompt: str | None = None,
+        random_prompt: bool = False,
+        role: str = "assistant",
+        edit_last_turn: bool = True,
+        zero_reward: bool | None = None,
+        undo_done: bool = True,
+        egocentric: bool | None = None,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ):
+        super().__init__()
+        if not callable(cond):
+            raise ConfigError(f"AddThinkingPrompt: cond must be a function of a row of 'next': got {cond!r}.")
+        if prompt is not None and random_prompt:
+            raise ConfigError("AddThinkingPrompt: random_prompt draws from our own prompts: leave prompt out.")
+        if edit_last_turn and role != "assistant":
+            raise ConfigError(
+                f"AddThinkingPrompt: edit_last_turn edits the policy's message, whose role is 'assistant': got "
+                f"role={role!r}; pass edit_last_turn=False to append a message of that role."
+            )
+        self.cond = cond
+        if egocentric is None:
+            egocentric = role == "assistant"
+        self.prompts = (prompt,) if prompt is not None else EGOCENTRIC if egocentric else ADDRESSED
+        self.random_prompt = random_prompt
+        self.role = role
+        self.edit_last_turn = edit_last_turn
+        self.zero_reward = edit_last_turn if zero_reward is None else zero_reward
+        self.undo_done = undo_done
+        self.tokenizer = tokenizer
+        self._renderer: Renderer | None = None
+        self._seed, self._drawn = 0, 0
+
+    def set_container(self, container: EnvBase) -> None:
+        super().set_container(container)
+        if self.tokenizer is None:
+            self.tokenizer = getattr(container, "tokenizer", None)
+        base = container
+        while (inner := getattr(base, "base_env", None)) is not None:
+            base = inner
+        self._renderer = getattr(base, "_renderer", None)
+
+    def _set_seed(self, seed: int) -> None:
+        self._seed, self._drawn = seed, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seed": self._seed, "drawn": self._drawn}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._seed, self._drawn = state["seed"], state["drawn"]
+
+    def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
+        view = next((name for name in ("history", "text", "tokens") if next_td.get(name, None) is not None), None)
+        if view is None:
+            raise MissingKeyError(
+                f"AddThinkingPrompt: there must be a conversation in 'next': keys present: {present_keys(next_td)}."
+            )
+        truncated, done = next_td.get("truncated"), next_td.get("done")
+        rows = [
+            row for row, ended in enumerate(truncated.flatten().tolist()) if not ended and bool(self.cond(next_td[row]))
+        ]
+        if not rows:
+            return next_td
+        prompts = {row: self._prompt() for row in rows}
+        if self.edit_last_turn:
+            self._edit(td, next_td, view, prompts)
+        else:
+            count = next_td.batch_size[0]
+            messages = [[{"role": self.role, "content": prompts[r]}] if r in prompts else [] for r in range(count)]
+            append_messages(next_td, view, messages, self._renderer)
+        reward = next_td.get("reward", None)
+        if self.zero_reward and reward is not None:
+            reward = reward.clone()
+            reward[rows] = reward[rows] * 0.0  # what is NaN stays so
+            next_td.set("reward", reward)
+        if self.undo_done:
+            going_on = torch.zeros_like(done)
+            going_on[rows] = True
+            next_td.set("terminated", next_td.get("terminated") & ~going_on)
+            next_td.set("done", done & ~going_on)
+        return next_td
+
+    def _prompt(self) -> str:
+        if not self.random_prompt:
+            return self.prompts[0]
+        self._drawn += 1
+        return self.prompts[int(row_seeds(self._seed, [self._drawn])) % len(self.prompts)]
+
+    def _edit(self, td: TensorDictBase, next_td: TensorDictBase, view: str, prompts: Mapping[int, str]) -> None:
+        if view == "history":
+            history = next_td.get("history").prompt
+            chats = {row: history[row].to_chats() for row in prompts}
+            for row, chat in chats.items():
+                chat[-1] = {**chat[-1], "content": self._edited(chat[-1]["content"], prompts[row])}
+            edited = list(history.unbind(0))
+            for row, chat in chats.items():
+                edited[row] = History.from_chats([chat])[0]
+            next_td.set("history", ChatHistory.from_rows({"prompt": History.stack(edited)}, next_td.batch_size))
+            begin_anew(next_td, list(prompts), view)
+            return
+        said = completion_texts(td, self.tokenizer, who="AddThinkingPrompt", mode=view)
+        answers = {row: self._edited(said[row], prompt) for row, prompt in prompts.items()}
+        begin_anew(next_td, list(prompts), view)
+        if view == "text":
+            texts = next_td.get("text").rows("prompt")
+            asked = td.get("text").rows("prompt")
+            texts = [asked[row] + answers[row] if row in answers else text for row, text in enumerate(texts)]
+            next_td.set("text", Text.from_rows({"prompt": texts}, next_td.batch_size))
+            return
+        asked = _prompt_ids(td)
+        rows = list(next_td.get("tokens").rows("prompt"))
+        ids = self.tokenizer(list(answers.values()), add_special_tokens=False)["input_ids"]
+        for row, answer in zip(answers, ids, strict=True):
+            rows[row] = torch.cat([asked[row], torch.tensor(answer, dtype=torch.int64).to(asked[row].device)])
+        next_td.set("tokens", Tokens.from_rows({"prompt": rows}, next_td.batch_size))
+
+    def _edited(self, text: str, prompt: str) -> str:
+        """What was said up to its last answer block, and the prompt; all of it where it has no such block."""
+        cut = text.rfind("<answer>")
+        kept = text[:cut] if cut >= 0 else trim_markers(text, special_tokens(self.tokenizer))
+        return kept + prompt
+
+
+def _prompt_ids(td: TensorDictBase) -> Sequence[torch.Tensor]:
+    """The ids that the turn followed, without padding."""
+    tokens, masks = td.get("tokens"), td.get("masks", None)
+    attention = None
+    if tokens.padded and masks is not None:
+        attention = masks.all_attention_mask[:, : tokens.prompt.shape[1]]
+    return unpadded_rows(tokens._tensordict, "prompt", attention)

@@ -1,0 +1,408 @@
+"""The KL from a reference: on the tokens that were sampled and on no other, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from llmrl.collectors.llm import LLMCollector
+from llmrl.data.llm import ConstantKLController
+from llmrl.data.llm.chat import History
+from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer
+from llmrl.envs import StepCounter, Transform, check_env_specs
+from llmrl.envs.llm import ChatEnv, DatasetChatEnv
+from llmrl.envs.llm.transforms import KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb, RewardFunction
+from llmrl.envs.llm.transforms.log_probs import adapter_off
+from llmrl.errors import ConfigError, MissingKeyError, ShapeError
+from llmrl.modules.llm import ChatHistory, LLMWrapperBase, LogProbs, Masks, Tokens, TransformersWrapper
+from llmrl.objectives.llm import GRPOLoss, MCAdvantage
+from llmrl.testing import FakeEngine, ScriptedPolicy, tiny_model, tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+QUERIES = ["Hi", "What is two and two, and why?", "2+2"]
+
+
+@pytest.fixture(scope="module")
+def models():
+    return tiny_model(TOKENIZER, seed=0), tiny_model(TOKENIZER, seed=1)
+
+
+class One(Transform):
+    """A reward of 1 for every turn."""
+
+    def _step(self, td, next_td):
+        return next_td.set("reward", torch.ones(*next_td.batch_size, 1, 1))
+
+
+def wrapper(model, **options):
+    options = {"tokenizer": TOKENIZER, "generate": False, **options}
+    return TransformersWrapper(model, **options)
+
+
+def policy_of(model, mode="history", temperature=1.0, **options):
+    sampling = {"max_new_tokens": 5, "temperature": temperature, "seed": 0}
+    return wrapper(model, generate=True, input_mode=mode, generate_kwargs=sampling, **options)
+
+
+def chat_env(mode="history", *transforms):
+    env = ChatEnv(batch_size=[3], input_mode=mode, tokenizer=TOKENIZER)
+    for transform in transforms:
+        env = env.append_transform(transform)
+    return env
+
+
+def one_turn(env, policy):
+    return env.step(policy(env.reset(TensorDict(query=QUERIES, batch_size=[3]))))
+
+
+def rows(*values):
+    return [torch.tensor(row) for row in values]
+
+
+def batch(prompts, gen, ref, reward=1.0):
+    """Conversations whose responses have these log-probs, after prompts of these lengths."""
+    before = [[9.0] * length for length in prompts]  # rubbish, where nothing was sampled
+    lengths = [len(row) for row in gen]
+    return TensorDict(
+        tokens=Tokens.from_rows({"response": [torch.arange(length) for length in lengths]}),
+        masks=Masks.from_rows(
+            {"all_assistant_mask": rows(*([False] * p + [True] * r for p, r in zip(prompts, lengths, strict=True)))}
+        ),
+        log_probs=LogProbs.from_rows({"full": rows(*([*b, *g] for b, g in zip(before, gen, strict=True)))}),
+        next=TensorDict(
+            ref_log_probs=LogProbs.from_rows({"full": rows(*([*b, *g] for b, g in zip(before, ref, strict=True)))}),
+            reward=torch.full((len(gen), 1, 1), reward),
+            batch_size=[len(gen)],
+        ),
+        batch_size=[len(gen)],
+    )
+
+
+def by_hand(model, ids, temperature):
+    """log p of every token but the first, from all the logits."""
+    with torch.no_grad():
+        logits = model(input_ids=ids[None]).logits[0, :-1].float() / temperature
+    return logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+
+
+@pytest.mark.parametrize("pad_output", [False, True], ids=["ragged", "padded"])
+@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
+def test_the_reference_scores_the_sampled_ids_in_every_mode_at_the_temperature_of_the_policy(models, mode, pad_output):
+    model, other = models
+    policy = policy_of(model, mode, temperature=0.7, pad_output=pad_output)
+    reference = policy.get_new_version(model=other, generate=False)
+    env = chat_env(mode, One(), RetrieveKL(ref_model=reference, coeff=0.5))
+    td = one_turn(env, policy)
+    kept = td.get(("masks", "all_attention_mask"), as_list=True)
+    columns = [
+        [row[mask] for row, mask in zip(td.get(key, as_list=True), kept, strict=True)]
+        for key in (("tokens", "full"), ("masks", "all_assistant_mask"), ("log_probs", "full"))
+    ]
+    columns += [
+        [row[mask] for row, mask in zip(td.get(("next", name, "full"), as_list=True), kept, strict=True)]
+        for name in ("ref_log_probs", "kl_penalty")
+    ]
+    totals = td["next", "reward"].sum((1, 2))
+    assert td["next", "reward"].shape == ((3, *td["tokens"].full.shape[1:], 1) if pad_output else (3, 1, 1))
+    for row, (ids, wrote, gen, ref, kl) in enumerate(zip(*columns, strict=True)):
+        expected = torch.cat([torch.zeros(1), by_hand(other, ids, 0.7)]) * wrote
+        torch.testing.assert_close(ref, expected, atol=2e-5, rtol=0)
+        torch.testing.assert_close(kl, (gen - expected) * wrote, atol=4e-5, rtol=0)
+        assert kl[wrote].abs().min() > 1e-3
+        torch.testing.assert_close(totals[row], 1 - 0.5 * (gen - expected)[wrote].sum(), atol=1e-4, rtol=0)
+
+
+def test_the_penalty_and_the_reward_by_hand():
+    td = KLComputation(coeff=0.1)(batch([2, 1], [[-1.0, -2.0], [-0.5]], [[-1.5, -3.0], [-0.25]]))
+    kl = td.get(("next", "kl_penalty", "full"), as_list=True)
+    assert [row.tolist() for row in kl] == [[0.0, 0.0, 0.5, 1.0], [0.0, -0.25]]
+    torch.testing.assert_close(td["next", "reward"].flatten(), torch.tensor([1 - 0.15, 1 + 0.025]))
+    mean = KLComputation(coeff=0.1, reduction="mean")(batch([2], [[-1.0, -2.0]], [[-1.5, -3.0]]))
+    assert mean["next", "reward"].item() == pytest.approx(1 - 0.075)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_the_kl_does_not_depend_on_the_length_of_the_prompt(reduction):
+    td = KLComputation(reduction=reduction)(batch([3, 40], [[-1.0, -2.0]] * 2, [[-1.25, -2.5]] * 2))
+    assert td["next", "reward"][0].item() == td["next", "reward"][1].item() == (0.25 if reduction == "sum" else 0.625)
+
+
+def padded(td):
+    """The same rows with prompts padded on the left and responses on the right, rubbish in the padding."""
+    responses = [len(row) for row in td.get(("tokens", "response"), as_list=True)]
+    fulls = [len(row) for row in td.get(("log_probs", "full"), as_list=True)]
+    prompts = [full - response for full, response in zip(fulls, responses, strict=True)]
+    width = max(prompts)
+
+    def place(key, fill):
+        out = torch.full((len(td), width + max(responses)), fill)
+        for row, (value, prompt) in enumerate(zip(td.get(key, as_list=True), prompts, strict=True)):
+            out[row, width - prompt : width - prompt + len(value)] = value
+        return out
+
+    return TensorDict(
+        tokens=Tokens.from_padded({"response": torch.zeros(len(td), max(responses), dtype=torch.int64)}),
+        masks=Masks.from_padded({"all_assistant_mask": place(("masks", "all_assistant_mask"), False)}),
+        log_probs=LogProbs.from_padded({"full": place(("log_probs", "full"), float("nan"))}),
+        next=TensorDict(
+            ref_log_probs=LogProbs.from_padded({"full": place(("next", "ref_log_probs", "full"), 5.0)}),
+            reward=td["next", "reward"],
+            batch_size=td.batch_size,
+        ),
+        batch_size=td.batch_size,
+    )
+
+
+def test_rewards_per_token_stand_where_the_tokens_stand_and_add_up_to_the_one_of_the_conversation():
+    rewards = ([2, 1], [[-1.0, -2.0], [-0.5]], [[-1.5, -3.0], [-0.25]])
+    td = KLComputation(coeff=0.1)(padded(batch(*rewards)))
+    expected = torch.tensor([[0.0, 0.0, -0.05, 1 - 0.1], [0.0, 0.0, 1 + 0.025, 0.0]])
+    torch.testing.assert_close(td["next", "reward"], expected.unsqueeze(-1))
+    whole = KLComputation(coeff=0.1)(batch(*rewards))["next", "reward"]
+    torch.testing.assert_close(td["next", "reward"].sum(1, keepdim=True), whole)
+    again = KLComputation(coeff=0.1, kl_key="second")(td)["next", "reward"]  # of a reward that is per token already
+    torch.testing.assert_close(again.sum(1, keepdim=True), whole - 0.1 * torch.tensor([1.5, -0.25]).view(2, 1, 1))
+    with pytest.raises(ShapeError, match="use reduction='sum'"):
+        KLComputation(reduction="token")(batch(*rewards))
+
+
+def test_a_reward_that_failed_stays_a_failure():
+    ragged = batch([1], [[-1.0]], [[-2.0]], reward=float("nan"))
+    assert KLComputation()(ragged)["next", "reward"].isnan().all()
+    dense = padded(batch([1, 1], [[-1.0], [-1.0]], [[-2.0], [-2.0]]))
+    dense["next", "reward"][0] = float("nan")
+    assert KLComputation()(dense)["next", "reward"].isnan().any(1).flatten().tolist() == [True, False]
+
+
+def test_where_sampling_was_cut_the_plain_log_probs_are_compared():
+    td = batch([1], [[-1.0]], [[-2.0]])
+    td["log_probs"] = LogProbs.from_rows({"full": rows([0.0, -1.0]), "plain": rows([0.0, -1.75])})
+    assert KLComputation()(td)["next", "reward"].item() == 0.75
+
+
+def test_a_kl_controller_sets_the_weight_at_every_step():
+    controller = ConstantKLController(kl_coef=0.5)
+    transform = KLComputation(coeff=controller)
+    assert transform(batch([1], [[-1.0]], [[-2.0]]))["next", "reward"].item() == 0.5
+    controller.coef = 0.25
+    assert transform(batch([1], [[-1.0]], [[-2.0]]))["next", "reward"].item() == 0.75
+
+
+class GoOn(Transform):
+    """The user says "Go on." after every turn."""
+
+    def _step(self, td, next_td):
+        prompt = next_td["history"].prompt
+        more = History.from_chats([[{"role": "user", "content": "Go on."}]] * next_td.batch_size[0])
+        next_td["history"] = ChatHistory.from_rows({"prompt": prompt.extend(more, inplace=False, dim=-1)})
+        return next_td
+
+
+@pytest.mark.parametrize("gen", ["from_collector", "scored anew"])
+def test_a_turn_pays_for_its_own_tokens_so_that_the_turns_of_a_conversation_add_up(models, gen):
+    model, other = models
+    policy, reference = policy_of(model), wrapper(other)
+    given = "from_collector" if gen == "from_collector" else wrapper(model)
+    env = chat_env("history", One(), RetrieveKL(given, reference, coeff=0.5), GoOn())
+    first = one_turn(env, policy)
+    second = env.step(policy(env.step_mdp(first)))
+    [kl] = second[:1].get(("next", "kl_penalty", "full"), as_list=True)
+    [wrote] = second[:1].get(("masks", "all_assistant_mask"), as_list=True)
+    assert int(wrote.sum()) == sum(len(td[:1].get(("tokens", "response"), as_list=True)[0]) for td in (first, second))
+    paid = first["next", "reward"][0].item() + second["next", "reward"][0].item()
+    assert paid == pytest.approx(2 - 0.5 * kl[wrote].sum().item(), abs=1e-4)
+    # what the env carried is untouched by what was scored anew
+    [before] = first[:1].get(("log_probs", "full"), as_list=True)
+    assert torch.equal(second[:1].get(("log_probs", "full"), as_list=True)[0][: len(before)], before)
+    assert "ref_log_probs" not in second  # it is not carried to the next turn
+    assert "kl_penalty" not in second
+
+
+def test_advantages_and_loss_are_the_same_for_padded_and_for_ragged_rows(models):
+    model, other = models
+    found = []
+    for pad_output in (False, True):
+        policy = policy_of(model, pad_output=pad_output)
+        env = DatasetChatEnv(dataset=[{"query": q} for q in QUERIES], repeats=3, group_repeats=True, shuffle=False)
+        env.append_transform(One()).append_transform(KLRewardTransform(wrapper(other, pad_output=pad_output), coef=0.5))
+        collector = LLMCollector(env, policy=policy, total_dialog_turns=3, yield_only_last_steps=True)
+        [data] = list(collector)
+        data = MCAdvantage(3, trajectory_return="sum").inv(data)
+        out = GRPOLoss(policy, kl_to_ref_coeff=0.1)(data)
+        found.append((data["advantage"][:, 0].flatten(), out.loss_objective, out.kl_to_ref))
+    for ragged, dense in zip(*found, strict=True):
+        torch.testing.assert_close(ragged, dense, atol=1e-4, rtol=1e-4)
+    assert found[0][0].abs().min() > 0.01
+
+
+def test_a_buffer_scores_what_it_samples(models):
+    model, _ = models
+    buffer = ReplayBuffer(storage=LazyStackStorage(8), batch_size=3, transform=RetrieveLogProb(wrapper(model)))
+    buffer.extend(one_turn(chat_env("history", One()), policy_of(model)))
+    sample = buffer.sample()
+    pairs = zip(
+        sample.get(("log_probs", "full"), as_list=True),
+        sample.get(("next", "ref_log_probs", "full"), as_list=True),
+        strict=True,
+    )
+    for gen, ref in pairs:
+        torch.testing.assert_close(gen, ref, atol=2e-5, rtol=0)
+
+
+# --- a policy without its adapter ---
+
+
+def lora(model):
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2))
+
+
+def test_the_policy_without_its_adapter_is_the_base_model(models):
+    base = tiny_model(TOKENIZER, seed=0)
+    model = lora(base)
+    policy = policy_of(model)
+    scorer = policy.get_new_version(generate=False)
+    env = chat_env("history", One(), RetrieveKL(ref_model=scorer, reference="adapter_off"))
+    untrained = one_turn(env, policy)
+    assert max(row.abs().max() for row in untrained.get(("next", "kl_penalty", "full"), as_list=True)) < 2e-5
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(generator=torch.Generator().manual_seed(0))
+    trained = one_turn(env, policy_of(model))
+    for ids, ref, kl in zip(
+        trained.get(("tokens", "full"), as_list=True),
+        trained.get(("next", "ref_log_probs", "full"), as_list=True),
+        trained.get(("next", "kl_penalty", "full"), as_list=True),
+        strict=True,
+    ):
+        wrote = ref != 0
+        assert kl[wrote].abs().max() > 1e-2
+        expected = torch.cat([torch.zeros(1), by_hand(models[0], ids, 1.0)])  # the base's, whatever the adapter says
+        torch.testing.assert_close(ref[wrote], expected[wrote], atol=2e-5, rtol=0)
+
+
+def test_turning_the_adapter_off_changes_neither_what_is_trained_nor_what_is_frozen():
+    model = lora(tiny_model(TOKENIZER))
+    trainable = [parameter.requires_grad for parameter in model.parameters()]
+    with adapter_off(model):
+        pass
+    assert [parameter.requires_grad for parameter in model.parameters()] == trainable
+    model.requires_grad_(False)
+    with pytest.raises(KeyError), adapter_off(model):
+        raise KeyError
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    with pytest.raises(ConfigError, match="needs a PEFT model"):
+        RetrieveLogProb(wrapper(tiny_model(TOKENIZER)), reference="adapter_off")
+
+
+# --- one of the two alone ---
+
+
+def test_gradients_reach_the_model_unless_detached(models):
+    model, _ = models
+    td = one_turn(chat_env("history", One()), policy_of(model))
+    frozen = RetrieveLogProb(wrapper(model))(td.copy())
+    assert not frozen.get(("next", "ref_log_probs", "full"), as_list=True)[0].requires_grad
+    live = RetrieveLogProb(wrapper(model), detach=False)(td.copy())
+    scores = live.get(("next", "ref_log_probs", "full"), as_list=True)
+    for score, other in zip(scores, frozen.get(("next", "ref_log_probs", "full"), as_list=True), strict=True):
+        torch.testing.assert_close(score.detach(), other, atol=2e-5, rtol=0)
+    torch.cat(scores).sum().backward()
+    assert any(parameter.grad is not None for parameter in model.parameters())
+    model.zero_grad()
+
+
+def test_a_conversation_that_was_not_sampled_is_scored_by_its_rendering(models):
+    model, _ = models
+    chat = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]
+    td = TensorDict(history=ChatHistory.from_rows({"full": History.from_chats([chat])}), batch_size=[1])
+    scores = RetrieveLogProb(wrapper(model))(td).get(("next", "ref_log_probs", "full"), as_list=True)[0]
+    assert int((scores != 0).sum()) == len(TOKENIZER("4<|im_end|>").input_ids)
+    text = RetrieveLogProb(wrapper(model, input_mode="text", input_key="said"))
+    with pytest.raises(MissingKeyError, match="which tokens the policy wrote"):
+        text(TensorDict(said=["2+2"], batch_size=[1]))
+
+
+def test_every_token_is_scored_where_that_is_asked_for(models):
+    """Without assistant_only the scoring had no mask to speak of, and failed."""
+    model, other = models
+    env = chat_env("history", One(), KLRewardTransform(wrapper(other), assistant_only=False))
+    td = one_turn(env, policy_of(model))
+    [ref] = td[:1].get(("next", "ref_log_probs", "full"), as_list=True)
+    [wrote] = td[:1].get(("masks", "all_assistant_mask"), as_list=True)
+    assert (ref[1:] != 0).all()
+    [kl] = td[:1].get(("next", "kl_penalty", "full"), as_list=True)
+    assert ((kl != 0) == wrote).all()  # a prompt has no log-probs of the policy to compare with
+
+
+@pytest.mark.parametrize("mode", ["history", "text"])
+def test_the_specs_are_kept(models, mode):
+    other = models[1]
+    env = chat_env(mode, One(), KLRewardTransform(wrapper(other)), StepCounter(2))
+    declared = env.full_reward_spec
+    assert {"kl_penalty", "ref_log_probs"} <= set(declared.keys())
+    assert "kl_penalty" not in chat_env(mode, RetrieveLogProb(wrapper(other))).full_reward_spec
+    engine = LLMWrapperBase(FakeEngine(["4"], tokenizer=TOKENIZER), tokenizer=TOKENIZER, generate=False)
+    quiet = chat_env("history", RewardFunction(lambda completion: 1.0), RetrieveKL(ref_model=engine))
+
+    policy = LLMWrapperBase(FakeEngine(["4"], tokenizer=TOKENIZER), tokenizer=TOKENIZER)
+    with pytest.raises(AssertionError) as found:  # what the policy's wrapper leaves is declared by nobody
+        check_env_specs(quiet, tensordict=TensorDict(query=QUERIES, batch_size=[3]), policy=policy)
+    lines = str(found.value)
+    assert not any(name in lines for name in ("kl_penalty", "ref_log_probs", "reward"))
+
+
+def test_what_is_missing_is_named():
+    with pytest.raises(MissingKeyError, match=r"KLComputation: the log-probs of the policy must be in \('log_probs'"):
+        KLComputation()(batch([1], [[-1.0]], [[-2.0]]).exclude("log_probs"))
+    with pytest.raises(MissingKeyError, match=r"the log-probs of the reference .* put a RetrieveLogProb before it"):
+        KLComputation()(batch([1], [[-1.0]], [[-2.0]]).exclude(("next", "ref_log_probs")))
+    td = batch([1], [[-1.0]], [[-2.0]]).exclude(("next", "reward"))
+    with pytest.raises(MissingKeyError, match="append it after the transform that writes the reward"):
+        KLComputation()(td)
+    assert "reward" not in KLComputation(add_to_reward=False)(td)["next"].keys()
+    wrong = batch([1], [[-1.0]], [[-2.0, -3.0]])
+    with pytest.raises(ShapeError, match=r"the reference's log-probs .* got \[3\], expected \[2\]"):
+        KLComputation()(wrong)
+
+
+def test_settings_that_contradict_each_other_are_refused(models):
+    model, other = models
+    scorer, engine = wrapper(other), FakeEngine(["4"], tokenizer=TOKENIZER)
+    with pytest.raises(ConfigError, match=r"got generate=True; give model\.get_new_version"):
+        RetrieveLogProb(policy_of(model))
+    with pytest.raises(ConfigError, match="both models must have the same pad_output"):
+        RetrieveKL(wrapper(model, pad_output=True), scorer)
+    with pytest.raises(ConfigError, match="under different keys"):
+        RetrieveKL(ref_model=scorer, ref_log_probs_full_key=("log_probs", "full"))
+    with pytest.raises(ConfigError, match="under different keys"):
+        KLComputation(("a", "full"), ("a", "full"))
+    with pytest.raises(ConfigError, match="there must be a reference"):
+        RetrieveKL()
+    with pytest.raises(ConfigError, match="not both"):
+        RetrieveKL(ref_model=scorer, ref_model_factory=lambda: scorer)
+    with pytest.raises(ConfigError, match="use_ray_service must be False"):
+        KLRewardTransform(scorer, use_ray_service=True)
+    with pytest.raises(ConfigError, match="wrap it in TransformersWrapper"):
+        RetrieveLogProb(other)
+    with pytest.raises(ConfigError, match="got an engine alone"):
+        RetrieveLogProb(engine, detach=False)
+    with pytest.raises(ConfigError, match="padding_side"):
+        KLComputation(padding_side="top")
+    with pytest.raises(ConfigError, match=r"a key of log-probs is \(name, 'full'\)"):
+        RetrieveLogProb(engine, log_probs_full_key="ref")
+    with pytest.raises(ConfigError, match="reduction"):
+        KLComputation(reduction="max")
+    with pytest.raises(ConfigError, match="out_keys"):
+        KLRewardTransform(scorer, in_keys=["reward", "other"])
+    built = RetrieveKL(ref_model_factory=lambda: scorer)
+    assert built[0].model is scorer
+
+
+def test_a_text_policy_without_ids_has_no_log_probs_to_compare():
+    env = ChatEnv(batch_size=[1]).append_transform(One())
+    env.append_transform(KLComputation())
+    with pytest.raises(MissingKeyError, match="return_log_probs=False"):
+        env.step(ScriptedPolicy(["4"])(env.reset(TensorDict(query="2+2", batch_size=[1]))))

@@ -1,0 +1,188 @@
+"""A wrong answer becomes a reason to think again; a right one, a limit and a failed reward stay what they are."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from llmrl.envs import StepCounter, Transform, check_env_specs
+from llmrl.envs.llm import ChatEnv, GSM8KEnv, GSM8KRewardParser
+from llmrl.envs.llm.transforms import AddThinkingPrompt
+from llmrl.envs.llm.transforms.thinking import ADDRESSED, EGOCENTRIC
+from llmrl.errors import ConfigError, MissingKeyError
+from llmrl.modules.llm import LLMWrapperBase
+from llmrl.testing import FakeEngine, ScriptedPolicy, tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+WRONG = "<think>2 + 2 is 5</think><answer>5</answer>"
+RIGHT = "<think>2 + 2 is 4</think><answer>4</answer>"
+
+
+def wrong(row):
+    return row["reward"] < 1
+
+
+def gsm8k(num_envs=1, max_steps=10, **options):
+    env = GSM8KEnv(dataset=[{"question": "2 + 2?", "answer": "Add. #### 4"}], num_envs=num_envs, max_steps=max_steps)
+    return env.append_transform(AddThinkingPrompt(wrong, **options))
+
+
+def answered(env, *answers):
+    return env.step(ScriptedPolicy(list(answers))(env.reset()))["next"]
+
+
+@pytest.mark.parametrize("zero_reward", [None, False])
+@pytest.mark.parametrize("undo_done", [True, False])
+def test_a_wrong_answer_is_edited_into_a_doubt(undo_done, zero_reward):
+    after = answered(gsm8k(undo_done=undo_done, zero_reward=zero_reward), WRONG)
+    assert after["history"].prompt.shape == (1, 3)
+    last = after["history"].prompt.to_chats()[0][-1]
+    assert last == {"role": "assistant", "content": f"<think>2 + 2 is 5</think>{EGOCENTRIC[0]}"}
+    assert after["reward"].item() == pytest.approx(0.0 if zero_reward is None else 0.1)
+    assert after["done"].item() == after["terminated"].item() == (not undo_done)
+
+
+@pytest.mark.parametrize("role", ["assistant", "user"])
+def test_or_it_is_answered_by_a_message(role):
+    after = answered(gsm8k(edit_last_turn=False, role=role), WRONG)
+    assert after["history"].prompt.shape == (1, 4)
+    asked = (EGOCENTRIC if role == "assistant" else ADDRESSED)[0]
+    assert after["history"].prompt.to_chats()[0][-1] == {"role": role, "content": asked}
+    assert after["reward"].item() == pytest.approx(0.1)  # zero_reward follows edit_last_turn
+    assert not after["done"].item()
+
+
+def test_a_right_answer_is_left_alone():
+    after = answered(gsm8k(), RIGHT)
+    assert after["history"].prompt.to_chats()[0][-1]["content"] == RIGHT
+    assert after["reward"].item() == 1
+    assert after["done"].item()
+
+
+def test_rows_are_judged_one_by_one():
+    after = answered(gsm8k(num_envs=2), WRONG, RIGHT)
+    assert after["done"].flatten().tolist() == [False, True]
+    assert after["reward"].flatten().tolist() == [0, 1]
+    contents = [chat[-1]["content"] for chat in after["history"].prompt.to_chats()]
+    assert contents == [f"<think>2 + 2 is 5</think>{EGOCENTRIC[0]}", RIGHT]
+
+
+def test_only_the_last_answer_block_goes_and_without_one_the_doubt_comes_at_the_end():
+    env = gsm8k(prompt="Hm.")
+    two = "<answer>1</answer> or <answer>5</answer> so"
+    assert answered(env, two)["history"].prompt.to_chats()[0][-1]["content"] == "<answer>1</answer> or Hm."
+    assert answered(env, "It is 5.<|im_end|>")["history"].prompt.to_chats()[0][-1]["content"] == "It is 5.Hm."
+
+
+def test_a_conversation_that_a_limit_ended_stays_ended_and_as_it_is():
+    after = answered(gsm8k(max_steps=1), WRONG)
+    assert after["done"].item()
+    assert after["truncated"].item()
+    assert after["reward"].item() == pytest.approx(0.1)
+    assert after["history"].prompt.to_chats()[0][-1]["content"] == WRONG
+
+
+class Score(Transform):
+    def __init__(self, *values):
+        super().__init__()
+        self.values = values
+
+    def _step(self, td, next_td):
+        return next_td.set("reward", torch.tensor(self.values).view(-1, 1, 1))
+
+
+def test_a_reward_that_failed_is_not_made_a_zero():
+    env = (
+        ChatEnv(batch_size=[2]).append_transform(Score(math.nan, 0.5)).append_transform(AddThinkingPrompt(lambda _: 1))
+    )
+    td = env.reset(TensorDict(query="?", batch_size=[2]))
+    reward = env.step(ScriptedPolicy(["a"])(td))["next", "reward"].flatten()
+    assert reward[0].isnan()
+    assert reward[1] == 0
+
+
+def turns(mode, answers, pad_output=False, **options):
+    env = ChatEnv(batch_size=[2], input_mode=mode, tokenizer=TOKENIZER)
+    env = env.append_transform(GSM8KRewardParser(tokenizer=TOKENIZER)).append_transform(StepCounter(8))
+    env.append_transform(AddThinkingPrompt(wrong, prompt="Hm.", tokenizer=TOKENIZER, **options))
+    engine = FakeEngine(answers, tokenizer=TOKENIZER)
+    policy = LLMWrapperBase(
+        engine, tokenizer=TOKENIZER, input_mode=mode, pad_output=pad_output, generate_kwargs={"max_new_tokens": 99}
+    )
+    td = env.reset(TensorDict(query=["2 + 2?", "What is 2 + 2?"], answer="#### 4", batch_size=[2]))
+    first = env.step(policy(td))
+    second = policy(env.step_mdp(first))
+    return first, second, engine
+
+
+@pytest.mark.parametrize("pad_output", [False, True], ids=["ragged", "padded"])
+@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
+def test_an_edited_turn_starts_a_record_in_which_it_is_not_trained(mode, pad_output):
+    first, second, engine = turns(mode, [WRONG, RIGHT, "4", "4"], pad_output)
+    assert first["next", "done"].flatten().tolist() == [False, True]
+    assert second["new_record"].tolist() == [True, False]
+    seen = TOKENIZER.decode(engine.prompts[2])
+    assert "<think>2 + 2 is 5</think>Hm." in seen
+    assert "<answer>5" not in seen
+    kept = second.get(("masks", "all_attention_mask"), as_list=True)
+    wrote = second.get(("masks", "all_assistant_mask"), as_list=True)
+    ids = second.get(("tokens", "full"), as_list=True)
+    trained = [TOKENIZER.decode(row[mask & real]) for row, mask, real in zip(ids, wrote, kept, strict=True)]
+    assert trained == ["4<|im_end|>", f"{RIGHT}<|im_end|>4<|im_end|>"]  # the other row goes on
+
+
+@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
+def test_an_appended_message_continues_the_stream(mode):
+    first, second, engine = turns(mode, [WRONG, WRONG, "4", "4"], edit_last_turn=False, role="user")
+    assert second["new_record"].tolist() == [False, False]
+    for row, before in enumerate(first.get(("tokens", "full"), as_list=True)):
+        assert torch.equal(engine.prompts[2 + row][: len(before)], before)
+        assert TOKENIZER.decode(engine.prompts[2 + row][len(before) :]).count("Hm.") == 1
+
+
+def test_an_edit_of_a_later_turn_starts_a_record_too():
+    env = ChatEnv(batch_size=[1], input_mode="tokens", tokenizer=TOKENIZER)
+    env = env.append_transform(Score(0.0)).append_transform(AddThinkingPrompt(wrong, prompt="Hm.", tokenizer=TOKENIZER))
+    policy = LLMWrapperBase(FakeEngine([WRONG], tokenizer=TOKENIZER), tokenizer=TOKENIZER, input_mode="tokens")
+    td = env.reset(TensorDict(query="2 + 2?", batch_size=[1]))
+    for turn in range(3):
+        td = env.step(policy(td))
+        assert td["new_record"].tolist() == [True]
+        [wrote] = td.get(("masks", "all_assistant_mask"), as_list=True)
+        assert int(wrote.sum()) == len(TOKENIZER(f"{WRONG}<|im_end|>").input_ids)
+        assert TOKENIZER.decode(td["tokens"].rows("full")[0]).count("Hm.") == turn
+        td = env.step_mdp(td)
+
+
+def test_random_prompts_follow_the_seed_and_a_saved_state():
+    def drawn(transform, count):
+        return [transform._prompt() for _ in range(count)]
+
+    first, second = (AddThinkingPrompt(wrong, random_prompt=True) for _ in range(2))
+    for transform in (first, second):
+        transform._set_seed(3)
+    whole = drawn(first, 12)
+    assert len(set(whole)) == 3
+    assert drawn(second, 5) == whole[:5]
+    other = AddThinkingPrompt(wrong, random_prompt=True)
+    other.load_state_dict(second.state_dict())
+    assert drawn(other, 7) == whole[5:]
+
+
+def test_the_specs_are_kept():
+    env = ChatEnv(batch_size=[2]).append_transform(AddThinkingPrompt(lambda _: True))
+    check_env_specs(env, tensordict=TensorDict(query="?", batch_size=[2]), policy=ScriptedPolicy([WRONG]))
+
+
+def test_settings_that_contradict_each_other_are_refused():
+    with pytest.raises(ConfigError, match="leave prompt out"):
+        AddThinkingPrompt(wrong, "Hm.", random_prompt=True)
+    with pytest.raises(ConfigError, match="edit_last_turn=False"):
+        AddThinkingPrompt(wrong, role="user")
+    with pytest.raises(ConfigError, match="cond must be a function"):
+        AddThinkingPrompt("reward < 1")
+    with pytest.raises(MissingKeyError, match="a conversation in 'next'"):
+        AddThinkingPrompt(wrong)._step(TensorDict(), TensorDict(done=torch.zeros(1, 1), batch_size=[1]))
