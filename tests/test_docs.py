@@ -2,7 +2,9 @@
 
 import dataclasses
 import doctest
+import importlib
 import re
+import runpy
 import shlex
 import sys
 import types
@@ -10,12 +12,16 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+import yaml
 
 from llmrl import cli
+from llmrl.config import recipe_names
+from llmrl.envs.llm.transforms import make_rewards
 from llmrl.objectives.llm.functional import Aggregation, Correction, KLEstimator
 from llmrl.objectives.llm.group_advantage import Scale
 from llmrl.objectives.llm.grpo import Surrogate
 from llmrl.objectives.llm.presets import PRESETS
+from llmrl.recipes.grpo_config import GRPOConfig
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -28,19 +34,83 @@ def commands() -> list[str]:
     return [line for line in launched if line.startswith("llmrl ")]
 
 
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """A block with a file name above it, and what the block below it says that it prints."""
+
+    name: str
+    text: str
+    prints: str | None
+
+
+def examples() -> list[Example]:
+    block = r"^`([\w.]+)`\n\n```\w+\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?"
+    text = "\n".join(page.read_text() for page in PAGES)
+    return [Example(name, body, prints or None) for name, body, prints in re.findall(block, text, re.M | re.S)]
+
+
+EXAMPLES = examples()
+SMALL = ("model={hidden_size: 16, layers: 1, heads: 2}", "steps=1", "prompts_per_step=2", "group_size=2")
+SMALL += ("sampling.max_tokens=4", "env.split=validation", "eval.rows=2", "eval.max_tokens=4")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The current folder, with the examples in it; as for an installed command, it is not on the module path."""
+    for example in EXAMPLES:
+        (tmp_path / example.name).write_text(example.text, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(Path.cwd()))])
+    importlib.invalidate_caches()
+    yield tmp_path
+    for example in EXAMPLES:
+        sys.modules.pop(example.name.removesuffix(".py"), None)
+
+
+def test_every_file_of_the_documents_has_a_name_of_its_own():
+    names = [example.name for example in EXAMPLES]
+    assert len(names) >= 12
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("example", [e for e in EXAMPLES if e.name.endswith(".py")], ids=lambda example: example.name)
+def test_a_program_of_the_documents_runs_and_prints_what_they_say(example, folder, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(folder))  # as Python does for the file that it runs
+    runpy.run_path(example.name, run_name="__main__")
+    assert capsys.readouterr().out == (example.prints or "")
+    assert example.prints, "a program that shows nothing"
+
+
+@pytest.mark.parametrize("example", [e for e in EXAMPLES if e.name.endswith(".yaml")], ids=lambda example: example.name)
+def test_a_recipe_of_the_documents_trains(example, folder, capsys):
+    assert f"llmrl grpo {example.name}" in commands(), "the page says how to run it"
+    changes = [change for change in SMALL if "jsonl" not in example.text or "split" not in change]
+    assert cli.main(["grpo", example.name, "--name", "try", *changes]) == 0, capsys.readouterr().err
+    assert (folder / "runs" / "try" / "checkpoints" / "step1").is_dir()
+
+
+def test_a_part_of_a_recipe_that_the_documents_show_is_valid():
+    text = "\n".join(page.read_text() for page in PAGES)
+    parts = [part for part in re.findall(r"```yaml\n(.*?)```", text, re.S) if part not in {e.text for e in EXAMPLES}]
+    assert parts
+    for part in parts:
+        config = GRPOConfig.model_validate({"model": "tiny", **yaml.safe_load(part)})
+        specs = [reward.model_dump(exclude_none=True) for reward in config.env.rewards]
+        make_rewards([spec for spec in specs if "fn" not in spec])[0].close()
+
+
 def test_the_readme_shows_commands():
     assert len(commands()) >= 8
 
 
 @pytest.mark.parametrize("command", [line for line in commands() if line.split()[1] in cli.RECIPES])
-def test_a_training_command_of_the_documents_reaches_its_recipe(command, tmp_path, monkeypatch, capsys):
+def test_a_training_command_of_the_documents_reaches_its_recipe(command, folder, monkeypatch, capsys):
     recipe = types.ModuleType("recipe")
     recipe.run = lambda config, *, run_dir, resume: 0
     recipe.plan = lambda config, *, runs: []
     monkeypatch.setitem(sys.modules, "recipe", recipe)
     rows = {name: dataclasses.replace(row, module="recipe") for name, row in cli.RECIPES.items()}
     monkeypatch.setattr(cli, "RECIPES", rows)
-    monkeypatch.chdir(tmp_path)
     assert cli.main(shlex.split(command)[1:]) == 0, capsys.readouterr().err
 
 
@@ -89,3 +159,23 @@ def test_files_that_the_documents_name_exist(page):
     written = rf"\b(?:{folders})/[\w./-]*\w(?![\w.<-]|/<)"  # without the <name> of a pattern
     named = set(re.findall(written, page.read_text()))
     assert {name for name in named if not (ROOT / name).exists()} == set()
+
+
+def test_the_readme_has_a_row_for_every_packaged_recipe():
+    rows = re.findall(r"^\| (`.*)", (ROOT / "README.md").read_text(), re.M)
+    assert {name for row in rows for name in re.findall(r"`(\w+_(?:sft|grpo))`", row)} == set(recipe_names())
+
+
+def test_the_benchmarks_have_a_row_each():
+    rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "scripts/bench/README.md").read_text(), re.M)
+    files = {path.stem.removeprefix("bench_") for path in (ROOT / "scripts/bench").glob("bench_*.py")}
+    assert sorted(rows) == sorted(files)
+
+
+def test_the_layers_are_those_that_are_enforced():
+    enforced = runpy.run_path(str(ROOT / "tests/test_layering.py"))["TABLE"]
+    table = (ROOT / "AGENTS.md").read_text().partition("| module | may import |\n")[2].partition("\n\n")[0]
+    named = {
+        name.removeprefix("llmrl.") for row in table.splitlines() for name in re.findall(r"[\w.]+", row.split("|")[1])
+    }
+    assert {name.removeprefix("llmrl.") for name in enforced} - named == {"llmrl"}

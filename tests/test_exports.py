@@ -40,8 +40,10 @@ PUBLIC = {
     "llmrl.data.llm": "ContentBase History add_chat_template TopKRewardSelector ConstantKLController "
     "AdaptiveKLController",
     "llmrl.data.llm.chat": "History add_chat_template",
-    "llmrl.modules.llm": "Renderer LLMWrapperBase TransformersWrapper vLLMWrapper ChatHistory Text Tokens LogProbs Masks",
-    "llmrl.modules.llm.engines": "Engine TransformersEngine VLLMEngine AsyncVLLMEngine SamplingParams Generation StopReason",
+    "llmrl.modules.llm": "Renderer LLMWrapperBase TransformersWrapper vLLMWrapper ChatHistory Text Tokens LogProbs "
+    "Masks",
+    "llmrl.modules.llm.engines": "Engine TransformersEngine VLLMEngine AsyncVLLMEngine SamplingParams Generation "
+    "StopReason",
     "llmrl.modules.llm.log_probs": "token_logprobs TokenScorer TokenScores",
     "llmrl.envs": "EnvBase Transform Compose TransformedEnv StepCounter check_env_specs step_mdp",
     "llmrl.envs.llm": "ChatEnv DatasetChatEnv GSM8KEnv GSM8KRewardParser GSM8KPrepareQuestion make_gsm8k_env "
@@ -54,7 +56,7 @@ PUBLIC = {
     "llmrl.envs.llm.tool_calls": "CallFormat ParsedCall AnyFormat HermesFormat LlamaFormat FunctionFormat TaggedFormat "
     "PatternFormat PythonFence call_format format_of_template",
     "llmrl.envs.llm.transforms": "DataLoadingPrimer PolicyVersion LengthPenalty OverlongShaping MaskTruncated "
-    "ToolTransform tool_metrics PythonInterpreter MCPToolTransform BrowserTransform "
+    "ToolTransform UserTurn tool_metrics PythonInterpreter MCPToolTransform BrowserTransform "
     "RewardFunction load_reward make_rewards RetrieveLogProb RetrieveKL KLComputation KLRewardTransform "
     "AddThinkingPrompt TemplateTransform Tokenizer as_nested_tensor as_padded_tensor",
     "llmrl.objectives": "LossModule",

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Awaitable
 from concurrent.futures import CancelledError
-from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, TypeVar
 
 from llmrl.errors import LLMRLError
@@ -58,11 +57,11 @@ class BackgroundLoop:
         future = asyncio.run_coroutine_threadsafe(coroutine, loop)
         try:
             return future.result(min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
-        except FutureTimeout:
-            future.cancel()  # also where it raised a TimeoutError of its own: then it is done already
-            raise
         except CancelledError:
             raise LLMRLError(f"{self._name}: the event loop was closed while a call was running.") from None
+        except BaseException:  # the deadline, Ctrl-C; an error of its own means that it is done already
+            future.cancel()
+            raise
 
     def close(self) -> None:
         """Cancels what still runs and ends the thread; waits for it at most two seconds."""

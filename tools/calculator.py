@@ -60,6 +60,7 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Number], tuple[int, ...]]] = {  # name
 }
 _CONSTANTS = {"pi": math.pi, "e": math.e}
 _SIGNS = {"\u00d7": "*", "\u00b7": "*", "\u00f7": "/", "\u2212": "-", "^": "**", "\u03c0": "pi"}
+_GLUED = re.compile(r"\d(?:and|else|for|if|in|is|not|or)")  # Python reads it, with a warning on the screen
 _GROUPED = re.compile(r"(?<![\w.])\d{1,3}(?:,\d{3})+(?![\d,])")
 
 
@@ -89,6 +90,8 @@ def evaluate(expression: str) -> Number:
     if len(text) > MAX_CHARS:
         raise ToolError(f"calculator: an expression may have {MAX_CHARS} characters: got {len(text)}.")
     text = _ascii(text)
+    if _GLUED.search(text):
+        raise ToolError(f"calculator: cannot read {_shown(expression)}: a number runs into a word.")
     try:
         tree = ast.parse(text, mode="eval")
         return _checked(_value(tree.body))

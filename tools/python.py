@@ -5,7 +5,7 @@ What the sandbox stops and does not stop is said at `llmrl.tools.sandbox.Sandbox
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 from llmrl.errors import DeadlineError
@@ -33,7 +33,10 @@ class PythonTool(Tool):
     call. A call that takes too long is killed with all it started, what it had written is kept, and the next call of
     the conversation gets a new interpreter.
 
-    Raises   at construction, MissingDependencyError or UnsupportedError where the sandbox cannot be had
+    ``limits`` may be a mapping of some of the bounds by name, as a recipe writes them.
+
+    Raises   at construction, ConfigError for a bound that is none; MissingDependencyError or UnsupportedError where the
+             sandbox cannot be had
 
     >>> import time
     >>> tool = PythonTool(sandbox="subprocess")
@@ -47,7 +50,7 @@ class PythonTool(Tool):
         *,
         persistent: bool = True,
         sandbox: Kind = "bubblewrap",
-        limits: Limits | None = None,
+        limits: Limits | Mapping[str, int] | None = None,
         python: str | None = None,
         spare: int = 1,
         max_interpreters: int = 64,
@@ -61,6 +64,7 @@ class PythonTool(Tool):
         state = "Variables, functions and imports stay for later calls." if persistent else "Every call starts anew."
         self.description = f"{self._signature.description} {state}"
         self.parameters = self._signature.json_schema
+        limits = Limits.of(limits)
         self.pool = InterpreterPool(Sandbox(sandbox, limits, python), spare=spare, max_interpreters=max_interpreters)
 
     def call(self, arguments: dict[str, Any], *, conversation: Hashable, deadline: float) -> str:

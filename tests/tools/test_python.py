@@ -348,3 +348,14 @@ def test_a_bubblewrap_that_cannot_start_says_what_it_said(monkeypatch, tmp_path)
 def test_settings_that_cannot_work_are_refused(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+def test_limits_are_given_by_name_as_a_recipe_writes_them():
+    tool = PythonTool(sandbox="subprocess", limits={"output_kib": 1})
+    try:
+        text = tool.call({"code": "print('x' * 5000)"}, conversation=0, deadline=time.monotonic() + 30)
+    finally:
+        tool.close()
+    assert text.count("x") <= 1024 + 10
+    with pytest.raises(ConfigError, match=r"'memory_mb' is none of .*Did you mean 'memory_mib'"):
+        PythonTool(sandbox="subprocess", limits={"memory_mb": 512})

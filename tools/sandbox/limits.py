@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from llmrl.errors import ConfigError
+from llmrl.errors import ConfigError, near
 
 __all__ = ["Limits"]
 
@@ -33,3 +34,14 @@ class Limits:
             raise ConfigError(
                 f"Limits: memory_mib must be at least 64, which Python itself needs: got {self.memory_mib}."
             )
+
+    @classmethod
+    def of(cls, given: Limits | Mapping[str, int] | None) -> Limits:
+        """The bounds that are given, by name or whole; the others are the defaults. Raises ConfigError."""
+        if isinstance(given, cls):
+            return given
+        known = [field.name for field in fields(cls)]
+        for name in given or {}:
+            if name not in known:
+                raise ConfigError(f"Limits: {name!r} is none of {', '.join(known)}.{near(name, known)}")
+        return cls(**(given or {}))

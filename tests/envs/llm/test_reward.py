@@ -16,7 +16,7 @@ from tensordict import TensorDict
 
 from llmrl.data.llm.columns import column
 from llmrl.envs.llm import ChatEnv, DatasetChatEnv
-from llmrl.envs.llm.transforms import RewardFunction, load_reward
+from llmrl.envs.llm.transforms import RewardFunction, load_reward, reward_running
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError
 
 
@@ -219,7 +219,7 @@ def test_coroutines_of_all_batches_share_one_event_loop(say):
 
 
 def test_a_coroutine_that_blocks_its_loop_costs_the_batch_and_the_next_one_is_scored(say, monkeypatch):
-    monkeypatch.setattr("llmrl.envs.llm.transforms.reward_running.GRACE_S", 0.1)
+    monkeypatch.setattr(reward_running, "GRACE_S", 0.1)
     release = threading.Event()
 
     async def blocks(completion):

@@ -15,6 +15,7 @@ from llmrl.envs.llm.transforms.thinking import AddThinkingPrompt
 from llmrl.envs.llm.transforms.tokenizer import Tokenizer
 from llmrl.envs.llm.transforms.tool_use import tool_metrics
 from llmrl.envs.llm.transforms.tools import ToolTransform
+from llmrl.envs.llm.transforms.user_turn import UserTurn
 from llmrl.padding import as_nested_tensor, as_padded_tensor
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "TemplateTransform",
     "Tokenizer",
     "ToolTransform",
+    "UserTurn",
     "as_nested_tensor",
     "as_padded_tensor",
     "load_reward",

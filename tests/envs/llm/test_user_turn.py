@@ -1,0 +1,132 @@
+"""Somebody who answers between the turns: when he is asked, what becomes of what he says, and what if he fails."""
+
+import threading
+import time
+
+import pytest
+from tensordict import TensorDict
+
+from llmrl.envs.llm import ChatEnv, DatasetChatEnv
+from llmrl.envs.llm.transforms import RewardFunction, UserTurn
+from llmrl.errors import ConfigError
+from llmrl.testing import ScriptedPolicy, tiny_tokenizer
+
+ROWS = [{"question": "a", "answer": "1"}, {"question": "b", "answer": "2"}]
+
+
+def talk(user, replies, *, rows=ROWS, turns=4):
+    """All turns, and what the conversations came to."""
+    env = DatasetChatEnv(dataset=rows, num_envs=len(rows), shuffle=False, max_steps=turns).append_transform(user)
+    env.append_transform(RewardFunction(len))
+    td, policy, steps = env.reset(), ScriptedPolicy(replies), []
+    while True:
+        td = env.step(policy(td))
+        steps.append(td)
+        if td["next", "done"].all():
+            return steps, td["next", "history"].prompt.to_chats()
+        td = env.step_mdp(td)
+
+
+def test_what_the_user_says_is_the_next_message_until_he_has_nothing_to_say():
+    asked = []
+
+    def reply(messages):
+        asked.append([message["content"] for message in messages])
+        return "more" if len(messages) < 4 else None
+
+    steps, chats = talk(UserTurn(reply), ["x", "y"], rows=ROWS[:1])
+    assert asked == [["a", "x"], ["a", "x", "more", "y"]]
+    assert [message["role"] for message in chats[0]] == ["user", "assistant", "user", "assistant"]
+    assert [step["next", "terminated"].item() for step in steps] == [False, True]
+    assert not steps[-1]["next", "truncated"].any()
+
+
+def test_he_is_not_asked_where_the_conversation_is_over():
+    asked = []
+    steps, chats = talk(UserTurn(lambda messages: asked.append(1) or "more"), ["x"], rows=ROWS[:1], turns=2)
+    assert len(asked) == 1, "the second turn is the last"
+    assert steps[-1]["next", "truncated"].item()
+    assert chats[0][-1]["role"] == "assistant"
+
+
+def test_he_may_know_the_columns_of_the_row():
+    def reply(messages, answer):
+        return None if messages[-1]["content"] == answer else f"no, {answer}"
+
+    steps, _ = talk(UserTurn(reply), ["1", "1", "2", "2"])
+    assert steps[0]["next", "terminated"].flatten().tolist() == [True, False]
+    assert steps[0]["next", "history"].prompt.to_chats()[1][-1] == {"role": "user", "content": "no, 2"}
+
+
+def test_a_column_that_the_data_do_not_have_is_refused_with_a_near_name():
+    with pytest.raises(ConfigError, match=r"'anser' of the reply must be a column.*Did you mean 'answer'"):
+        talk(UserTurn(lambda messages, anser: None), ["x"])
+
+
+def test_users_are_asked_at_the_same_time_and_may_be_coroutines():
+    together = threading.Barrier(2, timeout=20)
+    talk(UserTurn(lambda messages: together.wait() and None), ["x"])
+
+    async def reply(messages):
+        return None
+
+    steps, _ = talk(UserTurn(reply), ["x"])
+    assert steps[0]["next", "terminated"].all()
+
+
+@pytest.mark.parametrize("value", [3, ["more"], RuntimeError("gone")])
+def test_where_he_fails_the_conversation_has_no_reward_and_the_others_go_on(value):
+    def reply(messages, answer):
+        if answer == "2":
+            return None
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    user = UserTurn(reply, retries=1)
+    [step], _ = talk(user, ["xyz"])
+    after = step["next"]
+    assert after["truncated"].flatten().tolist() == [True, False]
+    assert after["terminated"].flatten().tolist() == [False, True]
+    assert after["reward"].flatten().isnan().tolist() == [True, False]
+    assert after["reward"][1].item() == 3.0
+    assert user.first_error
+    assert user.counters == {"replies": 0, "ended": 1, "failed": 1, "retries": int(isinstance(value, Exception))}
+
+
+def test_one_who_never_answers_costs_his_deadline():
+    never = threading.Event()
+    user = UserTurn(lambda messages: never.wait(60) and None, deadline_s=0.2)
+    started = time.monotonic()
+    [step], _ = talk(user, ["x"])
+    never.set()
+    assert time.monotonic() - started < 30
+    assert step["next", "reward"].isnan().all()
+    assert user.first_error == "the user did not answer within 0.2 s"
+
+
+def test_a_conversation_of_ids_is_no_list_of_messages():
+    env = ChatEnv(batch_size=[1], input_mode="tokens", tokenizer=tiny_tokenizer())
+    with pytest.raises(ConfigError, match="needs an env with input_mode='history': got 'tokens'"):
+        env.append_transform(UserTurn(lambda messages: None))
+
+
+@pytest.mark.parametrize("options", [{"retries": -1}, {"concurrency": 0}])
+def test_settings_that_cannot_be_used_are_refused(options):
+    with pytest.raises(ConfigError, match="retries must not be negative and concurrency at least 1"):
+        UserTurn(lambda messages: None, **options)
+
+
+def test_what_cannot_be_called_with_the_messages_is_refused():
+    with pytest.raises(ConfigError, match="the first parameter must take the messages"):
+        UserTurn(lambda *, messages: None)
+    with pytest.raises(ConfigError, match="must be a function: got a str"):
+        UserTurn("reply")
+
+
+def test_a_copy_counts_for_itself():
+    user = UserTurn(lambda messages: None)
+    other = user.clone()
+    env = ChatEnv(batch_size=[1]).append_transform(other)
+    env.step(ScriptedPolicy(["x"])(env.reset(TensorDict(query="q", batch_size=[1]))))
+    assert (user.counters["ended"], other.counters["ended"]) == (0, 1)
