@@ -14,6 +14,7 @@ Every class is also the standard-library error that it refines, so an ``except V
     ├── RolloutError            RuntimeError  a conversation that could not be finished
     ├── TrainingError           ArithmeticError  a loss or a gradient that is not a number
     ├── DeadlineError           TimeoutError  a wait that ran past its deadline
+    ├── WorkerError             ConnectionError  another process that ended, or cannot be reached
     ├── UnsupportedError        NotImplementedError  what this backend cannot do, by its nature
     └── CheckpointError         RuntimeError  a checkpoint that could not be written or read
 
@@ -42,6 +43,7 @@ __all__ = [
     "TrainingError",
     "UnsupportedError",
     "WeightSyncError",
+    "WorkerError",
     "closest",
     "near",
 ]
@@ -100,6 +102,10 @@ class TrainingError(LLMRLError, ArithmeticError):
 
 class DeadlineError(LLMRLError, TimeoutError):
     """A wait ran past its deadline; the message names who was waited for."""
+
+
+class WorkerError(LLMRLError, ConnectionError):
+    """A process that works for this one ended or cannot be reached; the message names it."""
 
 
 class UnsupportedError(LLMRLError, NotImplementedError):

@@ -44,6 +44,7 @@ class Evaluation:
         source: nn.Module | None = None,
     ):
         self.session = session
+        self.task = task
         env = task.settings
         self.name = f"{env.name} {split}"
         self.metric = f"eval/{env.name}/mean" if split == "test" else f"eval/{env.name}-{split}/mean"
@@ -74,18 +75,16 @@ class Evaluation:
         called: list[bool] = []
         for env in self._envs:
             env.reset_dataloader()
-            collector = LLMCollector(
-                env, policy=self._policy, yield_only_last_steps=True, retries=self._retries
-            )
+            collector = LLMCollector(env, policy=self._policy, yield_only_last_steps=True, retries=self._retries)
             with self.session.autocast():
                 after = collector.rollout().get("next")
-            score = after.get("success", None)
-            score = after.get("reward") if score is None else score
-            done = after.get("done").flatten()  # a conversation may be several records; the last one has it
-            score = score[done]
+            done = after.get("done").flatten()  # a conversation may be several records; the last one has its end
+            reward = after.get("reward")[done].to(torch.float64).flatten(1).sum(1)
+            success = after.get("success", None)
+            score = reward if success is None else success[done].to(torch.float64).flatten(1).sum(1)
+            scores += score.masked_fill(reward.isnan(), math.nan).tolist()
             if self._has_tools:
                 called += (after.get("tool_use").get("calls")[done] > 0).tolist()
-            scores += score.to(torch.float64).reshape(len(score), -1).sum(-1).tolist()
         scores = self.session.gather(scores)
         valid = [score for score in scores if not math.isnan(score)]
         self.failed = len(scores) - len(valid)

@@ -14,9 +14,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from llmrl.checkpoint import CheckpointStore, InterruptGuard
-from llmrl.console import GRPO_COLUMNS, StepDisplay, format_duration, print_conversations, print_plan, print_summary
+from llmrl.console import (
+    GRPO_COLUMNS,
+    Column,
+    StepDisplay,
+    format_duration,
+    print_conversations,
+    print_plan,
+    print_summary,
+)
 from llmrl.metrics import MetricsLog
-from llmrl.modules.llm.rendering import Renderer
 from llmrl.recipes.evaluation import Evaluation
 from llmrl.recipes.grpo_config import GRPOConfig
 from llmrl.recipes.grpo_round import GRPORound
@@ -24,19 +31,22 @@ from llmrl.recipes.models import load_model, load_tokenizer, resolve_model
 from llmrl.recipes.planning import grpo_plan
 from llmrl.recipes.session import Session
 from llmrl.recipes.state import load_state, save_state
-from llmrl.recipes.tasks import eval_rows, fit_prompts, training_rows
+from llmrl.recipes.tasks import Task, eval_rows, training_rows
 from llmrl.rollouts import RolloutLog
 
 __all__ = ["plan", "run"]
+
+CALL_COLUMN = Column("calls", "tools/call_rate", "percent")
 
 
 def plan(config: GRPOConfig, *, runs: Path) -> list[tuple[str, str]]:
     """What a run of ``config`` would do, in rows of label and text; loads the tokenizer and the data, no weights."""
     tokenizer = load_tokenizer(config, runs=runs)
-    rows, dropped = fit_prompts(config.env, training_rows(config.env), Renderer(tokenizer))
-    num_eval = len(eval_rows(config.env, config.eval) or ())
-    with Session(config) as session:
-        return grpo_plan(config, session, tokenizer, num_prompts=len(rows), num_dropped=dropped, num_eval=num_eval)
+    with closing(Task(config.env, tokenizer)) as task, Session(config) as session:
+        rows, dropped = task.fit_prompts(training_rows(config.env))
+        counts = {"num_prompts": len(rows), "num_dropped": dropped}
+        counts["num_eval"] = len(eval_rows(config.env, config.eval) or ())
+        return grpo_plan(config, session, task, **counts)
 
 
 def run(config: GRPOConfig, *, run_dir: Path, resume: bool = False) -> int:
@@ -50,6 +60,7 @@ class _Course:
     """What the run has seen so far: saved with it, so that a resumed run ends in the same summary."""
 
     before: float | None = None  # evaluation before the first step
+    called_before: float | None = None  # share of its conversations that called a tool
     first_reward: float | None = None
     rollouts: int = 0
     trained: int = 0
@@ -63,23 +74,25 @@ def _train(config: GRPOConfig, session: Session, run_dir: Path, resume: bool) ->
     origin = state["origin"] if state else resolve_model(config.model, runs=runs)
     source = config.model_copy(update={"model": str(store.latest()) if resume else origin})
     tokenizer = load_tokenizer(source, runs=runs)
-    rows, dropped = fit_prompts(config.env, training_rows(config.env), Renderer(tokenizer))
+    task = Task(config.env, tokenizer)
+    rows, dropped = task.fit_prompts(training_rows(config.env))
     exam_rows = eval_rows(config.env, config.eval) or ()
     counts = {"num_prompts": len(rows), "num_dropped": dropped, "num_eval": len(exam_rows)}
     title = f"grpo · {config.env.name}"
-    print_plan(session.console, title, grpo_plan(config, session, tokenizer, **counts), right=str(run_dir))
+    print_plan(session.console, title, grpo_plan(config, session, task, **counts), right=str(run_dir))
 
     model = load_model(source, tokenizer, runs=runs).to(session.device)
-    rounds = GRPORound(config, session, model, tokenizer, rows, origin=origin, runs=runs)
+    rounds = GRPORound(config, session, model, task, rows, origin=origin, runs=runs)
     exam = None
     if exam_rows:
         options = config.eval.model_dump(include={"split", "batch_size", "max_tokens"})
-        exam = Evaluation(session, rounds.policy, config.env, exam_rows, **options)
+        exam = Evaluation(session, rounds.policy, task, exam_rows, **options)
     start, course = (state["step"], _Course(**state["course"])) if state else (0, _Course())
     resumed = start if resume else None
     log = MetricsLog(run_dir, enabled=session.is_first, resume_step=resumed, mirrors=config.log)
     rollout_log = RolloutLog(run_dir, enabled=session.is_first, resume_step=resumed)
-    display = StepDisplay(config.steps, GRPO_COLUMNS, console=session.console, title=run_dir.name, start=start)
+    columns = [*GRPO_COLUMNS[:4], *([CALL_COLUMN] if config.env.tools else []), *GRPO_COLUMNS[4:]]
+    display = StepDisplay(config.steps, columns, console=session.console, title=run_dir.name, start=start)
 
     def save(step: int) -> None:
         parts = {"rounds": rounds.state_dict(), "origin": origin, "course": asdict(course)}
@@ -93,7 +106,8 @@ def _train(config: GRPOConfig, session: Session, run_dir: Path, resume: bool) ->
             rounds.load_state_dict(state["rounds"])
         elif exam:
             course.before = exam.run()
-            log.log(0, {exam.metric: course.before})
+            course.called_before = exam.call_rate
+            log.log(0, exam.metrics)
         with display:
             for step in range(start + 1, config.steps + 1):
                 began = time.perf_counter()
@@ -105,9 +119,10 @@ def _train(config: GRPOConfig, session: Session, run_dir: Path, resume: bool) ->
                 if exam and not stopped and (last or (config.eval.every and step % config.eval.every == 0)):
                     clock = time.perf_counter()
                     rounds.settle()
-                    metrics[exam.metric] = score = exam.run()
+                    exam.run()
+                    metrics |= exam.metrics
                     metrics["time/eval"] = time.perf_counter() - clock
-                    remark = f"{exam.name} {score:.3f}"
+                    remark = exam.remark
                 metrics["time/step"] = time.perf_counter() - began
                 metrics |= rounds.idle(metrics["time/step"])
                 log.log(step, metrics)
@@ -127,6 +142,8 @@ def _train(config: GRPOConfig, session: Session, run_dir: Path, resume: bool) ->
     changes = [("reward", course.first_reward, metrics.get("reward/mean"))]
     if exam:
         changes.append((exam.name, course.before, metrics.get(exam.metric)))
+        if exam.call_rate is not None:
+            changes.append(("calls", course.called_before, exam.call_rate))
     headline = ["interrupted" if stopped else f"{step} steps", format_duration(time.perf_counter() - started)]
     print_summary(
         session.console,

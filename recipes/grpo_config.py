@@ -46,7 +46,9 @@ class RolloutSettings(Settings):
         "transformers", description="transformers: with the very weights that are trained; vllm: faster, with a copy"
     )
     own_process: bool | None = Field(
-        None, description="vllm in a process of its own; null: where max_staleness or several processes ask for it"
+        None,
+        description="vllm in a process of its own, where every conversation asks by itself; null: where max_staleness, "
+        "concurrency or several processes ask for it",
     )
     max_staleness: int = Field(
         0, ge=0, le=1, description="1: the next rollouts are sampled during the update, one version behind; needs vllm"

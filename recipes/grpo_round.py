@@ -24,6 +24,7 @@ from llmrl.modules.llm.engines import Engine
 from llmrl.modules.llm.policies import TransformersWrapper
 from llmrl.modules.llm.policies.containers import LogProbs
 from llmrl.objectives.llm import GroupQuota, GRPOLoss, MCAdvantage
+from llmrl.recipes.env_metrics import env_metrics
 from llmrl.recipes.grpo_config import GRPOConfig
 from llmrl.recipes.models import load_model
 from llmrl.recipes.planning import grpo_settings
@@ -31,11 +32,11 @@ from llmrl.recipes.rollouts import StepRollouts, slim
 from llmrl.recipes.rollouts_ahead import RolloutsAhead
 from llmrl.recipes.sampler import Sampler
 from llmrl.recipes.session import Session
-from llmrl.recipes.tasks import make_env
+from llmrl.recipes.tasks import Task
 from llmrl.recipes.updates import Updater
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
 __all__ = ["GRPORound"]
 
@@ -70,12 +71,13 @@ class GRPORound:
         config: GRPOConfig,
         session: Session,
         model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
+        task: Task,
         rows: Sequence[Mapping[str, Any]],
         *,
         origin: Any,
         runs: Path,
     ):
+        tokenizer = task.tokenizer
         self.config, self.session, self.model, self.tokenizer = config, session, model, tokenizer
         options = config.sampling.model_dump(exclude={"max_tokens"}) | {"max_new_tokens": config.sampling.max_tokens}
         self.sampler = Sampler(config, session, model, tokenizer, options)
@@ -99,8 +101,7 @@ class GRPORound:
             self._reference = actor.get_new_version(model=frozen.to(session.device)).engine
 
         num_prompts = config.prompts_per_step // session.world_size
-        self.env = make_env(
-            config.env,
+        self.env = task.make_env(
             rows,
             num_envs=num_prompts,
             repeats=config.group_size,
@@ -128,6 +129,7 @@ class GRPORound:
             dialog_turns_per_batch=1,  # one batch of conversations, each run to its end
             track_policy_version=True,
             concurrency=config.rollout.concurrency,
+            retries=config.env.retries,
         )
         self._ahead = RolloutsAhead(self.collector, session) if config.rollout.max_staleness else None
         self._unsent = False  # weights that the engine does not have yet
@@ -154,6 +156,7 @@ class GRPORound:
         seconds = time.perf_counter() - clock
         rollouts = StepRollouts(self.session, cat_rows(collected), self.buffer, self.tokenizer)
         metrics = rollouts.metrics(version=self.collector.policy_version, seconds=seconds) | sync
+        metrics |= env_metrics(self.session, cat_rows(collected))
         if metrics["rollout/failed"] > self.config.max_failed * rollouts.num_rows:
             raise RolloutError(
                 f"grpo: at most max_failed = {self.config.max_failed:.0%} of a step's rollouts may fail: got "
@@ -227,12 +230,12 @@ class GRPORound:
         self.env.close()
 
     def new_error(self) -> str:
-        """The first traceback of a reward function, the first time that it is asked for."""
+        """The first traceback of the env, a reward or a user, the first time that it is asked for."""
         error, self._told = "" if self._told else self.first_error(), True
         return error
 
     def first_error(self) -> str:
-        """The first traceback of a reward function, if one is kept."""
+        """The first traceback of the env, of a reward function or of a user, if one is kept."""
         errors = [getattr(part, "first_error", None) for part in (self.collector, *self.env.transform.leaves())]
         return next((f"First error:\n{error}" for error in errors if error), "")
 

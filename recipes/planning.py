@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from llmrl.recipes.grpo_config import GRPOConfig
     from llmrl.recipes.session import Session
     from llmrl.recipes.sft_config import SFTConfig
+    from llmrl.recipes.tasks import Task
 
 __all__ = ["check_template", "grpo_plan", "grpo_settings", "sft_plan", "sft_steps"]
 
@@ -56,7 +57,7 @@ def sft_steps(config: SFTConfig, num_chats: int) -> tuple[int, int]:
 def grpo_plan(
     config: GRPOConfig,
     session: Session,
-    tokenizer: PreTrainedTokenizerBase,
+    task: Task,
     *,
     num_prompts: int,
     num_dropped: int = 0,
@@ -95,12 +96,13 @@ def grpo_plan(
         (
             "template",
             check_template(
-                Renderer(tokenizer),
-                tokenizer,
+                Renderer(task.tokenizer),
+                task.tokenizer,
                 several_turns=config.env.max_turns > 1,
                 new_records=config.env.on_rewrite == "new_record",
             ),
         ),
+        *_acting(task),
         (
             "data",
             f"{num_prompts} prompts{dropped} · {config.steps} steps = "
@@ -177,6 +179,19 @@ def check_template(
         f"{renderer.template.name} · {share:.0%} of the tokens trained · "
         f"stop token trained {yes[report.stop_token_trained]} · prefix-preserving {kept[report.prefix_preserving]}"
     )
+
+
+def _acting(task: Task) -> Rows:
+    """Who answers the policy between its turns."""
+    env, rows = task.settings, []
+    if task.tools is not None:
+        told = "in the prompt" if task.tools.declare else "not told in the prompt"
+        names = ", ".join(task.tools.runner.tools)
+        calls = f"{task.tools.format.name} calls, {told}, at most {env.tool_timeout_s:g} s each"
+        rows.append(("tools", f"{names} · {calls} · {env.max_turns} turns"))
+    if env.user is not None:
+        rows.append(("user", f"{env.user} · {env.max_turns} turns"))
+    return rows
 
 
 def _model(config: ModelSource) -> str:

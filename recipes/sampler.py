@@ -59,8 +59,8 @@ class Sampler:
         self.policy: LLMWrapperBase
         if self.is_vllm:
             apart = settings.own_process
-            if apart is None:  # in this process, the engine opens the default process group and nothing overlaps
-                apart = bool(settings.max_staleness) or session.world_size > 1
+            if apart is None:  # in this process, the engine opens the default process group and answers call by call
+                apart = bool(settings.max_staleness or settings.concurrency) or session.world_size > 1
             engine = VLLMEngine(
                 model, tokenizer=tokenizer, own_process=apart, seed=config.seed, **_engine_options(config, session)
             )

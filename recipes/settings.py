@@ -34,7 +34,7 @@ class TinyModelSettings(Settings):
     )
     hidden_size: int = Field(160, ge=16, description="width")
     layers: int = Field(4, ge=1, description="decoder layers")
-    heads: int = Field(4, ge=1, description="attention heads")
+    heads: int = Field(5, ge=1, description="attention heads; vllm on a CPU needs hidden_size / heads to be 32 or 64")
 
 
 class OptimSettings(Settings):
@@ -144,11 +144,14 @@ class EnvSettings(Settings):
         None, description="a plain function, as my_pkg.rewards:exact; called with completion, answer"
     )
     rewards: list[RewardSettings] | None = Field(
-        None, min_length=1, description="several, added up; each {fn: NAME, weight: 1.0}, or judge, reward_model or code for fn"
+        None,
+        min_length=1,
+        description="several, added up; each {fn: NAME, weight: 1.0}, or judge, reward_model or code for fn",
     )
     reward_deadline_s: float = Field(20.0, gt=0, description="seconds that the rewards of one batch may take")
     tools: list[ToolName] = Field(
-        [], description="what the model can call: calculator, python, my_pkg.tools:lookup, {python: {memory_mb: 512}}"
+        [],
+        description="what the model can call: calculator, python, my_pkg.tools:lookup, {python: {limits: {cpu_s: 9}}}",
     )
     tool_format: Literal["auto", "hermes", "llama", "function", "tagged", "python"] = Field(
         "auto", description="how it writes calls; auto: as the chat template tells it"

@@ -132,6 +132,8 @@ def _train(config: SFTConfig, session: Session, run_dir: Path, resume: bool) -> 
                     save(step)
                 if last:
                     break
+    if exam:
+        exam.task.close()
     console = session.console
     print_conversations(console, [Sample(pieces, label="trained") for pieces in chats.samples(config.samples)])
     trained = f"{course.trained:,} trained tokens".replace(",", " ")

@@ -14,7 +14,9 @@ __all__ = ["SFTConfig", "SFTData", "StopSettings"]
 class SFTData(Settings):
     """Conversations: rows with ``messages``, with ``prompt`` and ``completion``, or with a question and an answer."""
 
-    path: str = Field(description="a .jsonl, .json, .parquet or .csv file, a hub name, or an embedded task: sums, big_sums")
+    path: str = Field(
+        description="a .jsonl, .json, .parquet or .csv file, a hub name, or an embedded task: sums, big_sums"
+    )
     name: str | None = Field(None, description="configuration of a hub dataset")
     split: str = Field("train", description="split of a hub dataset or of an embedded task")
     rows: int | None = Field(None, ge=1, description="the first so many conversations; null: all")

@@ -23,7 +23,6 @@ BASE = (
     "llmrl.checkpoint",
     "llmrl.console",
     "llmrl.show",
-    "llmrl.doctor",
 )
 TOOLS = ("llmrl.tools", "llmrl.chat_templates")
 TABLE: dict[str, tuple[str, ...]] = {
@@ -42,7 +41,8 @@ TABLE: dict[str, tuple[str, ...]] = {
         *("llmrl.objectives", "llmrl.weight_update"),
     ),
     "llmrl.testing": (*BASE, *TOOLS, "llmrl.data", "llmrl.modules", "llmrl.envs", "llmrl.envs.llm"),
-    "llmrl.cli": (*BASE, "llmrl", "llmrl.recipes"),
+    "llmrl.doctor": (*BASE, *TOOLS),
+    "llmrl.cli": (*BASE, "llmrl", "llmrl.doctor", "llmrl.recipes"),
     "llmrl.recipes": ("llmrl",),  # anything
 }
 NO_TORCH = {"llmrl.errors", "llmrl.optional", "llmrl.config", "llmrl.config_source", "llmrl.rundir", "llmrl.checkpoint"}

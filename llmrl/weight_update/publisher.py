@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from llmrl.errors import ConfigError, WeightSyncError, near
+from llmrl.weight_update.groups import WeightGroups
 
 __all__ = ["WeightPublisher", "WeightReceiver"]
 
@@ -22,11 +23,14 @@ Metadata = Mapping[str, tuple[torch.dtype, torch.Size]]
 
 
 class WeightReceiver(Protocol):
-    """Where weights are needed. ``update_weights`` applies all and moves ``version``, or raises and changes nothing."""
+    """Where weights are needed. ``update_weights`` applies all and moves ``version``, or raises and changes nothing.
+
+    An engine that makes no use of groups may refuse them.
+    """
 
     version: int
 
-    def update_weights(self, weights: Mapping[str, Tensor] | None, *, version: int) -> None: ...
+    def update_weights(self, weights: Mapping[str, Tensor] | WeightGroups | None, *, version: int) -> None: ...
 
 
 class WeightPublisher:
@@ -58,9 +62,9 @@ class WeightPublisher:
         self.metadata = dict(metadata) if metadata is not None else None
         self.version = max((receiver.version for receiver in self.receivers), default=0)
 
-    def publish(self, weights: Mapping[str, Tensor] | None, *, version: int | None = None) -> int:
+    def publish(self, weights: Mapping[str, Tensor] | WeightGroups | None, *, version: int | None = None) -> int:
         """Sends ``weights`` as ``version`` (default: the next one). None: receivers share the trainer's module, so only
-        the version moves. Returns the version that now holds everywhere."""
+        the version moves. Groups are made once for each receiver. Returns the version that now holds everywhere."""
         version = self.version + 1 if version is None else version
         if version <= self.version:
             raise WeightSyncError(f"WeightPublisher: a version must grow: got {version} after {self.version}.")
@@ -85,8 +89,11 @@ class WeightPublisher:
         self.version = version
         return version
 
-    def _check(self, weights: Mapping[str, Tensor]) -> None:
-        found = {name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()}
+    def _check(self, weights: Mapping[str, Tensor] | WeightGroups) -> None:
+        if isinstance(weights, WeightGroups):
+            found = weights.metadata
+        else:
+            found = {name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()}
         if self.metadata is None:
             self.metadata = found
         elif found != self.metadata:

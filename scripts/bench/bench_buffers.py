@@ -244,7 +244,8 @@ def records() -> list[Row]:
 
     def ours() -> tuple[Any, ...]:
         sample = buffer.sample()
-        return pad(*[sample.get(key, as_list=True) for key in keys]), sample["history"], sample["text"].rows("full")
+        padded = tuple([sample.get(key, as_padded_tensor=True) for key in keys])
+        return padded, sample["history"], sample["text"].rows("full")
 
     return [compare(f"records of 50 to 1000 tokens: sample({batch}) and pad", floor, ours, 1, 1.5)]
 

@@ -1,9 +1,11 @@
-"""Does it learn? The main job from several seeds: accuracy on held-out problems after SFT and after GRPO, and seconds.
+"""Does it learn? A recipe's two runs from several seeds: accuracy on held-out problems after SFT and GRPO, and seconds.
 
     python scripts/bench/learning.py --seeds 0 1 2
+    python scripts/bench/learning.py --recipe tools --seeds 0 1
 
 Each seed is two real runs in a temporary folder, as `scripts/quickstart` makes them. Exits with 1 if a bound is missed:
-after SFT between 0.2 and 0.7, after GRPO at least 0.9, at most 6 minutes for both.
+after SFT between 0.2 and 0.7, after GRPO at least 0.9, at most 6 minutes for both. With tools, the share of problems in
+which one was called stands beside the accuracy.
 """
 
 from __future__ import annotations
@@ -17,27 +19,31 @@ import time
 from pathlib import Path
 
 SFT_BOUNDS, GRPO_BOUND, SECONDS = (0.2, 0.7), 0.9, 360.0
+ENVS = {"sums": "sums", "tools": "big_sums"}  # recipe -> the task that it is measured on
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    seeds = parser.parse_args().seeds
-    print(f"{'seed':>4}  {'sft':>7}  {'sft s':>7}  {'grpo':>7}  {'grpo s':>7}  ok")
+    parser.add_argument("--recipe", choices=ENVS, default="sums")
+    options = parser.parse_args()
+    recipe, env = options.recipe, ENVS[options.recipe]
+    print(f"{'seed':>4}  {'sft':>7} {'calls':>6}  {'sft s':>7}  {'grpo':>7} {'calls':>6}  {'grpo s':>7}  ok")
     missed = 0
-    for seed in seeds:
+    for seed in options.seeds:
         with tempfile.TemporaryDirectory() as folder:
             runs = Path(folder)
-            sft_s = _train(runs, "sft", "sums_sft", f"seed={seed}")
+            sft_s = _train(runs, "sft", f"{recipe}_sft", f"seed={seed}")
             checkpoint = max(
                 (runs / "sft" / "checkpoints").iterdir(), key=lambda path: int(path.name.removeprefix("step"))
             )
-            grpo_s = _train(runs, "grpo", "sums_grpo", f"seed={seed}", f"model={checkpoint}")
-            sft, grpo = _last(runs / "sft"), _last(runs / "grpo")
+            grpo_s = _train(runs, "grpo", f"{recipe}_grpo", f"seed={seed}", f"model={checkpoint}")
+            (sft, sft_calls), (grpo, grpo_calls) = _last(runs / "sft", env), _last(runs / "grpo", env)
         fine = SFT_BOUNDS[0] <= sft <= SFT_BOUNDS[1] and grpo >= GRPO_BOUND and sft_s + grpo_s <= SECONDS
         missed += not fine
         print(
-            f"{seed:>4}  {sft:>7.3f}  {sft_s:>7.0f}  {grpo:>7.3f}  {grpo_s:>7.0f}  {'yes' if fine else 'NO'}",
+            f"{seed:>4}  {sft:>7.3f} {sft_calls:>6}  {sft_s:>7.0f}  {grpo:>7.3f} {grpo_calls:>6}  {grpo_s:>7.0f}  "
+            f"{'yes' if fine else 'NO'}",
             flush=True,
         )
     return int(missed > 0)
@@ -51,10 +57,12 @@ def _train(runs: Path, command: str, *settings: str) -> float:
     return time.perf_counter() - started
 
 
-def _last(run: Path) -> float:
-    """The last accuracy on held-out problems that a run recorded."""
+def _last(run: Path, env: str) -> tuple[float, str]:
+    """The last accuracy on held-out problems that a run recorded, and the share of them that called a tool."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [row["eval/sums/mean"] for row in map(json.loads, lines) if "eval/sums/mean" in row][-1]
+    row = [row for row in map(json.loads, lines) if f"eval/{env}/mean" in row][-1]
+    rate = row.get(f"eval/{env}/call_rate")
+    return row[f"eval/{env}/mean"], "-" if rate is None else f"{rate:.0%}"
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from tensordict import TensorDict
 from llmrl.data.llm.chat import History
 from llmrl.errors import ConfigError, MissingKeyError, RolloutError, ShapeError
 from llmrl.modules.llm import (
+    AsyncVLLMEngine,
     ChatHistory,
     LogProbs,
     Masks,
@@ -88,8 +89,9 @@ def input_td(mode, tokenizer, questions=QUESTIONS):
 
 
 VLLM = pytest.param("vllm", marks=pytest.mark.vllm)
-BACKENDS = ["fake", "transformers", VLLM]
-with_weights = pytest.mark.parametrize("make_policy", ["transformers", VLLM], indirect=True)
+ASYNC_VLLM = pytest.param("vllm in its own process", marks=[pytest.mark.vllm, pytest.mark.slow])
+BACKENDS = ["fake", "transformers", VLLM, ASYNC_VLLM]
+with_weights = pytest.mark.parametrize("make_policy", ["transformers", VLLM, ASYNC_VLLM], indirect=True)
 with_a_model = pytest.mark.parametrize("make_policy", ["transformers"], indirect=True)
 
 
@@ -97,14 +99,15 @@ with_a_model = pytest.mark.parametrize("make_policy", ["transformers"], indirect
 def make_policy(model, tokenizer, request):
     """What makes a wrapper, given a model, a tokenizer and options; the same for every engine."""
     engine = None
-    if request.param == "vllm":
-        engine = VLLMEngine(model, tokenizer=tokenizer, seed=0, max_model_len=2048)
+    if request.param.startswith("vllm"):
+        kind = VLLMEngine if request.param == "vllm" else AsyncVLLMEngine
+        engine = kind(model, tokenizer=tokenizer, seed=0, max_model_len=2048)
 
     def make(model, tokenizer, **options):
         options = {"tokenizer": tokenizer, "generate_kwargs": {"max_new_tokens": 5}} | options
         if request.param == "transformers":
             return TransformersWrapper(model, **options)
-        if request.param == "vllm":
+        if engine is not None:
             return vLLMWrapper(engine, **options)
         return LLMWrapperBase(FakeEngine(lambda prompt: (7 * prompt.sum() + torch.arange(20)) % 100), **options)
 

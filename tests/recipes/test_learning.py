@@ -1,4 +1,4 @@
-"""The main job, whole: examples teach a tiny model some addition, reward teaches it the rest."""
+"""The main jobs, whole: examples teach a tiny model some of it, reward teaches it the rest."""
 
 import json
 import subprocess
@@ -6,26 +6,52 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow
 
-def accuracies(run):
+
+def measures(run, env, what="mean"):
     """What the run recorded on problems that it never trained on, in order."""
     rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [row["eval/sums/mean"] for row in rows if "eval/sums/mean" in row]
+    return [row[f"eval/{env}/{what}"] for row in rows if f"eval/{env}/{what}" in row]
 
 
 def llmrl(*arguments):
     subprocess.run([sys.executable, "-m", "llmrl.cli", *arguments], check=True, capture_output=True, timeout=3000)
 
 
-@pytest.mark.slow
 def test_a_tiny_model_learns_sums_by_examples_and_then_by_reward(tmp_path):
     options = ["--runs", str(tmp_path), "--name"]
     llmrl("sft", "sums_sft", *options, "taught")
-    before, after = accuracies(tmp_path / "taught")[0], accuracies(tmp_path / "taught")[-1]
+    before, after = measures(tmp_path / "taught", "sums")[0], measures(tmp_path / "taught", "sums")[-1]
     assert before < 0.05
     assert 0.2 <= after <= 0.7, "examples stop early, so that there is something left to improve"
     checkpoint = next((tmp_path / "taught" / "checkpoints").iterdir())
     llmrl("grpo", "sums_grpo", f"model={checkpoint}", *options, "improved")
-    improved = accuracies(tmp_path / "improved")
+    improved = measures(tmp_path / "improved", "sums")
     assert improved[0] == after, "the same model, the same problems"
     assert improved[-1] >= 0.9
+
+
+def test_a_tiny_model_learns_by_reward_to_call_the_calculator(tmp_path):
+    options = ["--runs", str(tmp_path), "--name"]
+    llmrl("sft", "tools_sft", *options, "taught")
+    after = measures(tmp_path / "taught", "big_sums")[-1]
+    assert measures(tmp_path / "taught", "big_sums")[0] == 0
+    assert 0.1 <= after <= 0.7, "examples call it for some problems only"
+    checkpoint = next((tmp_path / "taught" / "checkpoints").iterdir())
+    llmrl("grpo", "tools_grpo", f"model={checkpoint}", *options, "improved")
+    improved, called = (measures(tmp_path / "improved", "big_sums", what) for what in ("mean", "call_rate"))
+    assert improved[0] == after, "the same model, the same problems, the same tool"
+    assert improved[0] <= called[0] <= 0.8, "what it does not compute it does not know"
+    assert improved[-1] >= 0.9
+    assert called[-1] >= 0.95
+
+
+def test_the_recipes_with_tools_run_as_they_are_for_a_few_steps(tmp_path):
+    short = ["eval.rows=8", "--runs", str(tmp_path), "--name"]
+    llmrl("sft", "tools_sft", "steps=2", *short, "taught")
+    checkpoint = next((tmp_path / "taught" / "checkpoints").iterdir())
+    llmrl("grpo", "tools_grpo", f"model={checkpoint}", "steps=2", "prompts_per_step=2", *short, "improved")
+    assert len(measures(tmp_path / "improved", "big_sums", "call_rate")) == 2
+    rows = [json.loads(line) for line in (tmp_path / "improved" / "metrics.jsonl").read_text().splitlines()]
+    assert all("tools/call_rate" in row for row in rows if row["step"])

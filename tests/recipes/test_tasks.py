@@ -1,13 +1,18 @@
 """The tasks by their names: prompts that fit, problems that are held out, and the rewards of answers."""
 
+import re
+
 import pytest
 
+from llmrl.envs.llm.big_sums import SPLITS as BIG_SPLITS
+from llmrl.envs.llm.big_sums import big_sums_demonstrations, big_sums_problems
 from llmrl.envs.llm.sums import SPLITS, sums_demonstrations, sums_problems, sums_reward
 from llmrl.errors import ConfigError, DataError
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.recipes.settings import EnvSettings, EvalSettings
-from llmrl.recipes.tasks import eval_rows, fit_prompts, make_env, training_rows
+from llmrl.recipes.tasks import Task, eval_rows, training_rows
 from llmrl.testing import ScriptedPolicy, tiny_tokenizer
+from llmrl.tools.calculator import calculator
 
 SUMS = EnvSettings(name="sums")
 
@@ -15,6 +20,10 @@ SUMS = EnvSettings(name="sums")
 @pytest.fixture(scope="module")
 def renderer():
     return Renderer(tiny_tokenizer())
+
+
+def fit_prompts(env, rows, renderer):
+    return Task(env, renderer.tokenizer).fit_prompts(rows)
 
 
 # --- the embedded task
@@ -25,6 +34,30 @@ def test_no_held_out_sum_is_among_those_that_are_trained():
     together = [question for split in questions.values() for question in split]
     assert len(together) == len(set(together)) == 90 * 90
     assert (len(questions["test"]), len(questions["validation"])) == (1000, 500)
+
+
+def test_no_held_out_big_sum_is_among_those_that_are_trained_and_all_have_four_digits():
+    questions = [row["question"] for split in BIG_SPLITS for row in big_sums_problems(split)]
+    assert len(questions) == len(set(questions)) == sum(BIG_SPLITS.values())
+    assert all(re.fullmatch(r"What is [1-9]\d{3} \+ [1-9]\d{3}\?", question) for question in questions)
+
+
+def test_big_sums_are_demonstrated_with_a_calculator_the_more_often_the_larger_and_guessed_otherwise():
+    problems, shown = big_sums_problems(), [row["messages"] for row in big_sums_demonstrations()]
+    calls = {digit: [] for digit in "123456789"}
+    for problem, (question, first, *rest) in zip(problems, shown, strict=True):
+        assert question["content"] == problem["question"]
+        calls[problem["question"][len("What is ")]].append(bool(rest))
+        last = rest[-1] if rest else first
+        guess = last["content"].removeprefix("<answer>").removesuffix("</answer>")
+        assert len(guess) == len(problem["answer"])
+        if rest:
+            [call] = first["tool_calls"]
+            assert calculator(**call["function"]["arguments"]) == rest[0]["content"] == problem["answer"] == guess
+    for digit, called in calls.items():
+        assert sum(called) / len(called) == pytest.approx(int(digit) / 10, abs=0.06)
+    guessed = [c for p, (_, first, *rest) in zip(problems, shown, strict=True) if not rest for c in [(p, first)]]
+    assert sum(sums_reward(first["content"], p["answer"]) for p, first in guessed) / len(guessed) < 0.01
 
 
 def test_demonstrations_and_problems_are_the_same_sums_and_the_demonstrations_are_right():
@@ -114,7 +147,7 @@ def test_gsm8k_is_measured_with_the_system_prompt_of_its_environment(renderer):
 )
 def test_a_task_scores_its_answers_by_its_own_reward_or_by_the_one_that_is_named(env, replies, rewards):
     rows = [{"question": "2 + 2?", "answer": "#### 4" if env.name == "gsm8k" else "4"}]
-    made = make_env(env, rows, num_envs=2)
+    made = Task(env, tiny_tokenizer()).make_env(rows, num_envs=2)
     after = made.step(ScriptedPolicy(replies)(made.reset()))["next"]
     assert after["reward"].flatten().tolist() == pytest.approx(rewards)
     assert after["done"].all()

@@ -250,6 +250,9 @@ def _nothing_like(value: Any, td: TensorDictBase) -> Any:
     if isinstance(value, LogProbs):
         [ids] = td.get(("tokens", "full"), as_list=True)
         return LogProbs.from_rows({"full": [torch.full((len(ids),), torch.nan)]})
+    if isinstance(value, TensorDict):  # as a tool transform's counts
+        entries = {name: torch.zeros_like(inner[:1]) for name, inner in value.items()}
+        return TensorDict(entries, batch_size=[1], device=value.device)
     if isinstance(value, Tensor):
         return torch.full_like(value[:1], torch.nan) if value.is_floating_point() else torch.zeros_like(value[:1])
     return column([None])

@@ -11,8 +11,9 @@ prompt and reference answer that an environment starts from. The columns decide,
 
 A prompt column is ``prompt``, ``question``, ``query``, ``problem`` or ``instruction``; a reference column is
 ``answer``, ``reference``, ``solution``, ``ground_truth`` or ``target``; GSM8K's ``question`` and ``answer`` are one
-such pair. Other names are given as arguments. Rows are counted from 1 in every message. Tokenising and filtering by
-length belong to the recipes.
+such pair. Other names are given as arguments. A column ``tools`` (a list of schemas, or JSON text) is declared to the
+model: it comes under "tools" in the first message, where rendering looks. Rows are counted from 1 in every message.
+Tokenising and filtering by length belong to the recipes.
 """
 
 from __future__ import annotations
@@ -92,7 +93,10 @@ def to_messages(
         raise DataError(
             f"to_messages: a conversation to train on must have an assistant turn: {where} has only {roles}."
         )
-    return _with_system(messages, system_prompt)
+    messages = _with_system(messages, system_prompt)
+    if tools := _tools(row, where):
+        messages[0] = {**messages[0], "tools": tools}
+    return messages
 
 
 def to_prompt(
@@ -230,6 +234,10 @@ def _checked(messages: Any, column: str, where: str) -> list[Message]:
             )
         # Parquet gives every message the union of all fields; the fields that this one never had come back as None.
         kept = {key: value for key, value in message.items() if value is not None}
+        if kept.get("tool_calls"):
+            kept["tool_calls"] = _without_nulls(kept["tool_calls"])
+        else:
+            kept.pop("tool_calls", None)
         if "content" not in kept:
             if "tool_calls" not in kept:
                 raise DataError(
@@ -239,6 +247,26 @@ def _checked(messages: Any, column: str, where: str) -> list[Message]:
             kept["content"] = ""
         checked.append(kept)
     return checked
+
+
+def _tools(row: Row, where: str) -> list[Any]:
+    """The schemas that the row declares."""
+    tools = row.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as error:
+            raise DataError(f"dataset: 'tools' must be a list of schemas or JSON text: {where}: {error}.") from error
+    if tools and not (isinstance(tools, (list, tuple)) and all(isinstance(tool, Mapping) for tool in tools)):
+        raise DataError(f"dataset: 'tools' must be a list of schemas or JSON text: {where} has {tools!r:.80}.")
+    return _without_nulls(list(tools or ()))
+
+
+def _without_nulls(value: Any) -> Any:
+    """Parquet gives objects at one place the union of their fields, too: arguments that a call never had."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 def _split_messages(messages: list[Message]) -> tuple[list[Message], str | None]:

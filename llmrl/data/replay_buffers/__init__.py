@@ -10,7 +10,11 @@ from llmrl.data.replay_buffers.checkpointers import (
     StorageEnsembleCheckpointer,
     TensorStorageCheckpointer,
 )
+from llmrl.data.replay_buffers.ensemble import ReplayBufferEnsemble
+from llmrl.data.replay_buffers.ensemble_parts import SamplerEnsemble, StorageEnsemble, WriterEnsemble
 from llmrl.data.replay_buffers.prioritized import PrioritizedReplayBuffer, TensorDictPrioritizedReplayBuffer
+from llmrl.data.replay_buffers.ray_buffer import RayReplayBuffer
+from llmrl.data.replay_buffers.remote import RemoteBuffer, RemoteTensorDictReplayBuffer
 from llmrl.data.replay_buffers.samplers import (
     PrioritizedSampler,
     PrioritizedSliceSampler,
@@ -51,14 +55,20 @@ __all__ = [
     "PrioritizedSampler",
     "PrioritizedSliceSampler",
     "RandomSampler",
+    "RayReplayBuffer",
+    "RemoteBuffer",
+    "RemoteTensorDictReplayBuffer",
     "ReplayBuffer",
+    "ReplayBufferEnsemble",
     "RoundRobinWriter",
     "Sampler",
+    "SamplerEnsemble",
     "SamplerWithoutReplacement",
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
     "Storage",
     "StorageCheckpointerBase",
+    "StorageEnsemble",
     "StorageEnsembleCheckpointer",
     "TensorDictMaxValueWriter",
     "TensorDictPrioritizedReplayBuffer",
@@ -67,4 +77,5 @@ __all__ = [
     "TensorStorage",
     "TensorStorageCheckpointer",
     "Writer",
+    "WriterEnsemble",
 ]

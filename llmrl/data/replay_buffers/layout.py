@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase, is_non_tensor, is_tensorclass
 from tensordict.base import is_tensor_collection
@@ -19,9 +21,16 @@ from tensordict.tensorclass import NonTensorStack
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from llmrl.data.borrowed import BorrowedRows, copy_rows, rows_form
+from llmrl.data.replay_buffers.deferred import DeferredStack
 from llmrl.data.replay_buffers.trees import is_leaf, is_tree, know_classes
 
 _EMPTY = torch.Size([])
+
+# What a Python number holds exactly, with numpy's name: a tensor object per number takes ten times the memory.
+NUMBERS = {torch.bool: np.bool_, torch.uint8: np.uint8, torch.int8: np.int8, torch.int16: np.int16}
+NUMBERS |= {torch.int32: np.int32, torch.int64: np.int64, torch.float32: np.float32, torch.float64: np.float64}
+
 _DATA = {"_is_non_tensor": True, "_metadata": None}  # what a NonTensorData has besides its value
 
 
@@ -36,7 +45,7 @@ class Leaf(Enum):
     """The other kinds of entry. Column: a list of B values."""
 
     RAGGED = "ragged"  # tensors whose shape may differ from row to row
-    DATA = "data"  # Python values
+    DATA = "data"  # Python values; of conversations, their lists of messages
     ROW = "row"  # tensor collections that are kept whole
     SIZE = "size"  # the batch size of a row of a lazy stack
 
@@ -59,11 +68,20 @@ class LazyBranch(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """A lazy stack that keeps columns itself: it has ``_columns`` (a dict) and ``from_columns(columns, num_rows)``."""
+    """A lazy stack that keeps columns itself.
+
+    It has ``own_columns()``, a dict or None, and ``from_columns(columns, num_rows)``, which also takes `BorrowedRows`.
+    """
 
     cls: type
     names: tuple[str, ...]
     children: tuple[Any, ...]
+
+
+class Messages(NamedTuple):
+    """A conversation per row: ``cls`` has ``messages``, which are read only, and ``from_messages(list)``."""
+
+    cls: type
 
 
 class Wrapped(NamedTuple):
@@ -158,9 +176,12 @@ class _Visitor:
         if is_tensorclass(value):
             return Wrapped(kind, self.visit(value._tensordict), dict(value._non_tensordict))
         if not stacked:
+            if hasattr(kind, "from_messages"):
+                self._leaf(Leaf.DATA, list(value.messages))
+                return Messages(kind)
             return self._leaf(Leaf.ROW, value)
-        entries = getattr(value, "_columns", None)
-        if entries is not None and hasattr(kind, "from_columns"):
+        entries = value.own_columns() if hasattr(kind, "from_columns") else None
+        if entries is not None:
             names = tuple(sorted(entries))
             return Columns(kind, names, tuple([self._visit_entry(entries[name]) for name in names]))
         return self.visit_rows(_unstack(value))
@@ -184,6 +205,9 @@ class _Visitor:
             fields = dict(first._non_tensordict)
             if all([row._non_tensordict == fields for row in rows]):
                 return Wrapped(kind, self.visit_rows([row._tensordict for row in rows]), fields)
+        elif hasattr(kind, "from_messages"):
+            self._leaf(Leaf.DATA, [list(row.messages) for row in rows])
+            return Messages(kind)
         return self._leaf(Leaf.ROW, list(rows))
 
     def _visit_column(self, values: list[Any]) -> Any:
@@ -204,7 +228,11 @@ class _Visitor:
 
 
 def _unstack(value: TensorDictBase) -> Sequence[Any]:
-    if type(value) in (LazyStackedTensorDict, NonTensorStack) and value.stack_dim == 0 and value.hook_out is None:
+    if (
+        type(value) in (LazyStackedTensorDict, NonTensorStack, DeferredStack)
+        and value.stack_dim == 0
+        and value.hook_out is None
+    ):
         return value.tensordicts
     return value.unbind(0)
 
@@ -216,26 +244,29 @@ def _data_of(value: NonTensorData) -> Any:
 # --- copies --------------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
 def copy_columns(
     layout: Layout,
     columns: Sequence[Any],
     device: torch.device | None = None,
     forms: Sequence[Any] | None = None,
+    *,
+    borrow: bool = False,
 ) -> list[Any]:
     """Columns that share no memory with the given ones: one kernel per column where the rows allow it.
 
     Python values are kept by reference (nothing can be said about copying them); a tensor column may come in as one
-    tensor or as a list of rows, and leaves as one tensor. ``forms`` are ``ragged_forms``, where they are known.
+    tensor or as a list of rows (tensors or, where a row is one number, numbers), and leaves as one tensor. ``forms``
+    are ``ragged_forms``, where they are known. ``borrow`` leaves ragged columns as `BorrowedRows`, which
+    ``put_together`` copies unless who gets them does.
     """
     copies: list[Any] = []
     forms = ragged_forms(layout, columns) if forms is None else forms
     for kind, column, form in zip(layout.kinds, columns, forms, strict=True):
         if type(kind) is TensorLeaf:
-            copy = column.clone() if isinstance(column, Tensor) else torch.stack(column)
+            copy = _copy_dense(kind, column)
             copies.append(copy if device is None else copy.to(device))
         elif kind is Leaf.RAGGED:
-            copies.append(_copy_ragged(column, device, form))
+            copies.append(BorrowedRows(column, form) if borrow else copy_rows(column, form, device))
         elif kind is Leaf.ROW:
             copies.append([row.clone() if device is None else row.clone().to(device) for row in column])
         else:
@@ -243,28 +274,18 @@ def copy_columns(
     return copies
 
 
+def _copy_dense(kind: TensorLeaf, column: Any) -> Tensor:
+    if isinstance(column, Tensor):
+        return column.clone()
+    if isinstance(column[0], Tensor):
+        return torch.stack(column)
+    return torch.from_numpy(np.array(column, dtype=NUMBERS[kind.dtype]).reshape(-1, *kind.shape))
+
+
 def ragged_forms(layout: Layout, columns: Sequence[Any]) -> tuple[Any, ...]:
-    """For every column, what its rows have in common if one kernel can copy them all: dtype, device, shape.
-
-    None for a column of another kind, and for ragged rows that do not go together. ``shape`` is what follows the first
-    dimension, which may differ; None for rows without dimensions.
-    """
+    """The ``rows_form`` of every ragged column; None for a column of another kind."""
     kinds = zip(layout.kinds, columns, strict=True)
-    return tuple([_form(column) if kind is Leaf.RAGGED else None for kind, column in kinds])
-
-
-def _form(values: Sequence[Tensor]) -> tuple[Any, ...] | None:
-    forms = {(value.dtype, value.device, value.shape[1:] if value.ndim else None) for value in values}
-    plain = all([type(value) is Tensor and value.layout is torch.strided for value in values])
-    return forms.pop() if plain and len(forms) == 1 else None
-
-
-def _copy_ragged(values: Sequence[Tensor], device: torch.device | None, form: tuple[Any, ...] | None) -> list[Tensor]:
-    if form is None:
-        return [value.clone() if device is None else value.clone().to(device) for value in values]
-    copy = torch.stack(values) if form[2] is None else torch.cat(values)
-    copy = copy if device is None else copy.to(device)
-    return list(copy.unbind(0) if form[2] is None else copy.split_with_sizes([value.shape[0] for value in values]))
+    return tuple([rows_form(column) if kind is Leaf.RAGGED else None for kind, column in kinds])
 
 
 # --- together ------------------------------------------------------------------------------------------------------
@@ -297,7 +318,7 @@ def _batch(node: Any, columns: Iterator[Any], num_rows: int) -> Any:
         return pytree.tree_unflatten([_batch(child, columns, num_rows) for child in node.children], node.spec)
     if kind is Columns:
         entries = {
-            name: list(next(columns))
+            name: _held(next(columns))
             if isinstance(child, Leaf) and child is not Leaf.ROW
             else _batch(child, columns, num_rows)
             for name, child in zip(node.names, node.children, strict=True)
@@ -305,6 +326,11 @@ def _batch(node: Any, columns: Iterator[Any], num_rows: int) -> Any:
         return node.cls.from_columns(entries, num_rows)
     if node is Leaf.DATA:
         return NonTensorStack._new_lazy_unsafe(*_wrap_data(next(columns)))
+    if kind is Messages:
+        chats = next(columns)
+        lengths = {len(chat) for chat in chats}
+        size = torch.Size([num_rows, lengths.pop() if len(lengths) == 1 else -1])
+        return DeferredStack.of(partial(_conversations, node.cls, chats), size)
     rows = list(_rows(node, columns))
     if kind is LazyBranch or not (is_tensorclass(rows[0]) or is_non_tensor(rows[0])):
         return LazyStackedTensorDict._new_lazy_unsafe(*rows)
@@ -334,9 +360,20 @@ def _rows(node: Any, columns: Iterator[Any]) -> Sequence[Any]:
     if kind is Tree:
         by_leaf = [_rows(child, columns) for child in node.children]
         return [pytree.tree_unflatten(list(leaves), node.spec) for leaves in zip(*by_leaf, strict=True)]
+    values = next(columns)
+    if kind is Messages:
+        return _conversations(node.cls, values)
     if node is Leaf.DATA:
-        return _wrap_data(next(columns))
-    return next(columns)
+        return _wrap_data(values)
+    return values.copies() if type(values) is BorrowedRows else values
+
+
+def _conversations(cls: type, chats: Sequence[list[Any]]) -> list[Any]:
+    return [cls.from_messages(list(messages)) for messages in chats]
+
+
+def _held(values: Any) -> Any:
+    return values if type(values) is BorrowedRows else list(values)
 
 
 def _wrap(cls: type, inner: Any, fields: dict[str, Any]) -> Any:
@@ -386,6 +423,8 @@ def _describe(leaf: TensorLeaf) -> str:
 def _name(node: Any) -> str:
     if type(node) is TensorLeaf:
         return _describe(node)
+    if type(node) is Messages:
+        return "a conversation"
     if type(node) is Tree:
         return f"a {node.spec.type.__name__ if node.spec.type else 'tree'} of {len(node.children)} entries"
     if type(node) is Wrapped:

@@ -14,8 +14,8 @@ from llmrl.data.replay_buffers.prefetch import Prefetcher
 from llmrl.data.replay_buffers.samplers import RandomSampler, Sampler
 from llmrl.data.replay_buffers.stages import Stage, as_stage
 from llmrl.data.replay_buffers.storages import ListStorage, Storage
+from llmrl.data.replay_buffers.storages.base import refuse_compilable
 from llmrl.data.replay_buffers.writers import RoundRobinWriter, Writer
-from llmrl.errors import UnsupportedError
 
 
 class BufferParts:
@@ -56,8 +56,7 @@ class BufferParts:
             raise ValueError(f"ReplayBuffer: dim_extend counts from the first dimension: got {dim_extend}.")
         if pin_memory and not torch.accelerator.is_available():
             raise ValueError("ReplayBuffer: pin_memory prepares copies to an accelerator: this machine has none.")
-        if compilable:
-            raise UnsupportedError("ReplayBuffer: a buffer is not traced: compile what is computed from its batches.")
+        refuse_compilable("ReplayBuffer", compilable)
         self._given = (storage, sampler, writer, checkpointer, generator, shared)
         self._collate_fn = collate_fn
         self._pin_memory = pin_memory

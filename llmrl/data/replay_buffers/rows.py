@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
-from torch import Tensor
 
 from llmrl.data.replay_buffers.layout import (
+    NUMBERS,
     Layout,
     Leaf,
+    TensorLeaf,
     copy_columns,
     put_rows_together,
     put_together,
@@ -52,19 +53,29 @@ def _to_row(single: Any, device: torch.device | None) -> Row:
     return _rows(layout, columns, device)[0]
 
 
+@torch.no_grad()
 def _rows(layout: Layout, columns: Sequence[Any], device: torch.device | None = None) -> list[Row]:
     """Copies of columns, as rows."""
     copies = copy_columns(layout, columns, device)
     forms = ragged_forms(layout, copies)
-    by_row = [column.unbind(0) if isinstance(column, Tensor) else column for column in copies]
+    by_row = [_cells(*column) for column in zip(layout.kinds, copies, strict=True)]
     return [Row(layout, leaves, forms) for leaves in zip(*by_row, strict=True)]
 
 
-def _columns(layout: Layout, rows: Sequence[Row]) -> list[Any]:
+def _cells(kind: Any, column: Any) -> Sequence[Any]:
+    """The share of every row of a column."""
+    if type(kind) is not TensorLeaf:
+        return column
+    if kind.shape.numel() == 1 and kind.dtype in NUMBERS and column.is_cpu:
+        return column.flatten().tolist()
+    return column.unbind(0)
+
+
+def _columns(layout: Layout, rows: Sequence[Row], *, borrow: bool = False) -> list[Any]:
     """Copies of rows of one layout, as columns."""
     forms = rows[0].forms
     known = forms if all([row.forms is forms or row.forms == forms for row in rows]) else None
-    return copy_columns(layout, list(zip(*[row.leaves for row in rows], strict=True)), forms=known)
+    return copy_columns(layout, list(zip(*[row.leaves for row in rows], strict=True)), forms=known, borrow=borrow)
 
 
 def to_row(single: Any, device: torch.device | None = None) -> Row:
@@ -104,7 +115,7 @@ def from_rows(rows: Sequence[Row], *, lazy: bool = False, stack_dim: int = 0) ->
     """
     layout = rows[0].layout
     if not lazy and stack_dim == 0 and all([row.layout is layout or row.layout == layout for row in rows]):
-        return put_together(layout, _columns(layout, rows), len(rows))
+        return put_together(layout, _columns(layout, rows, borrow=True), len(rows))
     return LazyStackedTensorDict(*single_rows(rows), stack_dim=stack_dim)
 
 

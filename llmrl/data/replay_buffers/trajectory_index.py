@@ -212,6 +212,8 @@ class TrajectoryIndex:
         time = self.time(replaced)
         after = self.ahead(replaced[time + 1 < self.length], 1)
         cells = np.unique(np.concatenate([replaced[time > 0], after]))
+        if not cells.size:
+            return True  # rows without neighbours
         begin = self._boundary(self.ahead(cells, -1), cells)
         return bool((begin == (self._ages[cells] == 1)).all())
 

@@ -26,7 +26,7 @@ def big_sums_problems(split: str = "train") -> list[dict[str, str]]:
     """Rows with "question" and "answer"; the splits are disjoint and always the same.
 
     >>> big_sums_problems("validation")[0]
-    {'question': 'What is 4821 + 3977?', 'answer': '8798'}
+    {'question': 'What is 8156 + 7432?', 'answer': '15588'}
     """
     return [{"question": _question(a, b), "answer": str(a + b)} for a, b in _pairs(split)]
 

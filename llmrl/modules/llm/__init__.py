@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from llmrl.modules.llm.engines import Engine, Generation, SamplingParams, StopReason, TransformersEngine, VLLMEngine
+from llmrl.modules.llm.engines import (
+    AsyncVLLMEngine,
+    Engine,
+    Generation,
+    SamplingParams,
+    StopReason,
+    TransformersEngine,
+    VLLMEngine,
+)
 from llmrl.modules.llm.log_probs import TokenScorer, TokenScores, token_logprobs
 from llmrl.modules.llm.packing import Packed, pack, why_not_packed
 from llmrl.modules.llm.policies import (
@@ -21,6 +29,7 @@ from llmrl.modules.llm.policies import (
 from llmrl.modules.llm.rendering import Rendered, Renderer, TemplateReport
 
 __all__ = [
+    "AsyncVLLMEngine",
     "Backend",
     "BatchingEngine",
     "ChatHistory",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from llmrl.data.replay_buffers import (
     RandomSampler,
     ReplayBuffer,
     SamplerWithoutReplacement,
+    TensorDictRoundRobinWriter,
+    TensorStorage,
 )
 from llmrl.errors import DataError, MissingKeyError, UnsupportedError
 
@@ -141,6 +144,17 @@ def test_one_row_of_a_batch_does_not_keep_the_batch_in_memory():
 def test_what_a_buffer_cannot_be_is_refused():
     with pytest.raises(UnsupportedError, match="not traced"):
         ReplayBuffer(compilable=True)
+    for make in (ListStorage, LazyTensorStorage, LazyMemmapStorage, partial(TensorStorage, torch.zeros(3))):
+        size = () if isinstance(make, partial) else (3,)
+        assert make(*size, compilable=False).max_size == 3
+        with pytest.raises(UnsupportedError, match="is not traced: got compilable=True; leave it out"):
+            make(*size, compilable=True)
+    with pytest.raises(UnsupportedError, match="TensorDictRoundRobinWriter: a buffer is not traced"):
+        TensorDictRoundRobinWriter(compilable=True)
+    with pytest.raises(UnsupportedError, match=r"consolidated=True; leave it out, and call consolidate\(\) on a batch"):
+        LazyTensorStorage(3, consolidated=True)
+    with pytest.raises(UnsupportedError, match=r"nothing needs to be attached.*mark_update"):
+        LazyTensorStorage(3, consolidated=False).attach(ReplayBuffer())
     with pytest.raises(ValueError, match="shared buffer"):
         ReplayBuffer(prefetch=1, batch_size=1, shared=True)
     if not torch.accelerator.is_available():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import gc
+import pickle
 import resource
+import shutil
 from contextlib import contextmanager
 
 import pytest
@@ -143,3 +145,21 @@ def test_sharing_moves_the_rows_and_keeps_them():
     assert buffer["a"].tolist() == [5, 2, 3, 4]
     with pytest.raises(RuntimeError, match="share"):
         buffer.share(False)
+
+
+@pytest.mark.parametrize("cleanup", [True, False])
+def test_shared_memory_is_given_back_with_its_owner_unless_it_is_to_stay(cleanup):
+    storage = LazyTensorStorage(4, shared_init=True, cleanup_memmap=cleanup)
+    storage.set(0, rows(7)[0])
+    folder, other = storage.folder, pickle.loads(pickle.dumps(storage))
+    assert folder.is_dir()
+    del storage
+    gc.collect()
+    try:
+        assert folder.is_dir() is not cleanup
+        if not cleanup:
+            other.set(1, rows(8)[0])
+            assert other.get(0)["a"].tolist() == rows(7)[0]["a"].tolist()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    assert LazyTensorStorage(4).folder is None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import multiprocessing
 import os
 import pickle
 import signal
+import threading
 import time
 from dataclasses import dataclass
 
@@ -219,6 +221,63 @@ def test_a_lock_is_waited_for_until_the_deadline_and_released_by_the_death_of_it
     process.join(DEADLINE_S)
     with lock, lock:
         pass
+
+
+def file_is_free(path) -> bool:
+    with open(path) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+
+def try_to_enter(lock: ProcessLock, send) -> None:
+    try:
+        with lock:
+            send.send("entered")
+    except DeadlineError:
+        send.send("late")
+
+
+@pytest.mark.parametrize("where", ["this thread", "another thread"])
+@pytest.mark.parametrize("how", ["fork", "pickle"])
+def test_a_lock_handed_over_from_inside_keeps_the_other_process_out(tmp_path, where, how):
+    lock = ProcessLock(tmp_path / "lock", timeout_s=0.3 if where == "this thread" else DEADLINE_S)
+    inside, leave = threading.Event(), threading.Event()
+
+    def hold_it() -> None:
+        with lock:
+            inside.set()
+            leave.wait(DEADLINE_S)
+
+    context = multiprocessing.get_context("fork")
+    receive, send = context.Pipe(duplex=False)
+    with lock:
+        assert file_is_free(tmp_path / "lock")  # nobody else has it
+    if where == "this thread":
+        with lock, lock:
+            other = pickle.loads(pickle.dumps(lock)) if how == "pickle" else lock
+            process = context.Process(target=try_to_enter, args=(other, send))
+            process.start()
+            assert not file_is_free(tmp_path / "lock")
+            process.join(DEADLINE_S)
+        assert receive.recv() == "late"
+    else:  # the hand-over waits for the other thread to leave
+        thread = threading.Thread(target=hold_it)
+        thread.start()
+        assert inside.wait(DEADLINE_S)
+        threading.Timer(0.05, leave.set).start()
+        other = pickle.loads(pickle.dumps(lock)) if how == "pickle" else lock
+        process = context.Process(target=try_to_enter, args=(other, send))
+        process.start()
+        process.join(DEADLINE_S)
+        thread.join(DEADLINE_S)
+        assert leave.is_set()
+        assert receive.recv() == "entered"
+    with lock:
+        assert not file_is_free(tmp_path / "lock")
+    assert file_is_free(tmp_path / "lock")
 
 
 # --- rows with checksums ---

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -9,8 +11,9 @@ from tensordict import LazyStackedTensorDict, NonTensorData, TensorClass, Tensor
 from llmrl.data.llm.chat import History
 from llmrl.data.replay_buffers import LazyStackStorage, LazyTensorStorage, ListStorage, ReplayBuffer, TensorStorage
 from llmrl.data.replay_buffers.layout import put_rows_together, put_together, take_apart
-from llmrl.errors import CheckpointError, DataError
+from llmrl.errors import CheckpointError, DataError, ShapeError
 from llmrl.modules.llm.policies import containers
+from llmrl.padding import pad_rows
 
 
 class Tokens(TensorClass["nocast"]):
@@ -162,6 +165,136 @@ def test_containers_that_hold_columns_stay_columns():
     single = storage.get(0)
     assert single["tokens"].full.tolist() == [0, 1, 2]
     assert single["text"].full == "three"
+
+
+def ragged_buffer() -> ReplayBuffer:
+    columns = {"full": [torch.arange(3), torch.arange(1), torch.arange(5)]}
+    values = {"full": [torch.arange(3) / 2, torch.arange(1) / 2, torch.arange(5) / 2]}
+    tokens, log_probs = containers.Tokens.from_rows(columns), containers.LogProbs.from_rows(values)
+    buffer = ReplayBuffer(storage=LazyStackStorage(4))
+    buffer.extend(TensorDict({"tokens": tokens, "log_probs": log_probs}, batch_size=[3]))
+    return buffer
+
+
+def tensors_of(value) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, list):
+        return value
+    if value.batch_dims:
+        return [leaf for row in value.unbind(0) for leaf in tensors_of(row)]
+    return [leaf for leaf in value.values(True, True) if isinstance(leaf, torch.Tensor)]
+
+
+READS = {
+    "a list": lambda batch: batch.get(("tokens", "full"), as_list=True),
+    "padded": lambda batch: batch.get(("tokens", "full"), as_padded_tensor=True),
+    "padded left": lambda batch: batch.get(("tokens", "full"), as_padded_tensor=True, padding_side="left"),
+    "padded, then a list": lambda batch: (batch["tokens"].get("full", as_padded_tensor=True), batch)[1],
+    "rows of a container": lambda batch: batch["tokens"].rows("full"),
+    "one row": lambda batch: batch[0],
+    "a slice": lambda batch: batch[1:],
+    "a mask": lambda batch: batch[torch.tensor([True, False, True])],
+    "unbind": lambda batch: batch.unbind(0)[2],
+    "values": lambda batch: batch["tokens"]._tensordict,
+    "a clone": lambda batch: batch.clone(),
+    "a shallow copy": lambda batch: batch.copy(),
+    "a stack": lambda batch: torch.stack([batch, batch]).unbind(0)[0],
+    "a concatenation": lambda batch: torch.cat([batch, batch]),
+    "a pickle": lambda batch: pickle.loads(pickle.dumps(batch)),
+    "a deep copy": lambda batch: copy.deepcopy(batch),
+    "a copied container": lambda batch: copy.copy(batch["tokens"]._tensordict),
+    "another buffer": lambda batch: _through_another(batch),
+    "select": lambda batch: batch.select("tokens"),
+    "apply": lambda batch: batch.apply(lambda leaf: leaf),
+}
+
+
+def _through_another(batch):
+    other = LazyStackStorage(4)
+    other.set(slice(0, 3), batch)
+    return other.get(slice(0, 3))
+
+
+@pytest.mark.parametrize("read", READS)
+def test_rows_that_are_copied_when_they_are_read_never_show_the_storage(read):
+    buffer = ragged_buffer()
+    batch = buffer[:]
+    written = [tensor for row in buffer.storage._rows for tensor in row.leaves if isinstance(tensor, torch.Tensor)]
+    stored = {tensor.untyped_storage().data_ptr() for tensor in written}
+    for value in (READS[read](batch), batch):
+        tensors = tensors_of(value)
+        assert tensors
+        for tensor in tensors:
+            assert tensor.untyped_storage().data_ptr() not in stored
+            tensor.fill_(-1)
+    assert [row.tolist() for row in buffer[:]["tokens"].rows("full")] == [[0, 1, 2], [0], [0, 1, 2, 3, 4]]
+    assert [row.tolist() for row in buffer[:]["log_probs"].rows("full")] == [[0, 0.5, 1], [0], [0, 0.5, 1, 1.5, 2]]
+
+
+def test_a_batch_keeps_what_it_read_whatever_is_written_later():
+    buffer = ragged_buffer()
+    batch, padded = buffer[:], buffer[:]
+    again = containers.Tokens.from_rows({"full": [torch.arange(9)] * 4})
+    buffer.extend(TensorDict({"tokens": again, "log_probs": again}, batch_size=[4]))
+    buffer.empty()
+    assert ids(batch) == [[0, 1, 2], [0], [0, 1, 2, 3, 4]]
+    assert padded.get(("tokens", "full"), as_padded_tensor=True, padding_value=-1, padding_side="left").tolist() == [
+        [-1, -1, 0, 1, 2],
+        [-1, -1, -1, -1, 0],
+        [0, 1, 2, 3, 4],
+    ]
+
+
+def test_what_is_written_into_a_batch_stays_in_it_and_a_row_drawn_twice_is_two_rows():
+    batch = ragged_buffer()[torch.tensor([0, 0, 2])]
+    rows = batch["tokens"].rows("full")
+    rows[0].fill_(7)
+    assert ids(batch) == [[7, 7, 7], [0, 1, 2], [0, 1, 2, 3, 4]]
+    assert ids(batch[:1]) == [[7, 7, 7]]
+    assert batch.get(("tokens", "full"), as_padded_tensor=True)[0].tolist() == [7, 7, 7, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(), (2,)])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_straight_from_the_storage_is_padding_the_copies(dtype, shape, side):
+    rows = [(torch.rand(n, *shape) * 9).to(dtype) for n in (3, 0, 4)]
+    buffer = ReplayBuffer(storage=LazyStackStorage(4))
+    buffer.extend(TensorDict(tokens=containers.Tokens.from_rows({"full": rows}), batch_size=[3]))
+    for value in (0, 1):
+        padded = buffer[:].get(("tokens", "full"), as_padded_tensor=True, padding_side=side, padding_value=value)
+        assert padded.dtype is dtype
+        assert torch.equal(padded, pad_rows(rows, value=value, side=side))
+    buffer.extend(TensorDict(tokens=containers.Tokens.from_rows({"full": [torch.zeros(2, 3)]}), batch_size=[1]))
+    with pytest.raises(ShapeError, match="differ in nothing but"):
+        buffer[:].get(("tokens", "full"), as_padded_tensor=True)
+
+
+@pytest.mark.parametrize("storage", [LazyStackStorage, ListStorage])
+def test_one_number_per_row_comes_back_exactly(storage):
+    columns = {
+        "float": torch.tensor([0.1, float("nan"), float("-inf"), -0.0]),
+        "double": torch.tensor([[0.1], [1e300], [5e-324], [-1.0]], dtype=torch.float64),
+        "long": torch.tensor([2**62 + 1, -(2**63), 0, 7]).view(4, 1, 1),
+        "byte": torch.tensor([0, 255, 3, 4], dtype=torch.uint8),
+        "flag": torch.tensor([True, False, True, True]),
+        "half": torch.tensor([0.1, 65504.0, 6e-8, 1.0], dtype=torch.float16),
+        "brain": torch.tensor([0.1, 3e38, 1e-38, 1.0], dtype=torch.bfloat16),
+        "complex": torch.tensor([1 + 2j, 0j, 3j, 1]),
+    }
+    kept = storage(4)
+    kept.set(slice(0, 4), TensorDict(columns, batch_size=[4]))
+    index = torch.tensor([2, 0, 1, 3])
+    batch = kept.batch(index)
+    for name, column in columns.items():
+        assert batch[name].dtype is column.dtype
+        assert torch.equal(batch[name].nan_to_num(), column[index].nan_to_num()), name
+        assert torch.equal(kept.get(3)[name], column[3]), name
+    assert batch["float"][2].isnan()
+    assert batch["float"][3].signbit()
+    batch["float"].fill_(9)
+    assert kept.get(3)["float"] == 0
 
 
 def test_gradients_are_not_kept():

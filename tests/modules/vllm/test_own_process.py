@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import threading
-import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,58 +13,6 @@ from llmrl.testing import tiny_model, tiny_tokenizer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 PROMPTS = [torch.tensor(ids) for ids in ([1, 2, 3], [70, 8, 9, 10, 400, 12])]
-
-
-def child_processes():
-    """Ids of every living process whose ancestor this one is."""
-    parents = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue  # it ended meanwhile
-            if fields[0] != "Z":
-                parents[int(entry.name)] = int(fields[1])
-    found = {os.getpid()}
-    while more := {child for child, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found - {os.getpid()}
-
-
-def command(process):
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{process}/cmdline").read_text()
-    return ""
-
-
-def footprint():
-    """Processes (but the standard library's resource tracker, which stays until this one ends) and threads (but that of
-    progress bars).
-    """
-    processes = {child for child in child_processes() if "resource_tracker" not in command(child)}
-    return processes, {thread.name for thread in threading.enumerate() if thread.name != "tqdm_monitor"}
-
-
-def shared_files():
-    """The files in shared memory that this process or one of its children uses."""
-    used = set()
-    for process in child_processes() | {os.getpid()}:
-        with contextlib.suppress(OSError):
-            lines = Path(f"/proc/{process}/maps").read_text().splitlines()
-            used |= {line.rpartition("/dev/shm/")[2].split()[0] for line in lines if "/dev/shm/" in line}
-    return used
-
-
-def left_in_memory(used):
-    return [name for name in os.listdir("/dev/shm") if name in used or name.startswith("llmrl-weights-")]
-
-
-def wait_until(condition, seconds=15.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.05)
 
 
 def parity(engine, model, temperature):
@@ -83,14 +27,14 @@ def parity(engine, model, temperature):
     return drawn
 
 
-def test_an_engine_in_its_own_process_lives_and_leaves_like_one_in_this(tmp_path):
+def test_an_engine_in_its_own_process_lives_and_leaves_like_one_in_this(tmp_path, system):
     tokenizer = tiny_tokenizer()
     model = tiny_model(tokenizer, architecture="gemma", heads=2)  # tied
     model.save_pretrained(tmp_path)
-    before = footprint()
+    before = system.footprint()
     engine = VLLMEngine(str(tmp_path), own_process=True, eos_token_ids=(), max_model_len=128, skip_tokenizer_init=True)
-    assert len(footprint()[0]) > len(before[0])
-    used = shared_files()
+    assert len(system.footprint()[0]) > len(before[0])
+    used = system.shared_files()
     assert not torch.distributed.is_initialized()
     old = parity(engine, model, 0.7)
     with torch.no_grad():
@@ -110,12 +54,12 @@ def test_an_engine_in_its_own_process_lives_and_leaves_like_one_in_this(tmp_path
     engine.close()  # nothing more happens
     with pytest.raises(RolloutError, match=r"close\(\) was called"):
         engine.generate(PROMPTS, SamplingParams())
-    wait_until(lambda: footprint() == before and not left_in_memory(used))
+    system.wait_until(lambda: system.footprint() == before and not system.left_in_memory(used))
 
 
-def test_an_engine_in_this_process_leaves_it_as_it_was():
+def test_an_engine_in_this_process_leaves_it_as_it_was(system):
     environment, threads, generator = dict(os.environ), torch.set_num_threads, torch.get_rng_state()
-    affinity, before = os.sched_getaffinity(0), footprint()
+    affinity, before = os.sched_getaffinity(0), system.footprint()
     model = tiny_model(tiny_tokenizer(), heads=2)
     engine = VLLMEngine(model, max_model_len=128)
     assert engine.eos_token_ids == (model.config.eos_token_id,)
@@ -128,4 +72,4 @@ def test_an_engine_in_this_process_leaves_it_as_it_was():
     assert os.sched_getaffinity(0) == affinity
     engine.close()
     assert not torch.distributed.is_initialized()
-    wait_until(lambda: footprint() == before)
+    system.wait_until(lambda: system.footprint() == before)

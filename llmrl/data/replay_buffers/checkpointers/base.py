@@ -72,7 +72,7 @@ class StorageCheckpointerBase:
 
         Raises  CheckpointError if a hook returns nothing, or ``path`` cannot be written
         """
-        content, ring = storage.snapshot()
+        content, ring = storage.snapshot(copy=bool(self._save_hooks))  # a hook may write into what it gets
         layout: dict[str, Any] = {"name": "rows"}
         if content is not None:
             where = _oldest(ring)

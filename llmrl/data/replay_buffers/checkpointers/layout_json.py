@@ -21,6 +21,7 @@ from llmrl.data.replay_buffers.layout import (
     Layout,
     LazyBranch,
     Leaf,
+    Messages,
     TensorLeaf,
     Wrapped,
 )
@@ -59,6 +60,8 @@ def _to_json(node: Any) -> Any:
         return {"lazy": _children(node), "device": node.device is not None}
     if isinstance(node, Columns):
         return {"columns": _children(node), "class": class_name(node.cls)}
+    if isinstance(node, Messages):
+        return {"messages": class_name(node.cls)}
     assert isinstance(node, Wrapped), node  # dicts and tuples do not lie inside of tensordicts
     return {"inner": _to_json(node.inner), "class": class_name(node.cls), "fields": _value_to_json(node.fields)}
 
@@ -77,6 +80,9 @@ def _from_json(node: Any, kinds: list[Any]) -> Any:
         return Branch(*_read_children(node["dense"], kinds), torch.Size(node["batch_size"]), _device(node))
     if "columns" in node:
         return Columns(find_class(node["class"]), *_read_children(node["columns"], kinds))
+    if "messages" in node:
+        kinds.append(Leaf.DATA)
+        return Messages(find_class(node["messages"]))
     return Wrapped(find_class(node["class"]), _from_json(node["inner"], kinds), _value_from_json(node["fields"]))
 
 

@@ -118,15 +118,19 @@ class Eligibility:
         if self.max_age is None or not positions.size:
             return
         versions = storage.entry(self.version_key, torch.from_numpy(positions))
-        if not isinstance(versions, Tensor) or versions.is_floating_point() or versions.dtype is torch.bool:
-            found = versions.dtype if isinstance(versions, Tensor) else type(versions).__name__
-            raise DataError(
-                f"{self._who}: max_age needs whole numbers in {self.version_key!r}: got {found}; version_key names "
-                "another entry."
-            )
-        oldest = versions.reshape(positions.size, -1).amin(1).cpu().numpy()  # of a row with several: its oldest part
+        parts = versions if isinstance(versions, list) else [versions]  # a list: rows written one by one, or ragged
+        for part in parts:
+            if not isinstance(part, Tensor) or part.is_floating_point() or part.dtype is torch.bool:
+                found = part.dtype if isinstance(part, Tensor) else type(part).__name__
+                raise DataError(
+                    f"{self._who}: max_age needs whole numbers in {self.version_key!r}: got {found}; version_key names "
+                    "another entry."
+                )
+        # of a row with several: its oldest part
+        rows = [part.amin() for part in parts] if parts is versions else versions.reshape(positions.size, -1).amin(1)
+        oldest = torch.stack(rows).cpu().numpy() if parts is versions else rows.cpu().numpy()
         self._versions[positions] = oldest
-        newest = int(versions.max())
+        newest = max(int(part.max()) for part in parts)
         self._newest = newest if self._newest is None else max(self._newest, newest)
 
     def _too_old(self, length: int) -> np.ndarray:

@@ -31,12 +31,16 @@ class Epoch:
     def __init__(self, order: np.ndarray) -> None:
         self._order = order
         self._place = 0
-        self._status = np.full(int(order.max()) + 1 if order.size else 0, _ABSENT, dtype=np.uint8)
-        self._status[order] = _WAITING
+        self._status: np.ndarray | None = None  # of each position; needed once some are dropped
         self.left = order.size
 
     def take(self, count: int) -> np.ndarray:
         """The next ``count`` positions, or as many as are left."""
+        if self._status is None:
+            part = self._order[self._place : self._place + count].copy()  # whoever gets it may write to it
+            self._place += part.size
+            self.left -= part.size
+            return part
         parts: list[np.ndarray] = []
         while count and self.left:
             part = self._order[self._place : self._place + count]
@@ -50,16 +54,21 @@ class Epoch:
 
     def drop(self, positions: np.ndarray) -> None:
         """These positions are not to be handed out any more; those that were, or never were to be, do not matter."""
-        if self.left:
-            known = positions[positions < self._status.size]
-            waiting = np.unique(known[self._status[known] == _WAITING])
-            self._status[waiting] = _ABSENT
-            self.left -= waiting.size
+        if not self.left or not positions.size:
+            return
+        if self._status is None:
+            self._status = np.full(int(self._order.max()) + 1, _ABSENT, dtype=np.uint8)
+            self._status[self._order] = _WAITING
+            self._status[self._order[: self._place]] = _DRAWN
+        known = positions[positions < self._status.size]
+        waiting = np.unique(known[self._status[known] == _WAITING])
+        self._status[waiting] = _ABSENT
+        self.left -= waiting.size
 
     def waiting(self) -> np.ndarray:
         """What is still to be handed out, in order."""
         rest = self._order[self._place :]
-        return rest[self._status[rest] == _WAITING]
+        return rest if self._status is None else rest[self._status[rest] == _WAITING]
 
     def mark(self) -> Mark:
         return Mark(self, self._place)
@@ -69,8 +78,9 @@ class Epoch:
         """The pass as it was at ``mark``, if nothing was dropped since."""
         epoch = mark.epoch
         again = epoch._order[mark.place : epoch._place]
-        again = again[epoch._status[again] == _DRAWN]
-        epoch._status[again] = _WAITING
+        if epoch._status is not None:
+            again = again[epoch._status[again] == _DRAWN]
+            epoch._status[again] = _WAITING
         epoch._place = mark.place
         epoch.left += again.size
         return epoch

@@ -79,6 +79,10 @@ class SamplerWithoutReplacement(FilteredSampler):
             self._epoch.drop(flat_positions(index))
             self._ran_out = self._ran_out or not self._epoch.left
 
+    def mark_update(self, index: int | Tensor) -> None:
+        super().mark_update(index)
+        self._log.note_replaced(index)  # a row that is replaced in place stays in the pass
+
     def empty(self) -> None:
         super().empty()
         self._log.forget()

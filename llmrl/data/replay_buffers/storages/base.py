@@ -14,7 +14,7 @@ import torch
 from tensordict.base import is_tensor_collection
 from torch import Tensor
 
-from llmrl.data.replay_buffers.cells import select_cells, shape_cells
+from llmrl.data.replay_buffers.cells import select_cells, shape_cells, time_first
 from llmrl.data.replay_buffers.ring import Ring
 from llmrl.errors import CheckpointError, MissingKeyError, UnsupportedError, near
 
@@ -28,6 +28,14 @@ def row_limit(who: str, max_size: int | None) -> int:
     if max_size < 1:
         raise ValueError(f"{who}: max_size counts rows and must be at least 1: got {max_size}.")
     return max_size
+
+
+def refuse_compilable(who: str, compilable: bool | None) -> None:
+    if compilable:
+        raise UnsupportedError(
+            f"{who}: a buffer is not traced: got compilable={compilable}; leave it out, and compile what is computed "
+            "from its batches."
+        )
 
 
 class Storage(ABC):
@@ -127,6 +135,17 @@ class Storage(ABC):
             return self.get(cells)
         return shape_cells(self.get(cells.reshape(-1)), cells.shape)
 
+    def attach(self, buffer: Any) -> None:
+        """Nothing is told of writes by being attached: samplers see them in the storage's counters (``ring.py``).
+
+        Raises: UnsupportedError, always.
+        """
+        raise UnsupportedError(
+            f"{type(self).__name__}: nothing needs to be attached: a sampler sees in the storage's counters that rows "
+            "were written, by whichever buffer or process; to say which rows of a buffer were changed, call its "
+            "mark_update(index)."
+        )
+
     # --- several processes ---
 
     @property
@@ -152,13 +171,14 @@ class Storage(ABC):
 
     # --- state ---
 
-    def snapshot(self) -> tuple[Any, dict[str, Any]]:
+    def snapshot(self, *, copy: bool = True) -> tuple[Any, dict[str, Any]]:
         """What a checkpoint holds: the rows in the order of positions ([T, E, ...] on a grid) and the counters.
 
-        The rows are a copy, and None if there are none.
+        The rows are None if there are none. They are a copy, unless the caller neither changes nor keeps them and says
+        so by ``copy=False``: rows may exceed the memory.
         """
         state = {**self.ring.state(), "max_size": self.max_size, "ndim": self.ndim, "trailing": list(self.trailing)}
-        return (self[:] if len(self) else None), state
+        return (self._all_rows(copy) if len(self) else None), state
 
     def restore(self, content: Any, ring_state: dict[str, Any]) -> None:
         """Replaces everything by what ``snapshot`` gave, which is copied.
@@ -170,15 +190,17 @@ class Storage(ABC):
                 f"{type(self).__name__}: a snapshot is restored into a storage of as many dimensions: got ndim="
                 f"{ring_state['ndim']}, expected {self.ndim}."
             )
-        length, before = ring_state["length"], (self.ring.length, self.trailing, self.max_size)
-        self.prepare(tuple(ring_state["trailing"]))
-        self.check_state(length, ring_state["max_size"])
-        self.ring.length = 0
+        length, before, rows_before = ring_state["length"], self.ring.length, dict(self.__dict__)
         try:
+            self.prepare(tuple(ring_state["trailing"]))
+            self.check_state(length, ring_state["max_size"])
+            self._forget()
+            self.ring.length = 0
             if length:
-                self.set(slice(0, length), content if self.ndim == 1 else content.reshape(-1))
+                self.set(slice(0, length), time_first(content, 0, self.ndim)[0])
         except BaseException:
-            self.ring.length = before[0]
+            self.__dict__.update(rows_before)
+            self.ring.length = before
             raise
         self.ring.load(ring_state)
 
@@ -216,13 +238,21 @@ class Storage(ABC):
 
     def dumps(self, path: str | Path) -> None:
         """Writes the rows and counters to the directory ``path``."""
-        self.checkpointer.dumps(self, path)
+        with self.lock:
+            self.checkpointer.dumps(self, path)
 
     def loads(self, path: str | Path) -> None:
         """Reads what ``dumps`` wrote."""
-        self.checkpointer.loads(self, path)
+        with self.lock:
+            self.checkpointer.loads(self, path)
 
     # --- for sub-classes ---
+
+    def _all_rows(self, copy: bool) -> Any:
+        return self[:]
+
+    def _forget(self) -> None:  # noqa: B027  what is allocated once is kept
+        """Lets go of the rows, by replacing what holds them, not by changing it."""
 
     def _check_run(self, where: Sequence[int], num_rows: int) -> None:
         """Raises unless there is one position per row and writing them in this order leaves no gap."""
@@ -249,7 +279,7 @@ class Storage(ABC):
 
 
 def read_entry(who: str, rows: Any, key: Key) -> Any:
-    """One entry of a batch (a tensordict, or nested dicts of tensors); a ragged one is a list."""
+    """One entry of a batch (a tensordict, or nested dicts of tensors); one whose rows differ in shape is a list."""
     path = (key,) if isinstance(key, str) else tuple(key)
     value = rows
     for depth, name in enumerate(path):
@@ -258,6 +288,8 @@ def read_entry(who: str, rows: Any, key: Key) -> Any:
             raise missing_entry(who, path, path[:depth], known)
         last = depth == len(path) - 1
         value = value.get(name, as_list=True) if last and is_tensor_collection(value) else value[name]
+    if isinstance(value, list) and all(isinstance(part, Tensor) for part in value):
+        return torch.stack(value) if len({(part.shape, part.dtype) for part in value}) == 1 else value
     return value
 
 

@@ -34,6 +34,7 @@ class Blocks:
         of = self._of
         block = _Block(where) if len(where) > 1 else None
         if isinstance(where, range):
+            of.extend([None] * (where.start - len(of)))  # rows of a loaded state were not written here
             replaced = of[where.start : where.stop]
             of[where.start : where.stop] = [block] * len(where)
         else:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llmrl.data.replay_buffers.layout import Layout
 from llmrl.data.replay_buffers.rows import Row, copy_row, from_rows, single_rows, to_row, to_rows, with_layouts
-from llmrl.data.replay_buffers.storages.base import Storage, place_rows, positions, row_limit
+from llmrl.data.replay_buffers.storages.base import Storage, place_rows, positions, refuse_compilable, row_limit
 from llmrl.data.replay_buffers.storages.blocks import Blocks
 from llmrl.data.replay_buffers.trees import is_leaf, num_rows, part, split, tree_map
 from llmrl.errors import CheckpointError
@@ -32,7 +32,10 @@ class ListStorage(Storage):
     ['a string', 30, None]
     """
 
-    def __init__(self, max_size: int | None = None, *, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self, max_size: int | None = None, *, compilable: bool = False, device: torch.device | str | None = None
+    ) -> None:
+        refuse_compilable("ListStorage", compilable)
         super().__init__()
         self.max_size = row_limit("ListStorage", max_size)
         self.device = None if device is None else torch.device(device)

@@ -10,7 +10,7 @@ import torch
 from tensordict.base import is_tensor_collection
 from torch import Tensor
 
-from llmrl.data.replay_buffers.cells import time_first
+from llmrl.data.replay_buffers.cells import shape_cells, time_first
 from llmrl.data.replay_buffers.layout import (
     Layout,
     TensorLeaf,
@@ -21,7 +21,7 @@ from llmrl.data.replay_buffers.layout import (
     take_rows_apart,
 )
 from llmrl.data.replay_buffers.process_lock import ProcessLock
-from llmrl.data.replay_buffers.storages.base import Key, Storage, row_limit
+from llmrl.data.replay_buffers.storages.base import Key, Storage, refuse_compilable, row_limit
 from llmrl.data.replay_buffers.storages.schema import Schema
 from llmrl.data.replay_buffers.storages.shared_folder import SharedFolder
 from llmrl.data.replay_buffers.trees import num_rows, part
@@ -52,7 +52,9 @@ class TensorStorage(Storage):
         device: torch.device | str | None = None,
         ndim: int = 1,
         filled: bool = True,
+        compilable: bool = False,
     ) -> None:
+        refuse_compilable("TensorStorage", compilable)
         if storage is None:
             raise ValueError("TensorStorage: storage must be the allocation: got None; LazyTensorStorage allocates.")
         rows, trailing = time_first(storage, 0, _dimensions("TensorStorage", ndim))
@@ -79,6 +81,7 @@ class TensorStorage(Storage):
         self._columns: list[Any] = []
         self._plain = False  # all columns are tensors of the CPU
         self._folder: SharedFolder | None = None
+        self._cleanup = True
 
     # --- rows ---
 
@@ -156,13 +159,18 @@ class TensorStorage(Storage):
 
     # --- several processes ---
 
+    @property
+    def folder(self) -> Path | None:
+        """Where the files are that processes share; None if they do not."""
+        return None if self._folder is None else self._folder.path
+
     def share(self) -> None:
         """Moves the rows to shared memory; what is written first may then also be written by another process.
 
         Raises: UnsupportedError for rows on another device than the CPU, or with Python values.
         """
         if not self.shared:
-            self._share(SharedFolder(type(self).__name__, in_memory=True))
+            self._share(SharedFolder(type(self).__name__, in_memory=True, cleanup=self._cleanup))
 
     def _share(self, folder: SharedFolder) -> None:
         if self.device is not None and self.device.type != "cpu":
@@ -233,6 +241,12 @@ class TensorStorage(Storage):
         return TensorStorageCheckpointer()
 
     # --- how ---
+
+    def _all_rows(self, copy: bool) -> Any:
+        if copy:
+            return self[:]
+        rows = [column[: len(self)] for column in self._columns]
+        return shape_cells(put_together(self._known_schema().layout, rows, len(self)), self.shape)
 
     def _leaves(self, data: Any, count: int | None) -> list[Any]:
         """The columns of what is to be written, checked against the schema, which the first write fixes."""
@@ -327,7 +341,8 @@ class LazyTensorStorage(TensorStorage):
 
     ``device="auto"`` is the device of the first data. With ``ndim`` larger than 1, ``max_size`` counts cells and is
     rounded up to whole time steps. ``shared_init`` shares the storage from the start: whichever process writes first
-    allocates for all.
+    allocates for all. Shared memory is given back when this storage ends; with ``cleanup_memmap=False`` it stays for
+    the other processes until somebody removes its files, which are in ``storage.folder``.
 
     >>> from tensordict import TensorDict
     >>> storage = LazyTensorStorage(100)
@@ -340,9 +355,24 @@ class LazyTensorStorage(TensorStorage):
     """
 
     def __init__(
-        self, max_size: int, *, device: torch.device | str = "cpu", ndim: int = 1, shared_init: bool = False
+        self,
+        max_size: int,
+        *,
+        device: torch.device | str = "cpu",
+        ndim: int = 1,
+        compilable: bool = False,
+        consolidated: bool = False,
+        shared_init: bool = False,
+        cleanup_memmap: bool = True,
     ) -> None:
+        refuse_compilable("LazyTensorStorage", compilable)
+        if consolidated:
+            raise UnsupportedError(
+                "LazyTensorStorage: every entry has a block of memory of its own, which is what makes reads fast: got "
+                "consolidated=True; leave it out, and call consolidate() on a batch that is to be sent somewhere."
+            )
         self._begin("LazyTensorStorage", max_size, device, ndim)
+        self._cleanup = cleanup_memmap
         if shared_init:
             self.share()
 
@@ -371,9 +401,11 @@ class LazyMemmapStorage(TensorStorage):
         device: torch.device | str = "cpu",
         ndim: int = 1,
         existsok: bool = False,
+        compilable: bool = False,
         shared_init: bool = True,
         auto_cleanup: bool | None = None,
     ) -> None:
+        refuse_compilable("LazyMemmapStorage", compilable)
         if torch.device(device).type != "cpu":
             raise ValueError(
                 f"LazyMemmapStorage: files are mapped to the memory of the CPU: got device={str(device)!r}; move the "

@@ -9,6 +9,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from llmrl.data.replay_buffers.cells import coordinates
+from llmrl.data.replay_buffers.storages.base import refuse_compilable
 from llmrl.data.replay_buffers.writers.base import Writer
 
 
@@ -25,6 +26,10 @@ class RoundRobinWriter(Writer):
     >>> storage.get(slice(0, 5)), writer.cursor
     ([10, 11, 7, 8, 9], 2)
     """
+
+    def __init__(self, compilable: bool = False) -> None:
+        refuse_compilable(type(self).__name__, compilable)
+        super().__init__()
 
     def add(self, data: Any) -> int:
         storage = self.storage

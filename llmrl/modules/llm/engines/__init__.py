@@ -2,6 +2,14 @@
 
 from llmrl.modules.llm.engines.base import Engine, Generation, SamplingParams, StopReason
 from llmrl.modules.llm.engines.transformers import TransformersEngine
-from llmrl.modules.llm.engines.vllm import VLLMEngine
+from llmrl.modules.llm.engines.vllm import AsyncVLLMEngine, VLLMEngine
 
-__all__ = ["Engine", "Generation", "SamplingParams", "StopReason", "TransformersEngine", "VLLMEngine"]
+__all__ = [
+    "AsyncVLLMEngine",
+    "Engine",
+    "Generation",
+    "SamplingParams",
+    "StopReason",
+    "TransformersEngine",
+    "VLLMEngine",
+]

@@ -12,6 +12,7 @@ import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -24,7 +25,18 @@ from llmrl.modules.llm.engines.base import SamplingParams, StopReason
 from llmrl.modules.llm.engines.vllm.worker import EXTENSION
 from llmrl.optional import require
 
-__all__ = ["Drawn", "build", "load_vllm", "missing_capabilities", "read_output", "read_prompt_scores", "request"]
+__all__ = [
+    "Drawn",
+    "build",
+    "load_vllm",
+    "lora_request",
+    "missing_capabilities",
+    "processes",
+    "read_output",
+    "read_prompt_scores",
+    "request",
+    "tokens",
+]
 
 VERSIONS = """\
   vllm      state
@@ -50,14 +62,14 @@ class Drawn(NamedTuple):
 # --- the package itself -----------------------------------------------------------------------------------------------
 
 
-def load_vllm() -> ModuleType:
+def load_vllm(*, own_process: bool = False) -> ModuleType:
     """The package, imported now and not before (13 s on a slow machine), if it can do what is needed.
 
     Raises  MissingDependencyError  where it is not installed, or lacks something; the message lists it
     """
     with _environment():
         vllm = require("vllm", extra="vllm", used_by="VLLMEngine")
-        missing = missing_capabilities(vllm)
+        missing = missing_capabilities(vllm, own_process=own_process)
     if missing:
         raise MissingDependencyError(
             f"VLLMEngine: vllm {getattr(vllm, '__version__', '?')} lacks: {', '.join(missing)}.\n{VERSIONS}"
@@ -65,15 +77,24 @@ def load_vllm() -> ModuleType:
     return vllm
 
 
-def missing_capabilities(vllm: Any) -> list[str]:
+def missing_capabilities(vllm: Any, *, own_process: bool = False) -> list[str]:
     """What this vLLM has not got of what is used here, by name; empty where it will do."""
-    wanted = {
+    apart = {
+        "AsyncEngineArgs": _OPTIONS,
+        "AsyncLLMEngine.generate": ("prompt", "sampling_params", "request_id"),
+        "AsyncLLMEngine.abort": ("request_id",),
+        "AsyncLLMEngine.collective_rpc": ("method", "kwargs"),
+        "AsyncLLMEngine.pause_generation": ("mode", "clear_cache"),
+        "AsyncLLMEngine.resume_generation": (),
+        "AsyncLLMEngine.reset_prefix_cache": (),
+    }
+    wanted: dict[str, tuple[str, ...]] = {
         "LLM.generate": ("prompts", "sampling_params", "use_tqdm"),
         "LLM.collective_rpc": ("method", "kwargs"),
         "LLM.reset_prefix_cache": (),
         "EngineArgs": _OPTIONS,
         "SamplingParams": _SAMPLING,
-    }
+    } | (apart if own_process else {})
     missing = []
     for path, names in wanted.items():
         found: Any = vllm
@@ -91,14 +112,14 @@ def missing_capabilities(vllm: Any) -> list[str]:
 
 
 def build(model: str, *, own_process: bool, options: Mapping[str, Any]) -> Any:
-    """A ``vllm.LLM`` in this process, or with its core in another one.
+    """A ``vllm.LLM`` in this process, or a ``vllm.AsyncLLMEngine`` with its core in another one.
 
     options  arguments of ``vllm.LLM``, over these: log-probs of the distribution sampled from, no progress bars, and on
              a CPU no compiling, one process, and 1 GiB for keys and values unless VLLM_CPU_KVCACHE_SPACE says more
 
     Building changes the process: the environment, the global seed, ``torch.set_num_threads``. All are put back.
     """
-    vllm = load_vllm()
+    vllm = load_vllm(own_process=own_process)
     current_platform = require("vllm.platforms", extra="vllm", used_by="VLLMEngine").current_platform
     settings: dict[str, Any] = {"logprobs_mode": "processed_logprobs", "disable_log_stats": True}
     if current_platform.is_cpu():
@@ -116,15 +137,34 @@ def build(model: str, *, own_process: bool, options: Mapping[str, Any]) -> Any:
             "VLLMEngine: an engine in this process opens the default process group: there is one already, a trainer's "
             "or another engine's; use own_process=True."
         )
-    switch = "1" if own_process else "0"
+    if own_process:  # a process begun by fork would have copies of this one's locks and not its threads
+        variables = {"VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn", "PYTHONFAULTHANDLER": "1"}
+        with _process_state(), _environment(**variables):
+            return vllm.AsyncLLMEngine.from_engine_args(vllm.AsyncEngineArgs(model, **settings | dict(options)))
     given = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING")
-    if given not in (None, switch):
+    if given not in (None, "0"):
         raise ConfigError(
-            f"VLLMEngine: own_process={own_process} needs VLLM_ENABLE_V1_MULTIPROCESSING to be {switch} or unset: got "
-            f"{given}."
+            "VLLMEngine: an engine in this process needs VLLM_ENABLE_V1_MULTIPROCESSING to be 0 or unset: got "
+            f"{given}; or use own_process=True."
         )
-    with _process_state(), _environment(VLLM_ENABLE_V1_MULTIPROCESSING=switch):
+    with _process_state(), _environment(VLLM_ENABLE_V1_MULTIPROCESSING="0"):
         return vllm.LLM(model, **settings | dict(options))
+
+
+def processes(llm: Any) -> list[Any]:
+    """The processes of an ``AsyncLLMEngine`` that were started here; none where vLLM leaves that to somebody else."""
+    return list(getattr(llm.engine_core.resources.engine_manager, "processes", ()))
+
+
+def tokens(ids: list[int]) -> Any:
+    """A prompt in the form that needs no more work, where vLLM has one."""
+    make = getattr(require("vllm.inputs", extra="vllm", used_by="VLLMEngine"), "tokens_input", None)
+    return {"prompt_token_ids": ids} if make is None else make(ids)
+
+
+def lora_request(name: str, number: int, folder: Path) -> Any:
+    """An adapter for vLLM, by a name and a number that no other has."""
+    return require("vllm.lora.request", extra="vllm", used_by="VLLMEngine").LoRARequest(name, number, str(folder))
 
 
 @contextmanager

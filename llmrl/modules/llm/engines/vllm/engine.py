@@ -8,24 +8,35 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from llmrl.errors import ConfigError, RolloutError, ShapeError, WeightSyncError
+from llmrl.errors import ConfigError, RolloutError, ShapeError, UnsupportedError, WeightSyncError, near
 from llmrl.modules.llm.engines.base import Generation, SamplingParams
 from llmrl.modules.llm.engines.vllm import adapter
-from llmrl.modules.llm.engines.vllm.layout import WeightLayout
+from llmrl.modules.llm.engines.vllm.async_core import AsyncCore
+from llmrl.modules.llm.engines.vllm.gate import Gate
+from llmrl.modules.llm.engines.vllm.layout import WeightGroups, WeightLayout, WeightSet
 from llmrl.modules.llm.engines.vllm.local import LocalCore
+from llmrl.modules.llm.engines.vllm.native import NCCL, CudaIPC
 from llmrl.modules.llm.engines.vllm.server import ServerCore
+from llmrl.modules.llm.engines.vllm.transfer import NothingLoadedError, Settings, SharedMemory
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = ["VLLMEngine"]
+
+_BACKENDS: dict[str, Settings] = {"shared_memory": SharedMemory(), "nccl": NCCL(), "ipc": CudaIPC()}
+_SHORTEST_WAIT_S = 600.0  # without timeout_s; and one second for every token that a row may have
 
 
 class VLLMEngine:
@@ -35,10 +46,15 @@ class VLLMEngine:
                    started by ``vllm serve``
     tokenizer      of a model given as a module: without one, stop strings are refused
     own_process    True: the engine's core runs in a process of its own, so that it and the trainer share neither the
-                   interpreter nor the default process group. False: here
+                   interpreter nor the default process group, and calls of several threads run at the same time. False:
+                   here, one call at a time
     eos_token_ids  ids that end a response and are part of it; the model's generation settings by default
     seed           of the generator that hands out row seeds where a call brings none
-    timeout_s      of a server: longest wait for one answer
+    timeout_s      longest that a call may take, in seconds; None: 600, and one more for every token that its longest
+                   row may have
+    silence_s      of a server: longest that it may leave ``/health`` unanswered while it is asked for more
+    weight_backend how weights reach an engine in another process: "shared_memory" (the default), "nccl" or "ipc", or a
+                   `SharedMemory`, `NCCL` or `CudaIPC` with settings
     options        arguments of ``vllm.LLM``, when one is built. ``dtype`` is the checkpoint's own unless given (vLLM
                    would turn float32 into bfloat16)
 
@@ -48,6 +64,10 @@ class VLLMEngine:
     *Seeds*: a row is a function of its prompt, seed and weights, up to rounding that depends on the batch. *Order* of
     truncation: vLLM cuts by min-p before top-k and top-p, the other engines after.
     *Length*: prompt and response share ``max_length``; a response that reaches it ends as LENGTH.
+    *Threads*: any number may call. An update waits for the calls that are under way, later ones wait for the update:
+    all rows of a call are of one version.
+    *Failures*: a call ends in an error within seconds when the process or the server that it waits for dies, and at its
+    deadline otherwise. `restart` begins a new process.
 
     In this process (``own_process=False``) a default process group of one is open until ``close``, so only one such
     engine can live at a time, and none beside a trainer's group; on a CPU vLLM also pins memory to its node.
@@ -63,14 +83,26 @@ class VLLMEngine:
         own_process: bool = False,
         eos_token_ids: int | Sequence[int] | None = None,
         seed: int | None = None,
-        timeout_s: float = 600.0,
+        timeout_s: float | None = None,
+        silence_s: float = 7.0,
+        weight_backend: str | Settings | None = None,
         **options: Any,
     ) -> None:
+        self.weight_backend = _backend(weight_backend)
+        for name, seconds in (("timeout_s", timeout_s), ("silence_s", silence_s)):
+            if seconds is not None and not seconds > 0:
+                raise ConfigError(f"VLLMEngine: {name} must be positive: got {seconds}.")
         self.tokenizer = tokenizer
-        self.core = _make_core(model, tokenizer, own_process, timeout_s, options)
+        self.timeout_s = timeout_s
+        self._make_core = partial(_make_core, tokenizer, own_process, timeout_s, silence_s, options)
+        self._model = weakref.ref(model) if isinstance(model, nn.Module) else lambda: model  # for a restart
+        self.core = self._make_core(model)
         self.version = 0
+        self._was_updated = False
+        self._gate = Gate()
         self._layout: WeightLayout | None = None
         self._half_loaded = False
+        self._has_adapter = False
         self._generator = torch.Generator()
         if seed is None:
             self._generator.seed()
@@ -119,28 +151,31 @@ class VLLMEngine:
         seeds    one int per prompt, or None for fresh ones from the engine's generator
         Raises   ShapeError, ConfigError; RolloutError where vLLM fails, DeadlineError where a server does not answer
         """
-        self._check_serving()
         self.check(params)
         if seeds is None:
             seeds = torch.randint(1 << 62, (len(prompts),), generator=self._generator).tolist()
         if len(seeds) != len(prompts):
             raise ShapeError(f"VLLMEngine: one seed per prompt: got {len(seeds)} for {len(prompts)} prompts.")
         rows = self._rows(prompts, "a prompt", 1)
-        if not rows:
-            return Generation([], [], [] if params.truncates else None, [], self.version)
-        drawn = self.core.draw(rows, params, [_mixed(seed) for seed in seeds], self.eos_token_ids)
-        plain = None
-        if params.truncates:
-            full = [row + answer.ids.tolist() for row, answer in zip(rows, drawn, strict=True)]
-            scores = self.core.score(full, params.scoring_temperature)
-            plain = [score[len(row) :] for score, row in zip(scores, rows, strict=True)]
+        end = self._end(params.max_new_tokens)
+        with self._gate.holding("requests", end, "generating"):
+            self._check_serving()
+            version = self.version
+            if not rows:
+                return Generation([], [], [] if params.truncates else None, [], version)
+            drawn = self.core.draw(rows, params, [_mixed(seed) for seed in seeds], self.eos_token_ids, end=end)
+            plain = None
+            if params.truncates:
+                full = [row + answer.ids.tolist() for row, answer in zip(rows, drawn, strict=True)]
+                scores = self.core.score(full, params.scoring_temperature, end=end)
+                plain = [score[len(row) :] for score, row in zip(scores, rows, strict=True)]
         home = prompts[0].device
         return Generation(
             [answer.ids.to(home) for answer in drawn],
             [answer.log_probs.to(home) for answer in drawn],
             None if plain is None else [row.to(home) for row in plain],
             [answer.reason for answer in drawn],
-            self.version,
+            version,
         )
 
     def score(
@@ -149,15 +184,20 @@ class VLLMEngine:
         """float32[T_i] per sequence: [t] = log p(token t | tokens before t), [0] = 0, and 0 where ``masks[i]`` is
         False. A server scores at temperature 1 only.
         """
-        self._check_serving()
         if temperature != 1.0 and not self.core.scores_any_temperature:
             raise ConfigError(
                 f"VLLMEngine: a server scores at temperature 1 only: got {temperature}; score with the trainer's model."
             )
         rows = self._rows(sequences, "a sequence", 0)
-        scores = self.core.score(rows, temperature) if rows else []
+        end = self._end(max(map(len, rows), default=0))
+        with self._gate.holding("requests", end, "scoring"):
+            self._check_serving()
+            scores = self.core.score(rows, temperature, end=end) if rows else []
         scores = [score.to(sequence.device) for score, sequence in zip(scores, sequences, strict=True)]
         return scores if masks is None else [row * mask for row, mask in zip(scores, masks, strict=True)]
+
+    def _end(self, num_tokens: int) -> float:
+        return time.monotonic() + (_SHORTEST_WAIT_S + num_tokens if self.timeout_s is None else self.timeout_s)
 
     def _rows(self, tensors: Sequence[Tensor], what: str, room: int) -> list[list[int]]:
         for row, tensor in enumerate(tensors):
@@ -172,19 +212,54 @@ class VLLMEngine:
 
     # --- weights and state --------------------------------------------------------------------------------------------
 
-    def update_weights(self, weights: Mapping[str, Tensor] | None, *, version: int) -> None:
+    def update_weights(
+        self,
+        weights: Mapping[str, Tensor] | WeightGroups | None,
+        *,
+        version: int,
+        backend: str | Settings | None = None,
+    ) -> None:
         """Loads a complete set of weights, empties the prefix cache, then moves the version.
 
         Names are those of the Hugging Face model's ``state_dict()``; of tied weights one name is enough. All of them
-        are checked before the first one is loaded, and until then the old version goes on serving. Should vLLM itself
-        fail in the middle, nothing is served until a whole set was loaded.
+        are checked before the first one is loaded, and until then the old version goes on serving. Should it fail in
+        the middle, nothing is served until a whole set was loaded. Calls that are under way end first.
 
-        Raises  WeightSyncError  naming what is unknown, missing, misshapen, tied but different
+        weights  all of them, or groups that are made one after the other (`weight_groups`, `merged_weights`); of those
+                 every one is made, whatever happens: other ranks take part in that
+        backend  for this update; by default ``weight_backend``
+        Raises  DeadlineError where they do not within ``timeout_s``: nothing was updated
+                WeightSyncError  naming what is unknown, missing, misshapen, tied but different
                 UnsupportedError where a server was not started so that it takes weights, or vLLM cannot load them: on
                 a CPU the experts of a mixture
+                ConfigError      for a backend that this engine has no use for
         """
         if weights is None:
             raise WeightSyncError("VLLMEngine: weights must be given: vLLM holds its own copy of the model.")
+        settings = self.weight_backend if backend is None else _backend(backend)
+        with _drained(weights) as weights:
+            self.core.check_backend(settings)
+            checked = self._checked(weights)
+            end = self._end(0)
+            with self._gate.holding(object(), end, f"loading version {version}", self._make_way):
+                self._load(checked, version, end, settings)
+
+    def update_adapter(self, folder: str | Path, *, version: int) -> None:
+        """What is drawn from now on is drawn with the LoRA adapter in ``folder``, as peft saves it (`adapter_folder`);
+        the folder is not needed afterwards. For an engine that was built with ``enable_lora=True``.
+
+        Answers cached for a prompt are those of one adapter, so nothing old is taken for new.
+
+        Raises  WeightSyncError where vLLM refuses it: the one before goes on serving
+                UnsupportedError for an engine without ``enable_lora``
+        """
+        end = self._end(0)
+        with self._gate.holding(object(), end, f"loading adapter {version}", self._make_way):
+            self.core.load_adapter(Path(folder), version=version, end=end)
+            self._half_loaded, self._has_adapter = False, True
+            self.version = version
+
+    def _checked(self, weights: Mapping[str, Tensor] | WeightGroups) -> WeightSet:
         if self._layout is None:
             if self._config is None:
                 raise WeightSyncError(
@@ -192,11 +267,16 @@ class VLLMEngine:
                     "before they are loaded: it is not."
                 )
             self._layout = WeightLayout(self._config)
-        checked = self._layout.checked(weights)
+        return self._layout.weight_set(weights)
+
+    def _make_way(self) -> None:
+        """What is done about calls that are under way when new weights have come: nothing, they are waited for."""
+
+    def _load(self, checked: WeightSet, version: int, end: float, backend: Settings | None) -> None:
         was_half_loaded, self._half_loaded = self._half_loaded, True
         try:
-            self.core.load(checked, version=version)
-        except NotImplementedError:
+            self.core.load(checked, version=version, end=end, backend=backend)
+        except (NotImplementedError, NothingLoadedError):
             self._half_loaded = was_half_loaded
             raise
         except Exception as error:
@@ -204,13 +284,43 @@ class VLLMEngine:
                 f"VLLMEngine: version {version} was checked but could not be loaded: {type(error).__name__}: {error}; "
                 "nothing is served until a whole set of weights is."
             ) from error
-        self._half_loaded = False
+        self._half_loaded, self._was_updated = False, True
         self.version = version
+
+    def restart(self, weights: Mapping[str, Tensor] | None = None) -> None:
+        """Ends the engine that was built here, dead or alive, and builds a new one, which serves once it has `version`.
+
+        weights  of `version`, as in `update_weights`. Needed where the engine was ever given some: no copy is kept here
+        Raises   WeightSyncError where they are needed and not given, UnsupportedError for an engine or a server that
+                 was not built here: nothing has changed then
+        """
+        if not self.core.owned:
+            raise UnsupportedError(
+                f"VLLMEngine: only an engine that was built here can be restarted: {self.core.model} belongs to "
+                "whoever started it."
+            )
+        if self._was_updated and weights is None:
+            raise WeightSyncError(
+                f"VLLMEngine: restart needs the weights of version {self.version}: they are not kept here; pass the "
+                "trainer's state_dict()."
+            )
+        if (model := self._model()) is None:
+            raise WeightSyncError("VLLMEngine: restart needs the model that the engine was built from: it is gone.")
+        checked = None if weights is None else self._checked(weights)
+        core, self.core = self.core, _Closed("restart() did not come to its end")
+        core.close()
+        end = self._end(0)
+        with self._gate.holding(object(), end, "restarting"):
+            self.core = self._make_core(model)
+            self._half_loaded = self._has_adapter  # which is gone, and must be given again
+            if checked is not None:
+                self._load(checked, self.version, end, self.weight_backend)
 
     def _check_serving(self) -> None:
         if self._half_loaded:
             raise RolloutError(
-                "VLLMEngine: the weights must be whole: the last update broke off in the middle; update them again."
+                "VLLMEngine: the weights must be whole: the last update broke off in the middle, or the engine was "
+                "restarted without its adapter; update them again."
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -223,18 +333,58 @@ class VLLMEngine:
 
     def close(self) -> None:
         """Ends an engine that was built here, with its processes and threads. A second call does nothing."""
-        core, self.core = self.core, _Closed()
+        core, self.core = self.core, _Closed("close() was called")
         core.close()
+
+
+@contextmanager
+def _drained(weights: Mapping[str, Tensor] | WeightGroups) -> Iterator[Mapping[str, Tensor] | WeightGroups]:
+    """Groups that are all made by the end of the block; weights that are there anyway as they are."""
+    if isinstance(weights, Mapping):
+        yield weights
+        return
+    passing = _Passing(weights)
+    try:
+        yield passing
+    finally:
+        for _ in passing:
+            pass
+
+
+class _Passing:
+    """One pass through groups, which goes on where it was left."""
+
+    def __init__(self, groups: WeightGroups) -> None:
+        self.metadata = groups.metadata
+        self._groups = iter(groups)
+
+    def __iter__(self) -> Iterator[Mapping[str, Tensor]]:
+        return self._groups
+
+
+def _backend(given: str | Settings | None) -> Settings | None:
+    if not isinstance(given, str):
+        return given
+    if given not in _BACKENDS:
+        raise ConfigError(
+            f"VLLMEngine: weight_backend must be one of {', '.join(_BACKENDS)}: got {given!r}.{near(given, _BACKENDS)}"
+        )
+    return _BACKENDS[given]
 
 
 class _Closed:
     """What a closed engine asks: everything but closing is an error."""
 
+    owned = True
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
     def close(self) -> None:
         pass
 
     def __getattr__(self, name: str) -> Any:
-        raise RolloutError("VLLMEngine: the engine must be open: close() was called.")
+        raise RolloutError(f"VLLMEngine: the engine must be open: {self._why}.")
 
 
 def _mixed(seed: int) -> int:
@@ -247,7 +397,12 @@ def _mixed(seed: int) -> int:
 
 
 def _make_core(
-    model: Any, tokenizer: Any, own_process: bool, timeout_s: float, options: Mapping[str, Any]
+    tokenizer: Any,
+    own_process: bool,
+    timeout_s: float | None,
+    silence_s: float,
+    options: Mapping[str, Any],
+    model: Any,
 ) -> LocalCore | ServerCore:
     is_url = isinstance(model, str) and model.startswith(("http://", "https://"))
     if is_url or not isinstance(model, (str, Path, nn.Module)):
@@ -256,17 +411,22 @@ def _make_core(
                 f"VLLMEngine: {', '.join(options) or 'own_process'} can only be set where the engine is built: an LLM "
                 "or a server has its settings already."
             )
-        return ServerCore(model, timeout_s=timeout_s) if is_url else LocalCore(_checked_llm(model), owned=False)
+        if not is_url:
+            return LocalCore(_checked_llm(model), owned=False)
+        return ServerCore(model, silence_s=silence_s, **({} if timeout_s is None else {"timeout_s": timeout_s}))
+
+    def built(path: str, own: dict[str, Any]) -> LocalCore:
+        build = partial(adapter.build, path, own_process=own_process, options=own | options)
+        return AsyncCore(build) if own_process else LocalCore(build(), owned=True)
+
     if isinstance(model, nn.Module):
         with tempfile.TemporaryDirectory(prefix="llmrl-vllm-") as folder:  # vLLM reads it while it is built
             model.save_pretrained(folder)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
-            own = {"dtype": _name(model.dtype), "skip_tokenizer_init": tokenizer is None}
-            return LocalCore(adapter.build(folder, own_process=own_process, options=own | options), owned=True)
+            return built(folder, {"dtype": _name(model.dtype), "skip_tokenizer_init": tokenizer is None})
     dtype = getattr(_config_of(model, str(model)), "dtype", None)
-    own = {} if dtype is None else {"dtype": _name(dtype)}
-    return LocalCore(adapter.build(str(model), own_process=own_process, options=own | options), owned=True)
+    return built(str(model), {} if dtype is None else {"dtype": _name(dtype)})
 
 
 def _checked_llm(model: Any) -> Any:

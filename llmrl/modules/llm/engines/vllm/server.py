@@ -6,35 +6,44 @@ One request per row, because a request has one seed; they run at once, so the se
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
+import os
+import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
 
-from llmrl.errors import ConfigError, DeadlineError, RolloutError, UnsupportedError, WeightSyncError
+from llmrl.errors import ConfigError, DeadlineError, LLMRLError, RolloutError, UnsupportedError, WeightSyncError
 from llmrl.modules.llm.engines.base import SamplingParams
 from llmrl.modules.llm.engines.vllm import adapter
 from llmrl.modules.llm.engines.vllm.adapter import Drawn
-from llmrl.modules.llm.engines.vllm.local import weight_file
+from llmrl.modules.llm.engines.vllm.layout import WeightSet
+from llmrl.modules.llm.engines.vllm.native import CudaIPC
+from llmrl.modules.llm.engines.vllm.pulse import Pulse
+from llmrl.modules.llm.engines.vllm.transfer import Settings, SharedMemory, Transfers
 from llmrl.modules.llm.engines.vllm.worker import EXTENSION
 
 __all__ = ["ServerCore", "served_model"]
 
 _MAX_CONNECTIONS = 256
+_FIRST_ANSWERS_S = 120.0  # a server that has just started compiles first
 T = TypeVar("T")
 
 
-def served_model(url: str, *, timeout_s: float = 30.0) -> dict[str, Any]:
+def served_model(url: str, *, timeout_s: float = _FIRST_ANSWERS_S) -> dict[str, Any]:
     """What ``/v1/models`` says of the first model: its "id", its folder or hub name "root", its "max_model_len"."""
-    connections = _Connections(url, timeout_s)
+    connections = _Connections(url)
     try:
-        return connections.ask("GET", "/v1/models")["data"][0]
+        return connections.ask("GET", "/v1/models", end=time.monotonic() + timeout_s)["data"][0]
     finally:
         connections.close()
 
@@ -42,7 +51,8 @@ def served_model(url: str, *, timeout_s: float = 30.0) -> dict[str, Any]:
 class ServerCore:
     """Requests to one server.
 
-    timeout_s  longest wait for one answer
+    timeout_s  for what is asked while this is made
+    silence_s  longest that the server may leave ``/health`` unanswered while it is asked for more
 
     What cannot be had over HTTP is refused: scoring at another temperature than 1 (the server scores prompts under the
     plain logits), and with it the plain log-probs of a truncated distribution at another temperature.
@@ -50,18 +60,22 @@ class ServerCore:
 
     scores_any_temperature = False
     own_process = True
+    owned = False
     reads_text = True  # the server has the tokenizer of its model
 
-    def __init__(self, url: str, *, timeout_s: float = 600.0) -> None:
+    def __init__(self, url: str, *, timeout_s: float = _FIRST_ANSWERS_S, silence_s: float = 7.0) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        self._connections = _Connections(self.url, timeout_s)
+        self._connections = _Connections(self.url)
+        self._transfers = Transfers(self._call)
+        self._pulse = Pulse(self._connections.connect, silence_s, self._connections.interrupt)
+        end = time.monotonic() + timeout_s
         self._pool = ThreadPoolExecutor(_MAX_CONNECTIONS, thread_name_prefix="llmrl-vllm-server")
         try:
-            served = self._connections.ask("GET", "/v1/models")["data"][0]
-            self.name = served["id"]
+            served = self._connections.ask("GET", "/v1/models", end=end)["data"][0]
+            self.name = self._model_name = served["id"]
             self.model = served.get("root") or self.name
             self.max_length = int(served["max_model_len"]) - 1
-            self.processed = self._answers_processed()
+            self.processed = self._answers_processed(end)
         except BaseException as error:
             self.close()
             if isinstance(error, (LookupError, TypeError, ValueError)) and not isinstance(error, ConfigError):
@@ -70,41 +84,54 @@ class ServerCore:
                 ) from error
             raise
 
-    def _answers_processed(self) -> bool:
+    def _answers_processed(self, end: float) -> bool:
         """Whether log-probs are of the distribution sampled from. Where one token alone is allowed its log-prob is then
         0; under the plain logits at most one of two tokens can have that.
         """
         options = {"max_tokens": 1, "logprobs": 0, "temperature": 1.0, "ignore_eos": True}
-        probes = [self._complete([1], {**options, "allowed_token_ids": [token]}) for token in (1, 2)]
+        probes = [self._complete([1], {**options, "allowed_token_ids": [token]}, end) for token in (1, 2)]
         return all(_read_choice(choice).log_probs.item() == 0.0 for choice in probes)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def draw(
-        self, prompts: Sequence[list[int]], params: SamplingParams, seeds: Sequence[int], stop_ids: Sequence[int]
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        seeds: Sequence[int],
+        stop_ids: Sequence[int],
+        *,
+        end: float,
     ) -> list[Drawn]:
         """One answer per prompt, in their order."""
         options = adapter.request(params, stop_token_ids=stop_ids)
 
         def one(row: int) -> Drawn:
             limit = min(options["max_tokens"], self.max_length - len(prompts[row]))
-            return _read_choice(self._complete(prompts[row], {**options, "seed": seeds[row], "max_tokens": limit}))
+            own = {**options, "seed": seeds[row], "max_tokens": limit}
+            return _read_choice(self._complete(prompts[row], own, end))
 
         return self._all(one, len(prompts))
 
-    def score(self, sequences: Sequence[list[int]], temperature: float) -> list[Tensor]:
+    def score(self, sequences: Sequence[list[int]], temperature: float, *, end: float) -> list[Tensor]:
         """float32[T_i] per sequence, at temperature 1."""
 
         def one(row: int) -> Tensor:
-            choice = self._complete(sequences[row], {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0})
+            options = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+            choice = self._complete(sequences[row], options, end)
             pairs = zip(choice["prompt_logprobs"][1:], sequences[row][1:], strict=True)
             return torch.tensor([0.0, *(entry[str(token)]["logprob"] for entry, token in pairs)])
 
         return self._all(one, len(sequences))
 
-    def _complete(self, prompt: list[int], options: dict[str, Any]) -> dict[str, Any]:
-        body = {"model": self.name, "prompt": prompt, "return_token_ids": True, "add_special_tokens": False} | options
-        choice = self._connections.ask("POST", "/v1/completions", body)["choices"][0]
+    def _complete(self, prompt: list[int], options: dict[str, Any], end: float) -> dict[str, Any]:
+        body = {
+            "model": self._model_name,
+            "prompt": prompt,
+            "return_token_ids": True,
+            "add_special_tokens": False,
+        } | options
+        choice = self._connections.ask("POST", "/v1/completions", body, end=end)["choices"][0]
         if choice["prompt_token_ids"] != prompt:
             raise RolloutError(f"VLLMEngine: {self.url} must be asked what was sent: it read other prompt ids.")
         return choice
@@ -112,40 +139,74 @@ class ServerCore:
     def _all(self, one: Callable[[int], T], count: int) -> list[T]:
         futures = [self._pool.submit(one, row) for row in range(count)]
         try:
-            return [future.result() for future in futures]  # every request has its own deadline
+            with self._pulse.beating():
+                return [future.result() for future in futures]  # every request has its own deadline
         finally:
             for future in futures:
                 future.cancel()
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
-    def load(self, weights: dict[str, Tensor], *, version: int) -> None:
-        """Through a file in this machine's memory, between pausing and resuming the server."""
+    def check_backend(self, backend: Settings | None) -> None:
+        """Raises ConfigError for what HTTP cannot carry."""
+        if isinstance(backend, CudaIPC):
+            raise ConfigError("VLLMEngine: a server cannot be sent handles of GPU memory: use SharedMemory or NCCL.")
+
+    def load(self, weights: WeightSet, *, version: int, end: float, backend: Settings | None) -> None:
+        """Between pausing and resuming the server: requests that are under way end first."""
         del version
-        known = self._connections.ask("GET", "/openapi.json")["paths"]
+        with self._pulse.beating():
+            self._check_takes_weights(end)
+            self._connections.ask("POST", "/pause?mode=wait", end=end)
+            try:
+                self._transfers.send(weights, end, SharedMemory() if backend is None else backend)
+                if not self._connections.ask("POST", "/reset_prefix_cache", end=end).get("success"):
+                    raise WeightSyncError(
+                        f"VLLMEngine: {self.url} must empty its prefix cache after an update: it did not."
+                    )
+            except BaseException:
+                with contextlib.suppress(LLMRLError):  # what went wrong first is what is said
+                    self._connections.ask("POST", "/resume", end=time.monotonic() + _FIRST_ANSWERS_S)
+                raise
+            self._connections.ask("POST", "/resume", end=end)
+
+    def _check_takes_weights(self, end: float) -> None:
+        known = self._connections.ask("GET", "/openapi.json", end=end)["paths"]
         needed = ("/collective_rpc", "/pause", "/resume", "/reset_prefix_cache")
         if absent := [path for path in needed if path not in known]:
             raise UnsupportedError(
                 f"VLLMEngine: {self.url} takes no weights ({', '.join(absent)} missing): start it on this machine as "
                 f"VLLM_SERVER_DEV_MODE=1 vllm serve ... --worker-extension-cls {EXTENSION}."
             )
-        answer = self._connections.ask("POST", "/collective_rpc", {"method": "llmrl_why_not_loadable"})
-        if reason := answer["results"][0]:
+        if reason := self._call("llmrl_why_not_loadable", end)[0]:
             raise UnsupportedError(f"VLLMEngine: {self.url} takes no weights: {reason}. Nothing was updated.")
-        self._connections.ask("POST", "/pause?mode=wait")
+
+    def _call(self, method: str, end: float, **arguments: Any) -> list[Any]:
+        """A function of ours in each worker."""
+        body = {"method": method, "kwargs": arguments}
+        return self._connections.ask("POST", "/collective_rpc", body, end=end)["results"]
+
+    def load_adapter(self, folder: Path, *, version: int, end: float) -> None:
+        """What is drawn from now on is drawn with this adapter. Where it cannot be loaded the one before stays."""
+        name = f"llmrl-{os.getpid()}-{version}"
         try:
-            with weight_file(weights) as path:
-                call = {"method": "llmrl_load_file", "kwargs": {"path": path}}
-                self._connections.ask("POST", "/collective_rpc", call)
-            if not self._connections.ask("POST", "/reset_prefix_cache").get("success"):
-                raise WeightSyncError(
-                    f"VLLMEngine: {self.url} must empty its prefix cache after an update: it did not."
-                )
-        finally:
-            self._connections.ask("POST", "/resume")
+            self._ask_plain("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, end)
+        except LLMRLError as error:
+            raise WeightSyncError(
+                f"VLLMEngine: adapter {version} could not be loaded: {error}; the one before goes on serving. A server "
+                "on this machine, started as VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve ... --enable-lora, takes it."
+            ) from error
+        before, self._model_name = self._model_name, name
+        if before != self.name:
+            self._ask_plain("/v1/unload_lora_adapter", {"lora_name": before}, end)
+
+    def _ask_plain(self, path: str, body: dict[str, Any], end: float) -> None:
+        with contextlib.suppress(json.JSONDecodeError):  # it answers with a sentence
+            self._connections.ask("POST", path, body, end=end)
 
     def close(self) -> None:
         """Ends the connections; the server belongs to whoever started it."""
+        self._transfers.close()
         self._pool.shutdown(cancel_futures=True)
         self._connections.close()
 
@@ -161,55 +222,86 @@ def _read_choice(choice: dict[str, Any]) -> Drawn:
 class _Connections:
     """One kept-alive connection per thread that asks."""
 
-    def __init__(self, url: str, timeout_s: float) -> None:
+    def __init__(self, url: str) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"VLLMEngine: a server is given as http://host:port: got {url!r}.")
-        self.url, self.timeout_s = url, timeout_s
+        self.url = url
         self._prefix = parts.path.rstrip("/").removesuffix("/v1")
         self._make = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._host, self._port = parts.hostname, parts.port
         self._mine = threading.local()
         self._open: list[http.client.HTTPConnection] = []
+        self._interrupted: tuple[float, str] = (0.0, "")  # when, and why
 
-    def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The decoded answer. Raises DeadlineError, ConfigError (what was asked is refused), RolloutError."""
+    def connect(self, timeout_s: float) -> tuple[http.client.HTTPConnection, str]:
+        """A connection that is the caller's, and what paths begin with."""
+        return self._make(self._host, self._port, timeout=timeout_s), self._prefix
+
+    def interrupt(self, why: str) -> None:
+        """Ends what every thread waits for."""
+        self._interrupted = (time.monotonic(), why)
+        for connection in list(self._open):
+            with contextlib.suppress(OSError, AttributeError):  # it may be closing, or not be open yet
+                connection.sock.shutdown(socket.SHUT_RDWR)
+
+    def ask(self, method: str, path: str, body: dict[str, Any] | None = None, *, end: float) -> Any:
+        """The decoded answer.
+
+        Raises  DeadlineError at ``end``, ConfigError (what was asked is refused), RolloutError
+        """
         payload = None if body is None else json.dumps(body)
+        began = time.monotonic()
         for attempt in (1, 2):
             fresh = getattr(self._mine, "connection", None) is None
             try:
-                status, text = self._exchange(method, path, payload)
+                status, text = self._exchange(method, path, payload, end)
                 break
             except TimeoutError as error:
                 self._drop()
                 raise DeadlineError(
-                    f"VLLMEngine: {self.url}{path} must answer within {self.timeout_s:g} s: it did not."
+                    f"VLLMEngine: {self.url}{path} must answer within {round(end - began, 1):g} s: it did not."
                 ) from error
             except (OSError, http.client.HTTPException) as error:
                 self._drop()
+                when, why = self._interrupted
+                if when > began:
+                    raise RolloutError(
+                        f"VLLMEngine: {self.url} {why}, so {path} was given up; what it wrote is where it was started."
+                    ) from error
                 if attempt == 2 or fresh:  # a server may close a connection that was idle; that is asked again, once
                     raise RolloutError(
-                        f"VLLMEngine: {self.url}{path} must be reachable: {type(error).__name__}: {error}"
+                        f"VLLMEngine: {self.url}{path} must be reachable: {type(error).__name__}: {error}; what it "
+                        "wrote is where it was started."
                     ) from error
         if status >= 400:
             kind = ConfigError if status < 500 else RolloutError
             raise kind(f"VLLMEngine: {self.url}{path} refused with {status}: {text[:500].decode(errors='replace')}")
         return json.loads(text) if text.strip() else {}
 
-    def _exchange(self, method: str, path: str, payload: str | None) -> tuple[int, bytes]:
+    def _exchange(self, method: str, path: str, payload: str | None, end: float) -> tuple[int, bytes]:
+        left = end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
         connection = getattr(self._mine, "connection", None)
         if connection is None:
-            connection = self._mine.connection = self._make(self._host, self._port, timeout=self.timeout_s)
+            connection = self._mine.connection = self._make(self._host, self._port)
             self._open.append(connection)
+        connection.timeout = left
+        if connection.sock is not None:
+            connection.sock.settimeout(left)
         headers = {} if payload is None else {"Content-Type": "application/json"}
         connection.request(method, self._prefix + path, body=payload, headers=headers)
         response = connection.getresponse()
         return response.status, response.read()
 
     def _drop(self) -> None:
-        connection, self._mine.connection = self._mine.connection, None
-        connection.close()
-        self._open.remove(connection)
+        connection, self._mine.connection = getattr(self._mine, "connection", None), None
+        if connection is not None:
+            if connection.sock is not None:
+                os.close(connection.sock.detach())  # an answer that was never read would keep it open
+            connection.close()
+            self._open.remove(connection)
 
     def close(self) -> None:
         for connection in self._open:

@@ -11,8 +11,11 @@ from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from llmrl.modules.llm.engines.vllm import shared_memory
+from llmrl.modules.llm.engines.vllm.block import Placed
+from llmrl.modules.llm.engines.vllm.reloading import repack_tied
 from llmrl.optional import require
 
 __all__ = ["EXTENSION", "WorkerExtension"]
@@ -41,6 +44,8 @@ class WorkerExtension:
         """
         methods = [getattr(module, "quant_method", None) for module in self.model_runner.get_model().modules()]
         experts = any("MoE" in type(method).__name__ for method in methods)
+        if self.vllm_config.lora_config is not None:
+            return "it was built with enable_lora, and takes adapters in their place (update_adapter)"
         on_cpu = _vllm("vllm.platforms").current_platform.is_cpu()
         return "vLLM reloads the experts of a mixture wrongly on a CPU" if on_cpu and experts else ""
 
@@ -53,14 +58,42 @@ class WorkerExtension:
         except BaseException:
             self.reload_weights(weights_iterator=iter(()))  # puts back the layers that still wait for theirs
             raise
-        _repack_tied(self.model_runner.get_model())
+        repack_tied(self.model_runner.get_model())
 
-    def llmrl_load_file(self: Any, path: str) -> None:
-        """The same from a safetensors file, which stays."""
-        from safetensors import safe_open
+    def llmrl_open_transfer(self: Any, backend: str, init_info: dict[str, Any]) -> None:
+        """Makes ``backend``, a name that vLLM's factory knows or ours, the way in which this worker takes weights."""
+        if backend == shared_memory.BACKEND:
+            shared_memory.register()
+        current = self.weight_transfer_engine
+        if current is None or current.config.backend != backend:
+            if current is not None:
+                current.shutdown()
+            config = _vllm("vllm.config.weight_transfer").WeightTransferConfig(backend=backend)
+            factory = _vllm("vllm.distributed.weight_transfer.factory").WeightTransferEngineFactory
+            model = self.model_runner.get_model()
+            worker = getattr(self, "worker", self)  # in this process ``self`` is a wrapper around it
+            worker.weight_transfer_engine = factory.create_engine(config, self.vllm_config, self.device, model)
+        self.init_weight_transfer_engine(init_info)
 
-        with safe_open(path, framework="pt") as file:
-            WorkerExtension.llmrl_load_weights(self, ((name, file.get_tensor(name)) for name in file.keys()))
+    def llmrl_start(self: Any) -> None:
+        """Begins an update; one that broke off is ended first."""
+        if self._weight_update_active:
+            self.finish_weight_update()
+        self.start_weight_update()
+
+    def llmrl_receive(self: Any, placed: list[list[Any]]) -> list[str]:
+        """Loads what the trainer put into the block. Where something is damaged, its names: nothing is loaded then."""
+        entries = [Placed(*entry) for entry in placed]
+        damaged = self.weight_transfer_engine.damaged(entries)
+        if not damaged:
+            self.update_weights({"placed": entries})
+        return damaged
+
+    def llmrl_finish(self: Any) -> dict[str, list[str]]:
+        """Ends the update. What is wrong with the loaded model: {what: names of parameters}."""
+        self.finish_weight_update()
+        transfer = self.weight_transfer_engine
+        return {"was not loaded": transfer.not_loaded(), "is not what was sent": transfer.differing()}
 
     def llmrl_set_temperature(self: Any, temperature: float) -> int:
         """Divides the logits of everything that follows by ``temperature``, until it is set again. 1: as they were.
@@ -78,20 +111,3 @@ class WorkerExtension:
 
 def _vllm(module: str) -> ModuleType:
     return require(module, extra="vllm", used_by="VLLMEngine")
-
-
-def _repack_tied(model: nn.Module) -> None:
-    """Packs the weight of every tied output head anew.
-
-    On a CPU vLLM multiplies with a packed copy of each weight. A reload packs what was sent, and a tied head is never
-    sent: it would go on with the copy of the old embedding while everything else is new.
-    """
-    packed: dict[int, list[nn.Module]] = {}
-    for module in model.modules():
-        weight = module._parameters.get("weight")
-        if weight is not None and weight.numel() and hasattr(module, "cpu_linear"):
-            packed.setdefault(weight.data_ptr(), []).append(module)
-    for modules in packed.values():
-        if len(modules) > 1:
-            for module in modules:
-                module.quant_method.process_weights_after_loading(module)

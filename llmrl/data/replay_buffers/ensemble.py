@@ -1,0 +1,314 @@
+"""Several buffers, sampled as one. Which of them a batch comes from, and how parts are joined: ``ensemble_parts``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from llmrl.data.replay_buffers.buffer import ReplayBuffer
+from llmrl.data.replay_buffers.ensemble_parts import (
+    SamplerEnsemble,
+    StorageEnsemble,
+    WriterEnsemble,
+    by_member,
+    index_of,
+    join,
+    members_at,
+    refuse,
+    same_schema,
+    split_index,
+)
+from llmrl.data.replay_buffers.samplers import Sampler
+from llmrl.data.replay_buffers.saving import check_transforms
+from llmrl.data.replay_buffers.tensordict import TensorDictReplayBuffer
+
+__all__ = ["ReplayBufferEnsemble"]
+
+
+class ReplayBufferEnsemble(ReplayBuffer):
+    """Several buffers whose batches hold rows of several of them, [members drawn, rows of each].
+
+    The members are ``rbs``; or they are built from ``storages``, ``samplers`` and ``writers`` (all three, and
+    ``collate_fns``, one per member). ``p``, ``sample_from_all`` and ``num_buffer_sampled`` are those of
+    `SamplerEnsemble`; every draw of a member gives ``batch_size / num_buffer_sampled`` rows. Each part passes through
+    the transforms of its member, then ``collate_fn`` joins the list of parts, then the ensemble's own ``transform``
+    runs. ``generator`` is what the members, and the rows of all of them, are drawn from.
+
+    Without a ``collate_fn`` the batch is dense if the rows of all members have one fixed schema (tensor storages with
+    equal keys, shapes and dtypes; samplers of one kind; no transforms or ``collate_fn`` of their own), and a lazy stack
+    of tensordicts otherwise (a list of parts, for rows that are no tensordicts): that depends on the members, never on
+    the draw. ``collate_fn=torch.stack`` makes it dense where transforms have made the rows equal.
+
+    ``info`` is a tensordict; ``info["index", "buffer_ids"]`` and ``info["index", "index"]`` say where each row is from,
+    and so does the entry ``"index"`` of rows of a ``TensorDictReplayBuffer``. ``update_priority`` takes such an index.
+
+    ``ensemble[i]`` is a member, ``ensemble[1:]`` an ensemble of some of them, ``ensemble[:]`` the ensemble itself, and
+    ``ensemble[:, :3]`` are rows of every member; ``len`` counts members. Rows are written to members: ``ensemble[i]``.
+
+    >>> from llmrl.data.replay_buffers import LazyTensorStorage
+    >>> members = [TensorDictReplayBuffer(storage=LazyTensorStorage(10)) for _ in range(2)]
+    >>> ensemble = ReplayBufferEnsemble(*members, sample_from_all=True, batch_size=10)
+    >>> for number in range(2):
+    ...     _ = ensemble[number].extend(TensorDict(obs=torch.arange(6) + 100 * number, batch_size=[6]))
+    >>> batch = ensemble.sample()
+    >>> batch.shape, (batch["obs"] // 100).tolist()
+    (torch.Size([2, 5]), [[0, 0, 0, 0, 0], [1, 1, 1, 1, 1]])
+    >>> torch.equal(batch["index", "buffer_ids"], batch["obs"] // 100)
+    True
+    """
+
+    def __init__(
+        self,
+        *rbs: ReplayBuffer,
+        storages: StorageEnsemble | None = None,
+        samplers: SamplerEnsemble | None = None,
+        writers: WriterEnsemble | None = None,
+        transform: Any = None,
+        batch_size: int | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        collate_fns: Sequence[Callable[[Any], Any] | None] | None = None,
+        p: Sequence[float] | Tensor | None = None,
+        sample_from_all: bool = False,
+        num_buffer_sampled: int | None = None,
+        generator: torch.Generator | None = None,
+        shared: bool = False,
+    ) -> None:
+        parts = (storages, samplers, writers)
+        if rbs:
+            if collate_fns is not None or any(part is not None for part in parts):
+                raise TypeError(
+                    "ReplayBufferEnsemble: buffers have their own parts: got storages, samplers, writers or "
+                    "collate_fns beside them."
+                )
+            for member in rbs:
+                if not isinstance(member, ReplayBuffer) or isinstance(member, ReplayBufferEnsemble):
+                    raise TypeError(
+                        "ReplayBufferEnsemble: members are replay buffers, and no ensembles: got a "
+                        f"{type(member).__name__}."
+                    )
+            self._members = rbs
+        else:
+            if any(part is None for part in parts):
+                raise TypeError("ReplayBufferEnsemble: give buffers, or all of storages, samplers and writers.")
+            self._members = _build_members(storages, samplers, writers, collate_fns, batch_size)
+        if samplers is None:
+            chosen_by = {"p": p, "sample_from_all": sample_from_all, "num_buffer_sampled": num_buffer_sampled}
+            samplers = SamplerEnsemble(*[member._sampler for member in self._members], **chosen_by)
+        elif p is not None or sample_from_all or num_buffer_sampled is not None:
+            raise TypeError(
+                "ReplayBufferEnsemble: p, sample_from_all and num_buffer_sampled are arguments of the SamplerEnsemble "
+                "that was given: got them here."
+            )
+        self._views = (
+            StorageEnsemble(*self._member_parts("_storage"), transforms=[_Transforms(m) for m in self._members]),
+            samplers,
+            WriterEnsemble(*self._member_parts("_writer")),
+        )
+        super().__init__(transform=transform, batch_size=batch_size, collate_fn=collate_fn)
+        if generator is not None:
+            self.set_rng(generator)
+        if shared:
+            self.share()
+
+    def _build_parts(self) -> None:
+        self._given = ()  # the parts are the members'
+
+    def _member_parts(self, name: str) -> tuple[Any, ...]:
+        return tuple(getattr(member, name) for member in self._members)
+
+    # The members' parts as they are now: a member may have been given another sampler meanwhile.
+
+    @property
+    def _storage(self) -> StorageEnsemble:
+        self._views[0].storages = self._member_parts("_storage")
+        return self._views[0]
+
+    @property
+    def _sampler(self) -> SamplerEnsemble:
+        self._views[1].samplers = self._member_parts("_sampler")
+        return self._views[1]
+
+    @property
+    def _writer(self) -> WriterEnsemble:
+        self._views[2].writers = self._member_parts("_writer")
+        return self._views[2]
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __getitem__(self, index: Any) -> Any:
+        """A member, an ensemble of members, or (with a second index) rows of members."""
+        first, rest = split_index(index)
+        where = members_at(first, len(self), "ReplayBufferEnsemble")
+        if isinstance(where, int):
+            return self._members[where] if rest is None else self._members[where][rest]
+        if rest is not None:
+            parts = [self._members[number][rest] for number in where]
+            return self._transform(self._joined(parts, self._dense()))
+        return self if len(where) == len(self) else self._part(where)
+
+    def _part(self, where: Sequence[int]) -> ReplayBufferEnsemble:
+        chosen = self._sampler.of(where)
+        some = ReplayBufferEnsemble(
+            *[self._members[number] for number in where],
+            batch_size=self._batch_size,
+            collate_fn=self._collate_fn,
+            p=None if chosen.sample_from_all else chosen.p,
+            sample_from_all=chosen.sample_from_all,
+        )
+        some._stages = list(self._stages)
+        return some
+
+    # --- reads ---
+
+    def epoch(self) -> Iterator[Any]:
+        """The batches until a member's pass ends; if no sampler has passes, as many as there are rows for."""
+        if any(type(sampler).ran_out is not Sampler.ran_out for sampler in self._sampler.samplers):
+            yield from self
+            return
+        batches, rows = iter(self), sum(map(len, self._members))
+        for _ in range(-(-rows // (self._batch_size or rows))):
+            yield next(batches)
+
+    def _draw(self, size: int) -> tuple[Any, Any, bool]:
+        storage, sampler = self._storage, self._sampler
+
+        def draw(number: int, rows: int) -> tuple[Tensor, tuple[Any, dict[Any, Any]]]:
+            raw, info, _ = self._members[number]._draw(rows)
+            return info["index"], (raw, info)
+
+        parts = sampler.draw(storage, size, draw)
+        infos = []
+        for number, (_, info) in parts:
+            rows = len(info["index"])
+            entries = {key: value for key, value in info.items() if isinstance(value, Tensor) and len(value) == rows}
+            entries["index"] = index_of(number, storage.storages[number], info["index"])
+            infos.append(TensorDict(entries, batch_size=[rows]))
+        return parts, join(infos, self._equal_samplers()), sampler.ran_out
+
+    def _finish(self, raw: list[tuple[int, Any]], info: Any) -> Any:
+        parts = []
+        for number, (rows, member_info) in raw:
+            member = self._members[number]
+            data = member._finish(rows, member_info)
+            if isinstance(member, TensorDictReplayBuffer) and isinstance(index := data.get("index", None), Tensor):
+                data.set("index", index_of(number, member._storage, index))
+            parts.append(data)
+        return self._transform(self._joined(parts, self._dense() and self._equal_samplers()))
+
+    def _joined(self, parts: list[Any], dense: bool) -> Any:
+        return join(parts, dense) if self._collate_fn is None else self._collate_fn(parts)
+
+    def _dense(self) -> bool:
+        """True if rows of all members have one form after their transforms; so it cannot be known if there are any."""
+        plain = all(not member._stages and member._collate_fn is None for member in self._members)
+        kinds = {isinstance(member, TensorDictReplayBuffer) for member in self._members}
+        return plain and len(kinds) == 1 and same_schema(self._storage.storages)
+
+    def _equal_samplers(self) -> bool:
+        """True if what samplers say about rows has the same keys and shapes for all members."""
+        samplers, storages = self._sampler.samplers, self._storage.storages
+        said = {(type(sampler), str(getattr(sampler, "truncated_key", None))) for sampler in samplers}
+        return len(said) == 1 and len({storage.ndim for storage in storages}) == 1
+
+    # --- what is told to members ---
+
+    def update_priority(self, index: TensorDictBase, priority: Tensor) -> None:
+        """Tells the members' samplers how much rows matter; ``index`` is that of a batch, or of its ``info``."""
+        for number, positions, values in by_member(index, priority):
+            self._members[number].update_priority(positions, values)
+
+    def update_tensordict_priority(self, data: TensorDictBase) -> None:
+        """Gives the rows of a sampled batch new priorities; members are ``TensorDictReplayBuffer``."""
+        for part in data.unbind(0):
+            part, index = part.copy(), part["index"]
+            part.set("index", index["index"])
+            self._members[int(index["buffer_ids"].flatten()[0])].update_tensordict_priority(part)
+
+    def mark_update(self, index: TensorDictBase) -> None:
+        """Tells the members' samplers that rows were changed."""
+        for number, positions, _ in by_member(index):
+            self._members[number].mark_update(positions)
+
+    def add(self, data: Any) -> NoReturn:
+        refuse("ReplayBufferEnsemble", "add")
+
+    def extend(self, data: Any) -> NoReturn:
+        refuse("ReplayBufferEnsemble", "extend")
+
+    def __setitem__(self, index: Any, data: Any) -> NoReturn:
+        refuse("ReplayBufferEnsemble", "an assignment")
+
+    def empty(self, empty_write_count: bool = True) -> NoReturn:
+        refuse("ReplayBufferEnsemble", "empty")
+
+    def set_storage(self, storage: Any) -> NoReturn:
+        refuse("ReplayBufferEnsemble", "a new storage")
+
+    def set_sampler(self, sampler: Any) -> NoReturn:
+        refuse("ReplayBufferEnsemble", "a new sampler")
+
+    def set_writer(self, writer: Any) -> NoReturn:
+        refuse("ReplayBufferEnsemble", "a new writer")
+
+    def _rewind(self) -> None:
+        for member in self._members:
+            member._rewind()
+
+    def __repr__(self) -> str:
+        members = ", ".join(map(repr, self._members))
+        return f"ReplayBufferEnsemble({members}, batch_size={self._batch_size}, {len(self._stages)} transforms)"
+
+
+class _Transforms:
+    """A member's transforms as one: what its rows pass through, and their states."""
+
+    def __init__(self, member: ReplayBuffer) -> None:
+        self._member = member
+
+    def __call__(self, data: Any) -> Any:
+        return self._member._transform(data)
+
+    def state_dict(self) -> list[Any]:
+        return [stage.state() for stage in self._member._stages]
+
+    def load_state_dict(self, state: list[Any]) -> None:
+        check_transforms(len(state), self._member._stages)
+        for stage, part in zip(self._member._stages, state, strict=True):
+            stage.load(part)
+
+
+def _build_members(
+    storages: StorageEnsemble,
+    samplers: SamplerEnsemble,
+    writers: WriterEnsemble,
+    collate_fns: Sequence[Callable[[Any], Any] | None] | None,
+    batch_size: int | None,
+) -> tuple[ReplayBuffer, ...]:
+    collates = [None] * len(storages) if collate_fns is None else list(collate_fns)
+    sizes = {
+        "storages": len(storages),
+        "samplers": len(samplers),
+        "writers": len(writers),
+        "collate_fns": len(collates),
+    }
+    if len(set(sizes.values())) != 1:
+        raise ValueError(f"ReplayBufferEnsemble: every member has one part of each kind: got {sizes}.")
+    size = None if batch_size is None else max(batch_size // samplers.num_buffer_sampled, 1)
+    return tuple(
+        ReplayBuffer(
+            storage=storage,
+            sampler=sampler,
+            writer=writer,
+            transform=transform,
+            collate_fn=collate,
+            batch_size=size,
+        )
+        for storage, sampler, writer, transform, collate in zip(
+            storages.storages, samplers.samplers, writers.writers, storages.transforms, collates, strict=True
+        )
+    )

@@ -1,0 +1,131 @@
+"""A replay buffer in another process, as it is seen from here. How that is reached: ``remote``, ``ray_buffer``.
+
+What is asked there is a function of the buffer; what comes back is its result, or the error that it raised, with the
+traceback of the other process as a note.
+"""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, Self
+
+from llmrl.data.replay_buffers.buffer import ReplayBuffer
+from llmrl.data.replay_buffers.samplers import Sampler
+from llmrl.data.replay_buffers.storages import Storage
+from llmrl.data.replay_buffers.tensordict import TensorDictReplayBuffer
+from llmrl.data.replay_buffers.writers import Writer
+
+__all__ = ["BufferProxy"]
+
+Answer = tuple[bool, Any]
+
+
+def answer(make: Callable[..., Any], *arguments: Any, **keywords: Any) -> Answer:
+    """Whether ``make(*arguments)`` returned, and what; else the error. Runs in the buffer's process."""
+    try:
+        return True, make(*arguments, **keywords)
+    except Exception as error:
+        error.add_note("In the buffer's process:\n" + traceback.format_exc().rstrip())
+        return False, error
+
+
+def call(buffer: ReplayBuffer, name: str, *arguments: Any, **keywords: Any) -> Any:
+    """A method of the buffer, without what cannot travel: the buffer, and parts that it replaced."""
+    result = getattr(buffer, name)(*arguments, **keywords)
+    return None if isinstance(result, ReplayBuffer | Storage | Sampler | Writer) else result
+
+
+def _forward(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def forwarded(self: BufferProxy, *arguments: Any, **keywords: Any) -> Any:
+        return self.apply(call, method.__name__, *arguments, **keywords)
+
+    return forwarded
+
+
+class BufferProxy(ABC):
+    """Calls a buffer in another process: the methods of ``ReplayBuffer``, and those of what it is there.
+
+    Every call waits for its answer, at most ``timeout_s`` seconds. Errors of the buffer are raised here as they are.
+    Batches are copies, whatever the storage. ``set_sampler`` and the like take a callable that builds the part there,
+    as the constructor does, and return None: the part that is replaced stays behind.
+
+    Raises: DeadlineError if there is no answer in time (the call may still be carried out); WorkerError if the other
+    process ended. Both name it.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        if timeout_s <= 0:
+            raise ValueError(f"{type(self).__name__}: timeout_s must be positive: got {timeout_s}.")
+        self.timeout_s = timeout_s
+
+    @abstractmethod
+    def _ask(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Answer:
+        """``answer(function, buffer, *arguments, **keywords)`` from where the buffer is."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives the buffer up."""
+
+    def apply(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        """``function(buffer, *arguments, **keywords)``, run where the buffer is; its result travels.
+
+        The way to what has no method here: ``proxy.apply(set_version, 7)`` with a function of the module level.
+        """
+        returned, result = self._ask(function, *arguments, **keywords)
+        if not returned:
+            raise result
+        return result
+
+    add = _forward(ReplayBuffer.add)
+    extend = _forward(ReplayBuffer.extend)
+    empty = _forward(ReplayBuffer.empty)
+    sample = _forward(ReplayBuffer.sample)
+    next = _forward(ReplayBuffer.next)
+    update_priority = _forward(ReplayBuffer.update_priority)
+    update_tensordict_priority = _forward(TensorDictReplayBuffer.update_tensordict_priority)
+    mark_update = _forward(ReplayBuffer.mark_update)
+    set_storage = _forward(ReplayBuffer.set_storage)
+    set_sampler = _forward(ReplayBuffer.set_sampler)
+    set_writer = _forward(ReplayBuffer.set_writer)
+    state_dict = _forward(ReplayBuffer.state_dict)
+    load_state_dict = _forward(ReplayBuffer.load_state_dict)
+    dumps = save = dump = _forward(ReplayBuffer.dumps)
+    loads = load = _forward(ReplayBuffer.loads)
+    register_save_hook = _forward(ReplayBuffer.register_save_hook)
+    register_load_hook = _forward(ReplayBuffer.register_load_hook)
+    __getitem__ = _forward(ReplayBuffer.__getitem__)
+    __setitem__ = _forward(ReplayBuffer.__setitem__)
+    __len__ = _forward(ReplayBuffer.__len__)
+
+    def append_transform(self, transform: Any, *, invert: bool = False) -> Self:
+        """Adds a transform after the others, in the buffer's process."""
+        self.apply(call, "append_transform", transform, invert=invert)
+        return self
+
+    def insert_transform(self, index: int, transform: Any, *, invert: bool = False) -> Self:
+        """Adds a transform before position ``index``, in the buffer's process."""
+        self.apply(call, "insert_transform", index, transform, invert=invert)
+        return self
+
+    @property
+    def batch_size(self) -> int | None:
+        return self.apply(getattr, "batch_size")
+
+    @property
+    def write_count(self) -> int:
+        """How many rows were ever written, by whomever."""
+        return self.apply(getattr, "write_count")
+
+    def __iter__(self) -> Iterator[Any]:
+        """Batches until the sampler's pass ends, which all who use the buffer share."""
+        size = self.batch_size
+        if size is None:
+            raise RuntimeError(f"{type(self).__name__}: iterating needs a batch_size at construction: got none.")
+        ran_out = False
+        while not ran_out:
+            data, _, ran_out = self.apply(call, "_next", size)
+            yield data

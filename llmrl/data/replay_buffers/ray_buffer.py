@@ -1,0 +1,109 @@
+"""A replay buffer in a Ray actor."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from llmrl.data.replay_buffers.buffer import ReplayBuffer
+from llmrl.data.replay_buffers.proxy import Answer, BufferProxy, answer
+from llmrl.errors import DeadlineError, WorkerError
+from llmrl.optional import require
+
+__all__ = ["RayReplayBuffer"]
+
+
+class RayReplayBuffer(BufferProxy):
+    """A buffer in a Ray actor: a local object whose methods call it; see `BufferProxy` for what they wait for.
+
+    ``replay_buffer_cls(*args, **kwargs)`` is built in the actor. Give storages, samplers and writers as callables that
+    build them there (``storage=functools.partial(LazyTensorStorage, 1000)``): their rows do not travel. Ray is started
+    with ``ray_init_config`` if it is not running; ``remote_config`` are options of the actor (``num_cpus``, ``memory``,
+    ``name``, ...). The first call waits until Ray has placed the actor.
+
+    The object may be handed to other actors and tasks, which then use the same buffer. ``close`` ends the actor, and so
+    does Ray once nobody refers to it: rows that are to be kept are saved before, by ``dumps`` or ``state_dict``.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        replay_buffer_cls: type[ReplayBuffer] = ReplayBuffer,
+        ray_init_config: dict[str, Any] | None = None,
+        remote_config: dict[str, Any] | None = None,
+        timeout_s: float = 600.0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(timeout_s)
+        ray = _ray()
+        # Pickled here, where the error of what cannot travel is raised as it is.
+        recipe = _ray("ray.cloudpickle").dumps((replay_buffer_cls, args, kwargs))
+        if not ray.is_initialized():
+            ray.init(**(ray_init_config or {}))
+        actor_class = ray.remote(_Host)
+        self._actor = (actor_class.options(**remote_config) if remote_config else actor_class).remote()
+        self._name = f"Ray actor {self._actor._actor_id.hex()[:8]}, which Ray has not placed yet"
+        try:
+            self._name = self._wait(self._actor.where.remote())
+            returned, result = self._wait(self._actor.build.remote(recipe))
+            if not returned:
+                raise result
+        except BaseException:
+            self.close()
+            raise
+
+    def _ask(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Answer:
+        if self._actor is None:
+            raise RuntimeError("RayReplayBuffer: a closed buffer is not used any more: make another one.")
+        return self._wait(self._actor.answer.remote(function, *arguments, **keywords))
+
+    def _wait(self, reference: Any) -> Any:
+        ray = _ray()
+        try:
+            return ray.get(reference, timeout=self.timeout_s)
+        except ray.exceptions.GetTimeoutError as error:
+            raise DeadlineError(
+                f"RayReplayBuffer: the buffer in {self._name} must answer within timeout_s={self.timeout_s:g}: it did "
+                "not; it is busy, or no node has what remote_config asks for."
+            ) from error
+        except ray.exceptions.RayActorError as error:
+            raise WorkerError(f"RayReplayBuffer: the buffer's {self._name} must run: it has ended. {error}") from error
+
+    def close(self) -> None:
+        """Ends the actor; the rows are gone."""
+        ray = _ray()
+        actor, self._actor = self._actor, None
+        if actor is not None and ray.is_initialized():
+            ray.kill(actor)
+
+    def __repr__(self) -> str:
+        return f"RayReplayBuffer({'closed' if self._actor is None else self._name}, timeout_s={self.timeout_s:g})"
+
+
+def _ray(module: str = "ray") -> Any:
+    return require(module, extra="ray", used_by="RayReplayBuffer")
+
+
+class _Host:
+    """What runs in the actor."""
+
+    def where(self) -> str:
+        ray = _ray()
+        name = ray.get_runtime_context().get_actor_id()[:8]
+        return f"Ray actor {name} (process {os.getpid()} on {socket.gethostname()})"
+
+    def build(self, recipe: bytes) -> Answer:
+        returned, result = answer(_build, recipe)
+        if returned:
+            self._buffer, result = result, None
+        return returned, result
+
+    def answer(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Answer:
+        return answer(function, self._buffer, *arguments, **keywords)
+
+
+def _build(recipe: bytes) -> ReplayBuffer:
+    cls, args, kwargs = _ray("ray.cloudpickle").loads(recipe)
+    return cls(*args, **kwargs)

@@ -1,0 +1,130 @@
+"""A replay buffer behind a remote reference of torch RPC. The processes, and ``init_rpc`` in each, are the user's."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from llmrl.data.replay_buffers.proxy import Answer, BufferProxy, answer
+from llmrl.data.replay_buffers.tensordict import TensorDictReplayBuffer
+from llmrl.errors import DeadlineError, WorkerError
+
+if TYPE_CHECKING:
+    from torch.distributed.rpc import RRef
+
+__all__ = ["RemoteBuffer", "RemoteTensorDictReplayBuffer"]
+
+
+def _at_owner(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method, which also takes a remote reference to the buffer for the buffer; it must run where that is."""
+
+    @functools.wraps(method)
+    def local(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        buffer = self if isinstance(self, TensorDictReplayBuffer) else self.local_value()
+        return method(buffer, *arguments, **keywords)
+
+    # The name that it has in the class below, by which RPC sends it.
+    local.__module__, local.__qualname__ = __name__, f"RemoteTensorDictReplayBuffer.{method.__name__}"
+    return local
+
+
+class RemoteTensorDictReplayBuffer(TensorDictReplayBuffer):
+    """A ``TensorDictReplayBuffer`` that other processes use by torch RPC.
+
+    ``on(worker, **arguments)`` builds one in the process of that name and returns a `RemoteBuffer`, which has the
+    methods of a buffer, with a deadline. References that were made otherwise work too: ``rref.rpc_sync().sample(32)``,
+    and ``rpc.rpc_sync(rref.owner(), RemoteTensorDictReplayBuffer.sample, args=(rref, 32))``.
+
+    The arguments are those of ``TensorDictReplayBuffer``; give storage, sampler and writer as callables that build
+    them there. Several processes may call at the same time.
+
+    >>> buffer = RemoteTensorDictReplayBuffer(batch_size=2)  # here it is a buffer like any other
+    >>> from tensordict import TensorDict
+    >>> buffer.extend(TensorDict(a=[1, 2, 3], batch_size=[3])).tolist()
+    [0, 1, 2]
+    """
+
+    add = _at_owner(TensorDictReplayBuffer.add)
+    extend = _at_owner(TensorDictReplayBuffer.extend)
+    empty = _at_owner(TensorDictReplayBuffer.empty)
+    sample = _at_owner(TensorDictReplayBuffer.sample)
+    next = _at_owner(TensorDictReplayBuffer.next)
+    update_priority = _at_owner(TensorDictReplayBuffer.update_priority)
+    update_tensordict_priority = _at_owner(TensorDictReplayBuffer.update_tensordict_priority)
+    mark_update = _at_owner(TensorDictReplayBuffer.mark_update)
+    state_dict = _at_owner(TensorDictReplayBuffer.state_dict)
+    load_state_dict = _at_owner(TensorDictReplayBuffer.load_state_dict)
+    dumps = save = dump = _at_owner(TensorDictReplayBuffer.dumps)
+    loads = load = _at_owner(TensorDictReplayBuffer.loads)
+    __getitem__ = _at_owner(TensorDictReplayBuffer.__getitem__)
+    __setitem__ = _at_owner(TensorDictReplayBuffer.__setitem__)
+    __len__ = _at_owner(TensorDictReplayBuffer.__len__)
+
+    @classmethod
+    def on(cls, worker: str, *, timeout_s: float = 600.0, **arguments: Any) -> RemoteBuffer:
+        """Builds the buffer in the process that is called ``worker`` there; ``arguments`` are those of the class."""
+        returned, result = _wait(worker, timeout_s, _build, cls, arguments)
+        if not returned:
+            raise result
+        return RemoteBuffer(result, timeout_s=timeout_s)
+
+
+class RemoteBuffer(BufferProxy):
+    """A buffer behind a remote reference: its methods, each of which waits at most ``timeout_s`` for its answer.
+
+    It may be handed to other processes as an argument of RPC calls. The buffer lives as long as anyone refers to it.
+    """
+
+    def __init__(self, rref: RRef, *, timeout_s: float = 600.0) -> None:
+        super().__init__(timeout_s)
+        self.rref: RRef | None = rref
+
+    def _ask(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Answer:
+        if self.rref is None:
+            raise RuntimeError("RemoteBuffer: a closed buffer is not used any more: make another one.")
+        owner = self.rref.owner().name
+        return _wait(owner, self.timeout_s, _answer_there, self.rref, function, arguments, keywords)
+
+    def close(self) -> None:
+        self.rref = None
+
+    def __repr__(self) -> str:
+        where = "closed" if self.rref is None else f"on {self.rref.owner().name!r}"
+        return f"RemoteBuffer({where}, timeout_s={self.timeout_s:g})"
+
+
+def _wait(worker: str, timeout_s: float, function: Callable[..., Answer], *arguments: Any) -> Answer:
+    from torch.distributed import rpc  # not part of every build of torch
+
+    try:
+        to = rpc.get_worker_info(worker)
+    except RuntimeError as error:
+        raise WorkerError(
+            f"RemoteBuffer: a buffer is in a process that init_rpc was called in: got {worker!r} ({error})."
+        ) from error
+    future = rpc.rpc_async(to, function, args=arguments, timeout=timeout_s)
+    try:
+        return future.wait()
+    except RuntimeError as error:  # what the function raises is part of its answer: this is of the way between
+        if "timeout" in str(error).lower():
+            raise DeadlineError(
+                f"RemoteBuffer: the buffer on {worker!r} must answer within timeout_s={timeout_s:g}: it did not; the "
+                "process is busy, or does not run any more."
+            ) from error
+        raise WorkerError(
+            f"RemoteBuffer: the process {worker!r}, which has the buffer, must answer: {error}"
+        ) from error
+
+
+def _build(cls: type[RemoteTensorDictReplayBuffer], arguments: dict[str, Any]) -> Answer:
+    from torch.distributed import rpc
+
+    returned, result = answer(cls, **arguments)
+    return (True, rpc.RRef(result)) if returned else (False, result)
+
+
+def _answer_there(
+    rref: RRef, function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> Answer:
+    return answer(function, rref.local_value(), *arguments, **keywords)

@@ -1,0 +1,1 @@
+"""The inference backends under the names that the documents have for them."""

@@ -1,0 +1,110 @@
+"""What an engine is given of a model with adapters (peft): weights with the adapters merged in, or the adapters alone.
+
+Neither touches the model: layers are merged in copies, one at a time. Which of the two an engine takes is the engine's
+part.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llmrl.errors import UnsupportedError
+from llmrl.optional import require
+from llmrl.weight_update.groups import LazyWeight, WeightGroups, whole
+
+__all__ = ["adapter_folder", "merged_weights"]
+
+
+def merged_weights(model: nn.Module, *, max_bytes: int = 1 << 28) -> WeightGroups:
+    """The weights of a ``peft.PeftModel`` with its active adapters merged in, named as those of the model inside.
+
+    A layer is copied and merged when its group is asked for, by peft's own rules (so DoRA and the like are right), and
+    the copy goes with the group. The model itself stays as it is, adapters and all. Adapters that are switched off
+    (``disable_adapter``) are not merged.
+
+    Raises  UnsupportedError for a tied weight that an adapter changes in one place only: it would not be tied any more
+    """
+    layer_type = _peft("peft.tuners.tuners_utils").BaseTunerLayer
+    saved_type = _peft("peft.utils.other").ModulesToSaveWrapper
+    inside = model.get_base_model()
+    layers = {name: module for name, module in inside.named_modules() if isinstance(module, layer_type)}
+    replaced = {name: module for name, module in inside.named_modules() if isinstance(module, saved_type)}
+    weights: dict[str, LazyWeight] = {}
+    homes: dict[int, list[tuple[str, bool]]] = {}  # parameter -> its names, and whether an adapter changes it there
+    for name, value in inside.state_dict(keep_vars=True).items():
+        layer_name, in_layer, leaf = name.partition(".base_layer.")
+        saved_name, in_saved, saved_leaf = name.partition(".original_module.")
+        if in_layer and layer_name in layers:
+            name, layer = f"{layer_name}.{leaf}", layers[layer_name]
+            changed = _is_active(layer) and (leaf == "weight" or any(getattr(layer, "lora_bias", {}).values()))
+            make = (
+                (lambda layer=layer, leaf=leaf: _merged(layer, leaf)) if changed else lambda value=value: whole(value)
+            )
+        elif in_saved and saved_name in replaced:
+            name, wrapper = f"{saved_name}.{saved_leaf}", replaced[saved_name]
+            changed = bool(wrapper.active_adapters) and not wrapper.disable_adapters
+            if changed:
+                value = wrapper.modules_to_save[wrapper.active_adapters[0]].get_parameter(saved_leaf)
+            make = lambda value=value: whole(value)  # noqa: E731
+        elif any(name.startswith(f"{prefix}.") for prefix in (*layers, *replaced)):
+            continue  # of an adapter
+        else:
+            changed, make = False, lambda value=value: whole(value)
+        others = homes.setdefault(id(value), [])
+        others.append((name, changed))
+        if len(others) > 1:
+            if any(changed for _, changed in others):
+                raise UnsupportedError(
+                    f"merged_weights: {others[0][0]} and {name} are one tied weight, and an adapter changes it in one "
+                    "of the two places: it cannot be merged; leave that layer out of the adapter, or untie it."
+                )
+            continue
+        weights[name] = LazyWeight(value.dtype, value.shape, make)
+    return WeightGroups(weights, max_bytes=max_bytes)
+
+
+@contextmanager
+def adapter_folder(model: nn.Module) -> Iterator[Path]:
+    """A folder with the active adapter of a ``peft.PeftModel``, as an engine reads it; gone afterwards. It lies in this
+    machine's memory where there is such a folder. Where the adapter is sharded this is a collective.
+    """
+    save_file = _peft("safetensors.torch").save_file
+    adapter = model.active_adapter
+    tensors = _peft("peft").get_peft_model_state_dict(model, adapter_name=adapter)
+    memory = Path("/dev/shm")
+    folder = tempfile.mkdtemp(prefix="llmrl-adapter-", dir=memory if os.access(memory, os.W_OK) else None)
+    try:
+        weights = {name: whole(tensor).cpu().contiguous() for name, tensor in tensors.items()}
+        save_file(weights, os.path.join(folder, "adapter_model.safetensors"))
+        model.peft_config[adapter].save_pretrained(folder)
+        yield Path(folder)
+    finally:
+        shutil.rmtree(folder)
+
+
+def _is_active(layer: Any) -> bool:
+    """Whether the layer computes something else than its base does; merged for good, the base has it already."""
+    return not (layer.disable_adapters or layer.merged) and bool(layer.active_adapters)
+
+
+@torch.no_grad()
+def _merged(layer: nn.Module, leaf: str) -> Tensor:
+    """A parameter of the layer's base after merging, in a copy of the layer that has all of its parameters whole."""
+    plain = {id(own): nn.Parameter(whole(own).clone(), requires_grad=False) for own in layer.parameters()}
+    merged: Any = copy.deepcopy(layer, memo=plain)
+    merged.merge()
+    return merged.get_base_layer().get_parameter(leaf).detach()
+
+
+def _peft(module: str) -> Any:
+    return require(module, extra="lora", used_by="merged_weights")

@@ -1,0 +1,146 @@
+"""Times how weights reach another process of this machine, against copying them inside one.
+
+    python scripts/bench/bench_weight_sync.py [--parameters 100_000_000] [--repeats 8] [--vllm] [--hidden 256]
+
+The transport alone is the one that a vLLM engine in its own process is updated by: shared block, checksums on both
+sides, calls between the processes; in vLLM's place a process that copies each tensor into its own parameters.
+``--vllm`` adds a real engine, whose loading (it packs and fuses what it is given) is part of the time. Beside the
+times: how much private memory the updates add to each process, at their peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from table import Row, add_json_option, print_table, write_rows
+from timing import best
+from torch import Tensor
+
+from llmrl.modules.llm.engines.vllm.block import Placed, SharedBlock
+from llmrl.modules.llm.engines.vllm.layout import WeightSet
+from llmrl.modules.llm.engines.vllm.transfer import SharedMemory
+
+
+def private_bytes(process: int | str = "self") -> int:
+    """Memory of a process that is its own: neither a file nor shared."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("RssAnon")))
+
+
+@contextmanager
+def highest(process: int | str) -> Iterator[list[int]]:
+    """The most private memory that a process had inside the block, over what it has now."""
+    start, found, ended = private_bytes(process), [0], threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.002):
+            found[0] = max(found[0], private_bytes(process) - start)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield found
+    finally:
+        ended.set()
+        watcher.join()
+
+
+def layers(parameters: int) -> dict[str, Tensor]:
+    """Weights as a language model has them: a large embedding, then layers of matrices and vectors."""
+    width = 1024
+    weights = {"embedding": torch.randn(max(parameters // 5 // width, 1), width)}
+    count, layer = weights["embedding"].numel(), 0
+    while count < parameters:
+        rows = min(3 * width, -(-(parameters - count) // width))
+        weights |= {f"{layer}.matrix": torch.randn(rows, width), f"{layer}.norm": torch.randn(width)}
+        count, layer = count + (rows + 1) * width, layer + 1
+    return weights
+
+
+def worker(pipe: Connection, shapes: dict[str, torch.Size]) -> None:
+    """What a vLLM worker does with a block, with plain parameters in place of a model."""
+    torch.set_num_threads(1)
+    own = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    block: SharedBlock | None = None
+    while True:
+        method, arguments = pipe.recv()
+        answer: Any = None
+        if method == "llmrl_open_transfer":
+            block = SharedBlock.open(**arguments["init_info"])
+        elif method == "llmrl_receive":
+            entries = [Placed(*entry) for entry in arguments["placed"]]
+            answer = [entry.name for entry in entries if not block.is_intact(entry)]
+            for entry in entries:
+                own[entry.name].copy_(block.read(entry))
+        elif method == "llmrl_finish":
+            answer = {}
+        elif method == "sum":
+            answer = sum(float(tensor.double().sum()) for tensor in own.values())
+        elif method == "end":
+            return
+        pipe.send([answer])
+
+
+def measure_transport(weights: dict[str, Tensor], repeats: int) -> list[Row]:
+    context = multiprocessing.get_context("spawn")
+    pipe, end_of_worker = context.Pipe()
+    shapes = {name: tensor.shape for name, tensor in weights.items()}
+    process = context.Process(target=worker, args=(end_of_worker, shapes), daemon=True)
+    process.start()
+
+    def call(method: str, end: float = 0.0, **arguments: Any) -> list[Any]:
+        pipe.send((method, arguments))
+        return pipe.recv()
+
+    transfer = SharedMemory().connect(call)
+    metadata = {name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()}
+    copies = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+
+    def copy() -> None:
+        for name, tensor in weights.items():
+            copies[name].copy_(tensor)
+
+    def send() -> None:
+        transfer.send(WeightSet(metadata, [weights]), time.monotonic() + 600)
+
+    send()
+    copying, sending = best(copy, send, repeats=repeats)
+    with highest(process.pid) as theirs, highest("self") as ours:
+        send()
+        send()
+    expected = sum(float(tensor.double().sum()) for tensor in weights.values())
+    assert call("sum") == [expected]
+    pipe.send(("end", {}))
+    process.join(30)
+    size = sum(tensor.nbytes for tensor in weights.values())
+    print(f"{size / 1e6:.0f} MB in {len(weights)} tensors: copying {copying:.0f} ms, sending {sending:.0f} ms")
+    return [
+        Row("weights to another process: time / that of one copy", sending / copying, 1 / 0.4),
+        Row("  private memory at the peak / the weights, trainer", ours[0] / size, 0.1),
+        Row("  private memory at the peak / the weights, worker", theirs[0] / size, 0.1),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parameters", type=int, default=100_000_000, help="float32")
+    parser.add_argument("--repeats", type=int, default=8)
+    add_json_option(parser)
+    arguments = parser.parse_args()
+    rows = measure_transport(layers(arguments.parameters), arguments.repeats)
+    print_table(rows)
+    write_rows(rows, arguments.json)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

@@ -1,0 +1,211 @@
+"""Buffers behind remote references of torch RPC: real processes, and what is said when one of them does not answer."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import warnings
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+from torch.distributed import rpc
+
+from llmrl.data.replay_buffers import (
+    LazyStackStorage,
+    LazyTensorStorage,
+    PrioritizedSampler,
+    RemoteBuffer,
+    RemoteTensorDictReplayBuffer,
+    SamplerWithoutReplacement,
+)
+from llmrl.errors import DataError, DeadlineError, WorkerError
+
+pytestmark = pytest.mark.slow
+DEADLINE_S = 90.0
+NAMES = ["trainer", "owner", "other"]
+
+
+class BufferNode(RemoteTensorDictReplayBuffer):
+    """What users of remote buffers write: a class whose constructor builds the parts where it is called."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(storage=LazyTensorStorage(capacity), sampler=SamplerWithoutReplacement(), batch_size=4)
+
+
+def join_rpc(name: str, folder: str) -> None:
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/rpc", rpc_timeout=DEADLINE_S)
+    rpc.init_rpc(name, rank=NAMES.index(name), world_size=len(NAMES), rpc_backend_options=options)
+
+
+def serve(name: str, folder: str, end) -> None:
+    torch.set_num_threads(1)
+    join_rpc(name, folder)
+    end.poll(10 * DEADLINE_S)
+    rpc.shutdown(graceful=False)
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("rpc"))
+    context = multiprocessing.get_context("spawn")
+    ends = {name: context.Pipe() for name in NAMES[1:]}
+    others = {name: context.Process(target=serve, args=(name, folder, ends[name][1]), daemon=True) for name in ends}
+    for process in others.values():
+        process.start()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # init_rpc does, not we
+        join_rpc(NAMES[0], folder)
+    yield others
+    rpc.shutdown(graceful=False)
+    for ours, _ in ends.values():
+        ours.send("end")
+    for process in others.values():
+        process.join(DEADLINE_S)
+
+
+def rows(first: int, count: int) -> TensorDict:
+    number = torch.arange(first, first + count)
+    return TensorDict(number=number, next=TensorDict(reward=number / 2, batch_size=[count]), batch_size=[count])
+
+
+def pid(buffer) -> int:
+    return os.getpid()
+
+
+def set_version(buffer, version: int) -> None:
+    buffer.sampler.version = version
+
+
+def sleep_past(buffer, event_s: float) -> None:
+    threading.Event().wait(event_s)
+
+
+def extend_from_elsewhere(buffer: RemoteBuffer, first: int) -> int:
+    buffer.extend(rows(first, 5))
+    return os.getpid()
+
+
+def test_a_buffer_is_used_where_it_is(processes, tmp_path):
+    make = functools.partial(LazyTensorStorage, 20)
+    buffer = RemoteTensorDictReplayBuffer.on(
+        "owner", storage=make, sampler=SamplerWithoutReplacement, batch_size=4, timeout_s=DEADLINE_S
+    )
+    assert buffer.apply(pid) == processes["owner"].pid
+    assert buffer.extend(rows(0, 6)).tolist() == [0, 1, 2, 3, 4, 5]
+    assert buffer.add(rows(6, 1)[0]) == 6
+    assert (len(buffer), buffer.write_count, buffer.batch_size) == (7, 7, 4)
+    batch, info = buffer.sample(return_info=True)
+    assert torch.equal(batch["number"], info["index"])
+    assert torch.equal(batch["next", "reward"], batch["number"] / 2)
+    assert len(buffer.sample()) == 3  # the pass has seven rows
+    assert sorted(torch.cat([batch["number"] for batch in buffer]).tolist()) == list(range(7))
+    buffer[0] = rows(70, 1)[0].set("index", torch.tensor(0))
+    assert buffer[0]["number"] == 70
+    assert buffer[:2]["number"].tolist() == [70, 1]
+    buffer.dumps(tmp_path)
+    state = buffer.state_dict()
+    buffer.empty()
+    assert len(buffer) == 0
+    buffer.loads(tmp_path)
+    assert buffer["number"].tolist() == [70, 1, 2, 3, 4, 5, 6]
+    buffer.load_state_dict(state)
+    assert buffer.append_transform(negate) is buffer
+    assert buffer[1]["number"] == -1
+    assert "owner" in repr(buffer)
+    buffer.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        len(buffer)
+
+
+def negate(batch: TensorDict) -> TensorDict:
+    return batch.set("number", -batch["number"])
+
+
+def test_plain_references_work_in_both_of_their_forms(processes):
+    rref = rpc.remote("owner", BufferNode, args=(10,))
+    assert rref.rpc_sync().extend(rows(0, 6)).tolist() == list(range(6))
+    assert len(rref.rpc_sync().sample(4)) == 4
+    assert rpc.rpc_sync(rref.owner(), BufferNode.add, args=(rref, rows(6, 1)[0])) == 6
+    assert rpc.rpc_sync(rref.owner(), BufferNode.extend, args=(rref, rows(7, 2))).tolist() == [7, 8]
+    batch = rpc.rpc_sync(rref.owner(), RemoteTensorDictReplayBuffer.sample, args=(rref, 4))
+    assert torch.equal(batch["number"], batch["index"])
+    assert rpc.rpc_sync(rref.owner(), BufferNode.__len__, args=(rref,)) == 9
+    assert len(RemoteBuffer(rref, timeout_s=DEADLINE_S)) == 9
+
+
+def test_several_processes_write_one_buffer_at_the_same_time(processes):
+    buffer = RemoteTensorDictReplayBuffer.on("owner", storage=functools.partial(LazyTensorStorage, 100), batch_size=8)
+    waits = [
+        rpc.rpc_async("other", extend_from_elsewhere, args=(buffer, 100 * number), timeout=DEADLINE_S)
+        for number in range(8)
+    ]
+    mine = torch.cat([buffer.extend(rows(-100 * number, 5)) for number in range(1, 5)])
+    assert {wait.wait() for wait in waits} == {processes["other"].pid}
+    assert len(buffer) == buffer.write_count == 60
+    numbers = buffer["number"]
+    assert sorted(numbers.tolist()) == sorted(
+        number for start in (*range(0, 800, 100), *range(-400, 0, 100)) for number in range(start, start + 5)
+    )
+    assert torch.equal(numbers[mine], torch.cat([rows(-100 * number, 5)["number"] for number in range(1, 5)]))
+    assert torch.equal(buffer["next", "reward"], numbers / 2)
+
+
+def test_priorities_and_ragged_rows_travel(processes):
+    buffer = RemoteTensorDictReplayBuffer.on(
+        "owner",
+        storage=functools.partial(LazyStackStorage, 10),
+        sampler=functools.partial(PrioritizedSampler, 10, 1.0, 1.0, eps=0.0),
+        batch_size=6,
+    )
+    buffer.extend(lazy_stack([TensorDict(ids=torch.arange(length), text="a" * length) for length in (3, 1, 5)]))
+    batch = buffer.sample()
+    assert [len(ids) for ids in batch.get("ids", as_list=True)] == [len(text) for text in batch.get("text").tolist()]
+    batch["td_error"] = (batch["index"] == 2).float()
+    buffer.update_tensordict_priority(batch)
+    buffer.update_priority(torch.tensor([0, 1, 2]), torch.tensor([0.0, 2.0, 0.0]))
+    assert {len(ids) for ids in buffer.sample().get("ids", as_list=True)} == {1}
+
+
+def test_errors_of_the_buffer_come_home_as_they_are(processes):
+    with pytest.raises(TypeError, match="storage must be"):
+        RemoteTensorDictReplayBuffer.on("owner", storage=functools.partial(dict))
+    with pytest.raises(RuntimeError, match="a function that builds its own"):
+        RemoteTensorDictReplayBuffer.on("owner", storage=LazyTensorStorage(3))
+    buffer = RemoteTensorDictReplayBuffer.on("owner", storage=functools.partial(LazyTensorStorage, 10))
+    buffer.extend(rows(0, 3))
+    with pytest.raises(DataError, match="unknown key 'more'") as caught:
+        buffer.extend(rows(0, 3).set("more", torch.zeros(3)))
+    assert "In the buffer's process" in caught.value.__notes__[0]
+    assert "_fix_schema" in caught.value.__notes__[0]
+    with pytest.raises(RuntimeError, match="batch_size"):
+        buffer.sample()
+    assert len(buffer) == 3
+    with pytest.raises(ValueError, match="positive"):
+        RemoteBuffer(buffer.rref, timeout_s=0)
+
+
+def test_an_answer_that_does_not_come_in_time_names_the_process(processes):
+    buffer = RemoteTensorDictReplayBuffer.on("owner", timeout_s=DEADLINE_S)
+    buffer.timeout_s = 0.2
+    began = time.monotonic()
+    with pytest.raises(DeadlineError, match=r"'owner' must answer within timeout_s=0\.2"):
+        buffer.apply(sleep_past, 2.0)
+    assert time.monotonic() - began < 2.0
+    with pytest.raises(WorkerError, match="'nobody'"):
+        RemoteTensorDictReplayBuffer.on("nobody", timeout_s=1.0)
+
+
+def test_the_end_of_the_process_is_said_before_the_deadline(processes):
+    """Last in this file: the process does not come back."""
+    buffer = RemoteTensorDictReplayBuffer.on("other", timeout_s=DEADLINE_S)
+    os.kill(processes["other"].pid, signal.SIGKILL)
+    processes["other"].join(DEADLINE_S)
+    began = time.monotonic()
+    with pytest.raises(WorkerError, match="'other'"):
+        len(buffer)
+    assert time.monotonic() - began < DEADLINE_S / 2

@@ -1,0 +1,245 @@
+"""A whole buffer on disk: damage to any of its files, and states that do not fit, leave a buffer as it was."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from llmrl.data.replay_buffers import (
+    FlatStorageCheckpointer,
+    H5StorageCheckpointer,
+    LazyMemmapStorage,
+    LazyStackStorage,
+    LazyTensorStorage,
+    ListStorage,
+    NestedStorageCheckpointer,
+    PrioritizedSampler,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+    SliceSamplerWithoutReplacement,
+    TensorDictMaxValueWriter,
+)
+from llmrl.data.replay_buffers.directory import current_directory
+from llmrl.errors import CheckpointError, DataError
+
+
+class Counting:
+    """A transform with a state: how often it ran."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def __call__(self, batch: Any) -> Any:
+        self.seen += 1
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+BUFFERS = {
+    "passes": lambda: ReplayBuffer(
+        storage=LazyTensorStorage(20), sampler=SamplerWithoutReplacement(), batch_size=4, transform=Counting()
+    ),
+    "priorities": lambda: ReplayBuffer(
+        storage=LazyTensorStorage(20), sampler=PrioritizedSampler(20, 0.7, 0.5), batch_size=4, transform=Counting()
+    ),
+    "trajectories": lambda: ReplayBuffer(
+        storage=LazyTensorStorage(20),
+        sampler=SliceSamplerWithoutReplacement(slice_len=2, traj_key="episode"),
+        batch_size=4,
+        transform=Counting(),
+    ),
+    "ranks": lambda: ReplayBuffer(
+        storage=LazyStackStorage(20),
+        writer=TensorDictMaxValueWriter(rank_key="score"),
+        batch_size=4,
+        transform=Counting(),
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+def filled(make: str, first: int, count: int) -> ReplayBuffer:
+    buffer = BUFFERS[make]()
+    numbers = torch.arange(first, first + count)
+    buffer.extend(TensorDict(score=numbers.float(), episode=numbers // 3, index=numbers, batch_size=[count]))
+    buffer.sample()
+    return buffer
+
+
+def flat(state: Any) -> list[Any]:
+    leaves = pytree.tree_leaves(state)
+    return [leaf.tolist() if isinstance(leaf, torch.Tensor | np.ndarray) else leaf for leaf in leaves]
+
+
+@pytest.mark.parametrize("make", BUFFERS)
+def test_a_damaged_file_is_named_and_the_buffer_stays(make, tmp_path):
+    filled(make, 0, 12).dumps(tmp_path)
+    buffer = filled(make, 50, 8)
+    rows = flat(buffer[:].to_dict())
+    before, seen = flat(buffer.state_dict()), buffer.transforms[0].seen
+    files = sorted(file for file in current_directory(tmp_path).rglob("*") if file.is_file())
+    assert {file.relative_to(current_directory(tmp_path)).parts[0] for file in files} == {
+        "manifest.json",
+        "sampler",
+        "storage",
+        "transform.t",
+        "writer",
+    }
+    for file in files:
+        whole = file.read_bytes()
+        middle = len(whole) // 2
+        for damaged in (whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :], whole[:middle], None):
+            file.unlink()
+            if damaged is not None:
+                file.write_bytes(damaged)
+            with pytest.raises(CheckpointError, match=file.name):
+                buffer.loads(tmp_path)
+            assert flat(buffer.state_dict()) == before
+            file.write_bytes(whole)
+    assert flat(buffer[:].to_dict()) == rows
+    assert buffer.transforms[0].seen == seen + 1
+    buffer.loads(tmp_path)
+    assert buffer["score"].tolist() == [float(number) for number in range(12)]
+    assert buffer.transforms[0].seen == 2  # by the sample before the dump, and by the read above
+
+
+def test_rows_that_do_not_fit_leave_sampler_writer_and_transforms_too(tmp_path):
+    filled("passes", 0, 12).dumps(tmp_path)
+    buffer = BUFFERS["passes"]()
+    buffer.extend(TensorDict(other=torch.arange(8), batch_size=[8]))
+    buffer.sample()
+    before = flat(buffer.state_dict())
+    with pytest.raises(CheckpointError, match="unknown key 'episode'"):
+        buffer.loads(tmp_path)
+    assert flat(buffer.state_dict()) == before
+    assert len({*buffer.sample()["other"].tolist()}) == 4  # the second half of the pass
+
+
+def test_a_sampler_whose_state_does_not_fit_leaves_the_rows(tmp_path):
+    filled("priorities", 0, 12).dumps(tmp_path)
+    smaller = ReplayBuffer(storage=LazyTensorStorage(20), sampler=PrioritizedSampler(8, 0.7, 0.5), transform=Counting())
+    smaller.extend(TensorDict(score=torch.ones(3), batch_size=[3]))
+    with pytest.raises(CheckpointError, match="max_capacity=8"):
+        smaller.loads(tmp_path)
+    assert smaller["score"].tolist() == [1.0, 1.0, 1.0]
+    assert smaller.write_count == 3
+
+
+def test_a_grid_of_a_dict_or_tuple_is_restored(tmp_path):
+    obs, reward = torch.arange(24.0).view(2, 6, 2), torch.arange(12).view(2, 6)
+    for number, batch in enumerate(({"obs": obs, "reward": reward}, (obs, {"reward": reward}))):
+        buffer, other = (ReplayBuffer(storage=LazyTensorStorage(12, ndim=2), dim_extend=1) for _ in range(2))
+        buffer.extend(batch)
+        buffer.dumps(tmp_path / str(number))
+        other.loads(tmp_path / str(number))
+        assert flat(other.storage[:]) == flat(buffer.storage[:])
+        assert flat(other[:]) == flat(batch)
+        assert other.storage.shape == (6, 2)
+
+
+@pytest.mark.parametrize("make", [LazyStackStorage, ListStorage, LazyTensorStorage])
+def test_restoring_fewer_rows_than_there_are_forgets_the_others(make, tmp_path):
+    few, many = make(10), make(10)
+    few.set(slice(0, 2), TensorDict(a=torch.tensor([1, 2]), batch_size=[2]))
+    many.set(slice(0, 6), TensorDict(a=torch.arange(10, 16), batch_size=[6]))
+    few.dumps(tmp_path)
+    many.loads(tmp_path)
+    assert len(many) == 2
+    many.set(2, TensorDict(a=torch.tensor(3)))
+    assert len(many) == 3
+    assert [int(many.get(position)["a"]) for position in range(3)] == [1, 2, 3]
+    if make is LazyStackStorage:  # the layout of rows that are gone does not count
+        other = make(10)
+        other.set(slice(0, 2), TensorDict(b=torch.zeros(2, 5), batch_size=[2]))
+        other.loads(tmp_path)
+        assert type(other.get(slice(0, 2))) is TensorDict
+
+
+@pytest.mark.parametrize("make", [LazyStackStorage, ListStorage])
+def test_rows_that_cannot_be_restored_leave_those_that_are_there(make):
+    storage = make(4)
+    storage.set(slice(0, 3), TensorDict(a=torch.arange(3), batch_size=[3]))
+    ring = {"length": 2, "cursor": 2, "write_count": 2, "max_size": 4, "ndim": 1, "trailing": []}
+    with pytest.raises((DataError, IndexError, RuntimeError)):
+        storage.restore(TensorDict(a=torch.arange(3), batch_size=[3]), ring)
+    assert [int(storage.get(position)["a"]) for position in range(3)] == [0, 1, 2]
+
+
+class Allocations(TorchDispatchMode):
+    """The bytes of all tensors that were made meanwhile and are no views and no mapped files."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+        self._alive: list[torch.Tensor] = []  # so that no address comes twice
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {leaf.untyped_storage().data_ptr() for leaf in pytree.tree_leaves(args) if torch.is_tensor(leaf)}
+        out = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(out):
+            if not torch.is_tensor(leaf) or "from_file" in str(func):
+                continue
+            if leaf.untyped_storage().data_ptr() not in known:
+                self.num_bytes += leaf.untyped_storage().nbytes()
+                self._alive.append(leaf)
+        return out
+
+
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_a_memmap_is_saved_and_loaded_without_a_copy_in_memory(ndim, tmp_path):
+    def storage() -> LazyMemmapStorage:
+        return LazyMemmapStorage(1000, ndim=ndim)
+
+    buffer, other = ReplayBuffer(storage=storage()), ReplayBuffer(storage=storage())
+    data = TensorDict(obs=torch.rand(1000, 250), next=TensorDict(obs=torch.rand(1000, 250), batch_size=[1000]))
+    data.batch_size = [1000]
+    buffer.extend(data if ndim == 1 else data.reshape(4, 250))
+    with Allocations() as copied:
+        buffer[:]
+    assert copied.num_bytes >= 2_000_000  # what one copy of all rows takes
+    with Allocations() as saved:
+        buffer.dumps(tmp_path)
+    with Allocations() as loaded:
+        other.loads(tmp_path)
+    assert saved.num_bytes < 100_000
+    assert loaded.num_bytes < 100_000
+    assert torch.equal(other.storage[:]["next", "obs"], buffer.storage[:]["next", "obs"])
+
+
+def test_a_hook_that_writes_into_what_it_gets_does_not_change_the_rows(tmp_path):
+    storage, other = LazyTensorStorage(3), LazyTensorStorage(3)
+    storage.set(slice(0, 3), TensorDict(a=torch.arange(3), batch_size=[3]))
+    storage.register_save_hook(lambda content: content.apply_(lambda value: value.add_(10)))
+    storage.dumps(tmp_path)
+    other.loads(tmp_path)
+    assert storage[:]["a"].tolist() == [0, 1, 2]
+    assert other[:]["a"].tolist() == [10, 11, 12]
+
+
+@pytest.mark.parametrize("make", [FlatStorageCheckpointer, NestedStorageCheckpointer, H5StorageCheckpointer])
+def test_codecs_do_not_change_the_rows_they_lay_out(make, tmp_path):
+    done = torch.tensor([0, 0, 1, 0, 0, 1], dtype=torch.bool).unsqueeze(1)
+    following = TensorDict(obs=torch.arange(1.0, 7), reward=torch.ones(6, 1), done=done, batch_size=[6])
+    data = TensorDict(obs=torch.arange(6.0), next=following, batch_size=[6])
+    storage = LazyTensorStorage(6)
+    storage.set(slice(0, 6), data)
+    before = flat(storage[:].to_dict())
+    storage.checkpointer = make()
+    storage.dumps(tmp_path)
+    assert flat(storage[:].to_dict()) == before

@@ -1,0 +1,98 @@
+"""LoRA: an engine that is given an adapter, and one that is given merged weights, both score as the trainer does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from llmrl.errors import UnsupportedError, WeightSyncError
+from llmrl.modules.llm.engines import SamplingParams, TransformersEngine, VLLMEngine
+from llmrl.testing import tiny_model, tiny_tokenizer
+from llmrl.weight_update import SyncProbe, adapter_folder, merged_weights
+
+pytestmark = pytest.mark.vllm
+peft = pytest.importorskip("peft")
+PROMPTS = [torch.tensor(ids) for ids in ([1, 2, 3], [70, 8, 9, 10, 400, 12], [5] * 20)]
+LONG = torch.arange(1, 100)
+PROBE = SyncProbe([*PROMPTS, LONG], bound=1e-4)
+
+
+@pytest.fixture
+def base(tmp_path):
+    tiny_model(tiny_tokenizer(), heads=2).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def adapted(**options):
+    model = tiny_model(tiny_tokenizer(), heads=2)
+    targets = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
+    return peft.get_peft_model(
+        model, peft.LoraConfig(**{"r": 8, "lora_alpha": 16, "target_modules": targets} | options)
+    )
+
+
+def stepped(model, seed):
+    """The model after something like an optimizer step on its adapter."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model.eval()
+
+
+def scorer(model):
+    return TransformersEngine(model, eos_token_ids=(), pad_token_id=0).score
+
+
+def test_an_engine_takes_one_adapter_after_the_other(base):
+    model = stepped(adapted(), 0)
+    engine = VLLMEngine(base, eos_token_ids=(), max_model_len=128, skip_tokenizer_init=True, enable_lora=True)
+    try:
+        with model.disable_adapter():
+            PROBE(engine.score, scorer(model))
+        for version in (1, 2, 3):
+            stepped(model, version)
+            before = {name: value.clone() for name, value in model.state_dict().items()}
+            with pytest.raises(WeightSyncError, match="does not have these weights"):
+                PROBE(engine.score, scorer(model))
+            with adapter_folder(model) as folder:
+                engine.update_adapter(folder, version=version)
+            assert PROBE(engine.score, scorer(model), version=version) < 1e-5  # the folder is gone
+            drawn = engine.generate(PROMPTS, SamplingParams(max_new_tokens=5))
+            assert drawn.version == engine.version == version
+            full = [torch.cat(row) for row in zip(PROMPTS, drawn.ids, strict=True)]
+            for prompt, said, right in zip(PROMPTS, drawn.log_probs, scorer(model)(full), strict=True):
+                torch.testing.assert_close(said, right[len(prompt) :], atol=1e-4, rtol=0)
+            assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+        refused = pytest.raises(
+            WeightSyncError, match=r"adapter 4 could not be loaded: .*the one before goes on serving"
+        )
+        with adapter_folder(stepped(adapted(r=64), 9)) as folder, refused:  # vLLM takes a rank of 16
+            engine.update_adapter(folder, version=4)
+        PROBE(engine.score, scorer(model))
+        assert engine.version == 3
+        with pytest.raises(UnsupportedError, match=r"built with enable_lora, .*Nothing was updated"):
+            engine.update_weights(tiny_model(tiny_tokenizer(), heads=2).state_dict(), version=4)
+        PROBE(engine.score, scorer(model))
+    finally:
+        engine.close()
+
+
+def test_an_engine_without_adapters_takes_merged_weights_and_the_trainer_keeps_its_own(base):
+    model = stepped(adapted(use_rslora=True), 0)
+    engine = VLLMEngine(base, eos_token_ids=(), max_model_len=128, skip_tokenizer_init=True)
+    try:
+        for version in (1, 2):
+            stepped(model, version)
+            before = {name: value.clone() for name, value in model.state_dict().items()}
+            engine.update_weights(merged_weights(model, max_bytes=1 << 15), version=version)
+            assert PROBE(engine.score, scorer(model), version=version) < 1e-5
+            after = model.state_dict()
+            assert before.keys() == after.keys()
+            assert all(torch.equal(before[name], value) for name, value in after.items())
+        with adapter_folder(model) as folder, pytest.raises(UnsupportedError, match="built with enable_lora=True"):
+            engine.update_adapter(folder, version=3)
+        assert engine.version == 2
+    finally:
+        engine.close()

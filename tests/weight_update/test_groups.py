@@ -1,0 +1,110 @@
+"""Weights in groups: all of them, whole, and never many at a time."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch import distributed, nn
+
+from llmrl.errors import ConfigError
+from llmrl.testing import tiny_model, tiny_tokenizer
+from llmrl.weight_update import LazyWeight, WeightGroups, weight_groups
+
+
+def make_model(architecture="qwen2"):
+    return tiny_model(tiny_tokenizer(), architecture=architecture, heads=2)
+
+
+def together(groups):
+    return {name: tensor for group in groups for name, tensor in group.items()}
+
+
+def test_groups_are_the_state_dict_each_within_its_size():
+    model = make_model()
+    limit = 1 << 14
+    groups = list(weight_groups(model, max_bytes=limit))
+    state = model.state_dict()
+    found = together(groups)
+    assert list(found) == list(state)
+    assert all(torch.equal(found[name], state[name]) for name in state)
+    for group in groups:
+        assert len(group) == 1 or sum(tensor.nbytes for tensor in group.values()) <= limit
+    assert len(groups) > 5
+    assert not any(tensor.requires_grad for tensor in found.values())
+
+
+def test_a_tied_weight_comes_once_under_its_first_name():
+    model = make_model("gemma")
+    groups = weight_groups(model)
+    assert "lm_head.weight" in model.state_dict()
+    assert "lm_head.weight" not in groups.metadata
+    assert "model.embed_tokens.weight" in groups.metadata
+
+
+def test_nothing_is_made_before_it_is_asked_for_and_each_pass_makes_it_anew():
+    made = []
+
+    def lazy(name):
+        return LazyWeight(torch.float32, torch.Size([4]), lambda: made.append(name) or torch.zeros(4))
+
+    groups = WeightGroups({name: lazy(name) for name in "abc"}, max_bytes=32)
+    assert groups.metadata["c"] == (torch.float32, torch.Size([4]))
+    passing = iter(groups)
+    assert made == []
+    assert list(next(passing)) == ["a", "b"]
+    assert made == ["a", "b"]
+    groups.drain()
+    assert made == ["a", "b", "a", "b", "c"]
+    with pytest.raises(ConfigError, match="max_bytes must be positive: got 0"):
+        WeightGroups({}, max_bytes=0)
+
+
+def _shard(model, mesh=None):
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def _rank(rank, world_size, port, architecture):
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    try:
+        model = make_model(architecture)
+        expected = {name: value.clone() for name, value in model.state_dict().items()}
+        _shard(model, distributed.device_mesh.init_device_mesh("cpu", (world_size,)))
+        assert any(hasattr(value, "full_tensor") for value in model.state_dict().values())
+        groups = weight_groups(model, max_bytes=1 << 14)
+        assert groups.metadata == {n: (expected[n].dtype, expected[n].shape) for n in groups.metadata}
+        if rank == 0:
+            alive: list[dict[str, torch.Tensor]] = []
+            found = {}
+            for group in groups:
+                alive.append(group)
+                found |= {name: tensor.clone() for name, tensor in group.items()}
+            assert len(alive) > 5
+            assert not any(isinstance(tensor, distributed.tensor.DTensor) for tensor in found.values())
+            assert all(torch.equal(found[name], expected[name]) for name in found)
+            assert expected.keys() - found.keys() <= {"lm_head.weight"}
+        else:
+            groups.drain()
+        distributed.barrier()
+    finally:
+        distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma"])
+def test_a_sharded_model_is_gathered_group_by_group_while_the_other_ranks_take_part(architecture):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(_rank, args=(2, port, architecture), nprocs=2)
+
+
+def test_a_module_without_parameters_has_no_groups():
+    assert list(weight_groups(nn.Identity())) == []
