@@ -41,6 +41,7 @@ PUBLIC = {
     "AdaptiveKLController",
     "llmrl.data.llm.chat": "History add_chat_template",
     "llmrl.modules.llm": "Renderer LLMWrapperBase TransformersWrapper vLLMWrapper ChatHistory Text Tokens LogProbs "
+    "LLMOnDevice make_vllm_worker stateless_init_process_group vLLMWorker "
     "Masks",
     "llmrl.modules.llm.engines": "Engine TransformersEngine VLLMEngine AsyncVLLMEngine SamplingParams Generation "
     "StopReason",
@@ -63,7 +64,11 @@ PUBLIC = {
     "llmrl.objectives.llm": "GRPOLoss GRPOLossOutput SFTLoss SFTLossOutput MCAdvantage GroupQuota "
     "StepCounts count_step",
     "llmrl.collectors": "WeightUpdaterBase",
-    "llmrl.collectors.llm": "LLMCollector",
+    "llmrl.collectors.llm": "LLMCollector vLLMUpdater",
+    "llmrl.collectors.llm.weight_update": "vLLMUpdater VLLMWeightSyncScheme VLLMWeightSender VLLMWeightReceiver",
+    "llmrl.weight_update": "WeightPublisher WeightReceiver WeightGroups LazyWeight SyncProbe weight_groups "
+    "merged_weights adapter_folder",
+    "llmrl.modules.llm.backends.vllm": "LLMOnDevice make_vllm_worker stateless_init_process_group vLLMWorker",
     "llmrl.tools": "Tool FunctionTool ToolCall ToolResult ToolError ToolTimeout ToolRunner tool as_tool load_tool",
     "llmrl.tools.sandbox": "Sandbox InterpreterPool Execution Limits",
     "llmrl.testing": "tiny_tokenizer tiny_model ScriptedPolicy FakeEngine",

@@ -7,8 +7,10 @@ holds ``BorrowedRows`` (``RaggedStack``) never shows the tensors: it asks for ``
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,11 +53,13 @@ class BorrowedRows:
         if form is None or form[2] is None or form[0] not in _ARRAYS or form[1].type != "cpu":
             return pad_rows(rows, value=value, side=side)
         arrays = [row.numpy() for row in rows]
-        longest = max([len(array) for array in arrays])
-        out = torch.full((len(rows), longest, *form[2]), value, dtype=form[0])
-        for place, array in zip(out.numpy(), arrays, strict=True):
-            place[slice(len(array)) if side == "right" else slice(longest - len(array), longest)] = array
-        return out
+        sizes = [len(array) for array in arrays]
+        longest = max(sizes)
+        make = partial(np.full, fill_value=value) if value else np.zeros
+        out = make((len(rows), longest, *form[2]), dtype=arrays[0].dtype)
+        for place, array, size in zip(out, arrays, sizes, strict=True):
+            place[slice(size) if side == "right" else slice(longest - size, longest)] = array
+        return torch.from_numpy(out)
 
     def __reduce__(self) -> Any:
         return BorrowedRows, (self.copies(), self._form)  # also a copy.copy is nobody's memory

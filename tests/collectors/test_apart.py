@@ -13,7 +13,7 @@ from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer
 from llmrl.envs import StepCounter, Transform
 from llmrl.envs.llm import DatasetChatEnv
 from llmrl.envs.llm.transforms import RewardFunction
-from llmrl.errors import ConfigError, RolloutError
+from llmrl.errors import ConfigError, RolloutError, ShapeError
 from llmrl.modules.llm.policies import TransformersWrapper
 from llmrl.modules.llm.policies.containers import ChatHistory
 from llmrl.objectives.llm import MCAdvantage
@@ -251,6 +251,18 @@ def test_an_env_that_never_answers_is_no_accident():
     for options in ({}, {"concurrency": 2}):
         with pytest.raises(RolloutError, match=r"failed for all 3(.|\n)*no such server"):
             collect(dialogs(broken), talks_for([1] * 6), retries=1, **options).next()
+
+
+def test_what_would_fail_for_every_row_is_raised_at_once():
+    asked = []
+
+    def wrong(chats):
+        asked.append(len(chats))
+        raise ShapeError("a reward must be a number per row")
+
+    with pytest.raises(ShapeError, match="a number per row"):
+        collect(dialogs(wrong), talks_for([1] * 6), retries=3).next()
+    assert asked == [3]
 
 
 def test_without_retries_an_error_of_the_env_is_raised_as_it_is():

@@ -1,5 +1,6 @@
 """Collectors for conversations."""
 
 from llmrl.collectors.llm.collector import LLMCollector
+from llmrl.collectors.llm.weight_update import vLLMUpdater
 
-__all__ = ["LLMCollector"]
+__all__ = ["LLMCollector", "vLLMUpdater"]

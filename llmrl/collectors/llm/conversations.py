@@ -22,7 +22,7 @@ from llmrl.collectors.llm.batches import cat_rows, take_rows
 from llmrl.data.llm.columns import column
 from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.chat import carried_views
-from llmrl.errors import RolloutError, ShapeError
+from llmrl.errors import ConfigError, MissingKeyError, RolloutError, ShapeError
 from llmrl.modules.llm.policies.containers import LogProbs
 
 __all__ = ["Conversations", "Stepper", "run_apart", "run_in_step", "truncate"]
@@ -101,6 +101,8 @@ class Stepper:
         td = self.policy(root)
         try:
             td = self.env.step(td)
+        except (ConfigError, MissingKeyError, ShapeError):  # no accident of a row: it would fail for all
+            raise
         except Exception:  # the boundary to the user's env, tools and rewards
             if self.retries is None:
                 raise

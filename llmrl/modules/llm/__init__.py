@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from llmrl.modules.llm.backends.vllm import LLMOnDevice, make_vllm_worker, stateless_init_process_group, vLLMWorker
 from llmrl.modules.llm.engines import (
     AsyncVLLMEngine,
     Engine,
@@ -35,6 +36,7 @@ __all__ = [
     "ChatHistory",
     "Engine",
     "Generation",
+    "LLMOnDevice",
     "LLMWrapperBase",
     "LogProbs",
     "Masks",
@@ -52,8 +54,11 @@ __all__ = [
     "TransformersEngine",
     "TransformersWrapper",
     "VLLMEngine",
+    "make_vllm_worker",
     "pack",
+    "stateless_init_process_group",
     "token_logprobs",
+    "vLLMWorker",
     "vLLMWrapper",
     "why_not_packed",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from llmrl.errors import ConfigError
+from llmrl.modules.llm.backends.vllm.ray_engine import RayEngine
 from llmrl.modules.llm.engines import VLLMEngine
 from llmrl.modules.llm.engines.vllm.server import served_model
 from llmrl.modules.llm.policies.base import Backend, LLMWrapperBase
@@ -19,9 +20,9 @@ __all__ = ["vLLMWrapper"]
 class vLLMWrapper(LLMWrapperBase):
     """vLLM as a policy. Arguments, keys and errors: `LLMWrapperBase`.
 
-    model  a `VLLMEngine`; or what one is built from with its defaults: a ``vllm.LLM``, a model's folder or hub name, a
-           Hugging Face model, the URL of a server started by ``vllm serve``. An engine built here is closed by
-           ``wrapper.engine.close()``
+    model  a `VLLMEngine`, or one in a Ray actor (`make_vllm_worker`); or what an engine is built from with its
+           defaults: a ``vllm.LLM``, a model's folder or hub name, a Hugging Face model, the URL of a server started by
+           ``vllm serve``. An engine built here is closed by ``wrapper.engine.close()``
 
     Without ``tokenizer``, that of the engine or of the folder is taken. There are no logits here: ``get_dist`` and
     gradients are a `TransformersWrapper`'s, and ``device`` and ``pad_model_input`` are decided by vLLM.
@@ -37,7 +38,8 @@ class vLLMWrapper(LLMWrapperBase):
         for name in ("device", "pad_model_input"):
             if self._settings[name] is not None:
                 raise ConfigError(f"{type(self).__name__}: {name} is decided by vLLM: leave it out.")
-        engine = model if isinstance(model, VLLMEngine) else VLLMEngine(model, tokenizer=self.tokenizer)
+        given = isinstance(model, (VLLMEngine, RayEngine))
+        engine = model if given else VLLMEngine(model, tokenizer=self.tokenizer)
         try:
             engine.check(self.options.params)
         except ConfigError:
@@ -54,6 +56,8 @@ class vLLMWrapper(LLMWrapperBase):
             return super()._load_tokenizer(model, tokenizer)
         if isinstance(model, VLLMEngine):
             return model.tokenizer if model.tokenizer is not None else super()._load_tokenizer(model, model.core.model)
+        if isinstance(model, RayEngine):
+            return super()._load_tokenizer(model, model.model)
         if isinstance(model, str) and model.startswith(("http://", "https://")):
             model = served_model(model)["root"]
         elif not isinstance(model, str):
@@ -61,5 +65,5 @@ class vLLMWrapper(LLMWrapperBase):
             model = getattr(model, "name_or_path", None) if llm is None else llm.model_config.model
         return super()._load_tokenizer(model, None if model is None else str(model))
 
-    def _source(self) -> VLLMEngine:
+    def _source(self) -> VLLMEngine | RayEngine:
         return own_engine(self.engine)

@@ -33,7 +33,7 @@ __all__ = ["AsyncCore"]
 _STARTED_S = 120.0  # for the first answer of an engine that says that it is up
 _LOOP_S = 10.0  # for what the loop does by itself
 _CLOSING_S = 30.0  # for the process to end its own workers; killed earlier, it leaves those and shared memory behind
-_RESUMED_S = 5.0  # for the engine to go on
+_RESUMED_S = 2.0  # for the engine to go on; it may have stopped answering
 _LAST_WORDS_S = 4.0  # for a process that vLLM calls dead to be gone
 T = TypeVar("T")
 

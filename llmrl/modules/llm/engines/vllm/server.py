@@ -29,12 +29,13 @@ from llmrl.modules.llm.engines.vllm.adapter import Drawn
 from llmrl.modules.llm.engines.vllm.layout import WeightSet
 from llmrl.modules.llm.engines.vllm.native import CudaIPC
 from llmrl.modules.llm.engines.vllm.pulse import Pulse
-from llmrl.modules.llm.engines.vllm.transfer import Settings, SharedMemory, Transfers
+from llmrl.modules.llm.engines.vllm.transfer import NothingLoadedError, Settings, SharedMemory, Transfers
 from llmrl.modules.llm.engines.vllm.worker import EXTENSION
 
 __all__ = ["ServerCore", "served_model"]
 
 _MAX_CONNECTIONS = 256
+_RESUMED_S = 1.0  # for a server that failed, to go on; it may have stopped answering
 _FIRST_ANSWERS_S = 120.0  # a server that has just started compiles first
 T = TypeVar("T")
 
@@ -157,8 +158,11 @@ class ServerCore:
         del version
         with self._pulse.beating():
             self._check_takes_weights(end)
-            self._connections.ask("POST", "/pause?mode=wait", end=end)
             try:
+                try:
+                    self._connections.ask("POST", "/pause?mode=wait", end=end)
+                except LLMRLError as error:
+                    raise NothingLoadedError(f"{error} Nothing was updated.") from error
                 self._transfers.send(weights, end, SharedMemory() if backend is None else backend)
                 if not self._connections.ask("POST", "/reset_prefix_cache", end=end).get("success"):
                     raise WeightSyncError(
@@ -166,7 +170,7 @@ class ServerCore:
                     )
             except BaseException:
                 with contextlib.suppress(LLMRLError):  # what went wrong first is what is said
-                    self._connections.ask("POST", "/resume", end=time.monotonic() + _FIRST_ANSWERS_S)
+                    self._connections.ask("POST", "/resume", end=time.monotonic() + _RESUMED_S)
                 raise
             self._connections.ask("POST", "/resume", end=end)
 

@@ -1,0 +1,96 @@
+"""``RayEngine``: a vLLM engine in a Ray actor, wherever Ray has room for it, behind the methods of every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from llmrl.errors import DeadlineError, RolloutError, WeightSyncError
+from llmrl.modules.llm.engines.base import Generation, SamplingParams
+from llmrl.modules.llm.engines.vllm.engine import VLLMEngine
+from llmrl.optional import require
+
+__all__ = ["RayEngine"]
+
+
+class RayEngine:
+    """An ``Engine`` that asks a `VLLMEngine` in an actor of its own.
+
+    model         a folder or hub name that the actor's machine can read
+    num_gpus      of the actor, one tensor-parallel rank on each; None: none
+    timeout_s     longest wait for one answer
+    settings      of `VLLMEngine`
+
+    Weights go through Ray's object store, whole: on one machine ``VLLMEngine(own_process=True)`` is faster.
+
+    Raises  RolloutError, naming the actor, where it dies; DeadlineError; what the engine itself raises
+    """
+
+    def __init__(self, model: str, *, num_gpus: int | None = None, timeout_s: float = 900.0, **settings: Any) -> None:
+        self._ray = require("ray", extra="ray", used_by="RayEngine")
+        self.model, self._timeout_s = model, timeout_s
+        if not self._ray.is_initialized():
+            self._ray.init()
+        if num_gpus is not None:
+            settings = {"tensor_parallel_size": num_gpus} | settings
+        self._actor = self._ray.remote(VLLMEngine).options(num_gpus=num_gpus or 0).remote(model, **settings)
+        self.version: int = 0
+        try:
+            self.max_length: int = self._ask("__getattribute__", "max_length")
+            self.eos_token_ids: tuple[int, ...] = self._ask("__getattribute__", "eos_token_ids")
+        except BaseException:
+            self.close()
+            raise
+
+    def check(self, params: SamplingParams) -> None:
+        """Raises ConfigError for options that the engine cannot honour."""
+        self._ask("check", params)
+
+    def generate(
+        self, prompts: Sequence[Tensor], params: SamplingParams, *, seeds: Sequence[int] | None = None
+    ) -> Generation:
+        """As `VLLMEngine.generate`."""
+        return self._ask("generate", list(prompts), params, seeds=seeds)
+
+    def score(
+        self, sequences: Sequence[Tensor], *, temperature: float = 1.0, masks: Sequence[Tensor] | None = None
+    ) -> list[Tensor]:
+        """As `VLLMEngine.score`."""
+        return self._ask("score", list(sequences), temperature=temperature, masks=masks)
+
+    def update_weights(self, weights: Mapping[str, Tensor] | None, *, version: int) -> None:
+        """As `VLLMEngine.update_weights`. Groups are put together first: the object store takes them whole."""
+        if weights is None:
+            raise WeightSyncError("RayEngine: weights must be given: the actor holds its own copy of the model.")
+        if not isinstance(weights, Mapping):
+            weights = {name: tensor for group in weights for name, tensor in group.items()}
+        stored = self._ray.put({name: tensor.detach().cpu() for name, tensor in weights.items()})
+        self._ask("update_weights", stored, version=version)
+        self.version = version
+
+    def close(self) -> None:
+        """Ends the engine and its actor. A second call does nothing."""
+        actor, self._actor = self._actor, None
+        if actor is None:
+            return
+        try:
+            self._ray.get(actor.close.remote(), timeout=60)
+        except (self._ray.exceptions.RayError, TimeoutError):
+            pass  # it is dead, or does not answer: it is killed either way
+        finally:
+            self._ray.kill(actor)
+
+    def _ask(self, method: str, *arguments: Any, **options: Any) -> Any:
+        if self._actor is None:
+            raise RolloutError("RayEngine: the engine must be open: close() was called.")
+        try:
+            answer = getattr(self._actor, method).remote(*arguments, **options)
+            return self._ray.get(answer, timeout=self._timeout_s)
+        except self._ray.exceptions.GetTimeoutError as error:
+            raise DeadlineError(
+                f"RayEngine: {method} must be answered within {self._timeout_s:g} s: it was not."
+            ) from error
+        except self._ray.exceptions.RayActorError as error:
+            raise RolloutError(f"RayEngine: the actor must live to answer {method}: {error}") from error

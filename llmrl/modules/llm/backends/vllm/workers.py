@@ -1,0 +1,140 @@
+"""The documented ways to have a vLLM engine: on chosen devices, in a Ray actor, with a worker that takes broadcasts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from llmrl.errors import ConfigError, WeightSyncError
+from llmrl.modules.llm.backends.vllm.process_group import stateless_init_process_group
+from llmrl.modules.llm.engines.vllm.block import checksum
+from llmrl.modules.llm.engines.vllm.engine import VLLMEngine
+from llmrl.modules.llm.engines.vllm.worker import WorkerExtension
+
+if TYPE_CHECKING:
+    from llmrl.modules.llm.backends.vllm.ray_engine import RayEngine
+
+__all__ = ["LLMOnDevice", "make_vllm_worker", "vLLMWorker"]
+
+
+class LLMOnDevice(VLLMEngine):
+    """A `VLLMEngine` on some of this machine's GPUs, one tensor-parallel rank on each.
+
+    devices   their numbers; the engine then has a process of its own, which sees no others. None: as `VLLMEngine` does
+    settings  of `VLLMEngine`
+    """
+
+    def __init__(self, model: Any, *, devices: Sequence[int] | None = None, **settings: Any) -> None:
+        if devices is not None:
+            if not devices or len(set(devices)) != len(devices):
+                raise ConfigError(f"LLMOnDevice: devices must be different GPUs, at least one: got {list(devices)}.")
+            settings = {"own_process": True, "tensor_parallel_size": len(devices)} | settings
+        with _visible(devices):
+            super().__init__(model, **settings)
+
+
+def make_vllm_worker(
+    *,
+    model_name: str,
+    devices: Sequence[torch.device | int] | None = None,
+    num_devices: int | None = None,
+    make_ray_worker: bool = True,
+    enforce_eager: bool = False,
+    enable_fp32_output: bool = False,
+    **settings: Any,
+) -> VLLMEngine | RayEngine:
+    """A vLLM engine over the model ``model_name``, to be given to `vLLMWrapper`.
+
+    devices             the GPUs to use; num_devices: how many, wherever they are. Not both
+    make_ray_worker     True: in a Ray actor, which Ray gives its GPUs; False: beside this process
+    enforce_eager       no graphs, no compiling
+    enable_fp32_output  logits in float32. vLLM has no switch for the head alone, so the whole model computes in float32
+    settings            of `VLLMEngine`
+
+    Raises  ConfigError  for devices and num_devices together
+    """
+    if devices is not None and num_devices is not None:
+        raise ConfigError("make_vllm_worker: devices and num_devices exclude each other: got both.")
+    if num_devices is not None and num_devices < 1:
+        raise ConfigError(f"make_vllm_worker: num_devices must be at least 1: got {num_devices}.")
+    numbers = None if devices is None else [_number(device) for device in devices]
+    if enforce_eager:
+        settings = {"enforce_eager": True} | settings
+    if enable_fp32_output:
+        if settings.get("dtype", "float32") not in ("float32", torch.float32):
+            raise ConfigError(f"make_vllm_worker: enable_fp32_output needs dtype float32: got {settings['dtype']!r}.")
+        settings["dtype"] = "float32"
+    count = num_devices if numbers is None else len(numbers)
+    if make_ray_worker:
+        from llmrl.modules.llm.backends.vllm.ray_engine import RayEngine
+
+        return RayEngine(model_name, num_gpus=count, **settings)
+    if count is not None and numbers is None:
+        settings = {"own_process": True, "tensor_parallel_size": count} | settings
+    return LLMOnDevice(model_name, devices=numbers, **settings)
+
+
+class vLLMWorker(WorkerExtension):
+    """The functions of vLLM's worker when somebody else drives the update, tensor by tensor over a process group.
+
+    Named as ``worker_extension_cls``. An engine's own ``update_weights`` needs none of this, and is faster.
+    """
+
+    def init_weight_update_group(
+        self: Any, master_address: str, master_port: int, rank_offset: int, world_size: int
+    ) -> None:
+        """Joins the group, behind the ``rank_offset`` ranks of the trainer."""
+        rank = rank_offset + self.rank
+        self._llmrl_group = stateless_init_process_group(master_address, master_port, rank, world_size, self.device)
+        self._llmrl_received = {}
+        self._llmrl_before = vLLMWorker._checksums(self)
+
+    def update_weight(self: Any, name: str, dtype_name: str, shape: Sequence[int]) -> None:
+        """Takes part in a broadcast of rank 0, and keeps what came."""
+        if getattr(self, "_llmrl_group", None) is None:
+            raise WeightSyncError("vLLMWorker: init_weight_update_group must come before update_weight: it did not.")
+        dtype = getattr(torch, dtype_name.removeprefix("torch."))
+        weight = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        self._llmrl_group.broadcast(weight, src=0)
+        self._llmrl_received[name] = weight
+
+    def apply_weights(self: Any) -> None:
+        """Loads what was kept, which must be a complete set, and lets it go."""
+        received, self._llmrl_received = self._llmrl_received, {}
+        WorkerExtension.llmrl_load_weights(self, received.items())
+
+    def check_weights_changed(self: Any) -> bool:
+        """Whether any parameter is another one than when the group was joined."""
+        return vLLMWorker._checksums(self) != self._llmrl_before
+
+    def _checksums(self: Any) -> dict[str, int]:
+        return {name: checksum(value) for name, value in self.model_runner.get_model().named_parameters()}
+
+
+def _number(device: torch.device | int) -> int:
+    number = device if isinstance(device, int) else torch.device(device).index
+    if number is None:
+        raise ConfigError(f"make_vllm_worker: a device must be a GPU with a number: got {device}.")
+    return number
+
+
+@contextmanager
+def _visible(devices: Sequence[int] | None) -> Iterator[None]:
+    """Processes that begin inside the block see these GPUs, numbered as this process numbers them."""
+    if devices is None:
+        yield
+        return
+    variable = "CUDA_VISIBLE_DEVICES"
+    before = os.environ.get(variable)
+    own = before.split(",") if before else None
+    os.environ[variable] = ",".join(str(number) if own is None else own[number] for number in devices)
+    try:
+        yield
+    finally:
+        os.environ.pop(variable)
+        if before is not None:
+            os.environ[variable] = before

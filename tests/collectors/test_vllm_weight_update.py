@@ -1,0 +1,127 @@
+"""The documented updater and scheme: they find their engine, say what a set is, and move the version once."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+from llmrl.collectors.llm.weight_update import VLLMWeightSyncScheme, vLLMUpdater
+from llmrl.errors import ConfigError, WeightSyncError
+from llmrl.modules.llm.engines.vllm.native import NCCL
+from llmrl.testing import FakeEngine, tiny_model, tiny_tokenizer
+from llmrl.weight_update import WeightGroups
+
+
+def make_engine():
+    return FakeEngine(["x"], tokenizer=tiny_tokenizer())
+
+
+class Collector:
+    def __init__(self, engine):
+        self.policy, self.updates = SimpleNamespace(engine=engine), 0
+
+    def increment_version(self):
+        self.updates += 1
+
+
+def test_the_updater_pushes_to_the_engine_of_its_collectors_policy():
+    engine, model = make_engine(), nn.Linear(2, 1)
+    collector, updater = Collector(engine), vLLMUpdater()
+    with pytest.raises(WeightSyncError, match="there must be an engine to push to"):
+        updater.push_weights(model.state_dict())
+    updater.register_collector(collector)
+    updater.init(vLLMUpdater.get_model_metadata(model))
+    updater.push_weights(model.state_dict())
+    assert set(engine.weights) == {"weight", "bias"}
+    updater.push_weights(TensorDict(dict(model.state_dict())))
+    updater.push_weights(model)
+    assert isinstance(engine.weights, WeightGroups)
+    assert (engine.version, collector.updates) == (3, 3)
+
+
+def test_the_metadata_round_trip_names_what_is_not_among_it():
+    model = tiny_model(tiny_tokenizer(), architecture="gemma")  # tied
+    metadata = vLLMUpdater.get_model_metadata(model)
+    assert metadata["model.norm.weight"] == (torch.float32, torch.Size([64]))
+    engine = make_engine()
+    updater = vLLMUpdater(model_metadata=metadata, engine=engine)
+    updater.push_weights(model)
+    updater.push_weights(model.state_dict())  # with both names of the tied weight
+    sent = dict(model.state_dict())
+    for change, message in (
+        ({"model.norm.weight": torch.ones(3)}, r"model.norm.weight must be .*\[64\].* got .*\[3\]"),
+        ({"model.norm.weight": torch.ones(64).half()}, "got .torch.float16"),
+    ):
+        with pytest.raises(WeightSyncError, match=message):
+            updater.push_weights(sent | change)
+    del sent["model.norm.weight"]
+    with pytest.raises(WeightSyncError, match=r"model.norm.weight must be pushed too"):
+        updater.push_weights(sent)
+    assert engine.version == 2
+
+
+def test_an_address_means_a_broadcast_to_that_many_workers():
+    engine = make_engine()
+    vLLMUpdater("10.0.0.1", 29500, vllm_tp_size=4, engine=engine)
+    assert engine.weight_backend == NCCL(4, "10.0.0.1", 29500)
+    for arguments, message in (
+        ({"vllm_tp_size": 0}, "vllm_tp_size must be at least 1: got 0"),
+        ({"master_port": 29500}, "says nothing without master_address"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            vLLMUpdater(**arguments)
+
+
+def test_what_is_no_engine_is_a_type_error():
+    for make in (lambda: vLLMUpdater(engine=object()), lambda: VLLMWeightSyncScheme().create_receiver(object())):
+        with pytest.raises(TypeError, match=r"must implement RLvLLMEngine interface .* got object"):
+            make()
+
+
+def test_a_sender_gives_every_receiver_the_same_version_or_none_any():
+    engines, model = [make_engine(), make_engine()], nn.Linear(2, 1)
+    scheme = VLLMWeightSyncScheme(num_replicas=2, strategy="state_dict")
+    sender = scheme.create_sender()
+    with pytest.raises(WeightSyncError, match="weights must be given, or a model registered"):
+        sender.update_weights()
+    sender.register_model(model)
+    sender.init_all_workers_group({name: (t.dtype, t.shape) for name, t in model.state_dict().items()}, engines[0])
+    with pytest.raises(WeightSyncError, match="2 engines must have registered: got 1; no engine was updated"):
+        sender.update_weights()
+    receiver = scheme.create_receiver(engines[1])
+    receiver.init_all_workers_group()
+    sender.register_worker(1, receiver)
+    sender.register_worker(1, receiver)  # once more with its number changes nothing
+    engines[1].version = 4
+    sender.update_weights()
+    assert [engine.version for engine in engines] == [5, 5]
+    with pytest.raises(WeightSyncError, match="missing 'bias'"):
+        sender.update_weights({"weight": model.weight})
+    assert [engine.version for engine in engines] == [5, 5]
+    assert sender.version == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"gpus_per_replica": 0}, "gpus_per_replica must be at least 1"),
+        ({"num_replicas": 0}, "num_replicas must be at least 1"),
+        ({"strategy": "pickle"}, "got 'pickle'"),
+        ({"master_port": 1}, "says nothing without master_address"),
+        ({"master_address": "a", "num_replicas": 2}, "reaches the workers of one engine"),
+    ],
+    ids=str,
+)
+def test_a_scheme_that_cannot_be_is_refused(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        VLLMWeightSyncScheme(**arguments)
+
+
+def test_an_address_of_the_scheme_reaches_the_engine():
+    engine = make_engine()
+    VLLMWeightSyncScheme("10.0.0.1", 29500, gpus_per_replica=2).create_receiver(engine)
+    assert engine.weight_backend == NCCL(2, "10.0.0.1", 29500)

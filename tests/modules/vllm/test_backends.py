@@ -1,0 +1,159 @@
+"""The documented names over vLLM: each of them is an engine, or a function of one, that really works."""
+
+from __future__ import annotations
+
+import os
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from llmrl.errors import ConfigError, RolloutError, WeightSyncError
+from llmrl.modules.llm import vLLMWrapper
+from llmrl.modules.llm.backends.vllm import LLMOnDevice, make_vllm_worker, stateless_init_process_group, vLLMWorker
+from llmrl.modules.llm.backends.vllm.workers import _visible
+from llmrl.modules.llm.engines import Engine, SamplingParams, TransformersEngine, VLLMEngine
+from llmrl.testing import tiny_model, tiny_tokenizer
+from llmrl.weight_update import SyncProbe, weight_groups
+
+PROMPTS = [torch.tensor(ids) for ids in ([1, 2, 3], [70, 8, 9, 10, 400, 12])]
+PROBE = SyncProbe(PROMPTS, bound=1e-4)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tiny_model(tiny_tokenizer(), heads=2).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def trainer(seed):
+    model = tiny_model(tiny_tokenizer(), heads=2, seed=seed).eval()
+    return model, TransformersEngine(model, eos_token_ids=(), pad_token_id=0)
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"devices": [0], "num_devices": 1}, "exclude each other"),
+        ({"num_devices": 0}, "num_devices must be at least 1: got 0"),
+        ({"devices": [torch.device("cpu")]}, "a GPU with a number: got cpu"),
+        ({"devices": [1, 1], "make_ray_worker": False}, r"different GPUs, at least one: got \[1, 1\]"),
+        ({"enable_fp32_output": True, "dtype": "bfloat16"}, "needs dtype float32: got 'bfloat16'"),
+    ],
+    ids=["both", "none", "cpu", "twice", "dtype"],
+)
+def test_devices_that_cannot_be_are_refused_before_anything_starts(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        make_vllm_worker(model_name="x", **arguments)
+
+
+def test_a_process_sees_the_chosen_devices_as_this_one_numbers_them(monkeypatch):
+    variable = "CUDA_VISIBLE_DEVICES"
+    monkeypatch.delenv(variable, raising=False)
+    with _visible([2, 0]):
+        assert os.environ[variable] == "2,0"
+    assert variable not in os.environ
+    monkeypatch.setenv(variable, "4,5,7")
+    with _visible([2, 0]):
+        assert os.environ[variable] == "7,4"
+    with _visible(None):
+        assert os.environ[variable] == "4,5,7"
+    assert os.environ[variable] == "4,5,7"
+
+
+def test_a_rank_outside_of_the_group_is_refused():
+    with pytest.raises(ConfigError, match=r"within 0..1: got 2"):
+        stateless_init_process_group("127.0.0.1", 1, 2, 2)
+
+
+@pytest.mark.vllm
+def test_a_group_on_the_cpu_broadcasts_beside_the_default_one():
+    port = free_port()
+    with ThreadPoolExecutor(2) as pool:
+        groups = list(pool.map(lambda rank: stateless_init_process_group("127.0.0.1", port, rank, 2, "cpu"), range(2)))
+    assert not torch.distributed.is_initialized()
+    sent, received = torch.tensor([1.0, 2.0]), torch.zeros(2)
+    groups[0].broadcast(sent, src=0)
+    groups[1].broadcast(received, src=0)
+    assert received.tolist() == [1.0, 2.0]
+
+
+@pytest.mark.vllm
+def test_a_local_worker_generates_takes_weights_and_takes_broadcasts(folder):
+    engine = make_vllm_worker(
+        model_name=folder,
+        make_ray_worker=False,
+        enforce_eager=True,
+        enable_fp32_output=True,
+        max_model_len=128,
+        eos_token_ids=(),
+    )
+    try:
+        assert isinstance(engine, LLMOnDevice)
+        assert isinstance(engine, VLLMEngine)
+        model, reference = trainer(seed=1)
+        with pytest.raises(WeightSyncError):
+            PROBE(engine.score, reference.score)
+        engine.update_weights(weight_groups(model), version=3)
+        PROBE(engine.score, reference.score)
+        assert engine.generate(PROMPTS, SamplingParams(max_new_tokens=2)).version == 3
+
+        call = engine.core.llm.collective_rpc
+        with pytest.raises(WeightSyncError, match="init_weight_update_group must come before"):
+            call(vLLMWorker.update_weight, args=("x", "float32", [1]))
+        port, (model, reference) = free_port(), trainer(seed=2)
+        with ThreadPoolExecutor(1) as pool:  # rank 0 is the trainer
+            joining = pool.submit(stateless_init_process_group, "127.0.0.1", port, 0, 2, "cpu")
+            call(vLLMWorker.init_weight_update_group, args=("127.0.0.1", port, 1, 2))
+            group = joining.result(60)
+        assert call(vLLMWorker.check_weights_changed) == [False]
+        for name, tensor in model.state_dict().items():
+            group.broadcast(tensor, src=0)
+            call(vLLMWorker.update_weight, args=(name, str(tensor.dtype), list(tensor.shape)))
+        assert call(vLLMWorker.check_weights_changed) == [False]  # they are kept until all are there
+        call(vLLMWorker.apply_weights)
+        assert call(vLLMWorker.check_weights_changed) == [True]
+        engine.core._empty_prefix_cache(0.0)
+        PROBE(engine.score, reference.score)
+    finally:
+        engine.close()
+
+
+@pytest.mark.vllm
+@pytest.mark.ray
+@pytest.mark.slow
+def test_an_engine_in_a_ray_actor_is_a_policy_like_any_other(folder):
+    ray = pytest.importorskip("ray")
+    ray.init(num_cpus=2, include_dashboard=False)
+    try:
+        engine = make_vllm_worker(model_name=folder, max_model_len=128, eos_token_ids=(), seed=0)
+        assert isinstance(engine, Engine)
+        model, reference = trainer(seed=1)
+        engine.update_weights(weight_groups(model), version=5)
+        assert PROBE(engine.score, reference.score) < 1e-5
+        with pytest.raises(WeightSyncError, match=r"missing model.norm.weight"):
+            engine.update_weights({n: t for n, t in model.state_dict().items() if n != "model.norm.weight"}, version=6)
+        assert engine.version == 5
+        drawn = engine.generate(PROMPTS, SamplingParams(max_new_tokens=4), seeds=[1, 2])
+        again = vLLMWrapper(engine, generate_kwargs={"max_new_tokens": 4}).engine.generate(
+            PROMPTS, SamplingParams(max_new_tokens=4), seeds=[1, 2]
+        )
+        assert drawn.version == 5
+        assert [ids.tolist() for ids in drawn.ids] == [ids.tolist() for ids in again.ids]
+        ray.kill(engine._actor)
+        with pytest.raises(RolloutError, match="the actor must live to answer generate"):
+            engine.generate(PROMPTS, SamplingParams(max_new_tokens=4))
+        engine.close()
+        engine.close()
+        with pytest.raises(RolloutError, match=r"close\(\) was called"):
+            engine.score(PROMPTS)
+    finally:
+        ray.shutdown()
