@@ -152,11 +152,15 @@ class LocalCore:
                 )
             return step()
 
+        own = vars(engine).get("step")  # somebody else's, over that of the class
         engine.step = checked
         try:
             yield
         finally:
-            del engine.step
+            if own is None:
+                del engine.step
+            else:
+                engine.step = own
 
     def _forget_requests(self) -> None:
         """Takes what a failed call left behind out of the engine, lest the next call be handed its answers."""
