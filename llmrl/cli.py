@@ -29,6 +29,7 @@ from llmrl.rundir import RunDir
 __all__ = ["main"]
 
 DONE, BAD_CONFIG, ENVIRONMENT, ABORTED, INTERRUPTED = 0, 2, 3, 4, 130
+RANK_0_SPEAKS_WITHIN_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,10 @@ def _run(arguments: list[str]) -> int:
     try:
         return _dispatch(arguments)
     except ConfigError as error:
-        if _rank() == 0:
-            print(_config_report(error, arguments, time.perf_counter() - started), file=sys.stderr)
+        report = _config_report(error, arguments, time.perf_counter() - started)
+        if _rank() != 0:  # rank 0 says the same, and the launcher ends the others when it leaves; were this process to
+            time.sleep(RANK_0_SPEAKS_WITHIN_S)  # leave first, that would end rank 0 before it has spoken
+        print(report, file=sys.stderr)
         return BAD_CONFIG
     except (DataError, MissingDependencyError, TemplateError) as error:
         _report(error)

@@ -9,6 +9,7 @@ import torch
 
 from llmrl.collectors.llm import LLMCollector
 from llmrl.envs.llm.countdown import countdown_problems
+from llmrl.envs.transforms import Transform
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.recipes.conversations import tokenize_chats
 from llmrl.recipes.settings import EnvSettings
@@ -311,10 +312,10 @@ def wrong_shape(completion, answer):
 """
 
 
-@pytest.mark.parametrize("env", [{"user": "failing:some_raise"}, {"reward": "failing:wrong_shape"}])
-def test_conversations_that_the_env_fails_for_are_left_out_and_the_others_are_trained(place, grpo, env):
+def test_conversations_that_the_env_fails_for_are_left_out_and_the_others_are_trained(place, grpo):
     place.module("failing", FAILING)
-    name = place.recipe("f", grpo, env={"max_turns": 2, **env}, zero_variance="keep", max_failed=0.9, steps=2)
+    env = {"max_turns": 2, "user": "failing:some_raise"}
+    name = place.recipe("f", grpo, env=env, zero_variance="keep", max_failed=0.9, steps=2)
     result = place.run("grpo", name, "--name", "f")
     assert result.code == 0, result.err
     lost = 0
@@ -326,6 +327,14 @@ def test_conversations_that_the_env_fails_for_are_left_out_and_the_others_are_tr
         lost += step["rollout/failed"]
     assert lost
     assert result.out.count("Traceback") == 1, "the first one is shown, once"
+
+
+def test_a_reward_of_the_wrong_shape_ends_the_run_and_names_the_row(place, grpo):
+    place.module("failing", FAILING)
+    result = place.run("grpo", place.recipe("f", grpo, env={"reward": "failing:wrong_shape"}, max_failed=1.0))
+    assert result.code == 4
+    assert "RewardFunction 'wrong_shape': a reward must be one number" in result.err
+    assert "got a list for row" in result.err
 
 
 def test_too_many_failures_end_the_run_with_the_cause(place, grpo):
@@ -355,12 +364,23 @@ def test_what_failed_once_is_tried_again(place, grpo, retries, lost):
     assert place.steps("f")[0]["rollout/failed"] == lost
 
 
-def test_a_conversation_that_fails_beside_one_with_calls_is_no_call(place):
-    place.module("failing", FAILING.replace("% 3 == 0", "== 8798"))
+class FailsFor(Transform):
+    """A step of the env that raises where one of its rows has this answer."""
+
+    def __init__(self, answer: str):
+        super().__init__()
+        self.answer = answer
+
+    def _step(self, tensordict, next_tensordict):
+        if self.answer in tensordict["answer"]:
+            raise RuntimeError("nobody is there")
+        return next_tensordict
+
+
+def test_a_conversation_that_fails_beside_one_with_calls_is_no_call():
     other = {"question": "What is 1 + 1?", "answer": "2"}
-    made = Task(BIG.model_copy(update={"reward": "failing:wrong_shape"}), tiny_tokenizer()).make_env(
-        [ROW, other], num_envs=2, shuffle=False
-    )
+    made = Task(BIG, tiny_tokenizer()).make_env([ROW, other], num_envs=2, shuffle=False)
+    made.append_transform(FailsFor(ROW["answer"]))
     policy = ScriptedPolicy([CALL % "1", CALL % "1", "two"])
     data = LLMCollector(made, policy=policy, yield_only_last_steps=True, retries=1).rollout()
     assert data["next", "reward"].flatten().isnan().tolist() == [True, False]

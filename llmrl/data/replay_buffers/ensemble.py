@@ -184,10 +184,12 @@ class ReplayBufferEnsemble(ReplayBuffer):
         parts = sampler.draw(storage, size, draw)
         infos = []
         for number, (_, info) in parts:
-            rows = len(info["index"])
-            entries = {key: value for key, value in info.items() if isinstance(value, Tensor) and len(value) == rows}
-            entries["index"] = index_of(number, storage.storages[number], info["index"])
-            infos.append(TensorDict(entries, batch_size=[rows]))
+            rows = info["index"].shape[:1]
+            index = index_of(number, storage.storages[number], info["index"])
+            infos.append(TensorDict._new_unsafe({"index": index}, batch_size=rows))
+            for key, value in info.items():
+                if key != "index" and isinstance(value, Tensor) and value.shape[:1] == rows:
+                    infos[-1].set(key, value)
         return parts, join(infos, self._equal_samplers()), sampler.ran_out
 
     def _finish(self, raw: list[tuple[int, Any]], info: Any) -> Any:
@@ -196,7 +198,7 @@ class ReplayBufferEnsemble(ReplayBuffer):
             member = self._members[number]
             data = member._finish(rows, member_info)
             if isinstance(member, TensorDictReplayBuffer) and isinstance(index := data.get("index", None), Tensor):
-                data.set("index", index_of(number, member._storage, index))
+                data.set("index", index_of(number, member._storage, index, data.device))
             parts.append(data)
         return self._transform(self._joined(parts, self._dense() and self._equal_samplers()))
 

@@ -17,12 +17,10 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from tensordict.base import is_tensor_collection
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from llmrl.data.replay_buffers.cells import coordinates
+from llmrl.data.replay_buffers.layout import TensorLeaf, put_together, take_apart
 from llmrl.data.replay_buffers.samplers import Sampler
 from llmrl.data.replay_buffers.storages import Storage, TensorStorage
-from llmrl.data.replay_buffers.trees import is_leaf, tree_leaves
 from llmrl.data.replay_buffers.writers import Writer
 
 __all__ = ["SamplerEnsemble", "StorageEnsemble", "WriterEnsemble"]
@@ -389,13 +387,11 @@ def by_member(index: TensorDictBase, values: Tensor | None = None) -> Iterator[C
         yield Chosen(number, positions[where], None if values is None else values[where])
 
 
-def index_of(number: int, storage: Storage, positions: Tensor) -> TensorDict:
-    """The rows of one member as part of an ensemble's index; coordinates if the member is a grid."""
-    if storage.trailing and positions.ndim == 1:
-        positions = coordinates(positions, storage.trailing)
+def index_of(number: int, storage: Storage, positions: Tensor, device: torch.device | None = None) -> TensorDict:
+    """The rows of one member, as a sample names them, as part of an ensemble's index."""
     shape = positions.shape[: positions.ndim - bool(storage.trailing)]
     ids = torch.full(shape, number, dtype=torch.int64, device=positions.device)
-    return TensorDict(buffer_ids=ids, index=positions, batch_size=shape)
+    return TensorDict._new_unsafe({"buffer_ids": ids, "index": positions}, batch_size=shape, device=device)
 
 
 # --- several members' rows as one batch ---
@@ -406,7 +402,7 @@ def same_schema(storages: Sequence[Storage]) -> bool:
     layouts = []
     for storage in storages:
         schema = storage._known_schema() if isinstance(storage, TensorStorage) else None
-        if schema is None:
+        if schema is None or not all(type(kind) is TensorLeaf for kind in schema.layout.kinds):
             return False
         layouts.append(schema.layout)
     return all(layout == layouts[0] for layout in layouts[1:])
@@ -417,19 +413,16 @@ def join(parts: Sequence[Any], dense: bool) -> Any:
 
     Stacked if ``dense`` and of one size; else a lazy stack of tensordicts, or the list of parts where they are none.
     """
-    if dense and len({_leading_shape(part) for part in parts}) == 1:
-        leaves, specs = zip(*[pytree.tree_flatten(part, is_leaf=is_leaf) for part in parts], strict=True)
-        stacked = [torch.stack(values) for values in zip(*leaves, strict=True)]
-        return pytree.tree_unflatten(stacked, specs[0])
+    if dense:
+        layouts, columns = zip(*[take_apart(part, stacked=False) for part in parts], strict=True)
+        if all(layout == layouts[0] for layout in layouts[1:]):
+            stacked = [torch.stack(entries) for entries in zip(*columns, strict=True)]
+            return put_together(layouts[0], stacked, len(parts))
     if all(is_tensor_collection(part) for part in parts):
         if len({part.device for part in parts}) > 1:  # some say that they are on the CPU, others say nothing
             parts = [part.copy().clear_device_() for part in parts]
         return LazyStackedTensorDict.lazy_stack(list(parts))
     return list(parts)
-
-
-def _leading_shape(part: Any) -> tuple[int, ...]:
-    return tuple(tree_leaves(part)[0].shape)
 
 
 def _checked(who: str, members: Sequence[Any], kind: type) -> tuple[Any, ...]:

@@ -267,7 +267,7 @@ def test_a_buffer_is_saved_and_loaded_after_every_batch(tmp_path):
     rb_test = ReplayBuffer(storage=LazyMemmapStorage(100, ndim=2))
     rb.storage.checkpointer = H5StorageCheckpointer()
     rb_test.storage.checkpointer = H5StorageCheckpointer()
-    for data in collector(22, total_frames=200, num_envs=3):
+    for data in collector(22, total_frames=132, num_envs=3):
         rb.extend(data)
         assert rb._storage.max_size == 102
         rb.dumps(tmp_path)

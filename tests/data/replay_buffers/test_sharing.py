@@ -45,6 +45,9 @@ def constant(value: float) -> TensorDict:
 
 def run(method: str, target, *arguments) -> None:
     """Runs ``target`` in a process and raises what went wrong there."""
+    for name in ("LAZY_LEGACY_OP", "CAPTURE_NONTENSOR_STACK", "LIST_TO_STACK"):
+        if os.environ.get(name) == "None":  # tensordict leaves this behind, and cannot read it in a new interpreter
+            del os.environ[name]
     context = multiprocessing.get_context(method)
     receive, send = context.Pipe(duplex=False)
     process = context.Process(target=_report, args=(send, target, arguments))
