@@ -19,7 +19,15 @@ if TYPE_CHECKING:
     from llmrl.recipes.sft_config import SFTConfig
     from llmrl.recipes.tasks import Task
 
-__all__ = ["check_template", "grpo_plan", "grpo_settings", "sft_plan", "sft_steps"]
+__all__ = [
+    "check_template",
+    "grpo_plan",
+    "grpo_settings",
+    "has_own_process",
+    "samples_exactly",
+    "sft_plan",
+    "sft_steps",
+]
 
 Rows = list[tuple[str, str]]
 
@@ -63,7 +71,7 @@ def grpo_plan(
     num_dropped: int = 0,
     num_eval: int = 0,
 ) -> Rows:
-    advantage, loss = grpo_settings(config, exact=not session.low_precision)
+    advantage, loss = grpo_settings(config, exact=samples_exactly(config, session))
     words = PRESETS[config.algo].describe(advantage, loss)
     if config.zero_variance == "refill":
         words["advantage"] += f", others drawn in their place in at most {config.refill_rounds} more rounds"
@@ -88,6 +96,7 @@ def grpo_plan(
             f"at most {config.tokens_per_microbatch} padded tokens at once",
         ),
         ("sampling", _sampling(config)),
+        *_engine(config, apart=has_own_process(config, session)),
         (f"algo {config.algo}"[:10], f"{'advantage':<12}{words['advantage']}"),
         ("", f"{'ratio':<12}{words['ratio']}"),
         ("", f"{'aggregation':<12}{words['aggregation']}"),
@@ -112,10 +121,15 @@ def grpo_plan(
     ]
 
 
+def samples_exactly(config: GRPOConfig, session: Session) -> bool:
+    """Whether the log-probs of sampling are the trainer's own to float32 rounding."""
+    return config.rollout.engine == "transformers" and not session.low_precision
+
+
 def grpo_settings(config: GRPOConfig, *, exact: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
     """Keyword arguments for MCAdvantage and for GRPOLoss: the preset's, then those of the ``grpo`` section.
 
-    ``exact``: the log-probs of sampling are the trainer's own to float32 rounding, and need not be computed again.
+    ``exact``: what `samples_exactly` says; such log-probs need not be computed again.
     """
     preset, own = PRESETS[config.algo], config.grpo
     advantage = {**preset.advantage, "min_group_size": config.min_group_size}
@@ -215,6 +229,30 @@ def _sampling(config: GRPOConfig) -> str:
     ]
     warning = f" · {', '.join(cut)}: samples are not the policy's own" if cut else ""
     return f"at most {sampling.max_tokens} tokens · temperature {sampling.temperature:g}{warning}"
+
+
+def has_own_process(config: GRPOConfig, session: Session) -> bool:
+    """Whether vLLM runs in a process of its own: here it opens the default process group, and answers call by call."""
+    rollout = config.rollout
+    if rollout.own_process is not None:
+        return rollout.own_process
+    return bool(rollout.max_staleness or rollout.concurrency) or session.world_size > 1
+
+
+def _engine(config: GRPOConfig, *, apart: bool) -> Rows:
+    """What samples, where it is not the trainer itself."""
+    rollout = config.rollout
+    words = []
+    if rollout.engine == "vllm":
+        words.append("vLLM in a process of its own" if apart else "vLLM in this process")
+        words.append(
+            "the next rollouts are sampled during the update, one version behind"
+            if rollout.max_staleness
+            else "weights sent after every step"
+        )
+    if rollout.concurrency:
+        words.append(f"{rollout.concurrency} conversations at a time, each on its own")
+    return [("engine", " · ".join(words))] if words else []
 
 
 def _checkpoints(config: ModelSource) -> str:

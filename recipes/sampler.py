@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,8 +19,10 @@ from llmrl.modules.llm.engines import VLLMEngine
 from llmrl.modules.llm.log_probs import TokenScorer
 from llmrl.modules.llm.policies import LLMWrapperBase, TransformersWrapper, vLLMWrapper
 from llmrl.recipes.grpo_config import GRPOConfig
+from llmrl.recipes.planning import has_own_process, samples_exactly
 from llmrl.recipes.session import Session
 from llmrl.recipes.state import named_weights
+from llmrl.weight_update import SyncProbe, weight_groups
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -50,7 +53,7 @@ class Sampler:
         self.session, self.model = session, model
         settings = config.rollout
         self.is_vllm = settings.engine == "vllm"
-        self.exact = not self.is_vllm and not session.low_precision
+        self.exact = samples_exactly(config, session)
         wrapping = {
             "tokenizer": tokenizer,
             "generate_kwargs": options,
@@ -58,11 +61,12 @@ class Sampler:
         }
         self.policy: LLMWrapperBase
         if self.is_vllm:
-            apart = settings.own_process
-            if apart is None:  # in this process, the engine opens the default process group and answers call by call
-                apart = bool(settings.max_staleness or settings.concurrency) or session.world_size > 1
             engine = VLLMEngine(
-                model, tokenizer=tokenizer, own_process=apart, seed=config.seed, **_engine_options(config, session)
+                model,
+                tokenizer=tokenizer,
+                own_process=has_own_process(config, session),
+                seed=config.seed,
+                **_engine_options(config, session),
             )
             self.policy = vLLMWrapper(engine, **wrapping)
         else:
@@ -70,44 +74,40 @@ class Sampler:
         dtype = torch.bfloat16 if session.low_precision else torch.float32
         self._bound = settings.probe_bound or _BOUND[dtype]
         self._temperature = config.sampling.temperature
-        self._probes: list[Tensor] = []
+        self._probe: SyncProbe | None = None
 
     def adopt_probes(self, sequences: Sequence[Tensor]) -> None:
         """The first sequences that were sampled are what engine and trainer are compared on from then on."""
-        if self.is_vllm and not self._probes:
-            self._probes = [ids[:_PROBE_TOKENS].clone() for ids in sequences[:_NUM_PROBES] if len(ids) > 1]
+        if self.is_vllm and self._probe is None:
+            chosen = [ids[:_PROBE_TOKENS] for ids in sequences if len(ids) > 1][:_NUM_PROBES]
+            self._probe = SyncProbe(chosen, bound=self._bound) if chosen else None
 
     def push(self, collector: LLMCollector, scorer: TokenScorer) -> dict[str, float]:
         """New weights to the engine, and the proof: "mismatch/probe", the mean |log-prob difference| on the probes.
 
-        Raises  WeightSyncError if they do not arrive, or the difference is above the bound
+        Raises  WeightSyncError if they do not arrive, or the difference is above ``rollout.probe_bound``
         """
         if not self.is_vllm:
             collector.update_policy_weights_(named_weights(self.model) if self.session.sharded else None)
             return {}
-        collector.update_policy_weights_(named_weights(self.model))
-        return self._prove(scorer)
-
-    @torch.no_grad()
-    def _prove(self, scorer: TokenScorer) -> dict[str, float]:
-        if not self._probes:
+        collector.update_policy_weights_(weight_groups(self.model))
+        if self._probe is None:
             return {}
         engine = self.policy.engine
-        theirs = engine.score(self._probes, temperature=self._temperature)
-        difference, count = 0.0, 0
-        for ids, scores in zip(self._probes, theirs, strict=True):
+        theirs, mine = partial(engine.score, temperature=self._temperature), partial(self._score, scorer)
+        try:
+            return {"mismatch/probe": self._probe(theirs, mine, version=engine.version)}
+        except WeightSyncError as error:
+            raise WeightSyncError(f"{error} The bound is rollout.probe_bound.") from None
+
+    def _score(self, scorer: TokenScorer, sequences: Sequence[Tensor]) -> list[Tensor]:
+        """What the trainer says of each token after those before it; all ranks do it in step."""
+        scores = []
+        for ids in sequences:
             ids_1T = ids[None].to(self.session.device)
             everywhere = torch.ones_like(ids_1T, dtype=torch.bool)
-            mine = scorer(ids_1T, everywhere, everywhere, temperature=self._temperature).log_probs[0].cpu()
-            difference += float((mine - scores.cpu())[1:].abs().sum())
-            count += len(ids) - 1
-        mean = difference / count
-        if not mean <= self._bound:
-            raise WeightSyncError(
-                f"grpo: after an update the engine must have the trainer's weights: log-probs of {count} tokens differ "
-                f"by {mean:.3g} on average, more than rollout.probe_bound = {self._bound:g}."
-            )
-        return {"mismatch/probe": mean}
+            scores.append(scorer(ids_1T, everywhere, everywhere, temperature=self._temperature).log_probs[0])
+        return scores
 
     def close(self) -> None:
         """Ends an engine of its own."""

@@ -24,7 +24,8 @@ def model(tokenizer):
 
 @pytest.fixture(scope="module")
 def engine(model, tokenizer):
-    engine = VLLMEngine(model, tokenizer=tokenizer, eos_token_ids=(), seed=0, max_model_len=128)
+    options = {"max_model_len": 128, "max_num_batched_tokens": 256}
+    engine = VLLMEngine(model, tokenizer=tokenizer, eos_token_ids=(), seed=0, **options)
     yield engine
     engine.close()
 
@@ -150,6 +151,14 @@ def test_a_row_does_not_depend_on_its_batch(engine, params):
         assert alone.ids[0].tolist() == together.ids[row].tolist()
         assert alone.stop_reasons[0] == together.stop_reasons[row]
         assert_close(alone.log_probs, together.log_probs[row : row + 1])
+
+
+def test_prompts_of_more_tokens_than_the_engine_takes_at_once_keep_their_seeds(engine):
+    prompts = make_prompts(24, shortest=20, longest=60)  # about 960 tokens, 256 at a time
+    params, seeds = SamplingParams(max_new_tokens=4), list(range(24))
+    together = engine.generate(prompts, params, seeds=seeds)
+    alone = [engine.generate([prompt], params, seeds=[seed]) for prompt, seed in zip(prompts, seeds, strict=True)]
+    assert [row.tolist() for row in together.ids] == [one.ids[0].tolist() for one in alone]
 
 
 def test_every_bit_of_a_seed_counts(engine):

@@ -1,13 +1,13 @@
 """``VLLMEngine``: generation and scoring by vLLM, behind the same four methods as every engine.
 
-This file holds what is the same wherever vLLM runs: seeds, checks, plain log-probs, versions. Requests to an engine of
-this machine are in ``local``, to a server in ``server``, what depends on vLLM's version in ``adapter``.
+This file holds what is the same wherever vLLM runs: seeds, checks, plain log-probs, versions. What is built from what a
+user gives is in ``building``, requests to an engine of this machine in ``local``, to a server in ``server``, what
+depends on vLLM's version in ``adapter``.
 """
 
 from __future__ import annotations
 
 import hashlib
-import tempfile
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,23 +19,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from llmrl.errors import ConfigError, RolloutError, ShapeError, UnsupportedError, WeightSyncError, near
+from llmrl.errors import ConfigError, RolloutError, ShapeError, UnsupportedError, WeightSyncError
 from llmrl.modules.llm.engines.base import Generation, SamplingParams
 from llmrl.modules.llm.engines.vllm import adapter
-from llmrl.modules.llm.engines.vllm.async_core import AsyncCore
+from llmrl.modules.llm.engines.vllm.building import backend_of, config_of, eos_ids, make_core
 from llmrl.modules.llm.engines.vllm.gate import Gate
 from llmrl.modules.llm.engines.vllm.layout import WeightGroups, WeightLayout, WeightSet
-from llmrl.modules.llm.engines.vllm.local import LocalCore
-from llmrl.modules.llm.engines.vllm.native import NCCL, CudaIPC
-from llmrl.modules.llm.engines.vllm.server import ServerCore
-from llmrl.modules.llm.engines.vllm.transfer import NothingLoadedError, Settings, SharedMemory
+from llmrl.modules.llm.engines.vllm.transfer import NothingLoadedError, Settings
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = ["VLLMEngine"]
 
-_BACKENDS: dict[str, Settings] = {"shared_memory": SharedMemory(), "nccl": NCCL(), "ipc": CudaIPC()}
 _SHORTEST_WAIT_S = 600.0  # without timeout_s; and one second for every token that a row may have
 
 
@@ -88,13 +84,13 @@ class VLLMEngine:
         weight_backend: str | Settings | None = None,
         **options: Any,
     ) -> None:
-        self.weight_backend = _backend(weight_backend)
+        self.weight_backend = backend_of(weight_backend)
         for name, seconds in (("timeout_s", timeout_s), ("silence_s", silence_s)):
             if seconds is not None and not seconds > 0:
                 raise ConfigError(f"VLLMEngine: {name} must be positive: got {seconds}.")
         self.tokenizer = tokenizer
         self.timeout_s = timeout_s
-        self._make_core = partial(_make_core, tokenizer, own_process, timeout_s, silence_s, options)
+        self._make_core = partial(make_core, tokenizer, own_process, timeout_s, silence_s, options)
         self._model = weakref.ref(model) if isinstance(model, nn.Module) else lambda: model  # for a restart
         self.core = self._make_core(model)
         self.version = 0
@@ -109,8 +105,8 @@ class VLLMEngine:
         else:
             self._generator.manual_seed(seed)
         try:
-            self._config: PretrainedConfig | None = _config_of(model, self.core.model)
-            self.eos_token_ids = _eos_ids(eos_token_ids, model, self.core.model, tokenizer)
+            self._config: PretrainedConfig | None = config_of(model, self.core.model)
+            self.eos_token_ids = eos_ids(eos_token_ids, model, self.core.model, tokenizer)
         except BaseException:
             self.close()
             raise
@@ -236,9 +232,9 @@ class VLLMEngine:
         """
         if weights is None:
             raise WeightSyncError("VLLMEngine: weights must be given: vLLM holds its own copy of the model.")
-        settings = self.weight_backend if backend is None else _backend(backend)
+        settings = self.weight_backend if backend is None else backend_of(backend)
         with _drained(weights) as weights:
-            self.core.check_backend(settings)
+            self.core.checkbackend_of(settings)
             checked = self._checked(weights)
             end = self._end(0)
             with self._gate.holding(object(), end, f"loading version {version}", self._make_way):
@@ -362,16 +358,6 @@ class _Passing:
         return self._groups
 
 
-def _backend(given: str | Settings | None) -> Settings | None:
-    if not isinstance(given, str):
-        return given
-    if given not in _BACKENDS:
-        raise ConfigError(
-            f"VLLMEngine: weight_backend must be one of {', '.join(_BACKENDS)}: got {given!r}.{near(given, _BACKENDS)}"
-        )
-    return _BACKENDS[given]
-
-
 class _Closed:
     """What a closed engine asks: everything but closing is an error."""
 
@@ -391,87 +377,3 @@ def _mixed(seed: int) -> int:
     """The seed that vLLM is given: torch's CPU generator looks at 32 bits of it, so all bits must reach those."""
     digest = hashlib.blake2b((seed % (1 << 64)).to_bytes(8, "little"), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-# --- construction -----------------------------------------------------------------------------------------------------
-
-
-def _make_core(
-    tokenizer: Any,
-    own_process: bool,
-    timeout_s: float | None,
-    silence_s: float,
-    options: Mapping[str, Any],
-    model: Any,
-) -> LocalCore | ServerCore:
-    is_url = isinstance(model, str) and model.startswith(("http://", "https://"))
-    if is_url or not isinstance(model, (str, Path, nn.Module)):
-        if options or own_process:
-            raise ConfigError(
-                f"VLLMEngine: {', '.join(options) or 'own_process'} can only be set where the engine is built: an LLM "
-                "or a server has its settings already."
-            )
-        if not is_url:
-            return LocalCore(_checked_llm(model), owned=False)
-        return ServerCore(model, silence_s=silence_s, **({} if timeout_s is None else {"timeout_s": timeout_s}))
-
-    def built(path: str, own: dict[str, Any]) -> LocalCore:
-        build = partial(adapter.build, path, own_process=own_process, options=own | options)
-        return AsyncCore(build) if own_process else LocalCore(build(), owned=True)
-
-    if isinstance(model, nn.Module):
-        with tempfile.TemporaryDirectory(prefix="llmrl-vllm-") as folder:  # vLLM reads it while it is built
-            model.save_pretrained(folder)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(folder)
-            return built(folder, {"dtype": _name(model.dtype), "skip_tokenizer_init": tokenizer is None})
-    dtype = getattr(_config_of(model, str(model)), "dtype", None)
-    return built(str(model), {} if dtype is None else {"dtype": _name(dtype)})
-
-
-def _checked_llm(model: Any) -> Any:
-    if not hasattr(model, "llm_engine"):
-        raise ConfigError(
-            "VLLMEngine: model must be a folder or hub name, a Hugging Face model, a vllm.LLM or a server's URL: got "
-            f"{type(model).__name__}."
-        )
-    adapter.load_vllm()
-    return model
-
-
-def _name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _config_of(model: Any, path: str) -> PretrainedConfig | None:
-    """The Hugging Face configuration; None where a server has its model elsewhere."""
-    if isinstance(model, nn.Module):
-        return model.config
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(path)
-    except (OSError, ValueError):
-        return None
-
-
-def _eos_ids(given: int | Sequence[int] | None, model: Any, path: str, tokenizer: Any) -> tuple[int, ...]:
-    if given is None:
-        given = _eos_of_model(model, path)
-    if given is None:
-        given = getattr(tokenizer, "eos_token_id", None)
-    return () if given is None else (given,) if isinstance(given, int) else tuple(given)
-
-
-def _eos_of_model(model: Any, path: str) -> int | list[int] | None:
-    from transformers import GenerationConfig
-
-    if isinstance(model, nn.Module):
-        settings = getattr(model, "generation_config", None)
-    else:
-        try:
-            settings = GenerationConfig.from_pretrained(path)
-        except (OSError, ValueError):
-            settings = None
-    eos = getattr(settings, "eos_token_id", None)
-    return eos if eos is not None else getattr(_config_of(model, path), "eos_token_id", None)
