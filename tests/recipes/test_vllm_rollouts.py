@@ -1,0 +1,91 @@
+"""GRPO with vLLM sampling: in this process and overlapped, what is measured, what is proven, what ends a run."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed: scripts/setup --vllm"),
+]
+
+MODEL = {"hidden_size": 64, "layers": 1, "heads": 2}  # heads of 32, the smallest that vLLM computes on a CPU
+ROLLOUT = {"engine": "vllm", "kv_cache_gb": 0.1}
+LIMIT_S = 400
+
+
+def recipe(place, grpo, name, **rollout):
+    return place.recipe(name, grpo, model=MODEL, rollout={**ROLLOUT, **rollout}, zero_variance="keep")
+
+
+def finished(place, *arguments):
+    result = place.finish(place.process("grpo", *arguments), timeout_s=LIMIT_S)
+    assert result.code == 0, result.err
+    return result
+
+
+def engine_processes():
+    """Command lines of the processes on this machine that vLLM's engines name themselves by."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found.append(path.read_text())
+        except OSError:
+            continue
+    return [line for line in found if "EngineCore" in line]
+
+
+def test_an_engine_in_this_process_has_the_trainers_weights_at_every_step(place, grpo):
+    result = finished(place, recipe(place, grpo, "here"), "--name", "here")
+    steps = place.steps("here")
+    assert len(steps) == 3
+    for step in steps:
+        assert 0 <= step["mismatch/probe"] < 1e-5
+        assert step["mismatch/logp_abs_max"] < 1e-4, "the loss computes what the engine said, weights of this version"
+        assert step["mismatch/is_mean"] == pytest.approx(1, abs=1e-4)
+        assert step["async/staleness_max"] == 0
+        assert "async/trainer_idle" not in step
+    assert "engine     vLLM in this process · weights sent after every step" in result.out
+
+
+def test_overlapped_rollouts_are_one_version_behind_and_both_sides_say_how_long_they_waited(place, grpo):
+    before = len(engine_processes())
+    finished(place, recipe(place, grpo, "ahead", max_staleness=1), "--name", "ahead", "steps=4")
+    steps = place.steps("ahead")
+    assert [step["async/staleness_max"] for step in steps] == [0, 1, 1, 1]
+    for step in steps:
+        assert 0 <= step["async/trainer_idle"] <= 1
+        assert 0 <= step["async/engine_idle"] <= 1
+        assert 0 < step["mismatch/is_mean"] <= 2, "cut at 2"
+    assert all(step["mismatch/probe"] < 1e-5 for step in steps if "mismatch/probe" in step)
+    assert sum("mismatch/probe" in step for step in steps) == 3
+    assert len(engine_processes()) == before
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("llmrl-weights-")]
+
+
+def test_conversations_that_proceed_on_their_own_are_trained_like_others(place, grpo):
+    name = recipe(place, grpo, "alone", concurrency=4)
+    finished(place, name, "--name", "alone", "steps=2")
+    assert [len(place.rollouts("alone", step)) for step in (1, 2)] == [16, 16]
+    assert {step["async/staleness_max"] for step in place.steps("alone")} == {0}
+
+
+def test_a_difference_above_the_bound_ends_the_run(place, grpo):
+    result = place.finish(place.process("grpo", recipe(place, grpo, "bad", probe_bound=1e-12)), timeout_s=LIMIT_S)
+    assert result.code == 4
+    assert "the engine must score as the trainer does, to 1e-12 nats" in result.err
+    assert "rollout.probe_bound" in result.err
+
+
+def test_two_processes_have_an_engine_each_and_the_same_weights(place, grpo):
+    settings = recipe(place, grpo, "two", max_staleness=1)
+    parallel = ("parallel.mode=fsdp2", "steps=2")
+    result = place.finish(place.process("grpo", settings, "--name", "two", *parallel, ranks=2), timeout_s=LIMIT_S)
+    assert result.code == 0, result.err
+    assert all(step.get("mismatch/probe", 0) < 1e-5 for step in place.steps("two"))
+    assert [step["async/staleness_max"] for step in place.steps("two")] == [0, 1]
