@@ -16,6 +16,7 @@ from llmrl.console import (
     SFT_COLUMNS,
     Sample,
     format_duration,
+    format_number,
     make_console,
     print_conversations,
     print_plan,
@@ -23,7 +24,7 @@ from llmrl.console import (
     print_table,
 )
 from llmrl.errors import DataError
-from llmrl.metrics import read_metrics
+from llmrl.metrics import METRICS, read_metrics
 from llmrl.rollouts import Rollout, read_rollouts
 from llmrl.rundir import RunDir
 
@@ -36,6 +37,8 @@ def show(
     run: RunDir, *, rows: int = 20, step: int | None = None, samples: int = 2, console: Console | None = None
 ) -> None:
     """Prints the table of steps (``rows`` of them, evenly spaced; 0 for all), samples, and each measure's change.
+
+    Of a run with tools also how many calls there were, and how they ended in its first and its last step with calls.
 
     Raises  DataError if the run has no metrics, or no rollouts of the ``step`` asked for
     """
@@ -57,6 +60,7 @@ def show(
         console,
         [f"{int(steps[-1]['step'])} steps", format_duration(_total(steps, "time/step"))],
         changes=_changes(steps),
+        facts=[("tools", _calls_in_words(calls))] if (calls := _calls(steps)) else [],
         files=f"{run.path}/{{config.yaml, metrics.jsonl, rollouts, checkpoints}}",
         following=[f"llmrl eval {run.path}", f"llmrl resume {run.path}"] if checkpoints else [],
     )
@@ -71,6 +75,7 @@ def as_json(run: RunDir) -> str:
             "info": run.read_info(),
             "steps": steps,
             "changes": {name: {"before": before, "after": after} for name, before, after in _changes(steps)},
+            "calls": _calls(steps),
             "checkpoints": CheckpointStore(run.path, writer=False).steps(),
         }
     )
@@ -85,6 +90,28 @@ def _changes(steps: Sequence[Row]) -> list[tuple[str, float, float]]:
         if values:
             changes.append((name.removesuffix("/mean"), values[0], values[-1]))
     return changes
+
+
+def _calls(steps: Sequence[Row]) -> dict[str, Any] | None:
+    """How many calls there were, and the share of each outcome in the first and the last step with calls."""
+    called = [row for row in steps if row.get("tools/calls_mean")]
+    if not called:
+        return None
+    outcomes = {}
+    for name in METRICS:
+        outcome = name.removeprefix("tools/").removesuffix("_frac")
+        if name == f"tools/{outcome}_frac" and outcome != "cut" and any(row.get(name) for row in called):
+            outcomes[outcome] = {"before": called[0].get(name), "after": called[-1].get(name)}
+    count = sum(round(row["tools/calls_mean"] * row["tools/conversations"]) for row in called)
+    return {"count": count, "outcomes": outcomes}
+
+
+def _calls_in_words(calls: dict[str, Any]) -> str:
+    shares = [
+        f"{outcome} {format_number(share['before'], 'percent')} -> {format_number(share['after'], 'percent')}"
+        for outcome, share in calls["outcomes"].items()
+    ]
+    return " · ".join([f"{calls['count']:,} calls".replace(",", " "), *shares])
 
 
 def _rollouts(run: RunDir, step: int | None) -> list[Rollout]:

@@ -46,8 +46,8 @@ class Evaluation:
         self.session = session
         self.task = task
         env = task.settings
-        self.name = f"{env.name} {split}"
-        self.metric = f"eval/{env.name}/mean" if split == "test" else f"eval/{env.name}-{split}/mean"
+        self.name = f"{env.label} {split}"
+        self.metric = f"eval/{env.label}/mean" if split == "test" else f"eval/{env.label}-{split}/mean"
         self.num_rows = len(rows)
         self.failed = 0
         self.score = math.nan  # of the last run, as the next one

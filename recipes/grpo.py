@@ -15,10 +15,9 @@ from pathlib import Path
 
 from llmrl.checkpoint import CheckpointStore, InterruptGuard
 from llmrl.console import (
-    GRPO_COLUMNS,
-    Column,
     StepDisplay,
     format_duration,
+    grpo_columns,
     print_conversations,
     print_plan,
     print_summary,
@@ -35,8 +34,6 @@ from llmrl.recipes.tasks import Task, eval_rows, training_rows
 from llmrl.rollouts import RolloutLog
 
 __all__ = ["plan", "run"]
-
-CALL_COLUMN = Column("calls", "tools/call_rate", "percent")
 
 
 def plan(config: GRPOConfig, *, runs: Path) -> list[tuple[str, str]]:
@@ -91,7 +88,7 @@ def _train(config: GRPOConfig, session: Session, run_dir: Path, resume: bool) ->
     resumed = start if resume else None
     log = MetricsLog(run_dir, enabled=session.is_first, resume_step=resumed, mirrors=config.log)
     rollout_log = RolloutLog(run_dir, enabled=session.is_first, resume_step=resumed)
-    columns = [*GRPO_COLUMNS[:4], *([CALL_COLUMN] if config.env.tools else []), *GRPO_COLUMNS[4:]]
+    columns = grpo_columns(tools=bool(config.env.tools))
     display = StepDisplay(config.steps, columns, console=session.console, title=run_dir.name, start=start)
 
     def save(step: int) -> None:

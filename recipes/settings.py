@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from llmrl.errors import ConfigError, near
+from llmrl.loading import load_function, split_name
 
 __all__ = [
+    "ENVIRONMENTS",
+    "TOOL_FORMATS",
     "CheckpointSettings",
     "EnvSettings",
     "EvalSettings",
@@ -63,14 +70,21 @@ class SamplingSettings(Settings):
     top_k: int = Field(0, ge=0, description="0 keeps the whole distribution; more makes training off-policy")
 
 
-def _names_a_function(name: str) -> str:
-    module, _, attribute = name.partition(":")
-    if not module or not attribute:
-        raise ValueError(f"must be 'package.module:function': got {name!r}")
+def _bare(error: ConfigError) -> str:
+    """An error without the word for what it is about, which the setting's name says."""
+    return str(error).partition(": ")[2]
+
+
+def _of_own(name: str) -> str:
+    """A name of the user's, by its form. Whether there is such a thing is seen last, when all else is right."""
+    try:
+        split_name(name, what="name")
+    except ConfigError as error:
+        raise ValueError(_bare(error)) from None
     return name
 
 
-FunctionName = Annotated[str, AfterValidator(_names_a_function)]
+FunctionName = Annotated[str, AfterValidator(_of_own)]
 
 
 class RewardSettings(Settings):
@@ -106,34 +120,45 @@ class RewardSettings(Settings):
         return self
 
 
+def _one_of(known: tuple[str, ...], what: str) -> AfterValidator:
+    """A name that is known here, or one of the user's."""
+
+    def check(name: str) -> str:
+        if name not in known and ":" not in name:
+            listed = f"{', '.join(known)}, or package.module:name"
+            raise ValueError(f"{name!r} is not {what}: must be one of {listed}.{near(name, known)}")
+        return name if name in known else _of_own(name)
+
+    return AfterValidator(check)
+
+
 def _known_tool(tool: str | dict[str, dict[str, Any] | None]) -> str | dict[str, dict[str, Any] | None]:
-    """A tool as `load_tool` takes it: one built in, or of a module; whether that has it is seen when it is loaded."""
-    from llmrl.errors import near  # here and not above: most runs have no tools
-    from llmrl.tools.load import BUILT_IN
+    from llmrl.tools.load import BUILT_IN  # here and not above: most runs have no tools
 
     if isinstance(tool, dict) and len(tool) != 1:
         raise ValueError(f"must be one tool's name with its options: got {', '.join(tool) or 'nothing'}")
     name = tool if isinstance(tool, str) else next(iter(tool))
-    module, colon, attribute = name.partition(":")
-    if name not in BUILT_IN and not (module and colon and attribute):
-        raise ValueError(
-            f"{name!r} is not a tool: must be one of {', '.join(sorted(BUILT_IN))}, or package.module:name."
-            f"{near(name, BUILT_IN)}"
-        )
+    _one_of(tuple(sorted(BUILT_IN)), "a tool").func(name)
     return tool
 
 
 ToolName = Annotated[str | dict[str, dict[str, Any] | None], AfterValidator(_known_tool)]
 
 
+ENVIRONMENTS = ("sums", "big_sums", "gsm8k", "math", "countdown", "ifeval", "chat")
+TOOL_FORMATS = ("auto", "hermes", "qwen", "llama", "mistral", "deepseek", "harmony", "gpt_oss")
+TOOL_FORMATS += ("function", "tagged", "xml", "python")
+
+
 class EnvSettings(Settings):
     """Where prompts come from, what answers a model that acts, and who scores it."""
 
-    name: Literal["sums", "big_sums", "gsm8k", "math", "countdown", "ifeval", "chat"] = Field(
+    name: Annotated[str, _one_of(ENVIRONMENTS, "an environment")] = Field(
         "chat",
         description="sums, big_sums: the embedded tasks; gsm8k, math, countdown, ifeval: their prompts and rewards; "
-        "chat: dataset and reward of your own",
+        "chat: dataset and reward of your own; my_pkg.envs:MyEnv: a class of your own",
     )
+    options: dict[str, Any] = Field({}, description="arguments of an environment of your own, by name")
     dataset: str | None = Field(None, description="a .jsonl, .json, .parquet or .csv file, or a hub name")
     config: str | None = Field(None, description="configuration of a hub dataset")
     split: str = Field("train", description="split of a hub dataset or of an embedded task")
@@ -153,8 +178,10 @@ class EnvSettings(Settings):
         [],
         description="what the model can call: calculator, python, my_pkg.tools:lookup, {python: {limits: {cpu_s: 9}}}",
     )
-    tool_format: Literal["auto", "hermes", "llama", "function", "tagged", "python"] = Field(
-        "auto", description="how it writes calls; auto: as the chat template tells it"
+    tool_format: Annotated[str, _one_of(TOOL_FORMATS, "a format of calls")] = Field(
+        "auto",
+        description="how it writes calls: hermes, llama, mistral, deepseek, harmony, function, tagged, python, or "
+        "my_pkg.calls:MyFormat; auto: as the chat template tells it",
     )
     tool_timeout_s: float = Field(10.0, gt=0, description="seconds that one call may take")
     declare_tools: bool | None = Field(
@@ -178,6 +205,11 @@ class EnvSettings(Settings):
         """Into how many training records one conversation can fall."""
         return self.max_turns if self.on_rewrite == "new_record" else 1
 
+    @property
+    def label(self) -> str:
+        """The environment in names of metrics: of one's own, without its module."""
+        return self.name.rpartition(":")[2]
+
     @model_validator(mode="after")
     def _chat_needs_data_and_reward(self) -> EnvSettings:
         if self.reward is not None and self.rewards is not None:
@@ -187,8 +219,10 @@ class EnvSettings(Settings):
             missing = [key for key, there in (("dataset", self.dataset is not None), ("reward", scored)) if not there]
             raise ValueError(f"env {self.name} needs {' and '.join(missing)}")
         for column in ("prompt_column", "answer_column"):
-            if self.name in ("gsm8k", "math", "countdown", "ifeval") and getattr(self, column) is not None:
+            if self.name not in ("chat", "sums", "big_sums") and getattr(self, column) is not None:
                 raise ValueError(f"env.{column} is for data of your own: env {self.name} knows its columns")
+        if self.options and ":" not in self.name:
+            raise ValueError(f"env.options is for an environment of your own: {self.name} takes none")
         return self
 
     @model_validator(mode="after")
@@ -197,6 +231,43 @@ class EnvSettings(Settings):
             if value and self.max_turns < 2:
                 raise ValueError(f"env.{name} needs max_turns of at least 2, to go on after what was answered: got 1")
         return self
+
+    @model_validator(mode="after")
+    def _names_can_be_loaded(self) -> EnvSettings:
+        """Last, because it runs the user's modules: what is wrong with each name, at the place of each."""
+        faults = [
+            InitErrorDetails(type=PydanticCustomError("value_error", "{text}", {"text": text}), loc=at, input=None)
+            for at, text in self._unloadable()
+        ]
+        if faults:
+            raise ValidationError.from_exception_data(type(self).__name__, faults)
+        return self
+
+    def _unloadable(self) -> Iterator[tuple[tuple[str | int, ...], str]]:
+        """Where a name stands, and why it cannot be used."""
+        from llmrl.tools.load import check_tool
+
+        functions = {("reward",): self.reward, ("user",): self.user}
+        functions |= {("rewards", n, "fn"): reward.fn for n, reward in enumerate(self.rewards or ())}
+        checks = [(at, load_function, (name,), {"what": "name"}) for at, name in functions.items() if name]
+        for number, tool in enumerate(self.tools):
+            settings = (tool, None) if isinstance(tool, str) else next(iter(tool.items()))
+            checks.append((("tools", number), check_tool, settings, {}))
+        if ":" in self.name:  # here and not above: these two know torch
+            from llmrl.recipes.environments import check_env
+
+            given = {"has_dataset": self.dataset is not None}
+            given["has_reward"] = self.reward is not None or self.rewards is not None
+            checks.append((("name",), check_env, (self.name, self.options), given))
+        if ":" in self.tool_format:
+            from llmrl.envs.llm.tool_calls import call_format
+
+            checks.append((("tool_format",), call_format, (self.tool_format,), {}))
+        for at, check, arguments, options in checks:
+            try:
+                check(*arguments, **options)
+            except ConfigError as error:
+                yield at, _bare(error)
 
 
 class EvalSettings(Settings):

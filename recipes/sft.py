@@ -27,6 +27,7 @@ from llmrl.console import (
     print_summary,
 )
 from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
+from llmrl.errors import DataError
 from llmrl.metrics import MetricsLog
 from llmrl.modules.llm.policies import TransformersWrapper
 from llmrl.objectives.llm import SFTLoss
@@ -193,7 +194,13 @@ def _exams(
     if config.stop is None:
         return exam(config.eval), None
     stop = config.eval.model_copy(update={"split": config.stop.split, "rows": config.stop.rows})
-    return exam(config.eval), exam(stop)
+    deciding = exam(stop)
+    if deciding is None:
+        raise DataError(
+            f"sft: stop needs problems that are not trained on: env {config.env.label} has none of its own; name "
+            "them in eval.dataset, or leave stop out."
+        )
+    return exam(config.eval), deciding
 
 
 if __name__ == "__main__":

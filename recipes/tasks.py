@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDict
 
-from llmrl.data.llm.dataset_files import load_rows
-from llmrl.envs.llm.big_sums import big_sums_problems
 from llmrl.envs.llm.chat import DatasetChatEnv
-from llmrl.envs.llm.countdown import CountdownEnv
-from llmrl.envs.llm.gsm8k import GSM8KEnv
-from llmrl.envs.llm.ifeval import IFEvalEnv
-from llmrl.envs.llm.math import MATHEnv
-from llmrl.envs.llm.sums import sums_problems, sums_reward
-from llmrl.envs.llm.task import TaskEnv
+from llmrl.envs.llm.sums import sums_reward
 from llmrl.envs.llm.transforms import ToolTransform
 from llmrl.envs.llm.transforms.reward import RewardFunction
 from llmrl.envs.llm.transforms.reward_list import make_rewards
 from llmrl.envs.llm.transforms.reward_source import load_reward
 from llmrl.envs.llm.transforms.user_turn import UserTurn
 from llmrl.envs.transforms.base import Transform
-from llmrl.errors import DataError
+from llmrl.errors import ConfigError, DataError
+from llmrl.loading import load_function
 from llmrl.modules.llm.rendering import Renderer
+from llmrl.recipes.environments import env_maker, env_rows, is_file, is_task
 from llmrl.recipes.settings import EnvSettings, EvalSettings
 from llmrl.tools import load_tool
 
@@ -35,34 +30,28 @@ __all__ = ["Task", "eval_rows", "training_rows"]
 
 Row = Mapping[str, Any]
 
-_PUBLIC: dict[str, type[TaskEnv]] = {
-    "gsm8k": GSM8KEnv,
-    "math": MATHEnv,
-    "countdown": CountdownEnv,
-    "ifeval": IFEvalEnv,
-}
-_EMBEDDED = {"sums": sums_problems, "big_sums": big_sums_problems}
 _AT_ONCE = 1024  # prompts that are measured together
 
 
 def training_rows(env: EnvSettings) -> Sequence[Row]:
     """The rows that rollouts start from. Raises DataError for data that are missing or empty."""
-    return _rows(env, env.dataset, env.split)
+    return env_rows(env.name, env.dataset, split=env.split, config=env.config)
 
 
 def eval_rows(env: EnvSettings, settings: EvalSettings) -> Sequence[Row] | None:
     """The rows that are only measured; None where the settings name none: a local file has no other split."""
-    if env.name == "chat" and settings.dataset is None:
+    if settings.dataset is None and (env.name == "chat" or is_file(env.dataset)):
         return None
-    rows = _rows(env, settings.dataset or env.dataset, settings.split)
+    rows = env_rows(env.name, settings.dataset or env.dataset, split=settings.split, config=env.config)
     return [rows[index] for index in range(min(len(rows), settings.rows or len(rows)))]
 
 
 class Task:
     """What the settings say about a conversation, loaded once, and the environments that are made of it.
 
-    Raises  ConfigError for a tool, a user or a reward that cannot be loaded; MissingDependencyError for a package that
-            one of them needs. Tools are loaded when prompts are measured, rewards for the first environment
+    Raises  ConfigError for an environment, a tool, a user or a reward that cannot be used; MissingDependencyError for a
+            package that one of them needs: all when prompts are measured, but for a reward model, which has weights to
+            load and waits for the first environment that scores
     """
 
     def __init__(self, settings: EnvSettings, tokenizer: PreTrainedTokenizerBase):
@@ -92,9 +81,12 @@ class Task:
 
         Environments of one task share its tools and reward functions, each with conversations of its own.
         """
-        env = self._asking(rows, **options)
-        for transform in (*self._acting, *self._scoring):
-            env.append_transform(transform.clone())
+        env = self._asking(rows, (*self._acting, *self._scoring), **options)
+        if not env.reward_keys:
+            raise ConfigError(
+                f"environment: {self.settings.label} gives no reward: append a transform with a reward, which declares "
+                "it in transform_reward_spec, or say env.reward."
+            )
         return env
 
     def close(self) -> None:
@@ -108,14 +100,19 @@ class Task:
         """The transform that environments have copies of."""
         return next((transform for transform in self._acting if isinstance(transform, ToolTransform)), None)
 
-    def _asking(self, rows: Sequence[Row], **options: Any) -> DatasetChatEnv:
-        settings = self.settings
+    def _asking(self, rows: Sequence[Row], transforms: Iterable[Transform], **options: Any) -> DatasetChatEnv:
+        settings, maker = self.settings, env_maker(self.settings.name)
         options = {"system_prompt": settings.system_prompt, "max_steps": settings.max_turns, **options}
-        if settings.name in _PUBLIC:
-            return _PUBLIC[settings.name](dataset=rows, compute_reward=False, **options)
-        return DatasetChatEnv(
-            dataset=rows, prompt_column=settings.prompt_column, answer_column=settings.answer_column, **options
-        )
+        if maker is DatasetChatEnv:
+            options |= {"prompt_column": settings.prompt_column, "answer_column": settings.answer_column}
+        elif is_task(maker):
+            options["compute_reward"] = False  # it comes after the tools
+        env = maker(dataset=rows, **options, **settings.options)
+        if not isinstance(env, DatasetChatEnv):
+            raise ConfigError(f"environment: {settings.label} must return a DatasetChatEnv: got {type(env).__name__}.")
+        for transform in transforms:
+            env.append_transform(transform.clone())
+        return env
 
     @cached_property
     def _acting(self) -> list[Transform]:
@@ -135,7 +132,7 @@ class Task:
                 )
             )
         if settings.user:
-            acting.append(UserTurn(load_reward(settings.user, what="user"), retries=settings.retries))
+            acting.append(UserTurn(load_function(settings.user, what="user"), retries=settings.retries))
         return acting
 
     @cached_property
@@ -148,26 +145,23 @@ class Task:
             specs = [reward.model_dump(exclude_none=True) for reward in settings.rewards]
             specs = [{**(shared if "fn" in spec else {"retries": settings.retries}), **spec} for spec in specs]
             return list(make_rewards(specs, tokenizer=self.tokenizer))
-        if settings.name in _PUBLIC:
-            return [_PUBLIC[settings.name].scorer(self.tokenizer)]
+        maker = env_maker(settings.name)
+        if is_task(maker):
+            return [maker.scorer(self.tokenizer)]
+        if maker is not DatasetChatEnv:
+            return []  # an environment of the user's, which has its own
         return [RewardFunction(sums_reward, name="correct", **shared)]
 
     def _prompt_lengths(self, rows: Sequence[Row]) -> list[int]:
-        """In tokens, of what an environment without rewards asks: nothing can be forgotten."""
-        env = self._asking(rows, shuffle=False, num_envs=min(_AT_ONCE, len(rows)))
-        for transform in self._acting:
-            env.append_transform(transform.clone())
+        """In tokens, of what the environment asks: nothing can be forgotten."""
+        options = {"shuffle": False, "num_envs": min(_AT_ONCE, len(rows))}
+        if any(reward.reward_model for reward in self.settings.rewards or ()):
+            env = self._asking(rows, self._acting, **options)
+        else:
+            env = self.make_env(rows, **options)
         renderer, lengths = Renderer(self.tokenizer), []
         while len(lengths) < len(rows):
             count = min(_AT_ONCE, len(rows) - len(lengths))
             chats = env.reset(TensorDict({}, batch_size=[count]))["history"].prompt.to_chats()
             lengths += [len(ids) for ids in renderer.prompt_ids(chats)]
         return lengths
-
-
-def _rows(env: EnvSettings, dataset: str | None, split: str) -> Sequence[Row]:
-    if env.name in _PUBLIC:
-        return _PUBLIC[env.name].rows(dataset, name=env.config, split=split)
-    if dataset is None:
-        return _EMBEDDED[env.name](split)
-    return load_rows(dataset, split=split, name=env.config)

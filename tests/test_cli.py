@@ -149,10 +149,13 @@ def test_a_bad_setting_is_shown_with_file_line_and_where_to_look(tmp_path, toy, 
     assert third.endswith("llmrl grpo --defaults  lists every setting.")
 
 
-def test_other_ranks_do_not_repeat_a_bad_setting(toy, capsys, monkeypatch):
+def test_other_ranks_leave_a_bad_setting_to_the_first_and_only_then_say_it(toy, capsys, monkeypatch):
+    waited = []
+    monkeypatch.setattr(cli.time, "sleep", waited.append)
     monkeypatch.setenv("RANK", "1")
     assert cli.main(["grpo", "toy.yaml", "steps=0"]) == 2
-    assert capsys.readouterr().err == ""
+    assert waited == [cli.RANK_0_SPEAKS_WITHIN_S]
+    assert "steps" in capsys.readouterr().err
 
 
 def test_resume_goes_on_with_the_recorded_settings_and_the_changed_ones(toy):
@@ -204,7 +207,35 @@ def test_show_json_is_one_object(tmp_path, toy, capsys):
     assert cli.main(["show", "try1", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["checkpoints"] == [2]
+    assert facts["calls"] is None, "a run without tools"
     assert facts["changes"]["eval/sums"] == {"before": 0.25, "after": 0.5}
+
+
+def test_show_says_how_often_tools_were_called_and_how_the_calls_ended(tmp_path, toy, capsys):
+    run = RunDir.create("toy", "", root=tmp_path / "runs", name="acting")
+    run.config.write_text("steps: 3\n")
+    run.write_info({"command": "grpo", "recipe": "toy", "arguments": ["toy.yaml"]})
+    none = {"tools/ok_frac": 0.0, "tools/error_frac": 0.0, "tools/malformed_frac": 0.0, "tools/cut_frac": 0.0}
+    first = none | {"tools/ok_frac": 0.5, "tools/malformed_frac": 0.5, "tools/cut_frac": 0.25}
+    rates = {1: (0.0, 0.0, none), 2: (0.25, 0.5, first), 3: (1.0, 1.5, none | {"tools/ok_frac": 1.0})}
+    with MetricsLog(run.path) as log:
+        for step, (rate, mean, shares) in rates.items():
+            counts = {"tools/conversations": 8.0, "tools/call_rate": rate, "tools/calls_mean": mean}
+            log.log(step, {"reward/mean": 0.5, "time/step": 1.0, **counts, **shares})
+    assert cli.main(["show", "acting"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines[3:7]] == [
+        ["step", "reward", "calls", "step", "s"],
+        ["1", ".500", "0%", "1.00"],
+        ["2", ".500", "25%", "1.00"],
+        ["3", ".500", "100%", "1.00"],
+    ]
+    assert "tools     16 calls · ok 50% -> 100% · malformed 50% -> 0%" in lines
+    assert cli.main(["show", "acting", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["calls"] == {
+        "count": 16,
+        "outcomes": {"ok": {"before": 0.5, "after": 1.0}, "malformed": {"before": 0.5, "after": 0.0}},
+    }
 
 
 def test_eval_hands_the_checkpoint_to_the_evaluation(tmp_path, toy, monkeypatch):

@@ -8,6 +8,7 @@ from llmrl.console import (
     Column,
     Sample,
     StepDisplay,
+    grpo_columns,
     make_console,
     print_conversations,
     print_plan,
@@ -184,3 +185,8 @@ def test_a_table_of_recorded_steps_leaves_out_columns_without_values():
 @pytest.mark.parametrize("column", GRPO_COLUMNS, ids=lambda column: column.label)
 def test_every_column_shows_a_metric_that_exists(column):
     check_metric_name(column.metric)
+
+
+def test_only_a_run_with_tools_has_a_column_for_calls():
+    assert grpo_columns(tools=True) == GRPO_COLUMNS
+    assert [column.label for column in GRPO_COLUMNS if column not in grpo_columns(tools=False)] == ["calls"]

@@ -89,7 +89,7 @@ def test_a_recipe_of_the_documents_trains(example, folder, capsys):
     assert (folder / "runs" / "try" / "checkpoints" / "step1").is_dir()
 
 
-def test_a_part_of_a_recipe_that_the_documents_show_is_valid():
+def test_a_part_of_a_recipe_that_the_documents_show_is_valid(folder):
     text = "\n".join(page.read_text() for page in PAGES)
     parts = [part for part in re.findall(r"```yaml\n(.*?)```", text, re.S) if part not in {e.text for e in EXAMPLES}]
     assert parts

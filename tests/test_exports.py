@@ -55,7 +55,7 @@ PUBLIC = {
     "llmrl.envs.llm.ifeval": "IFEvalEnv IfEvalScorer IFEvalScoreData Instructions evaluate",
     "llmrl.envs.llm.rewards": "JudgeReward RewardModelScorer CodeReward",
     "llmrl.envs.llm.tool_calls": "CallFormat ParsedCall AnyFormat HermesFormat LlamaFormat FunctionFormat TaggedFormat "
-    "PatternFormat PythonFence call_format format_of_template",
+    "MistralFormat DeepSeekFormat HarmonyFormat PatternFormat PythonFence call_format format_of_template",
     "llmrl.envs.llm.transforms": "DataLoadingPrimer PolicyVersion LengthPenalty OverlongShaping MaskTruncated "
     "ToolTransform UserTurn tool_metrics PythonInterpreter MCPToolTransform BrowserTransform "
     "RewardFunction load_reward make_rewards RetrieveLogProb RetrieveKL KLComputation KLRewardTransform "
@@ -72,6 +72,7 @@ PUBLIC = {
     "llmrl.tools": "Tool FunctionTool ToolCall ToolResult ToolError ToolTimeout ToolRunner tool as_tool load_tool",
     "llmrl.tools.sandbox": "Sandbox InterpreterPool Execution Limits",
     "llmrl.testing": "tiny_tokenizer tiny_model ScriptedPolicy FakeEngine",
+    "llmrl.loading": "load_object load_function",
     "llmrl.config": "load_config dump_config find_recipe Loaded",
     "llmrl.metrics": "MetricsLog read_metrics",
     "llmrl.rollouts": "RolloutLog Rollout read_rollouts",

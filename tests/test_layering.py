@@ -14,6 +14,7 @@ FOLDERS = {"llmrl.chat_templates": "chat_templates", "llmrl.tools": "tools", "ll
 BASE = (
     "llmrl.errors",
     "llmrl.optional",
+    "llmrl.loading",
     "llmrl.padding",
     "llmrl.config",
     "llmrl.config_source",
@@ -28,8 +29,8 @@ TOOLS = ("llmrl.tools", "llmrl.chat_templates")
 TABLE: dict[str, tuple[str, ...]] = {
     "llmrl": (),
     **{module: BASE for module in BASE},
-    "llmrl.tools": ("llmrl.errors", "llmrl.optional"),
-    "llmrl.chat_templates": ("llmrl.errors", "llmrl.optional"),
+    "llmrl.tools": ("llmrl.errors", "llmrl.optional", "llmrl.loading"),
+    "llmrl.chat_templates": ("llmrl.errors", "llmrl.optional", "llmrl.loading"),
     "llmrl.data": (*BASE, *TOOLS),
     "llmrl.modules": (*BASE, *TOOLS, "llmrl.data"),
     "llmrl.envs": (*BASE, "llmrl.data"),
@@ -45,8 +46,8 @@ TABLE: dict[str, tuple[str, ...]] = {
     "llmrl.cli": (*BASE, "llmrl", "llmrl.doctor", "llmrl.recipes"),
     "llmrl.recipes": ("llmrl",),  # anything
 }
-NO_TORCH = {"llmrl.errors", "llmrl.optional", "llmrl.config", "llmrl.config_source", "llmrl.rundir", "llmrl.checkpoint"}
-NO_TORCH |= {"llmrl.console", "llmrl.show", "llmrl.rollouts", "llmrl.tools", "llmrl.chat_templates"}
+NO_TORCH = {"llmrl.errors", "llmrl.optional", "llmrl.loading", "llmrl.config", "llmrl.config_source", "llmrl.rundir"}
+NO_TORCH |= {"llmrl.checkpoint", "llmrl.console", "llmrl.show", "llmrl.rollouts", "llmrl.tools", "llmrl.chat_templates"}
 
 # Import names that belong to a distribution of another name, or come with one that llmrl depends on.
 PROVIDED_BY = {"yaml": "pyyaml", "pydantic_core": "pydantic"}

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import os
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 from llmrl.errors import ConfigError, near
+from llmrl.loading import load_object
 from llmrl.tools.base import Tool
 from llmrl.tools.function import as_tool, check_constructor
 
-__all__ = ["BUILT_IN", "load_tool"]
+__all__ = ["BUILT_IN", "check_tool", "load_tool"]
 
 BUILT_IN = {
     "browser": "llmrl.tools.browser:BrowserTool",
@@ -35,36 +33,32 @@ def load_tool(name: str, settings: Mapping[str, Any] | None = None) -> Tool:
     >>> load_tool("calculator").call({"expression": "2 * 21"}, conversation=0, deadline=float("inf"))
     '42'
     """
-    path = BUILT_IN.get(name, name)
-    module_name, colon, attribute = path.partition(":")
-    if not colon or not module_name or not attribute:
+    target = _target(name, settings or {})
+    return as_tool(target(**(settings or {})) if _is_made(target, settings) else target)
+
+
+def check_tool(name: str, settings: Mapping[str, Any] | None = None) -> None:
+    """Raises what `load_tool` would raise for the name, the settings and the signature; starts nothing."""
+    target = _target(name, settings or {})
+    if not _is_made(target, settings):
+        as_tool(target)
+
+
+def _target(name: str, settings: Mapping[str, Any]) -> Any:
+    """What the name stands for: something that takes the settings, if there are any."""
+    if name not in BUILT_IN and ":" not in name:
         raise ConfigError(
-            f"load_tool: must be one of {', '.join(sorted(BUILT_IN))}, or 'package.module:name': got {name!r}."
+            f"tool: must be one of {', '.join(sorted(BUILT_IN))}, or 'package.module:name': got {name!r}."
             + near(name, BUILT_IN)
         )
-    module = _import(module_name, name)
-    target = getattr(module, attribute, None)
-    if target is None:
-        public = [known for known in vars(module) if not known.startswith("_")]
-        raise ConfigError(f"load_tool: module {module_name!r} has no {attribute!r}.{near(attribute, public)}")
-    if inspect.isclass(target) and (settings or issubclass(target, Tool)):
-        check_constructor(target, settings or {}, f"load_tool: {name!r}")
-        target = target(**(settings or {}))
+    target = load_object(BUILT_IN.get(name, name), what="tool")
+    if _is_made(target, settings):
+        check_constructor(target, settings, f"tool: {name!r}")
     elif settings:
-        raise ConfigError(f"load_tool: {name!r} takes no settings: got {', '.join(map(repr, settings))}.")
-    return as_tool(target)
+        raise ConfigError(f"tool: {name!r} takes no settings: got {', '.join(map(repr, settings))}.")
+    return target
 
 
-def _import(module_name: str, name: str) -> Any:
-    try:
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module is there; something that it imports is not
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())  # a console script does not look there
-        importlib.invalidate_caches()
-        return _import(module_name, name)
-    raise ConfigError(
-        f"load_tool: {name!r}: there is no module {module_name!r}, neither installed nor in {os.getcwd()}."
-    )
+def _is_made(target: Any, settings: Mapping[str, Any] | None) -> bool:
+    """Whether the target is a class that one tool is made of; any other class has an object per conversation."""
+    return inspect.isclass(target) and (bool(settings) or issubclass(target, Tool))

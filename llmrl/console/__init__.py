@@ -6,7 +6,7 @@ Every function takes the rich Console that it writes to, so that a test can pass
 from llmrl.console.conversations import Sample, print_conversations
 from llmrl.console.lines import make_console, note, print_plan, print_summary, warn
 from llmrl.console.numbers import format_duration, format_number
-from llmrl.console.steps import GRPO_COLUMNS, SFT_COLUMNS, Column, StepDisplay, print_table
+from llmrl.console.steps import GRPO_COLUMNS, SFT_COLUMNS, Column, StepDisplay, grpo_columns, print_table
 
 __all__ = [
     "GRPO_COLUMNS",
@@ -16,6 +16,7 @@ __all__ = [
     "StepDisplay",
     "format_duration",
     "format_number",
+    "grpo_columns",
     "make_console",
     "note",
     "print_conversations",

@@ -56,10 +56,11 @@ def print_summary(
     headline: Sequence[str],
     *,
     changes: Sequence[tuple[str, float | None, float | None]] = (),
+    facts: Sequence[tuple[str, str]] = (),
     files: str = "",
     following: Sequence[str] = (),
 ) -> None:
-    """The last lines of a run: what it took, each measure before and after, where the files are, what to run next.
+    """The last lines of a run: what it took, each measure before and after, other facts, its files, what to run next.
 
     >>> print_summary(
     ...     Console(width=80), ["60 steps", "2m 05s"], changes=[("sums", 0.41, 0.93)], following=["llmrl eval runs/a"]
@@ -68,13 +69,15 @@ def print_summary(
     sums      .410 -> .930 (+.520)
     next      llmrl eval runs/a
     """
-    width = _width(name for name, _, _ in changes)
+    width = _width([*(name for name, _, _ in changes), *(name for name, _ in facts)])
     print_labelled(console, "done", " · ".join(headline), "bold green", width)
     for name, before, after in changes:
         change = f"{format_number(before)} -> {format_number(after)}"
         if before is not None and after is not None:
             change += f" ({'+' if after >= before else ''}{format_number(after - before)})"
         print_labelled(console, name, change, "cyan", width)
+    for name, text in facts:
+        print_labelled(console, name, text, "cyan", width)
     if files:
         print_labelled(console, "files", files, "cyan", width)
     for command in following:

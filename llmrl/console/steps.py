@@ -19,7 +19,7 @@ from rich.text import Text
 from llmrl.console.lines import ascii_only, note, print_line, warn
 from llmrl.console.numbers import format_duration, format_number
 
-__all__ = ["GRPO_COLUMNS", "SFT_COLUMNS", "Column", "StepDisplay", "print_table"]
+__all__ = ["GRPO_COLUMNS", "SFT_COLUMNS", "Column", "StepDisplay", "grpo_columns", "print_table"]
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ GRPO_COLUMNS = (
     Column("len", "tokens/completion_mean", "int"),
     Column("trunc", "tokens/truncated_frac", "percent"),
     Column("useful", "group/kept_frac", "percent"),
+    Column("calls", "tools/call_rate", "percent"),
     Column("kl", "mismatch/kl"),
     Column("ent", "policy/entropy"),
     Column("|g|", "policy/grad_norm"),
@@ -72,6 +73,11 @@ GRPO_COLUMNS = (
     Column("train tok/s", "perf/train_tok_s", "count"),
     Column("step s", "time/step", "seconds"),
 )
+
+
+def grpo_columns(*, tools: bool) -> tuple[Column, ...]:
+    """The columns of a run that is about to start: without what only a run with tools measures, unless it has some."""
+    return tuple(column for column in GRPO_COLUMNS if tools or not column.metric.startswith("tools/"))
 
 
 class StepDisplay:

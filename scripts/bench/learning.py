@@ -2,6 +2,7 @@
 
     python scripts/bench/learning.py --seeds 0 1 2
     python scripts/bench/learning.py --recipe tools --seeds 0 1
+    python scripts/bench/learning.py --grpo rollout.engine=vllm rollout.max_staleness=1
 
 Each seed is two real runs in a temporary folder, as `scripts/quickstart` makes them. Exits with 1 if a bound is missed:
 after SFT between 0.2 and 0.7, after GRPO at least 0.9, at most 6 minutes for both. With tools, the share of problems in
@@ -26,6 +27,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--recipe", choices=ENVS, default="sums")
+    parser.add_argument("--grpo", nargs="+", default=[], metavar="SETTING", help="settings of the GRPO run")
     options = parser.parse_args()
     recipe, env = options.recipe, ENVS[options.recipe]
     print(f"{'seed':>4}  {'sft':>7} {'calls':>6}  {'sft s':>7}  {'grpo':>7} {'calls':>6}  {'grpo s':>7}  ok")
@@ -37,7 +39,7 @@ def main() -> int:
             checkpoint = max(
                 (runs / "sft" / "checkpoints").iterdir(), key=lambda path: int(path.name.removeprefix("step"))
             )
-            grpo_s = _train(runs, "grpo", f"{recipe}_grpo", f"seed={seed}", f"model={checkpoint}")
+            grpo_s = _train(runs, "grpo", f"{recipe}_grpo", f"seed={seed}", f"model={checkpoint}", *options.grpo)
             (sft, sft_calls), (grpo, grpo_calls) = _last(runs / "sft", env), _last(runs / "grpo", env)
         fine = SFT_BOUNDS[0] <= sft <= SFT_BOUNDS[1] and grpo >= GRPO_BOUND and sft_s + grpo_s <= SECONDS
         missed += not fine

@@ -311,6 +311,36 @@ def test_extend_ends_a_truncated_turn():
     assert with_end.tolist() == renderer.end_of_turn_ids + without.tolist()
 
 
+def unfinished(content: str) -> dict[str, object]:
+    return {"role": "assistant", "content": content, "is_complete": False}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_unfinished_answer_at_the_end_is_left_open_for_the_model_to_go_on_with(name: str):
+    renderer = family(name)
+    asked, opened = renderer.prompt_ids([[USER_1], [USER_1, unfinished("It is")]])
+    said = renderer.tokenizer("It is", add_special_tokens=False).input_ids
+    assert opened.tolist() == asked.tolist() + said
+    texts = renderer.prompt_texts([[USER_1], [USER_1, unfinished("It is")]])
+    assert texts[1] == texts[0] + "It is"
+    # where the stream holds it already nothing is added; where it does not, it comes behind its generation prompt
+    [whole] = renderer.render([[USER_1, ANSWER_1]])
+    ended = whole.ids[: whole.spans[0][1]]
+    chats = [[USER_1, unfinished("It is")], [USER_1, ANSWER_1, USER_2, unfinished("It is")]]
+    nothing, more = renderer.extend([opened, ended], chats, [0, 2])
+    [asked_again] = renderer.extend([ended], [[USER_1, ANSWER_1, USER_2]], [1])
+    assert nothing.tolist() == []
+    assert more.tolist() == asked_again.tolist() + said
+
+
+def test_a_marker_in_an_unfinished_answer_opens_no_turn():
+    renderer = Renderer(tiny_tokenizer())
+    [asked], [opened] = renderer.prompt_ids([[USER_1]]), renderer.prompt_ids([[USER_1, unfinished("a<|im_end|>b")]])
+    begun = opened[len(asked) :]
+    assert renderer.tokenizer.decode(begun) == "a<|im_end|>b"
+    assert renderer.end_of_turn_ids[0] not in begun.tolist()
+
+
 def test_sampled_ids_stay_bit_equal_whatever_they_decode_to():
     renderer = Renderer(tiny_tokenizer())
     tokenizer = renderer.tokenizer

@@ -76,6 +76,13 @@ def test_stopping_early_needs_something_to_measure(place, sft):
     assert "stop needs env" in result.err
 
 
+def test_stopping_early_needs_problems_that_are_not_trained_on(place, sft):
+    env = {"name": "chat", "dataset": "prompts.jsonl", "reward": "vowels:share"}
+    result = place.run("sft", place.recipe("bad", sft, env=env, stop={"at_least": 0.5}))
+    assert result.code == 3
+    assert "env chat has none of its own; name them in eval.dataset" in result.err
+
+
 def test_a_dataset_and_a_reward_are_both_asked_for():
     with pytest.raises(ValueError, match="env chat needs dataset and reward"):
         EnvSettings()
@@ -143,7 +150,7 @@ def test_the_reward_must_be_there_and_its_columns_too(place, grpo):
     for reward, message in (
         ("nowhere:score", "nowhere"),
         ("vowels:shares", "Did you mean 'share'?"),
-        ("vowels", "must be 'package.module:function'"),
+        ("vowels", "must be 'package.module:name'"),
     ):
         result = place.run("grpo", place.recipe("a", grpo, env={"reward": reward}))
         assert result.code == 2, reward

@@ -51,9 +51,9 @@ def converse(env, rows, replies, **settings):
         ("name: sums\n  user: my_pkg:reply", "env.user needs max_turns of at least 2"),
         (
             "name: sums\n  max_turns: 2\n  user: reply",
-            "bad.yaml:7  env.user  must be 'package.module:function': got 'reply'",
+            "bad.yaml:7  env.user  must be 'package.module:name': got 'reply'",
         ),
-        ("name: big_sums\n  tool_format: hermess", "did you mean  hermes?"),
+        ("name: big_sums\n  tool_format: hermess", "Did you mean 'hermes'?"),
         ("name: sums\n  rewards: []", "bad.yaml:6  env.rewards"),
         ("name: sums\n  rewards: [{weight: 2}]", "must have exactly one of fn, judge, reward_model, code: got none"),
         (
@@ -63,7 +63,8 @@ def converse(env, rows, replies, **settings):
         ("name: sums\n  rewards: [{fn: a:b, weigth: 2}]", "bad.yaml:6  env.rewards.0.weigth  is not a setting"),
         ("name: sums\n  reward: a:b\n  rewards: [c:d]", "env has reward and rewards"),
         ("name: math\n  prompt_column: task", "env.prompt_column is for data of your own"),
-        ("name: gsm8", "did you mean  gsm8k?"),
+        ("name: gsm8", "bad.yaml:5  env.name  'gsm8' is not an environment"),
+        ("name: gsm8", "Did you mean 'gsm8k'?"),
     ],
 )
 def test_settings_that_cannot_be_run_are_told_with_their_line(place, env, message):
@@ -83,9 +84,10 @@ def test_an_unknown_tool_is_told_without_loading_torch(place):
 @pytest.mark.parametrize(
     ("env", "message"),
     [
-        ({"tools": ["nowhere.at_all:tool"]}, "there is no module 'nowhere.at_all'"),
+        ({"tools": ["nowhere.at_all:tool"]}, "there is no module 'nowhere'"),
         ({"tools": [{"calculator": {"digits": 3}}]}, "takes no settings: got 'digits'"),
-        ({"user": "vowels:nobody"}, "user: 'vowels' has no function 'nobody'"),
+        ({"user": "vowels:nobody"}, "env.user  module 'vowels' has no 'nobody'"),
+        ({"rewards": ["vowels:shares"]}, "env.rewards.0  module 'vowels' has no 'shares'"),
         ({"rewards": ["vowels:shares"]}, "Did you mean 'share'"),
         ({"rewards": ["vowels:share", {"fn": "vowels:share"}]}, "2 are called 'share'"),
     ],
@@ -250,6 +252,7 @@ def acting(shared_place):
     return place
 
 
+@pytest.mark.slow
 def test_a_run_counts_what_its_tools_did(acting):
     first, _ = acting.steps("acting")
     assert first["tools/conversations"] == 8
@@ -259,6 +262,7 @@ def test_a_run_counts_what_its_tools_did(acting):
     assert first["rollout/failed"] == 0
 
 
+@pytest.mark.slow
 def test_what_a_tool_answered_is_in_the_conversation_and_is_not_trained(acting):
     tokenizer = tiny_tokenizer()
     for number, step in enumerate(acting.steps("acting"), 1):
@@ -271,6 +275,7 @@ def test_what_a_tool_answered_is_in_the_conversation_and_is_not_trained(acting):
             assert rollout.tokens == len(tokenizer(call).input_ids) + len(tokenizer(rollout.completion).input_ids)
 
 
+@pytest.mark.slow
 def test_evaluation_calls_the_tools_and_says_how_often(acting, capsys):
     assert acting.steps("acting")[-1]["eval/chat/call_rate"] == 1.0
     capsys.readouterr()
@@ -280,6 +285,7 @@ def test_evaluation_calls_the_tools_and_says_how_often(acting, capsys):
     assert "100% call" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_plan_says_which_tools_there_are(acting, capsys):
     capsys.readouterr()
     assert acting.run("grpo", "acting.yaml", "--dry-run").code == 0

@@ -12,6 +12,7 @@ from typing_extensions import TypedDict
 
 from llmrl.errors import ConfigError
 from llmrl.tools import FunctionTool, Tool, ToolError, ToolTimeout, as_tool, load_tool, tool
+from llmrl.tools.load import check_tool
 from llmrl.tools.schema import parse_docstring
 
 FAR = float("inf")
@@ -346,7 +347,10 @@ def test_a_tool_of_the_user_is_loaded_by_module_and_name(user_module):
     [
         ("calculater", None, r"got 'calculater'\. Did you mean 'calculator'\?"),
         ("no_such_module_of_a_test:x", None, "there is no module 'no_such_module_of_a_test'"),
-        ("my_tools_of_a_test:lokup", None, r"has no 'lokup'\. Did you mean 'lookup'\?"),
+        ("my_tools_of_a_tset:x", None, r"there is no module .* Did you mean 'my_tools_of_a_test'\?"),
+        ("my_tools_of_a_test.more:x", None, "there is no module 'my_tools_of_a_test.more'"),
+        ("my tools:x", None, r"must be 'package\.module:name': got 'my tools:x'"),
+        ("my_tools_of_a_test:lokup", None, r"has no 'lokup': it has lookup, Book.*Did you mean 'lookup'\?"),
         ("my_tools_of_a_test:number", None, r"got 7 \(int\)"),
         ("my_tools_of_a_test:Book", {"page": 1}, r"unexpected keyword argument 'page'\. Did you mean 'pages'\?"),
         ("my_tools_of_a_test:lookup", {"a": 1}, "takes no settings: got 'a'"),
@@ -358,9 +362,21 @@ def test_a_name_that_cannot_be_loaded_says_what_is_wrong(user_module, name, sett
         load_tool(name, settings)
 
 
-def test_a_module_whose_own_import_fails_shows_its_own_error(user_module):
-    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
+def test_a_module_whose_own_import_fails_shows_its_own_error_and_the_line(user_module):
+    reason = r"ModuleNotFoundError: No module named 'a_package_that_is_not_there', at .*broken_tools_of_a_test\.py:1\.$"
+    with pytest.raises(ConfigError, match=reason):
         load_tool("broken_tools_of_a_test:x")
+
+
+def test_a_tool_is_checked_without_being_made(user_module, monkeypatch):
+    made = []
+    monkeypatch.setattr("llmrl.tools.python.PythonTool.__init__", lambda self, **options: made.append(options))
+    check_tool("python", {})
+    check_tool(f"{user_module}:Book", {"pages": 9})
+    check_tool(f"{user_module}:lookup")
+    assert not made
+    with pytest.raises(ConfigError, match="Did you mean 'pages'"):
+        check_tool(f"{user_module}:Book", {"page": 9})
 
 
 def test_a_function_that_was_wrapped_keeps_its_signature():

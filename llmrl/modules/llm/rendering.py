@@ -112,16 +112,28 @@ class Renderer:
         masks = spans_to_masks(token_spans, [len(row) for row in ids])
         return [Rendered(*row) for row in zip(rows_to_tensors(ids), masks, token_spans, strict=True)]
 
+    def prompt_texts(self, chats: Sequence[Chat], *, tools: Tools | None = None) -> list[str]:
+        """What :meth:`prompt_ids` encodes, escaped."""
+        heads, opened = _without_open(chats)
+        texts = self.codec.render(heads, add_generation_prompt=True, tools=tools)
+        return [text + self.codec.escape(begun or "") for text, begun in zip(texts, opened, strict=True)]
+
     def prompt_ids(self, chats: Sequence[Chat], *, tools: Tools | None = None) -> list[Tensor]:
         """Ids of conversations that end with a generation prompt; equal conversations are rendered and encoded once.
 
+        A conversation that ends in an unfinished message of the assistant's (``"is_complete": False``) ends with a
+        generation prompt and what that message says: the model goes on with it.
+
         Returns  one int64[T] per conversation, none sharing memory with another
         """
-        keys = [_chat_key(chat) for chat in chats]
-        unique = dict(zip(keys, chats, strict=True))
+        heads, opened = _without_open(chats)
+        keys = [_chat_key(chat) for chat in heads]
+        unique = dict(zip(keys, heads, strict=True))
         texts = self.codec.render(list(unique.values()), add_generation_prompt=True, tools=tools)
         text_by_key = dict(zip(unique, texts, strict=True))
-        return rows_to_tensors(self._encode_once([text_by_key[key] for key in keys]))
+        rows = self._encode_once([text_by_key[key] for key in keys])
+        # Apart, as the engine saw the one and wrote the other.
+        return rows_to_tensors([row + self._begun(text) for row, text in zip(rows, opened, strict=True)])
 
     def extend(
         self,
@@ -142,6 +154,9 @@ class Renderer:
                  ones follow, for example drops their thinking: such a conversation has to start a new stream with
                  :meth:`prompt_ids`; TemplateError where the stream and the messages do not fit
 
+        An unfinished last message of the assistant's (see :meth:`prompt_ids`) is left open; where the stream holds it
+        already, nothing is added.
+
         The new messages are rendered after a short stand-in for what came before. That this equals rendering everything
         is checked against a full render the first time that a pattern of roles is seen.
         """
@@ -161,27 +176,31 @@ class Renderer:
         tools: Tools | None = None,
     ) -> list[Tensor | RewriteError]:
         """As :meth:`extend`, but a conversation that cannot go on has its RewriteError in place of ids."""
-        extensions: list[_Extension | RewriteError] = []
-        for stream, chat, num_new in zip(ids, chats, new, strict=True):
+        heads, opened = _without_open(chats) if add_generation_prompt else (chats, [None] * len(chats))
+        extensions: list[_Extension | RewriteError | None] = []
+        for stream, chat, num_new, begun in zip(ids, heads, new, opened, strict=True):
+            num_new -= begun is not None
             try:
-                extensions.append(self._extension(chat, num_new, len(stream), add_generation_prompt, tools))
+                extensions.append(
+                    self._extension(chat, num_new, len(stream), add_generation_prompt, tools) if num_new >= 0 else None
+                )
             except RewriteError as error:
                 extensions.append(error.with_traceback(None))  # which would keep the renderer's frames alive
-        going_on = [row for row, extension in enumerate(extensions) if not isinstance(extension, RewriteError)]
+        going_on = [row for row, extension in enumerate(extensions) if isinstance(extension, _Extension)]
         encoded = self._encode_once([extensions[row].text for row in going_on])
         rows: list[list[int]] = []
         for number, with_context in zip(going_on, encoded, strict=True):
             extension, stream = extensions[number], ids[number]
             row = with_context[extension.num_context_ids :]
             if extension.after_assistant:
-                row = self._missing_end(stream) + row
+                row = (self._missing_end(stream) if extension.usual_end else []) + row
             elif _ends_with(stream, self._generation_prompt_ids):
                 raise TemplateError(
                     "Renderer.extend: a generation prompt must be answered before other messages follow: the stream of "
                     f"conversation {number} ends with an open one; add the assistant's message first."
                 )
-            rows.append(row)
-        result: list[Any] = list(extensions)
+            rows.append(row + self._begun(opened[number]))
+        result: list[Any] = [stream.new_zeros(0) if x is None else x for stream, x in zip(ids, extensions, strict=True)]
         for number, added in zip(going_on, rows_to_tensors(rows), strict=True):
             result[number] = added
         return result
@@ -232,6 +251,10 @@ class Renderer:
         ids_by_text = dict(zip(unique, self.codec.encode(unique), strict=True))
         return [ids_by_text[text] for text in texts]
 
+    def _begun(self, content: str | None) -> list[int]:
+        """Ids of an unfinished message behind a generation prompt."""
+        return self.codec.encode([self.codec.escape(content)])[0] if content else []
+
     def _extension(
         self, chat: Chat, num_new: int, num_ids: int, add_generation_prompt: bool, tools: Tools | None
     ) -> _Extension:
@@ -267,7 +290,8 @@ class Renderer:
             raise RewriteError(self._rewrites(before, after, chat, covered))
         if after_assistant and self.codec.end_is_control:
             # Encoded with the control token in front, so the tokenizer sees the boundary that the whole text has.
-            return _Extension(self.codec.end_of_turn + after[cut:], len(self.end_of_turn_ids), True)
+            usual_end = before[:cut].endswith(self.codec.end_of_turn)
+            return _Extension(self.codec.end_of_turn + after[cut:], len(self.end_of_turn_ids), True, usual_end)
         return _Extension(after[cut:], 0, after_assistant)
 
     def _verify(
@@ -332,6 +356,7 @@ class _Extension:
     text: str
     num_context_ids: int  # ids of the text that only give the tokenizer its boundary
     after_assistant: bool
+    usual_end: bool = True  # False: the turn before has an end of its own, as a call of gpt-oss has
 
 
 def _anchor(chat: Chat, covered: int) -> list[Message]:
@@ -367,6 +392,23 @@ def _chat_key(chat: Chat) -> Any:
         else id(message)
         for message in chat
     )
+
+
+def _without_open(chats: Sequence[Chat]) -> tuple[list[Chat], list[str | None]]:
+    """The conversations without an unfinished last message of the assistant's, and what that says; None without one."""
+    opened = [chat[-1]["content"] if is_open(chat) else None for chat in chats]
+    return [chat if text is None else chat[:-1] for chat, text in zip(chats, opened, strict=True)], opened
+
+
+def is_open(chat: Chat) -> bool:
+    """Whether a conversation ends in an unfinished message of the assistant's, for the model to go on with.
+
+    >>> question, begun = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is"}
+    >>> is_open([question, begun]), is_open([question, {**begun, "is_complete": False}])
+    (False, True)
+    """
+    last = chat[-1] if len(chat) > 1 else {}
+    return last.get("is_complete") is False and last["role"] == "assistant" and isinstance(last["content"], str)
 
 
 def _ends_with(stream: Tensor, ids: list[int]) -> bool:

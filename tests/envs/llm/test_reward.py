@@ -59,6 +59,17 @@ def test_keyword_arguments_receive_every_column_and_no_answer_is_none(say):
     assert seen == {"query": "q", "level": 2, "answer": None}
 
 
+def test_tensors_of_the_data_are_columns_too(say):
+    """Regression: a tensor column was promised when the reward was attached, and refused at the first step."""
+
+    def near(completion, ids, level, bonus=None):
+        return float(ids.sum()) + level + bonus.shape[0]
+
+    rows = [{"query": "q", "ids": torch.arange(3), "level": 10, "bonus": torch.zeros(2)}]
+    env = DatasetChatEnv(dataset=rows, num_envs=2).append_transform(RewardFunction(near))
+    assert env.step(say(env.reset(), ["a", "b"]))["next", "reward"].flatten().tolist() == [15.0, 15.0]
+
+
 def test_a_batched_function_gets_lists(say):
     def shares(completions, answer):
         return [completions.count(c) / len(completions) for c in completions]
@@ -380,10 +391,10 @@ def test_rewards_are_loaded_by_name(monkeypatch):
     monkeypatch.setitem(sys.modules, "my_rewards", module)
     assert load_reward("my_rewards:exact") is module.exact
     for name, message in (
-        ("my_rewards.exact", "must be 'package.module:function'"),
-        ("no_such_module_here:exact", "must be importable.*ModuleNotFoundError"),
+        ("my_rewards.exact", "must be 'package.module:name'"),
+        ("no_such_module_here:exact", "there is no module 'no_such_module_here'"),
         ("my_rewards:exakt", "Did you mean 'exact'"),
-        ("my_rewards:size", "must be a function: it is a int"),
+        ("my_rewards:size", "must be a function: it is of type int"),
     ):
         with pytest.raises(ConfigError, match=message):
             load_reward(name)

@@ -1,7 +1,9 @@
+# ruff: noqa: RUF001 (the markers of DeepSeek have full-width bars)
 """Calls in what models write: every format reads back what it writes, and nothing that a model writes can raise."""
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
@@ -10,19 +12,27 @@ from hypothesis import strategies as st
 
 from llmrl.envs.llm.tool_calls import (
     AnyFormat,
+    DeepSeekFormat,
     FunctionFormat,
+    HarmonyFormat,
     HermesFormat,
     LlamaFormat,
+    MistralFormat,
     ParsedCall,
     PatternFormat,
     PythonFence,
     TaggedFormat,
     call_format,
 )
+from llmrl.envs.llm.tool_calls.choice import FORMATS
 from llmrl.errors import ConfigError
+from llmrl.modules.llm import Renderer
+from llmrl.recipes.settings import TOOL_FORMATS
 from llmrl.testing import tiny_tokenizer
 
-JSON_FORMATS = [HermesFormat(), LlamaFormat(), TaggedFormat(), FunctionFormat(), AnyFormat()]
+OF_FAMILIES = [MistralFormat(), MistralFormat(named=True), DeepSeekFormat(), DeepSeekFormat(fenced=False)]
+OF_FAMILIES += [HarmonyFormat()]
+JSON_FORMATS = [HermesFormat(), LlamaFormat(), TaggedFormat(), FunctionFormat(), *OF_FAMILIES, AnyFormat()]
 ALL_FORMATS = [*JSON_FORMATS, PythonFence(), PatternFormat(r"CALL (\w+) (\{.*\})")]
 MARKERS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<function=f>", "<parameter=a>", "</parameter>", "```"]
 MARKERS += [
@@ -36,6 +46,16 @@ MARKERS += [
     ";",
     "```py\n",
 ]
+MARKERS += ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", '[{"name": "f", "arguments": {}}', "f"]
+MARKERS += [
+    "<｜tool▁call▁begin｜>",
+    "function",
+    "<｜tool▁sep｜>",
+    "```json\n",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>",
+]
+MARKERS += ["<|channel|>commentary ", "to=functions.f ", "<|message|>", "<|call|>", "<|start|>assistant", "<|end|>"]
 
 words = st.text(st.characters(codec="utf-8"))
 marked = st.lists(st.one_of(words, st.sampled_from(MARKERS)), max_size=12).map("".join)
@@ -74,11 +94,11 @@ def test_no_text_can_make_a_parser_raise(form, text, thinking):
 
 def plain(text: str) -> str:
     """Words around a call that open nothing themselves."""
-    return "".join(character for character in text if character not in "<`{;")
+    return "".join(character for character in text if character not in "<`{;[=")
 
 
 @pytest.mark.parametrize(
-    "form", [HermesFormat(), LlamaFormat(), TaggedFormat(), FunctionFormat()], ids=lambda f: f.name
+    "form", [HermesFormat(), LlamaFormat(), TaggedFormat(), FunctionFormat(), *OF_FAMILIES], ids=lambda f: f.name
 )
 def test_several_calls_come_in_order_and_words_between_them_do_not_matter(form):
     text = f"First.\n{form.render('a', {'x': 1})}\nand then\n{form.render('b', {})}"
@@ -95,7 +115,9 @@ def test_json_that_is_no_call_is_no_call():
     assert LlamaFormat().parse('The call {"name": "a", "parameters": {}} in a sentence.') == []
 
 
-@pytest.mark.parametrize("form", [HermesFormat(), LlamaFormat(), TaggedFormat(), FunctionFormat(), PythonFence()])
+@pytest.mark.parametrize(
+    "form", [HermesFormat(), LlamaFormat(), TaggedFormat(), FunctionFormat(), PythonFence(), *OF_FAMILIES]
+)
 def test_a_call_inside_thinking_is_not_made(form):
     call = form.render("python", {"code": "1"})
     assert form.parse(f"<think>\nI could write\n{call}\n</think>\nNo need.") == []
@@ -133,6 +155,22 @@ def test_markers_inside_arguments_are_text():
         (FunctionFormat(), "<function=></function>", "names no tool"),
         (PythonFence(), "```python\nprint(1)", "does not end"),
         (PatternFormat(r"CALL (\w+) (.*)"), "CALL add {1}", "invalid JSON"),
+        (MistralFormat(), "[TOOL_CALLS] [5]", "not a number"),
+        (MistralFormat(), '[TOOL_CALLS] [{"name": "a", "arguments": ', "invalid JSON"),
+        (MistralFormat(named=True), "[TOOL_CALLS]a[ARGS](1)", "invalid JSON at '(1)'"),
+        (MistralFormat(named=True), "[TOOL_CALLS]a[ARGS][1]", "must be a JSON object, not a list"),
+        (MistralFormat(named=True), "[TOOL_CALLS](a)", "names no tool"),
+        (DeepSeekFormat(), "<｜tool▁call▁begin｜>a(1)<｜tool▁call▁end｜>", "<｜tool▁sep｜> must follow the name"),
+        (DeepSeekFormat(), "<｜tool▁call▁begin｜>function<｜tool▁sep｜>a\n```json\n{1}\n```", "invalid JSON"),
+        (
+            DeepSeekFormat(),
+            "<｜tool▁call▁begin｜>a<｜tool▁sep｜>{} then<｜tool▁call▁end｜>",
+            "must follow the JSON object",
+        ),
+        (DeepSeekFormat(fenced=False), "<｜tool▁call▁begin｜><｜tool▁sep｜>{}<｜tool▁call▁end｜>", "names no tool"),
+        (HarmonyFormat(), "<|channel|>commentary to=functions.a<|message|>x=1<|call|>", "invalid JSON at 'x=1"),
+        (HarmonyFormat(), "<|channel|>commentary to=functions.a<|message|>[1]<|call|>", "must be a JSON object"),
+        (HarmonyFormat(), "<|channel|>commentary to=functions.a<|message|>{} {}<|call|>", "<|call|> must follow"),
     ],
 )
 def test_what_cannot_be_read_says_what_is_wrong_and_what_a_call_looks_like(form, text, reason):
@@ -177,16 +215,141 @@ def test_other_fences_are_no_code_to_run():
 
 
 def test_any_format_reads_each_call_by_its_looks():
-    forms = [HermesFormat(), LlamaFormat(), TaggedFormat(), FunctionFormat()]
+    forms = [HermesFormat(), LlamaFormat(), TaggedFormat(), FunctionFormat(), *OF_FAMILIES]
     text = "\n".join(form.render(form.name, {"x": 1}) for form in forms)
     assert [call.name for call in AnyFormat().parse(text)] == [form.name for form in forms]
 
 
 @pytest.mark.parametrize(
-    ("family", "expected"), [("qwen", "hermes"), ("qwen3", "hermes"), ("llama3", "llama"), ("chatml_format", "auto")]
+    ("family", "expected"),
+    [
+        *[("qwen", "hermes"), ("qwen3", "hermes"), ("llama3", "llama"), ("deepseek", "deepseek")],
+        *[("gpt_oss", "harmony"), ("chatml_format", "auto"), ("mistral", "auto"), ("falcon", "auto")],
+    ],
 )
 def test_the_chat_template_says_which_format_its_models_write(family, expected):
     assert call_format("auto", tiny_tokenizer(template=family).chat_template).name == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ '[TOOL_CALLS] [' + calls + ']' }}", MistralFormat().example),
+        ("{{ '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}", MistralFormat(named=True).example),
+        ("{{ '<｜tool▁call▁begin｜>' + type + '<｜tool▁sep｜>' + name + '\\n```json\\n' }}", DeepSeekFormat().example),
+        ("{{ '<｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>' }}", DeepSeekFormat(fenced=False).example),
+        ("{{ '<|start|>assistant to=functions.' + name + '<|channel|>commentary json' }}", HarmonyFormat().example),
+    ],
+)
+def test_a_tokenizers_own_template_says_it_too_and_which_dialect(template, expected):
+    assert call_format("auto", template).example == expected
+
+
+CALLING = [("add", {"a": 12, "b": [1.5, None]}), ("say", {"text": 'é "quoted"\n</think>'})]
+
+
+@pytest.mark.parametrize(
+    ("family", "most"), [("qwen", 2), ("qwen3", 2), ("llama3", 1), ("deepseek", 2), ("gpt_oss", 1), ("named", 2)]
+)
+def test_what_a_template_writes_for_the_calls_of_a_message_is_read_back(family, most):
+    tokenizer = tiny_tokenizer(template="mistral" if family == "named" else family)
+    if family == "named":
+        tokenizer.chat_template = NAMED
+    form = call_format("auto", tokenizer.chat_template)
+    for called in (CALLING[:1], CALLING[1:], CALLING)[: 1 + most]:
+        entries = [{"type": "function", "function": {"name": n, "arguments": a}} for n, a in called]
+        answer = {"role": "assistant", "content": "", "tool_calls": entries}
+        [row] = Renderer(tokenizer).render([[{"role": "user", "content": "?"}, answer]])
+        written = tokenizer.decode(row.ids[row.assistant_mask])
+        assert [(call.name, call.arguments) for call in form.parse(written)] == called
+        assert form.parse("".join(form.render(*one) for one in called)) == form.parse(written)
+
+
+NAMED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ '[TOOL_CALLS]' + c.function.name + '[ARGS]' + c.function.arguments | tojson }}"
+    "{% endfor %}</s>{% endgeneration %}{% else %}[INST]{{ m.content }}[/INST]{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("form", OF_FAMILIES, ids=lambda form: form.example[:24])
+def test_an_answer_with_calls_is_given_to_the_template_as_a_message_with_calls(form):
+    text = form.render("a", {"x": 1})
+    calls = [(call, "id0") for call in form.parse(text)]
+    message = form.message(text, calls)
+    [entry] = message["tool_calls"]
+    arguments = entry["function"]["arguments"]
+    assert message["content"] == ""
+    assert (entry["id"], entry["type"], entry["function"]["name"]) == ("id0", "function", "a")
+    assert (json.loads(arguments) if isinstance(form, DeepSeekFormat) else arguments) == {"x": 1}
+    assert HermesFormat().message(text, calls) is None, "there it is part of the content"
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "content", "arguments"),
+    [
+        (MistralFormat(), "Hm. [TOOL_CALLS]a[ARGS]{x: 1}", "Hm.", "a[ARGS]{x: 1}"),
+        (DeepSeekFormat(), f"Hm.\n{DeepSeekFormat()._written('a', '{x: 1}')}", "Hm.\n", "{x: 1}"),
+        (DeepSeekFormat(), "<｜tool▁call▁begin｜>a<｜tool▁sep｜>{x: 1}<｜tool▁call▁end｜>", "", "{x: 1}"),
+        (HarmonyFormat(), "<|channel|>commentary to=functions.a<|message|>{x: 1}<|call|>", "", "{x: 1}"),
+    ],
+)
+def test_a_call_that_cannot_be_read_is_kept_as_it_was_written(form, text, content, arguments):
+    message = form.message(text, [(call, "id0") for call in form.parse(text)])
+    assert message["content"] == content
+    assert message["tool_calls"][0]["function"] == {"name": "a", "arguments": arguments}
+
+
+def test_what_gpt_oss_thought_before_a_call_is_its_reasoning():
+    thought = "<|channel|>analysis<|message|>Twelve and\nthirty.<|end|><|start|>assistant"
+    preamble = "<|channel|>commentary<|message|>Let me add.<|end|><|start|>assistant"
+    text = thought + preamble + HarmonyFormat().render("a", {})
+    message = HarmonyFormat().message(text, [(call, "id0") for call in HarmonyFormat().parse(text)])
+    assert message["reasoning_content"] == "Twelve and\nthirty.\nLet me add."
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "<|channel|>commentary to=functions.a <|constrain|>json<|message|>",
+        "<|channel|>commentary to=functions.a<|message|>",
+        " to=functions.a<|channel|>commentary json<|message|>",
+        "<|start|>assistant to=functions.a<|channel|>commentary <|constrain|>json<|message|>",
+        "<|channel|>analysis to=a code<|message|>",
+    ],
+)
+def test_the_recipient_of_a_call_may_stand_on_either_side_of_the_channel(header):
+    assert HarmonyFormat().parse(f'{header}{{"x": 1}}<|call|>') == [ParsedCall("a", {"x": 1})]
+    assert HarmonyFormat().parse(f"{header}<|call|>") == [ParsedCall("a", {})]
+    assert HarmonyFormat().parse(f'{header}{{"x": 1}}') == [ParsedCall("a", {"x": 1})], "the stop token was cut off"
+
+
+def test_what_gpt_oss_says_to_people_is_no_call():
+    for text in (
+        '<|channel|>analysis<|message|>{"x": 1}<|end|><|start|>assistant<|channel|>final<|message|>to=functions.a {}',
+        '<|start|>functions.a to=assistant<|channel|>commentary<|message|>{"x": 1}<|end|>',
+        '<|channel|>commentary to=user<|message|>{"x": 1}<|end|>',
+    ):
+        assert HarmonyFormat().parse(text) == []
+
+
+def test_a_deepseek_call_may_lack_its_fence_its_end_or_both():
+    inner = '<｜tool▁call▁begin｜>function<｜tool▁sep｜>a\n{"x": 1}'
+    for text in (inner, f"{inner}\n```<｜tool▁call▁end｜>", f"{inner}<｜tool▁calls▁end｜>", f"{inner}{inner}"):
+        assert DeepSeekFormat().parse(text)[0] == ParsedCall("a", {"x": 1})
+
+
+def test_the_id_that_a_mistral_model_gave_a_call_is_its_id_if_templates_can_take_it():
+    text = '[TOOL_CALLS] [{"name": "a", "arguments": {}, "id": "D681PevKs"}, {"name": "b", "id": "call_1"}]'
+    assert [call.id for call in MistralFormat().parse(text)] == ["D681PevKs", None]
+    assert MistralFormat().parse('[TOOL_CALLS]a[CALL_ID]D681PevKs[ARGS]{"x": 1}')[0].id == "D681PevKs"
+    ids = {MistralFormat().call_id(c, t, n) for c in (0, 1, 35, 36, 10_000) for t in (0, 1, 40) for n in (0, 7)}
+    assert len(ids) == 30
+    assert all(len(call_id) == 9 and call_id.isalnum() for call_id in ids)
+
+
+def test_the_formats_that_settings_can_name_are_those_that_there_are():
+    assert set(TOOL_FORMATS) == {"auto", *FORMATS}
 
 
 def test_settings_that_cannot_be_used_are_refused():
@@ -210,6 +373,12 @@ def test_settings_that_cannot_be_used_are_refused():
         ";" + " " * 40_000,
         "\n```py" * 8_000,
         '{"name": "a", "parameters": {' * 1_500,
+        "[TOOL_CALLS]" * 4_000,
+        "<｜tool▁call▁begin｜>" * 3_000,
+        "<｜tool▁call▁begin｜>" + "a " * 20_000,
+        "to=functions." + "a" * 40_000,
+        "to=functions.a" * 4_000,
+        "to=a<|message|>" * 3_000,
     ],
     ids=lambda text: text[:12].strip(),
 )

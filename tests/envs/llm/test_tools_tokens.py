@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001 (the markers of DeepSeek have full-width bars)
 """Token truth with tools: the stored ids are exactly what the engine saw and drew, in history, text and tokens mode."""
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from tensordict import TensorDict
 from llmrl.collectors.llm import LLMCollector
 from llmrl.data.llm.columns import column
 from llmrl.envs.llm import ChatEnv, DatasetChatEnv
-from llmrl.envs.llm.tool_calls import HermesFormat
+from llmrl.envs.llm.tool_calls import DeepSeekFormat, HarmonyFormat, HermesFormat, MistralFormat
 from llmrl.envs.llm.transforms import ToolTransform
 from llmrl.errors import TemplateError
 from llmrl.modules.llm import rendering
@@ -149,6 +150,88 @@ def test_templates_that_have_a_place_for_tools_answers_continue_the_stream(famil
     assert policy.counters["rewritten"] == 0
     ids = policy.engine.prompts
     assert torch.equal(ids[2][: len(ids[1])], ids[1])
+
+
+# What Mistral's public templates insist on: turns that alternate but for calls, and ids of nine characters.
+MISTRAL = """
+{%- set turns = namespace(index=0) %}{{- '<s>' }}
+{%- for m in messages %}
+{%- if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}
+{%- if (m.role == 'user') != (turns.index % 2 == 0) %}{{- raise_exception('turns must alternate') }}{%- endif %}
+{%- set turns.index = turns.index + 1 %}{%- endif %}
+{%- if m.role == 'user' %}{{- '[INST] ' + m.content + '[/INST]' }}
+{%- elif m.role == 'tool' %}
+{%- if m.tool_call_id | length != 9 %}{{- raise_exception('ids must have nine characters') }}{%- endif %}
+{{- '[TOOL_RESULTS] ' + {'content': m.content, 'call_id': m.tool_call_id} | tojson + '[/TOOL_RESULTS]' }}
+{%- else %}{%- generation %}
+{%- if m.tool_calls %}{{- '[TOOL_CALLS] [' }}{%- for c in m.tool_calls %}
+{%- if c.id | length != 9 %}{{- raise_exception('ids must have nine characters') }}{%- endif %}
+{{- (', ' if not loop.first else '') + c.function | tojson }}{%- endfor %}{{- ']</s>' }}
+{%- else %}{{- ' ' + m.content + '</s>' }}{%- endif %}
+{%- endgeneration %}{%- endif %}{%- endfor %}"""
+THOUGHT = "<|channel|>analysis<|message|>It says to.<|end|><|start|>assistant"
+HM = {"deepseek": "Hm.\n", "gpt_oss": THOUGHT, "mistral": ""}
+RESULTS = {
+    "deepseek": "<｜end▁of▁sentence｜><｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>hi"
+    "<｜tool▁output▁end｜><｜tool▁outputs▁end｜>",
+    "gpt_oss": "<|start|>functions.same to=assistant<|channel|>commentary<|message|>hi<|end|><|start|>assistant",
+    "mistral": '</s>[TOOL_RESULTS] {"content": "hi", "call_id": "%s"}[/TOOL_RESULTS]',
+}
+
+
+def same(text: str) -> str:
+    """Says the same."""
+    return text
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("written", ["well", "badly"])
+@pytest.mark.parametrize(
+    ("family", "form"), [("deepseek", DeepSeekFormat()), ("gpt_oss", HarmonyFormat()), ("mistral", MistralFormat())]
+)
+def test_families_that_keep_calls_apart_from_the_content_go_on_with_what_was_drawn(family, form, written, mode):
+    tokenizer = tiny_tokenizer(template=family)
+    if family == "mistral":
+        tokenizer.chat_template = MISTRAL
+    call = HM[family] + form.render("same", {"text": "hi"})
+    if written == "badly":
+        call = call.replace('{"text"', "{text")
+    stops = [tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(["<|call|>"] * (family == "gpt_oss"))]
+    end = "" if family == "gpt_oss" else tokenizer.eos_token
+    last = "<|channel|>final<|message|>Done." if family == "gpt_oss" else "Done."
+    answers = [
+        torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
+        for text in (call + end, call + end, last + tokenizer.eos_token)
+    ]
+    engine = FakeEngine(answers, tokenizer=tokenizer, eos_token_ids=stops)
+    policy = LLMWrapperBase(
+        engine,
+        tokenizer=tokenizer,
+        input_mode=mode,
+        generate_kwargs={"max_new_tokens": 200},
+        prefer_tokens="always",
+    )
+    env = ChatEnv(batch_size=[1], input_mode=mode, tokenizer=tokenizer)
+    env = env.append_transform(ToolTransform([same], declare=family == "gpt_oss"))
+    batch = env.rollout(9, policy, tensordict=queries("Say it."))
+    assert batch.shape[1] == 3
+    assert policy.counters["rewritten"] == 0
+    texts = [tokenizer.decode(ids) for ids in engine.prompts]
+    for turn, text in enumerate(texts[1:]):
+        assert torch.equal(engine.prompts[turn + 1][: len(engine.prompts[turn])], engine.prompts[turn])
+        added = text.removeprefix(texts[turn])
+        assert added.startswith(call)
+        expected = RESULTS[family] % f"0000{turn:03}00" if family == "mistral" else RESULTS[family]
+        if written == "well":
+            assert added.removeprefix(call) == expected
+        else:
+            assert "the call could not be read" in added
+    if mode == "history":
+        first = batch[0, 1]["history"].prompt.to_chats()[1]
+        assert first["role"] == "assistant"
+        assert first["tool_calls"][0]["function"]["name"] == (
+            "same" if written == "well" or family != "mistral" else ""
+        )
 
 
 def test_a_template_that_cannot_declare_tools_says_where_to_describe_them(tokenizer):

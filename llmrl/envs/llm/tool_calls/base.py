@@ -1,6 +1,7 @@
 """What a call format is: how a model writes a tool call, and the one scanner that finds calls in an answer.
 
 A format says what opens a call and reads one; the scanner walks through an answer and leaves out what was only thought.
+What formats share is here, too: a JSON value at a place, and the object that has a name and arguments.
 Whether a tool of that name exists, and whether its arguments fit, is decided by `llmrl.tools`.
 """
 
@@ -9,11 +10,11 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-__all__ = ["CallFormat", "ParsedCall", "read_json"]
+__all__ = ["CallFormat", "ParsedCall", "call_from_object", "json_text", "read_json", "structured_call"]
 
 Schemas = Mapping[str, Mapping[str, Any]]  # tool name -> JSON schema of its parameters
 _THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
@@ -23,11 +24,17 @@ _MAX_SHOWN = 80
 
 @dataclass(frozen=True, slots=True)
 class ParsedCall:
-    """One call as the model wrote it; ``error`` says what is wrong with it, in words for the model."""
+    """One call as the model wrote it; ``error`` says what is wrong with it, in words for the model.
+
+    id    what the model calls it, where its format has a place for that
+    span  where the answer has it
+    """
 
     name: str
     arguments: dict[str, Any] | None
     error: str | None = None
+    id: str | None = field(default=None, repr=False)
+    span: tuple[int, int] = field(default=(0, 0), repr=False, compare=False)
 
 
 class CallFormat(ABC):
@@ -65,10 +72,9 @@ class CallFormat(ABC):
                     calls.clear()
                     thinking, place = False, thought.end()
             else:
-                call, end = self._read(text, opening, schemas or {})
+                found, end = self._read(text, opening, schemas or {})
                 place = max(end, opening.start() + 1)
-                if call is not None:
-                    calls.append(call)
+                calls += [replace(call, span=(opening.start(), end)) for call in found]
             if thought and thought.start() < place:
                 thought = _THOUGHT.search(text, place)
             if opening and opening.start() < place:
@@ -79,12 +85,29 @@ class CallFormat(ABC):
     def render(self, name: str, arguments: Mapping[str, Any]) -> str:
         """The text of a call: what `parse` reads back."""
 
-    @abstractmethod
-    def _read(self, text: str, opening: re.Match[str], schemas: Schemas) -> tuple[ParsedCall | None, int]:
-        """The call that begins with ``opening``, None if it is none after all, and where to go on."""
+    def call_id(self, conversation: int, turn: int, number: int) -> str:
+        """What a call is called that the model gave no id: the same for the same call, another for every other."""
+        return f"call_{conversation}_{turn}_{number}"
 
-    def _malformed(self, reason: str, name: str = "") -> ParsedCall:
-        return ParsedCall(name, None, f"the call could not be read: {reason}. Write a call like this: {self.example}")
+    def message(self, text: str, calls: Sequence[tuple[ParsedCall, str]]) -> dict[str, Any] | None:
+        """An answer as templates want it that keep calls apart from the content: "content" and "tool_calls".
+
+        Reads   the answer, and all of its calls, each with its id
+        Returns the fields of the message beside its role; None where calls are part of the content
+        """
+        return None
+
+    @abstractmethod
+    def _read(self, text: str, opening: re.Match[str], schemas: Schemas) -> tuple[list[ParsedCall], int]:
+        """The calls that begin with ``opening``, none if it opens nothing after all, and where to go on."""
+
+    def _malformed(self, reason: str, name: str = "") -> list[ParsedCall]:
+        return [ParsedCall(name, None, f"the call could not be read: {reason}. Write a call like this: {self.example}")]
+
+    def _of_object(self, value: Any) -> list[ParsedCall]:
+        """The call that a JSON value says; see `call_from_object`."""
+        name, arguments, reason = call_from_object(value)
+        return self._malformed(reason, name) if reason else [ParsedCall(name, arguments)]
 
 
 def read_json(text: str, place: int) -> tuple[Any, int]:
@@ -107,6 +130,39 @@ def read_json(text: str, place: int) -> tuple[Any, int]:
         raise ValueError("the JSON is nested too deeply") from None
 
 
+def call_from_object(value: Any) -> tuple[str, dict[str, Any] | None, str]:
+    """Name, arguments and what is wrong ("" if nothing) of a JSON value that should be a call.
+
+    The arguments may be called "arguments" or "parameters", be a JSON object or the text of one, and be left out.
+
+    >>> call_from_object({"name": "add", "parameters": {"a": 1}})
+    ('add', {'a': 1}, '')
+    >>> call_from_object([1])[2]
+    'a call is a JSON object, not a list'
+    """
+    if not isinstance(value, dict):
+        return "", None, f"a call is a JSON object, not {_KINDS.get(type(value), 'something else')}"
+    name = value.get("name")
+    if not isinstance(name, str) or not name:
+        return "", None, 'the JSON object has no "name"' if name is None else '"name" must be a string'
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str) and arguments.strip():
+        try:
+            arguments, _ = read_json(arguments, 0)
+        except ValueError as error:
+            return name, None, f'"arguments": {error}'
+    if arguments is None or arguments == "":
+        arguments = {}
+    if not isinstance(arguments, dict):
+        return name, None, f'"arguments" must be a JSON object, not {_KINDS.get(type(arguments), "something else")}'
+    return name, arguments, ""
+
+
+def structured_call(name: str, arguments: Any, call_id: str) -> dict[str, Any]:
+    """One entry of a message's "tool_calls"."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 def json_text(value: Any) -> str:
     """JSON on one line, characters as they are."""
     return json.dumps(value, ensure_ascii=False)
@@ -118,3 +174,5 @@ def _no_constant(name: str) -> Any:
 
 _DECODER = json.JSONDecoder(parse_constant=_no_constant)
 _SPACE = re.compile(r"\s*")
+_KINDS = {list: "a list", str: "a string", int: "a number", float: "a number", bool: "true or false"}
+_KINDS[type(None)] = "null"

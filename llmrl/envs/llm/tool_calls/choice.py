@@ -1,25 +1,35 @@
+# ruff: noqa: RUF001 (a marker of DeepSeek has full-width bars)
 """Which call format: by name, by what the chat template tells its models, or by what an answer looks like."""
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from llmrl.envs.llm.tool_calls.base import CallFormat, ParsedCall, Schemas
+from llmrl.envs.llm.tool_calls.deepseek import DeepSeekFormat
 from llmrl.envs.llm.tool_calls.fence import PythonFence
 from llmrl.envs.llm.tool_calls.functions import FunctionFormat
+from llmrl.envs.llm.tool_calls.harmony import HarmonyFormat
 from llmrl.envs.llm.tool_calls.hermes import HermesFormat
 from llmrl.envs.llm.tool_calls.llama import LlamaFormat
+from llmrl.envs.llm.tool_calls.mistral import MistralFormat
 from llmrl.envs.llm.tool_calls.tagged import TaggedFormat
 from llmrl.errors import ConfigError, near
+from llmrl.loading import load_object
 
-__all__ = ["AnyFormat", "call_format", "format_of_template"]
+__all__ = ["FORMATS", "AnyFormat", "call_format", "format_of_template"]
 
-_BY_NAME: dict[str, type[CallFormat]] = {
+FORMATS: dict[str, type[CallFormat]] = {
     "hermes": HermesFormat,
     "qwen": HermesFormat,
     "llama": LlamaFormat,
+    "mistral": MistralFormat,
+    "deepseek": DeepSeekFormat,
+    "harmony": HarmonyFormat,
+    "gpt_oss": HarmonyFormat,
     "function": FunctionFormat,
     "tagged": TaggedFormat,
     "xml": TaggedFormat,
@@ -38,7 +48,10 @@ class AnyFormat(CallFormat):
     in_templates = True
 
     def __init__(self) -> None:
-        self._formats: tuple[CallFormat, ...] = (FunctionFormat(), HermesFormat(), TaggedFormat(), LlamaFormat())
+        self._formats: tuple[CallFormat, ...] = (
+            *(FunctionFormat(), HermesFormat(), TaggedFormat()),
+            *(MistralFormat(), DeepSeekFormat(), HarmonyFormat(), LlamaFormat()),
+        )
         # A Qwen 3 Coder call may stand in <tool_call> tags, which then open nothing.
         patterns = [f.opening.pattern for f in self._formats]
         patterns[1] += r"(?!\s*<function=)"
@@ -48,16 +61,17 @@ class AnyFormat(CallFormat):
     def render(self, name: str, arguments: Mapping[str, Any]) -> str:
         return self._formats[1].render(name, arguments)
 
-    def _read(self, text: str, opening: re.Match[str], schemas: Schemas) -> tuple[ParsedCall | None, int]:
+    def _read(self, text: str, opening: re.Match[str], schemas: Schemas) -> tuple[list[ParsedCall], int]:
         for call_format in self._formats:
             own = call_format.opening.match(text, opening.start())
             if own and own.end() == opening.end():
                 return call_format._read(text, own, schemas)
-        return None, opening.end()
+        return [], opening.end()
 
 
 def call_format(name: str | CallFormat, template: str | None = None) -> CallFormat:
-    """The format called ``name``; for "auto" that of the chat template, else whatever an answer looks like.
+    """The format called ``name``, or ``"package.module:Class"``; for "auto" that of the chat template, else whatever an
+    answer looks like.
 
     Raises  ConfigError for an unknown name
 
@@ -68,10 +82,27 @@ def call_format(name: str | CallFormat, template: str | None = None) -> CallForm
         return name
     if name == "auto":
         return (None if template is None else format_of_template(template)) or AnyFormat()
-    if name not in _BY_NAME:
-        known = ("auto", *_BY_NAME)
-        raise ConfigError(f"format: must be one of {', '.join(known)}: got {name!r}.{near(str(name), known)}")
-    return _BY_NAME[name]()
+    if ":" in name:
+        return _of_own(name)
+    if name not in FORMATS:
+        known = ("auto", *FORMATS)
+        raise ConfigError(
+            f"format: must be one of {', '.join(known)}, or 'package.module:Class': got {name!r}.{near(name, known)}"
+        )
+    return FORMATS[name]()
+
+
+def _of_own(name: str) -> CallFormat:
+    """A format of the user's: an object, or a class that needs no arguments."""
+    found = load_object(name, what="format")
+    if inspect.isclass(found) and issubclass(found, CallFormat):
+        try:
+            found = found()
+        except TypeError as error:  # abstract, or it wants arguments
+            raise ConfigError(f"format: {name!r} must be made without arguments: {error}.") from None
+    if not isinstance(found, CallFormat):
+        raise ConfigError(f"format: {name!r} must be a CallFormat (llmrl.envs.llm.tool_calls): it is {found!r:.80}.")
+    return found
 
 
 def format_of_template(template: str) -> CallFormat | None:
@@ -80,6 +111,12 @@ def format_of_template(template: str) -> CallFormat | None:
         return FunctionFormat()
     if "<tool_call>" in template:
         return HermesFormat()
+    if "[TOOL_CALLS]" in template:
+        return MistralFormat(named="[ARGS]" in template)
+    if "<｜tool▁call▁begin｜>" in template:
+        return DeepSeekFormat(fenced="```json" in template)
+    if "<|channel|>" in template and "functions." in template:
+        return HarmonyFormat()
     if "ipython" in template and "parameters" in template:
         return LlamaFormat()
     return None

@@ -32,9 +32,9 @@ class PythonFence(CallFormat):
         fence = "`" * max([3, *(len(run) + 1 for run in _RUNS.findall(code))])
         return f"{fence}python\n{code}\n{fence}"
 
-    def _read(self, text: str, opening: re.Match[str], schemas: Schemas) -> tuple[ParsedCall | None, int]:
+    def _read(self, text: str, opening: re.Match[str], schemas: Schemas) -> tuple[list[ParsedCall], int]:
         close = re.compile(rf"^[ \t]*`{{{len(opening[1])},}}[ \t]*\r?$", re.MULTILINE).search(text, opening.end())
         if close is None:
             return self._malformed("the code block does not end with ```", self.tool), len(text)
         code = text[opening.end() : max(opening.end(), close.start() - 1)]
-        return ParsedCall(self.tool, {"code": code}), close.end()
+        return [ParsedCall(self.tool, {"code": code})], close.end()

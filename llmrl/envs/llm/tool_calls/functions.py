@@ -37,7 +37,7 @@ class FunctionFormat(CallFormat):
         )
         return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
 
-    def _read(self, text: str, opening: re.Match[str], schemas: Schemas) -> tuple[ParsedCall | None, int]:
+    def _read(self, text: str, opening: re.Match[str], schemas: Schemas) -> tuple[list[ParsedCall], int]:
         name = opening[1].strip()
         properties = schemas.get(name, {}).get("properties", {})
         arguments: dict[str, Any] = {}
@@ -57,7 +57,7 @@ class FunctionFormat(CallFormat):
             return self._malformed(reason, name), max(place, text.find("</function>", place))
         if not name:
             return self._malformed("it names no tool"), close.end()
-        return ParsedCall(name, arguments), close.end()
+        return [ParsedCall(name, arguments)], close.end()
 
 
 def _value_text(value: Any) -> str:

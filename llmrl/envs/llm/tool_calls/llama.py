@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmrl.envs.llm.tool_calls.base import CallFormat, ParsedCall, Schemas, json_text, read_json
-from llmrl.envs.llm.tool_calls.hermes import call_from_object
 
 __all__ = ["LlamaFormat"]
 
@@ -31,7 +30,7 @@ class LlamaFormat(CallFormat):
     def render(self, name: str, arguments: Mapping[str, Any]) -> str:
         return f'{{"name": {json_text(name)}, "parameters": {json_text(dict(arguments))}}}'
 
-    def _read(self, text: str, opening: re.Match[str], schemas: Schemas) -> tuple[ParsedCall | None, int]:
+    def _read(self, text: str, opening: re.Match[str], schemas: Schemas) -> tuple[list[ParsedCall], int]:
         tagged = opening[0].startswith(_TAG)
         try:
             value, end = read_json(text, opening.end())
@@ -40,11 +39,10 @@ class LlamaFormat(CallFormat):
             line_end = len(text) if line_end < 0 else line_end
             if tagged or '"name"' in text[opening.end() : line_end]:
                 return self._malformed(str(error)), line_end
-            return None, opening.end() + 1
+            return [], opening.end() + 1
         if not tagged and not (isinstance(value, dict) and "name" in value and value.keys() & _ARGUMENTS):
-            return None, end
-        name, arguments, reason = call_from_object(value)
-        return (self._malformed(reason, name) if reason else ParsedCall(name, arguments)), end
+            return [], end
+        return self._of_object(value), end
 
 
 _ARGUMENTS = {"parameters", "arguments"}

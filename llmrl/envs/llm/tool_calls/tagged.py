@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmrl.envs.llm.tool_calls.base import CallFormat, ParsedCall, Schemas, json_text, read_json
-from llmrl.envs.llm.tool_calls.hermes import call_from_object
 from llmrl.errors import ConfigError
 
 __all__ = ["PatternFormat", "TaggedFormat"]
@@ -31,7 +30,7 @@ class TaggedFormat(CallFormat):
     def render(self, name: str, arguments: Mapping[str, Any]) -> str:
         return f"<tool>{name}\n{json_text(dict(arguments))}{_CLOSE}"
 
-    def _read(self, text: str, opening: re.Match[str], schemas: Schemas) -> tuple[ParsedCall | None, int]:
+    def _read(self, text: str, opening: re.Match[str], schemas: Schemas) -> tuple[list[ParsedCall], int]:
         place = opening.end()
         attribute = _ATTRIBUTE.search(opening[0])
         name = attribute[1] if attribute else ""
@@ -42,7 +41,7 @@ class TaggedFormat(CallFormat):
             name, place = found[1], found.end()
         empty = _AFTER.match(text, place)
         if empty:
-            return ParsedCall(name, {}), empty.end()
+            return [ParsedCall(name, {})], empty.end()
         try:
             value, end = read_json(text, place)
         except ValueError as error:
@@ -50,8 +49,7 @@ class TaggedFormat(CallFormat):
         after = _AFTER.match(text, end)
         if after is None:
             return self._malformed(f"{_CLOSE} must follow the JSON object", name), self._skip(text, end)
-        name, arguments, reason = call_from_object({"name": name, "arguments": value})
-        return (self._malformed(reason, name) if reason else ParsedCall(name, arguments)), after.end()
+        return self._of_object({"name": name, "arguments": value}), after.end()
 
     def _skip(self, text: str, place: int) -> int:
         closed = text.find(_CLOSE, place)
@@ -83,7 +81,7 @@ class PatternFormat(CallFormat):
     def render(self, name: str, arguments: Mapping[str, Any]) -> str:
         raise ConfigError("tool_call_pattern: a pattern reads calls, it cannot write them.")
 
-    def _read(self, text: str, opening: re.Match[str], schemas: Schemas) -> tuple[ParsedCall | None, int]:
+    def _read(self, text: str, opening: re.Match[str], schemas: Schemas) -> tuple[list[ParsedCall], int]:
         name, body = (opening[1] or "").strip(), opening[2] or ""
         arguments: Any = {}
         if body.strip():
@@ -91,8 +89,7 @@ class PatternFormat(CallFormat):
                 arguments, _ = read_json(body, 0)
             except ValueError as error:
                 return self._malformed(str(error), name), opening.end()
-        name, arguments, reason = call_from_object({"name": name, "arguments": arguments})
-        return (self._malformed(reason, name) if reason else ParsedCall(name, arguments)), opening.end()
+        return self._of_object({"name": name, "arguments": arguments}), opening.end()
 
 
 _ATTRIBUTE = re.compile(r"""\bname\s*=\s*["']?([^"'\s>]+)""")

@@ -2,52 +2,28 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from llmrl.errors import ConfigError, near
+from llmrl.errors import ConfigError
+from llmrl.loading import load_function
 
 __all__ = ["Parameters", "Reward", "load_reward"]
 
 Reward = Callable[..., Any]
 
 
-def load_reward(name: str, *, what: str = "reward") -> Reward:
-    """The function that ``"package.module:function"`` names; ``what`` it is to be, for the messages.
-
-    Modules of the working directory are found.
+def load_reward(name: str) -> Reward:
+    """The function that ``"package.module:function"`` names. Modules of the working directory are found.
 
     Raises  ConfigError where the name has another form, the module cannot be imported, or it has no such function
 
     >>> load_reward("math:isfinite")(1.0)
     True
     """
-    module_name, separator, attribute = name.partition(":")
-    if not separator or not module_name or not attribute:
-        raise ConfigError(f"{what}: must be 'package.module:function': got {name!r}.")
-    if not {"", os.getcwd()} & set(sys.path):
-        sys.path.append(os.getcwd())  # a console script does not look there
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # the user's module: whatever it raises, the setting cannot be run
-        raise ConfigError(
-            f"{what}: {module_name!r} must be importable from here: importing it raises {type(error).__name__}: {error}"
-        ) from error
-    if not hasattr(module, attribute):
-        known = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-        raise ConfigError(
-            f"{what}: {module_name!r} has no function {attribute!r}: it has {', '.join(known) or 'none'}."
-            f"{near(attribute, known)}"
-        )
-    fn = getattr(module, attribute)
-    if not callable(fn):
-        raise ConfigError(f"{what}: {name!r} must be a function: it is a {type(fn).__name__}.")
-    return fn
+    return load_function(name, what="reward")
 
 
 @dataclass(frozen=True)

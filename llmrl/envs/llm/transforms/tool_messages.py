@@ -7,7 +7,7 @@ they were drawn.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,20 +19,26 @@ from llmrl.modules.llm.policies.containers import ChatHistory, LogProbs, Masks, 
 from llmrl.modules.llm.policies.modes import unpadded_rows
 from llmrl.modules.llm.rendering import Renderer
 
-__all__ = ["append_messages"]
+__all__ = ["append_messages", "restate_answers"]
 
 Message = dict[str, Any]
 
 # What a delta is rendered after. The ids that it continues are the conversation's own, whatever these words are.
-_STAND_IN = ({"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"})
+_ANSWERS = "assistant"
+_STAND_IN = ({"role": "user", "content": "question"}, {"role": _ANSWERS, "content": "answer"})
 
 
 def append_messages(
-    next_td: TensorDictBase, view: str, messages: Sequence[Sequence[Message]], renderer: Renderer | None
+    next_td: TensorDictBase,
+    view: str,
+    messages: Sequence[Sequence[Message]],
+    renderer: Renderer | None,
+    said: Mapping[int, Message] | None = None,
 ) -> None:
     """Adds ``messages[row]`` to the prompt of each row, in place; rows without messages stay as they are.
 
-    Reads   (view, "prompt") of ``next_td``; in text and tokens mode also the stream beside it: tokens, masks, log_probs
+    Reads   ``said``: of rows whose answer is more than its content, the fields of its message
+            (view, "prompt") of ``next_td``; in text and tokens mode also the stream beside it: tokens, masks, log_probs
     Writes  (view, "prompt"); in text and tokens mode the ids of the delta, its generation prompt included, behind
             ("tokens", "prompt"), False and 0 behind the mask and the log-probs, and ("tokens", "covered"). Padded
             containers become ragged
@@ -47,7 +53,8 @@ def append_messages(
     texts = next_td.get("text").rows("prompt") if view == "text" else None
     rows = [row for row, new in enumerate(messages) if new]
     ends = [stream.ids[row] if stream is not None else _end_of(texts[row], renderer) for row in rows]
-    chats = [[*_STAND_IN, *messages[row]] for row in rows]
+    question, answer = _STAND_IN
+    chats = [[question, {**answer, **(said or {}).get(row, {})}, *messages[row]] for row in rows]
     deltas = dict(zip(rows, renderer.extend(ends, chats, [len(messages[row]) for row in rows]), strict=True))
     covered = None
     if texts is not None:
@@ -57,6 +64,21 @@ def append_messages(
         next_td.set("text", Text.from_rows({"prompt": texts}, next_td.batch_size))
     if stream is not None:
         stream.write(next_td, deltas, covered)
+
+
+def restate_answers(next_td: TensorDictBase, said: Mapping[int, Message]) -> None:
+    """Gives the last answer in the prompt of these rows other fields, in place; the ids stay what was drawn.
+
+    Writes  ("history", "prompt"), where the batch has it
+    """
+    history = next_td.get("history", None)
+    if history is None:
+        return
+    chats = list(history.chats("prompt"))
+    for row, fields in said.items():
+        place = max(number for number, message in enumerate(chats[row]) if message["role"] == _ANSWERS)
+        chats[row] = [*chats[row][:place], {"role": _ANSWERS, **fields}, *chats[row][place + 1 :]]
+    next_td.set("history", ChatHistory.from_rows({"prompt": History.from_chats(chats)}, next_td.batch_size))
 
 
 class _Stream:

@@ -22,8 +22,8 @@ from llmrl.data.llm.templates import find_template
 from llmrl.data.specs import Composite, Unbounded
 from llmrl.envs.llm.completions import completion_texts, special_tokens, trim_markers
 from llmrl.envs.llm.tool_calls import CallFormat, ParsedCall, call_format
-from llmrl.envs.llm.tool_calls.hermes import call_from_object
-from llmrl.envs.llm.transforms.tool_messages import append_messages
+from llmrl.envs.llm.tool_calls.base import call_from_object
+from llmrl.envs.llm.transforms.tool_messages import append_messages, restate_answers
 from llmrl.envs.llm.transforms.tool_use import COUNTS, added_tool_use, no_tool_use, tool_use_spec
 from llmrl.envs.rows import present_keys, shallow_copy
 from llmrl.envs.transforms.base import Transform
@@ -66,7 +66,9 @@ class ToolTransform(Transform):
 
     tools               tools, typed functions, or names as `load_tool` takes them
     format              how the model writes calls: "auto" (what the chat template tells it, else what an answer looks
-                        like), "hermes", "llama", "function", "tagged", "python", or a `CallFormat`
+                        like), "hermes", "llama", "mistral", "deepseek", "harmony", "function", "tagged", "python", or
+                        a `CallFormat`. Of formats whose templates keep calls apart from the content, the next prompt
+                        has them as the "tool_calls" of the answer
     timeout_s           of one call, where the tool has none of its own
     max_calls_per_turn  calls beyond are not run, which the model is told
     max_result_chars    of one answer; the middle of a longer one is cut, with a notice
@@ -198,24 +200,26 @@ class ToolTransform(Transform):
             )
         over = self._over(td, next_td)
         cut = self._cut_off(td, len(over))
-        mine = self._is_mine(peers)
-        parsed = [
-            [] if was_cut else [call for call in calls if mine(call.name)]
-            for calls, was_cut in zip(self._parsed(td), cut, strict=True)
-        ]
         ids, turns = conversations.flatten().tolist(), before.get("turns").flatten().tolist()
+        answers, structured = self._answers(td), self._structured(td)
+        parsed = self._parsed(td, answers, structured)
+        mine = self._is_mine(peers)
         use = before if peers[0] is self else next_td.get("tool_use")
         counted = (use.get("tool_turns") > before.get("tool_turns")).flatten().tolist()
         spent = self._spent(before)
         calls: list[ToolCall] = []
         owners: list[int] = []
         counts: list[dict[str, float]] = []
-        for row, found in enumerate(parsed):
+        said: dict[int, dict[str, Any]] = {}
+        for row, written in enumerate(parsed):
+            every = [] if cut[row] else self._with_ids(written, ids[row], turns[row])
+            found = [(call, call_id) for call, call_id in every if mine(call.name)]
             run = [] if over[row] or spent[row] else found[: self.max_calls_per_turn]
-            for number, call in enumerate(run):
-                call_id = f"call_{ids[row]}_{turns[row]}_{number}"
+            for call, call_id in run:
                 calls.append(ToolCall(call.name, call.arguments, call_id, (self._scope, ids[row]), call.error))
                 owners.append(row)
+            if run and not structured[row] and (fields := self.format.message(answers[row], every)):
+                said[row] = fields
             turn = {"turns": int(peers[0] is self), "tool_turns": int(bool(run) and not counted[row])}
             counts.append({**turn, "calls": len(found), "not_run": len(found) - len(run)})
         messages = self._run(calls, owners, counts)
@@ -227,7 +231,9 @@ class ToolTransform(Transform):
         use = added_tool_use(use, counts)
         next_td.set("tool_use", use)
         if any(messages):
-            append_messages(next_td, _view(next_td), messages, self._renderer)
+            if said:
+                restate_answers(next_td, said)
+            append_messages(next_td, _view(next_td), messages, self._renderer, said)
         if peers[-1] is self:
             called = (use.get("calls") > before.get("calls")).flatten().tolist()
             self._end_conversations(next_td, called, cut, spent)
@@ -250,18 +256,24 @@ class ToolTransform(Transform):
             row_counts["seconds"] = row_counts.get("seconds", 0.0) + result.duration_s
         return messages
 
-    def _parsed(self, td: TensorDictBase) -> list[list[ParsedCall]]:
+    def _parsed(
+        self, td: TensorDictBase, answers: list[str], structured: list[list[ParsedCall] | None]
+    ) -> list[list[ParsedCall]]:
         """The calls of each row's turn; nothing but this turn is read."""
-        history = td.get("history", None)
-        if history is not None and history.response is not None:
-            structured = [_structured_calls(chat[-1]) if chat else None for chat in history.chats("response")]
-        else:
-            structured = [None] * td.batch_size.numel()
-        thinking = self._opened_thoughts(td)
         return [
             self.format.parse(text, self._parameters, thinking=thought) if calls is None else calls
-            for text, calls, thought in zip(self._answers(td), structured, thinking, strict=True)
+            for text, calls, thought in zip(answers, structured, self._opened_thoughts(td), strict=True)
         ]
+
+    def _structured(self, td: TensorDictBase) -> list[list[ParsedCall] | None]:
+        """The calls of turns that have them apart from their text."""
+        history = td.get("history", None)
+        if history is None or history.response is None:
+            return [None] * td.batch_size.numel()
+        return [_structured_calls(chat[-1]) if chat else None for chat in history.chats("response")]
+
+    def _with_ids(self, calls: list[ParsedCall], conversation: int, turn: int) -> list[tuple[ParsedCall, str]]:
+        return [(call, call.id or self.format.call_id(conversation, turn, number)) for number, call in enumerate(calls)]
 
     def _answers(self, td: TensorDictBase) -> list[str]:
         tokens = td.get("tokens", None)
@@ -401,7 +413,8 @@ def _structured_calls(message: Mapping[str, Any]) -> list[ParsedCall] | None:
     calls = []
     for call in message["tool_calls"]:
         name, arguments, reason = call_from_object(call.get("function", call) if isinstance(call, Mapping) else call)
-        calls.append(ParsedCall(name, arguments, reason or None))
+        given = call.get("id") if isinstance(call, Mapping) else None
+        calls.append(ParsedCall(name, arguments, reason or None, given if isinstance(given, str) and given else None))
     return calls
 
 

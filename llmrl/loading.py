@@ -1,0 +1,100 @@
+"""From ``"package.module:name"``, as settings write it, to the object: the one door to what users bring themselves.
+
+What the object must be able to do is said by those who use it: tools, rewards, users, environments, call formats.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+import sys
+import traceback
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from llmrl.errors import ConfigError, near
+
+__all__ = ["load_function", "load_object", "split_name"]
+
+_MAX_LISTED = 12
+
+
+def load_object(name: str, *, what: str) -> Any:
+    """The object that ``"package.module:name"`` names; ``what`` it is to be, for the messages.
+
+    Modules of the working directory are found.
+
+    Raises  ConfigError where the name has another form, the module is not there or cannot be imported, or it has no
+            such object; with the nearest name that is there
+
+    >>> load_object("math:pi", what="number")
+    3.141592653589793
+    >>> load_object("math:pie", what="number")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    llmrl.errors.ConfigError: number: module 'math' has no 'pie': it has ... Did you mean 'pi'?
+    """
+    module_name, attribute = split_name(name, what=what)
+    module = _import(module_name, what)
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        public = [known for known in vars(module) if not known.startswith("_")]
+        own = [known for known in public if getattr(vars(module)[known], "__module__", None) == module_name]
+        listed = ", ".join((own or public)[:_MAX_LISTED]) or "nothing"
+        raise ConfigError(
+            f"{what}: module {module_name!r} has no {attribute!r}: it has {listed}.{near(attribute, public)}"
+        ) from None
+
+
+def load_function(name: str, *, what: str) -> Callable[..., Any]:
+    """The same for what is to be called. Raises ConfigError also where it cannot be."""
+    function = load_object(name, what=what)
+    if not callable(function):
+        raise ConfigError(f"{what}: {name!r} must be a function: it is of type {type(function).__name__}.")
+    return function
+
+
+def split_name(name: str, *, what: str) -> tuple[str, str]:
+    """Module and name within it. Raises ConfigError for another form; nothing is imported.
+
+    >>> split_name("my_pkg.rewards:exact", what="reward")
+    ('my_pkg.rewards', 'exact')
+    """
+    module_name, _, attribute = name.partition(":")
+    if not attribute.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):
+        raise ConfigError(f"{what}: must be 'package.module:name': got {name!r}.")
+    return module_name, attribute
+
+
+def _import(module_name: str, what: str) -> ModuleType:
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.append(os.getcwd())  # a console script does not look there
+        importlib.invalidate_caches()
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if not f"{module_name}.".startswith(f"{missing}."):  # the module is there; something that it imports is not
+            raise ConfigError(f"{what}: importing {module_name!r} failed: {_reason(error)}.") from error
+        raise ConfigError(
+            f"{what}: there is no module {missing!r}, neither installed nor in {os.getcwd()}.{_near_module(missing)}"
+        ) from None
+    except Exception as error:  # the user's code: whatever it raises, the setting cannot be used
+        raise ConfigError(f"{what}: importing {module_name!r} failed: {_reason(error)}.") from error
+
+
+def _reason(error: Exception) -> str:
+    """The exception, and the line of the user's that raised it."""
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error}"  # which names the line
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+    place = f", at {frames[-1].filename}:{frames[-1].lineno}" if len(frames) > 1 else ""
+    return f"{type(error).__name__}: {error}{place}"
+
+
+def _near_module(missing: str) -> str:
+    parent, _, leaf = missing.rpartition(".")
+    folders = getattr(sys.modules.get(parent), "__path__", []) if parent else [os.getcwd()]
+    return near(leaf, [found.name for found in pkgutil.iter_modules(folders)])

@@ -1,0 +1,114 @@
+"""What ``env.name`` stands for: an embedded task, a public one, rows of your own, or an environment of your own."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from llmrl.data.llm.dataset_files import FILE_FORMATS, load_rows
+from llmrl.envs.llm.big_sums import big_sums_problems
+from llmrl.envs.llm.chat import DatasetChatEnv
+from llmrl.envs.llm.countdown import CountdownEnv
+from llmrl.envs.llm.gsm8k import GSM8KEnv
+from llmrl.envs.llm.ifeval import IFEvalEnv
+from llmrl.envs.llm.math import MATHEnv
+from llmrl.envs.llm.sums import sums_problems
+from llmrl.envs.llm.task import TaskEnv
+from llmrl.errors import ConfigError, near
+from llmrl.loading import load_object
+
+__all__ = ["check_env", "env_maker", "env_rows", "is_file", "is_task"]
+
+Row = Mapping[str, Any]
+
+_PUBLIC: dict[str, type[TaskEnv]] = {
+    "gsm8k": GSM8KEnv,
+    "math": MATHEnv,
+    "countdown": CountdownEnv,
+    "ifeval": IFEvalEnv,
+}
+_EMBEDDED = {"sums": sums_problems, "big_sums": big_sums_problems}
+_FROM_RECIPE = ("dataset", "system_prompt", "max_steps", "shuffle", "num_envs", "repeats", "group_repeats", "seed")
+_FROM_RECIPE += ("rank", "world_size")  # what a recipe passes to an environment, always by name
+
+
+def env_maker(name: str) -> Callable[..., DatasetChatEnv]:
+    """What an environment is made with: a class, or a function of the user's that returns one.
+
+    Raises  ConfigError where the name of the user's own cannot be loaded, or is neither of both
+    """
+    if ":" not in name:
+        return _PUBLIC.get(name, DatasetChatEnv)
+    made = load_object(name, what="environment")
+    if inspect.isclass(made) and not issubclass(made, DatasetChatEnv):
+        raise ConfigError(
+            f"environment: {name!r} must be a subclass of TaskEnv or DatasetChatEnv (llmrl.envs.llm), or a function "
+            f"that returns one: it is a subclass of {made.__mro__[1].__name__}."
+        )
+    if not callable(made):
+        raise ConfigError(
+            f"environment: {name!r} must be a subclass of TaskEnv or DatasetChatEnv, or a function that returns one: "
+            f"it is of type {type(made).__name__}."
+        )
+    return made
+
+
+def is_task(maker: Callable[..., DatasetChatEnv]) -> bool:
+    """Whether it knows its rows and its reward, apart from an environment over them."""
+    return inspect.isclass(maker) and issubclass(maker, TaskEnv)
+
+
+def check_env(name: str, options: Mapping[str, Any], *, has_dataset: bool, has_reward: bool) -> None:
+    """Whether an environment of the user's own can be made by a recipe; none is made.
+
+    Reads   ``options``, the keyword arguments that the settings add; whether they say rows and a reward
+    Raises  ConfigError for what is missing: a method, a parameter, rows
+    """
+    maker = env_maker(name)
+    own = name.partition(":")[2]
+    if is_task(maker) and not has_reward and getattr(maker.scorer, "__isabstractmethod__", False):
+        raise ConfigError(f"environment: {own} must define scorer, or the settings env.reward.")
+    if not has_dataset and getattr(maker, "DATASET", None) is None and not _has_own_rows(maker):
+        raise ConfigError(
+            f"environment: {own} has no rows of its own: say env.dataset"
+            + (", or give the class a DATASET." if is_task(maker) else "; only a TaskEnv can do without.")
+        )
+    if taken := sorted(set(options) & {*_FROM_RECIPE, "compute_reward"}):
+        raise ConfigError(f"environment: env.options must not have {', '.join(taken)}: the recipe passes that itself.")
+    signature = inspect.signature(maker)
+    expected = (*_FROM_RECIPE, *(["compute_reward"] if is_task(maker) else []))
+    known = [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
+        for option in options:
+            if option not in known:
+                raise ConfigError(f"environment: env.options: {own} has no parameter {option!r}.{near(option, known)}")
+        if lacking := [parameter for parameter in expected if parameter not in known]:
+            raise ConfigError(
+                f"environment: {own} must take what a recipe passes, {', '.join(expected)}: {', '.join(lacking)} "
+                f"{'is' if len(lacking) == 1 else 'are'} missing; take **options and hand them on to DatasetChatEnv."
+            )
+    try:
+        signature.bind(**dict.fromkeys((*expected, *options)))
+    except TypeError as error:
+        raise ConfigError(f"environment: {own}{signature}: {error}; give it in env.options.") from None
+
+
+def env_rows(name: str, dataset: str | None, *, split: str, config: str | None) -> Sequence[Row]:
+    """The rows of an environment; ``dataset`` stands for its own. Raises DataError for data that cannot be read."""
+    maker = env_maker(name)
+    if is_task(maker):
+        return maker.rows(dataset, name=config, split=split)
+    if dataset is None:
+        return _EMBEDDED[name](split)
+    return load_rows(dataset, split=split, name=config)
+
+
+def is_file(dataset: str | None) -> bool:
+    """Whether a dataset is a local file, which has one split whatever is asked for."""
+    return dataset is not None and (Path(dataset).suffix.lower() in FILE_FORMATS or Path(dataset).expanduser().exists())
+
+
+def _has_own_rows(maker: Callable[..., DatasetChatEnv]) -> bool:
+    return is_task(maker) and maker.rows.__func__ is not TaskEnv.rows.__func__

@@ -1,0 +1,206 @@
+"""An environment and a call format of the user's own, named in a recipe: what they must be able to do, and mistakes."""
+
+import sys
+
+import pytest
+
+from llmrl.recipes.settings import EnvSettings, EvalSettings
+from llmrl.recipes.tasks import Task, eval_rows, training_rows
+from llmrl.testing import ScriptedPolicy, tiny_tokenizer
+
+MINE = """
+from llmrl.envs.llm import DatasetChatEnv, TaskEnv
+from llmrl.envs.llm.tool_calls import CallFormat, PatternFormat
+from llmrl.envs.llm.transforms import RewardFunction
+
+ROWS = [{"word": "one"}, {"word": "three"}, {"word": "eleven"}]
+
+def size(completion):
+    return len(completion)
+
+class Spelling(TaskEnv):
+    SYSTEM_PROMPT = "Spell."
+
+    @classmethod
+    def rows(cls, dataset=None, *, name=None, split=None):
+        return ROWS[:1] if split == "test" else ROWS
+
+    @classmethod
+    def prompt_row(cls, row, number=None):
+        return {"query": f"Spell {row['word']}.", "answer": " ".join(row["word"])}
+
+    @classmethod
+    def scorer(cls, tokenizer=None):
+        return RewardFunction(lambda completion, answer: completion == answer, name="spelt")
+
+class Unscored(TaskEnv):
+    DATASET = "x"
+
+class OwnReward(DatasetChatEnv):
+    def __init__(self, *, factor=1, **options):
+        super().__init__(**options)
+        self.append_transform(RewardFunction(lambda completion: factor * len(completion)))
+
+def made(level, **options):
+    env = DatasetChatEnv(**options)
+    return env.append_transform(RewardFunction(lambda completion: level))
+
+def without_reward(**options):
+    return DatasetChatEnv(**options)
+
+def something_else(**options):
+    return 5
+
+def too_few(dataset, num_envs, shuffle):
+    return None
+
+class NoEnv:
+    pass
+
+shouted = PatternFormat(r"CALL (\\w+) (\\{.*\\})")
+class NeedsArguments(CallFormat):
+    name = "x"
+    def __init__(self, a):
+        pass
+    def render(self, name, arguments):
+        return ""
+    def _read(self, text, opening, schemas):
+        return [], 0
+number = 5
+"""
+
+
+@pytest.fixture
+def own(place):
+    place.module("mine", MINE)
+    yield place
+    sys.modules.pop("mine", None)
+
+
+def answered(env, replies, rows=None):
+    made = Task(env, tiny_tokenizer()).make_env(rows or training_rows(env), num_envs=len(replies), shuffle=False)
+    return made.step(ScriptedPolicy(replies)(made.reset()))
+
+
+def test_a_task_of_ones_own_has_its_rows_its_prompt_and_its_reward(own):
+    env = EnvSettings(name="mine:Spelling")
+    td = answered(env, ["o n e", "three"])
+    assert td["next", "reward"].flatten().tolist() == [1.0, 0.0]
+    assert td["history"].prompt.to_chats()[1] == [
+        {"role": "system", "content": "Spell."},
+        {"role": "user", "content": "Spell three."},
+    ]
+    assert len(eval_rows(env, EvalSettings())) == 1
+    assert Task(env, tiny_tokenizer()).fit_prompts(training_rows(env))[1] == 0
+
+
+def test_its_reward_gives_way_to_one_that_is_named(own):
+    assert answered(EnvSettings(name="mine:Spelling", reward="mine:size"), ["four"])["next", "reward"].item() == 4.0
+
+
+@pytest.mark.parametrize(("factor", "reward"), [(None, 4.0), (3, 12.0)])
+def test_an_environment_of_ones_own_may_have_its_reward_inside_and_options(own, factor, reward):
+    options = {} if factor is None else {"factor": factor}
+    env = EnvSettings(name="mine:OwnReward", dataset="prompts.jsonl", options=options)
+    assert answered(env, ["four"])["next", "reward"].item() == reward
+
+
+def test_a_function_may_make_it(own):
+    env = EnvSettings(name="mine:made", dataset="prompts.jsonl", options={"level": 7})
+    assert answered(env, ["four"])["next", "reward"].item() == 7.0
+
+
+def test_tools_of_the_settings_act_in_it(own):
+    env = EnvSettings(name="mine:Spelling", tools=["calculator"], tool_format="mine:shouted", max_turns=2)
+    td = answered(env, ['CALL calculator {"expression": "6 * 7"}'])
+    assert td["next", "history"].prompt.to_chats()[0][-1]["content"] == "42"
+
+
+def test_a_file_has_no_problems_that_are_held_out(own):
+    own.rows("sums.jsonl", [{"question": "2 + 2?", "answer": "4"}])
+    for name in ("sums", "mine:OwnReward"):
+        assert eval_rows(EnvSettings(name=name, dataset="sums.jsonl"), EvalSettings()) is None
+    assert len(eval_rows(EnvSettings(name="sums"), EvalSettings(rows=5))) == 5
+
+
+@pytest.mark.parametrize(
+    ("env", "place_and_message"),
+    [
+        ({"name": "mine:Speling"}, "bad.yaml:2  env.name  module 'mine' has no 'Speling': it has"),
+        ({"name": "mine:Speling"}, "Did you mean 'Spelling'?"),
+        ({"name": "mien:Spelling"}, "there is no module 'mien'"),
+        ({"name": "mine:NoEnv"}, "'mine:NoEnv' must be a subclass of TaskEnv or DatasetChatEnv"),
+        ({"name": "mine:number"}, "it is of type int"),
+        ({"name": "mine:Unscored"}, "Unscored must define scorer"),
+        (
+            {"name": "mine:OwnReward"},
+            "OwnReward has no rows of its own: say env.dataset; only a TaskEnv can do without",
+        ),
+        ({"name": "mine:too_few", "dataset": "prompts.jsonl"}, "too_few must take what a recipe passes"),
+        ({"name": "mine:made", "dataset": "prompts.jsonl"}, "missing a required argument: 'level'; give it in env.opt"),
+        ({"name": "mine:Spelling", "options": {"sede": 1}}, "Spelling has no parameter 'sede'. Did you mean 'seed'?"),
+        ({"name": "mine:Spelling", "options": {"seed": 1}}, "env.options must not have seed: the recipe passes that"),
+        ({"name": "sums", "options": {"seed": 1}}, "env.options is for an environment of your own: sums takes none"),
+        ({"name": "mine:Spelling", "prompt_column": "word"}, "env.prompt_column is for data of your own"),
+        ({"name": "spelling"}, "'spelling' is not an environment: must be one of sums"),
+        (
+            {"name": "mine:Spelling", "tool_format": "mine:number"},
+            "env.tool_format  'mine:number' must be a CallFormat",
+        ),
+        ({"name": "mine:Spelling", "tool_format": "mine:NeedsArguments"}, "must be made without arguments"),
+        ({"name": "mine:something_else", "dataset": "prompts.jsonl"}, "must return a DatasetChatEnv: got int"),
+        ({"name": "mine:without_reward", "dataset": "prompts.jsonl"}, "without_reward gives no reward"),
+    ],
+)
+def test_what_cannot_be_run_is_told_by_a_dry_run(own, env, place_and_message):
+    result = own.run("grpo", own.recipe("bad", {"model": "tiny", "env": env}), "--dry-run")
+    assert result.code == 2
+    assert place_and_message in result.err.replace("\n", " "), result.err
+
+
+def test_all_names_are_told_at_once_each_at_its_place(own):
+    (own.path / "bad.yaml").write_text(
+        "model: tiny\n"
+        "env:\n"
+        "  name: mine:Spelling\n"
+        "  max_turns: 2\n"
+        "  user: mine:nobody\n"
+        "  tools:\n"
+        "    - calculator\n"
+        "    - {search_documents: {foldr: docs}}\n"
+        "    - mine:number\n"
+        "  rewards:\n"
+        "    - mine:size\n"
+        "    - {fn: mine:sise, weight: 2}\n"
+    )
+    result = own.run("grpo", "bad.yaml", "--dry-run", "--runs", "none")
+    assert result.code == 2
+    lines = [line.split("  ") for line in result.err.replace("config error", " " * 12).splitlines()]
+    places = [[part.strip() for part in line if part.strip()][:2] for line in lines if "bad.yaml" in " ".join(line)]
+    assert places == [
+        ["bad.yaml:5", "env.user"],
+        ["bad.yaml:8", "env.tools.1"],
+        ["bad.yaml:9", "env.tools.2"],
+        ["bad.yaml:12", "env.rewards.1.fn"],
+    ], result.err
+    assert "Did you mean 'folder'?" in result.err
+    assert "Did you mean 'size'?" in result.err
+
+
+def test_a_module_is_not_run_while_the_section_has_another_fault(own):
+    own.module("counted", "raise RuntimeError('run')\n")
+    name = own.recipe("bad", {"model": "tiny", "env": {"name": "sums", "reward": "counted:x", "max_turns": 0}})
+    assert "RuntimeError" not in own.run("grpo", name).err
+    result = own.run("grpo", name, "env.max_turns=1")
+    assert "importing 'counted' failed: RuntimeError: run, at" in result.err
+    assert "counted.py:1." in result.err
+
+
+@pytest.mark.slow
+def test_its_evaluation_goes_by_its_name_without_the_module(own):
+    recipe = own.recipe(
+        "one", {"model": {"hidden_size": 16, "layers": 1, "heads": 2}, "env": {"name": "mine:Spelling"}}
+    )
+    small = ("steps=1", "prompts_per_step=2", "group_size=2", "sampling.max_tokens=2", "eval.max_tokens=2")
+    assert own.run("grpo", recipe, "--name", "one", *small).code == 0
+    assert "eval/Spelling/mean" in own.steps("one")[0]
