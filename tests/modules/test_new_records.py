@@ -207,3 +207,39 @@ def test_the_renderer_says_row_by_row_who_can_go_on(tokenizer):
     stopped, added = renderer.try_extend([stream] * 2, [[question, answer, more], [question, answer, tool]], [1, 1])
     assert isinstance(stopped, RewriteError)
     assert tokenizer.decode(added).startswith("\n<|im_start|>user\n<tool_response>")
+
+
+@pytest.mark.parametrize("pad_output", [False, True])
+def test_an_answer_that_was_cut_off_is_gone_on_with_where_nobody_speaks(pad_output):
+    tokenizer = tiny_tokenizer()
+    begun = torch.tensor(tokenizer("It is").input_ids)
+    policy = wrapper(tokenizer, [begun, " 4."], pad_output=pad_output)
+    first, second = talk(policy, 2, said=None)
+    assert flags([first, second]) == [[True], [False]]
+    [whole] = first["tokens"].rows("full")
+    assert torch.equal(policy.engine.prompts[1], whole)  # bit for bit, and nothing behind it
+    answer = {"role": "assistant", "content": "It is 4."}
+    assert second["history"].full.to_chats() == [[{"role": "user", "content": "What is 2+2?"}, answer]]
+    assert second["history"].response.to_chats() == [[{"role": "assistant", "content": " 4."}]]
+    assert tokenizer.decode(trained(second)) == "It is 4.<|im_end|>"
+    assert second["text"].rows("full") == [tokenizer.decode(second["tokens"].rows("full")[0])]
+    # then the user speaks
+    more = History.from_chats([[{"role": "user", "content": "And 3+3?"}]])
+    prompt = second["next", "history"].prompt.extend(more, inplace=False, dim=-1)
+    td = ChatEnv(batch_size=[1]).step_mdp(second)
+    td.set("history", ChatHistory.from_rows({"prompt": prompt}))
+    third = policy(td)
+    assert third["new_record"].tolist() == [False]
+    assert tokenizer.decode(policy.engine.prompts[2]).endswith(
+        "It is 4.<|im_end|>\n<|im_start|>user\nAnd 3+3?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_an_unfinished_prompt_converts_to_the_ids_that_the_policy_is_given():
+    tokenizer = tiny_tokenizer()
+    policy = wrapper(tokenizer, ["4."])
+    chat = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is ", "is_complete": False}]
+    td = policy(TensorDict(history=ChatHistory.from_rows({"prompt": History.from_chats([chat])}), batch_size=[1]))
+    converted = td["history"].to_tokens(tokenizer)
+    assert torch.equal(converted.rows("prompt")[0], policy.engine.prompts[0])
+    assert tokenizer.decode(converted.rows("response")[0]).startswith("4.<|im_end|>")

@@ -799,3 +799,17 @@ def test_the_arguments_are_the_documented_ones():
     assert names == {*ARGUMENTS, "model", "tokenizer", "device", "pad_model_input"}
     assert len(names) == 27
     assert set(inspect.signature(TransformersWrapper).parameters) == names
+
+
+@pytest.mark.parametrize("mode", ["text", "tokens"])
+def test_a_prompt_may_stand_in_a_plain_nested_tensordict(mode):
+    """Regression: ``TensorDict({("tokens", "prompt"): ids})`` was an AttributeError of a dict."""
+    tokenizer = tiny_tokenizer()
+    ids = torch.tensor([tokenizer("2+2=").input_ids] * 2)
+    prompt = ["2+2=", "2+2="] if mode == "text" else ids
+    policy = LLMWrapperBase(FakeEngine(["4"], tokenizer=tokenizer), tokenizer=tokenizer, input_mode=mode)
+    td = policy(TensorDict({(mode, "prompt"): prompt}, batch_size=[2]))
+    assert [row.tolist() for row in td["tokens"].rows("prompt")] == ids.tolist()
+    assert [tokenizer.decode(row) for row in td["tokens"].rows("full")] == ["2+2=4<|im_end|>"] * 2
+    scored = policy.get_new_version(generate=False)(TensorDict({("tokens", "full"): ids}, batch_size=[2]))
+    assert scored["log_probs"].full.shape == ids.shape

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import platform
 import signal
 import socket
 import subprocess
@@ -230,6 +231,33 @@ while True:
 """)
     assert result.error.endswith("MemoryError (the limit is 512 MiB)")
     assert run("hoard = None; kept").output == "1\n"
+
+
+def test_there_is_no_memory_that_the_limit_does_not_count(run):
+    """Regression: System V segments and files in memory held gigabytes beside a limit of 512 MiB, beyond the call."""
+    result = run("""
+import ctypes, errno, os
+libc = ctypes.CDLL(None, use_errno=True)
+for call, *arguments in ((libc.shmget, 0, 200 << 20, 0o1600), (libc.msgget, 0, 0o1600), (libc.semget, 0, 1, 0o1600)):
+    print(call(*arguments), errno.errorcode[ctypes.get_errno()])
+try:
+    os.memfd_create('hoard')
+except OSError as error:
+    print(errno.errorcode[error.errno])
+""")
+    assert result.output == "-1 ENOSYS\n" * 3 + "ENOSYS\n"
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the machine code is that of x86_64")
+def test_calls_in_the_manner_of_32_bit_programs_are_refused(run):
+    result = run("""
+import ctypes, mmap
+page = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+page.write(bytes.fromhex('53b814000000cd805bc3'))  # push rbx; mov eax, 20 (getpid); int 0x80; pop rbx; ret
+address = ctypes.addressof(ctypes.c_char.from_buffer(page))
+print(ctypes.CFUNCTYPE(ctypes.c_int)(address)())
+""")
+    assert result.output == "-38\n" or "crashed" in result.error  # a kernel without them
 
 
 def test_files_are_bounded_one_by_one_and_together(run):

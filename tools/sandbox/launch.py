@@ -20,6 +20,7 @@ from typing import Literal
 from llmrl.errors import ConfigError, MissingDependencyError, UnsupportedError, near
 from llmrl.tools.sandbox.limits import Limits
 from llmrl.tools.sandbox.session import Session
+from llmrl.tools.sandbox.system_calls import filter_pipe
 
 __all__ = ["Kind", "Sandbox"]
 
@@ -53,10 +54,11 @@ class Sandbox:
     """Where interpreters run, and how they are started.
 
     ``"bubblewrap"``: user, process, network, IPC and host-name namespaces of its own; a file system with programs and
-    the interpreter, read-only, and a private /tmp; an empty environment; no capabilities. If this process is root, the
-    sandbox runs as another user. What it does not stop: faults of the kernel; use of processor and memory within the
-    limits, which hold for each process; reading what is installed under /usr and beside the interpreter. As root
-    without CAP_SYS_ADMIN the number of processes is not limited.
+    the interpreter, read-only, and a private /tmp; an empty environment; no capabilities; no system calls that get at
+    memory which no limit counts (on x86_64 and aarch64). If this process is root, the sandbox runs as another user.
+    What it does not stop: faults of the kernel; use of processor and memory within the limits, which hold for each
+    process; reading what is installed under /usr and beside the interpreter. As root without CAP_SYS_ADMIN the number
+    of processes is not limited.
 
     ``"subprocess"``: an empty environment, a directory of its own, the same limits, and nothing else. It stops
     accidents. It does not stop code from reading your files, using the network, or starting processes that outlive it.
@@ -88,12 +90,13 @@ class Sandbox:
         reply_read, reply_write = os.pipe()
         output_read, output_write = os.pipe()
         info_read, info_write = os.pipe()
+        rules = filter_pipe() if self.kind == "bubblewrap" else None
         limits = {**asdict(self.limits), "strict": self.kind == "bubblewrap", "processes": self._num_processes()}
         arguments = [str(request_read), str(reply_write), json.dumps(limits)]
         folder: tempfile.TemporaryDirectory[str] | None = None
         try:
             if self.kind == "bubblewrap":
-                command = [*bubblewrap_command(self.python, self.limits.disk_mib, info_write), self.python]
+                command = [*bubblewrap_command(self.python, self.limits.disk_mib, info_write, rules), self.python]
                 arguments.append("contained")
                 cwd = "/"
             else:
@@ -106,7 +109,7 @@ class Sandbox:
                 stdin=subprocess.DEVNULL,
                 stdout=output_write,
                 stderr=output_write,
-                pass_fds=(request_read, reply_write, info_write),
+                pass_fds=(request_read, reply_write, info_write, *([] if rules is None else [rules])),
                 env=_ENVIRONMENT if folder is None else {**_ENVIRONMENT, "HOME": cwd, "TMPDIR": cwd},
                 cwd=cwd,
                 start_new_session=True,
@@ -118,8 +121,9 @@ class Sandbox:
                 folder.cleanup()
             raise
         finally:
-            for descriptor in (request_read, reply_write, output_write, info_write):
-                os.close(descriptor)
+            for descriptor in (request_read, reply_write, output_write, info_write, rules):
+                if descriptor is not None:
+                    os.close(descriptor)
         return Session(process, request_write, reply_read, output_read, info_read, self.limits, folder)
 
     def _num_processes(self) -> int:
@@ -140,15 +144,26 @@ def check_bubblewrap(python: str) -> None:
             "install the package 'bubblewrap' with apt, dnf, pacman or apk. sandbox='subprocess' works without it, but "
             "gives the code the rights of this process."
         )
-    command = [*bubblewrap_command(python, disk_mib=1), python, "-I", "-S", "-c", "print('started')"]
+    rules = filter_pipe()
+    command = [*bubblewrap_command(python, disk_mib=1, rules=rules), python, "-I", "-S", "-c", "print('started')"]
     try:
         done = subprocess.run(
-            command, env=_ENVIRONMENT, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=30, cwd="/"
+            command,
+            env=_ENVIRONMENT,
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            pass_fds=[] if rules is None else [rules],
+            timeout=30,
+            cwd="/",
         )
         said = done.stderr.strip() or f"exit code {done.returncode}"
         works = done.stdout.strip() == "started"
     except subprocess.TimeoutExpired:
         works, said = False, "it did not end within 30 s"
+    finally:
+        if rules is not None:
+            os.close(rules)
     if not works:
         raise UnsupportedError(
             f"Sandbox: bubblewrap must be able to start {python}: got: {said}. Usually user namespaces are turned off: "
@@ -158,10 +173,11 @@ def check_bubblewrap(python: str) -> None:
         )
 
 
-def bubblewrap_command(python: str, disk_mib: int, info: int | None = None) -> list[str]:
+def bubblewrap_command(python: str, disk_mib: int, info: int | None = None, rules: int | None = None) -> list[str]:
     """Everything before the interpreter. For root there are two of it: the outer one shows a new user the files.
 
-    ``info`` is the descriptor on which bubblewrap says which process is the first of the sandbox.
+    ``info`` is the descriptor on which bubblewrap says which process is the first of the sandbox; from ``rules`` it
+    reads the filter of system calls.
     """
     bwrap, options = _bubblewrap()
     view = _view(python)
@@ -173,6 +189,7 @@ def bubblewrap_command(python: str, disk_mib: int, info: int | None = None) -> l
         command += ["--", python, "-I", "-S", "-c", _STEP_DOWN, str(user), bwrap, "--die-with-parent"]
     command += ["--new-session", "--unshare-user", "--unshare-all", "--cap-drop", "ALL"]
     command += ["--uid", "1000", "--gid", "1000", "--hostname", "sandbox"]
+    command += [] if rules is None else ["--seccomp", str(rules)]
     command += ["--disable-userns"] if "--disable-userns" in options else []
     command += ["--size", str(disk_mib << 20)] if "--size" in options else []
     command += ["--tmpfs", "/tmp", *view, "--proc", "/proc", "--dev", "/dev"]  # the interpreter may be below /tmp

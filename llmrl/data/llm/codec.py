@@ -124,6 +124,10 @@ class ChatCodec:
         """Ids of escaped texts, in one call of the tokenizer."""
         return self.encode_with_spans(texts, None)[0]
 
+    def escape(self, content: str) -> str:
+        """What a message says, to be written without the template and given to :meth:`encode`."""
+        return self._controls.escape_value(content, "a message")
+
     def encode_with_spans(
         self, texts: Sequence[str], spans: Sequence[Sequence[Span]] | None
     ) -> tuple[list[list[int]], list[list[Span]]]:

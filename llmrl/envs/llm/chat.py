@@ -101,13 +101,16 @@ class ChatEnv(EnvBase):
             if tokenizer is not None and input_mode != "history"
             else None
         )
-        self.observation_spec = Composite(
-            {input_mode: Composite(prompt=NonTensor(shape=batch_size), shape=batch_size)}, shape=batch_size
-        )
-        self.action_spec = Composite(
-            {input_mode: Composite(full=NonTensor(shape=batch_size), shape=batch_size)}, shape=batch_size
-        )
-        self.state_spec = Composite({self.data_key: NonTensor(shape=batch_size)}, shape=batch_size)
+        self.observation_spec = self._view_spec("prompt")
+        self.action_spec = self._view_spec("full")
+        # What a conversation starts from, and what a policy may leave of its turns for the next prompt.
+        views = ((Text, "prompt"), (Tokens, "prompt"), (LogProbs, "prompt"), (Masks, "prompt_assistant_mask"))
+        carried = {
+            name: container.default_spec(batch_size, [field])
+            for name, (container, field) in zip(_BLANKS, views, strict=True)
+            if name != input_mode
+        }
+        self.state_spec = Composite({self.data_key: NonTensor(shape=batch_size), **carried}, shape=batch_size)
 
     @classmethod
     def from_dataloader(
@@ -149,6 +152,14 @@ class ChatEnv(EnvBase):
             device=device,
         )
         return TransformedEnv(env, primer)
+
+    def _view_spec(self, field: str) -> Composite:
+        shape = self.batch_size
+        if self.input_mode == "tokens":
+            view = Tokens.default_spec(shape, [field])
+        else:
+            view = Composite({field: NonTensor(shape=shape)}, shape=shape)
+        return Composite({self.input_mode: view}, shape=shape)
 
     def _reset(self, td: TensorDictBase | None) -> TensorDictBase:
         queries = None if td is None else column_values(td, self.data_key)
@@ -270,7 +281,7 @@ class DatasetChatEnv(TransformedEnv):
         else:
             rows = [
                 to_prompt(row, number=number, prompt_column=prompt_column, answer_column=answer_column)
-                for number, row in enumerate(rows, 1)
+                for number, row in enumerate(checked_rows(rows, type(self).__name__), 1)
             ]
         if data_key not in (None, "query"):
             rows = [{data_key if key == "query" else key: value for key, value in row.items()} for row in rows]
@@ -303,6 +314,17 @@ class DatasetChatEnv(TransformedEnv):
     def reset_dataloader(self) -> None:
         """Starts again at the first row of the first epoch."""
         self.primer.reset_dataloader()
+
+
+def checked_rows(rows: Sequence[Any], who: str) -> Sequence[Mapping[str, Any]]:
+    """The rows themselves. Raises DataError with the number of one that is no mapping."""
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, Mapping):
+            raise DataError(
+                f"{who}: a row must be a mapping of its columns, as {{'question': '2 + 2?', 'answer': '4'}}: row "
+                f"{number} is a {type(row).__name__}."
+            )
+    return rows
 
 
 def _declare_tools(chats: list[list[Message]], tools: list[Any] | None) -> None:

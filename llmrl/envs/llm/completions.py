@@ -7,14 +7,24 @@ the batch carries messages, text or token ids.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from contextlib import suppress
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDictBase
+from torch import Tensor
 
+from llmrl.data.llm.codec import codec_for
 from llmrl.data.llm.columns import column_values
-from llmrl.errors import MissingKeyError
+from llmrl.data.llm.templates import find_template
+from llmrl.errors import MissingKeyError, TemplateError
+from llmrl.modules.llm.policies.containers import decode_rows, entries
+from llmrl.modules.llm.policies.modes import unpadded_rows
 
-__all__ = ["completion_texts", "trim_markers"]
+if TYPE_CHECKING:
+    from llmrl.envs.transforms.base import Transform
+
+__all__ = ["completion_texts", "tokenizer_of", "trim_markers"]
 
 
 def completion_texts(
@@ -25,25 +35,26 @@ def completion_texts(
     mode: str | None = None,
     markers: tuple[str, ...] = (),
 ) -> list[str]:
-    """The response of every row, without the end-of-turn markers (the template's, and ``markers``) at its end.
+    """The response of every row, without the end-of-turn markers (the template's, and ``markers``) and white space at
+    its end.
 
-    Reads    ("text", "response"), else the contents of ("history", "response"), else ("tokens", "response") decoded;
+    Reads    the contents of ("history", "response"), else ("text", "response"), else ("tokens", "response") decoded;
              with ``mode``, only that one of the three
     Raises   MissingKeyError naming ``who`` where there is none of them, or only tokens and no ``tokenizer``
+
+    Without ``tokenizer`` the only markers known are those of ChatML and ``markers``, which text alone needs.
     """
     markers = (*special_tokens(tokenizer), *markers)
-    text, history, tokens = (
-        td.get(view, None) if mode in (None, view) else None for view in ("text", "history", "tokens")
+    history, text, tokens = (
+        td.get(view, None) if mode in (None, view) else None for view in ("history", "text", "tokens")
     )
+    if history is not None and (response := history.get("response", None)) is not None:
+        return [trim_markers(_content(messages), markers) for messages in response.to_chats()]
     if text is not None and (texts := _strings(text, "response")) is not None:
         return [trim_markers(response, markers) for response in texts]
-    if history is not None and (response := history.response) is not None:
-        return [trim_markers(_content(messages), markers) for messages in response.to_chats()]
-    if (container := tokens) is not None and tokenizer is not None:
-        ids = container.get("response", as_list=True)
-        if ids is not None:
-            rows = [row.tolist() for row in ids]
-            return tokenizer.batch_decode(rows, skip_special_tokens=True)
+    if tokens is not None and tokenizer is not None and (rows := _response_ids(td, tokens)) is not None:
+        # Control tokens inside are kept: without them "3<|im_start|>6" would be the answer 36.
+        return [trim_markers(response, markers) for response in decode_rows(tokenizer, rows)]
     hint = " and a tokenizer" if tokenizer is None and "tokens" in td.keys() else ""
     raise MissingKeyError(
         f"{who}: the policy's response must be in ('text', 'response'), ('history', 'response') or ('tokens', "
@@ -51,30 +62,55 @@ def completion_texts(
     )
 
 
+def tokenizer_of(transform: Transform) -> Any | None:
+    """The transform's own tokenizer, else that of its env; None where there is neither."""
+    own = transform.tokenizer
+    return getattr(transform.container, "tokenizer", None) if own is None else own
+
+
 def special_tokens(tokenizer: Any | None) -> tuple[str, ...]:
-    """The markers that may end a turn: the tokenizer's end and padding tokens, and ChatML's where none is known."""
+    """The markers that may end a turn: the tokenizer's end and padding tokens, its template's, and ChatML's."""
     names = {"<|im_end|>", "<|endoftext|>"}
     if tokenizer is not None:
-        names.update(t for t in (tokenizer.eos_token, tokenizer.pad_token) if t)
+        names.update(t for t in (tokenizer.eos_token, tokenizer.pad_token, _end_of_turn(tokenizer)) if t)
     return tuple(names)
 
 
 def trim_markers(text: str, markers: Iterable[str]) -> str:
-    """``text`` without the markers and line ends at its end.
+    """``text`` without the markers and the white space at its end.
 
-    >>> trim_markers("36<|im_end|>\\n", ("<|im_end|>",))
+    >>> trim_markers("36 <|im_end|>\\n", ("<|im_end|>",))
     '36'
     """
-    trimmed = text.rstrip()
-    found = False
-    while any(trimmed.endswith(marker := m) for m in markers):
-        trimmed, found = trimmed[: -len(marker)].rstrip(), True
-    return trimmed if found else text
+    text = text.rstrip()
+    while any(text.endswith(marker := m) for m in markers):
+        text = text[: -len(marker)].rstrip()
+    return text
+
+
+@lru_cache(maxsize=8)
+def _end_of_turn(tokenizer: Any) -> str:
+    """The control token that ends a turn in the tokenizer's template; "" where it has none."""
+    with suppress(TemplateError):  # no template for conversations
+        codec = codec_for(tokenizer, find_template(tokenizer))
+        return codec.end_of_turn.strip() if codec.end_is_control else ""
+    return ""
+
+
+def _response_ids(td: TensorDictBase, tokens: Any) -> list[list[int]] | None:
+    """The ids of each response, without padding."""
+    holder, masks = entries(tokens), entries(td.get("masks", None))
+    response = holder.get("response", None, as_list=True)
+    if response is None:
+        return None
+    attention = None if masks is None else masks.get("all_attention_mask", None, as_list=True)
+    if isinstance(response, Tensor) and isinstance(attention, Tensor):  # padded: the right part of the whole
+        attention = attention[..., attention.shape[-1] - response.shape[-1] :]
+    return [row.tolist() for row in unpadded_rows(holder, "response", attention)]
 
 
 def _strings(container: Any, field: str) -> list[str] | None:
-    inner = container if isinstance(container, TensorDictBase) else container._tensordict
-    return column_values(inner, field)
+    return column_values(entries(container), field)
 
 
 def _content(messages: list[dict[str, Any]] | dict[str, Any]) -> str:

@@ -95,6 +95,11 @@ class CountdownRewardParser(AnswerParser):
     Raises  MissingKeyError without them
 
     Keys that it writes and arguments are those of `AnswerParser`; `countdown_correct` decides.
+
+    >>> from llmrl.testing import ScriptedPolicy
+    >>> env = CountdownEnv(dataset=[{"nums": [3, 5, 2], "target": 16}])  # appends one
+    >>> env.step(ScriptedPolicy(["<answer>(3 + 5) * 2</answer>"])(env.reset()))["next", "reward"].item()
+    1.0
     """
 
     def judge(self, answers: list[str | None], td: TensorDictBase) -> list[bool]:
@@ -132,10 +137,9 @@ class CountdownEnv(TaskEnv):
         where = "a row" if number is None else f"row {number}"
         for column in ("nums", "target"):
             if row.get(column) is None:
-                raise DataError(
-                    f"CountdownEnv: {where} must have the columns nums and target: its columns are "
-                    f"{', '.join(row)}.{near(column, row)}"
-                )
+                has = f"its columns are {', '.join(row)}.{near(column, row)}"
+                has = f"{column} is empty." if column in row else has
+                raise DataError(f"CountdownEnv: {where} must have the columns nums and target: {has}")
         try:
             nums, target = [int(n) for n in row["nums"]], int(row["target"])
         except (TypeError, ValueError):

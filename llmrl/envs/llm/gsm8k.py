@@ -14,7 +14,7 @@ from tensordict import TensorDictBase
 from llmrl.data.llm.columns import column, column_values
 from llmrl.envs.llm.answers import AnswerParser, extract_tags, normalize_answer, reference_answer
 from llmrl.envs.llm.chat import DatasetChatEnv
-from llmrl.envs.llm.task import TaskEnv
+from llmrl.envs.llm.task import Row, TaskEnv
 from llmrl.envs.rows import shallow_copy
 from llmrl.envs.transforms.base import Transform
 from llmrl.errors import ConfigError, MissingKeyError
@@ -125,6 +125,12 @@ class GSM8KEnv(TaskEnv):
     )
 
     @classmethod
+    def prompt_row(cls, row: Row, number: int | None = None) -> dict[str, Any]:
+        prompt = cls.row_with_reference(row, number)
+        reference_answer(prompt["answer"], number, cls.__name__, "dataset")
+        return prompt
+
+    @classmethod
     def scorer(cls, tokenizer: PreTrainedTokenizerBase | None = None) -> GSM8KRewardParser:
         return GSM8KRewardParser(tokenizer=tokenizer)
 
@@ -151,6 +157,7 @@ def make_gsm8k_env(
         seed=seed,
         group_repeats=group_repeats,
         tokenizer=tokenizer,
+        collate_fn=GSM8KEnv.prompt_rows,
         input_mode=input_mode,
     )
     return env.append_transform(GSM8KPrepareQuestion()).append_transform(GSM8KRewardParser(tokenizer=tokenizer))

@@ -93,8 +93,8 @@ class MATHEnv(TaskEnv):
 
     @classmethod
     def prompt_row(cls, row: Row, number: int | None = None) -> dict[str, Any]:
-        prompt = super().prompt_row(row, number)
-        prompt["answer"] = _reference(prompt.get("answer", ""), number, "dataset")
+        prompt = cls.row_with_reference(row, number)
+        prompt["answer"] = _reference(prompt["answer"], number, "dataset")
         return prompt
 
     @classmethod

@@ -68,6 +68,18 @@ class MLGymWrapper(TransformedEnv):
 
     A gym's first observation may be None: then its ``task_args.description`` is what the user says first. A gym that
     raised is reset before it is used again (``counters["failed"]``, ``first_error``).
+
+    >>> class Shell:
+    ...     def reset(self):
+    ...         return "How many files are there?", {}
+    ...     def step(self, command):
+    ...         return "2", 0.0, command == "submit", {"score": [{"accuracy": 1.0}]}
+    >>> from llmrl.testing import ScriptedPolicy
+    >>> env = MLGymWrapper(Shell())
+    >>> batch = env.rollout(9, ScriptedPolicy(["```\\nls | wc -l\\n```", "It is 2.\\n```\\nsubmit\\n```"]))
+    >>> batch["next", "reward"].flatten().tolist()
+    [0.0, 1.0]
+    >>> env.close()
     """
 
     def __init__(

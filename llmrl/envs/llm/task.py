@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from llmrl.data.llm.dataset_files import load_rows, to_prompt
-from llmrl.envs.llm.chat import DatasetChatEnv
+from llmrl.data.llm.dataset_files import REFERENCE_COLUMNS, load_rows, to_prompt
+from llmrl.envs.llm.chat import DatasetChatEnv, checked_rows
 from llmrl.envs.transforms.base import Transform
+from llmrl.errors import DataError, near
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -76,7 +77,7 @@ class TaskEnv(DatasetChatEnv):
             tokenizer=tokenizer,
             device=device,
             template_kwargs=template_kwargs,
-            collate_fn=collate_fn or self._prompt_rows,
+            collate_fn=collate_fn or self.prompt_rows,
             input_mode=input_mode,
             data_key=data_key,
             primers=primers,
@@ -104,10 +105,23 @@ class TaskEnv(DatasetChatEnv):
         return to_prompt(row, number=number)
 
     @classmethod
+    def row_with_reference(cls, row: Row, number: int | None = None) -> dict[str, Any]:
+        """`to_prompt` of a row that must have a reference: "query" and "answer". Raises DataError naming the row."""
+        prompt = to_prompt(row, number=number)
+        if "answer" not in prompt:
+            where = "a row" if number is None else f"row {number} of the dataset"
+            raise DataError(
+                f"{cls.__name__}: {where} must have a reference column, one of {', '.join(REFERENCE_COLUMNS)}: its "
+                f"columns are {', '.join(row)}.{near('answer', row)}"
+            )
+        return prompt
+
+    @classmethod
     @abstractmethod
     def scorer(cls, tokenizer: PreTrainedTokenizerBase | None = None) -> Transform:
         """The transform that writes the reward."""
 
     @classmethod
-    def _prompt_rows(cls, rows: Sequence[Row]) -> list[dict[str, Any]]:
-        return [cls.prompt_row(row, number) for number, row in enumerate(rows, 1)]
+    def prompt_rows(cls, rows: Sequence[Row]) -> list[dict[str, Any]]:
+        """`prompt_row` of every row, counted from 1."""
+        return [cls.prompt_row(row, number) for number, row in enumerate(checked_rows(rows, cls.__name__), 1)]

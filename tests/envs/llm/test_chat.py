@@ -8,8 +8,9 @@ from tensordict import TensorDict
 
 from llmrl.data.llm.chat import History
 from llmrl.data.llm.columns import column
+from llmrl.envs import check_env_specs
 from llmrl.envs.llm import ChatEnv, DatasetChatEnv
-from llmrl.envs.llm.transforms import DataLoadingPrimer, EndOfData
+from llmrl.envs.llm.transforms import DataLoadingPrimer, EndOfData, PolicyVersion, RewardFunction
 from llmrl.errors import ConfigError, DataError, MissingKeyError
 from llmrl.modules.llm.policies.base import LLMWrapperBase
 from llmrl.modules.llm.policies.containers import ChatHistory, LogProbs, Masks, Tokens
@@ -216,3 +217,25 @@ def test_padded_turns_stay_padded_in_the_next_prompt():
     assert after["tokens"].padded
     assert torch.equal(after["tokens"].prompt, full)
     assert torch.equal(after["masks"].prompt_attention_mask, full > 0)
+
+
+@pytest.mark.parametrize("pad_output", [False, True], ids=["ragged", "padded"])
+@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
+def test_what_a_policy_leaves_and_the_env_carries_is_declared(mode, pad_output, tokenizer):
+    env = ChatEnv(batch_size=[2], input_mode=mode, tokenizer=tokenizer)
+    engine = FakeEngine(["4", "It is 4."], tokenizer=tokenizer)
+    policy = LLMWrapperBase(engine, tokenizer=tokenizer, input_mode=mode, pad_output=pad_output)
+    check_env_specs(env, tensordict=TensorDict(query=["2 + 2?", "What is 2 + 2?"], batch_size=[2]), policy=policy)
+    fake = env.fake_tensordict()
+    assert {"history", "text", "tokens", "masks", "log_probs"} - set(fake.keys()) <= {"history"}
+
+
+def test_every_column_that_a_conversation_starts_from_is_declared(tokenizer):
+    rows = [{"question": "2 + 2?", "answer": "4", "ids": torch.arange(3)}]
+    env = DatasetChatEnv(dataset=rows, num_envs=2, seed=0, max_steps=3, tokenizer=tokenizer)
+    for transform in (PolicyVersion("uuid"), RewardFunction(lambda completion, answer: 1.0)):
+        env.append_transform(transform)
+    policy = LLMWrapperBase(FakeEngine(["4"], tokenizer=tokenizer), tokenizer=tokenizer)
+    check_env_specs(env, policy=policy)
+    assert env.full_state_spec["ids"].shape == (2, 3)
+    assert {"query", "answer", "group_id", "seed"} <= set(env.full_state_spec.keys())

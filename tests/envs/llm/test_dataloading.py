@@ -151,9 +151,25 @@ def test_tensors_are_stacked_and_other_columns_are_kept_as_they_are():
     assert padded.pull(2)["ids"].shape == (2, 3)
 
 
-def test_rows_must_have_the_columns_of_the_first():
-    with pytest.raises(MissingKeyError, match=r"every row must have the column 'query': one has qery."):
-        DataLoadingPrimer([{"query": "a"}, {"qery": "b"}]).pull(2)
+@pytest.mark.parametrize("wrap", [list, lambda rows: DataLoader(rows, batch_size=None)], ids=["rows", "dataloader"])
+def test_rows_must_have_the_columns_of_the_first_and_one_that_has_not_is_named(wrap):
+    rows = [{"query": "a", "answer": "1"}, {"query": "b", "answer": "2"}, {"qery": "c", "answer": "3"}]
+    primer = DataLoadingPrimer(wrap(rows))
+    assert queries(primer, 1) == ["a"]
+    for _ in range(2):  # and nothing was handed out
+        with pytest.raises(MissingKeyError, match=r"the column 'query': row 3 has qery, answer. Did you mean 'qery'"):
+            primer.pull(2)
+    assert queries(primer, 1) == ["b"]
+    shuffled = DataLoadingPrimer(rows, shuffle=True, seed=0)
+    with pytest.raises(MissingKeyError, match="row 3 has qery"):  # counted in the data, whatever the order
+        shuffled.pull(3)
+
+
+def test_what_is_no_row_is_named():
+    with pytest.raises(DataError, match=r"a row must be a mapping of its columns.*row 1 is a str"):
+        DataLoadingPrimer(["What is 2+2?"]).pull(1)
+    with pytest.raises(DataError, match=r"row 2 is a str"):
+        DataLoadingPrimer([{"query": "a"}, "b"]).pull(2)
 
 
 @pytest.mark.parametrize("options", [{"repeats": 0}, {"rank": 1}, {"epochs": 0}, {"rank": -1, "world_size": 2}])

@@ -242,6 +242,22 @@ def test_the_environment_reads_a_local_file_and_ends_after_one_turn(tmp_path, sa
     assert td["next", "history"].prompt.shape == (3, 3)
 
 
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "b"}, "row 2 of the dataset must have a reference column.*its columns are question"),
+        ({"question": "b", "anser": "1"}, "its columns are question, anser. Did you mean 'anser'"),
+        ({"question": "b", "answer": "1 or 2, or 3."}, "reference of row 2 of the dataset must end in '#### <number>'"),
+        ({"answer": "1"}, "row 2 must have a prompt column"),
+        ("b", "row 2 is a str"),
+    ],
+)
+@pytest.mark.parametrize("make", [lambda rows: GSM8KEnv(dataset=rows), make_gsm8k_env], ids=["GSM8KEnv", "make"])
+def test_a_row_that_cannot_be_asked_or_scored_is_named_when_the_environment_is_made(make, row, message):
+    with pytest.raises(DataError, match=message):
+        make([{"question": "a", "answer": "#### 1"}, row])
+
+
 def test_the_reward_can_be_left_to_someone_else(say):
     env = GSM8KEnv(dataset=[{"question": "a", "answer": "#### 1"}], compute_reward=False)
     td = env.step(say(env.reset(), ["<answer>1</answer>"]))

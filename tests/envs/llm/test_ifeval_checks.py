@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from llmrl.envs.llm.ifeval import CHECKS
+from llmrl.envs.llm.ifeval import CHECKS, Instructions, Verdict, evaluate
 from llmrl.envs.llm.ifeval.checks import NEEDS_LANGUAGE
 from llmrl.envs.llm.ifeval.evaluation import _PARAMETERS
 from llmrl.envs.llm.ifeval.language import count_capital_words, count_sentences, count_words, is_language
@@ -172,6 +172,21 @@ def test_an_instruction_is_followed_or_not(name, arguments, followed, broken):
     assert list(arguments) == _PARAMETERS[name]
     assert [check(response, **arguments) for response in followed] == [True] * len(followed)
     assert [check(response, **arguments) for response in broken] == [False] * len(broken)
+
+
+@pytest.mark.parametrize(("name", "arguments", "followed", "broken"), ROWS, ids=[row[0] for row in ROWS])
+def test_strict_and_loose_evaluation_of_an_instruction(name, arguments, followed, broken):
+    name = name.rpartition("-")[0]
+    if name in NEEDS_LANGUAGE:
+        pytest.importorskip("langdetect")
+    told = Instructions.of([name], [arguments], "row 1")
+    for response in filter(str.strip, followed):  # an empty response follows nothing
+        assert evaluate(response, told) == Verdict([True], [True])
+        framed = evaluate(f"Sure, here it is:\n{response.strip()}\n\nBye, bye.", told)
+        if CHECKS[name](response.strip(), **arguments):
+            assert framed.loose == [True]
+        assert framed.loose[0] >= framed.strict[0]
+    assert [evaluate(response, told).strict for response in broken] == [[False]] * len(broken)
 
 
 def test_all_25_instructions_are_there_and_tested():

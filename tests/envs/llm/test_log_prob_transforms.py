@@ -348,10 +348,7 @@ def test_the_specs_are_kept(models, mode):
     quiet = chat_env("history", RewardFunction(lambda completion: 1.0), RetrieveKL(ref_model=engine))
 
     policy = LLMWrapperBase(FakeEngine(["4"], tokenizer=TOKENIZER), tokenizer=TOKENIZER)
-    with pytest.raises(AssertionError) as found:  # what the policy's wrapper leaves is declared by nobody
-        check_env_specs(quiet, tensordict=TensorDict(query=QUERIES, batch_size=[3]), policy=policy)
-    lines = str(found.value)
-    assert not any(name in lines for name in ("kl_penalty", "ref_log_probs", "reward"))
+    check_env_specs(quiet, tensordict=TensorDict(query=QUERIES, batch_size=[3]), policy=policy)
 
 
 def test_what_is_missing_is_named():

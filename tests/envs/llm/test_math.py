@@ -113,6 +113,8 @@ def test_the_last_nested_box_is_the_reference(tmp_path):
 def test_an_empty_reference_is_refused_with_its_row(say):
     with pytest.raises(DataError, match="row 2 of the dataset must be an expression"):
         MATHEnv(dataset=[{"problem": "a", "answer": "1"}, {"problem": "b", "solution": "\\boxed{}"}])
+    with pytest.raises(DataError, match=r"row 2 of the dataset must have a reference.*columns are problem, level"):
+        MATHEnv(dataset=[{"problem": "a", "answer": "1"}, {"problem": "b", "level": "1"}])
     env = ChatEnv(batch_size=[1]).append_transform(MATHRewardParser())
     td = TensorDict(query=column(["a"]), answer=column([" "]), batch_size=[1])
     with pytest.raises(DataError, match="row 1 of the batch"):

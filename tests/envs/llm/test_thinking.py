@@ -10,7 +10,7 @@ from tensordict import TensorDict
 
 from llmrl.envs import StepCounter, Transform, check_env_specs
 from llmrl.envs.llm import ChatEnv, GSM8KEnv, GSM8KRewardParser
-from llmrl.envs.llm.transforms import AddThinkingPrompt
+from llmrl.envs.llm.transforms import AddThinkingPrompt, ToolTransform
 from llmrl.envs.llm.transforms.thinking import ADDRESSED, EGOCENTRIC
 from llmrl.errors import ConfigError, MissingKeyError
 from llmrl.modules.llm import LLMWrapperBase
@@ -51,6 +51,7 @@ def test_or_it_is_answered_by_a_message(role):
     assert after["history"].prompt.shape == (1, 4)
     asked = (EGOCENTRIC if role == "assistant" else ADDRESSED)[0]
     assert after["history"].prompt.to_chats()[0][-1] == {"role": role, "content": asked}
+    assert after["history"].prompt[0, -1].is_complete == (role == "user")
     assert after["reward"].item() == pytest.approx(0.1)  # zero_reward follows edit_last_turn
     assert not after["done"].item()
 
@@ -141,6 +142,47 @@ def test_an_appended_message_continues_the_stream(mode):
     for row, before in enumerate(first.get(("tokens", "full"), as_list=True)):
         assert torch.equal(engine.prompts[2 + row][: len(before)], before)
         assert TOKENIZER.decode(engine.prompts[2 + row][len(before) :]).count("Hm.") == 1
+
+
+@pytest.mark.parametrize("family", ["qwen", "qwen3", "llama3", "gemma", "mistral", "deepseek"])
+def test_the_policy_goes_on_with_its_edited_message_and_every_mode_shows_the_engine_the_same_ids(family):
+    tokenizer = tiny_tokenizer(template=family)
+    prompts = {}
+    for mode in ("history", "text", "tokens"):
+        env = ChatEnv(batch_size=[1], input_mode=mode, tokenizer=tokenizer)
+        env = env.append_transform(Score(0.0)).append_transform(AddThinkingPrompt(wrong, prompt="Hm."))
+        engine = FakeEngine([WRONG, " No: 4", "4"], tokenizer=tokenizer)
+        policy = LLMWrapperBase(engine, tokenizer=tokenizer, input_mode=mode)
+        td = env.reset(TensorDict(query="2 + 2?", batch_size=[1]))
+        for _ in range(3):
+            td = env.step(policy(td))
+            if mode == "history":
+                said = [message["content"] for message in td["history"].full.to_chats()[0][1:]]
+            td = env.step_mdp(td)
+        prompts[mode] = [ids.tolist() for ids in engine.prompts]
+    first, second, third = (tokenizer.decode(ids) for ids in prompts["history"])
+    assert second == f"{first}<think>2 + 2 is 5</think>Hm."
+    assert third == f"{second} No: 4Hm."
+    assert prompts["history"] == prompts["text"] == prompts["tokens"]
+    assert said == ["<think>2 + 2 is 5</think>Hm. No: 4Hm.4"]  # one message
+
+
+def test_a_thought_of_its_own_behind_the_answer_is_gone_on_with():
+    first, second, engine = turns("history", [WRONG, WRONG, " 4", " 4"], edit_last_turn=False)
+    for row, before in enumerate(first.get(("tokens", "full"), as_list=True)):
+        added = TOKENIZER.decode(engine.prompts[2 + row][len(before) :])
+        assert added == "\n<|im_start|>assistant\nHm."
+    assert second["history"].full.to_chats()[0][-1] == {"role": "assistant", "content": "Hm. 4"}
+
+
+def test_what_a_tool_said_to_the_answer_is_not_in_the_edited_conversation():
+    env = GSM8KEnv(dataset=[{"question": "2 + 2?", "answer": "#### 4"}], max_steps=10)
+    env.append_transform(ToolTransform(["calculator"], end_without_call=False))
+    env.append_transform(AddThinkingPrompt(wrong, prompt="Hm."))
+    call = '<tool_call>{"name": "calculator", "arguments": {"expression": "2+3"}}</tool_call>'
+    chat = answered(env, f"{call}<answer>5</answer>")["history"].prompt.to_chats()[0]
+    assert [message["role"] for message in chat] == ["system", "user", "assistant"]
+    assert chat[-1]["content"] == f"{call}Hm."
 
 
 def test_an_edit_of_a_later_turn_starts_a_record_too():

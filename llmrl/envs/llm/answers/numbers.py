@@ -59,15 +59,16 @@ def normalize_answer(text: str) -> str:
 
 
 @lru_cache(maxsize=65536)
-def reference_answer(text: str, row: int | None = None, who: str = "GSM8KRewardParser") -> str:
+def reference_answer(text: str, row: int | None = None, who: str = "GSM8KRewardParser", of: str = "batch") -> str:
     """The reference in compared form: what follows ``####``, or the whole text where it is one answer by itself.
 
-    Raises  DataError naming ``row`` for an empty reference, or for one with several numbers and no ``####``
+    Raises  DataError naming ``row`` of the batch or dataset for an empty reference, or for one with several numbers and
+            no ``####``
     """
     _, marker, answer = text.rpartition("####")
     normal = normalize_answer(answer)
     if not normal or (not marker and len(normal.split()) > 3 and len(_NUMBER.findall(normal)) > 1):
-        where = "" if row is None else f" of row {row} of the batch"
+        where = "" if row is None else f" of row {row} of the {of}"
         raise DataError(f"{who}: the reference{where} must end in '#### <number>' or be one answer: got {text!r:.120}.")
     return normal
 

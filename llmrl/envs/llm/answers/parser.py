@@ -16,8 +16,8 @@ from tensordict import TensorDictBase
 from llmrl.data.llm.columns import column_values
 from llmrl.data.specs import Categorical, Composite, Unbounded
 from llmrl.envs.llm.answers.blocks import Blocks, find_blocks
-from llmrl.envs.llm.completions import completion_texts
-from llmrl.envs.transforms.base import Transform
+from llmrl.envs.llm.completions import completion_texts, tokenizer_of
+from llmrl.envs.llm.scoring import ScoringTransform
 from llmrl.errors import ConfigError, MissingKeyError
 
 __all__ = ["AnswerParser"]
@@ -25,7 +25,7 @@ __all__ = ["AnswerParser"]
 OUT_KEYS = ("reward_answer", "reward_think", "reward_right", "reward", "success")
 
 
-class AnswerParser(Transform):
+class AnswerParser(ScoringTransform):
     """Scores the answer of a response: right, wrong but in the asked form, or nothing.
 
     Reads   the response as text (`completion_texts`: the response only, the same score in every input mode), and the
@@ -41,6 +41,17 @@ class AnswerParser(Transform):
 
     ``in_keys`` (response view, reference) and ``out_keys`` (the five above) rename; ``input_mode`` reads one view only;
     ``eos_token`` is one more marker to cut off a response's end.
+
+    >>> class YesNo(AnswerParser):
+    ...     def judge(self, answers, td):
+    ...         return [a == r for a, r in zip(answers, self.references(td), strict=True)]
+    >>> from llmrl.envs.llm import DatasetChatEnv
+    >>> from llmrl.testing import ScriptedPolicy
+    >>> rows = [{"question": "Is 7 prime?", "answer": "yes"}]
+    >>> env = DatasetChatEnv(dataset=rows, num_envs=3).append_transform(YesNo())
+    >>> policy = ScriptedPolicy(["<answer>yes</answer>", "<answer>no</answer>", "yes"])
+    >>> [round(reward, 1) for reward in env.step(policy(env.reset()))["next", "reward"].flatten().tolist()]
+    [1.0, 0.1, 0.0]
     """
 
     def __init__(
@@ -95,7 +106,7 @@ class AnswerParser(Transform):
 
     def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
         texts = completion_texts(
-            td, self.tokenizer, who=type(self).__name__, mode=self.input_mode, markers=self.markers
+            td, tokenizer_of(self), who=type(self).__name__, mode=self.input_mode, markers=self.markers
         )
         blocks = [find_blocks(text) for text in texts]
         answers = [self.find_answer(found) for found in blocks]

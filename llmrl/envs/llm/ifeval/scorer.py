@@ -16,9 +16,9 @@ from llmrl.data.llm.columns import column_values
 from llmrl.data.specs import Composite, Unbounded
 from llmrl.envs.llm.answers.blocks import find_blocks
 from llmrl.envs.llm.answers.parser import end_where
-from llmrl.envs.llm.completions import completion_texts
+from llmrl.envs.llm.completions import completion_texts, tokenizer_of
 from llmrl.envs.llm.ifeval.evaluation import Instructions, evaluate
-from llmrl.envs.transforms.base import Transform
+from llmrl.envs.llm.scoring import ScoringTransform
 from llmrl.errors import ConfigError, MissingKeyError
 from llmrl.modules.llm.engines import StopReason
 
@@ -64,7 +64,7 @@ class IFEvalScoreData(TensorClass["nocast"]):
 Aggregate = Callable[[IFEvalScoreData, list[str], list[str], bool], float]
 
 
-class IfEvalScorer(Transform):
+class IfEvalScorer(ScoringTransform):
     """Scores a response by the instructions of its prompt.
 
     Reads   the response as text (`completion_texts`): its last answer block outside thinking, or else all of it but the
@@ -79,6 +79,14 @@ class IfEvalScorer(Transform):
     answer block and 0.05 for exactly one thinking block: at most 1.15, and 0 for an empty response.
     ``aggregate_reward`` replaces it: ``fn(score, think_blocks, answer_blocks, complete) -> float`` per response, where
     ``complete`` is False for one that was cut off; with False there is no reward.
+
+    >>> from llmrl.envs.llm import IFEvalEnv
+    >>> from llmrl.testing import ScriptedPolicy
+    >>> rows = [{"prompt": "Hi! No commas.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}]
+    >>> env = IFEvalEnv(dataset=rows, num_envs=2)  # appends one
+    >>> policy = ScriptedPolicy(["<think>None.</think><answer>Hi there!</answer>", "<answer>Well, hi!</answer>"])
+    >>> [round(reward, 2) for reward in env.step(policy(env.reset()))["next", "reward"].flatten().tolist()]
+    [1.15, 0.1]
     """
 
     def __init__(
@@ -120,7 +128,7 @@ class IfEvalScorer(Transform):
         return followed + 0.1 * (len(answer_blocks) == 1) + 0.05 * (len(think_blocks) == 1)
 
     def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
-        texts = completion_texts(td, self.tokenizer, who="IfEvalScorer", mode=self.input_mode)
+        texts = completion_texts(td, tokenizer_of(self), who="IfEvalScorer", mode=self.input_mode)
         blocks = [find_blocks(text) for text in texts]
         scores = []
         for found, instructions in zip(blocks, self._instructions(td), strict=True):

@@ -15,6 +15,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from llmrl.data.llm.columns import column
+from llmrl.data.specs import Composite, NonTensor, Unbounded
 from llmrl.envs.llm.transforms.prompt_stream import IndexedRows, next_seeds, row_seeds, row_source
 from llmrl.envs.transforms.base import Transform
 from llmrl.errors import CheckpointError, ConfigError, DataError, LLMRLError, MissingKeyError, near
@@ -36,7 +37,9 @@ class DataLoadingPrimer(Transform):
                         does
             "seed"      int64[B]   where ``seed`` is given: what this row samples with at this turn
     Raises  EndOfData at a reset after ``epochs`` epochs (None: never); the last reset before it may hand out fewer rows
-            DataError for an empty dataset; ConfigError for settings that contradict each other
+            DataError for an empty dataset or a row that has no columns, MissingKeyError for one without a column that
+            the first row, or ``primers``, has, both with its number; ConfigError for settings that contradict each
+            other
 
     ``repeats=G`` hands out every prompt G times in a row. With ``group_repeats=True`` an environment built around the
     primer has G slots per prompt (``batch_size`` counts prompts), so that a whole group comes in one batch.
@@ -97,12 +100,14 @@ class DataLoadingPrimer(Transform):
             batch_size = getattr(loader, "batch_size", None) or 1
         prompts = batch_size if isinstance(batch_size, int) else int(torch.Size(batch_size).numel())
         self.batch_size = torch.Size([prompts * (self.repeats if group_repeats else 1)])
+        self._names: tuple[str, ...] | None = None  # of the columns, once they are known
         self._handed_out = 0  # rows, on this rank: the whole state
 
     def pull(self, count: int) -> TensorDictBase:
         """The next ``count`` rows as a batch; fewer where the data end.
 
-        Raises  EndOfData where nothing is left, MissingKeyError for a row without one of the columns of ``primers``
+        Raises  EndOfData where nothing is left; MissingKeyError, DataError for a row that does not fit: nothing is
+                handed out then
         """
         first = self._handed_out
         numbers = range(first, first + count)
@@ -114,8 +119,8 @@ class DataLoadingPrimer(Transform):
         if count == 0:
             self._source.close()
             raise EndOfData(f"DataLoadingPrimer: all {self.epochs} epochs were handed out ({first} rows on this rank).")
+        batch = self._columns(draws, by_draw)
         self._handed_out = first + count
-        batch = self._columns([by_draw[draw] for draw in draws])
         batch["group_id"] = torch.tensor(draws, device=self.device)
         if self.seed is not None:
             copies = [n % self.repeats for n in numbers[:count]]
@@ -149,9 +154,11 @@ class DataLoadingPrimer(Transform):
     @property
     def columns(self) -> tuple[str, ...] | None:
         """The columns that it loads; None where an iterable does not tell before it is read."""
-        if self.primers is not None:
-            return tuple(self.primers.keys())
-        return tuple(self._source.rows([0])[0]) if isinstance(self._source, IndexedRows) else None
+        if self._names is None and self.primers is not None:
+            self._names = tuple(self.primers.keys())
+        elif self._names is None and isinstance(self._source, IndexedRows):
+            self._names = self._names_of(self._source.rows([0])[0], 0)
+        return self._names
 
     def reset_dataloader(self) -> None:
         """Starts again at the first row of the first epoch."""
@@ -176,6 +183,21 @@ class DataLoadingPrimer(Transform):
             next_td.set("seed", next_seeds(seeds))
         return next_td
 
+    def transform_state_spec(self, state_spec: Composite) -> Composite:
+        """What a conversation starts from: every column that is known, "group_id" and "seed"."""
+        shape, device = state_spec.shape, state_spec.device
+        row = self._source.rows([0])[0] if isinstance(self._source, IndexedRows) else {}
+        for name in self.columns or ():
+            value = row.get(name)
+            state_spec[name] = (
+                Unbounded(shape=(*shape, *value.shape), dtype=value.dtype, device=device)
+                if isinstance(value, Tensor) and self.stack_method is None
+                else NonTensor(shape=shape)
+            )
+        for name in ("group_id", "seed") if self.seed is not None else ("group_id",):
+            state_spec[name] = Unbounded(shape=shape, dtype=torch.int64, device=device)
+        return state_spec
+
     def _within_limit(self, draws: list[int]) -> list[int]:
         if self.epochs is None or self._source.epoch_size is None:
             return draws
@@ -183,17 +205,25 @@ class DataLoadingPrimer(Transform):
         limit = self.epochs * self._source.epoch_size // self.world_size * self.world_size
         return [draw for draw in draws if draw < limit]
 
-    def _columns(self, rows: list[Mapping[str, Any]]) -> dict[str, Any]:
-        names = tuple(rows[0]) if self.primers is None else tuple(self.primers.keys())
-        try:
-            return {name: self._column([row[name] for row in rows]) for name in names}
-        except KeyError as error:
-            name = error.args[0]
-            row = next(row for row in rows if name not in row)
-            raise MissingKeyError(
-                f"DataLoadingPrimer: every row must have the column {name!r}: one has "
-                f"{', '.join(row)}.{near(name, row)}"
-            ) from error
+    def _columns(self, draws: list[int], by_draw: Mapping[int, Any]) -> dict[str, Any]:
+        if self.columns is None:
+            self._names = self._names_of(by_draw[draws[0]], draws[0])
+        for draw, row in by_draw.items():
+            present = self._names_of(row, draw)
+            if missing := [name for name in self._names if name not in present]:
+                raise MissingKeyError(
+                    f"DataLoadingPrimer: every row must have the column {missing[0]!r}: row "
+                    f"{self._source.number(draw)} has {', '.join(map(str, present))}.{near(missing[0], present)}"
+                )
+        return {name: self._column([by_draw[draw][name] for draw in draws]) for name in self._names}
+
+    def _names_of(self, row: Any, draw: int) -> tuple[str, ...]:
+        if not hasattr(row, "keys"):
+            raise DataError(
+                "DataLoadingPrimer: a row must be a mapping of its columns, as {'query': 'What is 2+2?'}: row "
+                f"{self._source.number(draw)} is a {type(row).__name__}."
+            )
+        return tuple(row.keys())
 
     def _column(self, values: list[Any]) -> Any:
         if not isinstance(values[0], Tensor):

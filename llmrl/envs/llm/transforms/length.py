@@ -9,19 +9,18 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import Tensor
 
+from llmrl.envs.llm.scoring import ScoringTransform
 from llmrl.envs.rows import shallow_copy
 from llmrl.envs.transforms.base import Transform
 from llmrl.errors import ConfigError, MissingKeyError
 from llmrl.modules.llm.engines import StopReason
+from llmrl.modules.llm.policies.containers import entries
 
 __all__ = ["LengthPenalty", "MaskTruncated", "OverlongShaping"]
 
 
-class _LengthReward(Transform):
+class _LengthReward(ScoringTransform):
     """Adds a number that depends on the length of the response to the reward that is there."""
-
-    def __init__(self) -> None:
-        super().__init__(in_keys=[("tokens", "response")], out_keys=["reward"])
 
     def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
         reward = next_td.get("reward", None)
@@ -38,9 +37,6 @@ class _LengthReward(Transform):
             next_td.set("reward", reward + extra)
         else:
             next_td.set("reward", reward + extra_B.view(-1, *[1] * (reward.ndim - 1)))
-        return next_td
-
-    def _call(self, next_td: TensorDictBase) -> TensorDictBase:
         return next_td
 
     def _extra(self, length_B: Tensor) -> Tensor:
@@ -109,6 +105,12 @@ class MaskTruncated(Transform):
 
     A buffer's write transform (``inv``). Of a row of several turns, a conversation or a record of one, the last one's
     stop reason counts. DAPO calls it overlong filtering (arXiv:2503.14476, section 3.4).
+
+    >>> from tensordict import TensorDict
+    >>> masks = TensorDict(all_assistant_mask=torch.tensor([[False, True], [False, True]]), batch_size=[2])
+    >>> batch = TensorDict(masks=masks, stop_reason=torch.tensor([StopReason.EOS, StopReason.LENGTH]), batch_size=[2])
+    >>> MaskTruncated().inv(batch)["masks", "all_assistant_mask"].tolist()
+    [[False, True], [False, False]]
     """
 
     def forward(self, td: TensorDictBase) -> TensorDictBase:
@@ -145,7 +147,7 @@ def response_lengths(td: TensorDictBase, who: str) -> Tensor:
 
 
 def _without_assistant(masks: TensorDictBase, cut_B: Tensor) -> TensorDictBase:
-    inner = getattr(masks, "_tensordict", masks)
+    inner = entries(masks)
     if isinstance(inner, LazyStackedTensorDict):
         rows = inner.unbind(0)
         for number in cut_B.nonzero().flatten().tolist():

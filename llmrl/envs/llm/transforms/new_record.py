@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from tensordict import TensorDictBase
 
-from llmrl.modules.llm.policies.containers import LogProbs, Masks, Text, Tokens, is_ragged
+from llmrl.modules.llm.policies.containers import LogProbs, Masks, Text, Tokens, entries, is_ragged
 from llmrl.modules.llm.policies.modes import unpadded_rows
 
 __all__ = ["begin_anew"]
@@ -30,10 +30,10 @@ def begin_anew(next_td: TensorDictBase, rows: Sequence[int], view: str) -> None:
             where the view is the history, ("text", "prompt"): empty in these rows. Padded containers become ragged
     """
     chosen = set(rows)
-    masks = getattr(next_td.get("masks", None), "_tensordict", None)
+    masks = entries(next_td.get("masks", None))
     attention = None if masks is None or is_ragged(masks) else masks.get("prompt_attention_mask", None)
     for name, (container, fields) in _STREAMS.items():
-        holder = getattr(next_td.get(name, None), "_tensordict", None)
+        holder = entries(next_td.get(name, None))
         if holder is None:
             continue
         columns = {}

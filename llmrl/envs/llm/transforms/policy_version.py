@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDictBase
 
 from llmrl.data.llm.columns import column
+from llmrl.data.specs import Composite, NonTensor, Unbounded
 from llmrl.envs.transforms.base import Transform
 from llmrl.errors import ConfigError
 
@@ -63,6 +64,15 @@ class PolicyVersion(Transform):
         else:
             next_td.set("policy_version", column([self.version] * count))
         return next_td
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        shape, device = observation_spec.shape, observation_spec.device
+        observation_spec["policy_version"] = (
+            Unbounded(shape=shape, dtype=torch.int64, device=device)
+            if self.version_type == "int"
+            else NonTensor(shape=shape, example_data="")
+        )
+        return observation_spec
 
     def _first(self) -> int | str:
         return 0 if self.version_type == "int" else str(uuid.uuid4())

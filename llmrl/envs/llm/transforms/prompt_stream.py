@@ -29,6 +29,9 @@ class RowSource(Protocol):
     def rows(self, positions: Sequence[int]) -> list[Row]:
         """The rows at increasing positions of the stream; shorter than asked only where the stream has ended."""
 
+    def number(self, position: int) -> int:
+        """Which row of the data, from 1, stands at a position that was read: for messages."""
+
     def close(self) -> None:
         """Lets go of whatever reading has opened; another read opens it again."""
 
@@ -58,6 +61,9 @@ class IndexedRows:
             columns = self.dataset[indices]
             return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         return [self.dataset[index] for index in indices]
+
+    def number(self, position: int) -> int:
+        return self._index(position) + 1
 
     def close(self) -> None:
         """Nothing is open between reads."""
@@ -101,6 +107,9 @@ class IteratedRows:
                 self._next += 1
             found.append(row)  # type: ignore[arg-type]
         return found
+
+    def number(self, position: int) -> int:
+        return (position if self.epoch_size is None else position % self.epoch_size) + 1
 
     def close(self) -> None:
         """Ends the epoch that is being read, and with it the workers of a DataLoader."""

@@ -15,14 +15,16 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase
+from torch import Tensor
 
 from llmrl.data.llm.columns import column_values
 from llmrl.data.specs import Composite, Unbounded
-from llmrl.envs.llm.completions import completion_texts
+from llmrl.envs.llm.completions import completion_texts, tokenizer_of
+from llmrl.envs.llm.scoring import ScoringTransform
 from llmrl.envs.llm.transforms.dataloading import DataLoadingPrimer
 from llmrl.envs.llm.transforms.reward_running import AsyncRunner, Calls, Outcome, ThreadRunner
 from llmrl.envs.llm.transforms.reward_source import Parameters, Reward, load_reward
-from llmrl.envs.transforms.base import Transform
+from llmrl.envs.spec_holder import DONE_KEYS
 from llmrl.errors import ConfigError, ShapeError, near
 
 if TYPE_CHECKING:
@@ -34,14 +36,14 @@ _KEPT = ("group_id", "policy_version", "stop_reason")  # what every batch has be
 _COROUTINES = 64  # how many run at a time unless told otherwise
 
 
-class RewardFunction(Transform):
+class RewardFunction(ScoringTransform):
     """Calls ``fn`` on every turn and writes what it returns as the reward.
 
     Reads   the response as text (see `completion_texts`), ``answer_key``, and the columns that ``fn`` names
     Calls   ``fn(completion: str, answer: str | None, ...)`` per row; with ``batched=True`` (or ``fn.batched``) once, on
-            lists of all rows. Further parameters are dataset columns by name; ``**kwargs`` receives every column.
-            ``fn`` may be a coroutine function. ``concurrency`` (or ``fn.concurrency``) rows are scored at a time: by
-            default one, of a coroutine function 64
+            lists of all rows. Further parameters are dataset columns by name, a tensor's row as a tensor; ``**kwargs``
+            receives every column that is no tensor. ``fn`` may be a coroutine function. ``concurrency`` (or
+            ``fn.concurrency``) rows are scored at a time: by default one, of a coroutine function 64
     Writes  "reward"          float32[B, 1, 1]  += weight * value, in the ``next`` tensordict
             "reward_<name>"   float32[B, 1, 1]  the value itself; with weight 0 it is only reported
     Raises  ConfigError for a parameter that cannot be filled: at construction, or from `check_columns` once columns are
@@ -121,7 +123,7 @@ class RewardFunction(Transform):
                 self.check_columns([*columns, *_KEPT])
 
     def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
-        completions = completion_texts(td, self.tokenizer, who=f"RewardFunction {self.name!r}")
+        completions = completion_texts(td, tokenizer_of(self), who=f"RewardFunction {self.name!r}")
         values = self._score(completions, self._arguments(td, len(completions)))
         scores_B = torch.tensor(values, dtype=torch.float32, device=td.device).view(-1, 1, 1)
         next_td.set(f"reward_{self.name}", scores_B)
@@ -151,13 +153,14 @@ class RewardFunction(Transform):
             close()
 
     def _arguments(self, td: TensorDictBase, count: int) -> dict[str, list[Any]]:
-        present = [key for key in td.keys() if isinstance(td.get(key), (NonTensorStack, NonTensorData))]
+        objects = [key for key in td.keys() if isinstance(td.get(key), (NonTensorStack, NonTensorData))]
+        present = [*objects, *(key for key in td.keys() if isinstance(td.get(key), Tensor) and key not in DONE_KEYS)]
         asked = self._parameters
         self.check_columns([*present, *_KEPT])
         names = asked.required + [n for n in asked.optional if n in present]
         if asked.takes_all:
-            names += [n for n in present if n not in names and n not in ("answer", self.answer_key)]
-        columns = {name: column_values(td, name) or [None] * count for name in names}
+            names += [n for n in objects if n not in names and n not in ("answer", self.answer_key)]
+        columns = {name: _values(td, name) or [None] * count for name in names}
         if asked.answer:
             answers = column_values(td, self.answer_key) or [None] * count
             columns["answer"] = [a if a is None or isinstance(a, str) else str(a) for a in answers]
@@ -236,3 +239,9 @@ class RewardFunction(Transform):
     def _keep(self, text: str) -> None:
         if self.first_error is None:
             self.first_error = text
+
+
+def _values(td: TensorDictBase, name: str) -> list[Any] | None:
+    """A column, one value per row: tensors of more than one number stay tensors."""
+    value = td.get(name, None)
+    return list(value) if isinstance(value, Tensor) and value.ndim > 1 else column_values(td, name)

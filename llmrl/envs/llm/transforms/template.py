@@ -18,7 +18,7 @@ from llmrl.envs.llm.transforms.new_record import begin_anew
 from llmrl.envs.rows import present_keys, shallow_copy
 from llmrl.envs.transforms.base import Keys, Transform
 from llmrl.errors import ConfigError, MissingKeyError
-from llmrl.modules.llm.policies.containers import ChatHistory, Text
+from llmrl.modules.llm.policies.containers import ChatHistory, Text, history_chats
 from llmrl.modules.llm.rendering import Renderer
 
 if TYPE_CHECKING:
@@ -143,7 +143,8 @@ class TemplateTransform(Transform):
                 f"{present_keys(td)}."
             )
         asks = isinstance(key, tuple) and key[-1] == "prompt"
-        return self.renderer.codec.render(history.to_chats(), add_generation_prompt=asks)
+        chats = history_chats(history, 1, asks=asks)
+        return self.renderer.prompt_texts(chats) if asks else self.renderer.codec.render(chats)
 
 
 def _texts(td: TensorDictBase, key: NestedKey) -> list[str] | None:

@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDictBase
 
 from llmrl.data.llm.chat import History
-from llmrl.envs.llm.completions import completion_texts, special_tokens, trim_markers
+from llmrl.envs.llm.completions import completion_texts, special_tokens, tokenizer_of, trim_markers
 from llmrl.envs.llm.transforms.new_record import begin_anew
 from llmrl.envs.llm.transforms.prompt_stream import row_seeds
 from llmrl.envs.llm.transforms.tool_messages import append_messages
@@ -47,7 +47,8 @@ class AddThinkingPrompt(Transform):
 
     Reads   the turn as ``next`` has it, one row at a time, for ``cond``
     Writes  ("next", view, "prompt"): with ``edit_last_turn`` the policy's message ends in ``prompt`` instead of its
-                          last answer block; else one message {"role", "content": prompt} more
+                          last answer block, and is left open: the policy goes on with it. Else one message
+                          {"role", "content": prompt} more, open too where the role is "assistant"
             ("next", "reward")  float32[B, 1, 1]  0 in these rows with ``zero_reward``; NaN (it failed) stays
             ("next", "terminated" | "done")       False in these rows with ``undo_done``
     Raises  ConfigError for settings that contradict each other; MissingKeyError without a conversation in ``next``, or
@@ -62,8 +63,8 @@ class AddThinkingPrompt(Transform):
     tokenizer       None: the env's
 
     A conversation that a limit has ended stays ended, and as it is. An edited turn is no longer what was sampled: it
-    starts a new record (docs/keys.md), in which it is part of the prompt and not trained. An appended message is one
-    more part of the stream.
+    starts a new record (docs/keys.md), in which it is part of the prompt and not trained; what the env said since is
+    not in it. An appended message is one more part of the stream.
 
     >>> from llmrl.envs.llm import ChatEnv
     >>> from llmrl.testing import ScriptedPolicy
@@ -113,8 +114,6 @@ class AddThinkingPrompt(Transform):
 
     def set_container(self, container: EnvBase) -> None:
         super().set_container(container)
-        if self.tokenizer is None:
-            self.tokenizer = getattr(container, "tokenizer", None)
         base = container
         while (inner := getattr(base, "base_env", None)) is not None:
             base = inner
@@ -146,7 +145,7 @@ class AddThinkingPrompt(Transform):
             self._edit(td, next_td, view, prompts)
         else:
             count = next_td.batch_size[0]
-            messages = [[{"role": self.role, "content": prompts[r]}] if r in prompts else [] for r in range(count)]
+            messages = [[_open(self.role, prompts[row])] if row in prompts else [] for row in range(count)]
             append_messages(next_td, view, messages, self._renderer)
         reward = next_td.get("reward", None)
         if self.zero_reward and reward is not None:
@@ -170,15 +169,17 @@ class AddThinkingPrompt(Transform):
         if view == "history":
             history = next_td.get("history").prompt
             chats = {row: history[row].to_chats() for row in prompts}
-            for row, chat in chats.items():
-                chat[-1] = {**chat[-1], "content": self._edited(chat[-1]["content"], prompts[row])}
             edited = list(history.unbind(0))
             for row, chat in chats.items():
-                edited[row] = History.from_chats([chat])[0]
+                while chat[-1]["role"] != "assistant":  # what the env said since
+                    chat.pop()
+                content = self._edited(chat[-1]["content"], prompts[row])
+                edited[row] = History.from_messages([*chat[:-1], _open(self.role, content)])
             next_td.set("history", ChatHistory.from_rows({"prompt": History.stack(edited)}, next_td.batch_size))
             begin_anew(next_td, list(prompts), view)
             return
-        said = completion_texts(td, self.tokenizer, who="AddThinkingPrompt", mode=view)
+        tokenizer = tokenizer_of(self)
+        said = completion_texts(td, tokenizer, who="AddThinkingPrompt", mode=view)
         answers = {row: self._edited(said[row], prompt) for row, prompt in prompts.items()}
         begin_anew(next_td, list(prompts), view)
         if view == "text":
@@ -189,7 +190,7 @@ class AddThinkingPrompt(Transform):
             return
         asked = _prompt_ids(td)
         rows = list(next_td.get("tokens").rows("prompt"))
-        ids = self.tokenizer(list(answers.values()), add_special_tokens=False)["input_ids"]
+        ids = tokenizer(list(answers.values()), add_special_tokens=False)["input_ids"]
         for row, answer in zip(answers, ids, strict=True):
             rows[row] = torch.cat([asked[row], torch.tensor(answer, dtype=torch.int64).to(asked[row].device)])
         next_td.set("tokens", Tokens.from_rows({"prompt": rows}, next_td.batch_size))
@@ -197,8 +198,13 @@ class AddThinkingPrompt(Transform):
     def _edited(self, text: str, prompt: str) -> str:
         """What was said up to its last answer block, and the prompt; all of it where it has no such block."""
         cut = text.rfind("<answer>")
-        kept = text[:cut] if cut >= 0 else trim_markers(text, special_tokens(self.tokenizer))
+        kept = text[:cut] if cut >= 0 else trim_markers(text, special_tokens(tokenizer_of(self)))
         return kept + prompt
+
+
+def _open(role: str, content: str) -> dict[str, Any]:
+    """A message; the assistant's own is left for the policy to go on with."""
+    return {"role": role, "content": content, **({"is_complete": False} if role == "assistant" else {})}
 
 
 def _prompt_ids(td: TensorDictBase) -> Sequence[torch.Tensor]:

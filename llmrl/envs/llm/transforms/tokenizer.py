@@ -19,6 +19,7 @@ from llmrl.data.specs import Categorical, Composite, NonTensor, Unbounded
 from llmrl.envs.rows import present_keys, shallow_copy
 from llmrl.envs.transforms.base import Keys, Transform
 from llmrl.errors import ConfigError, DataError, MissingKeyError, ShapeError
+from llmrl.modules.llm.policies.containers import entries
 from llmrl.padding import lengths_mask, pad_rows
 
 if TYPE_CHECKING:
@@ -202,4 +203,4 @@ class Tokenizer(Transform):
 def _strings(td: TensorDictBase, key: NestedKey) -> list[Any]:
     *path, name = (key,) if isinstance(key, str) else key
     holder = td.get(tuple(path)) if path else td
-    return column_values(getattr(holder, "_tensordict", holder), name)
+    return column_values(entries(holder), name)

@@ -17,7 +17,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from llmrl.errors import RewriteError
-from llmrl.modules.llm.policies.containers import field_rows, is_ragged
+from llmrl.modules.llm.policies.containers import entries, field_rows, is_ragged
 from llmrl.modules.llm.policies.modes import Mode, Prompts, unpadded_rows
 from llmrl.modules.llm.policies.stream import Stream
 
@@ -33,7 +33,7 @@ def read_stream(td: TensorDictBase, keys: Mapping[str, str], mode: str, prompts:
     prompts  what the mode read: in tokens mode these are the ids themselves
     """
     containers = (td.get(keys[name], None) for name in ("tokens", "masks", "log_probs"))
-    tokens, masks, log_probs = (getattr(container, "_tensordict", container) for container in containers)
+    tokens, masks, log_probs = map(entries, containers)
     attention = None if masks is None or is_ragged(masks) else masks.get("prompt_attention_mask", None)
 
     def rows(holder: TensorDictBase | None, field: str) -> list[Tensor] | None:
@@ -61,7 +61,7 @@ def read_stream(td: TensorDictBase, keys: Mapping[str, str], mode: str, prompts:
 def carried_texts(td: TensorDictBase, text_key: str, mode: str, stream: Stream) -> list[str] | None:
     """The text of the stream, where the environment carried it; a row that starts afresh has none yet."""
     text = td.get(text_key, None) if mode == "history" else None
-    rows = None if text is None else field_rows(getattr(text, "_tensordict", text), "prompt")
+    rows = None if text is None else field_rows(entries(text), "prompt")
     if rows is None:
         return None
     return [row if len(ids) else "" for row, ids in zip(rows, stream.ids, strict=True)]
@@ -141,4 +141,4 @@ def count_rewritten(
 def _has_answer(td: TensorDictBase, view_key: str) -> bool:
     """Whether the mode's own view is one that the policy wrote, an answered prompt, and not one of an environment."""
     view = td.get(view_key, None)
-    return view is not None and "full" in getattr(view, "_tensordict", view).keys()
+    return view is not None and "full" in entries(view).keys()

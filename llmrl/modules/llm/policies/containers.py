@@ -105,6 +105,11 @@ class _Rows:
 _DEFAULT_FIELDS = ("prompt", "response", "full", "all_attention_mask", "all_assistant_mask")
 
 
+def entries(container: Any) -> Any:
+    """The tensordict that a container keeps its fields in; a plain tensordict of the same keys as it is, as is None."""
+    return container if container is None or isinstance(container, TensorDictBase) else container._tensordict
+
+
 def field_rows(td: TensorDictBase, field: str) -> list[Any] | None:
     """The values of one entry, one per row of the batch in order; None where it is missing. Strings come as str."""
     if td.ndim > 1:
@@ -210,7 +215,9 @@ class ChatHistory(_Rows, TensorClass["nocast"]):
         Raises  TemplateError where the template writes the prompt differently once the answer follows
         """
         renderer = _renderer(tokenizer)
-        prompts, fulls = self.chats("prompt"), self.chats("full")
+        prompt = self.get("prompt", None)
+        prompts = None if prompt is None else history_chats(prompt, self.ndim, asks=True)
+        fulls = self.chats("full")
         columns: dict[str, list[Tensor]] = {}
         if prompts is not None:
             columns["prompt"] = renderer.prompt_ids(prompts)
@@ -297,11 +304,21 @@ class Masks(_Rows, TensorClass["nocast"]):
     padded: bool | None = None
 
 
-def history_chats(history: History, batch_ndim: int) -> list[list[dict[str, Any]]]:
-    """The conversations of a History of batch [*batch, M] as lists of messages, one per row of the batch."""
+def history_chats(history: History, batch_ndim: int, *, asks: bool = False) -> list[list[dict[str, Any]]]:
+    """The conversations of a History of batch [*batch, M] as lists of messages, one per row of the batch.
+
+    With ``asks`` an unfinished last message keeps its ``"is_complete": False``: the model is to go on with it.
+    """
     if batch_ndim > 1:
-        return [chat for part in history.unbind(0) for chat in history_chats(part, batch_ndim - 1)]
-    return history.to_chats() if batch_ndim else [history.to_chats()]
+        return [chat for part in history.unbind(0) for chat in history_chats(part, batch_ndim - 1, asks=asks)]
+    if not batch_ndim:
+        history = History.stack([history])
+    chats = history.to_chats()
+    if asks and all(chats):
+        for chat, complete in zip(chats, history[..., -1].is_complete, strict=True):
+            if not complete:
+                chat[-1]["is_complete"] = False
+    return chats
 
 
 def _renderer(tokenizer: PreTrainedTokenizerBase | Renderer) -> Renderer:

@@ -15,7 +15,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError, near
-from llmrl.modules.llm.policies.containers import LogProbs, Masks, Tokens, is_ragged
+from llmrl.modules.llm.policies.containers import LogProbs, Masks, Tokens, entries, is_ragged
 from llmrl.modules.llm.policies.modes import Key, Mode, unpadded_rows
 from llmrl.padding import lengths_mask, pad_rows
 
@@ -45,7 +45,7 @@ class Conversations:
         cls, td: TensorDictBase, mode: Mode, keys: Mapping[str, str], input_key: Key, attention_mask_key: Key
     ) -> Conversations:
         """Reads ("tokens", "full") with its masks, else ``input_key``. Raises MissingKeyError, TypeError."""
-        tokens, masks = (getattr(td.get(keys[name], None), "_tensordict", None) for name in ("tokens", "masks"))
+        tokens, masks = (entries(td.get(keys[name], None)) for name in ("tokens", "masks"))
         if tokens is None or "full" not in tokens.keys():
             ids, assistant = mode.encode_full(mode.read(td, input_key, attention_mask_key).rows)
             return cls(ids, None, None, assistant, given=False)

@@ -19,8 +19,18 @@ from torch import Tensor
 from llmrl.data.llm.chat import History
 from llmrl.errors import ConfigError, MissingKeyError, RewriteError, RolloutError, near
 from llmrl.modules.llm.engines import StopReason
-from llmrl.modules.llm.policies.containers import ChatHistory, Text, Tokens, decode_rows, field_rows, is_ragged
+from llmrl.modules.llm.policies.containers import (
+    ChatHistory,
+    Text,
+    Tokens,
+    decode_rows,
+    entries,
+    field_rows,
+    history_chats,
+    is_ragged,
+)
 from llmrl.modules.llm.policies.stream import Stream
+from llmrl.modules.llm.rendering import is_open
 from llmrl.padding import unpad_rows
 
 if TYPE_CHECKING:
@@ -121,7 +131,7 @@ class HistoryMode(Mode):
         if not isinstance(history, History):
             raise TypeError(f"LLM wrapper: Expected History object under {key!r}: got {type(history).__name__}.")
         flat = _flat(history)
-        return Prompts(flat.to_chats(), flat)
+        return Prompts(history_chats(flat, 1, asks=True), flat)
 
     def encode(self, rows: Sequence[Any]) -> list[Tensor]:
         return self.renderer.prompt_ids(rows)
@@ -148,10 +158,13 @@ class HistoryMode(Mode):
             else [{"role": self.role, "content": content, "is_complete": False}]
             for content, reason in zip(contents, turn.stop_reasons, strict=True)
         ]
-        prompt = turn.prompts.source
+        prompt, chats = turn.prompts.source, turn.prompts.rows
         response = History.from_chats(messages)
-        history = {"prompt": prompt, "response": response, "full": prompt.extend(response, inplace=False, dim=-1)}
-        return {"text": text, "history": history}, [len(chat) + 1 for chat in turn.prompts.rows]
+        full = prompt.extend(response, inplace=False, dim=-1)
+        if any(map(is_open, chats)):
+            full = History.stack([_with_turn(*row) for row in zip(full.unbind(0), chats, messages, strict=True)])
+        covered = [len(chat) + (not is_open(chat)) for chat in chats]
+        return {"text": text, "history": {"prompt": prompt, "response": response, "full": full}}, covered
 
 
 class TextMode(Mode):
@@ -276,6 +289,14 @@ def _tokenise(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], options:
     return [torch.tensor(encoded[text], dtype=torch.int64) for text in texts]
 
 
+def _with_turn(full: History, chat: list[dict[str, Any]], messages: list[dict[str, Any]]) -> History:
+    """One conversation with its turn; a turn that went on with an unfinished message is one message with it."""
+    if not is_open(chat):
+        return full
+    [said] = messages
+    return History.from_messages([*chat[:-1], {**said, "content": chat[-1]["content"] + said["content"]}])
+
+
 def unpadded_rows(holder: TensorDictBase, field: str, mask: Tensor | None) -> list[Any]:
     """The rows of a field; where it is one dense tensor and ``mask`` has its shape, only what the mask keeps."""
     value = None if is_ragged(holder) else holder.get(field)
@@ -299,7 +320,7 @@ def _holder(td: TensorDictBase, key: Key) -> tuple[TensorDictBase, str]:
     holder: Any = td
     for part in path[:-1]:
         holder = holder.get(part, None)
-        holder = getattr(holder, "_tensordict", holder)
+        holder = entries(holder)
         if holder is None:
             break
     if holder is None or path[-1] not in holder.keys():

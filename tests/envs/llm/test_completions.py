@@ -1,0 +1,59 @@
+"""A reward sees one and the same string of a turn, whatever the model's family and the env's input mode."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from llmrl.envs.llm import ChatEnv, GSM8KRewardParser
+from llmrl.envs.llm.completions import completion_texts, trim_markers
+from llmrl.envs.llm.transforms import RewardFunction
+from llmrl.errors import MissingKeyError
+from llmrl.modules.llm import LLMWrapperBase
+from llmrl.modules.llm.rendering import Renderer
+from llmrl.testing import FakeEngine, tiny_tokenizer
+
+FAMILIES = ["qwen3", "llama3", "llama", "gemma", "mistral", "deepseek"]
+SAID = ["36", " 6 * 6\n= 36", "3<|im_start|>6"]  # the last holds a control token, as ids may
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_reward_sees_the_same_text_in_every_mode(family):
+    """Regressions: outside of ChatML a reward saw the end-of-turn marker; control tokens inside of ids vanished."""
+    tokenizer = tiny_tokenizer(template=family)
+    end = Renderer(tokenizer).codec.end_of_turn
+    if family == "gemma":  # its <eos> ends no turn
+        tokenizer.eos_token = "<|endoftext|>"
+    answers = [torch.tensor(tokenizer(said + end, add_special_tokens=False).input_ids) for said in SAID]
+    seen = []
+    for mode in ("history", "text", "tokens"):
+        for pad_output in (False, True):
+            env = ChatEnv(batch_size=[3], input_mode=mode, tokenizer=tokenizer)
+            env = env.append_transform(RewardFunction(lambda completion: seen.append(completion) or 1.0))
+            engine = FakeEngine(answers, tokenizer=tokenizer)
+            policy = LLMWrapperBase(engine, tokenizer=tokenizer, input_mode=mode, pad_output=pad_output)
+            env.step(policy(env.reset(TensorDict(query=["a", "b c", "d e f"], batch_size=[3]))))
+    assert seen == SAID * 6
+
+
+@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
+def test_a_control_token_inside_an_answer_does_not_vanish(mode, tokenizer):
+    env = ChatEnv(batch_size=[1], input_mode=mode, tokenizer=tokenizer).append_transform(GSM8KRewardParser())
+    ids = torch.tensor(tokenizer("<answer>3<|im_start|>6</answer><|im_end|>").input_ids)
+    policy = LLMWrapperBase(FakeEngine([ids], tokenizer=tokenizer), tokenizer=tokenizer, input_mode=mode)
+    td = env.step(policy(env.reset(TensorDict(query="6 * 6?", answer="36", batch_size=[1]))))
+    assert td["next", "reward"].item() == pytest.approx(0.1)
+
+
+def test_white_space_and_markers_at_the_end_are_left_out():
+    assert trim_markers("36<|im_end|>\n<|endoftext|><|endoftext|> ", ("<|im_end|>", "<|endoftext|>")) == "36"
+    assert trim_markers(" 36 \n", ("<|im_end|>",)) == " 36"
+    assert trim_markers("<|im_end|>", ("<|im_end|>",)) == ""
+
+
+def test_ids_without_a_tokenizer_say_that_one_is_missing(tokenizer, say):
+    env = ChatEnv(batch_size=[1], input_mode="tokens", tokenizer=tokenizer)
+    td = say(env.reset(TensorDict(query="?", batch_size=[1])), ["4"])
+    with pytest.raises(MissingKeyError, match=r"mine: the policy's response must be in .* and a tokenizer"):
+        completion_texts(td, who="mine")
