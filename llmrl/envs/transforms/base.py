@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from llmrl.data.specs import Composite
     from llmrl.envs.base import EnvBase
 
-__all__ = ["Compose", "Transform"]
+__all__ = ["Compose", "Transform", "innermost"]
 
 Keys = NestedKey | Sequence[NestedKey]
 
@@ -187,6 +187,13 @@ class Transform:
                     f"{type(self).__name__}: reads {in_key!r}, which is not there; keys present: {present_keys(td)}."
                 )
         return td
+
+
+def innermost(env: EnvBase) -> EnvBase:
+    """The env itself, without the transforms around it."""
+    while (inner := getattr(env, "base_env", None)) is not None:
+        env = inner
+    return env
 
 
 class Compose(Transform):

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from llmrl.collectors.llm import LLMCollector
 from llmrl.data.llm.columns import column
 from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer
-from llmrl.envs import StepCounter
+from llmrl.envs import StepCounter, check_env_specs
 from llmrl.envs.llm import ChatEnv, DatasetChatEnv
 from llmrl.envs.llm.tool_calls import HermesFormat, LlamaFormat
 from llmrl.envs.llm.transforms import PythonInterpreter, RewardFunction, ToolTransform, tool_metrics
@@ -21,7 +21,7 @@ from llmrl.errors import ConfigError, MissingKeyError
 from llmrl.modules.llm.engines import StopReason
 from llmrl.modules.llm.policies.base import LLMWrapperBase
 from llmrl.objectives.llm import MCAdvantage
-from llmrl.testing import FakeEngine, ScriptedPolicy
+from llmrl.testing import FakeEngine, ScriptedPolicy, tiny_tokenizer
 from llmrl.tools import Tool, ToolError
 
 render = HermesFormat().render
@@ -90,6 +90,15 @@ def test_a_call_is_answered_in_a_message_with_name_and_id():
     _, td = started(f"Let me see. {render('add', {'a': 1, 'b': 2})}")
     assert told(td) == [{"role": "tool", "content": "3", "name": "add", "tool_call_id": "call_0_0_0"}]
     assert not td["next", "done"].any()
+
+
+@pytest.mark.parametrize("declare", [True, False])
+def test_what_the_tools_write_is_declared(declare):
+    tokenizer = tiny_tokenizer()
+    env = DatasetChatEnv(dataset=[{"question": "2 + 3?"}], num_envs=2, seed=0, max_steps=3, tokenizer=tokenizer)
+    env.append_transform(ToolTransform([add], declare=declare))
+    call = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+    check_env_specs(env, policy=LLMWrapperBase(FakeEngine([call, "5"], tokenizer=tokenizer), tokenizer=tokenizer))
 
 
 def test_several_calls_of_a_turn_are_answered_in_their_order():

@@ -17,7 +17,7 @@ from llmrl.envs.llm.transforms.new_record import begin_anew
 from llmrl.envs.llm.transforms.prompt_stream import row_seeds
 from llmrl.envs.llm.transforms.tool_messages import append_messages
 from llmrl.envs.rows import present_keys
-from llmrl.envs.transforms.base import Transform
+from llmrl.envs.transforms.base import Transform, innermost
 from llmrl.errors import ConfigError, MissingKeyError
 from llmrl.modules.llm.policies.containers import ChatHistory, Text, Tokens
 from llmrl.modules.llm.policies.modes import unpadded_rows
@@ -114,10 +114,7 @@ class AddThinkingPrompt(Transform):
 
     def set_container(self, container: EnvBase) -> None:
         super().set_container(container)
-        base = container
-        while (inner := getattr(base, "base_env", None)) is not None:
-            base = inner
-        self._renderer = getattr(base, "_renderer", None)
+        self._renderer = getattr(innermost(container), "_renderer", None)
 
     def _set_seed(self, seed: int) -> None:
         self._seed, self._drawn = seed, 0

@@ -19,14 +19,14 @@ from tensordict import TensorDict, TensorDictBase
 
 from llmrl.data.llm.columns import column, column_values
 from llmrl.data.llm.templates import find_template
-from llmrl.data.specs import Composite, Unbounded
+from llmrl.data.specs import Composite, NonTensor, Unbounded
 from llmrl.envs.llm.completions import completion_texts, special_tokens, trim_markers
 from llmrl.envs.llm.tool_calls import CallFormat, ParsedCall, call_format
 from llmrl.envs.llm.tool_calls.base import call_from_object
 from llmrl.envs.llm.transforms.tool_messages import append_messages, restate_answers
 from llmrl.envs.llm.transforms.tool_use import COUNTS, added_tool_use, no_tool_use, tool_use_spec
 from llmrl.envs.rows import present_keys, shallow_copy
-from llmrl.envs.transforms.base import Transform
+from llmrl.envs.transforms.base import Transform, innermost
 from llmrl.envs.transforms.step_counter import StepCounter
 from llmrl.errors import ConfigError, MissingKeyError
 from llmrl.modules.llm.engines import StopReason
@@ -157,10 +157,7 @@ class ToolTransform(Transform):
             self.tokenizer = getattr(container, "tokenizer", None)
         if self._asked_format == "auto":
             self.format = call_format("auto", _template_of(self.tokenizer))
-        base = container
-        while (inner := getattr(base, "base_env", None)) is not None:
-            base = inner
-        self._renderer = getattr(base, "_renderer", None)
+        self._renderer = getattr(innermost(container), "_renderer", None)
 
     def _reset_env_preprocess(self, td: TensorDictBase | None) -> TensorDictBase | None:
         if not self.declare:
@@ -371,10 +368,15 @@ class ToolTransform(Transform):
     # -- specs and state -----------------------------------------------------------------------------------------------
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        shape, device = observation_spec.shape, observation_spec.device
-        observation_spec["conversation_id"] = Unbounded(shape=shape, dtype=torch.int64, device=device)
-        observation_spec["tool_use"] = tool_use_spec(shape, device)
+        observation_spec["tool_use"] = tool_use_spec(observation_spec.shape, observation_spec.device)
         return observation_spec
+
+    def transform_state_spec(self, state_spec: Composite) -> Composite:
+        shape, device = state_spec.shape, state_spec.device
+        state_spec["conversation_id"] = Unbounded(shape=shape, dtype=torch.int64, device=device)
+        if self.declare:
+            state_spec["tools"] = NonTensor(shape=shape, device=device)
+        return state_spec
 
     def state_dict(self) -> dict[str, Any]:
         """How many conversations there were, so that ids go on counting."""

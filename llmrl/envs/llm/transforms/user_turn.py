@@ -19,7 +19,7 @@ from llmrl.data.specs import Composite, Unbounded
 from llmrl.envs.llm.transforms.dataloading import DataLoadingPrimer
 from llmrl.envs.llm.transforms.reward_running import AsyncRunner, Calls, Outcome, ThreadRunner
 from llmrl.envs.llm.transforms.tool_messages import append_messages
-from llmrl.envs.transforms.base import Transform
+from llmrl.envs.transforms.base import Transform, innermost
 from llmrl.errors import ConfigError, MissingKeyError, near
 
 if TYPE_CHECKING:
@@ -83,9 +83,7 @@ class UserTurn(Transform):
 
     def set_container(self, container: EnvBase) -> None:
         super().set_container(container)
-        base = container
-        while (inner := getattr(base, "base_env", None)) is not None:
-            base = inner
+        base = innermost(container)
         if getattr(base, "input_mode", "history") != "history":
             raise ConfigError(
                 f"UserTurn: reads the conversation as messages: needs an env with input_mode='history': got "
