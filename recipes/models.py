@@ -23,11 +23,19 @@ T = TypeVar("T")
 
 
 def resolve_model(model: str | TinyModelSettings, *, runs: Path) -> str | TinyModelSettings:
-    """``latest:RECIPE`` becomes the newest checkpoint of that recipe below ``runs``; anything else stays.
+    """``latest:RECIPE`` becomes the newest checkpoint of that recipe below ``runs``, a run's folder its last one.
+
+    Anything else stays.
 
     Raises  DataError if there is none
     """
-    if isinstance(model, TinyModelSettings) or not model.startswith("latest:"):
+    if isinstance(model, TinyModelSettings):
+        return model
+    if RunDir(Path(model)).config.exists():
+        if (checkpoint := latest_checkpoint(Path(model))) is None:
+            raise DataError(f"model {model}: the run must have left a checkpoint: there is none.")
+        return str(checkpoint)
+    if not model.startswith("latest:"):
         return model
     recipe = model.removeprefix("latest:")
     found = []

@@ -301,7 +301,8 @@ class ModelSource(Settings):
     """Fields that both recipes have to say which model is trained and how."""
 
     model: str | TinyModelSettings = Field(
-        description="a folder or hub name; 'latest:RECIPE', that recipe's newest checkpoint; or a tiny model's sizes"
+        description="a folder or hub name; a run's folder, for its last checkpoint; 'latest:RECIPE', for the newest of "
+        "that recipe; or a tiny model's sizes"
     )
     chat_template: str | None = Field(
         None, description="a registered template's name or jinja text; null: the tokenizer's own"

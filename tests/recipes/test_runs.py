@@ -12,9 +12,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import llmrl.testing
 from llmrl.envs.llm.sums import sums_reward
+from llmrl.errors import DataError
 from llmrl.metrics import check_metric_name, read_metrics
 from llmrl.objectives.llm.presets import PRESETS
 from llmrl.recipes.grpo_config import GRPOConfig
+from llmrl.recipes.models import resolve_model
 from llmrl.recipes.sft_config import SFTConfig
 
 EVAL = {"rows": 6, "max_tokens": 6}
@@ -46,6 +48,15 @@ def test_every_step_has_a_line_of_known_finite_metrics(runs, run):
             if name != "step":
                 check_metric_name(name)
                 assert math.isfinite(value), name
+
+
+def test_a_runs_folder_stands_for_its_last_checkpoint(runs):
+    folder = runs.path / "runs" / "taught"
+    assert resolve_model(str(folder), runs=folder.parent) == str(folder / "checkpoints" / "step5")
+    (folder.parent / "none").mkdir(exist_ok=True)
+    (folder.parent / "none" / "config.yaml").touch()
+    with pytest.raises(DataError, match="must have left a checkpoint"):
+        resolve_model(str(folder.parent / "none"), runs=folder.parent)
 
 
 def test_supervised_steps_tell_what_was_trained(runs):
