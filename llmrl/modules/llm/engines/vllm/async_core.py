@@ -25,7 +25,7 @@ from llmrl.modules.llm.engines.vllm import adapter
 from llmrl.modules.llm.engines.vllm.layout import WeightSet
 from llmrl.modules.llm.engines.vllm.local import LocalCore
 from llmrl.modules.llm.engines.vllm.transfer import NothingLoadedError, Settings, SharedMemory, Transfers
-from llmrl.modules.llm.engines.vllm.watch import LogTail, fate, remove_shared_memory, shared_memory_of
+from llmrl.modules.llm.engines.vllm.watch import LogTail, await_end, fate, remove_shared_memory, shared_memory_of
 from llmrl.tools.background_loop import BackgroundLoop
 
 __all__ = ["AsyncCore"]
@@ -60,8 +60,9 @@ class AsyncCore(LocalCore):
             with self._log.inherited():
                 self.llm = build()
         except BaseException as error:
-            error.add_note(f"The engine's process: {self._log.lines()}")
-            self._loop.run(self._leave(None), time.monotonic() + _LOOP_S)
+            if not isinstance(error, LLMRLError):  # which is about what was asked, and comes before there is a process
+                error.add_note(f"The engine's process: {self._log.lines()}")
+            self._loop.run(self._leave(), time.monotonic() + _LOOP_S)
             self._loop.close()
             raise
         self._processes = adapter.processes(self.llm)
@@ -200,7 +201,7 @@ class AsyncCore(LocalCore):
         if not isinstance(error, _DiedError) and type(error).__name__ != "EngineDeadError":
             return False
         for process in self._processes:
-            process.join(_LAST_WORDS_S)
+            await_end(process, _LAST_WORDS_S)
         return True
 
     def _closed(self, phase: str) -> RolloutError:
@@ -210,7 +211,7 @@ class AsyncCore(LocalCore):
         return " ".join(f"process {process.pid} ({process.name}) {fate(process)}." for process in self._processes)
 
     async def _listen(self) -> None:
-        self._log = LogTail(asyncio.get_running_loop())
+        self._log = LogTail(asyncio.get_running_loop(), adapter.NOISE)
 
     async def _watch(self) -> None:
         loop = asyncio.get_running_loop()
@@ -235,19 +236,22 @@ class AsyncCore(LocalCore):
             if process.exitcode is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGCONT)  # one that was stopped could not end by itself
-        core = self.llm.engine_core
-        core.shutdown(timeout=_CLOSING_S)
+        with contextlib.suppress(LLMRLError, TimeoutError):
+            self._loop.run(self._stop_listening(), time.monotonic() + _LOOP_S)
+        self.llm.engine_core.shutdown(timeout=_CLOSING_S)
         self.llm.shutdown()
         with contextlib.suppress(LLMRLError, TimeoutError):
-            self._loop.run(self._leave(core.ctx), time.monotonic() + _LOOP_S)
+            self._loop.run(self._leave(self.llm), time.monotonic() + _LOOP_S)
         self._loop.close()
         remove_shared_memory(self._shared)
 
-    async def _leave(self, sockets: Any | None) -> None:
-        """Ends what vLLM leaves to the garbage collector."""
-        if sockets is not None:
+    async def _stop_listening(self) -> None:
+        adapter.stop_listening(self.llm)
+
+    async def _leave(self, llm: Any | None = None) -> None:
+        if llm is not None:
             self._note_death()
-            sockets.destroy(linger=0)
+            adapter.destroy_sockets(llm)
         self._log.close()
 
 

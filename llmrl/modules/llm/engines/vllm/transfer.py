@@ -55,7 +55,9 @@ class Settings(Protocol):
 
 
 class Transfers:
-    """The transfer of one engine: kept from update to update, replaced where other settings are asked for."""
+    """The transfer of one engine: kept from update to update, replaced where other settings are asked for, and after
+    an error: the workers may be others by then.
+    """
 
     def __init__(self, call: CallWorkers) -> None:
         self._call = call
@@ -66,7 +68,11 @@ class Transfers:
         if self._transfer is None or settings != self._settings:
             self.close()
             self._settings, self._transfer = settings, settings.connect(self._call)
-        self._transfer.send(weights, end)
+        try:
+            self._transfer.send(weights, end)
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         transfer, self._transfer = self._transfer, None

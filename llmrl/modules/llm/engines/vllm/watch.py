@@ -9,16 +9,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import sys
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LogTail", "fate", "remove_shared_memory", "shared_memory_of"]
+__all__ = ["LogTail", "await_end", "fate", "remove_shared_memory", "shared_memory_of"]
 
+_SHARED_MEMORY = Path("/dev/shm")
 _KEPT = 30  # lines
 _LONGEST = 500  # characters of one
 
@@ -26,11 +29,13 @@ _LONGEST = 500  # characters of one
 class LogTail:
     """The reading ends of the pipes, read by ``loop`` whenever something comes.
 
+    noise  what is neither kept nor passed on
+
     Made and closed in the loop's thread. `inherited` and `lines` are for any.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+    def __init__(self, loop: asyncio.AbstractEventLoop, noise: re.Pattern[bytes] | None = None) -> None:
+        self._loop, self._noise = loop, noise
         self._kept: deque[str] = deque(maxlen=_KEPT)
         self._begun = {1: "", 2: ""}  # lines that have not ended
         self._writing = {}
@@ -79,6 +84,8 @@ class LogTail:
         pipe = self._reading[standard]
         with contextlib.suppress(BlockingIOError):
             while data := os.read(pipe, 1 << 16):
+                if self._noise is not None:
+                    data = self._noise.sub(b"", data)
                 with contextlib.suppress(OSError):  # nobody may be left to read it
                     os.write(self._passed_on[standard], data)
                 *whole, begun = (self._begun[standard] + data.decode(errors="replace")).split("\n")
@@ -94,6 +101,14 @@ def _flush() -> None:
             stream.flush()
 
 
+def await_end(process: Any, seconds: float) -> None:
+    """Waits for a process to have ended, at most ``seconds``; then its exit code is known."""
+    end = time.monotonic() + seconds
+    process.join(seconds)
+    while process.exitcode is None and time.monotonic() < end:
+        time.sleep(0.005)  # another thread has collected the code, and has not noted it yet
+
+
 def fate(process: Any) -> str:
     """What became of a process: "runs", "is stopped", "was killed by SIGKILL", "ended with exit code 1".
 
@@ -106,15 +121,29 @@ def fate(process: Any) -> str:
 
 
 def shared_memory_of(pid: int) -> set[Path]:
-    """The files of Python's shared memory that a process of this machine and those that it started have mapped."""
+    """The files of Python's shared memory and locks that a process of this machine, or one that it started, has mapped
+    and this process has not.
+    """
+    mapped = _mapped_by(pid) - _mapped_by(os.getpid(), children=False)
+    found = set()
+    for path in _SHARED_MEMORY.glob("*"):
+        with contextlib.suppress(OSError):  # it is gone
+            if path.name.startswith(("psm_", "sem.mp-")) and path.stat().st_ino in mapped:
+                found.add(path)  # no other: a model's folder may be in such memory too
+    return found
+
+
+def _mapped_by(pid: int, *, children: bool = True) -> set[int]:
+    """By the numbers of the files: a lock is mapped under a name that it has no longer."""
     found = set()
     with contextlib.suppress(OSError):  # it ended, or the system has no such files
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-            path = line.split(maxsplit=5)[-1]
-            if path.startswith("/dev/shm/psm_"):  # no other: a model's folder may be in such memory too
-                found.add(Path(path))
-        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            found |= shared_memory_of(int(child))
+            _, _, _, _, number, *path = line.split(maxsplit=5)
+            if path and path[0].startswith(f"{_SHARED_MEMORY}/"):
+                found.add(int(number))
+        if children:
+            for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+                found |= _mapped_by(int(child))
     return found
 
 
@@ -123,7 +152,8 @@ def remove_shared_memory(paths: Iterable[Path]) -> None:
     for path in paths:
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
-            resource_tracker.unregister(f"/{path.name}", "shared_memory")
+            name = path.name.removeprefix("sem.")
+            resource_tracker.unregister(f"/{name}", "shared_memory" if name == path.name else "semaphore")
 
 
 def _is_stopped(pid: int) -> bool:
