@@ -33,6 +33,7 @@ from llmrl.data.replay_buffers import (
     ListStorage,
     ReplayBuffer,
     SamplerWithoutReplacement,
+    TensorDictReplayBuffer,
 )
 from llmrl.modules.llm.policies import containers
 from llmrl.objectives.llm.advantage import MCAdvantage
@@ -88,9 +89,9 @@ def compare(
 # --- transitions ---
 
 
-def sampled(make: type, size: int) -> Row:
+def sampled(make: type, size: int, kind: type = ReplayBuffer) -> Row:
     """Batches from a full buffer of ``size`` rows."""
-    buffer = ReplayBuffer(storage=make(size), batch_size=BATCH)
+    buffer = kind(storage=make(size), batch_size=BATCH)
     data = transitions(min(size, 10_000))
     while len(buffer) < size:
         buffer.extend(data)
@@ -100,16 +101,17 @@ def sampled(make: type, size: int) -> Row:
         index = torch.randint(size, (BATCH,))
         return {key: value.index_select(0, index) for key, value in store.items()}
 
-    return compare(f"{make.__name__}, {size:,} rows: sample({BATCH})", floor, buffer.sample, 4, 1.6)
+    return compare(f"{name(make, kind)}, {size:,} rows: sample({BATCH})", floor, buffer.sample, 4, 1.6)
 
 
-def written(make: type) -> list[Row]:
+def written(make: type, kind: type = ReplayBuffer) -> list[Row]:
     capacity = 100_000
     data, row = transitions(BATCH), transitions(1)[0]
-    buffer = ReplayBuffer(storage=make(capacity))
+    buffer = kind(storage=make(capacity))
     buffer.extend(data)
-    store = {key: torch.zeros(capacity, *value.shape[1:], dtype=value.dtype) for key, value in leaves(data).items()}
-    plain_data, plain_row = leaves(data), leaves(row)
+    plain_data, plain_row = leaves(buffer[:]), leaves(buffer[0])  # with what the buffer adds: "index", or nothing
+    plain_data = {key: value.contiguous() for key, value in plain_data.items()}
+    store = {key: torch.zeros(capacity, *value.shape[1:], dtype=value.dtype) for key, value in plain_data.items()}
     cursor = 0
 
     def floor_extend() -> None:
@@ -126,9 +128,13 @@ def written(make: type) -> list[Row]:
             value[cursor] = plain_row[key]
 
     return [
-        compare(f"{make.__name__}: extend({BATCH})", floor_extend, lambda: buffer.extend(data), 4, 2.0),
-        compare(f"{make.__name__}: add", floor_add, lambda: buffer.add(row), 4, 2.0),
+        compare(f"{name(make, kind)}: extend({BATCH})", floor_extend, lambda: buffer.extend(data), 4, 2.0),
+        compare(f"{name(make, kind)}: add", floor_add, lambda: buffer.add(row), 4, 2.0),
     ]
+
+
+def name(make: type, kind: type) -> str:
+    return make.__name__ if kind is ReplayBuffer else f"{kind.__name__}, {make.__name__}"
 
 
 def passes() -> Row:
@@ -332,6 +338,8 @@ def main() -> None:
     print(f"{'':58}{'floor us':>10}{'llmrl us':>10}")
     rows = [sampled(make, 10**power) for make in (LazyTensorStorage, LazyMemmapStorage) for power in (3, 4, 5, 6)]
     rows += [row for make in (LazyTensorStorage, LazyMemmapStorage) for row in written(make)]
+    rows += [sampled(LazyTensorStorage, 1000, TensorDictReplayBuffer)]
+    rows += written(LazyTensorStorage, TensorDictReplayBuffer)
     rows += [passes(), *listed(), *records(), *ragged_stack(), memory(), advantages()]
     print_table(rows)
     write_rows(rows, arguments.json)

@@ -25,9 +25,11 @@ from llmrl.data.replay_buffers.cells import (
     shape_cells,
     time_first,
 )
+from llmrl.data.replay_buffers.layout import set_entry
 from llmrl.data.replay_buffers.parts import BufferParts
 from llmrl.data.replay_buffers.samplers import SLICE_END, Sampler
-from llmrl.data.replay_buffers.saving import check_transforms, dump_parts, load_parts, part_names
+from llmrl.data.replay_buffers.saving import dump_parts, load_parts, load_parts_state, part_names, parts_state
+from llmrl.data.replay_buffers.storages.base import read_entry
 from llmrl.data.replay_buffers.trees import tree_map
 from llmrl.errors import DataError
 
@@ -125,9 +127,11 @@ class ReplayBuffer(BufferParts):
                     f"ReplayBuffer: one row per position is needed: got {self._storage.count(data)} rows for "
                     f"{num_cells(where)} positions."
                 )
+            positions = torch.arange(where.start, where.stop) if isinstance(where, slice) else where
+            data = self._writer.as_stored(data, positions)
             self._rewind()
             self._storage.set(where, data)
-            self._sampler.mark_update(torch.arange(where.start, where.stop) if isinstance(where, slice) else where)
+            self._sampler.mark_update(positions)
 
     def empty(self, empty_write_count: bool = True) -> None:
         """Forgets all rows; what was allocated stays."""
@@ -181,6 +185,8 @@ class ReplayBuffer(BufferParts):
         size = self._batch_size if batch_size is None else batch_size
         if size is None:
             raise RuntimeError("ReplayBuffer: sample needs a batch_size, here or at construction: got none.")
+        if size < 1:
+            raise ValueError(f"ReplayBuffer: batch_size must be at least 1: got {size}.")
         if self._batch_size is not None and size != self._batch_size:
             warnings.warn(
                 f"ReplayBuffer: sample({size}) overrules the batch_size={self._batch_size} of the constructor.",
@@ -193,7 +199,7 @@ class ReplayBuffer(BufferParts):
         """Rows by position (transforms apply), or one entry of all rows by key."""
         if isinstance(index, str) or (isinstance(index, tuple) and index and isinstance(index[0], str)):
             key = index[1:] if isinstance(index, tuple) and index[0] == "_data" and len(index) > 1 else index
-            return self[:][key]
+            return read_entry(type(self).__name__, self[:], key)
         with self._storage.lock:
             where = self._select(index)
             if isinstance(where, int):
@@ -270,7 +276,7 @@ class ReplayBuffer(BufferParts):
     def _with_info(self, data: Any, info: dict[str, Any]) -> Any:
         """The batch with what the sampler says about its rows; here, only where slices end."""
         if SLICE_END in info and isinstance(data, TensorDictBase) and data.batch_size[:1] == info[SLICE_END].shape:
-            data.set(SLICE_END, info[SLICE_END])
+            set_entry(data, SLICE_END, info[SLICE_END])
         return data
 
     def _transform(self, data: Any) -> Any:
@@ -293,18 +299,16 @@ class ReplayBuffer(BufferParts):
         """Everything that decides what the buffer does next, as copies."""
         with self._storage.lock:
             self._rewind()
-            state = {name: part.state_dict() for name, part in self._parts().items()}
-            return {**state, "transforms": [stage.state() for stage in self._stages], "batch_size": self._batch_size}
+            return parts_state(self._parts(), self._stages)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over a state; the buffer must have been built with the same kinds of parts."""
+        """Takes over a state; the buffer must have been built with the same kinds of parts.
+
+        Raises: CheckpointError, or DataError for rows that do not fit, with nothing changed.
+        """
         with self._storage.lock:
-            check_transforms(len(state["transforms"]), self._stages)
             self._rewind()
-            for name, part in self._parts().items():
-                part.load_state_dict(state[name])
-            for stage, stage_state in zip(self._stages, state["transforms"], strict=True):
-                stage.load(stage_state)
+            load_parts_state(state, self._parts(), self._stages)
 
     def dumps(self, path: str | Path) -> None:
         """Writes the buffer to the directory ``path``: completely, or not at all.

@@ -11,16 +11,20 @@ is in a version is the writer's business.
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from llmrl.errors import CheckpointError
 
-__all__ = ["current_directory", "replace_directory"]
+__all__ = ["current_directory", "replace_directory", "write_object"]
 
 _POINTER = "checkpoint.current"
 _VERSION = re.compile(r"checkpoint\.(\d+)(\.draft)?")
@@ -33,7 +37,7 @@ def replace_directory(path: str | Path) -> Iterator[Path]:
     A kill at any moment leaves the content as it was, or as it is meant to be; the next write removes what is left.
     Inside the block, a directory below the one that is being filled is written in place: it is part of the same write.
 
-    Raises  CheckpointError if ``path`` cannot be a directory
+    Raises  CheckpointError if ``path`` cannot be a directory, or the disk does not take what is written
     """
     path = Path(path).absolute()
     if any((match := _VERSION.fullmatch(part)) and match[2] for part in path.parts):
@@ -56,12 +60,23 @@ def replace_directory(path: str | Path) -> Iterator[Path]:
                 _flush(Path(folder) / name)
         draft.rename(version)
         _point_to(path, version.name)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(draft, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise CheckpointError(
+                f"{path} could not be written: {error}; make room or choose another path. What it held is still there."
+            ) from error
         raise
     for name in _versions(path):
         if name != version.name:
             shutil.rmtree(path / name, ignore_errors=True)
+
+
+def write_object(value: Any, path: Path) -> None:
+    """``torch.save``, with the operating system's own error where the disk is full."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    path.write_bytes(buffer.getbuffer())
 
 
 def current_directory(path: str | Path) -> Path:

@@ -10,7 +10,6 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from math import isfinite
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -22,6 +21,7 @@ from llmrl.data.replay_buffers.layout import TensorLeaf, put_together, take_apar
 from llmrl.data.replay_buffers.samplers import Sampler
 from llmrl.data.replay_buffers.storages import Storage, TensorStorage
 from llmrl.data.replay_buffers.writers import Writer
+from llmrl.errors import CheckpointError
 
 __all__ = ["SamplerEnsemble", "StorageEnsemble", "WriterEnsemble"]
 
@@ -107,11 +107,22 @@ class StorageEnsemble(Storage):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for storage, part in zip(self.storages, state["storages"], strict=True):
-            storage.load_state_dict(part)
+        self.restore_each(state["storages"], lambda storage, part: storage.load_state_dict(part))
         for transform, part in zip(self.transforms, state["transforms"], strict=True):
             if part is not None:
                 transform.load_state_dict(part)
+
+    def restore_each(self, states: Sequence[Any], restore: Callable[[Storage, Any], None]) -> None:
+        """``restore(storage, state)`` for every member; if one raises, all of them are what they were."""
+        before = []
+        try:
+            for storage, state in _pairs("StorageEnsemble", self.storages, states):
+                before.append(storage.snapshot())
+                restore(storage, state)
+        except BaseException:
+            for storage, (content, ring) in zip(self.storages, before, strict=False):
+                storage.restore(content, ring)
+            raise
 
     def _default_checkpointer(self) -> Any:
         from llmrl.data.replay_buffers.checkpointers import StorageEnsembleCheckpointer  # they import storages
@@ -249,20 +260,8 @@ class SamplerEnsemble(Sampler):
         return {**super().state_dict(), "ran_out": self._ran_out, "samplers": samplers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for sampler, part in zip(self.samplers, state["samplers"], strict=True):
+        for sampler, part in _pairs("SamplerEnsemble", self.samplers, state["samplers"]):
             sampler.load_state_dict(part)
-        self._ran_out = state["ran_out"]
-        super().load_state_dict(state)
-
-    def dumps(self, path: str | Path) -> None:
-        for number, sampler in enumerate(self.samplers):
-            sampler.dumps(Path(path) / str(number))
-        torch.save({**super().state_dict(), "ran_out": self._ran_out}, Path(path) / "state.pt")
-
-    def loads(self, path: str | Path) -> None:
-        state = torch.load(Path(path) / "state.pt", weights_only=True)
-        for number, sampler in enumerate(self.samplers):
-            sampler.loads(Path(path) / str(number))
         self._ran_out = state["ran_out"]
         super().load_state_dict(state)
 
@@ -308,16 +307,8 @@ class WriterEnsemble(Writer):
         return {"writers": [writer.state_dict() for writer in self.writers]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for writer, part in zip(self.writers, state["writers"], strict=True):
+        for writer, part in _pairs("WriterEnsemble", self.writers, state["writers"]):
             writer.load_state_dict(part)
-
-    def dumps(self, path: str | Path) -> None:
-        for number, writer in enumerate(self.writers):
-            writer.dumps(Path(path) / str(number))
-
-    def loads(self, path: str | Path) -> None:
-        for number, writer in enumerate(self.writers):
-            writer.loads(Path(path) / str(number))
 
 
 # --- members ---
@@ -434,6 +425,14 @@ def _checked(who: str, members: Sequence[Any], kind: type) -> tuple[Any, ...]:
                 f"{who}: members are of type {kind.__name__}, and no ensembles: got a {type(member).__name__}."
             )
     return tuple(members)
+
+
+def _pairs(who: str, members: Sequence[Any], states: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    if len(states) != len(members):
+        raise CheckpointError(
+            f"{who}: a state is loaded into as many members: got one of {len(states)}, expected {len(members)}."
+        )
+    return zip(members, states, strict=True)
 
 
 def _probabilities(p: Sequence[float] | Tensor | None, count: int) -> Tensor:

@@ -306,12 +306,10 @@ def _batch(node: Any, columns: Iterator[Any], num_rows: int) -> Any:
     if kind is TensorLeaf:
         return next(columns)
     if kind is Branch:
-        entries = {
-            name: next(columns) if type(child) is TensorLeaf else _batch(child, columns, num_rows)
-            for name, child in zip(node.names, node.children, strict=True)
-        }
-        size = torch.Size([num_rows, *node.batch_size])
-        return TensorDict._new_unsafe(entries, batch_size=size, device=node.device)
+        entries = {}
+        for name, child in zip(node.names, node.children, strict=True):
+            entries[name] = next(columns) if type(child) is TensorLeaf else _batch(child, columns, num_rows)
+        return _tensordict(entries, torch.Size((num_rows, *node.batch_size)), node.device)
     if kind is Wrapped:
         return _wrap(node.cls, _batch(node.inner, columns, num_rows), dict(node.fields))
     if kind is Tree:
@@ -345,14 +343,14 @@ def _rows(node: Any, columns: Iterator[Any]) -> Sequence[Any]:
         sizes = next(columns) if kind is LazyBranch else None
         names, device = node.names, None if kind is Columns else node.device
         by_name = [_rows(child, columns) for child in node.children]
-        new = TensorDict._new_unsafe
         if sizes is None:
             size = _EMPTY if kind is Columns else node.batch_size
-            return [new(dict(zip(names, values, strict=True)), size, device) for values in zip(*by_name, strict=True)]
+            rows = zip(*by_name, strict=True)
+            return [_tensordict(dict(zip(names, values, strict=True)), size, device) for values in rows]
         if not names:
-            return [new({}, size, device) for size in sizes]
+            return [_tensordict({}, size, device) for size in sizes]
         return [
-            new(dict(zip(names, values, strict=True)), size, device)
+            _tensordict(dict(zip(names, values, strict=True)), size, device)
             for size, *values in zip(sizes, *by_name, strict=True)
         ]
     if kind is Wrapped:
@@ -376,6 +374,13 @@ def _held(values: Any) -> Any:
     return values if type(values) is BorrowedRows else list(values)
 
 
+def _tensordict(entries: dict[str, Any], batch_size: torch.Size, device: torch.device | None = None) -> TensorDict:
+    """A tensordict of these entries, unchecked: the constructors look at each, which costs as much as a small batch."""
+    td = TensorDict.__new__(TensorDict)
+    td._tensordict, td._batch_size, td._device, td._td_dim_names = entries, batch_size, device, None
+    return td
+
+
 def _wrap(cls: type, inner: Any, fields: dict[str, Any]) -> Any:
     """The tensorclass around a tensordict that was taken out of one: its keys need no checking."""
     out = cls.__new__(cls)
@@ -387,7 +392,40 @@ def _wrap(cls: type, inner: Any, fields: dict[str, Any]) -> Any:
 
 
 def _wrap_data(values: Sequence[Any]) -> list[NonTensorData]:
-    return [_wrap(NonTensorData, TensorDict._new_unsafe({}, _EMPTY), {"data": value, **_DATA}) for value in values]
+    return [_wrap(NonTensorData, _tensordict({}, _EMPTY), {"data": value, **_DATA}) for value in values]
+
+
+# --- entries -------------------------------------------------------------------------------------------------------
+
+
+def set_entry(batch: TensorDictBase, key: str | tuple[str, ...], value: Tensor) -> None:
+    """``batch.set(key, value)``, in a tenth of the time where it needs no conversion."""
+    *path, name = (key,) if isinstance(key, str) else key
+    inner = batch
+    for part in path:
+        inner = inner._tensordict.get(part) if type(inner) is TensorDict else None
+    if _takes(inner, value):
+        inner._tensordict[name] = value
+    else:
+        batch.set(key, value)
+
+
+def with_entry(batch: TensorDictBase, name: str, value: Tensor) -> TensorDictBase:
+    """A batch of the same entries and one more; the given one stays as it is."""
+    if _takes(batch, value) and batch._td_dim_names is None:
+        return _tensordict({**batch._tensordict, name: value}, batch.batch_size, batch.device)
+    batch = batch.copy()
+    batch.set(name, value)
+    return batch
+
+
+def _takes(batch: Any, value: Tensor) -> bool:
+    return (
+        type(batch) is TensorDict
+        and not batch.is_locked
+        and value.shape[: batch.batch_dims] == batch.batch_size
+        and (batch.device is None or batch.device == value.device)
+    )
 
 
 # --- differences ---------------------------------------------------------------------------------------------------

@@ -10,14 +10,14 @@ transform.t     the states of the transforms
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from llmrl.data.replay_buffers.checkpointers.manifest import read_manifest, write_manifest
-from llmrl.data.replay_buffers.directory import current_directory, replace_directory
+from llmrl.data.replay_buffers.directory import current_directory, replace_directory, write_object
 from llmrl.data.replay_buffers.stages import Stage
 from llmrl.errors import CheckpointError
 
@@ -30,45 +30,73 @@ def dump_parts(path: Path, parts: dict[str, Any], stages: Sequence[Stage]) -> No
     with replace_directory(path) as folder:
         for name, part in parts.items():
             part.dumps(folder / name)
-        torch.save([stage.state() for stage in stages], folder / _TRANSFORMS)
+        write_object([stage.state() for stage in stages], folder / _TRANSFORMS)
         write_manifest(folder, _FORMAT, _FORMAT_VERSION, {"parts": part_names(parts), "transforms": len(stages)})
 
 
 def load_parts(path: Path, parts: dict[str, Any], stages: Sequence[Stage]) -> None:
     """Reads what ``dump_parts`` wrote into parts of the same kinds.
 
-    Nothing is loaded before every file is known to be what was written; the storage, which is all or nothing itself and
-    checks its own files, comes last. Raises: CheckpointError, with nothing changed, if the directory is none, damaged
-    or of other parts, or does not fit.
+    Raises: CheckpointError, with nothing changed, if the directory is none, damaged or of other parts, or does not fit.
     """
     folder = current_directory(path)
     manifest = read_manifest("ReplayBuffer", folder, _FORMAT, _FORMAT_VERSION)
-    expected = part_names(parts)
-    if manifest["parts"] != expected:
-        raise CheckpointError(
-            f"ReplayBuffer: a dump is loaded into the same parts: got {manifest['parts']}, expected {expected}."
-        )
-    check_transforms(manifest["transforms"], stages)
+    _check_kinds(manifest["parts"], parts, manifest["transforms"], stages)
     states = torch.load(folder / _TRANSFORMS, weights_only=False)
+    _load(parts, stages, lambda name, part: part.loads(folder / name), states)
+
+
+def parts_state(parts: dict[str, Any], stages: Sequence[Stage]) -> dict[str, Any]:
+    """The states of parts and transforms, as copies."""
+    states = {name: part.state_dict() for name, part in parts.items()}
+    return {**states, "parts": part_names(parts), "transforms": [stage.state() for stage in stages]}
+
+
+def load_parts_state(state: dict[str, Any], parts: dict[str, Any], stages: Sequence[Stage]) -> None:
+    """Takes over what ``parts_state`` returned. Raises: CheckpointError or DataError, with nothing changed."""
+    missing = {*parts, "parts", "transforms"} - state.keys()
+    if missing:
+        raise CheckpointError(
+            f"ReplayBuffer: this is no state of a buffer: it lacks {sorted(missing)}, and holds {sorted(state)}."
+        )
+    _check_kinds(state["parts"], parts, len(state["transforms"]), stages)
+    _load(parts, stages, lambda name, part: part.load_state_dict(state[name]), state["transforms"])
+
+
+def _load(
+    parts: dict[str, Any], stages: Sequence[Stage], load: Callable[[str, Any], None], transforms: Sequence[Any]
+) -> None:
+    """Everything or nothing. The storage, which is all or nothing itself, comes last: its rows need no second copy."""
     small = {name: part for name, part in parts.items() if name != "storage"}
     before = {name: part.state_dict() for name, part in small.items()}
-    stages_before = [copy.deepcopy(stage.state()) for stage in stages]
+    transforms_before = [copy.deepcopy(stage.state()) for stage in stages]
     try:
         for name, part in small.items():
-            part.loads(folder / name)
-        for stage, state in zip(stages, states, strict=True):
+            load(name, part)
+        for stage, state in zip(stages, transforms, strict=True):
             stage.load(state)
-        parts["storage"].loads(folder / "storage")
-    except BaseException:
+        load("storage", parts["storage"])
+    except BaseException as error:
         for name, part in small.items():
             part.load_state_dict(before[name])
-        for stage, state in zip(stages, stages_before, strict=True):
+        for stage, state in zip(stages, transforms_before, strict=True):
             stage.load(state)
+        if type(error) is KeyError:
+            raise CheckpointError(f"ReplayBuffer: the state is damaged: it lacks {error}.") from error
         raise
 
 
 def part_names(parts: dict[str, Any]) -> dict[str, str]:
     return {name: type(part).__name__ for name, part in parts.items()}
+
+
+def _check_kinds(names: dict[str, str], parts: dict[str, Any], num_transforms: int, stages: Sequence[Stage]) -> None:
+    expected = part_names(parts)
+    if names != expected:
+        raise CheckpointError(
+            f"ReplayBuffer: what was saved is loaded into the same parts: got {names}, expected {expected}."
+        )
+    check_transforms(num_transforms, stages)
 
 
 def check_transforms(saved: int, stages: Sequence[Stage]) -> None:

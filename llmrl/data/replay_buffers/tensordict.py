@@ -9,6 +9,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from llmrl.data.replay_buffers.buffer import ReplayBuffer
+from llmrl.data.replay_buffers.layout import set_entry
 from llmrl.data.replay_buffers.samplers import Sampler
 from llmrl.data.replay_buffers.writers import TensorDictRoundRobinWriter, Writer
 from llmrl.errors import DataError, MissingKeyError, near
@@ -41,19 +42,22 @@ class TensorDictReplayBuffer(ReplayBuffer):
     def add(self, data: TensorDictBase) -> int | Tensor:
         """Writes one row, and its priority if it has one; see ``ReplayBuffer.add``."""
         _check(data)
-        index = super().add(data)
-        if isinstance(index, int):
-            self._set_priorities(torch.tensor([index]), data, single=True)
-        return index
+        with self._storage.lock:
+            priority = self._priorities(data, single=True)
+            index = super().add(data)
+            if priority is not None and index is not None:
+                self._set_priorities(torch.tensor([index]) if isinstance(index, int) else index, priority)
+            return index
 
     def extend(self, data: TensorDictBase, *, update_priority: bool = True) -> Tensor:
-        """Writes a batch; with ``update_priority`` and an entry ``priority_key``, also the priorities of its rows."""
-        if not isinstance(data, list):
-            _check(data)
+        """Writes a batch, or a list of rows; with ``update_priority`` also their priorities, if they have them."""
+        for part in data if isinstance(data, list) else [data]:
+            _check(part)
         with self._storage.lock:
+            priority = self._priorities(data) if update_priority else None
             index = super().extend(data)
-            if update_priority and len(index):
-                self._set_priorities(index, data)
+            if priority is not None:
+                self._set_priorities(index, priority)
             return index
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
@@ -79,17 +83,29 @@ class TensorDictReplayBuffer(ReplayBuffer):
             rows = rows.flatten(0, -2)
         self.update_priority(rows if size > 1 else rows.squeeze(-1), priority)
 
-    def _set_priorities(self, index: Tensor, data: Any, *, single: bool = False) -> None:
-        if type(self._sampler).update_priority is Sampler.update_priority or isinstance(data, list):
-            return
-        priority = data.get(self.priority_key, None)
-        if priority is None:
-            return
-        if not single and self._storage.trailing:
-            priority = priority.movedim(self.dim_extend, 0).flatten(0, self._storage.ndim - 1)
-        priority = priority.unsqueeze(0) if single else priority
-        if len(priority) == len(index):  # a transform may have kept rows back, or made others of them
-            self.update_priority(index, priority)
+    def _priorities(self, data: Any, *, single: bool = False) -> Tensor | None:
+        """The priorities that rows bring with them, [N, ...] in the order of positions, if the sampler wants them.
+
+        Raises what the sampler says of them, before the rows are written.
+        """
+        if type(self._sampler).update_priority is Sampler.update_priority:
+            return None
+        parts = [row.get(self.priority_key, None) for row in (data if isinstance(data, list) else [data])]
+        if any(part is None for part in parts):
+            return None
+        ndim, time = self._storage.ndim, self.dim_extend
+        if isinstance(data, list) or (single and ndim == 1):
+            priority = torch.stack(parts)
+        elif data.batch_dims + single < max(ndim, time + 1):
+            return None  # the write says what is wrong
+        else:
+            priority = (parts[0].unsqueeze(time) if single else parts[0]).movedim(time, 0).flatten(0, ndim - 1)
+        self._sampler.check_priority(priority)
+        return priority
+
+    def _set_priorities(self, index: Tensor, priority: Tensor) -> None:
+        if len(index) and len(priority) == len(index):
+            self.update_priority(index, priority)  # else a transform has kept rows back, or made others of them
 
     def _with_info(self, data: Any, info: dict[str, Any]) -> Any:
         _check(data)
@@ -102,7 +118,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
                 between = [1] * (dims - 1) if key == "index" else [*value.shape[1:dims], *[1] * (dims - value.ndim)]
                 value = value.reshape(count, *between, *after).expand(*data.batch_size, *after)
                 value = value.clone()
-            data.set(key, value)
+            set_entry(data, key, value)
         return data
 
 

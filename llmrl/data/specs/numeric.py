@@ -98,7 +98,7 @@ class Bounded(_Numeric):
         if shape is None:
             shape = torch.broadcast_shapes(low.shape, high.shape)
         super().__init__(shape, device, dtype)
-        if bool((low > high.to(low.device)).any()):
+        if not bool((low <= high.to(low.device)).all()):  # also where one of them is NaN
             raise ConfigError(
                 f"{type(self).__name__}: low must not exceed high: got low={low.tolist()}, high={high.tolist()}."
             )

@@ -55,6 +55,8 @@ def test_the_path_of_a_container_may_begin_with_data():
     buffer.extend(TensorDict(a=torch.arange(3), next=TensorDict(b=torch.arange(3)), batch_size=[3]))
     assert torch.equal(buffer["_data", "a"], buffer["a"])
     assert torch.equal(buffer["_data", "next", "b"], buffer["next", "b"])
+    with pytest.raises(MissingKeyError, match=r"\('next', 'bb'\).*Did you mean 'b'"):
+        buffer["next", "bb"]
 
 
 def test_reading_a_full_buffer_twice_in_place_gives_the_same():

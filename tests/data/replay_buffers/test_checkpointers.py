@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from tensordict import LazyStackedTensorDict, TensorDict
 
 from llmrl.data.llm import History
-from llmrl.data.replay_buffers import LazyStackStorage, LazyTensorStorage, ListStorage, ReplayBuffer, TensorStorage
+from llmrl.data.replay_buffers import (
+    LazyStackStorage,
+    LazyTensorStorage,
+    ListStorage,
+    ReplayBuffer,
+    StorageEnsemble,
+    TensorStorage,
+)
 from llmrl.data.replay_buffers.checkpointers import (
     FlatStorageCheckpointer,
     H5StorageCheckpointer,
@@ -23,6 +30,7 @@ from llmrl.data.replay_buffers.checkpointers import (
     StorageEnsembleCheckpointer,
     TensorStorageCheckpointer,
 )
+from llmrl.data.replay_buffers.checkpointers.containers import H5Container
 from llmrl.data.replay_buffers.directory import current_directory, replace_directory
 from llmrl.data.replay_buffers.storages import LazyMemmapStorage
 from llmrl.data.ted import Flat2TED, TED2Flat
@@ -387,10 +395,25 @@ def test_a_write_touches_nothing_else_in_the_directory(tmp_path):
 def test_a_write_that_fails_leaves_the_old_content(tmp_path):
     with replace_directory(tmp_path) as folder:
         (folder / "x").write_text("old")
-    with pytest.raises(FileNotFoundError), replace_directory(tmp_path) as folder:
+    with (
+        pytest.raises(CheckpointError, match=r"could not be written: .*missing"),
+        replace_directory(tmp_path) as folder,
+    ):
         (folder / "missing" / "x").write_text("new")
+    with pytest.raises(KeyError), replace_directory(tmp_path) as folder:
+        raise KeyError("of a hook")
     assert (current_directory(tmp_path) / "x").read_text() == "old"
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["checkpoint.1", "checkpoint.current"]
+
+
+def test_an_h5_file_is_not_begun_where_there_is_no_room_for_it(tmp_path):
+    pytest.importorskip("h5py")
+    larger_than_any_disk = torch.zeros(1).expand(10**15)
+    with (
+        H5Container.open(tmp_path / "x.h5", "w") as container,
+        pytest.raises(OSError, match=r"No space left on device: 'a/b'"),
+    ):
+        container.put(["a", "b"], larger_than_any_disk)
 
 
 @pytest.mark.parametrize("make", ALL)
@@ -460,16 +483,9 @@ def test_a_class_that_cannot_be_imported_is_named(tmp_path):
 # --- several storages ---
 
 
-class Pair:
-    """What a checkpointer needs to know of an ensemble."""
-
-    def __init__(self, *storages, transforms=()):
-        self.storages, self.transforms = storages, transforms
-
-
 def test_members_of_an_ensemble_are_saved_and_loaded_together_or_not_at_all(tmp_path):
     def members():
-        pair = Pair(LazyTensorStorage(5), ListStorage(5))
+        pair = StorageEnsemble(LazyTensorStorage(5), ListStorage(5))
         pair.storages[0].checkpointer = TensorStorageCheckpointer()
         pair.storages[1].checkpointer = ListStorageCheckpointer()
         return pair
@@ -483,7 +499,7 @@ def test_members_of_an_ensemble_are_saved_and_loaded_together_or_not_at_all(tmp_
     assert other.storages[0][:]["obs"].tolist() == [1, 2]
     assert other.storages[1][:] == ["a"]
 
-    small = Pair(LazyTensorStorage(5), ListStorage(5))
+    small = StorageEnsemble(LazyTensorStorage(5), ListStorage(5))
     small.storages[0].checkpointer = TensorStorageCheckpointer()
     small.storages[1].checkpointer = ListStorageCheckpointer()
     small.storages[0].set(slice(0, 1), rows_of(9))
@@ -491,8 +507,8 @@ def test_members_of_an_ensemble_are_saved_and_loaded_together_or_not_at_all(tmp_
     with pytest.raises(CheckpointError):
         StorageEnsembleCheckpointer().loads(small, tmp_path)
     assert small.storages[0][:]["obs"].tolist() == [9]
-    with pytest.raises(CheckpointError, match="as many storages: got one of 2, expected 1"):
-        StorageEnsembleCheckpointer().loads(Pair(LazyTensorStorage(5)), tmp_path)
+    with pytest.raises(CheckpointError, match="as many members: got one of 2, expected 1"):
+        StorageEnsembleCheckpointer().loads(StorageEnsemble(LazyTensorStorage(5)), tmp_path)
     with pytest.raises(UnsupportedError, match="own checkpointers"):
         StorageEnsembleCheckpointer().register_save_hook(str)
 

@@ -194,9 +194,29 @@ def test_ranks_do_not_go_to_another_process():
     os.waitpid(pid, 0)
 
 
+def test_a_row_that_replaces_another_has_a_rank_of_its_own():
+    buffer = build(3)
+    buffer.extend(scored(1.0, 2, 3))
+    buffer[0] = scored(9.0)[0]
+    buffer[1:2] = scored(0.5)
+    assert buffer.extend(scored(4.0)).tolist() == [
+        1
+    ]  # in the place of the lowest, which is not what was written lowest
+    assert buffer["score"].tolist() == [9, 4, 3]
+    for bad, error in ((scored(float("nan"))[0], DataError), (TensorDict(row=torch.tensor(1.0)), MissingKeyError)):
+        with pytest.raises(error, match="TensorDictMaxValueWriter"):
+            buffer[0] = bad
+    assert buffer["score"].tolist() == [9, 4, 3]
+
+
 def test_a_data_set_is_read_and_never_written():
     buffer = ReplayBuffer(storage=TensorStorage(torch.arange(5)), writer=ImmutableDatasetWriter(), batch_size=2)
-    for write in (lambda: buffer.add(torch.tensor(1)), lambda: buffer.extend(torch.arange(2)), buffer.empty):
+    for write in (
+        lambda: buffer.add(torch.tensor(1)),
+        lambda: buffer.extend(torch.arange(2)),
+        lambda: buffer.__setitem__(0, torch.tensor(9)),
+        buffer.empty,
+    ):
         with pytest.raises(RuntimeError, match="a data set is not written to"):
             write()
     assert buffer[:].tolist() == [0, 1, 2, 3, 4]

@@ -5,9 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import pickle
-import resource
 import shutil
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -19,16 +17,6 @@ from llmrl.errors import UnsupportedError
 
 def rows(*numbers: int) -> TensorDict:
     return TensorDict({"a": torch.tensor(numbers), "b.c": torch.tensor(numbers) / 2}, batch_size=[len(numbers)])
-
-
-@contextmanager
-def largest_file(num_bytes: int):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_rows_are_in_the_files_of_the_directory(tmp_path):
@@ -86,7 +74,7 @@ def test_a_disk_that_is_too_small_is_an_error_at_the_first_write_and_nothing_is_
     assert not list(tmp_path.glob("buffer.column_*"))
 
 
-def test_a_disk_that_fills_up_meanwhile_is_an_error_too(tmp_path):
+def test_a_disk_that_fills_up_meanwhile_is_an_error_too(tmp_path, largest_file):
     buffer = ReplayBuffer(storage=LazyMemmapStorage(100_000, scratch_dir=tmp_path))
     with largest_file(100_000), pytest.raises(OSError, match="has no room") as error:
         buffer.extend(rows(1, 2))

@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDict, lazy_stack
+from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
 
 from llmrl.data.replay_buffers import (
     LazyMemmapStorage,
@@ -56,22 +56,32 @@ class Rows:
         self.trajectory: dict[int, int] = {}
 
     def one(self, number: int) -> TensorDict:
-        wide = torch.full((number % 4,), 2 * number) if self.ragged else number * torch.arange(1, 4)
-        return TensorDict(
-            number=torch.tensor(number),
-            wide=wide.float(),
-            trajectory=torch.tensor(self.trajectory[number]),
-            next=TensorDict(check=torch.tensor(number * 31 % 1_000_003), done=torch.tensor([number % 3 == 0])),
-        )
+        row = self._dense([number])[0]
+        return row.set("wide", torch.full((number % 4,), 2.0 * number)) if self.ragged else row
 
     def many(self, numbers: list[int]) -> TensorDict:
-        return (lazy_stack if self.ragged else torch.stack)([self.one(number) for number in numbers])
+        return lazy_stack([self.one(number) for number in numbers]) if self.ragged else self._dense(numbers)
 
-    def check(self, row: TensorDict, number: int) -> None:
-        expected = self.one(number)
-        for key in expected.keys(include_nested=True, leaves_only=True):
-            if key != ("next", "done"):  # which the slice samplers change in what they hand out
-                assert torch.equal(row.get(key), expected.get(key)), (key, number)
+    def _dense(self, numbers: list[int]) -> TensorDict:
+        number, size = torch.tensor(numbers), [len(numbers)]
+        return TensorDict(
+            number=number,
+            wide=(number.unsqueeze(1) * torch.arange(1, 4)).float(),
+            trajectory=torch.tensor([self.trajectory[each] for each in numbers]),
+            next=TensorDict(check=number * 31 % 1_000_003, done=(number % 3 == 0).unsqueeze(1), batch_size=size),
+            batch_size=size,
+        )
+
+    def check(self, data: TensorDict, numbers: list[int]) -> None:
+        assert len(data) == len(numbers)
+        if self.ragged:
+            pairs = [(row, self.one(number)) for row, number in zip(data.unbind(0), numbers, strict=True)]
+        else:
+            pairs = [(data, self.many(numbers))]
+        for got, expected in pairs:
+            for key in expected.keys(include_nested=True, leaves_only=True):
+                if key != ("next", "done"):  # which the slice samplers change in what they hand out
+                    assert torch.equal(got.get(key), expected.get(key)), (key, numbers)
 
 
 class Ring:
@@ -252,9 +262,7 @@ class Model:
         return cells.tolist()
 
     def check_rows(self, data: TensorDict, cells: list[int]) -> None:
-        assert len(data) == len(cells)
-        for row, cell in zip(data.unbind(0), cells, strict=True):
-            self.rows.check(row, self.ring.cells[cell])
+        self.rows.check(data, [self.ring.cells[cell] for cell in cells])
         spoil(data)
 
     def check_slices(self, cells: list[int], ends: list[bool], size: int) -> None:
@@ -303,7 +311,7 @@ def spoil(value) -> None:
     if isinstance(value, torch.Tensor):
         value.logical_not_() if value.dtype is torch.bool else value.fill_(-1)
     else:
-        for row in value.unbind(0) if value.batch_dims else [value]:
+        for row in value.tensordicts if isinstance(value, LazyStackedTensorDict) else [value]:
             for key in row.keys(include_nested=True, leaves_only=True):
                 spoil(row.get(key))
 

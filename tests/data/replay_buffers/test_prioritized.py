@@ -24,7 +24,7 @@ from llmrl.data.replay_buffers import (
     TensorDictReplayBuffer,
 )
 from llmrl.data.replay_buffers.samplers.sum_tree import SumTree
-from llmrl.errors import CheckpointError, DataError
+from llmrl.errors import CheckpointError, DataError, ShapeError
 
 
 def build(priorities=(), capacity: int = 10, alpha: float = 1.0, beta: float = 1.0, **arguments) -> ReplayBuffer:
@@ -423,6 +423,32 @@ def test_priorities_come_with_tensordicts_and_go_back_with_their_batch():
     batch["a", "td"] = batch["x"].double().mul(2).view(-1, 1)
     buffer.update_tensordict_priority(batch)
     assert buffer.sampler.probabilities().tolist() == pytest.approx([0, 2 / 6, 4 / 6, 0])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])
+def test_rows_with_an_impossible_priority_are_not_written(bad):
+    buffer = TensorDictPrioritizedReplayBuffer(alpha=0.7, beta=0.5, storage=LazyTensorStorage(4), batch_size=2)
+    good = TensorDict(a=torch.arange(2), td_error=torch.tensor([2.0, 3.0]), batch_size=[2])
+    buffer.extend(good)
+    probabilities = buffer.sampler.probabilities()
+    for write in (
+        lambda: buffer.extend(good.clone().set("td_error", torch.tensor([1.0, bad]))),
+        lambda: buffer.extend([good[0], good[1].clone().set("td_error", torch.tensor(bad))]),
+        lambda: buffer.add(good[0].clone().set("td_error", torch.tensor(bad))),
+    ):
+        with pytest.raises(DataError, match="finite and not negative"):
+            write()
+    assert (len(buffer), buffer.write_count) == (2, 2)
+    assert torch.equal(buffer.sampler.probabilities(), probabilities)
+
+
+def test_a_step_of_several_streams_brings_its_priorities():
+    buffer = TensorDictPrioritizedReplayBuffer(alpha=1.0, beta=1.0, eps=0.0, storage=LazyTensorStorage(6, ndim=2))
+    buffer.add(TensorDict(a=torch.zeros(2), td_error=torch.tensor([1.0, 3.0]), batch_size=[2]))
+    buffer.add(TensorDict(a=torch.zeros(2), td_error=torch.tensor([4.0, 2.0]), batch_size=[2]))
+    assert buffer.sampler.probabilities().tolist() == [0.1, 0.3, 0.4, 0.2]
+    with pytest.raises(ShapeError, match="2 dimensions"):
+        buffer.extend(TensorDict(a=torch.zeros(2), td_error=torch.ones(2), batch_size=[2]))
 
 
 @pytest.mark.parametrize("kind", [ReplayBuffer, TensorDictReplayBuffer])

@@ -20,7 +20,6 @@ from llmrl.data.replay_buffers import (
     PrioritizedSampler,
     RandomSampler,
     RayReplayBuffer,
-    ReplayBuffer,
     SamplerWithoutReplacement,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
@@ -78,7 +77,7 @@ def test_a_buffer_is_used_in_its_actor(make, tmp_path):
     assert len(buffer.sample()) == 3
     assert sorted(torch.cat([batch["number"] for batch in buffer]).tolist()) == list(range(7))
     assert len(buffer.next()) == 4
-    buffer[0] = rows(70, 1)[0].set("index", torch.tensor(0))
+    buffer[0] = rows(70, 1)[0]
     assert buffer[:2]["number"].tolist() == [70, 1]
     assert buffer["number"][0] == 70
     buffer.dumps(tmp_path)
@@ -86,7 +85,7 @@ def test_a_buffer_is_used_in_its_actor(make, tmp_path):
     buffer.empty()
     assert len(buffer) == 0
     buffer.loads(tmp_path)
-    other = ReplayBuffer(storage=LazyTensorStorage(20), sampler=SamplerWithoutReplacement(), batch_size=4)
+    other = TensorDictReplayBuffer(storage=LazyTensorStorage(20), sampler=SamplerWithoutReplacement(), batch_size=4)
     other.load_state_dict(state)
     assert torch.equal(other[:]["number"], buffer[:]["number"])
     assert torch.equal(other.sample()["number"], buffer.sample()["number"])

@@ -104,7 +104,7 @@ def test_a_buffer_is_used_where_it_is(processes, tmp_path):
     assert torch.equal(batch["next", "reward"], batch["number"] / 2)
     assert len(buffer.sample()) == 3  # the pass has seven rows
     assert sorted(torch.cat([batch["number"] for batch in buffer]).tolist()) == list(range(7))
-    buffer[0] = rows(70, 1)[0].set("index", torch.tensor(0))
+    buffer[0] = rows(70, 1)[0]
     assert buffer[0]["number"] == 70
     assert buffer[:2]["number"].tolist() == [70, 1]
     buffer.dumps(tmp_path)

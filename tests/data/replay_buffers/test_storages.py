@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorData, TensorClass, TensorDict, lazy_stack
+from tensordict import LazyStackedTensorDict, MemoryMappedTensor, NonTensorData, TensorClass, TensorDict, lazy_stack
 
 from llmrl.data.llm.chat import History
 from llmrl.data.replay_buffers import LazyStackStorage, LazyTensorStorage, ListStorage, ReplayBuffer, TensorStorage
@@ -418,6 +418,37 @@ def test_lists_copy_tensors_wherever_they_are_and_keep_objects():
     assert read["b"] is thing
     storage.set(slice(1, 3), (torch.tensor([1, 2]), torch.tensor([3, 4])))
     assert [tuple(map(int, row)) for row in storage.get(slice(1, 3))] == [(1, 3), (2, 4)]
+
+
+def test_few_rows_and_many_are_written_alike():
+    """Small writes go through numpy, large ones through torch: gradients, strides, views and subclasses of tensors."""
+    wide = torch.rand(6, 1 << 17, requires_grad=True)  # two rows are a MiB
+    data = TensorDict(
+        a=wide,
+        b=torch.rand(3, 6).t(),
+        c=torch.arange(6).expand(2, 6).t(),
+        d=MemoryMappedTensor.from_tensor(torch.arange(6)),
+        e=torch.rand(6, dtype=torch.complex64).conj(),
+        f=torch.rand(6, 2).bfloat16(),
+        g=torch.arange(6) % 2 == 0,
+        batch_size=[6],
+    )
+    many, few, single, picked = (LazyTensorStorage(6) for _ in range(4))
+    many.set(slice(0, 6), data)
+    order = torch.tensor([1, 0])
+    for start in (0, 2, 4):
+        few.set(slice(start, start + 2), data[start : start + 2])
+        picked.set(start + order, data[start + order])
+    for position in range(6):
+        single.set(position, data[position])
+    for storage in (many, few, single, picked):
+        read = storage.get(slice(0, 6))
+        for key in data.keys():
+            assert torch.equal(read[key], data[key])
+            assert not read[key].requires_grad
+    one_cell = TensorStorage(torch.zeros(1).expand(4))
+    with pytest.raises(RuntimeError, match="single memory location"):
+        one_cell.set(slice(0, 2), torch.ones(2))
 
 
 def test_taking_apart_and_putting_together_are_inverse_without_copies():

@@ -2,16 +2,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tensordict import TensorClass, TensorDict
+from tensordict import LazyStackedTensorDict, TensorClass, TensorDict
 
 from llmrl.data.replay_buffers import (
     LazyMemmapStorage,
     LazyStackStorage,
     LazyTensorStorage,
+    ListStorage,
     RandomSampler,
     TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
 )
+from llmrl.data.replay_buffers.layout import set_entry, with_entry
 from llmrl.errors import DataError, MissingKeyError
 
 
@@ -110,6 +112,61 @@ def test_priorities_are_updated_from_a_batch():
     assert buffer.sampler.told.pop() == ([3, 4, 5, 6], [1.0, 2.0, 3.0, 4.0])
     with pytest.raises(MissingKeyError, match=r"\('loss', 'error'\) is not in the batch"):
         buffer.update_tensordict_priority(rows(1))
+
+
+@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyStackStorage, ListStorage])
+def test_a_list_of_tensordicts_is_written_row_by_row_with_positions_and_priorities(storage):
+    buffer = TensorDictReplayBuffer(storage=storage(3), sampler=Marking(), batch_size=3)
+    given = [TensorDict(a=torch.tensor(n), td_error=torch.tensor(n / 4)) for n in range(4)]
+    assert buffer.extend(given).tolist() == [0, 1, 2, 0]
+    assert all("index" not in row for row in given)
+    assert [(int(row["a"]), int(row["index"])) for row in (buffer[i] for i in range(3))] == [(3, 0), (1, 1), (2, 2)]
+    assert buffer.sampler.told == [([0, 1, 2, 0], [0.0, 0.25, 0.5, 0.75])]
+    with pytest.raises(DataError, match="rows are tensordicts: got a Tensor"):
+        buffer.extend([given[0], torch.zeros(())])
+    assert buffer.write_count == 4
+
+
+@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage, LazyStackStorage, ListStorage])
+def test_rows_that_replace_others_need_not_know_their_positions(storage):
+    buffer = TensorDictReplayBuffer(storage=storage(4))
+    buffer.extend(rows(0, 1, 2, 3))
+    buffer[1] = TensorDict(a=torch.tensor(10))
+    buffer[2:] = rows(20, 30)
+    buffer[torch.tensor([3, 0])] = rows(40, 50).set("index", torch.tensor([7, 8]))  # nor say the right ones
+    assert [int(buffer[i]["a"]) for i in range(4)] == [50, 10, 20, 40]
+    assert [int(buffer[i]["index"]) for i in range(4)] == [0, 1, 2, 3]
+    grid = TensorDictReplayBuffer(storage=LazyTensorStorage(6, ndim=2))
+    grid.extend(TensorDict(a=torch.zeros(2, 3), batch_size=[2, 3]))
+    grid[1, 2] = TensorDict(a=torch.tensor(5.0))
+    grid[0] = TensorDict(a=torch.ones(3), batch_size=[3])
+    assert grid["a"].tolist() == [[1, 1, 1], [0, 0, 5]]
+    assert grid["index"].tolist() == [[[0, 0], [1, 0], [2, 0]], [[0, 1], [1, 1], [2, 1]]]
+
+
+def test_an_entry_is_set_as_a_tensordict_would_set_it():
+    """``set_entry`` and ``with_entry`` skip the checks where they would find nothing."""
+    value = torch.arange(2)
+    plain = TensorDict(a=torch.zeros(2), next=TensorDict(b=torch.zeros(2), batch_size=[2]), batch_size=[2])
+    for key in ("index", ("next", "index"), ("new", "index")):
+        set_entry(plain, key, value)
+        assert torch.equal(plain[key], value)
+    assert plain["new"].batch_size == (2,)
+    named = TensorDict(a=torch.zeros(2), batch_size=[2], names=["time"])
+    locked = TensorDict(a=torch.zeros(2), batch_size=[2]).lock_()
+    lazy = LazyStackedTensorDict(TensorDict(a=torch.zeros(1)), TensorDict(a=torch.zeros(2)))
+    elsewhere = TensorDict(a=torch.zeros(2), batch_size=[2], device="meta")
+    for batch in (plain, named, locked, lazy, elsewhere):
+        keys = set(batch.keys())
+        other = with_entry(batch, "number", value)
+        assert set(batch.keys()) == keys
+        assert set(other.keys()) == {*keys, "number"}
+        assert other["number"].device == (batch.device or value.device)
+        assert other.names == batch.names
+    with pytest.raises(RuntimeError, match="lock"):
+        set_entry(locked, "number", value)
+    with pytest.raises(RuntimeError, match="shape"):
+        set_entry(plain, "number", torch.arange(3))
 
 
 def test_only_tensordicts_are_taken():

@@ -290,6 +290,7 @@ def test_finite_domains_can_be_counted_and_listed():
     ("make", "error", "match"),
     [
         (lambda: Bounded(1, 0), ConfigError, "low must not exceed high"),
+        (lambda: Bounded(float("nan"), 1), ConfigError, "low must not exceed high"),
         (lambda: Bounded(torch.zeros(3), 1, shape=(2,)), ShapeError, r"low must broadcast to the shape \(2,\)"),
         (lambda: Categorical(0), ConfigError, "at least 1"),
         (lambda: Categorical(2, mask=torch.ones(3, dtype=torch.bool)), ShapeError, "mask must broadcast"),

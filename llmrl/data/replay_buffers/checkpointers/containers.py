@@ -6,6 +6,9 @@ slashes); a dot or slash in a key is percent-encoded as in a URL, so that differ
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
@@ -77,6 +80,8 @@ class H5Container:
         except TypeError:  # bfloat16 and its like, which numpy does not know
             array = _as_bytes(tensor).numpy()
         options = self._options if array.ndim and array.size else {}  # a scalar cannot be compressed
+        if not options and array.nbytes > shutil.disk_usage(Path(self._file.filename).parent).free:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)  # HDF5 does not survive a full disk
         self._file.create_dataset(name, data=array, **options)
         return {"dataset": name, **_describe(tensor)}
 

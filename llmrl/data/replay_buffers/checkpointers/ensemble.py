@@ -10,8 +10,8 @@ import torch
 
 from llmrl.data.replay_buffers.checkpointers.base import Hook, StorageCheckpointerBase
 from llmrl.data.replay_buffers.checkpointers.manifest import read_manifest, write_manifest
-from llmrl.data.replay_buffers.directory import current_directory, replace_directory
-from llmrl.errors import CheckpointError, UnsupportedError
+from llmrl.data.replay_buffers.directory import current_directory, replace_directory, write_object
+from llmrl.errors import UnsupportedError
 
 __all__ = ["StorageEnsembleCheckpointer"]
 
@@ -37,7 +37,7 @@ class StorageEnsembleCheckpointer(StorageCheckpointerBase):
         with replace_directory(path) as folder:
             for number, member in enumerate(storage.storages):
                 member.checkpointer.dumps(member, folder / str(number))
-            torch.save([_state(transform) for transform in storage.transforms], folder / _TRANSFORMS)
+            write_object([_state(transform) for transform in storage.transforms], folder / _TRANSFORMS)
             members = [type(member).__name__ for member in storage.storages]
             write_manifest(folder, _FORMAT, _FORMAT_VERSION, {"members": members})
 
@@ -45,23 +45,9 @@ class StorageEnsembleCheckpointer(StorageCheckpointerBase):
         """Raises  CheckpointError, with every member unchanged, if one of them cannot be loaded"""
         folder = current_directory(path)
         manifest = read_manifest(type(self).__name__, folder, _FORMAT, _FORMAT_VERSION)
-        members = list(storage.storages)
-        if len(members) != len(manifest["members"]):
-            raise CheckpointError(
-                f"StorageEnsembleCheckpointer: a checkpoint is loaded into as many storages: got one of "
-                f"{len(manifest['members'])}, expected {len(members)}."
-            )
         states = torch.load(io.BytesIO((folder / _TRANSFORMS).read_bytes()), weights_only=False)
-        contents = [member.checkpointer.read(folder / str(number)) for number, member in enumerate(members)]
-        before = []
-        try:
-            for member, (content, ring) in zip(members, contents, strict=True):
-                before.append(member.snapshot())
-                member.checkpointer.restore(member, content, ring, path)
-        except BaseException:
-            for member, (content, ring) in zip(members, before, strict=False):
-                member.restore(content, ring)
-            raise
+        folders = [folder / str(number) for number in range(len(manifest["members"]))]
+        storage.restore_each(folders, lambda member, its: member.checkpointer.loads(member, its))
         for transform, state in zip(storage.transforms, states, strict=True):
             if state is not None:
                 transform.load_state_dict(state)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmrl.data.replay_buffers.directory import write_object
 from llmrl.data.replay_buffers.storages import Storage
 
 
@@ -68,6 +69,9 @@ class Sampler(ABC):
         """The rows at ``index`` are to be drawn in proportion to ``priority``."""
         warnings.warn(f"{type(self).__name__} has no priorities: update_priority has no effect.", stacklevel=2)
 
+    def check_priority(self, priority: Tensor) -> None:  # noqa: B027  most samplers have none
+        """Raises what ``update_priority`` would for the priorities [N, ...] of rows that are still to be written."""
+
     def empty(self) -> None:  # noqa: B027  most samplers need not know
         """The storage was emptied."""
 
@@ -88,7 +92,7 @@ class Sampler(ABC):
     def dumps(self, path: str | Path) -> None:
         """Writes the state to the directory ``path``."""
         Path(path).mkdir(parents=True, exist_ok=True)
-        torch.save(self.state_dict(), Path(path) / "state.pt")
+        write_object(self.state_dict(), Path(path) / "state.pt")
 
     def loads(self, path: str | Path) -> None:
         """Reads what ``dumps`` wrote."""

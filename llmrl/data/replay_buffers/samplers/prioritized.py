@@ -211,6 +211,12 @@ class PrioritizedSampler(OneProcess, Sampler):
             )
         self._set(where, values)
 
+    def check_priority(self, priority: Tensor) -> None:
+        where = np.arange(len(priority))
+        values = self._reduced(priority, where.size)
+        self._check_values(where, values)
+        self._masses(values, where, self._alpha)
+
     def _note(self, index: int | Tensor) -> None:
         self._check_process()
         where = flat_positions(index)

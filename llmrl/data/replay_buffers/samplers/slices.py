@@ -38,8 +38,9 @@ class SliceSampler(Sampler):
     one), or a pair for left and right; what is outside is left out. With ``span=True`` every row of a trajectory is in
     as many slices as any other.
 
-    In the sample ``truncated_key`` is True at the end of every slice and ``done`` beside it too; ``terminated`` is as
-    stored; None leaves all of them alone. ``"slice_end"`` is True on the last row of every slice.
+    *Writes* into the sample ``"slice_end"``, True on the last row of every slice; and, into that of a
+    ``TensorDictReplayBuffer`` (of another buffer: into the info), ``truncated_key``, True there too, ``done`` beside it
+    likewise, and ``terminated`` as stored. ``truncated_key=None`` leaves these three alone.
 
     ``cache_values``, ``compile`` and ``use_gpu`` change nothing: what is known of the trajectories is always kept, and
     brought up to date at the cost of the rows written since.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager
 from math import prod
 from pathlib import Path
@@ -70,13 +70,6 @@ class Storage(ABC):
     @abstractmethod
     def count(self, data: Any) -> int:
         """How many rows ``data`` holds when it is given to ``extend``."""
-
-    @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """The rows, as copies. The counters are the writer's state."""
-
-    @abstractmethod
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
     def batch(self, index: slice | Tensor) -> Any:
         """``get``, with rows that come as a list stacked where that can be done."""
@@ -171,20 +164,30 @@ class Storage(ABC):
 
     # --- state ---
 
+    def state_dict(self) -> dict[str, Any]:
+        """The rows and the counters, as copies."""
+        content, ring = self.snapshot()
+        return {"content": content, "ring": ring}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Replaces everything by a state, which is copied. Raises as ``restore`` does, with nothing changed."""
+        self._check_keys("state", state, {"content", "ring"})
+        self.restore(state["content"], state["ring"])
+
     def snapshot(self, *, copy: bool = True) -> tuple[Any, dict[str, Any]]:
         """What a checkpoint holds: the rows in the order of positions ([T, E, ...] on a grid) and the counters.
 
         The rows are None if there are none. They are a copy, unless the caller neither changes nor keeps them and says
         so by ``copy=False``: rows may exceed the memory.
         """
-        state = {**self.ring.state(), "max_size": self.max_size, "ndim": self.ndim, "trailing": list(self.trailing)}
-        return (self._all_rows(copy) if len(self) else None), state
+        return (self._all_rows(copy) if len(self) else None), self._counters()
 
     def restore(self, content: Any, ring_state: dict[str, Any]) -> None:
         """Replaces everything by what ``snapshot`` gave, which is copied.
 
         Raises: CheckpointError, with nothing changed, if it was made with another number of dimensions or does not fit.
         """
+        self._check_keys("snapshot", ring_state, self._counters().keys())
         if ring_state["ndim"] != self.ndim:
             raise CheckpointError(
                 f"{type(self).__name__}: a snapshot is restored into a storage of as many dimensions: got ndim="
@@ -197,7 +200,13 @@ class Storage(ABC):
             self._forget()
             self.ring.length = 0
             if length:
-                self.set(slice(0, length), time_first(content, 0, self.ndim)[0])
+                rows = time_first(content, 0, self.ndim)[0]
+                if self.count(rows) != length:
+                    raise CheckpointError(
+                        f"{type(self).__name__}: a snapshot has as many rows as it says: got {self.count(rows)}, "
+                        f"expected {length}."
+                    )
+                self.set(slice(0, length), rows)
         except BaseException:
             self.__dict__.update(rows_before)
             self.ring.length = before
@@ -245,6 +254,16 @@ class Storage(ABC):
         """Reads what ``dumps`` wrote."""
         with self.lock:
             self.checkpointer.loads(self, path)
+
+    def _counters(self) -> dict[str, Any]:
+        return {**self.ring.state(), "max_size": self.max_size, "ndim": self.ndim, "trailing": list(self.trailing)}
+
+    def _check_keys(self, what: str, state: dict[str, Any], expected: Set[str]) -> None:
+        if missing := expected - state.keys():
+            raise CheckpointError(
+                f"{type(self).__name__}: this is no {what} of a storage: it lacks {sorted(missing)}, and holds "
+                f"{sorted(state)}."
+            )
 
     # --- for sub-classes ---
 

@@ -10,7 +10,7 @@ from tensordict.base import is_tensor_collection
 from torch import Tensor
 
 from llmrl.data.replay_buffers.layout import Layout
-from llmrl.data.replay_buffers.rows import Row, copy_row, from_rows, pack, single_rows, to_rows, unpack, with_layouts
+from llmrl.data.replay_buffers.rows import Row, copy_row, from_rows, single_rows, to_rows, with_layouts
 from llmrl.data.replay_buffers.storages.base import Storage, place_rows, positions, row_limit
 from llmrl.data.replay_buffers.storages.blocks import Blocks
 from llmrl.errors import DataError
@@ -79,17 +79,8 @@ class LazyStackStorage(Storage):
             raise IndexError(f"LazyStackStorage: the index must name a row: got {index} of {len(self)} rows.")
         return from_rows(rows, lazy=self._mixed, stack_dim=self.stack_dim)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"rows": pack(self._rows), "mixed": self._mixed, "max_size": self.max_size}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.check_state(state["rows"]["size"], state["max_size"])
-        self._forget()
-        self._rows = unpack(state["rows"])
-        self._mixed = state["mixed"]
-        self._layout = self._rows[0].layout if self._rows else None
-        self.ring.length = len(self._rows)
-        self.ring.changed()
+    def _all_rows(self, copy: bool) -> Any:
+        return from_rows(self._rows, lazy=self._mixed)
 
     def _known(self, layout: Layout) -> Layout:
         """The equal layout that the other rows have, if they all have one."""

@@ -16,7 +16,6 @@ from llmrl.data.replay_buffers.rows import Row, copy_row, from_rows, single_rows
 from llmrl.data.replay_buffers.storages.base import Storage, place_rows, positions, refuse_compilable, row_limit
 from llmrl.data.replay_buffers.storages.blocks import Blocks
 from llmrl.data.replay_buffers.trees import is_leaf, num_rows, part, split, tree_map
-from llmrl.errors import CheckpointError
 
 
 class ListStorage(Storage):
@@ -87,18 +86,6 @@ class ListStorage(Storage):
         if layout.dense and all([row.layout is layout for row in rows]):
             return from_rows(rows)
         return LazyStackedTensorDict.maybe_dense_stack(single_rows(rows))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"rows": [_single(row) for row in self._rows], "max_size": self.max_size}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if not isinstance(state.get("rows"), list):
-            raise CheckpointError(f"ListStorage: the state must hold a list of rows: got {sorted(state)}.")
-        self.check_state(len(state["rows"]), state["max_size"])
-        self._forget()
-        self._rows = with_layouts([self._kept(row) for row in state["rows"]], self._known)
-        self.ring.length = len(self._rows)
-        self.ring.changed()
 
     def _kept(self, value: Any) -> Any:
         """A copy of one object in the form in which it is stored."""

@@ -6,12 +6,14 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict.base import is_tensor_collection
 from torch import Tensor
 
 from llmrl.data.replay_buffers.cells import shape_cells, time_first
 from llmrl.data.replay_buffers.layout import (
+    NUMBERS,
     Layout,
     TensorLeaf,
     difference,
@@ -28,6 +30,7 @@ from llmrl.data.replay_buffers.trees import num_rows, part
 from llmrl.errors import DataError, UnsupportedError
 
 _SCHEMA_FILE = "schema.pt"
+_FEW_BYTES = 1 << 20
 
 
 class TensorStorage(Storage):
@@ -79,6 +82,7 @@ class TensorStorage(Storage):
         self.device = None if device is None or self._auto_device else torch.device(device)
         self._schema: Schema | None = None
         self._columns: list[Any] = []
+        self._arrays: list[Any] = []
         self._plain = False  # all columns are tensors of the CPU
         self._folder: SharedFolder | None = None
         self._cleanup = True
@@ -102,11 +106,15 @@ class TensorStorage(Storage):
             end = int(index.max()) + 1 if count else 0
         leaves = self._leaves(data, count)
         self._check_place(first, end, self.ring.length)
-        for column, leaf in zip(self._columns, leaves, strict=True):
+        columns = self._columns if count is not None and count > self._few else self._arrays
+        where = index.numpy(force=True) if isinstance(index, Tensor) else index  # numpy takes a tensor [1] for a number
+        for column, leaf in zip(columns, leaves, strict=True):
             if type(column) is list:
                 _assign(column, index, leaf)
+            elif type(column) is np.ndarray:
+                column[where] = leaf.numpy(force=True)
             elif count is None or type(index) is slice:
-                column[index] = leaf.detach() if leaf.requires_grad else leaf
+                column[index] = leaf.detach()
             else:
                 column[index.to(column.device)] = leaf.detach().to(column.device)
         ring = self.ring
@@ -117,7 +125,10 @@ class TensorStorage(Storage):
     def get(self, index: int | slice | Tensor) -> Any:
         schema = self._known_schema()
         if schema is None:
-            raise IndexError(f"{type(self).__name__}: the index must name a row: got {index} of 0 rows.")
+            raise IndexError(
+                f"{type(self).__name__}: the index must name a row: got {index} of 0 rows; the first write says what "
+                "rows look like."
+            )
         if isinstance(index, Tensor):
             return put_together(schema.layout, self._read(index), index.numel())
         if isinstance(index, int):
@@ -206,34 +217,11 @@ class TensorStorage(Storage):
         return self._schema
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**self.__dict__, "_columns": [], "_schema": None, "_auto_device": False}
+        state = {**self.__dict__, "_columns": [], "_arrays": [], "_schema": None, "_auto_device": False}
         state["device"] = torch.device("cpu")
         return state
 
     # --- state ---
-
-    def state_dict(self) -> dict[str, Any]:
-        schema = self._known_schema()
-        columns = None if schema is None else self._read(slice(0, len(self)))
-        return {
-            "layout": None if schema is None else schema.layout,
-            "columns": columns,
-            "len": len(self),
-            "max_size": self.max_size,
-            "trailing": self.trailing,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        layout, length = state["layout"], state["len"]
-        if layout is not None:
-            self.prepare(tuple(state["trailing"]))
-        self.check_state(length, state["max_size"])
-        if layout is not None:
-            self._fix_schema(layout, state["columns"])
-            for column, rows in zip(self._columns, state["columns"], strict=True):
-                column[:length] = rows
-        self.ring.length = length
-        self.ring.changed()
 
     def _default_checkpointer(self) -> Any:
         from llmrl.data.replay_buffers.checkpointers import TensorStorageCheckpointer  # they import storages
@@ -304,6 +292,9 @@ class TensorStorage(Storage):
 
     def _hold(self, layout: Layout, columns: list[Any]) -> None:
         self._schema, self._columns = Schema(layout), columns
+        # The same memory as numpy sees it: few rows are written in two thirds of the time, many by one thread only.
+        self._arrays = [_array(column) for column in columns]
+        self._few = _FEW_BYTES // max(sum(map(_row_bytes, layout.kinds)), 1)
         self._plain = all(isinstance(column, Tensor) and column.is_cpu for column in columns)
 
     def _allocate(self, layout: Layout, devices: list[torch.device | None] | None = None) -> list[Any]:
@@ -319,7 +310,7 @@ class TensorStorage(Storage):
                 f"{type(self).__name__}: what processes share, or a file holds, are tensors: got text or another "
                 "Python value; keep it in a LazyTensorStorage or LazyStackStorage of one process."
             )
-        self._folder.check_space(sum(self.max_size * prod(kind.shape) * kind.dtype.itemsize for kind in layout.kinds))
+        self._folder.check_space(self.max_size * sum(map(_row_bytes, layout.kinds)))
         columns = [
             self._folder.allocate(f"column_{number}.bin", (self.max_size, *kind.shape), kind.dtype)
             for number, kind in enumerate(layout.kinds)
@@ -445,6 +436,16 @@ def _select(column: Any, index: Tensor) -> Any:
     if type(column) is list:
         return [column[position] for position in index.tolist()]
     return column.index_select(0, index if column.device == index.device else index.to(column.device))
+
+
+def _array(column: Any) -> Any:
+    """The column as an array, or as it is where numpy cannot write to it as torch would."""
+    plain = isinstance(column, Tensor) and column.is_cpu and column.dtype in NUMBERS and column.is_contiguous()
+    return column.detach().numpy() if plain else column
+
+
+def _row_bytes(kind: Any) -> int:
+    return prod(kind.shape) * kind.dtype.itemsize if type(kind) is TensorLeaf else 0
 
 
 def _move(column: Any, device: torch.device) -> Any:

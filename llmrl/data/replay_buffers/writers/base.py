@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmrl.data.replay_buffers.directory import write_object
 from llmrl.data.replay_buffers.storages import Storage
 
 
@@ -45,6 +46,10 @@ class Writer(ABC):
     def extend(self, data: Any) -> Tensor:
         """Writes a batch and returns the position of every row, int64[N]."""
 
+    def as_stored(self, data: Any, index: int | Tensor) -> Any:
+        """The rows as they are to be stored at these positions (int: one row). Raises if they must not be."""
+        return data
+
     def empty(self, empty_write_count: bool = True) -> None:
         """Starts again at the first position."""
         self.storage.ring.cursor = 0
@@ -61,7 +66,7 @@ class Writer(ABC):
     def dumps(self, path: str | Path) -> None:
         """Writes the state to the directory ``path``."""
         Path(path).mkdir(parents=True, exist_ok=True)
-        torch.save(self.state_dict(), Path(path) / "state.pt")
+        write_object(self.state_dict(), Path(path) / "state.pt")
 
     def loads(self, path: str | Path) -> None:
         """Reads what ``dumps`` wrote."""

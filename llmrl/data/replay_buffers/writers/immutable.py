@@ -26,6 +26,9 @@ class ImmutableDatasetWriter(Writer):
     def extend(self, data: Any) -> NoReturn:
         self._refuse("extend")
 
+    def as_stored(self, data: Any, index: Any) -> NoReturn:
+        self._refuse("rows to replace others")
+
     def empty(self, empty_write_count: bool = True) -> NoReturn:
         self._refuse("empty")
 

@@ -59,6 +59,7 @@ class TensorDictMaxValueWriter(OneProcess, Writer):
         # A heap of (rank, -number of the write, position): the first is the one to be replaced next.
         self._heap: list[tuple[float, int, int]] = []
         self._written = 0
+        self._seen: int | None = None  # the state of the storage (``Ring.mutations``) that the heap is of
 
     def register_storage(self, storage: Storage) -> None:
         if storage.ndim > 1:
@@ -77,6 +78,10 @@ class TensorDictMaxValueWriter(OneProcess, Writer):
         if not count:
             raise RuntimeError(f"{type(self).__name__}: a batch must have at least one row: got none.")
         return self._write(ranks, data, single=False)
+
+    def as_stored(self, data: Any, index: int | Tensor) -> Any:
+        self._ranks(data, 1 if isinstance(index, int) else len(index))
+        return with_index(data, index)
 
     def _write(self, ranks: list[float], data: TensorDictBase, *, single: bool) -> Tensor:
         self._check_process()
@@ -100,10 +105,9 @@ class TensorDictMaxValueWriter(OneProcess, Writer):
         if holder:
             positions = torch.tensor(sorted(holder))
             rows = data if single else data[torch.tensor([holder[position] for position in positions.tolist()])]
-            if single:
-                storage.set(int(positions), with_index(rows, positions[0]))
-            else:
-                storage.set(positions, with_index(rows, positions))
+            where = int(positions) if single else positions
+            storage.set(where, with_index(rows, where))
+            self._seen = storage.ring.mutations
             storage.ring.cursor = len(storage) % size
             storage.ring.write_count += len(holder)
         self._heap, self._written = heap, written
@@ -137,13 +141,16 @@ class TensorDictMaxValueWriter(OneProcess, Writer):
         return ranks.tolist()
 
     def _know_ranks(self) -> None:
-        """The ranks of rows that were there before the writer."""
-        length = len(self.storage)
-        if length != len(self._heap):
-            ranks = self._reduced(self.storage.entry(self.rank_key, torch.arange(length)), length)
-            self._heap = [(rank, -number, number) for number, rank in enumerate(ranks)]
-            heapq.heapify(self._heap)
-            self._written = max(self._written, length)
+        """Reads the ranks of rows that were there before the writer, or that somebody else has replaced since."""
+        storage = self.storage
+        if storage.ring.mutations == self._seen:
+            return
+        length = len(storage)
+        ranks = self._reduced(storage.entry(self.rank_key, torch.arange(length)), length) if length else []
+        numbers = {position: number for _, number, position in self._heap}
+        self._heap = [(rank, numbers.get(position, -position), position) for position, rank in enumerate(ranks)]
+        heapq.heapify(self._heap)
+        self._written, self._seen = max(self._written, length), storage.ring.mutations
 
     def empty(self, empty_write_count: bool = True) -> None:
         super().empty(empty_write_count)
@@ -163,4 +170,4 @@ class TensorDictMaxValueWriter(OneProcess, Writer):
         super().load_state_dict(state)
         columns = (state[name].tolist() for name in ("ranks", "numbers", "positions"))
         self._heap = list(zip(*columns, strict=True))
-        self._written = state["written"]
+        self._written, self._seen = state["written"], None

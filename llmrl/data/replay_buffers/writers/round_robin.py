@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
-from tensordict import TensorDictBase
 from torch import Tensor
 
 from llmrl.data.replay_buffers.cells import coordinates
+from llmrl.data.replay_buffers.layout import with_entry
 from llmrl.data.replay_buffers.storages.base import refuse_compilable
 from llmrl.data.replay_buffers.writers.base import Writer
 
@@ -34,7 +36,7 @@ class RoundRobinWriter(Writer):
     def add(self, data: Any) -> int:
         storage = self.storage
         ring, index = storage.ring, storage.ring.cursor
-        storage.set(index, data)
+        storage.set(index, self.as_stored(data, index))
         ring.cursor = (index + 1) % storage.max_size
         ring.write_count += 1
         return index
@@ -46,14 +48,16 @@ class RoundRobinWriter(Writer):
             raise RuntimeError(f"{type(self).__name__}: a batch must have at least one row: got none.")
         start = ring.cursor
         end = start + count
+        index = np.arange(start, end)  # torch.arange takes as long as the checks of a batch
+        index = torch.from_numpy(index if end <= size else index % size)
+        data = self.as_stored(data, index)
         if end <= size:
             storage.set(slice(start, end), data)
         else:
             self._wrap(start, count, data)
         ring.cursor = end % size
         ring.write_count += count
-        index = torch.arange(start, end)
-        return index if end <= size else index % size
+        return index
 
     def _wrap(self, start: int, count: int, data: Any) -> None:
         storage = self.storage
@@ -75,26 +79,21 @@ class RoundRobinWriter(Writer):
 class TensorDictRoundRobinWriter(RoundRobinWriter):
     """The same for tensordicts, and writes each row's position into its entry ``"index"``."""
 
-    def add(self, data: TensorDictBase) -> int:
-        cursor = self.storage.ring.cursor
-        return super().add(with_index(data, coordinates(torch.tensor(cursor), self.storage.trailing)))
-
-    def extend(self, data: TensorDictBase) -> Tensor:
-        storage = self.storage
-        cursor = storage.ring.cursor
-        index = torch.arange(cursor, cursor + storage.count(data))
-        if cursor + len(index) > storage.max_size:
-            index %= storage.max_size
-        return super().extend(with_index(data, coordinates(index, storage.trailing)))
+    def as_stored(self, data: Any, index: int | Tensor) -> Any:
+        return with_index(data, index, self.storage.trailing)
 
 
-def with_index(data: TensorDictBase, index: Tensor) -> TensorDictBase:
-    """The rows with an entry ``"index"``: a position (or coordinates) per row, expanded to what a row has inside."""
-    rows = index.ndim if index.ndim < 2 else 1
-    inside = data.batch_size[rows:]
+def with_index(data: Any, index: int | Tensor, trailing: Sequence[int] = ()) -> Any:
+    """The rows (int: one row) with an entry ``"index"``: a position per row, or coordinates on a grid.
+
+    It is expanded to what a row has inside. The caller's rows stay as they are.
+    """
+    if isinstance(data, list):
+        return [with_index(row, position, trailing) for row, position in zip(data, index.tolist(), strict=True)]
+    single = isinstance(index, int)
+    where = coordinates(torch.full((), index) if single else index, trailing)
+    inside = data.batch_size if single else data.batch_size[1:]
     if inside:
-        index = index.view(*index.shape[:rows], *[1] * len(inside), *index.shape[rows:])
-        index = index.expand(*index.shape[:rows], *inside, *index.shape[rows + len(inside) :])
-    data = data.copy()  # the entries are shared, the caller's container is not touched
-    data["index"] = index
-    return data
+        rows, after = where.shape[: 0 if single else 1], where.shape[0 if single else 1 :]
+        where = where.view(*rows, *[1] * len(inside), *after).expand(*rows, *inside, *after)
+    return with_entry(data, "index", where)
