@@ -27,7 +27,7 @@ from llmrl.data.replay_buffers import (
 from llmrl.errors import DataError, DeadlineError, WorkerError
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning")]
-DEADLINE_S = 90.0
+DEADLINE_S = 240.0
 
 
 @pytest.fixture(scope="module")
