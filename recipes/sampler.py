@@ -7,7 +7,9 @@ Which engine a policy has, whether new weights must be sent to it, and the proof
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -61,13 +63,15 @@ class Sampler:
         }
         self.policy: LLMWrapperBase
         if self.is_vllm:
-            engine = VLLMEngine(
-                model,
-                tokenizer=tokenizer,
-                own_process=has_own_process(config, session),
-                seed=config.seed,
-                **_engine_options(config, session),
-            )
+            shares = bool(settings.max_staleness) and session.device.type == "cpu"
+            with _half_the_threads() if shares else nullcontext():
+                engine = VLLMEngine(
+                    model,
+                    tokenizer=tokenizer,
+                    own_process=has_own_process(config, session),
+                    seed=config.seed,
+                    **_engine_options(config, session),
+                )
             self.policy = vLLMWrapper(engine, **wrapping)
         else:
             self.policy = TransformersWrapper(copy.deepcopy(model) if session.sharded else model, **wrapping)
@@ -113,6 +117,23 @@ class Sampler:
         """Ends an engine of its own."""
         if self.is_vllm:
             self.policy.engine.close()
+
+
+@contextmanager
+def _half_the_threads() -> Iterator[None]:
+    """Processes started inside compute with half of this one's threads, and this one keeps the other half from then on.
+
+    Where both compute at the same time on one CPU, more threads than cores cost a third of the speed.
+    """
+    threads, before = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = str(max(1, threads // 2))
+    try:
+        yield
+    finally:
+        del os.environ["OMP_NUM_THREADS"]
+        if before is not None:
+            os.environ["OMP_NUM_THREADS"] = before
+    torch.set_num_threads(max(1, threads - threads // 2))
 
 
 def _engine_options(config: GRPOConfig, session: Session) -> dict[str, Any]:
