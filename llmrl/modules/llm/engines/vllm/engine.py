@@ -228,8 +228,7 @@ class VLLMEngine:
         backend  for this update; by default ``weight_backend``
         Raises  DeadlineError where they do not within ``timeout_s``: nothing was updated
                 WeightSyncError  naming what is unknown, missing, misshapen, tied but different
-                UnsupportedError where a server was not started so that it takes weights, or vLLM cannot load them: on
-                a CPU the experts of a mixture
+                UnsupportedError where a server was not started so that it takes weights, or the engine takes adapters
                 ConfigError      for a backend that this engine has no use for
         """
         if weights is None:

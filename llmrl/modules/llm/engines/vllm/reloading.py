@@ -1,17 +1,18 @@
-"""What vLLM's reload of weights needs beside it: tied heads, and tensors that it has not finished with.
+"""What vLLM's reload of weights needs beside it: tied heads, packed experts, and tensors that it has not finished with.
 
-Both run in the worker, on vLLM's model, after vLLM's own functions.
+All of it runs in the worker, on vLLM's model, before or after vLLM's own functions.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
 from llmrl.optional import require
 
-__all__ = ["copy_waiting", "repack_tied"]
+__all__ = ["copy_waiting", "repack_tied", "set_kernels_aside"]
 
 
 def repack_tied(model: nn.Module) -> None:
@@ -29,6 +30,31 @@ def repack_tied(model: nn.Module) -> None:
         if len(modules) > 1:
             for module in modules:
                 module.quant_method.process_weights_after_loading(module)
+
+
+def set_kernels_aside(model: nn.Module) -> Callable[[], None]:
+    """Takes the kernels of experts away on a CPU, so that a reload packs the weights of experts; returns what puts them
+    back afterwards.
+
+    vLLM (0.32) packs the experts of a mixture while it builds their kernel. Where it finds one it copies what was loaded
+    as it came, as graphs on a GPU want it, and the kernel would read unpacked weights as packed ones.
+    """
+    methods = [getattr(module, "quant_method", None) for module in model.modules()]
+    kernels = [
+        (method, method.moe_kernel, method.moe_quant_config)
+        for method in methods
+        if getattr(method, "moe_kernel", None) is not None
+    ]
+    if next(model.parameters()).device.type != "cpu":
+        kernels = []
+    for method, _, _ in kernels:
+        method.moe_kernel = None
+
+    def put_back() -> None:  # it looks into the layer's own memory, which holds the new weights by then
+        for method, kernel, settings in kernels:
+            method.moe_kernel, method.moe_quant_config = kernel, settings
+
+    return put_back
 
 
 def copy_waiting(model: nn.Module, memory: Tensor) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from llmrl.modules.llm.engines.vllm.block import Placed, SharedBlock, checksum
-from llmrl.modules.llm.engines.vllm.reloading import copy_waiting, repack_tied
+from llmrl.modules.llm.engines.vllm.reloading import copy_waiting, repack_tied, set_kernels_aside
 from llmrl.optional import require
 
 __all__ = ["BACKEND", "register"]
@@ -80,21 +80,28 @@ def engine_class() -> type:
         @torch.no_grad()
         def receive_weights(self, update_info: UpdateInfo) -> None:
             if not self.began:
+                self.put_back = set_kernels_aside(self.model)
                 reload.initialize_layerwise_reload(self.model)
                 self.began = True
             try:
                 loaded = self.model.load_weights((entry.name, self.block.read(entry)) for entry in update_info.placed)
                 copy_waiting(self.model, self.block.bytes)
             except BaseException:
-                reload.finalize_layerwise_reload(self.model, self.model_config)  # puts back the layers that wait
+                self.finalize()  # puts back the layers that wait
                 raise
             self.sent |= {entry.name: entry for entry in update_info.placed}
             self.unmet = set() if loaded is None else self.unmet - loaded
 
         def finish_weight_update(self) -> None:
             if self.began:
-                reload.finalize_layerwise_reload(self.model, self.model_config)
+                self.finalize()
                 repack_tied(self.model)
+
+        def finalize(self) -> None:
+            try:
+                reload.finalize_layerwise_reload(self.model, self.model_config)
+            finally:
+                self.put_back()
 
         def not_loaded(self) -> list[str]:
             """The parameters of vLLM's model that nothing sent has reached."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from llmrl.modules.llm.engines.vllm import leash, shared_memory
 from llmrl.modules.llm.engines.vllm.block import Placed
-from llmrl.modules.llm.engines.vllm.reloading import repack_tied
+from llmrl.modules.llm.engines.vllm.reloading import repack_tied, set_kernels_aside
 from llmrl.optional import require
 
 __all__ = ["EXTENSION", "WorkerExtension"]
@@ -40,27 +40,25 @@ class WorkerExtension:
             sampler.batched_count_greater_than = plain
 
     def llmrl_why_not_loadable(self: Any) -> str:
-        """What keeps this model from being given new weights; empty where nothing does.
-
-        On a CPU vLLM's reload (0.32) leaves the experts of a mixture wrong, even with the weights that they had.
-        """
-        methods = [getattr(module, "quant_method", None) for module in self.model_runner.get_model().modules()]
-        experts = any("MoE" in type(method).__name__ for method in methods)
+        """What keeps this model from being given new weights; empty where nothing does."""
         if self.vllm_config.lora_config is not None:
             return "it was built with enable_lora, and takes adapters in their place (update_adapter)"
-        on_cpu = _vllm("vllm.platforms").current_platform.is_cpu()
-        return "vLLM reloads the experts of a mixture wrongly on a CPU" if on_cpu and experts else ""
+        return ""
 
     def llmrl_load_weights(self: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replaces the model's weights by these, named as in a checkpoint. After an error a whole set can be loaded
         again, and until then the weights are neither the old nor the new ones.
         """
+        model = self.model_runner.get_model()
+        put_back = set_kernels_aside(model)
         try:
             self.reload_weights(weights_iterator=iter(weights))
         except BaseException:
             self.reload_weights(weights_iterator=iter(()))  # puts back the layers that still wait for theirs
             raise
-        repack_tied(self.model_runner.get_model())
+        finally:
+            put_back()
+        repack_tied(model)
 
     def llmrl_open_transfer(self: Any, backend: str, init_info: dict[str, Any]) -> None:
         """Makes ``backend``, a name that vLLM's factory knows or ours, the way in which this worker takes weights."""
