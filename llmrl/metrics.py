@@ -44,7 +44,7 @@ METRICS: dict[str, str] = {
     "mismatch/is_mean": "mean importance weight of the engine correction",
     "mismatch/is_max": "the largest",
     "mismatch/masked_frac": "share of tokens that the correction left out",
-    "mismatch/ess": "effective share of the samples under the correction's weights",
+    "mismatch/ess": "effective share of the tokens under the ratio of trainer to engine",
     "async/staleness_mean": "optimizer steps between the weights that sampled and the weights trained",
     "async/staleness_max": "the largest",
     "async/buffer": "conversations waiting",

@@ -17,12 +17,10 @@ from tensordict import TensorDictBase
 from llmrl.collectors.llm import LLMCollector
 from llmrl.collectors.llm.batches import cat_rows
 from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
-from llmrl.envs.llm.transforms import MaskTruncated, OverlongShaping
+from llmrl.envs.llm.transforms import MaskTruncated, OverlongShaping, RetrieveLogProb
 from llmrl.envs.transforms import Compose, Transform
 from llmrl.errors import ConfigError, RolloutError
-from llmrl.modules.llm.engines import Engine
 from llmrl.modules.llm.policies import TransformersWrapper
-from llmrl.modules.llm.policies.containers import LogProbs
 from llmrl.objectives.llm import GroupQuota, GRPOLoss, MCAdvantage
 from llmrl.recipes.env_metrics import env_metrics
 from llmrl.recipes.grpo_config import GRPOConfig
@@ -53,9 +51,11 @@ _FROM_LOSS = {
     "mismatch_mean": "mismatch/logp_abs_mean",
     "mismatch_max": "mismatch/logp_abs_max",
     "correction_mean": "mismatch/is_mean",
+    "correction_max": "mismatch/is_max",
     "masked_fraction": "mismatch/masked_frac",
     "ESS": "mismatch/ess",
 }
+_BEFORE_UPDATES = ("mismatch_mean", "mismatch_max", "kl_approx", "ESS")  # later they measure what the updates changed
 
 
 class GRPORound:
@@ -95,10 +95,10 @@ class GRPORound:
         )
         actor.scorer = self.updater.scorer
         self.loss = GRPOLoss(actor, **loss_settings)
-        self._reference: Engine | None = None
+        self._reference: RetrieveLogProb | None = None
         if config.grpo.kl:
             frozen = load_model(config.model_copy(update={"model": origin}), tokenizer, runs=runs)
-            self._reference = actor.get_new_version(model=frozen.to(session.device)).engine
+            self._reference = RetrieveLogProb(actor.get_new_version(model=frozen.to(session.device)))
 
         num_prompts = config.prompts_per_step // session.world_size
         self.env = task.make_env(
@@ -167,25 +167,23 @@ class GRPORound:
     def update(self, step: int) -> dict[str, float]:
         """One or more updates on what the buffer holds, then the new weights to the engine."""
         clock = time.perf_counter()
-        metrics: dict[str, float] = {}
-        tokens = 0.0
+        updates: list[dict[str, float]] = []
         sizes = _parts(len(self.buffer), self.config.updates_per_step)
         batches = [self.buffer.sample(size).to(self.session.device) if size else None for size in sizes]
         for batch in batches:
             if batch is not None and self._reference is not None:
                 with self.session.autocast():
-                    _add_reference(batch, self._reference, self.config.sampling.temperature)
+                    self._reference(batch)
             if self.loss.proximal == "recomputed":
                 self.updater.add_proximal(self.loss, batch)
         for batch in batches:
-            update = self.updater.step(self.loss, batch, step)
-            tokens += update.get("tokens", 0)
-            metrics |= {metric: update[name] for name, metric in _FROM_LOSS.items() if name in update}
+            updates.append(self.updater.step(self.loss, batch, step))
         updated = time.perf_counter() - clock
+        tokens = sum(update.get("tokens", 0) for update in updates)
         self._unsent = True
         sync = {} if self._ahead else self._send()
         return (
-            metrics
+            _over_updates(updates)
             | sync
             | {
                 "tokens/trained": tokens,
@@ -267,16 +265,31 @@ def _check_processes(config: GRPOConfig, world_size: int, advantage: Mapping[str
         )
 
 
+def _over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The metrics of a step from those of its updates: means over their tokens, and the largest of maxima.
+
+    >>> updates = [{"loss": 1.0, "ratio_max": 1.0, "ESS": 1.0, "lr": 0.1, "tokens": 30.0}]
+    >>> updates += [{}, {"loss": 2.0, "ratio_max": 1.5, "ESS": 0.8, "lr": 0.1, "tokens": 10.0}]
+    >>> metrics = _over_updates(updates)
+    >>> metrics["policy/loss"], metrics["mismatch/ess"]
+    (1.25, 1.0)
+    """
+    updates = [update for update in updates if update]
+    metrics = {}
+    for name, metric in _FROM_LOSS.items():
+        values = [update[name] for update in updates if name in update]
+        if not values:
+            continue
+        if name in _BEFORE_UPDATES or len(set(values)) == 1:
+            metrics[metric] = values[0]
+        elif name.endswith("_max"):
+            metrics[metric] = max(values)
+        else:
+            tokens = [update["tokens"] for update in updates]
+            metrics[metric] = sum(v * n for v, n in zip(values, tokens, strict=True)) / sum(tokens)
+    return metrics
+
+
 def _parts(count: int, num_parts: int) -> list[int]:
     """Sizes that add up to ``count`` and differ by one at most."""
     return [count * (part + 1) // num_parts - count * part // num_parts for part in range(num_parts)]
-
-
-def _add_reference(batch: TensorDictBase, reference: Engine, temperature: float) -> None:
-    """Writes ("next", "ref_log_probs", "full"): the log-probs of the model that the run started from."""
-    scores = reference.score(
-        batch.get(("tokens", "full"), as_list=True),
-        temperature=temperature,
-        masks=batch.get(("masks", "all_assistant_mask"), as_list=True),
-    )
-    batch.set(("next", "ref_log_probs"), LogProbs.from_rows({"full": scores}))

@@ -140,7 +140,8 @@ def grpo_settings(config: GRPOConfig, *, exact: bool = True) -> tuple[dict[str, 
         advantage["scale"] = own.scale
     if advantage["scale"] != "raw":  # there the group is no baseline, and equal rewards teach too
         advantage["on_zero_variance"] = "keep" if config.zero_variance == "keep" else "drop"
-    if config.updates_per_step > 1 and loss.get("proximal") == "detach":  # later updates are off-policy
+    off_policy = config.updates_per_step > 1 and loss.get("surrogate") != "reinforce"  # which has no ratio to clip
+    if off_policy and loss.get("proximal") == "detach":
         loss["proximal"] = "behaviour" if exact else "recomputed"
     if own.proximal is not None:
         loss["proximal"] = own.proximal

@@ -19,9 +19,8 @@ from llmrl.errors import TrainingError
 from llmrl.modules.llm.log_probs import TokenScorer
 from llmrl.modules.llm.packing import Packing
 from llmrl.modules.llm.policies.containers import LogProbs, Masks, Tokens
-from llmrl.objectives.base import LossModule, merge_outputs, output_fields, total_loss
-from llmrl.objectives.llm.batch import count_step
-from llmrl.objectives.llm.grpo import GRPOLoss
+from llmrl.objectives.base import merge_outputs, output_fields, total_loss
+from llmrl.objectives.llm import GRPOLoss, SFTLoss
 from llmrl.recipes.settings import OptimSettings
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ class Updater:
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
-    def step(self, loss: LossModule, batch: TensorDictBase | None, step: int) -> dict[str, float]:
+    def step(self, loss: GRPOLoss | SFTLoss, batch: TensorDictBase | None, step: int) -> dict[str, float]:
         """Trains on this rank's part of the batch (None: nothing is left of it) as optimizer step number ``step``.
 
         Returns  the fields of the loss's output, over all ranks, and "loss", "grad_norm", "lr"; nothing if no rank has
@@ -73,7 +72,7 @@ class Updater:
         Raises   TrainingError if the gradient is not finite; the model stays as it is
         """
         batch = _nothing(self.session.device) if batch is None else batch
-        counts = count_step(batch).over_ranks()
+        counts = loss.count_step(batch).over_ranks()
         if counts.tokens == 0:
             return {}
         parts = self._parts(batch)
@@ -90,6 +89,7 @@ class Updater:
         norm = nn.utils.clip_grad_norm_(self.parameters, self.settings.clip_norm)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         if not norm.isfinite():
+            self.optimizer.zero_grad(set_to_none=True)
             raise TrainingError(
                 f"optimizer step {step}: the gradient must be finite: got norm {float(norm)}; the weights are those "
                 f"of step {step - 1}. Resume from the last checkpoint with a smaller optim.lr, or look at the data."
@@ -187,6 +187,7 @@ def _nothing(device: torch.device) -> TensorDict:
             "proximal_log_probs": LogProbs.from_rows({"full": column(torch.float32)}),
             "next": TensorDict({"ref_log_probs": LogProbs.from_rows({"full": column(torch.float32)})}, batch_size=[1]),
             "advantage": torch.zeros(1, 1, 1, device=device),
+            "group_id": torch.zeros(1, dtype=torch.int64, device=device),
         },
         batch_size=[1],
     )

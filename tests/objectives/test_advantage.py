@@ -87,6 +87,13 @@ def test_an_incomplete_group_waits():
     }  # fmt: skip
 
 
+def test_an_empty_batch_writes_nothing():
+    advantage = MCAdvantage(2)
+    before = dict(advantage.counters)
+    assert advantage.inv(batch([1], [0.0])[:0]) is None
+    assert advantage.counters == before
+
+
 def test_what_waits_is_a_copy():
     advantage = MCAdvantage(2, scale="none")
     given = batch([1], [1.0])
@@ -248,7 +255,9 @@ def test_a_batch_without_an_end_is_refused():
         ({"grpo_size": 4, "scale": "std"}, "'std'"),
         ({"grpo_size": 4, "on_zero_variance": "raise"}, "'raise'"),
         ({"grpo_size": 4, "keep_return_bounds": (1.0, 0.0)}, "low < high"),
+        ({"grpo_size": 4, "keep_return_bounds": (0.0,)}, "low < high"),
         ({"grpo_size": 4, "eps": -1.0}, "-1.0"),
+        ({"grpo_size": 4, "eps": NAN}, "eps must not be negative: got nan"),
         ({"grpo_size": 4, "max_queued_groups": 0}, "positive"),
         ({"grpo_size": 4, "scale": "raw", "on_zero_variance": "drop"}, "equal rewards teach too"),
         ({"grpo_size": 4, "candidate_group_size": 3}, "at least grpo_size=4: got 3"),

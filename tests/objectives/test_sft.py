@@ -258,6 +258,7 @@ def test_what_is_missing_or_does_not_fit_is_named():
         ({"beta": 0.1}, "minor_sft"),
         ({"loss_function": "minor_sft", "beta": -1.0}, "beta must be above 0"),
         ({"tokenizer_kwargs": {}}, "need a tokenizer"),
+        ({"kl_to_ref_coeff": -0.1}, "must not be negative"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings, match):

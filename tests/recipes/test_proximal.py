@@ -83,3 +83,9 @@ def test_several_updates_compare_with_what_costs_no_accuracy():
     assert (recomputed["proximal"], recomputed["correction"]) == ("recomputed", "tis")
     chosen = config(updates_per_step=2, grpo={"proximal": "recomputed"})
     assert grpo_settings(chosen, exact=True)[1]["proximal"] == "recomputed"
+
+
+@pytest.mark.parametrize("algo", ["rloo", "reinforce"])
+def test_several_updates_without_a_ratio_keep_the_weight_that_corrects_them(algo):
+    settings = grpo_settings(config(algo=algo, updates_per_step=2), exact=True)[1]
+    assert (settings["surrogate"], settings["proximal"], settings["correction"]) == ("reinforce", "detach", "tis")

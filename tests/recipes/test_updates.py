@@ -127,6 +127,29 @@ def test_the_budget_of_a_micro_batch_never_changes_the_result(lengths, budget, l
         assert close.float().mean() > 0.99, name
 
 
+@pytest.mark.parametrize("aggregation", ["token", "seq-mean", "seq-sum", "prompt-mean", "sum"])
+def test_a_part_without_rows_changes_nothing_in_any_aggregation(session, aggregation, monkeypatch):
+    results = []
+    for parts in ([[0, 1, 2]], [[0, 1, 2], []]):  # as where other ranks have more of them
+        model = tiny()
+        one = updater(session, model)
+        monkeypatch.setattr(one, "_parts", lambda rows, parts=parts: parts)
+        metrics = one.step(GRPOLoss(one.scorer, aggregation=aggregation), batch([8, 12, 10], ratio=0.1), 1)
+        results.append((metrics, model.state_dict()))
+    (whole, weights), (padded, padded_weights) = results
+    assert padded == pytest.approx(whole)
+    assert all(torch.equal(value, padded_weights[name]) for name, value in weights.items())
+
+
+def test_a_step_is_divided_by_what_its_loss_trains(session):
+    rows = batch([8, 12, 10])
+    rows["log_probs"] = LogProbs.from_rows({"full": [torch.full((n,), -6.0) for n in (8, 12, 10)]})
+    one = updater(session, tiny())
+    metrics = one.step(GRPOLoss(one.scorer, masking_strategy="generic"), rows, 1)
+    assert metrics["tokens"] == 30
+    assert metrics["correction_mean"] == pytest.approx(1), "a mean over the tokens that were trained"
+
+
 def test_the_gradient_of_a_step_is_that_of_the_mean_over_its_tokens(session):
     rows = batch([8, 12, 10])
     model, reference = tiny(), tiny()
@@ -175,6 +198,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_is_not_applied(session):
     model.lm_head.weight.register_hook(lambda gradient: gradient * math.inf)
     with pytest.raises(TrainingError, match="optimizer step 3: the gradient must be finite"):
         one.step(SFTLoss(one.scorer), batch([6, 7, 8]), 3)
+    assert all(parameter.grad is None for parameter in one.parameters), "a later step must not add to it"
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 

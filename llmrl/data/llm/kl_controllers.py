@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,25 @@ from llmrl.errors import ConfigError
 __all__ = ["AdaptiveKLController", "ConstantKLController"]
 
 
-class ConstantKLController:
+class _Controller:
+    """A weight ``coef``, which ``model`` owns where there is one."""
+
+    coef: float
+    model: Any | None
+
+    def _set(self, coef: float) -> None:
+        self.coef = float(coef)
+        if self.model is not None:
+            self.model.kl_coef = self.coef
+
+    def state_dict(self) -> dict[str, float]:
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        self._set(state["coef"])
+
+
+class ConstantKLController(_Controller):
     """A weight that stays as it is.
 
     Writes  ``coef``; with ``model``, its attribute ``kl_coef``, which has to exist
@@ -32,15 +50,13 @@ class ConstantKLController:
                 raise ConfigError("ConstantKLController: give kl_coef, or a model that has it.")
             kl_coef = model.kl_coef
         self.model = model
-        self.coef = float(kl_coef)
-        if model is not None:
-            model.kl_coef = self.coef
+        self._set(kl_coef)
 
     def update(self, values: Tensor | Sequence[float]) -> None:
         """Takes notice of the KL rewards of a batch, and leaves the weight alone."""
 
 
-class AdaptiveKLController:
+class AdaptiveKLController(_Controller):
     """A weight that grows while the divergence is above ``target`` and shrinks while it is below.
 
     Reads   in `update`: the KL rewards of a batch, -coef * KL each
@@ -61,12 +77,10 @@ class AdaptiveKLController:
             if not value > 0:
                 raise ConfigError(f"AdaptiveKLController: {name} must be above 0: got {value}.")
         _check_owner(self, model)
-        self.coef = float(init_kl_coef)
         self.target = target
         self.horizon = horizon
         self.model = model
-        if model is not None:
-            model.kl_coef = self.coef
+        self._set(init_kl_coef)
 
     def update(self, values: Tensor | Sequence[float]) -> None:
         """Moves the weight by the KL rewards of a batch; an empty or non-finite one is an error."""
@@ -78,9 +92,7 @@ class AdaptiveKLController:
             )
         kl = -float(values.mean()) / self.coef
         error = min(0.2, max(-0.2, kl / self.target - 1))
-        self.coef *= 1 + error * values.numel() / self.horizon
-        if self.model is not None:
-            self.model.kl_coef = self.coef
+        self._set(self.coef * (1 + error * values.numel() / self.horizon))
 
 
 def _check_owner(controller: object, model: Any | None) -> None:

@@ -11,8 +11,9 @@ import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 
+from llmrl.data.llm.prompts import row_values
 from llmrl.data.replay_buffers.rows import Row, from_rows, pack, to_rows, unpack
-from llmrl.errors import DataError, MissingKeyError, ShapeError
+from llmrl.errors import DataError, MissingKeyError
 
 __all__ = ["TopKRewardSelector"]
 
@@ -90,6 +91,8 @@ class TopKRewardSelector:
         return td
 
     def inv(self, td: TensorDictBase) -> TensorDictBase | None:
+        if 0 in td.batch_size:
+            return None
         if not td.batch_dims:
             td = LazyStackedTensorDict(td)
         parts = td.unbind(0) if td.batch_dims > 1 else [td]
@@ -112,17 +115,17 @@ class TopKRewardSelector:
 
     def _conversations(self, td: TensorDictBase, *, flat: bool) -> list[tuple[Hashable, _Conversation]]:
         count = td.batch_size[0]
-        done_T = self._get(td, self.done_key).reshape(count, -1).any(-1).tolist()
+        done_T = [bool(row.any()) for row in self._get(td, self.done_key, as_list=True)]
         if not any(done_T) or not (flat or done_T[-1]):
             raise DataError(
                 f"TopKRewardSelector: conversations must end: got {self.done_key!r} True in {sum(done_T)} of "
                 f"{len(done_T)} turns{', but not in the last one of a [B, T] batch' if any(done_T) else ''}."
             )
-        reward_T = self._get(td, self.rewards_key).detach().to("cpu", torch.float64).reshape(count, -1).sum(-1)
-        prompts = _values(self._get(td, self.prompt_key), count)
+        reward_T = [float(row.detach().double().sum()) for row in self._get(td, self.rewards_key, as_list=True)]
+        prompts = row_values(self._get(td, self.prompt_key), count, "TopKRewardSelector")
         ended = []
         prompt, rows, total = self._open or (None, [], 0.0)
-        for row, own, reward, done in zip(to_rows(td), prompts, reward_T.tolist(), done_T, strict=True):
+        for row, own, reward, done in zip(to_rows(td), prompts, reward_T, done_T, strict=True):
             prompt = prompt if rows else own
             rows.append(row)
             total += reward
@@ -150,14 +153,14 @@ class TopKRewardSelector:
             _log.info("TopKRewardSelector: %d of %d conversations written.", len(best), len(conversations))
         return best
 
-    def _get(self, td: TensorDictBase, key: NestedKey) -> Any:
-        value = td.get(key, None, as_list=True)
+    def _get(self, td: TensorDictBase, key: NestedKey, *, as_list: bool = False) -> Any:
+        value = td.get(key, None, as_list=as_list)
         if value is None:
             raise MissingKeyError(
                 f"TopKRewardSelector: {key!r} must be in the batch; keys present: "
                 f"{', '.join(sorted(map(repr, td.keys())))}."
             )
-        return torch.stack([one.sum().view(1) for one in value]) if _ragged_rewards(value) else value
+        return value.cpu() if isinstance(value, Tensor) else value
 
     def state_dict(self) -> dict[str, Any]:
         """The counters and everything that waits."""
@@ -176,21 +179,3 @@ class TopKRewardSelector:
         )
         started = state["open"]
         self._open = None if started is None else (started[0], unpack(started[1]), started[2])
-
-
-def _ragged_rewards(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and isinstance(value[0], Tensor) and value[0].is_floating_point()
-
-
-def _values(column: Any, count: int) -> list[Hashable]:
-    """A column as one hashable value per row."""
-    if isinstance(column, Tensor):
-        rows = column.reshape(count, -1).tolist()
-        return [row[0] if len(row) == 1 else tuple(row) for row in rows]
-    values = column.tolist() if hasattr(column, "tolist") else column
-    if isinstance(values, str | int):
-        return [values] * count
-    values = [getattr(value, "data", value) for value in values]
-    if len(values) != count:
-        raise ShapeError(f"TopKRewardSelector: there must be one prompt per row: got {len(values)} for {count} rows.")
-    return list(values)

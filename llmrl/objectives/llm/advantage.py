@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Hashable
 from typing import Any, Literal, get_args
 
 import torch
-from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase, is_tensorclass
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
+from llmrl.data.llm.prompts import row_values
 from llmrl.data.replay_buffers.rows import Row, from_rows, to_rows
 from llmrl.envs.transforms.base import Transform
 from llmrl.errors import DataError, MissingKeyError, ShapeError
-from llmrl.objectives.llm.candidates import CandidateSelector, check_selection, select_spread
+from llmrl.objectives.llm.candidates import CandidateSelector, check_candidates, check_selection, select_spread
 from llmrl.objectives.llm.group_advantage import Scale, group_advantage, whitened
 from llmrl.objectives.llm.group_queue import Group, GroupQueue, Trajectory
 
@@ -67,10 +67,10 @@ class MCAdvantage(Transform):
     would not be dropped, what comes later is ignored, and at N the group is given up. The default is `select_spread`.
 
     ``counters``, whole groups: ``completed`` = ``written`` + ``dropped``; ``rescued`` written ones whose first
-    ``grpo_size`` completions would not have been; ``zero_variance`` completed ones with equal rewards. ``evicted``
-    groups (and unfinished trajectories) were given up in the queue. Completions: ``failed``; ``late`` for a group that
-    was written; ``trajectories`` that ended, their rows (``decisions``), ``return_sum`` and ``return_max``. All since
-    the start or `reset_counters`. ``queued`` groups and ``queued_trajectories`` wait now.
+    ``grpo_size`` scored completions would have taught nothing; ``zero_variance`` completed ones with equal rewards.
+    ``evicted`` groups (and unfinished trajectories) were given up in the queue. Completions: ``failed``; ``late`` for a
+    group that was written; ``trajectories`` that ended, their rows (``decisions``), ``return_sum`` and ``return_max``.
+    All since the start or `reset_counters`. ``queued`` groups and ``queued_trajectories`` wait now.
 
     >>> batch = TensorDict(
     ...     group_id=torch.tensor([7, 7]),
@@ -105,52 +105,38 @@ class MCAdvantage(Transform):
         candidate_selector: CandidateSelector | None = None,
     ):
         super().__init__()
-        if grpo_size < 2:
-            raise ValueError(
-                f"MCAdvantage: grpo_size must be at least 2, because a group of one has no baseline: got {grpo_size}."
-            )
         if min_group_size is None:
             min_group_size = max(2, math.ceil(grpo_size / 2))
-        if not 2 <= min_group_size <= grpo_size:
-            raise ValueError(
-                f"MCAdvantage: min_group_size must lie between 2 and grpo_size={grpo_size}: got {min_group_size}."
-            )
-        if trajectory_return not in (None, "sum", "max", "mean"):
-            raise ValueError(
-                f"MCAdvantage: trajectory_return must be 'sum', 'max', 'mean' or None: got {trajectory_return!r}."
-            )
-        if scale not in get_args(Scale):
-            raise ValueError(f"MCAdvantage: scale must be one of {', '.join(get_args(Scale))}: got {scale!r}.")
-        if on_zero_variance not in ("keep", "drop"):
-            raise ValueError(f"MCAdvantage: on_zero_variance must be 'keep' or 'drop': got {on_zero_variance!r}.")
-        if keep_return_bounds is not None and not keep_return_bounds[0] < keep_return_bounds[1]:
-            raise ValueError(
-                f"MCAdvantage: keep_return_bounds must be (low, high) with low < high: got {keep_return_bounds}."
-            )
-        if eps < 0 or max_queued_groups < 1:
-            raise ValueError(
-                "MCAdvantage: eps must not be negative and max_queued_groups must be positive: got "
-                f"{eps} and {max_queued_groups}."
-            )
-        if scale == "raw" and on_zero_variance == "drop":
-            raise ValueError("MCAdvantage: with scale='raw' equal rewards teach too: on_zero_variance must be 'keep'.")
-        if candidate_group_size is None:
-            if candidate_selection_min_size is not None or candidate_selector is not None:
-                raise ValueError(
-                    "MCAdvantage: candidate_selection_min_size and candidate_selector belong to candidate_group_size, "
-                    "which is None."
-                )
-        elif candidate_group_size < grpo_size:
-            raise ValueError(
-                f"MCAdvantage: candidate_group_size must be at least grpo_size={grpo_size}: got {candidate_group_size}."
-            )
-        elif not grpo_size <= (candidate_selection_min_size or grpo_size) <= candidate_group_size:
-            raise ValueError(
-                f"MCAdvantage: candidate_selection_min_size must lie between grpo_size={grpo_size} and "
-                f"candidate_group_size={candidate_group_size}: got {candidate_selection_min_size}."
-            )
-        if candidate_selector is not None and not callable(candidate_selector):
-            raise ValueError(f"MCAdvantage: candidate_selector must be callable: got {candidate_selector!r}.")
+        for holds, what in (
+            (grpo_size >= 2, f"grpo_size must be at least 2, because a group of one has no baseline: got {grpo_size}"),
+            (
+                2 <= min_group_size <= grpo_size,
+                f"min_group_size must lie between 2 and grpo_size={grpo_size}: got {min_group_size}",
+            ),
+            (
+                trajectory_return in (None, "sum", "max", "mean"),
+                f"trajectory_return must be 'sum', 'max', 'mean' or None: got {trajectory_return!r}",
+            ),
+            (scale in get_args(Scale), f"scale must be one of {', '.join(get_args(Scale))}: got {scale!r}"),
+            (
+                on_zero_variance in ("keep", "drop"),
+                f"on_zero_variance must be 'keep' or 'drop': got {on_zero_variance!r}",
+            ),
+            (
+                scale != "raw" or on_zero_variance == "keep",
+                "with scale='raw' equal rewards teach too: on_zero_variance must be 'keep'",
+            ),
+            (
+                keep_return_bounds is None
+                or (len(keep_return_bounds) == 2 and keep_return_bounds[0] < keep_return_bounds[1]),
+                f"keep_return_bounds must be (low, high) with low < high: got {keep_return_bounds}",
+            ),
+            (eps >= 0, f"eps must not be negative: got {eps}"),
+            (max_queued_groups >= 1, f"max_queued_groups must be positive: got {max_queued_groups}"),
+        ):
+            if not holds:
+                raise ValueError(f"MCAdvantage: {what}.")
+        check_candidates(grpo_size, candidate_group_size, candidate_selection_min_size, candidate_selector)
         self.grpo_size = grpo_size
         self.prompt_key = prompt_key
         self.rewards_key = rewards_key
@@ -193,6 +179,8 @@ class MCAdvantage(Transform):
         return td
 
     def inv(self, td: TensorDictBase) -> TensorDictBase | None:
+        if 0 in td.batch_size:
+            return None
         if not td.batch_dims:
             td = LazyStackedTensorDict(td)
         whole = self._whole_groups(td) if type(td) is TensorDict and td.batch_dims == 1 else None
@@ -449,8 +437,10 @@ class MCAdvantage(Transform):
     def _groups(self, td: TensorDictBase) -> list[Group]:
         rows = td.batch_size[0]
         versions = None if self.policy_version_key is None else td.get(self.policy_version_key, None)
-        prompts = _values(self._prompts(td), rows)
-        return list(zip(prompts, [None] * rows if versions is None else _values(versions, rows), strict=True))
+        prompts = row_values(self._prompts(td), rows, "MCAdvantage")
+        return list(
+            zip(prompts, [None] * rows if versions is None else row_values(versions, rows, "MCAdvantage"), strict=True)
+        )
 
     def _get(self, td: TensorDictBase, key: NestedKey) -> Any:
         value = td.get(key, None)
@@ -467,21 +457,6 @@ class MCAdvantage(Transform):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.counters |= state["counters"]
         self._queue.load_state_dict(state)
-
-
-def _values(column: Any, rows: int) -> list[Hashable]:
-    """A column as one hashable value per row."""
-    if isinstance(column, Tensor):
-        flat = column.reshape(rows, -1)
-        return flat[:, 0].tolist() if flat.shape[1] == 1 else [tuple(row) for row in flat.tolist()]
-    if is_tensorclass(column):  # one value for all rows
-        return [column.data] * rows
-    values = column.tolist() if hasattr(column, "tolist") else column
-    if isinstance(values, str | int):
-        return [values] * rows
-    if len(values) != rows:
-        raise ShapeError(f"MCAdvantage: there must be one prompt per row: got {len(values)} for {rows} rows.")
-    return list(values)
 
 
 def _with_entry(td: TensorDict, key: NestedKey, value: Tensor) -> TensorDict:

@@ -154,15 +154,20 @@ def actor_scores(
     log_probs_key: NestedKey,
     entropy: bool,
 ) -> TokenScores:
-    """Log-probs of the selected tokens under the actor, with grad.
+    """Log-probs of the selected tokens under the actor, with grad; float32, or float64 where the actor's are.
 
     Calls  actor.token_scores(ids, attention mask, select, entropy=) where it has that (wrappers, TokenScorer), else
            actor(copy of td), reading ``log_probs_key`` from what it returns
     """
     if hasattr(actor, "token_scores"):
-        return actor.token_scores(batch.input_ids, batch.attention_mask, select_BT, entropy=entropy)
-    log_prob_BT = batch.column(actor(td.copy()), log_probs_key, "Couldn't find the log-prob in what the actor wrote")
-    return TokenScores(log_prob_BT, None)
+        scores = actor.token_scores(batch.input_ids, batch.attention_mask, select_BT, entropy=entropy)
+    else:
+        missing = "Couldn't find the log-prob in what the actor wrote"
+        scores = TokenScores(batch.column(actor(td.copy()), log_probs_key, missing), None)
+    if scores.log_probs.dtype in (torch.float16, torch.bfloat16):  # too coarse for a ratio
+        entropy_BT = None if scores.entropy is None else scores.entropy.float()
+        scores = TokenScores(scores.log_probs.float(), entropy_BT, scores.top1)
+    return scores
 
 
 def group_ids(td: TensorDictBase, key: NestedKey = GROUP_ID) -> Tensor | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from llmrl.errors import DataError
 
-__all__ = ["CandidateSelector", "check_selection", "select_spread"]
+__all__ = ["CandidateSelector", "check_candidates", "check_selection", "select_spread"]
 
 CandidateSelector = Callable[[TensorDictBase, int], Tensor | Sequence[int] | None]
 
@@ -36,6 +36,30 @@ def select_spread(candidates: TensorDictBase, size: int) -> Tensor | None:
     best = best_first_N[:num_best].tolist()
     worst = [index for index in worst_first_N.tolist() if index not in best][: size - num_best]
     return torch.tensor(sorted(best + worst))
+
+
+def check_candidates(
+    grpo_size: int, group_size: int | None, min_size: int | None, selector: CandidateSelector | None
+) -> None:
+    """Raises ValueError unless ``grpo_size`` of ``group_size`` candidates can be chosen, from ``min_size`` on."""
+    for holds, what in (
+        (
+            group_size is not None or (min_size is None and selector is None),
+            "candidate_selection_min_size and candidate_selector belong to candidate_group_size, which is None",
+        ),
+        (
+            group_size is None or group_size >= grpo_size,
+            f"candidate_group_size must be at least grpo_size={grpo_size}: got {group_size}",
+        ),
+        (
+            min_size is None or group_size is None or grpo_size <= min_size <= group_size,
+            f"candidate_selection_min_size must lie between grpo_size={grpo_size} and "
+            f"candidate_group_size={group_size}: got {min_size}",
+        ),
+        (selector is None or callable(selector), f"candidate_selector must be callable: got {selector!r}"),
+    ):
+        if not holds:
+            raise ValueError(f"MCAdvantage: {what}.")
 
 
 def check_selection(selected: Tensor | Sequence[int], size: int, num_candidates: int) -> list[int]:

@@ -6,7 +6,8 @@ Which tensors are read from a batch is the business of the loss modules; advanta
 
 Shapes: B sequences, T tokens; ``mask_BT`` is True on the tokens that are trained. ``lp`` is the log-prob under the
 current weights (with grad), ``lo`` under the proximal policy, ``lg`` under the engine that sampled, ``lr`` under the
-reference. Masked positions may hold anything, NaN included: every function here leaves them out.
+reference. Outside the mask log-probs may be anything, NaN included: every function here leaves them out; ratios and
+advantages are finite everywhere.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """GRPO and its relatives: one loss whose settings are the ratio, the surrogate, the aggregation and the KL estimate.
 
-The arithmetic is in `functional`, reading and padding in `batch`, named settings in `presets`; advantages are written
-into the batch beforehand (`MCAdvantage`).
+The arithmetic is in `functional`, reading and padding in `batch`, named settings in `presets`, the metrics in
+`grpo_output`, which settings go together in `grpo_checks`. Advantages are in the batch already (`MCAdvantage`).
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar
 
 import torch
-from tensordict import NestedKey, TensorClass, TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 
 from llmrl.errors import ConfigError
@@ -18,54 +18,18 @@ from llmrl.objectives.llm import batch as reading
 from llmrl.objectives.llm import functional as fn
 from llmrl.objectives.llm.batch import MaskingStrategy, PaddedBatch
 from llmrl.objectives.llm.functional import StepCounts
+from llmrl.objectives.llm.grpo_checks import (
+    DOCUMENTED_AGGREGATIONS,
+    Proximal,
+    RatioLevel,
+    Surrogate,
+    check_settings,
+    clip_bounds,
+)
+from llmrl.objectives.llm.grpo_output import GRPOLossOutput, step_metrics
 from llmrl.objectives.llm.presets import DEFAULT_BANDS, DEFAULT_TAU, describe_loss
 
 __all__ = ["GRPOLoss", "GRPOLossOutput"]
-
-Proximal = Literal["behaviour", "detach", "recomputed"]
-RatioLevel = Literal["token", "sequence"]
-Surrogate = Literal["clip", "cispo", "sapo", "dppo", "reinforce"]
-
-_AGGREGATIONS = (*get_args(fn.Aggregation), "none")
-_DOCUMENTED_AGGREGATIONS = {"token_mean": "token", "prompt_mean": "seq-mean"}
-_CAPPED = ("tis", "seq-tis", "seq-mask", "geo-mask")
-_BANDED = ("mask", "geo-mask")
-
-
-class GRPOLossOutput(TensorClass["nocast"]):
-    """Terms to be summed and differentiated (``loss_*``), and detached metrics; all float32 scalars.
-
-    Terms are weighted by the loss's aggregation, metrics are means over the trained tokens, both over the counts of the
-    step: those of micro-batches add up (`merge_outputs`; maxima excepted). ``tokens`` and the two ``weight_*`` sums
-    are plain sums. None where it was not asked for.
-    """
-
-    loss_objective: Tensor
-    loss_entropy: Tensor | None = None
-    loss_kl_to_ref: Tensor | None = None
-    loss_kl_to_inference: Tensor | None = None
-    tokens: Tensor | None = None  # trained tokens of this batch
-    clip_fraction: Tensor | None = None  # tokens whose ratio is clipped
-    clip_fraction_low: Tensor | None = None
-    clip_fraction_high: Tensor | None = None
-    kl_approx: Tensor | None = None  # KL(engine || current), k3 on the sampled tokens
-    ESS: Tensor | None = None  # effective sample size of exp(lp - lg), as a fraction of the tokens
-    entropy: Tensor | None = None
-    kl_to_ref: Tensor | None = None
-    kl_to_inference: Tensor | None = None
-    ratio_mean: Tensor | None = None  # of the ratio that the surrogate sees
-    ratio_max: Tensor | None = None
-    correction_mean: Tensor | None = None  # mean weight of the engine correction
-    masked_fraction: Tensor | None = None  # tokens with weight 0: by the correction, its veto or kl_mask_threshold
-    mismatch_mean: Tensor | None = None  # |log-prob of the trainer - log-prob of the engine|
-    mismatch_max: Tensor | None = None
-    weight_sum: Tensor | None = None  # sum of exp(lp - lg)
-    weight_square_sum: Tensor | None = None
-
-    @staticmethod
-    def derived(merged: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What is computed from the sums of a step instead of being summed."""
-        return {"ESS": _effective_fraction(merged["weight_sum"], merged["weight_square_sum"], merged["tokens"])}
 
 
 class GRPOLoss(LossModule):
@@ -156,89 +120,24 @@ class GRPOLoss(LossModule):
         max_length: int | None = None,
     ) -> None:
         super().__init__()
-        low, high = clip_epsilon if isinstance(clip_epsilon, (tuple, list)) else (clip_epsilon, clip_epsilon)
-        aggregation = _DOCUMENTED_AGGREGATIONS.get(aggregation, aggregation)
-        if correction is None:
-            correction = "none" if proximal == "behaviour" else "tis"
-        for what, value, known in (
-            ("aggregation", aggregation, (*_AGGREGATIONS, *_DOCUMENTED_AGGREGATIONS)),
-            ("masking_strategy", masking_strategy, get_args(MaskingStrategy)),
-            ("ratio_level", ratio_level, get_args(RatioLevel)),
-            ("surrogate", surrogate, get_args(Surrogate)),
-            ("kl_estimator", kl_estimator, get_args(fn.KLEstimator)),
-            ("proximal", proximal, get_args(Proximal)),
-            ("correction", correction, get_args(fn.Correction)),
-        ):
-            if value not in known:
-                raise fn.unknown(f"GRPOLoss: {what}", value, known)
-        for holds, what in (
-            (0 <= low <= 1 and high >= 0, f"clip_epsilon must be (low in [0, 1], high >= 0): got ({low}, {high})"),
-            (dual_clip is None or dual_clip > 1, f"dual_clip must be above 1: got {dual_clip}"),
-            (dual_clip is None or surrogate == "clip", f"dual_clip belongs to surrogate='clip': got {surrogate!r}"),
-            (
-                ratio_level == "token" or surrogate not in ("reinforce", "dppo"),
-                f"ratio_level='sequence' means nothing to surrogate={surrogate!r}, which has no ratio of a sequence",
-            ),
-            (
-                surrogate != "dppo" or proximal == "behaviour",
-                f"surrogate='dppo' compares with the engine directly: it needs proximal='behaviour', got {proximal!r}",
-            ),
-            (
-                sapo_tau is None or (surrogate == "sapo" and min(sapo_tau) > 0),
-                f"sapo_tau must be above 0 and belongs to surrogate='sapo': got {sapo_tau} with {surrogate!r}",
-            ),
-            (
-                (max_length is not None) == (aggregation == "dr_grpo"),
-                f"max_length is the divisor of aggregation='dr_grpo', and of that alone: got max_length={max_length} "
-                f"with aggregation={aggregation!r}",
-            ),
-            (max_length is None or max_length > 0, f"max_length counts tokens and must be above 0: got {max_length}"),
-            (
-                correction == "none" or proximal != "behaviour",
-                f"correction={correction!r} compares the proximal policy with the engine, which proximal='behaviour' "
-                "says are one: use proximal='detach' or 'recomputed'",
-            ),
-            (
-                correction_cap is None or (correction in _CAPPED and correction_cap > 0),
-                f"correction_cap must be above 0 and belongs to {', '.join(_CAPPED)}: got {correction_cap} with "
-                f"correction={correction!r}",
-            ),
-            (
-                correction_band is None or (correction in _BANDED and 0 <= correction_band[0] < correction_band[1]),
-                f"correction_band must be (low, high) and belongs to {', '.join(_BANDED)}: got {correction_band} with "
-                f"correction={correction!r}",
-            ),
-            (
-                correction_veto is None
-                or (proximal != "behaviour" and 0 <= correction_veto[0] < 1 < correction_veto[1]),
-                "correction_veto must be (below 1, above 1) and needs proximal='detach' or 'recomputed': got "
-                f"{correction_veto} with proximal={proximal!r}",
-            ),
-            (
-                entropy_bonus or not entropy_coeff,
-                f"entropy_coeff needs entropy_bonus=True: got entropy_coeff={entropy_coeff}",
-            ),
-            (
-                kl_mask_threshold is None or kl_mask_threshold > 0,
-                f"kl_mask_threshold must be above 0: got {kl_mask_threshold}",
-            ),
-        ):
-            if not holds:
-                raise ConfigError(f"GRPOLoss: {what}.")
         self.actor_network = actor_network
-        self.clip_low, self.clip_high, self.dual_clip = float(low), float(high), dual_clip
-        self.kl_mask_threshold = kl_mask_threshold
-        self.aggregation, self.max_length = aggregation, max_length
+        self.clip_low, self.clip_high = clip_bounds(clip_epsilon)
+        self.dual_clip, self.kl_mask_threshold = dual_clip, kl_mask_threshold
+        self.aggregation = DOCUMENTED_AGGREGATIONS.get(aggregation, aggregation)
+        self.max_length = max_length
         self.entropy_bonus, self.entropy_coeff = entropy_bonus, entropy_coeff
         self.kl_to_ref_coeff, self.kl_to_inference_coeff = kl_to_ref_coeff, kl_to_inference_coeff
         self.kl_estimator = kl_estimator
         self.device = None if device is None else torch.device(device)
         self.masking_strategy = masking_strategy
         self.ratio_level, self.surrogate, self.proximal = ratio_level, surrogate, proximal
-        self.correction = correction
-        self.correction_cap = 2.0 if correction_cap is None else correction_cap
-        self.correction_band = correction_band or DEFAULT_BANDS.get(correction, (0.5, 2.0))
+        self.correction = correction or ("none" if proximal == "behaviour" else "tis")
+        self.correction_cap, self.correction_band = correction_cap, correction_band
         self.correction_veto = correction_veto
+        self.sapo_tau = sapo_tau
+        check_settings(self)
+        self.correction_cap = correction_cap or 2.0
+        self.correction_band = correction_band or DEFAULT_BANDS.get(self.correction, (0.5, 2.0))
         self.sapo_tau = sapo_tau or DEFAULT_TAU
 
     def describe(self) -> dict[str, str]:
@@ -278,6 +177,7 @@ class GRPOLoss(LossModule):
         behaviour_BT, advantage_BT = behaviour_BT.to(log_prob_BT), advantage_BT.to(log_prob_BT)
         reading.check_finite(behaviour_BT, mask_BT, str(behaviour_key), "the engine gave none", "GRPOLoss")
         reading.check_finite(advantage_BT, mask_BT, repr(keys.advantage), "its reward failed: drop the row", "GRPOLoss")
+        advantage_BT = advantage_BT.masked_fill(~mask_BT, 0.0)
 
         # 1. the ratio
         if self.proximal == "behaviour":
@@ -287,6 +187,7 @@ class GRPOLoss(LossModule):
         else:
             missing = "Couldn't find the log-prob of the proximal policy"
             proximal_BT = batch.column(td, keys.proximal_log_prob, missing).to(log_prob_BT)
+            reading.check_finite(proximal_BT, mask_BT, str(keys.proximal_log_prob), "compute it again", "GRPOLoss")
         log_ratio_BT = token_log_ratio_BT = fn.log_ratio(log_prob_BT, proximal_BT, mask_BT)
         if self.ratio_level == "sequence":
             log_ratio_BT = fn.sequence_log_ratio(token_log_ratio_BT, mask_BT)
@@ -306,7 +207,14 @@ class GRPOLoss(LossModule):
             weight_BT = weight_BT.masked_fill(0.5 * drift_BT.detach().square() > self.kl_mask_threshold, 0.0)
 
         # 3. the sum
-        aggregate_BT = self._token_weights(mask_BT, counts, group_id_B, log_prob_BT.dtype)
+        aggregate_BT = fn.token_weights(
+            mask_BT,
+            "sum" if self.aggregation == "none" else self.aggregation,
+            counts,
+            max_length=self.max_length,
+            group_id_B=group_id_B,
+            dtype=log_prob_BT.dtype,
+        )
 
         def aggregate(value_BT: Tensor) -> Tensor:
             value_BT = value_BT.masked_fill(~mask_BT, 0.0) * aggregate_BT
@@ -326,8 +234,9 @@ class GRPOLoss(LossModule):
             terms["loss_entropy"] = -self.entropy_coeff * aggregate(scores.entropy)
         others = []
         if self.kl_to_ref_coeff is not None:
-            missing = "Couldn't find the ref log-prob"
-            others.append(("ref", self.kl_to_ref_coeff, batch.column(td, keys.ref_log_prob, missing).to(log_prob_BT)))
+            reference_BT = batch.column(td, keys.ref_log_prob, "Couldn't find the ref log-prob").to(log_prob_BT)
+            reading.check_finite(reference_BT, mask_BT, str(keys.ref_log_prob), "score it again", "GRPOLoss")
+            others.append(("ref", self.kl_to_ref_coeff, reference_BT))
         if self.kl_to_inference_coeff is not None:
             others.append(("inference", self.kl_to_inference_coeff, behaviour_BT))
         for name, coefficient, other_BT in others:
@@ -337,9 +246,15 @@ class GRPOLoss(LossModule):
 
         with torch.no_grad():
             trainer_BT = proximal_BT if self.proximal == "recomputed" else log_prob_BT
-            clipped = self._clipped(log_ratio_BT, log_prob_BT, behaviour_BT, mask_BT, advantage_BT)
-            metrics = self._metrics(
-                measured, mask_BT, counts, log_ratio_BT, clipped, weight_BT, drift_BT, trainer_BT - behaviour_BT
+            metrics = step_metrics(
+                measured,
+                mask_BT,
+                counts.tokens,
+                log_ratio_BT=log_ratio_BT,
+                clipped=self._clipped(log_ratio_BT, log_prob_BT, behaviour_BT, mask_BT, advantage_BT),
+                weight_BT=weight_BT,
+                drift_BT=drift_BT,
+                mismatch_BT=trainer_BT - behaviour_BT,
             )
         return GRPOLossOutput(**terms, **metrics, batch_size=[])
 
@@ -375,58 +290,16 @@ class GRPOLoss(LossModule):
         below_BT, above_BT = log_ratio_BT.exp() < 1 - low, log_ratio_BT.exp() > 1 + high
         match self.surrogate:
             case "clip":  # it acts only where it takes the smaller of the two
-                return below_BT & (advantage_BT < 0), above_BT & (advantage_BT > 0)
+                held_BT = above_BT & (advantage_BT > 0)
+                if self.dual_clip is not None:
+                    held_BT |= (log_ratio_BT.exp() > self.dual_clip) & (advantage_BT < 0)
+                return below_BT & (advantage_BT < 0), held_BT
             case "cispo":
                 return below_BT, above_BT
             case "dppo":
                 return fn.dppo_outside(log_prob_BT, behaviour_BT, mask_BT, advantage_BT, low=low, high=high)
             case _:
                 return torch.zeros_like(mask_BT), torch.zeros_like(mask_BT)
-
-    def _token_weights(
-        self, mask_BT: Tensor, counts: StepCounts, group_id_B: Tensor | None, dtype: torch.dtype
-    ) -> Tensor:
-        aggregation = "sum" if self.aggregation == "none" else self.aggregation
-        return fn.token_weights(
-            mask_BT, aggregation, counts, max_length=self.max_length, group_id_B=group_id_B, dtype=dtype
-        )
-
-    def _metrics(
-        self,
-        measured: dict[str, Tensor],
-        mask_BT: Tensor,
-        counts: StepCounts,
-        log_ratio_BT: Tensor,
-        clipped: tuple[Tensor, Tensor],
-        weight_BT: Tensor,
-        drift_BT: Tensor,
-        mismatch_BT: Tensor,
-    ) -> dict[str, Tensor]:
-        def mean(value_BT: Tensor) -> Tensor:
-            return value_BT.masked_fill(~mask_BT, 0).sum() / counts.tokens
-
-        ratio_BT, importance_BT = log_ratio_BT.exp(), drift_BT.exp().masked_fill(~mask_BT, 0.0)
-        mismatch_BT = mismatch_BT.masked_fill(~mask_BT, 0.0).abs()
-        low, high = (mean(clipped_BT.to(ratio_BT)) for clipped_BT in clipped)
-        tokens = mask_BT.sum().to(ratio_BT)
-        weight_sum, weight_square_sum = importance_BT.sum(), importance_BT.square().sum()
-        return {
-            **{name: mean(value_BT) for name, value_BT in measured.items()},
-            "tokens": tokens,
-            "clip_fraction": low + high,
-            "clip_fraction_low": low,
-            "clip_fraction_high": high,
-            "kl_approx": mean(drift_BT.exp() - 1 - drift_BT),
-            "ESS": _effective_fraction(weight_sum, weight_square_sum, tokens),
-            "ratio_mean": mean(ratio_BT),
-            "ratio_max": ratio_BT.masked_fill(~mask_BT, 0.0).amax(),
-            "correction_mean": mean(weight_BT),
-            "masked_fraction": mean((weight_BT == 0).to(ratio_BT)),
-            "mismatch_mean": mean(mismatch_BT),
-            "mismatch_max": mismatch_BT.amax(),
-            "weight_sum": weight_sum,
-            "weight_square_sum": weight_square_sum,
-        }
 
 
 def _untruncated(td: TensorDictBase, key: NestedKey) -> NestedKey:
@@ -439,8 +312,3 @@ def _untruncated(td: TensorDictBase, key: NestedKey) -> NestedKey:
         if td.get(plain, None, as_list=True) is not None:
             return plain
     return key
-
-
-def _effective_fraction(weight_sum: Tensor, weight_square_sum: Tensor, tokens: Tensor) -> Tensor:
-    """(sum w)^2 / (n sum w^2), in (0, 1]; 0 for no tokens."""
-    return weight_sum.square() / (tokens * weight_square_sum).clamp(min=torch.finfo(weight_sum.dtype).tiny)

@@ -120,6 +120,10 @@ class SFTLoss(LossModule):
             ),
             (beta is None or loss_function == "minor_sft", f"beta={beta} belongs to loss_function='minor_sft'"),
             (beta is None or beta > 0, f"beta must be above 0: got {beta}"),
+            (
+                kl_to_ref_coeff is None or kl_to_ref_coeff >= 0,
+                f"kl_to_ref_coeff must not be negative: got {kl_to_ref_coeff}",
+            ),
             (tokenizer_kwargs is None or tokenizer is not None, "tokenizer_kwargs need a tokenizer"),
         ):
             if not holds:

@@ -57,3 +57,15 @@ def test_what_makes_no_sense_is_refused():
     for values in ([], [math.nan]):
         with pytest.raises(ConfigError, match="finite KL rewards"):
             controller.update(values)
+
+
+def test_a_weight_goes_on_from_its_state():
+    controller = AdaptiveKLController(init_kl_coef=0.5, target=2.0, horizon=8)
+    controller.update([-9.0] * 4)
+    model = SimpleNamespace(kl_coef=0.1)
+    other = AdaptiveKLController(init_kl_coef=0.5, target=2.0, horizon=8, model=model)
+    other.load_state_dict(controller.state_dict())
+    assert model.kl_coef == other.coef == controller.coef != 0.5
+    for one in (controller, other):
+        one.update([-0.3] * 4)
+    assert other.coef == controller.coef

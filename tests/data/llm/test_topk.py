@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import LazyStackedTensorDict, TensorDict
 
 from llmrl.data.llm import TopKRewardSelector
 from llmrl.data.llm.columns import column
@@ -111,3 +111,16 @@ def test_what_makes_no_sense_is_refused():
         TopKRewardSelector(2, 1).inv(batch(["p"] * 2, [0.0, 1.0], done=[False, False]))
     with pytest.raises(MissingKeyError, match=r"\('text', 'prompt'\)"):
         TopKRewardSelector(2, 1).inv(batch(["p"] * 2, [0.0, 1.0]).exclude("text"))
+
+
+@pytest.mark.parametrize("prompt_key", ["group_id", ("text", "prompt")])
+def test_single_rows_that_were_stacked_lazily_are_a_batch_like_any_other(prompt_key):
+    given = batch(["p", "q"] * 3, [0.0, 9.0, 1.0, 8.0, 2.0, 7.0])
+    given["group_id"] = torch.tensor([1, 2] * 3)
+    rows = LazyStackedTensorDict.lazy_stack([row.clone() for row in given.unbind(0)])
+    out = TopKRewardSelector(3, 1, prompt_key=prompt_key).inv(rows)
+    assert out["number"].tolist() == [4, 1]
+
+
+def test_an_empty_batch_writes_nothing():
+    assert TopKRewardSelector(3, 1).inv(batch(["p"], [1.0])[:0]) is None

@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 
 from llmrl.collectors.llm import LLMCollector
-from llmrl.data.llm import ConstantKLController
+from llmrl.data.llm import AdaptiveKLController, ConstantKLController
 from llmrl.data.llm.chat import History
 from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer
 from llmrl.envs import StepCounter, Transform, check_env_specs
@@ -187,6 +187,35 @@ def test_a_kl_controller_sets_the_weight_at_every_step():
     assert transform(batch([1], [[-1.0]], [[-2.0]]))["next", "reward"].item() == 0.5
     controller.coef = 0.25
     assert transform(batch([1], [[-1.0]], [[-2.0]]))["next", "reward"].item() == 0.75
+
+
+def test_the_weight_of_a_controller_is_state_of_the_transform():
+    def transform(coef):
+        return KLComputation(coeff=AdaptiveKLController(init_kl_coef=coef, target=1.0, horizon=10))
+
+    moved, fresh = transform(0.5), transform(0.1)
+    moved.coeff.update([-5.0] * 5)
+    fresh.load_state_dict(moved.state_dict())
+    assert fresh.coeff.coef == moved.coeff.coef == pytest.approx(0.55)
+    assert KLComputation(coeff=0.5).state_dict() == {}
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean", "token"])
+def test_a_reward_in_whole_numbers_pays_the_whole_penalty(reduction):
+    def given(dtype):
+        td = padded(batch([2, 1], [[-1.0, -2.0], [-0.5]], [[-1.5, -3.0], [-0.25]]))
+        td["next", "reward"] = td["next", "reward"].to(dtype)
+        return KLComputation(coeff=0.1, reduction=reduction)(td)["next", "reward"]
+
+    assert torch.equal(given(torch.int64), given(torch.float32))
+
+
+@pytest.mark.parametrize(("reduction", "shape"), [("sum", (2, 4, 1)), ("mean", (2, 4, 1)), ("token", (2, 2, 1))])
+def test_a_reward_that_is_not_one_per_conversation_is_refused_where_one_is_needed(reduction, shape):
+    td = padded(batch([2, 1], [[-1.0, -2.0], [-0.5]], [[-1.5, -3.0], [-0.25]]))
+    td["next", "reward"] = torch.ones(shape)
+    with pytest.raises(ShapeError, match="one reward per conversation"):
+        KLComputation(reduction=reduction)(td)
 
 
 class GoOn(Transform):

@@ -2,37 +2,28 @@
 
 The penalty is log p - log p_ref of the token that was sampled (the k1 estimate, arXiv:2203.02155), on the tokens that
 the policy wrote and on no other, so that neither prompts nor padding change a number. The log-probs of the reference
-are `log_probs`' part; a KL term in the loss instead of the reward is `GRPOLoss`'s ``kl_to_ref_coeff``.
+are `log_probs`' part, both as one transform are `retrieve_kl`'s; a KL term in the loss instead of the reward is
+`GRPOLoss`'s ``kl_to_ref_coeff``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from llmrl.data.specs import Composite, Unbounded
-from llmrl.envs.llm.transforms.log_probs import (
-    FullKey,
-    RetrieveLogProb,
-    Scorer,
-    check_padding_side,
-    full_key,
-    with_rows_spec,
-)
+from llmrl.envs.llm.transforms.log_probs import FullKey, check_padding_side, full_key, with_rows_spec
 from llmrl.envs.rows import present_keys
-from llmrl.envs.transforms.base import Compose, Transform
+from llmrl.envs.transforms.base import Transform
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError
 from llmrl.modules.llm.policies.containers import LogProbs
 from llmrl.padding import lengths_mask, pad_rows
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-__all__ = ["KLComputation", "KLRewardTransform", "RetrieveKL"]
+__all__ = ["GEN", "REF", "KLComputation", "Reduction", "check_different"]
 
 Reduction = Literal["token", "sum", "mean"]
 
@@ -52,13 +43,14 @@ class KLComputation(Transform):
     Writes  ("next", kl_key, "full") float32 ragged[T] or [B, T], 0 where the policy wrote no token
             ("next", reward_key)     float32[B, 1, 1], or [B, T, 1] for ``reduction="token"``
     Raises  MissingKeyError for absent log-probs, or a reward that is to be changed and not there; ShapeError where the
-            log-probs do not fit each other; ConfigError for settings that contradict each other
+            log-probs do not fit each other or the reward is not one per conversation (or token, for "token");
+            ConfigError for settings that contradict each other
 
     reduction     "sum": reward - coeff * (sum of the turn's penalties), one number per conversation. "mean": the same
                   with their mean. "token": one reward per token, aligned with ("tokens", "full"): -coeff * penalty,
                   plus the reward itself on the last token that the policy wrote; padded rows only. None: "token" for
                   padded rows, "sum" for ragged ones
-    coeff         a number, or a KL controller, whose ``coef`` is read at every step
+    coeff         a number, or a KL controller, whose ``coef`` is read at every step and is the state of this transform
     padding_side  checked and otherwise without effect: the layout is that of the tokens
 
     In an env a turn pays for its own tokens, so that the rewards of all turns add up; in a buffer a row pays for all of
@@ -123,6 +115,15 @@ class KLComputation(Transform):
     def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
         return self._written(td, next_td, whole=False)
 
+    def state_dict(self) -> dict[str, Any]:
+        return self.coeff.state_dict() if hasattr(self.coeff, "state_dict") else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if hasattr(self.coeff, "load_state_dict"):
+            self.coeff.load_state_dict(state)
+        else:
+            super().load_state_dict(state)
+
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
         if self.add_to_reward and self.reduction in (None, "token") and self.reward_key in reward_spec:
             shape = (*reward_spec.shape, -1, 1)
@@ -171,7 +172,15 @@ class KLComputation(Transform):
                 f"{type(self).__name__}: changes {self.reward_key!r}, which is not there: append it after the "
                 "transform that writes the reward, or pass add_to_reward=False."
             )
+        if not reward.is_floating_point():
+            reward = reward.float()
         reduction = self.reduction or ("token" if lengths is None else "sum")
+        per_token = reduction == "token" and lengths is None and reward.numel() == kl_BT.numel()
+        if reward.numel() != len(kl_BT) and not per_token:
+            raise ShapeError(
+                f"{type(self).__name__}: reduction={reduction!r} needs one reward per conversation, [{len(kl_BT)}, 1, "
+                f"1]: got {list(reward.shape)}; reduce it first, or use reduction='token' with one per token."
+            )
         coeff = getattr(self.coeff, "coef", self.coeff)
         penalty_BT = coeff * kl_BT.masked_fill(~paid_BT, 0.0).to(reward)
         paid_BT = paid_BT.to(reward.device)
@@ -186,7 +195,7 @@ class KLComputation(Transform):
                 f"{min(lengths)} to {max(lengths)} tokens; use reduction='sum', whose reward is their sum, or a policy "
                 "with pad_output=True."
             )
-        if reward.numel() == penalty_BT.numel():  # one per token already
+        if per_token:
             return reward.view(*penalty_BT.shape, 1) - penalty_BT.unsqueeze(-1)
         places_T = torch.arange(paid_BT.shape[1], device=reward.device)
         last_B1 = (paid_BT * places_T).amax(1, keepdim=True)
@@ -194,180 +203,11 @@ class KLComputation(Transform):
         return (own_BT - penalty_BT).unsqueeze(-1)
 
 
-class RetrieveKL(Compose):
-    """The log-probs of a reference, where wanted those of the policy anew, and the KL penalty between the two.
-
-    Reads, Calls, Writes  as `RetrieveLogProb` and `KLComputation`
-    Raises  ConfigError without a reference, for a model that generates, for wrappers of which only one pads its output,
-            and for one key for both log-probs; what the two raise
-
-    gen_model    "from_collector": the log-probs that the policy wrote when it sampled. A wrapper with
-                 ``generate=False``, or an engine: the tokens are scored by it, into ("next", *gen_log_probs_full_key)
-    ref_model    the reference; or, with ``reference="adapter_off"``, the policy's own PEFT model
-    gen_model_factory, ref_model_factory  called once, here, for a model that is not there yet
-    temperature  that both are scored at; None: that of ``gen_model``, else the reference's own
-    use_ray_service  must be False: to score in another process, give an engine that lives there
-
-    >>> from llmrl.testing import FakeEngine
-    >>> [type(t).__name__ for t in RetrieveKL(ref_model=FakeEngine([torch.tensor([1])]), coeff=0.1)]
-    ['RetrieveLogProb', 'KLComputation']
-    """
-
-    def __init__(
-        self,
-        gen_model: Scorer | Literal["from_collector"] = "from_collector",
-        ref_model: Scorer | None = None,
-        *,
-        gen_model_factory: Callable[[], Scorer] | None = None,
-        ref_model_factory: Callable[[], Scorer] | None = None,
-        assistant_only: bool = True,
-        history_key: str | None = None,
-        tokenizer_kwargs: Mapping[str, Any] | None = None,
-        detach: bool = True,
-        device: torch.device | str | None = None,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        padding_side: Literal["left", "right"] = "left",
-        gen_log_probs_full_key: FullKey = GEN,
-        ref_log_probs_full_key: FullKey = REF,
-        kl_key: str = "kl_penalty",
-        add_to_reward: bool = True,
-        coeff: float | Any = 1.0,
-        use_ray_service: bool = False,
-        reference: Literal["model", "adapter_off"] = "model",
-        temperature: float | None = None,
-        reduction: Reduction | None = None,
-    ):
-        who = type(self).__name__
-        check_different(gen_log_probs_full_key, ref_log_probs_full_key, who)
-        given = None if gen_model == "from_collector" else gen_model
-        gen = _one_model("gen", given, gen_model_factory, who, use_ray_service)
-        ref = _one_model("ref", ref_model, ref_model_factory, who, use_ray_service)
-        if ref is None:
-            raise ConfigError(f"{who}: there must be a reference: pass ref_model or ref_model_factory.")
-        pads = [getattr(model, "pad_output", None) for model in (gen, ref)]
-        if None not in pads and pads[0] != pads[1]:
-            raise ConfigError(
-                f"{who}: both models must have the same pad_output: got {pads[0]} for gen_model and {pads[1]} for "
-                "ref_model."
-            )
-        if temperature is None:
-            temperature = getattr(gen, "temperature", None)
-        common = {
-            "assistant_only": assistant_only,
-            "tokenizer_kwargs": tokenizer_kwargs,
-            "detach": detach,
-            "device": device,
-            "tokenizer": tokenizer,
-            "padding_side": padding_side,
-            "temperature": temperature,
-        }
-        if history_key is not None:
-            gen, ref = (
-                model.get_new_version(history_key=history_key) if hasattr(model, "get_new_version") else model
-                for model in (gen, ref)
-            )
-        scorers = [RetrieveLogProb(ref, log_probs_full_key=ref_log_probs_full_key, reference=reference, **common)]
-        if gen is not None:
-            scorers.insert(0, RetrieveLogProb(gen, log_probs_full_key=gen_log_probs_full_key, **common))
-        computation = KLComputation(
-            gen_log_probs_full_key,
-            ref_log_probs_full_key,
-            kl_key=kl_key,
-            add_to_reward=add_to_reward,
-            coeff=coeff,
-            padding_side=padding_side,
-            reduction=reduction,
-        )
-        super().__init__(*scorers, computation)
-
-
-class KLRewardTransform(Compose):
-    """Takes ``coef`` times the KL from a reference off the reward: `RetrieveKL` with the policy's own log-probs.
-
-    Reads   in_keys[0] of ``next`` ("reward"), ``log_prob_key``, and what `RetrieveLogProb` reads
-    Writes  out_keys: the reward, the container of the penalty, that of the reference's log-probs, all in ``next``;
-            default ["reward", "kl_penalty", "ref_log_probs"]. See `KLComputation` for the shape of the reward
-    Raises  as `RetrieveKL`; ConfigError for other than one in_key and three out_keys
-
-    >>> from llmrl.testing import FakeEngine
-    >>> KLRewardTransform(FakeEngine([torch.tensor([1])]), coef=0.1)[1].coeff
-    0.1
-    """
-
-    def __init__(
-        self,
-        ref_model: Scorer | None = None,
-        *,
-        ref_model_factory: Callable[[], Scorer] | None = None,
-        coef: float | Any = 1.0,
-        in_keys: Sequence[NestedKey] | None = None,
-        out_keys: Sequence[NestedKey] | None = None,
-        log_prob_key: FullKey = GEN,
-        device: torch.device | str | None = None,
-        add_to_reward: bool = True,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        assistant_only: bool = True,
-        padding_side: Literal["left", "right"] = "left",
-        use_ray_service: bool = False,
-        reference: Literal["model", "adapter_off"] = "model",
-        temperature: float | None = None,
-        reduction: Reduction | None = None,
-    ):
-        in_keys = ["reward"] if in_keys is None else list(in_keys)
-        out_keys = [*in_keys[:1], "kl_penalty", "ref_log_probs"] if out_keys is None else list(out_keys)
-        if len(in_keys) != 1 or len(out_keys) != 3 or out_keys[0] != in_keys[0]:
-            raise ConfigError(
-                "KLRewardTransform: in_keys must be [reward] and out_keys [the same reward, penalty, log-probs of the "
-                f"reference]: got {in_keys} and {out_keys}."
-            )
-        who = type(self).__name__
-        ref = _one_model("ref", ref_model, ref_model_factory, who, use_ray_service)
-        if ref is None:
-            raise ConfigError(f"{who}: there must be a reference: pass ref_model or ref_model_factory.")
-        key = full_key((out_keys[2], "full"), who)
-        retrieve = RetrieveLogProb(
-            ref,
-            log_probs_full_key=key,
-            assistant_only=assistant_only,
-            device=device,
-            tokenizer=tokenizer,
-            padding_side=padding_side,
-            reference=reference,
-            temperature=temperature,
-        )
-        computation = KLComputation(
-            log_prob_key,
-            key,
-            kl_key=out_keys[1],
-            add_to_reward=add_to_reward,
-            coeff=coef,
-            padding_side=padding_side,
-            reduction=reduction,
-            reward_key=in_keys[0],
-        )
-        super().__init__(retrieve, computation)
-
-
 def check_different(gen_key: Any, ref_key: Any, who: str) -> None:
     if gen_key == ref_key:
         raise ConfigError(
             f"{who}: the log-probs of policy and reference must be under different keys: got {gen_key!r} for both."
         )
-
-
-def _one_model(
-    name: str, model: Scorer | None, factory: Callable[[], Scorer] | None, who: str, use_ray_service: bool
-) -> Scorer | None:
-    if use_ray_service:
-        raise ConfigError(
-            f"{who}: use_ray_service must be False: a model in another process is reached through its engine; pass "
-            "that as the model."
-        )
-    if factory is None:
-        return model
-    if model is not None:
-        raise ConfigError(f"{who}: give one of {name}_model and {name}_model_factory, not both.")
-    return factory()
 
 
 def _penalties(gen: Any, ref: Any, mask: Any, who: str) -> tuple[Tensor, Tensor, list[int] | None]:
