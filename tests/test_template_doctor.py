@@ -91,8 +91,10 @@ def test_template_that_rewrites_the_past_is_said_and_is_fine_for_one_turn(tmp_pa
 
 def test_tools_that_are_ignored_and_an_empty_list_that_is_not_are_found(tmp_path: Path):
     ignoring = diagnose(saved(tmp_path / "ignoring", CHATML), tools=True)
-    assert "are not shown to the model" in detail(ignoring, "tools")
+    assert "never speaks of tools" in detail(ignoring, "tools")
     assert found(ignoring)["tool calls"] is False
+    mentioning = diagnose(saved(tmp_path / "mentioning", "{# tools come later #}" + CHATML), tools=True)
+    assert "are not shown to the model" in detail(mentioning, "tools")
     confused = CHATML.replace(
         "{% for", "{% if tools is not none %}<|im_start|>system\nTools:<|im_end|>\n{% endif %}{% for", 1
     )

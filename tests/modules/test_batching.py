@@ -387,6 +387,8 @@ def test_batching_is_asked_for_by_name_or_by_a_size(tokenizer):
         ({"min_batch_size": 3, "max_batch_size": 2}, "min_batch_size must not exceed max_batch_size: got 3 and 2"),
         ({"min_batch_size": 0}, "min_batch_size must be positive"),
         ({"max_batch_size": -1}, "max_batch_size must be positive"),
+        ({"min_batch_size": 1.5}, "min_batch_size must be positive and whole: got 1.5"),
+        ({"batching": True, "batching_timeout": "1"}, "at least 0 seconds: got '1'"),
         ({"batching": True, "batching_timeout": -1.0}, "at least 0 seconds"),
         ({"batching": False, "max_batch_size": 2}, "batching=False must come without"),
     ],

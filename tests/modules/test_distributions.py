@@ -214,6 +214,8 @@ def test_what_does_not_fit_is_named(policy):
         policy.get_dist(td, masking_strategy="rlfh")
     with pytest.raises(ShapeError, match=rf"got rows of \[\(5,\)\], expected rows of \[\({length},\)\]; usually"):
         policy.get_dist(td, mask=[torch.ones(5, dtype=torch.bool)])
+    as_lists = [[position > 1 for position in range(length)]]
+    assert policy.get_dist(td, mask=as_lists).mask.sum() == length - 2
     with pytest.raises(MissingKeyError, match=r"'all_assistant_mask'.*use 'generic'"):
         policy.get_dist(
             TensorDict({"tokens": Tokens.from_rows({"full": [torch.arange(3)]})}, [1]), masking_strategy="rlhf"

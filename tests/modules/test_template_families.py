@@ -275,7 +275,7 @@ def test_gpt_oss_keeps_the_analysis_of_calls_until_the_question_is_answered():
     assert History.from_text(answered, chat_template_name="gpt_oss").to_chats() == chat
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if not FAMILIES[name].calls and name != "chatml_format"])
+@pytest.mark.parametrize("name", [name for name in NAMES if not FAMILIES[name].calls])
 def test_format_without_tools_refuses_them_instead_of_dropping_them(name: str):
     with pytest.raises(TemplateError, match="tool"):
         written(name, [USER, ANSWER], tools=[{"type": "function", "function": {"name": "add"}}])
@@ -416,6 +416,14 @@ def test_reading_inverts_writing_of_thinking(name: str):
     text = written(name, chat)
     assert text.index("12 and 30\nmake 42") < text.index("It is 42.")
     assert History.from_text(text, chat_template_name=name).to_chats() == chat
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
+@pytest.mark.parametrize("thinking", [{"reasoning_content": "12 and 30\nmake 42"}, {}], ids=["thinking", "none"])
+def test_reading_inverts_writing_of_thinking_before_a_call(name: str, thinking: dict[str, str]):
+    """Regression: the line end before the call was missed, so the <think> block stayed in the content."""
+    chat = [USER, CALLING | thinking]
+    assert History.from_text(written(name, chat), chat_template_name=name).to_chats() == chat
 
 
 @pytest.mark.parametrize("name", NAMES)

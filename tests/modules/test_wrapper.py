@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import gc
-import inspect
-import pickle
-
 import pytest
 import torch
 from tensordict import TensorDict
 
 from llmrl.data.llm.chat import History
-from llmrl.errors import ConfigError, MissingKeyError, RolloutError, ShapeError
 from llmrl.modules.llm import (
     AsyncVLLMEngine,
     ChatHistory,
-    LogProbs,
-    Masks,
     StopReason,
     Text,
     Tokens,
@@ -30,32 +23,6 @@ from llmrl.modules.llm.rendering import Renderer
 from llmrl.padding import lengths_mask, pad_rows
 from llmrl.testing import FakeEngine, ScriptedPolicy, tiny_model, tiny_tokenizer
 
-# name -> a value to start from, another one; what a backend decides is left out
-ARGUMENTS = {
-    "input_mode": ("history", "text"),
-    "input_key": (("history", "prompt"), ("talk", "prompt")),
-    "attention_mask_key": ("mask", "other_mask"),
-    "generate": (True, False),
-    "generate_kwargs": ({"temperature": 0.5}, {"temperature": 0.7}),
-    "tokenizer_kwargs": ({}, None),
-    "pad_output": (True, False),
-    "inplace": (False, "empty"),
-    "layout": (torch.strided, None),
-    "num_samples": (2, 3),
-    "chat_template_name": (None, "chatml_format"),
-    "chat_template": (None, tiny_tokenizer().chat_template + " "),
-    "return_log_probs": (True, None),
-    "history_key": ("talk", "history"),
-    "text_key": ("words", "text"),
-    "tokens_key": ("ids", "tokens"),
-    "masks_key": ("which", "masks"),
-    "log_probs_key": ("scores", "log_probs"),
-    "batching": (True, None),
-    "min_batch_size": (2, 1),
-    "max_batch_size": (8, None),
-    "batching_timeout": (0.01, 1.0),
-    "prefer_tokens": (False, True),
-}
 QUESTIONS = ["Hi", "What is 12 + 30?", "Think step by step."]
 
 
@@ -122,21 +89,6 @@ def fake_policy(tokenizer, answers, **options):
 
 def rows(td, *key):
     return td.get(key, as_list=True)
-
-
-def carried(td, *, tool=None):
-    """The next turn's prompt side, as an environment leaves it; ``tool`` adds a message to every conversation."""
-    history = td["history"].full
-    if tool is not None:
-        history = history.extend(History.from_chats([[tool]] * len(td)), inplace=False, dim=-1)
-    columns = {
-        "history": ChatHistory.from_rows({"prompt": history}),
-        "text": Text.from_rows({"prompt": td["text"].rows("full")}),
-        "tokens": Tokens.from_rows({"prompt": rows(td, "tokens", "full"), "covered": td["tokens"].covered}),
-        "masks": Masks.from_rows({"prompt_assistant_mask": rows(td, "masks", "all_assistant_mask")}),
-        "log_probs": LogProbs.from_rows({"prompt": rows(td, "log_probs", "full")}),
-    }
-    return TensorDict(columns, td.batch_size)
 
 
 # --- what is written --------------------------------------------------------------------------------------------------
@@ -287,6 +239,12 @@ def test_an_inplace_call_does_not_change_the_prompt(tokenizer):
     assert td["history"].prompt.to_chats() == chats()
 
 
+def test_scripted_policy_answers_histories(tokenizer):
+    td = ScriptedPolicy(lambda chat: chat[-1]["content"].upper())(history_td(chats()))
+    assert td["history"].full.to_chats()[1][-1] == {"role": "assistant", "content": "WHAT IS 12 + 30?"}
+    assert td["stop_reason"].tolist() == [StopReason.EOS] * 3
+
+
 # --- log-probs: generation and scoring agree --------------------------------------------------------------------------
 
 
@@ -340,16 +298,6 @@ def test_scoring_reads_the_tokens_and_not_the_text(make_policy, model, tokenizer
     torch.testing.assert_close(rows(out, "log_probs", "full")[0], expected, atol=1e-5, rtol=0)
 
 
-def test_invalid_text_is_drawn_stored_and_carried_as_ids(tokenizer):
-    broken = torch.tensor([*tokenizer.encode("é", add_special_tokens=False)[:1], 300, tokenizer.eos_token_id])
-    policy = fake_policy(tokenizer, [broken])
-    first = policy(history_td(chats(["Hi"])))
-    assert "\ufffd" in first["history"].response.to_chats()[0][0]["content"]
-    policy(carried(first, tool={"role": "user", "content": "again"}))
-    stored = rows(first, "tokens", "full")[0]
-    assert torch.equal(policy.engine.prompts[1][: len(stored)], stored)
-
-
 @pytest.mark.parametrize("mode", ["history", "text", "tokens"])
 def test_scoring_without_tokens_encodes_the_conversation(make_policy, model, tokenizer, mode):
     whole = [[*chat, {"role": "assistant", "content": "It is 42."}] for chat in chats()]
@@ -383,150 +331,6 @@ def test_pad_equal_to_eos_gives_the_same_result(make_policy, model):
         torch.testing.assert_close(a, b)
 
 
-# --- several turns ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("pad_output", [False, True])
-def test_five_turns_store_exactly_what_the_engine_saw(tokenizer, pad_output):
-    answers = ["I call a tool.", "And <think>again</think>.", "Cut off here because it is long", "So", "Done: 42."]
-    script = iter([answer for answer in answers for _ in range(2)])
-    limit = 12
-    policy = fake_policy(tokenizer, lambda prompt: next(script), generate_kwargs={"max_new_tokens": limit})
-    if pad_output:
-        policy = policy.get_new_version(pad_output=True)
-    td = policy(history_td(chats(["Hi", "What is 12 + 30?"])))
-    drawn = [[rows_of(td, "response", row)] for row in range(2)]
-    for turn in range(1, 5):
-        tool = {"role": "tool" if turn % 2 else "user", "content": f"result {turn}"}
-        td = policy(carried_padded(td, tool=tool) if pad_output else carried(td, tool=tool))
-        for row in range(2):
-            drawn[row].append(rows_of(td, "response", row))
-    assert [len(answer) for answer in drawn[0]].count(limit) == 1  # one turn was cut off
-    for row in range(2):
-        prompts = policy.engine.prompts[row::2]
-        full = rows_of(td, "full", row)
-        for turn, (prompt, response) in enumerate(zip(prompts, drawn[row], strict=True)):
-            seen = torch.cat([prompt, response])
-            assert torch.equal(full[: len(seen)], seen), f"turn {turn} is not a prefix of the stored stream"
-        mask = rows_of(td, "all_assistant_mask", row, "masks")
-        assert torch.equal(full[mask], torch.cat(drawn[row]))  # trained tokens are the sampled ones, of all turns
-        log_probs = rows_of(td, "full", row, "log_probs")
-        assert torch.equal(log_probs != 0, mask)
-        text = td["text"].rows("full")[row]
-        assert text == tokenizer.decode(full)
-        assert "result 3" in text
-
-
-def rows_of(td, field, row, container="tokens"):
-    """One row without its padding."""
-    value = td[container].rows(field)[row]
-    if not td[container].padded:
-        return value
-    if field == "response":
-        return value[td["masks"].all_attention_mask[row, -len(value) :]]
-    return value[td["masks"].all_attention_mask[row]]
-
-
-def carried_padded(td, *, tool):
-    history = td["history"].full.extend(History.from_chats([[tool]] * len(td)), inplace=False, dim=-1)
-    masks = {
-        "prompt_assistant_mask": td["masks"].all_assistant_mask,
-        "prompt_attention_mask": td["masks"].all_attention_mask,
-    }
-    columns = {
-        "history": ChatHistory.from_rows({"prompt": history}),
-        "text": Text.from_rows({"prompt": td["text"].rows("full")}),
-        "tokens": Tokens.from_padded({"prompt": td["tokens"].full, "covered": td["tokens"].covered}, [len(td)]),
-        "masks": Masks.from_padded(masks),
-        "log_probs": LogProbs.from_padded({"prompt": td["log_probs"].full}),
-    }
-    return TensorDict(columns, td.batch_size)
-
-
-def test_a_later_turn_equals_rendering_the_whole_conversation(tokenizer):
-    policy = fake_policy(tokenizer, ["It is 42.", "Bye."])
-    td = policy(carried(policy(history_td(chats(["Hi"]))), tool={"role": "user", "content": "And 7 times 6?"}))
-    whole = tokenizer.apply_chat_template(
-        td["history"].prompt.to_chats()[0], tokenize=False, add_generation_prompt=True
-    )
-    assert tokenizer.decode(policy.engine.prompts[1]) == whole
-    assert td["text"].rows("prompt") == [whole]
-
-
-def test_rows_that_start_afresh_are_rendered_among_rows_that_go_on(tokenizer):
-    policy = fake_policy(tokenizer, ["one", "two", "three", "four"])
-    first = policy(history_td(chats(["Hi", "Hello"])))
-    td = carried(first, tool={"role": "user", "content": "more"})
-    empty = torch.zeros(0, dtype=torch.int64)
-    td["history"] = ChatHistory.from_rows(
-        {"prompt": History.stack([History.from_messages(chats(["New"])[0]), td["history"].prompt[1]])}
-    )
-    td["tokens"] = Tokens.from_rows(
-        {"prompt": [empty, rows(td, "tokens", "prompt")[1]], "covered": torch.tensor([0, 2])}
-    )
-    td["masks"] = Masks.from_rows(
-        {"prompt_assistant_mask": [empty.bool(), rows(td, "masks", "prompt_assistant_mask")[1]]}
-    )
-    td["log_probs"] = LogProbs.from_rows({"prompt": [empty.float(), rows(td, "log_probs", "prompt")[1]]})
-    out = policy(td)
-    assert torch.equal(policy.engine.prompts[2], Renderer(tokenizer).prompt_ids(chats(["New"]))[0])
-    assert torch.equal(
-        policy.engine.prompts[3][: len(rows(first, "tokens", "full")[1])], rows(first, "tokens", "full")[1]
-    )
-    assert out["text"].rows("full")[0].startswith("<|im_start|>user\nNew")
-    assert [int(mask.sum()) for mask in rows(out, "masks", "all_assistant_mask")] == [
-        len(policy.engine.answers[2]),
-        len(policy.engine.answers[1]) + len(policy.engine.answers[3]),
-    ]
-
-
-def test_asking_the_same_prompt_again_uses_the_same_ids(tokenizer):
-    policy = fake_policy(tokenizer, ["one", "two", "three", "four"])
-    td = policy(history_td(chats(["Hi"])))
-    policy(td)
-    assert torch.equal(policy.engine.prompts[0], policy.engine.prompts[1])
-    later = policy(carried(td, tool={"role": "user", "content": "more"}))
-    mask = rows(later, "masks", "all_assistant_mask")[0]
-    again = policy(later)
-    assert torch.equal(policy.engine.prompts[2], policy.engine.prompts[3])
-    assert rows(again, "masks", "all_assistant_mask")[0].sum() == mask.sum() - len(policy.engine.answers[2]) + len(
-        policy.engine.answers[3]
-    )
-
-
-def test_text_mode_tokenises_only_what_was_appended(tokenizer):
-    policy = fake_policy(tokenizer, [torch.tensor([300, 301, 302]), "end"], input_mode="text")
-    td = policy(TensorDict({"text": Text.from_rows({"prompt": ["Hello "]})}, [1]))
-    step = TensorDict(
-        {
-            "text": Text.from_rows({"prompt": [td["text"].rows("full")[0] + " more"]}),
-            "tokens": Tokens.from_rows({"prompt": rows(td, "tokens", "full"), "covered": td["tokens"].covered}),
-            "masks": Masks.from_rows({"prompt_assistant_mask": rows(td, "masks", "all_assistant_mask")}),
-        },
-        [1],
-    )
-    policy(step)
-    added = tokenizer.encode(" more", add_special_tokens=False)
-    assert policy.engine.prompts[1].tolist() == [*rows(td, "tokens", "full")[0].tolist(), *added]
-    assert int(rows(step, "masks", "all_assistant_mask")[0].sum()) == 3 + len(policy.engine.answers[1])
-
-
-def test_a_conversation_that_lost_messages_is_an_error(tokenizer):
-    policy = fake_policy(tokenizer, ["one"])
-    td = carried(policy(history_td(chats(["Hi"]))))
-    td["history"] = ChatHistory.from_rows({"prompt": History.from_chats(chats(["Hi"]))})
-    with pytest.raises(RolloutError, match="only grows"):
-        policy(td)
-
-
-def test_prefer_tokens_false_renders_anew(tokenizer):
-    policy = fake_policy(tokenizer, [torch.tensor([300, 301])], prefer_tokens=False)
-    td = carried(policy(history_td(chats(["Hi"]))), tool={"role": "user", "content": "more"})
-    policy(td)
-    assert torch.equal(policy.engine.prompts[1], policy.renderer.prompt_ids(td["history"].prompt.to_chats())[0])
-    assert int(rows(td, "masks", "all_assistant_mask")[0].sum()) == 2
-
-
 # --- seeds ------------------------------------------------------------------------------------------------------------
 
 
@@ -551,145 +355,6 @@ def test_the_wrappers_seed_repeats_the_run(make_policy, model, tokenizer):
     second = [rows(policy(history_td(chats())), "tokens", "full")[0].tolist() for _ in range(2)]
     assert first == second
     assert first[0] != first[1]
-
-
-# --- settings ---------------------------------------------------------------------------------------------------------
-
-
-@with_a_model
-def test_a_new_version_keeps_everything_it_was_not_told_to_change(make_policy, model, tokenizer):
-    policy = make_policy(
-        model,
-        tokenizer,
-        generate_kwargs={"max_new_tokens": 4, "temperature": 0.5},
-        text_key="words",
-        pad_output=True,
-        inplace=False,
-        prefer_tokens=False,
-    )
-    policy.engine.update_weights(None, version=7)
-    scorer = policy.get_new_version(generate=False)
-    back = scorer.get_new_version(generate=True)
-    for version in (scorer, back):
-        assert version.model is model
-        assert version.engine is policy.engine
-        assert version.scorer is policy.scorer
-        assert version.keys == policy.keys
-        assert version.temperature == 0.5
-        assert (version.pad_output, version.inplace, version.prefer_tokens) == (True, False, False)
-    assert scorer.in_keys == [("history", "full")]
-    assert back.in_keys == [("history", "prompt")]
-    assert back.options == policy.options
-    assert back(history_td(chats()))["policy_version"].tolist() == [7, 7, 7]
-    assert policy.get_new_version(pad_model_input=False).engine.version == 7
-    with pytest.raises(ConfigError, match="Did you mean 'pad_output'"):
-        policy.get_new_version(pad_outputs=True)
-
-
-def test_options_of_one_call_override_single_options(make_policy, model, tokenizer):
-    policy = make_policy(model, tokenizer, generate_kwargs={"max_new_tokens": 4, "temperature": 0.7})
-    td = policy(history_td(chats()), generate_kwargs={"max_new_tokens": 2})
-    assert {len(row) for row in rows(td, "tokens", "response")} == {2}
-    assert policy.temperature == 0.7
-    a, b = (policy(history_td(chats()), generate_kwargs={"temperature": 0.0}) for _ in range(2))
-    assert torch.equal(rows(a, "tokens", "full")[1], rows(b, "tokens", "full")[1])
-    assert len(rows(a, "tokens", "response")[1]) == 4
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"temprature": 1.0}, "unknown option 'temprature'. Did you mean 'temperature'"),
-        ({"num_beams": 4}, "num_beams must be 1"),
-        ({"temperature": -0.1}, "temperature must be non-negative"),
-        ({"top_p": 2.0}, r"top_p must be within \[0, 1\]"),
-        ({"top_k": -5}, "top_k must be positive"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty must be positive"),
-        ({"do_sample": False, "temperature": 0.7}, "greedy decoding .* needs temperature 0"),
-        ({"do_sample": True, "temperature": 0.0}, "temperature above 0"),
-        ({"num_return_sequences": 0}, "num_return_sequences must be positive"),
-    ],
-)
-def test_generation_options_are_checked_at_construction(tokenizer, options, message):
-    with pytest.raises(ConfigError, match=message):
-        fake_policy(tokenizer, ["a"], generate_kwargs=options)
-
-
-def test_legacy_option_names(tokenizer):
-    policy = fake_policy(
-        tokenizer, ["Hello there, you"], generate_kwargs={"max_tokens": 2, "n": 3, "max_new_tokens": 50}
-    )
-    out = policy(history_td(chats()))
-    assert out.batch_size == (3, 3)
-    assert len(out[0, 0]["tokens"].response) == 2
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"input_mode": "histroy"}, "Did you mean 'history'"),
-        ({"generate": False, "return_log_probs": False}, "return_log_probs must be True"),
-        ({"num_samples": 2, "inplace": True}, "inplace must not be True"),
-        ({"num_samples": 2, "generate_kwargs": {"n": 3}}, "name one thing"),
-        ({"layout": torch.jagged}, "as_nested_tensor"),
-        ({"inplace": "all"}, "inplace must be"),
-        ({"tokenizer_kwargs": {"padding": True}}, "must not set padding"),
-        ({"device": "cpu"}, "decided by the engine"),
-    ],
-)
-def test_settings_that_cannot_be_honoured_are_errors(tokenizer, options, message):
-    with pytest.raises(ConfigError, match=message):
-        fake_policy(tokenizer, ["a"], **options)
-
-
-def test_what_is_missing_or_of_another_kind_is_named(model, tokenizer):
-    policy = fake_policy(tokenizer, ["a"])
-    with pytest.raises(MissingKeyError, match=r"Expected '\('history', 'prompt'\)' key"):
-        policy(TensorDict({"query": torch.zeros(2)}, [2]))
-    with pytest.raises(TypeError, match="Expected History object"):
-        fake_policy(tokenizer, ["a"], input_key="query")(TensorDict({"query": torch.zeros(2)}, [2]))
-    with pytest.raises(ShapeError, match="at least one row"):
-        policy(TensorDict({}, [0]))
-    with pytest.raises(ConfigError, match="must be an Engine"):
-        LLMWrapperBase(model, tokenizer=tokenizer)
-    with pytest.raises(ConfigError, match="gradients need a model"):
-        policy.token_scores(*(torch.ones(1, 2, dtype=torch.int64),) * 3)
-
-
-def test_tokens_mode_needs_no_tokenizer_and_reads_a_dense_prompt_by_its_mask(model):
-    policy = TransformersWrapper(model, input_mode="tokens", generate_kwargs={"max_new_tokens": 3, "temperature": 0.0})
-    eos = model.config.eos_token_id
-    prompt = torch.tensor([[eos, 5, 6, 7], [eos, eos, 8, eos]])
-    mask = torch.tensor([[False, True, True, True], [False, False, True, True]])
-    td = TensorDict({"tokens": TensorDict({"prompt": prompt}, [2]), "attention_mask": mask}, [2])
-    out = policy(td.copy())
-    assert [row.tolist() for row in rows(out, "tokens", "prompt")] == [[5, 6, 7], [8, eos]]
-    alone = policy(TensorDict({"tokens": Tokens.from_rows({"prompt": [torch.tensor([8, eos])]})}, [1]))
-    assert torch.equal(rows(alone, "tokens", "full")[0], rows(out, "tokens", "full")[1])
-
-
-def test_custom_keys_and_input_key(tokenizer):
-    policy = fake_policy(tokenizer, ["yes"], tokens_key="ids", history_key="talk", input_key="start")
-    td = policy(TensorDict({"start": History.from_chats(chats())}, [3]))
-    assert {"ids", "talk", "text", "masks", "log_probs"} <= set(td.keys())
-    assert td["talk"].response.to_chats()[0][0]["content"] == "yes"
-
-
-def test_text_and_history_mode_options_of_the_tokenizer(tokenizer):
-    policy = fake_policy(tokenizer, ["yes"], generate_kwargs={"skip_special_tokens": True})
-    assert policy(history_td(chats()))["text"].rows("response") == ["yes"] * 3
-    named = fake_policy(
-        tokenizer,
-        ["yes"],
-        chat_template="{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}[assistant]",
-    )
-    assert named(history_td(chats()))["text"].rows("prompt")[0] == "[user]Hi<|im_end|>[assistant]"
-
-
-def test_scripted_policy_answers_histories(tokenizer):
-    td = ScriptedPolicy(lambda chat: chat[-1]["content"].upper())(history_td(chats()))
-    assert td["history"].full.to_chats()[1][-1] == {"role": "assistant", "content": "WHAT IS 12 + 30?"}
-    assert td["stop_reason"].tolist() == [StopReason.EOS] * 3
 
 
 # --- batch shapes -----------------------------------------------------------------------------------------------------
@@ -741,75 +406,14 @@ def test_every_batch_shape_generates_and_scores(
         torch.testing.assert_close(again[mask].detach(), sampled[mask], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("batch_size", [(0,), (2, 0)], ids=str)
-@pytest.mark.parametrize("generate", [True, False])
-def test_an_empty_batch_is_an_error(tokenizer, batch_size, generate):
-    policy = fake_policy(tokenizer, ["a"], generate=generate)
-    with pytest.raises(ShapeError, match=r"at least one row: got \["):
-        policy(TensorDict({}, batch_size))
+# --- options of one call ----------------------------------------------------------------------------------------------
 
 
-# --- collectors, pickling, options of one call ------------------------------------------------------------------------
-
-
-class Collector:
-    pass
-
-
-def test_the_policy_knows_its_collector_without_keeping_it(tokenizer):
-    policy, collector = fake_policy(tokenizer, ["a"]), Collector()
-    assert policy.collector is None
-    policy.register_collector(collector)
-    assert policy.collector is collector
-    assert pickle.loads(pickle.dumps(policy)).collector is None
-    del collector
-    gc.collect()
-    assert policy.collector is None
-
-
-@with_a_model
-def test_a_pickled_policy_answers_alike(make_policy, model, tokenizer):
-    policy = make_policy(model, tokenizer, generate_kwargs={"max_new_tokens": 5, "seed": 3}, batching=True)
-    other = pickle.loads(pickle.dumps(policy))
-    assert rows(other(history_td(chats())), "tokens", "full")[2].tolist() == (
-        rows(policy(history_td(chats())), "tokens", "full")[2].tolist()
-    )
-
-
-@pytest.mark.parametrize(
-    ("option", "instead"),
-    [({"n": 2}, "num_samples"), ({"logprobs": True}, "return_log_probs"), ({"seed": 1}, "policy.seed")],
-)
-def test_one_call_cannot_change_what_belongs_to_the_wrapper(tokenizer, option, instead):
-    with pytest.raises(ConfigError, match=rf"belongs to the wrapper.*{instead}"):
-        fake_policy(tokenizer, ["a"])(history_td(chats()), generate_kwargs=option)
-
-
-@pytest.mark.parametrize("name", sorted(ARGUMENTS))
-def test_a_new_version_keeps_every_argument(tokenizer, name):
-    """Whatever is changed, the other 25 stay; and what is changed, changes."""
-    policy = fake_policy(tokenizer, ["a"], **{k: v for k, (v, _) in ARGUMENTS.items()})
-    version = policy.get_new_version(**{name: ARGUMENTS[name][1]})
-    assert version._settings == {**policy._settings, name: ARGUMENTS[name][1]}
-    assert version.tokenizer is tokenizer
-
-
-def test_the_arguments_are_the_documented_ones():
-    names = set(inspect.signature(LLMWrapperBase).parameters)
-    assert names == {*ARGUMENTS, "model", "tokenizer", "device", "pad_model_input"}
-    assert len(names) == 27
-    assert set(inspect.signature(TransformersWrapper).parameters) == names
-
-
-@pytest.mark.parametrize("mode", ["text", "tokens"])
-def test_a_prompt_may_stand_in_a_plain_nested_tensordict(mode):
-    """Regression: ``TensorDict({("tokens", "prompt"): ids})`` was an AttributeError of a dict."""
-    tokenizer = tiny_tokenizer()
-    ids = torch.tensor([tokenizer("2+2=").input_ids] * 2)
-    prompt = ["2+2=", "2+2="] if mode == "text" else ids
-    policy = LLMWrapperBase(FakeEngine(["4"], tokenizer=tokenizer), tokenizer=tokenizer, input_mode=mode)
-    td = policy(TensorDict({(mode, "prompt"): prompt}, batch_size=[2]))
-    assert [row.tolist() for row in td["tokens"].rows("prompt")] == ids.tolist()
-    assert [tokenizer.decode(row) for row in td["tokens"].rows("full")] == ["2+2=4<|im_end|>"] * 2
-    scored = policy.get_new_version(generate=False)(TensorDict({("tokens", "full"): ids}, batch_size=[2]))
-    assert scored["log_probs"].full.shape == ids.shape
+def test_options_of_one_call_override_single_options(make_policy, model, tokenizer):
+    policy = make_policy(model, tokenizer, generate_kwargs={"max_new_tokens": 4, "temperature": 0.7})
+    td = policy(history_td(chats()), generate_kwargs={"max_new_tokens": 2})
+    assert {len(row) for row in rows(td, "tokens", "response")} == {2}
+    assert policy.temperature == 0.7
+    a, b = (policy(history_td(chats()), generate_kwargs={"temperature": 0.0}) for _ in range(2))
+    assert torch.equal(rows(a, "tokens", "full")[1], rows(b, "tokens", "full")[1])
+    assert len(rows(a, "tokens", "response")[1]) == 4

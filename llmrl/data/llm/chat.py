@@ -1,27 +1,29 @@
 """`History`: conversations in the chat format, as a tensorclass that batches, slices and renders.
 
-Storage is `llmrl.data.llm.message_stack`, text and ids are `llmrl.data.llm.codec`. A History is a view for people,
-tools and environments; what is trained is the stream of token ids, which is never rebuilt from it.
+Storage is `llmrl.data.llm.message_stack`, text is `llmrl.data.llm.codec`, ids are `llmrl.data.llm.id_batches`. A
+History is a view for people, tools and environments; what is trained is the stream of token ids, which is never rebuilt
+from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
+from reprlib import Repr
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorClass, TensorDict, TensorDictBase
+from tensordict import TensorClass
 
-from llmrl.data.llm.codec import ChatCodec, Tools, codec_for, render_text
-from llmrl.data.llm.masks import rows_to_tensors, spans_to_masks
+from llmrl.data.llm.codec import ChatCodec, codec_for
+from llmrl.data.llm.id_batches import as_dict, as_ids, check_request, encode_rows
 from llmrl.data.llm.message_stack import FIELDS, nested_messages, stack_nested
 from llmrl.data.llm.multimodal import is_processor, process_rows
-from llmrl.data.llm.nested import index_rows, join, pick_field, to_chats, wrap, zip_fields
-from llmrl.data.llm.templates import Message, add_chat_template, find_template
+from llmrl.data.llm.nested import copy_messages, index_rows, join, pick_field, to_chats, wrap, zip_fields
+from llmrl.data.llm.template_text import Tools, render_text
+from llmrl.data.llm.templates import ChatTemplate, Message, add_chat_template, find_template
 from llmrl.data.specs import Composite, NonTensor
-from llmrl.errors import ConfigError, ShapeError, TemplateError
-from llmrl.padding import pad_rows
+from llmrl.errors import ConfigError, DataError, ShapeError, TemplateError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,13 +63,16 @@ class History(TensorClass["nocast"]):
 
     @classmethod
     def from_chats(cls, chats: Sequence[Sequence[Message]]) -> History:
-        """Lists of messages -> [B, M], or [B, -1] if they differ in length. The dicts are copied, not kept."""
-        return cls._of([[dict(message) for message in chat] for chat in chats], 2)
+        """Lists of messages -> [B, M], or [B, -1] if they differ in length. The dicts are copied, not kept.
+
+        Raises  DataError for what is no message with a role
+        """
+        return cls._of([copy_messages(chat, "History.from_chats") for chat in chats], 2)
 
     @classmethod
     def from_messages(cls, messages: Sequence[Message]) -> History:
-        """One conversation -> [M]. The dicts are copied, not kept."""
-        return cls._of([dict(message) for message in messages], 1)
+        """One conversation -> [M]. The dicts are copied, not kept. Raises DataError for what is no message."""
+        return cls._of(copy_messages(messages, "History.from_messages"), 1)
 
     @classmethod
     def stack(cls, rows: Sequence[History], dim: int = 0) -> History:
@@ -95,7 +100,8 @@ class History(TensorClass["nocast"]):
 
         Reads   the format of ``chat_template``, else of ``chat_template_name``, else of the tokenizer's template, else
                 ChatML
-        Raises  TemplateError if the format has no parser, or if a text holds no message
+        Raises  TemplateError if the format has no parser, if that fails, or if a text holds no message; DataError for
+                what is no text
 
         A message whose end marker is missing has ``is_complete`` False. For people and tools only: nothing that trains
         reads ids from here.
@@ -109,16 +115,8 @@ class History(TensorClass["nocast"]):
                 f"History.from_text: template {row.name!r} must have an inverse parser: got none; give one to "
                 "add_chat_template, or name a template that has one."
             )
-        chats = []
-        for part in [text] if isinstance(text, str) else text:
-            parsed = row.parse(part)
-            if not isinstance(parsed, (list, tuple)):
-                parsed = parsed._nested
-            if not parsed:
-                raise TemplateError(
-                    f"History.from_text: text must hold a message of template {row.name!r}: got {part[:80]!r}."
-                )
-            chats.append([dict(message) for message in parsed])
+        texts = [text] if isinstance(text, str) or not isinstance(text, Iterable) else list(text)
+        chats = [copy_messages(_parsed(row, part), f"the parser of template {row.name!r}") for part in texts]
         return cls._of(chats[0], 1) if isinstance(text, str) else cls._of(chats, 2)
 
     # Growing
@@ -130,6 +128,7 @@ class History(TensorClass["nocast"]):
         Returns  self if ``inplace``, else a new History
         Raises   ShapeError otherwise
         """
+        _check_history(history, "append")
         if not self.ndim:
             raise ShapeError(
                 "History.append: a history must have a dimension to append to: got one message; unsqueeze(0) it."
@@ -149,6 +148,7 @@ class History(TensorClass["nocast"]):
         Returns  self if ``inplace``, else a new History
         Raises   ShapeError otherwise
         """
+        _check_history(history, "extend")
         if not self.ndim or history.ndim != self.ndim:
             raise ShapeError(
                 f"History.extend: The new history to extend with must have the dimensions of this one, at least one: "
@@ -204,90 +204,53 @@ class History(TensorClass["nocast"]):
         Raises   TemplateError if the conversation does not fit the template, ConfigError for settings that exclude each
                  other
         """
-        if continue_final_message and (add_generation_prompt or return_assistant_tokens_mask):
-            raise ConfigError(
-                "History.apply_chat_template: continue_final_message must come without a generation prompt and without "
-                "a mask: got one; pass add_generation_prompt=False."
-            )
-        if return_tensors not in (None, "pt"):
-            raise ConfigError(
-                f"History.apply_chat_template: return_tensors must be 'pt' or None: got {return_tensors!r}."
-            )
         return_dict = return_assistant_tokens_mask if return_dict is None else return_dict
-        if return_assistant_tokens_mask and not return_dict:
-            raise ConfigError("History.apply_chat_template: a mask is returned in a dict: got return_dict=False.")
-        chats = self.to_chats() if self.ndim > 1 else [self.to_chats()]
+        if tokenize is None:
+            tokenize = bool(return_dict or return_tensors)
+        check_request(
+            tokenize=tokenize,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            padding=padding,
+            truncation=truncation,
+            return_tensors=return_tensors,
+            return_dict=return_dict,
+            return_mask=return_assistant_tokens_mask,
+        )
         if self.ndim > 2:
             raise ShapeError(
                 f"History.apply_chat_template: a batch must have shape [M] or [B, M]: got {list(self.shape)}."
             )
+        chats = self.to_chats() if self.ndim > 1 else [self.to_chats()]
         template = find_template(tokenizer, chat_template_name, template=chat_template)
-        if tokenize is None:
-            tokenize = bool(return_dict or return_tensors)
+        options = {"add_generation_prompt": add_generation_prompt, "tools": tools}
         if not tokenize:
-            texts = render_text(
-                template,
-                chats,
-                tokenizer,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                template_kwargs=template_kwargs,
-            )
+            options |= {"continue_final_message": continue_final_message, "template_kwargs": template_kwargs}
+            texts = render_text(template, chats, tokenizer, **options)
             return texts[0] if self.ndim == 1 else texts
         if tokenizer is None:
             raise ConfigError(
                 "History.apply_chat_template: ids need a tokenizer: got tokenizer=None; pass one, or ask for text."
             )
         processor = tokenizer if is_processor(tokenizer) else None
-        if processor is not None:
-            tokenizer = processor.tokenizer
+        tokenizer = tokenizer if processor is None else processor.tokenizer
         make_codec = codec_for if not template_kwargs else partial(ChatCodec, template_kwargs=template_kwargs)
         codec = make_codec(tokenizer, template, include_end_of_turn=include_end_of_turn)
-        if processor is not None:
-            if continue_final_message or not return_dict or truncation:
-                raise ConfigError(
-                    "History.apply_chat_template: a processor makes dicts of whole messages: got "
-                    "continue_final_message, truncation, or no return_dict; pass return_dict=True, or its tokenizer."
-                )
-            rows = process_rows(
-                processor,
-                codec,
-                chats,
-                add_generation_prompt=add_generation_prompt,
-                return_mask=return_assistant_tokens_mask,
-                tools=tools,
-                template_kwargs=template_kwargs,
+        options["return_mask"] = return_assistant_tokens_mask
+        if processor is None:
+            options |= {"continue_final_message": continue_final_message, "truncation": truncation}
+            rows = encode_rows(codec, chats, **options)
+        elif continue_final_message or not return_dict or truncation:
+            raise ConfigError(
+                "History.apply_chat_template: a processor makes dicts of whole messages: got "
+                "continue_final_message, truncation, or no return_dict; pass return_dict=True, or its tokenizer."
             )
-            return _stacked(rows, tokenizer, padding=padding, squeeze=self.ndim == 1)
-        if return_assistant_tokens_mask:
-            texts, spans = codec.render_with_spans(chats, add_generation_prompt=add_generation_prompt, tools=tools)
         else:
-            texts, spans = (
-                codec.render(
-                    chats,
-                    add_generation_prompt=add_generation_prompt,
-                    tools=tools,
-                    continue_final_message=continue_final_message,
-                ),
-                None,
-            )
-        ids, token_spans = codec.encode_with_spans(texts, spans)
-        masks = spans_to_masks(token_spans, [len(row) for row in ids]) if return_assistant_tokens_mask else None
-        length = tokenizer.model_max_length if truncation else None
-        columns = {"input_ids": [row[:length] for row in rows_to_tensors(ids)]}
-        columns["attention_mask"] = [torch.ones(len(row), dtype=torch.bool) for row in columns["input_ids"]]
-        if masks is not None:
-            columns["assistant_masks"] = [row[:length] for row in masks]
+            rows = process_rows(processor, codec, chats, template_kwargs=template_kwargs, **options)
         if return_dict:
-            return _as_tensordict(columns, tokenizer, padding=padding, squeeze=self.ndim == 1)
-        if return_tensors is None and not padding:
-            rows: Any = [row.tolist() for row in columns["input_ids"]]
-        elif padding:
-            rows = pad_rows(columns["input_ids"], value=tokenizer.pad_token_id, side=tokenizer.padding_side)
-        else:
-            rows = columns["input_ids"]
-        return rows[0] if self.ndim == 1 else rows
+            return as_dict(rows, tokenizer, padding=padding, squeeze=self.ndim == 1)
+        ids = as_ids([row["input_ids"] for row in rows], tokenizer, padding=padding, tensors=bool(return_tensors))
+        return ids[0] if self.ndim == 1 else ids
 
     @classmethod
     def default_spec(cls, shape: Sequence[int] = (-1,)) -> Composite:
@@ -376,44 +339,50 @@ def _init(
             )
 
 
+def _repr(self: History) -> str:
+    """The shape and the first messages, which is what one looks for in a debugger or a TensorDict."""
+    return f"History({list(self.shape)}, {_SHORT.repr(self._nested)})"
+
+
+_SHORT = Repr()
+_SHORT.maxstring, _SHORT.maxdict = 60, 8
+
+
 def _column(self: History, name: str) -> Any:
     """One field of every message: a value, a list, or nested lists."""
     return pick_field(self._nested, self.ndim, name)
 
 
-# A tensorclass generates ``__init__`` and serves fields from its TensorDict; over the lists both are faster.
+def _parsed(row: ChatTemplate, text: str) -> Any:
+    """The messages that a template's parser reads in a text; it may be a user's, and raise anything."""
+    if not isinstance(text, str):
+        raise DataError(f"History.from_text: must be given text: got {type(text).__name__}.")
+    try:
+        messages = row.parse(text)
+    except Exception as error:
+        raise TemplateError(
+            f"History.from_text: the parser of template {row.name!r} must read the text: got {type(error).__name__} "
+            f"({error}) for {text[:80]!r}."
+        ) from error
+    if isinstance(messages, History):
+        messages = messages._nested
+    if not messages:
+        raise TemplateError(f"History.from_text: text must hold a message of template {row.name!r}: got {text[:80]!r}.")
+    return messages
+
+
+def _check_history(history: Any, method: str) -> None:
+    if not isinstance(history, History):
+        raise TypeError(
+            f"History.{method}: must be given a History: got {type(history).__name__}; History(role=..., content=...) "
+            "is one message, History.from_messages([...]) a conversation."
+        )
+
+
+# A tensorclass generates ``__init__`` and serves fields from its TensorDict; over the lists both are faster. Its
+# ``__repr__`` fails where a batch begins with a conversation of no messages.
+_init.__qualname__ = "History.__init__"  # what Python's own errors call it
 History.__init__ = _init
+History.__repr__ = _repr
 for _name in FIELDS:
     setattr(History, _name, property(partial(_column, name=_name)))
-
-
-def _as_tensordict(
-    columns: dict[str, list[torch.Tensor]], tokenizer: PreTrainedTokenizerBase, *, padding: bool, squeeze: bool
-) -> TensorDictBase:
-    rows = [
-        TensorDict._new_unsafe(dict(zip(columns, row, strict=True)), batch_size=torch.Size([]))
-        for row in zip(*columns.values(), strict=True)
-    ]
-    return _stacked(rows, tokenizer, padding=padding, squeeze=squeeze)
-
-
-def _stacked(
-    rows: list[TensorDict], tokenizer: PreTrainedTokenizerBase, *, padding: bool, squeeze: bool
-) -> TensorDictBase:
-    """A lazy stack of rows, or with ``padding`` a dense batch; the row itself with ``squeeze``."""
-    if not padding:
-        return rows[0] if squeeze else LazyStackedTensorDict(*rows)
-    batch = TensorDict({}, batch_size=[len(rows)])
-    for name in rows[0].keys():
-        values = [row[name] for row in rows]
-        if name in ("input_ids", "attention_mask", "assistant_masks"):
-            value = tokenizer.pad_token_id if name == "input_ids" else False
-            batch[name] = pad_rows(values, value=value, side=tokenizer.padding_side)
-        elif len({value.shape for value in values}) == 1:
-            batch[name] = torch.stack(values)
-        else:
-            raise ShapeError(
-                f"History.apply_chat_template: entries of a processor must have one shape to be padded: {name!r} has "
-                f"{sorted({tuple(value.shape) for value in values})}; leave padding=False."
-            )
-    return batch[0] if squeeze else batch

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase, is_non_tensor
+from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase, is_non_tensor
 
 from llmrl.data.llm.templates import Message
 
@@ -113,6 +113,11 @@ class MessageStack(LazyStackedTensorDict):
         if self._members is None and not args and not kwargs:
             return dict.fromkeys(FIELDS).keys()
         return super().keys(*args, **kwargs)
+
+    def _get_str(self, key: str, *default: Any, **kwargs: Any) -> Any:
+        if not self._batch_size[0] and key in FIELDS:  # of no messages there is nothing to stack
+            return [] if kwargs.get("as_list") else NonTensorStack(stack_dim=0)
+        return super()._get_str(key, *default, **kwargs)
 
     def _clone(self, recurse: bool = True) -> MessageStack:
         return MessageStack.from_messages(list(self.messages))
@@ -224,7 +229,7 @@ def stack_nested(nested: Any, ndim: int) -> TensorDictBase:
     if ndim == 1:
         return MessageStack.from_messages(nested)
     if not nested:
-        return LazyStackedTensorDict(stack_dim=0, batch_size=torch.Size([0] * ndim))
+        return LazyStackedTensorDict(stack_dim=0, batch_size=torch.Size([0] * (ndim - 1)))
     return LazyStackedTensorDict._new_lazy_unsafe(*[stack_nested(row, ndim - 1) for row in nested])
 
 

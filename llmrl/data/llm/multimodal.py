@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
-from llmrl.data.llm.codec import Chat, ChatCodec, Tools
+from llmrl.data.llm.codec import ChatCodec
+from llmrl.data.llm.template_text import Chat, Tools
 from llmrl.errors import TemplateError
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ def process_rows(
     return_mask: bool = False,
     tools: Tools | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
-) -> list[TensorDict]:
-    """One TensorDict per conversation, with what the processor makes of it.
+) -> list[dict[str, Tensor]]:
+    """One dict per conversation, with what the processor makes of it.
 
     Writes  "input_ids"        int64[T]
             "attention_mask"   bool[T]
@@ -71,7 +71,7 @@ def process_rows(
         columns["attention_mask"] = torch.ones(len(ids), dtype=torch.bool)
         if return_mask:
             columns["assistant_masks"] = _with_end(torch.as_tensor(columns["assistant_masks"]).view(-1), ids, codec)
-        rows.append(TensorDict(columns))
+        rows.append(columns)
     return rows
 
 

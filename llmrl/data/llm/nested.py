@@ -5,15 +5,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from llmrl.data.llm.content import plain_content
 from llmrl.data.llm.message_stack import join_message, split_message
-from llmrl.errors import ShapeError
+from llmrl.data.llm.templates import Message
+from llmrl.errors import DataError, ShapeError
 
 PADDING_ROLE = "<none>"  # a message of this role only fills a dense batch; it is never rendered
+
+
+def copy_messages(chat: Iterable[Message], who: str) -> list[Message]:
+    """Copies of one conversation's messages. Raises DataError naming what is none."""
+    messages = list(chat)
+    try:
+        copies = [dict(message) for message in messages]
+    except (TypeError, ValueError):  # something that is no mapping
+        copies = [{}]
+    if False not in ["role" in message for message in copies]:
+        return copies
+    wrong = next(message for message in messages if not isinstance(message, Mapping) or "role" not in message)
+    got = f"the keys {list(wrong)}" if isinstance(wrong, Mapping) else f"{wrong!r:.60}"
+    raise DataError(f"{who}: a conversation must be a list of dicts with 'role' and 'content': got {got} in it.")
 
 
 def pick_field(nested: Any, ndim: int, name: str) -> Any:

@@ -8,13 +8,14 @@ texts are the files of ``llmrl.chat_templates``; rendering is left to `llmrl.dat
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from llmrl.data.llm import parsers
-from llmrl.errors import TemplateError, near
+from llmrl.errors import ConfigError, TemplateError, near
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,6 +33,7 @@ class ChatTemplate:
     name: str
     jinja: str
     parse: Parser | None = None  # inverse of ``jinja``; a cut-off last message carries "is_complete": False
+    answer: Callable[[str], Message] | None = None  # fields of an answer's message; None: its text is its content
     keywords: tuple[str, ...] = ()  # lower-case substrings of the names of models that use it
     special_tokens: tuple[str, ...] = ()  # control tokens of the family's tokenizers that the format uses, its end last
     text_markers: tuple[str, ...] = ()  # structure that is ordinary text to those tokenizers: refused inside messages
@@ -51,6 +53,9 @@ _RECOGNISED = {
     "deepseek": parsers.DEEPSEEK_TOKENS[1:3],
     "gpt_oss": ("<|channel|>", "<|message|>", "<|return|>"),
 }
+# One object each: templates are compared, and kept, by what they hold.
+_PARSE_THINKING = partial(parsers.parse_gpt_oss, thought="thinking")
+_ANSWER_THINKING = partial(parsers.read_gpt_oss_answer, thought="thinking")
 _OTHER_CHATML = re.compile(r"<\|im_(?!start|end)")  # dialects with a marker between role and content
 
 _TEMPLATES: dict[str, ChatTemplate] = {}
@@ -69,17 +74,27 @@ def add_chat_template(
             inverse_parser         text -> messages (a list of dicts, or a `History`), for ``History.from_text``
             model_family_keywords  the template is taken for a tokenizer *without* a template of its own whose name
                                    holds one of them, whatever the case
-    Raises  TemplateError if there is no generation block, or if the name is taken by another template of yours; a
-            built-in one gives way
+    Raises  TemplateError if there is no generation block, if the name is taken by another template of yours (a
+            built-in one gives way), for an empty keyword, or a parser that cannot be called
 
     >>> jinja = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     >>> add_chat_template("contents_only", jinja)
     >>> find_template(None, "contents_only").marks_generation
     True
     """
-    row = ChatTemplate(
-        template_name, template, inverse_parser, tuple(keyword.lower() for keyword in model_family_keywords or ())
-    )
+    if isinstance(model_family_keywords, str):
+        model_family_keywords = [model_family_keywords]
+    keywords = tuple(keyword.lower() for keyword in model_family_keywords or ())
+    if "" in keywords:
+        raise TemplateError(
+            f"add_chat_template: a keyword must be part of a model's name: got {keywords} for {template_name!r}; an "
+            "empty one is in every name."
+        )
+    if not (inverse_parser is None or callable(inverse_parser)):
+        raise TemplateError(
+            f"add_chat_template: inverse_parser must be a function of a text: got {type(inverse_parser).__name__}."
+        )
+    row = ChatTemplate(template_name, template, inverse_parser, keywords=keywords)
     if not row.marks_generation:
         raise TemplateError(
             f"add_chat_template: template {template_name!r} must mark what the assistant writes: got no "
@@ -102,8 +117,13 @@ def find_template(
     Reads   tokenizer.chat_template  text, or a table of texts by name; its "default" entry is *its own* template
             tokenizer.name_or_path   only when it has no template: compared with the keywords of registered families,
                                      yours before the built-in ones, longer keywords before shorter ones
-    Raises  TemplateError for an unknown name, listing the known ones
+    Raises  TemplateError for an unknown name, listing the known ones; TypeError for the name of a tokenizer
     """
+    if isinstance(tokenizer, str):
+        raise TypeError(
+            f"find_template: a tokenizer must be the object: got the name {tokenizer!r}; load it with "
+            "AutoTokenizer.from_pretrained."
+        )
     own = getattr(tokenizer, "chat_template", None)
     own_by_name = own if isinstance(own, dict) else {}
     if template is not None:
@@ -132,6 +152,17 @@ def find_template(
     return max(found, key=lambda match: match[:2])[2] if found else _TEMPLATES["chatml_format"]
 
 
+def check_variables(template: ChatTemplate, variables: Mapping[str, Any] | None) -> None:
+    """Raises ConfigError for a variable that a template never speaks of: it would change nothing, without a word."""
+    for name in variables or ():
+        if not re.search(rf"\b{re.escape(name)}\b", template.jinja):
+            words = sorted(set(re.findall(r"[a-z]\w+", template.jinja)))
+            raise ConfigError(
+                f"template_kwargs: a variable must be one that template {template.name!r} reads: got {name!r}, which "
+                f"its text never speaks of.{near(name, words)}"
+            )
+
+
 def template_names() -> list[str]:
     """The names of the registered templates, sorted."""
     return sorted(_TEMPLATES)
@@ -145,7 +176,10 @@ def _unregistered(name: str, jinja: str) -> ChatTemplate:
     for family, tokens in _RECOGNISED.items():
         if all(token in jinja for token in tokens) and not _OTHER_CHATML.search(jinja):
             row = _BUILT_IN[family]
-            return ChatTemplate(name, jinja, row.parse, special_tokens=row.special_tokens)
+            parse, answer = row.parse, row.answer
+            if family == "gpt_oss" and parsers.thought_key(jinja) == "thinking":
+                parse, answer = _PARSE_THINKING, _ANSWER_THINKING
+            return ChatTemplate(name, jinja, parse, answer, special_tokens=row.special_tokens)
     return ChatTemplate(name, jinja)
 
 
@@ -156,9 +190,12 @@ def _add_built_in(
     special_tokens: Sequence[str] = (),
     text_markers: Sequence[str] = (),
     rewrites: str = "",
+    answer: Callable[[str], Message] | None = None,
 ) -> None:
     jinja = resources.files("llmrl.chat_templates").joinpath(f"{name}.jinja").read_text("utf-8")
-    row = ChatTemplate(name, jinja, parse, tuple(keywords), tuple(special_tokens), tuple(text_markers), rewrites)
+    row = ChatTemplate(
+        name, jinja, parse, answer, tuple(keywords), tuple(special_tokens), tuple(text_markers), rewrites
+    )
     _BUILT_IN[name] = _TEMPLATES[name] = row
 
 
@@ -199,4 +236,5 @@ _add_built_in(
     ["gpt-oss", "gpt_oss"],
     ["<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|call|>", "<|end|>", "<|return|>"],
     rewrites="an answer that is not the last ends with another marker, and what was thought up to it is dropped",
+    answer=parsers.read_gpt_oss_answer,
 )

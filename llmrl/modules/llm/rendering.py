@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from llmrl.data.llm.codec import Chat, ChatCodec, Tools
+from llmrl.data.llm.codec import ChatCodec
 from llmrl.data.llm.masks import Span, common_prefix_length, rows_to_tensors, spans_to_masks
+from llmrl.data.llm.template_text import Chat, Tools
 from llmrl.data.llm.templates import Message, find_template
 from llmrl.errors import RewriteError, TemplateError
 

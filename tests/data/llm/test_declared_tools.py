@@ -59,3 +59,14 @@ def test_a_template_that_never_speaks_of_tools_is_an_error_not_a_silence():
     renderer = Renderer(tiny_tokenizer(template="chatml_format"))
     with pytest.raises(TemplateError, match="never speaks of tools: describe them in the system message"):
         renderer.prompt_ids([declaring(TOOL)])
+
+
+def test_tools_and_calls_that_a_template_never_speaks_of_are_refused_instead_of_dropped():
+    """Regression: ChatML wrote an empty answer where a tool was called, and said nothing of the tools it was given."""
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+    renderer = Renderer(tiny_tokenizer(template="chatml_format"))
+    with pytest.raises(TemplateError, match=r"never speaks of tool_calls.*message 1, role 'assistant'"):
+        renderer.render([[ASK, calling]])
+    with pytest.raises(TemplateError, match="never speaks of tools"):
+        renderer.prompt_ids([[{"role": "user", "content": "1+1"}]], tools=[TOOL])

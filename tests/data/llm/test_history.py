@@ -9,7 +9,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorClass, TensorDict, is_tensorclass, lazy_stack
 
 from llmrl.data.llm import History
-from llmrl.errors import ConfigError, ShapeError, TemplateError
+from llmrl.errors import ConfigError, DataError, ShapeError, TemplateError
 from llmrl.testing import tiny_tokenizer
 
 
@@ -334,3 +334,91 @@ def test_complete_and_cut_off_messages_are_told_apart(text: str, content: list[s
 def test_text_without_a_message_is_refused():
     with pytest.raises(TemplateError, match="must hold a message"):
         History.from_text("hello")
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    "chats",
+    [[user("a")], ["hello"], [[user("a"), "hello"]], [[{"content": "a"}]], user("a"), [{"messages": [user("a")]}]],
+)
+def test_what_is_no_list_of_messages_is_named(chats):
+    """Regression: "dictionary update sequence element #0 has length 1", or a KeyError much later."""
+    with pytest.raises(DataError, match=r"from_chats: a conversation must be a list of dicts with 'role'.*: got "):
+        History.from_chats(chats)
+
+
+def test_an_empty_batch_and_an_empty_conversation_have_a_shape_and_can_be_shown():
+    """Regression: an empty batch had three dimensions, and an empty conversation could not be printed."""
+    empty = History.from_chats([])
+    assert (empty.shape, empty.to_chats(), empty.apply_chat_template()) == ((0, 0), [], [])
+    with pytest.raises(ShapeError, match="at least one conversation"):
+        empty.apply_chat_template(tokenizer=tiny_tokenizer(), return_dict=True)
+    assert History.from_text([]).shape == (0, 0)
+    for history in (History.from_chats([[]]), History.from_messages([]), History.from_chats([[], [user("a")]]), empty):
+        assert repr(history).startswith("History([")
+    assert repr(History.from_chats(CHATS)) == (
+        "History([2, -1], [[{'content': 'a', 'role': 'user'}], [{'content': 'b', 'role': 'user'}, "
+        "{'content': 'c', 'role': 'assistant'}]])"
+    )
+    assert History.from_messages([]).append(History(**user("a"))).content == ["a"]
+
+
+@pytest.mark.parametrize("method", ["append", "extend"])
+def test_a_message_that_is_no_history_is_named(method: str):
+    history = History.from_chats(CHATS)
+    with pytest.raises(TypeError, match=f"History.{method}: must be given a History: got dict"):
+        getattr(history, method)(user("x"))
+    assert history.to_chats() == CHATS
+    with pytest.raises(TypeError, match=r"History.__init__\(\) missing"):
+        History()
+
+
+@pytest.mark.parametrize("text", [5, None, ["<|im_start|>user\nHi<|im_end|>", None]])
+def test_what_is_no_text_is_named(text):
+    with pytest.raises(DataError, match="must be given text: got"):
+        History.from_text(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tokenize": False, "return_dict": True}, "return_dict is about ids"),
+        ({"tokenize": False, "return_tensors": "pt"}, "return_tensors is about ids"),
+        ({"tokenize": False, "return_assistant_tokens_mask": True}, "return_assistant_tokens_mask is about ids"),
+        ({"padding": True}, "padding is about ids"),
+        ({"truncation": True}, "truncation is about ids"),
+        ({"tokenize": True, "padding": "max_length"}, "padding must be True or False: got 'max_length'"),
+        ({"tokenize": True, "truncation": "longest_first"}, "truncation must be True or False"),
+    ],
+)
+def test_arguments_that_would_do_nothing_are_refused(arguments, message):
+    """Regression: text came back, unpadded, whatever had been asked for beside it."""
+    with pytest.raises(ConfigError, match=message):
+        History.from_chats(CHATS).apply_chat_template(tokenizer=tiny_tokenizer(), **arguments)
+
+
+@pytest.mark.parametrize("tokenize", [True, False])
+def test_a_misspelt_argument_is_refused_instead_of_handed_to_the_template(tokenize):
+    history, tokenizer = History.from_chats(CHATS), tiny_tokenizer(template="qwen3")
+    with pytest.raises(ConfigError, match=r"'enable_thinkng'.*Did you mean 'enable_thinking'"):
+        history.apply_chat_template(tokenizer=tokenizer, tokenize=tokenize, enable_thinkng=False)
+    with pytest.raises(ConfigError, match="'max_length', which its text never speaks of"):
+        history.apply_chat_template(tokenizer=tokenizer, tokenize=True, truncation=True, max_length=5)
+    thoughtless = history.apply_chat_template(tokenizer=tokenizer, tokenize=False, enable_thinking=False)
+    assert thoughtless[0].endswith("<think>\n\n</think>\n\n")
+
+
+def test_padding_needs_a_pad_token():
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = None
+    for options in ({"return_dict": True}, {"return_tensors": "pt"}):
+        with pytest.raises(ConfigError, match="padding needs a tokenizer with a pad token"):
+            History.from_chats(CHATS).apply_chat_template(tokenizer=tokenizer, padding=True, **options)
+
+
+def test_the_name_of_a_tokenizer_is_not_taken_for_one():
+    """Regression: the text came out in ChatML, whatever the model of that name reads."""
+    with pytest.raises(TypeError, match="got the name 'Qwen/Qwen2'; load it"):
+        History.from_chats(CHATS).apply_chat_template(tokenizer="Qwen/Qwen2")

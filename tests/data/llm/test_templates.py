@@ -180,3 +180,25 @@ def test_built_in_text_begins_with_the_text_of_shorter_conversations(name: str):
         shorter = History.from_messages(chat[:length])
         prompts = chat[length]["role"] == "assistant"
         assert whole.startswith(shorter.apply_chat_template(chat_template_name=name, add_generation_prompt=prompts))
+
+
+def test_a_parser_that_fails_is_named_with_the_text():
+    def parse(text: str) -> History:
+        return lazy_stack([History(role="user", content=turn) for turn in text.split("[user]")[1:]])
+
+    add_chat_template("bracket", TEMPLATE, parse)
+    assert History.from_text(["[user]a[user]b"], chat_template_name="bracket").content == [["a", "b"]]
+    with pytest.raises(
+        TemplateError, match=r"the parser of template 'bracket' must read the text: got RuntimeError .*'no'"
+    ):
+        History.from_text("no", chat_template_name="bracket")
+    with pytest.raises(TemplateError, match="inverse_parser must be a function"):
+        add_chat_template("other bracket", TEMPLATE, "parse")
+
+
+def test_one_keyword_needs_no_list_and_an_empty_one_is_refused():
+    """Regression: a string was taken letter by letter, and chosen for nearly every model."""
+    add_chat_template("bracket", TEMPLATE, model_family_keywords="Bracket")
+    assert find_template(None, "bracket").keywords == ("bracket",)
+    with pytest.raises(TemplateError, match="an empty one is in every name"):
+        add_chat_template("other bracket", TEMPLATE, model_family_keywords=["", "other"])

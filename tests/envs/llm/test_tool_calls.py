@@ -383,6 +383,6 @@ def test_settings_that_cannot_be_used_are_refused():
     ids=lambda text: text[:12].strip(),
 )
 def test_a_long_answer_of_nothing_but_markers_is_read_at_once(form, text):
-    began = time.perf_counter()
+    began = time.process_time()
     form.parse(text)
-    assert time.perf_counter() - began < 1.0, "quadratic patterns take many seconds"
+    assert time.process_time() - began < 1.0, "quadratic patterns take many seconds"

@@ -7,7 +7,7 @@ from llmrl.data.llm.parsers.deepseek import DEEPSEEK_TOKENS, parse_deepseek
 from llmrl.data.llm.parsers.dialogpt import parse_dialogpt
 from llmrl.data.llm.parsers.falcon import parse_falcon
 from llmrl.data.llm.parsers.gemma import parse_gemma
-from llmrl.data.llm.parsers.gpt_oss import parse_gpt_oss
+from llmrl.data.llm.parsers.gpt_oss import parse_gpt_oss, read_gpt_oss_answer, thought_key
 from llmrl.data.llm.parsers.llama import parse_llama
 from llmrl.data.llm.parsers.llama3 import parse_llama3
 from llmrl.data.llm.parsers.mistral import parse_mistral
@@ -27,4 +27,6 @@ __all__ = [
     "parse_mistral",
     "parse_phi",
     "parse_qwen3",
+    "read_gpt_oss_answer",
+    "thought_key",
 ]

@@ -13,14 +13,39 @@ _TURN = re.compile(
     r"(?: ?<\|constrain\|>\w+)?(?:<\|message\|>)?"
 )
 _END = re.compile(r"<\|end\|>|<\|return\|>|<\|call\|>")
+_SAID = ("analysis", "final")
 _INSTRUCTIONS = "# Instructions\n\n"
 
 
-def parse_gpt_oss(text: str) -> list[dict[str, Any]]:
+def thought_key(jinja: str) -> str:
+    """Where a template of this format reads an answer's analysis: OpenAI's own in "thinking"."""
+    return "thinking" if "reasoning_content" not in jinja and "thinking" in jinja else "reasoning_content"
+
+
+def read_gpt_oss_answer(text: str, *, thought: str = "reasoning_content") -> dict[str, Any]:
+    """What a model wrote after ``<|start|>assistant``, without its last control token, as fields of its message.
+
+    The final channel is the content, the analysis before it stands apart. An answer with a call, one that only says
+    something on the commentary channel, and one that is no harmony at all stay as they were written.
+
+    >>> read_gpt_oss_answer("<|channel|>analysis<|message|>2+2<|end|><|start|>assistant<|channel|>final<|message|>4")
+    {'content': '4', 'reasoning_content': '2+2'}
+    """
+    whole = f"<|start|>assistant{text}"
+    headers = _TURN.findall(whole) if text.startswith("<|channel|>") else []
+    messages = []
+    if all(role == "assistant" and channel in _SAID and not called for role, channel, called in headers):
+        messages = parse_gpt_oss(whole, thought=thought) if headers else []
+    if len(messages) != 1:
+        return {"content": text}
+    return {key: value for key, value in messages[0].items() if key not in ("role", "is_complete")}
+
+
+def parse_gpt_oss(text: str, *, thought: str = "reasoning_content") -> list[dict[str, Any]]:
     """Reads a harmony conversation. A tool call that is not JSON stays in the content as it was written.
 
     Returns  messages: the developer's instructions as the system message, the analysis that precedes an answer or a
-             call as its ``"reasoning_content"``; the system turn about model and date is none. The last carries
+             call under ``thought``; the system turn about model and date is none. The last carries
              ``"is_complete": False`` if its end marker is missing, also if its analysis is all there is. A tool's
              answer has a name where it is not that of the call before it
 
@@ -37,7 +62,7 @@ def parse_gpt_oss(text: str) -> list[dict[str, Any]]:
         if role == "system" or (role == "assistant" and channel is None and not body):
             continue  # about the model, or a generation prompt
         if channel == "analysis":
-            reasoning = content
+            reasoning = f"{reasoning}\n{content}" if reasoning else content
             continue
         message: dict[str, Any] = {"role": role, "content": content}
         if role == "developer":
@@ -50,13 +75,13 @@ def parse_gpt_oss(text: str) -> list[dict[str, Any]]:
             message |= {"content": "", "tool_calls": [make_call(called, arguments)]}
             last_called = called
         if role == "assistant" and reasoning:
-            message["reasoning_content"] = reasoning
+            message[thought] = reasoning
         if not end:
             message["is_complete"] = False
         messages.append(message)
         reasoning = ""
     if reasoning:
-        messages.append({"role": "assistant", "content": "", "reasoning_content": reasoning, "is_complete": False})
+        messages.append({"role": "assistant", "content": "", thought: reasoning, "is_complete": False})
     return messages
 
 

@@ -6,7 +6,6 @@ import re
 from typing import Any
 
 _SYSTEM = re.compile(r"\s*<<SYS>>\n(.*?)\n<</SYS>>\n\n", re.DOTALL)
-_OPEN = re.compile(r"(?:<s>\s*)?\[INST\]")
 
 
 def parse_llama(text: str) -> list[dict[str, Any]]:
@@ -18,7 +17,8 @@ def parse_llama(text: str) -> list[dict[str, Any]]:
     ['system', 'user', 'assistant']
     """
     messages: list[dict[str, Any]] = []
-    for turn in _OPEN.split(text)[1:]:
+    for turn in text.split("[INST]")[1:]:
+        turn = turn.rstrip().removesuffix("<s>")  # of the next turn
         if not messages and (system := _SYSTEM.match(turn)):
             messages.append({"role": "system", "content": system[1]})
             turn = turn[system.end() :]

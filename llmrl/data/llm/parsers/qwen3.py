@@ -8,6 +8,7 @@ from typing import Any
 from llmrl.data.llm.parsers.chatml import parse_chatml
 
 _THINKING = re.compile(r"<think>\n(.*?)\n</think>\n\n", re.DOTALL)
+_BEFORE_CALLS = re.compile(r"<think>\n(.*?)\n</think>\n", re.DOTALL)  # the line end before a call belongs to the call
 
 
 def parse_qwen3(text: str) -> list[dict[str, Any]]:
@@ -20,7 +21,11 @@ def parse_qwen3(text: str) -> list[dict[str, Any]]:
     """
     messages = parse_chatml(text)
     for message in messages:
-        thinking = _THINKING.match(message["content"]) if message["role"] == "assistant" else None
+        if message["role"] != "assistant":
+            continue
+        thinking = _THINKING.match(message["content"])
+        if not thinking and "tool_calls" in message:
+            thinking = _BEFORE_CALLS.fullmatch(message["content"])
         if thinking:
             message["content"] = message["content"][thinking.end() :]
             if thinking[1]:

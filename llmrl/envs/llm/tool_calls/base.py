@@ -104,6 +104,25 @@ class CallFormat(ABC):
     def _malformed(self, reason: str, name: str = "") -> list[ParsedCall]:
         return [ParsedCall(name, None, f"the call could not be read: {reason}. Write a call like this: {self.example}")]
 
+    def _of_arguments(
+        self, name: str, text: str, place: int, after: re.Pattern[str], close: str
+    ) -> tuple[list[ParsedCall], int]:
+        """The call of a tool whose arguments are the JSON at ``place``, and where to go on; ``after`` must match behind
+        it, which ``close`` says to the model.
+        """
+        try:
+            value, end = read_json(text, place)
+        except ValueError as error:
+            return self._malformed(str(error), name), self._skip(text, place)
+        closed = after.match(text, end)
+        if closed is None:
+            return self._malformed(f"{close} must follow the JSON object", name), self._skip(text, end)
+        return self._of_object({"name": name, "arguments": value}), closed.end()
+
+    def _skip(self, text: str, place: int) -> int:
+        """Past a call that cannot be read, from a place inside it."""
+        return len(text)
+
     def _of_object(self, value: Any) -> list[ParsedCall]:
         """The call that a JSON value says; see `call_from_object`."""
         name, arguments, reason = call_from_object(value)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from llmrl.data.llm.parsers import thought_key
 from llmrl.envs.llm.tool_calls.base import CallFormat, ParsedCall, Schemas
 from llmrl.envs.llm.tool_calls.deepseek import DeepSeekFormat
 from llmrl.envs.llm.tool_calls.fence import PythonFence
@@ -116,7 +117,7 @@ def format_of_template(template: str) -> CallFormat | None:
     if "<｜tool▁call▁begin｜>" in template:
         return DeepSeekFormat(fenced="```json" in template)
     if "<|channel|>" in template and "functions." in template:
-        return HarmonyFormat()
+        return HarmonyFormat(thought_key(template))
     if "ipython" in template and "parameters" in template:
         return LlamaFormat()
     return None

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llmrl.envs.llm.tool_calls.base import CallFormat, ParsedCall, Schemas, json_text, read_json, structured_call
+from llmrl.envs.llm.tool_calls.base import CallFormat, ParsedCall, Schemas, json_text, structured_call
 
 __all__ = ["DeepSeekFormat"]
 
@@ -56,14 +56,7 @@ class DeepSeekFormat(CallFormat):
         name, place = (fenced[1], fenced.end()) if fenced else (head[1], head.end())
         if not name:
             return self._malformed("it names no tool"), self._skip(text, place)
-        try:
-            value, end = read_json(text, place)
-        except ValueError as error:
-            return self._malformed(str(error), name), self._skip(text, place)
-        after = _AFTER.match(text, end)
-        if after is None:
-            return self._malformed(f"{_CALL_END} must follow the JSON object", name), self._skip(text, end)
-        return self._of_object({"name": name, "arguments": value}), after.end()
+        return self._of_arguments(name, text, place, _AFTER, _CALL_END)
 
     def _skip(self, text: str, place: int) -> int:
         """Past a call that cannot be read: after its end, or where the next one opens."""

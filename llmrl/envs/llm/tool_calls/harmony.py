@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llmrl.envs.llm.tool_calls.base import CallFormat, ParsedCall, Schemas, json_text, read_json, structured_call
+from llmrl.envs.llm.tool_calls.base import CallFormat, ParsedCall, Schemas, json_text, structured_call
 
 __all__ = ["HarmonyFormat"]
 
@@ -20,7 +20,7 @@ class HarmonyFormat(CallFormat):
     """A header with ``to=functions.name``, before or after the channel, ``<|message|>``, JSON, ``<|call|>``.
 
     What other channels hold, the analysis above all, is no call. The model ends its turn with ``<|call|>``, so that an
-    answer has one.
+    answer has one. ``thought`` is where the template reads what came before it.
 
     >>> HarmonyFormat().parse('<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>')
     [ParsedCall(name='add', arguments={'a': 1}, error=None)]
@@ -32,6 +32,9 @@ class HarmonyFormat(CallFormat):
         r"to=(?!assistant|user)([\w.-]{1,80})[^<\n]{0,40}(?:<\|(?:channel|constrain)\|>[^<\n]{0,40}){0,3}<\|message\|>"
     )
     example = "<|channel|>commentary to=functions.<tool> <|constrain|>json<|message|>{...}<|call|>"
+
+    def __init__(self, thought: str = "reasoning_content") -> None:
+        self.thought = thought
 
     def render(self, name: str, arguments: Mapping[str, Any]) -> str:
         header = f"<|channel|>commentary to={_TOOLS}{name} <|constrain|>json"
@@ -45,7 +48,7 @@ class HarmonyFormat(CallFormat):
         if arguments is None:
             arguments = _END.split(text[self.opening.search(text, start).end() : end])[0].strip()
         said = "\n".join(_SAID.findall(text[:start]))
-        thought = {"reasoning_content": said} if said else {}
+        thought = {self.thought: said} if said else {}
         return {"content": "", "tool_calls": [structured_call(call.name, arguments, call_id)], **thought}
 
     def _read(self, text: str, opening: re.Match[str], schemas: Schemas) -> tuple[list[ParsedCall], int]:
@@ -53,11 +56,8 @@ class HarmonyFormat(CallFormat):
         ending = _END.search(text, opening.end())
         if not text[opening.end() : ending.start() if ending else len(text)].strip():
             return [ParsedCall(name, {})], ending.end() if ending else len(text)
-        try:
-            value, end = read_json(text, opening.end())
-        except ValueError as error:
-            return self._malformed(str(error), name), ending.end() if ending else len(text)
-        after = _AFTER.match(text, end)
-        if after is None:
-            return self._malformed("<|call|> must follow the JSON object", name), ending.end() if ending else len(text)
-        return self._of_object({"name": name, "arguments": value}), after.end()
+        return self._of_arguments(name, text, opening.end(), _AFTER, "<|call|>")
+
+    def _skip(self, text: str, place: int) -> int:
+        ending = _END.search(text, place)
+        return ending.end() if ending else len(text)

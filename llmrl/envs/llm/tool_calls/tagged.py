@@ -42,14 +42,7 @@ class TaggedFormat(CallFormat):
         empty = _AFTER.match(text, place)
         if empty:
             return [ParsedCall(name, {})], empty.end()
-        try:
-            value, end = read_json(text, place)
-        except ValueError as error:
-            return self._malformed(str(error), name), self._skip(text, place)
-        after = _AFTER.match(text, end)
-        if after is None:
-            return self._malformed(f"{_CLOSE} must follow the JSON object", name), self._skip(text, end)
-        return self._of_object({"name": name, "arguments": value}), after.end()
+        return self._of_arguments(name, text, place, _AFTER, _CLOSE)
 
     def _skip(self, text: str, place: int) -> int:
         closed = text.find(_CLOSE, place)

@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from numbers import Integral, Real
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
-from llmrl.errors import ConfigError
+from llmrl.errors import ConfigError, ShapeError
 
-__all__ = ["Engine", "Generation", "SamplingParams", "StopReason"]
+__all__ = ["Engine", "Generation", "SamplingParams", "StopReason", "check_ids"]
 
 
 class StopReason(IntEnum):
@@ -47,7 +49,7 @@ class SamplingParams:
     ``temperature == 0`` and ``do_sample=False`` both mean greedy. Order: repetition penalty, temperature, top-k, top-p,
     min-p.
 
-    Raises  ConfigError  where a value is out of its range
+    Raises  ConfigError  where a value is of another kind, or out of its range
 
     >>> SamplingParams(temperature=0.0).greedy
     True
@@ -68,6 +70,14 @@ class SamplingParams:
     do_sample: bool = True
 
     def __post_init__(self) -> None:
+        for names, kind, rule in (
+            (("max_new_tokens", "top_k"), Integral, "an integer"),
+            (("temperature", "top_p", "min_p", "repetition_penalty"), Real, "a number"),
+        ):
+            for name in names:
+                value = getattr(self, name)
+                if isinstance(value, bool) or not isinstance(value, kind):
+                    raise ConfigError(f"SamplingParams: {name} must be {rule}: got {value!r}.")
         for name, holds, rule in (
             ("max_new_tokens", self.max_new_tokens >= 1, "positive"),
             ("temperature", self.temperature >= 0, "non-negative"),
@@ -78,7 +88,9 @@ class SamplingParams:
         ):
             if not holds:
                 raise ConfigError(f"SamplingParams: {name} must be {rule}: got {getattr(self, name)!r}.")
-        if isinstance(self.stop_strings, str) or not all(self.stop_strings):
+        if not all(isinstance(token, Integral) for token in self.stop_token_ids):
+            raise ConfigError(f"SamplingParams: stop_token_ids must be integers: got {self.stop_token_ids!r}.")
+        if isinstance(self.stop_strings, str) or not all(isinstance(stop, str) and stop for stop in self.stop_strings):
             raise ConfigError(
                 f"SamplingParams: stop_strings must be a sequence of non-empty strings: got {self.stop_strings!r}."
             )
@@ -143,3 +155,25 @@ class Engine(Protocol):
     def update_weights(self, weights: Mapping[str, Tensor] | None, *, version: int) -> None: ...
 
     def close(self) -> None: ...
+
+
+def check_ids(rows: Sequence[Tensor], vocabulary_size: int | None, *, who: str, what: str) -> None:
+    """Raises ShapeError for rows that no model can look up; on a GPU such ids end the process.
+
+    Reads  vocabulary_size  None: only shapes and dtypes are checked
+
+    >>> check_ids([torch.tensor([0, 7])], 8, who="engine", what="prompt")
+    """
+    for row, ids in enumerate(rows):
+        if ids.ndim != 1 or not ids.numel() or ids.dtype not in (torch.int64, torch.int32):
+            raise ShapeError(
+                f"{who}: a {what} is a non-empty int64[T]: got {ids.dtype} {tuple(ids.shape)} in row {row}."
+            )
+    if not rows or vocabulary_size is None:
+        return
+    low, high = (int(value) for value in torch.cat(list(rows)).aminmax())
+    if low < 0 or high >= vocabulary_size:
+        raise ShapeError(
+            f"{who}: the ids of a {what} must be within the model's vocabulary of {vocabulary_size}: got {low} to "
+            f"{high}; usually the tokenizer is that of another model."
+        )

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from llmrl.errors import ConfigError, ShapeError
-from llmrl.modules.llm.engines.base import Generation, SamplingParams, StopReason
+from llmrl.modules.llm.engines.base import Generation, SamplingParams, StopReason, check_ids
 from llmrl.modules.llm.engines.decoding import Decoding
 from llmrl.modules.llm.engines.weights import check_weights
 from llmrl.modules.llm.log_probs import token_logprobs
@@ -95,11 +95,7 @@ class TransformersEngine:
             seeds = torch.randint(1 << 62, (len(prompts),), generator=self._generator).tolist()
         if len(seeds) != len(prompts):
             raise ShapeError(f"TransformersEngine: one seed per prompt: got {len(seeds)} for {len(prompts)} prompts.")
-        for row, prompt in enumerate(prompts):
-            if prompt.ndim != 1 or not prompt.numel():
-                raise ShapeError(
-                    f"TransformersEngine: a prompt is a non-empty int64[P]: got {tuple(prompt.shape)} in row {row}."
-                )
+        self._check_ids(prompts, "prompt")
         if params.stop_strings and self.tokenizer is None:
             raise ConfigError(
                 "TransformersEngine: stop_strings need tokenizer= at construction, to read what was drawn."
@@ -151,6 +147,7 @@ class TransformersEngine:
         """float32[T_i] per sequence: [t] = log p(token t | tokens before t), [0] = 0, and 0 where ``masks[i]`` is
         False.
         """
+        self._check_ids(sequences, "sequence")
         scores: list[Tensor] = [None] * len(sequences)  # type: ignore[list-item]
         lengths = [len(sequence) for sequence in sequences]
         device = model_device(self.model)
@@ -166,6 +163,9 @@ class TransformersEngine:
                 for row, row_scores in zip(rows, result.log_probs.to(sequences[rows[0]].device), strict=True):
                     scores[row] = row_scores[: lengths[row]].clone()
         return scores
+
+    def _check_ids(self, rows: Sequence[Tensor], what: str) -> None:
+        check_ids(rows, vocabulary_size(self.model), who="TransformersEngine", what=what)
 
     # --- weights and state --------------------------------------------------------------------------------------------
 
@@ -195,6 +195,12 @@ class TransformersEngine:
 
     def close(self) -> None:
         """Nothing to release: the model belongs to whoever built it."""
+
+
+def vocabulary_size(model: nn.Module | None) -> int | None:
+    """How many ids a model can look up; None where it does not say."""
+    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    return getattr(embedding, "num_embeddings", None)
 
 
 def model_device(model: nn.Module) -> torch.device:

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from llmrl.errors import ConfigError, ShapeError, UnsupportedError, near
 from llmrl.modules.llm.engines import Engine
+from llmrl.modules.llm.engines.base import check_ids
+from llmrl.modules.llm.engines.transformers import vocabulary_size
 from llmrl.modules.llm.log_probs import TokenScores
 from llmrl.modules.llm.policies.batching import (
     BATCHING_SETTINGS,
@@ -39,7 +41,7 @@ from llmrl.modules.llm.policies.options import (
     options_of_call,
 )
 from llmrl.modules.llm.policies.stream import record_turn
-from llmrl.modules.llm.policies.writing import padded_containers, ragged_containers
+from llmrl.modules.llm.policies.writing import record_containers
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.padding import lengths_mask, pad_rows
 
@@ -276,9 +278,10 @@ class LLMWrapperBase(nn.Module):
 
     def forward(self, td: TensorDictBase, *, generate_kwargs: Mapping[str, Any] | None = None) -> TensorDictBase:
         """Generates or scores. ``generate_kwargs`` override single options for this call; the others stay."""
-        if not td.batch_size.numel():
-            raise ShapeError(f"{type(self).__name__}: a batch must have at least one row: got {list(td.batch_size)}.")
+        self._check_batch(td)
         if not self.generate:
+            if generate_kwargs is not None:
+                raise ConfigError(f"{type(self).__name__}: generate_kwargs are for generating: this wrapper scores.")
             return self._score(td)
         options = self.options
         if generate_kwargs is not None:
@@ -310,7 +313,7 @@ class LLMWrapperBase(nn.Module):
 
         A conversation's first token follows nothing, and is never chosen.
         """
-        model = getattr(getattr(self.scorer, "module", self.scorer), "model", None)
+        model = self._scored_model()
         if model is None:
             engine = type(own_engine(self.engine)).__name__
             raise UnsupportedError(
@@ -318,6 +321,7 @@ class LLMWrapperBase(nn.Module):
                 "use get_new_version(generate=False) for those of a conversation, or a TransformersWrapper of the same "
                 "weights."
             )
+        self._check_batch(td)
         dist = token_categorical(
             model,
             self._conversations(td),
@@ -367,59 +371,40 @@ class LLMWrapperBase(nn.Module):
             count_rewritten(
                 encoded.rewritten, self.counters, who=type(self).__name__, allowed=self.prefer_tokens != "always"
             )
-        prompt_ids, num_new, stream, begins = encoded.ids, encoded.num_new, encoded.stream, encoded.begins_record
-        texts = None if stream is None else carried_texts(td, self.keys["text"], self.mode.name, stream)
-        if texts is None:
-            num_new = [len(ids) for ids in prompt_ids]
-        seeds = self._seeds(td, len(prompt_ids))
+        texts = None
+        if encoded.stream is not None:
+            texts = carried_texts(td, self.keys["text"], self.mode.name, encoded.stream)
+        seeds = self._seeds(td, len(encoded.ids))
         batch_size = td.batch_size
         if self.num_samples is not None:
-            rows = [row for row in range(len(prompt_ids)) for _ in range(self.num_samples)]
-            prompts, prompt_ids, num_new, begins = (
-                prompts.select(rows),
-                [prompt_ids[row] for row in rows],
-                [num_new[row] for row in rows],
-                [begins[row] for row in rows],
-            )
-            stream = None if stream is None else stream.select(rows)
+            rows = [row for row in range(len(encoded.ids)) for _ in range(self.num_samples)]
+            prompts, encoded = prompts.select(rows), encoded.select(rows)
             texts = None if texts is None else [texts[row] for row in rows]
             batch_size = torch.Size([*batch_size, self.num_samples])
         params = replace(options.params, stop_token_ids=self.stop_token_ids + options.params.stop_token_ids)
-        generation = self.engine.generate(prompt_ids, params, seeds=seeds)
+        generation = self.engine.generate(encoded.ids, params, seeds=seeds)
         turn = Turn(
             prompts=prompts,
-            prompt_ids=prompt_ids,
+            prompt_ids=encoded.ids,
             response_ids=generation.ids,
             stop_reasons=generation.stop_reasons,
-            num_new=num_new,
+            num_new=[len(ids) for ids in encoded.ids] if texts is None else encoded.num_new,
             carried_texts=texts,
             stop_token_ids=frozenset(params.stop_token_ids) | frozenset(getattr(self.engine, "eos_token_ids", ())),
             skip_special_tokens=options.skip_special_tokens,
         )
         views, covered = self.mode.views(turn)
         log_probs = generation.log_probs if self.return_log_probs else None
-        record = record_turn(prompt_ids, generation.ids, log_probs, generation.plain_log_probs, stream)
-        carried = None
-        if stream is not None and stream.assistant_mask is not None:
-            carried = [mask[: len(ids)] for mask, ids in zip(record.assistant_mask, prompt_ids, strict=True)]
-        if self.pad_output:
-            masks, tokens, log_probs = padded_containers(record, carried, covered, batch_size, self.pad_token_id)
-        else:
-            masks, tokens, log_probs = ragged_containers(record, carried, covered, batch_size)
-        views_of_mode = {name: _CONTAINERS[name].from_rows(columns, batch_size) for name, columns in views.items()}
+        record = record_turn(encoded.ids, generation.ids, log_probs, generation.plain_log_probs, encoded.stream)
+        containers = record_containers(record, covered, batch_size, self.pad_token_id if self.pad_output else None)
+        containers |= {name: _VIEWS[name].from_rows(columns, batch_size) for name, columns in views.items()}
         out = self._output(td, batch_size)
-        for name, value in (
-            ("text", views_of_mode.get("text")),
-            ("masks", masks),
-            ("tokens", tokens),
-            ("log_probs", log_probs),
-            ("history", views_of_mode.get("history")),
-        ):
-            if value is not None:
-                out.set(self.keys[name], value)
+        for name in ("text", "masks", "tokens", "log_probs", "history"):
+            if name in containers:
+                out.set(self.keys[name], containers[name])
         out.set("stop_reason", torch.tensor(generation.stop_reasons).reshape(batch_size))
         out.set("policy_version", torch.full(batch_size, generation.version, dtype=torch.int64))
-        out.set("new_record", torch.tensor(begins).reshape(batch_size))
+        out.set("new_record", torch.tensor(encoded.begins_record).reshape(batch_size))
         return out
 
     def _seeds(self, td: TensorDictBase, num_rows: int) -> list[int] | None:
@@ -427,6 +412,11 @@ class LLMWrapperBase(nn.Module):
         num_samples = self.num_samples or 1
         given = td.get("seed", None)
         if isinstance(given, Tensor):
+            if given.numel() != num_rows or given.is_floating_point():
+                raise ShapeError(
+                    f"{type(self).__name__}: 'seed' must be one integer per row: got {given.dtype} {list(given.shape)} "
+                    f"for {num_rows} rows."
+                )
             return [seed + sample * _SEED_STRIDE for seed in given.flatten().tolist() for sample in range(num_samples)]
         if self._generator is None:
             return None
@@ -437,7 +427,14 @@ class LLMWrapperBase(nn.Module):
     def _conversations(self, td: TensorDictBase) -> Conversations:
         """What is scored: ("tokens", "full") wherever it is there, else (mode, "full")."""
         key = self.mode.in_key(self.keys[self.mode.name], False) if self.generate else self.input_key
-        return Conversations.read(td, self.mode, self.keys, key, self.attention_mask_key)
+        conversations = Conversations.read(td, self.mode, self.keys, key, self.attention_mask_key)
+        size = vocabulary_size(self._scored_model())
+        check_ids(conversations.rows, size, who=type(self).__name__, what="conversation")
+        return conversations
+
+    def _scored_model(self) -> nn.Module | None:
+        """The language model in this process, whatever the scorer was wrapped in; None where there is none."""
+        return getattr(getattr(self.scorer, "module", self.scorer), "model", None)
 
     def _score(self, td: TensorDictBase) -> TensorDictBase:
         conversations = self._conversations(td)
@@ -482,6 +479,13 @@ class LLMWrapperBase(nn.Module):
         """What another wrapper over the same weights is built from: what this one was given."""
         return self._given[0]
 
+    def _check_batch(self, td: Any) -> None:
+        who = type(self).__name__
+        if not isinstance(td, TensorDictBase):
+            raise TypeError(f"{who}: the input must be a TensorDict: got {type(td).__name__}.")
+        if not td.batch_size.numel():
+            raise ShapeError(f"{who}: a batch must have at least one row: got {list(td.batch_size)}.")
+
     def _output(self, td: TensorDictBase, batch_size: Sequence[int]) -> TensorDictBase:
         if self.generate and self.num_samples is not None:
             return TensorDict({}, batch_size=batch_size)
@@ -490,6 +494,6 @@ class LLMWrapperBase(nn.Module):
         return td if self.inplace else TensorDict({}, batch_size=batch_size)
 
 
-_CONTAINERS = {"text": Text, "history": ChatHistory}
+_VIEWS = {"text": Text, "history": ChatHistory}
 _PER_TURN = ["stop_reason", "policy_version", "new_record"]
 _SEED_STRIDE = 0x2545F4914F6CDD1D  # the samples of one prompt take seeds far apart

@@ -55,14 +55,14 @@ class BatchingEngine:
         timeout: float = 10.0,
     ) -> None:
         for name, size in (("min_batch_size", min_batch_size), ("max_batch_size", max_batch_size)):
-            if size is not None and size < 1:
-                raise ConfigError(f"batching: {name} must be positive: got {size}.")
+            if size is not None and (not isinstance(size, int) or size < 1):
+                raise ConfigError(f"batching: {name} must be positive and whole: got {size!r}.")
         if None not in (min_batch_size, max_batch_size) and min_batch_size > max_batch_size:
             raise ConfigError(
                 f"batching: min_batch_size must not exceed max_batch_size: got {min_batch_size} and {max_batch_size}."
             )
-        if not timeout >= 0:
-            raise ConfigError(f"batching: batching_timeout must be at least 0 seconds: got {timeout}.")
+        if not isinstance(timeout, (int, float)) or not timeout >= 0:
+            raise ConfigError(f"batching: batching_timeout must be at least 0 seconds: got {timeout!r}.")
         self.engine = engine
         self.min_batch_size = 1 if min_batch_size is None else min_batch_size
         self.max_batch_size = max_batch_size

@@ -82,6 +82,11 @@ class Encoded:
     stream: Stream | None
     rewritten: dict[int, RewriteError]
 
+    def select(self, rows: Sequence[int]) -> Encoded:
+        """The rows at these indices, which may repeat; what was rewritten is counted by then."""
+        stream = None if self.stream is None else self.stream.select(rows)
+        return Encoded([self.ids[row] for row in rows], [self.num_new[row] for row in rows], stream, {})
+
     @property
     def begins_record(self) -> list[bool]:
         """Per row, whether a training record begins with this turn."""

@@ -116,7 +116,7 @@ class Conversations:
             kept_BT = self.kept.reshape(-1, self.kept.shape[-1])
             pairs = zip(mask.reshape(kept_BT.shape).bool(), kept_BT.to(mask.device), strict=True)
             return [row[kept] for row, kept in pairs]
-        rows = list(mask) if not isinstance(mask, Tensor) or mask.ndim > 1 else [mask]
+        rows = [mask] if isinstance(mask, Tensor) and mask.ndim == 1 else [torch.as_tensor(row) for row in mask]
         got, expected = [tuple(row.shape) for row in rows], [tuple(row.shape) for row in self.rows]
         if got != expected:
             want = f"rows of {expected}" if self.full is None else f"{tuple(self.full.shape)}"

@@ -17,7 +17,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from llmrl.data.llm.chat import History
-from llmrl.errors import ConfigError, MissingKeyError, RewriteError, RolloutError, near
+from llmrl.errors import ConfigError, MissingKeyError, RewriteError, RolloutError, ShapeError, near
 from llmrl.modules.llm.engines import StopReason
 from llmrl.modules.llm.policies.containers import (
     ChatHistory,
@@ -84,9 +84,21 @@ class Mode(ABC):
         """What is read: the prompt to generate, the whole conversation to score."""
         return (container_key, "prompt" if generate else "full")
 
-    @abstractmethod
     def read(self, td: TensorDictBase, key: Key, attention_mask_key: Key) -> Prompts:
-        """The view under ``key``, one value per row. Raises MissingKeyError, or TypeError for another kind."""
+        """The view under ``key``, one value per row of the batch.
+
+        Raises  MissingKeyError, TypeError for another kind, ShapeError for another number of rows
+        """
+        prompts = self._read(td, key, attention_mask_key)
+        if len(prompts.rows) != td.batch_size.numel():
+            raise ShapeError(
+                f"LLM wrapper: {key!r} must hold one value per row of a batch of {list(td.batch_size)}: got "
+                f"{len(prompts.rows)}; usually the batch_size of the TensorDict was left out."
+            )
+        return prompts
+
+    @abstractmethod
+    def _read(self, td: TensorDictBase, key: Key, attention_mask_key: Key) -> Prompts: ...
 
     @abstractmethod
     def encode(self, rows: Sequence[Any]) -> list[Tensor]:
@@ -125,7 +137,7 @@ class HistoryMode(Mode):
         self.renderer = renderer
         self.role = role
 
-    def read(self, td: TensorDictBase, key: Key, attention_mask_key: Key) -> Prompts:
+    def _read(self, td: TensorDictBase, key: Key, attention_mask_key: Key) -> Prompts:
         holder, field = _holder(td, key)
         history = holder.get(field, None)
         if not isinstance(history, History):
@@ -152,19 +164,20 @@ class HistoryMode(Mode):
 
     def views(self, turn: Turn) -> tuple[dict[str, dict[str, Any]], list[int] | None]:
         contents, text = _text_views(self.renderer.tokenizer, turn, None)
-        messages = [
-            [{"role": self.role, "content": content}]
-            if reason.natural
-            else [{"role": self.role, "content": content, "is_complete": False}]
-            for content, reason in zip(contents, turn.stop_reasons, strict=True)
-        ]
         prompt, chats = turn.prompts.source, turn.prompts.rows
+        messages = [[self._message(*row)] for row in zip(contents, turn.stop_reasons, chats, strict=True)]
         response = History.from_chats(messages)
         full = prompt.extend(response, inplace=False, dim=-1)
         if any(map(is_open, chats)):
             full = History.stack([_with_turn(*row) for row in zip(full.unbind(0), chats, messages, strict=True)])
         covered = [len(chat) + (not is_open(chat)) for chat in chats]
         return {"text": text, "history": {"prompt": prompt, "response": response, "full": full}}, covered
+
+    def _message(self, content: str, reason: StopReason, chat: list[dict[str, Any]]) -> dict[str, Any]:
+        """An answer as a message: what the template would write as it was drawn, in a later turn."""
+        answer = self.renderer.template.answer
+        fields = {"content": content} if answer is None or is_open(chat) else answer(content)
+        return {"role": self.role, **fields} | ({} if reason.natural else {"is_complete": False})
 
 
 class TextMode(Mode):
@@ -178,10 +191,12 @@ class TextMode(Mode):
         self.tokenizer = tokenizer
         self.tokenizer_kwargs = {"add_special_tokens": False, **(tokenizer_kwargs or {})}
 
-    def read(self, td: TensorDictBase, key: Key, attention_mask_key: Key) -> Prompts:
+    def _read(self, td: TensorDictBase, key: Key, attention_mask_key: Key) -> Prompts:
         rows = field_rows(*_holder(td, key))
         if not all(isinstance(row, str) for row in rows):
-            raise TypeError(f"LLM wrapper: Expected str under {key!r}: got {type(rows[0]).__name__}.")
+            raise TypeError(
+                f"LLM wrapper: Expected str under {key!r}: got {sorted({type(row).__name__ for row in rows})}."
+            )
         return Prompts(rows)
 
     def encode(self, rows: Sequence[Any]) -> list[Tensor]:
@@ -212,10 +227,20 @@ class TokensMode(Mode):
     container = Tokens
     written = ()
 
-    def read(self, td: TensorDictBase, key: Key, attention_mask_key: Key) -> Prompts:
-        rows = unpadded_rows(*_holder(td, key), td.get(attention_mask_key, None))
-        if not all(isinstance(row, Tensor) and row.ndim == 1 and not row.is_floating_point() for row in rows):
-            raise TypeError(f"LLM wrapper: Expected int64[P] per row under {key!r}: got {type(rows[0]).__name__}.")
+    def _read(self, td: TensorDictBase, key: Key, attention_mask_key: Key) -> Prompts:
+        holder, field = _holder(td, key)
+        mask = td.get(attention_mask_key, None)
+        ids = None if is_ragged(holder) else holder.get(field)
+        if isinstance(ids, Tensor) and isinstance(mask, Tensor) and mask.shape != ids.shape:
+            raise ShapeError(
+                f"LLM wrapper: {attention_mask_key!r} must have the shape of {key!r}: got {list(mask.shape)} for "
+                f"{list(ids.shape)}."
+            )
+        rows = unpadded_rows(holder, field, mask)
+        for row in rows:
+            if not isinstance(row, Tensor) or row.ndim != 1 or row.dtype not in (torch.int64, torch.int32):
+                got = f"{row.dtype} {list(row.shape)}" if isinstance(row, Tensor) else type(row).__name__
+                raise TypeError(f"LLM wrapper: Expected int64[P] per row under {key!r}: got {got}.")
         return Prompts(rows)
 
     def encode(self, rows: Sequence[Any]) -> list[Tensor]:

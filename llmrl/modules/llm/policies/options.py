@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -93,19 +94,30 @@ def generation_options(*layers: Mapping[str, Any] | None) -> GenerationOptions:
     if do_sample and temperature == 0:
         raise ConfigError("generate_kwargs: sampling (do_sample=True) needs a temperature above 0: got 0.")
     sampling = {name: options[name] for name in _SAMPLING if options.get(name) is not None}
-    stops = sampling.pop("stop_sequences", ())
-    sampling["stop_strings"] = (stops,) if isinstance(stops, str) else tuple(stops)
-    sampling["stop_token_ids"] = tuple(sampling.get("stop_token_ids", ()))
+    sampling["stop_strings"] = _several(sampling.pop("stop_sequences", ()), str)
+    sampling["stop_token_ids"] = _several(sampling.get("stop_token_ids", ()), int)
     num = options.get("num_return_sequences")
-    if num is not None and num < 1:
-        raise ConfigError(f"generate_kwargs: num_return_sequences must be positive: got {num!r}.")
+    if not (num is None or _is_count(num)):
+        raise ConfigError(f"generate_kwargs: num_return_sequences must be positive and whole: got {num!r}.")
+    seed = options.get("seed")
+    if not (seed is None or isinstance(seed, Integral)):
+        raise ConfigError(f"generate_kwargs: seed must be an integer: got {seed!r}.")
     return GenerationOptions(
         params=SamplingParams(**sampling),
         num_return_sequences=num,
         skip_special_tokens=bool(options.get("skip_special_tokens", False)),
         logprobs=None if options.get("logprobs") is None else options["logprobs"] is not False,
-        seed=options.get("seed"),
+        seed=seed,
     )
+
+
+def _several(value: Any, kind: type) -> tuple[Any, ...]:
+    """One value, or several of them, as a tuple."""
+    return (value,) if isinstance(value, kind) else tuple(value)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and value >= 1
 
 
 def options_of_call(own: Mapping[str, Any] | None, given: Mapping[str, Any]) -> GenerationOptions:
@@ -127,6 +139,9 @@ def options_of_call(own: Mapping[str, Any] | None, given: Mapping[str, Any]) -> 
 
 def check_settings(who: str, settings: Mapping[str, Any], options: GenerationOptions) -> None:
     """Raises ConfigError where the arguments of a wrapper contradict each other or cannot be honoured."""
+    for name in ("generate", "pad_output"):
+        if not isinstance(settings[name], bool):
+            raise ConfigError(f"{who}: {name} must be True or False: got {settings[name]!r}.")
     if not settings["generate"] and settings["return_log_probs"] is False:
         raise ConfigError(f"{who}: return_log_probs must be True when generate=False: scoring writes nothing else.")
     if options.logprobs is not None and settings["return_log_probs"] not in (None, options.logprobs):
@@ -137,8 +152,8 @@ def check_settings(who: str, settings: Mapping[str, Any], options: GenerationOpt
             "td.get(key, as_nested_tensor=True, layout=torch.jagged)."
         )
     samples = settings["num_samples"]
-    if samples is not None and samples < 1:
-        raise ConfigError(f"{who}: num_samples must be positive: got {samples}.")
+    if not (samples is None or _is_count(samples)):
+        raise ConfigError(f"{who}: num_samples must be positive and whole: got {samples!r}.")
     if None not in (samples, options.num_return_sequences) and samples != options.num_return_sequences:
         raise ConfigError(
             f"{who}: num_samples and num_return_sequences name one thing: got {samples} and "
@@ -151,6 +166,9 @@ def check_settings(who: str, settings: Mapping[str, Any], options: GenerationOpt
         raise ConfigError(f"{who}: inplace must be True, False or 'empty': got {settings['inplace']!r}.")
     if settings["prefer_tokens"] not in (True, False, "always"):
         raise ConfigError(f"{who}: prefer_tokens must be True, False or 'always': got {settings['prefer_tokens']!r}.")
+    keys = [settings[f"{name}_key"] for name in ("history", "text", "tokens", "masks", "log_probs")]
+    if len(set(keys)) < len(keys):
+        raise ConfigError(f"{who}: each container must have a key of its own: got {', '.join(map(repr, keys))}.")
     for name in ("padding", "return_tensors", "truncation"):
         if name in (settings["tokenizer_kwargs"] or {}):
             raise ConfigError(f"{who}: tokenizer_kwargs must not set {name}: rows are kept apart and whole.")

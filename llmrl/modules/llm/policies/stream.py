@@ -71,6 +71,9 @@ class TurnRecord:
     full: list[Tensor]  # int64[T]
     attention_mask: list[Tensor]  # bool[T]
     assistant_mask: list[Tensor]  # bool[T]
+    carried_mask: (
+        list[Tensor] | None
+    )  # bool[P], the part of assistant_mask that earlier turns wrote; None where none did
     prompt_log_probs: list[Tensor] | None  # float32[P]
     response_log_probs: list[Tensor] | None  # float32[R]
     full_log_probs: list[Tensor] | None  # float32[T]
@@ -111,7 +114,8 @@ def record_turn(
             )
             after = log_probs if plain is None else plain
             full_plain = [torch.cat(pair) for pair in zip(before, after, strict=True)]
-    return TurnRecord(prompts, responses, full, attention, masks, prompt_lp, log_probs, full_lp, full_plain)
+    carried = None if carried_masks is None else [m[:at] for m, at in zip(masks, prompt_lengths, strict=True)]
+    return TurnRecord(prompts, responses, full, attention, masks, carried, prompt_lp, log_probs, full_lp, full_plain)
 
 
 def _rows(prompt_lengths: list[int], response_lengths: list[int]) -> list[Tensor]:

@@ -67,7 +67,7 @@ class TransformersWrapper(LLMWrapperBase):
     @property
     def model(self) -> PreTrainedModel:
         """The language model itself, whatever the scorer was wrapped in."""
-        return getattr(self.scorer, "module", self.scorer).model
+        return self._scored_model()
 
     def _source(self) -> PreTrainedModel:
         return self.model

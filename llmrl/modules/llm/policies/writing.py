@@ -15,78 +15,71 @@ from llmrl.modules.llm.policies.containers import LogProbs, Masks, Tokens
 from llmrl.modules.llm.policies.stream import TurnRecord
 from llmrl.padding import pad_rows
 
-__all__ = ["padded_containers", "ragged_containers"]
+__all__ = ["record_containers"]
 
-Containers = tuple[Masks, Tokens, LogProbs | None]
+_CONTAINERS = {"masks": Masks, "tokens": Tokens, "log_probs": LogProbs}
 
 
-def ragged_containers(
-    record: TurnRecord, carried_masks: list[Tensor] | None, covered: list[int] | None, batch_size: Sequence[int]
-) -> Containers:
-    """Masks, Tokens and LogProbs as rows."""
-    masks = {"all_attention_mask": record.attention_mask, "all_assistant_mask": record.assistant_mask}
-    if carried_masks is not None:
-        masks["prompt_assistant_mask"] = carried_masks
-    tokens: dict[str, Any] = {"prompt": record.prompt, "response": record.response, "full": record.full}
+def record_containers(
+    record: TurnRecord, covered: list[int] | None, batch_size: Sequence[int], pad_token_id: int | None
+) -> dict[str, Any]:
+    """The containers "masks", "tokens" and, where the record has them, "log_probs".
+
+    Reads    covered       how much of the mode's view the ids cover; None in tokens mode
+             pad_token_id  None: rows. Else dense tensors: prompt [B, P] left-padded, response [B, R] right-padded, full
+                           [B, P + R]
+    """
+    columns = _ragged(record) if pad_token_id is None else _padded(record, pad_token_id)
     if covered is not None:
-        tokens["covered"] = torch.tensor(covered)
-    log_probs = None
+        columns["tokens"]["covered"] = torch.tensor(covered)
+    if pad_token_id is None:
+        return {name: _CONTAINERS[name].from_rows(fields, batch_size) for name, fields in columns.items()}
+    return {
+        name: _CONTAINERS[name].from_padded(
+            {field: value.reshape((*batch_size, *value.shape[1:])) for field, value in fields.items()}, batch_size
+        )
+        for name, fields in columns.items()
+    }
+
+
+def _ragged(record: TurnRecord) -> dict[str, dict[str, Any]]:
+    masks = {"all_attention_mask": record.attention_mask, "all_assistant_mask": record.assistant_mask}
+    if record.carried_mask is not None:
+        masks["prompt_assistant_mask"] = record.carried_mask
+    columns: dict[str, dict[str, Any]] = {
+        "masks": masks,
+        "tokens": {"prompt": record.prompt, "response": record.response, "full": record.full},
+    }
     if record.full_log_probs is not None:
-        columns = {
+        columns["log_probs"] = {
             "prompt": record.prompt_log_probs,
             "response": record.response_log_probs,
             "full": record.full_log_probs,
         }
         if record.plain_log_probs is not None:
-            columns["plain"] = record.plain_log_probs
-        log_probs = LogProbs.from_rows(columns, batch_size)
-    return Masks.from_rows(masks, batch_size), Tokens.from_rows(tokens, batch_size), log_probs
+            columns["log_probs"]["plain"] = record.plain_log_probs
+    return columns
 
 
-def padded_containers(
-    record: TurnRecord,
-    carried_masks: list[Tensor] | None,
-    covered: list[int] | None,
-    batch_size: Sequence[int],
-    pad_token_id: int,
-) -> Containers:
-    """Masks, Tokens and LogProbs as dense tensors: prompt [B, P] left-padded, response [B, R] right-padded, full [B, P
-    + R].
-    """
+def _padded(record: TurnRecord, pad_token_id: int) -> dict[str, dict[str, Any]]:
+    """The same columns, dense: prompts padded on the left, responses on the right, ``full`` at both ends."""
     split = [len(prompt) for prompt in record.prompt]
 
-    def dense(rows: list[Tensor], side: str, value: float = 0) -> Tensor:
-        return pad_rows(rows, value=value, side=side)  # type: ignore[arg-type]
-
-    def around(rows: list[Tensor], value: float = 0) -> Tensor:
+    def around(rows: list[Tensor], value: float) -> Tensor:
         """Rows of prompt and response, padded at both ends so that the responses begin in one column."""
-        before = dense([row[:at] for row, at in zip(rows, split, strict=True)], "left", value)
-        return torch.cat(
-            [before, dense([row[at:] for row, at in zip(rows, split, strict=True)], "right", value)], dim=1
-        )
+        before = pad_rows([row[:at] for row, at in zip(rows, split, strict=True)], value=value, side="left")
+        after = pad_rows([row[at:] for row, at in zip(rows, split, strict=True)], value=value, side="right")
+        return torch.cat([before, after], dim=1)
 
-    def shaped(columns: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: value.reshape((*batch_size, *value.shape[1:])) for name, value in columns.items()}
+    def dense(field: str, rows: list[Tensor], value: float) -> Tensor:
+        if field.startswith("prompt"):
+            return pad_rows(rows, value=value, side="left")
+        return pad_rows(rows, value=value, side="right") if field == "response" else around(rows, value)
 
-    masks = {"all_attention_mask": around(record.attention_mask), "all_assistant_mask": around(record.assistant_mask)}
-    if carried_masks is not None:
-        masks["prompt_assistant_mask"] = dense(carried_masks, "left")
-        masks["prompt_attention_mask"] = masks["all_attention_mask"][:, : max(split)]
-    tokens = {
-        "prompt": dense(record.prompt, "left", pad_token_id),
-        "response": dense(record.response, "right", pad_token_id),
-        "full": around(record.full, pad_token_id),
+    columns = {
+        name: {field: dense(field, rows, pad_token_id if name == "tokens" else 0) for field, rows in fields.items()}
+        for name, fields in _ragged(record).items()
     }
-    if covered is not None:
-        tokens["covered"] = torch.tensor(covered)
-    log_probs = None
-    if record.full_log_probs is not None:
-        columns = {
-            "prompt": dense(record.prompt_log_probs, "left"),
-            "response": dense(record.response_log_probs, "right"),
-            "full": around(record.full_log_probs),
-        }
-        if record.plain_log_probs is not None:
-            columns["plain"] = around(record.plain_log_probs)
-        log_probs = LogProbs.from_padded(shaped(columns), batch_size)
-    return Masks.from_padded(shaped(masks), batch_size), Tokens.from_padded(shaped(tokens), batch_size), log_probs
+    if record.carried_mask is not None:
+        columns["masks"]["prompt_attention_mask"] = columns["masks"]["all_attention_mask"][:, : max(split)]
+    return columns

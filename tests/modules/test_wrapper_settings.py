@@ -1,0 +1,353 @@
+"""The arguments of the wrappers: what each changes, what a new version keeps, and what is refused with a reason."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import pickle
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from llmrl.data.llm.chat import History
+from llmrl.errors import ConfigError, MissingKeyError, ShapeError
+from llmrl.modules.llm import ChatHistory, Tokens, TransformersWrapper
+from llmrl.modules.llm.policies import LLMWrapperBase
+from llmrl.testing import FakeEngine, tiny_model, tiny_tokenizer
+
+# name -> a value to start from, another one; what a backend decides is left out
+ARGUMENTS = {
+    "input_mode": ("history", "text"),
+    "input_key": (("history", "prompt"), ("talk", "prompt")),
+    "attention_mask_key": ("mask", "other_mask"),
+    "generate": (True, False),
+    "generate_kwargs": ({"temperature": 0.5}, {"temperature": 0.7}),
+    "tokenizer_kwargs": ({}, None),
+    "pad_output": (True, False),
+    "inplace": (False, "empty"),
+    "layout": (torch.strided, None),
+    "num_samples": (2, 3),
+    "chat_template_name": (None, "chatml_format"),
+    "chat_template": (None, tiny_tokenizer().chat_template + " "),
+    "return_log_probs": (True, None),
+    "history_key": ("talk", "history"),
+    "text_key": ("words", "text"),
+    "tokens_key": ("ids", "tokens"),
+    "masks_key": ("which", "masks"),
+    "log_probs_key": ("scores", "log_probs"),
+    "batching": (True, None),
+    "min_batch_size": (2, 1),
+    "max_batch_size": (8, None),
+    "batching_timeout": (0.01, 1.0),
+    "prefer_tokens": (False, True),
+}
+QUESTIONS = ["Hi", "What is 12 + 30?", "Think step by step."]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer):
+    return tiny_model(tokenizer, hidden_size=32, heads=1)
+
+
+def chats(questions=QUESTIONS):
+    return [[{"role": "user", "content": question}] for question in questions]
+
+
+def history_td(conversations):
+    return TensorDict(
+        {"history": ChatHistory.from_rows({"prompt": History.from_chats(conversations)})}, [len(conversations)]
+    )
+
+
+def fake_policy(tokenizer, answers, **options):
+    return LLMWrapperBase(FakeEngine(answers, tokenizer=tokenizer), tokenizer=tokenizer, **options)
+
+
+def rows(td, *key):
+    return td.get(key, as_list=True)
+
+
+# --- a new version, a copy --------------------------------------------------------------------------------------------
+
+
+def test_a_new_version_keeps_everything_it_was_not_told_to_change(model, tokenizer):
+    policy = TransformersWrapper(
+        model,
+        tokenizer=tokenizer,
+        generate_kwargs={"max_new_tokens": 4, "temperature": 0.5},
+        text_key="words",
+        pad_output=True,
+        inplace=False,
+        prefer_tokens=False,
+    )
+    policy.engine.update_weights(None, version=7)
+    scorer = policy.get_new_version(generate=False)
+    back = scorer.get_new_version(generate=True)
+    for version in (scorer, back):
+        assert version.model is model
+        assert version.engine is policy.engine
+        assert version.scorer is policy.scorer
+        assert version.keys == policy.keys
+        assert version.temperature == 0.5
+        assert (version.pad_output, version.inplace, version.prefer_tokens) == (True, False, False)
+    assert scorer.in_keys == [("history", "full")]
+    assert back.in_keys == [("history", "prompt")]
+    assert back.options == policy.options
+    assert back(history_td(chats()))["policy_version"].tolist() == [7, 7, 7]
+    assert policy.get_new_version(pad_model_input=False).engine.version == 7
+    with pytest.raises(ConfigError, match="Did you mean 'pad_output'"):
+        policy.get_new_version(pad_outputs=True)
+
+
+@pytest.mark.parametrize("name", sorted(ARGUMENTS))
+def test_a_new_version_keeps_every_argument(tokenizer, name):
+    """Whatever is changed, the other 25 stay; and what is changed, changes."""
+    policy = fake_policy(tokenizer, ["a"], **{k: v for k, (v, _) in ARGUMENTS.items()})
+    version = policy.get_new_version(**{name: ARGUMENTS[name][1]})
+    assert version._settings == {**policy._settings, name: ARGUMENTS[name][1]}
+    assert version.tokenizer is tokenizer
+
+
+def test_a_pickled_policy_answers_alike(model, tokenizer):
+    policy = TransformersWrapper(
+        model, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 5, "seed": 3}, batching=True
+    )
+    other = pickle.loads(pickle.dumps(policy))
+    assert rows(other(history_td(chats())), "tokens", "full")[2].tolist() == (
+        rows(policy(history_td(chats())), "tokens", "full")[2].tolist()
+    )
+
+
+# --- what is set, and what is refused ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temprature": 1.0}, "unknown option 'temprature'. Did you mean 'temperature'"),
+        ({"num_beams": 4}, "num_beams must be 1"),
+        ({"temperature": -0.1}, "temperature must be non-negative"),
+        ({"top_p": 2.0}, r"top_p must be within \[0, 1\]"),
+        ({"top_k": -5}, "top_k must be positive"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be positive"),
+        ({"do_sample": False, "temperature": 0.7}, "greedy decoding .* needs temperature 0"),
+        ({"do_sample": True, "temperature": 0.0}, "temperature above 0"),
+        ({"num_return_sequences": 0}, "num_return_sequences must be positive"),
+        ({"num_return_sequences": 2.5}, "num_return_sequences must be positive and whole"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens must be an integer: got 2.5"),
+        ({"max_new_tokens": True}, "max_new_tokens must be an integer: got True"),
+        ({"top_k": 2.5}, "top_k must be an integer"),
+        ({"temperature": "1"}, "temperature must be a number: got '1'"),
+        ({"stop_sequences": [1, 2]}, "stop_strings must be a sequence of non-empty strings"),
+        ({"stop_token_ids": ["</s>"]}, "stop_token_ids must be integers"),
+        ({"seed": "a"}, "seed must be an integer"),
+    ],
+)
+def test_generation_options_are_checked_at_construction(tokenizer, options, message):
+    with pytest.raises(ConfigError, match=message):
+        fake_policy(tokenizer, ["a"], generate_kwargs=options)
+
+
+def test_legacy_option_names(tokenizer):
+    policy = fake_policy(
+        tokenizer, ["Hello there, you"], generate_kwargs={"max_tokens": 2, "n": 3, "max_new_tokens": 50}
+    )
+    out = policy(history_td(chats()))
+    assert out.batch_size == (3, 3)
+    assert len(out[0, 0]["tokens"].response) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"input_mode": "histroy"}, "Did you mean 'history'"),
+        ({"generate": False, "return_log_probs": False}, "return_log_probs must be True"),
+        ({"num_samples": 2, "inplace": True}, "inplace must not be True"),
+        ({"num_samples": 2, "generate_kwargs": {"n": 3}}, "name one thing"),
+        ({"layout": torch.jagged}, "as_nested_tensor"),
+        ({"inplace": "all"}, "inplace must be"),
+        ({"tokenizer_kwargs": {"padding": True}}, "must not set padding"),
+        ({"device": "cpu"}, "decided by the engine"),
+        ({"generate": "no"}, "generate must be True or False: got 'no'"),
+        ({"num_samples": True}, "num_samples must be positive and whole: got True"),
+        ({"text_key": "history"}, "each container must have a key of its own"),
+        ({"tokenizer_kwargs": {"tools_given": True}}, "never speaks of"),
+    ],
+)
+def test_settings_that_cannot_be_honoured_are_errors(tokenizer, options, message):
+    with pytest.raises(ConfigError, match=message):
+        fake_policy(tokenizer, ["a"], **options)
+
+
+def test_what_is_missing_or_of_another_kind_is_named(model, tokenizer):
+    policy = fake_policy(tokenizer, ["a"])
+    with pytest.raises(MissingKeyError, match=r"Expected '\('history', 'prompt'\)' key"):
+        policy(TensorDict({"query": torch.zeros(2)}, [2]))
+    with pytest.raises(TypeError, match="Expected History object"):
+        fake_policy(tokenizer, ["a"], input_key="query")(TensorDict({"query": torch.zeros(2)}, [2]))
+    with pytest.raises(ShapeError, match="at least one row"):
+        policy(TensorDict({}, [0]))
+    with pytest.raises(ConfigError, match="must be an Engine"):
+        LLMWrapperBase(model, tokenizer=tokenizer)
+    with pytest.raises(ConfigError, match="gradients need a model"):
+        policy.token_scores(*(torch.ones(1, 2, dtype=torch.int64),) * 3)
+
+
+def test_tokens_mode_needs_no_tokenizer_and_reads_a_dense_prompt_by_its_mask(model):
+    policy = TransformersWrapper(model, input_mode="tokens", generate_kwargs={"max_new_tokens": 3, "temperature": 0.0})
+    eos = model.config.eos_token_id
+    prompt = torch.tensor([[eos, 5, 6, 7], [eos, eos, 8, eos]])
+    mask = torch.tensor([[False, True, True, True], [False, False, True, True]])
+    td = TensorDict({"tokens": TensorDict({"prompt": prompt}, [2]), "attention_mask": mask}, [2])
+    out = policy(td.copy())
+    assert [row.tolist() for row in rows(out, "tokens", "prompt")] == [[5, 6, 7], [8, eos]]
+    alone = policy(TensorDict({"tokens": Tokens.from_rows({"prompt": [torch.tensor([8, eos])]})}, [1]))
+    assert torch.equal(rows(alone, "tokens", "full")[0], rows(out, "tokens", "full")[1])
+
+
+def test_custom_keys_and_input_key(tokenizer):
+    policy = fake_policy(tokenizer, ["yes"], tokens_key="ids", history_key="talk", input_key="start")
+    td = policy(TensorDict({"start": History.from_chats(chats())}, [3]))
+    assert {"ids", "talk", "text", "masks", "log_probs"} <= set(td.keys())
+    assert td["talk"].response.to_chats()[0][0]["content"] == "yes"
+
+
+def test_text_and_history_mode_options_of_the_tokenizer(tokenizer):
+    policy = fake_policy(tokenizer, ["yes"], generate_kwargs={"skip_special_tokens": True})
+    assert policy(history_td(chats()))["text"].rows("response") == ["yes"] * 3
+    named = fake_policy(
+        tokenizer,
+        ["yes"],
+        chat_template="{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}[assistant]",
+    )
+    assert named(history_td(chats()))["text"].rows("prompt")[0] == "[user]Hi<|im_end|>[assistant]"
+
+
+@pytest.mark.parametrize("batch_size", [(0,), (2, 0)], ids=str)
+@pytest.mark.parametrize("generate", [True, False])
+def test_an_empty_batch_is_an_error(tokenizer, batch_size, generate):
+    policy = fake_policy(tokenizer, ["a"], generate=generate)
+    with pytest.raises(ShapeError, match=r"at least one row: got \["):
+        policy(TensorDict({}, batch_size))
+
+
+class Collector:
+    pass
+
+
+def test_the_policy_knows_its_collector_without_keeping_it(tokenizer):
+    policy, collector = fake_policy(tokenizer, ["a"]), Collector()
+    assert policy.collector is None
+    policy.register_collector(collector)
+    assert policy.collector is collector
+    assert pickle.loads(pickle.dumps(policy)).collector is None
+    del collector
+    gc.collect()
+    assert policy.collector is None
+
+
+@pytest.mark.parametrize(
+    ("option", "instead"),
+    [({"n": 2}, "num_samples"), ({"logprobs": True}, "return_log_probs"), ({"seed": 1}, "policy.seed")],
+)
+def test_one_call_cannot_change_what_belongs_to_the_wrapper(tokenizer, option, instead):
+    with pytest.raises(ConfigError, match=rf"belongs to the wrapper.*{instead}"):
+        fake_policy(tokenizer, ["a"])(history_td(chats()), generate_kwargs=option)
+
+
+def test_the_arguments_are_the_documented_ones():
+    names = set(inspect.signature(LLMWrapperBase).parameters)
+    assert names == {*ARGUMENTS, "model", "tokenizer", "device", "pad_model_input"}
+    assert len(names) == 27
+    assert set(inspect.signature(TransformersWrapper).parameters) == names
+
+
+@pytest.mark.parametrize("mode", ["text", "tokens"])
+def test_a_prompt_may_stand_in_a_plain_nested_tensordict(mode):
+    """Regression: ``TensorDict({("tokens", "prompt"): ids})`` was an AttributeError of a dict."""
+    tokenizer = tiny_tokenizer()
+    ids = torch.tensor([tokenizer("2+2=").input_ids] * 2)
+    prompt = ["2+2=", "2+2="] if mode == "text" else ids
+    policy = LLMWrapperBase(FakeEngine(["4"], tokenizer=tokenizer), tokenizer=tokenizer, input_mode=mode)
+    td = policy(TensorDict({(mode, "prompt"): prompt}, batch_size=[2]))
+    assert [row.tolist() for row in td["tokens"].rows("prompt")] == ids.tolist()
+    assert [tokenizer.decode(row) for row in td["tokens"].rows("full")] == ["2+2=4<|im_end|>"] * 2
+    scored = policy.get_new_version(generate=False)(TensorDict({("tokens", "full"): ids}, batch_size=[2]))
+    assert scored["log_probs"].full.shape == ids.shape
+
+
+def test_one_stop_token_needs_no_list(tokenizer):
+    policy = fake_policy(tokenizer, ["a b"], generate_kwargs={"stop_token_ids": 5, "stop_sequences": "b"})
+    assert (policy.options.params.stop_token_ids, policy.options.params.stop_strings) == ((5,), ("b",))
+
+
+def test_options_of_one_call_are_refused_where_nothing_is_generated(tokenizer):
+    with pytest.raises(ConfigError, match="this wrapper scores"):
+        fake_policy(tokenizer, ["a"], generate=False)(history_td(chats()), generate_kwargs={"max_new_tokens": 1})
+
+
+def test_a_batch_that_is_no_tensordict_is_named(tokenizer):
+    with pytest.raises(TypeError, match="the input must be a TensorDict: got dict"):
+        fake_policy(tokenizer, ["a"])({"history": None})
+
+
+@pytest.mark.parametrize("generate", [True, False])
+def test_prompts_that_are_not_one_per_row_are_refused_before_anything_is_generated(tokenizer, generate):
+    """Regression: the error came from the log-probs, after generating."""
+    field = "prompt" if generate else "full"
+    policy = fake_policy(tokenizer, ["a"], generate=generate)
+    answered = [[*chat, {"role": "assistant", "content": "a"}] for chat in chats()]
+    td = TensorDict({"history": ChatHistory.from_rows({field: History.from_chats(answered)})}, [])
+    with pytest.raises(ShapeError, match=r"one value per row of a batch of \[\]: got 3; usually the batch_size"):
+        policy(td)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [(torch.rand(2, 3), r"torch.float32 \[3\]"), (torch.ones(2, 3, dtype=torch.bool), r"torch.bool \[3\]")],
+)
+def test_ids_of_another_dtype_are_named(model, prompt, message):
+    policy = TransformersWrapper(model, input_mode="tokens")
+    with pytest.raises(TypeError, match=rf"Expected int64\[P\] per row .*got {message}"):
+        policy(TensorDict({"tokens": {"prompt": prompt}}, [2]))
+
+
+def test_an_attention_mask_of_another_shape_is_refused_instead_of_ignored(model):
+    td = TensorDict({"tokens": {"prompt": torch.ones(2, 3).long()}, "attention_mask": torch.ones(2, 2)}, [2])
+    with pytest.raises(ShapeError, match=r"must have the shape of .*: got \[2, 2\] for \[2, 3\]"):
+        TransformersWrapper(model, input_mode="tokens")(td)
+
+
+@pytest.mark.parametrize("wrong", [99999, -1])
+@pytest.mark.parametrize("enabled", [True, False], ids=["grad", "no grad"])
+def test_ids_outside_the_vocabulary_are_named_before_the_model_sees_them(model, wrong, enabled):
+    ids = torch.tensor([[1, 2, wrong]])
+    policy = TransformersWrapper(model, input_mode="tokens")
+    scorer = policy.get_new_version(generate=False)
+    with torch.set_grad_enabled(enabled):
+        for call in (scorer, policy.get_dist):
+            with pytest.raises(ShapeError, match=r"within the model's vocabulary of \d+: got .*tokenizer"):
+                call(TensorDict({"tokens": {"full": ids}}, [1]))
+        with pytest.raises(ShapeError, match="within the model's vocabulary"):
+            policy(TensorDict({"tokens": {"prompt": ids}}, [1]))
+
+
+def test_a_conversation_of_no_ids_is_refused(model):
+    scorer = TransformersWrapper(model, input_mode="tokens", generate=False)
+    for call in (scorer, scorer.get_dist):
+        with pytest.raises(ShapeError, match="a conversation is a non-empty int64"):
+            call(TensorDict({"tokens": {"full": torch.zeros(2, 0, dtype=torch.int64)}}, [2]))
+    with pytest.raises(ShapeError, match="at least one row"):
+        scorer.get_dist(TensorDict({}, [0]))
+
+
+@pytest.mark.parametrize("seed", [torch.tensor([1.0, 2.0, 3.0]), torch.ones(3, 2, dtype=torch.int64)])
+def test_seeds_of_a_batch_are_one_integer_per_row(tokenizer, seed):
+    with pytest.raises(ShapeError, match="'seed' must be one integer per row"):
+        fake_policy(tokenizer, ["a"])(history_td(chats()).set("seed", seed))
