@@ -17,3 +17,8 @@ for _name in ("FORCE_COLOR", "RANK", "WORLD_SIZE", "COLUMNS"):
 # No time limit per example (a busy machine is not a bug), and the same examples every time.
 settings.register_profile("llmrl", deadline=None, derandomize=True)
 settings.load_profile("llmrl")
+
+
+def pytest_collection_modifyitems(items):
+    """What takes minutes comes first, so that no worker is left alone with it at the end."""
+    items.sort(key=lambda item: item.path.name != "test_learning.py")
