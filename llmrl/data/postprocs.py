@@ -12,7 +12,7 @@ import torch
 from tensordict import NestedKey, NonTensorData, TensorDictBase
 from torch import Tensor
 
-from llmrl.data.segments import expand_right, leaf_keys, steps_left, sum_ahead
+from llmrl.data.segments import as_key, expand_right, leaf_keys, steps_left, sum_ahead
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError
 
 __all__ = ["DensifyReward", "MultiStep"]
@@ -69,9 +69,9 @@ class MultiStep:
         if n_steps < 1 or int(n_steps) != n_steps:
             raise ConfigError(f"{who}: n_steps counts steps and must be at least 1: got {n_steps}.")
         self.gamma, self.n_steps = float(gamma), int(n_steps)
-        self.reward_keys = [_as_key(key) for key in (["reward"] if reward_keys is None else reward_keys)]
-        self.done_key = _as_key(done_key)
-        self.done_keys = [_as_key(key) for key in ([done_key] if done_keys is None else done_keys)]
+        self.reward_keys = [as_key(key) for key in (["reward"] if reward_keys is None else reward_keys)]
+        self.done_key = as_key(done_key)
+        self.done_keys = [as_key(key) for key in ([done_key] if done_keys is None else done_keys)]
         self.mask_key = mask_key
 
     def __call__(self, td: TensorDictBase) -> TensorDictBase:
@@ -207,10 +207,6 @@ def _row_flags(done: Tensor, rows: torch.Size) -> Tensor | None:
     if bool((per_row == per_row[..., :1]).all()):
         return per_row[..., 0]
     return flags.squeeze(-1) if flags.shape[-1] == 1 else flags
-
-
-def _as_key(key: NestedKey) -> Key:
-    return (key,) if isinstance(key, str) else tuple(key)
 
 
 def _original(key: Key) -> Key:

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
 __all__ = [
+    "as_key",
     "expand_right",
     "leaf_keys",
     "reduce_right",
@@ -106,6 +107,11 @@ def reduce_right(flags: Tensor, shape: Sequence[int]) -> Tensor | None:
     if flags.shape[: len(shape)] != tuple(shape) or flags.shape[len(shape) :].numel() != 1:
         return None
     return flags.reshape(tuple(shape))
+
+
+def as_key(key: NestedKey) -> tuple[str, ...]:
+    """The key as a tuple, also where it is one name."""
+    return (key,) if isinstance(key, str) else tuple(key)
 
 
 def leaf_keys(td: TensorDictBase, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:

@@ -18,7 +18,7 @@ import torch
 from tensordict import NestedKey, TensorDict
 from torch import Tensor
 
-from llmrl.data.segments import expand_right, leaf_keys, reduce_right
+from llmrl.data.segments import as_key, expand_right, leaf_keys, reduce_right
 from llmrl.errors import DataError
 
 __all__ = ["Flat2TED", "H5Combine", "H5Split", "Nested2TED", "TED2Flat", "TED2Nested"]
@@ -48,7 +48,7 @@ class _Encoder(ABC):
         done_keys: Sequence[NestedKey] | None = None,
         reward_keys: Sequence[NestedKey] | None = None,
     ) -> None:
-        self.done_key = _as_key(done_key)
+        self.done_key = as_key(done_key)
         self.shift_key, self.is_full_key = shift_key, is_full_key
         self._moved = _names(done_keys, reward_keys)
 
@@ -226,7 +226,7 @@ class Flat2TED:
         done_keys: Sequence[NestedKey] | None = None,
         reward_keys: Sequence[NestedKey] | None = None,
     ) -> None:
-        self.done_key = _as_key(done_key)
+        self.done_key = as_key(done_key)
         self.shift_key, self.is_full_key = shift_key, is_full_key
         self._moved = _names(done_keys, reward_keys)
 
@@ -372,9 +372,9 @@ def _decode(
     out = TensorDict(batch_size=grid.shape, device=device)
     for path, extra in notes["containers"]:
         out.set(tuple(path), TensorDict(batch_size=[*grid.shape, *extra], device=device))
+    at = _places(ends)
     for key, value in entries.items():
         if key in shifted:
-            at = torch.arange(grid.rows, device=ends.device) + ends.cumsum(0) - ends.to(torch.int64)
             out.set(key, grid.back(value[at]))
             out.set(("next", *key), grid.back(value[at + 1]))
         else:
@@ -386,9 +386,14 @@ def _decode(
     return out
 
 
+def _places(ends: Tensor) -> Tensor:
+    """int64[N]: where each row lies once every trajectory has one row more."""
+    return torch.arange(len(ends), device=ends.device) + ends.cumsum(0) - ends.to(torch.int64)
+
+
 def _with_last(now: Tensor, then: Tensor, ends: Tensor) -> Tensor:
     """The rows of ``now``, and after each end its row of ``then``."""
-    at = torch.arange(len(ends), device=ends.device) + ends.cumsum(0) - ends.to(torch.int64)
+    at = _places(ends)
     out = now.new_empty(len(ends) + int(ends.sum()), *now.shape[1:])
     out[at] = now
     out[at[ends] + 1] = then[ends]
@@ -423,12 +428,8 @@ def _note(td: TensorDict, key: str, default: Any) -> Any:
     return default if value is None else value.item() if isinstance(value, Tensor) else td.get_non_tensor(key)
 
 
-def _as_key(key: NestedKey) -> Key:
-    return (key,) if isinstance(key, str) else tuple(key)
-
-
 def _names(done_keys: Sequence[NestedKey] | None, reward_keys: Sequence[NestedKey] | None) -> set[Key]:
-    return {_as_key(key) for key in (*(done_keys or DONE_KEYS), *(reward_keys or REWARD_KEYS))}
+    return {as_key(key) for key in (*(done_keys or DONE_KEYS), *(reward_keys or REWARD_KEYS))}
 
 
 def _is_any(key: Key, names: set[Key]) -> bool:

@@ -6,7 +6,7 @@
 
 A version is written to ``checkpoint.8.draft``, flushed to the disk and renamed; then ``checkpoint.current`` is
 replaced, which is one atomic step; then older versions are removed. Nothing else that lies in ``path`` is touched. What
-is in a version is the writer's business.
+is in a version is the writer's business. `StateFile` is for what has no directory of its own to replace: a part of one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 
 from llmrl.errors import CheckpointError
 
-__all__ = ["current_directory", "replace_directory", "write_object"]
+__all__ = ["StateFile", "current_directory", "replace_directory", "write_object"]
 
 _POINTER = "checkpoint.current"
 _VERSION = re.compile(r"checkpoint\.(\d+)(\.draft)?")
@@ -70,6 +70,19 @@ def replace_directory(path: str | Path) -> Iterator[Path]:
     for name in _versions(path):
         if name != version.name:
             shutil.rmtree(path / name, ignore_errors=True)
+
+
+class StateFile:
+    """For parts of a buffer whose state is small: ``dumps`` and ``loads`` for what has ``state_dict``."""
+
+    def dumps(self, path: str | Path) -> None:
+        """Writes the state to the directory ``path``."""
+        Path(path).mkdir(parents=True, exist_ok=True)
+        write_object(self.state_dict(), Path(path) / "state.pt")
+
+    def loads(self, path: str | Path) -> None:
+        """Reads what ``dumps`` wrote."""
+        self.load_state_dict(torch.load(Path(path) / "state.pt", weights_only=True))
 
 
 def write_object(value: Any, path: Path) -> None:

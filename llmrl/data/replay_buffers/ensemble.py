@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from llmrl.data.replay_buffers.arguments import near_names
 from llmrl.data.replay_buffers.buffer import ReplayBuffer
 from llmrl.data.replay_buffers.ensemble_parts import (
     SamplerEnsemble,
@@ -18,12 +19,13 @@ from llmrl.data.replay_buffers.ensemble_parts import (
     index_of,
     join,
     members_at,
-    refuse,
+    refused,
     same_schema,
     split_index,
 )
 from llmrl.data.replay_buffers.samplers import Sampler
 from llmrl.data.replay_buffers.saving import check_transforms
+from llmrl.data.replay_buffers.stages import load_transform, transform_state
 from llmrl.data.replay_buffers.tensordict import TensorDictReplayBuffer
 
 __all__ = ["ReplayBufferEnsemble"]
@@ -61,6 +63,7 @@ class ReplayBufferEnsemble(ReplayBuffer):
     True
     """
 
+    @near_names
     def __init__(
         self,
         *rbs: ReplayBuffer,
@@ -236,26 +239,9 @@ class ReplayBufferEnsemble(ReplayBuffer):
         for number, positions, _ in by_member(index):
             self._members[number].mark_update(positions)
 
-    def add(self, data: Any) -> NoReturn:
-        refuse("ReplayBufferEnsemble", "add")
-
-    def extend(self, data: Any) -> NoReturn:
-        refuse("ReplayBufferEnsemble", "extend")
-
-    def __setitem__(self, index: Any, data: Any) -> NoReturn:
-        refuse("ReplayBufferEnsemble", "an assignment")
-
-    def empty(self, empty_write_count: bool = True) -> NoReturn:
-        refuse("ReplayBufferEnsemble", "empty")
-
-    def set_storage(self, storage: Any) -> NoReturn:
-        refuse("ReplayBufferEnsemble", "a new storage")
-
-    def set_sampler(self, sampler: Any) -> NoReturn:
-        refuse("ReplayBufferEnsemble", "a new sampler")
-
-    def set_writer(self, writer: Any) -> NoReturn:
-        refuse("ReplayBufferEnsemble", "a new writer")
+    add, extend, empty = refused("add"), refused("extend"), refused("empty")
+    __setitem__ = refused("an assignment")
+    set_storage, set_sampler, set_writer = map(refused, ("a new storage", "a new sampler", "a new writer"))
 
     def _rewind(self) -> None:
         for member in self._members:
@@ -276,12 +262,12 @@ class _Transforms:
         return self._member._transform(data)
 
     def state_dict(self) -> list[Any]:
-        return [stage.state() for stage in self._member._stages]
+        return [transform_state(stage.transform) for stage in self._member._stages]
 
     def load_state_dict(self, state: list[Any]) -> None:
         check_transforms(len(state), self._member._stages)
         for stage, part in zip(self._member._stages, state, strict=True):
-            stage.load(part)
+            load_transform(stage.transform, part)
 
 
 def _build_members(
@@ -292,23 +278,14 @@ def _build_members(
     batch_size: int | None,
 ) -> tuple[ReplayBuffer, ...]:
     collates = [None] * len(storages) if collate_fns is None else list(collate_fns)
-    sizes = {
-        "storages": len(storages),
-        "samplers": len(samplers),
-        "writers": len(writers),
-        "collate_fns": len(collates),
-    }
+    parts = {"storages": storages, "samplers": samplers, "writers": writers, "collate_fns": collates}
+    sizes = {name: len(part) for name, part in parts.items()}
     if len(set(sizes.values())) != 1:
         raise ValueError(f"ReplayBufferEnsemble: every member has one part of each kind: got {sizes}.")
     size = None if batch_size is None else max(batch_size // samplers.num_buffer_sampled, 1)
     return tuple(
         ReplayBuffer(
-            storage=storage,
-            sampler=sampler,
-            writer=writer,
-            transform=transform,
-            collate_fn=collate,
-            batch_size=size,
+            storage=storage, sampler=sampler, writer=writer, transform=transform, collate_fn=collate, batch_size=size
         )
         for storage, sampler, writer, transform, collate in zip(
             storages.storages, samplers.samplers, writers.writers, storages.transforms, collates, strict=True

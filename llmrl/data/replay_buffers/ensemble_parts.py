@@ -6,12 +6,12 @@ and transforms it is in ``ensemble.py``.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from math import isfinite
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
+import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from tensordict.base import is_tensor_collection
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from llmrl.data.replay_buffers.layout import TensorLeaf, put_together, take_apart
 from llmrl.data.replay_buffers.samplers import Sampler
+from llmrl.data.replay_buffers.stages import load_transform, transform_state
 from llmrl.data.replay_buffers.storages import Storage, TensorStorage
 from llmrl.data.replay_buffers.writers import Writer
 from llmrl.errors import CheckpointError
@@ -26,6 +27,15 @@ from llmrl.errors import CheckpointError
 __all__ = ["SamplerEnsemble", "StorageEnsemble", "WriterEnsemble"]
 
 Drawn = TypeVar("Drawn")
+
+
+def refused(what: str) -> Callable[..., NoReturn]:
+    """A method that an ensemble does not have."""
+
+    def refuse(self: Any, *arguments: Any, **keywords: Any) -> NoReturn:
+        raise RuntimeError(f"{type(self).__name__}: rows are written to a member: got {what}; use ensemble[i].")
+
+    return refuse
 
 
 class StorageEnsemble(Storage):
@@ -75,14 +85,7 @@ class StorageEnsemble(Storage):
         ]
         return join(parts, same_schema(self.storages))
 
-    def set(self, index: Any, data: Any) -> NoReturn:
-        refuse("StorageEnsemble", "set")
-
-    def count(self, data: Any) -> NoReturn:
-        refuse("StorageEnsemble", "count")
-
-    def empty(self) -> NoReturn:
-        refuse("StorageEnsemble", "empty")
+    set, count, empty = refused("set"), refused("count"), refused("empty")
 
     @property
     def lock(self) -> Any:
@@ -101,16 +104,13 @@ class StorageEnsemble(Storage):
     def state_dict(self) -> dict[str, Any]:
         return {
             "storages": [storage.state_dict() for storage in self.storages],
-            "transforms": [
-                transform.state_dict() if hasattr(transform, "state_dict") else None for transform in self.transforms
-            ],
+            "transforms": [transform_state(transform) for transform in self.transforms],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.restore_each(state["storages"], lambda storage, part: storage.load_state_dict(part))
         for transform, part in zip(self.transforms, state["transforms"], strict=True):
-            if part is not None:
-                transform.load_state_dict(part)
+            load_transform(transform, part)
 
     def restore_each(self, states: Sequence[Any], restore: Callable[[Storage, Any], None]) -> None:
         """``restore(storage, state)`` for every member; if one raises, all of them are what they were."""
@@ -155,7 +155,6 @@ class SamplerEnsemble(Sampler):
         sample_from_all: bool = False,
         num_buffer_sampled: int | None = None,
     ) -> None:
-        super().__init__()
         self.samplers = _checked("SamplerEnsemble", samplers, Sampler)
         count = len(samplers)
         if sample_from_all and p is not None:
@@ -290,18 +289,7 @@ class WriterEnsemble(Writer):
         """How many rows were ever written, to all members."""
         return sum(writer.write_count for writer in self.writers)
 
-    @property
-    def cursor(self) -> NoReturn:
-        refuse("WriterEnsemble", "cursor")
-
-    def add(self, data: Any) -> NoReturn:
-        refuse("WriterEnsemble", "add")
-
-    def extend(self, data: Any) -> NoReturn:
-        refuse("WriterEnsemble", "extend")
-
-    def empty(self, empty_write_count: bool = True) -> NoReturn:
-        refuse("WriterEnsemble", "empty")
+    add, extend, empty, cursor = refused("add"), refused("extend"), refused("empty"), property(refused("cursor"))
 
     def state_dict(self) -> dict[str, Any]:
         return {"writers": [writer.state_dict() for writer in self.writers]}
@@ -312,10 +300,6 @@ class WriterEnsemble(Writer):
 
 
 # --- members ---
-
-
-def refuse(who: str, what: str) -> NoReturn:
-    raise RuntimeError(f"{who}: rows are written to a member: got {what}; use ensemble[i].")
 
 
 def split_index(index: Any) -> tuple[Any, Any]:
@@ -331,35 +315,23 @@ def members_at(index: Any, count: int, who: str) -> int | list[int]:
     Raises: IndexError outside of the members; RuntimeError for a tensor of several dimensions; TypeError for anything
     that is no integer, such as a float.
     """
-    if index is Ellipsis:
-        return list(range(count))
-    if isinstance(index, slice):
-        where: Any = list(range(count))[index]
-    elif isinstance(index, list | range) or hasattr(index, "__array__"):
-        where = index if isinstance(index, list | range) and not len(index) else torch.as_tensor(index)
-        if isinstance(where, Tensor):
-            if where.ndim > 1:
-                raise RuntimeError(f"{who}: members are named by one dimension of numbers: got {list(where.shape)}.")
-            if where.dtype is torch.bool and where.ndim:
-                if len(where) != count:
-                    raise IndexError(f"{who}: a mask must have an entry per member: got {len(where)}, {count} members.")
-                where = where.nonzero().flatten()
-            where = where.tolist()
-    else:
-        where = index
-    numbers = where if isinstance(where, list | range) else [where]
-    if not len(numbers):
+    where = index
+    if index is not Ellipsis and not isinstance(index, slice):
+        where = np.asarray(index)
+        if where.ndim > 1:
+            raise RuntimeError(f"{who}: members are named by one dimension of numbers: got {list(where.shape)}.")
+        if where.size and where.dtype.kind not in ("iub" if where.ndim else "iu"):
+            raise TypeError(f"{who}: members are named by integers: got {index!r}.")
+        where = where if where.size else slice(0)
+    try:
+        found = np.arange(count)[where]
+    except IndexError:
+        raise IndexError(
+            f"{who}: numbers of members lie below {count}, and a mask has an entry for each: got {index}."
+        ) from None
+    if not found.size:
         raise IndexError(f"{who}: an ensemble has at least one member: got {index} of {count}.")
-    found = []
-    for number in numbers:
-        try:
-            position = operator.index(number)
-        except TypeError:
-            raise TypeError(f"{who}: members are named by integers: got {index!r}.") from None
-        if not -count <= position < count:
-            raise IndexError(f"{who}: numbers of members lie below {count}: got {index}.")
-        found.append(position % count)
-    return found if isinstance(where, list | range) else found[0]
+    return found.tolist()
 
 
 class Chosen(NamedTuple):

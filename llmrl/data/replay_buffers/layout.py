@@ -296,9 +296,9 @@ def put_together(layout: Layout, columns: Sequence[Any], num_rows: int) -> Any:
     return _batch(layout.root, iter(columns), num_rows)
 
 
-def put_rows_together(layout: Layout, columns: Sequence[Any]) -> list[Any]:
+def put_rows_together(layout: Layout, columns: Sequence[Any], num_rows: int) -> list[Any]:
     """The same as a list of single rows."""
-    return list(_rows(layout.root, iter(columns)))
+    return list(_rows(layout.root, iter(columns), num_rows))
 
 
 def _batch(node: Any, columns: Iterator[Any], num_rows: int) -> Any:
@@ -329,34 +329,28 @@ def _batch(node: Any, columns: Iterator[Any], num_rows: int) -> Any:
         lengths = {len(chat) for chat in chats}
         size = torch.Size([num_rows, lengths.pop() if len(lengths) == 1 else -1])
         return DeferredStack.of(partial(_conversations, node.cls, chats), size)
-    rows = list(_rows(node, columns))
+    rows = list(_rows(node, columns, num_rows))
     if kind is LazyBranch or not (is_tensorclass(rows[0]) or is_non_tensor(rows[0])):
         return LazyStackedTensorDict._new_lazy_unsafe(*rows)
     return LazyStackedTensorDict.lazy_stack(rows)
 
 
-def _rows(node: Any, columns: Iterator[Any]) -> Sequence[Any]:
+def _rows(node: Any, columns: Iterator[Any], num_rows: int) -> Sequence[Any]:
     kind = type(node)
     if kind is TensorLeaf:
         return next(columns).unbind(0)
     if kind is Branch or kind is LazyBranch or kind is Columns:
-        sizes = next(columns) if kind is LazyBranch else None
         names, device = node.names, None if kind is Columns else node.device
-        by_name = [_rows(child, columns) for child in node.children]
-        if sizes is None:
-            size = _EMPTY if kind is Columns else node.batch_size
-            rows = zip(*by_name, strict=True)
-            return [_tensordict(dict(zip(names, values, strict=True)), size, device) for values in rows]
-        if not names:
-            return [_tensordict({}, size, device) for size in sizes]
+        sizes = next(columns) if kind is LazyBranch else [node.batch_size if kind is Branch else _EMPTY] * num_rows
+        by_name = [_rows(child, columns, num_rows) for child in node.children]
         return [
             _tensordict(dict(zip(names, values, strict=True)), size, device)
             for size, *values in zip(sizes, *by_name, strict=True)
         ]
     if kind is Wrapped:
-        return [_wrap(node.cls, row, dict(node.fields)) for row in _rows(node.inner, columns)]
+        return [_wrap(node.cls, row, dict(node.fields)) for row in _rows(node.inner, columns, num_rows)]
     if kind is Tree:
-        by_leaf = [_rows(child, columns) for child in node.children]
+        by_leaf = [_rows(child, columns, num_rows) for child in node.children]
         return [pytree.tree_unflatten(list(leaves), node.spec) for leaves in zip(*by_leaf, strict=True)]
     values = next(columns)
     if kind is Messages:

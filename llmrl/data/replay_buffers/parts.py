@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import torch
 
+from llmrl.data.replay_buffers.arguments import near_names
 from llmrl.data.replay_buffers.prefetch import Prefetcher
 from llmrl.data.replay_buffers.samplers import RandomSampler, Sampler
 from llmrl.data.replay_buffers.stages import Stage, as_stage
@@ -23,6 +24,7 @@ class BufferParts:
 
     _default_writer: type[Writer] = RoundRobinWriter
 
+    @near_names
     def __init__(
         self,
         *,

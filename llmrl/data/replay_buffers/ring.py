@@ -13,8 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_LENGTH, _CURSOR, _WRITE_COUNT, _MUTATIONS, _ALLOCATED = range(5)
-_WORDS = 5
+_WORDS, _MUTATIONS = 5, 3
+
+
+def _word(place: int, doc: str) -> property:
+    def get(ring: Ring) -> int:
+        return ring._view[place]
+
+    def put(ring: Ring, value: int) -> None:
+        ring._view[place] = value
+
+    return property(get, put, doc=doc)
 
 
 class Ring:
@@ -38,49 +47,14 @@ class Ring:
         self.words = words
         self._view = memoryview(words.numpy())  # an access by this costs a tenth of one by the tensor
 
-    @property
-    def length(self) -> int:
-        """How many rows (cells, if the storage has several dimensions) there are."""
-        return self._view[_LENGTH]
-
-    @length.setter
-    def length(self, value: int) -> None:
-        self._view[_LENGTH] = value
-
-    @property
-    def cursor(self) -> int:
-        """Where the next row goes."""
-        return self._view[_CURSOR]
-
-    @cursor.setter
-    def cursor(self, value: int) -> None:
-        self._view[_CURSOR] = value
-
-    @property
-    def write_count(self) -> int:
-        """How many rows were ever written by a writer."""
-        return self._view[_WRITE_COUNT]
-
-    @write_count.setter
-    def write_count(self, value: int) -> None:
-        self._view[_WRITE_COUNT] = value
-
-    @property
-    def mutations(self) -> int:
-        """How often the content was changed."""
-        return self._view[_MUTATIONS]
+    length = _word(0, "How many rows (cells, if the storage has several dimensions) there are.")
+    cursor = _word(1, "Where the next row goes.")
+    write_count = _word(2, "How many rows were ever written by a writer.")
+    mutations = _word(_MUTATIONS, "How often the content was changed.")
+    allocated = _word(4, "Not 0 once some process has allocated the columns of a shared storage.")
 
     def changed(self) -> None:
         self._view[_MUTATIONS] += 1
-
-    @property
-    def allocated(self) -> bool:
-        """True once some process has allocated the columns of a shared storage."""
-        return bool(self._view[_ALLOCATED])
-
-    @allocated.setter
-    def allocated(self, value: bool) -> None:
-        self._view[_ALLOCATED] = int(value)
 
     # --- several processes ---
 

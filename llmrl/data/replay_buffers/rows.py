@@ -45,21 +45,21 @@ def to_rows(batch: TensorDictBase | Sequence[Any], device: torch.device | None =
     if parts is None:
         return [_to_row(single, device) for single in batch]
     layout, columns = parts
-    return _rows(layout, columns, device)
+    return _rows(layout, columns, len(batch), device)
 
 
 def _to_row(single: Any, device: torch.device | None) -> Row:
     layout, columns = take_rows_apart([single], device=device) or (Layout(Leaf.ROW, (Leaf.ROW,)), [[single]])
-    return _rows(layout, columns, device)[0]
+    return _rows(layout, columns, 1, device)[0]
 
 
 @torch.no_grad()
-def _rows(layout: Layout, columns: Sequence[Any], device: torch.device | None = None) -> list[Row]:
+def _rows(layout: Layout, columns: Sequence[Any], num_rows: int, device: torch.device | None = None) -> list[Row]:
     """Copies of columns, as rows."""
     copies = copy_columns(layout, columns, device)
     forms = ragged_forms(layout, copies)
     by_row = [_cells(*column) for column in zip(layout.kinds, copies, strict=True)]
-    return [Row(layout, leaves, forms) for leaves in zip(*by_row, strict=True)]
+    return [Row(layout, leaves, forms) for leaves in (zip(*by_row, strict=True) if by_row else [()] * num_rows)]
 
 
 def _cells(kind: Any, column: Any) -> Sequence[Any]:
@@ -81,12 +81,12 @@ def _columns(layout: Layout, rows: Sequence[Row], *, borrow: bool = False) -> li
 def to_row(single: Any, device: torch.device | None = None) -> Row:
     """A copy of one tensordict as a row of fixed shape, with the layout that rows like it have in a dense batch."""
     layout, leaves = take_apart(single, stacked=False, device=device)
-    return _rows(layout, [[leaf] for leaf in leaves], device)[0]
+    return _rows(layout, [[leaf] for leaf in leaves], 1, device)[0]
 
 
 def copy_row(row: Row) -> Row:
     """The same row in memory of its own."""
-    return _rows(row.layout, [[leaf] for leaf in row.leaves])[0]
+    return _rows(row.layout, [[leaf] for leaf in row.leaves], 1)[0]
 
 
 def with_layouts(rows: Sequence[Any], known: Callable[[Layout], Layout]) -> list[Any]:
@@ -123,7 +123,7 @@ def single_rows(rows: Sequence[Row]) -> list[Any]:
     """Copies of the rows, each on its own; rows that share a layout are copied together."""
     out: list[Any] = [None] * len(rows)
     for layout, where in _by_layout(rows):
-        singles = put_rows_together(layout, _columns(layout, [rows[position] for position in where]))
+        singles = put_rows_together(layout, _columns(layout, [rows[position] for position in where]), len(where))
         for position, single in zip(where, singles, strict=True):
             out[position] = single
     return out
@@ -142,7 +142,8 @@ def unpack(state: dict[str, Any]) -> list[Row]:
     """Copies of the rows that ``pack`` wrote."""
     out: list[Any] = [None] * state["size"]
     for group in state["groups"]:
-        for position, row in zip(group["where"], _rows(group["layout"], group["columns"]), strict=True):
+        where = group["where"]
+        for position, row in zip(where, _rows(group["layout"], group["columns"], len(where)), strict=True):
             out[position] = row
     return out
 

@@ -18,7 +18,7 @@ import torch
 
 from llmrl.data.replay_buffers.checkpointers.manifest import read_manifest, write_manifest
 from llmrl.data.replay_buffers.directory import current_directory, replace_directory, write_object
-from llmrl.data.replay_buffers.stages import Stage
+from llmrl.data.replay_buffers.stages import Stage, load_transform, transform_state
 from llmrl.errors import CheckpointError
 
 _FORMAT, _FORMAT_VERSION = "llmrl.buffer", 3
@@ -30,7 +30,7 @@ def dump_parts(path: Path, parts: dict[str, Any], stages: Sequence[Stage]) -> No
     with replace_directory(path) as folder:
         for name, part in parts.items():
             part.dumps(folder / name)
-        write_object([stage.state() for stage in stages], folder / _TRANSFORMS)
+        write_object(_states(stages), folder / _TRANSFORMS)
         write_manifest(folder, _FORMAT, _FORMAT_VERSION, {"parts": part_names(parts), "transforms": len(stages)})
 
 
@@ -49,7 +49,7 @@ def load_parts(path: Path, parts: dict[str, Any], stages: Sequence[Stage]) -> No
 def parts_state(parts: dict[str, Any], stages: Sequence[Stage]) -> dict[str, Any]:
     """The states of parts and transforms, as copies."""
     states = {name: part.state_dict() for name, part in parts.items()}
-    return {**states, "parts": part_names(parts), "transforms": [stage.state() for stage in stages]}
+    return {**states, "parts": part_names(parts), "transforms": _states(stages)}
 
 
 def load_parts_state(state: dict[str, Any], parts: dict[str, Any], stages: Sequence[Stage]) -> None:
@@ -69,21 +69,25 @@ def _load(
     """Everything or nothing. The storage, which is all or nothing itself, comes last: its rows need no second copy."""
     small = {name: part for name, part in parts.items() if name != "storage"}
     before = {name: part.state_dict() for name, part in small.items()}
-    transforms_before = [copy.deepcopy(stage.state()) for stage in stages]
+    transforms_before = copy.deepcopy(_states(stages))
     try:
         for name, part in small.items():
             load(name, part)
         for stage, state in zip(stages, transforms, strict=True):
-            stage.load(state)
+            load_transform(stage.transform, state)
         load("storage", parts["storage"])
     except BaseException as error:
         for name, part in small.items():
             part.load_state_dict(before[name])
         for stage, state in zip(stages, transforms_before, strict=True):
-            stage.load(state)
+            load_transform(stage.transform, state)
         if type(error) is KeyError:
             raise CheckpointError(f"ReplayBuffer: the state is damaged: it lacks {error}.") from error
         raise
+
+
+def _states(stages: Sequence[Stage]) -> list[Any]:
+    return [transform_state(stage.transform) for stage in stages]
 
 
 def part_names(parts: dict[str, Any]) -> dict[str, str]:

@@ -13,13 +13,16 @@ class Stage(NamedTuple):
     read: Callable[[Any], Any] | None
     write: Callable[[Any], Any] | None
 
-    def state(self) -> Any:
-        """The transform's ``state_dict()``, or ``None`` if it has none."""
-        return self.transform.state_dict() if hasattr(self.transform, "state_dict") else None
 
-    def load(self, state: Any) -> None:
-        if state is not None:
-            self.transform.load_state_dict(state)
+def transform_state(transform: Any) -> Any:
+    """The transform's ``state_dict()``, or ``None`` if it has none."""
+    return transform.state_dict() if hasattr(transform, "state_dict") else None
+
+
+def load_transform(transform: Any, state: Any) -> None:
+    """Gives the transform what ``transform_state`` said of it."""
+    if state is not None:
+        transform.load_state_dict(state)
 
 
 def as_stage(transform: Any, *, invert: bool = False) -> Stage:

@@ -11,8 +11,9 @@ from torch import Tensor
 from llmrl.data.replay_buffers.buffer import ReplayBuffer
 from llmrl.data.replay_buffers.layout import set_entry
 from llmrl.data.replay_buffers.samplers import Sampler
+from llmrl.data.replay_buffers.storages.base import read_entry
 from llmrl.data.replay_buffers.writers import TensorDictRoundRobinWriter, Writer
-from llmrl.errors import DataError, MissingKeyError, near
+from llmrl.errors import DataError
 
 
 class TensorDictReplayBuffer(ReplayBuffer):
@@ -66,14 +67,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         *Reads* ``priority_key`` and ``"index"``, which may have been reshaped together. Dimensions that a row has after
         the index are reduced as the sampler says. Raises: MissingKeyError.
         """
-        for key in (self.priority_key, "index"):
-            if data.get(key, None) is None:
-                known = [key for key in data.keys(include_nested=True) if isinstance(key, str)]
-                raise MissingKeyError(
-                    f"TensorDictReplayBuffer: {key!r} is not in the batch; keys present: {', '.join(known)}."
-                    f"{near(str(key), known)}"
-                )
-        index, priority = data.get("index"), data.get(self.priority_key)
+        priority, index = (read_entry(type(self).__name__, data, key) for key in (self.priority_key, "index"))
         size = len(self._storage.trailing) + 1
         rows = index.unsqueeze(-1) if size == 1 else index  # [*batch, coordinates]
         if rows.ndim > 2 and bool((rows == rows.flatten(1, -2)[:, :1].view(-1, *[1] * (rows.ndim - 2), size)).all()):

@@ -258,15 +258,11 @@ class TrajectoryIndex:
 
     def _read(self, storage: Storage, key: Key, cells: np.ndarray) -> np.ndarray:
         values = storage.entry(key, torch.from_numpy(cells))
-        if isinstance(values, Tensor):
-            shape, values = list(values.shape), values.cpu().numpy()
-        else:
-            values = np.asarray(values)
-            shape = list(values.shape)
+        values = values.cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
         if values.size != cells.size:
             raise RuntimeError(
                 f"{self._who}: {key!r} must be one value per row, so that it can tell where trajectories end: got "
-                f"{shape} for {cells.size} rows."
+                f"{list(values.shape)} for {cells.size} rows."
             )
         return values.reshape(-1)
 

@@ -69,7 +69,7 @@ def num_rows(data: Any) -> int:
 
 def part(data: Any, start: int, end: int) -> Any:
     """The rows ``start .. end - 1`` of a batch."""
-    if isinstance(data, list | Tensor) or is_tensor_collection(data) or not is_tree(data):
+    if isinstance(data, list) or is_leaf(data):
         return data[start:end]
     return tree_map(lambda leaf: leaf[start:end], data)
 

@@ -17,6 +17,25 @@ _LIMIT = 1 << 16  # noted rows; a process that only writes must not collect posi
 _NONE = np.empty(0, dtype=np.int64)
 
 
+class _Positions:
+    """Positions in the order in which they were noted; ``parts`` is None once they are too many."""
+
+    def __init__(self) -> None:
+        self.parts: list[np.ndarray] | None = []
+        self.count = 0
+
+    def add(self, index: int | Tensor) -> None:
+        where = flat_positions(index)
+        self.count += where.size
+        if self.count > _LIMIT:
+            self.parts = None
+        else:
+            self.parts.append(where)
+
+    def joined(self) -> np.ndarray:
+        return self.parts[0] if len(self.parts) == 1 else np.concatenate(self.parts) if self.parts else _NONE
+
+
 class _Seen(NamedTuple):
     write_count: int
     cursor: int
@@ -34,31 +53,15 @@ class WriteLog:
         """From here on nothing is known: the next ``take`` answers None."""
         self._storage: Storage | None = None
         self._seen: _Seen | None = None
-        self._drop()
-
-    def _drop(self) -> None:
-        self._written: list[np.ndarray] = []
-        self._replaced: list[np.ndarray] = []
-        self._num_written = self._num_replaced = 0
-        self._overflow = False
+        self._written, self._replaced = _Positions(), _Positions()
 
     def note(self, index: int | Tensor) -> None:
         """Rows were written at these positions, in this order."""
-        where = flat_positions(index)
-        self._num_written += where.size
-        if self._num_written > _LIMIT:
-            self._written, self._overflow = [], True
-        else:
-            self._written.append(where)
+        self._written.add(index)
 
     def note_replaced(self, index: int | Tensor) -> None:
         """Rows at these positions were changed in place."""
-        where = flat_positions(index)
-        self._num_replaced += where.size
-        if self._num_replaced > _LIMIT:
-            self._replaced, self._overflow = [], True
-        else:
-            self._replaced.append(where)
+        self._replaced.add(index)
 
     def take(self, storage: Storage) -> tuple[np.ndarray, np.ndarray] | None:
         """The positions written and those replaced since the last call, int64[N] each, in the order of writing.
@@ -67,22 +70,21 @@ class WriteLog:
         """
         ring = storage.ring
         seen = self._seen if storage is self._storage else None
-        if seen and seen.mutations == ring.mutations and not self._num_written and not self._num_replaced:
+        written, replaced = self._written, self._replaced
+        noted = written.count + replaced.count
+        if seen and seen.mutations == ring.mutations and not noted:
             return _NONE, _NONE
         now = _Seen(ring.write_count, ring.cursor, ring.length, ring.mutations)
-        written, replaced = self._written, self._replaced
-        num_written, num_replaced, overflow = self._num_written, self._num_replaced, self._overflow
-        self._drop()
+        self.forget()
         self._storage, self._seen = storage, now
-        if seen is None or (overflow and num_replaced > _LIMIT):
+        if seen is None or replaced.parts is None:
             return None
-        delta = now.write_count - seen.write_count
-        if not overflow and num_written >= delta >= 0:
-            if now.mutations != seen.mutations and not num_written and not num_replaced:
+        if written.parts is not None and written.count >= now.write_count - seen.write_count >= 0:
+            if now.mutations != seen.mutations and not noted:
                 return None  # changed by somebody who did not say where
-            return _join(written), _join(replaced)
+            return written.joined(), replaced.joined()
         run = _run(seen, now, storage.max_size)
-        return None if run is None else (run, _join(replaced))
+        return None if run is None else (run, replaced.joined())
 
     def __getstate__(self) -> dict[str, Any]:
         return {}  # a copy, in whichever process, has seen nothing
@@ -109,7 +111,3 @@ def flat_positions(index: int | Tensor | None) -> np.ndarray:
         return _NONE if index is None or index < 0 else np.array([index], dtype=np.int64)
     where = index.detach().cpu().numpy().reshape(-1)
     return where[where >= 0]
-
-
-def _join(parts: list[np.ndarray]) -> np.ndarray:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else _NONE

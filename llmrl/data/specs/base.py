@@ -225,9 +225,6 @@ class TensorSpec:
     def ndim(self) -> int:
         return len(self.shape)
 
-    def ndimension(self) -> int:
-        return len(self.shape)
-
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _METHODS:

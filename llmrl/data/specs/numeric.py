@@ -33,9 +33,11 @@ Domain = Literal["continuous", "discrete"]
 class _Numeric(LeafSpec):
     # The dtype says whether a domain is continuous, unless the caller does.
 
+    _domain: ClassVar[Domain | None] = None
+
     @property
     def domain(self) -> Domain:
-        return "discrete" if isinstance(self, (BoundedDiscrete, UnboundedDiscrete)) else "continuous"
+        return self._domain
 
     def to(self, dest: torch.device | str | int | torch.dtype) -> Self:
         new = super().to(dest)
@@ -49,8 +51,7 @@ class _Numeric(LeafSpec):
     def _settle(self, domain: Domain | None, dtype: torch.dtype | None) -> torch.dtype:
         """Gives the spec its subclass. Returns the dtype, int64 for a discrete domain and float else if None is
         given."""
-        own = type(self).__name__
-        fixed = "discrete" if own.endswith("Discrete") else "continuous" if own.endswith("Continuous") else None
+        own, fixed = type(self).__name__, self._domain
         if domain not in (None, "continuous", "discrete") or (fixed and domain and fixed != domain):
             raise ConfigError(f"{own}: domain must be {fixed or 'continuous or discrete'}: got {domain!r}.")
         domain = domain or fixed
@@ -153,6 +154,8 @@ class Bounded(_Numeric):
 class BoundedContinuous(Bounded):
     """A `Bounded` whose values are uniform between the bounds; an infinite bound is approached by a normal tail."""
 
+    _domain = "continuous"
+
     def _sample(self, shape: Size, generator: torch.Generator | None) -> Tensor:
         dtype = self.dtype if self.dtype.is_floating_point else torch.float64
         device = self.device if generator is None else generator.device
@@ -169,6 +172,8 @@ class BoundedContinuous(Bounded):
 
 class BoundedDiscrete(Bounded):
     """A `Bounded` of whole numbers, each as likely as the next."""
+
+    _domain = "discrete"
 
     def _outside(self, value: Tensor) -> Tensor:
         outside = super()._outside(value)
@@ -206,6 +211,8 @@ class Unbounded(_Numeric):
 class UnboundedContinuous(Unbounded):
     """An `Unbounded` drawn from the standard normal distribution."""
 
+    _domain = "continuous"
+
     def _sample(self, shape: Size, generator: torch.Generator | None) -> Tensor:
         dtype = self.dtype if self.dtype.is_floating_point or self.dtype.is_complex else torch.get_default_dtype()
         device = self.device if generator is None else generator.device
@@ -214,6 +221,8 @@ class UnboundedContinuous(Unbounded):
 
 class UnboundedDiscrete(Unbounded):
     """An `Unbounded` drawn uniformly from every whole number of its dtype."""
+
+    _domain = "discrete"
 
     def _sample(self, shape: Size, generator: torch.Generator | None) -> Tensor:
         device = self.device if generator is None else generator.device

@@ -358,9 +358,6 @@ class StackedComposite(_Stack, Composite):
         fine = len(size) >= self.ndim and size[self.stack_dim - self.ndim] == len(self.members)
         return None if fine else f"declared batch size {tuple(self.shape)}, got {tuple(size)}"
 
-    def _split(self, value: TensorDictBase) -> Sequence[TensorDictBase]:
-        return value.unbind(value.ndim + self.stack_dim - self.ndim)
-
     def _set_lock(self, locked: bool, recurse: bool) -> Self:
         self.is_locked = locked
         self._leaf_keys = None

@@ -1,4 +1,4 @@
-"""What the tests of buffers share: a disk that is nearly full."""
+"""What the tests of buffers share: a disk that is nearly full, and a ring of two trajectories."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import pytest
+import torch
+from tensordict import TensorDict
+
+from llmrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffer
 
 
 @contextmanager
@@ -23,3 +27,15 @@ def _largest_file(num_bytes: int) -> Iterator[None]:
 def largest_file() -> Callable[[int], AbstractContextManager[None]]:
     """A context in which files may grow to so many bytes only."""
     return _largest_file
+
+
+@pytest.fixture
+def ring_of_eight() -> TensorDictReplayBuffer:
+    """Two trajectories of five steps in a ring of eight: t [1,1,0,0,0,1,1,1], s [8,9,2,3,4,5,6,7], cursor 2."""
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(8), batch_size=3)
+    for part in (slice(0, 4), slice(4, 10)):
+        data = TensorDict(t=torch.tensor([0] * 5 + [1] * 5), s=torch.arange(10), batch_size=[10])
+        buffer.extend(data[part])
+    assert buffer[:]["s"].tolist() == [8, 9, 2, 3, 4, 5, 6, 7]
+    assert buffer.writer.cursor == 2
+    return buffer

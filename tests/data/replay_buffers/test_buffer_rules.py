@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,9 +16,17 @@ from llmrl.data.replay_buffers import (
     LazyStackStorage,
     LazyTensorStorage,
     ListStorage,
+    PrioritizedReplayBuffer,
+    PrioritizedSliceSampler,
     RandomSampler,
+    RemoteTensorDictReplayBuffer,
     ReplayBuffer,
+    ReplayBufferEnsemble,
     SamplerWithoutReplacement,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
     TensorStorage,
 )
@@ -162,3 +172,39 @@ def test_what_a_buffer_cannot_be_is_refused():
     if not torch.accelerator.is_available():
         with pytest.raises(ValueError, match="pin_memory"):
             ReplayBuffer(pin_memory=True)
+
+
+MASSES = {"alpha": 0.7, "beta": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "meant"),
+    [
+        (ReplayBuffer, {"storage": ListStorage, "batchsize": 4}, "'batch_size'"),
+        (ReplayBuffer, {"prefetch_timeout": 4}, "'prefetch_timeout_s'"),
+        (TensorDictReplayBuffer, {"batchsize": 4}, "'batch_size'"),
+        (TensorDictReplayBuffer, {"priorty_key": "error"}, "'priority_key'"),
+        (RemoteTensorDictReplayBuffer, {"priorty_key": "error"}, "'priority_key'"),
+        (PrioritizedReplayBuffer, {**MASSES, "epsilon": 1e-6}, "'eps'"),
+        (PrioritizedReplayBuffer, {**MASSES, "dtypes": torch.float64}, "'dtype'"),
+        (TensorDictPrioritizedReplayBuffer, {**MASSES, "reducton": "mean"}, "'reduction'"),
+        (ReplayBufferEnsemble, {"colate_fn": list}, "'collate_fn'"),
+        (ReplayBufferEnsemble, {"prefetch": 2}, None),  # of other buffers
+        (SliceSampler, {"slice_length": 2}, "'slice_len'"),
+        (SliceSamplerWithoutReplacement, {"slice_len": 2, "droplast": True}, "'drop_last'"),
+        (partial(PrioritizedSliceSampler, 10, 1.0, 1.0), {"slice_len": 2, "reducton": "mean"}, "'reduction'"),
+    ],
+)
+def test_a_misspelt_argument_is_answered_with_the_name_that_was_meant(make, arguments, meant):
+    name = getattr(make, "func", make).__name__
+    wrong = list(arguments)[-1]
+    end = "" if meant is None else f" Did you mean {meant}?"
+    said = f"{name}: an argument must be one that it has: got {wrong!r}.{end}"
+    with pytest.raises(TypeError, match=f"^{re.escape(said)}$"):
+        make(**arguments)
+
+
+def test_help_shows_the_arguments_of_a_constructor():
+    arguments = inspect.signature(ReplayBuffer).parameters
+    assert list(arguments)[:3] == ["storage", "sampler", "writer"]
+    assert all(each.kind is each.KEYWORD_ONLY for each in arguments.values())

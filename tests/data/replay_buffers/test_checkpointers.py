@@ -2,15 +2,11 @@
 
 import json
 import os
-import tempfile
 import warnings
-from collections import OrderedDict
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tensordict import LazyStackedTensorDict, TensorDict
+from tensordict import TensorDict
 
 from llmrl.data.llm import History
 from llmrl.data.replay_buffers import (
@@ -186,117 +182,6 @@ def test_an_empty_storage_is_saved_and_loaded(tmp_path):
     TensorStorageCheckpointer().dumps(storage, tmp_path)
     TensorStorageCheckpointer().loads(other, tmp_path)
     assert len(other) == 0
-
-
-# --- kinds of rows ---
-
-
-def same_value(left, right):
-    if isinstance(left, torch.Tensor):
-        return left.dtype == right.dtype and left.shape == right.shape and torch.equal(left, right)
-    if isinstance(left, dict):
-        return (
-            type(left) is type(right)
-            and left.keys() == right.keys()
-            and all(same_value(left[k], right[k]) for k in left)
-        )
-    if isinstance(left, list | tuple):
-        return type(left) is type(right) and len(left) == len(right) and all(map(same_value, left, right))
-    if isinstance(left, TensorDict):
-        return left.batch_size == right.batch_size and same_value(left.to_dict(), right.to_dict())
-    return type(left) is type(right) and (left == right or left != left)
-
-
-class Point:
-    def __init__(self, x):
-        self.x = x
-
-    def __eq__(self, other):
-        return self.x == other.x
-
-
-leaf = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3), st.binary(max_size=3),
-    st.builds(lambda n, k: torch.arange(n * k).view(n, k), st.integers(0, 3), st.integers(1, 2)),
-    st.builds(lambda n: torch.full((n,), 0.5, dtype=torch.bfloat16), st.integers(0, 2)),
-    st.builds(lambda n: TensorDict(ids=torch.arange(n), word="a" * n), st.integers(1, 3)),
-    st.builds(Point, st.integers(0, 3)),
-)  # fmt: skip
-rows = st.recursive(
-    leaf,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=2), st.tuples(inner, inner), st.dictionaries(st.text(max_size=3), inner, max_size=2),
-        st.builds(lambda value: OrderedDict(b=value, a=1), inner),
-    ),
-    max_leaves=4,
-)  # fmt: skip
-
-
-@settings(max_examples=50)
-@given(content=st.lists(rows, max_size=8))
-def test_any_python_objects_in_a_list_come_back(content):
-    with tempfile.TemporaryDirectory() as path:
-        storage, other = ListStorage(10), ListStorage(10)
-        if content:
-            storage.set(slice(0, len(content)), content)
-        ListStorageCheckpointer().dumps(storage, path)
-        ListStorageCheckpointer().loads(other, path)
-        assert same_value(other[:] if content else [], content)
-
-
-def test_objects_of_json_and_tensors_are_saved_without_a_pickle(tmp_path):
-    storage = ListStorage()
-    storage.set(slice(0, 3), [{"a": torch.ones(2), "b": ["x", 1]}, (torch.zeros(3), "y"), "text" * 2000])
-    ListStorageCheckpointer().dumps(storage, tmp_path)
-    assert not list(current_directory(tmp_path).glob("*.pt"))
-
-
-def test_conversations_come_back_through_the_storage_for_ragged_rows(tmp_path):
-    def row(words):
-        history = History(role=["user", "assistant"], content=["hi", " ".join(words)])
-        return TensorDict(history=history, ids=torch.arange(len(words)), mask=torch.ones(len(words), dtype=torch.bool))
-
-    storage, other = LazyStackStorage(), LazyStackStorage()
-    storage.set(slice(0, 3), LazyStackedTensorDict(*[row(["w"] * size) for size in (1, 4, 2)]))
-    TensorStorageCheckpointer().dumps(storage, tmp_path)
-    assert not list(current_directory(tmp_path).glob("*.pt"))
-    TensorStorageCheckpointer().loads(other, tmp_path)
-    assert other.get(1)["history"].content == ["hi", "w w w w"]
-    storage.set(3, TensorDict(ids=torch.zeros(2, 2), other="text"))  # a row of another form
-    TensorStorageCheckpointer().dumps(storage, tmp_path)
-    TensorStorageCheckpointer().loads(other, tmp_path)
-    for position in range(3):
-        assert other.get(position)["history"].content == storage.get(position)["history"].content
-        assert other.get(position)["ids"].tolist() == storage.get(position)["ids"].tolist()
-    assert other.get(3)["other"] == "text"
-
-
-@pytest.mark.parametrize("make", [TensorStorageCheckpointer, H5StorageCheckpointer])
-def test_trees_text_and_every_dtype_come_back(make, tmp_path):
-    dtypes = [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float64, torch.complex64]
-    td = TensorDict({str(dtype): torch.arange(12).view(4, 3).to(dtype) for dtype in dtypes}, [4])
-    td["text"] = ["a", "b\ud800", "", "d"]
-    td["scalar"], td["none"] = torch.arange(4), torch.zeros(4, 0)
-    for content in (td, {"x": torch.ones(4, 2), "y": (torch.zeros(4), td.exclude("text"))}, torch.arange(4)):
-        storage, other = LazyTensorStorage(6), LazyTensorStorage(6)
-        storage.set(slice(0, 4), content)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # rows that are no steps
-            make().dumps(storage, tmp_path)
-        make().loads(other, tmp_path)
-        assert same_value(other[:], storage[:])
-
-
-def test_keys_with_dots_slashes_and_case_never_share_a_file(tmp_path):
-    names = ["a.b", "A.b", "a/b", "a%b", "..", "next", "manifest.json", "a~2", "x" * 300]
-    td = TensorDict({name: torch.full((2,), number) for number, name in enumerate(names)}, [2])
-    td["a", "b"] = torch.full((2,), 99)
-    storage, other = LazyTensorStorage(2), LazyTensorStorage(2)
-    storage.set(slice(0, 2), td)
-    TensorStorageCheckpointer().dumps(storage, tmp_path)
-    TensorStorageCheckpointer().loads(other, tmp_path)
-    assert (other[:] == td).all()
-    assert {file.parent for file in tmp_path.rglob("*.memmap")} == {current_directory(tmp_path)}
 
 
 # --- files ---

@@ -145,7 +145,7 @@ def test_rows_that_are_replaced_by_rank_are_new_to_a_sampler_with_priorities():
 @pytest.mark.parametrize(
     ("data", "error", "match"),
     [
-        (TensorDict(scor=torch.ones(2), batch_size=[2]), MissingKeyError, "Did you mean 'score'|'score' is not in"),
+        (TensorDict(scor=torch.ones(2), batch_size=[2]), MissingKeyError, "no entry 'score'.* Did you mean 'scor'"),
         (scored(9, float("nan")), DataError, "NaN in 'score' of row 1"),
         (TensorDict(score=torch.ones(0), batch_size=[0]), RuntimeError, "at least one row"),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import pickle
 from collections import Counter
 
 import pytest
@@ -11,17 +10,16 @@ import torch
 from tensordict import TensorDict
 
 from llmrl.data.replay_buffers import (
-    LazyStackStorage,
     LazyTensorStorage,
     ListStorage,
     PrioritizedSliceSampler,
     ReplayBuffer,
     SliceSampler,
     SliceSamplerWithoutReplacement,
-    TensorDictReplayBuffer,
     TensorStorage,
 )
 from llmrl.data.replay_buffers.samplers.slicer import Cut, Slicer
+from llmrl.data.replay_buffers.trajectory_index import TrajectoryIndex
 from llmrl.errors import MissingKeyError
 
 CUTS = [
@@ -55,11 +53,8 @@ def runs_of(ids: list[int], cells: list[int]) -> list[list[int]]:
 
 
 def slicer(**arguments) -> Slicer:
-    given = dict.fromkeys(
-        ["num_slices", "slice_len", "end_key", "traj_key", "trajectory_key", "ends", "trajectories", "truncated_key"]
-    )
-    given |= {"cache_values": True, "strict_length": True, "span": False, "slice_len": 2}
-    return Slicer("test", **(given | arguments))
+    index = TrajectoryIndex("test", **arguments)
+    return Slicer("test", index, num_slices=None, slice_len=2, truncated_key=None, strict_length=True, span=False)
 
 
 def pieces(parts: Slicer, cut: Cut, size: int) -> Counter:
@@ -217,26 +212,15 @@ def test_what_is_read_between_two_samples_is_what_was_written():
 # --- golden values ---
 
 
-def ring_of_eight() -> TensorDictReplayBuffer:
-    """Two trajectories of five steps in a ring of eight: t [1,1,0,0,0,1,1,1], s [8,9,2,3,4,5,6,7], cursor 2."""
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(8), batch_size=3)
-    for part in (slice(0, 4), slice(4, 10)):
-        data = TensorDict(t=torch.tensor([0] * 5 + [1] * 5), s=torch.arange(10), batch_size=[10])
-        buffer.extend(data[part])
-    assert buffer[:]["s"].tolist() == [8, 9, 2, 3, 4, 5, 6, 7]
-    assert buffer.writer.cursor == 2
-    return buffer
-
-
-def test_slices_join_at_the_end_of_the_ring_and_stop_at_the_cursor():
-    buffer = ring_of_eight()
+def test_slices_join_at_the_end_of_the_ring_and_stop_at_the_cursor(ring_of_eight):
+    buffer = ring_of_eight
     buffer.set_sampler(SliceSampler(slice_len=3, traj_key="t"))
     drawn = {tuple(buffer.sample()["s"].tolist()) for _ in range(200)}
     assert drawn == {(2, 3, 4), (5, 6, 7), (6, 7, 8), (7, 8, 9)}
 
 
-def test_short_trajectories_come_whole_unless_the_length_is_strict():
-    buffer = ring_of_eight()
+def test_short_trajectories_come_whole_unless_the_length_is_strict(ring_of_eight):
+    buffer = ring_of_eight
     buffer.set_sampler(SliceSampler(num_slices=1, traj_key="t", strict_length=False))
     with pytest.warns(UserWarning, match="overrules"):
         drawn = {tuple(buffer.sample(4)["s"].tolist()) for _ in range(200)}
@@ -306,301 +290,6 @@ def test_a_span_of_rows_counts_on_both_sides():
     buffer.extend(rows([0] * 5))
     drawn = {tuple(buffer.sample()["step"].tolist()) for _ in range(300)}
     assert drawn == {(0, 1), (0, 1, 2), (1, 2, 3), (2, 3, 4), (3, 4)}
-
-
-# --- marks ---
-
-
-def stored(count: int) -> TensorDict:
-    flags = torch.zeros(count, 1, dtype=torch.bool)
-    done = flags.clone()
-    done[4] = done[-1] = True
-    return TensorDict(
-        step=torch.arange(count),
-        next=TensorDict(done=done, terminated=done.clone(), truncated=flags, batch_size=[count]),
-        batch_size=[count],
-    )
-
-
-def test_the_end_of_every_slice_is_marked_in_the_form_of_the_stored_flags():
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(10), sampler=SliceSampler(slice_len=3), batch_size=6)
-    buffer.extend(stored(10))
-    for _ in range(20):
-        batch = buffer.sample()
-        ends = torch.tensor([[False], [False], [True]] * 2)
-        assert torch.equal(batch["next", "truncated"], ends)
-        assert torch.equal(batch["next", "done"], ends)
-        assert torch.equal(batch["next", "terminated"], (batch["step"] % 5 == 4).unsqueeze(1))
-        assert torch.equal(batch["slice_end"], ends.squeeze(1))
-        assert batch["index"].shape == (6,)  # as with any other sampler
-    assert not buffer[:]["next", "truncated"].any()
-
-
-def test_transforms_of_a_plain_buffer_see_where_slices_end():
-    """Two slices of one unfinished trajectory lie back to back: nothing else in the rows tells them apart."""
-    seen = []
-
-    def look(batch: TensorDict) -> TensorDict:
-        seen.append(batch["slice_end"].tolist())
-        return batch
-
-    sampler = SliceSampler(slice_len=4, traj_key="episode", truncated_key=None)
-    buffer = ReplayBuffer(storage=LazyTensorStorage(8), sampler=sampler, batch_size=8, transform=look)
-    buffer.extend(rows([0] * 4))
-    assert buffer.sample()["step"].tolist() == [0, 1, 2, 3] * 2
-    assert seen == [([False] * 3 + [True]) * 2]
-    assert "slice_end" not in buffer.storage[:].keys()
-
-
-def test_without_a_key_for_truncation_the_flags_are_as_stored():
-    sampler = SliceSampler(slice_len=2, truncated_key=None)
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=6)
-    buffer.extend(stored(10))
-    batch, info = buffer.sample(return_info=True)
-    assert set(info) == {"index", "slice_end"}
-    assert torch.equal(batch["next", "done"], (batch["step"] % 5 == 4).unsqueeze(1))
-
-
-def test_rows_that_store_no_flags_get_them():
-    sampler = SliceSampler(slice_len=2, traj_key="episode", truncated_key=("a", "truncated"))
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=4)
-    buffer.extend(rows([0] * 5))
-    batch = buffer.sample()
-    assert batch["a", "truncated"].tolist() == batch["a", "done"].tolist() == [[False], [True]] * 2
-    assert ("a", "terminated") not in batch.keys(True)
-
-
-# --- where boundaries come from ---
-
-
-def same_draws(buffers: list[ReplayBuffer]) -> bool:
-    for buffer in buffers:
-        buffer.set_rng(torch.Generator().manual_seed(3))
-    drawn = [[buffer.sample()["step"].tolist() for _ in range(10)] for buffer in buffers]
-    return all(steps == drawn[0] for steps in drawn)
-
-
-def test_ids_ends_and_keys_name_the_same_trajectories():
-    ids = [4, 4, 4, 4, 7, 7, 7, 4, 4, 4]
-    ends = torch.tensor([False] * 3 + [True] + [False] * 2 + [True] + [False] * 3)
-    data = rows(ids, collector=TensorDict(traj_ids=torch.tensor(ids)), next=TensorDict(done=ends.unsqueeze(1)))
-    samplers = [
-        SliceSampler(slice_len=3, traj_key="episode"),
-        SliceSampler(slice_len=3, trajectory_key="episode"),
-        SliceSampler(slice_len=3, end_key=("next", "done")),
-        SliceSampler(slice_len=3, ends=ends, cache_values=True),
-        SliceSampler(slice_len=3, trajectories=torch.tensor(ids), cache_values=True),
-        SliceSampler(num_slices=2, traj_key=("collector", "traj_ids"), cache_values=True, compile=True, use_gpu=True),
-        SliceSampler(num_slices=2),
-    ]
-    buffers = [ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=6) for sampler in samplers]
-    for buffer in buffers:
-        buffer.extend(data)
-    assert same_draws(buffers)
-
-
-@pytest.mark.parametrize("storage", [ListStorage, LazyStackStorage])
-def test_lists_of_rows_have_slices_too(storage):
-    dense = ReplayBuffer(storage=LazyTensorStorage(20), sampler=SliceSampler(slice_len=2), batch_size=4)
-    other = ReplayBuffer(storage=storage(20), sampler=SliceSampler(slice_len=2), batch_size=4)
-    for buffer in (dense, other):
-        buffer.extend(stored(10))
-    assert same_draws([dense, other])
-
-
-def test_streams_of_a_grid_are_kept_apart():
-    sampler = SliceSampler(slice_len=3, traj_key="episode", truncated_key=None)
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(16, ndim=2), sampler=sampler, batch_size=6)
-    for start in range(0, 12, 2):  # two streams, in a ring of eight steps
-        time = torch.arange(start, start + 2).expand(2, 2)
-        stream = torch.tensor([[0, 0], [1, 1]])
-        buffer.extend(TensorDict(time=time, stream=stream, episode=time // 6, batch_size=[2, 2]))
-    seen = set()
-    for _ in range(200):
-        batch = buffer.sample()
-        for time, stream in zip(batch["time"].view(2, 3).tolist(), batch["stream"].view(2, 3).tolist(), strict=True):
-            assert stream in ([0] * 3, [1] * 3)
-            seen.add((stream[0], *time))
-    starts = (6, 7, 8, 9)  # of the first trajectory two steps are left, of the second all six
-    assert seen == {(stream, t, t + 1, t + 2) for stream in (0, 1) for t in starts}
-
-
-def test_unbounded_storages_have_slices():
-    buffer = ReplayBuffer(
-        storage=ListStorage(None), sampler=SliceSampler(slice_len=2, traj_key="episode"), batch_size=2
-    )
-    for number in range(5):
-        buffer.extend(rows([number] * 3))
-    assert len({tuple(buffer.sample()["episode"].tolist()) for _ in range(100)}) == 5
-
-
-def test_a_filled_buffer_takes_another_sampler_and_an_emptied_one_starts_again():
-    buffer = ring_of_eight()
-    buffer.set_sampler(SliceSampler(slice_len=3, traj_key="t"))
-    buffer.sample()
-    buffer.empty()
-    with pytest.raises(RuntimeError, match="empty storage"):
-        buffer.sample()
-    buffer.extend(TensorDict(t=torch.zeros(3, dtype=torch.int64), s=torch.arange(20, 23), batch_size=[3]))
-    assert buffer.sample()["s"].tolist() == [20, 21, 22]
-
-
-def test_a_loaded_buffer_goes_on_with_the_same_slices(tmp_path):
-    def build() -> ReplayBuffer:
-        sampler = SliceSampler(slice_len=3, traj_key="t")
-        return ReplayBuffer(storage=LazyTensorStorage(8), sampler=sampler, batch_size=6)
-
-    first, by_state, by_file = build(), build(), build()
-    first.extend(ring_of_eight()[:].exclude("index"))
-    first.extend(TensorDict(t=torch.tensor([2, 2, 2]), s=torch.arange(3), batch_size=[3]))
-    first.sample()
-    by_state.load_state_dict(first.state_dict())
-    first.dumps(tmp_path / "dump")
-    by_file.loads(tmp_path / "dump")
-    for _ in range(5):
-        batch = first.sample()["s"].tolist()
-        assert by_state.sample()["s"].tolist() == by_file.sample()["s"].tolist() == batch
-
-
-def test_a_pickled_sampler_reads_the_storage_anew():
-    buffer = ring_of_eight()
-    buffer.set_sampler(SliceSampler(slice_len=3, traj_key="t"))
-    buffer.set_rng(torch.Generator().manual_seed(0))
-    buffer.sample()
-    sampler = buffer.sampler
-    copy = pickle.loads(pickle.dumps(sampler))
-    for one in (sampler, copy):
-        one.set_rng(torch.Generator().manual_seed(5))
-    assert torch.equal(copy.sample(buffer.storage, 9)[0], sampler.sample(buffer.storage, 9)[0])
-
-
-# --- once per pass ---
-
-
-def test_a_pass_has_one_slice_of_every_trajectory():
-    sampler = SliceSamplerWithoutReplacement(slice_len=2, traj_key="episode")
-    buffer = ReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, batch_size=6)
-    lengths = [2, 5, 3, 1, 4, 2, 7, 3]  # seven have two rows or more
-    buffer.extend(rows([number for number, length in enumerate(lengths) for _ in range(length)]))
-    pieces = set()
-    orders = set()
-    for _ in range(40):
-        batches = [batch for batch in buffer]
-        assert [len(batch) for batch in batches] == [6, 6, 2]
-        ids = torch.cat([batch["episode"] for batch in batches]).view(-1, 2)
-        assert torch.equal(ids[:, 0], ids[:, 1])
-        assert sorted(ids[:, 0].tolist()) == [0, 1, 2, 4, 5, 6, 7]
-        orders.add(tuple(ids[:, 0].tolist()))
-        pieces |= {tuple(pair) for batch in batches for pair in batch["step"].view(-1, 2).tolist()}
-    assert len(orders) > 30
-    starts = [0, *range(2, 6), *range(7, 9), *range(11, 14), 15, *range(17, 23), *range(24, 26)]
-    assert pieces == {(start, start + 1) for start in starts}
-
-
-def test_without_shuffling_trajectories_come_in_the_order_of_time():
-    sampler = SliceSamplerWithoutReplacement(num_slices=2, traj_key="episode", shuffle=False, drop_last=True)
-    buffer = ReplayBuffer(storage=LazyTensorStorage(20), sampler=sampler, batch_size=4)
-    buffer.extend(rows([5, 5, 3, 3, 8, 8, 1, 1, 2, 2]))
-    assert [batch["episode"].tolist() for batch in buffer] == [[5, 5, 3, 3], [8, 8, 1, 1]]
-
-
-def test_trajectories_that_are_overwritten_leave_the_pass_and_new_ones_join_the_next():
-    sampler = SliceSamplerWithoutReplacement(slice_len=2, traj_key="episode", shuffle=False, truncated_key=None)
-    buffer = ReplayBuffer(storage=LazyTensorStorage(9), sampler=sampler, batch_size=2)
-    buffer.extend(rows([0, 0, 0, 1, 1, 1, 2, 2, 2]))
-    assert buffer.sample()["episode"].tolist() == [0, 0]
-    buffer.extend(rows([3, 3, 3, 3, 3]))  # over all of 0 and two rows of 1, which has one left: too short
-    assert buffer.sample()["episode"].tolist() == [2, 2]
-    assert sampler.ran_out
-    assert buffer.sample()["episode"].tolist() == [2, 2]
-    assert buffer.sample()["episode"].tolist() == [3, 3]
-    assert sampler.ran_out
-
-
-@pytest.mark.parametrize("prefetch", [None, 2])
-def test_a_pass_is_resumed_in_its_middle(prefetch):
-    def build() -> ReplayBuffer:
-        sampler = SliceSamplerWithoutReplacement(slice_len=2, traj_key="episode")
-        return ReplayBuffer(storage=LazyTensorStorage(50), sampler=sampler, batch_size=4, prefetch=prefetch)
-
-    first, second = build(), build()
-    first.extend(rows([time // 4 for time in range(40)]))
-    for _ in range(2):
-        first.sample()
-    second.load_state_dict(first.state_dict())
-    for _ in range(8):
-        assert first.sample()["step"].tolist() == second.sample()["step"].tolist()
-        assert first.sampler.ran_out == second.sampler.ran_out
-    first.close()
-    second.close()
-
-
-# --- by priority ---
-
-
-def prioritized(**arguments) -> ReplayBuffer:
-    arguments = {"slice_len": 3, "traj_key": "episode", "truncated_key": None} | arguments
-    return ReplayBuffer(
-        storage=LazyTensorStorage(10),
-        sampler=PrioritizedSliceSampler(10, alpha=1.0, beta=1.0, eps=0.0, **arguments),
-        batch_size=3000,
-        generator=torch.Generator().manual_seed(0),
-    )
-
-
-@pytest.mark.parametrize("rare", [False, True])
-def test_starts_are_drawn_by_priority_among_the_rows_that_can_be_one(rare):
-    buffer = prioritized()
-    buffer.extend(rows([0] * 5 + [1] * 5))
-    priority = torch.tensor([1.0, 2.0, 3.0, 5.0, 5.0, 0.0, 4.0, 2.0, 5.0, 5.0])
-    if rare:  # nearly all of the mass is where no slice begins
-        priority[[3, 4, 8, 9]] = 1e9
-    buffer.update_priority(torch.arange(10), priority)
-    batch, info = buffer.sample(return_info=True)
-    steps = batch["step"].view(-1, 3)
-    assert torch.equal(steps, steps[:, :1] + torch.arange(3))
-    starts = torch.bincount(steps[:, 0], minlength=10)
-    legal = [0, 1, 2, 6, 7]
-    assert starts.sum() == starts[legal].sum() == 1000
-    expected = priority[legal] / priority[legal].sum() * 1000
-    assert ((starts[legal] - expected) ** 2 / expected).sum() < 18.5  # 4 degrees of freedom: 0.1 %
-    weights = info["priority_weight"].view(-1, 3)
-    assert torch.allclose(weights, (1 / priority[steps[:, :1]]).expand(-1, 3))
-
-
-def test_priorities_of_rows_are_updated_by_the_positions_of_a_batch():
-    buffer = prioritized()
-    buffer.extend(rows([0] * 5 + [1] * 5))
-    _, info = buffer.sample(return_info=True)
-    buffer.update_priority(info["index"], torch.rand(len(info["index"]), 1))
-    assert (buffer.sampler.probabilities() > 0).all()
-
-
-def test_a_short_trajectory_comes_whole_by_the_priority_of_its_first_row():
-    buffer = prioritized(strict_length=False)
-    buffer.extend(rows([0] * 2 + [1] * 4))
-    buffer.update_priority(torch.arange(6), torch.tensor([3.0, 9.0, 1.0, 1.0, 9.0, 9.0]))
-    batch, info = buffer.sample(return_info=True)
-    drawn, piece = Counter(), []
-    for step, end in zip(batch["step"].tolist(), info["slice_end"].tolist(), strict=True):
-        piece.append(step)
-        if end:
-            drawn[tuple(piece)] += 1
-            piece = []
-    assert set(drawn) == {(0, 1), (2, 3, 4), (3, 4, 5)}
-    assert drawn[0, 1] / drawn.total() == pytest.approx(0.6, abs=0.05)
-
-
-def test_prioritized_slices_may_end_behind_their_trajectory_but_not_begin_before_it():
-    with pytest.warns(UserWarning, match="left side"):
-        buffer = prioritized(span=True)
-    buffer.extend(rows([0] * 4))
-    seen = {tuple(buffer.sampler.sample(buffer.storage, 3)[0].tolist()) for _ in range(200)}
-    assert seen == {(0, 1, 2), (1, 2, 3), (2, 3), (3,)}
-    buffer = prioritized(span=(False, 1))
-    buffer.extend(rows([0] * 4))
-    seen = {tuple(buffer.sampler.sample(buffer.storage, 3)[0].tolist()) for _ in range(200)}
-    assert seen == {(0, 1, 2), (1, 2, 3), (2, 3)}
 
 
 # --- errors ---

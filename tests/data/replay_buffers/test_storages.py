@@ -337,7 +337,7 @@ def test_positions_leave_no_gap_and_end_at_the_size():
             storage.set(1, row)
         for position in range(3):
             storage.set(position, row)
-        with pytest.raises(IndexError, match="max_size=3"):
+        with pytest.raises(RuntimeError, match="max_size=3"):
             storage.set(3, row)
         assert storage.contains(2)
         assert not storage.contains(3)
@@ -458,6 +458,22 @@ def test_taking_apart_and_putting_together_are_inverse_without_copies():
     assert take_apart(again)[0] == layout
     assert ids(again) == ids(batch)
     assert again["next", "reward"].data_ptr() == batch["next", "reward"].data_ptr()
-    singles = put_rows_together(layout, columns)
+    singles = put_rows_together(layout, columns, 3)
     assert [row["tokens"].full.tolist() for row in singles] == ids(batch)
     assert isinstance(singles[0].get("query"), NonTensorData)
+
+
+@pytest.mark.parametrize("make", [ListStorage, LazyStackStorage, LazyTensorStorage])
+@pytest.mark.parametrize("row", [TensorDict(), TensorDict(a=TensorDict()), TensorDict(a=1, b=TensorDict())])
+def test_tensordicts_without_entries_come_back(make, row, tmp_path):
+    storage, by_state, by_file = make(4), make(4), make(4)
+    storage.set(0, row)
+    storage.set(slice(1, 3), torch.stack([row, row]))
+    by_state.load_state_dict(storage.state_dict())
+    storage.dumps(tmp_path)
+    by_file.loads(tmp_path)
+    for one in (storage, by_state, by_file):
+        assert len(one) == 3
+        for found in (one.get(2), one.get(slice(0, 3))[0], one.get(torch.tensor([1, 2]))[1]):
+            assert set(found.keys(include_nested=True)) == set(row.keys(include_nested=True))
+            assert found.batch_size == torch.Size([])

@@ -110,7 +110,7 @@ def test_priorities_are_updated_from_a_batch():
     slices = TensorDict(index=torch.tensor([[3, 4], [5, 6]]), batch_size=[2, 2])
     buffer.update_tensordict_priority(slices.set(("loss", "error"), torch.tensor([[1.0, 2.0], [3.0, 4.0]])))
     assert buffer.sampler.told.pop() == ([3, 4, 5, 6], [1.0, 2.0, 3.0, 4.0])
-    with pytest.raises(MissingKeyError, match=r"\('loss', 'error'\) is not in the batch"):
+    with pytest.raises(MissingKeyError, match=r"no entry \('loss', 'error'\)"):
         buffer.update_tensordict_priority(rows(1))
 
 

@@ -218,6 +218,21 @@ def test_dtype_or_domain_choose_the_class():
         BoundedDiscrete(0, 1, domain="continuous")
 
 
+def test_a_class_of_ones_own_has_the_domain_of_its_base_whatever_its_name():
+    class Box(BoundedContinuous):
+        """A user's."""
+
+    class Discrete(BoundedContinuous):
+        """Whose name says otherwise."""
+
+    for kind in (Box, Discrete):
+        spec = kind(0, 1, shape=(2,))
+        assert type(spec) is kind
+        assert (spec.domain, spec.dtype) == ("continuous", torch.float32)
+        with pytest.raises(ConfigError, match=f"{kind.__name__}: domain must be continuous: got 'discrete'"):
+            kind(0, 1, domain="discrete")
+
+
 def test_bounds_are_inclusive():
     dice = Bounded(1, 6, dtype=torch.int64)
     torch.manual_seed(0)

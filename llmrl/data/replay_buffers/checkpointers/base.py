@@ -9,7 +9,6 @@ classes differ in what they write.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import prod
@@ -54,7 +53,6 @@ class StorageCheckpointerBase:
     def __init__(self) -> None:
         self._save_hooks: list[Hook] = []
         self._load_hooks: list[Hook] = []
-        self._warned = False
 
     def register_save_hook(self, hook: Hook) -> None:
         """``hook(content)`` returns what is written in place of the rows; the codecs of `llmrl.data.ted` are hooks.
@@ -129,32 +127,6 @@ class StorageCheckpointerBase:
     def _open(self, folder: Path) -> Iterator[tuple[Container, str | None]]:
         """The container to write to, and the name of its file if it is one."""
         yield FileContainer(folder), None
-
-    def _encode_ted(self, name: str, encode: Callable[..., Any], content: Any, where: dict[str, Any]) -> Encoded:
-        """Rows by a codec; as they are if they are no TED. What could not be saved is said once and in the manifest."""
-        try:
-            encoded = encode(content, **where)
-        except DataError as error:
-            self._warn(f"rows are stored as they are, observations twice: {error}")
-            return content, {"name": "rows", "asked": name, "reason": str(error)}
-        notes = encoded.get_non_tensor("_ted")
-        counts = {name: notes[name] for name in ("trajectories", "ends_without_done", "kept_twice")}
-        if counts["ends_without_done"]:
-            self._warn(
-                f"{counts['ends_without_done']} of {counts['trajectories']} trajectories end without done, or rows are "
-                "not in the order of time: the next observation of each end is stored too. Nothing is lost but space."
-            )
-        elif counts["kept_twice"]:
-            self._warn(
-                f"the entries {counts['kept_twice']} are stored twice: what 'next' holds is not what follows at the "
-                "root. Nothing is lost but space."
-            )
-        return encoded, {"name": name, **counts}
-
-    def _warn(self, message: str) -> None:
-        if not self._warned:
-            self._warned = True
-            warnings.warn(f"{type(self).__name__}: {message}", stacklevel=2)
 
     def _check_hook(self, hook: Hook, content: Any) -> None:
         if content is None:

@@ -19,13 +19,7 @@ from tensordict.base import is_tensor_collection
 from torch import Tensor
 
 from llmrl.data.replay_buffers.checkpointers.containers import Container
-from llmrl.data.replay_buffers.checkpointers.layout_json import (
-    class_name,
-    exact_json,
-    find_class,
-    layout_from_json,
-    layout_to_json,
-)
+from llmrl.data.replay_buffers.checkpointers.layout_json import exact_json, layout_from_json, layout_to_json
 from llmrl.data.replay_buffers.layout import (
     Leaf,
     TensorLeaf,
@@ -155,8 +149,6 @@ def _form_of(row: Any) -> tuple[list[Any], list[Any]]:
     """What rows must have in common to lie in the same columns, as JSON, and the row's share of each column."""
     if isinstance(row, Tensor):
         return ["tensor", str(row.dtype), row.ndim], [row]
-    if hasattr(type(row), "from_messages"):
-        return ["messages", class_name(type(row))], [row.messages]
     if is_tensor_collection(row):
         layout, leaves = take_apart(row, stacked=False)
         if Leaf.ROW not in layout.kinds:
@@ -181,7 +173,7 @@ def _write_form(form: list[Any], columns: list[Any], out: Container, path: Path)
     kind = form[0]
     if kind == "tensor":
         return [_write_column(Leaf.RAGGED, columns[0], out, path)]
-    if kind in ("value", "messages"):
+    if kind == "value":
         return [_write_column(Leaf.DATA, columns[0], out, path)]
     if kind == "tree":
         rest = iter(columns)
@@ -277,23 +269,21 @@ def _read_values(node: Node, source: Container) -> list[Any]:
 def _read_rows(node: Node, source: Container) -> list[Any]:
     rows: list[Any] = [None] * node["rows"]
     for group in node["groups"]:
-        values = _read_form(group["form"], group["columns"], source)
         where = range(len(rows)) if group["where"] is None else source.get(group["where"]).tolist()
+        values = _read_form(group["form"], group["columns"], source, len(where))
         for number, value in zip(where, values, strict=True):
             rows[number] = value
     return rows
 
 
-def _read_form(form: list[Any], nodes: list[Any], source: Container) -> list[Any]:
+def _read_form(form: list[Any], nodes: list[Any], source: Container, count: int) -> list[Any]:
     kind = form[0]
     if kind == "tensor":
         return _read_column(Leaf.RAGGED, nodes[0], source)
     if kind == "value":
         return _read_column(Leaf.DATA, nodes[0], source)
-    if kind == "messages":
-        return [find_class(form[1]).from_messages(messages) for messages in _read_column(Leaf.DATA, nodes[0], source)]
     if kind == "tree":
-        entries = [_read_form(entry, part, source) for (entry, _), part in zip(form[2], nodes, strict=True)]
+        entries = [_read_form(entry, part, source, count) for (entry, _), part in zip(form[2], nodes, strict=True)]
         return [_put_tree_together(form[1], iter(row)) for row in zip(*entries, strict=True)]
     layout = layout_from_json(form[1])
     lengths = source.get(nodes[0]).tolist() if kind == "batch" else None
@@ -302,7 +292,7 @@ def _read_form(form: list[Any], nodes: list[Any], source: Container) -> list[Any
         for leaf, node in zip(layout.kinds, nodes if lengths is None else nodes[1:], strict=True)
     ]
     if lengths is None:
-        return put_rows_together(layout, columns)
+        return put_rows_together(layout, columns, count)
     stops = list(accumulate(lengths))
     return [
         put_together(layout, [column[stop - length : stop] for column in columns], length)

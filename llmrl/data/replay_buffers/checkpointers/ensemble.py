@@ -11,6 +11,7 @@ import torch
 from llmrl.data.replay_buffers.checkpointers.base import Hook, StorageCheckpointerBase
 from llmrl.data.replay_buffers.checkpointers.manifest import read_manifest, write_manifest
 from llmrl.data.replay_buffers.directory import current_directory, replace_directory, write_object
+from llmrl.data.replay_buffers.stages import load_transform, transform_state
 from llmrl.errors import UnsupportedError
 
 __all__ = ["StorageEnsembleCheckpointer"]
@@ -37,7 +38,7 @@ class StorageEnsembleCheckpointer(StorageCheckpointerBase):
         with replace_directory(path) as folder:
             for number, member in enumerate(storage.storages):
                 member.checkpointer.dumps(member, folder / str(number))
-            write_object([_state(transform) for transform in storage.transforms], folder / _TRANSFORMS)
+            write_object([transform_state(transform) for transform in storage.transforms], folder / _TRANSFORMS)
             members = [type(member).__name__ for member in storage.storages]
             write_manifest(folder, _FORMAT, _FORMAT_VERSION, {"members": members})
 
@@ -49,9 +50,4 @@ class StorageEnsembleCheckpointer(StorageCheckpointerBase):
         folders = [folder / str(number) for number in range(len(manifest["members"]))]
         storage.restore_each(folders, lambda member, its: member.checkpointer.loads(member, its))
         for transform, state in zip(storage.transforms, states, strict=True):
-            if state is not None:
-                transform.load_state_dict(state)
-
-
-def _state(transform: Any) -> Any:
-    return transform.state_dict() if hasattr(transform, "state_dict") else None
+            load_transform(transform, state)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from llmrl.data.replay_buffers.directory import write_object
+from llmrl.data.replay_buffers.directory import StateFile
 from llmrl.data.replay_buffers.storages import Storage
 
 
-class Sampler(ABC):
+class Sampler(StateFile, ABC):
     """Picks rows of a storage. Draws from its own generator, which is part of its state.
 
     A generator that is not given is seeded from torch's global one at the first draw, so ``torch.manual_seed`` makes a
@@ -24,8 +23,7 @@ class Sampler(ABC):
     ``extend``, ``mark_update`` and ``empty``.
     """
 
-    def __init__(self) -> None:
-        self._generator: torch.Generator | None = None
+    _generator: torch.Generator | None = None
 
     @property
     def generator(self) -> torch.Generator:
@@ -56,23 +54,24 @@ class Sampler(ABC):
     def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
         """The positions of the next batch, int64[N], and what is to be known about them: tensors [N, ...] by key."""
 
-    def add(self, index: int | Tensor) -> None:  # noqa: B027  most samplers need not know
-        """A row was written at ``index``."""
+    def add(self, index: int | Tensor) -> None:
+        """A row was written at ``index``; by default that is ``extend``, for a position."""
+        self.extend(index)
 
-    def extend(self, index: Tensor) -> None:  # noqa: B027  most samplers need not know
-        """Rows were written at ``index``, int64[N]."""
+    def extend(self, index: int | Tensor) -> None:
+        """Rows were written at ``index``, int64[N] (from ``add``, one position)."""
 
-    def mark_update(self, index: int | Tensor) -> None:  # noqa: B027  most samplers need not know
+    def mark_update(self, index: int | Tensor) -> None:
         """The rows at ``index`` were changed in place."""
 
     def update_priority(self, index: int | Tensor, priority: float | Tensor) -> None:
         """The rows at ``index`` are to be drawn in proportion to ``priority``."""
         warnings.warn(f"{type(self).__name__} has no priorities: update_priority has no effect.", stacklevel=2)
 
-    def check_priority(self, priority: Tensor) -> None:  # noqa: B027  most samplers have none
+    def check_priority(self, priority: Tensor) -> None:
         """Raises what ``update_priority`` would for the priorities [N, ...] of rows that are still to be written."""
 
-    def empty(self) -> None:  # noqa: B027  most samplers need not know
+    def empty(self) -> None:
         """The storage was emptied."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -88,15 +87,6 @@ class Sampler(ABC):
     def go_back(self, bookmark: Any) -> None:
         """Takes the draws since ``bookmark`` back: they come again."""
         self.load_state_dict(bookmark)
-
-    def dumps(self, path: str | Path) -> None:
-        """Writes the state to the directory ``path``."""
-        Path(path).mkdir(parents=True, exist_ok=True)
-        write_object(self.state_dict(), Path(path) / "state.pt")
-
-    def loads(self, path: str | Path) -> None:
-        """Reads what ``dumps`` wrote."""
-        self.load_state_dict(torch.load(Path(path) / "state.pt", weights_only=True))
 
     def _length(self, storage: Storage) -> int:
         length = len(storage)

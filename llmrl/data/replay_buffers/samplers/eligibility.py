@@ -126,10 +126,11 @@ class Eligibility:
                     f"{self._who}: max_age needs whole numbers in {self.version_key!r}: got {found}; version_key names "
                     "another entry."
                 )
-        # of a row with several: its oldest part
-        rows = [part.amin() for part in parts] if parts is versions else versions.reshape(positions.size, -1).amin(1)
-        oldest = torch.stack(rows).cpu().numpy() if parts is versions else rows.cpu().numpy()
-        self._versions[positions] = oldest
+        if parts is versions:
+            oldest = torch.stack([part.amin() for part in parts])
+        else:
+            oldest = versions.reshape(positions.size, -1).amin(1)  # of a row with several: its oldest part
+        self._versions[positions] = oldest.cpu().numpy()
         newest = max(int(part.max()) for part in parts)
         self._newest = newest if self._newest is None else max(self._newest, newest)
 
@@ -148,7 +149,6 @@ class FilteredSampler(Sampler):
     """A sampler with the limits of ``Eligibility``; ``_eligible`` is None where none was asked for."""
 
     def __init__(self, max_age: int | None, max_uses: int | None, version_key: str | tuple[str, ...]) -> None:
-        super().__init__()
         limited = max_age is not None or max_uses is not None
         self._eligible = Eligibility(type(self).__name__, max_age, max_uses, version_key) if limited else None
 
@@ -163,11 +163,7 @@ class FilteredSampler(Sampler):
             raise RuntimeError(f"{type(self).__name__}: a version is for a sampler with max_age: this one has none.")
         self._eligible.version = version
 
-    def add(self, index: int | Tensor) -> None:
-        if self._eligible is not None:
-            self._eligible.log.note(index)
-
-    def extend(self, index: Tensor) -> None:
+    def extend(self, index: int | Tensor) -> None:
         if self._eligible is not None:
             self._eligible.log.note(index)
 

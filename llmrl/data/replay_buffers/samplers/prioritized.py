@@ -10,21 +10,15 @@ from torch import Tensor
 
 from llmrl.data.replay_buffers.cells import flat_cells
 from llmrl.data.replay_buffers.one_process import OneProcess
+from llmrl.data.replay_buffers.reductions import check_reduction, reduced
 from llmrl.data.replay_buffers.samplers.base import Sampler
 from llmrl.data.replay_buffers.samplers.sum_tree import SumTree
 from llmrl.data.replay_buffers.storages import Storage
 from llmrl.data.replay_buffers.write_log import flat_positions
-from llmrl.errors import CheckpointError, DataError, near
+from llmrl.errors import CheckpointError, DataError
 
 _FIRST_PRIORITY = 1.0
 _WAITING_ROWS = 4096  # written rows that may wait for their priority
-_REDUCTIONS = {
-    "max": lambda values: values.amax(1),
-    "min": lambda values: values.amin(1),
-    "median": lambda values: values.median(1).values,
-    "mean": lambda values: values.mean(1),
-    "sum": lambda values: values.sum(1),
-}
 
 
 class PrioritizedSampler(OneProcess, Sampler):
@@ -68,16 +62,11 @@ class PrioritizedSampler(OneProcess, Sampler):
             raise ValueError(f"{self._who}: max_capacity counts rows and must be at least 1: got {max_capacity}.")
         if eps < 0:
             raise ValueError(f"{self._who}: eps must not be negative: got {eps}.")
-        if reduction not in _REDUCTIONS:
-            raise ValueError(
-                f"{self._who}: reduction must be one of {', '.join(_REDUCTIONS)}: got {reduction!r}."
-                f"{near(str(reduction), _REDUCTIONS)}"
-            )
         self._alpha, self._beta = self._exponent("alpha", alpha), self._exponent("beta", beta)
         self._eps = float(eps)
         self.max_capacity = max_capacity
         self.dtype = dtype
-        self.reduction = reduction
+        self.reduction = check_reduction(self._who, reduction)
         self.max_priority_within_buffer = max_priority_within_buffer
         self.device = None if device is None else torch.device(device)
         self._clear()
@@ -176,10 +165,7 @@ class PrioritizedSampler(OneProcess, Sampler):
 
     # --- what the buffer says ---
 
-    def add(self, index: int | Tensor) -> None:
-        self._note(index)
-
-    def extend(self, index: Tensor) -> None:
+    def extend(self, index: int | Tensor) -> None:
         self._note(index)
 
     def mark_update(self, index: int | Tensor, *, storage: Storage | None = None) -> None:
@@ -265,9 +251,7 @@ class PrioritizedSampler(OneProcess, Sampler):
                 f"{self._who}: one priority per position is needed, or one for all: got {list(values.shape)} for "
                 f"{count} positions."
             )
-        if values.ndim > 1:
-            values = _REDUCTIONS[self.reduction](values.reshape(count, -1))
-        return values.numpy()
+        return (reduced(values, self.reduction) if values.ndim > 1 else values).numpy()
 
     def _check_values(self, where: np.ndarray, values: np.ndarray) -> None:
         wrong = ~(np.isfinite(values) & (values >= 0))

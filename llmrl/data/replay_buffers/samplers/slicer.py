@@ -8,6 +8,7 @@ tell two slices of one trajectory apart. Which slices come when is the business 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,21 +73,33 @@ class _Form:
         return self._mark
 
 
+def accepted(number: int, most: int, propose: Callable[[int], tuple[np.ndarray, ...]]) -> tuple[np.ndarray, ...] | None:
+    """``number`` entries of what is proposed, as columns; None if they are rare: not there after ``most`` proposals.
+
+    ``propose`` makes so many proposals, and returns those that are good.
+    """
+    parts: list[tuple[np.ndarray, ...]] = []
+    missing, proposals, proposed = number, 2 * number + 8, 0
+    while missing:
+        if proposed > most:
+            return None
+        parts.append(tuple([column[:missing] for column in propose(proposals)]))
+        missing -= parts[-1][0].size
+        proposed += proposals
+        proposals *= 4
+    return parts[0] if len(parts) == 1 else tuple([np.concatenate(column) for column in zip(*parts, strict=True)])
+
+
 class Slicer:
-    """What the samplers of slices share: their arguments, the index of trajectories, and the form of their batches."""
+    """What the samplers of slices share: how slices are cut from the trajectories, and the form of their batches."""
 
     def __init__(
         self,
         who: str,
+        index: TrajectoryIndex,
         *,
         num_slices: int | None,
         slice_len: int | None,
-        end_key: Key | None,
-        traj_key: Key | None,
-        trajectory_key: Key | None,
-        ends: Tensor | None,
-        trajectories: Tensor | None,
-        cache_values: bool,
         truncated_key: Key | None,
         strict_length: bool,
         span: Span,
@@ -96,13 +109,8 @@ class Slicer:
             raise TypeError(f"{who}: exactly one of num_slices and slice_len is needed: got {both}.")
         if (num_slices or slice_len or 0) < 1:
             raise ValueError(f"{who}: num_slices and slice_len must be at least 1: got {num_slices or slice_len}.")
-        if trajectory_key is not None and traj_key is not None:
-            raise TypeError(f"{who}: trajectory_key is another name of traj_key: got both.")
-        if (ends is not None or trajectories is not None) and not cache_values:
-            raise RuntimeError(
-                f"{who}: trajectories and ends are for data that does not change: give cache_values=True too."
-            )
         self._who = who
+        self.index = index
         self.num_slices = num_slices
         self.slice_len = slice_len
         self.strict_length = strict_length
@@ -111,8 +119,6 @@ class Slicer:
         if len(sides) != 2 or min(map(int, sides)) < 0:
             raise ValueError(f"{who}: span is a bool or a number of rows, or one for left and right: got {span}.")
         self.span = sides
-        traj_key = trajectory_key if traj_key is None else traj_key
-        self.index = TrajectoryIndex(who, traj_key=traj_key, end_key=end_key, trajectories=trajectories, ends=ends)
         self._signals: tuple[Storage, dict[str, Key], list[str]] | None = None
         self._all: tuple[Cut, np.ndarray, np.ndarray] | None = None
         self._plan: tuple[int, int, Cut] | None = None
@@ -152,33 +158,25 @@ class Slicer:
         rows. Where hardly any row is one, all slices are listed instead, once for as long as nothing is written.
         Raises: RuntimeError if there is no slice.
         """
-        found: list[tuple[np.ndarray, np.ndarray]] = []
-        missing, proposals, most = number, 2 * number + 8, min(self.index.cells, _MOST_PROPOSALS)
         # A last row stands for the slices that reach behind it too: it is proposed so many times.
         copies = 1 + cut.right
-        proposed = 0
-        while missing:
-            cells = torch.randint(self.index.cells * copies, (proposals,), generator=generator).numpy()
+
+        def propose(count: int) -> tuple[np.ndarray, np.ndarray]:
+            cells = torch.randint(self.index.cells * copies, (count,), generator=generator).numpy()
             behind: np.ndarray | int = 0
             if copies > 1:
                 cells, behind = cells // copies, cells % copies
             legal, lengths = self.slices_at(cells, behind, cut)
-            good = legal.nonzero()[0][:missing]
-            found.append((cells[good], lengths[good]))
-            missing -= good.size
-            proposed += proposals
-            proposals *= 4
-            if missing and proposed > most * copies:
-                break
-        if missing:
+            return cells[legal], lengths[legal]
+
+        found = accepted(number, min(self.index.cells, _MOST_PROPOSALS) * copies, propose)
+        if found is None:
             cells, lengths = self.every(cut)
             if not cells.size:
                 raise self.no_slice(cut)
             pick = torch.randint(cells.size, (number,), generator=generator).numpy()
             return cells[pick], lengths[pick]
-        if len(found) == 1:
-            return found[0]
-        return np.concatenate([cells for cells, _ in found]), np.concatenate([lengths for _, lengths in found])
+        return found
 
     def slices_at(self, cells: np.ndarray, behind: np.ndarray | int, cut: Cut) -> tuple[np.ndarray, np.ndarray]:
         """Whether a slice ends so many rows ``behind`` each cell (0: at it), as if its trajectory went on.

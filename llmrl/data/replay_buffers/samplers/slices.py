@@ -12,13 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llmrl.data.replay_buffers.arguments import near_names
 from llmrl.data.replay_buffers.samplers.base import Sampler
-from llmrl.data.replay_buffers.samplers.epoch import Epoch
+from llmrl.data.replay_buffers.samplers.passes import Passes
 from llmrl.data.replay_buffers.samplers.prioritized import PrioritizedSampler
-from llmrl.data.replay_buffers.samplers.slicer import Cut, Slicer, Span
+from llmrl.data.replay_buffers.samplers.slicer import Cut, Slicer, Span, accepted
 from llmrl.data.replay_buffers.storages import Storage
-from llmrl.data.replay_buffers.trajectory_index import Key
-from llmrl.data.replay_buffers.write_log import flat_positions
+from llmrl.data.replay_buffers.trajectory_index import Key, TrajectoryIndex
+
+_MOST_DRAWS = 1 << 16
 
 
 class SliceSampler(Sampler):
@@ -56,6 +58,7 @@ class SliceSampler(Sampler):
     True
     """
 
+    @near_names
     def __init__(
         self,
         *,
@@ -73,17 +76,19 @@ class SliceSampler(Sampler):
         use_gpu: bool | torch.device = False,
         trajectory_key: Key | None = None,
     ) -> None:
-        super().__init__()
+        who = type(self).__name__
+        if trajectory_key is not None and traj_key is not None:
+            raise TypeError(f"{who}: trajectory_key is another name of traj_key: got both.")
+        if (ends is not None or trajectories is not None) and not cache_values:
+            raise RuntimeError(
+                f"{who}: trajectories and ends are for data that does not change: give cache_values=True too."
+            )
+        traj_key = trajectory_key if traj_key is None else traj_key
         self._slicer = Slicer(
-            type(self).__name__,
+            who,
+            TrajectoryIndex(who, traj_key=traj_key, end_key=end_key, trajectories=trajectories, ends=ends),
             num_slices=num_slices,
             slice_len=slice_len,
-            end_key=end_key,
-            traj_key=traj_key,
-            trajectory_key=trajectory_key,
-            ends=ends,
-            trajectories=trajectories,
-            cache_values=cache_values,
             truncated_key=truncated_key,
             strict_length=strict_length,
             span=span,
@@ -103,16 +108,16 @@ class SliceSampler(Sampler):
         last, lengths = self._slicer.draw(number, cut, self.generator)
         return self._slicer.batch(storage, last, lengths, cut)
 
-    def add(self, index: int | Tensor) -> None:
-        self._slicer.index.log.note(index)
-
     def extend(self, index: int | Tensor) -> None:
+        super().extend(index)
         self._slicer.index.log.note(index)
 
-    def mark_update(self, index: int | Tensor) -> None:
+    def mark_update(self, index: int | Tensor, **storage: Storage | None) -> None:
+        super().mark_update(index, **storage)
         self._slicer.index.log.note_replaced(index)
 
     def empty(self) -> None:
+        super().empty()
         self._slicer.index.forget()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -126,7 +131,7 @@ class SliceSampler(Sampler):
         self.generator.set_state(bookmark)
 
 
-class SliceSamplerWithoutReplacement(SliceSampler):
+class SliceSamplerWithoutReplacement(Passes, SliceSampler):
     """Draws every trajectory once per pass: one slice of it, any as likely as the others.
 
     A pass holds the trajectories that were there when it began, in random order (``shuffle=False``: by stream and
@@ -136,67 +141,25 @@ class SliceSamplerWithoutReplacement(SliceSampler):
     """
 
     def __init__(
-        self,
-        *,
-        num_slices: int | None = None,
-        slice_len: int | None = None,
-        drop_last: bool = False,
-        end_key: Key | None = None,
-        traj_key: Key | None = None,
-        ends: Tensor | None = None,
-        trajectories: Tensor | None = None,
-        cache_values: bool = True,
-        truncated_key: Key | None = ("next", "truncated"),
-        strict_length: bool = True,
-        shuffle: bool = True,
-        compile: bool | dict[str, Any] = False,
-        span: Span = False,
-        use_gpu: bool | torch.device = False,
-        trajectory_key: Key | None = None,
+        self, *, drop_last: bool = False, shuffle: bool = True, cache_values: bool = True, **arguments: Any
     ) -> None:
-        super().__init__(
-            num_slices=num_slices,
-            slice_len=slice_len,
-            end_key=end_key,
-            traj_key=traj_key,
-            ends=ends,
-            trajectories=trajectories,
-            cache_values=cache_values,
-            truncated_key=truncated_key,
-            strict_length=strict_length,
-            span=span,
-            trajectory_key=trajectory_key,
-        )
-        self._drop_last = drop_last
-        self.shuffle = shuffle
-        self._epoch = Epoch(np.empty(0, dtype=np.int64))  # the last cells of trajectories
-        self._ran_out = False
-
-    @property
-    def ran_out(self) -> bool:
-        return self._ran_out
-
-    @property
-    def drop_last(self) -> bool:
-        return self._drop_last
+        super().__init__(drop_last, shuffle, cache_values=cache_values, **arguments)
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
         self._length(storage)
         slicer, index = self._slicer, self._slicer.index
         number, cut = slicer.plan(storage, batch_size)
-        waiting = self._epoch.waiting()
+        waiting = self._epoch.waiting()  # last cells of trajectories
         self._epoch.drop(waiting[cut.count(index.rows_up_to(waiting)) == 0])
-        if self._too_short(number):
-            self._begin(cut, number)
-        last = self._epoch.take(number)
+        last = self._take(number, lambda: self._lasts(number, cut))
         rows = index.rows_up_to(last)
         choices = cut.count(rows)
         points = torch.rand(last.size, generator=self.generator, dtype=torch.float64).numpy()
         end, lengths = cut.piece(rows, np.minimum((points * choices).astype(np.int64), choices - 1))
-        self._ran_out = self._too_short(number)
         return slicer.batch(storage, index.ahead(last, end - rows), lengths, cut)
 
-    def _begin(self, cut: Cut, number: int) -> None:
+    def _lasts(self, number: int, cut: Cut) -> np.ndarray:
+        """The last cells of the trajectories of a new pass."""
         lasts = self._slicer.index.lasts()
         lasts = lasts[cut.count(self._slicer.index.rows_up_to(lasts)) > 0]
         if not lasts.size:
@@ -206,53 +169,10 @@ class SliceSamplerWithoutReplacement(SliceSampler):
                 f"{type(self).__name__}: with drop_last a batch must not have more slices than there are trajectories: "
                 f"got {number} slices, {lasts.size} trajectories."
             )
-        if self.shuffle:
-            lasts = lasts[torch.randperm(lasts.size, generator=self.generator).numpy()]
-        self._epoch = Epoch(lasts)
-
-    def _too_short(self, number: int) -> bool:
-        return self._epoch.left < number if self._drop_last else self._epoch.left == 0
-
-    def add(self, index: int | Tensor) -> None:
-        self.extend(index)
-
-    def extend(self, index: int | Tensor) -> None:
-        super().extend(index)
-        if self._epoch.left:
-            self._epoch.drop(flat_positions(index))
-            self._ran_out = self._ran_out or not self._epoch.left
-
-    def empty(self) -> None:
-        super().empty()
-        self._epoch = Epoch(np.empty(0, dtype=np.int64))
-        self._ran_out = False
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            **super().state_dict(),
-            "remaining": torch.from_numpy(self._epoch.waiting().copy()),
-            "ran_out": self._ran_out,
-            "drop_last": self._drop_last,
-            "shuffle": self.shuffle,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._epoch = Epoch(state["remaining"].numpy().copy())
-        self._ran_out = state["ran_out"]
-        self._drop_last = state["drop_last"]
-        self.shuffle = state["shuffle"]
-
-    def bookmark(self) -> Any:
-        return super().bookmark(), self._epoch.mark(), self._ran_out
-
-    def go_back(self, bookmark: Any) -> None:
-        generator, mark, self._ran_out = bookmark
-        super().go_back(generator)
-        self._epoch = Epoch.back(mark)
+        return lasts
 
 
-class PrioritizedSliceSampler(PrioritizedSampler):
+class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
     """Draws slices by the priority of their first row, with replacement.
 
     A row that no slice can begin at, because its trajectory ends too soon, is passed over, whatever its priority: the
@@ -272,36 +192,15 @@ class PrioritizedSliceSampler(PrioritizedSampler):
         dtype: torch.dtype = torch.float,
         reduction: str = "max",
         *,
-        num_slices: int | None = None,
-        slice_len: int | None = None,
-        end_key: Key | None = None,
-        traj_key: Key | None = None,
-        ends: Tensor | None = None,
-        trajectories: Tensor | None = None,
-        cache_values: bool = False,
-        truncated_key: Key | None = ("next", "truncated"),
-        strict_length: bool = True,
-        compile: bool | dict[str, Any] = False,
-        span: Span = False,
         max_priority_within_buffer: bool = False,
         device: torch.device | str | None = None,
-        trajectory_key: Key | None = None,
+        span: Span = False,
+        **arguments: Any,
     ) -> None:
-        super().__init__(max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer, device)
-        self._slicer = Slicer(
-            type(self).__name__,
-            num_slices=num_slices,
-            slice_len=slice_len,
-            end_key=end_key,
-            traj_key=traj_key,
-            trajectory_key=trajectory_key,
-            ends=ends,
-            trajectories=trajectories,
-            cache_values=cache_values,
-            truncated_key=truncated_key,
-            strict_length=strict_length,
-            span=span,
+        PrioritizedSampler.__init__(
+            self, max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer, device
         )
+        SliceSampler.__init__(self, span=span, **arguments)
         left, right = self._slicer.span
         if left:
             self._slicer.span = (False, right)
@@ -310,14 +209,6 @@ class PrioritizedSliceSampler(PrioritizedSampler):
                 f"trajectory: the left side of span={span} has no effect.",
                 stacklevel=2,
             )
-
-    @property
-    def num_slices(self) -> int | None:
-        return self._slicer.num_slices
-
-    @property
-    def slice_len(self) -> int | None:
-        return self._slicer.slice_len
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
         self._catch_up(storage)
@@ -331,17 +222,14 @@ class PrioritizedSliceSampler(PrioritizedSampler):
 
     def _draw_starts(self, number: int, cut: Cut) -> np.ndarray:
         """Starts by priority: proposed among all rows, or, where hardly any can be one, listed."""
-        found: list[np.ndarray] = []
-        missing, proposals, proposed = number, 2 * number + 8, 0
-        while missing and proposed <= min(self._slicer.index.cells, 1 << 16):
-            cells = self._draw(proposals)
-            good = cells[self._can_begin(cells, cut)][:missing]
-            found.append(good)
-            missing -= good.size
-            proposed += proposals
-            proposals *= 4
-        if not missing:
-            return np.concatenate(found)
+
+        def propose(count: int) -> tuple[np.ndarray]:
+            cells = self._draw(count)
+            return (cells[self._can_begin(cells, cut)],)
+
+        found = accepted(number, min(self._slicer.index.cells, _MOST_DRAWS), propose)
+        if found is not None:
+            return found[0]
         cells = np.arange(self._slicer.index.cells)
         cells = cells[self._can_begin(cells, cut)]
         if not cells.size:
@@ -365,23 +253,3 @@ class PrioritizedSliceSampler(PrioritizedSampler):
         long = before + after >= cut.length
         fits = long & (after >= cut.length - cut.right)
         return fits if cut.strict else fits | (~long & ((before == 0) | (after >= cut.length - cut.right)))
-
-    def add(self, index: int | Tensor) -> None:
-        super().add(index)
-        self._slicer.index.log.note(index)
-
-    def extend(self, index: Tensor) -> None:
-        super().extend(index)
-        self._slicer.index.log.note(index)
-
-    def mark_update(self, index: int | Tensor, *, storage: Storage | None = None) -> None:
-        super().mark_update(index, storage=storage)
-        self._slicer.index.log.note_replaced(index)
-
-    def empty(self) -> None:
-        super().empty()
-        self._slicer.index.forget()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._slicer.index.forget()

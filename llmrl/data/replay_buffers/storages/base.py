@@ -16,6 +16,7 @@ from torch import Tensor
 
 from llmrl.data.replay_buffers.cells import select_cells, shape_cells, time_first
 from llmrl.data.replay_buffers.ring import Ring
+from llmrl.data.replay_buffers.trees import num_rows, part
 from llmrl.errors import CheckpointError, MissingKeyError, UnsupportedError, near
 
 Key = str | tuple[str, ...]
@@ -67,9 +68,9 @@ class Storage(ABC):
     def get(self, index: int | slice | Tensor) -> Any:
         """A copy of one row (int) or of a batch of rows (slice or int64[N])."""
 
-    @abstractmethod
     def count(self, data: Any) -> int:
         """How many rows ``data`` holds when it is given to ``extend``."""
+        return num_rows(data)
 
     def batch(self, index: slice | Tensor) -> Any:
         """``get``, with rows that come as a list stacked where that can be done."""
@@ -104,7 +105,7 @@ class Storage(ABC):
 
     def part(self, data: Any, start: int, end: int) -> Any:
         """The rows ``start .. end - 1`` of a batch."""
-        return data[start:end]
+        return part(data, start, end)
 
     # --- the grid ---
 
@@ -290,7 +291,7 @@ class Storage(ABC):
         """Raises unless rows at ``first .. end - 1`` fit and follow the ``length`` rows without a gap."""
         who = type(self).__name__
         if end > self.max_size:
-            raise IndexError(f"{who}: positions end at max_size={self.max_size}: got {end - 1}.")
+            raise RuntimeError(f"{who}: positions end at max_size={self.max_size}: got {end - 1}.")
         if first > length:
             raise RuntimeError(
                 f"{who}: rows are written without gaps: got position {first}, expected at most {length}."
@@ -318,25 +319,3 @@ def missing_entry(who: str, path: tuple[str, ...], inside: tuple[str, ...], know
         f"{who}: rows have no entry {path if len(path) > 1 else path[0]!r}; there is{where}: "
         f"{', '.join(map(str, known)) or 'nothing with a key'}.{near(str(path[len(inside)]), map(str, known))}"
     )
-
-
-def positions(index: int | slice | Tensor | Sequence[int], length: int) -> Sequence[int]:
-    """An index as non-negative positions: a run as a range, anything else as a list."""
-    if isinstance(index, slice):
-        run = range(*index.indices(length))
-        return run if run.step == 1 else list(run)
-    if isinstance(index, Tensor):
-        return index.tolist()
-    return [index] if isinstance(index, int) else list(index)
-
-
-def place_rows(held: list[Any], where: Sequence[int], rows: Sequence[Any]) -> None:
-    """Puts rows at positions of a list that leave no gap."""
-    if isinstance(where, range):
-        held[where.start : where.stop] = rows
-        return
-    for position, row in zip(where, rows, strict=True):
-        if position < len(held):
-            held[position] = row
-        else:
-            held.append(row)

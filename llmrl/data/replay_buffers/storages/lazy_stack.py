@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,13 +9,12 @@ from tensordict.base import is_tensor_collection
 from torch import Tensor
 
 from llmrl.data.replay_buffers.layout import Layout
-from llmrl.data.replay_buffers.rows import Row, copy_row, from_rows, single_rows, to_rows, with_layouts
-from llmrl.data.replay_buffers.storages.base import Storage, place_rows, positions, row_limit
-from llmrl.data.replay_buffers.storages.blocks import Blocks
+from llmrl.data.replay_buffers.rows import from_rows, single_rows, to_rows
+from llmrl.data.replay_buffers.storages.row_list import RowList, positions
 from llmrl.errors import DataError
 
 
-class LazyStackStorage(Storage):
+class LazyStackStorage(RowList):
     """Tensordicts whose entries may differ in shape from row to row, up to ``max_size`` of them (default: no limit).
 
     ``get`` returns a batch in the form in which the rows were written: a dense tensordict whose ragged containers are
@@ -36,21 +34,13 @@ class LazyStackStorage(Storage):
     def __init__(
         self, max_size: int | None = None, *, stack_dim: int = 0, device: torch.device | str | None = None
     ) -> None:
-        super().__init__()
-        self.max_size = row_limit("LazyStackStorage", max_size)
+        super().__init__(max_size, device)
         self.stack_dim = stack_dim
-        self.device = None if device is None else torch.device(device)
-        self._forget()
 
     def _forget(self) -> None:
-        self._rows: list[Row] = []
+        super()._forget()
         self._layout: Layout | None = None  # of all rows, as long as they have one
         self._mixed = False
-        self._blocks = Blocks()
-
-    def empty(self) -> None:
-        super().empty()
-        self._forget()
 
     def count(self, data: Any) -> int:
         if isinstance(data, list):
@@ -63,7 +53,6 @@ class LazyStackStorage(Storage):
         return data.batch_size[0]
 
     def set(self, index: int | slice | Tensor, data: Any) -> None:
-        self.ring.check_writable("LazyStackStorage")
         singles = [data] if isinstance(index, int) else data
         if isinstance(singles, list):
             for row in singles:
@@ -83,21 +72,12 @@ class LazyStackStorage(Storage):
         return from_rows(self._rows, lazy=self._mixed)
 
     def _known(self, layout: Layout) -> Layout:
-        """The equal layout that the other rows have, if they all have one."""
         if self._layout is None:
             self._layout = layout
         if layout == self._layout:
             return self._layout
         self._mixed = True
         return layout
-
-    def _put(self, where: Sequence[int], rows: list[Row]) -> None:
-        self._check_run(where, len(rows))
-        place_rows(self._rows, where, with_layouts(rows, self._known))
-        for position in self._blocks.write(where):
-            self._rows[position] = copy_row(self._rows[position])
-        self.ring.length = len(self._rows)
-        self.ring.changed()
 
 
 def _describe(value: Any) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,13 +11,13 @@ from tensordict.base import is_tensor_collection
 from torch import Tensor
 
 from llmrl.data.replay_buffers.layout import Layout
-from llmrl.data.replay_buffers.rows import Row, copy_row, from_rows, single_rows, to_row, to_rows, with_layouts
-from llmrl.data.replay_buffers.storages.base import Storage, place_rows, positions, refuse_compilable, row_limit
-from llmrl.data.replay_buffers.storages.blocks import Blocks
-from llmrl.data.replay_buffers.trees import is_leaf, num_rows, part, split, tree_map
+from llmrl.data.replay_buffers.rows import Row, from_rows, single_rows, to_row, to_rows
+from llmrl.data.replay_buffers.storages.base import refuse_compilable
+from llmrl.data.replay_buffers.storages.row_list import RowList, copy_object, positions
+from llmrl.data.replay_buffers.trees import split
 
 
-class ListStorage(Storage):
+class ListStorage(RowList):
     """Python objects in a list, up to ``max_size`` of them (default: no limit).
 
     Tensors and tensordicts are copied on the way in and out, also inside dicts, lists, tuples and dataclasses, and are
@@ -35,32 +34,17 @@ class ListStorage(Storage):
         self, max_size: int | None = None, *, compilable: bool = False, device: torch.device | str | None = None
     ) -> None:
         refuse_compilable("ListStorage", compilable)
-        super().__init__()
-        self.max_size = row_limit("ListStorage", max_size)
-        self.device = None if device is None else torch.device(device)
-        self._forget()
+        super().__init__(max_size, device)
 
     def _forget(self) -> None:
-        self._rows: list[Any] = []  # a tensordict as its ``Row``, anything else as it is
+        super()._forget()
         self._layouts: deque[Layout] = deque(maxlen=8)  # the latest; rows of many shapes have many
-        self._blocks = Blocks()
-
-    def empty(self) -> None:
-        super().empty()
-        self._forget()
-
-    def count(self, data: Any) -> int:
-        return num_rows(data)
-
-    def part(self, data: Any, start: int, end: int) -> Any:
-        return part(data, start, end)
 
     def set(self, index: int | slice | Tensor, data: Any) -> None:
-        self.ring.check_writable("ListStorage")
         if isinstance(index, int):
             self._put([index], [self._kept(data)])
         elif isinstance(data, Tensor):
-            self._put(positions(index, self.max_size), list(_copy(data, self.device).unbind(0)))
+            self._put(positions(index, self.max_size), list(copy_object(data, self.device).unbind(0)))
         elif _is_row(data) and data.batch_dims:
             self._put(positions(index, self.max_size), to_rows(data, self.device))
         else:
@@ -89,24 +73,14 @@ class ListStorage(Storage):
 
     def _kept(self, value: Any) -> Any:
         """A copy of one object in the form in which it is stored."""
-        return to_row(value, self.device) if _is_row(value) else _copy(value, self.device)
+        return to_row(value, self.device) if _is_row(value) else copy_object(value, self.device)
 
     def _known(self, layout: Layout) -> Layout:
-        """The equal layout that earlier rows have, so that equal ones need no comparing."""
         for known in self._layouts:
             if known == layout:
                 return known
         self._layouts.append(layout)
         return layout
-
-    def _put(self, where: Sequence[int], rows: list[Any]) -> None:
-        self._check_run(where, len(rows))
-        place_rows(self._rows, where, with_layouts(rows, self._known))
-        for position in self._blocks.write(where):
-            row = self._rows[position]
-            self._rows[position] = copy_row(row) if type(row) is Row else _copy(row)
-        self.ring.length = len(self._rows)
-        self.ring.changed()
 
 
 def _is_row(value: Any) -> bool:
@@ -114,14 +88,4 @@ def _is_row(value: Any) -> bool:
 
 
 def _single(row: Any) -> Any:
-    return single_rows([row])[0] if type(row) is Row else _copy(row)
-
-
-def _copy(value: Any, device: torch.device | None = None) -> Any:
-    if not is_leaf(value):
-        return tree_map(lambda leaf: _copy(leaf, device), value)
-    if isinstance(value, Tensor) or is_tensor_collection(value):
-        value = value.detach().clone()
-    elif device is None or not hasattr(value, "to"):
-        return value
-    return value if device is None else value.to(device)
+    return single_rows([row])[0] if type(row) is Row else copy_object(row)

@@ -26,7 +26,7 @@ from llmrl.data.replay_buffers.process_lock import ProcessLock
 from llmrl.data.replay_buffers.storages.base import Key, Storage, refuse_compilable, row_limit
 from llmrl.data.replay_buffers.storages.schema import Schema
 from llmrl.data.replay_buffers.storages.shared_folder import SharedFolder
-from llmrl.data.replay_buffers.trees import num_rows, part
+from llmrl.data.replay_buffers.trees import num_rows
 from llmrl.errors import DataError, UnsupportedError
 
 _SCHEMA_FILE = "schema.pt"
@@ -70,7 +70,9 @@ class TensorStorage(Storage):
             tensors = [column for column in take_apart(rows)[1] if isinstance(column, Tensor)]
             self.device = tensors[0].device if tensors else None
         layout, columns = self._take_apart(rows, single=False)
-        self._hold(layout, [column if self.device is None else _move(column, self.device) for column in columns])
+        if self.device is not None:
+            columns = [column if isinstance(column, list) else column.to(self.device) for column in columns]
+        self._hold(layout, columns)
         self.ring.length = size if filled else 0
 
     def _begin(self, who: str, max_size: int, device: torch.device | str | None, ndim: int) -> None:
@@ -88,12 +90,6 @@ class TensorStorage(Storage):
         self._cleanup = True
 
     # --- rows ---
-
-    def count(self, data: Any) -> int:
-        return num_rows(data)
-
-    def part(self, data: Any, start: int, end: int) -> Any:
-        return part(data, start, end)
 
     def set(self, index: int | slice | Tensor, data: Any) -> None:
         self.ring.check_writable(type(self).__name__)
@@ -133,7 +129,7 @@ class TensorStorage(Storage):
             return put_together(schema.layout, self._read(index), index.numel())
         if isinstance(index, int):
             index %= len(self)
-            return put_rows_together(schema.layout, self._read(slice(index, index + 1)))[0]
+            return put_rows_together(schema.layout, self._read(slice(index, index + 1)), 1)[0]
         index = slice(*index.indices(len(self)))
         return put_together(schema.layout, self._read(index), len(range(index.start, index.stop, index.step)))
 
@@ -446,7 +442,3 @@ def _array(column: Any) -> Any:
 
 def _row_bytes(kind: Any) -> int:
     return prod(kind.shape) * kind.dtype.itemsize if type(kind) is TensorLeaf else 0
-
-
-def _move(column: Any, device: torch.device) -> Any:
-    return column if isinstance(column, list) else column.to(device)

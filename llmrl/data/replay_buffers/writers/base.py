@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from llmrl.data.replay_buffers.directory import write_object
+from llmrl.data.replay_buffers.directory import StateFile
 from llmrl.data.replay_buffers.storages import Storage
 
 
-class Writer(ABC):
+class Writer(StateFile, ABC):
     """Puts rows into the storage that it was registered with. The cursor and the counts are the storage's ring."""
 
     def __init__(self) -> None:
@@ -62,12 +60,3 @@ class Writer(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.storage.ring.cursor = state["cursor"]
         self.storage.ring.write_count = state["write_count"]
-
-    def dumps(self, path: str | Path) -> None:
-        """Writes the state to the directory ``path``."""
-        Path(path).mkdir(parents=True, exist_ok=True)
-        write_object(self.state_dict(), Path(path) / "state.pt")
-
-    def loads(self, path: str | Path) -> None:
-        """Reads what ``dumps`` wrote."""
-        self.load_state_dict(torch.load(Path(path) / "state.pt", weights_only=True))

@@ -10,18 +10,12 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from llmrl.data.replay_buffers.one_process import OneProcess
+from llmrl.data.replay_buffers.reductions import check_reduction, reduced
 from llmrl.data.replay_buffers.storages import Storage
+from llmrl.data.replay_buffers.storages.base import read_entry
 from llmrl.data.replay_buffers.writers.base import Writer
 from llmrl.data.replay_buffers.writers.round_robin import with_index
-from llmrl.errors import DataError, MissingKeyError, near
-
-_REDUCTIONS = {
-    "sum": lambda values: values.sum(1),
-    "max": lambda values: values.amax(1),
-    "min": lambda values: values.amin(1),
-    "mean": lambda values: values.mean(1),
-    "median": lambda values: values.median(1).values,
-}
+from llmrl.errors import DataError
 
 
 class TensorDictMaxValueWriter(OneProcess, Writer):
@@ -49,13 +43,8 @@ class TensorDictMaxValueWriter(OneProcess, Writer):
 
     def __init__(self, rank_key: str | tuple[str, ...] = ("next", "reward"), reduction: str = "sum") -> None:
         super().__init__()
-        if reduction not in _REDUCTIONS:
-            raise ValueError(
-                f"{type(self).__name__}: reduction must be one of {', '.join(_REDUCTIONS)}: got {reduction!r}."
-                f"{near(str(reduction), _REDUCTIONS)}"
-            )
         self.rank_key = rank_key
-        self.reduction = reduction
+        self.reduction = check_reduction(type(self).__name__, reduction)
         # A heap of (rank, -number of the write, position): the first is the one to be replaced next.
         self._heap: list[tuple[float, int, int]] = []
         self._written = 0
@@ -118,20 +107,12 @@ class TensorDictMaxValueWriter(OneProcess, Writer):
             raise RuntimeError(
                 f"{type(self).__name__}: rows must be tensordicts, to have a rank: got {type(data).__name__}."
             )
-        ranks = data.get(self.rank_key, None)
-        if ranks is None:
-            known = [key for key in data.keys(include_nested=True) if isinstance(key, str)]
-            raise MissingKeyError(
-                f"{type(self).__name__}: {self.rank_key!r} is not in the rows; keys present: {', '.join(known)}."
-                f"{near(str(self.rank_key), known)}"
-            )
-        return self._reduced(ranks, count)
+        return self._reduced(read_entry(type(self).__name__, data, self.rank_key), count)
 
     def _reduced(self, ranks: Tensor, count: int) -> list[float]:
         if not count:
             return []
-        values = ranks.detach().to("cpu", torch.float64).reshape(count, -1)
-        ranks = _REDUCTIONS[self.reduction](values)
+        ranks = reduced(ranks.detach().to("cpu", torch.float64).reshape(count, -1), self.reduction)
         if ranks.isnan().any():
             row = int(ranks.isnan().nonzero()[0])
             raise DataError(
