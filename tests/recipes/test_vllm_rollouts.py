@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ pytestmark = [
 MODEL = {"hidden_size": 64, "layers": 1, "heads": 2}  # heads of 32, the smallest that vLLM computes on a CPU
 ROLLOUT = {"engine": "vllm", "kv_cache_gb": 0.1}
 LIMIT_S = 400
+SOON_S = 10.0
 
 
 def recipe(place, grpo, name, **rollout):
@@ -29,15 +31,16 @@ def finished(place, *arguments):
     return result
 
 
-def engine_processes():
-    """Command lines of the processes on this machine that vLLM's engines name themselves by."""
+def processes_in(folder):
+    """Command lines of the other living processes that work in ``folder``, as those of a run's engine do."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+    for process in Path("/proc").glob("[0-9]*"):
         try:
-            found.append(path.read_text())
+            if (process / "cwd").readlink() == folder and int(process.name) != os.getpid():
+                found.append((process / "cmdline").read_text())
         except OSError:
-            continue
-    return [line for line in found if "EngineCore" in line]
+            continue  # it ended meanwhile
+    return [line for line in found if line]
 
 
 def test_an_engine_in_this_process_has_the_trainers_weights_at_every_step(place, grpo):
@@ -54,8 +57,9 @@ def test_an_engine_in_this_process_has_the_trainers_weights_at_every_step(place,
 
 
 def test_overlapped_rollouts_are_one_version_behind_and_both_sides_say_how_long_they_waited(place, grpo):
-    before = len(engine_processes())
-    finished(place, recipe(place, grpo, "ahead", max_staleness=1), "--name", "ahead", "steps=4")
+    process = place.process("grpo", recipe(place, grpo, "ahead", max_staleness=1), "--name", "ahead", "steps=4")
+    result = place.finish(process, timeout_s=LIMIT_S)
+    assert result.code == 0, result.err
     steps = place.steps("ahead")
     assert [step["async/staleness_max"] for step in steps] == [0, 1, 1, 1]
     for step in steps:
@@ -64,8 +68,11 @@ def test_overlapped_rollouts_are_one_version_behind_and_both_sides_say_how_long_
         assert 0 < step["mismatch/is_mean"] <= 2, "cut at 2"
     assert all(step["mismatch/probe"] < 1e-5 for step in steps if "mismatch/probe" in step)
     assert sum("mismatch/probe" in step for step in steps) == 3
-    assert len(engine_processes()) == before
-    assert not [name for name in os.listdir("/dev/shm") if name.startswith("llmrl-weights-")]
+    end = time.monotonic() + SOON_S
+    while left := processes_in(place.path):
+        assert time.monotonic() < end, left
+        time.sleep(0.05)
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith(f"llmrl-weights-{process.pid}-")]
 
 
 def test_conversations_that_proceed_on_their_own_are_trained_like_others(place, grpo):
