@@ -121,19 +121,19 @@ class Sampler:
 
 @contextmanager
 def _half_the_threads() -> Iterator[None]:
-    """Processes started inside compute with half of this one's threads, and this one keeps the other half from then on.
+    """Processes started inside compute with half of this one's threads.
 
-    Where both compute at the same time on one CPU, more threads than cores cost a third of the speed.
+    Where both compute at the same time on one CPU, two that take every core cost both a third of their speed. The one
+    that updates keeps all: it is what the other waits for, and alone on the CPU once the rollouts are there.
     """
-    threads, before = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = str(max(1, threads // 2))
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // 2))
     try:
         yield
     finally:
         del os.environ["OMP_NUM_THREADS"]
         if before is not None:
             os.environ["OMP_NUM_THREADS"] = before
-    torch.set_num_threads(max(1, threads - threads // 2))
 
 
 def _engine_options(config: GRPOConfig, session: Session) -> dict[str, Any]:
