@@ -1,10 +1,11 @@
 """Times a training step whose rollouts vLLM samples during the update before, against one in which both take turns.
 
-    python scripts/bench/bench_overlap.py [--steps 12] [--rounds 2] [--grpo SETTING ...]
+    python scripts/bench/bench_overlap.py [--steps 12] [--rounds 3] [--grpo SETTING ...]
 
 Real runs of `llmrl grpo sums_grpo` on one untrained model, in turn; every group is trained whatever its rewards are, so
-that each step of each run draws and trains as many conversations. The first steps of a run are left out: things are
-built in them. Without vllm the script says so and writes no rows.
+that each step of each run draws and trains as many conversations. The first steps of a run are left out, because things
+are built in them, and so is the last, during which nothing is sampled any more. Without vllm the script says so and
+writes no rows.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ WARM_UP = 3
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=12, help="of each run")
-    parser.add_argument("--rounds", type=int, default=2, help="runs of each kind")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each kind")
     parser.add_argument("--grpo", nargs="+", default=[], metavar="SETTING", help="settings of all runs")
     add_json_option(parser)
     options = parser.parse_args()
@@ -46,7 +47,7 @@ def main() -> None:
     steps: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     for _ in range(options.rounds):
         for way, own in WAYS.items():
-            steps[way] += _run([*SETTINGS, *own, f"steps={options.steps}", *options.grpo])[WARM_UP:]
+            steps[way] += _run([*SETTINGS, *own, f"steps={options.steps}", *options.grpo])[WARM_UP:-1]
     for way in WAYS:
         print(
             f"{way:10}  "

@@ -22,6 +22,7 @@ from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer
 from llmrl.envs.llm import DatasetChatEnv
 from llmrl.envs.llm.transforms import RewardFunction
 from llmrl.modules.llm import VLLMEngine, vLLMWrapper
+from llmrl.modules.llm.engines.vllm.adapter import load_vllm
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.objectives.llm import MCAdvantage
 from llmrl.testing import tiny_model, tiny_tokenizer
@@ -57,7 +58,7 @@ class Ours:
 
 def bare(engine: VLLMEngine, prompts: list[list[int]], **options: Any) -> Any:
     """A function that asks ``LLM.generate`` for all prompts."""
-    llm, request = engine.core.llm, engine.core._request
+    llm, request = engine.core.llm, load_vllm().SamplingParams
 
     def run() -> None:
         seeds = range(len(prompts)) if "logprobs" in options else [None] * len(prompts)

@@ -34,7 +34,7 @@ def some_vllm(**changes):
     options = (
         "max_tokens temperature top_p top_k min_p repetition_penalty seed stop stop_token_ids ignore_eos logprobs "
     )
-    options += "prompt_logprobs flat_logprobs detokenize skip_special_tokens"
+    options += "prompt_logprobs flat_logprobs detokenize skip_special_tokens output_kind"
     return SimpleNamespace(**{"LLM": LLM, "EngineArgs": taking(arguments), "SamplingParams": taking(options)} | changes)
 
 

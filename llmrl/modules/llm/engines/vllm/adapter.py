@@ -11,7 +11,8 @@ import inspect
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -39,6 +40,7 @@ __all__ = [
     "read_output",
     "read_prompt_scores",
     "request",
+    "request_kind",
     "stop_listening",
     "stop_reason",
     "tokens",
@@ -53,8 +55,10 @@ _OPTIONS = ("logprobs_mode", "worker_extension_cls", "enforce_eager", "kv_cache_
 _SAMPLING = (
     *("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "stop_token_ids"),
     *("ignore_eos", "logprobs", "prompt_logprobs", "flat_logprobs", "detokenize", "skip_special_tokens"),
+    "output_kind",
 )
-_MODULES = (  # of vLLM, that the workers' half is built on
+_MODULES = (  # of vLLM, beside the package itself; most of them the workers' half is built on
+    "vllm.sampling_params",
     *("vllm.model_executor.layers.logits_processor", "vllm.model_executor.model_loader.reload.layerwise"),
     *("vllm.config.weight_transfer", "vllm.distributed.weight_transfer.base"),
     "vllm.distributed.weight_transfer.factory",
@@ -257,6 +261,14 @@ def lora_request(name: str, number: int, folder: Path) -> Any:
 
 
 # --- requests and answers ---------------------------------------------------------------------------------------------
+
+
+def request_kind() -> Callable[..., Any]:
+    """``vllm.SamplingParams`` for answers that come once, whole. An ``AsyncLLMEngine`` would otherwise put together all
+    that a row has so far after every step, in the trainer's process.
+    """
+    kinds = require("vllm.sampling_params", extra="vllm", used_by="VLLMEngine").RequestOutputKind
+    return partial(load_vllm().SamplingParams, flat_logprobs=True, output_kind=kinds.FINAL_ONLY)
 
 
 def request(params: SamplingParams, *, stop_token_ids: Sequence[int]) -> dict[str, Any]:

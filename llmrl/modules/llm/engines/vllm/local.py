@@ -67,7 +67,7 @@ class LocalCore:
         self._adapter: Any = None  # vLLM's request for it
         self._lora_numbers = itertools.count(1)
         self.reads_text = tokenizer is not None
-        self._request = adapter.load_vllm().SamplingParams
+        self._request = adapter.request_kind()
         self._turns = Gate()
         self._scaling = threading.Lock()
         self._scale: float | None = 1.0  # the temperature that the engine's logits are divided by; None: unknown
@@ -113,7 +113,7 @@ class LocalCore:
         ]
 
     def _requests(self, options: Sequence[Mapping[str, Any]]) -> list[Any]:
-        return [self._request(**{"flat_logprobs": True, "detokenize": False, **option}) for option in options]
+        return [self._request(**{"detokenize": False, **option}) for option in options]
 
     def _run(
         self, prompts: Sequence[list[int]], options: Sequence[Mapping[str, Any]], phase: str, end: float

@@ -36,8 +36,8 @@ def set_kernels_aside(model: nn.Module) -> Callable[[], None]:
     """Takes the kernels of experts away on a CPU, so that a reload packs the weights of experts; returns what puts them
     back afterwards.
 
-    vLLM (0.32) packs the experts of a mixture while it builds their kernel. Where it finds one it copies what was loaded
-    as it came, as graphs on a GPU want it, and the kernel would read unpacked weights as packed ones.
+    vLLM (0.32) packs the experts of a mixture while it builds their kernel. Where it finds one it copies what was
+    loaded as it came, as graphs on a GPU want it, and the kernel would read unpacked weights as packed ones.
     """
     methods = [getattr(module, "quant_method", None) for module in model.modules()]
     kernels = [
