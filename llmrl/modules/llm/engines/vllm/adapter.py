@@ -57,11 +57,10 @@ _SAMPLING = (
     *("ignore_eos", "logprobs", "prompt_logprobs", "flat_logprobs", "detokenize", "skip_special_tokens"),
     "output_kind",
 )
-_MODULES = (  # of vLLM, beside the package itself; most of them the workers' half is built on
-    "vllm.sampling_params",
+_MODULES = (  # of vLLM: what the workers' half is built on, and the kinds of answers
     *("vllm.model_executor.layers.logits_processor", "vllm.model_executor.model_loader.reload.layerwise"),
     *("vllm.config.weight_transfer", "vllm.distributed.weight_transfer.base"),
-    "vllm.distributed.weight_transfer.factory",
+    *("vllm.distributed.weight_transfer.factory", "vllm.sampling_params"),
 )
 _LOWEST_TEMPERATURE = 0.01  # vLLM raises anything between 0 and this to this
 _TINY_TOP_P = 1e-9  # vLLM refuses 0; in float32 this leaves the most likely token alone, which is what 0 means
