@@ -406,9 +406,9 @@ def test_fast_and_slow_ways_count_the_same():
 def test_whitening_divides_by_the_moments_over_the_trained_tokens(split):
     rewards, counts = [1.0, 0.0, 0.5, 2.0], [3, 1, 4, 2]
     masks = LazyStackedTensorDict(
-        *[TensorDict(all_assistant_mask=torch.arange(5) < count) for count in counts]
+        *[TensorDict(all_assistant_mask=torch.arange(6) < 1 + count) for count in counts]
     )  # fmt: skip
-    given = batch([1, 1, 2, 2], rewards, masks=masks)
+    given = batch([1, 1, 2, 2], rewards, masks=masks)  # the first token of a row follows nothing, and counts nowhere
     for scale, base in (("raw", rewards), ("none", [0.5, -0.5, -0.75, 0.75])):
         advantage = MCAdvantage(2, scale=scale, whiten=True)
         if split:  # what one call writes is what is whitened: the first half waits

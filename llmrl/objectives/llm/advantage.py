@@ -18,6 +18,7 @@ from llmrl.data.llm.prompts import row_values
 from llmrl.data.replay_buffers.rows import Row, from_rows, to_rows
 from llmrl.envs.transforms.base import Transform
 from llmrl.errors import DataError, MissingKeyError, ShapeError
+from llmrl.objectives.llm.batch import trained_tokens
 from llmrl.objectives.llm.candidates import CandidateSelector, check_candidates, check_selection, select_spread
 from llmrl.objectives.llm.group_advantage import Scale, group_advantage, whitened
 from llmrl.objectives.llm.group_queue import Group, GroupQueue, Trajectory
@@ -355,17 +356,16 @@ class MCAdvantage(Transform):
     # --- both ---
 
     def _whitened(self, td: TensorDictBase, advantages: list[Tensor]) -> list[Tensor]:
-        masks = td.get(self.mask_key, None, as_list=True)
-        if masks is None:
-            self._get(td, self.mask_key)
+        mask_BT, lengths = trained_tokens(td, self.mask_key, "MCAdvantage")
         weights = []
-        for row, (mask, advantage) in enumerate(zip(masks, advantages, strict=True)):
-            if advantage.numel() not in (1, mask.numel()):
+        for row, (mask, advantage) in enumerate(zip(mask_BT, advantages, strict=True)):
+            num_tokens = len(mask) if lengths is None else lengths[row]
+            if advantage.numel() not in (1, num_tokens):
                 raise ShapeError(
                     f"MCAdvantage: whiten needs one advantage per conversation or per token: got {advantage.numel()} "
-                    f"in row {row}, whose conversation has {mask.numel()} tokens."
+                    f"in row {row}, whose conversation has {num_tokens} tokens."
                 )
-            weights.append(mask.sum().view(1) if advantage.numel() == 1 else mask.flatten())
+            weights.append(mask.sum().view(1) if advantage.numel() == 1 else mask[:num_tokens])
         flat = whitened(torch.cat([value.flatten() for value in advantages]), torch.cat(weights))
         parts = flat.to(torch.float32).split([value.numel() for value in advantages])
         return [part.view(value.shape) for part, value in zip(parts, advantages, strict=True)]

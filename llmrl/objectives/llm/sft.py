@@ -14,6 +14,7 @@ from tensordict import TensorClass, TensorDictBase
 from torch import Tensor, nn
 
 from llmrl.errors import ConfigError, DataError, MissingKeyError
+from llmrl.modules.llm.log_probs import with_predecessor
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.objectives.base import LossModule
 from llmrl.objectives.llm import batch as reading
@@ -51,7 +52,8 @@ class SFTLoss(LossModule):
     """Negative log-likelihood over the assistant's tokens, with an optional KL to a reference.
 
     Reads   ("tokens", "full")                 int64 ragged[T]    with
-            ("masks", "all_assistant_mask")    bool ragged[T]; where these are missing,
+            ("masks", "all_assistant_mask")    bool ragged[T], from ("masks", "trained_from") on where the batch has
+                                               that; where these are missing,
             ("history", "full")                History [B, M]     rendered with ``tokenizer`` (or the actor's renderer)
             ("next", "ref_log_probs", "full")  float32 ragged[T]  if kl_to_ref_coeff is given, or for "minor_sft"
     Calls   actor_network.token_scores(ids, attention mask, select, entropy=) where it has that, else actor_network(td)
@@ -207,7 +209,7 @@ class SFTLoss(LossModule):
             batch = PaddedBatch.read(
                 td, reader="SFTLoss", tokens_key=keys.tokens, attention_key=keys.attention_mask, device=self.device
             )
-            return batch, batch.column(td, keys.assistant_mask).bool() & batch.attention_mask
+            return batch, batch.trained_mask(td, "rlhf", assistant_key=keys.assistant_mask)
         history = td.get(keys.history, None)
         if history is None:
             present = ", ".join(sorted(map(str, td.keys())))
@@ -220,7 +222,8 @@ class SFTLoss(LossModule):
             raise ConfigError("SFTLoss: conversations that come as messages need a tokenizer: pass tokenizer=.")
         rendered = renderer.render(history.to_chats())
         batch = PaddedBatch.from_rows([row.ids for row in rendered], reader="SFTLoss", device=self.device)
-        return batch, batch.align([row.assistant_mask for row in rendered], keys.history)
+        mask_BT = batch.align([row.assistant_mask for row in rendered], keys.history)
+        return batch, with_predecessor(mask_BT, batch.attention_mask)
 
 
 def _renderer(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]) -> Renderer:
