@@ -411,6 +411,9 @@ class LLMCollector:
             engine.version = self._version
         if isinstance(self.weight_updater, PublisherUpdater):
             self.weight_updater.publisher.version = self._version
+        tracker = self.policy_version_tracker
+        if tracker is not None and tracker.version_type == "int" and tracker.version != self._version:
+            tracker.set_version(self._version)  # the env's state has what it was when that was saved
 
     def shutdown(self, close_env: bool = True) -> None:
         """Ends the collection; closes the environment, and with it what its transforms hold."""
