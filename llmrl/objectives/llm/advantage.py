@@ -35,9 +35,9 @@ _WAITING = ("queued", "queued_trajectories")
 class MCAdvantage(Transform):
     """Replaces rewards by advantages relative to the other completions of the same prompt, on the way into a buffer.
 
-    Reads   prompt_key        int64[B] or B strings; default "group_id" where present, else "query"
+    Reads   prompt_key        int64[B] or B strings, numpy's too; default "group_id" where present, else "query"
             "policy_version"  where present: completions by different weights are no group
-            rewards_key       float[B, 1, 1] or [B, T, 1]; NaN or infinite: this completion failed
+            rewards_key       float[B, 1, 1], or [B, T, 1], ragged too; NaN or infinite: this completion failed
             done_key          bool[B, 1]
             mask_key          bool ragged[T], if ``whiten``
     Writes  advantage_key     float32, in the shape of the reward
@@ -94,7 +94,7 @@ class MCAdvantage(Transform):
         trajectory_return: Literal["sum", "max", "mean"] | None = None,
         keep_return_bounds: tuple[float, float] | None = None,
         scale: Scale = "group",
-        eps: float = 1e-4,
+        eps: float = 1e-6,
         min_group_size: int | None = None,
         max_queued_groups: int = 1024,
         on_zero_variance: Literal["keep", "drop"] = "keep",
@@ -202,7 +202,7 @@ class MCAdvantage(Transform):
             return None
         rewards = self._get(td, self.rewards_key)
         rows, size = td.batch_size[0], self.grpo_size
-        if not rows or rows % size or rewards.shape[0] != rows:
+        if isinstance(rewards, list) or not rows or rows % size or rewards.shape[0] != rows:
             return None
         ids_B = self._group_numbers(td)
         order_B = torch.argsort(ids_B, stable=True)
@@ -258,7 +258,7 @@ class MCAdvantage(Transform):
                 f"steps{where}"
             )
         groups = self._groups(td)
-        rewards = list(self._get(td, self.rewards_key).detach().to("cpu", torch.float64).unbind(0))
+        rewards = [reward.detach().to("cpu", torch.float64) for reward in self._get(td, self.rewards_key)]
         ended: list[tuple[Group, Trajectory]] = []
         for row, group, reward, done in zip(to_rows(td), groups, rewards, done_T, strict=True):
             if (trajectory := self._queue.add_step(group, row, reward, done=done)) is not None:
@@ -443,7 +443,11 @@ class MCAdvantage(Transform):
         )
 
     def _get(self, td: TensorDictBase, key: NestedKey) -> Any:
-        value = td.get(key, None)
+        """A column; as a list of rows where these differ in length."""
+        try:
+            value = td.get(key, None)
+        except RuntimeError:  # rows of a lazy stack that cannot be stacked
+            value = td.get(key, None, as_list=True)
         if value is None:
             raise MissingKeyError(
                 f"MCAdvantage: {key!r} must be in the batch; keys present: {', '.join(sorted(map(repr, td.keys())))}."

@@ -100,7 +100,7 @@ class SFTLoss(LossModule):
         normalize_by_seq_length: bool | None = None,
         kl_to_ref_coeff: float | None = None,
         loss_function: LossFunction = "sft",
-        beta: float | None = None,
+        beta: float = 0.1,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
@@ -120,8 +120,8 @@ class SFTLoss(LossModule):
                 reduction != "token" or loss_function == "sft",
                 "loss_function='minor_sft' has one value per conversation: set reduction to 'mean', 'sum' or 'none'",
             ),
-            (beta is None or loss_function == "minor_sft", f"beta={beta} belongs to loss_function='minor_sft'"),
-            (beta is None or beta > 0, f"beta must be above 0: got {beta}"),
+            (beta == 0.1 or loss_function == "minor_sft", f"beta={beta} belongs to loss_function='minor_sft'"),
+            (beta > 0, f"beta must be above 0: got {beta}"),
             (
                 kl_to_ref_coeff is None or kl_to_ref_coeff >= 0,
                 f"kl_to_ref_coeff must not be negative: got {kl_to_ref_coeff}",
@@ -135,7 +135,7 @@ class SFTLoss(LossModule):
         self.reduction, self.loss_function = reduction, loss_function
         self.normalize_by_seq_length = True if normalize_by_seq_length is None else normalize_by_seq_length
         self.kl_to_ref_coeff = kl_to_ref_coeff
-        self.beta = 0.1 if beta is None else beta
+        self.beta = beta
         self.device = None if device is None else torch.device(device)
 
     def count_step(self, td: TensorDictBase) -> StepCounts:
