@@ -98,7 +98,8 @@ class GRPORound:
         self._reference: RetrieveLogProb | None = None
         if config.grpo.kl:
             frozen = load_model(config.model_copy(update={"model": origin}), tokenizer, runs=runs)
-            self._reference = RetrieveLogProb(actor.get_new_version(model=frozen.to(session.device)))
+            reference = actor.get_new_version(model=frozen.to(session.device))
+            self._reference = RetrieveLogProb(reference, log_probs_full_key=("ref_log_probs", "full"))
 
         num_prompts = config.prompts_per_step // session.world_size
         self.env = task.make_env(
