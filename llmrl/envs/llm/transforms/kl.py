@@ -58,9 +58,10 @@ class KLComputation(Transform):
     padding_side  checked and otherwise without effect: the layout is that of the tokens
 
     In an env a turn pays for its own tokens, so that the rewards of all turns add up; in a buffer a row pays for those
-    that it trains: from ("masks", "trained_from") on, or all. The rewards of "token" add up to the one of "sum": use ``MCAdvantage(..., trajectory_return="sum")``, after
-    which `GRPOLoss` takes either. Conversations of several padded turns need "sum": rewards per token of turns that
-    differ in length cannot be added. A reward that is NaN (it failed) stays NaN.
+    that it trains: from ("masks", "trained_from") on, or all. The rewards of "token" add up to the one of "sum": use
+    ``MCAdvantage(..., trajectory_return="sum")``, after which `GRPOLoss` takes either. Conversations of several padded
+    turns need "sum": rewards per token of turns that differ in length cannot be added. A reward that is NaN (it failed)
+    stays NaN.
 
     >>> from tensordict import TensorDict
     >>> from llmrl.modules.llm import Masks, Tokens

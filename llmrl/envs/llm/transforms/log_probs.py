@@ -62,6 +62,7 @@ class RetrieveLogProb(Transform):
     In an env it scores each turn; in a buffer, each batch that is sampled. The rows of an env cost a forward pass over
     the conversation so far: where only the last turn is trained, score in the buffer.
 
+    >>> from tensordict import TensorDict
     >>> from llmrl.modules.llm import LLMWrapperBase, Masks, Tokens
     >>> from llmrl.testing import FakeEngine
     >>> rows = lambda *values: [torch.tensor(row) for row in values]
