@@ -98,7 +98,8 @@ class GRPORound:
         self._reference: RetrieveLogProb | None = None
         if config.grpo.kl:
             frozen = load_model(config.model_copy(update={"model": origin}), tokenizer, runs=runs)
-            self._reference = RetrieveLogProb(actor.get_new_version(model=frozen.to(session.device)))
+            reference = actor.get_new_version(model=frozen.to(session.device))
+            self._reference = RetrieveLogProb(reference, log_probs_full_key=("ref_log_probs", "full"))
 
         num_prompts = config.prompts_per_step // session.world_size
         self.env = task.make_env(
@@ -203,6 +204,8 @@ class GRPORound:
             self._send()
 
     def _sample(self) -> TensorDictBase:
+        if self._ahead:
+            return self._ahead.sample()
         with self.session.autocast():
             return self.collector.rollout()
 
@@ -239,15 +242,27 @@ class GRPORound:
 
     def state_dict(self) -> dict[str, Any]:
         """What continues exactly, beside weights and optimizer; between rounds the buffer holds nothing new."""
-        collector = self._ahead.state_dict() if self._ahead else self.collector.state_dict()
+        collecting = self._ahead.state_dict() if self._ahead else {"collector": self.collector.state_dict()}
+        version = self.collector.policy_version
+        ahead = collecting.get("ahead")
+        batches = self.session.gather([ahead and ahead["batch"]])  # each rank has its own, as it has a sampler
+        if None not in batches:
+            ahead = {"collector": {**ahead["collector"], "version": version}, "batches": batches}
         return {
-            "collector": {**collector, "version": self.collector.policy_version + self._unsent},
-            "samplers": self.session.gather([self.buffer.sampler.state_dict()]),  # each rank has its own
+            "collector": {**collecting["collector"], "version": version + self._unsent},
+            "ahead": ahead if None not in batches else None,
+            "samplers": self.session.gather([self.buffer.sampler.state_dict()]),
             "advantage": self.advantage.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.collector.load_state_dict(state["collector"])
+        ahead = state["ahead"]
+        if self._ahead and ahead and len(ahead["batches"]) == self.session.world_size:
+            self.collector.load_state_dict(ahead["collector"])
+            self._ahead.restore(ahead["batches"][self.session.rank])
+            self._unsent = True  # the batch is of the version before: the weights are counted as one once it is taken
+        else:
+            self.collector.load_state_dict(state["collector"])
         samplers = state["samplers"]
         self.buffer.sampler.load_state_dict(samplers[self.session.rank % len(samplers)])
         self.advantage.load_state_dict(state["advantage"])

@@ -78,13 +78,13 @@ def put_rows(old: TensorDictBase, rows: Tensor, new: TensorDictBase, *, reader: 
 def stack_steps(steps: Sequence[TensorDictBase]) -> TensorDictBase:
     """The steps along a new last dim named "time": dense where every step has the same shapes, else a lazy stack."""
     dim = steps[0].batch_dims
-    names = [*steps[0].names[:dim], "time"] if steps[0]._has_names() else [None] * dim + ["time"]
     if all(_is_dense(step) for step in steps):
         out = TensorDict.maybe_dense_stack(list(steps), dim)
-    else:
-        out = LazyStackedTensorDict.lazy_stack(list(steps), dim)
-    out.names = names
-    return out
+        if type(out) is TensorDict:
+            out.names = [*(_names(steps[0]) or [None] * dim), "time"]
+            return out
+    # named as it is made: naming the finished stack would go down to every row of every entry
+    return LazyStackedTensorDict.lazy_stack(list(steps), dim, stack_dim_name="time")
 
 
 def _names(td: TensorDictBase) -> list[str | None] | None:

@@ -137,6 +137,27 @@ class ByHand:
             )
 
 
+def turn_by_turn(
+    rows: list[dict[str, Any]], answers: list[Tensor], tokenizer: Any, repeats: int
+) -> tuple[float, float]:
+    """Milliseconds of a collector that hands out every turn, and of its policy, its step and its resets alone."""
+    env = DatasetChatEnv(dataset=rows, num_envs=len(rows), shuffle=False, seed=0, max_steps=1, system_prompt=SYSTEM)
+    env.append_transform(RewardFunction(reward, deadline_s=None))
+    policy = LLMWrapperBase(FakeEngine(answers, tokenizer=tokenizer), tokenizer=tokenizer)
+    batches = iter(LLMCollector(env, policy=policy))
+
+    def collected() -> None:
+        policy.engine.prompts.clear()
+        next(batches)
+
+    def alone() -> None:
+        policy.engine.prompts.clear()
+        env.step(policy(env.reset()))
+
+    collected()
+    return best(collected, alone, repeats=repeats)
+
+
 def per_turn(ours: Ours, turns: int, repeats: int) -> list[float]:
     """Milliseconds of each turn: policy, step, and the root of the next one; the best of the repeats."""
     times = [[] for _ in range(turns)]
@@ -183,6 +204,12 @@ def main() -> None:
                 for _ in range(arguments.repeats):
                     ours()
             pstats.Stats(profile).sort_stats("tottime").print_stats(35)
+    count = min(16, arguments.batch)
+    whole, alone = turn_by_turn(rows[:count], answers[:count], tokenizer, arguments.repeats)
+    print(f"turn by turn, {count} conversations: collector {whole:.2f} ms, policy and env alone {alone:.2f} ms")
+    summary.append(
+        Row(f"turns of {count} conversations without a buffer: collector / policy and env", whole / alone, 2.0)
+    )
     times = per_turn(Ours(rows, answers, tokenizer, 20), 20, arguments.repeats)
     print(f"turn 1: {times[0]:.2f} ms, turn 2: {times[1]:.2f} ms, turn 20: {times[19]:.2f} ms")
     summary.append(Row("rollout: turn 20 / turn 1", times[19] / times[0], 1.3))

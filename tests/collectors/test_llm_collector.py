@@ -74,6 +74,13 @@ def test_turns_come_as_lazy_stacks_and_prompts_grow():
     assert collector.counters == {"produced": 12, "delivered": 12, "dropped": 0, "conversations": 0, "failed": 0}
 
 
+def test_naming_the_time_dimension_leaves_the_rows_of_a_turn_as_columns(wrapper):
+    [turns] = LLMCollector(DatasetChatEnv(dataset=ROWS, num_envs=2), policy=wrapper, total_dialog_turns=2)
+    assert turns.names[-1] == "time"
+    for name in ("tokens", "masks", "log_probs"):
+        assert turns.tensordicts[0].get(name)._tensordict.own_columns() is not None, f"a row of {name} was built"
+
+
 @pytest.mark.parametrize(
     ("per_batch", "total", "shapes"), [(None, 6, [(3, 1)] * 2), (4, 7, [(3, 2), (3, 1)]), (3, 1, [(3, 1)])]
 )
@@ -366,11 +373,14 @@ def test_a_resumed_collector_goes_on_where_the_saved_one_stood(options):
     assert resumed.counters == collector.counters
 
 
-def test_loading_a_state_tells_the_engine_its_version(wrapper):
-    collector = LLMCollector(DatasetChatEnv(dataset=ROWS), policy=wrapper)
+@pytest.mark.parametrize("tracked", [False, True])
+def test_loading_a_state_tells_engine_and_tracker_their_version(wrapper, tracked):
+    env = DatasetChatEnv(dataset=ROWS, max_steps=1)
+    collector = LLMCollector(env, policy=wrapper, track_policy_version=tracked, yield_only_last_steps=True)
     state = collector.state_dict() | {"version": 7}
     collector.load_state_dict(state)
-    assert wrapper.engine.version == 7
+    assert wrapper.engine.version == collector.policy_version == 7
+    assert collector.next()["policy_version"].tolist() == [7]
     collector.update_policy_weights_()
     assert collector.policy_version == 8
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from llmrl.collectors.llm import LLMCollector
 from llmrl.data.llm.chat import History
@@ -16,7 +17,7 @@ from llmrl.envs import Transform
 from llmrl.envs.llm import DatasetChatEnv
 from llmrl.envs.llm.transforms import RewardFunction
 from llmrl.modules.llm import ChatHistory, LLMWrapperBase, TransformersWrapper
-from llmrl.objectives.llm import GRPOLoss, MCAdvantage
+from llmrl.objectives.llm import GRPOLoss, MCAdvantage, SFTLoss, count_step
 from llmrl.objectives.llm.group_advantage import group_advantage
 from llmrl.testing import FakeEngine, tiny_model, tiny_tokenizer
 
@@ -55,7 +56,7 @@ def dialogs(answers, *, reward=None, num_envs=2, repeats=None, pad_output=False,
     if reward is not None:
         env = env.append_transform(RewardFunction(reward, deadline_s=None))
     policy = LLMWrapperBase(Recorder(answers, tokenizer=tokenizer), tokenizer=tokenizer, pad_output=pad_output)
-    return LLMCollector(env, policy=policy, yield_only_last_steps=True, **options), policy
+    return LLMCollector(env, policy=policy, **{"yield_only_last_steps": True, **options}), policy
 
 
 def conversations(batch):
@@ -136,6 +137,57 @@ def test_every_sampled_token_is_in_exactly_one_record_as_the_engine_drew_it(pad_
     assert trained == [int(mask.sum()) for mask in masks]
     assert all(torch.equal(values != 0, mask) for values, mask in zip(log_probs, masks, strict=True))
     event(f"{len(batch)} records")
+
+
+FORMS = {
+    "turns": {"yield_only_last_steps": None, "dialog_turns_per_batch": 6},
+    "flat turns": {"yield_only_last_steps": None, "dialog_turns_per_batch": 6, "flatten_data": True},
+    "conversations": {"yield_only_last_steps": None, "yield_completed_trajectories": True},
+    "each on its own": {"yield_only_last_steps": None, "yield_completed_trajectories": True, "concurrency": 2},
+    "last turns": {},
+}
+
+
+@pytest.mark.parametrize("pad_output", [False, True])
+@pytest.mark.parametrize("answers", [["one", "two", "six"], [THINKING + "one", "two", THINKING + "six"]])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_drawn_token_is_trained_once_whatever_the_form_of_the_rows(form, answers, pad_output):
+    collector, policy = dialogs(answers, pad_output=pad_output, **FORMS[form])
+    batch = collector.next().reshape(-1)
+    drawn = sum(len(response) for _, response in policy.engine.drawn)
+    losses = [GRPOLoss(nn.Identity(), masking_strategy=name) for name in ("sft", "rlhf", "generic")]
+    counts = [loss.count_step(batch).tokens for loss in [*losses, SFTLoss(nn.Identity())]]
+    assert [*counts, count_step(batch).tokens] == [drawn] * 5
+
+
+def tokens_of_rows(batch):
+    return [count_step(row).tokens for row in batch.split(1)]
+
+
+def test_a_rollout_of_turns_trains_each_drawn_token_once():
+    policy = LLMWrapperBase(Recorder(["one", "two", "six"], tokenizer=TOKENIZER), tokenizer=TOKENIZER)
+    env = DatasetChatEnv(dataset=ROWS, shuffle=False, num_envs=2).append_transform(AskAgain())
+    turns = env.rollout(3, policy)
+    drawn = [len(response) for _, response in policy.engine.drawn]
+    assert GRPOLoss(nn.Identity()).count_step(turns.reshape(-1)).tokens == sum(drawn)
+    whole = GRPOLoss(nn.Identity(), masking_strategy="rlhf").count_step(turns[:, -1])
+    assert whole.tokens == sum(drawn), "the assistant mask of the last turn holds every turn"
+
+
+def test_moments_of_whitened_advantages_count_each_drawn_token_once():
+    for form in ("conversations", "last turns"):
+        collector, _ = dialogs(
+            ["one", "two, and more", "stop", "three", "stop", "stop"],
+            reward=lambda completion: float(len(completion)),
+            num_envs=1,
+            repeats=2,
+            **FORMS[form],
+        )
+        out = MCAdvantage(2, scale="raw", whiten=True, trajectory_return="sum").inv(collector.next())
+        tokens = torch.tensor(tokens_of_rows(out), dtype=torch.float64)
+        advantages = out["advantage"].flatten().double()
+        assert (tokens * advantages).sum() / tokens.sum() == pytest.approx(0, abs=1e-6)
+        assert (tokens * advantages.square()).sum() / tokens.sum() == pytest.approx(1, abs=1e-6)
 
 
 @pytest.mark.parametrize("family", ["qwen", "llama3"])

@@ -3,11 +3,12 @@ from __future__ import annotations
 import io
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import LazyStackedTensorDict, TensorClass, TensorDict
+from tensordict import LazyStackedTensorDict, NonTensorStack, TensorClass, TensorDict
 
 from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer
 from llmrl.envs.transforms import Compose
@@ -55,12 +56,52 @@ def lengths(td: TensorDict) -> list[int]:
 def test_a_whole_group_is_written_at_once():
     given = batch([3, 3], [0.0, 1.0])
     out = MCAdvantage(2).inv(given)
-    # mean .5, unbiased std .707107
+    # mean .5, unbiased std .707107: .5 / .707107
     assert out["advantage"].shape == (2, 1, 1)
     assert out["advantage"].dtype == torch.float32
-    assert out["advantage"].flatten().tolist() == pytest.approx([-0.5 / 0.70720678, 0.5 / 0.70720678], abs=1e-6)
+    assert out["advantage"].flatten().tolist() == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)], abs=2e-6)
     assert "advantage" not in given
     assert lengths(out) == [1, 2]
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize(("trajectory_return", "expected"), [
+    (None, [[-1.0, 1.0], [1.0, -1.0, 0.0]]),  # each step against the mean 1 of all five
+    ("sum", [[-0.5] * 2, [0.5] * 3]),  # 2 against 3
+])  # fmt: skip
+def test_rewards_per_token_may_differ_in_length_within_a_group(trajectory_return, expected, at_once):
+    rows = LazyStackedTensorDict(
+        *[
+            TensorDict(
+                query="q",
+                next=TensorDict(reward=torch.tensor(rewards).view(-1, 1), done=torch.ones(1, dtype=torch.bool)),
+            )
+            for rewards in ([0.0, 2.0], [2.0, 0.0, 1.0])
+        ]
+    )
+    advantage = MCAdvantage(2, scale="none", trajectory_return=trajectory_return)
+    outs = [advantage.inv(part) for part in ([rows] if at_once else rows.split(1))]
+    assert outs[:-1] == [None] * (len(outs) - 1)
+    assert [row.flatten().tolist() for row in outs[-1].get("advantage", as_list=True)] == expected
+
+
+PROMPTS = ["a", "b", "a", "b"]
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        np.array(PROMPTS),
+        np.array(PROMPTS, dtype=object),
+        NonTensorStack(*map(np.str_, PROMPTS)),
+        NonTensorStack(*[np.array([prompt], dtype=object) for prompt in PROMPTS]),
+    ],
+    ids=["array", "objects", "scalars", "arrays of one"],
+)
+def test_prompts_may_be_strings_of_numpy(query):
+    given = batch([0] * 4, [0.0, 1.0, 2.0, 5.0], query=query)
+    out = MCAdvantage(2, prompt_key="query", scale="none").inv(given)
+    assert out["advantage"].flatten().tolist() == [-1.0, -2.0, 1.0, 2.0]
 
 
 def test_groups_that_lie_interleaved_are_kept_apart():
@@ -406,9 +447,9 @@ def test_fast_and_slow_ways_count_the_same():
 def test_whitening_divides_by_the_moments_over_the_trained_tokens(split):
     rewards, counts = [1.0, 0.0, 0.5, 2.0], [3, 1, 4, 2]
     masks = LazyStackedTensorDict(
-        *[TensorDict(all_assistant_mask=torch.arange(5) < count) for count in counts]
+        *[TensorDict(all_assistant_mask=torch.arange(6) < 1 + count) for count in counts]
     )  # fmt: skip
-    given = batch([1, 1, 2, 2], rewards, masks=masks)
+    given = batch([1, 1, 2, 2], rewards, masks=masks)  # the first token of a row follows nothing, and counts nowhere
     for scale, base in (("raw", rewards), ("none", [0.5, -0.5, -0.75, 0.75])):
         advantage = MCAdvantage(2, scale=scale, whiten=True)
         if split:  # what one call writes is what is whitened: the first half waits

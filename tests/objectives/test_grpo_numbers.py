@@ -27,6 +27,11 @@ class Recorded(nn.Module):
         return TokenScores(self.log_prob.masked_fill(~select, 0.0), None)
 
 
+def after_prompt(value_BT: torch.Tensor, prompt: float = 0) -> torch.Tensor:
+    """One column more on the left, for the token that the others follow."""
+    return torch.nn.functional.pad(value_BT, (1, 0), value=prompt)
+
+
 @pytest.fixture
 def golden() -> TensorDict:
     n = torch.tensor([6, 3, 5, 1, 2, 6, 4, 6])
@@ -37,15 +42,17 @@ def golden() -> TensorDict:
     advantage = (reward - reward.mean(1, keepdim=True)) / (reward.std(1, keepdim=True) + 1e-6)
 
     def per_token(**columns):
-        return TensorDict(columns, batch_size=[8])
+        return TensorDict({name: after_prompt(value) for name, value in columns.items()}, batch_size=[8])
 
     return TensorDict(
         tokens=per_token(full=torch.zeros(8, 6, dtype=torch.int64)),
-        masks=per_token(all_assistant_mask=mask, all_attention_mask=mask),
-        current=lo + 0.10 * (((5 * i + 3 * t) % 9) - 4).double() + 0.16 * (1 - i % 4).double(),
+        masks=TensorDict(
+            all_assistant_mask=after_prompt(mask), all_attention_mask=after_prompt(mask, True), batch_size=[8]
+        ),
+        current=after_prompt(lo + 0.10 * (((5 * i + 3 * t) % 9) - 4).double() + 0.16 * (1 - i % 4).double()),
         proximal_log_probs=per_token(full=lo),
         log_probs=per_token(full=lo + 0.06 * (((2 * i + 7 * t) % 11) - 5).double()),
-        next=per_token(ref_log_probs=per_token(full=lo + 0.05 * (((7 * i + 5 * t) % 8) - 3).double())),
+        next=TensorDict(ref_log_probs=per_token(full=lo + 0.05 * (((7 * i + 5 * t) % 8) - 3).double()), batch_size=[8]),
         advantage=advantage.view(8, 1, 1),
         group_id=torch.arange(8) // 4,
         batch_size=[8],
@@ -116,15 +123,15 @@ def test_a_vetoed_sequence_counts_as_masked_and_not_in_the_loss(golden):
 
 
 def test_metrics_on_worked_numbers():
-    ratio = torch.tensor([[0.5, 2.0, 1.0, 2.0]])
+    ratio = torch.tensor([[1.0, 0.5, 2.0, 1.0, 2.0]])
     td = TensorDict(
-        tokens=TensorDict(full=torch.zeros(1, 4, dtype=torch.int64), batch_size=[1]),
+        tokens=TensorDict(full=torch.zeros(1, 5, dtype=torch.int64), batch_size=[1]),
         masks=TensorDict(
-            all_assistant_mask=torch.tensor([[True, True, True, False]]),
-            all_attention_mask=torch.ones(1, 4, dtype=torch.bool),
+            all_assistant_mask=torch.tensor([[False, True, True, True, False]]),
+            all_attention_mask=torch.ones(1, 5, dtype=torch.bool),
             batch_size=[1],
         ),
-        log_probs=TensorDict(full=torch.zeros(1, 4), batch_size=[1]),
+        log_probs=TensorDict(full=torch.zeros(1, 5), batch_size=[1]),
         advantage=torch.ones(1, 1, 1),
         batch_size=[1],
     )

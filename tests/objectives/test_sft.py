@@ -248,6 +248,10 @@ def test_what_is_missing_or_does_not_fit_is_named():
         loss(history_batch())
 
 
+def test_the_documented_beta_may_be_given_where_it_has_no_effect():
+    assert torch.equal(SFTLoss(Recorded(LOG_PROBS), beta=0.1)(batch()).loss_sft, torch.tensor(2.0))
+
+
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
@@ -255,7 +259,7 @@ def test_what_is_missing_or_does_not_fit_is_named():
         ({"loss_function": "dpo"}, "loss_function"),
         ({"normalize_by_seq_length": True}, "reductions over conversations"),
         ({"reduction": "token", "loss_function": "minor_sft"}, "one value per conversation"),
-        ({"beta": 0.1}, "minor_sft"),
+        ({"beta": 0.2}, "minor_sft"),
         ({"loss_function": "minor_sft", "beta": -1.0}, "beta must be above 0"),
         ({"tokenizer_kwargs": {}}, "need a tokenizer"),
         ({"kl_to_ref_coeff": -0.1}, "must not be negative"),

@@ -1,11 +1,17 @@
 """A resumed run is the run that would have been: the same numbers, to the last bit, in every later step."""
 
+import copy
 import shutil
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from llmrl.modules.llm.policies import TransformersWrapper
+from llmrl.recipes.sampler import Sampler
+from llmrl.recipes.state import named_weights
+
+WAITED = ("async/trainer_idle", "async/engine_idle")  # measures of time
 OPTIM = {"lr": 1e-2, "schedule": "cosine", "warmup": 2, "weight_decay": 0.1}
 
 
@@ -60,6 +66,40 @@ def test_grpo_is_resumed_exactly(place, grpo, same, changes):
         assert place.rollouts("straight", step) == place.rollouts("cut", step)
     for name, value in weights(place, "straight", 6).items():
         assert torch.equal(value, weights(place, "cut", 6)[name]), name
+
+
+class CopySampler(Sampler):
+    """Samples with a copy of the trainer's weights, as an engine in its own process does, by Transformers."""
+
+    def __init__(self, config, session, model, tokenizer, options):
+        self.session, self.model, self.is_vllm, self.exact = session, model, False, False
+        self.policy = TransformersWrapper(
+            copy.deepcopy(model), tokenizer=tokenizer, generate_kwargs=options, prefer_tokens="always"
+        )
+
+    def push(self, collector, scorer):
+        collector.update_policy_weights_(named_weights(self.model))
+        return {}
+
+
+@pytest.mark.parametrize("changes", [{"zero_variance": "keep"}, {"zero_variance": "refill", "env": {"max_turns": 2}}])
+def test_overlapped_grpo_is_resumed_exactly(place, grpo, same, monkeypatch, changes):
+    monkeypatch.setattr("llmrl.recipes.grpo_round.Sampler", CopySampler)
+    changes |= {"optim": OPTIM, "rollout": {"engine": "vllm", "max_staleness": 1}}
+    settings = place.recipe("run", grpo, steps=5, checkpoint={"every": 2, "keep": 5}, **changes)
+    assert place.run("grpo", settings, "--name", "straight").code == 0
+    assert [step["async/staleness_max"] for step in place.steps("straight")] == [0, 1, 1, 1, 1]
+    cut_back(place, "straight", to=2)
+    assert place.run("resume", "cut").code == 0
+
+    def computed(run):
+        return [{k: v for k, v in row.items() if k not in WAITED} for row in place.steps(run)]
+
+    same(computed("straight"), computed("cut"))
+    for step in range(1, 6):
+        assert place.rollouts("straight", step) == place.rollouts("cut", step)
+    for name, value in weights(place, "straight", 5).items():
+        assert torch.equal(value, weights(place, "cut", 5)[name]), name
 
 
 @pytest.mark.parametrize("command", ["sft", "grpo"])

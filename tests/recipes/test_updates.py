@@ -146,7 +146,7 @@ def test_a_step_is_divided_by_what_its_loss_trains(session):
     rows["log_probs"] = LogProbs.from_rows({"full": [torch.full((n,), -6.0) for n in (8, 12, 10)]})
     one = updater(session, tiny())
     metrics = one.step(GRPOLoss(one.scorer, masking_strategy="generic"), rows, 1)
-    assert metrics["tokens"] == 30
+    assert metrics["tokens"] == 30 - 3  # nothing comes before the first token of a row
     assert metrics["correction_mean"] == pytest.approx(1), "a mean over the tokens that were trained"
 
 

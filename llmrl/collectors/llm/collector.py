@@ -27,6 +27,7 @@ from llmrl.envs.transforms.step_counter import StepCounter
 from llmrl.envs.transforms.transformed_env import TransformedEnv
 from llmrl.envs.utils import stack_steps
 from llmrl.errors import ConfigError, ShapeError
+from llmrl.modules.llm.policies.own_tokens import mark_whole_record
 from llmrl.weight_update import WeightPublisher
 
 __all__ = ["LLMCollector"]
@@ -52,6 +53,9 @@ class LLMCollector:
                                  sampled token is in exactly one row. MCAdvantage(trajectory_return="sum") gives all
                                  rows of a conversation its advantage
     ``replay_buffer``            what would be yielded is written there, one row per turn, and None is yielded
+
+    Every row says in ("masks", "trained_from") which of its tokens a loss trains, so that each sampled one is trained
+    once in any of these forms.
 
     ``total_dialog_turns`` is a budget of turns, kept exactly (rounded up to a multiple of B in the default form); -1:
     none. The iteration also ends where the data end (`EndOfData`). ``max_dialog_turns`` truncates a conversation.
@@ -246,6 +250,7 @@ class LLMCollector:
             pieces.append(td if len(rows) == len(slots) else take_rows(td, rows))
             if self.yield_only_last_steps:
                 pieces[-1].set("next", _end_of_record(pieces[-1].get("next")))
+                mark_whole_record(pieces[-1])
         data = cat_rows(pieces)
         order = [position[where] for where in wanted]
         return data if order == list(range(len(order))) else take_rows(data, order)
@@ -406,6 +411,9 @@ class LLMCollector:
             engine.version = self._version
         if isinstance(self.weight_updater, PublisherUpdater):
             self.weight_updater.publisher.version = self._version
+        tracker = self.policy_version_tracker
+        if tracker is not None and tracker.version_type == "int" and tracker.version != self._version:
+            tracker.set_version(self._version)  # the env's state has what it was when that was saved
 
     def shutdown(self, close_env: bool = True) -> None:
         """Ends the collection; closes the environment, and with it what its transforms hold."""

@@ -24,6 +24,7 @@ from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.chat import carried_views
 from llmrl.errors import ConfigError, MissingKeyError, RolloutError, ShapeError
 from llmrl.modules.llm.policies.containers import LogProbs
+from llmrl.modules.llm.policies.own_tokens import mark_turn
 
 __all__ = ["Conversations", "Stepper", "run_apart", "run_in_step", "truncate"]
 
@@ -99,6 +100,7 @@ class Stepper:
 
     def turn(self, root: TensorDictBase) -> TensorDictBase:
         td = self.policy(root)
+        mark_turn(td)
         try:
             td = self.env.step(td)
         except (ConfigError, MissingKeyError, ShapeError):  # no accident of a row: it would fail for all

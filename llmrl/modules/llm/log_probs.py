@@ -27,7 +27,7 @@ from llmrl.errors import ConfigError, ShapeError
 from llmrl.modules.llm.head_path import HeadPath, accepted, find_head_path, map_logits, reduction_dtype
 from llmrl.modules.llm.packing import Packing, can_pack, has_varlen_attention, pack_batch
 
-__all__ = ["TokenScorer", "TokenScores", "token_logprobs"]
+__all__ = ["TokenScorer", "TokenScores", "token_logprobs", "with_predecessor"]
 
 
 class TokenScores(NamedTuple):
@@ -91,9 +91,7 @@ def token_logprobs(
     if chunk is not None and chunk < 1:
         raise ConfigError(f"token_logprobs: chunk counts tokens and must be at least 1, got {chunk}.")
     attended_BT = attention_mask.bool()
-    scored_BT = select.bool() & attended_BT
-    scored_BT[:, 1:] &= attended_BT[:, :-1]  # a token without a predecessor has nothing to be predicted from
-    scored_BT[:, :1] = False
+    scored_BT = with_predecessor(select, attention_mask)
     path = find_head_path(model)
     packed = pack_batch(model, input_ids, attended_BT, packing, has_positions=position_ids is not None)
     if packed is not None and path is not None:
@@ -113,6 +111,21 @@ def token_logprobs(
     hidden_BTH = path.body(**accepted(path.body, inputs)).last_hidden_state
     hidden_NH = hidden_BTH[:, :-1][scored_BT[:, 1:]]
     return _in_place(_score_hidden(path, hidden_NH, input_ids[scored_BT], temperature, chunk, entropy), scored_BT)
+
+
+def with_predecessor(select: Tensor, attention_mask: Tensor) -> Tensor:
+    """bool[B, T]: the selected real tokens that follow another token of their row.
+
+    The first token of a row has nothing to be predicted from, so it has no log-prob, and no place in a mean of them.
+
+    >>> with_predecessor(torch.tensor([[True, True, True]]), torch.tensor([[0, 1, 1]]))
+    tensor([[False, False,  True]])
+    """
+    attended_BT = attention_mask.bool()
+    scored_BT = select.bool() & attended_BT
+    scored_BT[:, 1:] &= attended_BT[:, :-1]
+    scored_BT[:, :1] = False
+    return scored_BT
 
 
 class TokenScorer(nn.Module):

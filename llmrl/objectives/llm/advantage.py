@@ -18,6 +18,7 @@ from llmrl.data.llm.prompts import row_values
 from llmrl.data.replay_buffers.rows import Row, from_rows, to_rows
 from llmrl.envs.transforms.base import Transform
 from llmrl.errors import DataError, MissingKeyError, ShapeError
+from llmrl.objectives.llm.batch import trained_tokens
 from llmrl.objectives.llm.candidates import CandidateSelector, check_candidates, check_selection, select_spread
 from llmrl.objectives.llm.group_advantage import Scale, group_advantage, whitened
 from llmrl.objectives.llm.group_queue import Group, GroupQueue, Trajectory
@@ -34,9 +35,9 @@ _WAITING = ("queued", "queued_trajectories")
 class MCAdvantage(Transform):
     """Replaces rewards by advantages relative to the other completions of the same prompt, on the way into a buffer.
 
-    Reads   prompt_key        int64[B] or B strings; default "group_id" where present, else "query"
+    Reads   prompt_key        int64[B] or B strings, numpy's too; default "group_id" where present, else "query"
             "policy_version"  where present: completions by different weights are no group
-            rewards_key       float[B, 1, 1] or [B, T, 1]; NaN or infinite: this completion failed
+            rewards_key       float[B, 1, 1], or [B, T, 1], ragged too; NaN or infinite: this completion failed
             done_key          bool[B, 1]
             mask_key          bool ragged[T], if ``whiten``
     Writes  advantage_key     float32, in the shape of the reward
@@ -93,7 +94,7 @@ class MCAdvantage(Transform):
         trajectory_return: Literal["sum", "max", "mean"] | None = None,
         keep_return_bounds: tuple[float, float] | None = None,
         scale: Scale = "group",
-        eps: float = 1e-4,
+        eps: float = 1e-6,
         min_group_size: int | None = None,
         max_queued_groups: int = 1024,
         on_zero_variance: Literal["keep", "drop"] = "keep",
@@ -201,7 +202,7 @@ class MCAdvantage(Transform):
             return None
         rewards = self._get(td, self.rewards_key)
         rows, size = td.batch_size[0], self.grpo_size
-        if not rows or rows % size or rewards.shape[0] != rows:
+        if isinstance(rewards, list) or not rows or rows % size or rewards.shape[0] != rows:
             return None
         ids_B = self._group_numbers(td)
         order_B = torch.argsort(ids_B, stable=True)
@@ -257,7 +258,7 @@ class MCAdvantage(Transform):
                 f"steps{where}"
             )
         groups = self._groups(td)
-        rewards = list(self._get(td, self.rewards_key).detach().to("cpu", torch.float64).unbind(0))
+        rewards = [reward.detach().to("cpu", torch.float64) for reward in self._get(td, self.rewards_key)]
         ended: list[tuple[Group, Trajectory]] = []
         for row, group, reward, done in zip(to_rows(td), groups, rewards, done_T, strict=True):
             if (trajectory := self._queue.add_step(group, row, reward, done=done)) is not None:
@@ -355,17 +356,16 @@ class MCAdvantage(Transform):
     # --- both ---
 
     def _whitened(self, td: TensorDictBase, advantages: list[Tensor]) -> list[Tensor]:
-        masks = td.get(self.mask_key, None, as_list=True)
-        if masks is None:
-            self._get(td, self.mask_key)
+        mask_BT, lengths = trained_tokens(td, self.mask_key, "MCAdvantage")
         weights = []
-        for row, (mask, advantage) in enumerate(zip(masks, advantages, strict=True)):
-            if advantage.numel() not in (1, mask.numel()):
+        for row, (mask, advantage) in enumerate(zip(mask_BT, advantages, strict=True)):
+            num_tokens = len(mask) if lengths is None else lengths[row]
+            if advantage.numel() not in (1, num_tokens):
                 raise ShapeError(
                     f"MCAdvantage: whiten needs one advantage per conversation or per token: got {advantage.numel()} "
-                    f"in row {row}, whose conversation has {mask.numel()} tokens."
+                    f"in row {row}, whose conversation has {num_tokens} tokens."
                 )
-            weights.append(mask.sum().view(1) if advantage.numel() == 1 else mask.flatten())
+            weights.append(mask.sum().view(1) if advantage.numel() == 1 else mask[:num_tokens])
         flat = whitened(torch.cat([value.flatten() for value in advantages]), torch.cat(weights))
         parts = flat.to(torch.float32).split([value.numel() for value in advantages])
         return [part.view(value.shape) for part, value in zip(parts, advantages, strict=True)]
@@ -443,7 +443,11 @@ class MCAdvantage(Transform):
         )
 
     def _get(self, td: TensorDictBase, key: NestedKey) -> Any:
-        value = td.get(key, None)
+        """A column; as a list of rows where these differ in length."""
+        try:
+            value = td.get(key, None)
+        except RuntimeError:  # rows of a lazy stack that cannot be stacked
+            value = td.get(key, None, as_list=True)
         if value is None:
             raise MissingKeyError(
                 f"MCAdvantage: {key!r} must be in the batch; keys present: {', '.join(sorted(map(repr, td.keys())))}."

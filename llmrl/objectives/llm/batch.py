@@ -16,16 +16,18 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
 from llmrl.errors import DataError, MissingKeyError, ShapeError
-from llmrl.modules.llm.log_probs import TokenScores
+from llmrl.modules.llm.log_probs import TokenScores, with_predecessor
+from llmrl.modules.llm.policies.own_tokens import own_part
 from llmrl.objectives.llm.functional import StepCounts
 from llmrl.padding import lengths_mask, pad_rows
 
-__all__ = ["PaddedBatch", "actor_scores", "count_step", "group_ids"]
+__all__ = ["PaddedBatch", "actor_scores", "count_step", "group_ids", "trained_tokens"]
 
 TOKENS = ("tokens", "full")
 RESPONSE = ("tokens", "response")
 ATTENTION_MASK = ("masks", "all_attention_mask")
 ASSISTANT_MASK = ("masks", "all_assistant_mask")
+SAMPLED = ("log_probs", "full")
 GROUP_ID = "group_id"
 
 MaskingStrategy = Literal["sft", "rlhf", "generic"]
@@ -123,26 +125,33 @@ class PaddedBatch:
         return pad_rows(aligned, length=num_tokens).to(self.device)
 
     def trained_mask(
-        self, td: TensorDictBase, strategy: MaskingStrategy, assistant_key: NestedKey, response_key: NestedKey
+        self,
+        td: TensorDictBase,
+        strategy: MaskingStrategy,
+        *,
+        assistant_key: NestedKey = ASSISTANT_MASK,
+        response_key: NestedKey = RESPONSE,
+        sampled_key: NestedKey = SAMPLED,
     ) -> Tensor:
-        """bool[B, T]: the tokens that are trained.
+        """bool[B, T]: the tokens that are trained, of those that have a predecessor in their row.
 
-        ``rlhf``     the assistant mask: the tokens that the policy sampled, in any turn
-        ``sft``      the same; where the batch has no assistant mask, the response
-        ``generic``  every token of the conversation
+        ``sft``      what this row's turn sampled: of the assistant mask the part from ("masks", "trained_from"), or
+                     from the response on; without an assistant mask the response
+        ``rlhf``     the assistant mask, from ("masks", "trained_from") on where the batch has that
+        ``generic``  every token that was sampled from something: those of ``sft``, and others with a log-prob there
         """
+        own_BT = own_part(td, self.attention_mask, self.lengths, None if strategy == "rlhf" else response_key)
+        known = td.get(assistant_key, None, as_list=True) is not None
         if strategy == "generic":
-            return self.attention_mask
-        if strategy == "rlhf" or td.get(assistant_key, None, as_list=True) is not None:
-            return self.column(td, assistant_key).bool() & self.attention_mask
-        response = _get(td, response_key, self.reader, f"the batch has neither {assistant_key} nor {response_key}")
-        num_tokens = self.input_ids.shape[1]
-        if self.lengths is None:
-            starts = [num_tokens - response.shape[1]] * len(self.input_ids)
-        else:
-            starts = [length - len(row) for length, row in zip(self.lengths, response, strict=True)]
-        start_B1 = torch.tensor(starts, device=self.input_ids.device)[:, None]
-        return self.attention_mask & (torch.arange(num_tokens, device=self.input_ids.device) >= start_B1)
+            sampled_BT = self.column(td, sampled_key, "Couldn't find the log-prob of the sampled tokens") != 0
+            if known:
+                assistant_BT = self.column(td, assistant_key).bool()
+                sampled_BT = torch.where(assistant_BT, own_BT, sampled_BT)
+            return with_predecessor(sampled_BT, self.attention_mask)
+        if strategy == "sft" and not known:
+            _get(td, response_key, self.reader, f"the batch has neither {assistant_key} nor {response_key}")
+            return with_predecessor(own_BT, self.attention_mask)
+        return with_predecessor(self.column(td, assistant_key).bool() & own_BT, self.attention_mask)
 
 
 def actor_scores(
@@ -181,11 +190,27 @@ def count_step(
 ) -> StepCounts:
     """What an optimizer step trains on, counted over the step's whole batch before it is cut into micro-batches.
 
-    Reads    ("masks", "all_assistant_mask") bool ragged[T] or [B, T]; "group_id" int64[B] if there
+    As `GRPOLoss` counts with ``masking_strategy="sft"``.
+
+    Reads    ("masks", "all_assistant_mask") bool ragged[T] or [B, T]; where the batch has them
+             ("masks", "all_attention_mask"), ("masks", "trained_from"), ("tokens", "response"), "group_id" int64[B]
     Returns  StepCounts of this process: ``.over_ranks()`` adds up those of all ranks
     """
-    mask = _get(td, mask_key, "count_step")
-    return StepCounts.of(pad_rows(mask) if isinstance(mask, list) else mask.bool(), group_ids(td, group_key))
+    return StepCounts.of(trained_tokens(td, mask_key, "count_step")[0], group_ids(td, group_key))
+
+
+def trained_tokens(td: TensorDictBase, mask_key: NestedKey, reader: str) -> tuple[Tensor, list[int] | None]:
+    """bool[B, T], what ``masking_strategy="sft"`` trains of a mask, without reading the tokens; and the rows' lengths.
+
+    Ragged rows are padded on the right; the lengths of a dense batch are None.
+    """
+    mask = _get(td, mask_key, reader)
+    lengths = [len(row) for row in mask] if isinstance(mask, list) else None
+    mask_BT = mask.bool() if lengths is None else pad_rows(mask).bool()
+    attention = td.get(ATTENTION_MASK, None, as_list=True) if lengths is None else None
+    attended_BT = attention if isinstance(attention, Tensor) else torch.ones_like(mask_BT)
+    own_BT = own_part(td, mask_BT, lengths, RESPONSE)
+    return with_predecessor(mask_BT & own_BT, attended_BT), lengths
 
 
 def check_finite(value_BT: Tensor, mask_BT: Tensor, what: str, cause: str, reader: str) -> None:

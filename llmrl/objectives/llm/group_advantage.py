@@ -18,7 +18,7 @@ Scale = Literal["group", "population", "clamp", "none", "loo", "loo_std", "batch
 
 
 @torch.no_grad()
-def group_advantage(rewards_NG: Tensor, *, scale: Scale = "group", eps: float = 1e-4) -> Tensor:
+def group_advantage(rewards_NG: Tensor, *, scale: Scale = "group", eps: float = 1e-6) -> Tensor:
     """How much better each completion is than its group, float64[N, G].
 
     Reads    float[N, G] or [G]; NaN is an absent completion: it counts in no mean, and its advantage is NaN

@@ -37,6 +37,7 @@ class GRPOLoss(LossModule):
 
     Reads   ("tokens", "full")                int64 ragged[T]    or dense [B, T] with ("masks", "all_attention_mask")
             ("masks", "all_assistant_mask")   bool ragged[T]     the tokens to train, see ``masking_strategy``
+            ("masks", "trained_from")         int64[B]           only from here on, where the batch has it
             ("log_probs", "full")             float32 ragged[T]  behaviour: of the engine that sampled; instead of it
             ("log_probs", "plain")            float32 ragged[T]  where the batch has it: sampling was cut to some tokens
                                                                  (top-p, top-k, min-p), this is before the cut
@@ -50,6 +51,10 @@ class GRPOLoss(LossModule):
     Raises  MissingKeyError, ShapeError for a column that does not fit the tokens, DataError for NaN on a trained token
             or a step without any; ConfigError for settings that contradict each other
     Source  see `presets` for the algorithms, `functional` for each formula
+
+    ``masking_strategy``: "sft" trains what the turn of each row sampled, "rlhf" what any turn of it did, "generic" also
+    other tokens that have a behaviour log-prob. Rows of the collector say themselves which part is theirs, so that with
+    any of the three each sampled token is trained once. The first token of a row has no log-prob, and is left out.
 
     The ratio is exp(lp - lo). ``proximal`` says what lo is: ``behaviour``, the engine's log-probs; ``detach``, lp
     itself (one update per batch: ratio 1, the clip never acts, the gradient is the policy gradient); ``recomputed``,
@@ -263,7 +268,14 @@ class GRPOLoss(LossModule):
         batch = PaddedBatch.read(
             td, reader="GRPOLoss", tokens_key=keys.tokens, attention_key=keys.attention_mask, device=self.device
         )
-        return batch, batch.trained_mask(td, self.masking_strategy, keys.assistant_mask, keys.response)
+        mask_BT = batch.trained_mask(
+            td,
+            self.masking_strategy,
+            assistant_key=keys.assistant_mask,
+            response_key=keys.response,
+            sampled_key=_untruncated(td, keys.sample_log_prob),
+        )
+        return batch, mask_BT
 
     def _surrogate(
         self, log_ratio_BT: Tensor, log_prob_BT: Tensor, behaviour_BT: Tensor, mask_BT: Tensor, advantage_BT: Tensor

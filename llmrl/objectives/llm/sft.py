@@ -14,6 +14,7 @@ from tensordict import TensorClass, TensorDictBase
 from torch import Tensor, nn
 
 from llmrl.errors import ConfigError, DataError, MissingKeyError
+from llmrl.modules.llm.log_probs import with_predecessor
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.objectives.base import LossModule
 from llmrl.objectives.llm import batch as reading
@@ -51,7 +52,8 @@ class SFTLoss(LossModule):
     """Negative log-likelihood over the assistant's tokens, with an optional KL to a reference.
 
     Reads   ("tokens", "full")                 int64 ragged[T]    with
-            ("masks", "all_assistant_mask")    bool ragged[T]; where these are missing,
+            ("masks", "all_assistant_mask")    bool ragged[T], from ("masks", "trained_from") on where the batch has
+                                               that; where these are missing,
             ("history", "full")                History [B, M]     rendered with ``tokenizer`` (or the actor's renderer)
             ("next", "ref_log_probs", "full")  float32 ragged[T]  if kl_to_ref_coeff is given, or for "minor_sft"
     Calls   actor_network.token_scores(ids, attention mask, select, entropy=) where it has that, else actor_network(td)
@@ -98,7 +100,7 @@ class SFTLoss(LossModule):
         normalize_by_seq_length: bool | None = None,
         kl_to_ref_coeff: float | None = None,
         loss_function: LossFunction = "sft",
-        beta: float | None = None,
+        beta: float = 0.1,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
@@ -118,8 +120,8 @@ class SFTLoss(LossModule):
                 reduction != "token" or loss_function == "sft",
                 "loss_function='minor_sft' has one value per conversation: set reduction to 'mean', 'sum' or 'none'",
             ),
-            (beta is None or loss_function == "minor_sft", f"beta={beta} belongs to loss_function='minor_sft'"),
-            (beta is None or beta > 0, f"beta must be above 0: got {beta}"),
+            (beta == 0.1 or loss_function == "minor_sft", f"beta={beta} belongs to loss_function='minor_sft'"),
+            (beta > 0, f"beta must be above 0: got {beta}"),
             (
                 kl_to_ref_coeff is None or kl_to_ref_coeff >= 0,
                 f"kl_to_ref_coeff must not be negative: got {kl_to_ref_coeff}",
@@ -133,7 +135,7 @@ class SFTLoss(LossModule):
         self.reduction, self.loss_function = reduction, loss_function
         self.normalize_by_seq_length = True if normalize_by_seq_length is None else normalize_by_seq_length
         self.kl_to_ref_coeff = kl_to_ref_coeff
-        self.beta = 0.1 if beta is None else beta
+        self.beta = beta
         self.device = None if device is None else torch.device(device)
 
     def count_step(self, td: TensorDictBase) -> StepCounts:
@@ -207,7 +209,7 @@ class SFTLoss(LossModule):
             batch = PaddedBatch.read(
                 td, reader="SFTLoss", tokens_key=keys.tokens, attention_key=keys.attention_mask, device=self.device
             )
-            return batch, batch.column(td, keys.assistant_mask).bool() & batch.attention_mask
+            return batch, batch.trained_mask(td, "rlhf", assistant_key=keys.assistant_mask)
         history = td.get(keys.history, None)
         if history is None:
             present = ", ".join(sorted(map(str, td.keys())))
@@ -220,7 +222,8 @@ class SFTLoss(LossModule):
             raise ConfigError("SFTLoss: conversations that come as messages need a tokenizer: pass tokenizer=.")
         rendered = renderer.render(history.to_chats())
         batch = PaddedBatch.from_rows([row.ids for row in rendered], reader="SFTLoss", device=self.device)
-        return batch, batch.align([row.assistant_mask for row in rendered], keys.history)
+        mask_BT = batch.align([row.assistant_mask for row in rendered], keys.history)
+        return batch, with_predecessor(mask_BT, batch.attention_mask)
 
 
 def _renderer(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]) -> Renderer:

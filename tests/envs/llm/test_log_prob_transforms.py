@@ -12,7 +12,14 @@ from llmrl.data.llm.chat import History
 from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer
 from llmrl.envs import StepCounter, Transform, check_env_specs
 from llmrl.envs.llm import ChatEnv, DatasetChatEnv
-from llmrl.envs.llm.transforms import KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb, RewardFunction
+from llmrl.envs.llm.transforms import (
+    DataLoadingPrimer,
+    KLComputation,
+    KLRewardTransform,
+    RetrieveKL,
+    RetrieveLogProb,
+    RewardFunction,
+)
 from llmrl.envs.llm.transforms.log_probs import adapter_off
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError
 from llmrl.modules.llm import ChatHistory, LLMWrapperBase, LogProbs, Masks, Tokens, TransformersWrapper
@@ -267,7 +274,8 @@ def test_advantages_and_loss_are_the_same_for_padded_and_for_ragged_rows(models)
 
 def test_a_buffer_scores_what_it_samples(models):
     model, _ = models
-    buffer = ReplayBuffer(storage=LazyStackStorage(8), batch_size=3, transform=RetrieveLogProb(wrapper(model)))
+    reference = wrapper(model, log_probs_key="ref_log_probs")
+    buffer = ReplayBuffer(storage=LazyStackStorage(8), batch_size=3, transform=RetrieveLogProb(reference))
     buffer.extend(one_turn(chat_env("history", One()), policy_of(model)))
     sample = buffer.sample()
     pairs = zip(
@@ -277,6 +285,88 @@ def test_a_buffer_scores_what_it_samples(models):
     )
     for gen, ref in pairs:
         torch.testing.assert_close(gen, ref, atol=2e-5, rtol=0)
+
+
+def test_log_probs_are_written_under_the_key_of_the_model(models):
+    model, _ = models
+    td = one_turn(chat_env("history", One()), policy_of(model))
+    for options, name in ({}, "log_probs"), ({"log_probs_key": "ref"}, "ref"):
+        transform = RetrieveLogProb(wrapper(model, **options))
+        assert transform.log_probs_full_key == (name, "full")
+        torch.testing.assert_close(
+            transform(td.copy()).get(("next", name, "full"), as_list=True)[0],
+            td.get(("log_probs", "full"), as_list=True)[0],
+            atol=2e-5,
+            rtol=0,
+        )
+    with pytest.raises(ConfigError, match="already holds what the policy sampled with"):
+        RetrieveLogProb(wrapper(model))(td.exclude("next"))
+    assert RetrieveLogProb(FakeEngine(["4"], tokenizer=TOKENIZER)).log_probs_full_key == ("ref_log_probs", "full")
+
+
+@pytest.mark.parametrize("kl_key", ["kl_penalty", ("kl", "penalty")])
+def test_data_without_a_next_step_or_a_reward_get_the_kl_alone(models, kl_key):
+    model, other = models
+    chat = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]
+    td = TensorDict(history=ChatHistory.from_rows({"full": History.from_chats([chat])}), batch_size=[1])
+    td = RetrieveKL(wrapper(model), wrapper(other), kl_key=kl_key, assistant_only=False)(td)
+    assert "next" not in td
+    assert "reward" not in td
+    [gen], [ref] = (td.get((name, "full"), as_list=True) for name in ("log_probs", "ref_log_probs"))
+    [kl] = td.get((*([kl_key] if isinstance(kl_key, str) else kl_key), "full"), as_list=True)
+    assert torch.equal(kl, gen - ref)
+    assert kl[1:].abs().min() > 1e-4
+    turn = one_turn(chat_env("history"), policy_of(model))
+    turn = RetrieveKL(ref_model=wrapper(other), kl_key=kl_key)(turn)
+    assert "reward" not in turn["next"].keys()
+    [kl] = turn[:1].get(("next", *([kl_key] if isinstance(kl_key, str) else kl_key), "full"), as_list=True)
+    assert kl.abs().max() > 1e-3
+    env = chat_env(
+        "history", RewardFunction(lambda completion: 1.0), RetrieveKL(ref_model=wrapper(other), kl_key=kl_key)
+    )
+    check_env_specs(env, tensordict=TensorDict(query=QUERIES, batch_size=[3]), policy=policy_of(model))
+
+
+def test_tokenizer_kwargs_are_what_apply_chat_template_takes(models):
+    model, other = models
+    chat = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]
+
+    def ids(transform):
+        td = TensorDict(history=ChatHistory.from_rows({"full": History.from_chats([chat])}), batch_size=[1])
+        return transform.model(td).get(("tokens", "full"), as_list=True)[0]
+
+    expected = History.from_chats([chat]).apply_chat_template(
+        tokenizer=TOKENIZER, chat_template_name="chatml_format", add_generation_prompt=False, return_dict=True
+    )["input_ids"][0]
+    kwargs = {"chat_template_name": "chatml_format", "return_dict": True, "padding": False, "tokenize": True}
+    assert torch.equal(ids(RetrieveLogProb(wrapper(model), tokenizer_kwargs=kwargs)), expected)
+    for retrieve in RetrieveKL(wrapper(model), wrapper(other), tokenizer_kwargs=kwargs)[:2]:
+        assert torch.equal(ids(retrieve), expected)
+    template = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}"
+    own = RetrieveLogProb(wrapper(model), tokenizer_kwargs={"chat_template": template})
+    assert TOKENIZER.decode(ids(own)) == "u:2+2;a:4;"
+    with pytest.raises(ConfigError, match="add_generation_prompt=False: got True"):
+        RetrieveLogProb(wrapper(model), tokenizer_kwargs={"add_generation_prompt": True})
+    with pytest.raises(ConfigError, match="chat_template_nam"):
+        RetrieveLogProb(wrapper(model), tokenizer_kwargs={"chat_template_nam": "qwen"})
+
+
+def test_rows_of_turns_in_a_buffer_pay_for_their_own_tokens(models):
+    model, other = models
+    policy = policy_of(model)
+    env = chat_env("history", One(), RetrieveLogProb(wrapper(other, log_probs_key="ref_log_probs")), GoOn())
+    env = env.append_transform(DataLoadingPrimer([{"query": q} for q in QUERIES], batch_size=[3]))
+    collector = LLMCollector(env, policy=policy, dialog_turns_per_batch=6, flatten_data=True, reset_at_each_iter=True)
+    rows_of_turns = KLComputation(coeff=0.5)(collector.next())
+    last = rows_of_turns[1::2]
+    for row, paid in enumerate(rows_of_turns["next", "reward"].view(3, 2).sum(1).tolist()):
+        [kl] = last[row : row + 1].get(("next", "kl_penalty", "full"), as_list=True)
+        assert paid == pytest.approx(2 - 0.5 * kl.sum().item(), abs=1e-4)
+
+
+def test_a_token_without_a_predecessor_counts_in_no_mean():
+    td = batch([0], [[0.0, -1.0, -2.0]], [[0.0, -1.5, -3.0]])
+    assert KLComputation(reduction="mean")(td)["next", "reward"].item() == pytest.approx(1 - 1.5 / 2)
 
 
 # --- a policy without its adapter ---
@@ -332,9 +422,10 @@ def test_turning_the_adapter_off_changes_neither_what_is_trained_nor_what_is_fro
 def test_gradients_reach_the_model_unless_detached(models):
     model, _ = models
     td = one_turn(chat_env("history", One()), policy_of(model))
-    frozen = RetrieveLogProb(wrapper(model))(td.copy())
+    reference = wrapper(model, log_probs_key="ref_log_probs")
+    frozen = RetrieveLogProb(reference)(td.copy())
     assert not frozen.get(("next", "ref_log_probs", "full"), as_list=True)[0].requires_grad
-    live = RetrieveLogProb(wrapper(model), detach=False)(td.copy())
+    live = RetrieveLogProb(reference, detach=False)(td.copy())
     scores = live.get(("next", "ref_log_probs", "full"), as_list=True)
     for score, other in zip(scores, frozen.get(("next", "ref_log_probs", "full"), as_list=True), strict=True):
         torch.testing.assert_close(score.detach(), other, atol=2e-5, rtol=0)
@@ -347,7 +438,8 @@ def test_a_conversation_that_was_not_sampled_is_scored_by_its_rendering(models):
     model, _ = models
     chat = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]
     td = TensorDict(history=ChatHistory.from_rows({"full": History.from_chats([chat])}), batch_size=[1])
-    scores = RetrieveLogProb(wrapper(model))(td).get(("next", "ref_log_probs", "full"), as_list=True)[0]
+    [scores] = RetrieveLogProb(wrapper(model))(td).get(("log_probs", "full"), as_list=True)
+    assert "next" not in td
     assert int((scores != 0).sum()) == len(TOKENIZER("4<|im_end|>").input_ids)
     text = RetrieveLogProb(wrapper(model, input_mode="text", input_key="said"))
     with pytest.raises(MissingKeyError, match="which tokens the policy wrote"):
@@ -387,8 +479,8 @@ def test_what_is_missing_is_named():
         KLComputation()(batch([1], [[-1.0]], [[-2.0]]).exclude(("next", "ref_log_probs")))
     td = batch([1], [[-1.0]], [[-2.0]]).exclude(("next", "reward"))
     with pytest.raises(MissingKeyError, match="append it after the transform that writes the reward"):
-        KLComputation()(td)
-    assert "reward" not in KLComputation(add_to_reward=False)(td)["next"].keys()
+        KLComputation()._step(td, td["next"])
+    assert "reward" not in KLComputation()(td)["next"].keys()
     wrong = batch([1], [[-1.0]], [[-2.0, -3.0]])
     with pytest.raises(ShapeError, match=r"the reference's log-probs .* got \[3\], expected \[2\]"):
         KLComputation()(wrong)

@@ -20,7 +20,9 @@ from llmrl.envs.llm.transforms.log_probs import FullKey, check_padding_side, ful
 from llmrl.envs.rows import present_keys
 from llmrl.envs.transforms.base import Transform
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError
+from llmrl.modules.llm.log_probs import with_predecessor
 from llmrl.modules.llm.policies.containers import LogProbs
+from llmrl.modules.llm.policies.own_tokens import own_part
 from llmrl.padding import lengths_mask, pad_rows
 
 __all__ = ["GEN", "REF", "KLComputation", "Reduction", "check_different"]
@@ -38,13 +40,15 @@ class KLComputation(Transform):
                                      policy wrote; "plain" instead where sampling was cut to some tokens
             ref_log_probs_full_key   float32 ragged[T] or [B, T]   of ``next``
             ("masks", "all_assistant_mask")  bool, likewise        the tokens that count; without it all do
-            ("tokens", "response")   whose part of the conversation this turn is
+            ("tokens", "response"), ("masks", "trained_from")      the part of the conversation that a row pays for
             ("next", reward_key)     float32[B, 1, 1]              with ``add_to_reward``
-    Writes  ("next", kl_key, "full") float32 ragged[T] or [B, T], 0 where the policy wrote no token
+    Writes  ("next", *kl_key, "full") float32 ragged[T] or [B, T], 0 where the policy wrote no token
             ("next", reward_key)     float32[B, 1, 1], or [B, T, 1] for ``reduction="token"``
-    Raises  MissingKeyError for absent log-probs, or a reward that is to be changed and not there; ShapeError where the
-            log-probs do not fit each other or the reward is not one per conversation (or token, for "token");
-            ConfigError for settings that contradict each other
+    Raises  MissingKeyError for absent log-probs, in an env for a reward that is to be changed and not there;
+            ShapeError where the log-probs do not fit each other or the reward is not one per conversation (or token,
+            for "token"); ConfigError for settings that contradict each other
+
+    Data without "next" are read and written at their root; data without a reward get the penalty alone.
 
     reduction     "sum": reward - coeff * (sum of the turn's penalties), one number per conversation. "mean": the same
                   with their mean. "token": one reward per token, aligned with ("tokens", "full"): -coeff * penalty,
@@ -53,10 +57,11 @@ class KLComputation(Transform):
     coeff         a number, or a KL controller, whose ``coef`` is read at every step and is the state of this transform
     padding_side  checked and otherwise without effect: the layout is that of the tokens
 
-    In an env a turn pays for its own tokens, so that the rewards of all turns add up; in a buffer a row pays for all of
-    them. The rewards of "token" add up to the one of "sum": use ``MCAdvantage(..., trajectory_return="sum")``, after
-    which `GRPOLoss` takes either. Conversations of several padded turns need "sum": rewards per token of turns that
-    differ in length cannot be added. A reward that is NaN (it failed) stays NaN.
+    In an env a turn pays for its own tokens, so that the rewards of all turns add up; in a buffer a row pays for those
+    that it trains: from ("masks", "trained_from") on, or all. The rewards of "token" add up to the one of "sum": use
+    ``MCAdvantage(..., trajectory_return="sum")``, after which `GRPOLoss` takes either. Conversations of several padded
+    turns need "sum": rewards per token of turns that differ in length cannot be added. A reward that is NaN (it failed)
+    stays NaN.
 
     >>> from tensordict import TensorDict
     >>> from llmrl.modules.llm import Masks, Tokens
@@ -82,7 +87,7 @@ class KLComputation(Transform):
         gen_log_probs_full_key: FullKey = GEN,
         ref_log_probs_full_key: FullKey = REF,
         *,
-        kl_key: str = "kl_penalty",
+        kl_key: NestedKey = "kl_penalty",
         add_to_reward: bool = True,
         coeff: float | Any = 1.0,
         padding_side: Literal["left", "right"] = "left",
@@ -97,8 +102,6 @@ class KLComputation(Transform):
         check_different(self.gen_log_probs_full_key, self.ref_log_probs_full_key, who)
         if reduction not in (None, "token", "sum", "mean"):
             raise ConfigError(f"{who}: reduction must be 'token', 'sum', 'mean' or None: got {reduction!r}.")
-        if not isinstance(kl_key, str):
-            raise ConfigError(f"{who}: kl_key names a container, whose 'full' is written: got {kl_key!r}.")
         self.kl_key = kl_key
         self.add_to_reward = add_to_reward
         self.coeff = coeff
@@ -108,12 +111,14 @@ class KLComputation(Transform):
     def forward(self, td: TensorDictBase) -> TensorDictBase:
         next_td = td.get("next", None)
         if next_td is None:
-            raise MissingKeyError(f"{type(self).__name__}: reads 'next', which is not there: {present_keys(td)}.")
-        td.set("next", self._written(td, next_td, whole=True))
-        return td
+            return self._written(td, td, self._pays(td))
+        return td.set("next", self._written(td, next_td, self._pays(next_td)))
+
+    def _pays(self, next_td: TensorDictBase) -> Literal["row"] | None:
+        return "row" if self.add_to_reward and next_td.get(self.reward_key, None) is not None else None
 
     def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
-        return self._written(td, next_td, whole=False)
+        return self._written(td, next_td, "turn" if self.add_to_reward else None)
 
     def state_dict(self) -> dict[str, Any]:
         return self.coeff.state_dict() if hasattr(self.coeff, "state_dict") else {}
@@ -130,12 +135,18 @@ class KLComputation(Transform):
             reward_spec[self.reward_key] = Unbounded(shape=shape, device=reward_spec.device)
         return with_rows_spec(reward_spec, self.kl_key)
 
-    def _written(self, td: TensorDictBase, next_td: TensorDictBase, *, whole: bool) -> TensorDictBase:
+    def _written(
+        self, td: TensorDictBase, next_td: TensorDictBase, pays: Literal["row", "turn"] | None
+    ) -> TensorDictBase:
+        """The penalties; the reward of ``next_td`` pays for those of the turn, or of what the row trains."""
         gen, ref = self._log_probs(td, next_td)
         mask = td.get(("masks", "all_assistant_mask"), None, as_list=True)
         kl_BT, mask_BT, lengths = _penalties(gen, ref, mask, type(self).__name__)
-        if self.add_to_reward:
-            paid_BT = mask_BT if whole else mask_BT & _of_this_turn(td, mask_BT, lengths)
+        if pays is not None:
+            attention = td.get(("masks", "all_attention_mask"), None) if lengths is None else None
+            attended_BT = torch.ones_like(mask_BT) if attention is None else attention.to(mask_BT.device)
+            own_BT = own_part(td, mask_BT, lengths, ("tokens", "response") if pays == "turn" else None)
+            paid_BT = with_predecessor(mask_BT & own_BT, attended_BT)
             next_td.set(self.reward_key, self._reward(next_td, kl_BT, paid_BT, lengths))
         if lengths is None:
             container = LogProbs.from_padded({"full": kl_BT}, td.batch_size)
@@ -229,16 +240,3 @@ def _penalties(gen: Any, ref: Any, mask: Any, who: str) -> tuple[Tensor, Tensor,
         mask_BT = lengths_mask(lengths, gen.shape[1]) if mask is None else pad_rows(list(mask)).bool()
     mask_BT = mask_BT.to(gen.device)
     return (gen - ref.to(gen.device)).masked_fill(~mask_BT, 0.0), mask_BT, lengths
-
-
-def _of_this_turn(td: TensorDictBase, mask_BT: Tensor, lengths: list[int] | None) -> Tensor:
-    """bool[B, T]: the part of each conversation that this turn wrote; all of it where the batch does not say."""
-    response = td.get(("tokens", "response"), None, as_list=True)
-    if response is None:
-        return torch.ones_like(mask_BT)
-    if lengths is None:
-        starts = [mask_BT.shape[1] - response.shape[1]] * len(mask_BT)
-    else:
-        starts = [length - len(row) for length, row in zip(lengths, response, strict=True)]
-    start_B1 = torch.tensor(starts, device=mask_BT.device)[:, None]
-    return torch.arange(mask_BT.shape[1], device=mask_BT.device) >= start_B1

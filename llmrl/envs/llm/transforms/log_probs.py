@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from llmrl.data.specs import Composite, NonTensor
@@ -41,13 +41,18 @@ class RetrieveLogProb(Transform):
             ("masks", "all_assistant_mask")  bool ragged[T] or [B, T]   with ``assistant_only``, in any input mode
     Calls   ``model``'s engine; with ``detach=False``, where gradients are enabled, its scorer
     Writes  ("next", *log_probs_full_key)    float32, as ("tokens", "full"): [t] = log p(token t | tokens before t);
-                                             with ``assistant_only`` 0 where the policy wrote no token
+                                             with ``assistant_only`` 0 where the policy wrote no token; at the root of
+                                             data without "next"
     Raises  ConfigError for a model that generates, one that is neither a wrapper nor an engine, or one without the
-            adapter that is to be off; MissingKeyError where nothing says which tokens the policy wrote
+            adapter that is to be off, and where the default key would replace what was sampled with;
+            MissingKeyError where nothing says which tokens the policy wrote
 
     model               a wrapper with ``generate=False``, or an engine
-    log_probs_full_key  (name, "full"); default ("ref_log_probs", "full"), which `GRPOLoss` and `SFTLoss` read
-    tokenizer, tokenizer_kwargs  instead of the wrapper's, for conversations that have no ids
+    log_probs_full_key  (name, "full"); default (the wrapper's ``log_probs_key``, "full"), for an engine
+                        ("ref_log_probs", "full"), which `GRPOLoss` and `SFTLoss` read
+    tokenizer, tokenizer_kwargs  instead of the wrapper's, for conversations that have no ids. In history mode what
+                        ``History.apply_chat_template`` takes: ``chat_template``, ``chat_template_name``, and variables
+                        of the template
     device              of what is written; None: of the tokens
     padding_side        checked and otherwise without effect: the layout is that of the tokens
     reference           "adapter_off": ``model`` is the policy's own PEFT model, scored without its adapter. No other
@@ -57,6 +62,7 @@ class RetrieveLogProb(Transform):
     In an env it scores each turn; in a buffer, each batch that is sampled. The rows of an env cost a forward pass over
     the conversation so far: where only the last turn is trained, score in the buffer.
 
+    >>> from tensordict import TensorDict
     >>> from llmrl.modules.llm import LLMWrapperBase, Masks, Tokens
     >>> from llmrl.testing import FakeEngine
     >>> rows = lambda *values: [torch.tensor(row) for row in values]
@@ -66,7 +72,7 @@ class RetrieveLogProb(Transform):
     ...     batch_size=[2],
     ... )
     >>> td = RetrieveLogProb(FakeEngine([torch.tensor([1])]))(td)
-    >>> [row.tolist() for row in td.get(("next", "ref_log_probs", "full"), as_list=True)]
+    >>> [row.tolist() for row in td.get(("ref_log_probs", "full"), as_list=True)]
     [[0.0, -0.625, -0.75], [0.0, -0.875]]
     """
 
@@ -86,8 +92,10 @@ class RetrieveLogProb(Transform):
     ):
         super().__init__()
         check_padding_side(type(self).__name__, padding_side)
-        self.log_probs_full_key = full_key(log_probs_full_key or ("ref_log_probs", "full"), type(self).__name__)
         self.model = _scoring_wrapper(model, tokenizer, tokenizer_kwargs)
+        name = self.model.keys["log_probs"] if isinstance(model, LLMWrapperBase) else "ref_log_probs"
+        self.log_probs_full_key = full_key(log_probs_full_key or (name, "full"), type(self).__name__)
+        self._by_default = log_probs_full_key is None
         if reference not in ("model", "adapter_off"):
             raise ConfigError(f"RetrieveLogProb: reference must be 'model' or 'adapter_off': got {reference!r}.")
         if reference == "adapter_off" and not hasattr(_module(self.model), "disable_adapter"):
@@ -109,10 +117,15 @@ class RetrieveLogProb(Transform):
 
     def forward(self, td: TensorDictBase) -> TensorDictBase:
         next_td = td.get("next", None)
-        if next_td is None:
-            next_td = TensorDict({}, batch_size=td.batch_size, device=td.device)
-        td.set("next", self._step(td, next_td))
-        return td
+        if next_td is not None:
+            return td.set("next", self._step(td, next_td))
+        name, _ = self.log_probs_full_key
+        if self._by_default and td.get((name, "response"), None, as_list=True) is not None:
+            raise ConfigError(
+                f"RetrieveLogProb: {self.log_probs_full_key!r} already holds what the policy sampled with: it would be "
+                "replaced; name another key in log_probs_full_key, as ('ref_log_probs', 'full')."
+            )
+        return self._step(td, td)
 
     def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
         name, _ = self.log_probs_full_key
@@ -182,20 +195,52 @@ def with_rows_spec(spec: Composite, name: str) -> Composite:
 def _scoring_wrapper(
     model: Any, tokenizer: PreTrainedTokenizerBase | None, tokenizer_kwargs: Mapping[str, Any] | None
 ) -> LLMWrapperBase:
-    given = {"tokenizer": tokenizer, "tokenizer_kwargs": tokenizer_kwargs}
-    given = {name: value for name, value in given.items() if value is not None}
+    given = {"tokenizer": tokenizer} if tokenizer is not None else {}
     if isinstance(model, LLMWrapperBase):
         if model.generate:
             raise ConfigError(
                 "RetrieveLogProb: the model must score, not generate: got generate=True; give "
                 "model.get_new_version(generate=False)."
             )
+        given |= _encoding(tokenizer_kwargs or {}, model.mode.name)
         return model.get_new_version(**given) if given else model
     if isinstance(model, Engine):
         mode = "tokens" if tokenizer is None else "history"
-        return LLMWrapperBase(model, input_mode=mode, generate=False, **given)
+        return LLMWrapperBase(
+            model, input_mode=mode, generate=False, **given, **_encoding(tokenizer_kwargs or {}, mode)
+        )
     hint = "; wrap it in TransformersWrapper(model, generate=False)" if isinstance(model, nn.Module) else ""
     raise ConfigError(f"RetrieveLogProb: model must be an LLM wrapper or an engine: got {type(model).__name__}{hint}.")
+
+
+# arguments of History.apply_chat_template that scoring has settled, with the values that say the same
+_SETTLED = {
+    "tokenize": (True, None),
+    "add_generation_prompt": (False,),
+    "continue_final_message": (False,),
+    "padding": (False, True, "longest", None),
+    "truncation": (False, None),
+    "return_tensors": ("pt", None),
+    "return_dict": (True, None),
+    "return_assistant_tokens_mask": (True, False),
+}
+
+
+def _encoding(tokenizer_kwargs: Mapping[str, Any], mode: str) -> dict[str, Any]:
+    """``tokenizer_kwargs`` as arguments of a wrapper. Raises ConfigError for another way of encoding."""
+    if mode != "history":
+        return {"tokenizer_kwargs": dict(tokenizer_kwargs)} if tokenizer_kwargs else {}
+    named = {
+        name: tokenizer_kwargs[name] for name in ("chat_template", "chat_template_name") if name in tokenizer_kwargs
+    }
+    for name, accepted in _SETTLED.items():
+        if tokenizer_kwargs.get(name, accepted[0]) not in accepted:
+            raise ConfigError(
+                f"RetrieveLogProb: whole conversations are scored, as rows of ids: tokenizer_kwargs must have {name}="
+                f"{accepted[0]!r}: got {tokenizer_kwargs[name]!r}; leave it out."
+            )
+    variables = {name: value for name, value in tokenizer_kwargs.items() if name not in {*named, *_SETTLED}}
+    return named | ({"tokenizer_kwargs": variables} if variables else {})
 
 
 def _module(model: LLMWrapperBase) -> Any:

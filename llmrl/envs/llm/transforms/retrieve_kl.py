@@ -57,7 +57,7 @@ class RetrieveKL(Compose):
         padding_side: Literal["left", "right"] = "left",
         gen_log_probs_full_key: FullKey = GEN,
         ref_log_probs_full_key: FullKey = REF,
-        kl_key: str = "kl_penalty",
+        kl_key: NestedKey = "kl_penalty",
         add_to_reward: bool = True,
         coeff: float | Any = 1.0,
         use_ray_service: bool = False,

@@ -95,7 +95,7 @@ class _Rows:
             return NonTensor(shape=shape)
         if cls is ChatHistory:
             return History.default_spec((*shape, -1))
-        if name == "covered":
+        if name in ("covered", "trained_from"):
             return Unbounded(shape=shape, dtype=torch.int64)
         dtype = {Tokens: torch.int64, LogProbs: torch.float32, Masks: torch.bool}[cls]
         length = (*shape, -1)
@@ -295,12 +295,14 @@ class Masks(_Rows, TensorClass["nocast"]):
     prompt_assistant_mask  bool[P]  the last turn's ``all_assistant_mask``, carried to this turn's prompt by the
                            environment
     prompt_attention_mask  bool[P]  the same for ``all_attention_mask``; only padded prompts need it
+    trained_from           int64[]  where the part begins that the row itself trains, see ``own_tokens``
     """
 
     all_attention_mask: Tensor | None = None
     all_assistant_mask: Tensor | None = None
     prompt_assistant_mask: Tensor | None = None
     prompt_attention_mask: Tensor | None = None
+    trained_from: Tensor | None = None
     padded: bool | None = None
 
 
