@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from llmrl.errors import TemplateError
+from llmrl.errors import RewriteError, TemplateError
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.testing import tiny_tokenizer
 
@@ -299,6 +299,58 @@ def test_prompt_of_a_turn_begins_with_the_stream_of_the_turn_before(name: str):
     [next_prompt] = renderer.prompt_ids([[USER_1, ANSWER_1, USER_2]])
     assert next_prompt[: len(prompt)].tolist() == prompt.tolist()
     assert torch.cat([stream, delta]).tolist() == next_prompt.tolist()
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ROUND = "{% if m.role == 'user' %}Round {{ loop.index // 2 + 1 }}: {% endif %}{{ m.content }}"
+QUESTIONS = "{% set ns = namespace(n=0) %}{% for m in messages %}{% if m.role == 'user' and '?' in m.content %}"
+QUESTIONS += "{% set ns.n = ns.n + 1 %}{% endif %}"
+TURN_DEPENDENT = {  # what a full render says of the third turn and later is not what it says of the second
+    "numbers of rounds": CHATML.replace("{{ m.content }}", ROUND),
+    "the first question again": CHATML.replace(
+        "{{ m.content }}", "{{ m.content }}{{ messages[0].content if m.role == 'user' and loop.index0 > 3 }}"
+    ),
+    "questions so far": CHATML.replace("{% for m in messages %}", QUESTIONS).replace(
+        "{{ m.content }}", "{{ m.content }}{% if m.role == 'user' %} ({{ ns.n }}){% endif %}"
+    ),
+    "a reminder after six messages": CHATML.replace(
+        "{% if add_generation_prompt %}", "{% if add_generation_prompt %}{{ 'Be brief. ' if messages | length > 6 }}"
+    ).replace(
+        "<|im_start|>{{ m.role }}",
+        "{{ 'Be brief. ' if loop.index0 > 6 and m.role == 'assistant' }}<|im_start|>{{ m.role }}",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TURN_DEPENDENT)
+def test_a_delta_is_what_the_full_render_says_of_this_turn(name: str):
+    renderer = Renderer(tiny_tokenizer(), chat_template=TURN_DEPENDENT[name])
+    questions = ["What is 12+30?", "Sure.", "Why?", "Go on?", "Stop.", "And now?", "End."]
+    for start in range(2):  # the second conversation has the shape of the first and says other things
+        chat: list[dict[str, str]] = []
+        stream = torch.empty(0, dtype=torch.int64)
+        for turn in range(6):
+            chat = [*chat, {"role": "user", "content": questions[start + turn]}]
+            [delta] = renderer.extend([stream], [chat], [1])
+            stream = torch.cat([stream, delta])
+            assert stream.tolist() == reference_ids(renderer, chat, add_generation_prompt=True)
+            chat = [*chat, {"role": "assistant", "content": f"answer {turn}"}]
+            stream = torch.tensor(reference_ids(renderer, chat)[: -len(renderer.tokenizer("\n").input_ids)])
+
+
+def test_a_template_that_rewrites_the_past_from_the_third_turn_on_is_refused_there():
+    forgets = CHATML.replace("{{ m.content }}", "{{ m.content if loop.revindex < 5 else 'forgotten' }}")
+    renderer = Renderer(tiny_tokenizer(), chat_template=forgets)
+    chat = [USER_1, ANSWER_1, USER_2, ANSWER_2, USER_3]
+    ended = [renderer.render([chat[:length]])[0].ids[:-1] for length in (2, 4)]
+    [delta] = renderer.extend(ended[:1], [chat[:3]], [1])
+    assert torch.cat([ended[0], delta]).tolist() == reference_ids(renderer, chat[:3], add_generation_prompt=True)
+    for _ in range(2):
+        with pytest.raises(RewriteError, match="rewrites the past"):
+            renderer.extend(ended[1:], [chat], [1])
 
 
 def test_extend_ends_a_truncated_turn():
