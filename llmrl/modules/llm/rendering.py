@@ -119,7 +119,7 @@ class Renderer:
         """What :meth:`prompt_ids` encodes, escaped."""
         heads, opened = _without_open(chats)
         texts = self.codec.render(heads, add_generation_prompt=True, tools=tools)
-        return [text + self.codec.escape(begun or "") for text, begun in zip(texts, opened, strict=True)]
+        return [text + self.codec.open_answer(begun or "") for text, begun in zip(texts, opened, strict=True)]
 
     def prompt_ids(self, chats: Sequence[Chat], *, tools: Tools | None = None) -> list[Tensor]:
         """Ids of conversations that end with a generation prompt; equal conversations are rendered and encoded once.
@@ -256,7 +256,7 @@ class Renderer:
 
     def _begun(self, content: str | None) -> list[int]:
         """Ids of an unfinished message behind a generation prompt."""
-        return self.codec.encode([self.codec.escape(content)])[0] if content else []
+        return self.codec.encode([self.codec.open_answer(content)])[0] if content else []
 
     def _extension(
         self, chat: Chat, num_new: int, num_ids: int, add_generation_prompt: bool, tools: Tools | None
@@ -348,6 +348,8 @@ class Renderer:
     def _missing_end(self, stream: Tensor) -> list[int]:
         """The end-of-turn ids that the stream does not end with."""
         end = self.end_of_turn_ids
+        if self.codec.end_is_control and len(stream) and stream[-1].item() == end[-1]:
+            return []  # the turn has its control token, with or without the text that the template puts before it
         tail = stream[-len(end) :].tolist() if end else []
         for present in range(len(end), 0, -1):
             if tail[-present:] == end[:present]:
