@@ -17,7 +17,7 @@ from jinja2 import TemplateError as JinjaError
 
 from llmrl.data.llm.templates import Message
 
-__all__ = ["reads_contents", "shape_of", "stand_ins"]
+__all__ = ["conversation_shape", "reads_contents", "shape_of", "stand_ins"]
 
 _EXACT = ("role", "type", "name", "tools")  # part of a conversation's shape as they are: a template may compare them
 _STRUCTURE = ("tool_calls", "function")  # hold more of the message rather than text
@@ -41,6 +41,18 @@ def shape_of(value: Any, key: str = "") -> Any:
     if isinstance(value, (list, tuple)):
         return (list, *[shape_of(item, key) for item in value])
     return type(value), value if value is None or isinstance(value, (bool, int, float)) else object()
+
+
+def conversation_shape(chat: Sequence[Message]) -> Any:
+    """The shapes of a conversation's messages; quick for those that are a role and a text, as nearly all are."""
+    shapes: list[Any] = []
+    for message in chat:
+        role, text = message.get("role"), message.get("content")
+        if len(message) == 2 and type(role) is type(text) is str:
+            shapes.append((role, text if not text or text.isspace() else None))
+        else:
+            shapes.append(shape_of(message))
+    return tuple(shapes)
 
 
 def stand_ins(chat: Sequence[Message]) -> list[Message]:

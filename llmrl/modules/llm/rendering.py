@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from llmrl.data.llm.codec import ChatCodec
-from llmrl.data.llm.content_use import reads_contents, shape_of, stand_ins
+from llmrl.data.llm.content_use import conversation_shape, reads_contents, stand_ins
 from llmrl.data.llm.masks import Span, common_prefix_length, rows_to_tensors, spans_to_masks
 from llmrl.data.llm.template_text import Chat, Tools
 from llmrl.data.llm.templates import find_template
@@ -284,7 +284,7 @@ class Renderer:
         """
         if self._reads_contents:
             return False
-        shape = (tuple(map(shape_of, chat)), covered, add_generation_prompt, repr(tools))
+        shape = (conversation_shape(chat), covered, add_generation_prompt, repr(tools))
         known = self._anchored.get(shape)
         if known is None:
             probe = stand_ins(chat)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmrl.data.llm.content_use import reads_contents, shape_of, stand_ins
+from llmrl.data.llm.content_use import conversation_shape, reads_contents, stand_ins
 from llmrl.data.llm.templates import _BUILT_IN
 
 LOOP = "{%% for m in messages %%}%s{%% endfor %%}"
@@ -73,7 +73,7 @@ def test_stand_ins_have_the_shape_of_the_conversation_and_other_texts():
         {"role": "user", "content": [{"type": "text", "text": "Be brief."}]},
     ]
     probe = stand_ins(chat)
-    assert [shape_of(message) for message in probe] == [shape_of(message) for message in chat]
+    assert conversation_shape(probe) == conversation_shape(chat)
     texts = [probe[0]["content"], probe[3]["content"], probe[3]["tool_call_id"], probe[4]["content"][0]["text"]]
     texts.append(probe[2]["tool_calls"][0]["function"]["arguments"]["b"])
     assert len(set(texts)) == 5
@@ -89,10 +89,12 @@ def test_stand_ins_have_the_shape_of_the_conversation_and_other_texts():
         ({"role": "user", "content": "a"}, {"role": "user", "content": None}),
         ({"role": "user", "content": "a"}, {"role": "user", "content": "a", "name": "b"}),
         ({"role": "user", "content": "a", "name": "c"}, {"role": "user", "content": "a", "name": "b"}),
+        ({"role": "user", "content": " "}, {"role": "user", "content": "\n"}),
+        ({"content": "", "name": "user"}, {"role": "user", "content": ""}),
         ({"role": "user", "content": 1}, {"role": "user", "content": True}),
         ({"role": "user", "content": ["a"]}, {"role": "user", "content": ["a", "b"]}),
         ({"role": "user", "content": object()}, {"role": "user", "content": object()}),
     ],
 )
 def test_what_a_template_can_tell_apart_has_another_shape(one, other):
-    assert shape_of(one) != shape_of(other)
+    assert conversation_shape([one]) != conversation_shape([other])
