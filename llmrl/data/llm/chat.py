@@ -7,7 +7,7 @@ from it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from reprlib import Repr
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from llmrl.data.llm.codec import ChatCodec, codec_for
 from llmrl.data.llm.id_batches import as_dict, as_ids, check_request, encode_rows
 from llmrl.data.llm.message_stack import FIELDS, nested_messages, stack_nested
 from llmrl.data.llm.multimodal import is_processor, process_rows
-from llmrl.data.llm.nested import copy_messages, index_rows, join, pick_field, to_chats, wrap, zip_fields
+from llmrl.data.llm.nested import GrowthError, copy_messages, index_rows, join, pick_field, to_chats, wrap, zip_fields
 from llmrl.data.llm.template_text import Tools, render_text
 from llmrl.data.llm.templates import ChatTemplate, Message, add_chat_template, find_template
 from llmrl.data.specs import Composite, NonTensor
@@ -62,11 +62,14 @@ class History(TensorClass["nocast"]):
     # Construction (``__init__`` is set below: a tensorclass generates its own)
 
     @classmethod
-    def from_chats(cls, chats: Sequence[Sequence[Message]]) -> History:
-        """Lists of messages -> [B, M], or [B, -1] if they differ in length. The dicts are copied, not kept.
+    def from_chats(cls, chats: Sequence[Sequence[Message]] | Sequence[Message]) -> History:
+        """Lists of messages -> [B, M], or [B, -1] if they differ in length; one list of messages -> [M].
 
-        Raises  DataError for what is no message with a role
+        The dicts are copied, not kept. Raises DataError for what is no message with a role.
         """
+        chats = list(chats)
+        if chats and isinstance(chats[0], Mapping):
+            return cls._of(copy_messages(chats, "History.from_chats"), 1)
         return cls._of([copy_messages(chat, "History.from_chats") for chat in chats], 2)
 
     @classmethod
@@ -126,15 +129,15 @@ class History(TensorClass["nocast"]):
 
         Reads    history  one dimension fewer than self, of the shape of self without ``dim``
         Returns  self if ``inplace``, else a new History
-        Raises   ShapeError otherwise
+        Raises   a ShapeError that is a RuntimeError too, otherwise
         """
         _check_history(history, "append")
         if not self.ndim:
-            raise ShapeError(
+            raise GrowthError(
                 "History.append: a history must have a dimension to append to: got one message; unsqueeze(0) it."
             )
         if history.ndim != self.ndim - 1:
-            raise ShapeError(
+            raise GrowthError(
                 f"History.append: the new history must have {self.ndim - 1} dimensions, one fewer than this one: got "
                 f"{history.ndim}; index it, or unsqueeze this one, or use extend."
             )
@@ -146,11 +149,11 @@ class History(TensorClass["nocast"]):
 
         Reads    history  as many dimensions as self
         Returns  self if ``inplace``, else a new History
-        Raises   ShapeError otherwise
+        Raises   a ShapeError that is a RuntimeError too, otherwise
         """
         _check_history(history, "extend")
         if not self.ndim or history.ndim != self.ndim:
-            raise ShapeError(
+            raise GrowthError(
                 f"History.extend: The new history to extend with must have the dimensions of this one, at least one: "
                 f"got {history.ndim} and {self.ndim}; unsqueeze the shorter one, or use append."
             )
@@ -194,13 +197,14 @@ class History(TensorClass["nocast"]):
                  continue_final_message  leave the last message open, for a model to write on
                  padding          pad the rows of a batch to one length, on the tokenizer's side
                  truncation       cut rows at ``tokenizer.model_max_length``
-                 return_tensors   "pt", or None for lists of ids
+                 return_tensors   "pt", as without it
                  template_kwargs  handed to the template
-        Returns  text by default: a string for [M], a list for [B, M]; ids with ``tokenize``, which masks, tensors and
-                 dicts imply; with ``return_dict`` a TensorDict with "input_ids" int64[T], "attention_mask" bool[T] and,
-                 if asked for, "assistant_masks" bool[T] (True where the assistant wrote the token, its end-of-turn
-                 token included): a lazy stack of B rows, dense with ``padding``. A processor's own entries, such as
-                 "pixel_values", stand beside them
+        Returns  text by default: a string for [M], a list for [B, M]. Ids with ``tokenize``, which masks, tensors and
+                 dicts imply: int64[T] for [M], a list of them for [B, M], int64[B, T] with ``padding``. With
+                 ``return_dict`` a TensorDict with "input_ids" int64[T], "attention_mask" bool[T] and, if asked for,
+                 "assistant_masks" bool[T] (True where the assistant wrote the token, its end-of-turn token included):
+                 a lazy stack of B rows, dense with ``padding``. A processor's own entries, such as "pixel_values",
+                 stand beside them
         Raises   TemplateError if the conversation does not fit the template, ConfigError for settings that exclude each
                  other
         """
@@ -249,7 +253,7 @@ class History(TensorClass["nocast"]):
             rows = process_rows(processor, codec, chats, template_kwargs=template_kwargs, **options)
         if return_dict:
             return as_dict(rows, tokenizer, padding=padding, squeeze=self.ndim == 1)
-        ids = as_ids([row["input_ids"] for row in rows], tokenizer, padding=padding, tensors=bool(return_tensors))
+        ids = as_ids([row["input_ids"] for row in rows], tokenizer, padding=padding)
         return ids[0] if self.ndim == 1 else ids
 
     @classmethod

@@ -37,7 +37,8 @@ class ChatCodec:
             speaks of one of ``template_kwargs``
 
     ``end_of_turn`` is what follows the assistant's content up to its control token (``"<|im_end|>"``), ``""`` if the
-    template has none.
+    template has none. ``answer_lead`` and ``answer_trail`` are the white space that it writes between the generation
+    prompt and the content, and between the content and the control token.
     """
 
     def __init__(
@@ -55,9 +56,9 @@ class ChatCodec:
         self._kwargs = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
         self._marks_generation = template.marks_generation
         self._controls = ControlTokens(tokenizer, (*template.special_tokens, *template.text_markers))
-        self.end_of_turn = self._find_end_of_turn()
+        self.answer_lead, self.answer_trail, self.end_of_turn = self._find_surroundings()
         self.end_of_turn_ids: list[int] = self.encode([self.end_of_turn])[0] if self.end_of_turn else []
-        self.end_is_control = self._controls.first_end(self.end_of_turn) is not None
+        self.end_is_control = self._controls.first(self.end_of_turn) is not None
         if not self.end_is_control:
             self._controls.forbidden = self.end_of_turn.strip()
         self._finder = SpanFinder(template, self._kwargs, self.end_of_turn, end_is_control=self.end_is_control)
@@ -112,27 +113,39 @@ class ChatCodec:
         """What a message says, to be written without the template and given to :meth:`encode`."""
         return self._controls.escape_value(content, "a message")
 
+    def open_answer(self, content: str) -> str:
+        """An unfinished message of the assistant's behind the generation prompt, to be given to :meth:`encode`."""
+        return self.answer_lead + self.escape(content) if content else ""
+
+    def content_of(self, answer: str, *, begins: bool, ends: bool) -> str:
+        """What an answer says, without the white space that the template writes around contents itself.
+
+        Reads   ``begins``: whether it follows the generation prompt; ``ends``: whether the end of turn followed it
+        """
+        answer = answer.removeprefix(self.answer_lead) if begins else answer
+        return answer.removesuffix(self.answer_trail) if ends else answer
+
     def encode_with_spans(
         self, texts: Sequence[str], spans: Sequence[Sequence[Span]] | None
     ) -> tuple[list[list[int]], list[list[Span]]]:
-        """Ids of escaped texts and the token spans of the character spans, in one call of the tokenizer."""
+        """Ids of escaped texts and the token spans of the character spans, in one call of the tokenizer; what quotes
+        control tokens in one more.
+        """
         if not texts:
             return [], []
-        pieces, owners = self._controls.cut(texts)
-        batch = self.tokenizer(list(pieces), add_special_tokens=False, return_attention_mask=False)
+        if quoting := [row for row, text in enumerate(texts) if self._controls.quotes(text)]:
+            return self._encode_quoting(texts, spans, quoting)
+        batch = self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)
         ids, encodings = batch["input_ids"], batch.encodings
-        if spans is not None and encodings is None:
+        if spans is None:
+            return ids, []
+        if encodings is None:
             raise TemplateError(
                 f"ChatCodec: masks need the character offsets of a fast tokenizer: got {type(self.tokenizer).__name__}."
             )
-        if owners is None:
-            if spans is None:
-                return ids, []
-            found = [
-                [token_span(encodings[row], span, len(text)) for span in spans[row]] for row, text in enumerate(texts)
-            ]
-            return ids, found
-        return self._join_pieces(pieces, owners, len(texts), ids, encodings, spans)
+        return ids, [
+            [token_span(encodings[row], span, len(text)) for span in spans[row]] for row, text in enumerate(texts)
+        ]
 
     # What the template does
 
@@ -184,11 +197,11 @@ class ChatCodec:
     def _escaped_tools(self, tools: Tools | None) -> Tools | None:
         return [self._controls.escape_value(tool, "a tool's description") for tool in tools] if tools else None
 
-    def _find_end_of_turn(self) -> str:
-        """What the template writes after the assistant's content, up to and including the first control token."""
+    def _find_surroundings(self) -> tuple[str, str, str]:
+        """White space before and after the assistant's content, and what follows it up to the first control token."""
         stand_in = chr(_STAND_IN)
         probe = [{"role": "user", "content": "question"}, {"role": "assistant", "content": stand_in}]
-        text = self._render([probe], False, None)[0]
+        [text], [prompt] = self._render([probe], False, None), self._render([probe[:1]], True, None)
         if text.count(stand_in) != 1:
             raise TemplateError(
                 f"ChatCodec: template {self.template.name!r} must write the assistant's content once: it wrote it "
@@ -196,9 +209,10 @@ class ChatCodec:
             )
         if self._marks_generation:
             self._check_blocks(probe, text)
-        suffix = text.partition(stand_in)[2]
-        end = self._controls.first_end(suffix)
-        return suffix.rstrip() if end is None else suffix[:end]
+        before, _, after = text.partition(stand_in)
+        lead = before[len(prompt) :] if before.startswith(prompt) else ""
+        start, end = self._controls.first(after) or (0, len(after.rstrip()))
+        return lead if lead.isspace() else "", after[:start] if after[:start].isspace() else "", after[:end]
 
     def _check_blocks(self, probe: list[dict[str, str]], text: str) -> None:
         """Raises TemplateError unless the generation blocks hold the assistant's content and not the user's."""
@@ -212,36 +226,22 @@ class ChatCodec:
                 f"says and nothing that others say: of a question and an answer they hold {held or 'neither'}."
             )
 
-    # Texts in pieces
-
-    def _join_pieces(
-        self,
-        pieces: Sequence[str],
-        owners: Sequence[int],
-        num_rows: int,
-        piece_ids: Sequence[list[int]],
-        encodings: Sequence[Any] | None,
-        spans: Sequence[Sequence[Span]] | None,
+    def _encode_quoting(
+        self, texts: Sequence[str], spans: Sequence[Sequence[Span]] | None, quoting: Sequence[int]
     ) -> tuple[list[list[int]], list[list[Span]]]:
-        ids: list[list[int]] = [[] for _ in range(num_rows)]
-        starts: list[list[int]] = [[] for _ in range(num_rows)]  # first character of each token
-        length = [0] * num_rows
-        for index, (piece, row) in enumerate(zip(pieces, owners, strict=True)):
-            new = self._controls.plain_ids(piece)
-            if new is not None:
-                starts[row] += [length[row]] * len(new)
-            else:
-                new = piece_ids[index]
-                if spans is not None:
-                    starts[row] += [length[row] + offset[0] for offset in encodings[index].offsets]
-            ids[row] += new
-            length[row] += len(piece)
-        if spans is None:
-            return ids, []
-        return ids, [
-            [(_first_at_least(starts[row], start), _first_at_least(starts[row], end)) for start, end in spans[row]]
-            for row in range(num_rows)
-        ]
+        """:meth:`encode_with_spans` where some rows quote control tokens."""
+        others = [row for row in range(len(texts)) if row not in set(quoting)]
+        ids, found = self.encode_with_spans(
+            [texts[row] for row in others], None if spans is None else [spans[row] for row in others]
+        )
+        all_ids, all_spans = dict(zip(others, ids, strict=True)), dict(zip(others, found, strict=spans is not None))
+        for row, quoted in zip(quoting, self._controls.encode_quoting([texts[row] for row in quoting]), strict=True):
+            all_ids[row], encoding, place, length = quoted
+            if spans is not None:
+                moved = [(place(start), place(end)) for start, end in spans[row]]
+                all_spans[row] = [token_span(encoding, span, length) for span in moved]
+        rows = range(len(texts))
+        return [all_ids[row] for row in rows], [] if spans is None else [all_spans[row] for row in rows]
 
 
 @lru_cache(maxsize=8)
@@ -259,7 +259,3 @@ def _differs(value: Any, other: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return any(_differs(item, new) for item, new in zip(value, other, strict=True))
     return isinstance(value, str) and value != other
-
-
-def _first_at_least(starts: Sequence[int], position: int) -> int:
-    return next((index for index, start in enumerate(starts) if start >= position), len(starts))

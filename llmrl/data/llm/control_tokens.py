@@ -1,20 +1,26 @@
 """Control tokens spelled out inside messages: kept as the characters they are.
 
 Before a message reaches the template, every special token written in it is replaced by one private-use character, its
-stand-in. When the text is tokenised, the stand-in is encoded as the marker's plain characters. The ids decode to what
-was written, and none of them is a control id: no user, tool or model can open a turn by quoting a marker.
+stand-in. When the text is tokenised the two change places: a copy of the tokenizer knows the stand-ins as the control
+tokens, and the quoted marker is plain text to it, between its neighbours. The ids decode to what was written, and none
+of them is a control id: no user, tool or model can open a turn by quoting a marker.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
+
+from transformers import AddedToken
 
 from llmrl.data.llm.templates import Message
 from llmrl.errors import TemplateError
 
 if TYPE_CHECKING:
+    from tokenizers import Encoding, Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 _FIRST_STAND_IN = 0xF0000  # supplementary private-use plane A: no text that means anything uses it
@@ -44,12 +50,12 @@ class ControlTokens:
         self._heads = sorted({marker[:3] for marker in (*ordered, *self._structure)})
         self._find_markers = re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
         self._find_stand_ins = re.compile(f"([{''.join(self._markers)}])" if ordered else r"(?!)")
-        self._plain_ids: dict[str, list[int]] = {}
+        self._find_any = re.compile(f"{self._find_markers.pattern}|{self._find_stand_ins.pattern}")
 
-    def first_end(self, text: str) -> int | None:
-        """Where the first control token in a text ends; None if there is none."""
+    def first(self, text: str) -> tuple[int, int] | None:
+        """Where the first control token in a text begins and ends; None if there is none."""
         match = self._find_markers.search(text)
-        return match.end() if match else None
+        return match.span() if match else None
 
     def escape(self, chats: Sequence[Sequence[Message]]) -> Sequence[Sequence[Message]]:
         """Conversations whose strings spell no control token; the very same objects where none did.
@@ -97,32 +103,67 @@ class ControlTokens:
             )
         return self._find_markers.sub(lambda match: self._stand_ins[match.group()], value)
 
-    def cut(self, texts: Sequence[str]) -> tuple[Sequence[str], list[int] | None]:
-        """Texts cut so that each stand-in is a piece of its own, and the row of each piece (None: nothing was cut)."""
-        if all(text.isascii() or not self._find_stand_ins.search(text) for text in texts):
-            return texts, None
-        pieces: list[str] = []
-        owners: list[int] = []
-        for row, text in enumerate(texts):
-            cut = [piece for piece in self._find_stand_ins.split(text) if piece] or [""]
-            pieces += cut
-            owners += [row] * len(cut)
-        return pieces, owners
+    def quotes(self, text: str) -> bool:
+        """Whether a text holds stand-ins, and so has to be encoded by :meth:`encode_quoting`."""
+        return not text.isascii() and self._find_stand_ins.search(text) is not None
 
-    def plain_ids(self, piece: str) -> list[int] | None:
-        """Ids of the characters of a stand-in's marker, none of them special; None if the piece is no stand-in."""
-        marker = self._markers.get(piece)
-        if marker is None:
-            return None
-        if marker not in self._plain_ids:
-            ids = self._tokenizer(marker, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-            if not self._ids.isdisjoint(ids):
+    def encode_quoting(self, texts: Sequence[str]) -> list[tuple[list[int], Encoding, Callable[[int], int], int]]:
+        """Encodes escaped texts that hold stand-ins, in one call.
+
+        Returns  per text its ids, the encoding of the text that was tokenised, where in that text a position of the
+                 escaped one is, and its length
+        Raises   TemplateError if the tokenizer has no plain ids for a marker that a message quotes
+        """
+        tokenizer, real_ids = self._quoting
+        swapped = [self._swapped(text) for text in texts]
+        encodings = tokenizer.encode_batch([text for text, _ in swapped], add_special_tokens=False)
+        rows = []
+        for (text, place), encoding in zip(swapped, encodings, strict=True):
+            if not self._ids.isdisjoint(set(encoding.ids) - {self._tokenizer.unk_token_id}):
+                held = sorted({self._markers[mark] for mark in self._find_stand_ins.findall(texts[len(rows)])})
                 raise TemplateError(
-                    f"ControlTokens: a message holds {marker!r}, which {type(self._tokenizer).__name__} cannot encode "
-                    "as ordinary text; remove it from the message."
+                    f"ControlTokens: a message holds {' and '.join(held)}, which {type(self._tokenizer).__name__} "
+                    "cannot encode as ordinary text; remove it from the message."
                 )
-            self._plain_ids[marker] = ids
-        return self._plain_ids[marker]
+            rows.append(([real_ids.get(index, index) for index in encoding.ids], encoding, place, len(text)))
+        return rows
+
+    @cached_property
+    def _quoting(self) -> tuple[Tokenizer, dict[int, int]]:
+        """A tokenizer to which markers are plain text and stand-ins control tokens, and the real ids of those."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise TemplateError(
+                "ControlTokens: quoted control tokens need a fast tokenizer: got "
+                f"{type(self._tokenizer).__name__}; remove them from the messages."
+            )
+        tokenizer = type(backend).from_str(backend.to_str())
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        added = {str(token): token for token in self._tokenizer.added_tokens_decoder.values()}
+        for marker, stand_in in self._stand_ins.items():
+            like = added.get(marker, AddedToken(marker, normalized=False))
+            sides = {name: getattr(like, name) for name in ("lstrip", "rstrip", "single_word", "normalized")}
+            tokenizer.add_tokens([AddedToken(stand_in, special=False, **sides)])
+        tokenizer.encode_special_tokens = True
+        convert = self._tokenizer.convert_tokens_to_ids
+        return tokenizer, {tokenizer.token_to_id(mark): convert(marker) for mark, marker in self._markers.items()}
+
+    def _swapped(self, text: str) -> tuple[str, Callable[[int], int]]:
+        """The text with markers and stand-ins in each other's places, and where a position of the text is in it."""
+        parts, places, moved, at = [], [0], [0], 0
+        for match in self._find_any.finditer(text):
+            found = match.group()
+            parts += [text[at : match.start()], self._stand_ins.get(found) or self._markers[found]]
+            at = match.end()
+            places.append(at)
+            moved.append(moved[-1] + len(parts[-2]) + len(parts[-1]))
+
+        def place(position: int) -> int:
+            before = bisect_right(places, position) - 1
+            return moved[before] + position - places[before]
+
+        return "".join([*parts, text[at:]]), place
 
     def _may_hold_markers(self, chats: Sequence[Sequence[Message]]) -> bool:
         """A quick first look at everything at once: most batches hold no marker."""

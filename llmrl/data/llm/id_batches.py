@@ -93,11 +93,9 @@ def encode_rows(
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-def as_ids(rows: Sequence[Tensor], tokenizer: PreTrainedTokenizerBase, *, padding: bool, tensors: bool) -> Any:
-    """A list of lists of ids, with ``tensors`` of int64[T_i]; with ``padding`` int64[B, T], on the tokenizer's side."""
-    if padding:
-        return pad_rows(rows, value=_pad_token_id(tokenizer), side=tokenizer.padding_side)
-    return list(rows) if tensors else [row.tolist() for row in rows]
+def as_ids(rows: Sequence[Tensor], tokenizer: PreTrainedTokenizerBase, *, padding: bool) -> Any:
+    """A list of int64[T_i]; with ``padding`` int64[B, T], padded on the tokenizer's side."""
+    return pad_rows(rows, value=_pad_token_id(tokenizer), side=tokenizer.padding_side) if padding else list(rows)
 
 
 def as_dict(

@@ -18,16 +18,17 @@ from llmrl.errors import DataError, ShapeError
 PADDING_ROLE = "<none>"  # a message of this role only fills a dense batch; it is never rendered
 
 
+class GrowthError(ShapeError, RuntimeError):
+    """A history cannot take these messages: they have another shape, or it has no dimension to grow along."""
+
+
 def copy_messages(chat: Iterable[Message], who: str) -> list[Message]:
     """Copies of one conversation's messages. Raises DataError naming what is none."""
     messages = list(chat)
-    try:
-        copies = [dict(message) for message in messages]
-    except (TypeError, ValueError):  # something that is no mapping
-        copies = [{}]
-    if False not in ["role" in message for message in copies]:
-        return copies
-    wrong = next(message for message in messages if not isinstance(message, Mapping) or "role" not in message)
+    refused = [m for m in messages if not isinstance(m, (dict, Mapping)) or "role" not in m]  # a dict is soon known
+    if not refused:
+        return [dict(message) for message in messages]
+    [wrong, *_] = refused
     got = f"the keys {list(wrong)}" if isinstance(wrong, Mapping) else f"{wrong!r:.60}"
     raise DataError(f"{who}: a conversation must be a list of dicts with 'role' and 'content': got {got} in it.")
 
@@ -75,7 +76,7 @@ def join(nested: Any, new: Any, depth: int, method: str) -> Any:
     if depth == 0:
         return [*nested, *new]
     if len(nested) != len(new):
-        raise ShapeError(
+        raise GrowthError(
             f"History.{method}: the new history must have a row for each of {len(nested)} conversations: got "
             f"{len(new)}."
         )

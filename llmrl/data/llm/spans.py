@@ -176,17 +176,22 @@ class SpanFinder:
         return spans
 
     def _start_from_prefix(self, chat: Chat, turn: int, text: str, row: int, tools: Tools | None) -> int:
+        """Where the generation prompt of a turn ends, or what the whole text has of it."""
         try:
             prompt = self._render(chat[:turn], True, tools)
             if text.startswith(prompt):
                 return len(prompt)
+            # A prompt that goes on (with an opened thought) where the text has none: up to what any answer follows. The
+            # answer itself may begin as the prompt goes on, "<think>" and "<tool_call>" do.
+            probe = {"role": "assistant", "content": chr(_CONTENT_STAND_IN)}
+            other = self._render([*chat[:turn], probe], False, tools)
             before = self._render(chat[:turn], False, tools)
         except REFUSALS as error:
             raise TemplateError(self._no_span(turn, row, "the messages before it cannot be rendered alone")) from error
-        start = common_prefix_length(prompt, text)
-        if start < len(before):
+        header = other[: common_prefix_length(prompt, other)]
+        if len(header) < len(before) or not text.startswith(header):
             raise TemplateError(self._no_span(turn, row, "the text before it changes when it is added"))
-        return start
+        return len(header)
 
     def _no_span(self, turn: int, row: int, reason: str) -> str:
         return (

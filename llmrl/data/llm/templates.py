@@ -1,8 +1,9 @@
 """Chat templates: the table of registered families, and the one rule that chooses a template for a tokenizer.
 
 A template is jinja text in the dialect of the Transformers library; what the assistant writes stands between
-``{% generation %}`` and ``{% endgeneration %}``. The tokenizer's own template always wins over a guess. The built-in
-texts are the files of ``llmrl.chat_templates``; rendering is left to `llmrl.data.llm.codec`, reading to the parsers.
+``{% generation %}`` and ``{% endgeneration %}``. The tokenizer's own template wins over a guess, and what you
+registered for its model over both. The built-in texts are the files of ``llmrl.chat_templates``; rendering is left to
+`llmrl.data.llm.codec`, reading to the parsers.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ def add_chat_template(
 
     Reads   template               jinja text with a generation block around what the assistant writes
             inverse_parser         text -> messages (a list of dicts, or a `History`), for ``History.from_text``
-            model_family_keywords  the template is taken for a tokenizer *without* a template of its own whose name
-                                   holds one of them, whatever the case
+            model_family_keywords  the template is taken for a tokenizer whose name holds one of them, whatever the
+                                   case, also where the tokenizer has a template of its own
     Raises  TemplateError if there is no generation block, if the name is taken by another template of yours (a
             built-in one gives way), for an empty keyword, or a parser that cannot be called
 
@@ -112,11 +113,12 @@ def add_chat_template(
 def find_template(
     tokenizer: PreTrainedTokenizerBase | None, name: str | None = None, *, template: str | None = None
 ) -> ChatTemplate:
-    """The template to use: ``template`` itself, else ``name``, else the tokenizer's own, else a guess, else ChatML.
+    """The template to use: ``template`` itself, else ``name``, else one of yours for models of this name, else the
+    tokenizer's own, else a guess, else ChatML.
 
     Reads   tokenizer.chat_template  text, or a table of texts by name; its "default" entry is *its own* template
-            tokenizer.name_or_path   only when it has no template: compared with the keywords of registered families,
-                                     yours before the built-in ones, longer keywords before shorter ones
+            tokenizer.name_or_path   compared with the keywords of the templates that you registered and, only when the
+                                     tokenizer has no template, of the built-in ones; longer keywords first
     Raises  TemplateError for an unknown name, listing the known ones; TypeError for the name of a tokenizer
     """
     if isinstance(tokenizer, str):
@@ -140,8 +142,6 @@ def find_template(
         )
     if isinstance(own, dict):
         own = own.get("default")
-    if own:
-        return _unregistered("tokenizer", own)
     model_name = (getattr(tokenizer, "name_or_path", None) or "").lower()
     found = [
         (row not in _BUILT_IN.values(), len(keyword), row)
@@ -149,7 +149,8 @@ def find_template(
         for keyword in row.keywords
         if keyword in model_name
     ]
-    return max(found, key=lambda match: match[:2])[2] if found else _TEMPLATES["chatml_format"]
+    is_yours, _, row = max(found, key=lambda match: match[:2], default=(False, 0, _TEMPLATES["chatml_format"]))
+    return _unregistered("tokenizer", own) if own and not is_yours else row
 
 
 def check_variables(template: ChatTemplate, variables: Mapping[str, Any] | None) -> None:

@@ -13,16 +13,17 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from llmrl.data.llm.codec import ChatCodec
+from llmrl.data.llm.content_use import conversation_shape, reads_contents, stand_ins
 from llmrl.data.llm.masks import Span, common_prefix_length, rows_to_tensors, spans_to_masks
 from llmrl.data.llm.template_text import Chat, Tools
-from llmrl.data.llm.templates import Message, find_template
+from llmrl.data.llm.templates import find_template
 from llmrl.errors import RewriteError, TemplateError
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-_MAX_SIGNATURES = 4096
+_MAX_SHAPES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,8 @@ class Renderer:
         if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in stops:
             stops.append(tokenizer.eos_token_id)
         self.stop_token_ids: tuple[int, ...] = tuple(stops)
-        self._verified: set[tuple[Any, ...]] = set()
+        self._reads_contents = reads_contents(self.template.jinja)
+        self._anchored: dict[Any, bool] = {}
 
     def render(
         self, chats: Sequence[Chat], *, add_generation_prompt: bool = False, tools: Tools | None = None
@@ -117,7 +119,7 @@ class Renderer:
         """What :meth:`prompt_ids` encodes, escaped."""
         heads, opened = _without_open(chats)
         texts = self.codec.render(heads, add_generation_prompt=True, tools=tools)
-        return [text + self.codec.escape(begun or "") for text, begun in zip(texts, opened, strict=True)]
+        return [text + self.codec.open_answer(begun or "") for text, begun in zip(texts, opened, strict=True)]
 
     def prompt_ids(self, chats: Sequence[Chat], *, tools: Tools | None = None) -> list[Tensor]:
         """Ids of conversations that end with a generation prompt; equal conversations are rendered and encoded once.
@@ -145,7 +147,7 @@ class Renderer:
         add_generation_prompt: bool = True,
         tools: Tools | None = None,
     ) -> list[Tensor]:
-        """What the last ``new[i]`` messages of conversation i add to its stream of ids, in O(new messages).
+        """What the last ``new[i]`` messages of conversation i add to its stream of ids.
 
         Reads    ids[i]  int64[T_i], the stream of ``chats[i]`` without its last ``new[i]`` messages, as it was drawn
                  tools   what the prompt was rendered with
@@ -158,8 +160,9 @@ class Renderer:
         An unfinished last message of the assistant's (see :meth:`prompt_ids`) is left open; where the stream holds it
         already, nothing is added.
 
-        The new messages are rendered after a short stand-in for what came before. That this equals rendering everything
-        is checked against a full render the first time that a pattern of roles is seen.
+        The new messages are rendered after a short stand-in for what came before where that is known to equal rendering
+        everything: it is tried once per shape of a conversation (its roles, how many messages), for templates that only
+        write contents. For a template that reads them (splits off thinking) everything is rendered, every turn.
         """
         rows = self.try_extend(ids, chats, new, add_generation_prompt=add_generation_prompt, tools=tools)
         for row in rows:
@@ -236,8 +239,7 @@ class Renderer:
             except TemplateError:
                 continue  # a conversation that the template does not do
             try:
-                extension = self._after_anchor(covered + added, len(added), True, None)
-                self._verify(covered + added, len(added), extension, add_generation_prompt=True, tools=None)
+                self._after(covered, added, checked=True)
             except TemplateError:
                 rewritten.append(case)
         if rewritten:
@@ -254,7 +256,7 @@ class Renderer:
 
     def _begun(self, content: str | None) -> list[int]:
         """Ids of an unfinished message behind a generation prompt."""
-        return self.codec.encode([self.codec.escape(content)])[0] if content else []
+        return self.codec.encode([self.codec.open_answer(content)])[0] if content else []
 
     def _extension(
         self, chat: Chat, num_new: int, num_ids: int, add_generation_prompt: bool, tools: Tools | None
@@ -269,56 +271,64 @@ class Renderer:
                 )
             [text] = self.codec.render([chat], add_generation_prompt=add_generation_prompt, tools=tools)
             return _Extension(text, 0, False)
-        extension = self._after_anchor(chat, num_new, add_generation_prompt, tools)
-        signature = (_signature(chat, covered), add_generation_prompt, tools is not None)
-        if signature not in self._verified:
-            self._verify(chat, num_new, extension, add_generation_prompt=add_generation_prompt, tools=tools)
-            if len(self._verified) >= _MAX_SIGNATURES:
-                self._verified.clear()
-            self._verified.add(signature)
-        return extension
+        options = {"add_generation_prompt": add_generation_prompt, "tools": tools}
+        if self._anchor_suffices(chat, covered, **options):
+            return self._after(_anchor(chat, covered), chat[covered:], **options)
+        return self._after(chat[:covered], chat[covered:], checked=True, **options)
 
-    def _after_anchor(self, chat: Chat, num_new: int, add_generation_prompt: bool, tools: Tools | None) -> _Extension:
-        covered = len(chat) - num_new
-        anchor = _anchor(chat, covered)
-        [before] = self.codec.render([anchor], tools=tools)
-        [after] = self.codec.render(
-            [[*anchor, *chat[covered:]]], add_generation_prompt=add_generation_prompt, tools=tools
-        )
-        after_assistant = chat[covered - 1]["role"] == "assistant"
-        cut = self._cut(before, after_assistant)
-        if not after.startswith(before[:cut]):
-            raise RewriteError(self._rewrites(before, after, chat, covered))
+    def _anchor_suffices(self, chat: Chat, covered: int, add_generation_prompt: bool, tools: Tools | None) -> bool:
+        """Whether new messages are written after a short stand-in for what came before as in the whole conversation.
+
+        Found out once per shape of a conversation, with another text in each message. A template that reads texts can
+        tell more apart than shapes.
+        """
+        if self._reads_contents:
+            return False
+        shape = (conversation_shape(chat), covered, add_generation_prompt, repr(tools))
+        known = self._anchored.get(shape)
+        if known is None:
+            probe = stand_ins(chat)
+            context, new = probe[:covered], probe[covered:]
+            options = {"add_generation_prompt": add_generation_prompt, "tools": tools}
+            try:
+                whole = self._after(context, new, checked=True, **options)
+                known = whole == self._after(_anchor(context, covered), new, **options)
+            except TemplateError:  # RewriteError too: told of the conversation itself, not of its stand-in
+                known = False
+            if len(self._anchored) >= _MAX_SHAPES:
+                self._anchored.clear()
+            self._anchored[shape] = known
+        return known
+
+    def _after(
+        self,
+        context: Chat,
+        new: Chat,
+        *,
+        checked: bool = False,
+        add_generation_prompt: bool = True,
+        tools: Tools | None = None,
+    ) -> _Extension:
+        """What is written after a conversation when messages follow. Raises RewriteError if that changes its text.
+
+        With ``checked`` also if it changes the prompt that the last answer was drawn after.
+        """
+        chat = [*context, *new]
+        [before] = self.codec.render([context], tools=tools)
+        [after] = self.codec.render([chat], add_generation_prompt=add_generation_prompt, tools=tools)
+        after_assistant = context[-1]["role"] == "assistant"
+        cut = self._cut(before, after_assistant)  # what follows the end of turn belongs to the next message
+        prefixes = [before[:cut]]
+        if checked and after_assistant and len(context) > 1:
+            prefixes += self.codec.render([context[:-1]], add_generation_prompt=True, tools=tools)
+        for prefix in prefixes:
+            if not after.startswith(prefix):
+                raise RewriteError(self._rewrites(prefix, after, chat, len(context)))
         if after_assistant and self.codec.end_is_control:
             # Encoded with the control token in front, so the tokenizer sees the boundary that the whole text has.
             usual_end = before[:cut].endswith(self.codec.end_of_turn)
             return _Extension(self.codec.end_of_turn + after[cut:], len(self.end_of_turn_ids), True, usual_end)
         return _Extension(after[cut:], 0, after_assistant)
-
-    def _verify(
-        self, chat: Chat, num_new: int, extension: _Extension, *, add_generation_prompt: bool, tools: Tools | None
-    ) -> None:
-        """Compares the stand-in's extension with full renders of the conversation. Raises RewriteError."""
-        covered = len(chat) - num_new
-        before = self.codec.render([chat[:covered]], tools=tools)[0]
-        after = self.codec.render([chat], add_generation_prompt=add_generation_prompt, tools=tools)[0]
-        after_assistant = chat[covered - 1]["role"] == "assistant"
-        cut = self._cut(before, after_assistant)  # what follows the end of turn belongs to the next message
-        prefixes = [before[:cut]]
-        if after_assistant and covered > 1:  # what the engine saw when it wrote the last answer
-            prefixes.append(self.codec.render([chat[: covered - 1]], add_generation_prompt=True, tools=tools)[0])
-        for prefix in prefixes:
-            if not after.startswith(prefix):
-                raise RewriteError(self._rewrites(prefix, after, chat, covered))
-        expected = after[cut:]
-        if extension.after_assistant and self.codec.end_is_control:
-            expected = self.codec.end_of_turn + expected
-        if extension.text != expected:
-            raise RewriteError(
-                "Renderer.extend: what new messages add must not depend on the messages before the last turn: template "
-                f"{self.template.name!r} writes {expected[:80]!r} in the whole conversation and "
-                f"{extension.text[:80]!r} after its last turn alone; start a new stream with prompt_ids."
-            )
 
     def _cut(self, text: str, after_assistant: bool) -> int:
         """Where the stream of a rendered conversation ends: after the end-of-turn text if an assistant spoke last."""
@@ -338,6 +348,8 @@ class Renderer:
     def _missing_end(self, stream: Tensor) -> list[int]:
         """The end-of-turn ids that the stream does not end with."""
         end = self.end_of_turn_ids
+        if self.codec.end_is_control and len(stream) and stream[-1].item() == end[-1]:
+            return []  # the turn has its control token, with or without the text that the template puts before it
         tail = stream[-len(end) :].tolist() if end else []
         for present in range(len(end), 0, -1):
             if tail[-present:] == end[:present]:
@@ -360,29 +372,13 @@ class _Extension:
     usual_end: bool = True  # False: the turn before has an end of its own, as a call of gpt-oss has
 
 
-def _anchor(chat: Chat, covered: int) -> list[Message]:
-    """A short conversation whose end is the end of the covered one: system prompt, a question, the last turn."""
+def _anchor(chat: Chat, covered: int) -> Chat:
+    """A short conversation whose end is the end of the covered one: its first message, a question, the last turn."""
     last = next((index for index in range(covered - 1, -1, -1) if chat[index]["role"] == "assistant"), None)
-    if last is None:
-        return list(chat[:covered])
-    system = [chat[0]] if chat[0]["role"] == "system" and last > 0 else []
-    question = [{"role": "user", "content": "question"}] if last > len(system) else []
-    return [*system, *question, *chat[last:covered]]
-
-
-def _signature(chat: Chat, covered: int) -> tuple[Any, ...]:
-    """What a template can tell apart in the last turn and the new messages, and whether a past turn holds thinking."""
-    last = next((index for index in range(covered - 1, -1, -1) if chat[index]["role"] == "assistant"), 0)
-    thinks = False
-    for message in reversed(chat[:covered]):
-        if message["role"] == "user":
-            break
-        content = message.get("content")
-        thinks |= "reasoning_content" in message or (isinstance(content, str) and "</think>" in content)
-    shape = tuple(
-        (message["role"], *(key for key in message if key not in ("role", "content"))) for message in chat[last:]
-    )
-    return chat[0]["role"] == "system", bool(chat[0].get("tools")), last == 0, covered - last, thinks, shape
+    if last is None or last < 2:
+        return chat[:covered]
+    question = [] if chat[0]["role"] == "user" else [{"role": "user", "content": "question"}]
+    return [chat[0], *question, *chat[last:covered]]
 
 
 def _chat_key(chat: Chat) -> Any:

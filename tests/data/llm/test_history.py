@@ -250,7 +250,7 @@ def test_ids_of_an_open_last_message_end_with_its_content():
     options = {"tokenizer": tokenizer, "add_generation_prompt": False, "continue_final_message": True}
     [ids] = History.from_chats([[user("a <|im_end|>"), assistant("c")]]).apply_chat_template(tokenize=True, **options)
     assert tokenizer.decode(ids).endswith("<|im_end|><|im_end|>\n<|im_start|>assistant\nc")
-    assert ids.count(tokenizer.eos_token_id) == 1  # the one that was spelled in the message is plain text
+    assert (ids == tokenizer.eos_token_id).sum() == 1  # the one that was spelled in the message is plain text
     row = History.from_messages(CHATS[1]).apply_chat_template(return_dict=True, **options)
     assert tokenizer.decode(row["input_ids"]).endswith("assistant\nc")
     with pytest.raises(ConfigError, match="continue_final_message must come without"):
@@ -341,7 +341,14 @@ def test_text_without_a_message_is_refused():
 
 @pytest.mark.parametrize(
     "chats",
-    [[user("a")], ["hello"], [[user("a"), "hello"]], [[{"content": "a"}]], user("a"), [{"messages": [user("a")]}]],
+    [
+        [user("a"), [user("b")]],
+        ["hello"],
+        [[user("a"), "hello"]],
+        [[{"content": "a"}]],
+        user("a"),
+        [{"messages": [user("a")]}],
+    ],
 )
 def test_what_is_no_list_of_messages_is_named(chats):
     """Regression: "dictionary update sequence element #0 has length 1", or a KeyError much later."""
@@ -408,6 +415,36 @@ def test_a_misspelt_argument_is_refused_instead_of_handed_to_the_template(tokeni
         history.apply_chat_template(tokenizer=tokenizer, tokenize=True, truncation=True, max_length=5)
     thoughtless = history.apply_chat_template(tokenizer=tokenizer, tokenize=False, enable_thinking=False)
     assert thoughtless[0].endswith("<think>\n\n</think>\n\n")
+
+
+def test_ids_are_tensors_of_one_conversation_and_of_several():
+    tokenizer = tiny_tokenizer()
+    expected = [tokenizer.apply_chat_template(c, add_generation_prompt=True)["input_ids"] for c in CHATS]
+    history = History.from_chats(CHATS)
+    for options in ({}, {"return_tensors": "pt"}):
+        one = history[0].apply_chat_template(tokenizer=tokenizer, tokenize=True, **options)
+        assert (one.dtype, one.tolist()) == (torch.int64, expected[0])
+        rows = history.apply_chat_template(tokenizer=tokenizer, tokenize=True, **options)
+        assert [row.tolist() for row in rows] == expected
+
+
+def test_from_chats_takes_one_conversation_too():
+    [chat, *_] = CHATS
+    history = History.from_chats(chat)
+    assert history.shape == (len(chat),)
+    assert history.to_chats() == chat
+    assert History.from_chats([chat]).shape == (1, len(chat))
+
+
+@pytest.mark.parametrize("method", ["append", "extend"])
+def test_messages_that_do_not_fit_are_a_runtime_error_too(method):
+    message, history = History(role="user", content="a"), History.from_chats(CHATS)
+    for grown, new in ((message, message), (history, message), (history, History.from_chats([[user("a")]] * 3))):
+        with pytest.raises(RuntimeError) as caught:
+            getattr(grown, method)(new, dim=-1)
+        assert isinstance(caught.value, ShapeError)
+    with pytest.raises(RuntimeError, match="a row for each of 2 conversations"):
+        history.append(History(role=["user"] * 3, content="a"))
 
 
 def test_padding_needs_a_pad_token():

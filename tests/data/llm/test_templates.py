@@ -68,6 +68,20 @@ def test_registered_template_is_found_by_keyword_and_reads_back():
     assert History.from_text(text, chat_template_name="bracket").to_chats() == chat
 
 
+def test_registered_template_is_taken_by_keyword_where_the_tokenizer_has_one_of_its_own():
+    tokenizer = tiny_tokenizer()
+    tokenizer.name_or_path = "org/My-Bracket-7b"
+    add_chat_template("bracket", TEMPLATE)
+    assert find_template(tokenizer).jinja == tokenizer.chat_template  # no keyword, and so no model that it is for
+    add_chat_template("bracket 2", TEMPLATE + " ", model_family_keywords=["bracket"])
+    assert find_template(tokenizer).name == "bracket 2"
+    assert find_template(tokenizer, template=tokenizer.chat_template).jinja == tokenizer.chat_template
+    text = History.from_chats([{"role": "user", "content": "Hi"}]).apply_chat_template(tokenizer=tokenizer)
+    assert text.startswith("[user]Hi</s>")
+    tokenizer.name_or_path = "org/other"
+    assert find_template(tokenizer).jinja == tokenizer.chat_template
+
+
 def test_same_template_twice_is_fine_another_under_its_name_is_not():
     add_chat_template("bracket", TEMPLATE)
     add_chat_template("bracket", TEMPLATE)

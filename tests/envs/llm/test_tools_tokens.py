@@ -262,6 +262,31 @@ def test_a_policy_that_leaves_text_alone_is_continued_in_text(tokenizer):
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_a_template_that_numbers_the_rounds_is_written_as_it_is_or_refused(mode, tokenizer):
+    """Text and tokens mode have no messages to compare with; the second turn is the first that differs."""
+    numbered = tokenizer.chat_template.replace(
+        "'\\n<tool_response>\\n'", "'\\n<tool_response>\\n' ~ loop.index0 ~ ': '"
+    )
+    assert numbered != tokenizer.chat_template
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = numbered
+    policy = policy_of(tokenizer, [CALL] * 3 + ["Done."], mode)
+    env = make_env(tokenizer, mode)
+    if mode != "history":
+        with pytest.raises(TemplateError, match="use input_mode='history'"):
+            env.rollout(9, policy, tensordict=queries("Say it."))
+        return
+    batch = env.rollout(9, policy, tensordict=queries("Say it."))
+    for turn in range(4):
+        chat = batch[0, turn]["history"].prompt.to_chats()
+        expected = tokenizer.apply_chat_template(
+            chat, tools=env.transform[0].runner.schemas(), add_generation_prompt=True, tokenize=False
+        )
+        assert tokenizer.decode(policy.engine.prompts[turn]) == expected
+    assert "<tool_response>\n7: " in expected
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_the_work_of_a_turn_does_not_grow_with_the_conversation(mode, tokenizer, monkeypatch):
     """Counted: characters that are parsed, and characters of the texts that are rendered and tokenised."""
     parsed, encoded = [], []

@@ -15,6 +15,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from llmrl.data.llm.chat import History
+from llmrl.errors import RewriteError, TemplateError
 from llmrl.modules.llm.policies.containers import ChatHistory, LogProbs, Masks, Text, Tokens, decode_rows, is_ragged
 from llmrl.modules.llm.policies.modes import unpadded_rows
 from llmrl.modules.llm.rendering import Renderer
@@ -25,7 +26,10 @@ Message = dict[str, Any]
 
 # What a delta is rendered after. The ids that it continues are the conversation's own, whatever these words are.
 _ANSWERS = "assistant"
-_STAND_IN = ({"role": "user", "content": "question"}, {"role": _ANSWERS, "content": "answer"})
+_SYSTEM, _QUESTION, _ANSWER = (
+    {"role": role, "content": words} for role, words in (("system", "rule"), ("user", "question"), (_ANSWERS, "answer"))
+)
+_UNKNOWN_TURNS = 3
 
 
 def append_messages(
@@ -42,6 +46,8 @@ def append_messages(
     Writes  (view, "prompt"); in text and tokens mode the ids of the delta, its generation prompt included, behind
             ("tokens", "prompt"), False and 0 behind the mask and the log-probs, and ("tokens", "covered"). Padded
             containers become ragged
+    Raises  TemplateError where the template writes new messages as the conversation before them has it (numbers its
+            rounds), which in text and tokens mode is not there as messages
     """
     if view == "history":
         prompt = next_td.get("history").prompt
@@ -53,9 +59,9 @@ def append_messages(
     texts = next_td.get("text").rows("prompt") if view == "text" else None
     rows = [row for row, new in enumerate(messages) if new]
     ends = [stream.ids[row] if stream is not None else _end_of(texts[row], renderer) for row in rows]
-    question, answer = _STAND_IN
-    chats = [[question, {**answer, **(said or {}).get(row, {})}, *messages[row]] for row in rows]
-    deltas = dict(zip(rows, renderer.extend(ends, chats, [len(messages[row]) for row in rows]), strict=True))
+    answers = [{**_ANSWER, **(said or {}).get(row, {})} for row in rows]
+    turns = [_UNKNOWN_TURNS if stream is None else stream.turns(row) for row in rows]
+    deltas = dict(zip(rows, _deltas(renderer, ends, answers, [messages[row] for row in rows], turns), strict=True))
     covered = None
     if texts is not None:
         added = dict(zip(rows, decode_rows(renderer.tokenizer, [d.tolist() for d in deltas.values()]), strict=True))
@@ -64,6 +70,47 @@ def append_messages(
         next_td.set("text", Text.from_rows({"prompt": texts}, next_td.batch_size))
     if stream is not None:
         stream.write(next_td, deltas, covered)
+
+
+def _deltas(
+    renderer: Renderer,
+    ends: Sequence[Tensor],
+    answers: Sequence[Message],
+    messages: Sequence[Sequence[Message]],
+    turns: Sequence[int],
+) -> list[Tensor]:
+    """What the messages add after a stand-in for the conversation, the same after all that it may have been."""
+    rows = list(zip(answers, messages, turns, strict=True))
+    pasts = [
+        [[_QUESTION, answer] for answer, _, _ in rows],
+        [[_SYSTEM, _QUESTION, answer] for answer, _, _ in rows],
+        [[_QUESTION, *[answer, _QUESTION] * (num - 1), answer] for answer, _, num in rows],
+        [[_QUESTION, *[answer, *map(_closed, new)] * (num - 1), answer] for answer, new, num in rows],
+    ]
+    found: list[Tensor] | None = None
+    for past in pasts:
+        chats = [[*before, *new] for before, new in zip(past, messages, strict=True)]
+        try:
+            deltas = renderer.extend(ends, chats, [len(new) for new in messages])
+        except RewriteError:
+            raise
+        except TemplateError:
+            if found is None:
+                raise
+            continue  # a conversation that the template does not do
+        found = deltas if found is None else found
+        if not all(map(torch.equal, deltas, found)):
+            raise TemplateError(
+                "append_messages: in text and tokens mode a template must write new messages whatever came before: "
+                f"template {renderer.template.name!r} writes them in another way after {turns[0]} turns or a system "
+                "message; use input_mode='history'."
+            )
+    return found or []
+
+
+def _closed(message: Message) -> Message:
+    """The message, finished: an answer that is left open is one for the policy to go on with."""
+    return {key: value for key, value in message.items() if key != "is_complete"}
 
 
 def restate_answers(next_td: TensorDictBase, said: Mapping[int, Message]) -> None:
@@ -97,6 +144,13 @@ class _Stream:
         self.covered = rows("tokens", "covered")
         self.mask = rows("masks", "prompt_assistant_mask")
         self.log_probs = {field: rows("log_probs", field) for field in ("prompt", "plain")}
+
+    def turns(self, row: int) -> int:
+        """How many answers the stream of a row holds."""
+        if self.mask is None:
+            return _UNKNOWN_TURNS
+        mask = self.mask[row].int()
+        return max(1, int((mask.diff(prepend=mask.new_zeros(1)) == 1).sum()))
 
     def write(self, td: TensorDictBase, deltas: dict[int, Tensor], covered: list[Tensor] | None) -> None:
         lengths = [len(deltas.get(row, ())) for row in range(len(self.ids))]

@@ -176,6 +176,7 @@ class HistoryMode(Mode):
     def _message(self, content: str, reason: StopReason, chat: list[dict[str, Any]]) -> dict[str, Any]:
         """An answer as a message: what the template would write as it was drawn, in a later turn."""
         answer = self.renderer.template.answer
+        content = self.renderer.codec.content_of(content, begins=not is_open(chat), ends=reason is StopReason.EOS)
         fields = {"content": content} if answer is None or is_open(chat) else answer(content)
         return {"role": self.role, **fields} | ({} if reason.natural else {"is_complete": False})
 

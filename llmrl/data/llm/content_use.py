@@ -1,0 +1,251 @@
+"""Whether a template reads what messages say or only writes it, and conversations reduced to what it can tell apart.
+
+A template that only writes contents treats all conversations of one shape alike: what was found for stand-ins holds for
+each of them. The check is static and errs on one side: what it does not know counts as reading.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from jinja2 import Environment, nodes
+from jinja2 import TemplateError as JinjaError
+
+from llmrl.data.llm.templates import Message
+
+__all__ = ["conversation_shape", "reads_contents", "shape_of", "stand_ins"]
+
+_EXACT = ("role", "type", "name", "tools")  # part of a conversation's shape as they are: a template may compare them
+_STRUCTURE = ("tool_calls", "function")  # hold more of the message rather than text
+_TYPE_TESTS = ("string", "none", "defined", "undefined", "mapping", "iterable", "sequence", "boolean", "number")
+_TYPE_TESTS += ("true", "false", "integer", "float")
+_WRITING_FILTERS = ("trim", "string", "tojson", "safe", "default", "d")
+_GENERATION_TAGS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
+_STAND_IN = "\U00100000"  # private-use plane B
+
+_NOTHING, _PARTS, _TEXT = range(3)  # what of the messages a value holds: nothing, messages or calls, strings in them
+
+
+def shape_of(value: Any, key: str = "") -> Any:
+    """What a template that does not read contents can tell apart: types, keys, roles, names, which texts are empty."""
+    if isinstance(value, str):
+        return value if key in (*_EXACT, *_STRUCTURE) or not value or value.isspace() else None
+    if key in _EXACT:
+        return repr(value)
+    if isinstance(value, Mapping):
+        return tuple([(name, shape_of(item, name)) for name, item in value.items()])
+    if isinstance(value, (list, tuple)):
+        return (list, *[shape_of(item, key) for item in value])
+    return type(value), value if value is None or isinstance(value, (bool, int, float)) else object()
+
+
+def conversation_shape(chat: Sequence[Message]) -> Any:
+    """The shapes of a conversation's messages; quick for those that are a role and a text, as nearly all are."""
+    shapes: list[Any] = []
+    for message in chat:
+        role, text = message.get("role"), message.get("content")
+        if len(message) == 2 and type(role) is type(text) is str:
+            shapes.append((role, text if not text or text.isspace() else None))
+        else:
+            shapes.append(shape_of(message))
+    return tuple(shapes)
+
+
+def stand_ins(chat: Sequence[Message]) -> list[Message]:
+    """A conversation of the same shape in which every text is another one, with white space around it."""
+    numbers = itertools.count()
+
+    def replaced(value: Any, key: str = "") -> Any:
+        if key in _EXACT:
+            return value
+        if isinstance(value, str):
+            return value if key in _STRUCTURE or not value or value.isspace() else f" {_STAND_IN}{next(numbers)} "
+        if isinstance(value, Mapping):
+            return {name: replaced(item, name) for name, item in value.items()}
+        return [replaced(item, key) for item in value] if isinstance(value, (list, tuple)) else value
+
+    return [replaced(message) for message in chat]
+
+
+@lru_cache(maxsize=64)
+def reads_contents(jinja: str) -> bool:
+    """Whether what a template writes may depend on more of a conversation than its shape and its texts, unchanged.
+
+    >>> reads_contents("{% for m in messages %}{{ m.role ~ m.content | trim }}{% endfor %}")
+    False
+    >>> reads_contents("{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}")
+    True
+    """
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        tree = environment.parse(_GENERATION_TAGS.sub("", jinja))
+        walk = _Walk({macro.name: macro for macro in tree.find_all(nodes.Macro)})
+        while True:  # a name may be used before the line that says what it holds, in a loop
+            before = dict(walk.names)
+            walk.statements(tree.body)
+            if walk.names == before:
+                return False
+    except (_ReadsError, JinjaError):
+        return True
+
+
+class _ReadsError(Exception):
+    """The template does something that may depend on a text."""
+
+
+class _Walk:
+    """Follows the messages through a template's names; raises _ReadsError where a text is more than written."""
+
+    def __init__(self, macros: Mapping[str, nodes.Macro]) -> None:
+        self.names = {"messages": _PARTS}
+        self._macros = macros
+
+    def statements(self, body: Sequence[nodes.Node]) -> None:
+        for node in body:
+            if isinstance(node, nodes.Output):
+                self._levels(node.nodes)
+            elif isinstance(node, nodes.If):
+                self._level(node.test)
+                self.statements([*node.body, *node.elif_, *node.else_])
+            elif isinstance(node, nodes.For):
+                self._loop(node)
+            elif isinstance(node, nodes.Assign):
+                self._bind(node.target, self._level(node.node))
+            elif isinstance(node, nodes.AssignBlock) and node.filter is None:
+                self._bind(node.target, _TEXT)
+                self.statements(node.body)
+            elif isinstance(node, nodes.Macro):
+                self._levels(node.defaults)
+                self.statements(node.body)
+            elif isinstance(node, nodes.ExprStmt):
+                self._level(node.node)
+            elif not isinstance(node, (nodes.Break, nodes.Continue)):
+                raise _ReadsError
+
+    def _loop(self, node: nodes.For) -> None:
+        if (pairs := _items(node.iter)) is not None:
+            level = _TEXT if self._level(pairs) else _NOTHING
+        elif (level := self._level(node.iter)) == _TEXT:  # letter by letter, if it is a string
+            raise _ReadsError
+        self._bind(node.target, level)
+        self._bind(nodes.Name("loop", "store"), level)
+        if node.test is not None:
+            self._level(node.test)
+        self.statements([*node.body, *node.else_])
+
+    def _bind(self, target: nodes.Node, level: int) -> None:
+        if isinstance(target, nodes.Tuple):
+            for item in target.items:
+                self._bind(item, level)
+        else:  # a name, or the namespace of an attribute
+            self.names[target.name] = max(level, self.names.get(target.name, _NOTHING))
+
+    def _levels(self, expressions: Sequence[nodes.Node]) -> int:
+        return max([self._level(node) for node in expressions], default=_NOTHING)
+
+    def _level(self, node: nodes.Node) -> int:
+        """What of the messages the value of an expression holds."""
+        children = list(node.iter_child_nodes())
+        if isinstance(node, (nodes.Const, nodes.TemplateData)):
+            return _NOTHING
+        if isinstance(node, nodes.Name):
+            return self.names.get(node.name, _NOTHING)
+        if isinstance(node, nodes.Getattr):
+            return self._field(node.node, node.attr)
+        if isinstance(node, nodes.Getitem):
+            return self._item(node)
+        if isinstance(node, nodes.Call):
+            return self._call(node)
+        if isinstance(node, nodes.Filter):
+            return self._filter(node)
+        if isinstance(node, nodes.Compare):
+            return self._compare(node)
+        if isinstance(node, nodes.Test):
+            if self._levels(children) and node.name not in _TYPE_TESTS:
+                raise _ReadsError
+            return _NOTHING
+        if isinstance(node, nodes.Not):
+            self._level(node.node)
+            return _NOTHING
+        if isinstance(node, nodes.CondExpr):
+            self._level(node.test)
+            return self._levels([branch for branch in (node.expr1, node.expr2) if branch is not None])
+        if isinstance(node, (nodes.Concat, nodes.Add)):
+            return _TEXT if self._levels(children) else _NOTHING
+        known = (nodes.Or, nodes.And, nodes.List, nodes.Tuple, nodes.Dict, nodes.Pair, nodes.Keyword)
+        if self._levels(children) and not isinstance(node, known):
+            raise _ReadsError
+        return self._levels(children)
+
+    def _field(self, holder: nodes.Node, name: Any) -> int:
+        level = self._level(holder)
+        if isinstance(holder, nodes.Name) and holder.name == "loop":
+            return level if name in ("previtem", "nextitem") else _NOTHING
+        if not level or name in _EXACT:
+            return _NOTHING
+        return _PARTS if level == _PARTS and name in _STRUCTURE else _TEXT
+
+    def _item(self, node: nodes.Getitem) -> int:
+        if isinstance(node.arg, nodes.Const) and isinstance(node.arg.value, str):
+            return self._field(node.node, node.arg.value)
+        level = self._level(node.node)
+        if level == _TEXT or self._levels(list(node.arg.iter_child_nodes()) or [node.arg]):
+            raise _ReadsError
+        return level
+
+    def _call(self, node: nodes.Call) -> int:
+        given = [*node.args, *node.kwargs]
+        level, called = self._levels(given), node.node
+        if node.dyn_args is not None or node.dyn_kwargs is not None:
+            raise _ReadsError
+        if isinstance(called, nodes.Getattr) and (holder := self._level(called.node)):
+            if called.attr == "get" and given and isinstance(given[0], nodes.Const):
+                return max(self._field(called.node, given[0].value), level)
+            if called.attr != "strip" or given:
+                raise _ReadsError
+            return holder
+        if isinstance(called, nodes.Name) and called.name in self._macros:
+            for parameter in self._macros[called.name].args:
+                self._bind(parameter, level)
+            return _TEXT
+        if level and getattr(called, "name", "") not in ("raise_exception", "namespace"):
+            raise _ReadsError
+        return level
+
+    def _filter(self, node: nodes.Filter) -> int:
+        level, given = self._level(node.node) if node.node else _TEXT, self._levels([*node.args, *node.kwargs])
+        if not level and not given:
+            return _NOTHING
+        if node.name in _WRITING_FILTERS and not (node.name == "trim" and node.args):
+            return _TEXT
+        if level == _PARTS and node.name in ("length", "count"):
+            return _NOTHING
+        if level == _PARTS and node.name in ("first", "last", "list"):
+            return _PARTS
+        raise _ReadsError
+
+    def _compare(self, node: nodes.Compare) -> int:
+        others = [operand.expr for operand in node.ops]
+        level = self._levels([node.expr, *others])
+        if level and len(others) == 1:
+            [operand] = node.ops
+            emptiness = operand.op in ("eq", "ne") and getattr(operand.expr, "value", 0) in (None, "")
+            has_key = operand.op in ("in", "notin") and not self._level(node.expr) and level == _PARTS
+            if emptiness or has_key:
+                return _NOTHING
+        if level:
+            raise _ReadsError
+        return _NOTHING
+
+
+def _items(node: nodes.Node) -> nodes.Node | None:
+    """What an expression takes the key-value pairs of; None where it does something else."""
+    if isinstance(node, nodes.Filter) and node.name == "items":
+        return node.node
+    if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr) and node.node.attr == "items":
+        return node.node.node
+    return None
