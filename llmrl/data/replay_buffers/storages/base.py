@@ -84,6 +84,10 @@ class Storage(ABC):
         rows = self.batch(index)
         return read_entry(type(self).__name__, rows, key)
 
+    def may_have(self, name: str) -> bool:
+        """False if rows have a fixed schema without an entry of this name."""
+        return True
+
     def __len__(self) -> int:
         return self.ring.length
 

@@ -140,6 +140,10 @@ class TensorStorage(Storage):
         column = self._columns[schema.column(type(self).__name__, key)]
         return _select(column, index)
 
+    def may_have(self, name: str) -> bool:
+        schema = self._known_schema()
+        return schema is None or name in schema.names
+
     # --- the grid ---
 
     @property
