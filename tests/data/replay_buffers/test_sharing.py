@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import multiprocessing
 import os
@@ -20,6 +21,7 @@ from llmrl.data.replay_buffers import (
     LazyStackStorage,
     LazyTensorStorage,
     ListStorage,
+    PrioritizedSampler,
     ReplayBuffer,
     TensorDictReplayBuffer,
     TensorStorage,
@@ -157,12 +159,31 @@ def test_a_storage_of_one_process_is_refused_at_the_hand_over(storage):
     buffer.extend(constant(0.0))
     with pytest.raises(RuntimeError, match="LazyMemmapStorage"):
         multiprocessing.get_context("spawn").Process(target=extend_by_ones, args=(buffer,)).start()
-    with pytest.raises(RuntimeError, match="not shared"):
-        pickle.dumps(buffer)
     # fork hands over without asking: the first write says so, and the rows here are what they were
     with pytest.raises(RuntimeError, match=r"share\(\) before the fork"):
         run("fork", extend_by_ones, buffer)
     assert len(buffer) == 10
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
+@pytest.mark.parametrize("storage", [ListStorage, LazyStackStorage, LazyTensorStorage])
+def test_a_copy_of_a_buffer_of_one_process_has_rows_and_draws_of_its_own(storage, copied):
+    sampler = PrioritizedSampler(20, alpha=1.0, beta=1.0)
+    buffer = TensorDictReplayBuffer(storage=storage(20), sampler=sampler, batch_size=3, prefetch=1)
+    buffer.extend(constant(0.0))
+    buffer.sample()
+    other = copied(buffer)
+    assert torch.equal(other.sample()["index"], buffer.sample()["index"])
+    other.extend(constant(1.0))
+    other[0] = TensorDict(a=torch.tensor(7.0))
+    assert (len(buffer), len(other), buffer.writer.cursor, other.writer.cursor) == (10, 20, 10, 0)
+    assert [float(row["a"]) for row in (buffer[0], other[0], other[9], other[19])] == [0.0, 7.0, 0.0, 1.0]
+    lone = copied(buffer.storage)
+    lone.set(0, TensorDict(a=torch.tensor(7.0), index=torch.tensor(0)))
+    assert float(buffer[0]["a"]) == 0.0
+    assert float(lone.get(0)["a"]) == 7.0
+    buffer.close()
+    other.close()
 
 
 def test_what_cannot_be_shared_says_so():
@@ -179,7 +200,7 @@ def test_what_cannot_be_shared_says_so():
         ReplayBuffer(storage=LazyTensorStorage(3), batch_size=1, prefetch=1, shared=True)
     buffer = ReplayBuffer(storage=LazyMemmapStorage(3), batch_size=1, prefetch=1)
     with pytest.raises(RuntimeError, match="prefetch"):
-        pickle.dumps(buffer)
+        multiprocessing.get_context("spawn").Process(target=extend_by_ones, args=(buffer,)).start()
     buffer.close()
 
 

@@ -41,7 +41,13 @@ class TensorDictMaxValueWriter(OneProcess, Writer):
 
     _kept = "ranks"
 
-    def __init__(self, rank_key: str | tuple[str, ...] = ("next", "reward"), reduction: str = "sum") -> None:
+    def __init__(
+        self,
+        rank_key: str | tuple[str, ...] = ("next", "reward"),
+        reduction: str = "sum",
+        *,
+        compilable: bool = False,
+    ) -> None:
         super().__init__()
         self.rank_key = rank_key
         self.reduction = check_reduction(type(self).__name__, reduction)

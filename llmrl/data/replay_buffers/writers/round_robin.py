@@ -12,7 +12,6 @@ from torch import Tensor
 from llmrl.data.replay_buffers.cells import coordinates
 from llmrl.data.replay_buffers.layout import with_entry
 from llmrl.data.replay_buffers.storages import Storage
-from llmrl.data.replay_buffers.storages.base import refuse_compilable
 from llmrl.data.replay_buffers.writers.base import Writer
 
 
@@ -29,10 +28,6 @@ class RoundRobinWriter(Writer):
     >>> storage.get(slice(0, 5)), writer.cursor
     ([10, 11, 7, 8, 9], 2)
     """
-
-    def __init__(self, compilable: bool = False) -> None:
-        refuse_compilable(type(self).__name__, compilable)
-        super().__init__()
 
     def add(self, data: Any) -> int:
         storage = self.storage
