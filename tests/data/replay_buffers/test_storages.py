@@ -538,7 +538,7 @@ def test_a_list_holds_rows_also_of_tuples_and_dicts(make):
     for row in (
         lambda n: (torch.tensor(n), torch.full((2,), n)),
         lambda n: {"a": torch.tensor(n), "b": [torch.full((2,), n)]},
-        lambda n: (TensorDict(a=torch.tensor(n)), {"b": torch.tensor(n)}),
+        lambda n: (TensorDict(a=torch.tensor(n), device="cpu"), {"b": torch.tensor(n)}),
     ):
         buffer = ReplayBuffer(storage=make(5))
         assert buffer.extend([row(n) for n in range(3)]).tolist() == [0, 1, 2]
