@@ -99,21 +99,24 @@ class _Encoder(ABC):
         for key, value in following.items():
             if _is_any(key, self._moved):
                 entries[key] = value
-                moved.append(key)
+                moved.append(list(key))
             elif key not in shifted:
                 entries[("next", *key)] = value
         for key in entries:
             if any(key[:length] in entries for length in range(1, len(key))):
                 raise DataError(f"{type(self).__name__}: {key} of 'next' and of the root would overlap; rename one.")
+        unmarked = int((ends & ~marked).sum())
+        told = done is not None and not unmarked and list(self.done_key[1:]) in moved
         notes = {
             "shape": list(td.batch_size),
+            "ends": list(self.done_key[1:]) if told else [ENDS],  # the entry that marks them
             "shifted": [list(key) for key in shifted],
-            "moved": [list(key) for key in moved],
+            "moved": moved,
             "zero_root": zeros,
             "containers": _containers(td, td.batch_dims),
             "kept_twice": [list(key) for key in plain],
             "trajectories": int(ends.sum()),
-            "ends_without_done": int((ends & ~marked).sum()),
+            "ends_without_done": unmarked,
         }
         return entries, ends, notes
 
@@ -129,7 +132,7 @@ class _Encoder(ABC):
             value = td.get(key)
             if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_nested:
                 raise DataError(f"{who}: every entry must be a dense tensor: got {key} of type {type(value).__name__}.")
-        own = {INFO, ROOT, ENDS, self.shift_key, self.is_full_key} & set(td.keys())
+        own = {INFO, ROOT, ENDS, self.shift_key, self.is_full_key} & {*td.keys(), *td.get("next").keys()}
         if own:
             raise DataError(f"{who}: the codec uses these names itself: got rows with entries {sorted(own)}; rename.")
 
@@ -163,7 +166,7 @@ class TED2Flat(_Encoder):
 
     def __call__(self, td: TensorDict, *, shift: int = 0, is_full: bool = False) -> TensorDict:
         entries, ends, notes = self._encode(td, shift, is_full)
-        if notes["ends_without_done"] or self.done_key[1:] not in entries:
+        if notes["ends"] == [ENDS]:
             entries[(ENDS,)] = ends
         out = TensorDict(batch_size=[], device=td.device)
         for key, value in entries.items():
@@ -243,9 +246,10 @@ class Flat2TED:
         return _decode(entries, ends, notes, shift, td.device)
 
     def _ends_of(self, entries: dict[Key, Tensor], notes: dict[str, Any] | None) -> Tensor:
-        done = entries.get(self.done_key)
+        key = tuple(notes["ends"]) if notes and "ends" in notes else self.done_key
+        done = entries.get(key)
         if done is None:
-            raise DataError(f"Flat2TED: {self.done_key} must mark the ends: got only {sorted(entries)}; set done_key.")
+            raise DataError(f"Flat2TED: {key} must mark the ends: got only {sorted(entries)}; set done_key.")
         done = done.to(torch.bool).reshape(-1)
         return done | _Grid(notes["shape"] if notes else [done.numel()], 0, done.device).last()
 

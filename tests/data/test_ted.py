@@ -196,6 +196,22 @@ def test_done_flags_of_several_agents_do_not_mark_ends_and_come_back():
         assert_same(decode(encode(rows)), rows)
 
 
+def test_ends_are_kept_where_no_entry_with_one_flag_per_row_marks_them():
+    rows = column([0, 1, 2, 3], [1, 2, 3, 4])  # one trajectory: nothing ends but the last row
+    several = rows.clone()
+    several["next", "done"] = torch.ones(4, 2, dtype=torch.bool)
+    several["done"] = torch.zeros(4, 2, dtype=torch.bool)
+    for encode, decode in PAIRS.values():
+        assert_same(decode(encode(several)), several)
+    for name in ("done", "other"):  # ends marked by an entry that is an observation, or has another name
+        renamed = rows.clone()
+        renamed["next", name] = torch.tensor([[False], [True], [False], [True]])
+        renamed[name] = renamed["next", name].roll(1, 0)
+        for names in (["other"], ["terminated"]):
+            codec = TED2Flat(done_key=("next", name), done_keys=names)
+            assert_same(Flat2TED()(codec(renamed)), renamed)
+
+
 def test_root_flags_that_are_all_false_take_no_space_and_others_are_kept():
     rows = column([0, 1, 2], [1, 2, 3], [False, True, True])
     assert ("_root", "done") not in TED2Flat()(rows).keys(True)

@@ -64,6 +64,8 @@ class ReplayBuffer(BufferParts):
     from. ``state_dict`` holds everything including the generator's state and the place in the current pass: a buffer
     that loads it goes on with the same batches.
 
+    ``add``, ``extend`` and ``sample`` run eagerly inside of compiled functions, whatever ``compilable`` says.
+
     >>> from tensordict import TensorDict
     >>> from llmrl.data.replay_buffers import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
     >>> buffer = ReplayBuffer(storage=LazyTensorStorage(10), sampler=SamplerWithoutReplacement(), batch_size=4)
@@ -78,6 +80,7 @@ class ReplayBuffer(BufferParts):
     def __len__(self) -> int:
         return len(self._storage)
 
+    @torch.compiler.disable
     def add(self, data: Any) -> int | Tensor:
         """Writes one row; on a grid, one time step of all its streams.
 
@@ -98,6 +101,7 @@ class ReplayBuffer(BufferParts):
                 self._sampler.add(index)
             return index
 
+    @torch.compiler.disable
     def extend(self, data: Any) -> Tensor:
         """Writes a batch of rows: a list holds rows one by one, in anything else dimension ``dim_extend`` counts rows.
 
@@ -130,7 +134,7 @@ class ReplayBuffer(BufferParts):
             positions = torch.arange(where.start, where.stop) if isinstance(where, slice) else where
             data = self._writer.as_stored(data, positions)
             self._rewind()
-            self._storage.set(where, data)
+            self._storage.set(where, data, set_cursor=False)
             self._sampler.mark_update(positions)
 
     def empty(self, empty_write_count: bool = True) -> None:
@@ -177,6 +181,7 @@ class ReplayBuffer(BufferParts):
 
     # --- reads ---
 
+    @torch.compiler.disable
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
         """The next batch, or ``(batch, info)`` where ``info["index"]`` is the position of every row, int64[N].
 
@@ -190,7 +195,7 @@ class ReplayBuffer(BufferParts):
         if self._batch_size is not None and size != self._batch_size:
             warnings.warn(
                 f"ReplayBuffer: sample({size}) overrules the batch_size={self._batch_size} of the constructor.",
-                stacklevel=2,
+                stacklevel=3,
             )
         data, info, _ = self._next(size)
         return (data, info) if return_info else data

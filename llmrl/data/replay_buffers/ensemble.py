@@ -26,7 +26,7 @@ from llmrl.data.replay_buffers.ensemble_parts import (
 from llmrl.data.replay_buffers.samplers import Sampler
 from llmrl.data.replay_buffers.saving import check_transforms
 from llmrl.data.replay_buffers.stages import load_transform, transform_state
-from llmrl.data.replay_buffers.tensordict import TensorDictReplayBuffer
+from llmrl.data.replay_buffers.tensordict import TensorDictReplayBuffer, with_info
 
 __all__ = ["ReplayBufferEnsemble"]
 
@@ -46,7 +46,7 @@ class ReplayBufferEnsemble(ReplayBuffer):
     the draw. ``collate_fn=torch.stack`` makes it dense where transforms have made the rows equal.
 
     ``info`` is a tensordict; ``info["index", "buffer_ids"]`` and ``info["index", "index"]`` say where each row is from,
-    and so does the entry ``"index"`` of rows of a ``TensorDictReplayBuffer``. ``update_priority`` takes such an index.
+    and so does the entry ``"index"`` of a batch of tensordicts. ``update_priority`` takes such an index.
 
     ``ensemble[i]`` is a member, ``ensemble[1:]`` an ensemble of some of them, ``ensemble[:]`` the ensemble itself, and
     ``ensemble[:, :3]`` are rows of every member; ``len`` counts members. Rows are written to members: ``ensemble[i]``.
@@ -199,8 +199,11 @@ class ReplayBufferEnsemble(ReplayBuffer):
         parts = []
         for number, (rows, member_info) in raw:
             member = self._members[number]
-            data = member._finish(rows, member_info)
-            if isinstance(member, TensorDictReplayBuffer) and isinstance(index := data.get("index", None), Tensor):
+            data = member._with_info(member._collate(rows), member_info)
+            if isinstance(data, TensorDictBase):
+                data = with_info(data, {"index": member_info["index"]})
+            data = member._transform(data)
+            if isinstance(data, TensorDictBase) and isinstance(index := data.get("index", None), Tensor):
                 data.set("index", index_of(number, member._storage, index, data.device))
             parts.append(data)
         return self._transform(self._joined(parts, self._dense() and self._equal_samplers()))

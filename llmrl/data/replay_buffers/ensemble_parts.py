@@ -85,6 +85,9 @@ class StorageEnsemble(Storage):
         ]
         return join(parts, same_schema(self.storages))
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)  # the members have the locks
+
     set, count, empty = refused("set"), refused("count"), refused("empty")
 
     @property

@@ -6,6 +6,7 @@ What is done with them is ``buffer.py``'s business.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from multiprocessing.context import get_spawning_popen
 from typing import Any, Self
 
 import torch
@@ -15,7 +16,6 @@ from llmrl.data.replay_buffers.prefetch import Prefetcher
 from llmrl.data.replay_buffers.samplers import RandomSampler, Sampler
 from llmrl.data.replay_buffers.stages import Stage, as_stage
 from llmrl.data.replay_buffers.storages import ListStorage, Storage
-from llmrl.data.replay_buffers.storages.base import refuse_compilable
 from llmrl.data.replay_buffers.writers import RoundRobinWriter, Writer
 
 
@@ -58,7 +58,6 @@ class BufferParts:
             raise ValueError(f"ReplayBuffer: dim_extend counts from the first dimension: got {dim_extend}.")
         if pin_memory and not torch.accelerator.is_available():
             raise ValueError("ReplayBuffer: pin_memory prepares copies to an accelerator: this machine has none.")
-        refuse_compilable("ReplayBuffer", compilable)
         self._given = (storage, sampler, writer, checkpointer, generator, shared)
         self._collate_fn = collate_fn
         self._pin_memory = pin_memory
@@ -193,7 +192,10 @@ class BufferParts:
 
     def __getstate__(self) -> dict[str, Any]:
         if self._prefetcher is not None:
-            raise RuntimeError("ReplayBuffer: a buffer with prefetch stays in its process: got one to be pickled.")
+            if get_spawning_popen() is not None:
+                raise RuntimeError("ReplayBuffer: a buffer with prefetch stays in its process: got a hand-over.")
+            with self._storage.lock:
+                self._rewind()
         return {**self.__dict__, "_iterator": None}
 
     def _rewind(self) -> None:

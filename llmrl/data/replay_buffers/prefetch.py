@@ -36,6 +36,9 @@ class Prefetcher:
         self._pool = ThreadPoolExecutor(max_workers=depth, thread_name_prefix="replay-buffer-prefetch")
         self._queue: deque[_Waiting] = deque()
 
+    def __reduce__(self) -> Any:
+        return Prefetcher, (self.depth, self.timeout_s)  # a copy has threads of its own, and nothing waits there
+
     def fill(
         self,
         draw: Callable[[], tuple[Any, dict[str, Any], bool]],

@@ -1,24 +1,35 @@
-"""A lock that processes share by the name of a file, and that the death of its holder releases."""
+"""A fair lock that processes share by the name of a file, and that the death of its holder releases."""
 
 from __future__ import annotations
 
 import os
+import struct
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from llmrl.errors import DeadlineError
 
+_FLOCK = struct.Struct("hhqqixxxx")  # struct flock: type, whence, start, length, pid
+_GATE = 1 << 62  # the byte that is locked while a ticket is taken
+_NUMBERS = 512  # process ids that the file has room for
+
 
 class ProcessLock:
     """Excludes the threads of all processes that were given the lock; may be entered again by the thread inside.
 
     A pickled lock and one that a forked process inherited are the same lock; as long as there is none, it is one of
-    threads, and the file ``path`` is left alone. The operating system lets go of the file when its holder ends, however
-    it ends. Waiting longer than ``timeout_s`` raises ``DeadlineError``.
+    threads, and the file ``path`` is left alone. Processes enter in the order in which they came. The operating system
+    takes a process that ends out of the queue, however it ends. Waiting longer than ``timeout_s`` raises
+    ``DeadlineError``, which names a process that is in the way.
+
+    The queue: who comes takes the next number, which the file holds, and locks the byte of that number. It is its turn
+    once no byte before is locked. Record locks belong to the open file, so two locks of one process exclude each other.
     """
 
     def __init__(self, path: Path, timeout_s: float = 600.0) -> None:
@@ -34,20 +45,24 @@ class ProcessLock:
         """Opens the file anew in this process: what a parent process opened would be one lock with it."""
         import fcntl  # POSIX only, like shared buffers; the package imports elsewhere too
 
-        if self._file is not None:
-            os.close(self._file)
-        self._flock, self._nonblocking, self._unlock = fcntl.flock, fcntl.LOCK_EX | fcntl.LOCK_NB, fcntl.LOCK_UN
-        self._pid = os.getpid()
+        self._fcntl = fcntl
         self._thread = threading.RLock()
         self._depth = 0
-        self._holds_file = False
+        self._ticket = 0
+        inherited, self._file = self._file, None
+        if inherited is not None:
+            os.close(inherited)
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
-    def __enter__(self) -> ProcessLock:
-        if os.getpid() != self._pid:
+    def _begin_forked(self) -> None:
+        """For a process that was just forked: only the forking thread is there, and the parent has the lock too."""
+        self._alone = False
+        with suppress(FileNotFoundError):  # its owner has ended and removed the folder: the next entry says so
             self._begin()
+
+    def __enter__(self) -> ProcessLock:
         if not self._thread.acquire(timeout=self.timeout_s):
-            raise self._late()
+            raise self._late(f"another thread of this process ({os.getpid()})")
         self._depth += 1
         if self._depth == 1 and not self._alone:
             try:
@@ -59,40 +74,85 @@ class ProcessLock:
         return self
 
     def __exit__(self, *error: object) -> None:
+        if not self._depth:
+            return  # entered before a fork: the parent leaves
         self._depth -= 1
-        if not self._depth and self._holds_file:
-            self._holds_file = False
-            self._flock(self._file, self._unlock)
+        if not self._depth and self._ticket:
+            self._release()
         self._thread.release()
 
     def hand_over(self) -> None:
         """From now on other processes may have the lock, and the file counts. Waits for other threads to leave."""
         if not self._alone:
             return
-        if not self._thread.acquire(timeout=self.timeout_s):
-            raise self._late()
+        left = self._thread.acquire(timeout=self.timeout_s)
         self._alone = False
+        if not left:
+            raise self._late(f"another thread of this process ({os.getpid()})")
         if self._depth:  # this thread is inside
             self._acquire()
         self._thread.release()
 
-    def _acquire(self) -> None:
-        deadline, pause = time.monotonic() + self.timeout_s, 2e-5
-        while True:
-            try:
-                self._flock(self._file, self._nonblocking)
-                self._holds_file = True
-                return
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise self._late() from None
-                time.sleep(pause)
-                pause = min(2 * pause, 1e-3)
+    # --- the queue ---
 
-    def _late(self) -> DeadlineError:
+    def _acquire(self) -> None:
+        if self._file is None:
+            raise RuntimeError(
+                f"ReplayBuffer: a shared buffer lives as long as its owner: {self.path} does not exist any more."
+            )
+        deadline = time.monotonic() + self.timeout_s
+        self._wait(deadline, lambda: self._lock(_GATE))
+        try:
+            ticket = int.from_bytes(os.pread(self._file, 8, 0), "little") + 1
+            self._lock(ticket)
+            os.pwrite(self._file, ticket.to_bytes(8, "little"), 0)
+            os.pwrite(self._file, os.getpid().to_bytes(8, "little"), 8 + ticket % _NUMBERS * 8)
+        finally:
+            self._unlock(_GATE)
+        self._ticket = ticket
+        try:
+            self._wait(deadline, lambda: not self._ahead())
+        except BaseException:
+            self._release()
+            raise
+
+    def _release(self) -> None:
+        self._unlock(self._ticket)
+        self._ticket = 0
+
+    def _wait(self, deadline: float, ready: Callable[[], bool]) -> None:
+        pause = 2e-5
+        while not ready():
+            if time.monotonic() > deadline:
+                ahead = self._ahead() if self._ticket else 0
+                number = int.from_bytes(os.pread(self._file, 8, 8 + ahead % _NUMBERS * 8), "little") if ahead else 0
+                raise self._late(f"process {number}" if number else "another process")
+            time.sleep(pause)
+            pause = min(2 * pause, 5e-4)
+
+    def _lock(self, byte: int) -> bool:
+        try:
+            self._control("F_OFD_SETLK", self._fcntl.F_WRLCK, byte, 1)
+        except BlockingIOError:
+            return False
+        return True
+
+    def _unlock(self, byte: int) -> None:
+        self._control("F_OFD_SETLK", self._fcntl.F_UNLCK, byte, 1)
+
+    def _ahead(self) -> int:
+        """A number before ours that is locked; 0 if there is none."""
+        kind, _, start, _, _ = self._control("F_OFD_GETLK", self._fcntl.F_RDLCK, 0, self._ticket)
+        return 0 if kind == self._fcntl.F_UNLCK else start
+
+    def _control(self, command: str, kind: int, start: int, length: int) -> tuple[int, ...]:
+        what = _FLOCK.pack(kind, os.SEEK_SET, start, length, 0)
+        return _FLOCK.unpack(self._fcntl.fcntl(self._file, getattr(self._fcntl, command), what))
+
+    def _late(self, who: str) -> DeadlineError:
         return DeadlineError(
-            f"ReplayBuffer: the lock {self.path} must become free within {self.timeout_s:g} s: another thread or "
-            "process of this buffer holds it and does not go on."
+            f"ReplayBuffer: the lock {self.path} must become free within {self.timeout_s:g} s: {who} holds it, or is "
+            "next, and does not go on."
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -113,4 +173,7 @@ _locks: weakref.WeakSet[ProcessLock] = weakref.WeakSet()
 
 @cache
 def _mind_forks() -> None:
-    os.register_at_fork(before=lambda: [lock.hand_over() for lock in list(_locks)])
+    os.register_at_fork(
+        before=lambda: [lock.hand_over() for lock in list(_locks)],
+        after_in_child=lambda: [lock._begin_forked() for lock in list(_locks)],
+    )

@@ -63,7 +63,7 @@ class Ring:
         return self._path is not None
 
     def share(self, path: Path) -> None:
-        """Moves the counters into the file ``path``; a pickled ring maps the same file."""
+        """Moves the counters into the file ``path``; a pickled ring maps the same file, or is a copy before."""
         words = _map_words(path, create=True)
         words.copy_(self.words)
         self._map(words)
@@ -79,14 +79,12 @@ class Ring:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._path is None:
-            raise RuntimeError("Ring: only shared counters reach another process: call share() first.")
-        return {"path": self._path}
+        return {"path": self._path, "words": self.words.clone() if self._path is None else None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._pid = os.getpid()
         self._path = state["path"]
-        self._map(_map_words(state["path"], create=False))
+        self._map(state["words"] if self._path is None else _map_words(self._path, create=False))
 
     # --- state ---
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         self.priority_key = priority_key
         super().__init__(**arguments)
 
+    @torch.compiler.disable
     def add(self, data: TensorDictBase) -> int | Tensor:
         """Writes one row, and its priority if it has one; see ``ReplayBuffer.add``."""
         _check(data)
@@ -50,6 +52,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
                 self._set_priorities(torch.tensor([index]) if isinstance(index, int) else index, priority)
             return index
 
+    @torch.compiler.disable
     def extend(self, data: TensorDictBase, *, update_priority: bool = True) -> Tensor:
         """Writes a batch, or a list of rows; with ``update_priority`` also their priorities, if they have them."""
         for part in data if isinstance(data, list) else [data]:
@@ -60,6 +63,19 @@ class TensorDictReplayBuffer(ReplayBuffer):
             if priority is not None:
                 self._set_priorities(index, priority)
             return index
+
+    @torch.compiler.disable
+    def sample(
+        self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None
+    ) -> TensorDictBase | tuple[TensorDictBase, dict[Any, Any]]:
+        """The next batch; ``include_info`` is deprecated, the info is always in it. See ``ReplayBuffer.sample``."""
+        if include_info is not None:
+            warnings.warn(
+                "TensorDictReplayBuffer: include_info is deprecated: the info is always in the batch; leave it out.",
+                DeprecationWarning,
+                stacklevel=3,
+            )
+        return super().sample(batch_size, return_info)
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Gives the rows of a sampled batch new priorities.
@@ -103,17 +119,22 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
     def _with_info(self, data: Any, info: dict[str, Any]) -> Any:
         _check(data)
-        count, dims = data.batch_size[0], data.batch_dims
-        for key, value in info.items():
-            if not isinstance(value, Tensor) or not value.ndim or value.shape[0] != count:
-                continue
-            if dims > 1:
-                after = value.shape[1:] if key == "index" else value.shape[dims:]
-                between = [1] * (dims - 1) if key == "index" else [*value.shape[1:dims], *[1] * (dims - value.ndim)]
-                value = value.reshape(count, *between, *after).expand(*data.batch_size, *after)
-                value = value.clone()
-            set_entry(data, key, value)
-        return data
+        return with_info(data, info)
+
+
+def with_info(data: TensorDictBase, info: dict[Any, Any]) -> TensorDictBase:
+    """The batch with every tensor [N, ...] of the info as an entry, expanded to what rows have inside."""
+    count, dims = data.batch_size[0], data.batch_dims
+    for key, value in info.items():
+        if not isinstance(value, Tensor) or not value.ndim or value.shape[0] != count:
+            continue
+        if dims > 1:
+            after = value.shape[1:] if key == "index" else value.shape[dims:]
+            between = [1] * (dims - 1) if key == "index" else [*value.shape[1:dims], *[1] * (dims - value.ndim)]
+            value = value.reshape(count, *between, *after).expand(*data.batch_size, *after)
+            value = value.clone()
+        set_entry(data, key, value)
+    return data
 
 
 def _check(data: Any) -> None:

@@ -10,8 +10,10 @@ from functools import partial
 import pytest
 import torch
 from tensordict import TensorDict
+from torch._dynamo.testing import CompileCounter
 
 from llmrl.data.replay_buffers import (
+    ImmutableDatasetWriter,
     LazyMemmapStorage,
     LazyStackStorage,
     LazyTensorStorage,
@@ -22,9 +24,11 @@ from llmrl.data.replay_buffers import (
     RemoteTensorDictReplayBuffer,
     ReplayBuffer,
     ReplayBufferEnsemble,
+    RoundRobinWriter,
     SamplerWithoutReplacement,
     SliceSampler,
     SliceSamplerWithoutReplacement,
+    TensorDictMaxValueWriter,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
@@ -153,16 +157,48 @@ def test_one_row_of_a_batch_does_not_keep_the_batch_in_memory():
     assert big._rows[0].leaves[0].untyped_storage().nbytes() == 400
 
 
+def test_a_compiled_function_writes_and_reads_a_buffer_without_being_compiled_again():
+    allocation = TensorDict(a=torch.zeros(8), batch_size=[8])
+    ranked = partial(TensorDictMaxValueWriter, rank_key="a", compilable=True)
+    for storage, writer in (
+        (LazyTensorStorage(8, compilable=True), RoundRobinWriter(compilable=True)),
+        (LazyStackStorage(8, compilable=True), ranked()),
+        (TensorStorage(allocation, filled=False, compilable=True), TensorDictRoundRobinWriter(compilable=True)),
+    ):
+        make = TensorDictReplayBuffer if isinstance(storage, TensorStorage) else ReplayBuffer
+        buffer = make(storage=storage, writer=writer, batch_size=2, compilable=True)
+        counter = CompileCounter()
+
+        @torch.compile(backend=counter)
+        def write_and_read(data, buffer=buffer):
+            data = data + 1
+            buffer.extend(data)
+            buffer.add(data[0])
+            return buffer.sample()["a"] * 2
+
+        frames = []
+        for number in range(4):
+            assert write_and_read(rows(number, number + 1).float()).shape == (2,)
+            frames.append(counter.frame_count)
+        assert frames[1:] == frames[1:2] * 3
+        assert len(buffer) == 8
+    torch.compiler.reset()
+
+
+def test_compilable_is_taken_by_all_parts():
+    for make in (ListStorage, LazyMemmapStorage):
+        assert make(3, compilable=True).max_size == 3
+    assert ReplayBuffer(writer=ImmutableDatasetWriter(compilable=True), compilable=True).write_count == 0
+
+
+def test_include_info_is_taken_with_a_warning():
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(4), batch_size=2)
+    buffer.extend(rows(1, 2))
+    with pytest.warns(DeprecationWarning, match="include_info is deprecated"):
+        assert "index" in buffer.sample(include_info=False)
+
+
 def test_what_a_buffer_cannot_be_is_refused():
-    with pytest.raises(UnsupportedError, match="not traced"):
-        ReplayBuffer(compilable=True)
-    for make in (ListStorage, LazyTensorStorage, LazyMemmapStorage, partial(TensorStorage, torch.zeros(3))):
-        size = () if isinstance(make, partial) else (3,)
-        assert make(*size, compilable=False).max_size == 3
-        with pytest.raises(UnsupportedError, match="is not traced: got compilable=True; leave it out"):
-            make(*size, compilable=True)
-    with pytest.raises(UnsupportedError, match="TensorDictRoundRobinWriter: a buffer is not traced"):
-        TensorDictRoundRobinWriter(compilable=True)
     with pytest.raises(UnsupportedError, match=r"consolidated=True; leave it out, and call consolidate\(\) on a batch"):
         LazyTensorStorage(3, consolidated=True)
     with pytest.raises(UnsupportedError, match=r"nothing needs to be attached.*mark_update"):

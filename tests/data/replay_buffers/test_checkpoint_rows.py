@@ -14,8 +14,10 @@ from tensordict import LazyStackedTensorDict, TensorDict
 from llmrl.data.llm import History
 from llmrl.data.replay_buffers import LazyStackStorage, LazyTensorStorage, ListStorage
 from llmrl.data.replay_buffers.checkpointers import (
+    FlatStorageCheckpointer,
     H5StorageCheckpointer,
     ListStorageCheckpointer,
+    NestedStorageCheckpointer,
     TensorStorageCheckpointer,
 )
 from llmrl.data.replay_buffers.directory import current_directory
@@ -120,6 +122,46 @@ def test_trees_text_and_every_dtype_come_back(make, tmp_path):
             make().dumps(storage, tmp_path)
         make().loads(other, tmp_path)
         assert same_value(other[:], storage[:])
+
+
+def steps(draw, size):
+    """Rows [T] or [T, E] in TED with flags [*size], at the root, under "next", in a group, or in several of these."""
+    shape = [draw(st.integers(1, 6)), *draw(st.sampled_from([[], [2]]))]
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    obs = torch.rand(*shape, 2, generator=generator)
+    td = TensorDict(obs=obs, next=TensorDict(obs=obs.roll(-1, 0), batch_size=shape), batch_size=shape)
+    for name in ("done", draw(st.sampled_from(["terminated", "end"]))):
+        group = draw(st.sampled_from([(), (), ("agents",), ("a", "b")]))
+        at = draw(st.sampled_from(["next", "both", "root"]))
+        flags = torch.rand(*shape, *size, generator=generator) < draw(st.sampled_from([0.0, 0.4, 1.0]))
+        if at != "root":
+            td[("next", *group, name)] = flags
+        if at != "next":
+            td[(*group, name)] = flags.roll(draw(st.integers(0, 1)), 0)
+    return td
+
+
+@pytest.mark.parametrize("size", [(), (1,), (2,), (2, 1), (0,)])
+@pytest.mark.parametrize(
+    "make", [TensorStorageCheckpointer, FlatStorageCheckpointer, NestedStorageCheckpointer, H5StorageCheckpointer]
+)
+@settings(max_examples=15)
+@given(data=st.data())
+def test_every_layout_gives_back_steps_with_flags_of_any_shape_and_place(make, size, data):
+    rows = steps(data.draw, size)
+    full, dims = data.draw(st.booleans()), rows.batch_dims
+    storage, other = (LazyTensorStorage(rows.numel() + (not full) * 4, ndim=dims) for _ in "ab")
+    storage.prepare(tuple(rows.batch_size[1:]))
+    storage.set(slice(0, rows.numel()), rows.flatten(0, dims - 1))
+    if full:
+        storage.ring.cursor = data.draw(st.integers(0, 5)) % rows.batch_size[0] * storage.columns
+    names = {} if make is TensorStorageCheckpointer else {"done_keys": data.draw(st.sampled_from([None, ["end"]]))}
+    with warnings.catch_warnings(), tempfile.TemporaryDirectory() as path:
+        warnings.simplefilter("ignore", UserWarning)
+        make(**names).dumps(storage, path)
+        make().loads(other, path)
+    assert same_value(other[:], storage[:])
+    assert other.ring.state() == storage.ring.state()
 
 
 def test_keys_with_dots_slashes_and_case_never_share_a_file(tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
+import copy
 import gc
 import multiprocessing
 import os
@@ -21,6 +21,7 @@ from llmrl.data.replay_buffers import (
     LazyStackStorage,
     LazyTensorStorage,
     ListStorage,
+    PrioritizedSampler,
     ReplayBuffer,
     TensorDictReplayBuffer,
     TensorStorage,
@@ -158,12 +159,31 @@ def test_a_storage_of_one_process_is_refused_at_the_hand_over(storage):
     buffer.extend(constant(0.0))
     with pytest.raises(RuntimeError, match="LazyMemmapStorage"):
         multiprocessing.get_context("spawn").Process(target=extend_by_ones, args=(buffer,)).start()
-    with pytest.raises(RuntimeError, match="not shared"):
-        pickle.dumps(buffer)
     # fork hands over without asking: the first write says so, and the rows here are what they were
     with pytest.raises(RuntimeError, match=r"share\(\) before the fork"):
         run("fork", extend_by_ones, buffer)
     assert len(buffer) == 10
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
+@pytest.mark.parametrize("storage", [ListStorage, LazyStackStorage, LazyTensorStorage])
+def test_a_copy_of_a_buffer_of_one_process_has_rows_and_draws_of_its_own(storage, copied):
+    sampler = PrioritizedSampler(20, alpha=1.0, beta=1.0)
+    buffer = TensorDictReplayBuffer(storage=storage(20), sampler=sampler, batch_size=3, prefetch=1)
+    buffer.extend(constant(0.0))
+    buffer.sample()
+    other = copied(buffer)
+    assert torch.equal(other.sample()["index"], buffer.sample()["index"])
+    other.extend(constant(1.0))
+    other[0] = TensorDict(a=torch.tensor(7.0))
+    assert (len(buffer), len(other), buffer.writer.cursor, other.writer.cursor) == (10, 20, 10, 0)
+    assert [float(row["a"]) for row in (buffer[0], other[0], other[9], other[19])] == [0.0, 7.0, 0.0, 1.0]
+    lone = copied(buffer.storage)
+    lone.set(0, TensorDict(a=torch.tensor(7.0), index=torch.tensor(0)))
+    assert float(buffer[0]["a"]) == 0.0
+    assert float(lone.get(0)["a"]) == 7.0
+    buffer.close()
+    other.close()
 
 
 def test_what_cannot_be_shared_says_so():
@@ -180,7 +200,7 @@ def test_what_cannot_be_shared_says_so():
         ReplayBuffer(storage=LazyTensorStorage(3), batch_size=1, prefetch=1, shared=True)
     buffer = ReplayBuffer(storage=LazyMemmapStorage(3), batch_size=1, prefetch=1)
     with pytest.raises(RuntimeError, match="prefetch"):
-        pickle.dumps(buffer)
+        multiprocessing.get_context("spawn").Process(target=extend_by_ones, args=(buffer,)).start()
     buffer.close()
 
 
@@ -218,7 +238,7 @@ def test_a_lock_is_waited_for_until_the_deadline_and_released_by_the_death_of_it
     process = context.Process(target=hold, args=(lock, send))
     process.start()
     assert receive.poll(DEADLINE_S)
-    with pytest.raises(DeadlineError, match="must become free"), lock:
+    with pytest.raises(DeadlineError, match=f"must become free.*process {process.pid} holds it"), lock:
         pass
     os.kill(process.pid, signal.SIGKILL)
     process.join(DEADLINE_S)
@@ -227,12 +247,75 @@ def test_a_lock_is_waited_for_until_the_deadline_and_released_by_the_death_of_it
 
 
 def file_is_free(path) -> bool:
-    with open(path) as file:
+    other = ProcessLock(path, timeout_s=0.0)
+    other.hand_over()
+    try:
+        with other:
+            return True
+    except DeadlineError:
+        return False
+
+
+def enter_as(lock: ProcessLock, number: int, send) -> None:
+    with lock:
+        send.send(number)
+
+
+def test_processes_enter_a_lock_in_the_order_in_which_they_came(tmp_path):
+    lock, context = ProcessLock(tmp_path / "lock", timeout_s=DEADLINE_S), multiprocessing.get_context("fork")
+    receive, send = context.Pipe(duplex=False)
+    lock.hand_over()
+    with lock:
+        processes = [context.Process(target=enter_as, args=(lock, number, send)) for number in range(5)]
+        for number, process in enumerate(processes):
+            process.start()
+            deadline = time.monotonic() + DEADLINE_S
+            while (tmp_path / "lock").read_bytes()[0] < number + 2:  # until it is in the queue, behind us
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+        os.kill(processes[2].pid, signal.SIGKILL)
+        processes[2].join(DEADLINE_S)
+    assert [receive.recv() for _ in range(4)] == [0, 1, 3, 4]
+    for process in processes:
+        process.join(DEADLINE_S)
+
+
+def write_by_threads(buffer: ReplayBuffer, first: int, send) -> None:
+    """Four threads of a forked process, which all find the lock as it was inherited."""
+    start, errors = threading.Barrier(4), []
+
+    def write(number: int) -> None:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
+            start.wait(DEADLINE_S)
+            for _ in range(5):
+                buffer.extend(TensorDict(a=torch.full((3,), float(number)), batch_size=[3]))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=write, args=(first + number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    send.send(errors)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "memmap"])
+def test_four_forked_writers_with_threads_all_write(kind):
+    allocation = TensorDict(a=torch.zeros(240), batch_size=[240])
+    buffer = ReplayBuffer(
+        storage=TensorStorage(allocation, filled=False) if kind == "tensor" else LazyMemmapStorage(240)
+    )
+    buffer.share()
+    context = multiprocessing.get_context("fork")
+    receive, send = context.Pipe(duplex=False)
+    writers = [context.Process(target=write_by_threads, args=(buffer, 4 * n, send)) for n in range(4)]
+    for process in writers:
+        process.start()
+    assert [receive.recv() for _ in writers if receive.poll(DEADLINE_S)] == [[]] * 4
+    for process in writers:
+        process.join(DEADLINE_S)
+    assert buffer["a"].view(-1, 3).sort(0).values.unique_consecutive(return_counts=True, dim=0)[1].tolist() == [5] * 16
 
 
 def try_to_enter(lock: ProcessLock, send) -> None:

@@ -283,6 +283,15 @@ def test_slices_that_span_the_right_end_are_never_empty():
         assert info["slice_end"].tolist() == [False] * (index.numel() - 1) + [True]
 
 
+def test_slice_samplers_show_what_they_were_built_with():
+    for span, sides in ((True, (True, True)), (2, (2, 2)), ((0, True), (0, True)), ([1, 2], (1, 2))):
+        sampler = SliceSampler(slice_len=3, traj_key=("a", "id"), span=span, strict_length=False, cache_values=True)
+        assert (sampler.slice_len, sampler.num_slices, sampler.traj_key) == (3, None, ("a", "id"))
+        assert (sampler.span, sampler.strict_length, sampler.cache_values) == (sides, False, True)
+        assert (sampler.end_key, sampler.truncated_key) == (None, ("next", "truncated"))
+    assert SliceSampler(num_slices=2, end_key="last", truncated_key=None).end_key == "last"
+
+
 def test_a_span_of_rows_counts_on_both_sides():
     """A pair of numbers used to work on the left only."""
     sampler = SliceSampler(slice_len=3, traj_key="episode", span=(1, 1), truncated_key=None)

@@ -9,7 +9,14 @@ import torch
 from tensordict import LazyStackedTensorDict, MemoryMappedTensor, NonTensorData, TensorClass, TensorDict, lazy_stack
 
 from llmrl.data.llm.chat import History
-from llmrl.data.replay_buffers import LazyStackStorage, LazyTensorStorage, ListStorage, ReplayBuffer, TensorStorage
+from llmrl.data.replay_buffers import (
+    LazyMemmapStorage,
+    LazyStackStorage,
+    LazyTensorStorage,
+    ListStorage,
+    ReplayBuffer,
+    TensorStorage,
+)
 from llmrl.data.replay_buffers.layout import put_rows_together, put_together, take_apart
 from llmrl.errors import CheckpointError, DataError, ShapeError
 from llmrl.modules.llm.policies import containers
@@ -401,7 +408,7 @@ def test_a_given_tensor_storage_keeps_its_schema_and_size():
         TensorStorage(container, max_size=5)
     with pytest.raises(CheckpointError, match="same size"):
         LazyTensorStorage(5).load_state_dict(storage.state_dict())
-    with pytest.raises(IndexError, match="of 0 rows"):
+    with pytest.raises(IndexError, match="the 0 rows"):
         LazyTensorStorage(5).get(0)
 
 
@@ -477,3 +484,64 @@ def test_tensordicts_without_entries_come_back(make, row, tmp_path):
         for found in (one.get(2), one.get(slice(0, 3))[0], one.get(torch.tensor([1, 2]))[1]):
             assert set(found.keys(include_nested=True)) == set(row.keys(include_nested=True))
             assert found.batch_size == torch.Size([])
+
+
+@pytest.mark.parametrize("make", [ListStorage, LazyStackStorage, LazyTensorStorage, LazyMemmapStorage])
+def test_rows_are_set_and_read_by_every_kind_of_index(make):
+    def rows(*numbers):
+        return TensorDict(a=torch.tensor(numbers, dtype=torch.float32), batch_size=[len(numbers)])
+
+    def read(index):
+        return [float(row["a"]) for row in storage.get(index)]
+
+    storage = make(8)
+    mask = torch.tensor([True, False, False, True, False, False])
+    storage.set(range(3), rows(0, 1, 2), set_cursor=False)
+    storage.set([3, 4], rows(3, 4))
+    storage[5] = rows(5)[0]
+    for index, expected in (
+        (range(1, 6, 2), [1, 3, 5]), ([4, -6], [4, 0]), (torch.tensor([5, 1]), [5, 1]), (mask, [0, 3]),
+        (mask.tolist(), [0, 3]), (slice(None, None, 2), [0, 2, 4]), (slice(-2, None), [4, 5]), ([2], [2]),
+    ):  # fmt: skip
+        assert read(index) == expected
+        storage.set(index, rows(*[value + 10 for value in expected]))
+        assert read(index) == [value + 10 for value in expected]
+        storage.set(index, rows(*expected))
+    storage.set(-1, rows(50)[0])
+    assert (float(storage.get(5)["a"]), float(storage.get(-1)["a"]), len(storage)) == (50, 50, 6)
+    assert 5 in storage
+    assert 6 not in storage
+    assert -6 in storage
+    for index in (6, -7, [0, 6], torch.tensor([-7])):
+        with pytest.raises(IndexError, match="6 rows"):
+            storage.get(index)
+    with pytest.raises(IndexError, match="6 rows"):
+        storage.set(-7, rows(1)[0])
+    for wrong in (storage.get, lambda index: storage.set(index, rows(*range(7)))):
+        with pytest.raises(IndexError, match="one entry per row"):
+            wrong(torch.ones(7, dtype=torch.bool))
+    with pytest.raises(RuntimeError, match="without gaps"):
+        storage.set([7], rows(1))
+    assert storage.ring.cursor == 0
+
+
+def test_a_grid_is_written_by_its_places():
+    storage = LazyTensorStorage(6, ndim=2)
+    ReplayBuffer(storage=storage).extend(torch.zeros(2, 3))
+    storage[1, 1] = torch.tensor(5.0)
+    storage[0] = torch.tensor([1.0, 2.0])
+    assert storage[:].tolist() == [[1, 2], [0, 5], [0, 0]]
+
+
+@pytest.mark.parametrize("make", [LazyTensorStorage, LazyMemmapStorage])
+def test_a_list_holds_rows_also_of_tuples_and_dicts(make):
+    for row in (
+        lambda n: (torch.tensor(n), torch.full((2,), n)),
+        lambda n: {"a": torch.tensor(n), "b": [torch.full((2,), n)]},
+        lambda n: (TensorDict(a=torch.tensor(n), device="cpu"), {"b": torch.tensor(n)}),
+    ):
+        buffer = ReplayBuffer(storage=make(5))
+        assert buffer.extend([row(n) for n in range(3)]).tolist() == [0, 1, 2]
+        assert str(buffer[1]) == str(row(1))
+    with pytest.raises(DataError, match="a list must hold rows"):
+        make(5).set(slice(0, 2), [(torch.zeros(1),), {"a": torch.zeros(1)}])

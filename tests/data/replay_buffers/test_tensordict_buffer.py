@@ -10,8 +10,10 @@ from llmrl.data.replay_buffers import (
     LazyTensorStorage,
     ListStorage,
     RandomSampler,
+    TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
+    TensorStorage,
 )
 from llmrl.data.replay_buffers.layout import set_entry, with_entry
 from llmrl.errors import DataError, MissingKeyError
@@ -142,6 +144,32 @@ def test_rows_that_replace_others_need_not_know_their_positions(storage):
     grid[0] = TensorDict(a=torch.ones(3), batch_size=[3])
     assert grid["a"].tolist() == [[1, 1, 1], [0, 0, 5]]
     assert grid["index"].tolist() == [[[0, 0], [1, 0], [2, 0]], [[0, 1], [1, 1], [2, 1]]]
+
+
+def test_an_allocation_without_positions_takes_writes_and_samples_carry_them():
+    allocation = TensorDict(a=torch.zeros(4), batch_size=[4])
+    buffer = TensorDictReplayBuffer(storage=TensorStorage(allocation, filled=False), batch_size=8)
+    assert buffer.extend(rows(0, 1, 2).float()).tolist() == [0, 1, 2]
+    assert buffer.add(TensorDict(a=torch.tensor(3.0))) == 3
+    assert buffer.extend([TensorDict(a=torch.tensor(40.0))]).tolist() == [0]
+    batch = buffer.sample()
+    assert torch.equal(batch["a"], torch.tensor([40.0, 1.0, 2.0, 3.0])[batch["index"]])
+    buffer[batch["index"][:1]] = batch[:1]  # rows that were sampled replace their own
+    assert set(buffer[:].keys()) == {"a"}
+    grid = TensorStorage(TensorDict(a=torch.zeros(2, 3), batch_size=[2, 3]), ndim=2, filled=False)
+    buffer = TensorDictReplayBuffer(storage=grid, batch_size=2)
+    buffer.extend(TensorDict(a=torch.arange(6.0).view(3, 2), batch_size=[3, 2]))
+    batch = buffer.sample()
+    assert torch.equal(batch["a"], batch["index"][:, 0] + 2 * batch["index"][:, 1].float())
+
+
+def test_rows_of_an_allocation_without_positions_are_ranked():
+    storage = TensorStorage(TensorDict(score=torch.zeros(2), batch_size=[2]), filled=False)
+    buffer = TensorDictReplayBuffer(storage=storage, writer=TensorDictMaxValueWriter(rank_key="score"), batch_size=4)
+    buffer.extend(TensorDict(score=torch.tensor([1.0, 3.0, 2.0]), batch_size=[3]))
+    assert buffer["score"].tolist() == [2.0, 3.0]
+    with pytest.raises(DataError, match="unknown key 'other'"):
+        buffer.add(TensorDict(score=torch.tensor(9.0), other=torch.zeros(())))
 
 
 def test_an_entry_is_set_as_a_tensordict_would_set_it():

@@ -8,7 +8,7 @@ tell two slices of one trajectory apart. Which slices come when is the business 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ from llmrl.errors import MissingKeyError
 SLICE_END = "slice_end"
 _MOST_PROPOSALS = 1 << 14
 
-Span = bool | int | tuple[bool | int, bool | int]
+Span = bool | int | Sequence[bool | int]
 
 
 class Cut(NamedTuple):
@@ -115,7 +115,7 @@ class Slicer:
         self.slice_len = slice_len
         self.strict_length = strict_length
         self.truncated_key = truncated_key
-        sides = span if isinstance(span, tuple) else (span, span)
+        sides = (span, span) if isinstance(span, bool | int) else tuple(span)
         if len(sides) != 2 or min(map(int, sides)) < 0:
             raise ValueError(f"{who}: span is a bool or a number of rows, or one for left and right: got {span}.")
         self.span = sides

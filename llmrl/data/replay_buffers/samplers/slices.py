@@ -83,10 +83,11 @@ class SliceSampler(Sampler):
             raise RuntimeError(
                 f"{who}: trajectories and ends are for data that does not change: give cache_values=True too."
             )
-        traj_key = trajectory_key if traj_key is None else traj_key
+        self.traj_key = trajectory_key if traj_key is None else traj_key
+        self.end_key, self.cache_values = end_key, cache_values
         self._slicer = Slicer(
             who,
-            TrajectoryIndex(who, traj_key=traj_key, end_key=end_key, trajectories=trajectories, ends=ends),
+            TrajectoryIndex(who, traj_key=self.traj_key, end_key=end_key, trajectories=trajectories, ends=ends),
             num_slices=num_slices,
             slice_len=slice_len,
             truncated_key=truncated_key,
@@ -101,6 +102,19 @@ class SliceSampler(Sampler):
     @property
     def slice_len(self) -> int | None:
         return self._slicer.slice_len
+
+    @property
+    def truncated_key(self) -> Key | None:
+        return self._slicer.truncated_key
+
+    @property
+    def strict_length(self) -> bool:
+        return self._slicer.strict_length
+
+    @property
+    def span(self) -> tuple[bool | int, bool | int]:
+        """How far slices may reach over their trajectory on the left and on the right."""
+        return self._slicer.span
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
         self._length(storage)

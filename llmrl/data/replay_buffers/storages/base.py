@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager
 from math import prod
+from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from torch import Tensor
 
 from llmrl.data.replay_buffers.cells import select_cells, shape_cells, time_first
 from llmrl.data.replay_buffers.ring import Ring
-from llmrl.data.replay_buffers.trees import num_rows, part
+from llmrl.data.replay_buffers.trees import num_rows, part, tree_map
 from llmrl.errors import CheckpointError, MissingKeyError, UnsupportedError, near
 
 Key = str | tuple[str, ...]
+Index = int | slice | range | Sequence[int] | Tensor  # a tensor of positions, or a mask
 
 
 def row_limit(who: str, max_size: int | None) -> int:
@@ -29,14 +31,6 @@ def row_limit(who: str, max_size: int | None) -> int:
     if max_size < 1:
         raise ValueError(f"{who}: max_size counts rows and must be at least 1: got {max_size}.")
     return max_size
-
-
-def refuse_compilable(who: str, compilable: bool | None) -> None:
-    if compilable:
-        raise UnsupportedError(
-            f"{who}: a buffer is not traced: got compilable={compilable}; leave it out, and compile what is computed "
-            "from its batches."
-        )
 
 
 class Storage(ABC):
@@ -61,19 +55,22 @@ class Storage(ABC):
     # --- rows ---
 
     @abstractmethod
-    def set(self, index: int | slice | Tensor, data: Any) -> None:
-        """Writes one row (int) or a batch of rows (slice or int64[N]), growing by at most one gap-free run."""
+    def set(self, index: Index, data: Any, *, set_cursor: bool = True) -> None:
+        """Writes one row (int) or a batch of rows, growing by at most one gap-free run.
+
+        Where the next row of a writer goes stays as it is, whatever ``set_cursor`` says: that is the writer's business.
+        """
 
     @abstractmethod
-    def get(self, index: int | slice | Tensor) -> Any:
-        """A copy of one row (int) or of a batch of rows (slice or int64[N])."""
+    def get(self, index: Index) -> Any:
+        """A copy of one row (int) or of a batch of rows. Raises: IndexError where there is none."""
 
     def count(self, data: Any) -> int:
         """How many rows ``data`` holds when it is given to ``extend``."""
         return num_rows(data)
 
     def batch(self, index: slice | Tensor) -> Any:
-        """``get``, with rows that come as a list stacked where that can be done."""
+        """``get`` of positions (a plain slice or int64[N]) that are there, stacked where that can be done."""
         return self.get(index)
 
     def entry(self, key: Key, index: Tensor) -> Tensor:
@@ -83,6 +80,10 @@ class Storage(ABC):
         """
         rows = self.batch(index)
         return read_entry(type(self).__name__, rows, key)
+
+    def may_have(self, name: str) -> bool:
+        """False if rows have a fixed schema without an entry of this name."""
+        return True
 
     def __len__(self) -> int:
         return self.ring.length
@@ -129,6 +130,21 @@ class Storage(ABC):
             return self.get(cells)
         return shape_cells(self.get(cells.reshape(-1)), cells.shape)
 
+    def __setitem__(self, index: Any, data: Any) -> None:
+        """Writes rows at a place of the grid, time first; on one dimension also behind the last row."""
+        if self.ndim == 1:
+            return self.set(index, data)
+        cells = select_cells(index, self.shape, type(self).__name__)
+        if isinstance(cells, Tensor) and cells.ndim > 1:
+            dims = cells.ndim - 1
+            data, cells = tree_map(lambda leaf: leaf.flatten(0, dims), data), cells.reshape(-1)
+        self.set(cells, data)
+
+    def __contains__(self, index: int | Tensor) -> bool:
+        """Whether there is a row at the position, or at all of them."""
+        there = self.contains(index)
+        return bool(there.all()) if isinstance(there, Tensor) else there
+
     def attach(self, buffer: Any) -> None:
         """Nothing is told of writes by being attached: samplers see them in the storage's counters (``ring.py``).
 
@@ -155,13 +171,21 @@ class Storage(ABC):
         )
 
     def __reduce_ex__(self, protocol: int) -> Any:
-        if not self.shared:
+        if not self.shared and get_spawning_popen() is not None:
             raise RuntimeError(
                 f"{type(self).__name__}: a storage reaches another process by shared memory only: got one that is not "
                 "shared; use LazyMemmapStorage, or call share() first (LazyTensorStorage, TensorStorage), or give the "
                 "other process a function that builds its own. To save it use dumps or state_dict."
             )
         return super().__reduce_ex__(protocol)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "lock" or self.shared}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if "lock" not in state:
+            self.lock = threading.RLock()
 
     # --- state ---
 
@@ -273,6 +297,42 @@ class Storage(ABC):
 
     def _forget(self) -> None:  # noqa: B027  what is allocated once is kept
         """Lets go of the rows, by replacing what holds them, not by changing it."""
+
+    def _rows_at(self, index: Index) -> int | slice | Tensor:
+        """An index of rows that are there: a position, a run of them, or int64[N]."""
+        where = select_cells(index, (len(self),), type(self).__name__)
+        return where.reshape(-1) if isinstance(where, Tensor) else where
+
+    def _places_at(self, index: Index) -> int | slice | Tensor:
+        """An index of rows that are written: the same, where the rows may be new."""
+        who, length = type(self).__name__, len(self)
+        if isinstance(index, slice):
+            plain = type(index.start) is int and type(index.stop) is int and index.step in (None, 1)
+            if plain and 0 <= index.start <= index.stop:
+                return index
+            index = range(*index.indices(max(length, index.stop or 0)))
+        if isinstance(index, range) and index.step == 1 and 0 <= index.start <= index.stop:
+            return slice(index.start, index.stop)
+        if isinstance(index, range | list):
+            index = torch.tensor(list(index), dtype=None if len(index) else torch.int64)
+        if not isinstance(index, Tensor):
+            if index < -length:
+                raise IndexError(f"{who}: positions must lie in the {length} rows, or follow them: got {index}.")
+            return index + length if index < 0 else index
+        if index.dtype is torch.bool:
+            if index.ndim != 1 or len(index) not in (length, self.max_size):
+                raise IndexError(
+                    f"{who}: a mask must have one entry per row: got {list(index.shape)}, {length} rows of at most "
+                    f"{self.max_size}."
+                )
+            return index.nonzero().squeeze(1)
+        if not index.ndim:
+            return self._places_at(int(index))
+        if index.numel() and int(index.min()) < 0:
+            if int(index.min()) < -length:
+                raise IndexError(f"{who}: positions must lie in the {length} rows, or follow them: got {index}.")
+            return torch.where(index < 0, index + length, index)
+        return index
 
     def _check_run(self, where: Sequence[int], num_rows: int) -> None:
         """Raises unless there is one position per row and writing them in this order leaves no gap."""

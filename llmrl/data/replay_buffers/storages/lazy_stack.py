@@ -10,6 +10,7 @@ from torch import Tensor
 
 from llmrl.data.replay_buffers.layout import Layout
 from llmrl.data.replay_buffers.rows import from_rows, single_rows, to_rows
+from llmrl.data.replay_buffers.storages.base import Index
 from llmrl.data.replay_buffers.storages.row_list import RowList, positions
 from llmrl.errors import DataError
 
@@ -32,7 +33,12 @@ class LazyStackStorage(RowList):
     """
 
     def __init__(
-        self, max_size: int | None = None, *, stack_dim: int = 0, device: torch.device | str | None = None
+        self,
+        max_size: int | None = None,
+        *,
+        stack_dim: int = 0,
+        device: torch.device | str | None = None,
+        compilable: bool = False,
     ) -> None:
         super().__init__(max_size, device)
         self.stack_dim = stack_dim
@@ -52,7 +58,8 @@ class LazyStackStorage(RowList):
             )
         return data.batch_size[0]
 
-    def set(self, index: int | slice | Tensor, data: Any) -> None:
+    def set(self, index: Index, data: Any, *, set_cursor: bool = True) -> None:
+        index = self._places_at(index)
         singles = [data] if isinstance(index, int) else data
         if isinstance(singles, list):
             for row in singles:
@@ -60,9 +67,13 @@ class LazyStackStorage(RowList):
                     raise DataError(f"LazyStackStorage: a row must be a tensordict: got {_describe(row)}.")
         self._put(positions(index, self.max_size), to_rows(singles, self.device))
 
-    def get(self, index: int | slice | Tensor) -> Any:
+    def get(self, index: Index) -> Any:
+        index = self._rows_at(index)
         if isinstance(index, int):
             return single_rows([self._rows[index]])[0]
+        return self.batch(index)
+
+    def batch(self, index: slice | Tensor) -> Any:
         rows = [self._rows[position] for position in positions(index, len(self))]
         if not rows:
             raise IndexError(f"LazyStackStorage: the index must name a row: got {index} of {len(self)} rows.")

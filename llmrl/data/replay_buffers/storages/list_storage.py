@@ -12,7 +12,7 @@ from torch import Tensor
 
 from llmrl.data.replay_buffers.layout import Layout
 from llmrl.data.replay_buffers.rows import Row, from_rows, single_rows, to_row, to_rows
-from llmrl.data.replay_buffers.storages.base import refuse_compilable
+from llmrl.data.replay_buffers.storages.base import Index
 from llmrl.data.replay_buffers.storages.row_list import RowList, copy_object, positions
 from llmrl.data.replay_buffers.trees import split
 
@@ -33,14 +33,14 @@ class ListStorage(RowList):
     def __init__(
         self, max_size: int | None = None, *, compilable: bool = False, device: torch.device | str | None = None
     ) -> None:
-        refuse_compilable("ListStorage", compilable)
         super().__init__(max_size, device)
 
     def _forget(self) -> None:
         super()._forget()
         self._layouts: deque[Layout] = deque(maxlen=8)  # the latest; rows of many shapes have many
 
-    def set(self, index: int | slice | Tensor, data: Any) -> None:
+    def set(self, index: Index, data: Any, *, set_cursor: bool = True) -> None:
+        index = self._places_at(index)
         if isinstance(index, int):
             self._put([index], [self._kept(data)])
         elif isinstance(data, Tensor):
@@ -50,7 +50,8 @@ class ListStorage(RowList):
         else:
             self._put(positions(index, self.max_size), [self._kept(row) for row in split(data)])
 
-    def get(self, index: int | slice | Tensor) -> Any:
+    def get(self, index: Index) -> Any:
+        index = self._rows_at(index)
         if isinstance(index, int):
             return _single(self._rows[index])
         rows = [self._rows[position] for position in positions(index, len(self))]

@@ -23,6 +23,8 @@ class Schema:
         self._single = [getattr(kind, "shape", None) for kind in layout.kinds]
         self._num_rows, self._batched = -1, []
         self._column_of: dict[tuple[str, ...], int] = {}
+        numbers = _numbered(layout.root, count())
+        self.names = frozenset(numbers if isinstance(numbers, dict) else ())  # of the outermost entries
 
     def match(self, data: Any, num_rows: int | None) -> list[Tensor] | None:
         """The columns of a plain tensordict or tensor that has this schema and ``num_rows`` rows (None: is one row).

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from tensordict.base import is_tensor_collection
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from llmrl.data.replay_buffers.cells import shape_cells, time_first
 from llmrl.data.replay_buffers.layout import (
@@ -23,10 +24,10 @@ from llmrl.data.replay_buffers.layout import (
     take_rows_apart,
 )
 from llmrl.data.replay_buffers.process_lock import ProcessLock
-from llmrl.data.replay_buffers.storages.base import Key, Storage, refuse_compilable, row_limit
+from llmrl.data.replay_buffers.storages.base import Index, Key, Storage, row_limit
 from llmrl.data.replay_buffers.storages.schema import Schema
 from llmrl.data.replay_buffers.storages.shared_folder import SharedFolder
-from llmrl.data.replay_buffers.trees import num_rows
+from llmrl.data.replay_buffers.trees import is_leaf, is_tree, num_rows, tree_map
 from llmrl.errors import DataError, UnsupportedError
 
 _SCHEMA_FILE = "schema.pt"
@@ -57,7 +58,6 @@ class TensorStorage(Storage):
         filled: bool = True,
         compilable: bool = False,
     ) -> None:
-        refuse_compilable("TensorStorage", compilable)
         if storage is None:
             raise ValueError("TensorStorage: storage must be the allocation: got None; LazyTensorStorage allocates.")
         rows, trailing = time_first(storage, 0, _dimensions("TensorStorage", ndim))
@@ -91,15 +91,17 @@ class TensorStorage(Storage):
 
     # --- rows ---
 
-    def set(self, index: int | slice | Tensor, data: Any) -> None:
+    def set(self, index: Index, data: Any, *, set_cursor: bool = True) -> None:
         self.ring.check_writable(type(self).__name__)
+        index = self._places_at(index)
         if type(index) is slice:
             count, first, end = index.stop - index.start, index.start, index.stop
         elif isinstance(index, int):
             count, first, end = None, index, index + 1
         else:
-            count, first = index.numel(), len(self)
-            end = int(index.max()) + 1 if count else 0
+            count, end = index.numel(), int(index.max()) + 1 if index.numel() else 0
+            new = index[index >= len(self)].unique() if end > len(self) else index[:0]
+            first = end - len(new)  # the new ones are all from here on, unless they leave a gap
         leaves = self._leaves(data, count)
         self._check_place(first, end, self.ring.length)
         columns = self._columns if count is not None and count > self._few else self._arrays
@@ -118,7 +120,10 @@ class TensorStorage(Storage):
             ring.length = end
         ring.changed()
 
-    def get(self, index: int | slice | Tensor) -> Any:
+    def get(self, index: Index) -> Any:
+        return self.batch(self._rows_at(index))
+
+    def batch(self, index: int | slice | Tensor) -> Any:
         schema = self._known_schema()
         if schema is None:
             raise IndexError(
@@ -128,10 +133,8 @@ class TensorStorage(Storage):
         if isinstance(index, Tensor):
             return put_together(schema.layout, self._read(index), index.numel())
         if isinstance(index, int):
-            index %= len(self)
             return put_rows_together(schema.layout, self._read(slice(index, index + 1)), 1)[0]
-        index = slice(*index.indices(len(self)))
-        return put_together(schema.layout, self._read(index), len(range(index.start, index.stop, index.step)))
+        return put_together(schema.layout, self._read(index), index.stop - index.start)
 
     def entry(self, key: Key, index: Tensor) -> Any:
         schema = self._known_schema()
@@ -139,6 +142,10 @@ class TensorStorage(Storage):
             return super().entry(key, index)
         column = self._columns[schema.column(type(self).__name__, key)]
         return _select(column, index)
+
+    def may_have(self, name: str) -> bool:
+        schema = self._known_schema()
+        return schema is None or name in schema.names
 
     # --- the grid ---
 
@@ -213,9 +220,15 @@ class TensorStorage(Storage):
         return self._schema
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**self.__dict__, "_columns": [], "_arrays": [], "_schema": None, "_auto_device": False}
-        state["device"] = torch.device("cpu")
+        state = {**super().__getstate__(), "_arrays": []}
+        if self.shared:
+            state |= {"_columns": [], "_schema": None, "_auto_device": False, "device": torch.device("cpu")}
         return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self._schema is not None:
+            self._hold(self._schema.layout, self._columns)
 
     # --- state ---
 
@@ -257,7 +270,7 @@ class TensorStorage(Storage):
         layout, leaves = take_apart(data, stacked=not single, device=self.device, keep_names=False)
         if not layout.dense:
             try:
-                dense = data.contiguous()
+                dense = tree_map(lambda leaf: leaf.contiguous() if hasattr(leaf, "contiguous") else leaf, data)
             except RuntimeError as error:
                 raise DataError(
                     f"{type(self).__name__}: rows must have one fixed shape: got a ragged batch ({error}); "
@@ -352,7 +365,6 @@ class LazyTensorStorage(TensorStorage):
         shared_init: bool = False,
         cleanup_memmap: bool = True,
     ) -> None:
-        refuse_compilable("LazyTensorStorage", compilable)
         if consolidated:
             raise UnsupportedError(
                 "LazyTensorStorage: every entry has a block of memory of its own, which is what makes reads fast: got "
@@ -392,7 +404,6 @@ class LazyMemmapStorage(TensorStorage):
         shared_init: bool = True,
         auto_cleanup: bool | None = None,
     ) -> None:
-        refuse_compilable("LazyMemmapStorage", compilable)
         if torch.device(device).type != "cpu":
             raise ValueError(
                 f"LazyMemmapStorage: files are mapped to the memory of the CPU: got device={str(device)!r}; move the "
@@ -412,9 +423,16 @@ def _stack(rows: list[Any]) -> Any:
     """A list of single rows as one batch."""
     if isinstance(rows[0], Tensor):
         return torch.stack(rows)
+    if is_tree(rows[0]):
+        leaves, specs = zip(*[pytree.tree_flatten(row, is_leaf=is_leaf) for row in rows], strict=True)
+        if all(spec == specs[0] for spec in specs):
+            return pytree.tree_unflatten([_stack(list(column)) for column in zip(*leaves, strict=True)], specs[0])
     parts = take_rows_apart(rows) if is_tensor_collection(rows[0]) else None
     if parts is None:
-        raise DataError(f"TensorStorage: a list must hold tensors, or tensordicts with equal keys: got {rows[:2]}...")
+        raise DataError(
+            f"TensorStorage: a list must hold rows: tensors, tensordicts with equal keys, or trees of these: got "
+            f"{rows[:2]}..."
+        )
     return put_together(*parts, len(rows))
 
 

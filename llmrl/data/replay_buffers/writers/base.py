@@ -12,9 +12,12 @@ from llmrl.data.replay_buffers.storages import Storage
 
 
 class Writer(StateFile, ABC):
-    """Puts rows into the storage that it was registered with. The cursor and the counts are the storage's ring."""
+    """Puts rows into the storage that it was registered with. The cursor and the counts are the storage's ring.
 
-    def __init__(self) -> None:
+    ``compilable`` changes nothing: a buffer's ``add`` and ``extend`` run eagerly, also inside of compiled functions.
+    """
+
+    def __init__(self, compilable: bool = False) -> None:
         self._storage: Storage | None = None
 
     def register_storage(self, storage: Storage) -> None:

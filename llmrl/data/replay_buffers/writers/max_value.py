@@ -41,7 +41,13 @@ class TensorDictMaxValueWriter(OneProcess, Writer):
 
     _kept = "ranks"
 
-    def __init__(self, rank_key: str | tuple[str, ...] = ("next", "reward"), reduction: str = "sum") -> None:
+    def __init__(
+        self,
+        rank_key: str | tuple[str, ...] = ("next", "reward"),
+        reduction: str = "sum",
+        *,
+        compilable: bool = False,
+    ) -> None:
         super().__init__()
         self.rank_key = rank_key
         self.reduction = check_reduction(type(self).__name__, reduction)
@@ -70,7 +76,7 @@ class TensorDictMaxValueWriter(OneProcess, Writer):
 
     def as_stored(self, data: Any, index: int | Tensor) -> Any:
         self._ranks(data, 1 if isinstance(index, int) else len(index))
-        return with_index(data, index)
+        return with_index(data, index, self.storage)
 
     def _write(self, ranks: list[float], data: TensorDictBase, *, single: bool) -> Tensor:
         self._check_process()
@@ -95,7 +101,7 @@ class TensorDictMaxValueWriter(OneProcess, Writer):
             positions = torch.tensor(sorted(holder))
             rows = data if single else data[torch.tensor([holder[position] for position in positions.tolist()])]
             where = int(positions) if single else positions
-            storage.set(where, with_index(rows, where))
+            storage.set(where, with_index(rows, where, storage))
             self._seen = storage.ring.mutations
             storage.ring.cursor = len(storage) % size
             storage.ring.write_count += len(holder)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from llmrl.data.replay_buffers.cells import coordinates
 from llmrl.data.replay_buffers.layout import with_entry
-from llmrl.data.replay_buffers.storages.base import refuse_compilable
+from llmrl.data.replay_buffers.storages import Storage
 from llmrl.data.replay_buffers.writers.base import Writer
 
 
@@ -28,10 +28,6 @@ class RoundRobinWriter(Writer):
     >>> storage.get(slice(0, 5)), writer.cursor
     ([10, 11, 7, 8, 9], 2)
     """
-
-    def __init__(self, compilable: bool = False) -> None:
-        refuse_compilable(type(self).__name__, compilable)
-        super().__init__()
 
     def add(self, data: Any) -> int:
         storage = self.storage
@@ -77,19 +73,31 @@ class RoundRobinWriter(Writer):
 
 
 class TensorDictRoundRobinWriter(RoundRobinWriter):
-    """The same for tensordicts, and writes each row's position into its entry ``"index"``."""
+    """The same for tensordicts, and writes each row's position into its entry ``"index"``.
+
+    A storage whose schema is fixed without that entry, as of an allocation, keeps the rows without it.
+    """
 
     def as_stored(self, data: Any, index: int | Tensor) -> Any:
-        return with_index(data, index, self.storage.trailing)
+        return with_index(data, index, self.storage)
 
 
-def with_index(data: Any, index: int | Tensor, trailing: Sequence[int] = ()) -> Any:
+def with_index(data: Any, index: int | Tensor, storage: Storage) -> Any:
     """The rows (int: one row) with an entry ``"index"``: a position per row, or coordinates on a grid.
 
-    It is expanded to what a row has inside. The caller's rows stay as they are.
+    It is expanded to what a row has inside; rows of a schema that lacks it go without. The caller's rows stay as they
+    are.
     """
+    if not storage.may_have("index"):
+        if isinstance(data, list):
+            return [row.exclude("index") for row in data]
+        return data.exclude("index") if "index" in data.keys() else data
+    return _with_index(data, index, storage.trailing)
+
+
+def _with_index(data: Any, index: int | Tensor, trailing: Sequence[int]) -> Any:
     if isinstance(data, list):
-        return [with_index(row, position, trailing) for row, position in zip(data, index.tolist(), strict=True)]
+        return [_with_index(row, position, trailing) for row, position in zip(data, index.tolist(), strict=True)]
     single = isinstance(index, int)
     where = coordinates(torch.full((), index) if single else index, trailing)
     inside = data.batch_size if single else data.batch_size[1:]
