@@ -357,5 +357,5 @@ def test_an_env_checks_its_own_specs():
     env = Walk()
     env.check_env_specs(seed=0)
     env.reward_spec = Unbounded((3, 2))
-    with pytest.raises(AssertionError, match="reward: declared shape"):
+    with pytest.raises(AssertionError, match="'reward': declared shape"):
         env.check_env_specs(break_when_any_done="both")

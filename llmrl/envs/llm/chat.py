@@ -208,7 +208,7 @@ class ChatEnv(EnvBase):
 
     def _continue_randomly(self, td: TensorDictBase, generator: torch.Generator | None) -> bool:
         view = td.get(self.input_mode, None)
-        if view is None or view.get("prompt", None) is None:
+        if view is None or view.rows("prompt") is None:
             raise MissingKeyError(
                 f"{type(self).__name__}.rand_action: goes on from {(self.input_mode, 'prompt')!r}, which is not there; "
                 "reset the env first."

@@ -263,14 +263,15 @@ def test_without_a_policy_an_answer_of_letters_goes_on_from_the_prompt(mode, tok
     env.append_transform(RewardFunction(lambda completion: len(completion)))
     env.check_env_specs()
     env.set_seed(3)
-    batch = env.rollout(5)
+    turns = []
+    batch = env.rollout(5, callback=lambda _, td: turns.append(td.get(mode)))
     assert batch["next", "reward"].tolist() == [[[[8.0]]] * 3] * 2
-    assert batch["next", "reward"][:, 0].shape == env.reward_spec.shape
-    first, second = batch[:, 0].get(mode), batch[:, 1].get(mode)
-    assert len(first.rows("full")[0]) == len(second.rows("prompt")[0]) > len(first.rows("prompt")[0])
+    assert env.full_reward_spec["reward"].shape == (2, 1, 1)
+    sizes = [len(turn.rows(field)[0]) for turn in turns for field in ("prompt", "full")]
+    assert sizes == sorted(sizes)
+    assert sizes[1] == sizes[2] > sizes[0]
     env.set_seed(3)
-    again = env.rand_step().get(mode).rows("response")
-    assert str(again) == str(first.rows("response"))
+    assert str(env.rand_step().get(mode).rows("response")) == str(turns[0].rows("response"))
     with pytest.raises(MissingKeyError, match="reset the env first"):
         env.rand_action()
 

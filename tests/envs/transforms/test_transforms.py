@@ -362,7 +362,7 @@ def test_a_transform_takes_its_entries_by_name():
     assert [value.tolist() for value in pair] == [[0.0] * 3, [2.0] * 3]
     ahead = NextStateReconstructor(traj_key=None, done_key=None)(observation=torch.tensor([[1.0], [2.0]]))
     assert ahead.nan_to_num(-1.0).flatten().tolist() == [2, -1]
-    with pytest.raises(TypeError, match="takes one tensordict, or seen by name: got sen. Did you mean 'seen'"):
+    with pytest.raises(TypeError, match=r"takes one tensordict, or seen by name: got sen\. Did you mean 'seen'"):
         double(in_keys=["seen"])(sen=torch.ones(2))
     with pytest.raises(MissingKeyError, match="reads 'seen'"):
         double(in_keys=["seen"])()
@@ -390,5 +390,5 @@ def test_a_popped_transform_is_detached_and_no_longer_runs_or_declares():
     env.append_transform(inner)
     env.transform.append(Log("last", []))
     assert "extra" in env.observation_spec
-    with pytest.raises(ConfigError, match="Compose.pop: there must be a transform at 2: got 2 of them"):
+    with pytest.raises(ConfigError, match=r"Compose\.pop: there must be a transform at 2: got 2 of them"):
         env.transform.pop(2)
