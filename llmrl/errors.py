@@ -8,6 +8,7 @@ Every class is also the standard-library error that it refines, so an ``except V
     ├── TemplateError           ValueError    a chat template, or what it did to a conversation
     ├── RewriteError            ValueError    a TemplateError: it writes the past differently once messages follow
     ├── ShapeError              ValueError    tensors that do not fit each other
+    ├── SpecIndexError          IndexError    a ShapeError: an index that a spec of this shape does not have
     ├── MissingKeyError         KeyError      a TensorDict entry that the reader needs
     ├── MissingDependencyError  ImportError   an extra that is not installed
     ├── WeightSyncError         RuntimeError  weights that did not arrive, or not whole
@@ -39,6 +40,7 @@ __all__ = [
     "RewriteError",
     "RolloutError",
     "ShapeError",
+    "SpecIndexError",
     "TemplateError",
     "TrainingError",
     "UnsupportedError",
@@ -71,6 +73,10 @@ class RewriteError(TemplateError, ValueError):
 
 class ShapeError(LLMRLError, ValueError):
     """Tensors that must fit each other do not."""
+
+
+class SpecIndexError(ShapeError, IndexError):
+    """An index of a spec is out of range, or of a kind that tensors do not take."""
 
 
 class MissingKeyError(LLMRLError, KeyError):

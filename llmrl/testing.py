@@ -14,11 +14,10 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from llmrl.data.llm.chat import History
 from llmrl.data.llm.templates import find_template
+from llmrl.envs.llm.chat import answered
 from llmrl.errors import ConfigError, MissingKeyError, near
 from llmrl.modules.llm.engines.base import Generation, SamplingParams, StopReason
-from llmrl.modules.llm.policies.containers import ChatHistory, Text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -309,15 +308,9 @@ class ScriptedPolicy:
     def __call__(self, td: TensorDictBase) -> TensorDictBase:
         history, text = td.get("history", None), td.get("text", None)
         if history is not None and (chats := history.chats("prompt")) is not None:
-            answers = [[{"role": "assistant", "content": self._reply(chat)}] for chat in chats]
-            prompts = History.from_chats(chats)
-            response = History.from_chats(answers)
-            columns = {"prompt": prompts, "response": response, "full": prompts.extend(response, inplace=False, dim=-1)}
-            td.set("history", ChatHistory.from_rows(columns, td.batch_size))
+            td.set("history", answered(history, [self._reply(chat) for chat in chats]))
         elif text is not None and (prompts := text.rows("prompt")) is not None:
-            replies = [self._reply(prompt) for prompt in prompts]
-            full = [prompt + reply for prompt, reply in zip(prompts, replies, strict=True)]
-            td.set("text", Text.from_rows({"prompt": prompts, "response": replies, "full": full}, td.batch_size))
+            td.set("text", answered(text, [self._reply(prompt) for prompt in prompts]))
         else:
             present = ", ".join(sorted(str(key) for key in td.keys()))
             raise MissingKeyError(

@@ -15,7 +15,9 @@ PUBLIC = {
     "MultiDiscreteTensorSpec MultiOneHotDiscreteTensorSpec NonTensorSpec OneHotDiscreteTensorSpec "
     "UnboundedContinuousTensorSpec UnboundedDiscreteTensorSpec",
     "llmrl.data": "Composite Unbounded Bounded Categorical NonTensor ReplayBuffer TensorDictReplayBuffer ListStorage "
-    "LazyStackStorage LazyMemmapStorage LazyTensorStorage RandomSampler SamplerWithoutReplacement RoundRobinWriter",
+    "LazyStackStorage LazyMemmapStorage LazyTensorStorage RandomSampler SamplerWithoutReplacement RoundRobinWriter "
+    "History AdaptiveKLController ConstantKLController",
+    "llmrl.collectors.utils": "split_trajectories",
     "llmrl.data.replay_buffers": "ReplayBuffer TensorDictReplayBuffer ListStorage LazyStackStorage LazyTensorStorage "
     "LazyMemmapStorage TensorStorage RandomSampler "
     "SamplerWithoutReplacement RoundRobinWriter",

@@ -1,4 +1,8 @@
-"""Data: specs and replay buffers; conversations are in `llmrl.data.llm`."""
+"""Data: specs, replay buffers, `History`; more about conversations is in `llmrl.data.llm`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from llmrl.data.postprocs import DensifyReward, MultiStep
 from llmrl.data.replay_buffers import (
@@ -74,7 +78,11 @@ from llmrl.data.specs import (
 )
 from llmrl.data.ted import Flat2TED, H5Combine, H5Split, Nested2TED, TED2Flat, TED2Nested
 
+if TYPE_CHECKING:
+    from llmrl.data.llm import AdaptiveKLController, ConstantKLController, History
+
 __all__ = [
+    "AdaptiveKLController",
     "Binary",
     "BinaryDiscreteTensorSpec",
     "Bounded",
@@ -85,6 +93,7 @@ __all__ = [
     "Choice",
     "Composite",
     "CompositeSpec",
+    "ConstantKLController",
     "DensifyReward",
     "DiscreteTensorSpec",
     "Flat2TED",
@@ -92,6 +101,7 @@ __all__ = [
     "H5Combine",
     "H5Split",
     "H5StorageCheckpointer",
+    "History",
     "ImmutableDatasetWriter",
     "LazyMemmapStorage",
     "LazyStackStorage",
@@ -151,3 +161,13 @@ __all__ = [
     "consolidate_spec",
     "contains_lazy_spec",
 ]
+
+_OF_CONVERSATIONS = ("AdaptiveKLController", "ConstantKLController", "History")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _OF_CONVERSATIONS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from llmrl.data import llm  # loads transformers, which buffers and specs do without
+
+    return getattr(llm, name)

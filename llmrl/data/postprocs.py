@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 from tensordict import NestedKey, NonTensorData, TensorDictBase
-from torch import Tensor
+from torch import Tensor, nn
 
 from llmrl.data.segments import as_key, expand_right, leaf_keys, steps_left, sum_ahead
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError
@@ -20,14 +20,15 @@ __all__ = ["DensifyReward", "MultiStep"]
 Key = tuple[str, ...]
 
 
-class MultiStep:
+class MultiStep(nn.Module):
     """Looks n steps ahead: rewards are summed with a discount, and ``"next"`` is what comes n steps later.
 
     With m = min(n, rows left in the trajectory) for each row t:
 
     Reads    ``("next", *)`` of a batch [*B, T], time last, and the mask if it is there
     Writes   rewards: ``sum_{j<m} gamma^j r_{t+j}``; every other entry of ``"next"``, done flags included: that of row
-             t+m-1; ``"steps_to_next_obs"``: m, int64; ``"gamma"``: gamma^m; ``"nonterminal"``: m > 1; what was there as
+             t+m-1; ``"steps_to_next_obs"``: m, int64; ``"gamma"``: gamma^m; ``"nonterminal"``: m > 1, all three
+             [*B, T], or shaped as the flags where a row has several; what was there as
              ``("next", "original_reward")`` and ``("next", "original_done")``, for each of the reward and done keys
     Returns  a shallow copy: the batch that is given stays as it is
     Raises   ConfigError for gamma outside of (0, 1] or n_steps below 1; MissingKeyError; ShapeError
@@ -63,6 +64,7 @@ class MultiStep:
         done_keys: Sequence[NestedKey] | None = None,
         mask_key: NestedKey | None = ("collector", "mask"),
     ) -> None:
+        super().__init__()
         who = type(self).__name__
         if not 0 < gamma <= 1:
             raise ConfigError(f"{who}: gamma discounts and must lie in (0, 1]: got {gamma}.")
@@ -73,9 +75,6 @@ class MultiStep:
         self.done_key = as_key(done_key)
         self.done_keys = [as_key(key) for key in ([done_key] if done_keys is None else done_keys)]
         self.mask_key = mask_key
-
-    def __call__(self, td: TensorDictBase) -> TensorDictBase:
-        return self.forward(td)
 
     def forward(self, td: TensorDictBase) -> TensorDictBase:
         time = td.batch_dims - 1
@@ -107,14 +106,17 @@ class MultiStep:
             following.set(_original(key), self._get(td, key))
         several = steps > 1 if mask is None else (steps > 1) & mask
 
-        def like_done(value: Tensor) -> Tensor:
-            return expand_right(value, done.ndim).expand(done.shape).clone()
+        flags = done.shape[:-1] if done.shape[-1] == 1 else done.shape
+        shape = td.batch_size if done.numel() == td.numel() else flags
+
+        def as_rows(value: Tensor) -> Tensor:
+            return expand_right(value, len(shape)).expand(shape).clone()
 
         out = td.copy()
         out.set("next", following)
-        out.set("steps_to_next_obs", like_done(steps))
-        out.set("gamma", like_done(torch.pow(self.gamma, steps.to(dtype))))
-        out.set("nonterminal", like_done(several))
+        out.set("steps_to_next_obs", as_rows(steps))
+        out.set("gamma", as_rows(torch.pow(self.gamma, steps.to(dtype))))
+        out.set("nonterminal", as_rows(several))
         return out
 
     def _get(self, td: TensorDictBase, key: Key) -> Tensor:
@@ -151,13 +153,15 @@ class MultiStep:
             )
 
 
-class DensifyReward:
+class DensifyReward(nn.Module):
     """The sum of the rewards from each row to the end of its trajectory: a reward at the end reaches every row.
 
-    Reads    ``reward_key`` and ``done_key``, of one shape; ``time_dim`` is theirs, by default the last but one
-    Writes   ``reward_key_out`` (default: ``reward_key``): ``sum_j discount^j reward_{t+j}`` up to the next done
-    Returns  a shallow copy: the batch that is given stays as it is
-    Raises   ShapeError if the shapes differ, or have no ``time_dim``
+    Reads    ``reward_key`` and ``done_key``, of one shape, under ``"next"`` where the reward is there, else at the
+             root; ``time_dim`` is theirs, by default the last but one
+    Writes   ``reward_key_out`` (default: ``reward_key``), at the same place: ``sum_j discount^j reward_{t+j}`` up to
+             the next done
+    Returns  the tensordict that it was given; tensors that were in it are not changed
+    Raises   ShapeError if the shapes differ, or have no ``time_dim``; MissingKeyError without reward or done
 
     >>> from tensordict import TensorDict
     >>> batch = TensorDict(reward=torch.tensor([[0.0], [2.0], [0.0]]), done=torch.tensor([[0], [1], [0]]).bool())
@@ -174,15 +178,20 @@ class DensifyReward:
         time_dim: int = -2,
         discount: float = 1.0,
     ) -> None:
+        super().__init__()
         self.reward_key, self.done_key = reward_key, done_key
         self.reward_key_out = reward_key if reward_key_out is None else reward_key_out
         self.time_dim, self.discount = time_dim, discount
 
-    def __call__(self, td: TensorDictBase) -> TensorDictBase:
-        return self.forward(td)
-
     def forward(self, td: TensorDictBase) -> TensorDictBase:
-        reward, done = td.get(self.reward_key), td.get(self.done_key)
+        following = td.get("next", None)
+        steps = td if following is None or following.get(self.reward_key, None) is None else following
+        reward, done = steps.get(self.reward_key, None), steps.get(self.done_key, None)
+        if reward is None or done is None:
+            raise MissingKeyError(
+                f"DensifyReward: reads {self.reward_key!r} and {self.done_key!r}, at the root or under 'next': keys "
+                f"present: {sorted(map(str, td.keys(True, True)))}."
+            )
         if reward.shape != done.shape:
             raise ShapeError(
                 f"DensifyReward: {self.reward_key!r} and {self.done_key!r} must have one shape: got "
@@ -195,7 +204,8 @@ class DensifyReward:
             )
         dim = self.time_dim % reward.ndim
         left = steps_left(done.to(torch.bool), dim)
-        return td.copy().set(self.reward_key_out, sum_ahead(reward, left, reward.shape[dim], self.discount, dim))
+        steps.set(self.reward_key_out, sum_ahead(reward, left, reward.shape[dim], self.discount, dim))
+        return td
 
 
 def _row_flags(done: Tensor, rows: torch.Size) -> Tensor | None:

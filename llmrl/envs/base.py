@@ -17,7 +17,7 @@ from torch import Tensor
 from llmrl.data.specs import Composite
 from llmrl.envs.rows import fill_missing, present_keys, put_rows, shallow_copy, stack_steps
 from llmrl.envs.spec_holder import DONE_KEYS, SpecHolder
-from llmrl.envs.utils import next_seed, step_mdp
+from llmrl.envs.utils import check_env_specs, next_seed, step_mdp
 from llmrl.errors import ConfigError, MissingKeyError, RolloutError, ShapeError
 
 if TYPE_CHECKING:
@@ -282,9 +282,12 @@ class EnvBase(SpecHolder):
         return stack_steps(steps)
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
-        """Draws the action entries from `full_action_spec`, in place; with `set_seed`, from the env's own generator."""
+        """Draws the action entries from `full_action_spec`, in place; with `set_seed`, from the env's own generator. An
+        env whose actions go on from what is in ``tensordict``, as those of a chat do, draws such ones."""
         if tensordict is None:
             tensordict = TensorDict({}, batch_size=self.batch_size, device=self.device)
+        if self._continue_randomly(tensordict, self._generator):
+            return tensordict
         spec = self.full_action_spec
         if spec.is_empty():
             raise ConfigError(
@@ -304,6 +307,10 @@ class EnvBase(SpecHolder):
             tensordict.set(key, action.get(key))
         return tensordict
 
+    def _continue_randomly(self, td: TensorDictBase, generator: torch.Generator | None) -> bool:
+        """Writes a random action that goes on from ``td``; False where actions are drawn from the spec alone."""
+        return False
+
     def rand_step(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """`rand_action`, then `step`; from a reset if no tensordict is given."""
         return self.step(self.rand_action(self.reset() if tensordict is None else tensordict))
@@ -317,6 +324,8 @@ class EnvBase(SpecHolder):
         for part in ("observation", "reward", "done"):
             next_td.update(self._get_spec(part).zero())
         return root.set("next", next_td)
+
+    check_env_specs = check_env_specs
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seeds the env and its random actions. Returns the seed for the next env (``seed`` itself if

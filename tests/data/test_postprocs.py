@@ -83,12 +83,32 @@ def test_agents_that_end_at_different_times_have_windows_of_their_own():
     out = MultiStep(1.0, 2)(batch)
     assert out["next", "reward"].squeeze(-1).tolist() == [[3, 30], [2, 60], [4, 40]]
     assert out["next", "obs"].squeeze(-1).tolist() == [[2, 20], [2, 40], [4, 40]]
-    assert out["steps_to_next_obs"].squeeze(-1).tolist() == [[2, 2], [1, 2], [1, 1]]
+    assert out["steps_to_next_obs"].tolist() == [[2, 2], [1, 2], [1, 1]]
     batch["next", "state"] = torch.zeros(3, 7)
     with pytest.raises(ShapeError, match=r"'state'.*\[3, 7\], expected \[3, 2\]"):
         MultiStep(1.0, 2)(batch)
     batch["next", "done"] = torch.tensor([False, True, False]).view(3, 1, 1).expand(3, 2, 1)
-    assert MultiStep(1.0, 2)(batch)["next", "reward"].squeeze(-1).tolist() == [[3, 30], [2, 20], [4, 40]]
+    out = MultiStep(1.0, 2)(batch)
+    assert out["next", "reward"].squeeze(-1).tolist() == [[3, 30], [2, 20], [4, 40]]
+    steps = out["steps_to_next_obs"].tolist()
+    assert steps == [[2, 2], [1, 1], [1, 1]]  # the shape does not depend on whether the flags agree
+
+
+@pytest.mark.parametrize("flags", [(), (1,), (1, 1)])
+def test_what_is_said_of_a_row_has_the_shape_of_the_batch(flags):
+    batch = rows(6, ends=[3]).reshape(2, 3)
+    batch["next", "done"] = batch["next", "done"].reshape(2, 3, *flags)
+    out = MultiStep(0.5, 3)(batch)
+    for key in ("gamma", "steps_to_next_obs", "nonterminal"):
+        assert out[key].shape == (2, 3)
+    assert out["gamma"].tolist() == [[0.125, 0.25, 0.5], [0.5, 0.25, 0.5]]
+
+
+def test_post_processing_is_a_module():
+    batch = rows(6, ends=[3])
+    chain = torch.nn.Sequential(MultiStep(0.5, 3), DensifyReward(reward_key_out="spread")).to("cpu")
+    assert chain.state_dict() == {}
+    assert flat(chain(batch)["next", "original_reward"]) == [1] * 6
 
 
 def test_text_and_nested_entries_of_next_look_ahead_too():
@@ -197,20 +217,27 @@ def test_rewards_at_the_end_reach_every_row_of_their_trajectory():
     assert flat(out["reward"]) == [3, 3, 3, 3, 7, 7, 7, 7, 0, 0]
 
 
-def test_spreading_does_not_edit_its_input():
-    batch = TensorDict(reward=torch.tensor([[0.0], [1.0]]), done=torch.tensor([[False], [True]]), batch_size=[2])
-    out = DensifyReward()(batch)
-    assert flat(batch["reward"]) == [0, 1]
-    assert flat(out["reward"]) == [1, 1]
-    named = DensifyReward(reward_key_out="spread")(batch)
-    assert flat(named["reward"]) == [0, 1]
-    assert flat(named["spread"]) == [1, 1]
+@pytest.mark.parametrize("under", ["root", "next"])
+def test_spreading_writes_where_it_reads_and_gives_the_batch_back(under):
+    """Regression: of steps with "next", which is where their rewards are, it found none."""
+    reward, done = torch.tensor([[0.0], [1.0]]), torch.tensor([[False], [True]])
+    batch = TensorDict(reward=reward, done=done, batch_size=[2])
+    if under == "next":
+        batch = TensorDict(done=torch.zeros(2, 1).bool(), next=batch, batch_size=[2])
+    assert DensifyReward(reward_key_out="spread")(batch) is batch
+    place = batch if under == "root" else batch["next"]
+    assert flat(place["reward"]) == [0, 1]
+    assert flat(place["spread"]) == [1, 1]
+    assert flat(DensifyReward()(batch).get(("next", "reward") if under == "next" else "reward")) == [1, 1]
+    assert flat(reward) == [0, 1]  # the tensor that was in it
+    with pytest.raises(MissingKeyError, match="'gain' and 'done'"):
+        DensifyReward(reward_key="gain")(batch)
 
 
 def test_the_time_dimension_that_is_given_is_the_one_that_is_used():
     reward = torch.tensor([[[1.0, 2.0], [4.0, 8.0]]])
     batch = TensorDict(reward=reward, done=torch.zeros_like(reward, dtype=torch.bool))
-    spread = {dim: DensifyReward(time_dim=dim)(batch)["reward"].tolist() for dim in (1, 2, -1)}
+    spread = {dim: DensifyReward(time_dim=dim)(batch.copy())["reward"].tolist() for dim in (1, 2, -1)}
     assert spread == {1: [[[5, 10], [4, 8]]], 2: [[[3, 2], [12, 8]]], -1: [[[3, 2], [12, 8]]]}
 
 

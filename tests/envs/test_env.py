@@ -351,3 +351,11 @@ def test_close_is_remembered():
     assert not env.is_closed
     env.close()
     assert env.is_closed
+
+
+def test_an_env_checks_its_own_specs():
+    env = Walk()
+    env.check_env_specs(seed=0)
+    env.reward_spec = Unbounded((3, 2))
+    with pytest.raises(AssertionError, match="'reward': declared shape"):
+        env.check_env_specs(break_when_any_done="both")

@@ -12,15 +12,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
+from tensordict import NestedKey
 from torch import Size, Tensor
 
 from llmrl.data.specs import shape as algebra
-from llmrl.data.specs.shape import ShapeOp, as_size
+from llmrl.data.specs.shape import ShapeOp, as_size, of_arguments
 from llmrl.errors import ConfigError, ShapeError
 
 __all__ = ["Mismatch", "TensorSpec"]
 
 _ENUMERABLE = 1 << 24
+
+ExtraShape = Sequence[int] | int | None
 
 _METHODS = {
     getattr(torch, name): name
@@ -71,29 +74,36 @@ class TensorSpec:
 
     # -- values --------------------------------------------------------------------------------------------------------
 
-    def rand(self, shape: Sequence[int] = (), *, generator: torch.Generator | None = None) -> Any:
+    def rand(self, shape: ExtraShape = (), *, generator: torch.Generator | None = None) -> Any:
         """A value drawn from the domain, of shape ``shape + self.shape``; always `is_in`."""
-        raise TypeError(f"{type(self).__name__} must define rand.")
+        return self._rand(as_size(shape), generator)
 
-    def sample(self, shape: Sequence[int] = (), *, generator: torch.Generator | None = None) -> Any:
+    def sample(self, shape: ExtraShape = (), *, generator: torch.Generator | None = None) -> Any:
         """`rand`."""
         return self.rand(shape, generator=generator)
 
-    def zero(self, shape: Sequence[int] = ()) -> Any:
+    def zero(self, shape: ExtraShape = ()) -> Any:
         """Zeros of the right shape, dtype and device; where 0 is outside the domain, the nearest value in it."""
-        raise TypeError(f"{type(self).__name__} must define zero.")
+        return self._filled(0, as_size(shape))
 
-    def one(self, shape: Sequence[int] = ()) -> Any:
+    def one(self, shape: ExtraShape = ()) -> Any:
         """Ones of the right shape, dtype and device; where 1 is outside the domain, the nearest value in it."""
-        raise TypeError(f"{type(self).__name__} must define one.")
+        return self._filled(1, as_size(shape))
 
-    def zeros(self, shape: Sequence[int] = ()) -> Any:
+    def zeros(self, shape: ExtraShape = ()) -> Any:
         """`zero`."""
         return self.zero(shape)
 
-    def ones(self, shape: Sequence[int] = ()) -> Any:
+    def ones(self, shape: ExtraShape = ()) -> Any:
         """`one`."""
         return self.one(shape)
+
+    def _rand(self, shape: Size, generator: torch.Generator | None) -> Any:
+        raise TypeError(f"{type(self).__name__} must define _rand.")
+
+    def _filled(self, number: int, shape: Size) -> Any:
+        """The values of the domain that are nearest to ``number``."""
+        raise TypeError(f"{type(self).__name__} must define _filled.")
 
     def mismatches(self, value: Any, key: tuple[str, ...] = ()) -> Iterator[Mismatch]:
         """Everything about ``value`` that the spec does not allow; nothing if it `is_in`. Extra leading dims are
@@ -117,9 +127,13 @@ class TensorSpec:
         if found:
             raise AssertionError(f"{type(self).__name__}: the value must be in the spec: {'; '.join(found)}")
 
-    def type_check(self, value: Any) -> None:
-        """Raises TypeError where the kind of value or its dtype is another than the spec's."""
-        found = [f"{m.name}: {m.text}" for m in self.mismatches(value) if m.kind in ("type", "dtype")]
+    def type_check(self, value: Any, key: NestedKey | None = None) -> None:
+        """Raises TypeError where the kind of value or its dtype is another than the spec's; ``key`` is its name."""
+        self._assert_type(value, key)
+
+    def _assert_type(self, value: Any, key: NestedKey | None) -> None:
+        path = () if key is None else (key,) if isinstance(key, str) else key
+        found = [f"{m.name}: {m.text}" for m in self.mismatches(value, path) if m.kind in ("type", "dtype")]
         if found:
             raise TypeError(f"{type(self).__name__}: {'; '.join(found)}")
 
@@ -127,18 +141,29 @@ class TensorSpec:
         """The nearest value in the domain; ``value`` is not changed."""
         raise TypeError(f"{type(self).__name__} must define project.")
 
-    def encode(self, value: Any) -> Any:
-        """Numbers, lists and arrays as a value of the spec; the inverse of `to_numpy`."""
+    def encode(self, value: Any, *, ignore_device: bool = False) -> Any:
+        """Numbers, lists and arrays as a value of the spec; the inverse of `to_numpy`. With ``ignore_device`` the
+        result stays on the device of ``value``."""
         raise TypeError(f"{type(self).__name__} must define encode.")
 
-    def to_numpy(self, value: Any) -> Any:
-        """``value`` as arrays, numbers and texts. Raises TypeError if it is not of the spec's dtype."""
-        raise TypeError(f"{type(self).__name__} must define to_numpy.")
+    def to_numpy(self, value: Any, safe: bool | None = None) -> Any:
+        """``value`` as arrays, numbers and texts. With ``safe`` it must be in the spec: AssertionError if not."""
+        if safe:
+            self.assert_is_in(value)
+        return self._to_numpy(value)
+
+    def _to_numpy(self, value: Any) -> Any:
+        raise TypeError(f"{type(self).__name__} must define _to_numpy.")
 
     def memoize_encode(self, mode: bool = True) -> None:
         """Has `encode` remember its results for numbers and arrays that come again; False forgets them."""
         for spec in self._children():
             spec.memoize_encode(mode)
+
+    def erase_memoize_cache(self) -> None:
+        """Forgets what `encode` remembered so far."""
+        for spec in self._children():
+            spec.erase_memoize_cache()
 
     def cardinality(self) -> int | float:
         """How many values are in the domain; ``math.inf`` for a continuous or unbounded one."""
@@ -176,10 +201,10 @@ class TensorSpec:
         return self._shaped(make(self.shape, self._kept, *args), len(self.shape) - self._kept)
 
     def expand(self, *shape: int | Sequence[int]) -> Self:
-        return self._reshaped(algebra.expand, as_size(shape))
+        return self._reshaped(algebra.expand, of_arguments(shape))
 
     def reshape(self, *shape: int | Sequence[int]) -> Self:
-        return self._reshaped(algebra.reshape, as_size(shape))
+        return self._reshaped(algebra.reshape, of_arguments(shape))
 
     def view(self, *shape: int | Sequence[int]) -> Self:
         """`reshape`: a spec holds no data that could be shared."""
@@ -233,9 +258,12 @@ class TensorSpec:
 
     # -- copies --------------------------------------------------------------------------------------------------------
 
-    def to(self, dest: torch.device | str | int | torch.dtype) -> Self:
-        """The same spec on another device, or of another dtype."""
-        raise TypeError(f"{type(self).__name__} must define to.")
+    def to(self, dest: torch.device | str | int | torch.dtype | None) -> Self:
+        """The same spec on another device, or of another dtype; the spec itself for None."""
+        return self if dest is None else self._to(dest)
+
+    def _to(self, dest: torch.device | str | int | torch.dtype) -> Self:
+        raise TypeError(f"{type(self).__name__} must define _to.")
 
     def cpu(self) -> Self:
         return self.to("cpu")

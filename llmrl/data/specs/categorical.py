@@ -15,7 +15,7 @@ from torch import Size, Tensor
 
 from llmrl.data.specs.discrete import Discrete
 from llmrl.data.specs.leaf import LeafSpec
-from llmrl.data.specs.shape import ShapeOp, unexpanded
+from llmrl.data.specs.shape import ShapeOp, as_size, unexpanded
 from llmrl.errors import ConfigError, DataError, ShapeError
 
 __all__ = ["Categorical", "MultiCategorical", "MultiOneHot", "OneHot"]
@@ -56,7 +56,7 @@ class Categorical(_Numbers):
     def __init__(
         self,
         n: int,
-        shape: Sequence[int] | int = (),
+        shape: Sequence[int] | int | None = (),
         device: torch.device | str | int | None = None,
         dtype: torch.dtype = torch.int64,
         mask: Tensor | None = None,
@@ -136,7 +136,7 @@ class MultiCategorical(_Numbers):
         nvec = nvec if nvec.ndim else nvec.unsqueeze(0)
         if not nvec.numel() or bool((nvec < 1).any()):
             raise ConfigError(f"MultiCategorical: nvec counts choices and must be at least 1: got {nvec.tolist()}.")
-        shape = tuple(nvec.shape) if shape is None else (shape,) if isinstance(shape, int) else tuple(shape)
+        shape = as_size(shape, nvec.shape)
         if not shape or shape[-1] != nvec.shape[-1]:
             raise ShapeError(f"MultiCategorical: shape must end with the number of groups: got {shape}, nvec {nvec}.")
         if remove_singleton and shape == (1,):
@@ -263,9 +263,8 @@ class _OneHots(LeafSpec):
             self.assert_is_in(value)
         return value
 
-    def to_numpy(self, value: Tensor) -> np.ndarray:
+    def _to_numpy(self, value: Tensor) -> np.ndarray:
         """The numbers of the choices as an array."""
-        self.type_check(value)
         return self._argmax(value).cpu().numpy()
 
     def _encode(self, value: Any) -> Tensor:
@@ -335,8 +334,8 @@ class _OneHots(LeafSpec):
         new.shape = Size((*new.shape[:-1], 0))
         return new
 
-    def to(self, dest: torch.device | str | int | torch.dtype) -> Self:
-        new = super().to(dest)
+    def _to(self, dest: torch.device | str | int | torch.dtype) -> Self:
+        new = super()._to(dest)
         if not isinstance(dest, torch.dtype):
             new._numbers = self._numbers.to(dest)
         return new
@@ -375,8 +374,8 @@ class OneHot(_OneHots):
         """The number of choices."""
         return self.groups[0]
 
-    def to_numpy(self, value: Tensor) -> np.ndarray:
-        numbers = super().to_numpy(value)
+    def _to_numpy(self, value: Tensor) -> np.ndarray:
+        numbers = super()._to_numpy(value)
         if self._register is None:
             return numbers
         if numbers.size and numbers.max() >= len(self._register):
@@ -403,7 +402,8 @@ class OneHot(_OneHots):
 
 class MultiOneHot(_OneHots):
     """One choice per group in ``nvec``, as one-hot vectors one after the other in the last dim, which no shape
-    operation may touch. ``mask`` (bool, of that shape) says what is allowed.
+    operation may touch. ``mask`` (bool, of that shape) says what is allowed. The numbers of a single group without
+    other dims have no dim of their own, as those of `MultiCategorical`.
 
     >>> spec = MultiOneHot([2, 3])
     >>> spec.encode([1, 0]).int(), [part.n for part in spec.split()]
@@ -433,6 +433,15 @@ class MultiOneHot(_OneHots):
         held = self._numbers._mask
         return None if held is None else _end_to_end(held, self.groups, self._full_shape(())[:-1])
 
+    def to_categorical_spec(self) -> MultiCategorical:
+        return self._without_singleton(super().to_categorical_spec())
+
+    def to_categorical(self, value: Tensor, safe: bool = True) -> Tensor:
+        return self._without_singleton(super().to_categorical(value, safe))
+
+    def _without_singleton(self, numbers: Any) -> Any:
+        return numbers.squeeze(-1) if len(self.groups) == len(self.shape) == 1 else numbers
+
     def split(self) -> tuple[OneHot, ...]:
         """One spec per group."""
         specs = [numbers.to_one_hot_spec() for numbers in self._numbers.split()]
@@ -454,7 +463,7 @@ def _end_to_end(mask: Tensor, sizes: Sequence[int], lead: Size) -> Tensor:
 
 
 def _lead(spec: _OneHots, shape: Sequence[int] | int | None, width: int) -> tuple[int, ...]:
-    shape = (width,) if shape is None else (shape,) if isinstance(shape, int) else tuple(shape)
+    shape = as_size(shape, (width,))
     if not shape or shape[-1] != width:
         raise ShapeError(f"{type(spec).__name__}: the last dim must be the number of choices, {width}: got {shape}.")
     return shape[:-1]

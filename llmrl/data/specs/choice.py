@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Size, Tensor
 
 from llmrl.data.specs.base import Mismatch, TensorSpec, listing
 from llmrl.data.specs.shape import ShapeOp
@@ -47,19 +47,16 @@ class Choice(TensorSpec):
     def domain(self) -> Any:
         return self.choices[0].domain
 
-    def rand(self, shape: Sequence[int] = (), *, generator: torch.Generator | None = None) -> Any:
+    def _rand(self, shape: Size, generator: torch.Generator | None) -> Any:
         if shape:
-            rows = [self.rand(generator=generator) for _ in range(math.prod(shape))]
+            rows = [self.rand(generator=generator) for _ in range(shape.numel())]
             return torch.stack(rows).reshape((*shape, *rows[0].shape)) if rows else self.zero(shape)
         device = None if generator is None else generator.device
         drawn = int(torch.randint(len(self.choices), (), generator=generator, device=device))
         return self.choices[drawn].rand(generator=generator)
 
-    def zero(self, shape: Sequence[int] = ()) -> Any:
-        return self.choices[0].zero(shape)
-
-    def one(self, shape: Sequence[int] = ()) -> Any:
-        return self.choices[0].one(shape)
+    def _filled(self, number: int, shape: Size) -> Any:
+        return self.choices[0]._filled(number, shape)
 
     def mismatches(self, value: Any, key: tuple[str, ...] = ()) -> Iterator[Mismatch]:
         found = [list(spec.mismatches(value, key)) for spec in self.choices]
@@ -82,15 +79,15 @@ class Choice(TensorSpec):
             return projected[0]
         return min(projected, key=lambda each: float((each.double() - value.double()).square().sum()))
 
-    def encode(self, value: Any) -> Any:
+    def encode(self, value: Any, *, ignore_device: bool = False) -> Any:
         for spec in self.choices[:-1]:
             try:
-                return spec.encode(value)
+                return spec.encode(value, ignore_device=ignore_device)
             except (ValueError, KeyError):
                 continue
-        return self.choices[-1].encode(value)
+        return self.choices[-1].encode(value, ignore_device=ignore_device)
 
-    def to_numpy(self, value: Any) -> Any:
+    def _to_numpy(self, value: Any) -> Any:
         return next((spec for spec in self.choices if spec.is_in(value)), self.choices[0]).to_numpy(value)
 
     def _count(self, use_mask: bool) -> int | float:
@@ -113,7 +110,7 @@ class Choice(TensorSpec):
     def _emptied(self, ndim: int) -> Self:
         return type(self)([spec._emptied(ndim) for spec in self.choices])
 
-    def to(self, dest: torch.device | str | int | torch.dtype) -> Self:
+    def _to(self, dest: torch.device | str | int | torch.dtype) -> Self:
         return type(self)([spec.to(dest) for spec in self.choices])
 
     def clone(self) -> Self:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from typing import Any, Self
 
 import torch
@@ -12,27 +11,30 @@ from tensordict import (
     NestedKey,
     TensorDict,
     TensorDictBase,
+    is_non_tensor,
     is_tensor_collection,
     is_tensorclass,
 )
 from torch import Size
 
 from llmrl.data.specs.base import Mismatch, TensorSpec, as_device, combinations, fits, listing
-from llmrl.data.specs.shape import ShapeOp, select
+from llmrl.data.specs.entries import MISSING, Entries, is_key, path_of
+from llmrl.data.specs.locking import Lockable
+from llmrl.data.specs.shape import ShapeOp, as_size, select
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError, near
 
 __all__ = ["Composite"]
 
 _FORBIDDEN = ("shape", "device", "dtype", "space")
 _ARGUMENTS = ("shape", "batch_size", "device", "data_cls", "step_mdp_static", "names")
-_RAISE: Any = object()
 
 
-class Composite(TensorSpec):
+class Composite(Lockable):
     """A tensordict's spec: names to specs, nested by tuples as in a tensordict. Made from a mapping, keywords, or both.
 
     ``shape`` (or ``batch_size``) is the batch size of the tensordict: every entry's shape begins with it; ``names``
-    are the names of its dims. With ``device``, every entry is on it. With ``data_cls``, values are made and expected as
+    are the names of its dims. A nested `Composite` with fewer dims takes the shape, and any the names: as a copy, where
+    that changes it. With ``device``, every entry is on it. With ``data_cls``, values are made and expected as
     that tensorclass. An entry may be None: not specified. ``step_mdp_static`` marks entries that do not change from one
     step to the next, for those who ask.
 
@@ -64,14 +66,12 @@ class Composite(TensorSpec):
         if shape is not None and batch_size is not None:
             raise ConfigError("Composite: shape and batch_size are two names for one thing: give one of them.")
         shape = batch_size if shape is None else shape
-        self.shape = Size(() if shape is None else [shape] if isinstance(shape, int) else shape)
+        self._shape = as_size(shape)
         self._device = None if device is None else as_device(device)
         self.data_cls = data_cls
         self.step_mdp_static = step_mdp_static
         self._dim_names: list[str | None] | None = None
         self._specs: dict[str, TensorSpec | None] = {}
-        self.is_locked = False
-        self._leaf_keys: tuple[NestedKey, ...] | None = None
         if names is not None:
             self.refine_names(*names)
         for key, spec in {**dict(specs or {}), **entries}.items():
@@ -80,7 +80,7 @@ class Composite(TensorSpec):
     # -- the mapping ---------------------------------------------------------------------------------------------------
 
     def _entry(self, name: str) -> Any:
-        return self._specs.get(name, _RAISE)
+        return self._specs.get(name, MISSING)
 
     def _entry_names(self) -> Sequence[str]:
         return tuple(self._specs)
@@ -88,10 +88,10 @@ class Composite(TensorSpec):
     def __getitem__(self, item: Any) -> Any:
         """An entry, for a key; the `Composite` of the indexed batch, for anything else that a tensor can be indexed
         with."""
-        if not _is_key(item):
+        if not is_key(item):
             return super().__getitem__(item)
-        found = self.get(item, _RAISE)
-        if found is _RAISE:
+        found = self.get(item, MISSING)
+        if found is MISSING:
             known = [key if isinstance(key, str) else ".".join(key) for key in self.keys(include_nested=True)]
             name = item if isinstance(item, str) else ".".join(item)
             raise MissingKeyError(
@@ -101,9 +101,9 @@ class Composite(TensorSpec):
 
     def get(self, key: NestedKey, default: Any = None) -> Any:
         """The entry, or ``default``."""
-        first, *rest = _path(key)
+        first, *rest = path_of(key)
         found = self._entry(first)
-        if found is _RAISE:
+        if found is MISSING:
             return default
         if not rest:
             return found
@@ -111,7 +111,7 @@ class Composite(TensorSpec):
 
     def __setitem__(self, key: NestedKey, spec: TensorSpec | Mapping[str, Any] | None) -> None:
         self._assert_unlocked()
-        first, *rest = _path(key)
+        first, *rest = path_of(key)
         if rest:
             child = self._specs.get(first)
             if not isinstance(child, Composite):
@@ -131,11 +131,9 @@ class Composite(TensorSpec):
                 f"Composite: {name!r} must be a spec, a mapping of specs or None: got {type(spec).__name__}."
                 + near(name, _ARGUMENTS)
             )
-        if spec.shape[: len(self.shape)] != self.shape or len(spec.shape) - spec._kept < len(self.shape):
-            raise ShapeError(
-                f"Composite: the shape of {name!r} must begin with the Composite's, {tuple(self.shape)}: got "
-                f"{tuple(spec.shape)}; expand it."
-            )
+        if isinstance(spec, Composite):
+            spec = self._adopted(spec)
+        _assert_begins(name, spec, self.shape)
         if self._device is not None and spec.device != self._device:
             if not isinstance(spec, Composite) or spec.device is not None:
                 raise RuntimeError(
@@ -145,28 +143,43 @@ class Composite(TensorSpec):
             return spec.to(self._device)
         return spec
 
+    def _adopted(self, spec: Composite) -> Composite:
+        names = [*self.names, *spec.names[len(self.shape) :]]
+        shorter, renamed = len(spec.shape) < len(self.shape), self._dim_names is not None and names != spec.names
+        if shorter or renamed:
+            spec = spec.clone()
+        if shorter:
+            spec.shape = self.shape
+        if renamed:
+            spec._set_names(names)
+        return spec
+
     def set(self, key: NestedKey, spec: TensorSpec | Mapping[str, Any] | None) -> Self:
         """``self[key] = spec``. Returns self."""
         self[key] = spec
         return self
 
     def __delitem__(self, key: NestedKey) -> None:
-        self.pop(key)
+        if not self._drop(path_of(key)):
+            self[key]  # raises the error that lists what is there
 
-    def pop(self, key: NestedKey, default: Any = _RAISE) -> Any:
+    def pop(self, key: NestedKey, default: Any = MISSING) -> Any:
         """Takes an entry out. Raises MissingKeyError if it is not there and no default is given."""
         self._assert_unlocked()
-        found = self.get(key, _RAISE)
-        if found is _RAISE:
-            return self[key] if default is _RAISE else default  # the error that lists what is there
-        *parents, last = _path(key)
-        parent = self[tuple(parents)] if parents else self
-        parent._drop(last)
+        found = self.get(key, MISSING)
+        if found is MISSING:
+            return self[key] if default is MISSING else default
+        del self[key]
         return found
 
-    def _drop(self, name: str) -> None:
+    def _drop(self, path: Sequence[str]) -> bool:
+        """Takes an entry out. Returns whether it was there."""
         self._assert_unlocked()
-        del self._specs[name]
+        first, *rest = path
+        if rest:
+            child = self._specs.get(first)
+            return isinstance(child, Composite) and child._drop(rest)
+        return self._specs.pop(first, MISSING) is not MISSING
 
     def update(self, specs: Mapping[str, Any] | Composite) -> Self:
         """Sets every entry of ``specs``; where both have a nested `Composite`, updates it in turn. Returns self."""
@@ -180,35 +193,19 @@ class Composite(TensorSpec):
 
     def __contains__(self, item: Any) -> bool:
         """Whether a key is there; for a value, whether it `is_in`."""
-        return self.get(item, _RAISE) is not _RAISE if _is_key(item) else self.is_in(item)
+        return self.get(item, MISSING) is not MISSING if is_key(item) else self.is_in(item)
 
-    def keys(self, include_nested: bool = False, leaves_only: bool = False) -> Iterator[NestedKey]:
-        return (key for key, _ in self.items(include_nested, leaves_only))
+    def keys(self, include_nested: bool = False, leaves_only: bool = False) -> KeysView[NestedKey]:
+        return Entries(self, include_nested, leaves_only).keys()
 
-    def values(self, include_nested: bool = False, leaves_only: bool = False) -> Iterator[TensorSpec | None]:
-        return (spec for _, spec in self.items(include_nested, leaves_only))
+    def values(self, include_nested: bool = False, leaves_only: bool = False) -> ValuesView[TensorSpec | None]:
+        return Entries(self, include_nested, leaves_only).values()
 
-    def items(
-        self, include_nested: bool = False, leaves_only: bool = False
-    ) -> Iterator[tuple[NestedKey, TensorSpec | None]]:
-        for key in self._entry_names():
-            spec = self._entry(key)
-            nested = isinstance(spec, Composite)
-            if not (nested and leaves_only):
-                yield key, spec
-            if nested and include_nested:
-                for below, leaf in spec.items(True, leaves_only):
-                    yield (key, *_path(below)), leaf
-
-    @property
-    def leaf_keys(self) -> tuple[NestedKey, ...]:
-        """The keys of all leaves, nested ones included; kept while the spec is locked."""
-        if self._leaf_keys is None or not self.is_locked:
-            self._leaf_keys = tuple(self.keys(include_nested=True, leaves_only=True))
-        return self._leaf_keys
+    def items(self, include_nested: bool = False, leaves_only: bool = False) -> ItemsView[NestedKey, TensorSpec | None]:
+        return Entries(self, include_nested, leaves_only).items()
 
     def __iter__(self) -> Iterator[NestedKey]:
-        return self.keys()
+        return iter(self.keys())
 
     def __len__(self) -> int:
         return len(self._entry_names())
@@ -221,24 +218,42 @@ class Composite(TensorSpec):
         """A `Composite` of the same shape and device without entries."""
         return self._with({})
 
-    def separates(self, *keys: NestedKey, default: Any = _RAISE) -> Self:
+    def separates(self, *keys: NestedKey, default: Any = MISSING) -> Self:
         """A `Composite` of these entries alone; this one keeps them. Absent keys raise, or get ``default`` if one is
         given."""
         out = self.empty()
         for key in keys:
-            found = self.get(key, _RAISE)
-            out[key] = (self[key] if default is _RAISE else default) if found is _RAISE else found
+            found = self.get(key, MISSING)
+            out[key] = (self[key] if default is MISSING else default) if found is MISSING else found
         return out
 
-    def lock_(self, recurse: bool = True) -> Self:
-        """Refuses writes from now on, also in nested ones if ``recurse``. Returns self."""
-        return self._set_lock(True, recurse)
+    # -- shape, device and names ---------------------------------------------------------------------------------------
 
-    def unlock_(self, recurse: bool = True) -> Self:
-        """Allows writes again. Returns self."""
-        return self._set_lock(False, recurse)
+    @property
+    def shape(self) -> Size:  # type: ignore[override]
+        """The batch size. A new one is taken by the nested composites too that do not begin with it.
 
-    # -- device and names ----------------------------------------------------------------------------------------------
+        Raises (when set)  ShapeError for a leaf that does not begin with it; RuntimeError while locked
+        """
+        return self._shape
+
+    @shape.setter
+    def shape(self, shape: Sequence[int] | int) -> None:
+        shape = as_size(shape)
+        for spec in self._to_resize(shape):
+            spec._shape = shape
+            if spec._dim_names is not None:
+                spec._dim_names = [*spec._dim_names, *[None] * len(shape)][: len(shape)]
+
+    def _to_resize(self, shape: Size) -> list[Composite]:
+        self._assert_unlocked()
+        found = [self]
+        for name, spec in self._specs.items():
+            if type(spec) is Composite and not _begins(spec, shape):
+                found += spec._to_resize(shape)
+            elif spec is not None:
+                _assert_begins(name, spec, shape)
+        return found
 
     @property
     def batch_size(self) -> Size:
@@ -263,45 +278,58 @@ class Composite(TensorSpec):
 
     @property
     def names(self) -> list[str | None]:
-        """The names of the dims, None where one has none."""
+        """The names of the dims, None where one has none. Nested composites have them too; equality ignores them."""
         return [None] * len(self.shape) if self._dim_names is None else list(self._dim_names)
 
     @names.setter
     def names(self, names: Sequence[str | None] | None) -> None:
-        self._dim_names = None
-        if names is not None:
-            self.refine_names(*names)
+        names = [None] * len(self.shape) if names is None else list(names)
+        self._assert_one_each(names)
+        self._set_names(names)
 
     def refine_names(self, *names: Any) -> Self:
         """Names dims, in place; an Ellipsis stands for those that keep theirs. Returns self.
 
         Raises  ConfigError for another number of names than dims, and for a dim that has another name already
         """
-        self._assert_unlocked()
         given, own = list(names), self.names
         if Ellipsis in given:
             at = given.index(Ellipsis)
             given[at : at + 1] = own[at : at + 1 + len(own) - len(given)]
-        if len(given) != len(own):
-            raise ConfigError(
-                f"Composite.refine_names: needs one name per dim: got {names}, shape {tuple(self.shape)}."
-            )
+        self._assert_one_each(given)
         for new, old in zip(given, own, strict=True):
             if old is not None and new != old:
                 raise ConfigError(f"Composite.refine_names: a dim keeps its name: got {new!r} for {old!r}.")
-        self._dim_names = given
+        self._set_names(given)
         return self
+
+    def _assert_one_each(self, names: Sequence[Any]) -> None:
+        if len(names) != len(self.shape):
+            raise ConfigError(f"Composite: names needs one name per dim: got {names}, shape {tuple(self.shape)}.")
+
+    def _set_names(self, names: Sequence[str | None]) -> None:
+        self._assert_unlocked()
+        for spec in self._children():
+            if isinstance(spec, Composite):
+                spec._set_names([*names, *spec.names[len(names) :]])
+        self._dim_names = None if all(name is None for name in names) else list(names)
 
     # -- values --------------------------------------------------------------------------------------------------------
 
-    def rand(self, shape: Sequence[int] = (), *, generator: torch.Generator | None = None) -> TensorDictBase:
+    def _rand(self, shape: Size, generator: torch.Generator | None) -> TensorDictBase:
         return self._make(shape, lambda spec: spec.rand(shape, generator=generator))
 
-    def zero(self, shape: Sequence[int] = ()) -> TensorDictBase:
-        return self._make(shape, lambda spec: spec.zero(shape))
+    def _filled(self, number: int, shape: Size) -> TensorDictBase:
+        return self._make(shape, lambda spec: spec._filled(number, shape))
 
-    def one(self, shape: Sequence[int] = ()) -> TensorDictBase:
-        return self._make(shape, lambda spec: spec.one(shape))
+    def type_check(self, value: Any, key: NestedKey | None = None) -> None:
+        """Raises TypeError where the kind of value or its dtype is another than the spec's; with ``key``, of that entry
+        alone: ``value`` holds it, or is it."""
+        spec = self if key is None else self[key]
+        if key is not None and is_tensor_collection(value) and not is_non_tensor(value):
+            value = value.get(key, value)
+        if spec is not None:
+            spec._assert_type(value, key)
 
     def mismatches(self, value: Any, key: tuple[str, ...] = ()) -> Iterator[Mismatch]:
         if not is_tensor_collection(value):
@@ -348,15 +376,15 @@ class Composite(TensorSpec):
                 out.set(name, spec.project(out.get(name)))
         return out
 
-    def encode(self, value: Mapping[str, Any] | TensorDictBase) -> TensorDictBase:
+    def encode(self, value: Mapping[str, Any] | TensorDictBase, *, ignore_device: bool = False) -> TensorDictBase:
         """A nested mapping of numbers, lists and arrays as a tensordict. Raises MissingKeyError for an unknown name."""
         entries = {}
         for name, entry in value.items():
             spec = self[name]
-            entries[name] = entry if spec is None else spec.encode(entry)
-        return self._wrap(entries, self._full_shape(()))
+            entries[name] = entry if spec is None else spec.encode(entry, ignore_device=ignore_device)
+        return self._wrap(entries, self._full_shape(()), None if ignore_device else self._device)
 
-    def to_numpy(self, value: TensorDictBase) -> dict[str, Any]:
+    def _to_numpy(self, value: TensorDictBase) -> dict[str, Any]:
         """The entries as nested dicts of arrays."""
         return {name: spec.to_numpy(value.get(name)) for name, spec in self._specs.items() if spec is not None}
 
@@ -365,7 +393,7 @@ class Composite(TensorSpec):
         named = {name: spec.enumerate(use_mask) for name, spec in self._specs.items() if spec is not None}
         picks = combinations([torch.arange(len(values)) for values in named.values()], Size((len(named),)))
         entries = {name: values[pick] for (name, values), pick in zip(named.items(), picks.unbind(1), strict=True)}
-        return self._wrap(entries, (len(picks), *self.shape))
+        return self._wrap(entries, (len(picks), *self.shape), self._device)
 
     # -- shapes and copies ---------------------------------------------------------------------------------------------
 
@@ -381,7 +409,7 @@ class Composite(TensorSpec):
     def _emptied(self, ndim: int) -> Self:
         return self.empty()
 
-    def to(self, dest: torch.device | str | int | torch.dtype) -> Self:
+    def _to(self, dest: torch.device | str | int | torch.dtype) -> Self:
         """Every entry moved to a device, or cast to a dtype."""
         specs = {key: None if spec is None else spec.to(dest) for key, spec in self._specs.items()}
         new = self._with(specs)
@@ -397,7 +425,7 @@ class Composite(TensorSpec):
         return [spec for spec in self._specs.values() if spec is not None]
 
     def _identity(self) -> tuple[Any, ...]:
-        return self.shape, self._device, self.data_cls, self.step_mdp_static, self.names, self._specs
+        return self.shape, self._device, self.data_cls, self.step_mdp_static, self._specs
 
     def __repr__(self) -> str:
         cls = "" if self.data_cls is None else f", data_cls={self.data_cls.__name__}"
@@ -405,33 +433,18 @@ class Composite(TensorSpec):
         return listing(self, rows, f"shape={tuple(self.shape)}, device={self._device}{cls}")
 
     def _with(self, specs: dict[str, TensorSpec | None], shape: Size | None = None) -> Self:
-        new = copy.copy(self)
-        new._specs = specs
-        new.shape = self.shape if shape is None else shape
-        new.is_locked = False
-        new._leaf_keys = None
+        new = object.__new__(type(self))
+        vars(new).update(vars(self), _specs=specs, is_locked=False, _holders=(), _leaf_keys=None)
+        new._shape = self.shape if shape is None else shape
         return new
-
-    def _set_lock(self, locked: bool, recurse: bool) -> Self:
-        self.is_locked = locked
-        self._leaf_keys = None
-        if recurse:
-            for spec in self._specs.values():
-                if isinstance(spec, Composite):
-                    spec._set_lock(locked, recurse)
-        return self
-
-    def _assert_unlocked(self) -> None:
-        if self.is_locked:
-            raise RuntimeError("Composite: cannot write to a locked spec; change a clone(), or unlock_() it.")
 
     def _make(self, shape: Sequence[int], make: Callable[[TensorSpec], Any]) -> TensorDictBase:
         entries = {key: make(spec) for key, spec in self._specs.items() if spec is not None}
-        return self._wrap(entries, self._full_shape(shape))
+        return self._wrap(entries, self._full_shape(shape), self._device)
 
-    def _wrap(self, entries: dict[str, Any], batch_size: Sequence[int]) -> TensorDictBase:
+    def _wrap(self, entries: dict[str, Any], batch_size: Sequence[int], device: torch.device | None) -> TensorDictBase:
         names = self._dim_names and [*[None] * (len(batch_size) - len(self.shape)), *self._dim_names]
-        td = TensorDict(entries, batch_size=batch_size, device=self._device, names=names or None)
+        td = TensorDict(entries, batch_size=batch_size, device=device, names=names or None)
         return td if self.data_cls is None else self.data_cls.from_tensordict(td)
 
     def _row(self, stack: LazyStackedTensorDict, data_cls: type | None = None) -> Composite:
@@ -442,13 +455,13 @@ class Composite(TensorSpec):
         return row
 
 
-def _is_key(item: Any) -> bool:
-    return isinstance(item, str) or (isinstance(item, tuple) and bool(item) and all(isinstance(i, str) for i in item))
+def _begins(spec: TensorSpec, shape: Size) -> bool:
+    return spec.shape[: len(shape)] == shape and len(spec.shape) - spec._kept >= len(shape)
 
 
-def _path(key: NestedKey) -> tuple[str, ...]:
-    if isinstance(key, str):
-        return (key,)
-    if not isinstance(key, tuple) or not key or not all(isinstance(part, str) for part in key):
-        raise TypeError(f"Composite: a key is a string or a tuple of strings: got {key!r}.")
-    return key
+def _assert_begins(name: str, spec: TensorSpec, shape: Size) -> None:
+    if not _begins(spec, shape):
+        raise ShapeError(
+            f"Composite: the shape of {name!r} must begin with the Composite's, {tuple(shape)}: got "
+            f"{tuple(spec.shape)}; expand it."
+        )

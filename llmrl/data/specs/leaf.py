@@ -16,7 +16,7 @@ import torch
 from torch import Size, Tensor
 
 from llmrl.data.specs.base import Mismatch, TensorSpec, as_device, fits
-from llmrl.data.specs.shape import ShapeOp, empty, unexpanded
+from llmrl.data.specs.shape import ShapeOp, as_size, empty, unexpanded
 from llmrl.errors import ConfigError, DataError, ShapeError
 
 __all__ = ["LeafSpec"]
@@ -32,10 +32,16 @@ class LeafSpec(TensorSpec):
     """
 
     _fields: ClassVar[dict[str, int]] = {}
+    _default_shape: ClassVar[tuple[int, ...]] = ()
     _memo: dict[Any, Tensor] | None = None
 
-    def __init__(self, shape: Sequence[int] | int, device: torch.device | str | int | None, dtype: torch.dtype | None):
-        self.shape = Size([shape] if isinstance(shape, int) else shape)
+    def __init__(
+        self,
+        shape: Sequence[int] | int | None,
+        device: torch.device | str | int | None,
+        dtype: torch.dtype | None,
+    ):
+        self.shape = as_size(shape, self._default_shape)
         if any(size < -1 for size in self.shape):
             raise ConfigError(f"{type(self).__name__}: a dim is a size, or -1 for any: got shape {tuple(self.shape)}.")
         self._device = torch.get_default_device() if device is None else as_device(device)
@@ -70,17 +76,14 @@ class LeafSpec(TensorSpec):
     def domain(self) -> Literal["continuous", "discrete"]:
         return "discrete"
 
-    def rand(self, shape: Sequence[int] = (), *, generator: torch.Generator | None = None) -> Tensor:
+    def _rand(self, shape: Size, generator: torch.Generator | None) -> Tensor:
         size = self._full_shape(shape)
         if 0 in size:
             return torch.zeros(size, dtype=self.dtype, device=self.device)
         return self._sample(size, generator).to(self.device, self.dtype)
 
-    def zero(self, shape: Sequence[int] = ()) -> Tensor:
-        return self.project(torch.zeros(self._full_shape(shape), dtype=self.dtype, device=self.device))
-
-    def one(self, shape: Sequence[int] = ()) -> Tensor:
-        return self.project(torch.ones(self._full_shape(shape), dtype=self.dtype, device=self.device))
+    def _filled(self, number: int, shape: Size) -> Tensor:
+        return self.project(torch.full(self._full_shape(shape), number, dtype=self.dtype, device=self.device))
 
     def mismatches(self, value: Any, key: tuple[str, ...] = ()) -> Iterator[Mismatch]:
         if not isinstance(value, Tensor):
@@ -110,12 +113,14 @@ class LeafSpec(TensorSpec):
             return value
         return self._nearest(value) if value.numel() else value.to(self.dtype)
 
-    def encode(self, value: Any) -> Tensor:
+    def encode(self, value: Any, *, ignore_device: bool = False) -> Tensor:
         """A number, list, array or tensor as a tensor of the spec's dtype and device.
 
         Raises  ShapeError unless the trailing shape is the spec's, up to dims of size 1; DataError for a value outside
                 the domain, and for a fraction where the dtype is an integer
         """
+        if ignore_device:
+            return self.to(value.device if isinstance(value, Tensor) else "cpu").encode(value)
         key = None if self._memo is None else _memo_key(value)
         if key is None:
             return self._encode(value)
@@ -128,9 +133,10 @@ class LeafSpec(TensorSpec):
     def memoize_encode(self, mode: bool = True) -> None:
         self._memo = {} if mode else None
 
-    def to_numpy(self, value: Tensor) -> np.ndarray:
-        """``value`` as an array. Raises TypeError if it is not of the spec's dtype."""
-        self.type_check(value)
+    def erase_memoize_cache(self) -> None:
+        self.memoize_encode(self._memo is not None)
+
+    def _to_numpy(self, value: Tensor) -> np.ndarray:
         return value.detach().cpu().numpy()
 
     def _encode(self, value: Any) -> Tensor:
@@ -174,7 +180,7 @@ class LeafSpec(TensorSpec):
         """This spec with size 0 in all dims but the first ``ndim``."""
         return self._shaped(empty(ndim), len(self.shape) - self._kept)
 
-    def to(self, dest: torch.device | str | int | torch.dtype) -> Self:
+    def _to(self, dest: torch.device | str | int | torch.dtype) -> Self:
         new = copy.copy(self)
         if isinstance(dest, torch.dtype):
             new.dtype = dest

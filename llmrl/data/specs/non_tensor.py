@@ -30,9 +30,11 @@ class NonTensor(LeafSpec):
     (NonTensorData(data=a text, batch_size=torch.Size([2]), device=cpu), False)
     """
 
+    _default_shape = (1,)
+
     def __init__(
         self,
-        shape: Sequence[int] | int = (1,),
+        shape: Sequence[int] | int | None = (1,),
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
         example_data: Any = None,
@@ -47,15 +49,17 @@ class NonTensor(LeafSpec):
             )
         self.example_data = example_data
         self.batched = batched
-        self.feature_dims = feature_dims
+        self._feature_dims = feature_dims
 
-    def rand(self, shape: Sequence[int] = (), *, generator: torch.Generator | None = None) -> Any:
+    @property
+    def feature_dims(self) -> int:
+        """How many of the last dims a single NonTensorData covers: all of the shape unless told otherwise."""
+        return len(self.shape) if self._feature_dims is None else self._feature_dims
+
+    def _rand(self, shape: Size, generator: torch.Generator | None) -> Any:
         return self._example(self._full_shape(shape))
 
-    def zero(self, shape: Sequence[int] = ()) -> Any:
-        return self._example(self._full_shape(shape))
-
-    def one(self, shape: Sequence[int] = ()) -> Any:
+    def _filled(self, number: int, shape: Size) -> Any:
         return self._example(self._full_shape(shape))
 
     def mismatches(self, value: Any, key: tuple[str, ...] = ()) -> Iterator[Mismatch]:
@@ -83,17 +87,17 @@ class NonTensor(LeafSpec):
         """``value`` as NonTensorData, or as a NonTensorStack where it is a list and the spec has dims."""
         return value if is_non_tensor(value) else self._rows(value, self.shape)
 
-    def to_numpy(self, value: Any) -> Any:
+    def _to_numpy(self, value: Any) -> Any:
         """The Python objects themselves: one, or a list of them (of lists, for more dims)."""
         if isinstance(value, NonTensorStack):
             return value.tolist()
         return value.data if is_non_tensor(value) else value
 
-    def to(self, dest: torch.device | str | int | torch.dtype) -> NonTensor:
-        return self.clone() if isinstance(dest, torch.dtype) else super().to(dest)
+    def _to(self, dest: torch.device | str | int | torch.dtype) -> NonTensor:
+        return self.clone() if isinstance(dest, torch.dtype) else super()._to(dest)
 
     def _example(self, shape: Size) -> Any:
-        features = self.feature_dims if self.feature_dims is not None else 0 if self.batched else len(shape)
+        features = self._feature_dims if self._feature_dims is not None else 0 if self.batched else len(shape)
         if len(shape) > features:
             return NonTensorStack(*[self._example(shape[1:])] * shape[0])
         return NonTensorData(self.example_data, batch_size=shape, device=self.device)
@@ -107,7 +111,7 @@ class NonTensor(LeafSpec):
         return "" if self.example_data is None else f"example_data={self.example_data!r}"
 
     def _identity(self) -> tuple[object, ...]:
-        return (*super()._identity(), self.batched, self.feature_dims, self.example_data)
+        return (*super()._identity(), self.batched, self._feature_dims, self.example_data)
 
 
 def _entries(value: Any) -> list[Any]:

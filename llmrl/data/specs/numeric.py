@@ -39,8 +39,8 @@ class _Numeric(LeafSpec):
     def domain(self) -> Domain:
         return self._domain
 
-    def to(self, dest: torch.device | str | int | torch.dtype) -> Self:
-        new = super().to(dest)
+    def _to(self, dest: torch.device | str | int | torch.dtype) -> Self:
+        new = super()._to(dest)
         if isinstance(dest, torch.dtype):
             if dest.is_floating_point != self.dtype.is_floating_point:
                 new.__class__ = _flavour(self, "continuous" if dest.is_floating_point else "discrete")
@@ -198,9 +198,11 @@ class Unbounded(_Numeric):
     True
     """
 
+    _default_shape = (1,)
+
     def __init__(
         self,
-        shape: Sequence[int] | int = (1,),
+        shape: Sequence[int] | int | None = (1,),
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
         domain: Domain | None = None,

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-from llmrl.errors import ShapeError
+from llmrl.errors import ShapeError, SpecIndexError
 
 __all__ = [
     "ShapeOp",
@@ -31,6 +31,7 @@ __all__ = [
     "expand",
     "flatten",
     "index",
+    "of_arguments",
     "repeat",
     "reshape",
     "select",
@@ -51,6 +52,7 @@ class ShapeOp:
     text: str
     apply: Callable[[Any, Size], Any]
     any_dim: int | None = None
+    error: type[ShapeError] = ShapeError
 
     def on_shape(self, lead: Size, owner: str) -> tuple[Size, Size]:
         """Returns the new shape, and ``lead`` with the stand-in for -1.
@@ -61,8 +63,8 @@ class ShapeOp:
         measured = Size(stand_in if size == -1 else size for size in lead)
         try:
             sizes = list(self.apply(torch.empty(measured, device="meta"), Size()).shape)
-        except (RuntimeError, IndexError, ValueError) as error:
-            raise ShapeError(f"{owner}: cannot {self.text} a spec of shape {tuple(lead)}: {error}") from error
+        except (RuntimeError, IndexError, ValueError, TypeError) as error:
+            raise self.error(f"{owner}: cannot {self.text} a spec of shape {tuple(lead)}: {error}") from error
         if stand_in in measured:
             sizes = [-1 if size and size % stand_in == 0 else size for size in sizes]
         if self.any_dim is not None:
@@ -92,11 +94,14 @@ def unexpanded(field: Tensor, lead: Size, owner: str) -> Tensor:
     return field
 
 
-def as_size(shape: Sequence[Any]) -> Size:
-    """The size in ``(2, 3)``, ``((2, 3),)`` or ``(torch.Size([2, 3]),)``: shape operations take either spelling."""
-    if len(shape) == 1 and not isinstance(shape[0], int):
-        shape = shape[0]
-    return Size(shape)
+def as_size(shape: Sequence[int] | int | None, default: Sequence[int] = ()) -> Size:
+    """The size in ``3``, ``(2, 3)`` or ``torch.Size([2, 3])``; None is the default."""
+    return Size(default if shape is None else (shape,) if isinstance(shape, int) else shape)
+
+
+def of_arguments(shape: Sequence[Any]) -> Size:
+    """The size in ``(2, 3)`` or ``((2, 3),)``: shape operations take either spelling."""
+    return as_size(shape[0] if len(shape) == 1 else shape)
 
 
 def expand(shape: Size, kept: int, sizes: Size) -> ShapeOp:
@@ -165,19 +170,19 @@ def index(shape: Size, kept: int, item: Any) -> ShapeOp:
     """``spec[item]`` with everything a tensor can be indexed with; an Ellipsis stands for dims of ``shape`` only."""
     full = full_index(shape, item)
     if any(not isinstance(part, slice) or part != slice(None) for part in full[len(full) - kept :]):
-        raise ShapeError(
+        raise SpecIndexError(
             f"spec: cannot index with {item!r} a spec of shape {tuple(shape)}: its last dim belongs to its domain and "
             "stays whole."
         )
     lead = full[: len(full) - kept]
-    return ShapeOp(f"index with {item!r}", lambda t, tail: t[lead])
+    return ShapeOp(f"index with {item!r}", lambda t, tail: t[lead], error=SpecIndexError)
 
 
 def lead_dim(dim: int, shape: Size, kept: int, text: str) -> int:
     """``dim`` counted from the front. Raises ShapeError if ``shape`` has no such dim, or its domain keeps it."""
     ndim = len(shape)
     if not -ndim <= dim < ndim:
-        raise ShapeError(f"spec: cannot {text} a spec with {ndim} dims to choose from.")
+        raise SpecIndexError(f"spec: cannot {text} a spec with {ndim} dims to choose from.")
     if dim % ndim >= ndim - kept:
         raise ShapeError(f"spec: cannot {text} a spec whose last dim belongs to its domain: it stays where it is.")
     return dim % ndim
@@ -198,11 +203,11 @@ def full_index(shape: Size, item: Any) -> tuple[Any, ...]:
     items = [_as_index(part) for part in (item if isinstance(item, tuple) else (item,))]
     wanted = sum(_dims_used(part) for part in items)
     if wanted > len(shape):
-        raise ShapeError(f"spec: an index cannot have more dims than the spec: got {wanted}, shape {tuple(shape)}.")
+        raise SpecIndexError(f"spec: an index cannot have more dims than the spec: got {wanted}, shape {tuple(shape)}.")
     missing = [slice(None)] * (len(shape) - wanted)
     holes = [position for position, part in enumerate(items) if part is Ellipsis]
     if len(holes) > 1:
-        raise ShapeError("spec: an index can hold one Ellipsis at most.")
+        raise SpecIndexError("spec: an index can hold one Ellipsis at most.")
     at = holes[0] if holes else len(items)
     items[at : at + len(holes)] = missing
     full: list[Any] = []
@@ -211,13 +216,13 @@ def full_index(shape: Size, item: Any) -> tuple[Any, ...]:
         used = _dims_used(part)
         if isinstance(part, Tensor) and part.dtype == torch.bool:
             if part.shape != shape[dim : dim + used]:
-                raise ShapeError(
+                raise SpecIndexError(
                     f"spec: a mask index must have the shape of what it masks: got {tuple(part.shape)}, expected "
                     f"{tuple(shape[dim : dim + used])}."
                 )
             full.extend(part.nonzero(as_tuple=True))  # a meta tensor cannot be masked
         elif isinstance(part, Tensor) and bool(((part >= (size := shape[dim])) | (part < -size)).any()) and size >= 0:
-            raise ShapeError(f"spec: an index must be below the size of its dim: got {part.tolist()}, size {size}.")
+            raise SpecIndexError(f"spec: an index must be below the size of its dim: got {part.tolist()}, size {size}.")
         elif isinstance(part, slice) and shape[dim] == -1:
             full.append(slice(None))  # a slice of any size is of any size
         else:
@@ -228,10 +233,13 @@ def full_index(shape: Size, item: Any) -> tuple[Any, ...]:
 
 def _as_index(part: Any) -> Any:
     if isinstance(part, (bool, str)):
-        raise ShapeError(f"spec: an index cannot hold {part!r}.")
-    if isinstance(part, (list, range, np.ndarray)):
+        raise SpecIndexError(f"spec: an index cannot hold {part!r}.")
+    if not isinstance(part, (list, range, np.ndarray)):
+        return part
+    try:
         return torch.as_tensor(part, dtype=None if len(part) else torch.int64)
-    return part
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise SpecIndexError(f"spec: an index cannot hold {part!r}: {error}.") from error
 
 
 def _dims_used(part: Any) -> int:

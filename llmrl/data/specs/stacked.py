@@ -14,7 +14,8 @@ from tensordict import NestedKey, TensorDictBase, is_tensor_collection, lazy_sta
 from torch import Size, Tensor
 
 from llmrl.data.specs.base import TORCH_FUNCTIONS, Mismatch, TensorSpec, combinations, listing
-from llmrl.data.specs.composite import _RAISE, Composite
+from llmrl.data.specs.composite import Composite
+from llmrl.data.specs.entries import MISSING
 from llmrl.data.specs.shape import ShapeOp, full_index, lead_dim, repeat, select
 from llmrl.errors import ConfigError, ShapeError
 
@@ -57,24 +58,35 @@ class _Stack(TensorSpec):
         kinds = {_leaf_kind(spec) for spec in specs}
         if len(kinds) > 1 or isinstance(specs[0], Composite) != isinstance(self, Composite):
             raise RuntimeError(f"{type(self).__name__}: Found more than one type of specs: {', '.join(sorted(kinds))}.")
+        devices = [spec.device for spec in specs]
         for what, found in (
             ("Dtypes", [spec.dtype for spec in specs]),
             ("Ndims", [spec.ndim for spec in specs]),
-            ("Devices", [spec.device for spec in specs]),
+            ("Devices", [device for device in devices if device is not None]),
         ):
             if any(one != found[0] for one in found):
                 raise RuntimeError(f"{type(self).__name__}: {what} differ between the specs: got {found}.")
         self._kept = specs[0]._kept
         self.stack_dim = lead_dim(dim, Size((*specs[0].shape, 1)), self._kept, f"stack along dim {dim}")
+
+    @property
+    def shape(self) -> Size:  # type: ignore[override]
+        """The members' shape, -1 where they differ, with their number at ``stack_dim``."""
         sizes = [
-            size if all(spec.shape[at] == size for spec in specs) else -1 for at, size in enumerate(specs[0].shape)
+            first if all(size == first for size in rest) else -1
+            for first, *rest in zip(*(spec.shape for spec in self.members), strict=True)
         ]
-        sizes.insert(self.stack_dim, len(specs))
-        self.shape = Size(sizes)
+        return Size((*sizes[: self.stack_dim], len(self.members), *sizes[self.stack_dim :]))
+
+    @property
+    def dim(self) -> int:
+        """``stack_dim``."""
+        return self.stack_dim
 
     @property
     def device(self) -> torch.device | None:
-        return self.members[0].device
+        """The members' device, or None where one of them has none."""
+        return next((None for spec in self.members if spec.device is None), self.members[0].device)
 
     @property
     def dtype(self) -> torch.dtype | None:  # type: ignore[override]
@@ -90,14 +102,11 @@ class _Stack(TensorSpec):
         """One value per member; `_join`, undone."""
         return value.unbind(self.stack_dim - len(self.shape))
 
-    def rand(self, shape: Sequence[int] = (), *, generator: torch.Generator | None = None) -> Any:
+    def _rand(self, shape: Size, generator: torch.Generator | None) -> Any:
         return self._join([spec.rand(shape, generator=generator) for spec in self.members], len(shape))
 
-    def zero(self, shape: Sequence[int] = ()) -> Any:
-        return self._join([spec.zero(shape) for spec in self.members], len(shape))
-
-    def one(self, shape: Sequence[int] = ()) -> Any:
-        return self._join([spec.one(shape) for spec in self.members], len(shape))
+    def _filled(self, number: int, shape: Size) -> Any:
+        return self._join([spec._filled(number, shape) for spec in self.members], len(shape))
 
     def _refusal(self, value: Any) -> str | None:
         """Why ``value`` cannot be split into one value per member, if it cannot."""
@@ -120,16 +129,17 @@ class _Stack(TensorSpec):
             return value
         return self._join(projected, projected[0].ndim - self.members[0].ndim)
 
-    def encode(self, value: Sequence[Any]) -> Any:
+    def encode(self, value: Sequence[Any], *, ignore_device: bool = False) -> Any:
         """One value per member, in a list or in any array that has them along its first dim."""
         if len(value) != len(self.members):
             raise ShapeError(
                 f"{type(self).__name__}.encode: takes one value per member: got {len(value)}, expected "
                 f"{len(self.members)}."
             )
-        return self._join([spec.encode(part) for spec, part in zip(self.members, value, strict=True)], 0)
+        pairs = zip(self.members, value, strict=True)
+        return self._join([spec.encode(part, ignore_device=ignore_device) for spec, part in pairs], 0)
 
-    def to_numpy(self, value: Any) -> list[Any]:
+    def _to_numpy(self, value: Any) -> list[Any]:
         """One array per member: they may differ in shape."""
         return [spec.to_numpy(part) for spec, part in zip(self.members, self._split(value), strict=True)]
 
@@ -162,17 +172,18 @@ class _Stack(TensorSpec):
         return stack([spec._emptied(at) for spec in self.members], self.stack_dim)
 
     def unbind(self, dim: int = 0) -> tuple[Any, ...]:
-        return self.members if dim % max(self.ndim, 1) == self.stack_dim else super().unbind(dim)
+        return self.members if dim in (self.stack_dim, self.stack_dim - self.ndim) else super().unbind(dim)
 
     def _indexed(self, item: Any) -> Any:
         # A number in the stack's dim alone gives the member itself, not a copy.
         full = full_index(self.shape, item)
         picked = full[self.stack_dim] if len(full) == self.ndim else None
-        if isinstance(picked, int) and all(part == slice(None) for part in full if part is not picked):
+        inside = isinstance(picked, int) and -len(self.members) <= picked < len(self.members)
+        if inside and all(part == slice(None) for part in full if part is not picked):
             return self.members[picked]
         return super()._indexed(item)
 
-    def to(self, dest: torch.device | str | int | torch.dtype) -> Any:
+    def _to(self, dest: torch.device | str | int | torch.dtype) -> Any:
         return type(self)(*[spec.to(dest) for spec in self.members], dim=self.stack_dim)
 
     def clone(self) -> Any:
@@ -270,18 +281,12 @@ class StackedComposite(_Stack, Composite):
 
     def __init__(self, *specs: Composite, dim: int = 0):
         _Stack.__init__(self, *specs, dim=dim)
-        self.is_locked = False
-        self._leaf_keys = None
 
     @property
     def data_cls(self) -> type | None:  # type: ignore[override]
         return self.members[0].data_cls
 
-    @property
-    def device(self) -> torch.device | None:
-        return self.members[0].device
-
-    @device.setter
+    @_Stack.device.setter
     def device(self, device: torch.device | str | int) -> None:
         self._assert_unlocked()
         for spec in self.members:
@@ -292,12 +297,21 @@ class StackedComposite(_Stack, Composite):
         names = self.members[0].names
         return [*names[: self.stack_dim], None, *names[self.stack_dim :]]
 
+    @names.setter
+    def names(self, names: Sequence[str | None] | None) -> None:
+        self.refine_names(names)
+
+    def _set_names(self, names: Sequence[str | None]) -> None:
+        self._assert_unlocked()
+        for spec in self.members:
+            spec._set_names([*names[: self.stack_dim], *names[self.stack_dim + 1 :]])
+
     def refine_names(self, *names: Any) -> Self:
         raise ConfigError("StackedComposite.refine_names: the dims get their names from the members; name theirs.")
 
     def _entry(self, name: str) -> Any:
         found = [spec._entry(name) for spec in self.members]
-        for nothing in (_RAISE, None):
+        for nothing in (MISSING, None):
             if any(entry is nothing for entry in found):
                 return nothing
         if isinstance(found[0], Composite):
@@ -327,10 +341,11 @@ class StackedComposite(_Stack, Composite):
         for member, part in zip(self.members, parts, strict=True):
             member[key] = part
 
-    def _drop(self, name: str) -> None:
-        self._assert_unlocked()
-        for spec in self.members:
-            spec._drop(name)
+    def _drop(self, path: Sequence[str]) -> bool:
+        # From every member that has it: an entry of some of them is none of the stack's, but it can be deleted.
+        for spec in (self, *self.members):
+            spec._assert_unlocked()
+        return any([spec._drop(path) for spec in self.members])
 
     def update(self, specs: Mapping[str, Any] | Composite) -> Self:
         if isinstance(specs, StackedComposite) and specs.stack_dim == self.stack_dim:
@@ -349,6 +364,8 @@ class StackedComposite(_Stack, Composite):
         return self.empty()
 
     def _join(self, values: Sequence[TensorDictBase], dim: int) -> TensorDictBase:
+        if any(value.device != values[0].device for value in values):
+            values = [value.copy().clear_device_() for value in values]
         return lazy_stack(list(values), self.stack_dim + dim)
 
     def _refusal(self, value: Any) -> str | None:
@@ -358,9 +375,5 @@ class StackedComposite(_Stack, Composite):
         fine = len(size) >= self.ndim and size[self.stack_dim - self.ndim] == len(self.members)
         return None if fine else f"declared batch size {tuple(self.shape)}, got {tuple(size)}"
 
-    def _set_lock(self, locked: bool, recurse: bool) -> Self:
-        self.is_locked = locked
-        self._leaf_keys = None
-        for spec in self.members:
-            spec._set_lock(locked, recurse)
-        return self
+    def _locked_along(self, recurse: bool) -> list[Composite]:
+        return list(self.members)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, is_non_tensor
 
 from llmrl.data.llm.chat import History
 from llmrl.data.llm.columns import column_values
@@ -110,7 +110,7 @@ class ChatEnv(EnvBase):
             for name, (container, field) in zip(_BLANKS, views, strict=True)
             if name != input_mode
         }
-        self.state_spec = Composite({self.data_key: NonTensor(shape=batch_size), **carried}, shape=batch_size)
+        self.state_spec = Composite({**carried, self.data_key: NonTensor(shape=batch_size)}, shape=batch_size)
 
     @classmethod
     def from_dataloader(
@@ -170,7 +170,7 @@ class ChatEnv(EnvBase):
                 f"TensorDict({self.data_key}=..., batch_size={list(self.batch_size)}), or add a DataLoadingPrimer."
             )
         out = TensorDict._new_unsafe(
-            {key: value for key, value in td.items() if key not in _NOT_CARRIED},
+            {key: value for key, value in td.items() if key not in ("_reset", "next", *_VIEWS)},
             batch_size=td.batch_size,
             device=self.device,
         )
@@ -191,9 +191,12 @@ class ChatEnv(EnvBase):
 
     def _blank(self, old: TensorDictBase, new: TensorDictBase) -> None:
         count = new.batch_size.numel()
+        key = self.data_key
+        if key in _VIEWS and key not in new.keys() and is_non_tensor(old.get(key, None)) and len(new) == len(old):
+            new.set(key, _VIEWS[key].from_rows({}, new.batch_size))  # what the user said is in the prompt now
         for name, blanks in _BLANKS.items():
             view = old.get(name, None)
-            if view is None or name in new.keys():
+            if view is None or is_non_tensor(view) or name in new.keys():
                 continue
             if getattr(view, "padded", False) and new.batch_size != old.batch_size:
                 raise ConfigError(
@@ -202,6 +205,18 @@ class ChatEnv(EnvBase):
                 )
             columns = {field: [blank] * count for field, blank in blanks.items() if view.rows(field) is not None}
             new.set(name, type(view).from_rows(columns, new.batch_size))
+
+    def _continue_randomly(self, td: TensorDictBase, generator: torch.Generator | None) -> bool:
+        view = td.get(self.input_mode, None)
+        if view is None or view.rows("prompt") is None:
+            raise MissingKeyError(
+                f"{type(self).__name__}.rand_action: goes on from {(self.input_mode, 'prompt')!r}, which is not there; "
+                "reset the env first."
+            )
+        letters = torch.randint(ord("a"), ord("z") + 1, (td.batch_size.numel(), 8), generator=generator).tolist()
+        answers = ["".join(map(chr, row)) for row in letters]
+        td.set(self.input_mode, answered(view, answers, self.tokenizer, self.policy_role))
+        return True
 
     def _chat(self, query: Any) -> list[Message]:
         if isinstance(query, str):
@@ -237,7 +252,9 @@ class DatasetChatEnv(TransformedEnv):
     Raises  DataError for data that cannot be read or have no prompt; EndOfData at a reset after ``epochs``
 
     ``num_envs`` conversations run side by side; with ``group_repeats=True`` it counts prompts, each ``repeats`` times.
-    ``shuffle``, ``seed``, ``epochs``, ``rank`` and ``world_size`` are the primer's.
+    ``shuffle``, ``seed``, ``epochs``, ``rank`` and ``world_size`` are the primer's. ``batch_size_dl`` and
+    ``apply_template`` change nothing: rows are held in memory, and ``input_mode`` says what a prompt is.
+    ``ray_backend`` and ``dataloader_actor_name`` must stay False and None.
 
     >>> env = DatasetChatEnv(dataset=[{"question": "2 + 2?", "answer": "4"}], shuffle=False)
     >>> env.reset().get("answer").tolist()
@@ -271,7 +288,19 @@ class DatasetChatEnv(TransformedEnv):
         epochs: int | None = None,
         rank: int = 0,
         world_size: int = 1,
+        batch_size_dl: int = 1,
+        apply_template: bool = False,
+        ray_backend: bool = False,
+        dataloader_actor_name: str | None = None,
     ):
+        if ray_backend or dataloader_actor_name is not None:
+            raise ConfigError(
+                f"{type(self).__name__}: rows are read in this process: ray_backend must be False and "
+                f"dataloader_actor_name None: got {ray_backend} and {dataloader_actor_name!r}; share rows between "
+                "processes with rank and world_size."
+            )
+        if batch_size_dl < 1:
+            raise ConfigError(f"{type(self).__name__}: batch_size_dl must be at least 1: got {batch_size_dl}.")
         rows: Sequence[Any] = (
             load_rows(dataset, split=split or "train", name=name) if isinstance(dataset, (str, Path)) else dataset
         )
@@ -334,6 +363,32 @@ def _declare_tools(chats: list[list[Message]], tools: list[Any] | None) -> None:
             chat[0]["tools"] = json.loads(schemas) if isinstance(schemas, str) else schemas
 
 
+def answered(
+    view: ChatHistory | Text | Tokens,
+    answers: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    role: str = "assistant",
+) -> ChatHistory | Text | Tokens:
+    """A view that has a prompt, with one answer per row as "response" and "full"; tokens need the ``tokenizer``.
+
+    >>> answered(Text.from_rows({"prompt": ["2+2=", "2+3="]}), ["4", "5"]).rows("full")
+    ['2+2=4', '2+3=5']
+    """
+    if isinstance(view, ChatHistory):
+        prompt = History.from_chats(view.chats("prompt"))
+        response = History.from_chats([[{"role": role, "content": answer}] for answer in answers])
+        columns = {"prompt": prompt, "response": response, "full": prompt.extend(response, inplace=False, dim=-1)}
+        return ChatHistory.from_rows(columns, view.batch_size)
+    prompts, responses = view.rows("prompt"), list(answers)
+    if isinstance(view, Text):
+        fulls = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
+    else:
+        ids = tokenizer(responses, add_special_tokens=False)["input_ids"]
+        responses = [torch.tensor(row, dtype=torch.int64, device=prompts[0].device) for row in ids]
+        fulls = [torch.cat(pair) for pair in zip(prompts, responses, strict=True)]
+    return type(view).from_rows({"prompt": prompts, "response": responses, "full": fulls}, view.batch_size)
+
+
 def carried_views(td: TensorDictBase) -> dict[str, Any]:
     """The views of the next turn's prompt: what is ``full`` now. References, whatever the length of the conversation.
 
@@ -360,7 +415,7 @@ def carried_views(td: TensorDictBase) -> dict[str, Any]:
     return views
 
 
-_NOT_CARRIED = ("_reset", "next", "history", "text", "tokens", "log_probs", "masks")
+_VIEWS = {"history": ChatHistory, "text": Text, "tokens": Tokens, "log_probs": LogProbs, "masks": Masks}
 
 # A conversation that has just begun, in the views that only a policy writes.
 _BLANKS: dict[str, dict[str, Any]] = {

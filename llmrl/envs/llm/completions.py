@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from llmrl.data.llm.chat import History
 from llmrl.data.llm.codec import codec_for
 from llmrl.data.llm.columns import column_values
 from llmrl.data.llm.templates import find_template
@@ -39,8 +40,9 @@ def completion_texts(
     its end.
 
     Reads    the contents of ("history", "response"), else ("text", "response"), else ("tokens", "response") decoded;
-             with ``mode``, only that one of the three
-    Raises   MissingKeyError naming ``who`` where there is none of them, or only tokens and no ``tokenizer``
+             where there is none of them the last message of "full" in the same order; with ``mode``, only that view
+    Raises   MissingKeyError naming ``who`` where there is none of them, or only ids (or text, for "full") and no
+             ``tokenizer``
 
     Without ``tokenizer`` the only markers known are those of ChatML and ``markers``, which text alone needs.
     """
@@ -52,9 +54,11 @@ def completion_texts(
         return [trim_markers(_content(messages), markers) for messages in response.to_chats()]
     if text is not None and (texts := _strings(text, "response")) is not None:
         return [trim_markers(response, markers) for response in texts]
-    if tokens is not None and tokenizer is not None and (rows := _response_ids(td, tokens)) is not None:
+    if tokens is not None and tokenizer is not None and (rows := _ids(td, tokens, "response")) is not None:
         # Control tokens inside are kept: without them "3<|im_start|>6" would be the answer 36.
         return [trim_markers(response, markers) for response in decode_rows(tokenizer, rows)]
+    if (chats := _whole_chats(td, history, text, tokens, tokenizer)) is not None:
+        return [trim_markers(_content(messages), markers) for messages in chats]
     hint = " and a tokenizer" if tokenizer is None and "tokens" in td.keys() else ""
     raise MissingKeyError(
         f"{who}: the policy's response must be in ('text', 'response'), ('history', 'response') or ('tokens', "
@@ -97,16 +101,26 @@ def _end_of_turn(tokenizer: Any) -> str:
     return ""
 
 
-def _response_ids(td: TensorDictBase, tokens: Any) -> list[list[int]] | None:
-    """The ids of each response, without padding."""
+def _whole_chats(td: TensorDictBase, history: Any, text: Any, tokens: Any, tokenizer: Any | None) -> Any:
+    """The messages of each conversation, of a batch that has conversations only as a whole."""
+    if history is not None and (full := history.get("full", None)) is not None:
+        return full.to_chats()
+    texts = None if text is None else _strings(text, "full")
+    if texts is None and tokens is not None and (rows := _ids(td, tokens, "full")) is not None and tokenizer:
+        texts = decode_rows(tokenizer, rows)
+    return None if texts is None or tokenizer is None else History.from_text(texts, tokenizer=tokenizer).to_chats()
+
+
+def _ids(td: TensorDictBase, tokens: Any, field: str) -> list[list[int]] | None:
+    """The ids of each response, or of all of a conversation, without padding."""
     holder, masks = entries(tokens), entries(td.get("masks", None))
-    response = holder.get("response", None, as_list=True)
-    if response is None:
+    ids = holder.get(field, None, as_list=True)
+    if ids is None:
         return None
     attention = None if masks is None else masks.get("all_attention_mask", None, as_list=True)
-    if isinstance(response, Tensor) and isinstance(attention, Tensor):  # padded: the right part of the whole
-        attention = attention[..., attention.shape[-1] - response.shape[-1] :]
-    return [row.tolist() for row in unpadded_rows(holder, "response", attention)]
+    if isinstance(ids, Tensor) and isinstance(attention, Tensor):  # padded: the right part of the whole
+        attention = attention[..., attention.shape[-1] - ids.shape[-1] :]
+    return [row.tolist() for row in unpadded_rows(holder, field, attention)]
 
 
 def _strings(container: Any, field: str) -> list[str] | None:

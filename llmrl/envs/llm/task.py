@@ -64,6 +64,10 @@ class TaskEnv(DatasetChatEnv):
         epochs: int | None = None,
         rank: int = 0,
         world_size: int = 1,
+        batch_size_dl: int = 1,
+        apply_template: bool = False,
+        ray_backend: bool = False,
+        dataloader_actor_name: str | None = None,
     ):
         scorer = self.scorer(tokenizer) if compute_reward else None  # first: what it needs may not be installed
         rows = self.rows(dataset, name=name, split=split) if isinstance(dataset, str | Path | None) else dataset
@@ -86,6 +90,10 @@ class TaskEnv(DatasetChatEnv):
             epochs=epochs,
             rank=rank,
             world_size=world_size,
+            batch_size_dl=batch_size_dl,
+            apply_template=apply_template,
+            ray_backend=ray_backend,
+            dataloader_actor_name=dataloader_actor_name,
         )
         if scorer is not None:
             self.append_transform(scorer)

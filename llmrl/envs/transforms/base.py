@@ -29,10 +29,10 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDict, TensorDictBase
 
 from llmrl.envs.rows import present_keys, shallow_copy
-from llmrl.errors import ConfigError, MissingKeyError
+from llmrl.errors import ConfigError, MissingKeyError, near
 
 if TYPE_CHECKING:
     from llmrl.data.specs import Composite
@@ -47,7 +47,8 @@ class Transform:
     """Changes what goes into and comes out of an env, or a replay buffer; by itself it changes nothing.
 
     Reads   ``in_keys`` (of t+1, or of a batch), ``out_keys_inv`` (what the policy writes)
-    Writes  ``out_keys`` (default: ``in_keys``), ``in_keys_inv`` (what the env reads)
+    Writes  ``out_keys`` (default: ``in_keys``), ``in_keys_inv`` (what the env reads). With ``in_keys=[]`` nothing is
+            mapped: ``out_keys`` then names what a hook of the subclass writes
     Raises  MissingKeyError where an entry of ``in_keys`` is absent at a step; at a reset an absent one is left out
 
     >>> import torch
@@ -107,14 +108,27 @@ class Transform:
     def forward(self, td: TensorDictBase) -> TensorDictBase:
         return self._map_entries(td)
 
-    def __call__(self, td: TensorDictBase) -> TensorDictBase:
-        return self.forward(td)
+    def __call__(self, td: TensorDictBase | None = None, /, **entries: Any) -> Any:
+        """`forward` of a batch; or of ``entries``, the values of ``in_keys`` by name (the parts of a nested key joined
+        by "_"), which gives the values of ``out_keys``."""
+        if td is not None and not entries:
+            return self.forward(td)
+        keys = {key if isinstance(key, str) else "_".join(key): key for key in self.in_keys}
+        unknown = [name for name in entries if name not in keys]
+        if td is not None or unknown:
+            raise TypeError(
+                f"{type(self).__name__}: takes one tensordict, or {', '.join(keys) or 'nothing'} by name: got "
+                f"{', '.join(unknown or entries)}.{near(unknown[0], keys) if unknown else ''}"
+            )
+        td = self.forward(TensorDict({keys[name]: value for name, value in entries.items()}).auto_batch_size_(1))
+        values = tuple(td.get(key) for key in self.out_keys)
+        return values[0] if len(values) == 1 else values
 
     def inv(self, td: TensorDictBase) -> TensorDictBase | None:
         if not self.in_keys_inv:
             return td
         td = shallow_copy(td)
-        for in_key, out_key in zip(self.in_keys_inv, self.out_keys_inv, strict=True):
+        for in_key, out_key in self._pairs(self.in_keys_inv, self.out_keys_inv):
             if (value := td.get(out_key, None)) is not None:
                 td.set(in_key, self._inv_apply_transform(value))
         return td
@@ -160,6 +174,10 @@ class Transform:
             )
         self._container = container
 
+    def reset_container(self) -> None:
+        """Called when the transform is taken out of its env."""
+        self._container = None
+
     def clone(self) -> Self:
         """A shallow copy that belongs to no env."""
         other = copy.copy(self)
@@ -178,7 +196,7 @@ class Transform:
         return f"{type(self).__name__}({keys})"
 
     def _map_entries(self, td: TensorDictBase, required: bool = True) -> TensorDictBase:
-        for in_key, out_key in zip(self.in_keys, self.out_keys, strict=True):
+        for in_key, out_key in self._pairs(self.in_keys, self.out_keys) if self.in_keys else ():
             value = td.get(in_key, None)
             if value is not None:
                 td.set(out_key, self._apply_transform(value))
@@ -187,6 +205,14 @@ class Transform:
                     f"{type(self).__name__}: reads {in_key!r}, which is not there; keys present: {present_keys(td)}."
                 )
         return td
+
+    def _pairs(self, in_keys: list[NestedKey], out_keys: list[NestedKey]) -> Iterator[tuple[NestedKey, NestedKey]]:
+        if len(in_keys) != len(out_keys):
+            raise ConfigError(
+                f"{type(self).__name__}: needs one key to write per key that it reads, unless it overrides the hook: "
+                f"got {in_keys} and {out_keys}."
+            )
+        return zip(in_keys, out_keys, strict=True)
 
 
 def innermost(env: EnvBase) -> EnvBase:
@@ -223,6 +249,25 @@ class Compose(Transform):
         if self._container is not None:
             transform.set_container(self._container)
         self.transforms.insert(index, transform)
+        self._members_changed()
+
+    def pop(self, index: int = -1) -> Transform:
+        """Takes a member out and detaches it. Raises ConfigError where there is none at ``index``."""
+        if not -len(self.transforms) <= index < len(self.transforms):
+            raise ConfigError(f"Compose.pop: there must be a transform at {index}: got {len(self.transforms)} of them.")
+        transform = self.transforms.pop(index)
+        transform.reset_container()
+        self._members_changed()
+        return transform
+
+    def _members_changed(self) -> None:
+        if self._container is not None:
+            self._container.transforms_changed()
+
+    def reset_container(self) -> None:
+        super().reset_container()
+        for transform in self.transforms:
+            transform.reset_container()
 
     def leaves(self) -> Iterator[Transform]:
         """Every transform in running order, members of nested `Compose` included."""

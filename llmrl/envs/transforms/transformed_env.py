@@ -47,9 +47,12 @@ class TransformedEnv(EnvBase):
         if self.transform.container is self:
             transform.set_container(self)
         self.transform.insert(index, transform)
+        return self
+
+    def transforms_changed(self) -> None:
+        """Has the specs made anew at their next use."""
         self._spec_cache.clear()
         self._spec_version += 1
-        return self
 
     def env_below(self, transform: Transform) -> EnvBase:
         """The env that ``transform`` wraps: the base env with the transforms before it, which stay attached here."""
@@ -112,6 +115,10 @@ class TransformedEnv(EnvBase):
 
     def _blank(self, old: TensorDictBase, new: TensorDictBase) -> None:
         self.base_env._blank(old, new)
+
+    def _continue_randomly(self, td: TensorDictBase, generator: torch.Generator | None) -> bool:
+        same = self.action_keys == self.base_env.action_keys  # else a transform makes the base env's action of another
+        return same and self.base_env._continue_randomly(td, generator)
 
     def _set_seed(self, seed: int) -> None:
         self.base_env.set_seed(seed)

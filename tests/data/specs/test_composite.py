@@ -134,7 +134,7 @@ def test_names_of_dims_follow_them_and_are_those_of_the_values():
     assert spec.squeeze().names == ["env"]
     assert spec[0].names == ["time"]
     assert spec.clone().names == ["env", "time"]
-    assert spec != Composite(x=Unbounded((2, 1, 4)), shape=(2, 1))
+    assert spec == Composite(x=Unbounded((2, 1, 4)), shape=(2, 1))
     for wrong, match in ((("env",), "one name per dim"), (("agent", "time"), "keeps its name")):
         with pytest.raises(ConfigError, match=match):
             spec.refine_names(*wrong)

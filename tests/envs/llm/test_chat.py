@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from llmrl.data.llm.chat import History
 from llmrl.data.llm.columns import column
 from llmrl.envs import check_env_specs
-from llmrl.envs.llm import ChatEnv, DatasetChatEnv
+from llmrl.envs.llm import ChatEnv, DatasetChatEnv, GSM8KEnv, make_gsm8k_env
 from llmrl.envs.llm.transforms import DataLoadingPrimer, EndOfData, PolicyVersion, RewardFunction
 from llmrl.errors import ConfigError, DataError, MissingKeyError
 from llmrl.modules.llm.policies.base import LLMWrapperBase
@@ -239,3 +239,49 @@ def test_every_column_that_a_conversation_starts_from_is_declared(tokenizer):
     check_env_specs(env, policy=policy)
     assert env.full_state_spec["ids"].shape == (2, 3)
     assert {"query", "answer", "group_id", "seed"} <= set(env.full_state_spec.keys())
+
+
+@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
+@pytest.mark.parametrize("key", ["text", "tokens", "history", "masks"])
+def test_what_the_user_says_may_stand_under_the_name_of_a_view(mode, key, tokenizer):
+    """Regression: a column of prompts under "text" was taken for what a policy left there."""
+    env = ChatEnv(batch_size=[2], input_mode=mode, tokenizer=tokenizer, data_key=key)
+    policy = LLMWrapperBase(FakeEngine(["4", "6"], tokenizer=tokenizer), tokenizer=tokenizer, input_mode=mode)
+    asked = TensorDict({key: ["2 + 2?", "3 + 3?"]}, batch_size=[2])
+    td = env.reset(asked)
+    assert set(td.keys()) - {"done", "terminated", "truncated"} == {mode, key}
+    same = ChatEnv(batch_size=[2], input_mode=mode, tokenizer=tokenizer)
+    other = policy(same.reset(query("2 + 2?", "3 + 3?")))
+    assert policy(td)["tokens"].rows("full")[1].equal(other["tokens"].rows("full")[1])
+    assert env.rollout(2, policy, tensordict=asked).shape == (2, 2)
+
+
+@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
+def test_without_a_policy_an_answer_of_letters_goes_on_from_the_prompt(mode, tokenizer):
+    rows = [{"question": "2 + 2?", "answer": "4"}]
+    env = DatasetChatEnv(dataset=rows, num_envs=2, input_mode=mode, tokenizer=tokenizer, max_steps=3)
+    env.append_transform(RewardFunction(lambda completion: len(completion)))
+    env.check_env_specs()
+    env.set_seed(3)
+    turns = []
+    batch = env.rollout(5, callback=lambda _, td: turns.append(td.get(mode)))
+    assert batch["next", "reward"].tolist() == [[[[8.0]]] * 3] * 2
+    assert env.full_reward_spec["reward"].shape == (2, 1, 1)
+    sizes = [len(turn.rows(field)[0]) for turn in turns for field in ("prompt", "full")]
+    assert sizes == sorted(sizes)
+    assert sizes[1] == sizes[2] > sizes[0]
+    env.set_seed(3)
+    assert str(env.rand_step().get(mode).rows("response")) == str(turns[0].rows("response"))
+    with pytest.raises(MissingKeyError, match="reset the env first"):
+        env.rand_action()
+
+
+def test_the_arguments_of_a_data_loader_are_taken_and_ray_is_refused_by_its_value():
+    rows = [{"question": "2 + 2?", "answer": "#### 4"}]
+    taken = {"batch_size_dl": 4, "apply_template": True, "ray_backend": False, "dataloader_actor_name": None}
+    for kind in (DatasetChatEnv, GSM8KEnv):
+        assert kind(dataset=rows, **taken).reset()["history"].prompt.to_chats()[0][-1]["content"] == "2 + 2?"
+        for wrong in ({"ray_backend": True}, {"dataloader_actor_name": "loader"}, {"batch_size_dl": 0}):
+            with pytest.raises(ConfigError, match=f"{kind.__name__}: .*{next(iter(wrong))}"):
+                kind(dataset=rows, **wrong)
+    assert make_gsm8k_env(rows, 1, 2, 8, 0).reset().get("answer").tolist() == ["#### 4"]

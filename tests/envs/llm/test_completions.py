@@ -57,3 +57,18 @@ def test_ids_without_a_tokenizer_say_that_one_is_missing(tokenizer, say):
     td = say(env.reset(TensorDict(query="?", batch_size=[1])), ["4"])
     with pytest.raises(MissingKeyError, match=r"mine: the policy's response must be in .* and a tokenizer"):
         completion_texts(td, who="mine")
+
+
+@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
+def test_of_a_conversation_that_is_there_only_as_a_whole_the_last_message_is_the_response(mode, tokenizer, say):
+    """Regression: what had only "full" could not be scored."""
+    env = ChatEnv(batch_size=[2], input_mode=mode, tokenizer=tokenizer)
+    td = say(
+        env.reset(TensorDict(query=["6 * 6?", "?"], answer=["36", "36"], batch_size=[2])), ["<answer>36</answer>", ""]
+    )
+    view = td.get(mode)
+    full = view.full if mode == "history" else view.rows("full")
+    whole = TensorDict({mode: type(view).from_rows({"full": full}), "answer": td.get("answer")}, batch_size=[2])
+    assert completion_texts(whole, tokenizer, who="mine") == ["<answer>36</answer>", ""]
+    scored = GSM8KRewardParser(tokenizer=tokenizer)(whole)
+    assert scored["next", "reward"].flatten().tolist() == [1, 0]

@@ -57,6 +57,17 @@ def test_a_score_has_the_shares_of_prompt_and_instructions():
     assert score.inst_level_loose_acc.item() == 1.0
 
 
+def test_the_reward_of_a_batch_of_scores_has_its_shape():
+    scores = torch.stack([IFEvalScoreData.of([True, False], [True, True]), IFEvalScoreData.of([True], [True])])
+    scorer = IfEvalScorer()
+    assert scorer.default_reward_aggregator(scores[0], ["t"], ["a"]).shape == ()
+    assert scorer.default_reward_aggregator(scores).tolist() == pytest.approx([0.3 * 0.5 + 0.2 + 0.1, 1.0])
+    rewards = scorer.default_reward_aggregator(scores.unsqueeze(-1), ["t"], ["a"])
+    assert rewards.shape == (2, 1)
+    assert rewards.dtype == torch.float32
+    assert rewards[1].item() == pytest.approx(1.15)
+
+
 def step(say, responses, *, instructions=((NO_COMMA,),), arguments=None, mode="history", tokenizer=None, **options):
     scorer = IfEvalScorer(tokenizer=tokenizer, **options)
     count = len(responses)

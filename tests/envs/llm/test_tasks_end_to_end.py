@@ -47,3 +47,15 @@ def test_a_task_feeds_a_buffer_with_groups_of_scored_conversations(kind, rows):
     sample = buffer.sample()
     assert sample["advantage"].isfinite().all()
     collector.shutdown()
+
+
+@pytest.mark.parametrize(("kind", "rows"), TASKS, ids=[kind.__name__ for kind, _ in TASKS])
+def test_a_task_keeps_its_specs_also_without_a_policy(kind, rows):
+    if kind is MATHEnv:
+        pytest.importorskip("math_verify")
+    env = kind(dataset=rows, num_envs=2, max_steps=2)
+    env.check_env_specs()
+    env.check_env_specs(policy=policy(), break_when_any_done="both")
+    batch = env.rollout(4)
+    for key in env.reward_keys:
+        assert batch["next"][:, -1].get(key).shape == env.full_reward_spec[key].shape

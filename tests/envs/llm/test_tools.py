@@ -20,6 +20,7 @@ from llmrl.envs.llm.transforms import PythonInterpreter, RewardFunction, ToolTra
 from llmrl.errors import ConfigError, MissingKeyError
 from llmrl.modules.llm.engines import StopReason
 from llmrl.modules.llm.policies.base import LLMWrapperBase
+from llmrl.modules.llm.policies.containers import ChatHistory
 from llmrl.objectives.llm import MCAdvantage
 from llmrl.testing import FakeEngine, ScriptedPolicy, tiny_tokenizer
 from llmrl.tools import Tool, ToolError
@@ -31,6 +32,15 @@ WAIT_S = 20.0  # a bound on waits that end at once where the code is right
 def add(a: int, b: int) -> int:
     """The sum of two numbers."""
     return a + b
+
+
+def test_a_call_in_a_conversation_that_is_there_only_as_a_whole_is_run():
+    env = ChatEnv(batch_size=[1]).append_transform(ToolTransform([add]))
+    td = ScriptedPolicy([render("add", {"a": 1, "b": 2})])(env.reset(queries("1 + 2?")))
+    td["history"] = ChatHistory.from_rows({"full": td["history"].full})
+    said = env.step(td)["next", "history"].prompt.to_chats()[0]
+    assert [message["role"] for message in said[-2:]] == ["assistant", "tool"]
+    assert said[-1]["content"] == "3"
 
 
 def fail(reason: str) -> str:

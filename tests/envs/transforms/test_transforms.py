@@ -6,6 +6,7 @@ from tensordict import TensorDict
 
 from llmrl.data import Bounded, Composite, Unbounded
 from llmrl.envs import Compose, EnvBase, StepCounter, Transform, TransformedEnv, check_env_specs
+from llmrl.envs.transforms.rb_transforms import NextStateReconstructor
 from llmrl.errors import ConfigError, MissingKeyError
 
 
@@ -328,3 +329,66 @@ def test_a_subset_of_rows_steps_through_the_transforms():
     td = act(env)[torch.tensor([True, False, False, True])]
     td["step_count"] = torch.tensor([[0], [1]])
     assert env.step(td)["next", "done"].flatten().tolist() == [False, True]
+
+
+class CountsBytes(Transform):
+    """Writes what no entry of the batch is mapped to."""
+
+    def __init__(self):
+        super().__init__(in_keys=[], out_keys=["bytes"])
+
+    def forward(self, td):
+        return td.set("bytes", torch.full(td.batch_size, td.bytes()))
+
+
+def test_a_transform_that_only_writes_works_in_an_env_and_by_itself():
+    env = Echo().append_transform(CountsBytes()).append_transform(Transform(in_keys=[], out_keys=["x"]))
+    check_env_specs(env)
+    assert "bytes" not in env.rollout(2).keys(True)  # forward is not called there
+    assert CountsBytes()(TensorDict(a=torch.zeros(2, 3), batch_size=[2]))["bytes"].tolist() == [24, 24]
+
+
+@pytest.mark.parametrize("keys", [{"out_keys": ["x", "y"]}, {"in_keys_inv": ["action"], "out_keys_inv": []}])
+def test_keys_that_do_not_pair_are_an_error_where_they_are_mapped(keys):
+    env = Echo().append_transform(Transform(in_keys=["seen"], **keys))
+    with pytest.raises(ConfigError, match="Transform: needs one key to write per key that it reads"):
+        env.step(act(env))
+
+
+def test_a_transform_takes_its_entries_by_name():
+    double = type("Double", (Transform,), {"_apply_transform": lambda self, value: 2 * value})
+    assert double(in_keys=["seen"])(seen=torch.ones(2, 1)).tolist() == [[2.0], [2.0]]
+    pair = double(in_keys=["seen", ("next", "seen")], out_keys=["a", "b"])(next_seen=torch.ones(3), seen=torch.zeros(3))
+    assert [value.tolist() for value in pair] == [[0.0] * 3, [2.0] * 3]
+    ahead = NextStateReconstructor(traj_key=None, done_key=None)(observation=torch.tensor([[1.0], [2.0]]))
+    assert ahead.nan_to_num(-1.0).flatten().tolist() == [2, -1]
+    with pytest.raises(TypeError, match=r"takes one tensordict, or seen by name: got sen\. Did you mean 'seen'"):
+        double(in_keys=["seen"])(sen=torch.ones(2))
+    with pytest.raises(MissingKeyError, match="reads 'seen'"):
+        double(in_keys=["seen"])()
+
+
+def test_a_popped_transform_is_detached_and_no_longer_runs_or_declares():
+    class Declares(Transform):
+        def _call(self, next_td):
+            return next_td.set("extra", torch.zeros(*next_td.batch_size, 1))
+
+        def transform_observation_spec(self, observation_spec):
+            observation_spec["extra"] = Unbounded((*observation_spec.shape, 1))
+            return observation_spec
+
+    nested = Compose(Declares())
+    env = Echo().append_transform(Declares()).append_transform(nested)
+    assert "extra" in env.observation_spec
+    inner = nested.pop()
+    assert len(nested) == 0
+    assert env.transform.pop(0).container is None
+    assert env.transform.pop() is nested
+    assert inner.container is nested.container is None
+    assert "extra" not in env.observation_spec
+    check_env_specs(env)
+    env.append_transform(inner)
+    env.transform.append(Log("last", []))
+    assert "extra" in env.observation_spec
+    with pytest.raises(ConfigError, match=r"Compose\.pop: there must be a transform at 2: got 2 of them"):
+        env.transform.pop(2)

@@ -61,7 +61,7 @@ class IFEvalScoreData(TensorClass["nocast"]):
         return Composite({name: Unbounded((*shape, 1)) for name in cls.NAMES}, shape=shape)
 
 
-Aggregate = Callable[[IFEvalScoreData, list[str], list[str], bool], float]
+Aggregate = Callable[[IFEvalScoreData, list[str], list[str], bool], float | Tensor]
 
 
 class IfEvalScorer(ScoringTransform):
@@ -120,12 +120,17 @@ class IfEvalScorer(ScoringTransform):
         self.input_mode = input_mode
 
     def default_reward_aggregator(
-        self, score: IFEvalScoreData, think_blocks: list[str], answer_blocks: list[str], complete: bool = True
-    ) -> float:
-        """The score's four numbers weighted, plus what having one answer and one thinking block is worth."""
-        numbers = [score.get(name).item() for name in IFEvalScoreData.NAMES]
-        followed = sum(weight * number for weight, number in zip(self.format_weights, numbers, strict=True))
-        return followed + 0.1 * (len(answer_blocks) == 1) + 0.05 * (len(think_blocks) == 1)
+        self,
+        score: IFEvalScoreData,
+        think_blocks: list[str] | None = None,
+        answer_blocks: list[str] | None = None,
+        complete: bool = True,
+    ) -> Tensor:
+        """The score's four numbers weighted, plus what having one answer and one thinking block is worth: float32 in
+        the batch size of ``score``."""
+        numbers = torch.stack([score.get(name).reshape(score.batch_size) for name in IFEvalScoreData.NAMES], -1)
+        followed = (numbers * numbers.new_tensor(self.format_weights)).sum(-1)
+        return followed + 0.1 * (len(answer_blocks or ()) == 1) + 0.05 * (len(think_blocks or ()) == 1)
 
     def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
         texts = completion_texts(td, tokenizer_of(self), who="IfEvalScorer", mode=self.input_mode)

@@ -51,7 +51,8 @@ _STAND_INS = re.compile("[\U000f0000-\U0010ffff]")  # what the renderer writes c
 class ToolTransform(Transform):
     """Tools for the conversations of a `ChatEnv`.
 
-    Reads   the policy's turn: ("history" | "text" | "tokens", "response"), and "stop_reason" int64[B] where it is there
+    Reads   the policy's turn: ("history" | "text" | "tokens", "response"), or the last message of "full" where there
+            is no response, and "stop_reason" int64[B] where it is there
     Calls   the tools, for all rows at the same time, each call with its deadline; a conversation's calls in their order
     Writes  at reset  "tools" NonTensor [B]: the schemas, which the chat template's own ``tools`` declares
                       "conversation_id" int64[B]: counts conversations; "tool_use": see `tool_metrics`
@@ -265,18 +266,20 @@ class ToolTransform(Transform):
     def _structured(self, td: TensorDictBase) -> list[list[ParsedCall] | None]:
         """The calls of turns that have them apart from their text."""
         history = td.get("history", None)
-        if history is None or history.response is None:
+        chats = None if history is None else history.chats("response") or history.chats("full")
+        if chats is None:
             return [None] * td.batch_size.numel()
-        return [_structured_calls(chat[-1]) if chat else None for chat in history.chats("response")]
+        return [_structured_calls(chat[-1]) if chat else None for chat in chats]
 
     def _with_ids(self, calls: list[ParsedCall], conversation: int, turn: int) -> list[tuple[ParsedCall, str]]:
         return [(call, call.id or self.format.call_id(conversation, turn, number)) for number, call in enumerate(calls)]
 
     def _answers(self, td: TensorDictBase) -> list[str]:
         tokens = td.get("tokens", None)
-        if td.get("text", None) is None and td.get("history", None) is None and tokens is not None and self.tokenizer:
+        responses = None if tokens is None else tokens.rows("response")
+        if td.get("text", None) is None and td.get("history", None) is None and responses and self.tokenizer:
             # not skipping special tokens: in some families they are part of a call
-            rows = [row.tolist() for row in tokens.rows("response")]
+            rows = [row.tolist() for row in responses]
             ends = special_tokens(self.tokenizer)
             return [trim_markers(text, ends) for text in decode_rows(self.tokenizer, rows)]
         return completion_texts(td, self.tokenizer, who=type(self).__name__)

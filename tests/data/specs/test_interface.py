@@ -1,0 +1,370 @@
+"""What every kind of spec takes and gives in the same way: arguments, errors, views, locks."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from tensordict import NonTensorData, TensorDict
+
+from llmrl.data import (
+    Binary,
+    Bounded,
+    Categorical,
+    Choice,
+    Composite,
+    MultiCategorical,
+    MultiOneHot,
+    NonTensor,
+    OneHot,
+    TensorSpec,
+    Unbounded,
+)
+from llmrl.errors import MissingKeyError, ShapeError
+
+SPECS = {
+    "bounded": lambda: Bounded(-1, 1, (2,)),
+    "bounded whole numbers": lambda: Bounded(0, 3, (2,), dtype=torch.int64),
+    "unbounded": lambda: Unbounded((2,)),
+    "categorical": lambda: Categorical(4, (2,)),
+    "multi categorical": lambda: MultiCategorical([3, 2], (2, 2)),
+    "binary": lambda: Binary(3, (2, 3)),
+    "one-hot": lambda: OneHot(3, (2, 3)),
+    "multi one-hot": lambda: MultiOneHot([3, 2], (2, 5)),
+    "non-tensor": lambda: NonTensor((2,), example_data="text"),
+    "choice": lambda: Choice([Bounded(0, 1, (2,)), Bounded(4, 5, (2,))]),
+    "composite": lambda: Composite(a=Bounded(0, 1, (2,)), b={"c": Categorical(3, (2,))}, shape=(2,)),
+    "stacked": lambda: torch.stack([Bounded(0, 1), Bounded(2, 3)]),
+    "stacked composite": lambda: torch.stack([Composite(a=Bounded(0, 1)), Composite(a=Bounded(2, 3), b=Unbounded())]),
+}
+"""One of each kind, of shape (2,), or with that as the first dim."""
+
+
+@pytest.fixture(params=SPECS.values(), ids=SPECS)
+def spec(request) -> TensorSpec:
+    return request.param()
+
+
+@pytest.mark.parametrize("method", ["rand", "sample", "zero", "zeros", "one", "ones"])
+def test_the_extra_shape_of_a_value_is_a_sequence_a_number_or_none(spec, method):
+    make = getattr(spec, method)
+    for extra, lead in ((None, ()), (3, (3,)), ([3, 1], (3, 1)), (torch.Size([3]), (3,))):
+        value = make(extra)
+        assert (*value.shape[: len(lead) + 1],) == (*lead, 2)
+        assert spec.is_in(value)
+
+
+@pytest.mark.parametrize("index", [5, -3, (0, 0, 0, 0), [0, 7], torch.tensor([2]), 1.5, True, (..., ...)])
+def test_an_index_that_a_spec_does_not_have_is_an_index_error_and_a_shape_error(spec, index):
+    for error in (IndexError, ShapeError):
+        with pytest.raises(error):
+            spec[index]
+
+
+@pytest.mark.parametrize("index", [["x"], [torch.zeros(1, 2), 3], torch.tensor([0.5]), slice("a"), {}])
+def test_an_index_of_a_kind_that_tensors_do_not_take_is_an_index_error(index):
+    with pytest.raises(IndexError):
+        Unbounded((2,))[index]
+
+
+@pytest.mark.parametrize("op", ["squeeze", "unsqueeze", "unbind", "make_neg_dim"])
+def test_a_dim_that_is_not_there_is_an_index_error(spec, op):
+    with pytest.raises(IndexError):
+        getattr(spec, op)(7)
+
+
+def test_moving_to_nowhere_gives_the_spec_itself(spec):
+    assert spec.to(None) is spec
+
+
+def test_what_encode_remembered_can_be_erased(spec):
+    spec.memoize_encode()
+    spec.erase_memoize_cache()
+    spec = OneHot(3)
+    spec.erase_memoize_cache()
+    assert spec._memo is None  # erasing does not begin to remember
+    spec.memoize_encode()
+    spec.encode(1)
+    assert len(spec._memo) == 1
+    spec.erase_memoize_cache()
+    assert spec._memo == {}
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda shape: Bounded(torch.zeros(3), 1, shape), (3,)),
+        (lambda shape: Unbounded(shape), (1,)),
+        (lambda shape: Categorical(4, shape), ()),
+        (lambda shape: OneHot(4, shape), (4,)),
+        (lambda shape: MultiOneHot([2, 3], shape), (5,)),
+        (lambda shape: MultiCategorical([2, 3], shape), (2,)),
+        (lambda shape: Binary(4, shape), (4,)),
+        (lambda shape: NonTensor(shape), (1,)),
+        (lambda shape: Composite(shape=shape), ()),
+    ],
+)
+def test_a_shape_of_none_is_the_default(make, shape):
+    assert make(None).shape == shape
+    assert type(make(None)) is type(make(shape))
+    assert make(None) == make(shape)
+
+
+def test_to_numpy_checks_only_when_it_is_asked_to(spec):
+    assert spec.encode(spec.to_numpy(spec.zero(), safe=True)).shape == spec.zero().shape
+
+
+@pytest.mark.parametrize(
+    ("spec", "outside"),
+    [
+        (Bounded(0, 1, (2,)), torch.tensor([0.5, 7.0])),
+        (Bounded(0, 1, (2,)), torch.tensor([0, 1])),  # the dtype
+        (Categorical(3), torch.tensor(5)),
+        (OneHot(3), torch.tensor([True, True, False])),
+        (Choice([Bounded(0, 1), Bounded(4, 5)]), torch.tensor(2.0)),
+        (NonTensor((), example_data="text"), NonTensorData(3)),
+        (Composite(a=Bounded(0, 1)), TensorDict(a=torch.tensor(3.0))),
+        (torch.stack([Bounded(0, 1), Bounded(2, 3)]), torch.zeros(2)),
+    ],
+)
+def test_a_value_outside_is_converted_unless_it_must_be_safe(spec, outside):
+    for safe in (None, False):
+        spec.to_numpy(outside, safe=safe)
+    with pytest.raises(AssertionError):
+        spec.to_numpy(outside, safe=True)
+
+
+def test_encode_can_leave_a_value_on_its_device():
+    spec = Composite(a=Unbounded((2,), device="meta"), device="meta")
+    value = {"a": np.array([0.0, 1.0])}
+    assert spec.encode(value)["a"].is_meta
+    encoded = spec.encode(value, ignore_device=True)
+    assert encoded.device is None
+    assert encoded["a"].tolist() == [0.0, 1.0]
+    assert torch.stack([spec, spec.clone().set("b", None)]).encode([value, value], ignore_device=True)["a"].is_cpu
+
+
+def test_type_check_names_the_entry_and_a_composite_checks_the_one_that_it_is_told():
+    with pytest.raises(TypeError, match=r"'obs': declared torch.float32"):
+        Unbounded((2,)).type_check(torch.zeros(2, dtype=torch.int64), "obs")
+    spec = Composite(a=Unbounded(), b={"c": Categorical(3)}, d=None)
+    value = TensorDict(a=torch.zeros(1), b=TensorDict(c=torch.zeros(())))
+    spec.type_check(value, "a")
+    spec.type_check(value, "d")
+    spec.type_check(torch.zeros(1), "a")  # the entry itself
+    for key in (None, "b", ("b", "c")):
+        with pytest.raises(TypeError, match=r"\('b', 'c'\): declared torch.int64, got torch.float32"):
+            spec.type_check(value, key)
+    with pytest.raises(MissingKeyError, match="'e' is not in it"):
+        spec.type_check(value, "e")
+
+
+def test_keys_values_and_items_are_views():
+    spec = Composite(a=Unbounded(), b={"c": Categorical(3), "d": {"e": None}})
+    keys = spec.keys(include_nested=True, leaves_only=True)
+    assert list(keys) == list(keys) == ["a", ("b", "c"), ("b", "d", "e")]
+    assert len(keys) == len(spec.values(True, True)) == len(spec.items(True, True)) == 3
+    for key in ("a", ("a",), ("b", "c"), ("b", "d", "e")):
+        assert key in keys
+    for key in ("b", ("b", "d"), "c", ("a", "c"), 3, (), ("b", 0)):
+        assert key not in keys
+    assert "b" in spec.keys()
+    assert ("b",) in spec.keys()
+    assert ("b", "c") not in spec.keys()
+    assert ("b", "d") in spec.keys(include_nested=True)
+    assert spec.keys() == {"a", "b"}
+    assert spec.keys() & {"b", "z"} == {"b"}
+    assert (("b", "c"), Categorical(3)) in spec.items(True)
+    spec["f"] = Unbounded()
+    assert len(keys) == 4
+
+
+def test_an_entry_of_some_members_of_a_stack_is_no_key_of_it_but_can_be_deleted():
+    spec = torch.stack([Composite(a=Unbounded(), b={"c": Unbounded()}), Composite(a=Unbounded(), d=Unbounded())])
+    keys = spec.keys(True)
+    assert len(keys) == 1
+    assert ("a",) in keys
+    assert "d" not in keys
+    del spec["d"]
+    del spec["b", "c"]
+    assert [list(member.keys(True)) for member in spec.members] == [["a", "b"], ["a"]]
+    with pytest.raises(MissingKeyError):
+        del spec["d"]
+    outer = Composite(stack=torch.stack([Composite(x=None, y=None), Composite(x=None)]), shape=(2,))
+    del outer["stack", "y"]
+    assert list(outer["stack"][0].keys()) == ["x"]
+
+
+@pytest.mark.parametrize(
+    "put",
+    [
+        lambda outer, inner: Composite(outer, shape=(3, 2), inner=inner),
+        lambda outer, inner: outer.set("inner", inner),
+        lambda outer, inner: outer.update({"inner": inner}),
+    ],
+    ids=["constructor", "set", "update"],
+)
+def test_a_nested_composite_of_fewer_dims_takes_the_shape(put):
+    inner = Composite(x=Unbounded((3, 2, 4)), deep=Composite(y=Unbounded((3, 2))), shape=(3,))
+    outer = put(Composite(shape=(3, 2)), inner)
+    assert outer["inner"].shape == (3, 2)
+    assert outer["inner", "deep"].shape == (3, 2)
+    assert inner.shape == (3,)  # what was given stays as it was
+    assert outer.rand()["inner"].batch_size == (3, 2)
+
+
+def test_a_nested_composite_must_begin_with_the_shape_or_be_able_to_take_it():
+    for inner in (Composite(shape=(2, 3)), Composite(x=Unbounded((2, 3)), shape=())):
+        with pytest.raises(ShapeError, match="must begin with"):
+            Composite(inner=inner, shape=(3,))
+    assert Composite(inner=Composite(shape=(3, 5)), shape=(3,))["inner"].shape == (3, 5)
+
+
+def test_setting_the_shape_takes_nested_composites_along_or_changes_nothing():
+    spec = Composite(x=Unbounded((3, 2, 4)), nested={"y": Unbounded((3, 2))})
+    spec["nested"].shape = (3, 2)
+    spec.shape = (3,)
+    assert (spec.shape, spec.batch_size, spec["nested"].shape) == ((3,), (3,), (3, 2))  # it begins with it already
+    spec["nested"].shape = ()
+    spec.shape = (3, 2)
+    assert (spec.shape, spec["nested"].shape) == ((3, 2), (3, 2))
+    assert spec.rand((5,)).batch_size == (5, 3, 2)
+    for wrong in ((3, 2, 4), (4,), 7):
+        with pytest.raises(ShapeError, match="must begin with"):
+            spec.shape = wrong
+        with pytest.raises(ValueError, match="must begin with"):
+            spec.shape = wrong
+        assert (spec.shape, spec["nested"].shape) == ((3, 2), (3, 2))
+    with pytest.raises(ShapeError):
+        Composite(x=OneHot(3)).shape = (3,)  # the dim of the vector
+    with pytest.raises(RuntimeError, match="locked"):
+        spec.lock_().shape = ()
+    stack = torch.stack([Composite(x=Unbounded((2,))), Composite(x=Unbounded((2,)), y=None)])
+    with pytest.raises(AttributeError):
+        stack.shape = (5,)
+    with pytest.raises(ShapeError):
+        Composite(stack=stack, shape=(2,)).shape = (2, 2)
+    for member in stack.members:
+        member.shape = (2,)
+    assert stack.shape == (2, 2)
+
+
+def test_names_go_down_to_nested_composites_and_play_no_part_in_equality():
+    spec = Composite(a=Composite(b={"x": Unbounded((2, 3))}, shape=(2, 3), names=["old", "time"]), shape=(2,))
+    spec.names = ["env"]
+    assert spec["a"].names == spec["a", "b"].names == ["env", "time"]
+    spec["c"] = given = Composite(shape=(2, 3), names=["other", "agent"])
+    assert spec["c"].names == ["env", "agent"]
+    assert given.names == ["other", "agent"]
+    assert spec.rand()["a"].names == ["env", "time"]
+    twin = spec.clone()
+    twin.names = None
+    assert twin.names == [None]
+    assert twin["a"].names == [None, "time"]
+    assert twin == spec
+    for write in (lambda: setattr(spec, "names", None), lambda: spec.refine_names("env")):
+        spec.lock_()
+        with pytest.raises(RuntimeError, match="locked"):
+            write()
+
+
+def locked(recurse: bool = True) -> Composite:
+    return Composite(a={"b": {"x": Unbounded()}}, c=Unbounded()).lock_(recurse)
+
+
+def stacked() -> Composite:
+    return torch.stack([locked().unlock_(), Composite(a={"b": {"x": Unbounded(), "y": None}})]).lock_()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        locked,
+        stacked,
+        lambda: copy.copy(locked()),
+        lambda: copy.deepcopy(locked()),
+        lambda: copy.deepcopy(stacked()),
+        lambda: pickle.loads(pickle.dumps(locked())),
+        lambda: Composite(deeper=locked()).lock_(),
+    ],
+)
+def test_a_part_of_a_locked_spec_cannot_be_unlocked_by_itself(make):
+    spec = make()
+    gc.collect()  # what it was copied from
+    before = spec.leaf_keys
+    for key in spec.keys(include_nested=True):
+        if isinstance(spec[key], Composite):
+            for recurse in (True, False):
+                with pytest.raises(RuntimeError, match="part of a locked spec"):
+                    spec[key].unlock_(recurse)
+            with pytest.raises(RuntimeError, match="locked"):
+                spec[key]["new"] = Unbounded((*spec.shape, 1))
+    assert spec.leaf_keys == before
+    for part in (spec, spec["a"] if "a" in spec else spec["deeper"]):
+        spec.unlock_()
+        part["new"] = Unbounded((*part.shape, 1))
+    assert len(spec.leaf_keys) == len(before) + 2
+
+
+def test_parts_unlock_once_their_whole_is_unlocked_or_gone():
+    spec = locked()
+    spec.unlock_(recurse=False)
+    assert [part.is_locked for part in (spec, spec["a"], spec["a", "b"])] == [False, True, True]
+    with pytest.raises(RuntimeError, match="part of a locked spec"):
+        spec["a", "b"].unlock_()
+    spec["a"].unlock_()["new"] = None
+    assert ("a", "new") in spec.leaf_keys
+    part = locked()["a"]
+    gc.collect()
+    part.unlock_()["new"] = None
+    copy.deepcopy(locked()["a"]).unlock_()
+    shared = Composite(x=Unbounded())
+    one, other = Composite(s=shared).lock_(), Composite(s=shared).lock_()
+    with pytest.raises(RuntimeError, match="part of a locked spec"):
+        one.unlock_()
+    assert one.is_locked
+    other.unlock_(recurse=False)
+    one.unlock_()
+
+
+def test_a_lock_without_recursion_keeps_no_keys_of_what_can_change():
+    spec = locked(recurse=False)
+    assert spec.leaf_keys == (("a", "b", "x"), "c")
+    spec["a", "b"]["y"] = None
+    assert spec.leaf_keys == (("a", "b", "x"), ("a", "b", "y"), "c")
+
+
+def test_a_stack_has_a_dim_and_a_device_where_all_its_members_have_it():
+    spec = torch.stack([Composite(x=Unbounded((3,)), device="cpu", shape=(3,)), Composite(x=None, shape=(3,))], 1)
+    assert (spec.dim, spec.stack_dim, spec.shape) == (1, 1, (3, 2))
+    assert spec.device is None
+    assert torch.stack([Bounded(0, 1), Bounded(2, 3)]).dim == 0
+    spec = torch.stack([Composite(x=Unbounded()), Composite(x=Unbounded(), device="cpu")])
+    assert spec.device is None
+    assert spec["x"].shape == (2, 1)
+    assert spec.is_in(spec.rand())
+    with pytest.raises(RuntimeError, match="Devices differ"):
+        torch.stack([Composite(device="cpu"), Composite(device="meta"), Composite()])
+
+
+@pytest.mark.parametrize("groups", [[5], [5, 2]])
+@pytest.mark.parametrize("lead", [(), (3,)])
+def test_choices_as_numbers_and_as_one_hot_vectors_convert_into_each_other(groups, lead):
+    hot = MultiOneHot(groups, (*lead, sum(groups)))
+    numbers = MultiCategorical(groups, (*lead, len(groups)))
+    assert hot.to_categorical_spec() == numbers
+    assert numbers.to_one_hot_spec() == hot
+    value = hot.rand((4,))
+    assert numbers.is_in(hot.to_categorical(value))
+    assert numbers.to_one_hot(hot.to_categorical(value)).equal(value)
+
+
+def test_the_feature_dims_of_a_non_tensor_are_all_of_its_dims_unless_told_otherwise():
+    assert NonTensor((2, 3)).feature_dims == 2
+    assert NonTensor((2, 3)).expand(4, 2, 3).feature_dims == 3
+    assert NonTensor((2, 3), feature_dims=1).feature_dims == 1
+    assert NonTensor((2, 3), feature_dims=None, batched=True).rand().batch_size == (2, 3)
