@@ -17,7 +17,7 @@ import torch
 from llmrl.errors import ConfigError, near
 from llmrl.modules.llm.engines import SamplingParams
 
-__all__ = ["GenerationOptions", "check_settings", "generation_options", "options_of_call"]
+__all__ = ["GenerationOptions", "check_settings", "generation_options", "options_of_call", "standard_names"]
 
 _LEGACY = {
     "max_tokens": "max_new_tokens",
@@ -75,8 +75,8 @@ def generation_options(*layers: Mapping[str, Any] | None) -> GenerationOptions:
         for name in named:
             if name not in _KNOWN:
                 raise ConfigError(f"generate_kwargs: unknown option {name!r}.{near(name, _KNOWN)}")
-        legacy = {_LEGACY[name]: named.pop(name) for name in list(named) if name in _LEGACY}
-        options |= named | legacy
+        named = standard_names(named)
+        options |= named
         if "temperature" in named and "do_sample" not in named and layer is not layers[0]:
             options.pop("do_sample", None)  # the later layer decides between greedy and sampling
         if named.get("do_sample") is False and "temperature" not in named:
@@ -109,6 +109,17 @@ def generation_options(*layers: Mapping[str, Any] | None) -> GenerationOptions:
         logprobs=None if options.get("logprobs") is None else options["logprobs"] is not False,
         seed=seed,
     )
+
+
+def standard_names(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The options with legacy names replaced by those that they stand for, over which they win.
+
+    >>> standard_names({"n": 2, "temperature": 0.5})
+    {'temperature': 0.5, 'num_return_sequences': 2}
+    """
+    options = dict(options or {})
+    legacy = {_LEGACY[name]: options.pop(name) for name in list(options) if name in _LEGACY}
+    return options | legacy
 
 
 def _several(value: Any, kind: type) -> tuple[Any, ...]:
