@@ -332,6 +332,21 @@ def test_pad_equal_to_eos_gives_the_same_result(make_policy, model):
         torch.testing.assert_close(a, b)
 
 
+@with_weights
+def test_a_stop_string_within_the_end_marker_leaves_a_natural_end_natural(make_policy, model, tokenizer):
+    """Regression: vLLM called it a stop string, and the marker stayed in the content."""
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    options = {"max_new_tokens": 40, "temperature": 2.0, "seed": 0, "stop_sequences": ["<|im_end|>", "im_end"]}
+    td = make_policy(model, tokenizer, generate_kwargs=options)(history_td(chats(["Hi"] * 64)))
+    ended = [row for row, ids in enumerate(td["tokens"].rows("response")) if ids[-1] == end]
+    assert ended
+    for row in ended:
+        assert td["stop_reason"][row] == StopReason.EOS
+        assert td["text"].rows("response")[row].endswith("<|im_end|>")
+        [message] = td["history"].chats("response")[row]
+        assert "im_end" not in message["content"]
+
+
 # --- seeds ------------------------------------------------------------------------------------------------------------
 
 

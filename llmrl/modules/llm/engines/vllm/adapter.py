@@ -300,12 +300,13 @@ def request(params: SamplingParams, *, stop_token_ids: Sequence[int]) -> dict[st
     return options
 
 
-def read_output(output: Any) -> Drawn:
-    """What an output of ``LLM.generate`` says."""
+def read_output(output: Any, stop_token_ids: Sequence[int]) -> Drawn:
+    """What an output of ``LLM.generate`` says; ``stop_token_ids`` are those of the request."""
     answer = output.outputs[0]
-    ids = torch.tensor(list(answer.token_ids), dtype=torch.int64)
-    log_probs = torch.tensor(_of_tokens(answer.logprobs, ids.tolist()), dtype=torch.float32)
-    return Drawn(ids, log_probs, stop_reason(answer.finish_reason, answer.stop_reason))
+    ids = list(answer.token_ids)
+    log_probs = torch.tensor(_of_tokens(answer.logprobs, ids), dtype=torch.float32)
+    reason = stop_reason(answer.finish_reason, answer.stop_reason, ids, stop_token_ids)
+    return Drawn(torch.tensor(ids, dtype=torch.int64), log_probs, reason)
 
 
 def read_prompt_scores(output: Any, ids: Sequence[int]) -> Tensor:
@@ -314,10 +315,15 @@ def read_prompt_scores(output: Any, ids: Sequence[int]) -> Tensor:
     return torch.tensor([0.0, *scores], dtype=torch.float32)
 
 
-def stop_reason(finish: str | None, cause: Any) -> StopReason:
-    """vLLM's finish reason, and the id or string that caused it, as ours."""
+def stop_reason(finish: str | None, cause: Any, ids: Sequence[int], stop_token_ids: Sequence[int]) -> StopReason:
+    """vLLM's finish reason, and the id or string that caused it, as ours.
+
+    An id of ``stop_token_ids`` at the end of ``ids`` is a natural end, also where its text holds a stop string: vLLM
+    then names the string.
+    """
     if finish == "stop":
-        return StopReason.STOP_STRING if isinstance(cause, str) else StopReason.EOS
+        by_string = isinstance(cause, str) and ids[-1] not in stop_token_ids
+        return StopReason.STOP_STRING if by_string else StopReason.EOS
     if finish == "length":
         return StopReason.LENGTH
     if finish == "abort":

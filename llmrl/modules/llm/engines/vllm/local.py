@@ -98,7 +98,8 @@ class LocalCore:
             self._scale_logits(1.0, end)
             outputs = self._run(prompts, rows, "generating", end)
         aborted = Drawn(torch.zeros(0, dtype=torch.int64), torch.zeros(0), StopReason.ABORT)
-        return [aborted if output is None else adapter.read_output(output) for output in outputs]
+        stop_token_ids = options["stop_token_ids"]
+        return [aborted if output is None else adapter.read_output(output, stop_token_ids) for output in outputs]
 
     def score(self, sequences: Sequence[list[int]], temperature: float, *, end: float) -> list[Tensor]:
         """float32[T_i] per sequence. vLLM scores prompts under the plain logits, so these are scaled for it."""

@@ -95,7 +95,7 @@ class ServerCore:
         """
         options = {"max_tokens": 1, "logprobs": 0, "temperature": 1.0, "ignore_eos": True}
         probes = [self._complete([1], {**options, "allowed_token_ids": [token]}, end) for token in (1, 2)]
-        return all(_read_choice(choice).log_probs.item() == 0.0 for choice in probes)
+        return all(_read_choice(choice, ()).log_probs.item() == 0.0 for choice in probes)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -114,7 +114,7 @@ class ServerCore:
         def one(row: int) -> Drawn:
             limit = min(options["max_tokens"], self.max_length - len(prompts[row]))
             own = {**options, "seed": seeds[row], "max_tokens": limit}
-            return _read_choice(self._complete(prompts[row], own, end))
+            return _read_choice(self._complete(prompts[row], own, end), options["stop_token_ids"])
 
         return self._all(one, len(prompts), end)
 
@@ -251,9 +251,9 @@ class ServerCore:
         self._connections.close()
 
 
-def _read_choice(choice: dict[str, Any]) -> Drawn:
+def _read_choice(choice: dict[str, Any], stop_token_ids: Sequence[int]) -> Drawn:
     ids, values = choice["token_ids"], choice["logprobs"]["token_logprobs"]
     if len(ids) != len(values):
         raise RolloutError(f"VLLMEngine: there must be a log-prob per token: got {len(values)} for {len(ids)} tokens.")
-    reason = adapter.stop_reason(choice["finish_reason"], choice.get("stop_reason"))
+    reason = adapter.stop_reason(choice["finish_reason"], choice.get("stop_reason"), ids, stop_token_ids)
     return Drawn(torch.tensor(ids, dtype=torch.int64), torch.tensor(values, dtype=torch.float32), reason)
