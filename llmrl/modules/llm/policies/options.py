@@ -16,6 +16,7 @@ import torch
 
 from llmrl.errors import ConfigError, near
 from llmrl.modules.llm.engines import SamplingParams
+from llmrl.modules.llm.policies.batching import join_requests
 
 __all__ = ["GenerationOptions", "check_settings", "generation_options", "options_of_call", "standard_names"]
 
@@ -177,6 +178,7 @@ def check_settings(who: str, settings: Mapping[str, Any], options: GenerationOpt
         raise ConfigError(f"{who}: inplace must be True, False or 'empty': got {settings['inplace']!r}.")
     if settings["prefer_tokens"] not in (True, False, "always"):
         raise ConfigError(f"{who}: prefer_tokens must be True, False or 'always': got {settings['prefer_tokens']!r}.")
+    join_requests(None, settings)  # raises for what an engine that was built by then would be left open for
     keys = [settings[f"{name}_key"] for name in ("history", "text", "tokens", "masks", "log_probs")]
     if len(set(keys)) < len(keys):
         raise ConfigError(f"{who}: each container must have a key of its own: got {', '.join(map(repr, keys))}.")

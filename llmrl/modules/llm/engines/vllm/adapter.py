@@ -23,7 +23,13 @@ from torch import Tensor
 from llmrl.errors import ConfigError, MissingDependencyError, RolloutError
 from llmrl.modules.llm.engines.base import SamplingParams, StopReason
 from llmrl.modules.llm.engines.vllm import leash
-from llmrl.modules.llm.engines.vllm.surroundings import environment, process_state, quiet, without_binding
+from llmrl.modules.llm.engines.vllm.surroundings import (
+    environment,
+    process_state,
+    quiet,
+    undone_on_failure,
+    without_binding,
+)
 from llmrl.modules.llm.engines.vllm.worker import EXTENSION
 from llmrl.optional import require
 
@@ -142,7 +148,8 @@ def build(model: str, *, own_process: bool, options: Mapping[str, Any]) -> Any:
              a CPU no compiling, whole prompts, one process, and 1 GiB for keys and values unless
              VLLM_CPU_KVCACHE_SPACE says more
 
-    Building changes the process: the environment, the global seed, ``torch.set_num_threads``. All are put back.
+    Building changes the process: the environment, the global seed, ``torch.set_num_threads``. All are put back; so are
+    the process groups of an engine that could not be built.
 
     Raises  ConfigError  for a model that vLLM cannot compute on a CPU, and where this process cannot hold an engine
     """
@@ -169,7 +176,7 @@ def build(model: str, *, own_process: bool, options: Mapping[str, Any]) -> Any:
             check_head_size(described.create_model_config())
         if own_process:
             return vllm.AsyncLLMEngine.from_engine_args(vllm.AsyncEngineArgs(model, **settings))
-        with without_binding():
+        with without_binding(), undone_on_failure():
             return vllm.LLM(model, **settings)
 
 

@@ -92,6 +92,11 @@ class VLLMEngine:
                 raise ConfigError(f"VLLMEngine: {name} must be positive: got {seconds}.")
         self.tokenizer = tokenizer
         self.timeout_s = timeout_s
+        self._generator = torch.Generator()
+        if seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(seed)
         self._make_core = partial(make_core, tokenizer, own_process, timeout_s, silence_s, options)
         self._model = weakref.ref(model) if isinstance(model, nn.Module) else lambda: model  # for a restart
         self.core = self._make_core(model)
@@ -101,11 +106,6 @@ class VLLMEngine:
         self._layout: WeightLayout | None = None
         self._half_loaded = False
         self._has_adapter = False
-        self._generator = torch.Generator()
-        if seed is None:
-            self._generator.seed()
-        else:
-            self._generator.manual_seed(seed)
         try:
             self._config: PretrainedConfig | None = config_of(model, self.core.model)
             self.eos_token_ids = eos_ids(eos_token_ids, model, self.core.model, tokenizer)

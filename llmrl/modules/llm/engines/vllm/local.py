@@ -50,11 +50,16 @@ class LocalCore:
         self.llm = llm
         self.owned = owned
         self._closing = False
-        self._adopt(llm.llm_engine.vllm_config, llm.llm_engine.tokenizer)
-        self._call("llmrl_prepare", time.monotonic())
+        try:
+            self._adopt(llm.llm_engine.vllm_config, llm.llm_engine.tokenizer)
+            self._call("llmrl_prepare", time.monotonic())
+        except BaseException:
+            self.close()
+            raise
 
     def _adopt(self, config: Any, tokenizer: Any) -> None:
         """What vLLM says of itself."""
+        self._turns = Gate()  # first, because closing needs it
         self._has_extension = config.parallel_config.worker_extension_cls == EXTENSION
         self.model = config.model_config.model
         self.max_length = int(config.model_config.max_model_len) - 1
@@ -68,7 +73,6 @@ class LocalCore:
         self._lora_numbers = itertools.count(1)
         self.reads_text = tokenizer is not None
         self._request = adapter.request_kind()
-        self._turns = Gate()
         self._scaling = threading.Lock()
         self._scale: float | None = 1.0  # the temperature that the engine's logits are divided by; None: unknown
 
