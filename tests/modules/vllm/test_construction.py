@@ -179,8 +179,6 @@ def test_wrong_settings_are_refused_before_an_engine_is_built():
     """Regression: the engine of a wrapper that could not be made stayed open."""
     with pytest.raises(ConfigError, match="min_batch_size must not exceed max_batch_size"):
         vLLMWrapper("no/such/model", tokenizer=tiny_tokenizer(), min_batch_size=3, max_batch_size=2)
-    with pytest.raises(TypeError):
-        VLLMEngine("no/such/model", seed="seven")
 
 
 # --- servers that are none --------------------------------------------------------------------------------------------
