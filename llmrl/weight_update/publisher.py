@@ -25,7 +25,9 @@ Metadata = Mapping[str, tuple[torch.dtype, torch.Size]]
 class WeightReceiver(Protocol):
     """Where weights are needed. ``update_weights`` applies all and moves ``version``, or raises and changes nothing.
 
-    An engine that makes no use of groups may refuse them.
+    takes_groups     True, where there is such an attribute: `WeightGroups` come as they are. Else they come whole
+    unsaved_buffers  names, where there is such an attribute, that are no weights of the receiver's model although a set
+                     may hold them: buffers outside of its ``state_dict``. They are left out
     """
 
     version: int
@@ -69,11 +71,12 @@ class WeightPublisher:
         if version <= self.version:
             raise WeightSyncError(f"WeightPublisher: a version must grow: got {version} after {self.version}.")
         if weights is not None:
+            weights = self._without_buffers(weights)
             self._check(weights)
         for receiver in self.receivers:
             name = type(receiver).__name__
             try:
-                receiver.update_weights(weights, version=version)
+                receiver.update_weights(_taken_by(receiver, weights), version=version)
             except WeightSyncError:
                 raise
             except Exception as error:
@@ -89,6 +92,14 @@ class WeightPublisher:
         self.version = version
         return version
 
+    def _without_buffers(self, weights: Mapping[str, Tensor] | WeightGroups) -> Mapping[str, Tensor] | WeightGroups:
+        if not isinstance(weights, Mapping):
+            return weights
+        unsaved = frozenset().union(*(getattr(receiver, "unsaved_buffers", ()) for receiver in self.receivers))
+        if unsaved.isdisjoint(weights):
+            return weights
+        return {name: tensor for name, tensor in weights.items() if name not in unsaved}
+
     def _check(self, weights: Mapping[str, Tensor] | WeightGroups) -> None:
         if isinstance(weights, WeightGroups):
             found = weights.metadata
@@ -98,6 +109,14 @@ class WeightPublisher:
             self.metadata = found
         elif found != self.metadata:
             raise WeightSyncError(f"WeightPublisher: {_difference(self.metadata, found)}")
+
+
+def _taken_by(
+    receiver: WeightReceiver, weights: Mapping[str, Tensor] | WeightGroups | None
+) -> Mapping[str, Tensor] | WeightGroups | None:
+    if not isinstance(weights, WeightGroups) or getattr(receiver, "takes_groups", False):
+        return weights
+    return {name: tensor for group in weights for name, tensor in group.items()}
 
 
 def _difference(expected: Metadata, found: Metadata) -> str:

@@ -11,6 +11,7 @@ from torch import nn
 
 from llmrl.collectors.llm.weight_update import VLLMWeightSyncScheme, vLLMUpdater
 from llmrl.errors import ConfigError, WeightSyncError
+from llmrl.modules.llm.engines import TransformersEngine
 from llmrl.modules.llm.engines.vllm.native import NCCL
 from llmrl.testing import FakeEngine, tiny_model, tiny_tokenizer
 from llmrl.weight_update import WeightGroups
@@ -39,8 +40,26 @@ def test_the_updater_pushes_to_the_engine_of_its_collectors_policy():
     assert set(engine.weights) == {"weight", "bias"}
     updater.push_weights(TensorDict(dict(model.state_dict())))
     updater.push_weights(model)
+    assert set(engine.weights) == {"weight", "bias"}  # put together for an engine that takes no groups
+    engine.takes_groups = True
+    updater.push_weights(model)
     assert isinstance(engine.weights, WeightGroups)
-    assert (engine.version, collector.updates) == (3, 3)
+    assert (engine.version, collector.updates) == (4, 4)
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma"])
+@pytest.mark.parametrize("form", ["module", "state_dict", "from_module"])
+def test_the_updater_serves_an_engine_that_is_not_vllm(form, architecture):
+    """Regression: such an engine was given groups, and failed with an AttributeError."""
+    own, trained = (tiny_model(architecture=architecture, seed=seed) for seed in (0, 1))
+    engine = TransformersEngine(own, eos_token_ids=(2,), pad_token_id=0)
+    updater = vLLMUpdater(engine=engine, model_metadata=vLLMUpdater.get_model_metadata(trained))
+    forms = {"module": lambda model: model, "state_dict": nn.Module.state_dict, "from_module": TensorDict.from_module}
+    updater.push_weights(forms[form](trained))
+    ids = [torch.arange(5, 12)]
+    trainer = TransformersEngine(trained, eos_token_ids=(2,), pad_token_id=0)
+    assert torch.equal(engine.score(ids)[0], trainer.score(ids)[0])
+    assert engine.version == 1
 
 
 def test_the_metadata_round_trip_names_what_is_not_among_it():

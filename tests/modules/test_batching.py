@@ -117,7 +117,7 @@ def test_one_row_is_enough_by_default_and_what_came_meanwhile_goes_together():
     engine = BatchingEngine(EchoEngine(hold), timeout=DEADLINE_S)
     with ThreadPoolExecutor(4) as pool:
         first = pool.submit(engine.generate, request(1), SamplingParams())
-        wait_until(lambda: engine.state()["lock_state"] == "busy")
+        wait_until(lambda: engine.state()["lock_state"] == "locked")
         later = [pool.submit(engine.generate, request(value), SamplingParams()) for value in (2, 3, 4)]
         wait_until(lambda: engine.state()["queue_size"] == 3)
         assert engine.state()["pending_futures"] == 4
@@ -133,7 +133,7 @@ def test_a_call_has_at_most_max_rows_and_a_request_is_never_cut():
     engine = BatchingEngine(EchoEngine(hold), max_batch_size=3, timeout=DEADLINE_S)
     with ThreadPoolExecutor(5) as pool:
         futures = [pool.submit(engine.generate, request(0), SamplingParams())]
-        wait_until(lambda: engine.state()["lock_state"] == "busy")
+        wait_until(lambda: engine.state()["lock_state"] == "locked")
         for number, size in enumerate((2, 2, 4, 1), start=1):
             futures.append(pool.submit(engine.generate, request(*range(size)), SamplingParams()))
             wait_until(lambda number=number: engine.state()["queue_size"] == number)
@@ -199,7 +199,7 @@ def test_draining_has_a_deadline():
     engine = BatchingEngine(EchoEngine(hold))
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(engine.generate, request(1), SamplingParams())
-        wait_until(lambda: engine.state()["lock_state"] == "busy")
+        wait_until(lambda: engine.state()["lock_state"] == "locked")
         with pytest.raises(DeadlineError, match=r"within 0.05 s of closing: 1 are not"):
             engine.drain(0.05)
         hold.set()

@@ -330,3 +330,55 @@ def test_a_missing_dimension_of_messages_is_added_and_said(batch_size):
         container = ChatHistory(prompt=history, batch_size=batch_size)
     assert container.prompt.shape == (*batch_size, 1)
     assert container.chats("prompt")[0] == [{"role": "user", "content": "Hi"}]
+
+
+# --- the plain constructor --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch_size", [(2,), (2, 2)])
+def test_the_plain_constructor_holds_and_converts_a_whole_batch(tokenizer, batch_size):
+    built = make_history(batch_size)
+    fields = {name: built.get(name) for name in ("prompt", "response", "full")}
+    history = ChatHistory(**fields)
+    assert history.batch_size == batch_size
+    assert history.to_text(tokenizer).rows("full") == built.to_text(tokenizer).rows("full")
+    tokens = history.to_tokens(tokenizer)
+    assert [row.tolist() for row in tokens.rows("full")] == [
+        row.tolist() for row in built.to_tokens(tokenizer).rows("full")
+    ]
+    assert tokens.to_history(tokenizer).chats("full") == built.chats("full")
+    text = Text(full=built.to_text(tokenizer).full)
+    assert text.batch_size == batch_size
+    assert text.full == built.to_text(tokenizer).full
+    assert text.to_history(tokenizer).chats("full") == built.chats("full")
+    assert text.to_tokens(tokenizer).to_text(tokenizer).rows("full") == text.rows("full")
+
+
+def test_rows_of_ids_in_a_list_are_a_ragged_batch(tokenizer):
+    rows = [torch.arange(3), torch.arange(4)]
+    tokens = Tokens(full=rows, covered=torch.tensor([1, 2]))
+    assert tokens.batch_size == (2,)
+    assert [row.tolist() for row in tokens.get("full", as_list=True)] == [row.tolist() for row in rows]
+    assert tokens[1].full.tolist() == [0, 1, 2, 3]
+    assert tokens.covered.tolist() == [1, 2]
+    assert tokens.to_text(tokenizer).rows("full") == tokenizer.batch_decode([row.tolist() for row in rows])
+    assert Tokens(full=torch.ones(2, 3)).batch_size == Masks(all_attention_mask=torch.ones(2, 3)).batch_size == (2,)
+    assert Tokens(full=torch.ones(3)).batch_size == Text(full="a").batch_size == ()
+
+
+def test_a_lazy_stack_of_batches_is_converted_like_its_members(tokenizer):
+    first, second = make_history((2,)), make_history((2,))
+    stacked = lazy_stack([ChatHistory(full=first.full), ChatHistory(full=second.full)])
+    assert stacked.batch_size == (2, 2)
+    texts = first.to_text(tokenizer).rows("full")
+    assert stacked.to_text(tokenizer).rows("full") == texts * 2
+    assert stacked.to_tokens(tokenizer).to_history(tokenizer).chats("full") == first.chats("full") * 2
+    words = lazy_stack([Text(full=texts), Text(full=texts)])
+    assert words.to_tokens(tokenizer).to_text(tokenizer).rows("full") == texts * 2
+
+
+def test_fields_of_other_rows_are_refused():
+    with pytest.raises(ShapeError, match=r"ChatHistory: fields must hold the same rows: got prompt of \[1\], exp"):
+        ChatHistory(full=make_history((2,)).full, prompt=make_history((1,)).prompt)
+    with pytest.raises(ShapeError, match=r"Text: fields must hold the same rows: got .*, expected \[2\]"):
+        Text(full=["a", "b"], prompt=["a"])

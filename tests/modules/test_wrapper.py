@@ -118,20 +118,20 @@ def test_every_mode_writes_the_same_ids_masks_and_log_probs(make_policy, model, 
 
 
 @pytest.mark.parametrize(
-    ("mode", "generating", "scoring"),
+    ("mode", "containers"),
     [
-        ("history", ["text", "masks", "tokens", "log_probs", "history"], ["masks", "tokens", "log_probs"]),
-        ("text", ["text", "masks", "tokens", "log_probs"], ["masks", "tokens", "log_probs"]),
-        ("tokens", ["masks", "tokens", "log_probs"], ["masks", "tokens", "log_probs"]),
+        ("history", ["text", "masks", "tokens", "log_probs", "history"]),
+        ("text", ["text", "masks", "tokens", "log_probs"]),
+        ("tokens", ["masks", "tokens", "log_probs"]),
     ],
 )
-def test_in_and_out_keys(tokenizer, mode, generating, scoring):
+def test_in_and_out_keys(tokenizer, mode, containers):
     policy = fake_policy(tokenizer, ["a"], input_mode=mode)
     assert policy.in_keys == [(mode, "prompt")]
-    assert policy.out_keys == [*generating, "stop_reason", "policy_version", "new_record"]
+    assert policy.out_keys == [*containers, "stop_reason", "policy_version", "new_record"]
     scorer = policy.get_new_version(generate=False)
     assert scorer.in_keys == [(mode, "full")]
-    assert scorer.out_keys == scoring
+    assert scorer.out_keys == containers
     assert "log_probs" not in policy.get_new_version(return_log_probs=False).out_keys
 
 
@@ -316,7 +316,8 @@ def test_scoring_without_tokens_encodes_the_conversation(make_policy, model, tok
         if mode == "history":
             assert torch.equal(rows(out, "masks", "all_assistant_mask")[row], rendered[row].assistant_mask)
     if mode != "tokens":
-        assert out["text"].response is None if mode == "text" else "text" not in out.keys()
+        assert out["text"].rows("full") == tokenizer.batch_decode([row.ids for row in rendered])
+        assert out["text"].prompt is out["text"].response is None
 
 
 def test_pad_equal_to_eos_gives_the_same_result(make_policy, model):
@@ -329,6 +330,21 @@ def test_pad_equal_to_eos_gives_the_same_result(make_policy, model):
         results.append((td["masks"].all_attention_mask, td["masks"].all_assistant_mask, td["log_probs"].full))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@with_weights
+def test_a_stop_string_within_the_end_marker_leaves_a_natural_end_natural(make_policy, model, tokenizer):
+    """Regression: vLLM called it a stop string, and the marker stayed in the content."""
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    options = {"max_new_tokens": 40, "temperature": 2.0, "seed": 0, "stop_sequences": ["<|im_end|>", "im_end"]}
+    td = make_policy(model, tokenizer, generate_kwargs=options)(history_td(chats(["Hi"] * 64)))
+    ended = [row for row, ids in enumerate(td["tokens"].rows("response")) if ids[-1] == end]
+    assert ended
+    for row in ended:
+        assert td["stop_reason"][row] == StopReason.EOS
+        assert td["text"].rows("response")[row].endswith("<|im_end|>")
+        [message] = td["history"].chats("response")[row]
+        assert "im_end" not in message["content"]
 
 
 # --- seeds ------------------------------------------------------------------------------------------------------------

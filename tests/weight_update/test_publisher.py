@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torch import nn
 
 from llmrl.collectors import PublisherUpdater, VanillaWeightUpdater, WeightUpdaterBase
 from llmrl.errors import ConfigError, WeightSyncError
 from llmrl.modules.llm.engines import TransformersEngine
+from llmrl.modules.llm.engines.vllm.layout import WeightLayout
 from llmrl.testing import FakeEngine, tiny_model, tiny_tokenizer
 from llmrl.weight_update import WeightPublisher
 
@@ -86,6 +88,26 @@ def test_a_real_engine_scores_with_the_published_weights():
     assert not torch.allclose(before, after)
     assert torch.equal(after, TransformersEngine(trained, eos_token_ids=(2,), pad_token_id=0).score(ids)[0])
     assert receiver.version == 1
+
+
+def test_buffers_outside_of_the_state_dict_are_left_out_and_other_names_refused():
+    """As in ``TensorDict.from_module``. Regression: rotary frequencies were unknown names."""
+    model, trained = tiny_model(seed=0), tiny_model(seed=1)
+    receiver = TransformersEngine(model, eos_token_ids=(2,), pad_token_id=0)
+    weights = TensorDict.from_module(trained)
+    assert "model.rotary_emb.inv_freq" in receiver.unsaved_buffers == WeightLayout(model.config).unsaved_buffers
+    updater = PublisherUpdater(WeightPublisher([receiver]))
+    updater.push_weights(weights)
+    updater.push_weights(trained)  # the set is the same without them
+    updater.push_weights(weights)
+    assert torch.equal(model.lm_head.weight, trained.lm_head.weight)
+    assert receiver.version == 3
+    for publisher in (updater.publisher, WeightPublisher([receiver])):
+        with pytest.raises(WeightSyncError, match=r"model\.rotary_emb\.inv_frec"):
+            publisher.publish({**trained.state_dict(), "model.rotary_emb.inv_frec": torch.ones(1)})
+        with pytest.raises(WeightSyncError, match=r"Did you mean '?lm_head\.weight"):
+            publisher.publish({n.replace("lm_head", "lm_haed"): t for n, t in trained.state_dict().items()})
+    assert receiver.version == 3
 
 
 class Collector:

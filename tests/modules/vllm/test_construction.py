@@ -147,13 +147,18 @@ def test_the_environment_is_put_back_and_what_the_user_set_stays(monkeypatch):
     ],
 )
 def test_finish_reasons(finish, cause, reason):
-    assert adapter.stop_reason(finish, cause) is reason
+    assert adapter.stop_reason(finish, cause, [5, 6], [7]) is reason
+
+
+def test_a_stop_id_whose_text_holds_a_stop_string_is_a_natural_end():
+    assert adapter.stop_reason("stop", "im_end", [5, 7], [7]) is StopReason.EOS
+    assert adapter.stop_reason("length", None, [5, 7], [7]) is StopReason.LENGTH
 
 
 @pytest.mark.parametrize("finish", ["error", "repetition", None])
 def test_another_end_is_no_response(finish):
     with pytest.raises(RolloutError, match="must end by stop, length or abort"):
-        adapter.stop_reason(finish, None)
+        adapter.stop_reason(finish, None, [5], [7])
 
 
 def test_greedy_requests_are_not_truncated_and_repeated_stop_ids_are_sent_once():
@@ -168,6 +173,12 @@ def test_what_is_no_model_is_refused():
         VLLMEngine("http://localhost:1", max_model_len=5)
     with pytest.raises(ConfigError, match="device is decided by vLLM"):
         vLLMWrapper("anything", tokenizer=tiny_tokenizer(), device="cpu")
+
+
+def test_wrong_settings_are_refused_before_an_engine_is_built():
+    """Regression: the engine of a wrapper that could not be made stayed open."""
+    with pytest.raises(ConfigError, match="min_batch_size must not exceed max_batch_size"):
+        vLLMWrapper("no/such/model", tokenizer=tiny_tokenizer(), min_batch_size=3, max_batch_size=2)
 
 
 # --- servers that are none --------------------------------------------------------------------------------------------

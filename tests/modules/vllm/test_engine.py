@@ -23,7 +23,18 @@ def model(tokenizer):
 
 
 @pytest.fixture(scope="module")
-def engine(model, tokenizer):
+def failures(model, tokenizer):
+    """Why engines could not be built in this process, before the one that is tested here."""
+    errors = []
+    for options in ({"kv_cache_memory_bytes": 1}, {"logprobs_mode": "raw_logits"}):
+        with pytest.raises(Exception, match=r"memory|logprobs_mode") as caught:
+            VLLMEngine(model, tokenizer=tokenizer, max_model_len=128, **options)
+        errors.append(caught.value)
+    return errors
+
+
+@pytest.fixture(scope="module")
+def engine(model, tokenizer, failures):
     options = {"max_model_len": 128, "max_num_batched_tokens": 256}
     engine = VLLMEngine(model, tokenizer=tokenizer, eos_token_ids=(), seed=0, **options)
     yield engine
@@ -56,6 +67,12 @@ def assert_close(rows, expected, atol=1e-5):
 
 def test_it_follows_the_protocol(engine):
     assert isinstance(engine, Engine)
+
+
+def test_an_engine_can_be_built_after_others_could_not(failures, engine):
+    """Regression: the process groups of the first that failed stayed open, in vLLM's construction and after it."""
+    assert [type(error) for error in failures] == [ValueError, ConfigError]
+    assert len(engine.generate(make_prompts(2), SamplingParams(max_new_tokens=3)).ids) == 2
 
 
 # --- log-probs --------------------------------------------------------------------------------------------------------

@@ -90,6 +90,14 @@ class VLLMWeightReceiver:
     def version(self) -> int:
         return self.engine.version
 
+    @property
+    def takes_groups(self) -> bool:
+        return getattr(self.engine, "takes_groups", False)
+
+    @property
+    def unsaved_buffers(self) -> frozenset[str]:
+        return getattr(self.engine, "unsaved_buffers", frozenset())
+
     def init_all_workers_group(self, model_metadata: Metadata | None = None) -> None:
         """Nothing to be done: connections are opened by the first update, which says what it sends."""
 

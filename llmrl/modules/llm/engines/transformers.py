@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from llmrl.errors import ConfigError, ShapeError
 from llmrl.modules.llm.engines.base import Generation, SamplingParams, StopReason, check_ids
 from llmrl.modules.llm.engines.decoding import Decoding
-from llmrl.modules.llm.engines.weights import check_weights
+from llmrl.modules.llm.engines.weights import check_weights, unsaved_buffers
 from llmrl.modules.llm.log_probs import token_logprobs
 from llmrl.padding import lengths_mask, pad_rows
 
@@ -168,6 +168,11 @@ class TransformersEngine:
         check_ids(rows, vocabulary_size(self.model), who="TransformersEngine", what=what)
 
     # --- weights and state --------------------------------------------------------------------------------------------
+
+    @property
+    def unsaved_buffers(self) -> frozenset[str]:
+        """Names that a set of weights may hold and need not: buffers that the model makes by itself."""
+        return unsaved_buffers(self.model)
 
     @torch.no_grad()
     def update_weights(self, weights: Mapping[str, Tensor] | None, *, version: int) -> None:

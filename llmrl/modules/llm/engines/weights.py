@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from llmrl.errors import WeightSyncError, near
 
-__all__ = ["check_weights"]
+__all__ = ["check_weights", "unsaved_buffers"]
 
 
 def check_weights(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, who: str = "TransformersEngine") -> None:
@@ -48,6 +48,17 @@ def check_weights(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, w
                 f"{who}: {name} must keep its shape: got {tuple(tensor.shape)}, expected "
                 f"{tuple(own[name].shape)}. Nothing was updated."
             )
+
+
+def unsaved_buffers(model: nn.Module) -> frozenset[str]:
+    """The names of buffers that a model makes by itself and leaves out of its ``state_dict``: rotary frequencies, say.
+
+    >>> model = nn.BatchNorm1d(2)
+    >>> model.register_buffer("scratch", torch.zeros(1), persistent=False)
+    >>> unsaved_buffers(model)
+    frozenset({'scratch'})
+    """
+    return frozenset(name for name, _ in model.named_buffers(remove_duplicate=False)).difference(model.state_dict())
 
 
 def _some(names: list[str]) -> str:

@@ -39,6 +39,7 @@ from llmrl.modules.llm.policies.options import (
     check_settings,
     generation_options,
     options_of_call,
+    standard_names,
 )
 from llmrl.modules.llm.policies.stream import record_turn
 from llmrl.modules.llm.policies.writing import record_containers
@@ -76,7 +77,8 @@ class LLMWrapperBase(nn.Module):
     Scoring (``generate=False``):
       Reads   ("tokens", "full") if present, else (mode, "full")
       Writes  ("log_probs", "full") float32[T], [t] = log p(token t | tokens before t), with gradients where they are
-              enabled; tokens and masks where it had to make them
+              enabled; beside them what was scored, in the containers of the mode: text, masks, tokens, history, as the
+              batch has them, or made of "full" alone
     Raises  MissingKeyError, TypeError, ConfigError, ShapeError, TemplateError
 
     input_mode           "history", "text" or "tokens"
@@ -142,6 +144,7 @@ class LLMWrapperBase(nn.Module):
         self._settings: dict[str, Any] = settings
         self._given = (model,)  # in a tuple, where a module is no part of this one
         self.generate = generate
+        self.generate_kwargs = standard_names(generate_kwargs)
         self.options = generation_options(generate_kwargs)
         check_settings(type(self).__name__, settings, self.options)
         self.tokenizer = settings["tokenizer"] = self._load_tokenizer(model, tokenizer)
@@ -149,13 +152,10 @@ class LLMWrapperBase(nn.Module):
         self.mode = make_mode(
             input_mode, tokenizer=self.tokenizer, renderer=self.renderer, tokenizer_kwargs=tokenizer_kwargs
         )
-        self.keys = {
-            "history": history_key,
-            "text": text_key,
-            "tokens": tokens_key,
-            "masks": masks_key,
-            "log_probs": log_probs_key,
-        }
+        self.input_mode = input_mode
+        self.history_key, self.text_key, self.tokens_key = history_key, text_key, tokens_key
+        self.masks_key, self.log_probs_key = masks_key, log_probs_key
+        self.keys = {name: getattr(self, f"{name}_key") for name in _CONTAINERS}
         self.input_key: Key = input_key or self.mode.in_key(self.keys[self.mode.name], generate)
         self.attention_mask_key = attention_mask_key
         self.num_samples = num_samples if num_samples is not None else self.options.num_return_sequences
@@ -209,11 +209,8 @@ class LLMWrapperBase(nn.Module):
     @property
     def out_keys(self) -> list[Key]:
         """The entries that are written, in their order."""
-        text, history = (
-            ("text" in self.mode.written, "history" in self.mode.written) if self.generate else (False, False)
-        )
-        names = ["text"] * text + ["masks", "tokens"] + ["log_probs"] * self.return_log_probs + ["history"] * history
-        return [self.keys[name] for name in names] + _PER_TURN * self.generate
+        wanted = {"masks", "tokens", *self.mode.written} | ({"log_probs"} if self.return_log_probs else set())
+        return [self.keys[name] for name in _CONTAINERS if name in wanted] + _PER_TURN * self.generate
 
     @property
     def temperature(self) -> float:
@@ -364,7 +361,8 @@ class LLMWrapperBase(nn.Module):
     # --- generating ---------------------------------------------------------------------------------------------------
 
     def _generate(self, td: TensorDictBase, options: GenerationOptions) -> TensorDictBase:
-        prompts = self.mode.read(td, self.input_key, self.attention_mask_key)
+        carried_mask_key = (self.keys["masks"], "prompt_attention_mask")
+        prompts = self.mode.read(td, self.input_key, carried_mask_key, self.attention_mask_key)
         stream = read_stream(td, self.keys, self.mode.name, prompts.rows) if self.prefer_tokens else None
         encoded = encode_prompts(self.mode, prompts, stream)
         if encoded.rewritten:
@@ -399,9 +397,7 @@ class LLMWrapperBase(nn.Module):
         containers = record_containers(record, covered, batch_size, self.pad_token_id if self.pad_output else None)
         containers |= {name: _VIEWS[name].from_rows(columns, batch_size) for name, columns in views.items()}
         out = self._output(td, batch_size)
-        for name in ("text", "masks", "tokens", "log_probs", "history"):
-            if name in containers:
-                out.set(self.keys[name], containers[name])
+        self._write(out, containers)
         out.set("stop_reason", torch.tensor(generation.stop_reasons).reshape(batch_size))
         out.set("policy_version", torch.full(batch_size, generation.version, dtype=torch.int64))
         out.set("new_record", torch.tensor(encoded.begins_record).reshape(batch_size))
@@ -438,12 +434,10 @@ class LLMWrapperBase(nn.Module):
 
     def _score(self, td: TensorDictBase) -> TensorDictBase:
         conversations = self._conversations(td)
-        out = self._output(td, td.batch_size)
         scores = self._score_rows(conversations.rows)
-        pad_token_id = self.pad_token_id if self.pad_output else None
-        for name, container in conversations.written(scores, td.batch_size, pad_token_id).items():
-            out.set(self.keys[name], container)
-        return out
+        written = conversations.written(scores, td.batch_size, self.pad_token_id if self.pad_output else None)
+        written |= conversations.views(td, self.mode, self.keys, self.input_key)
+        return self._write(self._output(td, td.batch_size), written)
 
     def _score_rows(self, ids: Sequence[Tensor]) -> list[Tensor]:
         if self.scorer is None or not torch.is_grad_enabled():
@@ -493,7 +487,14 @@ class LLMWrapperBase(nn.Module):
             return td.empty()
         return td if self.inplace else TensorDict({}, batch_size=batch_size)
 
+    def _write(self, out: TensorDictBase, containers: Mapping[str, Any]) -> TensorDictBase:
+        for name in _CONTAINERS:
+            if name in containers:
+                out.set(self.keys[name], containers[name])
+        return out
 
+
+_CONTAINERS = ("text", "masks", "tokens", "log_probs", "history")  # in the order in which they are written
 _VIEWS = {"text": Text, "history": ChatHistory}
 _PER_TURN = ["stop_reason", "policy_version", "new_record"]
 _SEED_STRIDE = 0x2545F4914F6CDD1D  # the samples of one prompt take seeds far apart

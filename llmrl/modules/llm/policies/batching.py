@@ -164,7 +164,9 @@ class BatchingEngine:
                 self._free_if_dead()
 
     def state(self) -> dict[str, Any]:
-        """What waits now: ``queue_size`` requests for a call, ``pending_futures`` for their answer."""
+        """What waits now: ``queue_size`` requests for a call, ``pending_futures`` for their answer. ``lock_state`` is
+        "locked" while a thread uses the engine, else "unlocked".
+        """
         with self._changed:
             return {
                 "batching_enabled": self._joining,
@@ -172,7 +174,7 @@ class BatchingEngine:
                 "max_batch_size": self.max_batch_size,
                 "queue_size": len(self._queue),
                 "pending_futures": self._num_pending(),
-                "lock_state": "free" if self._caller is None else "busy",
+                "lock_state": "unlocked" if self._caller is None else "locked",
             }
 
     # --- joining ------------------------------------------------------------------------------------------------------
@@ -291,8 +293,8 @@ def batching_state(engine: Engine) -> dict[str, Any]:
     """``BatchingEngine.state``, of an engine that joins nothing too."""
     if isinstance(engine, BatchingEngine):
         return engine.state()
-    nothing = dict.fromkeys(("min_batch_size", "max_batch_size", "lock_state"))
-    return {"batching_enabled": False, "queue_size": 0, "pending_futures": 0, **nothing}
+    sizes = dict.fromkeys(("min_batch_size", "max_batch_size"))
+    return {"batching_enabled": False, "queue_size": 0, "pending_futures": 0, "lock_state": "unlocked", **sizes}
 
 
 @dataclass(eq=False)

@@ -17,7 +17,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from llmrl.errors import RewriteError
-from llmrl.modules.llm.policies.containers import entries, field_rows, is_ragged
+from llmrl.modules.llm.policies.containers import entries, field_rows
 from llmrl.modules.llm.policies.modes import Mode, Prompts, unpadded_rows
 from llmrl.modules.llm.policies.stream import Stream
 
@@ -34,7 +34,7 @@ def read_stream(td: TensorDictBase, keys: Mapping[str, str], mode: str, prompts:
     """
     containers = (td.get(keys[name], None) for name in ("tokens", "masks", "log_probs"))
     tokens, masks, log_probs = map(entries, containers)
-    attention = None if masks is None or is_ragged(masks) else masks.get("prompt_attention_mask", None)
+    attention = None if masks is None else field_rows(masks, "prompt_attention_mask")
 
     def rows(holder: TensorDictBase | None, field: str) -> list[Tensor] | None:
         if holder is None or field not in holder.keys():

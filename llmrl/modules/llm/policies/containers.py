@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorClass, TensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, NonTensorStack, TensorClass, TensorDict, TensorDictBase
 from torch import Tensor
 
 from llmrl.data.llm.chat import History
@@ -30,7 +30,31 @@ __all__ = ["ChatHistory", "LogProbs", "Masks", "Text", "Tokens"]
 
 
 class _Rows:
-    """How every container is built from rows and read back as rows."""
+    """How every container is built from rows and read back as rows.
+
+    The plain constructor takes a whole batch too: what the fields have before their last dimension (of tokens, of
+    messages; strings have none) is the batch size, where none is given.
+    """
+
+    def __post_init__(self) -> None:
+        td = self._tensordict
+        if td.ndim:
+            return
+        fields = {name: td.get(name) for name in td.keys() if name != "padded"}
+        shapes = {name: _batch_of(value, name == "covered") for name, value in fields.items()}
+        batch_size = max(shapes.values(), key=len, default=())
+        if not batch_size:
+            return
+        if wrong := [name for name, shape in shapes.items() if shape[: len(batch_size)] != batch_size]:
+            raise ShapeError(
+                f"{type(self).__name__}: fields must hold the same rows: got {wrong[0]} of {list(shapes[wrong[0]])}, "
+                f"expected {list(batch_size)}."
+            )
+        if any(isinstance(value, list) for value in fields.values()):
+            columns = {name: _flat_rows(value, len(batch_size)) for name, value in fields.items()}
+            self.__dict__["_tensordict"] = stack_columns(columns, batch_size)
+        else:
+            td.batch_size = batch_size
 
     @classmethod
     def from_rows(cls, columns: Mapping[str, Any], batch_size: Sequence[int] | None = None) -> Self:
@@ -128,6 +152,20 @@ def is_ragged(td: TensorDictBase) -> bool:
     return isinstance(td, LazyStackedTensorDict)
 
 
+def _batch_of(value: Any, is_number: bool) -> tuple[int, ...]:
+    """The batch size of a field's value: without its last dimension (tokens, messages), unless a row is one number."""
+    if isinstance(value, list):
+        return (len(value), *_batch_of(value[0], is_number)) if value else (0,)
+    if isinstance(value, Tensor | History):
+        return tuple(value.shape) if is_number else tuple(value.shape[:-1])
+    return tuple(value.batch_size) if isinstance(value, NonTensorStack) else ()
+
+
+def _flat_rows(value: Any, num_dims: int) -> list[Any]:
+    parts = list(value) if isinstance(value, list) else list(value.unbind(0))
+    return parts if num_dims == 1 else [row for part in parts for row in _flat_rows(part, num_dims - 1)]
+
+
 def _plain(value: Any) -> Any:
     return value.data if not isinstance(value, Tensor) and getattr(value, "_is_non_tensor", False) else value
 
@@ -193,9 +231,10 @@ class ChatHistory(_Rows, TensorClass["nocast"]):
     full: History | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("prompt", "response", "full"):
             history = self.get(name, None)
-            if history is not None and history.ndim == self.ndim:
+            if isinstance(history, History) and history.ndim == self.ndim:
                 warnings.warn(
                     f"ChatHistory: {name} must have a dimension of messages after those of the batch: got "
                     f"{list(history.shape)}; each row is taken as a conversation of one message.",

@@ -1,7 +1,7 @@
 """The whole conversations of a batch as ids: what scoring and distributions start from.
 
 ``("tokens", "full")`` where it is there, because ids that were sampled are never made again from text; else the mode's
-own view, encoded. This file also lays values per token out as those ids are laid out.
+own view, encoded. This file also lays values per token out as those ids are laid out, and finds the views beside them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,18 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError, near
-from llmrl.modules.llm.policies.containers import LogProbs, Masks, Tokens, entries, is_ragged
-from llmrl.modules.llm.policies.modes import Key, Mode, unpadded_rows
+from llmrl.modules.llm.policies.containers import (
+    ChatHistory,
+    LogProbs,
+    Masks,
+    Text,
+    Tokens,
+    decode_rows,
+    entries,
+    field_rows,
+    is_ragged,
+)
+from llmrl.modules.llm.policies.modes import Key, Mode, attention_rows, kept_parts
 from llmrl.padding import lengths_mask, pad_rows
 
 __all__ = ["Conversations"]
@@ -28,70 +38,101 @@ _STRATEGIES = ("generic", "sft", "rlhf")
 class Conversations:
     """The ids of a batch of conversations, one row each, and the layout that the batch has them in.
 
-    rows       int64[T_i] each, in order
-    full       int64[*B, T] and ``kept`` bool[*B, T], which of them are real, where the batch is padded; else None
-    assistant  bool[T_i] each, what the assistant wrote, where it is known; None
+    laid_out   int64[L_i] each, in order, as the batch holds them
+    kept       bool[L_i] each, which of those are real; None where none is padding
+    dense      True where the batch holds them as one tensor, [*B, L]
+    assistant  bool[T_i] each, which of the real ones the assistant wrote, where it is known; None
     given      False where the ids were encoded here
+    rows       int64[T_i] each: the real ones
     """
 
-    rows: list[Tensor]
-    full: Tensor | None
-    kept: Tensor | None
+    laid_out: list[Tensor]
+    kept: list[Tensor] | None
+    dense: bool
     assistant: list[Tensor] | None
     given: bool
+
+    def __post_init__(self) -> None:
+        self.rows: list[Tensor] = kept_parts(self.laid_out, self.kept)
 
     @classmethod
     def read(
         cls, td: TensorDictBase, mode: Mode, keys: Mapping[str, str], input_key: Key, attention_mask_key: Key
     ) -> Conversations:
-        """Reads ("tokens", "full") with its masks, else ``input_key``. Raises MissingKeyError, TypeError."""
+        """Reads ("tokens", "full") with its masks, else ``input_key``; in tokens mode always that.
+
+        Raises  MissingInputError, TypeError, ShapeError
+        """
         tokens, masks = (entries(td.get(keys[name], None)) for name in ("tokens", "masks"))
-        if tokens is None or "full" not in tokens.keys():
+        full_key = (keys["tokens"], "full")
+        elsewhere = mode.name == "tokens" and input_key not in (full_key, list(full_key))
+        if elsewhere or tokens is None or "full" not in tokens.keys():
             ids, assistant = mode.encode_full(mode.read(td, input_key, attention_mask_key).rows)
-            return cls(ids, None, None, assistant, given=False)
-        attention = None if masks is None or is_ragged(masks) else masks.get("all_attention_mask", None)
-        # one row alone is a plain tensor either way
-        padded = not is_ragged(tokens) if td.ndim else attention is not None and not bool(attention.all())
-        attention = attention if padded else None
-        rows = unpadded_rows(tokens, "full", attention)
+            return cls(ids, None, False, assistant, given=False)
+        laid_out = field_rows(tokens, "full")
+        dense = bool(td.ndim) and not is_ragged(tokens)
+        attention_keys = ((keys["masks"], "all_attention_mask"), attention_mask_key)
+        kept = attention_rows(td, attention_keys, laid_out, full_key, dense=dense)
         assistant = None
         if masks is not None and "all_assistant_mask" in masks.keys():
-            assistant = unpadded_rows(masks, "all_assistant_mask", attention)
-        elif (responses := _responses(tokens, masks, padded)) is not None:
-            assistant = [torch.arange(len(row)) >= len(row) - num for row, num in zip(rows, responses, strict=True)]
-        if not padded:
-            return cls(rows, None, None, assistant, given=True)
-        full = tokens.get("full")
-        kept = torch.ones_like(full, dtype=torch.bool) if attention is None else attention.bool()
-        return cls(rows, full, kept, assistant, given=True)
+            assistant = kept_parts(field_rows(masks, "all_assistant_mask"), kept)
+        elif "response" in tokens.keys():
+            real = [len(row) for row in kept_parts(laid_out, kept)]
+            responses = _response_lengths(field_rows(tokens, "response"), kept)
+            assistant = [torch.arange(size) >= size - num for size, num in zip(real, responses, strict=True)]
+        return cls(laid_out, kept, dense or (not td.ndim and kept is not None), assistant, given=True)
 
     def padded(self, pad_token_id: int) -> tuple[Tensor, Tensor]:
-        """int64[B, T] and bool[B, T]: the ids and which of them are real; rows are padded on the right."""
-        if self.full is not None:
-            return self.full.reshape(-1, self.full.shape[-1]), self.kept.reshape(-1, self.kept.shape[-1])
-        ids_BT = pad_rows(self.rows, value=pad_token_id)
-        return ids_BT, lengths_mask([len(row) for row in self.rows], ids_BT.shape[1]).to(ids_BT.device)
+        """int64[B, L] and bool[B, L]: the ids and which of them are real; rows are padded on the right."""
+        ids_BL = pad_rows(self.laid_out, value=pad_token_id)
+        if self.kept is not None:
+            return ids_BL, pad_rows(self.kept).to(ids_BL.device)
+        return ids_BL, lengths_mask([len(row) for row in self.rows], ids_BL.shape[1]).to(ids_BL.device)
 
     def written(
         self, scores: Sequence[Tensor], batch_size: Sequence[int], pad_token_id: int | None
     ) -> dict[str, LogProbs | Masks | Tokens]:
-        """The containers of a scoring call: log-probs laid out as the ids are; before them masks and ids, where they
-        were made here: padded on the right with ``pad_token_id``, as rows where that is None.
+        """The containers "masks", "tokens" and "log_probs" of a scoring call, laid out as the ids are; where those were
+        made here padded on the right with ``pad_token_id``, or as rows where that is None.
         """
-        if self.full is not None:
-            values = torch.cat(list(scores))
-            dense = values.new_zeros(self.kept.shape).masked_scatter(self.kept.to(values.device), values)
-            return {"log_probs": LogProbs.from_padded({"full": dense}, batch_size)}
-        if self.given:
-            return {"log_probs": LogProbs.from_rows({"full": scores}, batch_size)}
         masks = {"all_attention_mask": [torch.ones(len(row), dtype=torch.bool) for row in self.rows]}
         if self.assistant is not None:
             masks["all_assistant_mask"] = self.assistant
-        return {
-            "masks": _laid_out(Masks, masks, batch_size, None if pad_token_id is None else 0),
-            "tokens": _laid_out(Tokens, {"full": self.rows}, batch_size, pad_token_id),
-            "log_probs": _laid_out(LogProbs, {"full": scores}, batch_size, None if pad_token_id is None else 0),
-        }
+        dense = self.dense if self.given else pad_token_id is not None
+        columns = {"masks": masks, "tokens": {"full": self.laid_out}, "log_probs": {"full": scores}}
+        return {name: self._container(name, rows, batch_size, dense, pad_token_id) for name, rows in columns.items()}
+
+    def views(self, td: TensorDictBase, mode: Mode, keys: Mapping[str, str], input_key: Key) -> dict[str, Any]:
+        """The containers of ``td`` that show these conversations; what the mode writes and is not there as "full"
+        alone.
+        """
+        views = {name: td.get(keys[name], None) for name in mode.written}
+        views = {name: view for name, view in views.items() if view is not None and "full" in entries(view).keys()}
+        if self.given:
+            views |= {name: td.get(keys[name]) for name in ("tokens", "masks") if td.get(keys[name], None) is not None}
+        read = None if self.given else mode.read(td, input_key)
+        if "text" in mode.written and "text" not in views:
+            as_read = read is not None and mode.name == "text"
+            texts = read.rows if as_read else decode_rows(mode.tokenizer, [row.tolist() for row in self.rows])
+            views["text"] = Text.from_rows({"full": texts}, td.batch_size)
+        if "history" in mode.written and "history" not in views and read is not None:
+            views["history"] = ChatHistory.from_rows({"full": read.source}, td.batch_size)
+        return views
+
+    def _container(
+        self, name: str, columns: dict[str, Any], batch_size: Sequence[int], dense: bool, pad_token_id: int | None
+    ) -> Any:
+        if self.kept is not None:
+            columns = {
+                field: rows if name == "tokens" else [_spread(*pair) for pair in zip(rows, self.kept, strict=True)]
+                for field, rows in columns.items()
+            }
+        if not dense:
+            return _CONTAINERS[name].from_rows(columns, batch_size)
+        fill = pad_token_id or 0 if name == "tokens" else 0
+        padded = {field: pad_rows(rows, value=fill) for field, rows in columns.items()}
+        shaped = {field: value.reshape((*batch_size, value.shape[-1])) for field, value in padded.items()}
+        return _CONTAINERS[name].from_padded(shaped, batch_size)
 
     def selected(self, strategy: str, mask: Tensor | Sequence[Tensor] | None) -> list[Tensor]:
         """bool[T_i] per row: the tokens that a strategy, or a mask of the tokens' layout, asks for."""
@@ -112,14 +153,16 @@ class Conversations:
         return [row.bool() for row in self.assistant]
 
     def _own_rows(self, mask: Tensor | Sequence[Tensor]) -> list[Tensor]:
-        if isinstance(mask, Tensor) and self.full is not None and mask.shape == self.full.shape:
-            kept_BT = self.kept.reshape(-1, self.kept.shape[-1])
-            pairs = zip(mask.reshape(kept_BT.shape).bool(), kept_BT.to(mask.device), strict=True)
-            return [row[kept] for row, kept in pairs]
-        rows = [mask] if isinstance(mask, Tensor) and mask.ndim == 1 else [torch.as_tensor(row) for row in mask]
-        got, expected = [tuple(row.shape) for row in rows], [tuple(row.shape) for row in self.rows]
+        if isinstance(mask, Tensor):
+            rows = list(mask.reshape(-1, mask.shape[-1])) if mask.ndim else [mask]
+        else:
+            rows = [torch.as_tensor(row) for row in mask]
+        got = [tuple(row.shape) for row in rows]
+        if got == [tuple(row.shape) for row in self.laid_out]:
+            return kept_parts([row.bool() for row in rows], self.kept)
+        expected = [tuple(row.shape) for row in self.rows]
         if got != expected:
-            want = f"rows of {expected}" if self.full is None else f"{tuple(self.full.shape)}"
+            want = f"{(len(self.laid_out), *self.laid_out[0].shape)}" if self.dense else f"rows of {expected}"
             have = f"{tuple(mask.shape)}" if isinstance(mask, Tensor) else f"rows of {got}"
             raise ShapeError(
                 f"get_dist: mask must have one value per token of ('tokens', 'full'): got {have}, expected {want}; "
@@ -128,22 +171,17 @@ class Conversations:
         return [row.bool() for row in rows]
 
 
-def _laid_out(container: Any, columns: dict[str, Any], batch_size: Sequence[int], fill: int | None) -> Any:
-    if fill is None:
-        return container.from_rows(columns, batch_size)
-    dense = {name: pad_rows(rows, value=fill) for name, rows in columns.items()}
-    shaped = {name: value.reshape((*batch_size, value.shape[-1])) for name, value in dense.items()}
-    return container.from_padded(shaped, batch_size)
+_CONTAINERS = {"masks": Masks, "tokens": Tokens, "log_probs": LogProbs}
 
 
-def _responses(tokens: TensorDictBase, masks: TensorDictBase | None, padded: bool) -> list[int] | None:
-    """How many ids at the end of each row are its response; None where the batch does not say."""
-    if "response" not in tokens.keys():
-        return None
-    if not padded:
-        return [len(row) for row in unpadded_rows(tokens, "response", None)]
-    width = tokens.get("response").shape[-1]
-    attention = None if masks is None else masks.get("all_attention_mask", None)
-    if attention is None:
-        return [width] * tokens.batch_size.numel()
-    return attention[..., -width:].reshape(-1, width).sum(-1).tolist()
+def _spread(values: Tensor, kept: Tensor) -> Tensor:
+    """[T_i] to [L_i]: 0 on padding."""
+    kept = kept.to(values.device)
+    return values.new_zeros(kept.shape).masked_scatter(kept, values)
+
+
+def _response_lengths(responses: Sequence[Tensor], kept: Sequence[Tensor] | None) -> list[int]:
+    """How many ids at the end of each row are its response, without padding."""
+    if kept is None:
+        return [len(row) for row in responses]
+    return [int(mask[len(mask) - len(row) :].sum()) for row, mask in zip(responses, kept, strict=True)]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, is_non_tensor
 from torch import Tensor
 
 from llmrl.data.llm.chat import History
@@ -24,23 +24,25 @@ from llmrl.modules.llm.policies.containers import (
     Text,
     Tokens,
     decode_rows,
-    entries,
     field_rows,
     history_chats,
     is_ragged,
 )
 from llmrl.modules.llm.policies.stream import Stream
 from llmrl.modules.llm.rendering import is_open
-from llmrl.padding import unpad_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from llmrl.modules.llm.rendering import Renderer
 
-__all__ = ["HistoryMode", "Mode", "Prompts", "TextMode", "TokensMode", "Turn", "make_mode"]
+__all__ = ["HistoryMode", "MissingInputError", "Mode", "Prompts", "TextMode", "TokensMode", "Turn", "make_mode"]
 
 Key = str | tuple[str, ...]
+
+
+class MissingInputError(MissingKeyError, ValueError):
+    """What a wrapper reads is not in its input."""
 
 
 @dataclass
@@ -75,21 +77,24 @@ class Mode(ABC):
 
     name       the ``input_mode`` that selects it, and the default key of its container
     container  the TensorClass its view is kept in
+    expected   what it reads, for the messages
     """
 
     name: ClassVar[str]
     container: ClassVar[type]
+    expected: ClassVar[str]
 
     def in_key(self, container_key: str, generate: bool) -> Key:
         """What is read: the prompt to generate, the whole conversation to score."""
         return (container_key, "prompt" if generate else "full")
 
-    def read(self, td: TensorDictBase, key: Key, attention_mask_key: Key) -> Prompts:
+    def read(self, td: TensorDictBase, key: Key, *attention_keys: Key) -> Prompts:
         """The view under ``key``, one value per row of the batch.
 
-        Raises  MissingKeyError, TypeError for another kind, ShapeError for another number of rows
+        attention_keys  where the attention mask of ids may be; the first that is there counts
+        Raises  MissingInputError, TypeError for another kind, ShapeError for another number of rows
         """
-        prompts = self._read(td, key, attention_mask_key)
+        prompts = self._read(td, key, attention_keys)
         if len(prompts.rows) != td.batch_size.numel():
             raise ShapeError(
                 f"LLM wrapper: {key!r} must hold one value per row of a batch of {list(td.batch_size)}: got "
@@ -98,7 +103,7 @@ class Mode(ABC):
         return prompts
 
     @abstractmethod
-    def _read(self, td: TensorDictBase, key: Key, attention_mask_key: Key) -> Prompts: ...
+    def _read(self, td: TensorDictBase, key: Key, attention_keys: Sequence[Key]) -> Prompts: ...
 
     @abstractmethod
     def encode(self, rows: Sequence[Any]) -> list[Tensor]:
@@ -131,17 +136,20 @@ class HistoryMode(Mode):
 
     name = "history"
     container = ChatHistory
+    expected = "History object"
     written = ("text", "history")
 
     def __init__(self, renderer: Renderer, role: str = "assistant") -> None:
         self.renderer = renderer
+        self.tokenizer = renderer.tokenizer
         self.role = role
 
-    def _read(self, td: TensorDictBase, key: Key, attention_mask_key: Key) -> Prompts:
-        holder, field = _holder(td, key)
-        history = holder.get(field, None)
+    def _read(self, td: TensorDictBase, key: Key, attention_keys: Sequence[Key]) -> Prompts:
+        holder, field = _holder(td, key, self.expected)
+        history = holder.get(field)
+        history = history.tolist() if is_non_tensor(history) else history
         if not isinstance(history, History):
-            raise TypeError(f"LLM wrapper: Expected History object under {key!r}: got {type(history).__name__}.")
+            raise TypeError(f"LLM wrapper: Expected {self.expected} under {key!r}: got {type(history).__name__}.")
         flat = _flat(history)
         return Prompts(history_chats(flat, 1, asks=True), flat)
 
@@ -163,7 +171,7 @@ class HistoryMode(Mode):
         return [row.ids for row in rendered], [row.assistant_mask for row in rendered]
 
     def views(self, turn: Turn) -> tuple[dict[str, dict[str, Any]], list[int] | None]:
-        contents, text = _text_views(self.renderer.tokenizer, turn, None)
+        contents, text = _text_views(self.tokenizer, turn, None)
         prompt, chats = turn.prompts.source, turn.prompts.rows
         messages = [[self._message(*row)] for row in zip(contents, turn.stop_reasons, chats, strict=True)]
         response = History.from_chats(messages)
@@ -186,17 +194,19 @@ class TextMode(Mode):
 
     name = "text"
     container = Text
+    expected = "str"
     written = ("text",)
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tokenizer_kwargs: Mapping[str, Any] | None = None) -> None:
         self.tokenizer = tokenizer
         self.tokenizer_kwargs = {"add_special_tokens": False, **(tokenizer_kwargs or {})}
 
-    def _read(self, td: TensorDictBase, key: Key, attention_mask_key: Key) -> Prompts:
-        rows = field_rows(*_holder(td, key))
+    def _read(self, td: TensorDictBase, key: Key, attention_keys: Sequence[Key]) -> Prompts:
+        rows = field_rows(*_holder(td, key, self.expected))
         if not all(isinstance(row, str) for row in rows):
             raise TypeError(
-                f"LLM wrapper: Expected str under {key!r}: got {sorted({type(row).__name__ for row in rows})}."
+                f"LLM wrapper: Expected {self.expected} under {key!r}: got "
+                f"{sorted({type(row).__name__ for row in rows})}."
             )
         return Prompts(rows)
 
@@ -226,23 +236,17 @@ class TokensMode(Mode):
 
     name = "tokens"
     container = Tokens
+    expected = "int64[P] per row"
     written = ()
 
-    def _read(self, td: TensorDictBase, key: Key, attention_mask_key: Key) -> Prompts:
-        holder, field = _holder(td, key)
-        mask = td.get(attention_mask_key, None)
-        ids = None if is_ragged(holder) else holder.get(field)
-        if isinstance(ids, Tensor) and isinstance(mask, Tensor) and mask.shape != ids.shape:
-            raise ShapeError(
-                f"LLM wrapper: {attention_mask_key!r} must have the shape of {key!r}: got {list(mask.shape)} for "
-                f"{list(ids.shape)}."
-            )
-        rows = unpadded_rows(holder, field, mask)
+    def _read(self, td: TensorDictBase, key: Key, attention_keys: Sequence[Key]) -> Prompts:
+        holder, field = _holder(td, key, self.expected)
+        rows = field_rows(holder, field)
         for row in rows:
             if not isinstance(row, Tensor) or row.ndim != 1 or row.dtype not in (torch.int64, torch.int32):
                 got = f"{row.dtype} {list(row.shape)}" if isinstance(row, Tensor) else type(row).__name__
-                raise TypeError(f"LLM wrapper: Expected int64[P] per row under {key!r}: got {got}.")
-        return Prompts(rows)
+                raise TypeError(f"LLM wrapper: Expected {self.expected} under {key!r}: got {got}.")
+        return Prompts(kept_parts(rows, attention_rows(td, attention_keys, rows, key, dense=not is_ragged(holder))))
 
     def encode(self, rows: Sequence[Any]) -> list[Tensor]:
         return list(rows)
@@ -323,12 +327,44 @@ def _with_turn(full: History, chat: list[dict[str, Any]], messages: list[dict[st
     return History.from_messages([*chat[:-1], {**said, "content": chat[-1]["content"] + said["content"]}])
 
 
-def unpadded_rows(holder: TensorDictBase, field: str, mask: Tensor | None) -> list[Any]:
-    """The rows of a field; where it is one dense tensor and ``mask`` has its shape, only what the mask keeps."""
-    value = None if is_ragged(holder) else holder.get(field)
-    if isinstance(value, Tensor) and isinstance(mask, Tensor) and mask.shape == value.shape:
-        return unpad_rows(value.reshape(-1, value.shape[-1]), mask.reshape(-1, mask.shape[-1]).bool())
-    return field_rows(holder, field)
+def attention_rows(
+    td: TensorDictBase, keys: Sequence[Key], rows: Sequence[Tensor], what: Key, *, dense: bool
+) -> list[Tensor] | None:
+    """bool[L_i] per row: which ids of ``rows`` are real, by the mask under the first of ``keys`` that is there.
+
+    what     the key of the rows, for the message
+    Returns  None where there is no mask, or nothing is padding. A mask of other lengths is not of these rows
+    Raises   ShapeError for such a mask where the rows are ``dense``: they may hold padding, and nothing says where
+    """
+    for key in keys:
+        holder, field = _found(td, key)
+        masks = field_rows(holder, field) if isinstance(holder, TensorDictBase) else None
+        if masks is None or not all(isinstance(mask, Tensor) for mask in masks):
+            continue
+        sizes, expected = ([tuple(row.shape) for row in values] for values in (masks, rows))
+        if sizes == expected:
+            kept = [mask.bool() for mask in masks]
+            return None if bool(torch.cat(kept).all()) else kept
+        if dense:
+            raise ShapeError(
+                f"LLM wrapper: {key!r} must have the shape of {what!r}: got {[len(sizes), *sizes[0]]} for "
+                f"{[len(expected), *expected[0]]}."
+            )
+    return None
+
+
+def kept_parts(values: Sequence[Any], kept: Sequence[Tensor] | None) -> list[Any]:
+    """What ``kept`` keeps of each value of its length; other values as they are, all of them where it is None."""
+    if kept is None:
+        return list(values)
+    pairs = zip(values, kept, strict=True)
+    return [value[mask.to(value.device)] if value.shape == mask.shape else value for value, mask in pairs]
+
+
+def unpadded_rows(holder: TensorDictBase, field: str, mask: Tensor | Sequence[Tensor] | None) -> list[Any]:
+    """The rows of a field; of those that have the length of their mask only what it keeps."""
+    rows = mask.reshape(-1, mask.shape[-1]) if isinstance(mask, Tensor) else mask
+    return kept_parts(field_rows(holder, field), None if rows is None else [row.bool() for row in rows])
 
 
 def _flat(history: History) -> History:
@@ -340,16 +376,30 @@ def _flat(history: History) -> History:
     return history
 
 
-def _holder(td: TensorDictBase, key: Key) -> tuple[TensorDictBase, str]:
-    """The tensordict that holds the last part of ``key``, and that part. Raises MissingKeyError."""
+def _found(td: TensorDictBase, key: Key) -> tuple[Any, str]:
+    """What the last part of ``key`` belongs in, a container or whatever else is there, and that part; None where there
+    is nothing.
+    """
     path = (key,) if isinstance(key, str) else tuple(key)
     holder: Any = td
     for part in path[:-1]:
-        holder = holder.get(part, None)
-        holder = entries(holder)
-        if holder is None:
-            break
-    if holder is None or path[-1] not in holder.keys():
-        present = ", ".join(sorted(str(name) for name in td.keys()))
-        raise MissingKeyError(f"LLM wrapper: Expected '{key}' key in the input: keys present: {present}.")
+        holder = holder.get(part, None) if isinstance(holder, TensorDictBase) else None
+        if is_non_tensor(holder):
+            return holder.tolist(), path[-1]
+        if not isinstance(holder, TensorDictBase):
+            holder = getattr(holder, "_tensordict", holder)
     return holder, path[-1]
+
+
+def _holder(td: TensorDictBase, key: Key, expected: str) -> tuple[TensorDictBase, str]:
+    """The tensordict that holds the last part of ``key``, and that part.
+
+    Raises  MissingInputError, TypeError where something else is in the container's place
+    """
+    holder, field = _found(td, key)
+    if not (holder is None or isinstance(holder, TensorDictBase)):
+        raise TypeError(f"LLM wrapper: Expected {expected} under {key!r}: got {type(holder).__name__} in its place.")
+    if holder is None or field not in holder.keys():
+        present = ", ".join(sorted(str(name) for name in td.keys()))
+        raise MissingInputError(f"LLM wrapper: Expected '{key}' key in the input: keys present: {present}.")
+    return holder, field

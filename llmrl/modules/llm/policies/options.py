@@ -16,8 +16,9 @@ import torch
 
 from llmrl.errors import ConfigError, near
 from llmrl.modules.llm.engines import SamplingParams
+from llmrl.modules.llm.policies.batching import join_requests
 
-__all__ = ["GenerationOptions", "check_settings", "generation_options", "options_of_call"]
+__all__ = ["GenerationOptions", "check_settings", "generation_options", "options_of_call", "standard_names"]
 
 _LEGACY = {
     "max_tokens": "max_new_tokens",
@@ -75,8 +76,8 @@ def generation_options(*layers: Mapping[str, Any] | None) -> GenerationOptions:
         for name in named:
             if name not in _KNOWN:
                 raise ConfigError(f"generate_kwargs: unknown option {name!r}.{near(name, _KNOWN)}")
-        legacy = {_LEGACY[name]: named.pop(name) for name in list(named) if name in _LEGACY}
-        options |= named | legacy
+        named = standard_names(named)
+        options |= named
         if "temperature" in named and "do_sample" not in named and layer is not layers[0]:
             options.pop("do_sample", None)  # the later layer decides between greedy and sampling
         if named.get("do_sample") is False and "temperature" not in named:
@@ -109,6 +110,17 @@ def generation_options(*layers: Mapping[str, Any] | None) -> GenerationOptions:
         logprobs=None if options.get("logprobs") is None else options["logprobs"] is not False,
         seed=seed,
     )
+
+
+def standard_names(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The options with legacy names replaced by those that they stand for, over which they win.
+
+    >>> standard_names({"n": 2, "temperature": 0.5})
+    {'temperature': 0.5, 'num_return_sequences': 2}
+    """
+    options = dict(options or {})
+    legacy = {_LEGACY[name]: options.pop(name) for name in list(options) if name in _LEGACY}
+    return options | legacy
 
 
 def _several(value: Any, kind: type) -> tuple[Any, ...]:
@@ -166,6 +178,7 @@ def check_settings(who: str, settings: Mapping[str, Any], options: GenerationOpt
         raise ConfigError(f"{who}: inplace must be True, False or 'empty': got {settings['inplace']!r}.")
     if settings["prefer_tokens"] not in (True, False, "always"):
         raise ConfigError(f"{who}: prefer_tokens must be True, False or 'always': got {settings['prefer_tokens']!r}.")
+    join_requests(None, settings)  # raises for what an engine that was built by then would be left open for
     keys = [settings[f"{name}_key"] for name in ("history", "text", "tokens", "masks", "log_probs")]
     if len(set(keys)) < len(keys):
         raise ConfigError(f"{who}: each container must have a key of its own: got {', '.join(map(repr, keys))}.")

@@ -42,7 +42,7 @@ class vLLMWrapper(LLMWrapperBase):
         engine = model if given else VLLMEngine(model, tokenizer=self.tokenizer)
         try:
             engine.check(self.options.params)
-        except ConfigError:
+        except BaseException:
             if engine is not model:
                 engine.close()
             raise

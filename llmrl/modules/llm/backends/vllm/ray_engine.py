@@ -21,6 +21,9 @@ class _Actor(VLLMEngine):
     def limits(self) -> tuple[int, tuple[int, ...]]:
         return self.max_length, self.eos_token_ids
 
+    def names_to_leave_out(self) -> frozenset[str]:
+        return self.unsaved_buffers
+
 
 class RayEngine:
     """An ``Engine`` that asks a `VLLMEngine` in an actor of its own.
@@ -68,12 +71,15 @@ class RayEngine:
         """As `VLLMEngine.score`."""
         return self._ask("score", list(sequences), temperature=temperature, masks=masks)
 
+    @property
+    def unsaved_buffers(self) -> frozenset[str]:
+        """As `VLLMEngine.unsaved_buffers`."""
+        return self._ask("names_to_leave_out")
+
     def update_weights(self, weights: Mapping[str, Tensor] | None, *, version: int) -> None:
-        """As `VLLMEngine.update_weights`. Groups are put together first: the object store takes them whole."""
+        """As `VLLMEngine.update_weights`."""
         if weights is None:
             raise WeightSyncError("RayEngine: weights must be given: the actor holds its own copy of the model.")
-        if not isinstance(weights, Mapping):
-            weights = {name: tensor for group in weights for name, tensor in group.items()}
         stored = self._ray.put({name: tensor.detach().cpu() for name, tensor in weights.items()})
         self._ask("update_weights", stored, version=version)
         self.version = version

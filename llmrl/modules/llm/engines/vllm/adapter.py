@@ -23,7 +23,13 @@ from torch import Tensor
 from llmrl.errors import ConfigError, MissingDependencyError, RolloutError
 from llmrl.modules.llm.engines.base import SamplingParams, StopReason
 from llmrl.modules.llm.engines.vllm import leash
-from llmrl.modules.llm.engines.vllm.surroundings import environment, process_state, quiet, without_binding
+from llmrl.modules.llm.engines.vllm.surroundings import (
+    environment,
+    process_state,
+    quiet,
+    undone_on_failure,
+    without_binding,
+)
 from llmrl.modules.llm.engines.vllm.worker import EXTENSION
 from llmrl.optional import require
 
@@ -142,7 +148,8 @@ def build(model: str, *, own_process: bool, options: Mapping[str, Any]) -> Any:
              a CPU no compiling, whole prompts, one process, and 1 GiB for keys and values unless
              VLLM_CPU_KVCACHE_SPACE says more
 
-    Building changes the process: the environment, the global seed, ``torch.set_num_threads``. All are put back.
+    Building changes the process: the environment, the global seed, ``torch.set_num_threads``. All are put back; so are
+    the process groups of an engine that could not be built.
 
     Raises  ConfigError  for a model that vLLM cannot compute on a CPU, and where this process cannot hold an engine
     """
@@ -169,7 +176,7 @@ def build(model: str, *, own_process: bool, options: Mapping[str, Any]) -> Any:
             check_head_size(described.create_model_config())
         if own_process:
             return vllm.AsyncLLMEngine.from_engine_args(vllm.AsyncEngineArgs(model, **settings))
-        with without_binding():
+        with without_binding(), undone_on_failure():
             return vllm.LLM(model, **settings)
 
 
@@ -300,12 +307,13 @@ def request(params: SamplingParams, *, stop_token_ids: Sequence[int]) -> dict[st
     return options
 
 
-def read_output(output: Any) -> Drawn:
-    """What an output of ``LLM.generate`` says."""
+def read_output(output: Any, stop_token_ids: Sequence[int]) -> Drawn:
+    """What an output of ``LLM.generate`` says; ``stop_token_ids`` are those of the request."""
     answer = output.outputs[0]
-    ids = torch.tensor(list(answer.token_ids), dtype=torch.int64)
-    log_probs = torch.tensor(_of_tokens(answer.logprobs, ids.tolist()), dtype=torch.float32)
-    return Drawn(ids, log_probs, stop_reason(answer.finish_reason, answer.stop_reason))
+    ids = list(answer.token_ids)
+    log_probs = torch.tensor(_of_tokens(answer.logprobs, ids), dtype=torch.float32)
+    reason = stop_reason(answer.finish_reason, answer.stop_reason, ids, stop_token_ids)
+    return Drawn(torch.tensor(ids, dtype=torch.int64), log_probs, reason)
 
 
 def read_prompt_scores(output: Any, ids: Sequence[int]) -> Tensor:
@@ -314,10 +322,15 @@ def read_prompt_scores(output: Any, ids: Sequence[int]) -> Tensor:
     return torch.tensor([0.0, *scores], dtype=torch.float32)
 
 
-def stop_reason(finish: str | None, cause: Any) -> StopReason:
-    """vLLM's finish reason, and the id or string that caused it, as ours."""
+def stop_reason(finish: str | None, cause: Any, ids: Sequence[int], stop_token_ids: Sequence[int]) -> StopReason:
+    """vLLM's finish reason, and the id or string that caused it, as ours.
+
+    An id of ``stop_token_ids`` at the end of ``ids`` is a natural end, also where its text holds a stop string: vLLM
+    then names the string.
+    """
     if finish == "stop":
-        return StopReason.STOP_STRING if isinstance(cause, str) else StopReason.EOS
+        by_string = isinstance(cause, str) and ids[-1] not in stop_token_ids
+        return StopReason.STOP_STRING if by_string else StopReason.EOS
     if finish == "length":
         return StopReason.LENGTH
     if finish == "abort":

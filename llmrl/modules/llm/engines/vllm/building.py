@@ -31,6 +31,7 @@ def make_core(
     tokenizer: Any,
     own_process: bool,
     timeout_s: float | None,
+    connect_s: float,
     silence_s: float,
     options: Mapping[str, Any],
     model: Any,
@@ -45,7 +46,10 @@ def make_core(
             )
         if not is_url:
             return LocalCore(_checked_llm(model), owned=False)
-        return ServerCore(model, silence_s=silence_s, **({} if timeout_s is None else {"timeout_s": timeout_s}))
+        waits = {"connect_s": connect_s, "silence_s": silence_s} | (
+            {} if timeout_s is None else {"timeout_s": timeout_s}
+        )
+        return ServerCore(model, **waits)
 
     def built(path: str, own: dict[str, Any]) -> LocalCore:
         build = partial(adapter.build, path, own_process=own_process, options=own | options)

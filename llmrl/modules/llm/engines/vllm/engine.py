@@ -48,6 +48,7 @@ class VLLMEngine:
     seed           of the generator that hands out row seeds where a call brings none
     timeout_s      longest that a call may take, in seconds; None: 600, and one more for every token that its longest
                    row may have
+    connect_s      of a server: longest that its first answer may take
     silence_s      of a server: longest that it may leave ``/health`` unanswered while it is asked for more
     weight_backend how weights reach an engine in another process: "shared_memory" (the default), "nccl" or "ipc", or a
                    `SharedMemory`, `NCCL` or `CudaIPC` with settings
@@ -73,6 +74,8 @@ class VLLMEngine:
             ConfigError             a setting that cannot be, a model whose heads vLLM cannot compute on a CPU
     """
 
+    takes_groups = True  # of weights, one after the other
+
     def __init__(
         self,
         model: str | Path | PreTrainedModel | Any,
@@ -82,17 +85,23 @@ class VLLMEngine:
         eos_token_ids: int | Sequence[int] | None = None,
         seed: int | None = None,
         timeout_s: float | None = None,
+        connect_s: float = 30.0,
         silence_s: float = 7.0,
         weight_backend: str | Settings | None = None,
         **options: Any,
     ) -> None:
         self.weight_backend = backend_of(weight_backend)
-        for name, seconds in (("timeout_s", timeout_s), ("silence_s", silence_s)):
+        for name, seconds in (("timeout_s", timeout_s), ("connect_s", connect_s), ("silence_s", silence_s)):
             if seconds is not None and not seconds > 0:
                 raise ConfigError(f"VLLMEngine: {name} must be positive: got {seconds}.")
         self.tokenizer = tokenizer
         self.timeout_s = timeout_s
-        self._make_core = partial(make_core, tokenizer, own_process, timeout_s, silence_s, options)
+        self._generator = torch.Generator()
+        if seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(seed)
+        self._make_core = partial(make_core, tokenizer, own_process, timeout_s, connect_s, silence_s, options)
         self._model = weakref.ref(model) if isinstance(model, nn.Module) else lambda: model  # for a restart
         self.core = self._make_core(model)
         self.version = 0
@@ -101,11 +110,6 @@ class VLLMEngine:
         self._layout: WeightLayout | None = None
         self._half_loaded = False
         self._has_adapter = False
-        self._generator = torch.Generator()
-        if seed is None:
-            self._generator.seed()
-        else:
-            self._generator.manual_seed(seed)
         try:
             self._config: PretrainedConfig | None = config_of(model, self.core.model)
             self.eos_token_ids = eos_ids(eos_token_ids, model, self.core.model, tokenizer)
@@ -256,7 +260,15 @@ class VLLMEngine:
             self._half_loaded, self._has_adapter = False, True
             self.version = version
 
+    @property
+    def unsaved_buffers(self) -> frozenset[str]:
+        """Names that a set of weights may hold and need not: buffers that the model makes by itself."""
+        return frozenset() if self._config is None else self._known_layout().unsaved_buffers
+
     def _checked(self, weights: Mapping[str, Tensor] | WeightGroups) -> WeightSet:
+        return self._known_layout().weight_set(weights)
+
+    def _known_layout(self) -> WeightLayout:
         if self._layout is None:
             if self._config is None:
                 raise WeightSyncError(
@@ -264,7 +276,7 @@ class VLLMEngine:
                     "before they are loaded: it is not."
                 )
             self._layout = WeightLayout(self._config)
-        return self._layout.weight_set(weights)
+        return self._layout
 
     def _make_way(self) -> None:
         """What is done about calls that are under way when new weights have come: nothing, they are waited for."""

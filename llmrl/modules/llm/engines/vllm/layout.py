@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from llmrl.errors import WeightSyncError
-from llmrl.modules.llm.engines.weights import check_weights
+from llmrl.modules.llm.engines.weights import check_weights, unsaved_buffers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -79,6 +79,7 @@ class WeightLayout:
 
         with torch.device("meta"):
             self._model: nn.Module = AutoModelForCausalLM.from_config(config)
+        self.unsaved_buffers = unsaved_buffers(self._model)
         names: dict[int, str] = {}
         self._first = {}  # name -> the name that a checkpoint has for it: tied weights are stored once
         own: dict[str, Tensor] = {}

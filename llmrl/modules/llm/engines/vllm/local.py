@@ -50,11 +50,16 @@ class LocalCore:
         self.llm = llm
         self.owned = owned
         self._closing = False
-        self._adopt(llm.llm_engine.vllm_config, llm.llm_engine.tokenizer)
-        self._call("llmrl_prepare", time.monotonic())
+        try:
+            self._adopt(llm.llm_engine.vllm_config, llm.llm_engine.tokenizer)
+            self._call("llmrl_prepare", time.monotonic())
+        except BaseException:
+            self.close()
+            raise
 
     def _adopt(self, config: Any, tokenizer: Any) -> None:
         """What vLLM says of itself."""
+        self._turns = Gate()  # first, because closing needs it
         self._has_extension = config.parallel_config.worker_extension_cls == EXTENSION
         self.model = config.model_config.model
         self.max_length = int(config.model_config.max_model_len) - 1
@@ -68,7 +73,6 @@ class LocalCore:
         self._lora_numbers = itertools.count(1)
         self.reads_text = tokenizer is not None
         self._request = adapter.request_kind()
-        self._turns = Gate()
         self._scaling = threading.Lock()
         self._scale: float | None = 1.0  # the temperature that the engine's logits are divided by; None: unknown
 
@@ -98,7 +102,8 @@ class LocalCore:
             self._scale_logits(1.0, end)
             outputs = self._run(prompts, rows, "generating", end)
         aborted = Drawn(torch.zeros(0, dtype=torch.int64), torch.zeros(0), StopReason.ABORT)
-        return [aborted if output is None else adapter.read_output(output) for output in outputs]
+        stop_token_ids = options["stop_token_ids"]
+        return [aborted if output is None else adapter.read_output(output, stop_token_ids) for output in outputs]
 
     def score(self, sequences: Sequence[list[int]], temperature: float, *, end: float) -> list[Tensor]:
         """float32[T_i] per sequence. vLLM scores prompts under the plain logits, so these are scaled for it."""

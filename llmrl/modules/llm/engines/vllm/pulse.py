@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import http.client
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+from llmrl.modules.llm.engines.vllm.connections import exchange
 
 __all__ = ["Pulse"]
 
@@ -56,8 +59,7 @@ class Pulse:
         while not stop.wait(_PERIOD_S):
             connection, prefix = self._connect(self._silence_s)
             try:
-                connection.request("GET", f"{prefix}/health")
-                connection.getresponse().read()
+                exchange(connection, "GET", f"{prefix}/health", end=time.monotonic() + self._silence_s)
             except TimeoutError:
                 self._tell(stop, f"must answer /health within {self._silence_s:g} s: it did not")
             except (OSError, http.client.HTTPException) as error:

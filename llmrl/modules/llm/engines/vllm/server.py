@@ -38,11 +38,12 @@ __all__ = ["ServerCore", "served_model"]
 
 _MAX_CONNECTIONS = 256
 _RESUMED_S = 1.0  # for a server that failed, to go on; it may have stopped answering
-_FIRST_ANSWERS_S = 120.0  # a server that has just started compiles first
+_CONNECT_S = 30.0
+_FIRST_TOKENS_S = 120.0  # a server that has just started compiles first
 T = TypeVar("T")
 
 
-def served_model(url: str, *, timeout_s: float = _FIRST_ANSWERS_S) -> dict[str, Any]:
+def served_model(url: str, *, timeout_s: float = _CONNECT_S) -> dict[str, Any]:
     """What ``/v1/models`` says of the first model: its "id", its folder or hub name "root", its "max_model_len"."""
     connections = Connections(url)
     try:
@@ -55,6 +56,7 @@ class ServerCore:
     """Requests to one server.
 
     timeout_s  for what is asked while this is made
+    connect_s  for the first answer of that
     silence_s  longest that the server may leave ``/health`` unanswered while it is asked for more
 
     What cannot be had over HTTP is refused: scoring at another temperature than 1 (the server scores prompts under the
@@ -66,21 +68,24 @@ class ServerCore:
     owned = False
     reads_text = True  # the server has the tokenizer of its model
 
-    def __init__(self, url: str, *, timeout_s: float = _FIRST_ANSWERS_S, silence_s: float = 7.0) -> None:
+    def __init__(
+        self, url: str, *, timeout_s: float = _FIRST_TOKENS_S, connect_s: float = _CONNECT_S, silence_s: float = 7.0
+    ) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         self._closing = False
         self._connections = Connections(self.url)
         self._transfers = Transfers(self._call)
         self._label: str | None = None  # of the weights that were sent last; the server says which it has
         self._pulse = Pulse(self._connections.connect, silence_s, self._connections.interrupt)
-        end = time.monotonic() + timeout_s
+        now = time.monotonic()
         self._pool = ThreadPoolExecutor(_MAX_CONNECTIONS, thread_name_prefix="llmrl-vllm-server")
         try:
-            served = self._connections.ask("GET", "/v1/models", end=end)["data"][0]
+            served = self._connections.ask("GET", "/v1/models", end=now + min(connect_s, timeout_s))["data"][0]
             self.name = self._model_name = served["id"]
             self.model = served.get("root") or self.name
             self.max_length = int(served["max_model_len"]) - 1
-            self.processed = self._answers_processed(end)
+            with self._pulse.beating():
+                self.processed = self._answers_processed(now + timeout_s)
         except BaseException as error:
             self.close()
             if isinstance(error, (LookupError, TypeError, ValueError)) and not isinstance(error, ConfigError):
@@ -95,7 +100,7 @@ class ServerCore:
         """
         options = {"max_tokens": 1, "logprobs": 0, "temperature": 1.0, "ignore_eos": True}
         probes = [self._complete([1], {**options, "allowed_token_ids": [token]}, end) for token in (1, 2)]
-        return all(_read_choice(choice).log_probs.item() == 0.0 for choice in probes)
+        return all(_read_choice(choice, ()).log_probs.item() == 0.0 for choice in probes)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -114,7 +119,7 @@ class ServerCore:
         def one(row: int) -> Drawn:
             limit = min(options["max_tokens"], self.max_length - len(prompts[row]))
             own = {**options, "seed": seeds[row], "max_tokens": limit}
-            return _read_choice(self._complete(prompts[row], own, end))
+            return _read_choice(self._complete(prompts[row], own, end), options["stop_token_ids"])
 
         return self._all(one, len(prompts), end)
 
@@ -251,9 +256,9 @@ class ServerCore:
         self._connections.close()
 
 
-def _read_choice(choice: dict[str, Any]) -> Drawn:
+def _read_choice(choice: dict[str, Any], stop_token_ids: Sequence[int]) -> Drawn:
     ids, values = choice["token_ids"], choice["logprobs"]["token_logprobs"]
     if len(ids) != len(values):
         raise RolloutError(f"VLLMEngine: there must be a log-prob per token: got {len(values)} for {len(ids)} tokens.")
-    reason = adapter.stop_reason(choice["finish_reason"], choice.get("stop_reason"))
+    reason = adapter.stop_reason(choice["finish_reason"], choice.get("stop_reason"), ids, stop_token_ids)
     return Drawn(torch.tensor(ids, dtype=torch.int64), torch.tensor(values, dtype=torch.float32), reason)

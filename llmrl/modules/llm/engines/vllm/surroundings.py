@@ -1,4 +1,4 @@
-"""What vLLM does to the process that imports and builds it, kept out or put back: environment, seeds, noise."""
+"""What vLLM does to the process that imports and builds it, kept out or put back: environment, seeds, groups, noise."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from llmrl.optional import require
 
-__all__ = ["environment", "process_state", "quiet", "without_binding"]
+__all__ = ["environment", "process_state", "quiet", "undone_on_failure", "without_binding"]
 
 
 @contextmanager
@@ -74,3 +74,16 @@ def without_binding() -> Iterator[None]:
         yield
     finally:
         setattr(operations, name, bind)
+
+
+@contextmanager
+def undone_on_failure() -> Iterator[None]:
+    """Ends the process groups that an engine opened in this process, where it could not be built: vLLM leaves them
+    open, and the next engine would find them. There must be none before.
+    """
+    try:
+        yield
+    except BaseException:
+        groups = require("vllm.distributed.parallel_state", extra="vllm", used_by="VLLMEngine")
+        groups.cleanup_dist_env_and_memory()
+        raise
