@@ -103,6 +103,9 @@ class RewardSettings(Settings):
     concurrency: int | None = Field(None, ge=1, description="rows that are scored at a time")
     answer_key: str | None = Field(None, description="column of the reference; null: answer")
     batched: bool | None = Field(None, description="whether it is called once, with lists of all rows")
+    process: bool | None = Field(
+        None, description="whether fn runs in a process of its own, which can be killed; null: unless it is llmrl's"
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -13,7 +13,6 @@ from llmrl.envs.llm.sums import sums_reward
 from llmrl.envs.llm.transforms import ToolTransform
 from llmrl.envs.llm.transforms.reward import RewardFunction
 from llmrl.envs.llm.transforms.reward_list import make_rewards
-from llmrl.envs.llm.transforms.reward_source import load_reward
 from llmrl.envs.llm.transforms.user_turn import UserTurn
 from llmrl.envs.transforms.base import Transform
 from llmrl.errors import ConfigError, DataError
@@ -140,7 +139,7 @@ class Task:
         settings = self.settings
         shared = {"deadline_s": settings.reward_deadline_s, "retries": settings.retries}
         if settings.reward is not None:
-            return [RewardFunction(load_reward(settings.reward), **shared)]
+            return [RewardFunction(settings.reward, **shared)]
         if settings.rewards is not None:
             specs = [reward.model_dump(exclude_none=True) for reward in settings.rewards]
             specs = [{**(shared if "fn" in spec else {"retries": settings.retries}), **spec} for spec in specs]

@@ -29,9 +29,9 @@ def python(code: str) -> str:
 class PythonTool(Tool):
     """An interpreter for each conversation, in a sandbox (see there for what it stops and what not).
 
-    With ``persistent=False`` every call begins with an empty namespace. Processes that the code starts end with the
-    call. A call that takes too long is killed with all it started, what it had written is kept, and the next call of
-    the conversation gets a new interpreter.
+    With ``persistent=False`` every call runs in a process forked for it: nothing but its files stays. Processes that
+    the code starts end with the call; threads stop until the next one. A call that takes too long is killed with all it
+    started, what it had written is kept, and the next call of the conversation gets a new interpreter.
 
     ``limits`` may be a mapping of some of the bounds by name, as a recipe writes them.
 

@@ -159,7 +159,7 @@ def test_a_process_that_dies_ends_the_run_within_seconds_with_its_traceback(plac
         "dies",
         grpo,
         steps=500,
-        env={"reward": "dies:score"},
+        env={"reward": None, "rewards": [{"fn": "dies:score", "process": False}]},
         checkpoint={"every": 5},
         parallel={"mode": layout},
     )

@@ -54,7 +54,11 @@ def test_an_interrupted_run_finishes_its_step_writes_a_checkpoint_and_goes_on_la
     handler = signal.getsignal(signal.SIGINT)  # of whoever started the tests: a job in the background ignores it
     place.module("watch", WATCH.format(answer=9, signal=name))
     settings = place.recipe(
-        "watch", grpo, steps=5, env={"reward": "watch:interrupt_once"}, optim={"schedule": "cosine"}
+        "watch",
+        grpo,
+        steps=5,
+        env={"reward": None, "rewards": [{"fn": "watch:interrupt_once", "process": False}]},
+        optim={"schedule": "cosine"},
     )
     result = place.run("grpo", settings, "--name", "stopped")
     assert result.code == 130

@@ -171,14 +171,47 @@ def test_calls_of_one_conversation_from_two_threads_run_one_after_another(run):
     assert run("log") == "['in', 'out', 'in', 'out', 'in', 'out']\n"
 
 
-def test_without_persistence_every_call_begins_anew_in_the_same_process():
-    tool = PythonTool(sandbox="subprocess", persistent=False)
+@pytest.mark.parametrize("kind", ["subprocess", best_kind()])
+def test_without_persistence_every_call_begins_anew(kind):
+    tool = PythonTool(sandbox=kind, persistent=False)
     try:
         assert "starts anew" in tool.description
         deadline = time.monotonic() + 30
-        first = tool.execute("import os\nx = 1\nos.getpid()", conversation="a", deadline=deadline)
-        second = tool.execute("import os\nprint('x' in globals())\nos.getpid()", conversation="a", deadline=deadline)
-        assert second.output == f"False\n{first.output}"
+        spoil = "x = 1\nimport builtins, json, os, sys\nbuiltins.leaked = json.leaked = os.environ['LEAKED'] = 'here'\n"
+        spoil += "json.dumps = os.read = os.fork = builtins.sorted = None\nsys.modules['leaked'] = json"
+        first = tool.execute(spoil, conversation="a", deadline=deadline)
+        look = "import builtins, json, os, sys\nprint('x' in globals(), hasattr(builtins, 'leaked'), hasattr(json, "
+        look += "'leaked'), 'LEAKED' in os.environ, 'leaked' in sys.modules, len(json.dumps(sorted([]))))"
+        second = tool.execute(look, conversation="a", deadline=deadline)
+        assert second.output == "False False False False False 2\n"
+        assert (first.lost_after, second.lost_before, tool.pool.counters["killed"]) == (False, None, 0)
+    finally:
+        tool.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("import ctypes; ctypes.string_at(0)", "the interpreter crashed (SIGSEGV)"),
+        ("import os; os._exit(3)", "the interpreter ended with exit code 3"),
+        ("import os, time\nif os.fork() == 0: time.sleep(100)\nos._exit(3)", "the interpreter ended with exit code 3"),
+        ("import os; os.closerange(3, 256)", "the interpreter"),
+        (
+            "import os; [os.write(n, b'garbage' * 100) for n in range(3, 9) if os.path.exists(f'/proc/self/fd/{n}')]",
+            None,
+        ),
+        ("raise ValueError('no')", "Traceback"),
+        ("x = 1", None),
+    ],
+)
+def test_without_persistence_a_call_that_ends_its_process_says_so_and_the_next_one_works(code, error):
+    tool = PythonTool(sandbox=best_kind(), persistent=False)
+    try:
+        result = tool.execute(code, conversation="a", deadline=time.monotonic() + 10)
+        if error is not None:
+            assert result.error.startswith(error)
+        assert result.status != "timeout"
+        assert tool.execute("6 * 7", conversation="a", deadline=time.monotonic() + 30).output == "42\n"
     finally:
         tool.close()
 

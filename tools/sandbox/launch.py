@@ -41,7 +41,9 @@ _ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "MALLOC_ARENA_MAX": "2",  # every arena would take 64 MiB of the address space that is limited
 }
-# Run by root before anything else: from here on the sandbox belongs to a user that nobody is.
+# Run before anything else: if the machine runs out of memory, a sandbox goes first. In it /proc cannot be written.
+_FIRST_TO_GO = '{ echo 1000 > /proc/self/oom_score_adj; } 2> /dev/null; exec "$0" "$@"'
+# Run by root before the inner bubblewrap: from here on the sandbox runs as an unused user.
 _STEP_DOWN = (
     "import os, sys; user = int(sys.argv[1]); os.setgroups([]); os.setresgid(user, user, user); "
     "os.setresuid(user, user, user); os.execv(sys.argv[2], sys.argv[2:])"
@@ -54,11 +56,13 @@ class Sandbox:
     """Where interpreters run, and how they are started.
 
     ``"bubblewrap"``: user, process, network, IPC and host-name namespaces of its own; a file system with programs and
-    the interpreter, read-only, and a private /tmp; an empty environment; no capabilities; no system calls that get at
-    memory which no limit counts (on x86_64 and aarch64). If this process is root, the sandbox runs as another user.
-    What it does not stop: faults of the kernel; use of processor and memory within the limits, which hold for each
-    process; reading what is installed under /usr and beside the interpreter. As root without CAP_SYS_ADMIN the number
-    of processes is not limited.
+    the interpreter, read-only, and a private /tmp; an empty environment; no capabilities; no sockets but local ones, no
+    tracing, and no system calls that get at memory which no limit counts (on x86_64 and aarch64). If this process is
+    root, the sandbox runs as another user. What all processes, files and sockets take together is looked at 40 times a
+    second. Between calls nothing runs. If the machine runs out of memory, a sandbox goes first.
+    What it does not stop: faults of the kernel; use of processor and memory within the limits, and of memory beyond
+    them for some hundredths of a second; reading what is installed under /usr and beside the interpreter. As root
+    without CAP_SYS_ADMIN the number of processes is not limited.
 
     ``"subprocess"``: an empty environment, a directory of its own, the same limits, and nothing else. It stops
     accidents. It does not stop code from reading your files, using the network, or starting processes that outlive it.
@@ -181,7 +185,14 @@ def bubblewrap_command(python: str, disk_mib: int, info: int | None = None, rule
     """
     bwrap, options = _bubblewrap()
     view = _view(python)
-    command = [bwrap, "--die-with-parent", *([] if info is None else ["--info-fd", str(info)])]
+    command = [
+        "/bin/sh",
+        "-c",
+        _FIRST_TO_GO,
+        bwrap,
+        "--die-with-parent",
+        *([] if info is None else ["--info-fd", str(info)]),
+    ]
     if _is_root():
         user = _FIRST_USER + next(_users) % _NUM_USERS
         # A process namespace here too: the first process of it ends all others, whoever they belong to.
@@ -193,7 +204,8 @@ def bubblewrap_command(python: str, disk_mib: int, info: int | None = None, rule
     command += ["--disable-userns"] if "--disable-userns" in options else []
     command += ["--size", str(disk_mib << 20)] if "--size" in options else []
     command += ["--tmpfs", "/tmp", *view, "--proc", "/proc", "--dev", "/dev"]  # the interpreter may be below /tmp
-    command += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--"]
+    command += [part for folder in ("/dev", "/proc", "/") for part in ("--remount-ro", folder)]
+    command += ["--chdir", "/tmp", "--"]
     return command
 
 

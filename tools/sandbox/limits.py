@@ -18,12 +18,12 @@ class Limits:
     64
     """
 
-    memory_mib: int = 512  # address space of one process; what all together use is bounded only by their number
+    memory_mib: int = 512  # address space of one process; with disk_mib, what all together use
     cpu_s: int = 60  # processor time of one process, over all calls of a conversation
     processes: int = 64  # processes and threads
     output_kib: int = 64  # what is kept of a call's output; code that writes 256 times that is stopped
     file_mib: int = 16  # one file
-    disk_mib: int = 64  # all files; these are kept in memory
+    disk_mib: int = 64  # all files, 2 KiB for each one's name; these are kept in memory
 
     def __post_init__(self) -> None:
         for field in fields(self):

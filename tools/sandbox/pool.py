@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -15,7 +16,10 @@ from llmrl.tools.sandbox.session import Execution, Session
 
 __all__ = ["InterpreterPool"]
 
+_LOG = logging.getLogger(__name__)
 _START_S = 30.0  # for an interpreter to start on a busy machine
+_WAS_CLOSED = "InterpreterPool: was closed while a call was waiting."
+_END_S = 60.0  # for thousands of processes to end on one
 
 
 class InterpreterPool:
@@ -58,7 +62,7 @@ class InterpreterPool:
     def run(self, code: str, *, conversation: Hashable, deadline: float, fresh: bool = False) -> Execution:
         """Runs the code in the conversation's interpreter; None is an interpreter for this call alone.
 
-        ``fresh`` begins with an empty namespace. Calls of one conversation run one after another.
+        ``fresh`` runs it in a process of its own. Calls of one conversation run one after another.
 
         Raises   SessionError if no interpreter could be started, DeadlineError if none was free in time
         """
@@ -69,7 +73,7 @@ class InterpreterPool:
                 raise DeadlineError("InterpreterPool: the call before it in the conversation did not end in time.")
             try:
                 if slot.session is None:
-                    slot.session = self._take(deadline)
+                    self._take(slot, deadline)
                 lost, slot.lost = slot.lost, None
                 result = slot.session.run(code, deadline=deadline, fresh=fresh)
                 if not slot.session.alive:
@@ -114,7 +118,7 @@ class InterpreterPool:
                     self._drop(slot)
 
     def close(self) -> None:
-        """Kills every interpreter and waits, some seconds at most, until calls and processes have ended."""
+        """Kills every interpreter and waits, a minute at most, until calls and all their processes have ended."""
         deadline = time.monotonic() + 5.0
         with self._changed:
             self._closed = True
@@ -130,7 +134,10 @@ class InterpreterPool:
                 pass
             launcher = self._launcher
         if launcher is not None and launcher is not threading.current_thread():
-            launcher.join(timeout=10.0)
+            launcher.join(timeout=_END_S)
+            if launcher.is_alive():
+                left = [session.process.pid for session in self._dying]
+                _LOG.warning("interpreter pool: processes %s have not ended %g s after they were killed", left, _END_S)
 
     def _enter(self, key: Hashable) -> _Slot:
         with self._changed:
@@ -152,8 +159,8 @@ class InterpreterPool:
                 self._drop(slot)
             self._changed.notify_all()
 
-    def _take(self, deadline: float) -> Session:
-        """A ready interpreter, within the bound."""
+    def _take(self, slot: _Slot, deadline: float) -> None:
+        """Gives the slot a ready interpreter, within the bound."""
         with self._changed:
             while self._in_use >= self.max_interpreters:
                 idle = next((slot for slot in self._slots.values() if slot.users == 0 and slot.session), None)
@@ -171,7 +178,7 @@ class InterpreterPool:
             try:
                 while not self._spares:
                     if self._closed:
-                        raise DeadlineError("InterpreterPool: was closed while a call was waiting.")
+                        raise DeadlineError(_WAS_CLOSED)
                     if not self._changed.wait(max(0.0, deadline - time.monotonic())):
                         raise DeadlineError("InterpreterPool: no interpreter was started in time.")
                 session = self._spares.popleft()
@@ -184,12 +191,15 @@ class InterpreterPool:
                 self._waiting -= 1
         try:
             session.wait_ready(min(deadline, time.monotonic() + _START_S))
+            with self._changed:  # `close` ends what it finds in a slot
+                if self._closed:
+                    raise DeadlineError(_WAS_CLOSED)
+                slot.session = session
         except BaseException:
             with self._changed:
                 self._in_use -= 1
                 self._bury(session)
             raise
-        return session
 
     def _drop(self, slot: _Slot) -> None:
         with self._changed:
@@ -213,14 +223,11 @@ class InterpreterPool:
 
     def _launch(self) -> None:
         """The one thread that starts interpreters, because they die with the thread that did; it also buries them."""
-        give_up: float | None = None
         while True:
             with self._changed:
                 self._dying = [session for session in self._dying if not session.reaped()]
-                if self._closed:
-                    give_up = give_up or time.monotonic() + 8.0
-                    if (not self._dying and not self._in_use) or time.monotonic() > give_up:
-                        return
+                if self._closed and not self._dying and not self._in_use:
+                    return
                 standing = self._peak - self._in_use
                 wanted = max(self._waiting, min(max(self.spare, standing), self.max_interpreters - self._in_use))
                 if self._closed or len(self._spares) >= wanted:

@@ -16,11 +16,14 @@ from typing import Any, Literal
 
 from llmrl.errors import LLMRLError
 from llmrl.tools.sandbox.limits import Limits
+from llmrl.tools.sandbox.processes import Processes
 
 __all__ = ["Execution", "Session", "SessionError"]
 
 _MAX_FRAME = 256 * 1024
 _FLOOD = 256  # times the output that is kept: code that writes more is stopped
+_SET_UP_S = 20.0  # for bubblewrap to say which process is the first, on a busy machine
+_LOOK_S = 0.025  # how often it is looked what the processes use
 
 
 class SessionError(LLMRLError, RuntimeError):
@@ -40,7 +43,7 @@ class Execution:
 
 
 class Session:
-    """One interpreter in its process tree; used by one thread at a time."""
+    """One interpreter in its process tree; used by one thread at a time. Between calls nothing in the tree runs."""
 
     def __init__(
         self,
@@ -60,6 +63,8 @@ class Session:
         self._ready = False
         self._frame = bytearray()  # what came on the reply pipe and is not a whole frame yet
         self._first: int | None = None  # a descriptor of the first process of the namespace, for signals
+        self._processes: Processes | None = None  # None in a plain subprocess, which bounds and hides nothing
+        self._excess = ""
         self._killed_at = 0.0
         for descriptor in (requests, replies, output, info):
             os.set_blocking(descriptor, False)
@@ -74,15 +79,21 @@ class Session:
             self.kill()
             reason = "not in time" if state == "timeout" else f"{state}, exit code {self.exit_code()}"
             raise SessionError(f"Sandbox: an interpreter must start: got {reason}. {collected.text()}".rstrip())
+        if self._folder is None:  # now, while no code has run that could have a say in it
+            try:
+                self._processes = Processes(self._find_first())
+            except OSError as error:
+                self.kill()
+                raise SessionError(f"Sandbox: this process must see those of the sandbox in /proc: {error}.") from error
         self._ready = True
-        self._first = self._find_first()  # now, while no code has run that could have a say in it
 
     def run(self, code: str, *, deadline: float, fresh: bool = False) -> Execution:
         """Runs the code until it ends or the deadline (of `time.monotonic`) comes; then the interpreter is killed.
 
-        Raises nothing for whatever the code does, also to the pipes. ``fresh`` begins with an empty namespace.
+        Raises nothing for whatever the code does, also to the pipes. ``fresh`` runs it in a process of its own.
         """
         started = time.monotonic()
+        self._resume()
         self._wait(_Output(self._limits), 0.0, only_output=True)  # left over from threads of an earlier call
         collected = _Output(self._limits)
         request_id = secrets.token_hex(16)
@@ -91,34 +102,40 @@ class Session:
         duration_s = time.monotonic() - started
         if state == "frame" and _is_reply(frame, request_id):
             error = frame["error"]
-            return Execution("ok" if error is None else "error", collected.text(), error, duration_s)
+            if not self._stop():
+                self.kill()
+            status: Literal["ok", "error", "timeout"] = "ok" if error is None else "error"
+            return Execution(status, collected.text(), error, duration_s, lost_after=not self.alive)
         reason = self._reason(state, duration_s)
         self.kill()
-        status: Literal["timeout", "error"] = "timeout" if state == "timeout" else "error"
+        status = "timeout" if state == "timeout" else "error"
         return Execution(status, collected.text(), reason, duration_s, lost_after=True)
 
     def kill(self) -> None:
         """Kills the whole process tree and closes the pipes to it; does not wait for its end."""
         if not self.alive:
             return
-        if not self._ready:
-            self._first = self._find_first()
-        self.terminate()
         self.alive, self._killed_at = False, time.monotonic()
-        for descriptor in (self._requests, self._replies, self._info, self._first):
-            if descriptor is not None:
-                os.close(descriptor)
-        self._first = None
+        self.terminate()
+        for descriptor in (self._requests, self._replies):
+            os.close(descriptor)
+        if self._processes is not None:
+            self._processes.close()
+        if self._first is not None:
+            self._close_first()
 
     def terminate(self) -> None:
         """Kills the whole process tree; a call that runs in another thread then ends.
 
         The first process of the namespace is killed, with which the kernel ends all others. Its parents then end by
-        themselves and reap it: nothing is left to whoever is process 1 of this machine.
+        themselves and reap it: nothing is left to process 1 of this machine. Where bubblewrap has not said yet which
+        process that is, `reaped` looks again: without its parent it would stay.
         """
-        try:
-            signal.pidfd_send_signal(self._first, signal.SIGKILL)  # type: ignore[arg-type]
-        except (AttributeError, TypeError, OSError):  # not Linux, not in a namespace, or over already
+        self._find_first()
+        if self._first is not None:
+            with contextlib.suppress(OSError):  # it is over already
+                signal.pidfd_send_signal(self._first, signal.SIGKILL)
+        elif self._folder is not None:
             self._kill_group()
 
     def reaped(self) -> bool:
@@ -127,30 +144,59 @@ class Session:
             os.close(self._output)
             self._output = -1
         if self._output >= 0 or self.process.poll() is None:
-            if time.monotonic() > self._killed_at + 2.0:
-                self._kill_group()
+            if self._info >= 0:
+                self.terminate()
+                if time.monotonic() > self._killed_at + _SET_UP_S:
+                    self._kill_group()
             return False
+        if self._info >= 0:
+            self._close_first()
         if self._folder is not None:
             self._folder.cleanup()
         return True
 
-    def _find_first(self) -> int | None:
+    def _close_first(self) -> None:
+        for descriptor in (self._info, self._first):
+            if descriptor is not None:
+                os.close(descriptor)
+        self._info, self._first = -1, None
+
+    def _find_first(self) -> int:
+        """The number of the namespace's first process, once bubblewrap has said it; else -1."""
         said = _read(self._info)
         if not said or not hasattr(os, "pidfd_open"):
-            return None
+            return -1
         try:
-            descriptor = os.pidfd_open(json.loads(said)["child-pid"])
+            pid = json.loads(said)["child-pid"]
+            descriptor = os.pidfd_open(pid)
         except (OSError, ValueError):
-            return None
+            return -1
         if self.process.poll() is None:
-            return descriptor
+            self._first = descriptor
+            return pid
         os.close(descriptor)  # it is over, and the number may be another process's by now
-        return None
+        return -1
+
+    def _stop(self) -> bool:
+        """Stops what runs in the tree, threads and children of the code among it; False if that cannot be done."""
+        if self._processes is not None:
+            return self._processes.stop()
+        return self._signal_group(signal.SIGSTOP)
+
+    def _resume(self) -> None:
+        if self._processes is not None:
+            self._processes.resume()
+        else:
+            self._signal_group(signal.SIGCONT)
 
     def _kill_group(self) -> None:
+        self._signal_group(signal.SIGKILL)
+
+    def _signal_group(self, number: signal.Signals) -> bool:
         if self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+                os.killpg(self.process.pid, number)
+        return True
 
     def exit_code(self) -> int | None:
         try:
@@ -182,13 +228,19 @@ class Session:
         return True
 
     def _wait(self, collected: _Output, deadline: float, *, only_output: bool = False) -> tuple[str, Any]:
-        """Collects output until there is a frame; "frame", "malformed", "ended", "flood" or "timeout"."""
+        """Collects output until there is a frame; "frame", "malformed", "ended", "flood", "excess" or "timeout"."""
         poller = select.poll()
         poller.register(self._output, select.POLLIN)
         if not only_output:
             poller.register(self._replies, select.POLLIN)
+        look_at = float("inf") if only_output or self._processes is None else time.monotonic() + _LOOK_S
         while True:
-            events = dict(poller.poll(_milliseconds(deadline)))
+            events = dict(poller.poll(_milliseconds(min(deadline, look_at))))
+            if time.monotonic() >= look_at:
+                if (excess := self._processes.excess(self._limits)) is not None:
+                    self._excess = excess
+                    return "excess", None
+                look_at = time.monotonic() + _LOOK_S
             if self._output in events:
                 data = _read(self._output)
                 if data == b"":
@@ -232,6 +284,8 @@ class Session:
             return f"stopped after {duration_s:.1f} s, its time was over"
         if state == "flood":
             return f"stopped: it wrote more than {self._limits.output_kib * _FLOOD // 1024} MiB of output"
+        if state == "excess":
+            return f"stopped: {self._excess}"
         if state != "ended":
             return "the interpreter's answer could not be read"
         code = self.exit_code()

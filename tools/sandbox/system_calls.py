@@ -1,7 +1,9 @@
 """The system calls that code in a sandbox may not make, as the filter that bubblewrap installs (seccomp).
 
-They are of two kinds: memory that no limit counts (System V segments and queues, files in memory), and parts of the
-kernel that computing never needs and that faults are found in most. Each answers as a kernel that lacks it.
+They are of three kinds: memory that no limit counts (System V segments and queues, files in memory), ways to another
+process or out of a stop (tracing, timers with a signal of one's choice), and parts of the kernel that computing never
+needs and that faults are found in most, sockets of all families but local ones among them: not every family belongs to
+a network namespace. Each answers as a kernel that lacks it.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import platform
+import socket
 import struct
 from pathlib import Path
 
@@ -30,31 +33,53 @@ _REFUSED = {
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "pidfd_getfd": (438, 438),
+    "timer_create": (222, 107),
+}
+# name: its number on both, which argument is looked at, its value, whether it must or must not be that one, the error
+_CONDITIONAL = {
+    "socket": ((41, 198), 0, socket.AF_UNIX, "must", errno.EAFNOSUPPORT),
+    "socketpair": ((53, 199), 0, socket.AF_UNIX, "must", errno.EAFNOSUPPORT),
+    "setsockopt": ((54, 208), 2, 7, "must not", errno.EPERM),  # SO_SNDBUF: what a socket holds is memory
+    "fcntl": ((72, 25), 1, 10, "must not", errno.EINVAL),  # F_SETSIG: could send SIGCONT
 }
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # the column above, the kernel's AUDIT_ARCH
 _X32 = 0x40000000  # x86_64 calls by other numbers
 
 _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
-_ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | errno.ENOSYS
+_ALLOW, _REFUSE = 0x7FFF0000, 0x00050000
+_ARCHITECTURE, _NUMBER, _ARGUMENTS = (
+    4,
+    0,
+    16,
+)  # offsets in what the filter sees; an argument has 8 bytes, low half first
 
 
 def filter_pipe() -> int | None:
     """A pipe to read the filter from, to be closed by the caller; None where there is none for this machine."""
     if platform.machine() not in _MACHINES or not Path("/proc/sys/kernel/seccomp").is_dir():
         return None
-    column, architecture = _MACHINES[platform.machine()]
-    numbers = [row[column] for row in _REFUSED.values()]
-    refuse = len(numbers) + 5  # the place of the last instruction
-    program = [
-        (_LOAD, 0, 0, 4),  # the architecture: a program may call as a 32-bit one does
-        (_EQUAL, 0, refuse - 2, architecture),
-        (_LOAD, 0, 0, 0),  # the number
-        (_AT_LEAST, refuse - 4, 0, _X32),
-        *((_EQUAL, refuse - 5 - place, 0, number) for place, number in enumerate(numbers)),
-        (_RETURN, 0, 0, _ALLOW),
-        (_RETURN, 0, 0, _REFUSE),
-    ]
     read, write = os.pipe()
-    os.write(write, b"".join(struct.pack("=HBBI", *instruction) for instruction in program))
+    os.write(write, b"".join(struct.pack("=HBBI", *instruction) for instruction in _program(platform.machine())))
     os.close(write)
     return read
+
+
+def _program(machine: str) -> list[tuple[int, int, int, int]]:
+    """The instructions: operation, how many to skip if it holds, how many if not, operand."""
+    column, architecture = _MACHINES[machine]
+    refuse = (_RETURN, 0, 0, _REFUSE | errno.ENOSYS)
+    program = [
+        *((_LOAD, 0, 0, _ARCHITECTURE), (_EQUAL, 1, 0, architecture), refuse),  # it may call as a 32-bit program does
+        *((_LOAD, 0, 0, _NUMBER), (_AT_LEAST, 0, 1, _X32), refuse),
+    ]
+    for numbers in _REFUSED.values():
+        program += [(_EQUAL, 0, 1, numbers[column]), refuse]
+    for numbers, argument, value, rule, error in _CONDITIONAL.values():
+        ends = [(_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _REFUSE | error)]
+        program += [(_EQUAL, 0, 4, numbers[column]), (_LOAD, 0, 0, _ARGUMENTS + 8 * argument)]
+        program += [(_EQUAL, 0, 1, value), *(ends if rule == "must" else reversed(ends))]
+    return [*program, (_RETURN, 0, 0, _ALLOW)]

@@ -1,5 +1,7 @@
 """Runs inside of the sandbox: takes code from one pipe, runs it in one namespace, answers on another pipe.
 
+Code that is to begin anew ("fresh") runs in a process forked for it, so that nothing that it does to modules stays.
+
 It is started as text (``python -c``), so it uses the standard library alone. A frame is four bytes of length and JSON.
 
     host -> worker   {"id": ..., "code": ..., "fresh": bool}
@@ -17,16 +19,20 @@ import json
 import linecache
 import os
 import resource
+import select
 import signal
 import sys
 import traceback
 import types
+from json import dumps
+from os import _exit, getpid, write  # the code may replace them where others look for them
 
 MAX_ERROR_CHARS = 16_000
+MAX_ANSWER = 1 << 20  # bytes
 
 
 def serve(requests: int, replies: int, limits: dict[str, int], contained: bool) -> None:
-    own_pid = os.getpid()
+    own_pid = getpid()
     if contained and own_pid != 2:  # else the clean-up after each call would reach processes that are not ours
         sys.exit(f"expected to be process 2 of its namespace, not {own_pid}")
     set_limits(limits)
@@ -36,22 +42,59 @@ def serve(requests: int, replies: int, limits: dict[str, int], contained: bool) 
     namespace = new_namespace()
     send(replies, {"ready": True})
     number = 0
-    while (request := receive(requests)) is not None:
+    while (request := receive_or_end(requests)) is not None:
         number += 1
         if request["fresh"]:
-            namespace = new_namespace()
-        open_output()
-        error = None
-        try:
-            error = run(request["code"], f"<code {number}>", namespace, limits)
-        finally:
-            if os.getpid() != own_pid:
-                os._exit(0)  # a child that the code forked, and that ran to the end of the code
-        sys.settrace(None)
+            error = run_apart(request["code"], f"<code {number}>", limits, close=(requests, replies))
+        else:
+            open_output()
+            error = None
+            try:
+                error = run(request["code"], f"<code {number}>", namespace, limits)
+            finally:
+                if getpid() != own_pid:
+                    _exit(0)  # a child that the code forked, and that ran to the end of the code
+            sys.settrace(None)
         if contained:
             end_children()
         send(replies, {"id": request["id"], "error": error})
     del keep
+
+
+def run_apart(code: str, name: str, limits: dict[str, int], close: tuple[int, ...]) -> str | None:
+    """Runs the code in a process of its own. Where that ends without an answer, this one ends in the same way."""
+    answers, answer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        own_pid = getpid()
+        for descriptor in (*close, answers):
+            os.close(descriptor)
+        open_output()
+        try:
+            error = run(code, name, new_namespace(), limits)
+            if getpid() == own_pid:
+                send(answer, {"error": error})
+        finally:
+            _exit(0)
+    os.close(answer)
+    # Processes that it leaves may hold the pipe open; its own end is told apart where the system can.
+    watched = [answers, *([os.pidfd_open(pid)] if hasattr(os, "pidfd_open") else [])]
+    data = b""
+    while len(data) < 4 or len(data) < 4 + int.from_bytes(data[:4], "big"):
+        ready = select.select(watched, [], [])[0]
+        more = os.read(answers, 65536) if answers in ready else b""
+        if not more or len(data) > MAX_ANSWER:
+            break
+        data += more
+    for descriptor in watched:
+        os.close(descriptor)
+    os.kill(pid, signal.SIGKILL)  # where it has not ended by itself
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    try:
+        error = json.loads(data[4:])["error"]
+    except (ValueError, TypeError, KeyError):
+        _exit(status if status >= 0 else 128 - status)
+    return error if error is None else str(error)
 
 
 def run(code: str, name: str, namespace: dict, limits: dict[str, int]) -> str | None:
@@ -152,10 +195,18 @@ def end_children() -> None:
 
 
 def send(descriptor: int, message: dict) -> None:
-    data = json.dumps(message).encode()
+    data = dumps(message).encode()
     data = len(data).to_bytes(4, "big") + data
     while data:
-        data = data[os.write(descriptor, data) :]
+        data = data[write(descriptor, data) :]
+
+
+def receive_or_end(descriptor: int) -> dict | None:
+    """The next request; ends at once where the pipe was spoiled, because the host stops what is idle."""
+    try:
+        return receive(descriptor)
+    except BaseException:
+        _exit(1)
 
 
 def receive(descriptor: int) -> dict | None:

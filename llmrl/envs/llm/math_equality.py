@@ -6,30 +6,23 @@ bounds what ``9^{9^{9}}`` costs. So algebra is left to a process (`math_process`
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import re
-import select
-import subprocess
-import sys
 import threading
-import time
-import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 
 from llmrl.envs.llm.answers import last_boxed, normalize_answer
-from llmrl.errors import DeadlineError
+from llmrl.errors import DeadlineError, WorkerError
 from llmrl.optional import require
+from llmrl.tools.worker_process import WorkerPool
 
 __all__ = ["MathEquality"]
 
 MAX_CHARS = 1000  # a longer answer is not compared: it is wrong
 MEMORY_MB = 4096
-START_S = 120.0  # importing SymPy, on a busy machine
 
 
 class MathEquality:
@@ -37,7 +30,7 @@ class MathEquality:
 
     Calls   ``equal(reference, answer)``, from any thread, or ``equal_all(pairs)``; both may be boxed. False at
             ``deadline_s``, with the reason counted in ``counters``: "compared", "timeouts", "too_long"
-    Raises  MissingDependencyError without math-verify; DeadlineError where its process does not start
+    Raises  MissingDependencyError without math-verify; DeadlineError, WorkerError where its process does not start
 
     At most ``processes`` pairs are compared at a time. ``close`` ends the processes; so do the end of the object and of
     the program.
@@ -53,8 +46,8 @@ class MathEquality:
         self.processes = min(4, os.cpu_count() or 1) if processes is None else processes
         self.counters = {"compared": 0, "timeouts": 0, "too_long": 0}
         self._lock = threading.Lock()
-        self._free = threading.BoundedSemaphore(self.processes)
-        self._idle: list[_Process] = []
+        script = Path(__file__).with_name("math_process.py")
+        self._pool = WorkerPool(script, [str(MEMORY_MB)], size=self.processes, who="MathEquality", quiet=True)
         self._decided = lru_cache(maxsize=65536)(self._decide)
 
     def equal(self, reference: str, answer: str) -> bool:
@@ -71,10 +64,7 @@ class MathEquality:
 
     def close(self) -> None:
         """Ends the processes that are idle; the next comparison starts another one."""
-        with self._lock:
-            idle, self._idle = self._idle, []
-        for process in idle:
-            process.stop()
+        self._pool.close()
 
     def _decide(self, reference: str, answer: str) -> bool:
         if reference == answer:
@@ -85,70 +75,18 @@ class MathEquality:
         one, other = normalize_answer(reference), normalize_answer(answer)
         if _is_number(reference, one) and _is_number(answer, other):
             return one == other
-        with self._free:
-            with self._lock:
-                process = self._idle.pop() if self._idle else None
-            process = process or _Process(self.deadline_s)
-            verdict = process.ask(reference, answer)
-            if verdict is None:
+        with self._pool.worker() as worker:
+            try:
+                (verdict,) = worker.ask((reference, answer), self.deadline_s)
+            except (DeadlineError, WorkerError):  # it never ended, or the process died of the question
                 self._count("timeouts")
-                process.stop()
-            else:
-                with self._lock:
-                    self._idle.append(process)
-        return bool(verdict)
+                worker.stop()
+                return False
+        return verdict
 
     def _count(self, what: str) -> None:
         with self._lock:
             self.counters[what] += 1
-
-
-class _Process:
-    """One process of `math_process`."""
-
-    def __init__(self, deadline_s: float):
-        self.deadline_s = deadline_s
-        script = str(Path(__file__).with_name("math_process.py"))
-        self._process = subprocess.Popen(  # -P: the script's folder, which has a math.py, is no place to import from
-            [sys.executable, "-P", script, str(int(deadline_s) + 1), str(MEMORY_MB)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            bufsize=1,
-        )
-        self.stop = weakref.finalize(self, _end, self._process)
-        if self._line(START_S) != "ready":
-            self.stop()
-            raise DeadlineError(
-                f"MathEquality: the process that compares must start within {START_S:.0f} s: it ended with code "
-                f"{self._process.returncode} (-9: it was too slow)."
-            )
-
-    def ask(self, reference: str, answer: str) -> bool | None:
-        """The verdict; None where there is none in time, or the process died of the question."""
-        try:
-            self._process.stdin.write(json.dumps([reference, answer]) + "\n")
-        except OSError:
-            return None
-        line = self._line(self.deadline_s)
-        return json.loads(line) if line else None
-
-    def _line(self, timeout_s: float) -> str:
-        """The next line: one write of the process, so nothing is left in between in the buffer. Empty at its end."""
-        end = time.monotonic() + timeout_s
-        while (left := end - time.monotonic()) > 0:
-            if select.select([self._process.stdout], [], [], left)[0]:
-                return self._process.stdout.readline().strip()
-        return ""
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    for pipe in (process.stdin, process.stdout):
-        with contextlib.suppress(OSError):  # what was not written yet has nobody to read it
-            pipe.close()
-    process.wait(timeout=10)
 
 
 def _inside(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Compares two mathematical answers in a process of its own: reads pairs as JSON lines, writes true or false per line.
+"""Compares two mathematical answers in a process of its own.
 
 Started by `math_equality` as a script, so that it imports math-verify and no torch. Algebra on what a model
 wrote may take any time and memory: here both are limited, and the process can be killed.
@@ -6,18 +6,18 @@ wrote may take any time and memory: here both are limited, and the process can b
 
 from __future__ import annotations
 
-import json
 import logging
 import resource
-import signal
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from llmrl.optional import require
+from llmrl.tools.worker_process import serve
 
 
 def main() -> None:
-    deadline_s, memory_mb = int(sys.argv[1]), int(sys.argv[2])
+    memory_mb = int(sys.argv[1])
     math_verify = require("math_verify", extra="math", used_by="MathEquality")
     logging.disable(logging.CRITICAL)  # math-verify logs that its own timeouts, which need signals, are off
     resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
@@ -27,17 +27,15 @@ def main() -> None:
         marked = any(mark in text for mark in ("$", "\\(", "\\["))  # a sentence with mathematics in it
         return math_verify.parse(text if marked else f"\\boxed{{{text}}}", forms, parsing_timeout=None)
 
-    print("ready", flush=True)
-    for line in sys.stdin:
-        reference, answer = json.loads(line)
-        # Ends this process should nobody be left to do it: the parent kills it earlier.
-        signal.alarm(deadline_s + 1)
+    def compare(pair: tuple[str, str], reply: Callable[[bool], None]) -> None:
+        reference, answer = pair
         try:
             verdict = bool(math_verify.verify(read(reference), read(answer), timeout_seconds=None))
         except (Exception, RecursionError, MemoryError):  # what a model wrote is not always mathematics
             verdict = False
-        signal.alarm(0)
-        print(json.dumps(verdict), flush=True)
+        reply(verdict)
+
+    serve(compare)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,9 @@ from tensordict import TensorDict
 
 from llmrl.data.llm.columns import column
 from llmrl.envs.llm import ChatEnv, DatasetChatEnv
-from llmrl.envs.llm.transforms import RewardFunction, load_reward, reward_running
+from llmrl.envs.llm.transforms import RewardFunction, load_reward
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError
+from llmrl.tools import calls
 
 
 def scores(fn, completions, say, *, columns=None, **options):
@@ -99,6 +100,18 @@ def test_failures_are_nan_in_their_row_and_counted(say):
     assert all(math.isnan(value) for value in values[1:4])
     assert transform.counters == {"rows": 5, "errors": 1, "timeouts": 0, "none": 2, "retries": 0}
     assert "ZeroDivisionError: no good" in transform.first_error
+
+
+@pytest.mark.parametrize(
+    ("value", "weight"), [(1e308, 1.0), (math.inf, 0.1), (-2e17, 0.1), (1e10, 1e10), (10**400, 0.0)]
+)
+def test_a_number_too_large_for_the_statistics_of_a_group_is_a_failed_reward(say, value, weight):
+    """Regression: 1e308 was written as infinite, and the metrics of its step were empty."""
+    values, transform, after = scores(lambda completion: value if completion else 1.0, ["a", ""], say, weight=weight)
+    assert math.isnan(after["reward_<lambda>"].flatten()[0])
+    assert values[1] == pytest.approx(weight)
+    assert (transform.counters["errors"], transform.counters["none"]) == (1, 0)
+    assert transform.first_error.startswith("row 1 of 2: a reward must lie within 1e+17, also with its weight: got ")
 
 
 def test_a_batched_function_that_raises_costs_its_batch(say):
@@ -230,7 +243,7 @@ def test_coroutines_of_all_batches_share_one_event_loop(say):
 
 
 def test_a_coroutine_that_blocks_its_loop_costs_the_batch_and_the_next_one_is_scored(say, monkeypatch):
-    monkeypatch.setattr(reward_running, "GRACE_S", 0.1)
+    monkeypatch.setattr(calls, "GRACE_S", 0.1)
     release = threading.Event()
 
     async def blocks(completion):

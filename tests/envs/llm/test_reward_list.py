@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
-import types
 
 import pytest
 from tensordict import TensorDict
@@ -13,29 +13,31 @@ from llmrl.envs.llm import ChatEnv
 from llmrl.envs.llm.rewards import CodeReward, JudgeReward
 from llmrl.envs.llm.transforms import make_rewards
 from llmrl.errors import ConfigError
+from llmrl.tools.calls import ThreadRunner
 
 
 @pytest.fixture
-def module(monkeypatch):
-    module = types.ModuleType("my_pkg")
-    module.exact = lambda completion, answer: completion == answer
-    module.exact.__name__ = "exact"
-    module.size = lambda completion: len(completion)
-    module.size.__name__ = "size"
-    monkeypatch.setitem(sys.modules, "my_pkg", module)
-    return module
+def module(monkeypatch, tmp_path):
+    source = "def exact(completion, answer):\n    return completion == answer\n"
+    (tmp_path / "my_pkg.py").write_text(f"{source}def size(completion):\n    return len(completion)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield importlib.import_module("my_pkg")
+    del sys.modules["my_pkg"]
 
 
 def test_weighted_rewards_add_up_and_each_has_a_metric(module, say):
     specs = [{"fn": "my_pkg:exact", "weight": 2.0}, {"fn": "my_pkg:size", "weight": 0.1, "name": "long"}]
     env = ChatEnv(batch_size=[2])
-    for reward in make_rewards(specs):
+    rewards = make_rewards(specs)
+    for reward in rewards:
         env = env.append_transform(reward)
     td = TensorDict(query=column(["q", "q"]), answer=column(["ab", "b"]), batch_size=[2])
     after = env.step(say(env.reset(td), ["ab", "abcd"]))["next"]
     assert after["reward"].flatten().tolist() == pytest.approx([2.2, 0.4])
     assert after["reward_exact"].flatten().tolist() == [1.0, 0.0]
     assert after["reward_long"].flatten().tolist() == [2.0, 4.0]
+    for reward in rewards:
+        reward.close()
 
 
 def test_a_name_or_a_function_alone_is_a_reward(module):
@@ -43,9 +45,18 @@ def test_a_name_or_a_function_alone_is_a_reward(module):
 
 
 def test_options_reach_the_reward(module):
-    options = {"deadline_s": 5.0, "retries": 2, "concurrency": 4, "answer_key": "target", "batched": True}
+    options = {
+        "deadline_s": 5.0,
+        "retries": 2,
+        "concurrency": 4,
+        "answer_key": "target",
+        "batched": True,
+        "process": False,
+    }
     (reward,) = make_rewards([{"fn": "my_pkg:size", **options, "name": None}])
-    assert {name: getattr(reward, name) for name in options if name != "concurrency"} | {"concurrency": 4} == options
+    mine = [name for name in options if name not in ("concurrency", "process")]
+    assert {name: getattr(reward, name) for name in mine} == {name: options[name] for name in mine}
+    assert isinstance(reward._runner, ThreadRunner)
     assert reward._runner.concurrency == 4
     assert reward.name == "size"
 

@@ -1,6 +1,7 @@
 """Scores turns with the user's own plain function, and keeps a failing one from spoiling or stopping the run.
 
-What the policy said comes from `completions`, calls are made by `reward_running`; advantages and the dropping of
+What the policy said comes from `completions`, calls are made by `llmrl.tools.calls` or, in a process, by
+`reward_process`; advantages and the dropping of
 unscored rows are MCAdvantage's. A reward that failed is NaN: neither zero nor an exception in the middle of a batch,
 but a row that is ignored and counted.
 """
@@ -22,10 +23,11 @@ from llmrl.data.specs import Composite, Unbounded
 from llmrl.envs.llm.completions import completion_texts, tokenizer_of
 from llmrl.envs.llm.scoring import ScoringTransform
 from llmrl.envs.llm.transforms.dataloading import DataLoadingPrimer
-from llmrl.envs.llm.transforms.reward_running import AsyncRunner, Calls, Outcome, ThreadRunner
-from llmrl.envs.llm.transforms.reward_source import Parameters, Reward, load_reward
+from llmrl.envs.llm.transforms.reward_process import SHOWN, ProcessRunner, plain_number, plain_numbers
+from llmrl.envs.llm.transforms.reward_source import Parameters, Reward, load_reward, runs_apart
 from llmrl.envs.spec_holder import DONE_KEYS
 from llmrl.errors import ConfigError, ShapeError, near
+from llmrl.tools.calls import AsyncRunner, Calls, Outcome, ThreadRunner
 
 if TYPE_CHECKING:
     from llmrl.envs.base import EnvBase
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["RewardFunction", "load_reward"]
 
 _KEPT = ("group_id", "policy_version", "stop_reason")  # what every batch has beside the dataset's columns
+_LARGEST = 1e17  # of a reward: in float32 the squares of the differences in a group of thousands add up
 _COROUTINES = 64  # how many run at a time unless told otherwise
 
 
@@ -42,18 +45,23 @@ class RewardFunction(ScoringTransform):
     Reads   the response as text (see `completion_texts`), ``answer_key``, and the columns that ``fn`` names
     Calls   ``fn(completion: str, answer: str | None, ...)`` per row; with ``batched=True`` (or ``fn.batched``) once, on
             lists of all rows. Further parameters are dataset columns by name, a tensor's row as a tensor; ``**kwargs``
-            receives every column that is no tensor. ``fn`` may be a coroutine function. ``concurrency`` (or
-            ``fn.concurrency``) rows are scored at a time: by default one, of a coroutine function 64
+            receives every column that is no tensor. ``fn`` may be a coroutine function, or a name that `load_reward`
+            takes. ``concurrency`` (or ``fn.concurrency``) rows are scored at a time: by default one, of a coroutine
+            function 64
     Writes  "reward"          float32[B, 1, 1]  += weight * value, in the ``next`` tensordict
             "reward_<name>"   float32[B, 1, 1]  the value itself; with weight 0 it is only reported
     Raises  ConfigError for a parameter that cannot be filled: at construction, or from `check_columns` once columns are
             known; ShapeError where ``fn`` returns something else than a number per row
 
-    A row is NaN where ``fn`` raised (``retries`` times more than once), returned None or NaN, or was not done
-    ``deadline_s`` seconds after its batch began; rows that were done by then keep their values. ``counters`` counts
-    each kind; ``first_error`` keeps the first traceback. A coroutine that is late is cancelled. Python cannot stop a
-    thread: one that hangs is left behind, where it may go on using a core; the next batch runs in a new one, and the
-    process can end all the same.
+    A row is NaN where ``fn`` raised (``retries`` times more than once), returned None or NaN, a number that is infinite
+    or with its weight beyond 1e17, or was not done ``deadline_s`` seconds after its batch began; rows that were done by
+    then keep their values. ``counters`` counts each kind; ``first_error`` keeps the first traceback.
+
+    With ``process`` the function runs in a process of its own, which is started once, loads it by its name, and is
+    killed at the deadline: by default where ``fn`` is a name outside of llmrl. Its module is imported in both, and what
+    it keeps in variables is there, not here. Otherwise it runs in a thread (a coroutine in an event loop), which Python
+    cannot stop: one that hangs is left behind, where it may go on using a core. One that hangs with the interpreter's
+    lock, inside C code, ends this process with the places of all threads, a minute after the deadline.
 
     >>> def exact(completion, answer):
     ...     return completion.strip() == answer
@@ -63,7 +71,7 @@ class RewardFunction(ScoringTransform):
 
     def __init__(
         self,
-        fn: Reward,
+        fn: Reward | str,
         *,
         name: str | None = None,
         weight: float = 1.0,
@@ -73,7 +81,10 @@ class RewardFunction(ScoringTransform):
         answer_key: str = "answer",
         batched: bool | None = None,
         tokenizer: Any | None = None,
+        process: bool | None = None,
     ):
+        apart = runs_apart(fn, process)
+        fn = load_reward(fn) if isinstance(fn, str) else fn
         if not callable(fn):
             raise ConfigError(f"RewardFunction: the reward must be a function: got {type(fn).__name__}.")
         if deadline_s is not None and deadline_s <= 0:
@@ -103,8 +114,12 @@ class RewardFunction(ScoringTransform):
         self.first_error: str | None = None
         self._owns_fn = True
         self._parameters = Parameters.of(fn, self.name)
-        kind = AsyncRunner if asynchronous else ThreadRunner
-        self._runner: AsyncRunner | ThreadRunner = kind(f"reward-{self.name}", concurrency)
+        self._runner: AsyncRunner | ThreadRunner | ProcessRunner
+        if apart is not None:
+            options = {"concurrency": concurrency, "asynchronous": asynchronous, "batched": self.batched}
+            self._runner = ProcessRunner(self.name, apart, **options)
+        else:
+            self._runner = (AsyncRunner if asynchronous else ThreadRunner)(f"reward-{self.name}", concurrency)
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Raises ConfigError where ``fn`` asks for a column that the dataset does not have, with a near name."""
@@ -139,16 +154,18 @@ class RewardFunction(ScoringTransform):
         return reward_spec
 
     def clone(self) -> Self:
-        """A copy for another env, with threads and counters of its own; ``fn`` is the same and stays this one's."""
+        """A copy for another env, with threads and counters of its own; ``fn`` and its process stay this one's."""
         other = super().clone()
         other.counters, other.first_error = dict.fromkeys(self.counters, 0), None
         other._owns_fn = False
-        other._runner = type(self._runner)(self._runner.name, self._runner.concurrency)
+        if not isinstance(self._runner, ProcessRunner):
+            other._runner = type(self._runner)(self._runner.name, self._runner.concurrency)
         return other
 
     def close(self) -> None:
-        """Ends the threads and, but for a clone, what ``fn`` holds if it has a ``close`` too."""
-        self._runner.close()
+        """Ends the threads and, but for a clone, the process and what ``fn`` holds if it has a ``close`` too."""
+        if self._owns_fn or not isinstance(self._runner, ProcessRunner):
+            self._runner.close()
         if self._owns_fn and callable(close := getattr(self.fn, "close", None)):
             close()
 
@@ -169,14 +186,13 @@ class RewardFunction(ScoringTransform):
     def _score(self, completions: list[str], columns: dict[str, list[Any]]) -> list[float]:
         count = len(completions)
         if self.batched:
-            calls = Calls([partial(self.fn, completions, **columns)], self.retries)
+            calls = Calls([partial(self.fn, completions, **columns)], self.retries, convert=plain_numbers)
         else:
             names = list(columns)
             rows = zip(*columns.values(), strict=True) if names else ((),) * count
             arguments = (dict(zip(names, row, strict=True)) for row in rows)
-            calls = Calls(
-                [partial(self.fn, c, **named) for c, named in zip(completions, arguments, strict=True)], self.retries
-            )
+            scored = [partial(self.fn, c, **named) for c, named in zip(completions, arguments, strict=True)]
+            calls = Calls(scored, self.retries, convert=plain_number)
         outcomes = self._runner.run(calls, timeout_s=self.deadline_s)
         self.counters["rows"] += count
         self.counters["retries"] += calls.retried
@@ -199,12 +215,9 @@ class RewardFunction(ScoringTransform):
             self._keep(f"the batch was not done {self.deadline_s} s after it began")
         if self._failed(outcome, rows=count):
             return [math.nan] * count
-        try:
-            values = list(outcome.value)
-        except TypeError:
-            values = None
-        if values is None or len(values) != count:
-            got = f"a {type(outcome.value).__name__}" if values is None else f"{len(values)}"
+        values = outcome.value
+        if isinstance(values, str) or len(values) != count:
+            got = values if isinstance(values, str) else f"{len(values)}"
             raise ShapeError(
                 f"RewardFunction {self.name!r}: a batched reward must return one value per row, {count}: got {got}."
             )
@@ -218,23 +231,21 @@ class RewardFunction(ScoringTransform):
         )
         return not outcome.done or outcome.error is not None
 
-    def _number(self, value: Any, where: str) -> float | None:
-        """A returned value as a float; None where it is None or not finite. Raises ShapeError for anything else."""
-        if value is None:
-            return None
-        try:
-            number = None if isinstance(value, (str, bytes)) else float(value)
-        except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
-            number = None
-        if number is None:
-            if inspect.iscoroutine(value):
-                value.close()
-            shape = f" of shape {list(value.shape)}" if hasattr(value, "shape") else ""
+    def _number(self, value: float | str | None, where: str) -> float | None:
+        """What `plain_number` gave; None where there is no number to use. Raises ShapeError where it is not one."""
+        if isinstance(value, str):
+            kind, _, shown = value.partition(SHOWN)
             raise ShapeError(
-                f"RewardFunction {self.name!r}: a reward must be one number, or None where there is none: got a "
-                f"{type(value).__name__}{shape} for {where}: {value!r:.60}."
+                f"RewardFunction {self.name!r}: a reward must be one number, or None where there is none: got {kind} "
+                f"for {where}: {shown}."
             )
-        return number if math.isfinite(number) else None
+        if value is None or math.isnan(value):
+            return None
+        if abs(value) > _LARGEST or abs(value * self.weight) > _LARGEST:
+            self._keep(f"{where}: a reward must lie within {_LARGEST:g}, also with its weight: got {value:g}")
+            self.counters["errors"] += 1
+            return math.nan
+        return value
 
     def _keep(self, text: str) -> None:
         if self.first_error is None:

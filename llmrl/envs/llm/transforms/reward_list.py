@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmrl.envs.llm.transforms.reward import RewardFunction
-from llmrl.envs.llm.transforms.reward_source import Reward, load_reward
+from llmrl.envs.llm.transforms.reward_source import Reward
 from llmrl.errors import ConfigError, near
 
 __all__ = ["make_rewards"]
 
-_OPTIONS = ("name", "weight", "deadline_s", "retries", "concurrency", "answer_key", "batched")
+_OPTIONS = ("name", "weight", "deadline_s", "retries", "concurrency", "answer_key", "batched", "process")
 _KINDS = ("fn", "judge", "reward_model", "code")
 _DEADLINES = {"judge": 600.0, "reward_model": 600.0, "code": 600.0}  # they have deadlines of their own per row
 
@@ -24,8 +24,8 @@ def make_rewards(specs: Sequence[Spec], *, tokenizer: Any | None = None) -> list
 
     Reads   per reward, one of ``fn`` (a function or its name), ``judge``, ``reward_model``, ``code`` (the arguments of
             `JudgeReward`, `RewardModelScorer.load`, `CodeReward`), and ``weight``, ``name``, ``deadline_s``,
-            ``retries``, ``concurrency``, ``answer_key``, ``batched``, the arguments of `RewardFunction`. A function or
-            a name alone is ``{fn: ...}``
+            ``retries``, ``concurrency``, ``answer_key``, ``batched``, ``process``, the arguments of `RewardFunction`. A
+            function or a name alone is ``{fn: ...}``
     Raises  ConfigError naming the entry for an unknown key, none or several of the four, or two rewards of one name
 
     >>> [(r.name, r.weight) for r in make_rewards([{"fn": "math:isfinite", "weight": 0.5}, {"fn": len}])]
@@ -57,9 +57,9 @@ def _make(spec: Spec, where: str, tokenizer: Any | None) -> RewardFunction:
     return RewardFunction(_function(kinds[0], spec[kinds[0]], where), tokenizer=tokenizer, **options)
 
 
-def _function(kind: str, value: Any, where: str) -> Reward:
+def _function(kind: str, value: Any, where: str) -> Reward | str:
     if kind == "fn":
-        return load_reward(value) if isinstance(value, str) else value
+        return value
     from llmrl.envs.llm import rewards  # here: what few runs need is not imported by all
 
     make = {"judge": rewards.JudgeReward, "reward_model": rewards.RewardModelScorer.load, "code": rewards.CodeReward}

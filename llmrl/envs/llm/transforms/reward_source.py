@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from llmrl.errors import ConfigError
 from llmrl.loading import load_function
 
-__all__ = ["Parameters", "Reward", "load_reward"]
+__all__ = ["Parameters", "Reward", "load_reward", "runs_apart"]
 
 Reward = Callable[..., Any]
 
@@ -24,6 +25,25 @@ def load_reward(name: str) -> Reward:
     True
     """
     return load_function(name, what="reward")
+
+
+def runs_apart(fn: Reward | str, process: bool | None) -> str | None:
+    """The name by which another process is to load the function; None where it runs in this one.
+
+    Raises  ConfigError where ``process`` asks for another and the function cannot be imported by a name
+    """
+    if isinstance(fn, str):
+        own = fn.partition(":")[0].partition(".")[0] == "llmrl"
+        return fn if process or (process is None and not own) else None
+    if not process:
+        return None
+    module, name = getattr(fn, "__module__", None), getattr(fn, "__qualname__", "")
+    if module == "__main__" or getattr(sys.modules.get(module or ""), name, None) is not fn:
+        raise ConfigError(
+            f"RewardFunction: with process=True the reward must be importable by name, as my_pkg.rewards:exact: got "
+            f"{getattr(fn, '__name__', type(fn).__name__)!r} of module {module!r}."
+        )
+    return f"{module}:{name}"
 
 
 @dataclass(frozen=True)

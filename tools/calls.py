@@ -1,16 +1,20 @@
 """Runs calls of a user's function, in threads or as coroutines, with one deadline for all and an outcome for each.
 
-What is called and what the outcomes mean is `reward`'s part. A call that never returns is left behind: Python cannot
-stop a thread, but nothing that it does later is looked at, and the process can end all the same.
+What is called and what the outcomes mean is the caller's part. A call that never returns is left behind: Python cannot
+stop a thread, but nothing that it does later is looked at, and the process can end all the same. One that keeps the
+interpreter's lock stops every thread: a minute after the deadline the process ends, and says where it stood.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import faulthandler
+import sys
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
@@ -20,6 +24,9 @@ from llmrl.tools.background_loop import BackgroundLoop
 __all__ = ["AsyncRunner", "Calls", "Outcome", "ThreadRunner"]
 
 GRACE_S = 1.0  # for coroutines to notice that they are cancelled
+STUCK_S = 60.0  # after a deadline, for any thread to run at all
+_armed: dict[object, float] = {}  # what is waited for in this process, and until when, of `time.monotonic`
+_armed_lock = threading.Lock()
 
 
 @dataclass
@@ -34,12 +41,21 @@ class Outcome:
 class Calls:
     """Calls without arguments, taken in order; one that raises is tried ``retries`` times more.
 
-    After ``close`` no call is started and no outcome changes.
+    ``convert`` makes an outcome's value of what a call returned; ``told`` hears of each outcome, in the thread that
+    made the call. After ``close`` no call is started and no outcome changes.
     """
 
-    def __init__(self, calls: list[Callable[[], Any]], retries: int = 0):
+    def __init__(
+        self,
+        calls: list[Callable[[], Any]],
+        retries: int = 0,
+        *,
+        convert: Callable[[Any], Any] | None = None,
+        told: Callable[[int, Outcome], None] | None = None,
+    ):
         self.calls = calls
         self.retries = retries
+        self._convert, self._told = convert, told
         self.retried = 0
         self.finished = threading.Event()
         self._outcomes = [Outcome() for _ in calls]
@@ -61,13 +77,13 @@ class Calls:
         while (number := self.take()) is not None:
             for again in reversed(range(self.retries + 1)):
                 try:
-                    value = self.calls[number]()
+                    value = self._converted(self.calls[number]())
                 except (Exception, SystemExit):  # the boundary to the user's code
                     if not (again and self._retry()):
-                        self._finish(number, Outcome(error=traceback.format_exc(), done=True))
+                        self.finish(number, Outcome(error=traceback.format_exc(), done=True))
                         break
                 else:
-                    self._finish(number, Outcome(value, done=True))
+                    self.finish(number, Outcome(value, done=True))
                     break
 
     async def run_async(self) -> None:
@@ -75,13 +91,13 @@ class Calls:
         while (number := self.take()) is not None:
             for again in reversed(range(self.retries + 1)):
                 try:
-                    value = await _awaitable(self.calls[number])
+                    value = self._converted(await _awaitable(self.calls[number]))
                 except (Exception, SystemExit):
                     if not (again and self._retry()):
-                        self._finish(number, Outcome(error=traceback.format_exc(), done=True))
+                        self.finish(number, Outcome(error=traceback.format_exc(), done=True))
                         break
                 else:
-                    self._finish(number, Outcome(value, done=True))
+                    self.finish(number, Outcome(value, done=True))
                     break
 
     def close(self) -> list[Outcome]:
@@ -95,7 +111,13 @@ class Calls:
             self.retried += not self._closed
             return not self._closed
 
-    def _finish(self, number: int, outcome: Outcome) -> None:
+    def _converted(self, value: Any) -> Any:
+        return value if self._convert is None else self._convert(value)
+
+    def finish(self, number: int, outcome: Outcome) -> None:
+        """Says what came of a call that was taken, or made elsewhere."""
+        if self._told is not None:
+            self._told(number, outcome)
         with self._lock:
             if self._closed:
                 return
@@ -128,9 +150,10 @@ class ThreadRunner:
             return calls.close()
         while len(self._workers) < min(self.concurrency, len(calls.calls)):
             self._workers.append(_Worker(self.name))
-        for worker in self._workers:
-            worker.start(calls.run)
-        in_time = calls.finished.wait(timeout_s)
+        with _lock_watched(timeout_s):
+            for worker in self._workers:
+                worker.start(calls.run)
+            in_time = calls.finished.wait(timeout_s)
         outcomes = calls.close()
         if not in_time:
             self.close()  # threads end once their calls return; which ones hang cannot be told
@@ -167,7 +190,8 @@ class AsyncRunner:
             self._loop = BackgroundLoop(self.name)
         limit = float("inf") if timeout_s is None else time.monotonic() + timeout_s + 2 * GRACE_S
         try:
-            self._loop.run(self._all(calls, timeout_s), deadline=limit)
+            with _lock_watched(timeout_s):
+                self._loop.run(self._all(calls, timeout_s), deadline=limit)
         except TimeoutError:  # a coroutine that blocks the loop: another loop for the calls to come
             self._loop = None
         return calls.close()
@@ -208,3 +232,34 @@ class _Worker:
 
 async def _awaitable(call: Callable[[], Awaitable[Any]]) -> Any:
     return await call()
+
+
+@contextlib.contextmanager
+def _lock_watched(timeout_s: float | None) -> Iterator[None]:
+    """Ends this process where no thread of it runs for `STUCK_S` seconds after the deadline, with all their places.
+
+    Only C code that keeps the interpreter's lock does that, and only C code can notice: the timer of `faulthandler`, of
+    which there is one for all that is waited for.
+    """
+    if timeout_s is None:
+        yield
+        return
+    key = object()
+    _arm(key, time.monotonic() + timeout_s + STUCK_S)
+    try:
+        yield
+    finally:
+        _arm(key, None)
+
+
+def _arm(key: object, end: float | None) -> None:
+    with _armed_lock:
+        _armed.pop(key, None)
+        if end is not None:
+            _armed[key] = end
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # no stderr to write to
+            if _armed:
+                left = max(_armed.values()) - time.monotonic()
+                faulthandler.dump_traceback_later(max(left, STUCK_S), exit=True, file=sys.__stderr__)
+            else:
+                faulthandler.cancel_dump_traceback_later()

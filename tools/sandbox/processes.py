@@ -1,0 +1,141 @@
+"""The processes of a sandbox as the host sees them: what they use together, stopping them between calls.
+
+The host looks through the sandbox's own /proc and sends signals by its entries, so that no number can be mistaken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+from llmrl.tools.sandbox.limits import Limits
+
+__all__ = ["Processes"]
+
+_FIRST, _WORKER = "1", "2"  # the numbers in the sandbox: bubblewrap's own process, the interpreter
+_INODE_KIB = 2  # of the kernel's memory, for a file without contents
+_FEW_DESCRIPTORS = 8  # a process with no more cannot hold much in sockets
+_SETTLE_S, _STOP_S = 0.02, 1.0  # for the interpreter to wait for its next call; for all to stop
+_PAGE_KIB = os.sysconf("SC_PAGE_SIZE") // 1024
+
+
+class Processes:
+    """All processes in the namespace below ``first``, bubblewrap's process as the host numbers it.
+
+    Made before the sandbox runs any code. Raises OSError where the host cannot see them.
+    """
+
+    def __init__(self, first: int):
+        pid = str(first)
+        while children := Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            pid = children[0]  # each has one child, the last is the interpreter
+        self._proc = _open(f"/proc/{pid}/root/proc")
+        self._files = _open(f"/proc/{pid}/root/tmp")
+        self._worker = _open(_WORKER, self._proc)
+
+    def close(self) -> None:
+        """Lets go of the namespace, which could not end before."""
+        for descriptor in (self._proc, self._files, self._worker):
+            os.close(descriptor)
+
+    def excess(self, limits: Limits) -> str | None:
+        """What of the limits all processes together exceed, in words; None if nothing."""
+        disk = os.fstatvfs(self._files)
+        inodes_kib = (disk.f_files - disk.f_ffree) * _INODE_KIB
+        if inodes_kib > limits.disk_mib << 10:
+            return f"it made more than {(limits.disk_mib << 10) // _INODE_KIB} files"
+        total_mib = limits.memory_mib + limits.disk_mib
+        left_kib = (total_mib << 10) - inodes_kib - (disk.f_blocks - disk.f_bfree) * disk.f_frsize // 1024
+        pids = self._pids()
+        left_kib -= self._socket_kib(pids)
+        if sum(map(self._resident_kib, pids)) <= left_kib or sum(map(self._own_kib, pids)) <= left_kib:
+            return None
+        return f"its processes, files and sockets took more than {total_mib} MiB of memory together"
+
+    def stop(self) -> bool:
+        """Stops the interpreter and ends every other process; False if they do not within a second."""
+        deadline = time.monotonic() + _SETTLE_S
+        while self._state(_WORKER)[0] == "R" and time.monotonic() < deadline:
+            time.sleep(0.0002)
+        self._signal(self._worker, signal.SIGSTOP)
+        deadline = time.monotonic() + _STOP_S
+        while True:
+            others = [pid for pid in self._pids() if pid not in (_FIRST, _WORKER) and not self._ended(pid)]
+            for pid in others:
+                with contextlib.suppress(OSError):
+                    descriptor = _open(pid, self._proc)
+                    self._signal(descriptor, signal.SIGKILL)
+                    os.close(descriptor)
+            if not others and (self._ended(_WORKER) or self._state(_WORKER)[0] == "T"):
+                return True
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.0002)
+
+    def resume(self) -> None:
+        """Lets the interpreter go on."""
+        self._signal(self._worker, signal.SIGCONT)
+
+    def _pids(self) -> list[str]:
+        return [name for name in os.listdir(self._proc) if name.isdigit()]
+
+    def _signal(self, descriptor: int, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(descriptor, number)
+
+    def _state(self, pid: str) -> tuple[str, int]:
+        """The letter of its first thread's state, and how many threads it has."""
+        fields = self._read(pid, "stat").rpartition(")")[2].split()
+        return (fields[0], int(fields[17])) if fields else ("X", 0)
+
+    def _ended(self, pid: str) -> bool:
+        state, threads = self._state(pid)
+        return state in "ZX" and threads <= 1
+
+    def _resident_kib(self, pid: str) -> int:
+        """With what it shares with others: quick to have, and never too little."""
+        fields = self._read(pid, "statm").split()
+        return int(fields[1]) * _PAGE_KIB if fields else 0
+
+    def _own_kib(self, pid: str) -> int:
+        """With its part of what it shares with others."""
+        for line in self._read(pid, "smaps_rollup").splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1])
+        return self._resident_kib(pid)
+
+    def _socket_kib(self, pids: list[str]) -> int:
+        """What their sockets can hold."""
+        found = set()
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                folder = os.open(f"{pid}/fd", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._proc)
+                try:
+                    names = os.listdir(folder)
+                    for name in names if len(names) > _FEW_DESCRIPTORS else ():
+                        with contextlib.suppress(OSError):
+                            if (target := os.readlink(name, dir_fd=folder)).startswith("socket:"):
+                                found.add(target)
+                finally:
+                    os.close(folder)
+        return len(found) * int(Path("/proc/sys/net/core/wmem_default").read_text()) // 1024 if found else 0
+
+    def _read(self, pid: str, name: str) -> str:
+        """Empty for a process that ended."""
+        try:
+            descriptor = os.open(f"{pid}/{name}", os.O_RDONLY, dir_fd=self._proc)
+        except OSError:
+            return ""
+        try:
+            return os.read(descriptor, 4096).decode("utf-8", "replace")
+        except OSError:
+            return ""
+        finally:
+            os.close(descriptor)
+
+
+def _open(path: str, folder: int | None = None) -> int:
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY, dir_fd=folder)
