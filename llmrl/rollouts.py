@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llmrl.errors import DataError
+from llmrl.rundir import writing
 
 __all__ = ["Rollout", "RolloutLog", "read_rollouts"]
 
@@ -55,10 +56,14 @@ class RolloutLog:
         if enabled and resume_step is not None:
             for step, path in _files(self.folder).items():
                 if step > resume_step:
-                    path.unlink()
+                    with writing(path):
+                        path.unlink()
 
     def write(self, step: int, rollouts: Iterable[Rollout]) -> Path | None:
-        """Returns the file, or None where the log is disabled."""
+        """Returns the file, or None where the log is disabled.
+
+        Raises  RunFolderError if it cannot be written
+        """
         if not self.enabled:
             return None
         import pyarrow  # a third of a second that `llmrl --help` need not pay
@@ -67,11 +72,12 @@ class RolloutLog:
         rows = [asdict(rollout) | {"step": step} for rollout in rollouts]
         schema = pyarrow.schema([(name, getattr(pyarrow, kind)()) for name, kind in _COLUMNS.items()])
         columns = {name: [_plain(row[name]) for row in rows] for name in _COLUMNS}
-        self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"step{step:06d}.parquet"
         draft = path.with_suffix(".tmp")
-        parquet.write_table(pyarrow.table(columns, schema=schema), draft)
-        os.replace(draft, path)
+        with writing(path):
+            self.folder.mkdir(exist_ok=True)
+            parquet.write_table(pyarrow.table(columns, schema=schema), draft)
+            os.replace(draft, path)
         return path
 
 

@@ -1,5 +1,6 @@
 import json
 import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -25,10 +26,12 @@ calls = []
 def plan(config, *, runs):
     return [("batch", f"{config.steps} steps of everything")]
 
-def run(config, *, run_dir, resume=False):
+def run(config, *, run_dir, resume=False, on_start=None):
     calls.append((config, run_dir, resume))
     if config.fail == "interrupt":
         raise KeyboardInterrupt
+    if on_start and not config.fail:
+        on_start()
     if config.fail:
         raise ERRORS[config.fail]("toy: must work: got a failure")
     CheckpointStore(run_dir).save(config.steps, lambda folder: (folder / "weights").touch())
@@ -171,6 +174,44 @@ def test_resume_without_a_checkpoint_says_so(toy, capsys):
     cli.main(["grpo", "toy.yaml", "fail=rollout"])
     assert cli.main(["resume", str(only_run().path), "fail=''"]) == 3
     assert "must hold a checkpoint to go on from" in capsys.readouterr().err
+
+
+def test_a_resume_that_fails_before_it_goes_on_leaves_the_settings_as_they_were(toy):
+    cli.main(["grpo", "toy.yaml"])
+    run = only_run()
+    files = run.config.read_text(), run.info.read_text()
+    assert cli.main(["resume", run.path.name, "steps=9", "fail=data"]) == 3
+    assert (run.config.read_text(), run.info.read_text()) == files
+    assert cli.main(["resume", run.path.name]) == 0
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from llmrl.rundir import RunDir
+
+with RunDir(Path(sys.argv[1])).lock():
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_run_trains_in_one_process_at_a_time_and_a_dead_owner_holds_nothing(toy, capsys):
+    cli.main(["grpo", "toy.yaml"])
+    run = only_run()
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(run.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as owner:
+        assert owner.stdout.readline() == "held\n"
+        assert cli.main(["resume", run.path.name, "steps=9"]) == 3
+        error = capsys.readouterr().err
+        assert f"beside process {owner.pid} on {socket.gethostname()}, which runs" in error
+        assert "Traceback" not in error
+        assert len(toy.calls) == 1
+        assert "steps: 9" not in run.config.read_text()
+        owner.kill()
+    assert cli.main(["resume", run.path.name, "steps=9"]) == 0
+    assert "steps: 9" in run.config.read_text()
 
 
 def make_run(tmp_path) -> RunDir:
@@ -324,4 +365,4 @@ def test_all_processes_of_one_start_share_one_run_folder(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     (run,) = (tmp_path / "runs").iterdir()
-    assert {path.name for path in run.iterdir()} == {"config.yaml", "run.json", "rank0", "rank1"}
+    assert {path.name for path in run.iterdir()} == {".lock", "config.yaml", "run.json", "rank0", "rank1"}

@@ -140,7 +140,7 @@ def fail():
 def fill_the_disk():
     def flush(folder):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    llmrl.checkpoint._flush = flush
+    llmrl.checkpoint._seal = flush
 """
 
 

@@ -1,7 +1,10 @@
 """Runs that end early: a full disk, Ctrl-C, a kill. What was saved before is whole, and the run goes on from it."""
 
 import errno
+import hashlib
+import json
 import os
+import shutil
 import signal
 
 import pytest
@@ -101,12 +104,110 @@ def test_what_a_kill_left_of_a_checkpoint_is_not_used(place, sft):
     assert [step["step"] for step in place.steps("killed")] == [1, 2, 3, 4]
 
 
-def test_a_broken_checkpoint_is_named(place, sft):
-    assert place.run("sft", place.recipe("broken", sft), "--name", "broken").code == 0
-    (place.path / "runs/broken/checkpoints/step3/trainer.pt").write_bytes(b"not a checkpoint")
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "model.safetensors has other content": lambda folder: flip(folder / "model.safetensors"),
+    "trainer.pt has other content": lambda folder: flip(folder / "trainer.pt"),
+    "trainer.pt has 5 of ": lambda folder: os.truncate(folder / "trainer.pt", 5),
+    "config.json has 0 of ": lambda folder: os.truncate(folder / "config.json", 0),
+    "tokenizer.json is missing": lambda folder: (folder / "tokenizer.json").unlink(),
+    "checksums.json: must list": lambda folder: (folder / "checksums.json").write_bytes(b"\xff{"),
+    "No such file": lambda folder: (folder / "checksums.json").unlink(),
+}
+
+
+def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(place, sft, same):
+    settings = place.recipe("run", sft, steps=8, checkpoint={"every": 1, "keep": 8})
+    assert place.run("sft", settings, "--name", "straight").code == 0
+    shutil.copytree(place.path / "runs/straight", place.path / "runs/run")
+    folder = place.path / "runs/run/checkpoints"
+    for step, damage in enumerate(DAMAGE.values(), 2):
+        damage(folder / f"step{step}")
+    result = place.run("eval", "run", "env.name=sums", "eval.rows=2")
+    assert result.code == 3
+    assert "step8/checksums.json: must list the files of the checkpoint" in result.err
+    result = place.run("resume", "run")
+    assert result.code == 0, result.err
+    for fault in DAMAGE:
+        assert fault in result.out
+    assert "going on from step1" in result.out
+    steps = range(2, 9)
+    assert place.checkpoints("run") == [
+        *(f"damaged-step{step}" for step in steps),
+        "step1",
+        *map("step{}".format, steps),
+    ]
+    same(place.steps("straight"), place.steps("run"))
+
+
+def test_without_a_whole_checkpoint_nothing_changes_and_every_fault_is_named(place, sft):
+    assert place.run("sft", place.recipe("broken", sft, checkpoint={"every": 1}), "--name", "broken").code == 0
+    folder = place.path / "runs/broken/checkpoints"
+    (folder / "step3/trainer.pt").write_bytes(b"not a checkpoint")
+    flip(folder / "step2/model.safetensors")
     result = place.run("resume", "broken", "steps=5")
+    assert result.code == 3
+    assert "step3: must be as it was written: trainer.pt has 16 of " in result.err
+    assert "step2: must be as it was written: model.safetensors has other content" in result.err
+    assert "Traceback" not in result.err
+    assert place.checkpoints("broken") == ["step2", "step3"]
+    assert "steps: 3" in (place.path / "runs/broken/config.yaml").read_text()
+    result = place.run("sft", "model=runs/broken", "data.path=sums", "steps=1")
+    assert result.code == 3
+    assert "trainer.pt has 16 of " in result.err
+
+
+class Payload:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_nothing_that_a_run_or_a_model_folder_holds_is_executed(place, sft):
+    ran = place.path / "ran"
+    assert place.run("sft", place.recipe("run", sft), "--name", "run").code == 0
+    folder = place.path / "runs/run/checkpoints/step3"
+    torch.save({"step": 3, "rng": Payload(ran)}, folder / "trainer.pt")
+    content = (folder / "trainer.pt").read_bytes()
+    sums = json.loads((folder / "checksums.json").read_text())
+    sums["trainer.pt"] = {"size": len(content), "blake2b": hashlib.blake2b(content).hexdigest()}
+    (folder / "checksums.json").write_text(json.dumps(sums))
+    result = place.run("resume", "run", "steps=5")
+    assert result.code == 3
+    assert "trainer.pt cannot be read" in result.err
+
+    def skipped(*arguments):
+        return ["model.safetensors", "checksums.json"]
+
+    model = shutil.copytree(folder, place.path / "model", ignore=skipped)
+    torch.save({"model.embed_tokens.weight": Payload(ran)}, model / "pytorch_model.bin")
+    assert place.run("sft", "model=model", "data.path=sums", "steps=1").code == 3
+
+    settings = json.loads((model / "config.json").read_text()) | {"model_type": "mine"}
+    settings["auto_map"] = {"AutoConfig": "mine.Mine", "AutoModelForCausalLM": "mine.Mine"}
+    (model / "config.json").write_text(json.dumps(settings))
+    (model / "mine.py").write_text(f"import os\nos.mkdir({str(ran)!r})\n")
+    assert place.run("sft", "model=model", "data.path=sums", "steps=1").code == 3
+    assert not ran.exists()
+
+
+def test_a_state_that_could_not_be_read_back_is_refused_when_it_is_saved(place, sft, monkeypatch):
+    from llmrl.data.replay_buffers import SamplerWithoutReplacement
+
+    monkeypatch.setattr(SamplerWithoutReplacement, "state_dict", lambda self: {"folder": Payload("ran")})
+    result = place.run("sft", place.recipe("run", sft), "--name", "run")
     assert result.code == 4
-    assert "step3: trainer.pt cannot be read" in result.err
+    assert "a state must be of tensors, numbers, strings, lists and dicts: got " in result.err
+    assert "Traceback" not in result.err
 
 
 @pytest.mark.slow
