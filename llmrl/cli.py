@@ -35,6 +35,7 @@ from llmrl.errors import (
     TemplateError,
     closest,
 )
+from llmrl.parent_watchdog import follow_launcher
 from llmrl.rundir import RunDir
 
 __all__ = ["main"]
@@ -79,6 +80,7 @@ exit codes: 0 done, 1 template or doctor found a problem, 2 bad configuration, 3
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. ``argv`` None: the arguments of this process."""
+    follow_launcher()
     code = _run(list(sys.argv[1:] if argv is None else argv))
     if (
         code not in (DONE, INTERRUPTED) and _in_process_group()

@@ -6,13 +6,18 @@ FSDP2 is torch's own ``fully_shard``, which works with any backend; accelerate l
 
 from __future__ import annotations
 
+import itertools
+import os
+import re
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import InitProcessGroupKwargs, gather_object
@@ -21,22 +26,28 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from llmrl.console import make_console
+from llmrl.errors import DeadlineError
 from llmrl.recipes.settings import ModelSource
 
 __all__ = ["Session"]
 
 T = TypeVar("T")
 
+_NUMBERS = itertools.count()  # of this process's sessions: the same on every rank
+_ROLL_CALL_S = 5.0  # the ranks that wait for another one give up within moments of each other
+
 
 class Session:
     """What every rank knows: ``rank``, ``world_size``, ``device``, ``console`` (silent but on rank 0)."""
 
     def __init__(self, config: ModelSource):
+        self._timeout_s = config.parallel.timeout_s
+        self._store = _join(timedelta(seconds=self._timeout_s))
         bf16 = config.dtype == "bfloat16" or (config.dtype == "auto" and _gpu_has_bfloat16())
         self.accelerator = Accelerator(
             cpu=not torch.cuda.is_available(),
             mixed_precision="bf16" if bf16 else "no",
-            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=config.parallel.timeout_s))],
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=self._timeout_s))],
         )
         self.rank: int = self.accelerator.process_index
         self.world_size: int = self.accelerator.num_processes
@@ -121,11 +132,46 @@ class Session:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         if kind is None or self.world_size == 1:  # ranks that one of them failed cannot part from each other in order
             self.close()
+        elif self._store is not None and isinstance(error, RuntimeError):
+            self._name_the_missing(error)
+
+    def _name_the_missing(self, error: RuntimeError) -> None:
+        """After a collective failed: each rank that runs says so in the store; the others are those that hang.
+
+        Raises  DeadlineError that names them, if the collective ran past its deadline
+        """
+        if not re.search("timed out|timeout|connection (closed|reset)", str(error), re.IGNORECASE):
+            return
+        keys = {rank: f"runs/{rank}" for rank in range(self.world_size)}
+        self._store.set(keys[self.rank], "")
+        deadline = time.monotonic() + _ROLL_CALL_S
+        while missing := [rank for rank, key in keys.items() if not self._store.check([key])]:
+            if time.monotonic() > deadline:
+                names = " and ".join(f"rank {rank}" for rank in missing)
+                raise DeadlineError(
+                    f"session: every rank must take part within parallel.timeout_s = {self._timeout_s:g} s: got "
+                    f"nothing from {names}, stopped, hanging or slow; end it or raise parallel.timeout_s, then resume."
+                ) from error
+            time.sleep(0.1)
 
     def close(self) -> None:
         """Parts from the other ranks; another session may begin in this process."""
         self.accelerator.end_training()
         AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def _join(timeout: timedelta) -> dist.Store | None:
+    """The process group of a start with several ranks, over keys that no session before used in the launcher's store.
+
+    Returns  the store with those keys; None for one process, or where there is a group already
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
+        return None
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    store = dist.PrefixStore(f"llmrl/session{next(_NUMBERS)}", store)
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    return store
 
 
 def _gpu_has_bfloat16() -> bool:
@@ -138,8 +184,6 @@ def _abort_at_once(before: Any) -> Any:
     def hook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
         before(kind, error, traceback)
         sys.stderr.flush()
-        import os
-
         os._exit(1)
 
     return hook
