@@ -175,16 +175,17 @@ def _checksum(path: Path) -> str:
 
 
 class InterruptGuard:
-    """Inside it, Ctrl-C and SIGTERM set ``requested`` and the loop stops at its next step boundary.
+    """Inside it, Ctrl-C, SIGTERM and SIGHUP set ``requested`` and the loop stops at its next step boundary.
 
     A second Ctrl-C raises KeyboardInterrupt at once. Signals within ``debounce_s`` of the first are taken for the same
     one: torchrun sends its own after the terminal's. In a multi-process run the ranks see the flag at different times;
-    reduce it over the ranks before acting on it. Outside the main thread, signals are left alone.
+    reduce it over the ranks before acting on it. Outside the main thread, signals are left alone; so is SIGHUP (a
+    terminal that was closed) where it was ignored before, as ``nohup`` does.
 
     The loop reads ``guard.requested`` after each step, writes its checkpoint and returns 130.
     """
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def __init__(self, *, debounce_s: float = 0.3):
         self.requested = False
@@ -195,7 +196,8 @@ class InterruptGuard:
     def __enter__(self) -> InterruptGuard:
         if threading.current_thread() is threading.main_thread():
             for number in self.SIGNALS:
-                self._before[number] = signal.signal(number, self._handle)
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(

@@ -13,6 +13,7 @@ import argparse
 import importlib
 import operator
 import os
+import shutil
 import sys
 import time
 import traceback
@@ -42,6 +43,7 @@ __all__ = ["main"]
 
 DONE, BAD_CONFIG, ENVIRONMENT, ABORTED, INTERRUPTED = 0, 2, 3, 4, 130
 RANK_0_SPEAKS_WITHIN_S = 10.0
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # variables that say how OpenMP's threads wait
 
 
 @dataclass(frozen=True)
@@ -81,11 +83,10 @@ exit codes: 0 done, 1 template or doctor found a problem, 2 bad configuration, 3
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. ``argv`` None: the arguments of this process."""
     follow_launcher()
+    _let_idle_threads_sleep()
     code = _run(list(sys.argv[1:] if argv is None else argv))
-    if (
-        code not in (DONE, INTERRUPTED) and _in_process_group()
-    ):  # the other ranks wait for this one: leave them at once,
-        sys.stdout.flush()  # without the destructors that would wait for them; their launcher then ends them
+    if code != DONE and _in_process_group():  # the other ranks wait for this one: leave them at once, without the
+        sys.stdout.flush()  # destructors that would wait for them; their launcher then ends them
         sys.stderr.flush()
         os._exit(code)
     return code
@@ -292,18 +293,21 @@ def _new_run(
 ) -> RunDir:
     text = dump_config(loaded.config, loaded.origins)
     run = RunDir.create(recipe, text, root=root, name=name)
-    run.write_config(text)
-    run.write_info(
-        {
-            "command": command,
-            "recipe": recipe,
-            "arguments": list(arguments),
-            "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "llmrl": llmrl.__version__,
-            "python": sys.version.split()[0],
-            "origins": loaded.origins,
-        }
-    )
+    info = {
+        "command": command,
+        "recipe": recipe,
+        "arguments": list(arguments),
+        "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "llmrl": llmrl.__version__,
+        "python": sys.version.split()[0],
+        "origins": loaded.origins,
+    }
+    try:
+        run.write_config(text)
+        run.write_info(info)
+    except RunFolderError:
+        shutil.rmtree(run.path, ignore_errors=True)
+        raise
     return run
 
 
@@ -358,6 +362,13 @@ def _agree(create: Callable[[], RunDir]) -> RunDir:
     if not path:
         raise ConfigError("rank 0 could not make the run folder")
     return RunDir(Path(path))
+
+
+def _let_idle_threads_sleep() -> None:
+    """OpenMP's threads wait for each other asleep, unless the user said how: where they spin, runs that share cores
+    slow each other down many times over. To be set before torch is loaded."""
+    if not any(name in os.environ for name in WAITING):
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 
 def _in_process_group() -> bool:

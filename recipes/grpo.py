@@ -8,6 +8,12 @@ settings, printed at the start.
 from __future__ import annotations
 
 import sys
+
+if __name__ == "__main__":  # before torch is imported: the command reports bad settings without it, and prepares for it
+    from llmrl.cli import main
+
+    sys.exit(main(["grpo", *sys.argv[1:]]))
+
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
@@ -105,7 +111,7 @@ def _train(
 
     metrics: dict[str, float] = {}
     rollouts, step, stopped = None, start, False
-    with InterruptGuard() as guard, closing(rounds), ExitStack() as stack:
+    with closing(rounds), ExitStack() as stack:
         if state:
             rounds.updater.load_state_dict(state["optimizer"])
             rounds.load_state_dict(state["rounds"])
@@ -119,6 +125,7 @@ def _train(
             course.before = exam.run()
             course.called_before = exam.call_rate
             log.log(0, exam.metrics)
+        guard = stack.enter_context(InterruptGuard())  # before, there is nothing to save: Ctrl-C ends the run at once
         with display:
             for step in range(start + 1, config.steps + 1):
                 began = time.perf_counter()
@@ -168,9 +175,3 @@ def _train(
 
 def _count(number: int, what: str) -> str:
     return f"{number:,} {what}".replace(",", " ")
-
-
-if __name__ == "__main__":
-    from llmrl.cli import main
-
-    sys.exit(main(["grpo", *sys.argv[1:]]))

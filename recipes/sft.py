@@ -8,6 +8,12 @@ from __future__ import annotations
 
 import copy
 import sys
+
+if __name__ == "__main__":  # before torch is imported: the command reports bad settings without it, and prepares for it
+    from llmrl.cli import main
+
+    sys.exit(main(["sft", *sys.argv[1:]]))
+
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -111,13 +117,13 @@ def _train(
 
     metrics: dict[str, float] = {}
     step, stopped = start, False
-    with InterruptGuard() as guard, log:
+    with log:
         if on_start:
             on_start()
         if exam and not state:
             course.before = exam.run()
             log.log(0, exam.metrics)
-        with display:
+        with InterruptGuard() as guard, display:  # before, there is nothing to save: Ctrl-C ends the run at once
             for step in range(start + 1, steps + 1):
                 began = time.perf_counter()
                 batch = buffer.sample()[session.rank :: session.world_size]
@@ -209,9 +215,3 @@ def _exams(
             "them in eval.dataset, or leave stop out."
         )
     return exam(config.eval), deciding
-
-
-if __name__ == "__main__":
-    from llmrl.cli import main
-
-    sys.exit(main(["sft", *sys.argv[1:]]))

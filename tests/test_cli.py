@@ -1,5 +1,6 @@
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -161,6 +162,35 @@ def test_other_ranks_leave_a_bad_setting_to_the_first_and_only_then_say_it(toy, 
     assert "steps" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("runs", "said"),
+    [
+        ("toy.yaml", "a file is where a folder must be"),
+        ("toy.yaml/below", "a file is where a folder must be"),
+        ("/sys/runs", "choose a folder that can be written"),
+    ],
+)
+def test_a_place_where_no_run_can_be_is_one_line_with_exit_code_3(toy, capsys, runs, said):
+    assert cli.main(["grpo", "toy.yaml", "--runs", runs]) == 3
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error         {runs}")
+    assert said in line
+
+
+def test_a_full_disk_at_the_start_is_one_line_and_leaves_no_run(toy, capsys):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        code = cli.main(["grpo", "toy.yaml"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert code == 3
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "config.yaml: cannot be written: File too large; " in line
+    assert line.endswith(" on that disk; make room.")
+    assert os.listdir("runs") == []
+
+
 def test_resume_goes_on_with_the_recorded_settings_and_the_changed_ones(toy):
     cli.main(["grpo", "toy.yaml"])
     run = only_run()
@@ -316,6 +346,19 @@ def test_every_setting_of_a_recipe_has_a_meaning_and_unknown_ones_are_refused(na
 def test_a_packaged_recipe_is_named_after_its_command_and_is_valid(recipe):
     command = recipe.rpartition("_")[2]
     load_config(cli.RECIPES[command].settings(), find_recipe(recipe))
+
+
+@pytest.mark.parametrize(
+    ("given", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"), ({"GOMP_SPINCOUNT": "9"}, None)]
+)
+def test_idle_threads_sleep_unless_the_user_said_how_they_wait(monkeypatch, given, policy):
+    for name in cli.WAITING:
+        monkeypatch.setenv(name, "")  # so that its value comes back
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    cli.main(["--version"])
+    assert os.environ.get("OMP_WAIT_POLICY") == policy
 
 
 def test_help_and_version_answer(capsys):

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 
 import pytest
 import torch
@@ -52,7 +53,52 @@ def test_a_full_disk_leaves_the_checkpoint_before_it_and_the_run_goes_on_from_th
     same(place.steps("straight"), place.steps("full"))
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs the device that is always full")
+def test_a_full_disk_at_the_resumption_is_one_line_and_loses_nothing(place, sft, same):
+    assert place.run("sft", place.recipe("run", sft), "--name", "run").code == 0
+    (place.path / "runs/run/metrics.jsonl.tmp").symlink_to("/dev/full")
+    result = place.run("resume", "run", "steps=4")
+    assert result.code == 3
+    assert "metrics.jsonl: cannot be written: No space left on device; " in result.err
+    assert len(result.err.splitlines()) == 1
+    assert "steps: 3" in (place.path / "runs/run/config.yaml").read_text()
+    (place.path / "runs/run/metrics.jsonl.tmp").unlink()
+    assert place.run("resume", "run", "steps=4").code == 0
+    assert [row["step"] for row in place.steps("run")] == [1, 2, 3, 4]
+
+
+def test_a_run_whose_folder_was_removed_ends_with_one_line(place, grpo):
+    score = "import shutil\ndef score(completion, answer):\n    shutil.rmtree('runs/run', ignore_errors=True)\n"
+    place.module("remove", f"{score}    return 1.0\n")
+    result = place.run("grpo", place.recipe("run", grpo, env={"reward": "remove:score"}), "--name", "run")
+    assert result.code == 3
+    assert "runs/run/metrics.jsonl: cannot be written: No such file or directory; the folder was removed" in result.err
+    assert len(result.err.splitlines()) == 1
+    assert not (place.path / "runs/run").exists()
+
+
+def test_a_run_goes_on_without_the_reader_of_its_output(place, sft, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as gone, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", gone)
+        assert place.run("sft", place.recipe("run", sft), "--name", "run").code == 0
+    assert place.checkpoints("run") == ["step3"]
+
+
+def test_ctrl_c_before_the_first_step_ends_the_run_at_once(place, grpo):
+    place.module(
+        "first", "import os, signal\ndef stop(*a, **k):\n    os.kill(os.getpid(), signal.SIGINT)\n    return 1.0\n"
+    )
+    place.rows("held_out.jsonl", [{"prompt": "Say 1", "answer": "1"}])
+    settings = place.recipe("run", grpo, env={"reward": "first:stop"}, eval={"dataset": "held_out.jsonl"})
+    result = place.run("grpo", settings, "--name", "run")
+    assert result.code == 130
+    assert "interrupted" in result.err
+    assert not (place.path / "runs/run/checkpoints").exists()
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_an_interrupted_run_finishes_its_step_writes_a_checkpoint_and_goes_on_later(place, grpo, same, name):
     handler = signal.getsignal(signal.SIGINT)  # of whoever started the tests: a job in the background ignores it
     place.module("watch", WATCH.format(answer=9, signal=name))
