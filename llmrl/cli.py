@@ -30,6 +30,7 @@ from llmrl.errors import (
     CheckpointError,
     ConfigError,
     DataError,
+    DeadlineError,
     LLMRLError,
     MissingDependencyError,
     RunFolderError,
@@ -358,7 +359,12 @@ def _agree(create: Callable[[], RunDir]) -> RunDir:
             raise
         store.set(key, str(run.path.absolute()))
         return run
-    path = store.get(key).decode()
+    try:
+        path = store.get(key).decode()
+    except RuntimeError as error:
+        raise DeadlineError(
+            f"llmrl: rank 0 must name the run's folder within 120 s: got nothing; it is stopped, or hangs: {error}"
+        ) from error
     if not path:
         raise ConfigError("rank 0 could not make the run folder")
     return RunDir(Path(path))

@@ -35,6 +35,7 @@ T = TypeVar("T")
 
 _NUMBERS = itertools.count()  # of this process's sessions: the same on every rank
 _ROLL_CALL_S = 5.0  # the ranks that wait for another one give up within moments of each other
+_LOST = re.compile("timed out|timeout|connection (closed|reset)", re.IGNORECASE)  # what a collective fails with then
 
 
 class Session:
@@ -42,7 +43,7 @@ class Session:
 
     def __init__(self, config: ModelSource):
         self._timeout_s = config.parallel.timeout_s
-        self._store = _join(timedelta(seconds=self._timeout_s))
+        self._store = _join(self._timeout_s)
         bf16 = config.dtype == "bfloat16" or (config.dtype == "auto" and _gpu_has_bfloat16())
         self.accelerator = Accelerator(
             cpu=not torch.cuda.is_available(),
@@ -132,27 +133,8 @@ class Session:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         if kind is None or self.world_size == 1:  # ranks that one of them failed cannot part from each other in order
             self.close()
-        elif self._store is not None and isinstance(error, RuntimeError):
-            self._name_the_missing(error)
-
-    def _name_the_missing(self, error: RuntimeError) -> None:
-        """After a collective failed: each rank that runs says so in the store; the others are those that hang.
-
-        Raises  DeadlineError that names them, if the collective ran past its deadline
-        """
-        if not re.search("timed out|timeout|connection (closed|reset)", str(error), re.IGNORECASE):
-            return
-        keys = {rank: f"runs/{rank}" for rank in range(self.world_size)}
-        self._store.set(keys[self.rank], "")
-        deadline = time.monotonic() + _ROLL_CALL_S
-        while missing := [rank for rank, key in keys.items() if not self._store.check([key])]:
-            if time.monotonic() > deadline:
-                names = " and ".join(f"rank {rank}" for rank in missing)
-                raise DeadlineError(
-                    f"session: every rank must take part within parallel.timeout_s = {self._timeout_s:g} s: got "
-                    f"nothing from {names}, stopped, hanging or slow; end it or raise parallel.timeout_s, then resume."
-                ) from error
-            time.sleep(0.1)
+        elif self._store is not None and isinstance(error, RuntimeError) and _LOST.search(str(error)):
+            _call_roll(self._store, "collective", self.rank, self.world_size, _ROLL_CALL_S, self._timeout_s)
 
     def close(self) -> None:
         """Parts from the other ranks; another session may begin in this process."""
@@ -160,18 +142,38 @@ class Session:
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def _join(timeout: timedelta) -> dist.Store | None:
+def _join(timeout_s: float) -> dist.Store | None:
     """The process group of a start with several ranks, over keys that no session before used in the launcher's store.
 
     Returns  the store with those keys; None for one process, or where there is a group already
+    Raises   DeadlineError that names ranks that do not come
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         return None
+    timeout = timedelta(seconds=timeout_s)
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     store = dist.PrefixStore(f"llmrl/session{next(_NUMBERS)}", store)
+    _call_roll(store, "start", rank, world_size, timeout_s, timeout_s)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     return store
+
+
+def _call_roll(store: dist.Store, event: str, rank: int, world_size: int, wait_s: float, timeout_s: float) -> None:
+    """Each rank that runs says so in the store; those that do not within ``wait_s`` are stopped, hang or are slow.
+
+    Raises  DeadlineError that names them; ``timeout_s`` is the deadline that they missed
+    """
+    keys = {other: f"{event}/{other}" for other in range(world_size)}
+    store.set(keys[rank], "")
+    deadline = time.monotonic() + wait_s
+    while missing := [f"rank {other}" for other, key in keys.items() if not store.check([key])]:
+        if time.monotonic() > deadline:
+            raise DeadlineError(
+                f"session: every rank must take part within parallel.timeout_s = {timeout_s:g} s: got nothing from "
+                f"{' and '.join(missing)}, stopped, hanging or slow; end it or raise parallel.timeout_s, then resume."
+            )
+        time.sleep(0.1)
 
 
 def _gpu_has_bfloat16() -> bool:
