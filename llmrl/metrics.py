@@ -249,13 +249,16 @@ def _number(value: SupportsFloat) -> float | int:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: must be UTF-8: {error}.") from error
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
             row["step"] = int(row["step"])
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             if number == len(lines) and not line.endswith("\n"):
                 break  # the process was killed while it wrote this line
             raise DataError(f"{path}:{number}: must be a JSON object with a step: got {line[:80]!r}.") from error

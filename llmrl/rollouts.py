@@ -84,17 +84,21 @@ class RolloutLog:
 def read_rollouts(run_dir: Path | str, step: int | None = None) -> list[Rollout]:
     """The conversations of one step; without ``step``, of the last one that was written.
 
-    Raises  DataError that lists the steps there are
+    Raises  DataError that lists the steps there are, or names a file that is not one of rollouts
     """
     files = _files(Path(run_dir) / "rollouts")
     if not files or (step is not None and step not in files):
         there = f"steps {min(files)} to {max(files)} ({len(files)} files)" if files else "none"
         raise DataError(f"{Path(run_dir) / 'rollouts'}: must hold the step asked for: got {step}, there: {there}.")
-    from pyarrow import parquet
+    from pyarrow import ArrowException, parquet
 
-    rows = parquet.read_table(files[max(files) if step is None else step]).to_pylist()
+    path = files[max(files) if step is None else step]
     names = [field.name for field in fields(Rollout)]
-    return [Rollout(**{name: row[name] for name in names}) for row in rows]
+    try:
+        rows = parquet.read_table(path).to_pylist()
+        return [Rollout(**{name: row[name] for name in names}) for row in rows]
+    except (ArrowException, OSError, KeyError) as error:
+        raise DataError(f"{path}: must be a Parquet file of rollouts: {error}.") from error
 
 
 def _plain(value: Any) -> Any:

@@ -143,12 +143,15 @@ class RunDir:
     def read_info(self) -> dict[str, Any]:
         """Reads ``run.json``.
 
-        Raises  ConfigError if the file is missing or is not JSON
+        Raises  ConfigError if the file is missing or is not a JSON object
         """
         try:
-            return json.loads(self.info.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            info = json.loads(self.info.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"{self.info}  cannot be read: {error}") from error
+        if not isinstance(info, dict):
+            raise ConfigError(f"{self.info}  must be a JSON object: got {type(info).__name__}")
+        return info
 
 
 @contextmanager
