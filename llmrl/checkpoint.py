@@ -1,11 +1,14 @@
 """Stopping a run without losing it: checkpoints that are whole or not there, and Ctrl-C as a flag.
 
 What a checkpoint holds is up to the recipe, which is handed an empty folder to fill; nothing here knows of tensors.
+Beside it lies ``checksums.json``: size and BLAKE2b of every file, compared before a checkpoint is used.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
 import re
 import shutil
@@ -16,11 +19,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from llmrl.errors import CheckpointError, ConfigError
+from llmrl.errors import CheckpointError, ConfigError, DataError
+from llmrl.rundir import free_space, writing
 
-__all__ = ["CheckpointStore", "InterruptGuard", "latest_checkpoint"]
+__all__ = ["CHECKSUMS", "CheckpointStore", "InterruptGuard", "check_files", "latest_checkpoint"]
 
-_DRAFT, _REPLACED, _PRUNED = ".draft-", ".replaced-", ".pruned-"
+CHECKSUMS = "checksums.json"
+_DRAFT, _REPLACED, _PRUNED, _DAMAGED = ".draft-", ".replaced-", ".pruned-", "damaged-"
 
 
 class CheckpointStore:
@@ -51,9 +56,10 @@ class CheckpointStore:
         draft = self.folder / f"{_DRAFT}step{step}"
         try:
             shutil.rmtree(draft, ignore_errors=True)
-            draft.mkdir(parents=True)
+            self.folder.mkdir(exist_ok=True)  # not the run's folder: where that was removed, nothing could go on
+            draft.mkdir()
             write(draft)
-            _flush(draft)
+            _seal(draft)
             if target.exists():
                 replaced = self.folder / f"{_REPLACED}step{step}"
                 os.rename(target, replaced)
@@ -74,6 +80,31 @@ class CheckpointStore:
     def latest(self) -> Path | None:
         """The whole checkpoint of the highest step, or None."""
         return next((self.folder / f"step{step}" for step in reversed(self.steps())), None)
+
+    def restore(self) -> tuple[Path, list[str]]:
+        """The newest checkpoint that is as it was written; newer ones that are not become ``damaged-stepN``.
+
+        Returns  its folder, and what is wrong with each one that was set aside
+        Raises   DataError that names every fault, if none is left: all stay where they are
+        """
+        faults: dict[Path, str] = {}
+        for step in reversed(self.steps()):
+            folder = self.folder / f"step{step}"
+            try:
+                check_files(folder)
+            except DataError as error:
+                faults[folder] = str(error)
+                continue
+            for damaged in faults:
+                aside = damaged.with_name(_DAMAGED + damaged.name)
+                with writing(damaged):
+                    shutil.rmtree(aside, ignore_errors=True)
+                    os.rename(damaged, aside)
+            return folder, list(faults.values())
+        raise DataError(
+            f"{self.folder}: must hold a whole checkpoint to go on from: got {' '.join(faults.values()) or 'none.'} "
+            "Start a new run."
+        )
 
     def steps(self) -> list[int]:
         """The steps of the whole checkpoints, ascending."""
@@ -103,33 +134,58 @@ class CheckpointStore:
         latest = self.latest()
         safe = f"{latest.name} is intact" if latest else "there is no earlier one"
         cause = error.strerror if isinstance(error, OSError) and error.strerror else error
-        try:
-            usage = shutil.disk_usage(self.folder)
-            space = f"{usage.free / 2**30:.2f} GiB free of {usage.total / 2**30:.2f} GiB on that disk"
-        except OSError:
-            space = "the disk's free space is unknown"
         return (
             f"CheckpointStore: step {step} could not be written to {self.folder}: {type(error).__name__}: {cause}; "
-            f"{safe}; {space}. Make room or correct the cause, then run: llmrl resume {self.folder.parent}"
+            f"{safe}; {free_space(self.folder)}. Make room or correct the cause, then run: "
+            f"llmrl resume {self.folder.parent}"
         )
 
 
 def latest_checkpoint(run_dir: Path | str) -> Path | None:
-    """The newest whole checkpoint of a run that may be running, for readers: nothing is cleaned."""
+    """The newest checkpoint of a run that may be running, for readers: nothing is cleaned, or compared."""
     return CheckpointStore(run_dir, writer=False).latest()
 
 
+def check_files(folder: Path) -> None:
+    """Compares every file of a checkpoint with its size and checksum of when it was written.
+
+    Raises  DataError that names each file that is missing or changed, or the list itself
+    """
+    path = folder / CHECKSUMS
+    try:
+        listed = json.loads(path.read_text(encoding="utf-8"))
+        faults = [fault for name, expected in listed.items() if (fault := _fault(folder / name, **expected))]
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(f"{path}: must list the files of the checkpoint: it cannot be read: {error}.") from error
+    if faults:
+        raise DataError(f"{folder}: must be as it was written: {', '.join(faults)}.")
+
+
+def _fault(path: Path, *, size: int, blake2b: str) -> str | None:
+    if not path.is_file():
+        return f"{path.name} is missing"
+    if path.stat().st_size != size:
+        return f"{path.name} has {path.stat().st_size} of {size} bytes"
+    return None if _checksum(path) == blake2b else f"{path.name} has other content"
+
+
+def _checksum(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()
+
+
 class InterruptGuard:
-    """Inside it, Ctrl-C and SIGTERM set ``requested`` and the loop stops at its next step boundary.
+    """Inside it, Ctrl-C, SIGTERM and SIGHUP set ``requested`` and the loop stops at its next step boundary.
 
     A second Ctrl-C raises KeyboardInterrupt at once. Signals within ``debounce_s`` of the first are taken for the same
     one: torchrun sends its own after the terminal's. In a multi-process run the ranks see the flag at different times;
-    reduce it over the ranks before acting on it. Outside the main thread, signals are left alone.
+    reduce it over the ranks before acting on it. Outside the main thread, signals are left alone; so is SIGHUP (a
+    terminal that was closed) where it was ignored before, as ``nohup`` does.
 
     The loop reads ``guard.requested`` after each step, writes its checkpoint and returns 130.
     """
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def __init__(self, *, debounce_s: float = 0.3):
         self.requested = False
@@ -140,7 +196,8 @@ class InterruptGuard:
     def __enter__(self) -> InterruptGuard:
         if threading.current_thread() is threading.main_thread():
             for number in self.SIGNALS:
-                self._before[number] = signal.signal(number, self._handle)
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(
@@ -159,8 +216,13 @@ class InterruptGuard:
             raise KeyboardInterrupt
 
 
-def _flush(folder: Path) -> None:
-    """Every byte below ``folder`` is on the disk before the rename makes it count."""
+def _seal(folder: Path) -> None:
+    """Writes the list of checksums, and every byte below ``folder`` to the disk before the rename makes it count."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    sums = {
+        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "blake2b": _checksum(path)} for path in paths
+    }
+    (folder / CHECKSUMS).write_text(json.dumps(sums, indent=1), encoding="utf-8")
     for root, _, names in os.walk(folder):
         for name in names:
             with open(Path(root) / name, "rb") as file:

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import operator
 import os
+import shutil
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,13 +26,25 @@ from typing import Any, NoReturn
 import llmrl
 from llmrl.checkpoint import latest_checkpoint
 from llmrl.config import Loaded, dump_config, dump_defaults, find_recipe, load_config, recipe_names
-from llmrl.errors import ConfigError, DataError, LLMRLError, MissingDependencyError, TemplateError, closest
+from llmrl.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DeadlineError,
+    LLMRLError,
+    MissingDependencyError,
+    RunFolderError,
+    TemplateError,
+    closest,
+)
+from llmrl.parent_watchdog import follow_launcher
 from llmrl.rundir import RunDir
 
 __all__ = ["main"]
 
 DONE, BAD_CONFIG, ENVIRONMENT, ABORTED, INTERRUPTED = 0, 2, 3, 4, 130
 RANK_0_SPEAKS_WITHIN_S = 10.0
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # variables that say how OpenMP's threads wait
 
 
 @dataclass(frozen=True)
@@ -54,7 +69,7 @@ usage: llmrl COMMAND ...
 
   sft     RECIPE [section.key=value ...]   teach a model by examples
   grpo    RECIPE [section.key=value ...]   improve a model by reward
-  resume  RUN [section.key=value ...]      go on from a run's last checkpoint
+  resume  RUN [section.key=value ...]      go on from a run's last whole checkpoint
   eval    RUN [section.key=value ...]      measure a run's checkpoint
   show    RUN                              a run's steps, before and after, samples; reads files only
   template NAME_OR_PATH                    what a chat template does to training, on a conversation
@@ -68,11 +83,11 @@ exit codes: 0 done, 1 template or doctor found a problem, 2 bad configuration, 3
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. ``argv`` None: the arguments of this process."""
+    follow_launcher()
+    _let_idle_threads_sleep()
     code = _run(list(sys.argv[1:] if argv is None else argv))
-    if (
-        code not in (DONE, INTERRUPTED) and _in_process_group()
-    ):  # the other ranks wait for this one: leave them at once,
-        sys.stdout.flush()  # without the destructors that would wait for them; their launcher then ends them
+    if code != DONE and _in_process_group():  # the other ranks wait for this one: leave them at once, without the
+        sys.stdout.flush()  # destructors that would wait for them; their launcher then ends them
         sys.stderr.flush()
         os._exit(code)
     return code
@@ -88,11 +103,12 @@ def _run(arguments: list[str]) -> int:
             time.sleep(RANK_0_SPEAKS_WITHIN_S)  # leave first, that would end rank 0 before it has spoken
         print(report, file=sys.stderr)
         return BAD_CONFIG
-    except (DataError, MissingDependencyError, TemplateError) as error:
+    except (DataError, MissingDependencyError, RunFolderError, TemplateError) as error:
         _report(error)
         return ENVIRONMENT
     except LLMRLError as error:
-        traceback.print_exc()
+        if not isinstance(error, CheckpointError):
+            traceback.print_exc()
         _report(error)
         return ABORTED
     except KeyboardInterrupt:
@@ -159,7 +175,8 @@ def _train(command: str, arguments: list[str]) -> int:
         return DONE
     name = path.stem if path else command
     run = _agree(lambda: _new_run(command, name, loaded, arguments, options.runs, options.name))
-    return importlib.import_module(recipe.module).run(loaded.config, run_dir=run.path, resume=False)
+    with _sole_process(run):
+        return importlib.import_module(recipe.module).run(loaded.config, run_dir=run.path, resume=False)
 
 
 def _resume(arguments: list[str]) -> int:
@@ -168,15 +185,22 @@ def _resume(arguments: list[str]) -> int:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings to change, e.g. steps=400")
     options = parser.parse(arguments)
     run = RunDir.open(options.run)
-    recipe, info, loaded = _load_run(run, options.overrides)
-    if latest_checkpoint(run.path) is None:
-        raise DataError(f"{run.checkpoints}: must hold a checkpoint to go on from: there is none; start a new run.")
-    if options.overrides and _rank() == 0:
-        origins = dict(info.get("origins", {}))
-        origins |= {name: "resume" for name, place in loaded.origins.items() if place == "command line"}
-        run.write_config(dump_config(loaded.config, origins))
-        run.write_info(info | {"origins": origins})
-    return importlib.import_module(recipe.module).run(loaded.config, run_dir=run.path, resume=True)
+    with _sole_process(run):
+        recipe, info, loaded = _load_run(run, options.overrides)
+        _check_fixed(run, recipe.settings(), loaded.config)
+        if latest_checkpoint(run.path) is None:
+            raise DataError(f"{run.checkpoints}: must hold a checkpoint to go on from: there is none; start a new run.")
+
+        def write_settings() -> None:
+            origins = dict(info.get("origins", {}))
+            origins |= {name: "resume" for name, place in loaded.origins.items() if place == "command line"}
+            run.write_config(dump_config(loaded.config, origins))
+            run.write_info(info | {"origins": origins})
+
+        on_start = write_settings if options.overrides else None
+        return importlib.import_module(recipe.module).run(
+            loaded.config, run_dir=run.path, resume=True, on_start=on_start
+        )
 
 
 def _eval(arguments: list[str]) -> int:
@@ -270,18 +294,21 @@ def _new_run(
 ) -> RunDir:
     text = dump_config(loaded.config, loaded.origins)
     run = RunDir.create(recipe, text, root=root, name=name)
-    run.write_config(text)
-    run.write_info(
-        {
-            "command": command,
-            "recipe": recipe,
-            "arguments": list(arguments),
-            "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "llmrl": llmrl.__version__,
-            "python": sys.version.split()[0],
-            "origins": loaded.origins,
-        }
-    )
+    info = {
+        "command": command,
+        "recipe": recipe,
+        "arguments": list(arguments),
+        "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "llmrl": llmrl.__version__,
+        "python": sys.version.split()[0],
+        "origins": loaded.origins,
+    }
+    try:
+        run.write_config(text)
+        run.write_info(info)
+    except RunFolderError:
+        shutil.rmtree(run.path, ignore_errors=True)
+        raise
     return run
 
 
@@ -291,6 +318,27 @@ def _load_run(run: RunDir, overrides: Sequence[str]) -> tuple[Recipe, dict[str, 
         raise ConfigError(f"{run.info}  must name the command {' or '.join(RECIPES)}: got {info.get('command')!r}")
     recipe = RECIPES[info["command"]]
     return recipe, info, load_config(recipe.settings(), run.config, overrides)
+
+
+def _sole_process(run: RunDir) -> AbstractContextManager[None]:
+    """The run's lock, which the first rank holds for all."""
+    return run.lock() if _rank() == 0 else nullcontext()
+
+
+def _check_fixed(run: RunDir, settings: type[Any], config: Any) -> None:
+    """Refuses changes of settings that a checkpoint has decided.
+
+    Raises  ConfigError that names each
+    """
+    before = load_config(settings, run.config).config
+    faults = []
+    for name in getattr(settings, "FIXED", ()):
+        was, is_now = (operator.attrgetter(name)(values) for values in (before, config))
+        was, is_now = (value.model_dump() if hasattr(value, "model_dump") else value for value in (was, is_now))
+        if was != is_now:
+            faults.append(f"{name}  cannot change in a resumed run: was {was!r}, got {is_now!r}")
+    if faults:
+        raise ConfigError("\n".join([*faults, f"leave it out, or start a new run with model={run.path}"]))
 
 
 def _agree(create: Callable[[], RunDir]) -> RunDir:
@@ -311,10 +359,22 @@ def _agree(create: Callable[[], RunDir]) -> RunDir:
             raise
         store.set(key, str(run.path.absolute()))
         return run
-    path = store.get(key).decode()
+    try:
+        path = store.get(key).decode()
+    except RuntimeError as error:
+        raise DeadlineError(
+            f"llmrl: rank 0 must name the run's folder within 120 s: got nothing; it is stopped, or hangs: {error}"
+        ) from error
     if not path:
         raise ConfigError("rank 0 could not make the run folder")
     return RunDir(Path(path))
+
+
+def _let_idle_threads_sleep() -> None:
+    """OpenMP's threads wait for each other asleep, unless the user said how: where they spin, runs that share cores
+    slow each other down many times over. To be set before torch is loaded."""
+    if not any(name in os.environ for name in WAITING):
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 
 def _in_process_group() -> bool:

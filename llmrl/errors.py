@@ -4,7 +4,7 @@ Every class is also the standard-library error that it refines, so an ``except V
 
     LLMRLError
     ├── ConfigError             ValueError    a setting that cannot be run
-    ├── DataError               ValueError    a data file, column or row that cannot be trained on
+    ├── DataError               ValueError    a data file, column, row or checkpoint that cannot be read or trained on
     ├── TemplateError           ValueError    a chat template, or what it did to a conversation
     ├── RewriteError            ValueError    a TemplateError: it writes the past differently once messages follow
     ├── ShapeError              ValueError    tensors that do not fit each other
@@ -17,7 +17,8 @@ Every class is also the standard-library error that it refines, so an ``except V
     ├── DeadlineError           TimeoutError  a wait that ran past its deadline
     ├── WorkerError             ConnectionError  another process that ended, or cannot be reached
     ├── UnsupportedError        NotImplementedError  what this backend cannot do, by its nature
-    └── CheckpointError         RuntimeError  a checkpoint that could not be written or read
+    ├── RunFolderError          OSError       a run's folder that cannot be made or written, or is in use
+    └── CheckpointError         RuntimeError  a checkpoint that could not be written, or does not fit the run
 
 A message reads *who: what must hold: got X, expected Y; what to do*. To add a class: subclass `LLMRLError` and the
 standard-library error, add it above and to ``__all__``, and keep it constructible from its message alone, because Ray
@@ -39,6 +40,7 @@ __all__ = [
     "MissingKeyError",
     "RewriteError",
     "RolloutError",
+    "RunFolderError",
     "ShapeError",
     "SpecIndexError",
     "TemplateError",
@@ -60,7 +62,7 @@ class ConfigError(LLMRLError, ValueError):
 
 
 class DataError(LLMRLError, ValueError):
-    """A dataset, a column or a row cannot be read, or cannot be trained on."""
+    """A dataset, a column, a row or a checkpoint cannot be read, or cannot be trained on."""
 
 
 class TemplateError(LLMRLError, ValueError):
@@ -118,8 +120,12 @@ class UnsupportedError(LLMRLError, NotImplementedError):
     """A backend cannot do this by its nature; the message names what can."""
 
 
+class RunFolderError(LLMRLError, OSError):
+    """A run's folder cannot be made or written, is gone, or belongs to another process that runs."""
+
+
 class CheckpointError(LLMRLError, RuntimeError):
-    """A checkpoint could not be written or read; the one before it is untouched."""
+    """A checkpoint could not be written, or does not fit the run; the one before it is untouched."""
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:

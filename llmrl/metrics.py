@@ -17,6 +17,7 @@ from typing import Any, Protocol, SupportsFloat
 
 from llmrl.errors import ConfigError, DataError, near
 from llmrl.optional import require
+from llmrl.rundir import writing
 
 __all__ = ["METRICS", "MetricsLog", "Mirror", "TensorBoardMirror", "WandbMirror", "check_metric_name", "read_metrics"]
 
@@ -115,6 +116,7 @@ class MetricsLog:
 
     Raises  ConfigError for an unknown metric or mirror, or if the file holds steps and ``resume_step`` is not given
             MissingDependencyError if a mirror's package is not installed
+            RunFolderError if the file cannot be written
     """
 
     def __init__(
@@ -132,31 +134,39 @@ class MetricsLog:
         if not enabled:
             return
         if resume_step is not None:
-            _keep_steps(self.path, resume_step)
+            with writing(self.path):
+                _keep_steps(self.path, resume_step)
         elif self.path.exists() and self.path.stat().st_size:
             raise ConfigError(f"{self.path}: holds the steps of another run; resume that one, or choose another name.")
         self._mirrors = [_make_mirror(mirror, self.path.parent, config) for mirror in mirrors]
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("a", encoding="utf-8")
+        with writing(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
-        """Writes one line. Values are numbers or one-element tensors; what is not finite is written as null."""
+        """Writes one line. Values are numbers or one-element tensors; what is not finite is written as null.
+
+        Raises  RunFolderError if it cannot be written, or the file is no longer there
+        """
         for name in metrics:
             check_metric_name(name)
         values = {name: _number(value) for name, value in metrics.items()}
         if self._file is None:
             return
         line = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self._file.write(json.dumps({"step": int(step), **line}) + "\n")
-        self._file.flush()
+        with writing(self.path):
+            self._file.write(json.dumps({"step": int(step), **line}) + "\n")
+            self._file.flush()
+            self.path.stat()  # an open file that was removed takes every line and keeps none
         for mirror in self._mirrors:
             mirror.log(int(step), values)
 
     def close(self) -> None:
         """Closes the file and the mirrors; may be called twice."""
         if self._file is not None:
-            self._file.close()
-            self._file = None
+            file, self._file = self._file, None
+            with writing(self.path):
+                file.close()
         for mirror in self._mirrors:
             mirror.close()
         self._mirrors = []
@@ -239,13 +249,16 @@ def _number(value: SupportsFloat) -> float | int:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: must be UTF-8: {error}.") from error
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
             row["step"] = int(row["step"])
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             if number == len(lines) and not line.endswith("\n"):
                 break  # the process was killed while it wrote this line
             raise DataError(f"{path}:{number}: must be a JSON object with a step: got {line[:80]!r}.") from error

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llmrl.errors import DataError
+from llmrl.rundir import writing
 
 __all__ = ["Rollout", "RolloutLog", "read_rollouts"]
 
@@ -55,10 +56,14 @@ class RolloutLog:
         if enabled and resume_step is not None:
             for step, path in _files(self.folder).items():
                 if step > resume_step:
-                    path.unlink()
+                    with writing(path):
+                        path.unlink()
 
     def write(self, step: int, rollouts: Iterable[Rollout]) -> Path | None:
-        """Returns the file, or None where the log is disabled."""
+        """Returns the file, or None where the log is disabled.
+
+        Raises  RunFolderError if it cannot be written
+        """
         if not self.enabled:
             return None
         import pyarrow  # a third of a second that `llmrl --help` need not pay
@@ -67,28 +72,33 @@ class RolloutLog:
         rows = [asdict(rollout) | {"step": step} for rollout in rollouts]
         schema = pyarrow.schema([(name, getattr(pyarrow, kind)()) for name, kind in _COLUMNS.items()])
         columns = {name: [_plain(row[name]) for row in rows] for name in _COLUMNS}
-        self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"step{step:06d}.parquet"
         draft = path.with_suffix(".tmp")
-        parquet.write_table(pyarrow.table(columns, schema=schema), draft)
-        os.replace(draft, path)
+        with writing(path):
+            self.folder.mkdir(exist_ok=True)
+            parquet.write_table(pyarrow.table(columns, schema=schema), draft)
+            os.replace(draft, path)
         return path
 
 
 def read_rollouts(run_dir: Path | str, step: int | None = None) -> list[Rollout]:
     """The conversations of one step; without ``step``, of the last one that was written.
 
-    Raises  DataError that lists the steps there are
+    Raises  DataError that lists the steps there are, or names a file that is not one of rollouts
     """
     files = _files(Path(run_dir) / "rollouts")
     if not files or (step is not None and step not in files):
         there = f"steps {min(files)} to {max(files)} ({len(files)} files)" if files else "none"
         raise DataError(f"{Path(run_dir) / 'rollouts'}: must hold the step asked for: got {step}, there: {there}.")
-    from pyarrow import parquet
+    from pyarrow import ArrowException, parquet
 
-    rows = parquet.read_table(files[max(files) if step is None else step]).to_pylist()
+    path = files[max(files) if step is None else step]
     names = [field.name for field in fields(Rollout)]
-    return [Rollout(**{name: row[name] for name in names}) for row in rows]
+    try:
+        rows = parquet.read_table(path).to_pylist()
+        return [Rollout(**{name: row[name] for name in names}) for row in rows]
+    except (ArrowException, OSError, KeyError) as error:
+        raise DataError(f"{path}: must be a Parquet file of rollouts: {error}.") from error
 
 
 def _plain(value: Any) -> Any:

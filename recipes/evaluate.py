@@ -6,6 +6,7 @@ import json
 import time
 from pathlib import Path
 
+from llmrl.checkpoint import check_files
 from llmrl.console import format_duration, print_summary
 from llmrl.errors import ConfigError
 from llmrl.modules.llm.policies import TransformersWrapper
@@ -22,16 +23,18 @@ __all__ = ["run"]
 def run(run_dir: Path, *, command: str, config: SFTConfig | GRPOConfig, checkpoint: Path, as_json: bool = False) -> int:
     """Prints the score of ``checkpoint``, as one JSON object if so asked, and returns 0.
 
-    Raises  ConfigError if the run's settings name no task or no problems to measure on
+    Raises  ConfigError if the run's settings name no task or no problems to measure on; DataError if the checkpoint is
+            not as it was written
     """
     rows = None if config.env is None else eval_rows(config.env, config.eval)
     if config.env is None or rows is None:
         setting = "env" if config.env is None else "eval.dataset"
         raise ConfigError(f"llmrl eval: the {command} run {run_dir.name} has no held-out problems; say {setting}=...")
+    check_files(checkpoint)
     with Session(config) as session:
         source = config.model_copy(update={"model": str(checkpoint)})
         tokenizer = load_tokenizer(source, runs=run_dir.parent)
-        model = load_model(source, tokenizer, runs=run_dir.parent).to(session.device)
+        model = load_model(source, tokenizer, runs=run_dir.parent, checked=True).to(session.device)
         policy = TransformersWrapper(model, tokenizer=tokenizer, input_mode="history")
         started = time.perf_counter()
         task = Task(config.env, tokenizer)

@@ -8,8 +8,15 @@ settings, printed at the start.
 from __future__ import annotations
 
 import sys
+
+if __name__ == "__main__":  # before torch is imported: the command reports bad settings without it, and prepares for it
+    from llmrl.cli import main
+
+    sys.exit(main(["grpo", *sys.argv[1:]]))
+
 import time
-from contextlib import closing
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -29,7 +36,7 @@ from llmrl.recipes.grpo_round import GRPORound
 from llmrl.recipes.models import load_model, load_tokenizer, resolve_model
 from llmrl.recipes.planning import grpo_plan
 from llmrl.recipes.session import Session
-from llmrl.recipes.state import load_state, save_state
+from llmrl.recipes.state import restore_state, save_state
 from llmrl.recipes.tasks import Task, eval_rows, training_rows
 from llmrl.rollouts import RolloutLog
 
@@ -46,10 +53,13 @@ def plan(config: GRPOConfig, *, runs: Path) -> list[tuple[str, str]]:
         return grpo_plan(config, session, task, **counts)
 
 
-def run(config: GRPOConfig, *, run_dir: Path, resume: bool = False) -> int:
-    """Trains and returns the exit code: 0, or 130 after an interruption that left a checkpoint."""
+def run(config: GRPOConfig, *, run_dir: Path, resume: bool = False, on_start: Callable[[], None] | None = None) -> int:
+    """Trains and returns the exit code: 0, or 130 after an interruption that left a checkpoint.
+
+    ``on_start`` is called on the first rank when all is loaded, before the first step.
+    """
     with Session(config) as session:
-        return _train(config, session, run_dir, resume)
+        return _train(config, session, run_dir, resume, on_start if session.is_first else None)
 
 
 @dataclass
@@ -63,13 +73,15 @@ class _Course:
     trained: int = 0
 
 
-def _train(config: GRPOConfig, session: Session, run_dir: Path, resume: bool) -> int:
+def _train(
+    config: GRPOConfig, session: Session, run_dir: Path, resume: bool, on_start: Callable[[], None] | None
+) -> int:
     started = time.perf_counter()
     runs = run_dir.parent
     store = CheckpointStore(run_dir, keep=config.checkpoint.keep, writer=session.is_first)
-    state = load_state(store.latest()) if resume else None
-    origin = state["origin"] if state else resolve_model(config.model, runs=runs)
-    source = config.model_copy(update={"model": str(store.latest()) if resume else origin})
+    folder, state = restore_state(store, session) if resume else (None, None)
+    origin = (state["origin"] or config.model) if state else resolve_model(config.model, runs=runs)
+    source = config.model_copy(update={"model": str(folder) if resume else origin})
     tokenizer = load_tokenizer(source, runs=runs)
     task = Task(config.env, tokenizer)
     rows, dropped = task.fit_prompts(training_rows(config.env))
@@ -78,7 +90,7 @@ def _train(config: GRPOConfig, session: Session, run_dir: Path, resume: bool) ->
     title = f"grpo · {config.env.name}"
     print_plan(session.console, title, grpo_plan(config, session, task, **counts), right=str(run_dir))
 
-    model = load_model(source, tokenizer, runs=runs).to(session.device)
+    model = load_model(source, tokenizer, runs=runs, checked=resume).to(session.device)
     rounds = GRPORound(config, session, model, task, rows, origin=origin, runs=runs)
     exam = None
     if exam_rows:
@@ -86,25 +98,34 @@ def _train(config: GRPOConfig, session: Session, run_dir: Path, resume: bool) ->
         exam = Evaluation(session, rounds.policy, task, exam_rows, **options)
     start, course = (state["step"], _Course(**state["course"])) if state else (0, _Course())
     resumed = start if resume else None
-    log = MetricsLog(run_dir, enabled=session.is_first, resume_step=resumed, mirrors=config.log)
-    rollout_log = RolloutLog(run_dir, enabled=session.is_first, resume_step=resumed)
     columns = grpo_columns(tools=bool(config.env.tools))
     display = StepDisplay(config.steps, columns, console=session.console, title=run_dir.name, start=start)
 
     def save(step: int) -> None:
-        parts = {"rounds": rounds.state_dict(), "origin": origin, "course": asdict(course)}
+        parts = {
+            "rounds": rounds.state_dict(),
+            "origin": origin if isinstance(origin, str) else None,
+            "course": asdict(course),
+        }
         save_state(store, step, session=session, model=model, tokenizer=tokenizer, updater=rounds.updater, **parts)
 
     metrics: dict[str, float] = {}
     rollouts, step, stopped = None, start, False
-    with InterruptGuard() as guard, log, closing(rounds):
+    with closing(rounds), ExitStack() as stack:
         if state:
             rounds.updater.load_state_dict(state["optimizer"])
             rounds.load_state_dict(state["rounds"])
-        elif exam:
+        log = stack.enter_context(
+            MetricsLog(run_dir, enabled=session.is_first, resume_step=resumed, mirrors=config.log)
+        )
+        rollout_log = RolloutLog(run_dir, enabled=session.is_first, resume_step=resumed)
+        if on_start:
+            on_start()
+        if exam and not state:
             course.before = exam.run()
             course.called_before = exam.call_rate
             log.log(0, exam.metrics)
+        guard = stack.enter_context(InterruptGuard())  # before, there is nothing to save: Ctrl-C ends the run at once
         with display:
             for step in range(start + 1, config.steps + 1):
                 began = time.perf_counter()
@@ -154,9 +175,3 @@ def _train(config: GRPOConfig, session: Session, run_dir: Path, resume: bool) ->
 
 def _count(number: int, what: str) -> str:
     return f"{number:,} {what}".replace(",", " ")
-
-
-if __name__ == "__main__":
-    from llmrl.cli import main
-
-    sys.exit(main(["grpo", *sys.argv[1:]]))

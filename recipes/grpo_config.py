@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -77,6 +77,11 @@ class RolloutSettings(Settings):
 
 class GRPOConfig(ModelSource):
     """Group-relative policy optimisation. The defaults are those of the literature; a run prints what they become."""
+
+    FIXED: ClassVar[tuple[str, ...]] = (
+        *ModelSource.FIXED,
+        *("group_size", "env.name", "env.options", "env.dataset", "env.config", "env.split"),
+    )
 
     algo: Literal[
         *("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "dppo", "max_rl", "rloo", "reinforce", "reinforce++"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from llmrl.checkpoint import latest_checkpoint
+from llmrl.checkpoint import CHECKSUMS, check_files, latest_checkpoint
 from llmrl.data.llm.templates import find_template
 from llmrl.errors import ConfigError, DataError
 from llmrl.recipes.settings import ModelSource, TinyModelSettings
@@ -77,8 +77,12 @@ def load_tokenizer(config: ModelSource, *, runs: Path) -> PreTrainedTokenizerBas
     return tokenizer
 
 
-def load_model(config: ModelSource, tokenizer: PreTrainedTokenizerBase, *, runs: Path) -> PreTrainedModel:
+def load_model(
+    config: ModelSource, tokenizer: PreTrainedTokenizerBase, *, runs: Path, checked: bool = False
+) -> PreTrainedModel:
     """The model of ``config.model``, float32, on the CPU, in evaluation mode.
+
+    A folder with checksums must be as it was written, unless that was ``checked`` before.
 
     Raises  DataError if it cannot be loaded
     """
@@ -88,9 +92,10 @@ def load_model(config: ModelSource, tokenizer: PreTrainedTokenizerBase, *, runs:
         return tiny_model(tokenizer, seed=config.seed, **config.model.model_dump())
     from transformers import AutoModelForCausalLM
 
-    return _loaded(
-        AutoModelForCausalLM.from_pretrained, resolve_model(config.model, runs=runs), dtype=torch.float32
-    ).eval()
+    source = resolve_model(config.model, runs=runs)
+    if not checked and (Path(source) / CHECKSUMS).exists():
+        check_files(Path(source))
+    return _loaded(AutoModelForCausalLM.from_pretrained, source, dtype=torch.float32).eval()
 
 
 def _loaded(load: Callable[..., T], source: str, **options: Any) -> T:
@@ -98,6 +103,6 @@ def _loaded(load: Callable[..., T], source: str, **options: Any) -> T:
 
     disable_progress_bar()  # of the weights: it would be the only line of a run that is not ours
     try:
-        return load(source, **options)
-    except (OSError, ValueError) as error:
-        raise DataError(f"model {source}: cannot be loaded: {error}") from error
+        return load(source, trust_remote_code=False, **options)  # None would ask, on a terminal
+    except Exception as error:  # of every library that reads a file there
+        raise DataError(f"model {source}: cannot be loaded: {error or type(error).__name__}") from error

@@ -6,13 +6,18 @@ FSDP2 is torch's own ``fully_shard``, which works with any backend; accelerate l
 
 from __future__ import annotations
 
+import itertools
+import os
+import re
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import InitProcessGroupKwargs, gather_object
@@ -21,22 +26,29 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from llmrl.console import make_console
+from llmrl.errors import DeadlineError
 from llmrl.recipes.settings import ModelSource
 
 __all__ = ["Session"]
 
 T = TypeVar("T")
 
+_NUMBERS = itertools.count()  # of this process's sessions: the same on every rank
+_ROLL_CALL_S = 5.0  # the ranks that wait for another one give up within moments of each other
+_LOST = re.compile("timed out|timeout|connection (closed|reset)", re.IGNORECASE)  # what a collective fails with then
+
 
 class Session:
     """What every rank knows: ``rank``, ``world_size``, ``device``, ``console`` (silent but on rank 0)."""
 
     def __init__(self, config: ModelSource):
+        self._timeout_s = config.parallel.timeout_s
+        self._store = _join(self._timeout_s)
         bf16 = config.dtype == "bfloat16" or (config.dtype == "auto" and _gpu_has_bfloat16())
         self.accelerator = Accelerator(
             cpu=not torch.cuda.is_available(),
             mixed_precision="bf16" if bf16 else "no",
-            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=config.parallel.timeout_s))],
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=self._timeout_s))],
         )
         self.rank: int = self.accelerator.process_index
         self.world_size: int = self.accelerator.num_processes
@@ -121,11 +133,47 @@ class Session:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         if kind is None or self.world_size == 1:  # ranks that one of them failed cannot part from each other in order
             self.close()
+        elif self._store is not None and isinstance(error, RuntimeError) and _LOST.search(str(error)):
+            _call_roll(self._store, "collective", self.rank, self.world_size, _ROLL_CALL_S, self._timeout_s)
 
     def close(self) -> None:
         """Parts from the other ranks; another session may begin in this process."""
         self.accelerator.end_training()
         AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def _join(timeout_s: float) -> dist.Store | None:
+    """The process group of a start with several ranks, over keys that no session before used in the launcher's store.
+
+    Returns  the store with those keys; None for one process, or where there is a group already
+    Raises   DeadlineError that names ranks that do not come
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
+        return None
+    timeout = timedelta(seconds=timeout_s)
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    store = dist.PrefixStore(f"llmrl/session{next(_NUMBERS)}", store)
+    _call_roll(store, "start", rank, world_size, timeout_s, timeout_s)
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    return store
+
+
+def _call_roll(store: dist.Store, event: str, rank: int, world_size: int, wait_s: float, timeout_s: float) -> None:
+    """Each rank that runs says so in the store; those that do not within ``wait_s`` are stopped, hang or are slow.
+
+    Raises  DeadlineError that names them; ``timeout_s`` is the deadline that they missed
+    """
+    keys = {other: f"{event}/{other}" for other in range(world_size)}
+    store.set(keys[rank], "")
+    deadline = time.monotonic() + wait_s
+    while missing := [f"rank {other}" for other, key in keys.items() if not store.check([key])]:
+        if time.monotonic() > deadline:
+            raise DeadlineError(
+                f"session: every rank must take part within parallel.timeout_s = {timeout_s:g} s: got nothing from "
+                f"{' and '.join(missing)}, stopped, hanging or slow; end it or raise parallel.timeout_s, then resume."
+            )
+        time.sleep(0.1)
 
 
 def _gpu_has_bfloat16() -> bool:
@@ -138,8 +186,6 @@ def _abort_at_once(before: Any) -> Any:
     def hook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
         before(kind, error, traceback)
         sys.stderr.flush()
-        import os
-
         os._exit(1)
 
     return hook

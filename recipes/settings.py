@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
@@ -302,6 +302,8 @@ class ParallelSettings(Settings):
 
 class ModelSource(Settings):
     """Fields that both recipes have to say which model is trained and how."""
+
+    FIXED: ClassVar[tuple[str, ...]] = ("model", "seed")  # what a resumed run cannot change: its checkpoint has them
 
     model: str | TinyModelSettings = Field(
         description="a folder or hub name; a run's folder, for its last checkpoint; 'latest:RECIPE', for the newest of "

@@ -8,7 +8,14 @@ from __future__ import annotations
 
 import copy
 import sys
+
+if __name__ == "__main__":  # before torch is imported: the command reports bad settings without it, and prepares for it
+    from llmrl.cli import main
+
+    sys.exit(main(["sft", *sys.argv[1:]]))
+
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,7 +45,7 @@ from llmrl.recipes.planning import sft_plan, sft_steps
 from llmrl.recipes.session import Session
 from llmrl.recipes.settings import EvalSettings
 from llmrl.recipes.sft_config import SFTConfig
-from llmrl.recipes.state import load_state, save_state
+from llmrl.recipes.state import restore_state, save_state
 from llmrl.recipes.tasks import Task, eval_rows
 from llmrl.recipes.updates import Updater
 
@@ -55,10 +62,13 @@ def plan(config: SFTConfig, *, runs: Path) -> list[tuple[str, str]]:
         return sft_plan(config, session, tokenizer, tokenize_chats(config, tokenizer))
 
 
-def run(config: SFTConfig, *, run_dir: Path, resume: bool = False) -> int:
-    """Trains and returns the exit code: 0, or 130 after an interruption that left a checkpoint."""
+def run(config: SFTConfig, *, run_dir: Path, resume: bool = False, on_start: Callable[[], None] | None = None) -> int:
+    """Trains and returns the exit code: 0, or 130 after an interruption that left a checkpoint.
+
+    ``on_start`` is called on the first rank when all is loaded, before the first step.
+    """
     with Session(config) as session:
-        return _train(config, session, run_dir, resume)
+        return _train(config, session, run_dir, resume, on_start if session.is_first else None)
 
 
 @dataclass
@@ -69,19 +79,21 @@ class _Course:
     trained: int = 0
 
 
-def _train(config: SFTConfig, session: Session, run_dir: Path, resume: bool) -> int:
+def _train(
+    config: SFTConfig, session: Session, run_dir: Path, resume: bool, on_start: Callable[[], None] | None
+) -> int:
     started = time.perf_counter()
     runs = run_dir.parent
     store = CheckpointStore(run_dir, keep=config.checkpoint.keep, writer=session.is_first)
-    state = load_state(store.latest()) if resume else None
-    source = config.model_copy(update={"model": str(store.latest())}) if resume else config
+    folder, state = restore_state(store, session) if resume else (None, None)
+    source = config.model_copy(update={"model": str(folder)}) if resume else config
     tokenizer = load_tokenizer(source, runs=runs)
     chats = tokenize_chats(config, tokenizer)
     title = f"sft · {chats.source}"
     print_plan(session.console, title, sft_plan(config, session, tokenizer, chats), right=str(run_dir))
 
     steps, per_epoch = sft_steps(config, len(chats))
-    model = load_model(source, tokenizer, runs=runs).to(session.device)
+    model = load_model(source, tokenizer, runs=runs, checked=resume).to(session.device)
     policy = TransformersWrapper(model, tokenizer=tokenizer, generate=False)
     exam, stop_exam = _exams(config, session, policy, model)
     microbatch = config.tokens_per_microbatch
@@ -92,6 +104,9 @@ def _train(config: SFTConfig, session: Session, run_dir: Path, resume: bool) -> 
     loss = SFTLoss(policy)
     buffer = _buffer(chats, config)
     start, course = (state["step"], _Course(**state["course"])) if state else (0, _Course())
+    if state:
+        updater.load_state_dict(state["optimizer"])
+        buffer.sampler.load_state_dict(state["sampler"])
     resumed = start if resume else None
     log = MetricsLog(run_dir, enabled=session.is_first, resume_step=resumed, mirrors=config.log)
     display = StepDisplay(steps, SFT_COLUMNS, console=session.console, title=run_dir.name, start=start)
@@ -102,14 +117,13 @@ def _train(config: SFTConfig, session: Session, run_dir: Path, resume: bool) -> 
 
     metrics: dict[str, float] = {}
     step, stopped = start, False
-    with InterruptGuard() as guard, log:
-        if state:
-            updater.load_state_dict(state["optimizer"])
-            buffer.sampler.load_state_dict(state["sampler"])
-        elif exam:
+    with log:
+        if on_start:
+            on_start()
+        if exam and not state:
             course.before = exam.run()
             log.log(0, exam.metrics)
-        with display:
+        with InterruptGuard() as guard, display:  # before, there is nothing to save: Ctrl-C ends the run at once
             for step in range(start + 1, steps + 1):
                 began = time.perf_counter()
                 batch = buffer.sample()[session.rank :: session.world_size]
@@ -201,9 +215,3 @@ def _exams(
             "them in eval.dataset, or leave stop out."
         )
     return exam(config.eval), deciding
-
-
-if __name__ == "__main__":
-    from llmrl.cli import main
-
-    sys.exit(main(["sft", *sys.argv[1:]]))

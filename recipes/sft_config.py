@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -40,6 +40,8 @@ class StopSettings(Settings):
 
 class SFTConfig(ModelSource):
     """Supervised fine-tuning: the mean negative log-likelihood of the tokens that the assistant wrote."""
+
+    FIXED: ClassVar[tuple[str, ...]] = (*ModelSource.FIXED, "data", "max_length", "too_long")
 
     data: SFTData
     max_length: int = Field(2048, ge=2, description="longest conversation, in tokens")

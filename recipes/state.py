@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 from transformers.utils.logging import disable_progress_bar
 
 from llmrl.checkpoint import CheckpointStore
-from llmrl.errors import CheckpointError
+from llmrl.console import warn
+from llmrl.errors import CheckpointError, DataError
 from llmrl.weight_update.groups import whole
 
 if TYPE_CHECKING:
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from llmrl.recipes.session import Session
     from llmrl.recipes.updates import Updater
 
-__all__ = ["load_state", "named_weights", "save_state"]
+__all__ = ["load_state", "named_weights", "restore_state", "save_state"]
 
 _FILE = "trainer.pt"
 
@@ -37,9 +39,10 @@ def save_state(
 ) -> Path | None:
     """Writes ``checkpoints/step<step>``: all ranks take part, the first one writes and returns the folder.
 
-    ``parts`` are state dicts by name, the same on every rank or only read on the first.
+    ``parts`` are state dicts by name, the same on every rank or only read on the first: tensors, numbers, strings,
+    None, and lists, tuples and dicts of them.
 
-    Raises  CheckpointError if it cannot be written; earlier checkpoints are whole
+    Raises  CheckpointError if it cannot be written, or holds what could not be read back; earlier checkpoints are whole
     """
     disable_progress_bar()  # of writing the weights: it would be the only line of a run that is not ours
     weights = named_weights(model)
@@ -52,21 +55,38 @@ def save_state(
             model.save_pretrained(path, state_dict=weights)
             tokenizer.save_pretrained(path)
             torch.save(state, path / _FILE)
+            if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(path / _FILE):
+                raise CheckpointError(
+                    f"{_FILE}: a state must be of tensors, numbers, strings, lists and dicts: got {', '.join(unsafe)}; "
+                    "correct the state_dict of your environment or transform"
+                )
 
         folder = store.save(step, write)
     session.wait()
     return folder
 
 
-def load_state(folder: Path) -> dict[str, Any]:
-    """What `save_state` wrote beside the model; the random state of the process is set as it was.
+def restore_state(store: CheckpointStore, session: Session) -> tuple[Path, dict[str, Any]]:
+    """The newest whole checkpoint and its state, on every rank; damaged ones are named and set aside by the first.
 
-    Raises  CheckpointError if it is not there, or broken
+    Raises  DataError if none can be read
+    """
+    ((folder, faults),) = session.gather([store.restore()] if session.is_first else [])
+    for fault in faults:
+        warn(session.console, f"{fault} It is kept as damaged-*; going on from {folder.name}.")
+    return folder, load_state(folder)
+
+
+def load_state(folder: Path) -> dict[str, Any]:
+    """What `save_state` wrote beside the model; the random state of the process is set as it was. Runs no code of it.
+
+    Raises  DataError if it is not there, or holds anything but a state
     """
     try:
-        state = torch.load(folder / _FILE, map_location="cpu", weights_only=False)
+        state = torch.load(folder / _FILE, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise CheckpointError(f"checkpoint {folder}: {_FILE} cannot be read: {error}") from error
+        cause = "it holds what is not a state" if isinstance(error, UnpicklingError) else error
+        raise DataError(f"checkpoint {folder}: {_FILE} cannot be read: {cause}.") from error
     torch.set_rng_state(state["rng"])
     return state
 

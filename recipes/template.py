@@ -160,7 +160,8 @@ def _load_tokenizer(name: str) -> tuple[PreTrainedTokenizerBase, str]:
         return tiny_tokenizer(template=name), f"a stand-in with the control tokens of the registered template {name!r}"
     disable_progress_bar()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(Path(name).expanduser()) if Path(name).exists() else name)
+        path = str(Path(name).expanduser()) if Path(name).exists() else name
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise DataError(
             f"llmrl template: must be a folder with a tokenizer, a registered template "

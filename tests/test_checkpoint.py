@@ -121,7 +121,7 @@ def test_leftovers_are_cleaned_by_a_writer_only_and_a_half_done_replacement_is_u
     assert [path.name for path in store.folder.iterdir()] == ["step3"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_becomes_a_flag_and_the_old_handler_comes_back(number):
     before = signal.getsignal(number)
     with InterruptGuard() as guard:
@@ -129,6 +129,16 @@ def test_a_signal_becomes_a_flag_and_the_old_handler_comes_back(number):
         signal.raise_signal(number)
         assert guard.requested
     assert signal.getsignal(number) is before
+
+
+def test_a_closed_terminal_stops_no_run_that_was_started_with_nohup():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with InterruptGuard() as guard:
+            signal.raise_signal(signal.SIGHUP)
+            assert not guard.requested
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_second_interrupt_raises_at_once_but_an_echo_of_the_first_does_not():

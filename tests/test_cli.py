@@ -1,5 +1,7 @@
 import json
 import os
+import resource
+import socket
 import subprocess
 import sys
 import textwrap
@@ -25,10 +27,12 @@ calls = []
 def plan(config, *, runs):
     return [("batch", f"{config.steps} steps of everything")]
 
-def run(config, *, run_dir, resume=False):
+def run(config, *, run_dir, resume=False, on_start=None):
     calls.append((config, run_dir, resume))
     if config.fail == "interrupt":
         raise KeyboardInterrupt
+    if on_start and not config.fail:
+        on_start()
     if config.fail:
         raise ERRORS[config.fail]("toy: must work: got a failure")
     CheckpointStore(run_dir).save(config.steps, lambda folder: (folder / "weights").touch())
@@ -158,6 +162,35 @@ def test_other_ranks_leave_a_bad_setting_to_the_first_and_only_then_say_it(toy, 
     assert "steps" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("runs", "said"),
+    [
+        ("toy.yaml", "a file is where a folder must be"),
+        ("toy.yaml/below", "a file is where a folder must be"),
+        ("/sys/runs", "choose a folder that can be written"),
+    ],
+)
+def test_a_place_where_no_run_can_be_is_one_line_with_exit_code_3(toy, capsys, runs, said):
+    assert cli.main(["grpo", "toy.yaml", "--runs", runs]) == 3
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error         {runs}")
+    assert said in line
+
+
+def test_a_full_disk_at_the_start_is_one_line_and_leaves_no_run(toy, capsys):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        code = cli.main(["grpo", "toy.yaml"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert code == 3
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "config.yaml: cannot be written: File too large; " in line
+    assert line.endswith(" on that disk; make room.")
+    assert os.listdir("runs") == []
+
+
 def test_resume_goes_on_with_the_recorded_settings_and_the_changed_ones(toy):
     cli.main(["grpo", "toy.yaml"])
     run = only_run()
@@ -171,6 +204,44 @@ def test_resume_without_a_checkpoint_says_so(toy, capsys):
     cli.main(["grpo", "toy.yaml", "fail=rollout"])
     assert cli.main(["resume", str(only_run().path), "fail=''"]) == 3
     assert "must hold a checkpoint to go on from" in capsys.readouterr().err
+
+
+def test_a_resume_that_fails_before_it_goes_on_leaves_the_settings_as_they_were(toy):
+    cli.main(["grpo", "toy.yaml"])
+    run = only_run()
+    files = run.config.read_text(), run.info.read_text()
+    assert cli.main(["resume", run.path.name, "steps=9", "fail=data"]) == 3
+    assert (run.config.read_text(), run.info.read_text()) == files
+    assert cli.main(["resume", run.path.name]) == 0
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from llmrl.rundir import RunDir
+
+with RunDir(Path(sys.argv[1])).lock():
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_run_trains_in_one_process_at_a_time_and_a_dead_owner_holds_nothing(toy, capsys):
+    cli.main(["grpo", "toy.yaml"])
+    run = only_run()
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(run.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as owner:
+        assert owner.stdout.readline() == "held\n"
+        assert cli.main(["resume", run.path.name, "steps=9"]) == 3
+        error = capsys.readouterr().err
+        assert f"beside process {owner.pid} on {socket.gethostname()}, which runs" in error
+        assert "Traceback" not in error
+        assert len(toy.calls) == 1
+        assert "steps: 9" not in run.config.read_text()
+        owner.kill()
+    assert cli.main(["resume", run.path.name, "steps=9"]) == 0
+    assert "steps: 9" in run.config.read_text()
 
 
 def make_run(tmp_path) -> RunDir:
@@ -277,6 +348,19 @@ def test_a_packaged_recipe_is_named_after_its_command_and_is_valid(recipe):
     load_config(cli.RECIPES[command].settings(), find_recipe(recipe))
 
 
+@pytest.mark.parametrize(
+    ("given", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"), ({"GOMP_SPINCOUNT": "9"}, None)]
+)
+def test_idle_threads_sleep_unless_the_user_said_how_they_wait(monkeypatch, given, policy):
+    for name in cli.WAITING:
+        monkeypatch.setenv(name, "")  # so that its value comes back
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    cli.main(["--version"])
+    assert os.environ.get("OMP_WAIT_POLICY") == policy
+
+
 def test_help_and_version_answer(capsys):
     assert cli.main(["--help"]) == 0
     assert "grpo    RECIPE" in capsys.readouterr().out
@@ -324,4 +408,4 @@ def test_all_processes_of_one_start_share_one_run_folder(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     (run,) = (tmp_path / "runs").iterdir()
-    assert {path.name for path in run.iterdir()} == {"config.yaml", "run.json", "rank0", "rank1"}
+    assert {path.name for path in run.iterdir()} == {".lock", "config.yaml", "run.json", "rank0", "rank1"}

@@ -19,6 +19,7 @@ BASE = (
     "llmrl.config",
     "llmrl.config_source",
     "llmrl.metrics",
+    "llmrl.parent_watchdog",
     "llmrl.rollouts",
     "llmrl.rundir",
     "llmrl.checkpoint",
@@ -47,7 +48,15 @@ TABLE: dict[str, tuple[str, ...]] = {
     "llmrl.recipes": ("llmrl",),  # anything
 }
 NO_TORCH = {"llmrl.errors", "llmrl.optional", "llmrl.loading", "llmrl.config", "llmrl.config_source", "llmrl.rundir"}
-NO_TORCH |= {"llmrl.checkpoint", "llmrl.console", "llmrl.show", "llmrl.rollouts", "llmrl.tools", "llmrl.chat_templates"}
+NO_TORCH |= {
+    "llmrl.parent_watchdog",
+    "llmrl.checkpoint",
+    "llmrl.console",
+    "llmrl.show",
+    "llmrl.rollouts",
+    "llmrl.tools",
+    "llmrl.chat_templates",
+}
 
 # Import names that belong to a distribution of another name, or come with one that llmrl depends on.
 PROVIDED_BY = {"yaml": "pyyaml", "pydantic_core": "pydantic"}

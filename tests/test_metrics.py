@@ -86,6 +86,13 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path):
         read_metrics(tmp_path)
 
 
+@pytest.mark.parametrize("content", [b'{"step": 1, "note": "\xe9"}\n{}\n', b"[" * 100_000 + b"\n{}\n"])
+def test_a_file_that_holds_no_steps_is_named(tmp_path, content):
+    (tmp_path / "metrics.jsonl").write_bytes(content)
+    with pytest.raises(DataError, match=r"metrics\.jsonl.* must be "):
+        read_metrics(tmp_path)
+
+
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(DataError, match="no such file"):
         read_metrics(tmp_path)

@@ -36,6 +36,13 @@ def test_a_resumed_run_drops_later_files_and_reads_the_last_one_by_default(tmp_p
         read_rollouts(tmp_path, step=10)
 
 
+def test_a_damaged_file_is_named(tmp_path):
+    path = RolloutLog(tmp_path).write(1, [])
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(DataError, match=r"step000001\.parquet: must be a Parquet file of rollouts"):
+        read_rollouts(tmp_path)
+
+
 def test_a_rank_that_is_not_the_first_neither_writes_nor_removes(tmp_path):
     RolloutLog(tmp_path).write(5, [rollout(1.0)])
     other = RolloutLog(tmp_path, enabled=False, resume_step=1)

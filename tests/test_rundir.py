@@ -44,6 +44,10 @@ def test_info_is_read_back_and_a_broken_file_is_named(tmp_path):
     run = RunDir(tmp_path)
     with pytest.raises(ConfigError, match=r"run\.json"):
         run.read_info()
+    for content in ("[]", "[" * 100_000, "{"):
+        run.info.write_text(content)
+        with pytest.raises(ConfigError, match=r"run\.json"):
+            run.read_info()
     run.write_info({"command": "sft"})
     run.write_config("steps: 3\n")
     assert run.read_info() == {"command": "sft"}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TextIO
 
 from rich.console import Console, RenderableType
 from rich.text import Text
@@ -27,9 +29,39 @@ _LABEL_WIDTH = 10
 
 
 def make_console(rank: int | None = None) -> Console:
-    """The console of this process; it is silent on every rank but the first (``rank`` None: the RANK variable)."""
+    """The console of this process; it is silent on every rank but the first (``rank`` None: the RANK variable).
+
+    A run goes on without the reader of its output: where a pipe or a terminal is gone, nothing more is written there.
+    """
     rank = int(os.environ.get("RANK", "0")) if rank is None else rank
-    return Console(quiet=rank != 0, highlight=False)
+    return Console(quiet=rank != 0, highlight=False, file=_Output(sys.stdout))
+
+
+class _Output:
+    """A stream that becomes the null device where it cannot be written to; standard error too if it is the same."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._try(self._stream.write, text) or 0
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _try(self, call: Callable[..., Any], *arguments: str) -> Any:
+        try:
+            return call(*arguments)
+        except OSError:
+            gone = self._stream.fileno()
+            same = [number for number in {gone, 2} if os.path.sameopenfile(number, gone)]
+            null = os.open(os.devnull, os.O_WRONLY)
+            for number in same:
+                os.dup2(null, number)
+            os.close(null)
 
 
 def print_plan(console: Console, title: str, rows: Sequence[tuple[str, str]], *, right: str = "") -> None:

@@ -7,9 +7,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from llmrl import cli
+from llmrl.config import dump_config
 from llmrl.modules.llm.policies import TransformersWrapper
 from llmrl.recipes.sampler import Sampler
 from llmrl.recipes.state import named_weights
+from llmrl.rundir import RunDir
 
 WAITED = ("async/trainer_idle", "async/engine_idle")  # measures of time
 OPTIM = {"lr": 1e-2, "schedule": "cosine", "warmup": 2, "weight_decay": 0.1}
@@ -122,6 +125,32 @@ def test_settings_changed_at_the_resumption_count(place, sft):
     name = "model.embed_tokens.weight"
     before, kept, decayed = (weights(place, run, step)[name] for run, step in (("a", 2), ("a", 3), ("b", 3)))
     assert torch.allclose(kept - decayed, 50 * 1e-2 * before, atol=1e-6), "lr x weight decay x weight"
+
+
+@pytest.mark.parametrize(
+    ("command", "change", "fault"),
+    [
+        ("sft", "model.layers=2", "model  cannot change in a resumed run: was {'architecture': 'qwen2', "),
+        ("sft", "model=other", "'heads': 2}, got 'other'"),
+        ("sft", "data.rows=30", "data  cannot change"),
+        ("grpo", "seed=3", "seed  cannot change in a resumed run: was 0, got 3"),
+        ("grpo", "group_size=2", "group_size  cannot change in a resumed run: was 4, got 2"),
+        ("grpo", "env.dataset=other.jsonl", "env.dataset  cannot change"),
+    ],
+)
+def test_settings_that_the_checkpoint_has_decided_are_refused_by_name_before_anything_is_written(
+    place, sft, grpo, command, change, fault
+):
+    place.rows("other.jsonl", [{"prompt": "Say 1", "answer": "1"}])
+    run = RunDir.create("run", "", root=place.path / "runs", name="run")
+    model = cli.RECIPES[command].settings()
+    run.write_config(dump_config(model.model_validate({"sft": sft, "grpo": grpo}[command])))
+    run.write_info({"command": command})
+    text = run.config.read_text()
+    result = place.run("resume", "run", "steps=4", change)
+    assert result.code == 2
+    assert fault in result.err
+    assert run.config.read_text() == text
 
 
 def test_two_runs_of_one_seed_are_the_same_and_of_another_are_not(place, grpo, same):

@@ -5,6 +5,7 @@ import shutil
 import signal
 import time
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -74,7 +75,7 @@ def test_a_run_can_be_resumed_with_another_number_of_processes(place, grpo, same
     equal_up_to_rounding(place, same, "two", 4)
 
 
-def test_each_process_holds_a_part_of_sharded_parameters(place):
+def test_each_process_holds_a_part_of_sharded_parameters_and_can_begin_another_session(place):
     place.module(
         "shards",
         """
@@ -96,6 +97,9 @@ with Session(SFTConfig(model={}, data={"path": "sums"}, parallel={"mode": "fsdp2
         assert named.keys() == expected.keys()
         assert all(torch.equal(named[name], value) for name, value in expected.items())
     session.wait()
+
+with Session(SFTConfig(model={}, data={"path": "sums"}, parallel={"timeout_s": 60})) as another:
+    assert another.gather([another.rank]) == [0, 1]
 """,
     )
     result = place.finish(place.process(ranks=2, module="shards"))
@@ -140,7 +144,7 @@ def fail():
 def fill_the_disk():
     def flush(folder):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    llmrl.checkpoint._flush = flush
+    llmrl.checkpoint._seal = flush
 """
 
 
@@ -173,6 +177,41 @@ def test_a_process_that_dies_ends_the_run_within_seconds_with_its_traceback(plac
     assert time.perf_counter() - started < 30
     assert message in result.err
     assert len(place.steps("dies")) < 500
+
+
+def ranks_in_training(place, process):
+    """The ranks of a run named "long", by their number, once it has taken a step."""
+    for line in process.stdout:
+        if line.split()[:1] == ["2"]:
+            break
+    children = psutil.Process(process.pid).children()
+    return {int(child.environ()["RANK"]): child for child in children if "RANK" in child.environ()}
+
+
+def test_ranks_end_with_their_launcher(place, sft):
+    settings = place.recipe("long", sft, steps=100_000)
+    process = place.process("sft", settings, "--name", "long", ranks=2)
+    ranks = ranks_in_training(place, process)
+    assert sorted(ranks) == [0, 1]
+    process.kill()
+    _, alive = psutil.wait_procs(ranks.values(), timeout=30)
+    for rank in alive:
+        rank.kill()
+    assert not alive
+    place.finish(process)
+
+
+def test_a_rank_that_was_stopped_is_named(place, sft):
+    settings = place.recipe("long", sft, steps=100_000, parallel={"timeout_s": 5})
+    process = place.process("sft", settings, "--name", "long", ranks=2)
+    ranks = ranks_in_training(place, process)
+    ranks[1].suspend()
+    for line in process.stderr:
+        if "[rank 0] error" in line:
+            break
+    ranks[1].resume()
+    assert "within parallel.timeout_s = 5 s: got nothing from rank 1, stopped" in line
+    assert place.finish(process).code != 0
 
 
 def test_ctrl_c_in_the_terminal_of_two_processes_leaves_one_checkpoint_to_go_on_from(place, grpo):

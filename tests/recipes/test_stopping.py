@@ -1,8 +1,12 @@
 """Runs that end early: a full disk, Ctrl-C, a kill. What was saved before is whole, and the run goes on from it."""
 
 import errno
+import hashlib
+import json
 import os
+import shutil
 import signal
+import sys
 
 import pytest
 import torch
@@ -49,7 +53,52 @@ def test_a_full_disk_leaves_the_checkpoint_before_it_and_the_run_goes_on_from_th
     same(place.steps("straight"), place.steps("full"))
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs the device that is always full")
+def test_a_full_disk_at_the_resumption_is_one_line_and_loses_nothing(place, sft, same):
+    assert place.run("sft", place.recipe("run", sft), "--name", "run").code == 0
+    (place.path / "runs/run/metrics.jsonl.tmp").symlink_to("/dev/full")
+    result = place.run("resume", "run", "steps=4")
+    assert result.code == 3
+    assert "metrics.jsonl: cannot be written: No space left on device; " in result.err
+    assert len(result.err.splitlines()) == 1
+    assert "steps: 3" in (place.path / "runs/run/config.yaml").read_text()
+    (place.path / "runs/run/metrics.jsonl.tmp").unlink()
+    assert place.run("resume", "run", "steps=4").code == 0
+    assert [row["step"] for row in place.steps("run")] == [1, 2, 3, 4]
+
+
+def test_a_run_whose_folder_was_removed_ends_with_one_line(place, grpo):
+    score = "import shutil\ndef score(completion, answer):\n    shutil.rmtree('runs/run', ignore_errors=True)\n"
+    place.module("remove", f"{score}    return 1.0\n")
+    result = place.run("grpo", place.recipe("run", grpo, env={"reward": "remove:score"}), "--name", "run")
+    assert result.code == 3
+    assert "runs/run/metrics.jsonl: cannot be written: No such file or directory; the folder was removed" in result.err
+    assert len(result.err.splitlines()) == 1
+    assert not (place.path / "runs/run").exists()
+
+
+def test_a_run_goes_on_without_the_reader_of_its_output(place, sft, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as gone, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", gone)
+        assert place.run("sft", place.recipe("run", sft), "--name", "run").code == 0
+    assert place.checkpoints("run") == ["step3"]
+
+
+def test_ctrl_c_before_the_first_step_ends_the_run_at_once(place, grpo):
+    place.module(
+        "first", "import os, signal\ndef stop(*a, **k):\n    os.kill(os.getpid(), signal.SIGINT)\n    return 1.0\n"
+    )
+    place.rows("held_out.jsonl", [{"prompt": "Say 1", "answer": "1"}])
+    settings = place.recipe("run", grpo, env={"reward": "first:stop"}, eval={"dataset": "held_out.jsonl"})
+    result = place.run("grpo", settings, "--name", "run")
+    assert result.code == 130
+    assert "interrupted" in result.err
+    assert not (place.path / "runs/run/checkpoints").exists()
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_an_interrupted_run_finishes_its_step_writes_a_checkpoint_and_goes_on_later(place, grpo, same, name):
     handler = signal.getsignal(signal.SIGINT)  # of whoever started the tests: a job in the background ignores it
     place.module("watch", WATCH.format(answer=9, signal=name))
@@ -105,12 +154,110 @@ def test_what_a_kill_left_of_a_checkpoint_is_not_used(place, sft):
     assert [step["step"] for step in place.steps("killed")] == [1, 2, 3, 4]
 
 
-def test_a_broken_checkpoint_is_named(place, sft):
-    assert place.run("sft", place.recipe("broken", sft), "--name", "broken").code == 0
-    (place.path / "runs/broken/checkpoints/step3/trainer.pt").write_bytes(b"not a checkpoint")
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "model.safetensors has other content": lambda folder: flip(folder / "model.safetensors"),
+    "trainer.pt has other content": lambda folder: flip(folder / "trainer.pt"),
+    "trainer.pt has 5 of ": lambda folder: os.truncate(folder / "trainer.pt", 5),
+    "config.json has 0 of ": lambda folder: os.truncate(folder / "config.json", 0),
+    "tokenizer.json is missing": lambda folder: (folder / "tokenizer.json").unlink(),
+    "checksums.json: must list": lambda folder: (folder / "checksums.json").write_bytes(b"\xff{"),
+    "No such file": lambda folder: (folder / "checksums.json").unlink(),
+}
+
+
+def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(place, sft, same):
+    settings = place.recipe("run", sft, steps=8, checkpoint={"every": 1, "keep": 8})
+    assert place.run("sft", settings, "--name", "straight").code == 0
+    shutil.copytree(place.path / "runs/straight", place.path / "runs/run")
+    folder = place.path / "runs/run/checkpoints"
+    for step, damage in enumerate(DAMAGE.values(), 2):
+        damage(folder / f"step{step}")
+    result = place.run("eval", "run", "env.name=sums", "eval.rows=2")
+    assert result.code == 3
+    assert "step8/checksums.json: must list the files of the checkpoint" in result.err
+    result = place.run("resume", "run")
+    assert result.code == 0, result.err
+    for fault in DAMAGE:
+        assert fault in result.out
+    assert "going on from step1" in result.out
+    steps = range(2, 9)
+    assert place.checkpoints("run") == [
+        *(f"damaged-step{step}" for step in steps),
+        "step1",
+        *map("step{}".format, steps),
+    ]
+    same(place.steps("straight"), place.steps("run"))
+
+
+def test_without_a_whole_checkpoint_nothing_changes_and_every_fault_is_named(place, sft):
+    assert place.run("sft", place.recipe("broken", sft, checkpoint={"every": 1}), "--name", "broken").code == 0
+    folder = place.path / "runs/broken/checkpoints"
+    (folder / "step3/trainer.pt").write_bytes(b"not a checkpoint")
+    flip(folder / "step2/model.safetensors")
     result = place.run("resume", "broken", "steps=5")
+    assert result.code == 3
+    assert "step3: must be as it was written: trainer.pt has 16 of " in result.err
+    assert "step2: must be as it was written: model.safetensors has other content" in result.err
+    assert "Traceback" not in result.err
+    assert place.checkpoints("broken") == ["step2", "step3"]
+    assert "steps: 3" in (place.path / "runs/broken/config.yaml").read_text()
+    result = place.run("sft", "model=runs/broken", "data.path=sums", "steps=1")
+    assert result.code == 3
+    assert "trainer.pt has 16 of " in result.err
+
+
+class Payload:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_nothing_that_a_run_or_a_model_folder_holds_is_executed(place, sft):
+    ran = place.path / "ran"
+    assert place.run("sft", place.recipe("run", sft), "--name", "run").code == 0
+    folder = place.path / "runs/run/checkpoints/step3"
+    torch.save({"step": 3, "rng": Payload(ran)}, folder / "trainer.pt")
+    content = (folder / "trainer.pt").read_bytes()
+    sums = json.loads((folder / "checksums.json").read_text())
+    sums["trainer.pt"] = {"size": len(content), "blake2b": hashlib.blake2b(content).hexdigest()}
+    (folder / "checksums.json").write_text(json.dumps(sums))
+    result = place.run("resume", "run", "steps=5")
+    assert result.code == 3
+    assert "trainer.pt cannot be read" in result.err
+
+    def skipped(*arguments):
+        return ["model.safetensors", "checksums.json"]
+
+    model = shutil.copytree(folder, place.path / "model", ignore=skipped)
+    torch.save({"model.embed_tokens.weight": Payload(ran)}, model / "pytorch_model.bin")
+    assert place.run("sft", "model=model", "data.path=sums", "steps=1").code == 3
+
+    settings = json.loads((model / "config.json").read_text()) | {"model_type": "mine"}
+    settings["auto_map"] = {"AutoConfig": "mine.Mine", "AutoModelForCausalLM": "mine.Mine"}
+    (model / "config.json").write_text(json.dumps(settings))
+    (model / "mine.py").write_text(f"import os\nos.mkdir({str(ran)!r})\n")
+    assert place.run("sft", "model=model", "data.path=sums", "steps=1").code == 3
+    assert not ran.exists()
+
+
+def test_a_state_that_could_not_be_read_back_is_refused_when_it_is_saved(place, sft, monkeypatch):
+    from llmrl.data.replay_buffers import SamplerWithoutReplacement
+
+    monkeypatch.setattr(SamplerWithoutReplacement, "state_dict", lambda self: {"folder": Payload("ran")})
+    result = place.run("sft", place.recipe("run", sft), "--name", "run")
     assert result.code == 4
-    assert "step3: trainer.pt cannot be read" in result.err
+    assert "a state must be of tensors, numbers, strings, lists and dicts: got " in result.err
+    assert "Traceback" not in result.err
 
 
 @pytest.mark.slow

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from llmrl import parent_watchdog
 from llmrl.errors import ConfigError, MissingDependencyError, RolloutError
 from llmrl.modules.llm.engines.base import SamplingParams, StopReason
-from llmrl.modules.llm.engines.vllm import leash
 from llmrl.modules.llm.engines.vllm.surroundings import (
     environment,
     process_state,
@@ -162,7 +162,7 @@ def build(model: str, *, own_process: bool, options: Mapping[str, Any]) -> Any:
             "PYTHONFAULTHANDLER": "1",
             "PYTHONWARNINGS": "ignore",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
-            leash.OWNER: str(os.getpid()),
+            parent_watchdog.OWNER: str(os.getpid()),
         }
         if settings.get("distributed_executor_backend") == "uni":
             variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else vLLM gives a CPU's worker a process of its own too

@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from llmrl.modules.llm.engines.vllm import leash, shared_memory
+from llmrl import parent_watchdog
+from llmrl.modules.llm.engines.vllm import shared_memory
 from llmrl.modules.llm.engines.vllm.block import Placed
 from llmrl.modules.llm.engines.vllm.reloading import repack_tied, set_kernels_aside
 from llmrl.optional import require
@@ -22,7 +23,7 @@ __all__ = ["EXTENSION", "WorkerExtension"]
 
 EXTENSION = f"{__name__}.WorkerExtension"
 
-leash.follow()  # here, because importing this file is the first that vLLM lets us do in a process of its own
+parent_watchdog.follow()  # here, because importing this file is the first that vLLM lets us do in a process of its own
 
 
 class WorkerExtension:
