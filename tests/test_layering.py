@@ -16,6 +16,8 @@ BASE = (
     "llmrl.optional",
     "llmrl.loading",
     "llmrl.padding",
+    "llmrl.strict_json",
+    "llmrl.text_files",
     "llmrl.config",
     "llmrl.config_source",
     "llmrl.metrics",
@@ -29,7 +31,7 @@ TOOLS = ("llmrl.tools", "llmrl.chat_templates")
 TABLE: dict[str, tuple[str, ...]] = {
     "llmrl": (),
     **{module: BASE for module in BASE},
-    "llmrl.tools": ("llmrl.errors", "llmrl.optional", "llmrl.loading"),
+    "llmrl.tools": ("llmrl.errors", "llmrl.optional", "llmrl.loading", "llmrl.strict_json"),
     "llmrl.chat_templates": ("llmrl.errors", "llmrl.optional", "llmrl.loading"),
     "llmrl.data": (*BASE, *TOOLS),
     "llmrl.modules": (*BASE, *TOOLS, "llmrl.data"),
@@ -47,6 +49,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "llmrl.recipes": ("llmrl",),  # anything
 }
 NO_TORCH = {"llmrl.errors", "llmrl.optional", "llmrl.loading", "llmrl.config", "llmrl.config_source", "llmrl.rundir"}
+NO_TORCH |= {"llmrl.strict_json", "llmrl.text_files"}
 NO_TORCH |= {"llmrl.checkpoint", "llmrl.console", "llmrl.show", "llmrl.rollouts", "llmrl.tools", "llmrl.chat_templates"}
 
 # Import names that belong to a distribution of another name, or come with one that llmrl depends on.

@@ -8,6 +8,8 @@ Control tokens inside messages are left to `llmrl.data.llm.control_tokens`, stre
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -23,6 +25,7 @@ from llmrl.errors import TemplateError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _STAND_IN = 0x100000  # private-use plane B: marks the place of the content in a probe
 
 
@@ -119,7 +122,10 @@ class ChatCodec:
         if not texts:
             return [], []
         pieces, owners = self._controls.cut(texts)
-        batch = self.tokenizer(list(pieces), add_special_tokens=False, return_attention_mask=False)
+        try:
+            batch = self.tokenizer(list(pieces), add_special_tokens=False, return_attention_mask=False)
+        except (TypeError, UnicodeError) as error:
+            raise self._not_encoded(texts, error) from error
         ids, encodings = batch["input_ids"], batch.encodings
         if spans is not None and encodings is None:
             raise TemplateError(
@@ -133,6 +139,16 @@ class ChatCodec:
             ]
             return ids, found
         return self._join_pieces(pieces, owners, len(texts), ids, encodings, spans)
+
+    def _not_encoded(self, texts: Sequence[str], error: Exception) -> Exception:
+        """What to raise where the tokenizer failed: it takes no half of a surrogate pair."""
+        for row, text in enumerate(texts):
+            if found := _SURROGATE.search(text):
+                return TemplateError(
+                    f"ChatCodec: a message must be text that can be encoded: conversation {row} holds half of a "
+                    f"surrogate pair, {found[0]!r}, in {text[max(0, found.start() - 40) : found.end()]!r}; remove it."
+                )
+        return error
 
     # What the template does
 
@@ -239,7 +255,7 @@ class ChatCodec:
         if spans is None:
             return ids, []
         return ids, [
-            [(_first_at_least(starts[row], start), _first_at_least(starts[row], end)) for start, end in spans[row]]
+            [(bisect_left(starts[row], start), bisect_left(starts[row], end)) for start, end in spans[row]]
             for row in range(num_rows)
         ]
 
@@ -259,7 +275,3 @@ def _differs(value: Any, other: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return any(_differs(item, new) for item, new in zip(value, other, strict=True))
     return isinstance(value, str) and value != other
-
-
-def _first_at_least(starts: Sequence[int], position: int) -> int:
-    return next((index for index, start in enumerate(starts) if start >= position), len(starts))
