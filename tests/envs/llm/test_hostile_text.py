@@ -66,7 +66,7 @@ UNITS += [
     "P. ",
 ]
 ANSWERS = ["<think>", "</think>", "<answer>", "</answer>", "####"]
-LATEX = ["\\boxed{", "\\text{", "\\text{}", "\\frac{", "\\frac{1}{", "{", "}", "^", "\\circ", "1", " ", "met", "$"]
+LATEX = ["\\boxed{", "\\text{", "\\text{}", "\\frac{", "\\frac{1}{", "}", "1", " ", "met"]
 FENCES = ["```", "```\n", "```python\n", "```text\n", "````\n", "\n```", "x\n"]
 DEEPSEEK_CALLS = ["<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"]
 DEEPSEEK_CALLS += ["<｜tool▁calls▁end｜>"]

@@ -33,10 +33,12 @@ class LlamaFormat(CallFormat):
 
     def _read(self, text: str, opening: re.Match[str], schemas: Schemas) -> tuple[list[ParsedCall], int]:
         tagged = opening[0].startswith(_TAG)
+        begun = text[opening.end() : opening.end() + _NAME_WITHIN].partition("\n")[0]
+        if not tagged and '"name"' not in begun and not _OBJECT.match(text, opening.end()):
+            return [], opening.end() + 1
         try:
             value, end = read_json(text, opening.end())
         except JSONError as error:
-            begun = text[opening.end() : opening.end() + _NAME_WITHIN].partition("\n")[0]
             if tagged or '"name"' in begun:
                 line_end = text.find("\n", opening.end())
                 return self._malformed(str(error)), len(text) if line_end < 0 else line_end
@@ -47,4 +49,5 @@ class LlamaFormat(CallFormat):
 
 
 _ARGUMENTS = {"parameters", "arguments"}
+_OBJECT = re.compile(r"\{\s*+[\"}]")
 _NAME_WITHIN = 200  # characters: a call that cannot be read says its name there
