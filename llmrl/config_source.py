@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from llmrl.errors import ConfigError
+from llmrl.text_files import why_not_text
 
 __all__ = ["KeyPath", "Source", "YamlDumper", "YamlLoader", "dotted"]
 
@@ -61,6 +62,9 @@ YamlDumper.add_representer(
     ),
 )
 
+_MAX_ENTRIES = 100_000
+_NOT_YAML = (yaml.YAMLError, RecursionError, ValueError)  # ValueError: an integer of too many digits
+
 
 @dataclass
 class Source:
@@ -73,9 +77,11 @@ class Source:
     @classmethod
     def read(cls, path: Path) -> Source:
         try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            text = path.read_text(encoding="utf-8-sig")
+        except OSError as error:
             raise ConfigError(f"{path}  cannot be read: {error}") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path}  cannot be read: {why_not_text(path, by_line=True) or error}") from error
         source = cls(name=path.name)
         source.data, problems = source.parse(text)
         if problems:
@@ -84,18 +90,13 @@ class Source:
 
     def parse(self, text: str) -> tuple[dict[str, Any], list[str]]:
         problems: list[str] = []
-        loader = YamlLoader(text)
         try:
+            loader = YamlLoader(text)
             root = loader.get_single_node()
             data = self._plain(loader, root, (), problems) if root is not None else {}
-        except yaml.MarkedYAMLError as error:
-            mark = error.problem_mark or error.context_mark
-            place = f"{self.name}:{mark.line + 1}" if mark else self.name
-            return {}, [f"{place}  is not valid YAML: {error.problem or error.context}"]
-        except yaml.YAMLError as error:
-            return {}, [f"{self.name}  is not valid YAML: {error}"]
-        finally:
-            loader.dispose()
+        except _NOT_YAML as error:
+            line, reason = _problem(error, text)
+            return {}, [f"{self.name}{f':{line}' if line else ''}  is not valid YAML: {reason}"]
         if not isinstance(data, dict):
             problems.append(f"{self.name}:1  must be a mapping of settings: got {type(data).__name__}")
         return data, problems
@@ -103,6 +104,9 @@ class Source:
     def _plain(self, loader: YamlLoader, node: yaml.Node, at: KeyPath, problems: list[str]) -> Any:
         if len(at) > 32:
             raise yaml.MarkedYAMLError(problem="nested deeper than 32 levels", problem_mark=node.start_mark)
+        if len(self.places) > _MAX_ENTRIES:  # a few lines of aliases of aliases are as many as one likes
+            problem = f"more than {_MAX_ENTRIES:,} entries, those of aliases included"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         if isinstance(node, yaml.SequenceNode):
             return [self._item(loader, item, (*at, index), item, problems) for index, item in enumerate(node.value)]
         if not isinstance(node, yaml.MappingNode):
@@ -132,8 +136,8 @@ class Source:
             return f"command line  {text}  must read section.key=value{hint}"
         try:
             parsed = yaml.load(value, YamlLoader)
-        except yaml.YAMLError as error:
-            return f"command line  {text}  has a value that is not valid YAML: {getattr(error, 'problem', error)}"
+        except _NOT_YAML as error:
+            return f"command line  {text}  has a value that is not valid YAML: {_problem(error, value)[1]}"
         *sections, leaf = name.split(".")
         node = self.data
         for depth, section in enumerate(sections):
@@ -169,6 +173,19 @@ class Source:
         inner = {path[:-1] for path in self.places if isinstance(path[-1], str)}
         leaves = {path for path in self.places if path not in inner and all(isinstance(part, str) for part in path)}
         return {dotted(path): place for path, place in self.places.items() if path in leaves}
+
+
+def _problem(error: Exception, text: str) -> tuple[int | None, str]:
+    """The line and what is wrong there, of what PyYAML raised for a text."""
+    if isinstance(error, yaml.MarkedYAMLError):
+        mark = error.problem_mark or error.context_mark
+        return mark.line + 1 if mark else None, error.problem or error.context
+    if isinstance(error, yaml.reader.ReaderError):
+        line = text.count("\n", 0, error.position) + 1
+        return line, f"the control character {chr(error.character)!r} is not allowed; remove it, or escape it in quotes"
+    if isinstance(error, RecursionError):
+        return None, "nested deeper than 32 levels"
+    return None, str(error)
 
 
 def dotted(path: KeyPath) -> str:

@@ -1,4 +1,5 @@
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -137,6 +138,14 @@ def test_a_validator_of_the_whole_model_speaks_for_itself(tmp_path):
         ("model: !!python/object:os.system {}\n", "sums.yaml:1  "),
         ("a: &a\n  b: *a\n", "nested deeper than 32 levels"),
         ("model: a\n---\nmodel: b\n", "is not valid YAML"),
+        ("model: a\nclip: \a\n", "sums.yaml:2  is not valid YAML: the control character '\\x07' is not allowed"),
+        ("model: " + "[" * 5000, "nested deeper than 32 levels"),
+        ("clip: " + "9" * 5000, "Exceeds the limit"),
+        (
+            "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n"
+            + "".join(f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]\n" for old, new in pairwise("abcdefgh")),
+            "more than 100,000 entries",
+        ),
     ],
 )
 def test_files_that_cannot_mean_one_thing_are_refused(tmp_path, text, expected):
@@ -146,8 +155,10 @@ def test_files_that_cannot_mean_one_thing_are_refused(tmp_path, text, expected):
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
     assert "cannot be read" in fault(tmp_path)
     path = tmp_path / "sums.yaml"
-    path.write_bytes(b"model: \xff\xfe")
-    assert "cannot be read" in fault(path)
+    path.write_bytes(b"group_size: 1\nmodel: caf\xe9\n")
+    assert f"cannot be read: {path}, line 2 must be UTF-8 text: byte 0xe9" in fault(path)
+    path.write_bytes("model: tiny\n".encode("utf-16"))
+    assert "it is UTF-16" in fault(path)
 
 
 @pytest.mark.parametrize(
@@ -157,6 +168,9 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
         ("optim.lr", "must read section.key=value"),
         ("=1", "must read section.key=value"),
         ("clip=[1", "has a value that is not valid YAML"),
+        ("clip=\a", "the control character '\\x07' is not allowed"),
+        ("clip=" + "[" * 5000, "nested deeper than 32 levels"),
+        ("clip=" + "9" * 5000, "Exceeds the limit"),
         ("group_size.x=1", "cannot be set: group_size is 8 and not a section"),
     ],
 )

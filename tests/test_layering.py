@@ -16,6 +16,8 @@ BASE = (
     "llmrl.optional",
     "llmrl.loading",
     "llmrl.padding",
+    "llmrl.strict_json",
+    "llmrl.text_files",
     "llmrl.config",
     "llmrl.config_source",
     "llmrl.metrics",
@@ -30,7 +32,7 @@ TOOLS = ("llmrl.tools", "llmrl.chat_templates")
 TABLE: dict[str, tuple[str, ...]] = {
     "llmrl": (),
     **{module: BASE for module in BASE},
-    "llmrl.tools": ("llmrl.errors", "llmrl.optional", "llmrl.loading"),
+    "llmrl.tools": ("llmrl.errors", "llmrl.optional", "llmrl.loading", "llmrl.strict_json"),
     "llmrl.chat_templates": ("llmrl.errors", "llmrl.optional", "llmrl.loading"),
     "llmrl.data": (*BASE, *TOOLS),
     "llmrl.modules": (*BASE, *TOOLS, "llmrl.data"),
@@ -54,6 +56,8 @@ NO_TORCH |= {
     "llmrl.console",
     "llmrl.show",
     "llmrl.rollouts",
+    "llmrl.strict_json",
+    "llmrl.text_files",
     "llmrl.tools",
     "llmrl.chat_templates",
 }

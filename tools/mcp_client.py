@@ -1,7 +1,8 @@
 """Tools of MCP servers, through the official ``mcp`` package (version 2): stdio and streamable HTTP.
 
 Every tool of a server is a `Tool` with the server's schema. All connections of one `MCPServers` live in one background
-event loop; the calls of any number of threads are sent over them side by side.
+event loop; the calls of any number of threads are sent over them side by side. The process of a server is
+`mcp_stdio`'s.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import asyncio
 import contextlib
 import json
 import shlex
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
@@ -20,14 +20,15 @@ from llmrl.errors import ConfigError, DeadlineError, LLMRLError, MissingDependen
 from llmrl.optional import require
 from llmrl.tools.background_loop import BackgroundLoop
 from llmrl.tools.base import Tool, ToolError, ToolTimeout
+from llmrl.tools.mcp_stdio import StdioServer
 
 __all__ = ["MCPServers", "MCPTool"]
 
 _STDIO = ("command", "args", "env", "cwd")
 _HTTP = ("url", "headers")
 _MAX_RESTARTS = 1
-_MAX_STDERR_CHARS = 2000
-_CLOSE_S = 8.0  # the package gives a server 2 s to end, 2 s after SIGTERM, and kills it
+_PING_S = 5.0  # for a server that let a call time out to say that it is there
+_CLOSE_S = 8.0  # a server has 2 s to end, 2 s after SIGTERM, and is killed
 
 
 class MCPServers:
@@ -41,7 +42,8 @@ class MCPServers:
 
     ``tools``: those of all servers, in order; names that two servers share are preceded by the server's. A server that
     ends fails the calls that it was in and is started again at the next one; if it ends again without having answered
-    any, it is given up.
+    any, it is given up. So is one that lets a call time out and does not answer a ping either. An answer of more than
+    16 MiB, or one that breaks the protocol, is an error of its call.
     """
 
     def __init__(self, servers: Mapping[str, Mapping[str, Any] | str], *, start_timeout_s: float = 30.0):
@@ -82,8 +84,6 @@ class MCPServers:
         with contextlib.suppress(LLMRLError, TimeoutError):  # closed before, or a server that cannot be killed
             self._loop.run(_stop_all(self._connections), deadline=time.monotonic() + _CLOSE_S)
         self._loop.close()
-        for connection in self._connections:
-            connection.errors.close()
 
     def _wait_for(self, connection: _Connection, deadline: float, timeout_s: float) -> None:
         try:
@@ -148,7 +148,8 @@ class _Connection:
         self.name = name
         self.listed: list[Any] = []
         self._settings = settings
-        self.errors = tempfile.TemporaryFile()  # noqa: SIM115 - a server writes to it for as long as it lives
+        self._server: StdioServer | None = None
+        self._check: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[Any] | None = None
         self._stop: asyncio.Event | None = None
         self._task: asyncio.Task[None] | None = None
@@ -182,18 +183,54 @@ class _Connection:
             result = await client.call_tool(tool, dict(arguments))
             self._starts = 1  # it works: the next end is a first one again
             return result
+        except asyncio.CancelledError:  # its deadline
+            self._check_on(ready, client)
+            raise
         except mcp.MCPError as error:
-            if error.code != mcp.types.CONNECTION_CLOSED:
-                raise ToolError(str(error)) from error
+            if not self._is_closed(error):
+                raise ToolError(f"{tool}: {error}") from error
             reason = "it ended"
+        except (ValueError, RuntimeError) as error:  # no result of a tool, or not of the schema that it declared
+            self._check_on(ready, client)
+            raise ToolError(f"{tool}: the server's answer cannot be used: {_reason(error)}.") from error
         except Exception as error:
             reason = _reason(error)
+        self._lose(ready)
+        raise ToolError(f"MCP server {self.name!r} was lost during the call: {reason}.")
+
+    def _lose(self, ready: asyncio.Future[Any]) -> None:
+        """Ends a connection that is of no use, so that the next call starts another one."""
         if self._ready is ready:  # the first of the calls that it took down with it
             self._ready = None
             self._stop.set()
-        raise ToolError(f"MCP server {self.name!r} was lost during the call: {reason}.")
+
+    def _is_closed(self, error: Any) -> bool:
+        """Whether the connection is. A server may use the same code for errors of its own."""
+        mcp = require("mcp", extra="mcp", used_by="MCPServers")
+        return error.code == mcp.types.CONNECTION_CLOSED and (self._server is None or not self._server.is_open)
+
+    def _check_on(self, ready: asyncio.Future[Any], client: Any) -> None:
+        """Finds out whether the server still answers anything, and loses it if not."""
+
+        async def check() -> None:
+            mcp = require("mcp", extra="mcp", used_by="MCPServers")
+            ping = mcp.types.PingRequest(params=mcp.types.RequestParams())  # that there is no such method will do
+            try:
+                await asyncio.wait_for(client.session.send_request(ping, mcp.types.EmptyResult), _PING_S)
+            except TimeoutError:
+                self._lose(ready)
+            except mcp.MCPError as error:
+                if self._is_closed(error):
+                    self._lose(ready)
+            except Exception:  # an answer, too
+                pass
+
+        if self._ready is ready and (self._check is None or self._check.done()):
+            self._check = asyncio.create_task(check())
 
     async def stop(self) -> None:
+        if self._check is not None:
+            self._check.cancel()
         if self._task is not None:
             if self._ready is not None and not self._ready.done():
                 self._task.cancel()  # it still starts
@@ -203,9 +240,7 @@ class _Connection:
 
     def stderr(self) -> str:
         """What the server wrote there last, for an error message."""
-        size = self.errors.seek(0, 2)
-        self.errors.seek(max(0, size - _MAX_STDERR_CHARS))
-        text = self.errors.read().decode("utf-8", "replace").strip()
+        text = self._server.stderr if self._server is not None else ""
         return f" Its stderr:\n{text}" if text else ""
 
     async def _serve(self, ready: asyncio.Future[Any], stop: asyncio.Event) -> None:
@@ -226,7 +261,8 @@ class _Connection:
         mcp = require("mcp", extra="mcp", used_by="MCPServers")
         settings = self._settings
         if "command" in settings:
-            transport = mcp.stdio_client(mcp.StdioServerParameters(**settings), errlog=self.errors)
+            self._server = StdioServer(settings)
+            transport = self._server.open()
         elif settings.get("headers"):
             http = require("mcp.client.streamable_http", extra="mcp", used_by="MCPServers")
             client = await stack.enter_async_context(http.create_mcp_http_client(headers=settings["headers"]))
@@ -259,7 +295,13 @@ def _settings(name: str, given: Any) -> dict[str, Any]:
     if isinstance(given, str):
         if given.startswith(("http://", "https://")):
             return {"url": given}
-        command, *args = shlex.split(given) or [""]
+        try:
+            command, *args = shlex.split(given) or [""]
+        except ValueError as error:
+            raise ConfigError(
+                f"MCPServers: the command line of server {name!r} must have its quotes in pairs: got {given!r:.200} "
+                f"({error})."
+            ) from None
         given = {"command": command, "args": args}
     if not isinstance(given, Mapping):
         raise ConfigError(

@@ -18,6 +18,7 @@ from pydantic.errors import PydanticUserError
 from pydantic.json_schema import GenerateJsonSchema
 
 from llmrl.errors import ConfigError, closest, near
+from llmrl.strict_json import JSONError, parse_json
 
 __all__ = ["Signature", "parse_docstring"]
 
@@ -84,8 +85,8 @@ class Signature:
                 name = str(fault["loc"][0]) if fault["loc"] else ""
                 if isinstance(repaired.get(name), str) and name in self._parameters:
                     try:
-                        repaired[name] = json.loads(repaired[name])
-                    except (ValueError, RecursionError):
+                        repaired[name] = parse_json(repaired[name])
+                    except JSONError:
                         raise failure from None
             if repaired == dict(arguments):
                 raise

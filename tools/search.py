@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter, defaultdict
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llmrl.errors import ConfigError, DataError
+from llmrl.strict_json import JSONError, parse_json
 from llmrl.tools.base import Tool, ToolError
 from llmrl.tools.schema import Signature
 
@@ -128,8 +128,8 @@ def _passages(path: Path, root: Path, max_chars: int) -> list[Passage]:
 
 def _row_text(line: str, path: Path, number: int) -> str:
     try:
-        row = json.loads(line)
-    except ValueError as error:
+        row = parse_json(line)
+    except JSONError as error:
         raise DataError(f"SearchDocuments: {path}:{number}: every line must be JSON: {error}.") from None
     if isinstance(row, dict):
         return str(row["text"]) if "text" in row else "\n".join(f"{key}: {value}" for key, value in row.items())

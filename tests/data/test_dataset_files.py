@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 
 import pytest
@@ -68,6 +69,50 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
         load_rows(bad)
     with pytest.raises(DataError, match=r"row 1 of .* is 3"):
         load_rows(write(tmp_path / "list.json", [3]))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv"])
+def test_files_in_another_encoding_or_format_say_which_and_what_to_do(tmp_path, suffix):
+    path = tmp_path / f"data{suffix}"
+    text = write(path, ROWS).read_text(encoding="utf-8")
+    parquet = write(tmp_path / "data.parquet", ROWS).read_bytes()
+    contents = [
+        (text.replace("2?", "é").encode("latin-1"), r"line \d must be UTF-8 text: byte 0xe9 at column \d+.*iconv"),
+        (text.encode("utf-16"), "it is UTF-16; convert it: iconv"),
+        (text.encode("utf-16-le"), "it has null bytes, as UTF-16"),
+        (gzip.compress(text.encode()), "it is gzip; unpack it with gunzip"),
+        (parquet, "it is Parquet; rename it to end in .parquet"),
+    ]
+    for data, says in contents:
+        path.write_bytes(data)
+        with pytest.raises(DataError, match=says) as raised:
+            load_rows(path)
+        assert str(path) in str(raised.value)
+    path.write_bytes(text.encode("utf-8-sig"))
+    assert list(load_rows(path)) == ROWS, "a byte order mark is no fault"
+
+
+@pytest.mark.parametrize("value", ["[" * 2000 + "]" * 2000, "9" * 5000, '"\\ud800"'])
+def test_json_that_cannot_be_gone_on_with_is_named_with_its_line(tmp_path, value):
+    path = tmp_path / "data.jsonl"
+    path.write_text(f'{{"a": 1}}\n{{"a": {value}}}\n', encoding="utf-8")
+    with pytest.raises(DataError, match=r"data.jsonl, line 2 must be JSON: (the JSON is nested|an integer|it holds)"):
+        load_rows(path)
+    with pytest.raises(DataError, match=r"'tools' must be .*: row 7: "):
+        to_messages({"messages": [USER, ASSISTANT], "tools": f'[{{"a": {value}}}]'}, number=7)
+
+
+def test_csv_fields_may_be_long_and_rows_with_more_fields_than_the_header_are_named(tmp_path):
+    limit = csv.field_size_limit()
+    rows = [{"question": "x" * 500_000, "answer": "y"}]
+    assert list(load_rows(write(tmp_path / "data.csv", rows))) == rows
+    path = tmp_path / "wide.csv"
+    path.write_text("question,answer\na,b\nc,d,e,f\n", encoding="utf-8")
+    with pytest.raises(DataError, match=r"row 2 of .*wide.csv, which ends in line 3, has 2 more"):
+        load_rows(path)
+    path.write_bytes(b"question,answer\na\rb,c\n")
+    assert len(load_rows(path)) == 2, "as files of old Macs end their lines"
+    assert csv.field_size_limit() == limit
 
 
 def test_a_missing_column_lists_the_ones_there_are(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 import socket
@@ -20,6 +21,7 @@ from llmrl.errors import ConfigError, DeadlineError
 from llmrl.testing import ScriptedPolicy
 from llmrl.tools import ToolCall, ToolError, ToolTimeout, load_tool
 from llmrl.tools.mcp_client import MCPServers, MCPTool
+from llmrl.tools.mcp_stdio import _line
 from llmrl.tools.runner import ToolRunner
 
 pytestmark = [
@@ -135,6 +137,7 @@ def test_a_server_that_does_not_start_says_why_in_time(settings, kind, says):
         ({"a": {"command": "x", "arg": []}}, "Did you mean 'args'"),
         ({"a": {"url": "http://x", "header": {}}}, "Did you mean 'headers'"),
         ({"a": 5}, "a mapping, a command line or a URL"),
+        ({"a": "my-server --name 'x"}, "must have its quotes in pairs"),
     ],
 )
 def test_settings_that_cannot_be_used_are_refused(servers, says):
@@ -220,3 +223,95 @@ def test_the_transform_runs_the_documented_tags_and_patterns():
         assert td["next", "history"].prompt.to_chats()[0][-1]["role"] == "user"
     finally:
         env.close()
+
+
+HOSTILE = {"command": sys.executable, "args": ["-IS", str(Path(__file__).with_name("mcp_hostile_server.py"))]}
+
+
+@pytest.fixture(scope="module")
+def hostile():
+    with MCPServers({"hostile": HOSTILE}, start_timeout_s=WAIT_S) as servers:
+        yield {tool.name: tool for tool in servers.tools}
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("huge", "longer than 16 MiB"),
+        ("null", "its result is None"),
+        ("refuse", "the disk is full"),
+        ("odd_error", "its error is 'out of order'"),
+        ("no_content", "content"),
+    ],
+)
+def test_an_answer_that_is_no_result_is_an_error_of_its_call_and_the_server_goes_on(hostile, name, says):
+    """Regression: the call timed out, or the server was said to have ended."""
+    connection = hostile["echo"]._connection
+    before = connection._server
+    with pytest.raises(ToolError, match=says):
+        call(hostile[name])
+    assert call(hostile["echo"]) == "here"
+    assert connection._server is before, "it was not started again"
+
+
+def test_a_result_with_bytes_that_are_no_text_is_shown_with_stand_ins(hostile):
+    assert call(hostile["binary"]) == "PNG\ufffd\ufffd"
+    assert call(hostile["echo"]) == "here"
+
+
+@pytest.mark.parametrize("name", ["silent", "endless"])
+def test_a_server_that_answers_nothing_any_more_is_started_again(monkeypatch, name):
+    monkeypatch.setattr("llmrl.tools.mcp_client._PING_S", 0.3)
+    with MCPServers({"hostile": HOSTILE}, start_timeout_s=WAIT_S) as servers:
+        tools = {tool.name: tool for tool in servers.tools}
+        connection = tools["echo"]._connection
+        before, task = connection._server, connection._task
+        with pytest.raises(ToolTimeout):
+            call(tools[name], deadline=time.monotonic() + 0.5)
+        servers._loop.run(asyncio.wait([task], timeout=WAIT_S), soon())
+        assert not before.is_open
+        assert call(tools["echo"]) == "here"
+        assert connection._server is not before
+
+
+def test_a_line_without_an_end_is_read_in_bounded_memory():
+    """Regression: 1.6 GB."""
+
+    async def read():
+        reader = asyncio.StreamReader(limit=1 << 16)
+        peak = 0
+        lines = asyncio.create_task(_lines(reader))
+        for _ in range(400):
+            reader.feed_data(b"x" * (1 << 15))
+            await asyncio.sleep(0)
+            peak = max(peak, len(reader._buffer))
+        reader.feed_data(b"\nnext\n")
+        reader.feed_eof()
+        return peak, await lines
+
+    async def _lines(reader):
+        found = []
+        while (line := await _line(reader)) is not None:
+            found.append(line)
+        return found
+
+    peak, lines = asyncio.run(read())
+    assert lines == [b"x" * 300, b"next\n"]
+    assert peak <= 1 << 18
+
+
+def test_the_children_of_a_server_that_closed_its_output_end_with_it():
+    with MCPServers({"hostile": HOSTILE}, start_timeout_s=WAIT_S) as servers:
+        tools = {tool.name: tool for tool in servers.tools}
+        child = int(call(tools["orphan"]))
+        deadline = soon()
+        while _runs(child) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not _runs(child)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

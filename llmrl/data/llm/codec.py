@@ -8,6 +8,8 @@ Control tokens inside messages are left to `llmrl.data.llm.control_tokens`, stre
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -23,6 +25,7 @@ from llmrl.errors import TemplateError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _STAND_IN = 0x100000  # private-use plane B: marks the place of the content in a probe
 
 
@@ -128,9 +131,18 @@ class ChatCodec:
     def encode_with_spans(
         self, texts: Sequence[str], spans: Sequence[Sequence[Span]] | None
     ) -> tuple[list[list[int]], list[list[Span]]]:
-        """Ids of escaped texts and the token spans of the character spans, in one call of the tokenizer; what quotes
-        control tokens in one more.
+        """Ids of escaped texts and the token spans of the character spans.
+
+        One call of the tokenizer, and one more for texts that quote control tokens.
         """
+        try:
+            return self._encode_with_spans(texts, spans)
+        except (TypeError, UnicodeError) as error:
+            raise self._not_encoded(texts, error) from error
+
+    def _encode_with_spans(
+        self, texts: Sequence[str], spans: Sequence[Sequence[Span]] | None
+    ) -> tuple[list[list[int]], list[list[Span]]]:
         if not texts:
             return [], []
         if quoting := [row for row, text in enumerate(texts) if self._controls.quotes(text)]:
@@ -146,6 +158,16 @@ class ChatCodec:
         return ids, [
             [token_span(encodings[row], span, len(text)) for span in spans[row]] for row, text in enumerate(texts)
         ]
+
+    def _not_encoded(self, texts: Sequence[str], error: Exception) -> Exception:
+        """What to raise where the tokenizer failed: it takes no half of a surrogate pair."""
+        for row, text in enumerate(texts):
+            if found := _SURROGATE.search(text):
+                return TemplateError(
+                    f"ChatCodec: a message must be text that can be encoded: conversation {row} holds half of a "
+                    f"surrogate pair, {found[0]!r}, in {text[max(0, found.start() - 40) : found.end()]!r}; remove it."
+                )
+        return error
 
     # What the template does
 
@@ -231,7 +253,7 @@ class ChatCodec:
     ) -> tuple[list[list[int]], list[list[Span]]]:
         """:meth:`encode_with_spans` where some rows quote control tokens."""
         others = [row for row in range(len(texts)) if row not in set(quoting)]
-        ids, found = self.encode_with_spans(
+        ids, found = self._encode_with_spans(
             [texts[row] for row in others], None if spans is None else [spans[row] for row in others]
         )
         all_ids, all_spans = dict(zip(others, ids, strict=True)), dict(zip(others, found, strict=spans is not None))

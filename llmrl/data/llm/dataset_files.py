@@ -19,14 +19,16 @@ Tokenising and filtering by length belong to the recipes.
 from __future__ import annotations
 
 import csv
-import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from llmrl.errors import DataError, near
+from llmrl.strict_json import JSONError, parse_json
+from llmrl.text_files import why_not_text
 
-__all__ = ["load_rows", "to_messages", "to_prompt"]
+__all__ = ["declared_tools", "load_rows", "to_messages", "to_prompt"]
 
 Message = dict[str, Any]
 Row = Mapping[str, Any]
@@ -44,7 +46,8 @@ def load_rows(
     Reads    ``source``: a ``.jsonl``, ``.json`` (a list of objects), ``.parquet`` or ``.csv`` file, or a name on the
              Hugging Face hub (``split`` and the configuration ``name`` apply to that one only)
     Returns  a list of dicts, or a ``datasets.Dataset``
-    Raises   DataError for a missing file, an unreadable row, a missing one of ``columns``, or no rows at all
+    Raises   DataError for a missing file, one that is not UTF-8 (a byte order mark is left out), an unreadable row, a
+             missing one of ``columns``, or no rows at all
     """
     path = Path(source).expanduser()
     if path.suffix.lower() in FILE_FORMATS or path.exists():
@@ -94,7 +97,7 @@ def to_messages(
             f"to_messages: a conversation to train on must have an assistant turn: {where} has only {roles}."
         )
     messages = _with_system(messages, system_prompt)
-    if tools := _tools(row, where):
+    if tools := declared_tools(row.get("tools"), where):
         messages[0] = {**messages[0], "tools": tools}
     return messages
 
@@ -144,11 +147,22 @@ def _load_file(path: Path) -> list[Row]:
     if not path.is_file():
         raise DataError(f"load_rows: a dataset file must exist: {path} (from {Path.cwd()}) does not.")
     suffix = path.suffix.lower()
+    try:
+        if suffix != ".parquet" and (reason := why_not_text(path)):
+            raise DataError(f"load_rows: {reason}")
+        return _rows_of(path, suffix)
+    except UnicodeDecodeError as error:
+        raise DataError(f"load_rows: {why_not_text(path, by_line=True) or f'{path}: {error}'}") from error
+    except OSError as error:
+        raise DataError(f"load_rows: {path} cannot be read: {error.strerror or error}.") from error
+
+
+def _rows_of(path: Path, suffix: str) -> list[Row]:
     if suffix == ".jsonl":
-        with path.open(encoding="utf-8") as lines:
+        with path.open(encoding="utf-8-sig") as lines:
             return [_parse(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
     if suffix == ".json":
-        rows = _parse(path.read_text(encoding="utf-8"), str(path), kind=list)
+        rows = _parse(path.read_text(encoding="utf-8-sig"), str(path), kind=list)
         for number, row in enumerate(rows, 1):
             if not isinstance(row, dict):
                 raise DataError(f"load_rows: every row must be an object: row {number} of {path} is {row!r:.60}.")
@@ -159,17 +173,41 @@ def _load_file(path: Path) -> list[Row]:
         try:
             return parquet.read_table(path).to_pylist()
         except (OSError, ValueError) as error:
-            raise DataError(f"load_rows: {path} cannot be read as Parquet: {error}.") from error
+            raise DataError(
+                f"load_rows: {path} cannot be read as Parquet: {error}; rename a file of another format "
+                f"({', '.join(FILE_FORMATS)})."
+            ) from error
     if suffix == ".csv":
-        with path.open(encoding="utf-8", newline="") as lines:
-            return list(csv.DictReader(lines))
+        return _csv_rows(path)
     raise DataError(f"load_rows: a dataset file must end in one of {', '.join(FILE_FORMATS)}: got {path}.")
+
+
+def _csv_rows(path: Path) -> list[Row]:
+    limit = csv.field_size_limit(sys.maxsize)  # of the module; as long as the longest conversation
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as lines:
+            reader = csv.DictReader(lines)
+            rows = []
+            try:
+                for number, row in enumerate(reader, 1):
+                    if None in row:
+                        raise DataError(
+                            f"load_rows: a row must have as many fields as the header: row {number} of {path}, which "
+                            f"ends in line {reader.line_num}, has {len(row[None])} more; put a field with commas in "
+                            "quotes."
+                        )
+                    rows.append(row)
+            except csv.Error as error:
+                raise DataError(f"load_rows: {path}, line {reader.line_num} must be CSV: {error}.") from error
+            return rows
+    finally:
+        csv.field_size_limit(limit)
 
 
 def _parse(text: str, where: str, kind: type = dict) -> Any:
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
+        value = parse_json(text)
+    except JSONError as error:
         raise DataError(f"load_rows: {where} must be JSON: {error}.") from error
     if not isinstance(value, kind):
         expected = "an object, {...}" if kind is dict else "a list of objects, [{...}, ...]"
@@ -249,13 +287,12 @@ def _checked(messages: Any, column: str, where: str) -> list[Message]:
     return checked
 
 
-def _tools(row: Row, where: str) -> list[Any]:
-    """The schemas that the row declares."""
-    tools = row.get("tools")
+def declared_tools(tools: Any, where: str) -> list[Any]:
+    """The schemas in the column ``tools`` of a row: a list, or JSON text. Raises DataError naming the row otherwise."""
     if isinstance(tools, str) and tools.strip():
         try:
-            tools = json.loads(tools)
-        except json.JSONDecodeError as error:
+            tools = parse_json(tools)
+        except JSONError as error:
             raise DataError(f"dataset: 'tools' must be a list of schemas or JSON text: {where}: {error}.") from error
     if tools and not (isinstance(tools, (list, tuple)) and all(isinstance(tool, Mapping) for tool in tools)):
         raise DataError(f"dataset: 'tools' must be a list of schemas or JSON text: {where} has {tools!r:.80}.")

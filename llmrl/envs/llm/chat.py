@@ -7,7 +7,6 @@ policy's.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,7 +16,7 @@ from tensordict import TensorDict, TensorDictBase, is_non_tensor
 
 from llmrl.data.llm.chat import History
 from llmrl.data.llm.columns import column_values
-from llmrl.data.llm.dataset_files import load_rows, to_prompt
+from llmrl.data.llm.dataset_files import declared_tools, load_rows, to_prompt
 from llmrl.data.specs import Composite, NonTensor
 from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.transforms.dataloading import DataLoadingPrimer
@@ -358,9 +357,9 @@ def checked_rows(rows: Sequence[Any], who: str) -> Sequence[Mapping[str, Any]]:
 
 def _declare_tools(chats: list[list[Message]], tools: list[Any] | None) -> None:
     """Puts the tool schemas of each row (a list, or JSON text) where the renderer looks: into its first message."""
-    for chat, schemas in zip(chats, tools or [None] * len(chats), strict=True):
+    for row, (chat, schemas) in enumerate(zip(chats, tools or [None] * len(chats), strict=True), 1):
         if schemas:
-            chat[0]["tools"] = json.loads(schemas) if isinstance(schemas, str) else schemas
+            chat[0]["tools"] = declared_tools(schemas, f"row {row} of the batch")
 
 
 def answered(

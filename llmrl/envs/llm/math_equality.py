@@ -53,7 +53,11 @@ class MathEquality:
     def equal(self, reference: str, answer: str) -> bool:
         """Whether ``answer`` is ``reference``."""
         self._count("compared")
-        return self._decided(_inside(reference), _inside(answer))
+        reference, answer = _inside(reference), _inside(answer)
+        if reference != answer and len(answer) > MAX_CHARS:
+            self._count("too_long")
+            return False
+        return self._decided(reference, answer)
 
     def equal_all(self, pairs: Sequence[tuple[str, str]]) -> list[bool]:
         """`equal` of every pair of a reference and an answer."""
@@ -69,9 +73,6 @@ class MathEquality:
     def _decide(self, reference: str, answer: str) -> bool:
         if reference == answer:
             return True
-        if len(answer) > MAX_CHARS:
-            self._count("too_long")
-            return False
         one, other = normalize_answer(reference), normalize_answer(answer)
         if _is_number(reference, one) and _is_number(answer, other):
             return one == other

@@ -6,7 +6,6 @@ gyms of the mlgym package. Turns, ids and masks are the conversation's, what a c
 
 from __future__ import annotations
 
-import re
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from llmrl.data.llm.columns import column
 from llmrl.data.specs import Composite, NonTensor, Unbounded
+from llmrl.envs.llm.answers.blocks import fenced_blocks
 from llmrl.envs.llm.chat import ChatEnv
 from llmrl.envs.llm.completions import completion_texts
 from llmrl.envs.llm.transforms.tool_messages import append_messages
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 __all__ = ["MLGymWrapper", "make_mlgym"]
 
-_BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
-_THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 _FORMAT = "Write exactly one command, in a block of its own:\n```\nls\n```"
 _ARGUMENTS = ("EnvironmentArguments", "EnvironmentConfig", "BaseEnvironmentConfig")  # its names over mlgym's revisions
 _SOURCE = "https://github.com/facebookresearch/MLGym"
@@ -323,8 +321,8 @@ def command_of(text: str) -> str | None:
     >>> command_of("Let me look.\\n```\\nls -l\\n```")
     'ls -l'
     """
-    found = _BLOCK.findall(_THINKING.sub("", text))
-    return found[-1].strip() or None if found else None
+    found = fenced_blocks(text)
+    return found[-1][1].strip() or None if found else None
 
 
 def first_score(info: Mapping[str, Any]) -> float | None:

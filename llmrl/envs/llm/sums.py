@@ -11,6 +11,7 @@ import re
 from functools import cache
 from typing import Any
 
+from llmrl.envs.llm.answers.numbers import normalize_answer
 from llmrl.errors import ConfigError, near
 
 __all__ = ["SPLITS", "sums_demonstrations", "sums_problems", "sums_reward"]
@@ -70,7 +71,7 @@ def sums_reward(completion: str, answer: str) -> float:
     (0.0, 0.0)
     """
     block = _ANSWER.search(completion)
-    return float(block is not None and int(block[1]) == int(answer))
+    return float(block is not None and normalize_answer(block[1]) == normalize_answer(str(answer)))
 
 
 @cache

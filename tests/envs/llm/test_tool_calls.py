@@ -143,7 +143,7 @@ def test_markers_inside_arguments_are_text():
         (HermesFormat(), '<tool_call>{"name": 5}</tool_call>', '"name" must be a string'),
         (HermesFormat(), '<tool_call>{"name": "a", "arguments": [1]}</tool_call>', "must be a JSON object, not a list"),
         (HermesFormat(), "<tool_call>add(1, 2)</tool_call>", "invalid JSON at 'add(1, 2)</tool_call>'"),
-        (HermesFormat(), '<tool_call>{"name": "a", "arguments": {"x": NaN}}</tool_call>', "NaN is no JSON value"),
+        (HermesFormat(), '<tool_call>{"name": "a", "arguments": {"x": NaN}}</tool_call>', "NaN is not a JSON value"),
         (HermesFormat(), "<tool_call>" + '{"a":' * 200_000, "nested too deeply"),
         (HermesFormat(), '<tool_call>{"name": "a"} and so on</tool_call>', "'and so on</tool_call>' stands between"),
         (LlamaFormat(), '<|python_tag|>print("hi")', "invalid JSON"),

@@ -6,14 +6,15 @@ whether a marker in the text was written as a control token or as ordinary chara
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
+from llmrl.data.llm.parsers.turns import read_call
+
 _START, _END, _END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 _TOOL_CALL = re.compile(r"\n?<tool_call>\n?(.*?)\n?</tool_call>", re.DOTALL)
-_TOOL_RESPONSES = re.compile(r"\n?(?:<tool_response>\n.*?\n</tool_response>\n?)+", re.DOTALL)
-_TOOL_RESPONSE = re.compile(r"<tool_response>\n(.*?)\n</tool_response>", re.DOTALL)
+_RESPONSE = "<tool_response>\n"
+_RESPONSE_END = re.compile(r"\n</tool_response>(?=\n?\Z|\n?<tool_response>\n)\n?")
 
 
 def parse_chatml(text: str) -> list[dict[str, Any]]:
@@ -40,8 +41,8 @@ def parse_chatml(text: str) -> list[dict[str, Any]]:
         content = body[: min(ends)] if ends else body
         if role == "assistant":
             new = [_assistant_message(content)]
-        elif role == "user" and _TOOL_RESPONSES.fullmatch(content):
-            new = [{"role": "tool", "content": result} for result in _TOOL_RESPONSE.findall(content)]
+        elif role == "user" and (results := _tool_responses(content)):
+            new = [{"role": "tool", "content": result} for result in results]
         else:
             new = [{"role": role, "content": content}]
         if not ends:
@@ -53,26 +54,30 @@ def parse_chatml(text: str) -> list[dict[str, Any]]:
 def _assistant_message(content: str) -> dict[str, Any]:
     """The assistant's text and, apart from it, the tool calls written at its end."""
     calls = []
-    rest = content
-    while match := _last_call(rest):
-        try:
-            call = json.loads(match.group(1))
-        except ValueError:
-            break
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            break
-        calls.append({"type": "function", "function": {"name": call["name"], "arguments": call.get("arguments", {})}})
-        rest = rest[: match.start()]
-    message: dict[str, Any] = {"role": "assistant", "content": rest}
+    end = len(content)
+    while (match := _last_call(content, end)) and (call := read_call(match.group(1), "arguments")):
+        calls.append(call)
+        end = match.start()
+    message: dict[str, Any] = {"role": "assistant", "content": content[:end]}
     if calls:
         message["tool_calls"] = calls[::-1]
     return message
 
 
-def _last_call(text: str) -> re.Match[str] | None:
-    """The tool call that ends the text, if one does."""
-    start = text.rfind("<tool_call>")
+def _last_call(text: str, end: int) -> re.Match[str] | None:
+    """The tool call that ends the text up to ``end``, if one does."""
+    start = text.rfind("<tool_call>", 0, end)
     if start < 0:
         return None
-    start -= text[start - 1 : start] == "\n"
-    return _TOOL_CALL.fullmatch(text, start)
+    start -= text[max(0, start - 1) : start] == "\n"
+    return _TOOL_CALL.fullmatch(text, start, end)
+
+
+def _tool_responses(text: str) -> list[str]:
+    """The results that a text consists of; none if there is anything else in it."""
+    results = []
+    place = int(text.startswith("\n"))
+    while text.startswith(_RESPONSE, place) and (end := _RESPONSE_END.search(text, place + len(_RESPONSE))):
+        results.append(text[place + len(_RESPONSE) : end.start()])
+        place = end.end()
+    return results if place == len(text) else []

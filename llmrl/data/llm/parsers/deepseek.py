@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
-from llmrl.data.llm.parsers.turns import make_call
+from llmrl.data.llm.parsers.turns import between, make_call
+from llmrl.strict_json import JSONError, parse_json
 
 DEEPSEEK_TOKENS = (
     "<｜begin▁of▁sentence｜>",
@@ -26,12 +26,10 @@ DEEPSEEK_TOKENS = (
 )
 _BEGIN, _END = DEEPSEEK_TOKENS[0], DEEPSEEK_TOKENS[-1]
 _TURN = re.compile("(<｜User｜>|<｜Assistant｜>|<｜tool▁outputs▁begin｜>)")
-_OUTPUT = re.compile("<｜tool▁output▁begin｜>(.*?)<｜tool▁output▁end｜>", re.DOTALL)
-_OUTPUTS_END = "<｜tool▁outputs▁end｜>"
-_CALLS = re.compile("<｜tool▁calls▁begin｜>(.*)<｜tool▁calls▁end｜>", re.DOTALL)
-_CALL = re.compile(
-    r"\n?<｜tool▁call▁begin｜>function<｜tool▁sep｜>([^\n]*)\n```json\n(.*?)\n```<｜tool▁call▁end｜>", re.DOTALL
-)
+_OUTPUT, _OUTPUT_END, _OUTPUTS_END = "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>", "<｜tool▁outputs▁end｜>"
+_CALLS, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_HEAD = re.compile(r"\n?<｜tool▁call▁begin｜>function<｜tool▁sep｜>([^\n]*)\n```json\n")
+_CALL_END = "\n```<｜tool▁call▁end｜>"
 
 
 def parse_deepseek(text: str) -> list[dict[str, Any]]:
@@ -54,7 +52,7 @@ def parse_deepseek(text: str) -> list[dict[str, Any]]:
             continue
         if mark != "<｜Assistant｜>":
             outputs, closed, body = body.partition(_OUTPUTS_END)
-            messages += [{"role": "tool", "content": output} for output in _OUTPUT.findall(outputs)]
+            messages += [{"role": "tool", "content": output} for output in between(outputs, _OUTPUT, _OUTPUT_END)]
             if not closed and messages:
                 messages[-1]["is_complete"] = False
         if body:
@@ -65,14 +63,26 @@ def parse_deepseek(text: str) -> list[dict[str, Any]]:
 def _answer(body: str) -> dict[str, Any]:
     content, end, _ = body.partition(_END)
     message: dict[str, Any] = {"role": "assistant", "content": content}
-    calls = _CALLS.search(content)
-    if calls and calls.end() == len(content) and not _CALL.sub("", calls[1]):
-        try:
-            found = [make_call(name, json.loads(arguments)) for name, arguments in _CALL.findall(calls[1])]
-        except ValueError:
-            found = []
-        if found:
-            message |= {"content": content[: calls.start()], "tool_calls": found}
+    said, opened, calls = content.partition(_CALLS)
+    if opened and calls.endswith(_CALLS_END) and (found := _calls(calls.removesuffix(_CALLS_END))):
+        message |= {"content": said, "tool_calls": found}
     if not end:
         message["is_complete"] = False
     return message
+
+
+def _calls(text: str) -> list[dict[str, Any]] | None:
+    """The calls that a text consists of; None if there is anything else in it."""
+    found = []
+    place = 0
+    while place < len(text):
+        head = _HEAD.match(text, place)
+        end = text.find(_CALL_END, head.end()) if head else -1
+        if end < 0:
+            return None
+        try:
+            found.append(make_call(head[1], parse_json(text[head.end() : end])))
+        except JSONError:
+            return None
+        place = end + len(_CALL_END)
+    return found

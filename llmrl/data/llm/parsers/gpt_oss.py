@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
 from llmrl.data.llm.parsers.turns import make_call
+from llmrl.strict_json import JSONError, parse_json
 
 _TURN = re.compile(
     r"<\|start\|>([\w.-]+)(?: to=assistant)?(?:<\|channel\|>(\w+)(?: to=functions\.([\w.-]+))?)?"
@@ -87,6 +87,6 @@ def parse_gpt_oss(text: str, *, thought: str = "reasoning_content") -> list[dict
 
 def _read(arguments: str) -> Any:
     try:
-        return json.loads(arguments)
-    except ValueError:
+        return parse_json(arguments)
+    except JSONError:
         return None

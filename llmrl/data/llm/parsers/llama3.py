@@ -7,7 +7,7 @@ from typing import Any
 
 from llmrl.data.llm.parsers.turns import read_call, read_turns
 
-_HEADER = re.compile(r"<\|start_header_id\|>(.*?)<\|end_header_id\|>\n\n")
+_HEADER = re.compile(r"<\|start_header_id\|>([^<\n]*)<\|end_header_id\|>\n\n")
 _ENDS = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from typing import Any
+
+from llmrl.strict_json import JSONError, parse_json
 
 Message = dict[str, Any]
 
@@ -52,12 +53,26 @@ def read_call(text: str, arguments: str) -> Message | None:
     {'type': 'function', 'function': {'name': 'add', 'arguments': {'a': 1}}}
     """
     try:
-        call = json.loads(text)
-    except ValueError:
+        call = parse_json(text)
+    except JSONError:
         return None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return None
     return make_call(call["name"], call.get(arguments, {}))
+
+
+def between(text: str, opening: str, closing: str) -> list[str]:
+    """What stands between each opening and the closing marker after it, in time linear in the text.
+
+    >>> between("[a] b] [c] [d", "[", "]")
+    ['a', 'c']
+    """
+    found = []
+    place = text.find(opening)
+    while place >= 0 and (end := text.find(closing, place + len(opening))) >= 0:
+        found.append(text[place + len(opening) : end])
+        place = text.find(opening, end + len(closing))
+    return found
 
 
 def make_call(name: str, arguments: Any) -> Message:

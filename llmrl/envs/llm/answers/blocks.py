@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = ["Blocks", "code_block", "extract_tags", "find_blocks", "last_boxed"]
+__all__ = ["Blocks", "code_block", "extract_tags", "fenced_blocks", "find_blocks", "last_boxed"]
 
 _THINK = re.compile(r"<think>(.*?)(?:</think>|\Z)", re.DOTALL)
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
-_FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+.-]*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+_FENCE = re.compile(r"^[ \t]*```(?P<info>[^`\n]*)$", re.MULTILINE)
+_LANGUAGE = re.compile(r"[ \t]*([\w+.-]*)")
+_BRACE = re.compile(r"[{}]")
 
 
 @dataclass(frozen=True)
@@ -54,11 +56,28 @@ def last_boxed(text: str) -> str | None:
         return None
     start = text.index("{", start) + 1
     depth = 1
-    for position in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[position], 0)
+    for brace in _BRACE.finditer(text, start):
+        depth += 1 if brace[0] == "{" else -1
         if depth == 0:
-            return text[start:position]
+            return text[start : brace.start()]
     return text[start:]
+
+
+def fenced_blocks(text: str) -> list[tuple[str, str]]:
+    """(what follows the opening fence, the lines up to the closing one) of each block outside thinking.
+
+    >>> fenced_blocks("```sh\\nls\\n```\\n```\\nnot closed")
+    [('sh', 'ls\\n')]
+    """
+    text = find_blocks(text).outside
+    blocks, opening = [], None
+    for fence in _FENCE.finditer(text):
+        if opening is None:
+            opening = fence
+        elif not fence["info"].strip():
+            blocks.append((opening["info"], text[opening.end() + 1 : fence.start()]))
+            opening = None
+    return blocks
 
 
 def code_block(text: str, languages: tuple[str, ...] = ("python", "python3", "py", "")) -> str | None:
@@ -67,5 +86,5 @@ def code_block(text: str, languages: tuple[str, ...] = ("python", "python3", "py
     >>> code_block("```python\\nprint(1)\\n```\\nwhich prints\\n```text\\n1\\n```")
     'print(1)\\n'
     """
-    found = [code for language, code in _FENCE.findall(find_blocks(text).outside) if language.lower() in languages]
+    found = [code for info, code in fenced_blocks(text) if _LANGUAGE.match(info)[1].lower() in languages]
     return found[-1] if found else None

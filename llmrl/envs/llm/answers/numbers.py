@@ -27,6 +27,7 @@ _NUMBER = re.compile(
 )
 
 # LaTeX, in the order in which it is taken away.
+_SPACES = re.compile(r" {2,}")
 _EQUALS = re.compile(r"=|≈|≃|\\approx\b|\\simeq\b")
 _WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|operatorname|mbox)\s*\{([^{}]*)\}")
 _FRAC = re.compile(r"(\d?)\s*\\[dtc]?frac\s*(?:\{\s*([^{}]*?)\s*\}\s*\{\s*([^{}]*?)\s*\}|(\d)\s*(\d))")
@@ -82,7 +83,7 @@ def _plain(text: str) -> str:
     if not text.isascii():
         text = "".join(map(_ascii_digit, text))
     for _ in range(3):  # nested ones
-        text = _WRAPPED.sub(r" \1 ", text)
+        text = _SPACES.sub(" ", _WRAPPED.sub(r" \1 ", text))
     text = _FRAC.sub(_as_quotient, text)
     text = _NOTHING.sub("", text)
     text = _UNIT_POWER.sub(lambda match: match[0].removesuffix(match[1]), text)

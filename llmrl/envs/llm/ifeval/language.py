@@ -79,7 +79,7 @@ def count_capital_words(text: str) -> int:
     return sum(token.isupper() for token in text.split())
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=64)  # the variants of one response, for a few checks; responses may be long
 def is_language(text: str, code: str) -> bool:
     """Whether the text is in the language with this ISO 639-1 code; a text without any letters is in every language.
 
@@ -91,7 +91,7 @@ def is_language(text: str, code: str) -> bool:
     return detected is None or detected == code
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=64)
 def _detected(text: str) -> str | None:
     langdetect = require("langdetect", extra="ifeval", used_by="IFEval's language instructions")
     detector = _factory().create()

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmrl.errors import ConfigError, DeadlineError, RolloutError
+from llmrl.strict_json import parse_json
 
 __all__ = ["ChatAPI"]
 
@@ -99,7 +100,7 @@ class ChatAPI:
 
     def _text(self, data: bytes) -> str:
         try:
-            text = json.loads(data)["choices"][0]["message"]["content"]
+            text = parse_json(data.decode())["choices"][0]["message"]["content"]
         except (ValueError, KeyError, IndexError, TypeError):
             text = None
         if not isinstance(text, str):

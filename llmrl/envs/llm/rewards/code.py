@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import threading
 import time
@@ -12,6 +11,7 @@ from typing import Any, Literal
 
 from llmrl.envs.llm.answers.blocks import code_block
 from llmrl.errors import ConfigError, DataError
+from llmrl.strict_json import parse_json
 from llmrl.tools.python import PythonTool
 from llmrl.tools.sandbox import Limits
 from llmrl.tools.sandbox.launch import Kind
@@ -128,7 +128,7 @@ class CodeReward:
 def _cases(tests: Any) -> list[str | tuple[str, str]]:
     if isinstance(tests, str):
         try:
-            tests = json.loads(tests)
+            tests = parse_json(tests)
         except ValueError:
             tests = [tests]  # one test in text
     if isinstance(tests, Mapping):

@@ -1,7 +1,7 @@
 """What a call format is: how a model writes a tool call, and the one scanner that finds calls in an answer.
 
 A format says what opens a call and reads one; the scanner walks through an answer and leaves out what was only thought.
-What formats share is here, too: a JSON value at a place, and the object that has a name and arguments.
+What formats share is here, too: the object that has a name and arguments, and the bounds that make reading linear.
 Whether a tool of that name exists, and whether its arguments fit, is decided by `llmrl.tools`.
 """
 
@@ -14,12 +14,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-__all__ = ["CallFormat", "ParsedCall", "call_from_object", "json_text", "read_json", "structured_call"]
+from llmrl.strict_json import read_json
+
+__all__ = ["CallFormat", "ParsedCall", "call_from_object", "json_text", "shown", "structured_call"]
 
 Schemas = Mapping[str, Mapping[str, Any]]  # tool name -> JSON schema of its parameters
 _THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
 _THOUGHT = re.compile(r"</?think>")
-_MAX_SHOWN = 80
+_MAX_CALLS = 64  # that are read of one answer
+_MAX_NAME = 200  # characters of a tool's name; the next prompt shows it
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +59,13 @@ class CallFormat(ABC):
 
         Reads   schemas   of the tools by name, for formats that write values without their types
                 thinking  the prompt ended inside a ``<think>`` block, which the answer goes on with
-        Returns the calls outside ``<think>`` ... ``</think>``; a block that does not end holds the rest of the answer
+        Returns the calls outside ``<think>`` ... ``</think>``; a block that does not end holds the rest of the answer.
+                Of more than 64 calls the others are not read, which one more, malformed, says
         """
         calls: list[ParsedCall] = []
         place = 0
         thought, opening = _THOUGHT.search(text), self.opening.search(text)
-        while thought or opening:
+        while (thought or opening) and len(calls) <= _MAX_CALLS:
             if opening is None or (thought and thought.start() < opening.start()):
                 if thought[0] == _THINK_OPEN:
                     end = text.find(_THINK_CLOSE, thought.end())
@@ -74,11 +78,14 @@ class CallFormat(ABC):
             else:
                 found, end = self._read(text, opening, schemas or {})
                 place = max(end, opening.start() + 1)
-                calls += [replace(call, span=(opening.start(), end)) for call in found]
+                calls += [replace(self._named(call), span=(opening.start(), end)) for call in found]
             if thought and thought.start() < place:
                 thought = _THOUGHT.search(text, place)
             if opening and opening.start() < place:
                 opening = self.opening.search(text, place)
+        if len(calls) > _MAX_CALLS:
+            many = self._malformed(f"an answer may have {_MAX_CALLS} calls, and what follows them is not read")
+            calls[_MAX_CALLS:] = [replace(call, span=calls[_MAX_CALLS].span) for call in many]
         return [] if thinking else calls
 
     @abstractmethod
@@ -119,6 +126,12 @@ class CallFormat(ABC):
             return self._malformed(f"{close} must follow the JSON object", name), self._skip(text, end)
         return self._of_object({"name": name, "arguments": value}), closed.end()
 
+    def _named(self, call: ParsedCall) -> ParsedCall:
+        """The call, malformed if its name cannot be shown."""
+        if len(call.name) <= _MAX_NAME:
+            return call
+        return self._malformed(f"the tool's name has {len(call.name)} characters, at most {_MAX_NAME} are read")[0]
+
     def _skip(self, text: str, place: int) -> int:
         """Past a call that cannot be read, from a place inside it."""
         return len(text)
@@ -127,26 +140,6 @@ class CallFormat(ABC):
         """The call that a JSON value says; see `call_from_object`."""
         name, arguments, reason = call_from_object(value)
         return self._malformed(reason, name) if reason else [ParsedCall(name, arguments)]
-
-
-def read_json(text: str, place: int) -> tuple[Any, int]:
-    """The JSON value at ``place``, after white space, and where it ends.
-
-    Raises  ValueError with a short reason
-
-    >>> read_json('call: {"a": [1, 2]} and more', 6)
-    ({'a': [1, 2]}, 19)
-    """
-    start = _SPACE.match(text, place).end()
-    if start == len(text):
-        raise ValueError("the arguments are missing")
-    try:
-        return _DECODER.raw_decode(text, start)
-    except json.JSONDecodeError as error:
-        shown = text[error.pos : error.pos + _MAX_SHOWN].partition("\n")[0]
-        raise ValueError(f"invalid JSON at {shown!r} ({error.msg})") from None
-    except RecursionError:
-        raise ValueError("the JSON is nested too deeply") from None
 
 
 def call_from_object(value: Any) -> tuple[str, dict[str, Any] | None, str]:
@@ -182,16 +175,15 @@ def structured_call(name: str, arguments: Any, call_id: str) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
+def shown(text: str, place: int) -> str:
+    """What an answer has at a place, shortened, for an error."""
+    return repr(text[place : place + 200].strip()[:40])
+
+
 def json_text(value: Any) -> str:
     """JSON on one line, characters as they are."""
     return json.dumps(value, ensure_ascii=False)
 
 
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON value")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_no_constant)
-_SPACE = re.compile(r"\s*")
 _KINDS = {list: "a list", str: "a string", int: "a number", float: "a number", bool: "true or false"}
 _KINDS[type(None)] = "null"

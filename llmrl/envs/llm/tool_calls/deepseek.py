@@ -13,7 +13,7 @@ __all__ = ["DeepSeekFormat"]
 
 _CALLS, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL, _SEP, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
-_HEAD = re.compile(rf"\s*([^\n<]*?)[ \t]*{_SEP}")
+_HEAD = re.compile(rf"\s*+([^\n<]*+){_SEP}")
 _FENCED = re.compile(r"[ \t]*([^\s`{<]+)[ \t]*\n\s*(?:```(?:json)?)?")
 _AFTER = re.compile(rf"\s*(?:```\s*)?(?:{_CALL_END}|(?={_CALL}|{_CALLS_END})|$)")
 _NEXT = re.compile(f"{_CALL_END}|(?={_CALL}|{_CALLS_END})")
@@ -53,7 +53,7 @@ class DeepSeekFormat(CallFormat):
         if head is None:
             return self._malformed(f"{_SEP} must follow the name"), self._skip(text, opening.end())
         fenced = _FENCED.match(text, head.end())
-        name, place = (fenced[1], fenced.end()) if fenced else (head[1], head.end())
+        name, place = (fenced[1], fenced.end()) if fenced else (head[1].rstrip(), head.end())
         if not name:
             return self._malformed("it names no tool"), self._skip(text, place)
         return self._of_arguments(name, text, place, _AFTER, _CALL_END)

@@ -6,13 +6,15 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from llmrl.envs.llm.tool_calls.base import CallFormat, ParsedCall, Schemas, json_text, read_json
+from llmrl.envs.llm.tool_calls.base import CallFormat, ParsedCall, Schemas, json_text, shown
+from llmrl.strict_json import read_json
 
 __all__ = ["FunctionFormat"]
 
-_PARAMETER = re.compile(r"\s*<parameter=([^>\n]*)>")
+_PARAMETER = re.compile(r"\s*<parameter=([^<>\n]*)>")
 _VALUE_END = re.compile(r"\n?</parameter>|(?=\n?<parameter=|\n?</function>)")
 _CLOSE = re.compile(r"\s*</function>")
+_NEXT = re.compile(r"</function>|<function=")
 _AMBIGUOUS = re.compile(r"</?(?:parameter|function)")
 
 
@@ -28,7 +30,7 @@ class FunctionFormat(CallFormat):
 
     name = "function"
     in_templates = True
-    opening = re.compile(r"<function=([^>\n]*)>")
+    opening = re.compile(r"<function=([^<>\n]*)>")
     example = "<function=<tool>>\n<parameter=<name>>\nvalue\n</parameter>\n</function>"
 
     def render(self, name: str, arguments: Mapping[str, Any]) -> str:
@@ -53,11 +55,16 @@ class FunctionFormat(CallFormat):
             place = end.end()
         close = _CLOSE.match(text, place)
         if close is None:
-            reason = f"{text[place:].strip()[:40]!r} stands where <parameter=...> or </function> should"
-            return self._malformed(reason, name), max(place, text.find("</function>", place))
+            reason = f"{shown(text, place)} stands where <parameter=...> or </function> should"
+            return self._malformed(reason, name), self._skip(text, place)
         if not name:
             return self._malformed("it names no tool"), close.end()
         return [ParsedCall(name, arguments)], close.end()
+
+    def _skip(self, text: str, place: int) -> int:
+        """Past a call that cannot be read: where it is closed, or where the next one opens."""
+        following = _NEXT.search(text, place)
+        return following.start() if following else len(text)
 
 
 def _value_text(value: Any) -> str:

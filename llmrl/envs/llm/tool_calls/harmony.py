@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from llmrl.data.llm.parsers.turns import between
 from llmrl.envs.llm.tool_calls.base import CallFormat, ParsedCall, Schemas, json_text, structured_call
 
 __all__ = ["HarmonyFormat"]
@@ -13,7 +14,6 @@ __all__ = ["HarmonyFormat"]
 _TOOLS = "functions."
 _END = re.compile(r"<\|(?:call|end|return)\|>|(?=<\|start\|>)")
 _AFTER = re.compile(rf"\s*(?:{_END.pattern}|$)")
-_SAID = re.compile(r"<\|message\|>(.*?)<\|end\|>", re.DOTALL)
 
 
 class HarmonyFormat(CallFormat):
@@ -47,7 +47,7 @@ class HarmonyFormat(CallFormat):
         arguments = call.arguments
         if arguments is None:
             arguments = _END.split(text[self.opening.search(text, start).end() : end])[0].strip()
-        said = "\n".join(_SAID.findall(text[:start]))
+        said = "\n".join(between(text[:start], "<|message|>", "<|end|>"))
         thought = {self.thought: said} if said else {}
         return {"content": "", "tool_calls": [structured_call(call.name, arguments, call_id)], **thought}
 

@@ -6,7 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from llmrl.envs.llm.tool_calls.base import CallFormat, ParsedCall, Schemas, json_text, read_json
+from llmrl.envs.llm.tool_calls.base import CallFormat, ParsedCall, Schemas, json_text, shown
+from llmrl.strict_json import read_json
 
 __all__ = ["HermesFormat"]
 
@@ -37,7 +38,7 @@ class HermesFormat(CallFormat):
             return self._malformed(str(error)), self._skip(text, opening.end())
         after = _AFTER.match(text, end)
         if after is None:
-            reason = f"{text[end:].strip()[:40]!r} stands between the JSON object and {_CLOSE}"
+            reason = f"{shown(text, end)} stands between the JSON object and {_CLOSE}"
             return self._malformed(reason), self._skip(text, end)
         return self._of_object(value), after.end()
 

@@ -6,7 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from llmrl.envs.llm.tool_calls.base import CallFormat, ParsedCall, Schemas, json_text, read_json
+from llmrl.envs.llm.tool_calls.base import CallFormat, ParsedCall, Schemas, json_text
+from llmrl.strict_json import JSONError, read_json
 
 __all__ = ["LlamaFormat"]
 
@@ -32,17 +33,21 @@ class LlamaFormat(CallFormat):
 
     def _read(self, text: str, opening: re.Match[str], schemas: Schemas) -> tuple[list[ParsedCall], int]:
         tagged = opening[0].startswith(_TAG)
+        begun = text[opening.end() : opening.end() + _NAME_WITHIN].partition("\n")[0]
+        if not tagged and '"name"' not in begun and not _OBJECT.match(text, opening.end()):
+            return [], opening.end() + 1
         try:
             value, end = read_json(text, opening.end())
-        except ValueError as error:
-            line_end = text.find("\n", opening.end())
-            line_end = len(text) if line_end < 0 else line_end
-            if tagged or '"name"' in text[opening.end() : line_end]:
-                return self._malformed(str(error)), line_end
-            return [], opening.end() + 1
+        except JSONError as error:
+            if tagged or '"name"' in begun:
+                line_end = text.find("\n", opening.end())
+                return self._malformed(str(error)), len(text) if line_end < 0 else line_end
+            return [], error.place  # it is JSON up to there
         if not tagged and not (isinstance(value, dict) and "name" in value and value.keys() & _ARGUMENTS):
             return [], end
         return self._of_object(value), end
 
 
 _ARGUMENTS = {"parameters", "arguments"}
+_OBJECT = re.compile(r"\{\s*+[\"}]")
+_NAME_WITHIN = 200  # characters: a call that cannot be read says its name there

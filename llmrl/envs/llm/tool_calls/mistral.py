@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from llmrl.envs.llm.tool_calls.base import CallFormat, ParsedCall, Schemas, json_text, read_json, structured_call
+from llmrl.envs.llm.tool_calls.base import CallFormat, ParsedCall, Schemas, json_text, structured_call
+from llmrl.strict_json import read_json
 
 __all__ = ["MistralFormat"]
 

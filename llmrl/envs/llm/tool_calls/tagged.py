@@ -6,12 +6,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from llmrl.envs.llm.tool_calls.base import CallFormat, ParsedCall, Schemas, json_text, read_json
+from llmrl.envs.llm.tool_calls.base import CallFormat, ParsedCall, Schemas, json_text
 from llmrl.errors import ConfigError
+from llmrl.strict_json import read_json
 
 __all__ = ["PatternFormat", "TaggedFormat"]
 
 _CLOSE = "</tool>"
+_TAG = re.compile(r"</tool>|<tool[\s>]")
 _AFTER = re.compile(r"\s*(?:</tool>|$)")
 _NAME = re.compile(r"\s*([^\s{<]+)[ \t]*")
 
@@ -45,8 +47,11 @@ class TaggedFormat(CallFormat):
         return self._of_arguments(name, text, place, _AFTER, _CLOSE)
 
     def _skip(self, text: str, place: int) -> int:
-        closed = text.find(_CLOSE, place)
-        return closed + len(_CLOSE) if closed >= 0 else place
+        """Past a call that cannot be read: after its closing tag, or where the next one opens."""
+        tag = _TAG.search(text, place)
+        if tag is None:
+            return len(text)
+        return tag.end() if tag[0] == _CLOSE else tag.start()
 
 
 class PatternFormat(CallFormat):

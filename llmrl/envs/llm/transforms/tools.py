@@ -18,6 +18,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from llmrl.data.llm.columns import column, column_values
+from llmrl.data.llm.dataset_files import declared_tools
 from llmrl.data.llm.templates import find_template
 from llmrl.data.specs import Composite, NonTensor, Unbounded
 from llmrl.envs.llm.completions import completion_texts, special_tokens, trim_markers
@@ -167,12 +168,12 @@ class ToolTransform(Transform):
             td = TensorDict({}, batch_size=() if self.container is None else self.container.batch_size)
         given = column_values(td, "tools") or [None] * td.batch_size.numel()
         td = shallow_copy(td)
-        td.set("tools", column([self._declared(row) for row in given]))
+        td.set("tools", column([self._declared(schemas, row) for row, schemas in enumerate(given, 1)]))
         return td
 
-    def _declared(self, given: Any) -> Any:
+    def _declared(self, given: Any, row: int) -> Any:
         """Schemas of this transform's tools, with those of a row that has some."""
-        given = json.loads(given) if isinstance(given, str) else given or ()
+        given = declared_tools(given, f"row {row} of the batch")
         others = [schema for schema in given if schema.get("function", schema).get("name") not in self._parameters]
         return [*others, *self._schemas] if others else self._schemas
 

@@ -1,0 +1,128 @@
+"""Reads JSON that a model, a server or a data file wrote: whatever is wrong with it is a `JSONError`, found in time
+linear in what was read. The standard reader raises RecursionError as well, and counts lines from the start of the text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+__all__ = ["MAX_DEPTH", "JSONError", "parse_json", "read_json"]
+
+MAX_DEPTH = 64  # lists and objects in each other; templates and copies recurse into what is read here
+_MAX_SHOWN = 80
+_WINDOW = 4096  # characters; a value that goes on is read again in a larger one
+_LONGEST_ESCAPE = 16  # before the end of a window a fault may be that of the cut
+
+
+class JSONError(ValueError):
+    """Text that is not JSON, or not JSON to go on with; ``place`` is the character where that was seen."""
+
+    def __init__(self, reason: str, place: int):
+        super().__init__(reason)
+        self.place = place
+
+
+def read_json(text: str, place: int = 0) -> tuple[Any, int]:
+    """The JSON value at ``place``, after white space, and where it ends. NaN and Infinity are not JSON.
+
+    Raises  JSONError with a short reason: also for more than `MAX_DEPTH` levels, an integer of more digits than Python
+            converts, and half of a surrogate pair, which no tokenizer takes
+
+    >>> read_json('call: {"a": [1, 2]} and more', 6)
+    ({'a': [1, 2]}, 19)
+    """
+    start = _SPACE.match(text, place).end()
+    if start == len(text):
+        raise JSONError("the arguments are missing", start)
+    size = _WINDOW
+    while True:
+        window = text[start : start + size]
+        is_all = start + size >= len(text)
+        try:
+            value, end = _STRICT.raw_decode(window)
+        except json.JSONDecodeError as error:
+            cut = error.msg.startswith("Unterminated string") or error.pos > len(window) - _LONGEST_ESCAPE
+            if is_all or not cut:
+                raise _error(error, window, start) from None
+        except RecursionError:
+            raise JSONError(_TOO_DEEP, start + _place_of_depth(window)) from None
+        except ValueError as error:  # a constant, or too many digits
+            raise JSONError(_short(error), start + 1) from None
+        else:
+            if is_all or end < len(window):
+                _check(value, start + end)
+                return value, start + end
+        size *= 4
+
+
+def parse_json(text: str) -> Any:
+    """The value of a whole text, as Python's own reader has it (NaN and Infinity included).
+
+    Raises  JSONError as `read_json`
+
+    >>> parse_json("[" * 100 + "]" * 100)
+    Traceback (most recent call last):
+    llmrl.strict_json.JSONError: the JSON is nested too deeply (over 64 levels)
+    """
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise JSONError(str(error), error.pos) from None
+    except RecursionError:
+        raise JSONError(_TOO_DEEP, _place_of_depth(text)) from None
+    except ValueError as error:
+        raise JSONError(_short(error), 0) from None
+    _check(value, 0)
+    return value
+
+
+def _check(value: Any, place: int) -> None:
+    """Raises JSONError for a value nested too deeply, or with text that cannot be encoded."""
+    level, depth = [value], 0
+    while level:
+        inner: list[Any] = []
+        for entry in level:
+            if isinstance(entry, str):
+                if not entry.isascii() and _SURROGATE.search(entry):
+                    raise JSONError("it holds half of a surrogate pair (\\ud800 to \\udfff)", place)
+            elif isinstance(entry, list):
+                inner += entry
+            elif isinstance(entry, dict):
+                inner += entry
+                inner += entry.values()
+        depth += any(isinstance(entry, (dict, list)) for entry in level)
+        if depth > MAX_DEPTH:
+            raise JSONError(_TOO_DEEP, place)
+        level = inner
+
+
+def _place_of_depth(text: str) -> int:
+    """Where the text is nested too deeply, given that it is JSON up to there."""
+    depth = 0
+    for match in _BRACKET.finditer(text):
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(match[0], 0)
+        if depth > MAX_DEPTH:
+            return match.start()
+    return len(text)
+
+
+def _error(error: json.JSONDecodeError, window: str, start: int) -> JSONError:
+    shown = window[error.pos : error.pos + _MAX_SHOWN].partition("\n")[0]
+    return JSONError(f"invalid JSON at {shown!r} ({error.msg})", start + error.pos)
+
+
+def _short(error: ValueError) -> str:
+    return "an integer has too many digits" if "digits" in str(error) else str(error)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON value")
+
+
+_TOO_DEEP = f"the JSON is nested too deeply (over {MAX_DEPTH} levels)"
+_STRICT = json.JSONDecoder(parse_constant=_no_constant)
+_SPACE = re.compile(r"\s*")
+_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*+"|[\[\]{}]', re.DOTALL)
+_SURROGATE = re.compile("[\ud800-\udfff]")

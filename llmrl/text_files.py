@@ -1,0 +1,43 @@
+"""Tells why a file is not UTF-8 text, by its first bytes or by the line that cannot be decoded, and what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+__all__ = ["why_not_text"]
+
+_BEGINNINGS = {
+    b"\x1f\x8b": ("gzip", "unpack it with gunzip"),
+    b"BZh": ("bzip2", "unpack it with bunzip2"),
+    b"\xfd7zX": ("xz", "unpack it with unxz"),
+    b"\x28\xb5\x2f\xfd": ("zstd", "unpack it with unzstd"),
+    b"PK\x03\x04": ("a zip archive", "unpack it with unzip"),
+    b"PAR1": ("Parquet", "rename it to end in .parquet"),
+    b"\xff\xfe": ("UTF-16", "convert it: iconv -f UTF-16 -t UTF-8"),
+    b"\xfe\xff": ("UTF-16", "convert it: iconv -f UTF-16 -t UTF-8"),
+}
+
+
+def why_not_text(path: Path, *, by_line: bool = False) -> str | None:
+    """What is wrong with the encoding of a file and the remedy; None where its first bytes, or with ``by_line`` all of
+    its lines, are UTF-8.
+    """
+    with path.open("rb") as file:
+        head = file.read(4)
+        for beginning, (kind, remedy) in _BEGINNINGS.items():
+            if head.startswith(beginning):
+                return f"{path} must be UTF-8 text: it is {kind}; {remedy}."
+        if b"\0" in head:
+            return (
+                f"{path} must be UTF-8 text: it has null bytes, as UTF-16 and binary files have; convert it to UTF-8."
+            )
+        file.seek(0)
+        for number, line in enumerate(file, 1) if by_line else ():
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                return (
+                    f"{path}, line {number} must be UTF-8 text: byte {line[error.start]:#04x} at column "
+                    f"{error.start + 1} is not; convert the file, for Latin-1 with: iconv -f LATIN1 -t UTF-8."
+                )
+    return None

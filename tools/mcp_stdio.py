@@ -1,0 +1,178 @@
+"""The process of an MCP server and its pipes, as a transport of the ``mcp`` package.
+
+The package's own reads lines of any length, waits for ever for an answer that breaks the protocol, and leaves the
+children of a server that ended by itself. Here a line has a bound, what a broken answer says becomes the error of its
+call, and the server's whole process group ends with the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from llmrl.optional import require
+from llmrl.strict_json import JSONError, parse_json
+
+__all__ = ["StdioServer"]
+
+MAX_LINE = 16 << 20  # bytes of one message
+_MAX_STDERR = 2000  # bytes that are kept
+_GRACE_S = 2.0  # to end once stdin is closed, and again after SIGTERM
+_ID = re.compile(rb'"id"\s*:\s*(\d{1,18}|"[^"\\]{1,80}")')
+_HEAD = 300  # bytes at either end of a message where its id is looked for
+_INTERNAL_ERROR = -32603  # of JSON-RPC
+
+
+class StdioServer:
+    """One start of a server: ``command``, ``args``, ``env`` and ``cwd`` of its settings.
+
+    ``is_open``: its output is being read. ``stderr``: what it wrote there last.
+    """
+
+    def __init__(self, settings: Mapping[str, Any]):
+        self.is_open = False
+        self._settings = settings
+        self._said = bytearray()
+
+    @property
+    def stderr(self) -> str:
+        return self._said.decode("utf-8", "replace").strip()
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[tuple[Any, Any]]:
+        """The streams of messages from and to the server. Raises OSError for a command that cannot be run."""
+        anyio = require("anyio", extra="mcp", used_by="MCPServers")
+        package = require("mcp.client.stdio", extra="mcp", used_by="MCPServers")
+        settings = self._settings
+        process = await asyncio.create_subprocess_exec(
+            settings["command"],
+            *settings.get("args") or (),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**package.get_default_environment(), **(settings.get("env") or {})},
+            cwd=settings.get("cwd"),
+            start_new_session=True,
+            limit=MAX_LINE,
+        )
+        self.is_open = True
+        answers, received = anyio.create_memory_object_stream(0)
+        to_send, requests = anyio.create_memory_object_stream(0)
+        tasks = [
+            asyncio.create_task(self._read(process, answers)),
+            asyncio.create_task(self._write(process, requests, answers)),
+            asyncio.create_task(self._listen(process)),
+        ]
+        try:
+            yield received, to_send
+        finally:
+            self.is_open = False
+            try:
+                await _end(process)
+            finally:
+                _signal_group(process, signal.SIGKILL)  # also where this task is cancelled once more
+                await asyncio.wait(tasks, timeout=_GRACE_S / 2)
+                for task in tasks:
+                    task.cancel()
+                for stream in (answers, received, to_send, requests):
+                    stream.close()
+
+    async def _read(self, process: asyncio.subprocess.Process, answers: Any) -> None:
+        try:
+            while (line := await _line(process.stdout)) is not None:
+                if (message := _message(line)) is not None:
+                    await answers.send(message)
+        except Exception:  # the session is over and takes no more
+            pass
+        finally:
+            self.is_open = False
+            answers.close()
+            _signal_group(process, signal.SIGTERM)  # without its output it is of no use
+
+    async def _write(self, process: asyncio.subprocess.Process, requests: Any, answers: Any) -> None:
+        try:
+            async for message in requests:
+                text = message.message.model_dump_json(by_alias=True, exclude_unset=True)
+                process.stdin.write(f"{text}\n".encode())
+                await process.stdin.drain()
+        except OSError:  # it ended: no answer will come
+            answers.close()
+
+    async def _listen(self, process: asyncio.subprocess.Process) -> None:
+        while chunk := await process.stderr.read(1 << 16):
+            self._said += chunk
+            del self._said[:-_MAX_STDERR]
+
+
+async def _line(stdout: asyncio.StreamReader) -> bytes | None:
+    """The next line, of one that is too long the beginning alone; None at the end."""
+    head = b""
+    while True:
+        try:
+            line = await stdout.readuntil(b"\n")
+            return head or line
+        except asyncio.IncompleteReadError as end:
+            return None if head else end.partial or None
+        except asyncio.LimitOverrunError as error:  # the rest is read, and forgotten
+            head = head or (await stdout.readexactly(_HEAD))
+            await stdout.readexactly(max(0, error.consumed - _HEAD))
+
+
+def _message(line: bytes) -> Any:
+    """A message of the server; of an answer that breaks the protocol an error in its place, None for anything else."""
+    mcp = require("mcp", extra="mcp", used_by="MCPServers")
+    messages = require("mcp.shared.message", extra="mcp", used_by="MCPServers")
+    for text in (line, line.decode("utf-8", "replace")):
+        with contextlib.suppress(ValueError):
+            return messages.SessionMessage(mcp.types.jsonrpc_message_adapter.validate_json(text, by_name=False))
+    number, reason = _broken_answer(line)
+    if number is None:
+        return None
+    error = mcp.types.ErrorData(code=_INTERNAL_ERROR, message=f"the server's answer cannot be used: {reason}")
+    return messages.SessionMessage(mcp.types.JSONRPCError(jsonrpc="2.0", id=number, error=error))
+
+
+def _broken_answer(line: bytes) -> tuple[int | str | None, str]:
+    """The id of the request that a line should have answered, None if there is none, and what is wrong with it."""
+    text = line.decode("utf-8", "replace")
+    try:
+        given = parse_json(text)
+    except JSONError as error:
+        found = _ID.search(line[:_HEAD]) or _ID.search(line[-_HEAD:])
+        number = parse_json(found[1].decode("utf-8", "replace")) if found else None
+        if not line.endswith(b"\n"):
+            return number, f"it is longer than {MAX_LINE >> 20} MiB"
+        return number, f"it is not JSON: {error}"
+    if not isinstance(given, dict) or "method" in given or type(given.get("id")) not in (int, str):
+        return None, ""
+    said = given.get("error", given.get("result"))
+    if isinstance(said, dict) and isinstance(said.get("message"), str):
+        return given["id"], said["message"]
+    return given["id"], f"its {'error' if 'error' in given else 'result'} is {said!r:.200}"
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Lets the server end by itself, then asks its process group to."""
+    process.stdin.close()
+    if not await _has_ended(process):
+        _signal_group(process, signal.SIGTERM)
+        await _has_ended(process)
+
+
+async def _has_ended(process: asyncio.subprocess.Process) -> bool:
+    """Whether it ends in time. Not ``process.wait()``, which waits for children that hold its pipes as well."""
+    deadline = time.monotonic() + _GRACE_S
+    while process.returncode is None and time.monotonic() < deadline:
+        await asyncio.sleep(0.01)
+    return process.returncode is not None
+
+
+def _signal_group(process: asyncio.subprocess.Process, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)  # of its own session, so that the group is called as the process was
