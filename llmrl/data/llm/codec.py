@@ -9,7 +9,6 @@ Control tokens inside messages are left to `llmrl.data.llm.control_tokens`, stre
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -143,6 +142,8 @@ class ChatCodec:
     def _encode_with_spans(
         self, texts: Sequence[str], spans: Sequence[Sequence[Span]] | None
     ) -> tuple[list[list[int]], list[list[Span]]]:
+        if not texts:
+            return [], []
         if not texts:
             return [], []
         if quoting := [row for row, text in enumerate(texts) if self._controls.quotes(text)]:
