@@ -134,10 +134,13 @@ def _add(chats: TokenizedChats, ids: Tensor, mask: Tensor, number: int, config: 
             f"{len(ids)}; raise max_length, or choose too_long=split or too_long=truncate."
         )
     chats.num_cut += 1
-    starts = range(0, len(ids), limit) if config.too_long == "split" else (0,)
+    # a piece begins with the last token of the one before: the first token of a row has no log-prob, and is not trained
+    starts = range(0, len(ids) - 1, max(limit - 1, 1)) if config.too_long == "split" else (0,)
     for start in starts:
-        if mask[start : start + limit].any():
+        piece = mask[start : start + limit].clone()
+        piece[0] &= start == 0
+        if piece.any():
             chats.ids.append(ids[start : start + limit])
-            chats.masks.append(mask[start : start + limit])
+            chats.masks.append(piece)
         else:
             chats.num_dropped += 1

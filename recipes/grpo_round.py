@@ -253,19 +253,21 @@ class GRPORound:
             "ahead": ahead if None not in batches else None,
             "samplers": self.session.gather([self.buffer.sampler.state_dict()]),
             "advantage": self.advantage.state_dict(),
+            "probes": self.sampler.probes,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         ahead = state["ahead"]
         if self._ahead and ahead and len(ahead["batches"]) == self.session.world_size:
             self.collector.load_state_dict(ahead["collector"])
-            self._ahead.restore(ahead["batches"][self.session.rank])
+            self._ahead.restore(ahead["batches"][self.session.rank], before=state["collector"])
             self._unsent = True  # the batch is of the version before: the weights are counted as one once it is taken
         else:
             self.collector.load_state_dict(state["collector"])
         samplers = state["samplers"]
         self.buffer.sampler.load_state_dict(samplers[self.session.rank % len(samplers)])
         self.advantage.load_state_dict(state["advantage"])
+        self.sampler.adopt_probes(state["probes"])
 
 
 def _check_processes(config: GRPOConfig, world_size: int, advantage: Mapping[str, Any]) -> None:

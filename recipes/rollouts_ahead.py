@@ -82,8 +82,12 @@ class RolloutsAhead:
             ahead = {"collector": self._collector.state_dict(), "batch": plain_rollouts(data)}
         return {"collector": self._before, "ahead": ahead}
 
-    def restore(self, batch: dict[str, Any]) -> None:
-        """Hands out ``batch``, as `state_dict` had it, next; the collector stands behind it already."""
+    def restore(self, batch: dict[str, Any], before: dict[str, Any]) -> None:
+        """Hands out ``batch`` next, as `state_dict` had it; ``before`` is the collector's state before it was sampled.
+
+        The collector is to stand behind the batch already.
+        """
+        self._before = before
         self._pending = Future()
         self._pending.set_result((as_rollouts(batch), time.perf_counter()))
 

@@ -86,6 +86,11 @@ class Sampler:
             chosen = [ids[:_PROBE_TOKENS] for ids in sequences if len(ids) > 1][:_NUM_PROBES]
             self._probe = SyncProbe(chosen, bound=self._bound) if chosen else None
 
+    @property
+    def probes(self) -> list[Tensor]:
+        """The sequences that engine and trainer are compared on; none before the first rollouts, or without vLLM."""
+        return [] if self._probe is None else self._probe.sequences
+
     def push(self, collector: LLMCollector, scorer: TokenScorer) -> dict[str, float]:
         """New weights to the engine, and the proof: "mismatch/probe", the mean |log-prob difference| on the probes.
 

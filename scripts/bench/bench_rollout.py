@@ -121,7 +121,7 @@ class ByHand:
         advantages = torch.zeros(count)
         for members in groups.values():
             values = torch.tensor([returns[i] for i in members])
-            advantages[members] = (values - values.mean()) / (values.std() + 1e-4)
+            advantages[members] = (values - values.mean()) / (values.std() + 1e-6)
         for i, chat in enumerate(chats):
             self.buffer.append(
                 {

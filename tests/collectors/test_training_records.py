@@ -160,18 +160,24 @@ def test_every_drawn_token_is_trained_once_whatever_the_form_of_the_rows(form, a
     assert [*counts, count_step(batch).tokens] == [drawn] * 5
 
 
+def test_rows_that_went_through_a_buffer_train_each_drawn_token_once():
+    buffer = ReplayBuffer(storage=LazyStackStorage(6), sampler=SamplerWithoutReplacement(), batch_size=6)
+    collector, policy = dialogs(["one", "two", "six"], **FORMS["flat turns"], replay_buffer=buffer)
+    collector.next()
+    drawn = sum(len(response) for _, response in policy.engine.drawn)
+    assert GRPOLoss(nn.Identity(), masking_strategy="rlhf").count_step(buffer.sample()).tokens == drawn
+
+
 def tokens_of_rows(batch):
     return [count_step(row).tokens for row in batch.split(1)]
 
 
-def test_a_rollout_of_turns_trains_each_drawn_token_once():
+def test_the_last_turn_of_a_rollout_stands_for_every_turn():
     policy = LLMWrapperBase(Recorder(["one", "two", "six"], tokenizer=TOKENIZER), tokenizer=TOKENIZER)
     env = DatasetChatEnv(dataset=ROWS, shuffle=False, num_envs=2).append_transform(AskAgain())
     turns = env.rollout(3, policy)
-    drawn = [len(response) for _, response in policy.engine.drawn]
-    assert GRPOLoss(nn.Identity()).count_step(turns.reshape(-1)).tokens == sum(drawn)
-    whole = GRPOLoss(nn.Identity(), masking_strategy="rlhf").count_step(turns[:, -1])
-    assert whole.tokens == sum(drawn), "the assistant mask of the last turn holds every turn"
+    drawn = sum(len(response) for _, response in policy.engine.drawn)
+    assert GRPOLoss(nn.Identity()).count_step(turns[:, -1]).tokens == drawn
 
 
 def test_moments_of_whitened_advantages_count_each_drawn_token_once():

@@ -5,7 +5,9 @@ import sys
 import time
 
 import pytest
+import torch
 
+from llmrl.objectives.llm import SFTLoss
 from llmrl.recipes.conversations import tokenize_chats
 from llmrl.recipes.settings import EnvSettings
 from llmrl.recipes.sft_config import SFTConfig
@@ -202,6 +204,8 @@ def test_a_conversation_longer_than_the_limit_can_be_split_without_losing_a_trai
     trained = [token for ids, mask in pieces for token in ids[mask].tolist()]
     assert trained == whole.ids[1][whole.masks[1]].tolist()
     assert split.num_cut == 1
+    counts = [SFTLoss(torch.nn.Identity()).count_step(data.as_rows()).tokens for data in (whole, split)]
+    assert counts[0] == counts[1] == sum(int(mask.sum()) for mask in whole.masks)
 
 
 def test_pieces_without_a_trained_token_are_dropped_and_counted(place, sft):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from llmrl.errors import DataError, MissingKeyError, ShapeError
 from llmrl.modules.llm.log_probs import TokenScores, with_predecessor
-from llmrl.modules.llm.policies.own_tokens import own_part
+from llmrl.modules.llm.policies.own_tokens import own_part, response_part
 from llmrl.objectives.llm.functional import StepCounts
 from llmrl.padding import lengths_mask, pad_rows
 
@@ -135,23 +135,26 @@ class PaddedBatch:
     ) -> Tensor:
         """bool[B, T]: the tokens that are trained, of those that have a predecessor in their row.
 
-        ``sft``      what this row's turn sampled: of the assistant mask the part from ("masks", "trained_from"), or
-                     from the response on; without an assistant mask the response
-        ``rlhf``     the assistant mask, from ("masks", "trained_from") on where the batch has that
+        ``sft``      the assistant mask: the tokens that the policy sampled, from ("masks", "trained_from") on where the
+                     batch has that; without an assistant mask the response
+        ``rlhf``     the same; an assistant mask there must be
         ``generic``  every token that was sampled from something: those of ``sft``, and others with a log-prob there
         """
-        own_BT = own_part(td, self.attention_mask, self.lengths, None if strategy == "rlhf" else response_key)
         known = td.get(assistant_key, None, as_list=True) is not None
+        if known:
+            mask_BT = self.column(td, assistant_key).bool()
+            own_BT = mask_BT & own_part(td, mask_BT, self.lengths)
+        else:
+            mask_BT = own_BT = response_part(td, self.attention_mask, self.lengths, response_key)
         if strategy == "generic":
             sampled_BT = self.column(td, sampled_key, "Couldn't find the log-prob of the sampled tokens") != 0
-            if known:
-                assistant_BT = self.column(td, assistant_key).bool()
-                sampled_BT = torch.where(assistant_BT, own_BT, sampled_BT)
+            sampled_BT = sampled_BT if mask_BT is None else torch.where(mask_BT, own_BT, sampled_BT)
             return with_predecessor(sampled_BT, self.attention_mask)
-        if strategy == "sft" and not known:
+        if not known and strategy == "rlhf":
+            _get(td, assistant_key, self.reader)
+        if own_BT is None:
             _get(td, response_key, self.reader, f"the batch has neither {assistant_key} nor {response_key}")
-            return with_predecessor(own_BT, self.attention_mask)
-        return with_predecessor(self.column(td, assistant_key).bool() & own_BT, self.attention_mask)
+        return with_predecessor(own_BT, self.attention_mask)
 
 
 def actor_scores(
@@ -193,7 +196,7 @@ def count_step(
     As `GRPOLoss` counts with ``masking_strategy="sft"``.
 
     Reads    ("masks", "all_assistant_mask") bool ragged[T] or [B, T]; where the batch has them
-             ("masks", "all_attention_mask"), ("masks", "trained_from"), ("tokens", "response"), "group_id" int64[B]
+             ("masks", "all_attention_mask"), ("masks", "trained_from"), "group_id" int64[B]
     Returns  StepCounts of this process: ``.over_ranks()`` adds up those of all ranks
     """
     return StepCounts.of(trained_tokens(td, mask_key, "count_step")[0], group_ids(td, group_key))
@@ -209,7 +212,7 @@ def trained_tokens(td: TensorDictBase, mask_key: NestedKey, reader: str) -> tupl
     mask_BT = mask.bool() if lengths is None else pad_rows(mask).bool()
     attention = td.get(ATTENTION_MASK, None, as_list=True) if lengths is None else None
     attended_BT = attention if isinstance(attention, Tensor) else torch.ones_like(mask_BT)
-    own_BT = own_part(td, mask_BT, lengths, RESPONSE)
+    own_BT = own_part(td, mask_BT, lengths)
     return with_predecessor(mask_BT & own_BT, attended_BT), lengths
 
 

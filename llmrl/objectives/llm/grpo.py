@@ -52,9 +52,10 @@ class GRPOLoss(LossModule):
             or a step without any; ConfigError for settings that contradict each other
     Source  see `presets` for the algorithms, `functional` for each formula
 
-    ``masking_strategy``: "sft" trains what the turn of each row sampled, "rlhf" what any turn of it did, "generic" also
-    other tokens that have a behaviour log-prob. Rows of the collector say themselves which part is theirs, so that with
-    any of the three each sampled token is trained once. The first token of a row has no log-prob, and is left out.
+    ``masking_strategy``: "sft" (without an assistant mask: the response) and "rlhf" train what the policy sampled,
+    "generic" also other tokens that have a behaviour log-prob. Rows of the collector say themselves which part is
+    theirs, so that with any of the three each sampled token is trained once. The first token of a row has no log-prob,
+    and is left out.
 
     The ratio is exp(lp - lo). ``proximal`` says what lo is: ``behaviour``, the engine's log-probs; ``detach``, lp
     itself (one update per batch: ratio 1, the clip never acts, the gradient is the policy gradient); ``recomputed``,

@@ -38,18 +38,15 @@ def mark_whole_record(td: TensorDictBase) -> None:
         _mark(td, torch.zeros(td.batch_size[0], dtype=torch.int64))
 
 
-def own_part(
-    td: TensorDictBase, like_BT: Tensor, lengths: Sequence[int] | None, response_key: NestedKey | None = None
-) -> Tensor:
+def own_part(td: TensorDictBase, like_BT: Tensor, lengths: Sequence[int] | None) -> Tensor:
     """bool[B, T]: True from where the part of each row begins that it trains itself.
 
-    Reads   ("masks", "trained_from")  int64[B]; where a batch has none, ``response_key`` if given; else all is True
+    Reads   ("masks", "trained_from")  int64[B]; where a batch has none, a row stands for every turn that it holds
             lengths                    of the rows of a ragged batch, padded on the right here; None for a dense batch
     """
     starts = td.get(TRAINED_FROM, None, as_list=True)
     if starts is None:
-        part_BT = None if response_key is None else response_part(td, like_BT, lengths, response_key)
-        return torch.ones_like(like_BT, dtype=torch.bool) if part_BT is None else part_BT
+        return torch.ones_like(like_BT, dtype=torch.bool)
     return _from(starts if isinstance(starts, Tensor) else torch.stack(list(starts)), like_BT)
 
 
