@@ -36,7 +36,7 @@ def completion_texts(
     markers: tuple[str, ...] = (),
 ) -> list[str]:
     """The response of every row, without the end-of-turn markers (the template's, and ``markers``) and white space at
-    its end.
+    its end, and without the white space that the template writes before an answer.
 
     Reads    the contents of ("history", "response"), else ("text", "response"), else ("tokens", "response") decoded;
              with ``mode``, only that one of the three
@@ -45,16 +45,17 @@ def completion_texts(
     Without ``tokenizer`` the only markers known are those of ChatML and ``markers``, which text alone needs.
     """
     markers = (*special_tokens(tokenizer), *markers)
+    lead = "" if tokenizer is None else _around_answers(tokenizer)[0]  # a history's content has it no longer
     history, text, tokens = (
         td.get(view, None) if mode in (None, view) else None for view in ("history", "text", "tokens")
     )
     if history is not None and (response := history.get("response", None)) is not None:
         return [trim_markers(_content(messages), markers) for messages in response.to_chats()]
     if text is not None and (texts := _strings(text, "response")) is not None:
-        return [trim_markers(response, markers) for response in texts]
+        return [trim_markers(response.removeprefix(lead), markers) for response in texts]
     if tokens is not None and tokenizer is not None and (rows := _response_ids(td, tokens)) is not None:
         # Control tokens inside are kept: without them "3<|im_start|>6" would be the answer 36.
-        return [trim_markers(response, markers) for response in decode_rows(tokenizer, rows)]
+        return [trim_markers(response.removeprefix(lead), markers) for response in decode_rows(tokenizer, rows)]
     hint = " and a tokenizer" if tokenizer is None and "tokens" in td.keys() else ""
     raise MissingKeyError(
         f"{who}: the policy's response must be in ('text', 'response'), ('history', 'response') or ('tokens', "
@@ -72,7 +73,7 @@ def special_tokens(tokenizer: Any | None) -> tuple[str, ...]:
     """The markers that may end a turn: the tokenizer's end and padding tokens, its template's, and ChatML's."""
     names = {"<|im_end|>", "<|endoftext|>"}
     if tokenizer is not None:
-        names.update(t for t in (tokenizer.eos_token, tokenizer.pad_token, _end_of_turn(tokenizer)) if t)
+        names.update(t for t in (tokenizer.eos_token, tokenizer.pad_token, _around_answers(tokenizer)[1]) if t)
     return tuple(names)
 
 
@@ -89,12 +90,12 @@ def trim_markers(text: str, markers: Iterable[str]) -> str:
 
 
 @lru_cache(maxsize=8)
-def _end_of_turn(tokenizer: Any) -> str:
-    """The control token that ends a turn in the tokenizer's template; "" where it has none."""
+def _around_answers(tokenizer: Any) -> tuple[str, str]:
+    """What the tokenizer's template writes around an answer: white space before it, the control token that ends it."""
     with suppress(TemplateError):  # no template for conversations
         codec = codec_for(tokenizer, find_template(tokenizer))
-        return codec.end_of_turn.strip() if codec.end_is_control else ""
-    return ""
+        return codec.answer_lead, codec.end_of_turn.strip() if codec.end_is_control else ""
+    return "", ""
 
 
 def _response_ids(td: TensorDictBase, tokens: Any) -> list[list[int]] | None:
