@@ -34,9 +34,10 @@ def completion_texts(
     who: str,
     mode: str | None = None,
     markers: tuple[str, ...] = (),
+    as_drawn: bool = False,
 ) -> list[str]:
     """The response of every row, without the end-of-turn markers (the template's, and ``markers``) and white space at
-    its end, and without the white space that the template writes before an answer.
+    its end, and (not ``as_drawn``) without the white space that the template writes before an answer.
 
     Reads    the contents of ("history", "response"), else ("text", "response"), else ("tokens", "response") decoded;
              with ``mode``, only that one of the three
@@ -45,7 +46,9 @@ def completion_texts(
     Without ``tokenizer`` the only markers known are those of ChatML and ``markers``, which text alone needs.
     """
     markers = (*special_tokens(tokenizer), *markers)
-    lead = "" if tokenizer is None else _around_answers(tokenizer)[0]  # a history's content has it no longer
+    lead = (
+        "" if tokenizer is None or as_drawn else _around_answers(tokenizer)[0]
+    )  # a history's content has it no longer
     history, text, tokens = (
         td.get(view, None) if mode in (None, view) else None for view in ("history", "text", "tokens")
     )
