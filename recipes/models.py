@@ -58,7 +58,8 @@ def resolve_model(model: str | TinyModelSettings, *, runs: Path) -> str | TinyMo
 def load_tokenizer(config: ModelSource, *, runs: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of ``config.model``, with the chat template of the run and a padding id.
 
-    Raises  DataError if it cannot be loaded; TemplateError for an unknown template
+    Raises  DataError if it cannot be loaded; TemplateError for an unknown template; ConfigError for one beside another
+            that is registered for the model
     """
     if isinstance(config.model, TinyModelSettings):
         from llmrl.testing import tiny_tokenizer
@@ -70,10 +71,15 @@ def load_tokenizer(config: ModelSource, *, runs: Path) -> PreTrainedTokenizerBas
         tokenizer = _loaded(AutoTokenizer.from_pretrained, resolve_model(config.model, runs=runs))
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
-    if config.chat_template is not None:
-        is_jinja = "{%" in config.chat_template
-        row = find_template(tokenizer, **{"template" if is_jinja else "name": config.chat_template})
+    asked = config.chat_template
+    row = find_template(tokenizer, **({} if asked is None else {"template" if "{%" in asked else "name": asked}))
+    if row.name != "tokenizer":  # saved with every checkpoint, whose path says nothing of the model
         tokenizer.chat_template = row.jinja
+    if (taken := find_template(tokenizer)).jinja != row.jinja:
+        raise ConfigError(
+            f"chat_template: a run has one template: got {row.name!r}, and {taken.name!r} is registered for models of "
+            f"the name {tokenizer.name_or_path!r}; leave out chat_template, or the keyword."
+        )
     return tokenizer
 
 

@@ -3,8 +3,11 @@
 import pytest
 import torch
 
+from llmrl.data.llm.templates import _BUILT_IN, add_chat_template
 from llmrl.envs.llm.gsm8k import GSM8KEnv
+from llmrl.errors import ConfigError
 from llmrl.recipes.conversations import marked_pieces, tokenize_chats
+from llmrl.recipes.models import load_tokenizer
 from llmrl.recipes.sft_config import SFTConfig
 from llmrl.testing import tiny_tokenizer
 
@@ -134,6 +137,22 @@ def test_held_out_problems_of_a_users_own_are_measured(place, grpo):
     name = place.recipe("exam", grpo, env={"reward": "always:yes"}, eval={"dataset": "test.jsonl", "max_tokens": 4})
     assert place.run("grpo", name, "--name", "exam").code == 0
     assert place.steps("exam")[-1]["eval/chat/mean"] == pytest.approx(0.25)
+
+
+def test_a_template_registered_for_the_model_stays_with_the_tokenizer(tmp_path, monkeypatch):
+    """A checkpoint's folder has another name than the model, and its template must be the one that was trained with."""
+    monkeypatch.setattr("llmrl.data.llm.templates._TEMPLATES", dict(_BUILT_IN))
+    tiny_tokenizer().save_pretrained(tmp_path / "My-Bracket-7b")
+    jinja = (
+        "{% for m in messages %}[{{ m.role }}]{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% endfor %}"
+    )
+    add_chat_template("bracket", jinja, model_family_keywords=["bracket"])
+    source = SFTConfig(model=str(tmp_path / "My-Bracket-7b"), data={"path": "chats.jsonl"})
+    load_tokenizer(source, runs=tmp_path).save_pretrained(tmp_path / "step1")
+    saved = SFTConfig(model=str(tmp_path / "step1"), data={"path": "chats.jsonl"})
+    assert load_tokenizer(saved, runs=tmp_path).chat_template == jinja
+    with pytest.raises(ConfigError, match="'bracket' is registered for models of the name"):
+        load_tokenizer(source.model_copy(update={"chat_template": "phi"}), runs=tmp_path)
 
 
 def test_a_chat_template_of_the_users_own_is_used_and_saved(place, sft):

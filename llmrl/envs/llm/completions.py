@@ -35,9 +35,10 @@ def completion_texts(
     who: str,
     mode: str | None = None,
     markers: tuple[str, ...] = (),
+    as_drawn: bool = False,
 ) -> list[str]:
     """The response of every row, without the end-of-turn markers (the template's, and ``markers``) and white space at
-    its end.
+    its end, and (not ``as_drawn``) without the white space that the template writes before an answer.
 
     Reads    the contents of ("history", "response"), else ("text", "response"), else ("tokens", "response") decoded;
              where there is none of them the last message of "full" in the same order; with ``mode``, only that view
@@ -47,16 +48,19 @@ def completion_texts(
     Without ``tokenizer`` the only markers known are those of ChatML and ``markers``, which text alone needs.
     """
     markers = (*special_tokens(tokenizer), *markers)
+    lead = (
+        "" if tokenizer is None or as_drawn else _around_answers(tokenizer)[0]
+    )  # a history's content has it no longer
     history, text, tokens = (
         td.get(view, None) if mode in (None, view) else None for view in ("history", "text", "tokens")
     )
     if history is not None and (response := history.get("response", None)) is not None:
         return [trim_markers(_content(messages), markers) for messages in response.to_chats()]
     if text is not None and (texts := _strings(text, "response")) is not None:
-        return [trim_markers(response, markers) for response in texts]
+        return [trim_markers(response.removeprefix(lead), markers) for response in texts]
     if tokens is not None and tokenizer is not None and (rows := _ids(td, tokens, "response")) is not None:
         # Control tokens inside are kept: without them "3<|im_start|>6" would be the answer 36.
-        return [trim_markers(response, markers) for response in decode_rows(tokenizer, rows)]
+        return [trim_markers(response.removeprefix(lead), markers) for response in decode_rows(tokenizer, rows)]
     if (chats := _whole_chats(td, history, text, tokens, tokenizer)) is not None:
         return [trim_markers(_content(messages), markers) for messages in chats]
     hint = " and a tokenizer" if tokenizer is None and "tokens" in td.keys() else ""
@@ -76,7 +80,7 @@ def special_tokens(tokenizer: Any | None) -> tuple[str, ...]:
     """The markers that may end a turn: the tokenizer's end and padding tokens, its template's, and ChatML's."""
     names = {"<|im_end|>", "<|endoftext|>"}
     if tokenizer is not None:
-        names.update(t for t in (tokenizer.eos_token, tokenizer.pad_token, _end_of_turn(tokenizer)) if t)
+        names.update(t for t in (tokenizer.eos_token, tokenizer.pad_token, _around_answers(tokenizer)[1]) if t)
     return tuple(names)
 
 
@@ -93,12 +97,12 @@ def trim_markers(text: str, markers: Iterable[str]) -> str:
 
 
 @lru_cache(maxsize=8)
-def _end_of_turn(tokenizer: Any) -> str:
-    """The control token that ends a turn in the tokenizer's template; "" where it has none."""
+def _around_answers(tokenizer: Any) -> tuple[str, str]:
+    """What the tokenizer's template writes around an answer: white space before it, the control token that ends it."""
     with suppress(TemplateError):  # no template for conversations
         codec = codec_for(tokenizer, find_template(tokenizer))
-        return codec.end_of_turn.strip() if codec.end_is_control else ""
-    return ""
+        return codec.answer_lead, codec.end_of_turn.strip() if codec.end_is_control else ""
+    return "", ""
 
 
 def _whole_chats(td: TensorDictBase, history: Any, text: Any, tokens: Any, tokenizer: Any | None) -> Any:

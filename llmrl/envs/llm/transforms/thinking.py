@@ -176,7 +176,7 @@ class AddThinkingPrompt(Transform):
             begin_anew(next_td, list(prompts), view)
             return
         tokenizer = tokenizer_of(self)
-        said = completion_texts(td, tokenizer, who="AddThinkingPrompt", mode=view)
+        said = completion_texts(td, tokenizer, who="AddThinkingPrompt", mode=view, as_drawn=True)
         answers = {row: self._edited(said[row], prompt) for row, prompt in prompts.items()}
         begin_anew(next_td, list(prompts), view)
         if view == "text":
