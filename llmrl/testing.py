@@ -293,6 +293,7 @@ class ScriptedPolicy:
     Writes   "response" and "full" of the same container, "stop_reason" int64[B] (always EOS), "policy_version" (0)
 
     >>> from tensordict import TensorDict
+    >>> from llmrl.modules.llm import Text
     >>> policy = ScriptedPolicy(["4", "5"])
     >>> td = TensorDict({"text": Text.from_rows({"prompt": ["2+2=", "2+3="]})}, batch_size=[2])
     >>> policy(td)["text"].rows("full")

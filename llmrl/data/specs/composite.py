@@ -133,7 +133,7 @@ class Composite(Lockable):
             )
         if isinstance(spec, Composite):
             spec = self._adopted(spec)
-        _assert_begins(name, spec, self.shape)
+        assert_begins(name, spec, self.shape)
         if self._device is not None and spec.device != self._device:
             if not isinstance(spec, Composite) or spec.device is not None:
                 raise RuntimeError(
@@ -149,7 +149,7 @@ class Composite(Lockable):
         if shorter or renamed:
             spec = spec.clone()
         if shorter:
-            spec.shape = self.shape
+            spec._resize(self.shape)
         if renamed:
             spec._set_names(names)
         return spec
@@ -239,7 +239,9 @@ class Composite(Lockable):
 
     @shape.setter
     def shape(self, shape: Sequence[int] | int) -> None:
-        shape = as_size(shape)
+        self._resize(as_size(shape))
+
+    def _resize(self, shape: Size) -> None:
         for spec in self._to_resize(shape):
             spec._shape = shape
             if spec._dim_names is not None:
@@ -249,10 +251,10 @@ class Composite(Lockable):
         self._assert_unlocked()
         found = [self]
         for name, spec in self._specs.items():
-            if type(spec) is Composite and not _begins(spec, shape):
+            if isinstance(spec, Composite) and not _begins(spec, shape):
                 found += spec._to_resize(shape)
             elif spec is not None:
-                _assert_begins(name, spec, shape)
+                assert_begins(name, spec, shape)
         return found
 
     @property
@@ -459,7 +461,7 @@ def _begins(spec: TensorSpec, shape: Size) -> bool:
     return spec.shape[: len(shape)] == shape and len(spec.shape) - spec._kept >= len(shape)
 
 
-def _assert_begins(name: str, spec: TensorSpec, shape: Size) -> None:
+def assert_begins(name: str, spec: TensorSpec, shape: Size) -> None:
     if not _begins(spec, shape):
         raise ShapeError(
             f"Composite: the shape of {name!r} must begin with the Composite's, {tuple(shape)}: got "

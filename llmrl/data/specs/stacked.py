@@ -14,7 +14,7 @@ from tensordict import NestedKey, TensorDictBase, is_tensor_collection, lazy_sta
 from torch import Size, Tensor
 
 from llmrl.data.specs.base import TORCH_FUNCTIONS, Mismatch, TensorSpec, combinations, listing
-from llmrl.data.specs.composite import Composite
+from llmrl.data.specs.composite import Composite, assert_begins
 from llmrl.data.specs.entries import MISSING
 from llmrl.data.specs.shape import ShapeOp, full_index, lead_dim, repeat, select
 from llmrl.errors import ConfigError, ShapeError
@@ -296,6 +296,10 @@ class StackedComposite(_Stack, Composite):
     def names(self) -> list[str | None]:
         names = self.members[0].names
         return [*names[: self.stack_dim], None, *names[self.stack_dim :]]
+
+    def _to_resize(self, shape: Size) -> list[Composite]:
+        assert_begins("stack", self, shape)  # its shape is that of its members
+        return []
 
     @names.setter
     def names(self, names: Sequence[str | None] | None) -> None:

@@ -42,8 +42,8 @@ def completion_texts(
 
     Reads    the contents of ("history", "response"), else ("text", "response"), else ("tokens", "response") decoded;
              where there is none of them the last message of "full" in the same order; with ``mode``, only that view
-    Raises   MissingKeyError naming ``who`` where there is none of them, or only ids (or text, for "full") and no
-             ``tokenizer``
+    Raises   MissingKeyError naming ``who`` where there is none of them, where the last message is that of a system,
+             user or tool, and where there are only ids (or text, for "full") and no ``tokenizer``
 
     Without ``tokenizer`` the only markers known are those of ChatML and ``markers``, which text alone needs.
     """
@@ -108,11 +108,17 @@ def _around_answers(tokenizer: Any) -> tuple[str, str]:
 def _whole_chats(td: TensorDictBase, history: Any, text: Any, tokens: Any, tokenizer: Any | None) -> Any:
     """The messages of each conversation, of a batch that has conversations only as a whole."""
     if history is not None and (full := history.get("full", None)) is not None:
-        return full.to_chats()
+        return _answered_chats(full.to_chats())
     texts = None if text is None else _strings(text, "full")
     if texts is None and tokens is not None and (rows := _ids(td, tokens, "full")) is not None and tokenizer:
         texts = decode_rows(tokenizer, rows)
-    return None if texts is None or tokenizer is None else History.from_text(texts, tokenizer=tokenizer).to_chats()
+    if texts is None or tokenizer is None:
+        return None
+    return _answered_chats(History.from_text(texts, tokenizer=tokenizer).to_chats())
+
+
+def _answered_chats(chats: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]] | None:
+    return None if any(not chat or chat[-1]["role"] in ("system", "user", "tool") for chat in chats) else chats
 
 
 def _ids(td: TensorDictBase, tokens: Any, field: str) -> list[list[int]] | None:

@@ -256,7 +256,8 @@ class Compose(Transform):
         if not -len(self.transforms) <= index < len(self.transforms):
             raise ConfigError(f"Compose.pop: there must be a transform at {index}: got {len(self.transforms)} of them.")
         transform = self.transforms.pop(index)
-        transform.reset_container()
+        if transform.container is self.container:  # a slice of an env's transforms is attached to nothing
+            transform.reset_container()
         self._members_changed()
         return transform
 

@@ -380,6 +380,7 @@ def test_a_popped_transform_is_detached_and_no_longer_runs_or_declares():
     nested = Compose(Declares())
     env = Echo().append_transform(Declares()).append_transform(nested)
     assert "extra" in env.observation_spec
+    assert env.transform[:1].pop().container is env  # a slice is attached to nothing
     inner = nested.pop()
     assert len(nested) == 0
     assert env.transform.pop(0).container is None
