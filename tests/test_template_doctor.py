@@ -147,7 +147,7 @@ def test_json_holds_everything(capsys):
 
 
 def test_unknown_name_is_refused_with_a_near_one(monkeypatch: pytest.MonkeyPatch, capsys):
-    def offline(name: str) -> None:
+    def offline(name: str, *, trust_remote_code: bool) -> None:
         raise OSError(f"{name} is not to be had")
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", offline)
