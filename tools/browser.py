@@ -110,6 +110,7 @@ class BrowserTool(Tool):
         self._browser: asyncio.Future[Any] | None = None
         self._pages: dict[Hashable, Any] = {}
         self._stale: set[Any] = set()
+        self._opening: dict[Hashable, asyncio.Future[Any]] = {}
         self._work: set[asyncio.Future[Any]] = set()
 
     def call(self, arguments: dict[str, Any], *, conversation: Hashable, deadline: float) -> str:
@@ -205,25 +206,36 @@ class BrowserTool(Tool):
         return f"{text[: self.max_chars]}\n[{len(text) - self.max_chars:,} more characters; extract a part by selector]"
 
     async def _page(self, conversation: Hashable) -> Any:
+        """The conversation's page. A caller that gives up waiting does not stop its opening, or the browser's start."""
+        opening = self._opening.get(conversation)
+        if opening is None:
+            opening = self._opening[conversation] = asyncio.ensure_future(self._opened(conversation))
+            opening.add_done_callback(lambda done: self._opening.pop(conversation) and done.exception())
+        return await asyncio.shield(opening)
+
+    async def _opened(self, conversation: Hashable) -> Any:
         if self._browser is not None and self._browser.done():
             failed = self._browser.cancelled() or self._browser.exception() is not None
             if failed or not self._browser.result().is_connected():
                 self._forget()  # it crashed, or never started: its pages are gone
-        for is_last in (False, True):
+        reason = ""
+        for _ in range(3):  # with the page that there is, with a new one, with a new browser
             browser = self._browser = self._browser or asyncio.ensure_future(asyncio.wait_for(self._launch(), _START_S))
             try:
-                launched = await asyncio.shield(browser)  # who gives up waiting does not stop the start
+                launched = await asyncio.shield(browser)
             except Exception as error:
                 raise ToolError(
                     f"browser: it could not be started: {_first_line(error) or type(error).__name__}"
                 ) from error
             try:
                 return await asyncio.wait_for(self._page_of(launched, conversation), 2 * _PAGE_S)
-            except Exception as error:  # it, or Playwright's driver, ended or hangs
-                if self._browser is browser:
+            except Exception as error:  # the page, the browser or Playwright's driver ended or hangs
+                reason = _first_line(error) or type(error).__name__
+                if (page := self._pages.get(conversation)) is not None:
+                    self._drop(conversation, page)
+                elif self._browser is browser:
                     self._forget()
-                if is_last:
-                    raise ToolError(f"browser: no page could be opened: {_first_line(error)}") from error
+        raise ToolError(f"browser: no page could be opened: {reason}")
 
     async def _page_of(self, browser: Any, conversation: Hashable) -> Any:
         """The conversation's page, opened where it has none."""
