@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -66,7 +67,7 @@ UNITS += [
     "P. ",
 ]
 ANSWERS = ["<think>", "</think>", "<answer>", "</answer>", "####"]
-LATEX = ["\\boxed{", "\\text{", "\\text{}", "\\frac{", "\\frac{1}{", "}", "1", " ", "met"]
+LATEX = ["\\boxed{", "\\text{", "\\text{}", "\\frac{", "\\frac{1}{", "}", "1", " ", "met", "$"]
 FENCES = ["```", "```\n", "```python\n", "```text\n", "````\n", "\n```", "x\n"]
 DEEPSEEK_CALLS = ["<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"]
 DEEPSEEK_CALLS += ["<｜tool▁calls▁end｜>"]
@@ -138,6 +139,10 @@ def instructions(name: str) -> Instructions:
     return Instructions.of([name], [ARGUMENTS], "row 1")
 
 
+def followed(name: str, text: str) -> None:
+    CHECKS[name](text, **instructions(name).arguments[0])
+
+
 def judged(text: str) -> None:
     with contextlib.suppress(RolloutError):
         JudgeReward("http://localhost:1/v1", "judge").score(text)
@@ -158,7 +163,7 @@ def _tool(number: int, values: list[int]) -> None:
 
 
 def mathematics(text: str) -> None:
-    if len(text) > 10_000:  # shorter ones are compared in a process that is killed at its deadline
+    if len(text) > 10_000 and "boxed" not in text:  # short ones are compared in a process, killed at its deadline
         MATHRewardParser().score(f"<answer>{text}</answer>", "36")
 
 
@@ -204,7 +209,8 @@ READERS: dict[str, tuple[Callable[[str], Any], list[str]]] = {
     "markers": (lambda text: trim_markers(text, ("<|im_end|>", "<pad>")), ["<|im_end|>", "<pad>"]),
     "calculator": (computed, ["1+", "(", "**", "9"]),
     "arguments": (bound, ["[", "1,", "9"]),
-    **{name: (lambda text, name=name: evaluate(text, instructions(name)), IFEVAL) for name in CHECKS},
+    "loose_evaluation": (lambda text: evaluate(text, instructions("combination:repeat_prompt")), IFEVAL),
+    **{name: (partial(followed, name), IFEVAL) for name in CHECKS},
 }
 
 
