@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 
 from llmrl.data.llm import parsers
+from llmrl.data.llm.codec import codec_for
+from llmrl.data.llm.templates import find_template
 from llmrl.envs.llm.answers import code_block, extract_tags, last_boxed, normalize_answer
 from llmrl.envs.llm.big_sums import big_sums_reward
 from llmrl.envs.llm.completions import trim_markers
@@ -38,7 +40,8 @@ from llmrl.envs.llm.tool_calls import (
     PythonFence,
     TaggedFormat,
 )
-from llmrl.errors import RolloutError
+from llmrl.errors import RolloutError, TemplateError
+from llmrl.testing import tiny_tokenizer
 from llmrl.tools.base import ToolError
 from llmrl.tools.calculator import calculator
 from llmrl.tools.schema import Signature
@@ -268,3 +271,11 @@ def test_a_name_too_long_to_be_shown_is_not_repeated():
     (call,) = FunctionFormat().parse(f"<function={'f' * 1000}>\n</function>")
     assert (call.name, call.arguments) == ("", None)
     assert "1000 characters" in call.error
+
+
+def test_a_message_that_no_tokenizer_takes_is_named():
+    tokenizer = tiny_tokenizer()
+    codec = codec_for(tokenizer, find_template(tokenizer))
+    texts = codec.render([[{"role": "user", "content": "fine"}], [{"role": "user", "content": "half: \ud800"}]])
+    with pytest.raises(TemplateError, match=r"conversation 1 holds half of a surrogate pair, '\\ud800', in '.*half: "):
+        codec.encode(texts)
