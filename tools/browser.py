@@ -23,6 +23,7 @@ from llmrl.tools.base import Tool, ToolError, ToolTimeout
 __all__ = ["BrowserTool", "find_chromium"]
 
 _START_S, _CLOSE_S = 30.0, 8.0
+_PAGE_S = 5.0  # to open or close a page; a browser that takes longer is started again
 _ELEMENT_S = 3.0  # to wait for an element that a page may still be making
 _FLAGS = (
     "--disable-gpu",
@@ -32,6 +33,7 @@ _FLAGS = (
     "--disable-component-update",
     "--disable-sync",
 )
+_WEBRTC_POLICY = ("webrtc-ip-handling-policy", "force-webrtc-ip-handling-policy")  # its names over the versions
 _VISIBLE_TEXT = """() => {
   const walker = document.createTreeWalker(document.body || document, NodeFilter.SHOW_TEXT), found = [];
   const hidden = new Set(["SCRIPT", "STYLE", "NOSCRIPT", "TEMPLATE"]), range = document.createRange();
@@ -51,11 +53,13 @@ class BrowserTool(Tool):
     Reads   allowed_hosts  exact names, such as "en.wikipedia.org": of pages, of what they load, and of redirects; no
                            sub-domain is implied. None: every host, those of the machine's own network included
             executable     of Chromium; by default $LLMRL_CHROMIUM, one on the PATH, or Playwright's own
-            max_chars      of the text that one answer shows
+            max_chars      of the text that one answer shows; of its title and of its address a quarter of that
     Raises  ConfigError for a host that is none; MissingDependencyError without Playwright. The browser itself starts at
             the first call
 
-    As root Chromium's own sandbox cannot run and is switched off: then give it only hosts that you trust.
+    A page that hangs or crashes is closed, and the conversation's next call has a new one; a browser that ended is
+    started again. As root Chromium's own sandbox cannot run and is switched off: then give it only hosts that you
+    trust.
     """
 
     name = "browser"
@@ -106,6 +110,8 @@ class BrowserTool(Tool):
         self._browser: asyncio.Future[Any] | None = None
         self._pages: dict[Hashable, Any] = {}
         self._stale: set[Any] = set()
+        self._opening: dict[Hashable, asyncio.Future[Any]] = {}
+        self._work: set[asyncio.Future[Any]] = set()
 
     def call(self, arguments: dict[str, Any], *, conversation: Hashable, deadline: float) -> str:
         action = self._checked(arguments)
@@ -132,7 +138,7 @@ class BrowserTool(Tool):
     async def _act(self, action: str, arguments: dict[str, Any], conversation: Hashable, deadline: float) -> str:
         errors = require("playwright.async_api", extra="browser", used_by="BrowserTool")
         page = await self._page(conversation)
-        left_ms = max(1.0, 1000 * (deadline - time.monotonic()))
+        left_ms = max(1.0, 900 * (deadline - time.monotonic()))  # Playwright's own deadline is before the call's
         patience_ms = min(left_ms, 1000 * _ELEMENT_S)
         try:
             if action == "navigate":
@@ -151,11 +157,18 @@ class BrowserTool(Tool):
                     await element.press("Enter", timeout=patience_ms)
             await page.wait_for_load_state("domcontentloaded", timeout=left_ms)
             return await self._state(page)
+        except asyncio.CancelledError:  # the call's deadline: the page did not even answer Playwright
+            self._drop(conversation, page)
+            raise
         except errors.TimeoutError:
-            if action == "navigate" or time.monotonic() >= deadline:
+            if action == "navigate" or time.monotonic() >= deadline - left_ms / 9000:
                 raise ToolTimeout(f"browser: {action} did not end in time.") from None
             raise ToolError(f"browser: {action}: no element that matches {selector!r} could be used.") from None
-        except errors.Error as error:
+        except ToolError:
+            raise
+        except Exception as error:  # Playwright's, and what it lets through when its driver has ended
+            if page.is_closed() or any(word in str(error).lower() for word in ("closed", "crashed")):
+                self._drop(conversation, page)
             raise ToolError(f"browser: {action}: {_first_line(error)}") from None
 
     async def _navigate(self, page: Any, url: str, timeout_ms: float) -> str:
@@ -184,7 +197,8 @@ class BrowserTool(Tool):
     async def _state(self, page: Any) -> str:
         """Where the page is and what it says."""
         text = await page.locator("body").first.inner_text(timeout=1000 * _ELEMENT_S)
-        return f"{await page.title()}\n{page.url}\n\n{self._shown(text.strip())}"
+        title, url = (_cut(line, self.max_chars // 4) for line in (await page.title(), page.url))
+        return f"{title}\n{url}\n\n{self._shown(text.strip())}"
 
     def _shown(self, text: str) -> str:
         if len(text) <= self.max_chars:
@@ -192,30 +206,73 @@ class BrowserTool(Tool):
         return f"{text[: self.max_chars]}\n[{len(text) - self.max_chars:,} more characters; extract a part by selector]"
 
     async def _page(self, conversation: Hashable) -> Any:
+        """The conversation's page. A caller that gives up waiting does not stop its opening, or the browser's start."""
+        opening = self._opening.get(conversation)
+        if opening is None:
+            opening = self._opening[conversation] = asyncio.ensure_future(self._opened(conversation))
+            opening.add_done_callback(lambda done: self._opening.pop(conversation) and done.exception())
+        return await asyncio.shield(opening)
+
+    async def _opened(self, conversation: Hashable) -> Any:
         if self._browser is not None and self._browser.done():
             failed = self._browser.cancelled() or self._browser.exception() is not None
             if failed or not self._browser.result().is_connected():
-                self._browser = None  # it crashed, or never started: its pages are gone
-                self._pages.clear()
-                self._stale.clear()
-        if self._browser is None:
-            self._browser = asyncio.ensure_future(asyncio.wait_for(self._launch(), _START_S))
-        try:
-            browser = await asyncio.shield(self._browser)  # who gives up waiting does not stop the start
-        except Exception as error:
-            raise ToolError(
-                f"browser: it could not be started: {_first_line(error) or type(error).__name__}"
-            ) from error
-        if conversation not in self._pages:
+                self._forget()  # it crashed, or never started: its pages are gone
+        reason = ""
+        for _ in range(3):  # with the page that there is, with a new one, with a new browser
+            browser = self._browser = self._browser or asyncio.ensure_future(asyncio.wait_for(self._launch(), _START_S))
+            try:
+                launched = await asyncio.shield(browser)
+            except Exception as error:
+                raise ToolError(
+                    f"browser: it could not be started: {_first_line(error) or type(error).__name__}"
+                ) from error
+            try:
+                return await asyncio.wait_for(self._page_of(launched, conversation), 2 * _PAGE_S)
+            except Exception as error:  # the page, the browser or Playwright's driver ended or hangs
+                reason = _first_line(error) or type(error).__name__
+                if (page := self._pages.get(conversation)) is not None:
+                    self._drop(conversation, page)
+                elif self._browser is browser:
+                    self._forget()
+        raise ToolError(f"browser: no page could be opened: {reason}")
+
+    async def _page_of(self, browser: Any, conversation: Hashable) -> Any:
+        """The conversation's page, opened where it has none."""
+        page = self._pages.get(conversation)
+        if page is None:
             context = await browser.new_context(accept_downloads=False, service_workers="block")
             if self.allowed_hosts is not None:
                 await context.route("**/*", self._guard)
-            self._pages[conversation] = await _new_page(context)
-        elif (page := self._pages[conversation]) in self._stale:
-            self._pages[conversation] = await _new_page(page.context)
+        elif page in self._stale:
+            context = page.context
             self._stale.discard(page)
-            await _closed(page)
-        return self._pages[conversation]
+            await _closed(page)  # first: the next one may be given the same process
+        else:
+            return page
+        page = self._pages[conversation] = await _new_page(context)
+        page.on("crash", lambda crashed: self._drop(conversation, crashed))
+        return page
+
+    def _drop(self, conversation: Hashable, page: Any) -> None:
+        """Closes a page that is of no use any more, with its cookies; the next call opens another one."""
+        if self._pages.get(conversation) is page:
+            del self._pages[conversation]
+        self._stale.discard(page)
+        self._in_background(_closed(page.context))
+
+    def _forget(self) -> None:
+        """Leaves the browser and its driver to their end; the next call starts others."""
+        browser, driver = self._browser, self._driver
+        self._browser = self._driver = None
+        self._pages.clear()
+        self._stale.clear()
+        self._in_background(_ended(browser, driver))
+
+    def _in_background(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._work.add(task)  # the loop itself keeps no reference
+        task.add_done_callback(self._work.discard)
 
     async def _launch(self) -> Any:
         api = require("playwright.async_api", extra="browser", used_by="BrowserTool")
@@ -226,6 +283,11 @@ class BrowserTool(Tool):
             # Requests that a redirect, a WebSocket or a prefetch makes are never seen by a route: they have no address.
             excluded = "".join(f", EXCLUDE {host}" for host in sorted(self.allowed_hosts))
             flags.append(f"--host-resolver-rules=MAP * ~NOTFOUND{excluded}")
+            # WebRTC and WebTransport go to addresses, and by UDP: they must take a proxy, which is not there.
+            # `<-loopback>` has this machine's names go through it as well, unless they are allowed.
+            flags.append("--proxy-server=http://127.0.0.1:9")
+            flags += [f"--{name}=disable_non_proxied_udp" for name in _WEBRTC_POLICY]
+            flags.append(f"--proxy-bypass-list={';'.join(['<-loopback>', *sorted(self.allowed_hosts)])}")
         if self._driver is None:
             self._driver = await api.async_playwright().start()
         return await self._driver.chromium.launch(
@@ -240,12 +302,7 @@ class BrowserTool(Tool):
 
     async def _shut_down(self) -> None:
         self._pages.clear()
-        with contextlib.suppress(Exception):
-            browser = await asyncio.wait_for(asyncio.shield(self._browser), _CLOSE_S / 2)
-            await browser.close()
-        with contextlib.suppress(Exception):
-            if self._driver is not None:
-                await self._driver.stop()
+        await _ended(self._browser, self._driver)
 
     def _soon(self, awaitable: Any) -> None:
         with contextlib.suppress(LLMRLError, TimeoutError):
@@ -271,9 +328,9 @@ class BrowserTool(Tool):
     def _checked(self, arguments: dict[str, Any]) -> str:
         """The action. Raises ToolError for one that is not known, or arguments that are not its own."""
         action = arguments.get("action")
-        if action not in self._needs:
-            hint = near(str(action), self._needs)
-            raise ToolError(f"browser: action must be one of {', '.join(self._needs)}: got {action!r}.{hint}")
+        if not isinstance(action, str) or action not in self._needs:
+            hint = near(action, self._needs) if isinstance(action, str) else ""
+            raise ToolError(f"browser: action must be one of {', '.join(self._needs)}: got {action!r:.80}.{hint}")
         required, optional = self._needs[action]
         for name in required:
             if name not in arguments:
@@ -325,7 +382,20 @@ async def _new_page(context: Any) -> Any:
 
 async def _closed(thing: Any) -> None:
     with contextlib.suppress(Exception):
-        await thing.close()
+        await asyncio.wait_for(thing.close(), _PAGE_S)
+
+
+async def _ended(browser: asyncio.Future[Any] | None, driver: Any) -> None:
+    with contextlib.suppress(Exception):
+        if browser is not None:
+            await _closed(await asyncio.wait_for(asyncio.shield(browser), _PAGE_S / 2))
+    with contextlib.suppress(Exception):
+        if driver is not None:
+            await asyncio.wait_for(driver.stop(), _PAGE_S / 2)
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}..."
 
 
 async def _dismissed(dialog: Any) -> None:

@@ -57,7 +57,9 @@ class MCPServers:
                 f"MCPServers: servers must be a mapping of at least one name to its settings: got {servers!r:.80}."
             )
         self._loop = BackgroundLoop("mcp")
-        self._connections = [_Connection(name, _settings(name, given)) for name, given in servers.items()]
+        self._connections = [
+            _Connection(name, _settings(name, given), start_timeout_s) for name, given in servers.items()
+        ]
         deadline = time.monotonic() + start_timeout_s
         try:
             self._loop.run(_start_all(self._connections), deadline=deadline)
@@ -144,10 +146,11 @@ class MCPTool(Tool):
 class _Connection:
     """One server, in the background loop. It lives in a task of its own, which opens and closes the connection."""
 
-    def __init__(self, name: str, settings: dict[str, Any]):
+    def __init__(self, name: str, settings: dict[str, Any], start_timeout_s: float):
         self.name = name
         self.listed: list[Any] = []
         self._settings = settings
+        self._start_timeout_s = start_timeout_s
         self._server: StdioServer | None = None
         self._check: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[Any] | None = None
@@ -246,8 +249,9 @@ class _Connection:
     async def _serve(self, ready: asyncio.Future[Any], stop: asyncio.Event) -> None:
         try:
             async with contextlib.AsyncExitStack() as stack:
-                client = await self._open(stack)
-                self.listed = await _all_tools(client)
+                async with asyncio.timeout(self._start_timeout_s):  # also when it is started again
+                    client = await self._open(stack)
+                    self.listed = await _all_tools(client)
                 ready.set_result(client)
                 await stop.wait()
         except BaseException as error:

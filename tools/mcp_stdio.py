@@ -32,11 +32,12 @@ _INTERNAL_ERROR = -32603  # of JSON-RPC
 class StdioServer:
     """One start of a server: ``command``, ``args``, ``env`` and ``cwd`` of its settings.
 
-    ``is_open``: its output is being read. ``stderr``: what it wrote there last.
+    ``is_open``: its output is being read. ``pid``: its process, where it runs. ``stderr``: what it wrote there last.
     """
 
     def __init__(self, settings: Mapping[str, Any]):
         self.is_open = False
+        self.pid: int | None = None
         self._settings = settings
         self._said = bytearray()
 
@@ -61,7 +62,7 @@ class StdioServer:
             start_new_session=True,
             limit=MAX_LINE,
         )
-        self.is_open = True
+        self.is_open, self.pid = True, process.pid
         answers, received = anyio.create_memory_object_stream(0)
         to_send, requests = anyio.create_memory_object_stream(0)
         tasks = [

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
+import signal
+import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 from tensordict import TensorDict
@@ -241,12 +245,127 @@ def test_the_transform_browses_by_the_documented_tags(site):
         env.close()
 
 
+@needs_chromium
+def test_nothing_is_sent_by_udp_past_the_allow_list(browser, site):
+    """Regression: WebRTC asked any address for its own. What it may not send, no candidate can come of."""
+    addresses = {"127.0.0.1", own_address()}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp, socket.socket() as tcp:
+        udp.bind(("0.0.0.0", 0))
+        tcp.bind(("0.0.0.0", 0))
+        tcp.listen()
+        udp.settimeout(0.2), tcp.settimeout(0.2)
+        servers = [
+            server
+            for address in addresses
+            for server in (
+                f"{{urls: 'stun:{address}:{udp.getsockname()[1]}'}}",
+                f"{{urls: 'turn:{address}:{udp.getsockname()[1]}', username: 'u', credential: 'c'}}",
+                f"{{urls: 'turn:{address}:{tcp.getsockname()[1]}?transport=tcp', username: 'u', credential: 'c'}}",
+            )
+        ]
+        quic = [f"https://{address}:{udp.getsockname()[1]}/" for address in addresses]
+        site.pages["/"] = f"""<title>T</title><p id=p>gathering</p><script>
+            for (const url of {quic}) try {{ new WebTransport(url).ready.catch(() => 0) }} catch (e) {{}}
+            const peer = new RTCPeerConnection({{iceServers: [{", ".join(servers)}]}});
+            peer.createDataChannel("x");
+            peer.onicegatheringstatechange = () => {{ p.textContent = peer.iceGatheringState }};
+            peer.createOffer().then(offer => peer.setLocalDescription(offer));
+            setTimeout(() => {{ p.textContent = "complete" }}, 3000);
+        </script>"""
+        act(browser, action="navigate", url=site.url())
+        deadline = time.monotonic() + WAIT_S
+        while act(browser, action="extract", selector="#p") != "complete" and time.monotonic() < deadline:
+            time.sleep(0.05)
+        with pytest.raises(TimeoutError):
+            udp.recvfrom(100)
+        with pytest.raises(TimeoutError):
+            tcp.accept()
+    assert act(browser, action="navigate", url=site.url()).startswith("T\n")
+
+
+def own_address():
+    """The machine's address in its network, or that of its loopback where it is in none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing
+        except OSError:
+            return "127.0.0.1"
+        return probe.getsockname()[0]
+
+
+@needs_chromium
+def test_titles_and_addresses_are_shown_in_part(site):
+    tool = BrowserTool(["localhost"], max_chars=400)
+    site.pages["/"] = """<p>text</p><script>
+        document.title = "t".repeat(2e5); history.pushState(0, "", "/?" + "u".repeat(1e5)) </script>"""
+    try:
+        shown = act(tool, action="navigate", url=site.url())
+        assert shown.startswith("t" * 100 + "...\nhttp://localhost:")
+        assert len(shown) < 300
+    finally:
+        tool.close()
+
+
+@needs_chromium
+@pytest.mark.parametrize("script", ["for (;;);", "setTimeout(() => { for (;;); }, 100)"])
+def test_a_page_that_hangs_is_closed_and_the_next_call_has_another_one(browser, site, script):
+    site.pages["/"] = f"<title>Hangs</title><p>text</p><script>{script}</script>"
+    site.pages["/fine"] = "<title>Fine</title>"
+    with contextlib.suppress(ToolTimeout):  # it may hang while it is read
+        act(browser, "h", action="navigate", url=site.url(), deadline=time.monotonic() + 3)
+    time.sleep(0.3)
+    with contextlib.suppress(ToolError):
+        act(browser, "h", action="extract", deadline=time.monotonic() + 3)
+    assert act(browser, "h", action="navigate", url=site.url("/fine")).startswith("Fine\n")
+
+
+@needs_chromium
+@pytest.mark.parametrize("what", ["renderer", "browser", "driver"])
+def test_after_one_of_its_processes_was_killed_the_tool_works_again(site, what):
+    """Regression: the conversation's tool failed for good."""
+    site.pages["/"] = "<title>T</title>"
+    tool = BrowserTool(["localhost"])
+    try:
+        act(tool, action="navigate", url=site.url())
+        killed = [pid for pid, command in processes() if what in kinds(command)]
+        assert killed
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ToolError):
+            act(tool, action="extract", deadline=time.monotonic() + 5)
+        assert act(tool, action="navigate", url=site.url()).startswith("T\n")
+    finally:
+        tool.close()
+
+
+def processes():
+    """Those that this process has started, and theirs: their numbers and command lines."""
+    children = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            children.setdefault(parent, []).append((int(folder.name), command))
+    found, parents = [], [os.getpid()]
+    while parents:
+        found += (below := children.get(parents.pop(), []))
+        parents += [pid for pid, _ in below]
+    return found
+
+
+def kinds(command):
+    if "--type=" in command:
+        return {"renderer"} if "--type=renderer" in command else set()
+    return {"driver"} if "run-driver" in command else {"browser"} if "--remote-debugging" in command else set()
+
+
 @needs_playwright
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         ({"action": "tipe"}, "Did you mean 'type'"),
         ({}, "action must be one of"),
+        ({"action": ["navigate"]}, r"action must be one of .*: got \['navigate'\]"),
         ({"action": "navigate"}, "navigate needs 'url'"),
         ({"action": "click", "selector": "a", "url": "x"}, "click takes no 'url'"),
         ({"action": "click", "selector": 5}, "must be of type string"),

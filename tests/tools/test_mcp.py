@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -315,3 +316,19 @@ def _runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_a_server_that_hangs_when_it_is_started_again_fails_the_call_in_time(tmp_path):
+    code = (
+        f"from pathlib import Path; first = Path({str(tmp_path / 'first')!r})\n"
+        "if first.exists(): time.sleep(3600)\n"
+        f"first.touch(); sys.argv[0] = {HOSTILE['args'][1]!r}; exec(open(sys.argv[0]).read())"
+    )
+    settings = {"command": sys.executable, "args": ["-ISc", f"import sys, time\n{code}"]}
+    with MCPServers({"hostile": settings}, start_timeout_s=5.0) as servers:
+        tools = {tool.name: tool for tool in servers.tools}
+        os.kill(servers._connections[0]._server.pid, signal.SIGKILL)
+        with pytest.raises(ToolError, match="was lost"):
+            call(tools["echo"])
+        with pytest.raises(ToolError, match="could not be started again: TimeoutError"):
+            call(tools["echo"])

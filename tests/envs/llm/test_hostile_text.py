@@ -10,12 +10,15 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from typing import Any
 
 import pytest
 
 from llmrl.data.llm import parsers
+from llmrl.data.llm.codec import codec_for
+from llmrl.data.llm.templates import find_template
 from llmrl.envs.llm.answers import code_block, extract_tags, last_boxed, normalize_answer
 from llmrl.envs.llm.big_sums import big_sums_reward
 from llmrl.envs.llm.completions import trim_markers
@@ -37,7 +40,8 @@ from llmrl.envs.llm.tool_calls import (
     PythonFence,
     TaggedFormat,
 )
-from llmrl.errors import RolloutError
+from llmrl.errors import RolloutError, TemplateError
+from llmrl.testing import tiny_tokenizer
 from llmrl.tools.base import ToolError
 from llmrl.tools.calculator import calculator
 from llmrl.tools.schema import Signature
@@ -66,7 +70,7 @@ UNITS += [
     "P. ",
 ]
 ANSWERS = ["<think>", "</think>", "<answer>", "</answer>", "####"]
-LATEX = ["\\boxed{", "\\text{", "\\text{}", "\\frac{", "\\frac{1}{", "}", "1", " ", "met"]
+LATEX = ["\\boxed{", "\\text{", "\\text{}", "\\frac{", "\\frac{1}{", "}", "1", " ", "met", "$"]
 FENCES = ["```", "```\n", "```python\n", "```text\n", "````\n", "\n```", "x\n"]
 DEEPSEEK_CALLS = ["<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"]
 DEEPSEEK_CALLS += ["<｜tool▁calls▁end｜>"]
@@ -138,6 +142,10 @@ def instructions(name: str) -> Instructions:
     return Instructions.of([name], [ARGUMENTS], "row 1")
 
 
+def followed(name: str, text: str) -> None:
+    CHECKS[name](text, **instructions(name).arguments[0])
+
+
 def judged(text: str) -> None:
     with contextlib.suppress(RolloutError):
         JudgeReward("http://localhost:1/v1", "judge").score(text)
@@ -158,7 +166,7 @@ def _tool(number: int, values: list[int]) -> None:
 
 
 def mathematics(text: str) -> None:
-    if len(text) > 10_000:  # shorter ones are compared in a process that is killed at its deadline
+    if len(text.strip()) > 10_000 and "boxed" not in text:  # others go to a process
         MATHRewardParser().score(f"<answer>{text}</answer>", "36")
 
 
@@ -204,7 +212,8 @@ READERS: dict[str, tuple[Callable[[str], Any], list[str]]] = {
     "markers": (lambda text: trim_markers(text, ("<|im_end|>", "<pad>")), ["<|im_end|>", "<pad>"]),
     "calculator": (computed, ["1+", "(", "**", "9"]),
     "arguments": (bound, ["[", "1,", "9"]),
-    **{name: (lambda text, name=name: evaluate(text, instructions(name)), IFEVAL) for name in CHECKS},
+    "loose_evaluation": (lambda text: evaluate(text, instructions("combination:repeat_prompt")), IFEVAL),
+    **{name: (partial(followed, name), IFEVAL) for name in CHECKS},
 }
 
 
@@ -262,3 +271,11 @@ def test_a_name_too_long_to_be_shown_is_not_repeated():
     (call,) = FunctionFormat().parse(f"<function={'f' * 1000}>\n</function>")
     assert (call.name, call.arguments) == ("", None)
     assert "1000 characters" in call.error
+
+
+def test_a_message_that_no_tokenizer_takes_is_named():
+    tokenizer = tiny_tokenizer()
+    codec = codec_for(tokenizer, find_template(tokenizer))
+    texts = codec.render([[{"role": "user", "content": "fine"}], [{"role": "user", "content": "half: \ud800"}]])
+    with pytest.raises(TemplateError, match=r"conversation 1 holds half of a surrogate pair, '\\ud800', in '.*half: "):
+        codec.encode(texts)
