@@ -113,12 +113,15 @@ class WorkerProcess:
     def ask(self, request: Any, timeout_s: float | None) -> Iterator[Any]:
         """The replies as they come, until the request is done.
 
-        Raises  DeadlineError after ``timeout_s`` seconds, WorkerError where the process ended: in both cases it is of
-                no more use; TypeError, AttributeError or pickle.PicklingError for a request that cannot be sent
+        Raises  DeadlineError ``timeout_s`` seconds after the process has read it, WorkerError where the process ended:
+                in both cases it is of no more use; TypeError, AttributeError or pickle.PicklingError for a request that
+                cannot be sent
         """
         data = pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL)
+        start_by = time.monotonic() + START_S  # reading may import what the request holds
+        self._send(memoryview(len(data).to_bytes(8, "big") + data), start_by)
+        self._line(start_by)
         deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-        self._send(memoryview(len(data).to_bytes(8, "big") + data), deadline)
         while line := self._line(deadline):
             yield json.loads(line)
 
@@ -187,6 +190,7 @@ def serve(handle: Callable[[Any, Callable[[Any], None]], None]) -> None:
             fcntl.fcntl(requests, fcntl.F_SETFL, plain | os.O_ASYNC)  # SIGIO, which ends a process, when it is closed
             if select.select([requests], [], [], 0)[0]:
                 return
+            write(b"read\n")
             handle(request, reply)
             fcntl.fcntl(requests, fcntl.F_SETFL, plain)
             write(b"\n")
