@@ -9,7 +9,6 @@ that the function made is executed here.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import pickle
@@ -84,9 +83,10 @@ class WorkerProcess:
         read_requests, self._requests = os.pipe()
         self._replies, write_replies = os.pipe()
         output = subprocess.DEVNULL if quiet else None
+        path = json.dumps([str(entry) for entry in sys.path])
         try:
             process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, json.dumps(sys.path), *command, str(read_requests), str(write_replies)],
+                [sys.executable, "-c", _BOOT, path, *command, str(read_requests), str(write_replies)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -168,6 +168,8 @@ def serve(handle: Callable[[Any, Callable[[Any], None]], None]) -> None:
     ``reply`` takes what JSON can write, from any thread. While a request is handled the end of the owner ends this
     process by a signal, which needs no interpreter lock.
     """
+    import fcntl  # here: the owner's side is imported on every system
+
     requests, replies = int(sys.argv[-2]), int(sys.argv[-1])
     for descriptor in (requests, replies):
         os.set_inheritable(descriptor, False)
