@@ -29,7 +29,7 @@ def env_metrics(session: Session, data: TensorDictBase) -> dict[str, float]:
     metrics = {}
     for key in sorted(key for key in after.keys() if key.startswith(_REWARD)):
         values = session.gather(after.get(key)[done].double().flatten(1).sum(1).tolist())
-        valid = [value for value in values if not math.isnan(value)]
+        valid = [value for value in values if math.isfinite(value)]
         metrics[f"reward/{key.removeprefix(_REWARD)}/mean"] = sum(valid) / len(valid) if valid else math.nan
     if (use := after.get("tool_use", None)) is not None:
         columns = {name: torch.tensor(session.gather(value[done].tolist())) for name, value in use.items()}

@@ -82,11 +82,11 @@ class Evaluation:
             reward = after.get("reward")[done].to(torch.float64).flatten(1).sum(1)
             success = after.get("success", None)
             score = reward if success is None else success[done].to(torch.float64).flatten(1).sum(1)
-            scores += score.masked_fill(reward.isnan(), math.nan).tolist()
+            scores += score.masked_fill(~reward.isfinite(), math.nan).tolist()
             if self._has_tools:
                 called += (after.get("tool_use").get("calls")[done] > 0).tolist()
         scores = self.session.gather(scores)
-        valid = [score for score in scores if not math.isnan(score)]
+        valid = [score for score in scores if math.isfinite(score)]
         self.failed = len(scores) - len(valid)
         if self._has_tools:
             called = self.session.gather(called)

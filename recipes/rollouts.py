@@ -88,12 +88,12 @@ class StepRollouts:
     def metrics(self, *, version: int, seconds: float) -> dict[str, float]:
         """Over the rollouts of all ranks; ``seconds`` is what collecting them took."""
         rows = self._rows
-        rewards = [row.reward for row in rows if not math.isnan(row.reward)]
+        rewards = [row.reward for row in rows if math.isfinite(row.reward)]
         mean = sum(rewards) / len(rewards) if rewards else math.nan
         groups: dict[int, list[float]] = {}
         for row in rows:
             groups.setdefault(row.group, []).append(row.reward)
-        equal = sum(len({reward for reward in group if not math.isnan(reward)}) <= 1 for group in groups.values())
+        equal = sum(len({reward for reward in group if math.isfinite(reward)}) <= 1 for group in groups.values())
         tokens = sum(row.length for row in rows)
         ages = [version - row.version for row in rows]
         return {
@@ -129,7 +129,7 @@ class StepRollouts:
                 Rollout(
                     prompt=prompt,
                     completion=completion,
-                    reward=None if math.isnan(reward) else reward,
+                    reward=reward if math.isfinite(reward) else None,
                     advantage=self._advantages.get(seed),
                     stop_reason=StopReason(reason).name.lower(),
                     version=version,

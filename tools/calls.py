@@ -21,12 +21,12 @@ from typing import Any
 
 from llmrl.tools.background_loop import BackgroundLoop
 
-__all__ = ["AsyncRunner", "Calls", "Outcome", "ThreadRunner"]
+__all__ = ["AsyncRunner", "Calls", "Outcome", "ThreadRunner", "watch_lock"]
 
 GRACE_S = 1.0  # for coroutines to notice that they are cancelled
 STUCK_S = 60.0  # after a deadline, for any thread to run at all
-_armed: dict[object, float] = {}  # what is waited for in this process, and until when, of `time.monotonic`
-_armed_lock = threading.Lock()
+_watched: dict[object, float] = {}  # what is waited for in this process, and until when, of `time.monotonic`
+_watched_lock = threading.Lock()
 
 
 @dataclass
@@ -236,30 +236,28 @@ async def _awaitable(call: Callable[[], Awaitable[Any]]) -> Any:
 
 @contextlib.contextmanager
 def _lock_watched(timeout_s: float | None) -> Iterator[None]:
-    """Ends this process where no thread of it runs for `STUCK_S` seconds after the deadline, with all their places.
-
-    Only C code that keeps the interpreter's lock does that, and only C code can notice: the timer of `faulthandler`, of
-    which there is one for all that is waited for.
-    """
-    if timeout_s is None:
-        yield
-        return
     key = object()
-    _arm(key, time.monotonic() + timeout_s + STUCK_S)
+    watch_lock(key, None if timeout_s is None else time.monotonic() + timeout_s)
     try:
         yield
     finally:
-        _arm(key, None)
+        watch_lock(key, None)
 
 
-def _arm(key: object, end: float | None) -> None:
-    with _armed_lock:
-        _armed.pop(key, None)
-        if end is not None:
-            _armed[key] = end
+def watch_lock(key: object, deadline: float | None) -> None:
+    """Ends this process where no thread of it runs for `STUCK_S` seconds after the deadline; with None, no more.
+
+    Only C code that keeps the interpreter's lock does that, and only C code can notice: the timer of `faulthandler`, of
+    which there is one for all that is waited for. It writes where each thread stands.
+    """
+    with _watched_lock:
+        if deadline is not None:
+            _watched[key] = deadline + STUCK_S
+        elif _watched.pop(key, None) is None:
+            return
         with contextlib.suppress(AttributeError, OSError, ValueError):  # no stderr to write to
-            if _armed:
-                left = max(_armed.values()) - time.monotonic()
+            if _watched:
+                left = max(_watched.values()) - time.monotonic()
                 faulthandler.dump_traceback_later(max(left, STUCK_S), exit=True, file=sys.__stderr__)
             else:
                 faulthandler.cancel_dump_traceback_later()

@@ -17,6 +17,7 @@ from typing import Any
 
 from llmrl.errors import ConfigError, near
 from llmrl.tools.base import Status, Tool, ToolCall, ToolError, ToolResult
+from llmrl.tools.calls import watch_lock
 from llmrl.tools.function import as_tool
 
 __all__ = ["ToolRunner", "cut_text"]
@@ -34,7 +35,8 @@ class ToolRunner:
 
     ``counters`` has the calls so far, how they ended (``ok``, ``error``, ``timeout``, ``malformed``, ``unknown``), how
     many answers were ``cut``, and how many calls were ``left_behind``: a plain Python function cannot be stopped, so
-    one that does not end stays in its daemon thread.
+    one that does not end stays in its daemon thread. One that keeps the interpreter's lock inside C code stops all
+    threads: the process ends a minute after the call's deadline, and says where each stood.
 
     >>> from llmrl.tools import load_tool
     >>> with ToolRunner([load_tool("calculator")]) as runner:
@@ -129,6 +131,7 @@ class ToolRunner:
                 changed = list(running.values())
             for job in changed:
                 if running.get(job.index) is job and (result := self._outcome(job)) is not None:
+                    watch_lock(job, None)
                     results[job.index] = result
                     del running[job.index]
                     if job.lane:
@@ -140,6 +143,7 @@ class ToolRunner:
         self._slots.acquire()  # whoever holds one gives it back by its deadline
         timeout_s = self.timeout_s if tool.timeout_s is None else tool.timeout_s
         job.start(timeout_s, _GRACE_S if tool.keeps_deadline else 0.0)
+        watch_lock(job, job.give_up_at)
         events.put(job)
         status: Status
         try:

@@ -9,7 +9,6 @@ that the function made is executed here.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import pickle
@@ -84,9 +83,10 @@ class WorkerProcess:
         read_requests, self._requests = os.pipe()
         self._replies, write_replies = os.pipe()
         output = subprocess.DEVNULL if quiet else None
+        path = json.dumps([str(entry) for entry in sys.path])
         try:
             process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, json.dumps(sys.path), *command, str(read_requests), str(write_replies)],
+                [sys.executable, "-c", _BOOT, path, *command, str(read_requests), str(write_replies)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -113,12 +113,15 @@ class WorkerProcess:
     def ask(self, request: Any, timeout_s: float | None) -> Iterator[Any]:
         """The replies as they come, until the request is done.
 
-        Raises  DeadlineError after ``timeout_s`` seconds, WorkerError where the process ended: in both cases it is of
-                no more use; TypeError, AttributeError or pickle.PicklingError for a request that cannot be sent
+        Raises  DeadlineError ``timeout_s`` seconds after the process has read it, WorkerError where the process ended:
+                in both cases it is of no more use; TypeError, AttributeError or pickle.PicklingError for a request that
+                cannot be sent
         """
         data = pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL)
+        start_by = time.monotonic() + START_S  # reading may import what the request holds
+        self._send(memoryview(len(data).to_bytes(8, "big") + data), start_by)
+        self._line(start_by)
         deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-        self._send(memoryview(len(data).to_bytes(8, "big") + data), deadline)
         while line := self._line(deadline):
             yield json.loads(line)
 
@@ -165,6 +168,8 @@ def serve(handle: Callable[[Any, Callable[[Any], None]], None]) -> None:
     ``reply`` takes what JSON can write, from any thread. While a request is handled the end of the owner ends this
     process by a signal, which needs no interpreter lock.
     """
+    import fcntl  # here: the owner's side is imported on every system
+
     requests, replies = int(sys.argv[-2]), int(sys.argv[-1])
     for descriptor in (requests, replies):
         os.set_inheritable(descriptor, False)
@@ -187,6 +192,7 @@ def serve(handle: Callable[[Any, Callable[[Any], None]], None]) -> None:
             fcntl.fcntl(requests, fcntl.F_SETFL, plain | os.O_ASYNC)  # SIGIO, which ends a process, when it is closed
             if select.select([requests], [], [], 0)[0]:
                 return
+            write(b"read\n")
             handle(request, reply)
             fcntl.fcntl(requests, fcntl.F_SETFL, plain)
             write(b"\n")

@@ -69,6 +69,29 @@ def test_a_conversation_without_a_reward_is_left_out_and_counted_and_the_run_goe
     assert "rollouts failed" in result.out.replace("\n", " ")
 
 
+def test_an_infinite_reward_of_an_environment_of_ones_own_is_a_failed_one(place, grpo):
+    """Regression: the metrics of the step were empty."""
+    source = """
+from llmrl.envs.llm import DatasetChatEnv
+from llmrl.envs.llm.transforms import RewardFunction
+
+class Unchecked(RewardFunction):
+    def _number(self, value, where):
+        return value
+
+def env(**options):
+    score = lambda completion, answer: float("inf") if int(answer) % 3 == 0 else len(completion)
+    return DatasetChatEnv(**options).append_transform(Unchecked(score, name="unchecked"))
+"""
+    place.module("endless", source)
+    env = {"name": "endless:env", "reward": None}
+    assert place.run("grpo", place.recipe("endless", grpo, env=env, steps=1), "--name", "e").code == 0
+    (step,) = place.steps("e")
+    kept = [rollout.reward for rollout in place.rollouts("e", 1) if rollout.reward is not None]
+    assert step["rollout/failed"] == 16 - len(kept) > 0
+    assert step["reward/mean"] == pytest.approx(sum(kept) / len(kept)) == step["reward/unchecked/mean"]
+
+
 def test_the_first_traceback_of_a_failing_reward_is_shown_once(run):
     out = run("some_raise").out
     assert out.count("ZeroDivisionError") == 1

@@ -6,6 +6,7 @@ The host looks through the sandbox's own /proc and sends signals by its entries,
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import signal
 import time
@@ -19,7 +20,7 @@ _FIRST, _WORKER = "1", "2"  # the numbers in the sandbox: bubblewrap's own proce
 _INODE_KIB = 2  # of the kernel's memory, for a file without contents
 _FEW_DESCRIPTORS = 8  # a process with no more cannot hold much in sockets
 _SETTLE_S, _STOP_S = 0.02, 1.0  # for the interpreter to wait for its next call; for all to stop
-_PAGE_KIB = os.sysconf("SC_PAGE_SIZE") // 1024
+_PAGE_KIB = mmap.PAGESIZE // 1024
 
 
 class Processes:

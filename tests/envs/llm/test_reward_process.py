@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from llmrl.envs.llm.sums import sums_reward
-from llmrl.envs.llm.transforms import RewardFunction
+from llmrl.envs.llm.transforms import RewardFunction, reward_process
 from llmrl.errors import ConfigError, ShapeError, WorkerError
 
 GRADERS = """
@@ -101,10 +102,8 @@ def test_one_that_ends_its_process_costs_the_rows_that_were_left_and_is_named(re
     values = score(transform, ["ok", "hang", "ok"])
     assert [math.isnan(value) for value in values] == [False, True, True]
     assert transform.counters["errors"] == 2
-    assert transform.first_error.startswith(
-        "RewardFunction 'crashes': its process must go on until it is closed: it ended"
-    )
-    assert transform.first_error.endswith("by SIGSEGV. Row 2 of 3 was the first without a value.")
+    assert transform.first_error.startswith("RewardFunction 'crashes': its process must go on until it is closed")
+    assert transform.first_error.endswith("it ended by SIGSEGV. Row 2 of 3 was the first without a value.")
     assert score(transform, ["four"]) == [4]
 
 
@@ -176,7 +175,13 @@ def test_the_process_ends_with_its_owner_also_where_it_keeps_the_lock(tmp_path):
         "    print(os.getpid(), flush=True)\n"
         "    ctypes.PyDLL(None).sleep(1000)\n"
     )
-    script = "from llmrl.envs.llm.transforms import RewardFunction\nRewardFunction('stuck:grade')._score(['a'], {})"
+    settings = json.dumps(["stuck:grade", 1, False, False])
+    script = f"""
+from pathlib import Path
+from llmrl.tools.worker_process import WorkerPool
+with WorkerPool(Path({reward_process.__file__!r}), [{settings!r}], size=1, who="test").worker() as worker:
+    list(worker.ask([[[["a"], {{}}]], 0], 1000))
+"""
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=tmp_path) as owner:
         worker = Path(f"/proc/{int(owner.stdout.readline())}")
         assert worker.exists()
@@ -187,19 +192,24 @@ def test_the_process_ends_with_its_owner_also_where_it_keeps_the_lock(tmp_path):
         time.sleep(0.01)
 
 
-def test_a_function_in_a_thread_that_keeps_the_lock_ends_the_run_with_its_place(tmp_path):
+RUN_REWARD = "calls.ThreadRunner('reward').run(calls.Calls([keeps_the_lock]), timeout_s=0.1)"
+RUN_TOOL = "ToolRunner([keeps_the_lock], timeout_s=0.1).run([ToolCall('keeps_the_lock', {}, id='0')])"
+
+
+@pytest.mark.parametrize("run", [RUN_REWARD, RUN_TOOL])
+def test_a_function_in_a_thread_that_keeps_the_lock_ends_the_run_with_its_place(run):
     """Regression: it stopped the run for ever, and nothing said where."""
-    script = """
+    script = f"""
 import ctypes
-from llmrl.envs.llm.transforms import RewardFunction
-from llmrl.tools import calls
+from llmrl.tools import ToolCall, ToolRunner, calls
 calls.STUCK_S = 0.5
 
-def keeps_the_lock(completion):
+def keeps_the_lock():
+    '''Sleeps.'''
     ctypes.PyDLL(None).sleep(1000)
 
-assert RewardFunction(len, deadline_s=0.1)._score(["a"], {}) == [1.0]
-RewardFunction(keeps_the_lock, deadline_s=0.1)._score(["a"], {})
+assert [outcome.value for outcome in calls.ThreadRunner("reward").run(calls.Calls([list]), timeout_s=0.1)] == [[]]
+{run}
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
