@@ -144,7 +144,6 @@ def test_a_health_check_that_drips_is_silence(monkeypatch):
         said.append(why)
         heard.set()
 
-    with connected(drip(b"H")) as connections:
-        with Pulse(connections.connect, 0.1, on_silence).beating():
-            assert heard.wait(PATIENCE_S)
+    with connected(drip(b"H")) as connections, Pulse(connections.connect, 0.1, on_silence).beating():
+        assert heard.wait(PATIENCE_S)
     assert said[0] == "must answer /health within 0.1 s: it did not"
