@@ -106,6 +106,8 @@ def _response_ids(td: TensorDictBase, tokens: Any) -> list[list[int]] | None:
     attention = None if masks is None else masks.get("all_attention_mask", None, as_list=True)
     if isinstance(response, Tensor) and isinstance(attention, Tensor):  # padded: the right part of the whole
         attention = attention[..., attention.shape[-1] - response.shape[-1] :]
+    elif attention is not None:
+        attention = [mask[len(mask) - len(row) :] for row, mask in zip(response, attention, strict=True)]
     return [row.tolist() for row in unpadded_rows(holder, "response", attention)]
 
 
