@@ -10,6 +10,8 @@ from tensordict import TensorDict, lazy_stack
 
 from llmrl.data.llm.chat import History
 from llmrl.envs.llm import ChatEnv
+from llmrl.envs.llm.completions import _response_ids
+from llmrl.envs.llm.transforms.length import response_lengths
 from llmrl.errors import MissingKeyError, ShapeError
 from llmrl.modules.llm import ChatHistory, LLMWrapperBase, Masks, Text, Tokens, TransformersWrapper
 from llmrl.padding import lengths_mask, pad_rows
@@ -116,6 +118,17 @@ def test_a_later_turn_of_padded_prompts_is_asked_without_the_padding(tokenizer, 
         seen.append([prompt.tolist() for prompt in engine.prompts[-2:]])
     assert seen[0] == seen[1]
     assert len(seen[0][0]) != len(seen[0][1])
+
+
+def test_padded_rows_that_were_stacked_lazily_keep_the_lengths_of_their_answers(tokenizer):
+    engine = FakeEngine(["Yes.", "Not at all."], tokenizer=tokenizer)
+    policy = LLMWrapperBase(engine, tokenizer=tokenizer, pad_output=True)
+    td = policy(TensorDict(history=ChatHistory(prompt=History.from_chats([asked()] * 2)), batch_size=[2]))
+    expected = td["masks"].all_assistant_mask.sum(1).tolist()
+    assert expected[0] < expected[1]
+    for batch in (td, lazy_stack([td[0], td[1]])):
+        assert response_lengths(batch, "test").tolist() == expected
+        assert list(map(len, _response_ids(batch, batch["tokens"]))) == expected
 
 
 # --- what is written beside the log-probs -----------------------------------------------------------------------------

@@ -12,8 +12,10 @@ from tensordict import TensorDict
 
 from llmrl.data.llm.chat import History
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError
-from llmrl.modules.llm import ChatHistory, Tokens, TransformersWrapper
+from llmrl.modules.llm import ChatHistory, StopReason, Tokens, TransformersWrapper, vLLMWrapper
+from llmrl.modules.llm.engines.vllm import adapter
 from llmrl.modules.llm.policies import LLMWrapperBase
+from llmrl.modules.llm.policies.options import generation_options
 from llmrl.testing import FakeEngine, tiny_model, tiny_tokenizer
 
 # name -> a value to start from, another one; what a backend decides is left out
@@ -306,6 +308,55 @@ def test_prompts_that_are_not_one_per_row_are_refused_before_anything_is_generat
     td = TensorDict({"history": ChatHistory.from_rows({field: History.from_chats(answered)})}, [])
     with pytest.raises(ShapeError, match=r"one value per row of a batch of \[\]: got 3; usually the batch_size"):
         policy(td)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"presence_penalty": 3}, r"presence_penalty must be a number within \[-2, 2\]: got 3"),
+        ({"min_tokens": 1.5}, "min_tokens must be a non-negative integer: got 1.5"),
+        ({"allowed_token_ids": ["a"]}, "allowed_token_ids must be token ids"),
+        ({"best_of": 4}, "best_of=4 is not supported: log-probs say nothing of answers that were picked"),
+        ({"truncate_prompt_tokens": 5}, "is not supported: the model would see other ids"),
+        ({"include_stop_str_in_output": False}, "is not supported: a response is what was drawn"),
+        ({"prompt_logprobs": 1}, "is not supported: a wrapper with generate=False"),
+        ({"presence_penalti": 0.1}, "unknown option 'presence_penalti'. Did you mean 'presence_penalty'?"),
+    ],
+)
+def test_options_of_vllm_that_cannot_be_honoured_say_why(options, message):
+    with pytest.raises(ConfigError, match=message):
+        vLLMWrapper("no/such/model", input_mode="tokens", generate_kwargs=options)
+
+
+def test_options_of_vllm_are_known_to_its_wrapper_alone(tokenizer, model):
+    handed_on = {"presence_penalty": 0.5, "frequency_penalty": -0.5, "min_tokens": 2, "allowed_token_ids": [1, 2]}
+    neutral = {"detokenize": False, "include_stop_str_in_output": True, "best_of": None, "bad_words": []}
+    params = generation_options(handed_on | neutral | {"ignore_eos": True}, vllm=True).params
+    assert dict(params.extra) == handed_on
+    assert (params.ignore_eos, params.truncates) == (True, True)
+    request = adapter.request(params, stop_token_ids=(9,))
+    assert {name: request[name] for name in handed_on} == handed_on
+    assert request["stop_token_ids"] == []
+    with pytest.raises(ConfigError, match="unknown option 'min_tokens'; it is an option of vLLM alone"):
+        TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs={"min_tokens": 2})
+    with pytest.raises(ConfigError, match="presence_penalty is an option of another engine"):
+        TransformersWrapper(model, tokenizer=tokenizer).engine.generate([torch.tensor([1])], params)
+
+
+def test_an_ignored_end_of_sequence_ends_nothing_and_stays_in_the_text(tokenizer, model):
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    options = {"max_new_tokens": 20, "temperature": 2.0, "seed": 0}
+    many = history_td(chats() * 40)
+    kept = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs=options)(many.copy())
+    ignored = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs=options | {"ignore_eos": True})(many)
+    ended = [row for row, ids in enumerate(kept["tokens"].rows("response")) if end in ids]
+    assert ended
+    for row in ended:
+        short, long = (td["tokens"].rows("response")[row].tolist() for td in (kept, ignored))
+        assert long[: len(short)] == short
+        assert len(long) == 20
+        assert "<|im_end|>" in ignored["text"].rows("response")[row]
+    assert set(ignored["stop_reason"].tolist()) == {StopReason.LENGTH}
 
 
 @pytest.mark.parametrize(

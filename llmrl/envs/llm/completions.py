@@ -130,6 +130,8 @@ def _ids(td: TensorDictBase, tokens: Any, field: str) -> list[list[int]] | None:
     attention = None if masks is None else masks.get("all_attention_mask", None, as_list=True)
     if isinstance(ids, Tensor) and isinstance(attention, Tensor):  # padded: the right part of the whole
         attention = attention[..., attention.shape[-1] - ids.shape[-1] :]
+    elif attention is not None:
+        attention = [mask[len(mask) - len(row) :] for row, mask in zip(ids, attention, strict=True)]
     return [row.tolist() for row in unpadded_rows(holder, field, attention)]
 
 

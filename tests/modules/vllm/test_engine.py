@@ -7,6 +7,7 @@ import torch
 
 from llmrl.errors import ConfigError, RolloutError, ShapeError
 from llmrl.modules.llm.engines import Engine, SamplingParams, StopReason, TransformersEngine, VLLMEngine
+from llmrl.modules.llm.policies.options import generation_options
 from llmrl.testing import tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.vllm
@@ -263,6 +264,18 @@ def test_special_tokens_can_be_stop_strings(engine, tokenizer):
     stopped = engine.generate(prompts, params, seeds=range(200))
     ended = [ids[-1].item() for ids, why in zip(stopped.ids, stopped.stop_reasons, strict=True) if why.natural]
     assert set(ended) == {tokenizer.eos_token_id}
+
+
+def test_vllms_own_options_bend_what_is_drawn_and_keep_log_probs_true(engine, reference):
+    prompts = make_prompts(4)
+    options = {"allowed_token_ids": [5, 6, 7], "presence_penalty": 1.5, "logit_bias": {5: 2.0}, "min_tokens": 3}
+    params = generation_options({"max_new_tokens": 6, "stop_token_ids": [7]} | options, vllm=True).params
+    generation = engine.generate(prompts, params, seeds=range(4))
+    assert {token for ids in generation.ids for token in ids.tolist()} <= {5, 6, 7}
+    assert min(map(len, generation.ids)) >= 4  # none of the first three ends it
+    assert_close(generation.plain_log_probs, scored_by(reference, prompts, generation, 1.0))
+    for sampled, plain in zip(generation.log_probs, generation.plain_log_probs, strict=True):
+        assert (sampled > plain).all()
 
 
 def test_a_response_that_fills_the_context_is_a_truncation(engine):

@@ -139,11 +139,11 @@ def response_lengths(td: TensorDictBase, who: str) -> Tensor:
         raise MissingKeyError(
             f"{who}: ('tokens', 'response') must be in the batch; keys present: {', '.join(map(str, td.keys()))}."
         )
-    if isinstance(response, Tensor):  # padded: the response is the right part of the whole
-        attention = td.get(("masks", "all_attention_mask"), None)
-        if attention is not None and not isinstance(attention, list):
-            return attention[:, attention.shape[1] - response.shape[1] :].sum(1)
-    return torch.tensor([len(row) for row in response])
+    attention = td.get(("masks", "all_attention_mask"), None, as_list=True)
+    if attention is None:
+        return torch.tensor([len(row) for row in response])
+    pairs = zip(response, attention, strict=True)  # where padded, the response is the right part of the whole
+    return torch.tensor([int(mask[len(mask) - len(row) :].sum()) for row, mask in pairs])
 
 
 def _without_assistant(masks: TensorDictBase, cut_B: Tensor) -> TensorDictBase:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from tensordict import TensorDictBase
 
-from llmrl.modules.llm.policies.containers import LogProbs, Masks, Text, Tokens, entries, is_ragged
+from llmrl.modules.llm.policies.containers import LogProbs, Masks, Text, Tokens, entries, field_rows
 from llmrl.modules.llm.policies.modes import unpadded_rows
 
 __all__ = ["begin_anew"]
@@ -31,7 +31,7 @@ def begin_anew(next_td: TensorDictBase, rows: Sequence[int], view: str) -> None:
     """
     chosen = set(rows)
     masks = entries(next_td.get("masks", None))
-    attention = None if masks is None or is_ragged(masks) else masks.get("prompt_attention_mask", None)
+    attention = None if masks is None else field_rows(masks, "prompt_attention_mask")
     for name, (container, fields) in _STREAMS.items():
         holder = entries(next_td.get(name, None))
         if holder is None:

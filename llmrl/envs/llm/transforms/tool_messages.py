@@ -16,7 +16,7 @@ from torch import Tensor
 
 from llmrl.data.llm.chat import History
 from llmrl.errors import RewriteError, TemplateError
-from llmrl.modules.llm.policies.containers import ChatHistory, LogProbs, Masks, Text, Tokens, decode_rows, is_ragged
+from llmrl.modules.llm.policies.containers import ChatHistory, LogProbs, Masks, Text, Tokens, decode_rows, field_rows
 from llmrl.modules.llm.policies.modes import unpadded_rows
 from llmrl.modules.llm.rendering import Renderer
 
@@ -134,7 +134,7 @@ class _Stream:
     def __init__(self, td: TensorDictBase) -> None:
         holders = {name: getattr(td.get(name, None), "_tensordict", None) for name in ("tokens", "masks", "log_probs")}
         masks = holders["masks"]
-        attention = None if masks is None or is_ragged(masks) else masks.get("prompt_attention_mask", None)
+        attention = None if masks is None else field_rows(masks, "prompt_attention_mask")
 
         def rows(name: str, field: str) -> list[Tensor] | None:
             holder = holders[name]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from numbers import Integral, Real
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -68,6 +68,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # in addition to the engine's own end-of-sequence ids
     stop_strings: tuple[str, ...] = ()
     do_sample: bool = True
+    ignore_eos: bool = False  # the engine's own end-of-sequence ids end nothing
+    extra: tuple[tuple[str, Any], ...] = ()  # what one engine alone knows and draws by, as (name, value)
 
     def __post_init__(self) -> None:
         for names, kind, rule in (
@@ -108,7 +110,7 @@ class SamplingParams:
     @property
     def truncates(self) -> bool:
         """True when the distribution sampled from is not ``softmax(logits / temperature)``."""
-        if self.repetition_penalty != 1.0:
+        if self.repetition_penalty != 1.0 or self.extra:
             return True
         return not self.greedy and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)
 

@@ -96,6 +96,8 @@ class TransformersEngine:
         if len(seeds) != len(prompts):
             raise ShapeError(f"TransformersEngine: one seed per prompt: got {len(seeds)} for {len(prompts)} prompts.")
         self._check_ids(prompts, "prompt")
+        if params.extra:
+            raise ConfigError(f"TransformersEngine: {params.extra[0][0]} is an option of another engine: leave it out.")
         if params.stop_strings and self.tokenizer is None:
             raise ConfigError(
                 "TransformersEngine: stop_strings need tokenizer= at construction, to read what was drawn."
@@ -114,7 +116,7 @@ class TransformersEngine:
                     [prompts[row] for row in rows],
                     [seeds[row] for row in rows],
                     params,
-                    stop_ids={*self.eos_token_ids, *params.stop_token_ids},
+                    stop_ids={*(() if params.ignore_eos else self.eos_token_ids), *params.stop_token_ids},
                     pad_token_id=self.pad_token_id,
                     tokenizer=self.tokenizer,
                     device=device,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
@@ -40,6 +40,7 @@ from llmrl.modules.llm.policies.options import (
     generation_options,
     options_of_call,
     standard_names,
+    with_stop_ids,
 )
 from llmrl.modules.llm.policies.stream import record_turn
 from llmrl.modules.llm.policies.writing import record_containers
@@ -77,16 +78,15 @@ class LLMWrapperBase(nn.Module):
     Scoring (``generate=False``):
       Reads   ("tokens", "full") if present, else (mode, "full")
       Writes  ("log_probs", "full") float32[T], [t] = log p(token t | tokens before t), with gradients where they are
-              enabled; beside them what was scored, in the containers of the mode: text, masks, tokens, history, as the
-              batch has them, or made of "full" alone
+              enabled; beside them the mode's other containers, as the batch has them or of "full" alone
     Raises  MissingKeyError, TypeError, ConfigError, ShapeError, TemplateError
 
     input_mode           "history", "text" or "tokens"
     input_key            what to read instead of (mode, "prompt") or (mode, "full")
     attention_mask_key   mask of a dense ("tokens", "prompt"); without it every id counts
     generate_kwargs      max_new_tokens, temperature, top_p, top_k, min_p, repetition_penalty, do_sample,
-                         stop_sequences, stop_token_ids, num_return_sequences, skip_special_tokens, logprobs, seed;
-                         ``max_tokens`` and ``n`` are accepted. An unknown name raises here and now
+                         stop_sequences, stop_token_ids, ignore_eos, num_return_sequences, skip_special_tokens,
+                         logprobs, seed; ``max_tokens`` and ``n`` are accepted. An unknown name raises here and now
     tokenizer_kwargs     in text mode: arguments of the tokenizer's call (no special tokens are added by default); in
                          history mode: variables of the chat template
     pad_output           dense, padded containers instead of rows
@@ -104,9 +104,10 @@ class LLMWrapperBase(nn.Module):
                          begin with this turn, which is counted in ``counters["rewritten"]`` and logged once.
                          "always": that is an error. False: render the whole conversation anew every turn, each a
                          record of its own
-    layout               torch.strided only: ask for ``td.get(key, as_nested_tensor=True)`` to read rows as a nested
-                         tensor
+    layout               torch.strided only; ``td.get(key, as_nested_tensor=True)`` reads rows as a nested tensor
     """
+
+    takes_vllm_options = False
 
     def __init__(
         self,
@@ -145,7 +146,7 @@ class LLMWrapperBase(nn.Module):
         self._given = (model,)  # in a tuple, where a module is no part of this one
         self.generate = generate
         self.generate_kwargs = standard_names(generate_kwargs)
-        self.options = generation_options(generate_kwargs)
+        self.options = generation_options(generate_kwargs, vllm=self.takes_vllm_options)
         check_settings(type(self).__name__, settings, self.options)
         self.tokenizer = settings["tokenizer"] = self._load_tokenizer(model, tokenizer)
         self.renderer = self._make_renderer()
@@ -282,7 +283,7 @@ class LLMWrapperBase(nn.Module):
             return self._score(td)
         options = self.options
         if generate_kwargs is not None:
-            options = options_of_call(self._settings["generate_kwargs"], generate_kwargs)
+            options = options_of_call(self.generate_kwargs, generate_kwargs, vllm=self.takes_vllm_options)
         return self._generate(td, options)
 
     def get_dist(
@@ -361,8 +362,7 @@ class LLMWrapperBase(nn.Module):
     # --- generating ---------------------------------------------------------------------------------------------------
 
     def _generate(self, td: TensorDictBase, options: GenerationOptions) -> TensorDictBase:
-        carried_mask_key = (self.keys["masks"], "prompt_attention_mask")
-        prompts = self.mode.read(td, self.input_key, carried_mask_key, self.attention_mask_key)
+        prompts = self.mode.read(td, self.input_key, (self.masks_key, "prompt_attention_mask"), self.attention_mask_key)
         stream = read_stream(td, self.keys, self.mode.name, prompts.rows) if self.prefer_tokens else None
         encoded = encode_prompts(self.mode, prompts, stream)
         if encoded.rewritten:
@@ -379,7 +379,7 @@ class LLMWrapperBase(nn.Module):
             prompts, encoded = prompts.select(rows), encoded.select(rows)
             texts = None if texts is None else [texts[row] for row in rows]
             batch_size = torch.Size([*batch_size, self.num_samples])
-        params = replace(options.params, stop_token_ids=self.stop_token_ids + options.params.stop_token_ids)
+        params, stop_ids = with_stop_ids(options.params, self.stop_token_ids, getattr(self.engine, "eos_token_ids", ()))
         generation = self.engine.generate(encoded.ids, params, seeds=seeds)
         turn = Turn(
             prompts=prompts,
@@ -388,7 +388,7 @@ class LLMWrapperBase(nn.Module):
             stop_reasons=generation.stop_reasons,
             num_new=[len(ids) for ids in encoded.ids] if texts is None else encoded.num_new,
             carried_texts=texts,
-            stop_token_ids=frozenset(params.stop_token_ids) | frozenset(getattr(self.engine, "eos_token_ids", ())),
+            stop_token_ids=stop_ids,
             skip_special_tokens=options.skip_special_tokens,
         )
         views, covered = self.mode.views(turn)

@@ -7,8 +7,8 @@ silence.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any
 
@@ -17,8 +17,16 @@ import torch
 from llmrl.errors import ConfigError, near
 from llmrl.modules.llm.engines import SamplingParams
 from llmrl.modules.llm.policies.batching import join_requests
+from llmrl.modules.llm.policies.vllm_options import VLLM_OPTIONS, take_vllm_options
 
-__all__ = ["GenerationOptions", "check_settings", "generation_options", "options_of_call", "standard_names"]
+__all__ = [
+    "GenerationOptions",
+    "check_settings",
+    "generation_options",
+    "options_of_call",
+    "standard_names",
+    "with_stop_ids",
+]
 
 _LEGACY = {
     "max_tokens": "max_new_tokens",
@@ -36,6 +44,7 @@ _SAMPLING = (
     "do_sample",
     "stop_sequences",
     "stop_token_ids",
+    "ignore_eos",
 )
 _OTHER = ("num_return_sequences", "skip_special_tokens", "logprobs", "seed")
 _SEARCH = {
@@ -57,9 +66,9 @@ class GenerationOptions:
     seed: int | None = None
 
 
-def generation_options(*layers: Mapping[str, Any] | None) -> GenerationOptions:
+def generation_options(*layers: Mapping[str, Any] | None, vllm: bool = False) -> GenerationOptions:
     """Reads one or more mappings; later ones override earlier ones name by name. Legacy names win over the names they
-    stand for.
+    stand for. With ``vllm`` the options that this engine alone has are known too.
 
     Raises  ConfigError for an unknown name, a search option, or a value out of range
 
@@ -71,12 +80,13 @@ def generation_options(*layers: Mapping[str, Any] | None) -> GenerationOptions:
     llmrl.errors.ConfigError: generate_kwargs: unknown option 'temprature'. Did you mean 'temperature'?
     """
     options: dict[str, Any] = {}
+    known = (*_KNOWN, *VLLM_OPTIONS) if vllm else _KNOWN
     for layer in layers:
-        named = dict(layer or {})
-        for name in named:
-            if name not in _KNOWN:
-                raise ConfigError(f"generate_kwargs: unknown option {name!r}.{near(name, _KNOWN)}")
-        named = standard_names(named)
+        for name in layer or {}:
+            if name not in known:
+                alone = "; it is an option of vLLM alone." if name in VLLM_OPTIONS else "."
+                raise ConfigError(f"generate_kwargs: unknown option {name!r}{alone}{near(name, known)}")
+        named = standard_names(layer)
         options |= named
         if "temperature" in named and "do_sample" not in named and layer is not layers[0]:
             options.pop("do_sample", None)  # the later layer decides between greedy and sampling
@@ -94,6 +104,7 @@ def generation_options(*layers: Mapping[str, Any] | None) -> GenerationOptions:
         )
     if do_sample and temperature == 0:
         raise ConfigError("generate_kwargs: sampling (do_sample=True) needs a temperature above 0: got 0.")
+    extra = take_vllm_options(options)
     sampling = {name: options[name] for name in _SAMPLING if options.get(name) is not None}
     sampling["stop_strings"] = _several(sampling.pop("stop_sequences", ()), str)
     sampling["stop_token_ids"] = _several(sampling.get("stop_token_ids", ()), int)
@@ -104,7 +115,7 @@ def generation_options(*layers: Mapping[str, Any] | None) -> GenerationOptions:
     if not (seed is None or isinstance(seed, Integral)):
         raise ConfigError(f"generate_kwargs: seed must be an integer: got {seed!r}.")
     return GenerationOptions(
-        params=SamplingParams(**sampling),
+        params=SamplingParams(**sampling, extra=extra),
         num_return_sequences=num,
         skip_special_tokens=bool(options.get("skip_special_tokens", False)),
         logprobs=None if options.get("logprobs") is None else options["logprobs"] is not False,
@@ -123,6 +134,18 @@ def standard_names(options: Mapping[str, Any] | None) -> dict[str, Any]:
     return options | legacy
 
 
+def with_stop_ids(
+    params: SamplingParams, own: tuple[int, ...], of_engine: Collection[int]
+) -> tuple[SamplingParams, frozenset[int]]:
+    """The parameters with the wrapper's ``own`` stop ids, and every id that ends a response; with ``ignore_eos`` only
+    those of the parameters.
+    """
+    if params.ignore_eos:
+        return params, frozenset(params.stop_token_ids)
+    params = replace(params, stop_token_ids=own + params.stop_token_ids)
+    return params, frozenset((*params.stop_token_ids, *of_engine))
+
+
 def _several(value: Any, kind: type) -> tuple[Any, ...]:
     """One value, or several of them, as a tuple."""
     return (value,) if isinstance(value, kind) else tuple(value)
@@ -132,7 +155,9 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool) and value >= 1
 
 
-def options_of_call(own: Mapping[str, Any] | None, given: Mapping[str, Any]) -> GenerationOptions:
+def options_of_call(
+    own: Mapping[str, Any] | None, given: Mapping[str, Any], *, vllm: bool = False
+) -> GenerationOptions:
     """The wrapper's own options with those of one call over them. Raises ConfigError for what one call cannot change.
 
     >>> options_of_call({"temperature": 0.7, "max_new_tokens": 9}, {"max_new_tokens": 4}).params.temperature
@@ -146,7 +171,7 @@ def options_of_call(own: Mapping[str, Any] | None, given: Mapping[str, Any]) -> 
     ):
         if name in given:
             raise ConfigError(f"generate_kwargs: {name} belongs to the wrapper, not to a call: use {instead}.")
-    return generation_options(own, given)
+    return generation_options(own, given, vllm=vllm)
 
 
 def check_settings(who: str, settings: Mapping[str, Any], options: GenerationOptions) -> None:

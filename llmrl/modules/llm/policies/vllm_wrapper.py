@@ -24,6 +24,10 @@ class vLLMWrapper(LLMWrapperBase):
            defaults: a ``vllm.LLM``, a model's folder or hub name, a Hugging Face model, the URL of a server started by
            ``vllm serve``. An engine built here is closed by ``wrapper.engine.close()``
 
+    ``generate_kwargs`` may hold vLLM's own options too: presence_penalty, frequency_penalty, min_tokens, logit_bias,
+    allowed_token_ids, bad_words. Log-probs are those of the distribution sampled from, with the plain ones beside
+    them. What would make ids or log-probs untrue (best_of, say) is refused with the reason.
+
     Without ``tokenizer``, that of the engine or of the folder is taken. There are no logits here: ``get_dist`` and
     gradients are a `TransformersWrapper`'s, and ``device`` and ``pad_model_input`` are decided by vLLM.
 
@@ -33,6 +37,8 @@ class vLLMWrapper(LLMWrapperBase):
         policy = vLLMWrapper(VLLMEngine(folder, own_process=True, max_model_len=4096))
         policy = vLLMWrapper("http://localhost:8000")
     """
+
+    takes_vllm_options = True
 
     def _build(self, model: Any) -> Backend:
         for name in ("device", "pad_model_input"):

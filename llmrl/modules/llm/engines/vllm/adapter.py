@@ -297,14 +297,14 @@ def request(params: SamplingParams, *, stop_token_ids: Sequence[int]) -> dict[st
         "top_p": 1.0 if params.greedy else max(params.top_p, _TINY_TOP_P),
         "top_k": 0 if params.greedy else params.top_k,
         "min_p": 0.0 if params.greedy else params.min_p,
-        "stop_token_ids": [*dict.fromkeys((*stop_token_ids, *params.stop_token_ids))],
+        "stop_token_ids": [*dict.fromkeys((*(() if params.ignore_eos else stop_token_ids), *params.stop_token_ids))],
         "ignore_eos": True,
         "logprobs": 0,  # of the drawn token alone
     }
     if params.stop_strings:
         options |= {"stop": list(params.stop_strings), "skip_special_tokens": False}
         options |= {"spaces_between_special_tokens": False, "include_stop_str_in_output": True}
-    return options
+    return options | dict(params.extra)
 
 
 def read_output(output: Any, stop_token_ids: Sequence[int]) -> Drawn:
