@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from enum import Enum
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -174,7 +175,7 @@ class _Visitor:
                 return Tree(spec, tuple([self.visit(leaf) for leaf in leaves]))
             return self._leaf(Leaf.DATA, [value] if stacked else value)
         if is_tensorclass(value):
-            return Wrapped(kind, self.visit(value._tensordict), dict(value._non_tensordict))
+            return Wrapped(kind, self.visit(value.__dict__["_tensordict"]), dict(value.__dict__["_non_tensordict"]))
         if not stacked:
             if hasattr(kind, "from_messages"):
                 self._leaf(Leaf.DATA, list(value.messages))
@@ -202,9 +203,10 @@ class _Visitor:
         elif kind is NonTensorData:
             return self._leaf(Leaf.DATA, [_data_of(row) for row in rows])
         elif is_tensorclass(first):
-            fields = dict(first._non_tensordict)
-            if all([row._non_tensordict == fields for row in rows]):
-                return Wrapped(kind, self.visit_rows([row._tensordict for row in rows]), fields)
+            parts = [row.__dict__ for row in rows]  # its attributes take as long as the rest of this walk
+            fields = dict(parts[0]["_non_tensordict"])
+            if all([part["_non_tensordict"] == fields for part in parts]):
+                return Wrapped(kind, self.visit_rows([part["_tensordict"] for part in parts]), fields)
         elif hasattr(kind, "from_messages"):
             self._leaf(Leaf.DATA, [list(row.messages) for row in rows])
             return Messages(kind)
@@ -389,12 +391,34 @@ def _wrap_data(values: Sequence[Any]) -> list[NonTensorData]:
     return [_wrap(NonTensorData, _tensordict({}, _EMPTY), {"data": value, **_DATA}) for value in values]
 
 
+def ragged_column(root: Any, path: Sequence[str]) -> int | None:
+    """The number of the column that holds a ragged entry of rows of this tree; None where there is no such entry."""
+    return _find_ragged(root, list(path), count())
+
+
+def _find_ragged(node: Any, path: list[str], numbers: Iterator[int]) -> int | None:
+    if type(node) is Wrapped:
+        return _find_ragged(node.inner, path, numbers)
+    if type(node) in (Branch, LazyBranch, Columns):
+        if type(node) is LazyBranch:
+            next(numbers)
+        for name, child in zip(node.names, node.children, strict=True):
+            found = _find_ragged(child, path[1:] if path[:1] == [name] else [""], numbers)
+            if found is not None:
+                return found
+        return None
+    number = next(numbers)
+    return number if node is Leaf.RAGGED and not path else None
+
+
 # --- entries -------------------------------------------------------------------------------------------------------
 
 
 def set_entry(batch: TensorDictBase, key: str | tuple[str, ...], value: Tensor) -> None:
     """``batch.set(key, value)``, in a tenth of the time where it needs no conversion."""
     *path, name = (key,) if isinstance(key, str) else key
+    if type(batch) is DeferredStack and batch.set_later((*path, name), value):
+        return
     inner = batch
     for part in path:
         inner = inner._tensordict.get(part) if type(inner) is TensorDict else None

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
+from llmrl.data.borrowed import BorrowedRows, rows_form
+from llmrl.data.replay_buffers.deferred import DeferredStack
 from llmrl.data.replay_buffers.layout import (
     NUMBERS,
+    Branch,
     Layout,
+    LazyBranch,
     Leaf,
     TensorLeaf,
     copy_columns,
     put_rows_together,
     put_together,
+    ragged_column,
     ragged_forms,
     take_apart,
     take_rows_apart,
@@ -114,9 +120,33 @@ def from_rows(rows: Sequence[Row], *, lazy: bool = False, stack_dim: int = 0) ->
     share one layout, and is a lazy stack of single rows if they do not, or if ``lazy`` asks for it.
     """
     layout = rows[0].layout
+    lazy = lazy or type(layout.root) is LazyBranch
     if not lazy and stack_dim == 0 and all([row.layout is layout or row.layout == layout for row in rows]):
         return put_together(layout, _columns(layout, rows, borrow=True), len(rows))
+    sizes = {_batch_size(row) for row in rows} if stack_dim == 0 else {None}
+    if len(sizes) == 1 and None not in sizes:
+        batch_size = torch.Size((len(rows), *sizes.pop()))
+        return DeferredStack.of(partial(single_rows, rows), batch_size, partial(_ragged_rows, rows))
     return LazyStackedTensorDict(*single_rows(rows), stack_dim=stack_dim)
+
+
+def _batch_size(row: Row) -> torch.Size | None:
+    """The batch size of a single row; None where only the row itself can tell."""
+    root = row.layout.root
+    if type(root) is LazyBranch:
+        return row.leaves[0]
+    return root.batch_size if type(root) is Branch else None
+
+
+def _ragged_rows(rows: Sequence[Row], path: tuple[str, ...]) -> BorrowedRows | None:
+    """One entry of all rows, where it is a tensor with a length of its own in each."""
+    layout = rows[0].layout
+    number = ragged_column(layout.root, path)
+    if number is None or any([row.layout is not layout for row in rows]):
+        return None
+    column = [row.leaves[number] for row in rows]
+    form = rows_form(column)
+    return BorrowedRows(column, form) if form is not None and form[2] is not None else None
 
 
 def single_rows(rows: Sequence[Row]) -> list[Any]:
