@@ -42,6 +42,7 @@ class DeferredStack(LazyStackedTensorDict):
         self._ragged = ragged
         return self
 
+    @torch.compiler.disable
     def get(self, key: NestedKey, default: Any = NO_DEFAULT, *args: Any, **kwargs: Any) -> Any:
         if self._build is not None and self._ragged is not None and kwargs.get("as_padded_tensor"):
             path = as_key(key)
@@ -60,6 +61,10 @@ class DeferredStack(LazyStackedTensorDict):
 
     @property
     def tensordicts(self) -> list[TensorDictBase]:
+        return self._built()
+
+    @torch.compiler.disable  # every batch has its own way to be built, on which compiled code must not depend
+    def _built(self) -> list[TensorDictBase]:
         if self._build is not None:
             self._rows, self._build = self._build(), None
         return self._rows

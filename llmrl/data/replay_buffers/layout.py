@@ -213,7 +213,7 @@ class _Visitor:
         return self._leaf(Leaf.ROW, list(rows))
 
     def _visit_column(self, values: list[Any]) -> Any:
-        if all([isinstance(value, Tensor) for value in values]):
+        if isinstance(values[0], Tensor) and all([isinstance(value, Tensor) for value in values]):
             return self._leaf(Leaf.RAGGED, values)
         return self.visit_rows(values)
 
@@ -288,6 +288,41 @@ def ragged_forms(layout: Layout, columns: Sequence[Any]) -> tuple[Any, ...]:
     """The ``rows_form`` of every ragged column; None for a column of another kind."""
     kinds = zip(layout.kinds, columns, strict=True)
     return tuple([rows_form(column) if kind is Leaf.RAGGED else None for kind, column in kinds])
+
+
+def copy_like(node: Any, value: Any, copies: list[Any]) -> bool:
+    """Collects copies of the entries of a single row, in a third of the time where its tree is known.
+
+    False says that a closer look is needed: the row has another tree, or something that is copied in another way.
+    """
+    kind = type(node)
+    if kind is LazyBranch:
+        if type(value) is not TensorDict or value._td_dim_names is not None or value._device != node.device:
+            return False
+        entries = value._tensordict
+        if len(entries) != len(node.names):
+            return False
+        copies.append(value._batch_size)
+        for name, child in zip(node.names, node.children, strict=True):
+            entry = entries.get(name)
+            if child is Leaf.RAGGED:
+                if type(entry) is not Tensor or entry.layout is not torch.strided:
+                    return False
+                copies.append(entry.clone())
+            elif not copy_like(child, entry, copies):
+                return False
+        return True
+    if kind is Wrapped:
+        if type(value) is not node.cls or value.__dict__["_non_tensordict"] != node.fields:
+            return False
+        return copy_like(node.inner, value.__dict__["_tensordict"], copies)
+    if kind is Messages and type(value) is node.cls:
+        copies.append(list(value.messages))
+        return True
+    if node is Leaf.DATA and type(value) is NonTensorData:
+        copies.append(_data_of(value))
+        return True
+    return False
 
 
 # --- together ------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from llmrl.data.replay_buffers.layout import (
     Leaf,
     TensorLeaf,
     copy_columns,
+    copy_like,
     put_rows_together,
     put_together,
     ragged_column,
@@ -29,11 +30,11 @@ from llmrl.data.replay_buffers.layout import (
 
 
 class Row(NamedTuple):
-    """One row: its layout, its share of every column, and the ``ragged_forms`` of these."""
+    """One row: its layout, its share of every column, and the ``ragged_forms`` of these if they are known."""
 
     layout: Layout
     leaves: tuple[Any, ...]
-    forms: tuple[Any, ...]
+    forms: tuple[Any, ...] | None
 
 
 def to_rows(batch: TensorDictBase | Sequence[Any], device: torch.device | None = None) -> list[Row]:
@@ -62,8 +63,10 @@ def _to_row(single: Any, device: torch.device | None) -> Row:
 @torch.no_grad()
 def _rows(layout: Layout, columns: Sequence[Any], num_rows: int, device: torch.device | None = None) -> list[Row]:
     """Copies of columns, as rows."""
-    copies = copy_columns(layout, columns, device)
-    forms = ragged_forms(layout, copies)
+    forms = ragged_forms(layout, columns)
+    copies = copy_columns(layout, columns, device, forms)
+    if device is not None:
+        forms = ragged_forms(layout, copies)
     by_row = [_cells(*column) for column in zip(layout.kinds, copies, strict=True)]
     return [Row(layout, leaves, forms) for leaves in (zip(*by_row, strict=True) if by_row else [()] * num_rows)]
 
@@ -88,6 +91,14 @@ def to_row(single: Any, device: torch.device | None = None) -> Row:
     """A copy of one tensordict as a row of fixed shape, with the layout that rows like it have in a dense batch."""
     layout, leaves = take_apart(single, stacked=False, device=device)
     return _rows(layout, [[leaf] for leaf in leaves], 1, device)[0]
+
+
+@torch.no_grad()
+def to_row_like(single: Any, layout: Layout) -> Row | None:
+    """A copy of a single row of this layout; None where ``to_rows`` has to look."""
+    leaves: list[Any] = []
+    known = copy_like(layout.root, single, leaves)
+    return Row(layout, tuple(leaves), None) if known else None
 
 
 def copy_row(row: Row) -> Row:
