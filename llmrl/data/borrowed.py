@@ -70,15 +70,24 @@ def rows_form(rows: Sequence[Tensor]) -> Form | None:
 
     The shape is None for rows without dimensions. None for rows that do not go together.
     """
-    forms = {(row.dtype, row.device, row.shape[1:] if row.ndim else None) for row in rows}
-    plain = all([type(row) is Tensor and row.layout is torch.strided for row in rows])
-    return forms.pop() if plain and len(forms) == 1 else None
+    kinds = {(type(row), row.dtype, row.device, row.layout, row.ndim) for row in rows}
+    if len(kinds) != 1:
+        return None
+    kind, dtype, device, layout, dims = kinds.pop()
+    if kind is not Tensor or layout is not torch.strided:
+        return None
+    if dims < 2:
+        return dtype, device, None if not dims else rows[0].shape[1:]
+    inner = {row.shape[1:] for row in rows}
+    return (dtype, device, inner.pop()) if len(inner) == 1 else None
 
 
 def copy_rows(rows: Sequence[Tensor], form: Form | None, device: torch.device | None = None) -> list[Tensor]:
     """Copies: views of one fresh block of memory if the rows have a common ``form``."""
     if form is None:
         return [row.clone() if device is None else row.clone().to(device) for row in rows]
+    if len(rows) == 1:
+        return [rows[0].clone() if device is None else rows[0].clone().to(device)]
     flat = form[2] is None
     block = torch.stack(rows) if flat else torch.cat(rows)
     block = block if device is None else block.to(device)

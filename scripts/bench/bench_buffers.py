@@ -280,6 +280,35 @@ def ragged_stack() -> list[Row]:
     ]
 
 
+def single_records() -> list[Row]:
+    """Conversations as single rows, as a rollout hands them out: against copies of their tensors, kept in a list."""
+    count, batch = 512, 16
+    rows = list(as_batch(raw_records(count), slice(0, count)).unbind(0))
+    buffer = ReplayBuffer(storage=LazyStackStorage(count), batch_size=batch)
+    buffer.extend(rows)
+    keys = (("tokens", "full"), ("masks", "all_assistant_mask"), ("log_probs", "full"))
+    plain = [[row.get(key) for key in keys] for row in rows]
+    store = [[tensor.clone() for tensor in row] for row in plain]
+
+    def floor_in(number: int) -> None:
+        store[:number] = [[tensor.clone() for tensor in row] for row in plain[:number]]
+
+    def floor_out() -> list[torch.Tensor]:
+        picked = [store[i] for i in torch.randint(count, (batch,)).tolist()]
+        return [pad_sequence(column, batch_first=True) for column in zip(*picked, strict=True)]
+
+    def ours_out() -> list[torch.Tensor]:
+        sample = buffer.sample()
+        return [sample.get(key, as_padded_tensor=True) for key in keys]
+
+    many = LazyStackedTensorDict(*rows[:batch])
+    return [
+        compare("records as single rows: add", lambda: floor_in(1), lambda: buffer.add(rows[0]), 8),
+        compare(f"records as single rows: extend({batch})", lambda: floor_in(batch), lambda: buffer.extend(many), 1),
+        compare(f"records as single rows: sample({batch}) and pad", floor_out, ours_out, 1, 1.5),
+    ]
+
+
 def memory() -> Row:
     """Resident memory per record that a buffer adds, in a fresh process, over the bytes of its tensors and text."""
     context = multiprocessing.get_context("spawn")
@@ -340,7 +369,7 @@ def main() -> None:
     rows += [row for make in (LazyTensorStorage, LazyMemmapStorage) for row in written(make)]
     rows += [sampled(LazyTensorStorage, 1000, TensorDictReplayBuffer)]
     rows += written(LazyTensorStorage, TensorDictReplayBuffer)
-    rows += [passes(), *listed(), *records(), *ragged_stack(), memory(), advantages()]
+    rows += [passes(), *listed(), *records(), *single_records(), *ragged_stack(), memory(), advantages()]
     print_table(rows)
     write_rows(rows, arguments.json)
 

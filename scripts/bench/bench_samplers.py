@@ -125,6 +125,43 @@ def priorities(capacity: int) -> Row:
     return compare(f"priorities of {capacity:.0e} rows: sample + update", floor, ours, 2)
 
 
+def updates(capacity: int) -> list[Row]:
+    """Updates alone, against a binary tree of sums and minima whose loops numba has compiled; none without numba."""
+    try:
+        from numba import njit
+    except ImportError:
+        print("numba is not installed: no rows for updates against a compiled tree")
+        return []
+
+    @njit
+    def write(sums, minima, index, masses):
+        size = sums.size // 2
+        for place in range(index.size):
+            node = index[place] + size
+            sums[node] = minima[node] = masses[place]
+            while node > 1:
+                node >>= 1
+                sums[node] = sums[2 * node] + sums[2 * node + 1]
+                minima[node] = min(minima[2 * node], minima[2 * node + 1])
+
+    trees, sampler = BinaryTrees(np.random.rand(capacity)), PrioritizedSampler(capacity, alpha=0.6, beta=0.4)
+    sampler.extend(torch.arange(capacity))
+    sampler.update_priority(torch.arange(capacity), torch.rand(capacity))
+    fresh, rows = torch.rand(BATCH), []
+    for what, index in (("update", torch.randint(capacity, (BATCH,))), ("extend", torch.arange(BATCH))):
+
+        def floor(index=index) -> None:
+            write(trees.sums, trees.minima, index.numpy(), (fresh.numpy().astype(np.float64) + 1e-8) ** 0.6)
+
+        def ours(index=index, what=what) -> None:
+            if what == "extend":
+                sampler.extend(index)
+            sampler.update_priority(index, fresh)
+
+        rows.append(compare(f"priorities of {capacity:.0e} rows, compiled: {what}", floor, ours, 2, 3.0))
+    return rows
+
+
 def slices(counts: list[int]) -> list[Row]:
     rows, ratios = [], []
     for count in counts:
@@ -191,7 +228,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     print(f"{'':48}{'floor us':>10}{'llmrl us':>10}")
-    rows = [priorities(1_000_000), *slices(arguments.rows), passes(100_000)]
+    rows = [priorities(1_000_000), *updates(1_000_000), *slices(arguments.rows), passes(100_000)]
     print_table(rows)
     write_rows(rows, arguments.json)
 

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
+from llmrl.data.borrowed import BorrowedRows, rows_form
+from llmrl.data.replay_buffers.deferred import DeferredStack
 from llmrl.data.replay_buffers.layout import (
     NUMBERS,
+    Branch,
     Layout,
+    LazyBranch,
     Leaf,
     TensorLeaf,
     copy_columns,
+    copy_like,
     put_rows_together,
     put_together,
+    ragged_column,
     ragged_forms,
     take_apart,
     take_rows_apart,
@@ -23,11 +30,11 @@ from llmrl.data.replay_buffers.layout import (
 
 
 class Row(NamedTuple):
-    """One row: its layout, its share of every column, and the ``ragged_forms`` of these."""
+    """One row: its layout, its share of every column, and the ``ragged_forms`` of these if they are known."""
 
     layout: Layout
     leaves: tuple[Any, ...]
-    forms: tuple[Any, ...]
+    forms: tuple[Any, ...] | None
 
 
 def to_rows(batch: TensorDictBase | Sequence[Any], device: torch.device | None = None) -> list[Row]:
@@ -56,8 +63,10 @@ def _to_row(single: Any, device: torch.device | None) -> Row:
 @torch.no_grad()
 def _rows(layout: Layout, columns: Sequence[Any], num_rows: int, device: torch.device | None = None) -> list[Row]:
     """Copies of columns, as rows."""
-    copies = copy_columns(layout, columns, device)
-    forms = ragged_forms(layout, copies)
+    forms = ragged_forms(layout, columns)
+    copies = copy_columns(layout, columns, device, forms)
+    if device is not None:
+        forms = ragged_forms(layout, copies)
     by_row = [_cells(*column) for column in zip(layout.kinds, copies, strict=True)]
     return [Row(layout, leaves, forms) for leaves in (zip(*by_row, strict=True) if by_row else [()] * num_rows)]
 
@@ -82,6 +91,14 @@ def to_row(single: Any, device: torch.device | None = None) -> Row:
     """A copy of one tensordict as a row of fixed shape, with the layout that rows like it have in a dense batch."""
     layout, leaves = take_apart(single, stacked=False, device=device)
     return _rows(layout, [[leaf] for leaf in leaves], 1, device)[0]
+
+
+@torch.no_grad()
+def to_row_like(single: Any, layout: Layout) -> Row | None:
+    """A copy of a single row of this layout; None where ``to_rows`` has to look."""
+    leaves: list[Any] = []
+    known = copy_like(layout.root, single, leaves)
+    return Row(layout, tuple(leaves), None) if known else None
 
 
 def copy_row(row: Row) -> Row:
@@ -114,9 +131,33 @@ def from_rows(rows: Sequence[Row], *, lazy: bool = False, stack_dim: int = 0) ->
     share one layout, and is a lazy stack of single rows if they do not, or if ``lazy`` asks for it.
     """
     layout = rows[0].layout
+    lazy = lazy or type(layout.root) is LazyBranch
     if not lazy and stack_dim == 0 and all([row.layout is layout or row.layout == layout for row in rows]):
         return put_together(layout, _columns(layout, rows, borrow=True), len(rows))
+    sizes = {_batch_size(row) for row in rows} if stack_dim == 0 else {None}
+    if len(sizes) == 1 and None not in sizes:
+        batch_size = torch.Size((len(rows), *sizes.pop()))
+        return DeferredStack.of(partial(single_rows, rows), batch_size, partial(_ragged_rows, rows))
     return LazyStackedTensorDict(*single_rows(rows), stack_dim=stack_dim)
+
+
+def _batch_size(row: Row) -> torch.Size | None:
+    """The batch size of a single row; None where only the row itself can tell."""
+    root = row.layout.root
+    if type(root) is LazyBranch:
+        return row.leaves[0]
+    return root.batch_size if type(root) is Branch else None
+
+
+def _ragged_rows(rows: Sequence[Row], path: tuple[str, ...]) -> BorrowedRows | None:
+    """One entry of all rows, where it is a tensor with a length of its own in each."""
+    layout = rows[0].layout
+    number = ragged_column(layout.root, path)
+    if number is None or any([row.layout is not layout for row in rows]):
+        return None
+    column = [row.leaves[number] for row in rows]
+    form = rows_form(column)
+    return BorrowedRows(column, form) if form is not None and form[2] is not None else None
 
 
 def single_rows(rows: Sequence[Row]) -> list[Any]:

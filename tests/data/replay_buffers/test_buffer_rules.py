@@ -158,15 +158,11 @@ def test_one_row_of_a_batch_does_not_keep_the_batch_in_memory():
 
 
 def test_a_compiled_function_writes_and_reads_a_buffer_without_being_compiled_again():
-    allocation = TensorDict(a=torch.zeros(8), batch_size=[8])
-    ranked = partial(TensorDictMaxValueWriter, rank_key="a", compilable=True)
     for storage, writer in (
         (LazyTensorStorage(8, compilable=True), RoundRobinWriter(compilable=True)),
-        (LazyStackStorage(8, compilable=True), ranked()),
-        (TensorStorage(allocation, filled=False, compilable=True), TensorDictRoundRobinWriter(compilable=True)),
+        (LazyStackStorage(8, compilable=True), TensorDictMaxValueWriter(rank_key="a", compilable=True)),
     ):
-        make = TensorDictReplayBuffer if isinstance(storage, TensorStorage) else ReplayBuffer
-        buffer = make(storage=storage, writer=writer, batch_size=2, compilable=True)
+        buffer = ReplayBuffer(storage=storage, writer=writer, batch_size=2, compilable=True)
         counter = CompileCounter()
 
         @torch.compile(backend=counter)
@@ -188,6 +184,8 @@ def test_a_compiled_function_writes_and_reads_a_buffer_without_being_compiled_ag
 def test_compilable_is_taken_by_all_parts():
     for make in (ListStorage, LazyMemmapStorage):
         assert make(3, compilable=True).max_size == 3
+    assert TensorStorage(torch.zeros(3), compilable=True).max_size == 3
+    assert TensorDictRoundRobinWriter(compilable=True)
     assert ReplayBuffer(writer=ImmutableDatasetWriter(compilable=True), compilable=True).write_count == 0
 
 

@@ -15,6 +15,8 @@ from llmrl.data.replay_buffers import (
     LazyTensorStorage,
     ListStorage,
     ReplayBuffer,
+    SamplerWithoutReplacement,
+    TensorDictReplayBuffer,
     TensorStorage,
 )
 from llmrl.data.replay_buffers.layout import put_rows_together, put_together, take_apart
@@ -545,3 +547,31 @@ def test_a_list_holds_rows_also_of_tuples_and_dicts(make):
         assert str(buffer[1]) == str(row(1))
     with pytest.raises(DataError, match="a list must hold rows"):
         make(5).set(slice(0, 2), [(torch.zeros(1),), {"a": torch.zeros(1)}])
+
+
+def test_a_batch_of_single_rows_is_what_the_rows_were_when_it_was_drawn():
+    def row(length, history=True):
+        nested = TensorDict(full=torch.arange(length), mask=torch.ones(length, dtype=torch.bool))
+        return TensorDict(tokens=nested, history=History.from_chats([[{"role": "user", "content": "x" * length}]])[0])
+
+    buffer = TensorDictReplayBuffer(storage=LazyStackStorage(4), batch_size=4, sampler=SamplerWithoutReplacement())
+    for length in (2, 3, 5):
+        buffer.add(row(length))  # the second and third have the layout of the first
+    buffer.extend([row(4)])
+    batches = [buffer.sample() for _ in range(3)]
+    for length in range(4):
+        buffer[length] = row(1)
+    buffer.empty()
+    by_index = [2, 3, 5, 4]
+    expected = [pad_rows([torch.arange(by_index[i]) for i in b["index"].tolist()], value=-1) for b in batches]
+    for batch, padded in zip(batches, expected, strict=True):
+        assert batch.batch_size == (4,)
+        got = batch.get(("tokens", "full"), as_padded_tensor=True, padding_value=-1)
+        assert torch.equal(got, padded)
+        got.zero_()
+        assert torch.equal(batch.get(("tokens", "full"), as_padded_tensor=True, padding_value=-1), padded)
+        assert [len(one["history"].content[0]) for one in batch.unbind(0)] == [by_index[i] for i in batch["index"]]
+        assert torch.equal(batch.get(("tokens", "full"), as_padded_tensor=True, padding_value=-1), padded)
+        batch[0]["tokens", "full"].zero_()
+    batch.set(("tokens", "more"), torch.zeros(4, 1))
+    assert batch["tokens", "more"].shape == (4, 1)

@@ -183,19 +183,34 @@ class PrioritizedSampler(OneProcess, Sampler):
         negative or not finite, IndexError where there is no row. Nothing is changed then.
         """
         self._check_process()
-        where = np.atleast_1d(np.asarray(_flat(index, storage), dtype=np.int64)).reshape(-1)
+        where = np.asarray(_flat(index, storage), dtype=np.int64).reshape(-1)
         values = self._reduced(priority, where.size)
-        kept = where != -1
-        where, values = where[kept], values[kept]
+        if where.size and _highest(where) < 0:
+            kept = where != -1
+            where, values = where[kept], values[kept]
+        if not where.size:
+            return
         self._check_values(where, values)
-        self._flush()
-        absent = (where < 0) | (where >= self._num_rows)
-        if absent.any():
+        masses = self._masses(values, where, self._alpha)
+        if not self._is_all_written(where):
+            self._flush()
+            self._check_there(where)
+        self._set(where, values, masses)
+
+    def _is_all_written(self, where: np.ndarray) -> bool:
+        """Whether these are the rows that wait for a priority, which they need not get first; lets them go then."""
+        if len(self._written) != 1 or self.max_priority_within_buffer or not np.array_equal(self._written[0], where):
+            return False
+        self._written, self._num_written = [], 0
+        return True
+
+    def _check_there(self, where: np.ndarray) -> None:
+        if not 0 <= _highest(where) < self._num_rows:
+            absent = (where < 0) | (where >= self._num_rows)
             raise IndexError(
                 f"{self._who}: a priority is for a row that is there: got position {where[absent][0]} of "
                 f"{self._num_rows} rows."
             )
-        self._set(where, values)
 
     def check_priority(self, priority: Tensor) -> None:
         where = np.arange(len(priority))
@@ -224,19 +239,18 @@ class PrioritizedSampler(OneProcess, Sampler):
             if self._largest is not None and (self._priorities[where] == self._largest).any():
                 self._largest = None
             self._priorities[where] = np.nan
-        self._set(where, np.full(where.size, self.default_priority))
+        if where.size:
+            values = np.full(where.size, self.default_priority)
+            self._set(where, values, self._masses(values[:1], where, self._alpha))
 
-    def _set(self, where: np.ndarray, values: np.ndarray) -> None:
-        if not where.size:
-            return
-        masses = self._masses(values, where, self._alpha)
+    def _set(self, where: np.ndarray, values: np.ndarray, masses: np.ndarray) -> None:
         if self.max_priority_within_buffer and (self._priorities[where] == self._largest).any():
             self._largest = None
         elif self._largest is not None:
-            self._largest = max(self._largest, float(values.max()))
+            self._largest = max(self._largest, float(np.maximum.reduce(values)))
         self._priorities[where] = values
         self._tree.update(where, masses)
-        self._num_rows = max(self._num_rows, int(where.max()) + 1)
+        self._num_rows = max(self._num_rows, _highest(where) + 1)
 
     def _reduced(self, priority: float | Tensor, count: int) -> np.ndarray:
         values = torch.as_tensor(priority).detach().to("cpu", torch.float64)
@@ -254,8 +268,8 @@ class PrioritizedSampler(OneProcess, Sampler):
         return (reduced(values, self.reduction) if values.ndim > 1 else values).numpy()
 
     def _check_values(self, where: np.ndarray, values: np.ndarray) -> None:
-        wrong = ~(np.isfinite(values) & (values >= 0))
-        if wrong.any():
+        if values.size and not 0 <= np.minimum.reduce(values) <= np.maximum.reduce(values) < np.inf:  # nor NaN
+            wrong = ~(np.isfinite(values) & (values >= 0))
             raise DataError(
                 f"{self._who}: priorities must be finite and not negative: got {values[wrong][0]} for position "
                 f"{where[wrong][0]}."
@@ -264,7 +278,7 @@ class PrioritizedSampler(OneProcess, Sampler):
     def _masses(self, values: np.ndarray, where: np.ndarray, alpha: float) -> np.ndarray:
         with np.errstate(over="ignore"):
             masses = (values + self._eps) ** alpha
-        if not np.isfinite(masses).all():
+        if masses.size and not np.maximum.reduce(masses) < np.inf:
             wrong = ~np.isfinite(masses)
             raise DataError(
                 f"{self._who}: (priority + eps)^alpha must be finite: got {values[wrong][0]}^{alpha} for position "
@@ -311,6 +325,11 @@ class PrioritizedSampler(OneProcess, Sampler):
 
     def go_back(self, bookmark: Any) -> None:
         self.generator.set_state(bookmark)
+
+
+def _highest(where: np.ndarray) -> int:
+    """The largest position; negative if one is."""
+    return int(np.maximum.reduce(where.view(np.uint64)).view(np.int64))
 
 
 def _flat(index: int | Tensor, storage: Storage | None) -> int | Tensor:

@@ -1,7 +1,8 @@
 """A sum tree over an array of masses: batched updates and batched draws in proportion to them.
 
 Every level sums sixteen neighbours of the level below, up to one of at most 4096 sums, which is searched directly:
-three levels for a million rows. Sums are always made anew from what is below them, so they do not drift. What a mass
+three levels for a million rows. Sums are always made anew from what is below them, so they do not drift; minima when
+the smallest mass is asked for. What a mass
 stands for is the sampler's business.
 """
 
@@ -30,6 +31,8 @@ class SumTree:
             sizes.append(-(-sizes[-1] // _FANOUT**2) * _FANOUT)
         self._sums = [np.zeros(size) for size in sizes]
         self._minima = [np.full(size, np.inf) for size in sizes[1:]]
+        self._outdated: list[np.ndarray] = []  # groups of masses that have changed since the minima were made
+        self._num_outdated = 0
         self.capacity = capacity
 
     @property
@@ -44,21 +47,43 @@ class SumTree:
     @property
     def minimum(self) -> float:
         """The smallest mass above 0; inf if there is none."""
+        if self._outdated:
+            index, self._outdated, self._num_outdated = np.concatenate(self._outdated), [], 0
+            below = _positive(_groups(self._sums[0], index))
+            for level, minima in enumerate(self._minima):
+                minima[index] = np.minimum.reduce(below, 0)
+                if level + 1 < len(self._minima):
+                    index = index // _FANOUT
+                    below = _groups(minima, index)
         return float((self._minima[-1] if self._minima else _positive(self._sums[0])).min())
 
     def update(self, index: np.ndarray, masses: np.ndarray | float) -> None:
         """Sets the masses at ``index``, int64[N]; of equal positions the last counts."""
         self._sums[0][index] = masses
-        for level in range(len(self._minima)):
-            index = index // _FANOUT
-            self._sum_up(level, index if index.size * 2 < self._sums[level + 1].size else None)
+        if not index.size or not self._minima:
+            return
+        first, last = int(index[0]), int(index[-1])
+        run = last - first == index.size - 1 and bool((index[1:] - index[:-1] == 1).all())  # as a writer's rows are
+        for level, sums in enumerate(self._sums[1:]):
+            first, last = first // _FANOUT, last // _FANOUT
+            index = np.arange(first, last + 1) if run else index // _FANOUT
+            sums[index] = np.add.reduce(_groups(self._sums[level], index), 0)
+            if level == 0:
+                self._outdated.append(index)
+                self._num_outdated += index.size
+        if self._num_outdated > self._sums[1].size:  # an owner that never asks
+            self._forget_minima()
 
     def rebuild(self, masses: np.ndarray) -> None:
         """Replaces all masses: the first ones by these, the others by 0."""
         self._sums[0][: masses.size] = masses
         self._sums[0][masses.size :] = 0
-        for level in range(len(self._minima)):
-            self._sum_up(level, None)
+        for level, sums in enumerate(self._sums[1:]):
+            np.add.reduce(_groups(self._sums[level], None), 0, out=sums[: self._sums[level].size // _FANOUT])
+        self._forget_minima()
+
+    def _forget_minima(self) -> None:
+        self._outdated, self._num_outdated = [np.arange(self._sums[0].size // _FANOUT)], 0
 
     def find(self, points: np.ndarray) -> np.ndarray:
         """The position whose share of the total each point, float64[N] in [0, total), lies in."""
@@ -78,19 +103,11 @@ class SumTree:
             index = index * _FANOUT + child
         return index
 
-    def _sum_up(self, level: int, index: np.ndarray | None) -> None:
-        """Makes the sums and minima over some groups of a level anew; None: over all of them."""
-        groups = _groups(self._sums[level], index)
-        least = _positive(groups) if level == 0 else _groups(self._minima[level - 1], index)
-        where = slice(0, groups.shape[1]) if index is None else index
-        self._sums[level + 1][where] = groups.sum(0)
-        self._minima[level][where] = least.min(0)
-
 
 def _groups(level: np.ndarray, index: np.ndarray | None) -> np.ndarray:
     """A copy of the groups at ``index``, float64[16, N]: along the first dimension numpy adds fast, in one order."""
     groups = level.reshape(-1, _FANOUT)
-    return np.array((groups if index is None else groups.take(index, 0)).T, order="C")
+    return (groups if index is None else groups.take(index, 0)).T.copy()
 
 
 def _positive(masses: np.ndarray) -> np.ndarray:

@@ -9,7 +9,7 @@ from tensordict.base import is_tensor_collection
 from torch import Tensor
 
 from llmrl.data.replay_buffers.layout import Layout
-from llmrl.data.replay_buffers.rows import from_rows, single_rows, to_rows
+from llmrl.data.replay_buffers.rows import from_rows, single_rows, to_row_like, to_rows
 from llmrl.data.replay_buffers.storages.base import Index
 from llmrl.data.replay_buffers.storages.row_list import RowList, positions
 from llmrl.errors import DataError
@@ -60,6 +60,10 @@ class LazyStackStorage(RowList):
 
     def set(self, index: Index, data: Any, *, set_cursor: bool = True) -> None:
         index = self._places_at(index)
+        if isinstance(index, int) and self._layout is not None and self.device is None:
+            row = to_row_like(data, self._layout)
+            if row is not None:
+                return self._put([index], [row])
         singles = [data] if isinstance(index, int) else data
         if isinstance(singles, list):
             for row in singles:

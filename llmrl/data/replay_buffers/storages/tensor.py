@@ -17,12 +17,12 @@ from llmrl.data.replay_buffers.layout import (
     NUMBERS,
     Layout,
     TensorLeaf,
-    difference,
     put_rows_together,
     put_together,
     take_apart,
     take_rows_apart,
 )
+from llmrl.data.replay_buffers.layout_difference import difference
 from llmrl.data.replay_buffers.process_lock import ProcessLock
 from llmrl.data.replay_buffers.storages.base import Index, Key, Storage, row_limit
 from llmrl.data.replay_buffers.storages.schema import Schema
