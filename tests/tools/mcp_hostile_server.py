@@ -53,16 +53,17 @@ def call(number: int, name: str) -> None:
         time.sleep(3600)
 
 
-for line in sys.stdin:
-    asked = json.loads(line)
-    number, method = asked.get("id"), asked["method"]
-    if method == "initialize":
-        about = {"name": "hostile", "version": "0"}
-        version = asked["params"]["protocolVersion"]
-        answer(number, result={"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": about})
-    elif method == "tools/list":
-        answer(number, result={"tools": [{"name": name, "inputSchema": {"type": "object"}} for name in TOOLS]})
-    elif method == "tools/call":
-        call(number, asked["params"]["name"])
-    elif number is not None:
-        answer(number, error={"code": -32601, "message": "no such method"})
+if __name__ == "__main__":
+    for line in sys.stdin:
+        asked = json.loads(line)
+        number, method = asked.get("id"), asked["method"]
+        if method == "initialize":
+            about = {"name": "hostile", "version": "0"}
+            version = asked["params"]["protocolVersion"]
+            answer(number, result={"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": about})
+        elif method == "tools/list":
+            answer(number, result={"tools": [{"name": name, "inputSchema": {"type": "object"}} for name in TOOLS]})
+        elif method == "tools/call":
+            call(number, asked["params"]["name"])
+        elif number is not None:
+            answer(number, error={"code": -32601, "message": "no such method"})
