@@ -10,7 +10,7 @@ from tensordict import TensorDict, lazy_stack
 
 from llmrl.data.llm.chat import History
 from llmrl.envs.llm import ChatEnv
-from llmrl.envs.llm.completions import _response_ids
+from llmrl.envs.llm.completions import _ids
 from llmrl.envs.llm.transforms.length import response_lengths
 from llmrl.errors import MissingKeyError, ShapeError
 from llmrl.modules.llm import ChatHistory, LLMWrapperBase, Masks, Text, Tokens, TransformersWrapper
@@ -128,7 +128,7 @@ def test_padded_rows_that_were_stacked_lazily_keep_the_lengths_of_their_answers(
     assert expected[0] < expected[1]
     for batch in (td, lazy_stack([td[0], td[1]])):
         assert response_lengths(batch, "test").tolist() == expected
-        assert list(map(len, _response_ids(batch, batch["tokens"]))) == expected
+        assert list(map(len, _ids(batch, batch["tokens"], "response"))) == expected
 
 
 # --- what is written beside the log-probs -----------------------------------------------------------------------------

@@ -91,7 +91,8 @@ def test_ctrl_c_before_the_first_step_ends_the_run_at_once(place, grpo):
         "first", "import os, signal\ndef stop(*a, **k):\n    os.kill(os.getpid(), signal.SIGINT)\n    return 1.0\n"
     )
     place.rows("held_out.jsonl", [{"prompt": "Say 1", "answer": "1"}])
-    settings = place.recipe("run", grpo, env={"reward": "first:stop"}, eval={"dataset": "held_out.jsonl"})
+    reward = {"reward": None, "rewards": [{"fn": "first:stop", "process": False}]}
+    settings = place.recipe("run", grpo, env=reward, eval={"dataset": "held_out.jsonl"})
     result = place.run("grpo", settings, "--name", "run")
     assert result.code == 130
     assert "interrupted" in result.err

@@ -209,7 +209,7 @@ class Session:
         if self._frame:
             return "malformed", None  # part of something that nobody asked for
         if not self._send(request, deadline):
-            return "timeout" if self.process.poll() is None else "ended", None
+            return "timeout" if time.monotonic() >= deadline else "ended", None
         return self._wait(collected, deadline)
 
     def _send(self, message: dict[str, Any], deadline: float) -> bool:
