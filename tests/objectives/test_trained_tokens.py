@@ -15,6 +15,7 @@ ROWS = [[3, 5, 8, 2, 9], [4, 4, 7]]
 MASKS = [[1, 1, 1, 1, 1], [1, 0, 1]]  # both begin with a trained token, as a piece of a cut conversation does
 TRAINED = [[0, 1, 1, 1, 1], [0, 0, 1]]
 ADVANTAGES = [1.0, -2.0]
+PADDINGS = [None, "left", "right", "left, stacked lazily", "right, stacked lazily"]
 
 
 def scorer() -> TokenScorer:
@@ -30,7 +31,7 @@ def batch(padding: str | None) -> TensorDict:
     def column(rows, dtype):
         if padding is None:
             return [torch.tensor(row, dtype=dtype) for row in rows]
-        before = [(width - len(row)) * (padding == "left") for row in rows]
+        before = [(width - len(row)) * padding.startswith("left") for row in rows]
         return [
             torch.tensor([0] * at + row + [0] * (width - at - len(row)), dtype=dtype)
             for at, row in zip(before, rows, strict=True)
@@ -53,7 +54,8 @@ def batch(padding: str | None) -> TensorDict:
         )
         for row, (ids, mask, attention, log_probs) in enumerate(columns)
     ]
-    return lazy_stack(rows) if padding is None else torch.stack([row.clone() for row in rows])
+    is_lazy = padding is None or padding.endswith("lazily")
+    return lazy_stack(rows) if is_lazy else torch.stack([row.clone() for row in rows])
 
 
 def worked_log_probs(model) -> list[list[torch.Tensor]]:
@@ -74,7 +76,7 @@ def check(loss, expected, model):
     assert (gradient(loss, model) - gradient(expected, model)).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("padding", [None, "left", "right"])
+@pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("settings", [{}, *({"reduction": name} for name in ("mean", "sum", "none"))], ids=str)
 def test_the_first_token_of_a_row_is_in_no_sum_and_no_count_of_supervised_training(settings, padding):
     actor = scorer()
@@ -88,7 +90,7 @@ def test_the_first_token_of_a_row_is_in_no_sum_and_no_count_of_supervised_traini
     assert output.nll.item() == pytest.approx(expected["token"].item(), abs=1e-12)
 
 
-@pytest.mark.parametrize("padding", [None, "left", "right"])
+@pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("strategy", ["sft", "rlhf", "generic"])
 @pytest.mark.parametrize("aggregation", ["token", "seq-mean", "seq-sum", "prompt-mean", "sum"])
 def test_the_first_token_of_a_row_is_in_no_sum_and_no_count_of_a_policy_gradient(aggregation, strategy, padding):

@@ -7,6 +7,7 @@ or refused. What the columns mean is the business of the losses.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,10 +48,22 @@ class PaddedBatch:
     device: torch.device | None
 
     @classmethod
-    def from_rows(cls, rows: list[Tensor], *, reader: str, device: torch.device | None = None) -> PaddedBatch:
+    def from_rows(
+        cls,
+        rows: list[Tensor],
+        attention: Sequence[Tensor] | None = None,
+        *,
+        reader: str,
+        device: torch.device | None = None,
+    ) -> PaddedBatch:
+        """Pads rows on the right; ``attention`` bool[T_i] each where they hold padding of their own."""
         lengths = [len(row) for row in rows]
         ids_BT = pad_rows(rows)
         attention_BT = lengths_mask(torch.tensor(lengths, device=ids_BT.device), ids_BT.shape[1])
+        if attention is not None:
+            if [len(row) for row in attention] != lengths:
+                raise ShapeError(f"{reader}: the attention mask must have one value per token in every row.")
+            attention_BT &= pad_rows(list(attention)).bool()
         return cls(reader, ids_BT.to(device), attention_BT.to(device), lengths, device)
 
     @classmethod
@@ -63,15 +76,15 @@ class PaddedBatch:
         attention_key: NestedKey = ATTENTION_MASK,
         device: torch.device | None = None,
     ) -> PaddedBatch:
-        """Reads the tokens int64 ragged[T] or [B, T], and for dense tokens the attention mask bool[B, T]."""
+        """Reads the tokens int64 ragged[T] or [B, T], and the attention mask, which dense tokens must have."""
         if td.ndim != 1:
             raise ShapeError(
                 f"{reader}: the batch must have one dimension, a conversation per row: got batch size "
                 f"{tuple(td.batch_size)}; flatten it with td.reshape(-1)."
             )
         ids = _get(td, tokens_key, reader)
-        if isinstance(ids, list):
-            return cls.from_rows(ids, reader=reader, device=device)
+        if isinstance(ids, list):  # rows of a padded batch, as a buffer gives them back, keep their padding
+            return cls.from_rows(ids, td.get(attention_key, None, as_list=True), reader=reader, device=device)
         attention_BT = _get(td, attention_key, reader)
         if not isinstance(attention_BT, Tensor) or attention_BT.shape != ids.shape:
             raise ShapeError(f"{reader}: {attention_key} must be bool{list(ids.shape)} like {tokens_key}.")
@@ -210,8 +223,11 @@ def trained_tokens(td: TensorDictBase, mask_key: NestedKey, reader: str) -> tupl
     mask = _get(td, mask_key, reader)
     lengths = [len(row) for row in mask] if isinstance(mask, list) else None
     mask_BT = mask.bool() if lengths is None else pad_rows(mask).bool()
-    attention = td.get(ATTENTION_MASK, None, as_list=True) if lengths is None else None
-    attended_BT = attention if isinstance(attention, Tensor) else torch.ones_like(mask_BT)
+    attention = td.get(ATTENTION_MASK, None, as_list=True)
+    if attention is not None:
+        attended_BT = attention.bool() if isinstance(attention, Tensor) else pad_rows(attention).bool()
+    else:
+        attended_BT = torch.ones_like(mask_BT)
     own_BT = own_part(td, mask_BT, lengths)
     return with_predecessor(mask_BT & own_BT, attended_BT), lengths
 
