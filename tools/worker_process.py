@@ -114,8 +114,8 @@ class WorkerProcess:
         """The replies as they come, until the request is done.
 
         Raises  DeadlineError ``timeout_s`` seconds after the process has read it, WorkerError where the process ended:
-                in both cases it is of no more use; TypeError, AttributeError or pickle.PicklingError for a request that
-                cannot be sent
+                it cannot be used again; TypeError, AttributeError or pickle.PicklingError for a request that cannot be
+                sent
         """
         data = pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL)
         start_by = time.monotonic() + START_S  # reading may import what the request holds

@@ -26,8 +26,8 @@ class WeightReceiver(Protocol):
     """Where weights are needed. ``update_weights`` applies all and moves ``version``, or raises and changes nothing.
 
     takes_groups     True, where there is such an attribute: `WeightGroups` come as they are. Else they come whole
-    unsaved_buffers  names, where there is such an attribute, that are no weights of the receiver's model although a set
-                     may hold them: buffers outside of its ``state_dict``. They are left out
+    unsaved_buffers  names, where there is such an attribute, of buffers outside its model's ``state_dict``: a set may
+                     hold them, and they are left out
     """
 
     version: int

@@ -143,7 +143,8 @@ class KLComputation(Transform):
         mask = td.get(("masks", "all_assistant_mask"), None, as_list=True)
         kl_BT, mask_BT, lengths = _penalties(gen, ref, mask, type(self).__name__)
         if pays is not None:
-            attention = td.get(("masks", "all_attention_mask"), None) if lengths is None else None
+            attention = td.get(("masks", "all_attention_mask"), None, as_list=True)
+            attention = pad_rows(attention) if isinstance(attention, list) else attention
             attended_BT = torch.ones_like(mask_BT) if attention is None else attention.to(mask_BT.device)
             own_BT = response_part(td, mask_BT, lengths) if pays == "turn" else own_part(td, mask_BT, lengths)
             paid_BT = with_predecessor(mask_BT if own_BT is None else mask_BT & own_BT, attended_BT)
