@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 
 from llmrl.data.replay_buffers.buffer import ReplayBuffer
@@ -30,6 +30,13 @@ def answer(make: Callable[..., Any], *arguments: Any, **keywords: Any) -> Answer
     except Exception as error:
         error.add_note("In the buffer's process:\n" + traceback.format_exc().rstrip())
         return False, error
+
+
+def check_arguments(arguments: Iterable[Any]) -> None:
+    """What a buffer in another process is built with. Raises RuntimeError for a storage that would be copied there."""
+    for argument in arguments:
+        if isinstance(argument, Storage):
+            argument.check_hand_over()
 
 
 def call(buffer: ReplayBuffer, name: str, *arguments: Any, **keywords: Any) -> Any:

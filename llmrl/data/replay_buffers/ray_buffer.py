@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from llmrl.data.replay_buffers.buffer import ReplayBuffer
-from llmrl.data.replay_buffers.proxy import Answer, BufferProxy, answer
+from llmrl.data.replay_buffers.proxy import Answer, BufferProxy, answer, check_arguments
 from llmrl.errors import DeadlineError, WorkerError
 from llmrl.optional import require
 
@@ -37,6 +37,7 @@ class RayReplayBuffer(BufferProxy):
         **kwargs: Any,
     ) -> None:
         super().__init__(timeout_s)
+        check_arguments([*args, *kwargs.values()])
         ray = _ray()
         # Pickled here, where the error of what cannot travel is raised as it is.
         recipe = _ray("ray.cloudpickle").dumps((replay_buffer_cls, args, kwargs))

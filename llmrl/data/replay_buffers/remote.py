@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from llmrl.data.replay_buffers.proxy import Answer, BufferProxy, answer
+from llmrl.data.replay_buffers.proxy import Answer, BufferProxy, answer, check_arguments
 from llmrl.data.replay_buffers.tensordict import TensorDictReplayBuffer
 from llmrl.errors import DeadlineError, WorkerError
 
@@ -64,6 +64,7 @@ class RemoteTensorDictReplayBuffer(TensorDictReplayBuffer):
     @classmethod
     def on(cls, worker: str, *, timeout_s: float = 600.0, **arguments: Any) -> RemoteBuffer:
         """Builds the buffer in the process that is called ``worker`` there; ``arguments`` are those of the class."""
+        check_arguments(arguments.values())
         returned, result = _wait(worker, timeout_s, _build, cls, arguments)
         if not returned:
             raise result

@@ -170,13 +170,18 @@ class Storage(ABC):
             "LazyTensorStorage(...).share() or LazyMemmapStorage, or keep the buffer in one process."
         )
 
-    def __reduce_ex__(self, protocol: int) -> Any:
-        if not self.shared and get_spawning_popen() is not None:
+    def check_hand_over(self) -> None:
+        """Raises RuntimeError where another process would get a copy of its own instead of these rows."""
+        if not self.shared:
             raise RuntimeError(
                 f"{type(self).__name__}: a storage reaches another process by shared memory only: got one that is not "
                 "shared; use LazyMemmapStorage, or call share() first (LazyTensorStorage, TensorStorage), or give the "
                 "other process a function that builds its own. To save it use dumps or state_dict."
             )
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        if get_spawning_popen() is not None:
+            self.check_hand_over()
         return super().__reduce_ex__(protocol)
 
     def __getstate__(self) -> dict[str, Any]:
