@@ -24,7 +24,7 @@ import torch
 
 from llmrl.errors import CheckpointError
 
-__all__ = ["StateFile", "current_directory", "replace_directory", "write_object"]
+__all__ = ["StateFile", "current_directory", "object_bytes", "read_object", "replace_directory", "write_object"]
 
 _POINTER = "checkpoint.current"
 _VERSION = re.compile(r"checkpoint\.(\d+)(\.draft)?")
@@ -82,14 +82,54 @@ class StateFile:
 
     def loads(self, path: str | Path) -> None:
         """Reads what ``dumps`` wrote."""
-        self.load_state_dict(torch.load(Path(path) / "state.pt", weights_only=True))
+        self.load_state_dict(read_object(Path(path) / "state.pt"))
 
 
 def write_object(value: Any, path: Path) -> None:
-    """``torch.save``, with the operating system's own error where the disk is full."""
+    """``torch.save``, with the operating system's own error where the disk is full. Raises  as ``object_bytes``"""
+    path.write_bytes(object_bytes(value, path.name))
+
+
+def object_bytes(value: Any, who: str) -> bytes:
+    """What ``read_object`` gives back.
+
+    Raises  CheckpointError, in the name of ``who``, for what could only be read by running code from the file
+    """
     buffer = io.BytesIO()
-    torch.save(value, buffer)
-    path.write_bytes(buffer.getbuffer())
+    try:
+        torch.save(value, buffer)
+        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    except Exception as error:
+        classes = _classes_in(buffer.getvalue())
+        raise CheckpointError(
+            f"{who}: a dump must hold tensors, numbers, strings, None, lists, tuples, dicts, tensordicts and "
+            f"tensorclasses: got {classes or error}; store what it is made of, or keep it out of the dump."
+        ) from error
+    return buffer.getvalue()
+
+
+def _classes_in(data: bytes) -> str:
+    """The classes and functions that would be called when it is read; empty if it is not even whole."""
+    try:
+        return ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data)))
+    except Exception:
+        return ""
+
+
+def read_object(file: Path | io.BytesIO) -> Any:
+    """What ``write_object`` wrote. Runs no code of it.
+
+    Raises  CheckpointError if it holds anything else
+    """
+    try:
+        return torch.load(file, weights_only=True)
+    except Exception as error:
+        name = file if isinstance(file, Path) else "a value of a dump"
+        found = _classes_in(file.read_bytes() if isinstance(file, Path) else file.getvalue())
+        raise CheckpointError(
+            f"{name} must hold what dumps writes, which calls nothing when it is loaded: got "
+            f"{found or error}; load an older dump."
+        ) from error
 
 
 def current_directory(path: str | Path) -> Path:

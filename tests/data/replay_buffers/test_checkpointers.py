@@ -351,7 +351,7 @@ def test_rows_that_do_not_fit_the_storage_are_refused_and_it_stays(tmp_path):
         TensorStorageCheckpointer().loads(LazyTensorStorage(1), tmp_path)
 
 
-def test_a_class_that_cannot_be_imported_is_named(tmp_path):
+def test_a_class_that_cannot_be_found_is_named(tmp_path):
     storage = LazyStackStorage()
     storage.set(slice(0, 1), [TensorDict(history=History(role="user", content="hi"))])
     TensorStorageCheckpointer().dumps(storage, tmp_path)
@@ -361,7 +361,7 @@ def test_a_class_that_cannot_be_imported_is_named(tmp_path):
 
     content["checksum"] = _own_digest(content)
     manifest.write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match=r"llmrl\.nowhere:History, which cannot be imported"):
+    with pytest.raises(CheckpointError, match=r"llmrl\.nowhere:History .* cannot be found"):
         TensorStorageCheckpointer().loads(storage, tmp_path)
 
 
