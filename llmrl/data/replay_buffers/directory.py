@@ -18,13 +18,22 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 
 from llmrl.errors import CheckpointError
 
-__all__ = ["StateFile", "current_directory", "object_bytes", "read_object", "replace_directory", "write_object"]
+__all__ = [
+    "StateFile",
+    "current_directory",
+    "object_bytes",
+    "object_from",
+    "read_object",
+    "replace_directory",
+    "write_object",
+]
 
 _POINTER = "checkpoint.current"
 _VERSION = re.compile(r"checkpoint\.(\d+)(\.draft)?")
@@ -90,46 +99,46 @@ def write_object(value: Any, path: Path) -> None:
     path.write_bytes(object_bytes(value, path.name))
 
 
-def object_bytes(value: Any, who: str) -> bytes:
-    """What ``read_object`` gives back.
+def read_object(path: Path) -> Any:
+    """What ``write_object`` wrote. Raises  as ``object_from``"""
+    return object_from(path.read_bytes(), str(path))
 
-    Raises  CheckpointError, in the name of ``who``, for what could only be read by running code from the file
+
+def object_bytes(value: Any, who: str) -> bytes:
+    """What ``object_from`` gives back.
+
+    Raises  CheckpointError, in the name of ``who``, for what could only be read by running code
     """
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
         torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
     except Exception as error:
-        classes = _classes_in(buffer.getvalue())
         raise CheckpointError(
             f"{who}: a dump must hold tensors, numbers, strings, None, lists, tuples, dicts, tensordicts and "
-            f"tensorclasses: got {classes or error}; store what it is made of, or keep it out of the dump."
+            f"tensorclasses: got {_refused(buffer.getvalue(), error)}; store what it is made of, or keep it out of the "
+            "dump."
         ) from error
     return buffer.getvalue()
 
 
-def _classes_in(data: bytes) -> str:
-    """The classes and functions that would be called when it is read; empty if it is not even whole."""
+def object_from(data: bytes, who: str) -> Any:
+    """The value, without running code for it. Raises  CheckpointError, in the name of ``who``, where that takes code"""
     try:
-        return ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data)))
-    except Exception:
-        return ""
-
-
-def read_object(file: Path | io.BytesIO) -> Any:
-    """What ``write_object`` wrote. Runs no code of it.
-
-    Raises  CheckpointError if it holds anything else
-    """
-    try:
-        return torch.load(file, weights_only=True)
+        return torch.load(io.BytesIO(data), weights_only=True)
     except Exception as error:
-        name = file if isinstance(file, Path) else "a value of a dump"
-        found = _classes_in(file.read_bytes() if isinstance(file, Path) else file.getvalue())
         raise CheckpointError(
-            f"{name} must hold what dumps writes, which calls nothing when it is loaded: got "
-            f"{found or error}; load an older dump."
+            f"{who} must hold data, as dumps writes it: got {_refused(data, error)}; load another dump."
         ) from error
+
+
+def _refused(data: bytes, error: Exception) -> str:
+    """The classes and functions that reading would call; the error if none can be named."""
+    try:
+        names = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data)))
+    except Exception:  # a pickle that torch did not write, or half of one
+        names = ""
+    return names or ("what only code could read" if isinstance(error, UnpicklingError) else str(error))
 
 
 def current_directory(path: str | Path) -> Path:

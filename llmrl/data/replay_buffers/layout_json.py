@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import importlib
-import io
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +19,7 @@ import torch
 from tensordict import is_tensorclass
 from torch.utils import _pytree as pytree
 
-from llmrl.data.replay_buffers.directory import object_bytes, read_object
+from llmrl.data.replay_buffers.directory import object_bytes, object_from
 from llmrl.data.replay_buffers.layout import (
     Branch,
     Columns,
@@ -140,7 +139,9 @@ def _fields_to_json(node: Wrapped) -> dict[str, Any]:
 
 
 def _fields_from_json(node: dict[str, Any]) -> dict[str, Any]:
-    leaves = node["leaves"] if "leaves" in node else read_object(io.BytesIO(base64.b64decode(node["object"])))
+    leaves = node.get("leaves")
+    if leaves is None:
+        leaves = object_from(base64.b64decode(node["object"]), "a field of rows in a dump")
     return tree_from_json(node["shape"], iter(leaves))
 
 
@@ -163,8 +164,8 @@ def tree_to_json(value: Any, leaves: list[Any], is_tree: Callable[[Any], bool] =
         return {kind.__name__: [tree_to_json(entry, leaves, is_tree) for entry in value]}
     if not _is_record(value):
         raise CheckpointError(
-            f"rows that are written to a file must be made of dicts with plain keys, lists, tuples, named tuples and "
-            f"dataclasses: got {kind.__module__}.{kind.__qualname__}; make it one of these."
+            "rows in a file must be made of dicts (of strings or numbers), lists, tuples, named tuples and dataclasses: "
+            f"got {kind.__module__}.{kind.__qualname__}; make it one of these."
         )
     entries = value if isinstance(value, tuple) else [getattr(value, field.name) for field in fields(value)]
     return {"class": class_name(kind), "entries": [tree_to_json(entry, leaves, is_tree) for entry in entries]}
@@ -212,6 +213,10 @@ def class_name(cls: type) -> str:
 
 
 def find_class(name: str, fits: Callable[[type], bool]) -> type:
+    """The class of that ``class_name``. Imports none but our own modules, and runs nothing to look it up.
+
+    Raises  CheckpointError if it is not there, or is none that ``fits``
+    """
     module, _, path = name.partition(":")
     try:
         if module.partition(".")[0] in _PACKAGES:
@@ -221,9 +226,9 @@ def find_class(name: str, fits: Callable[[type], bool]) -> type:
             found = vars(found)[part]
     except (ImportError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"the class {name} of rows in a checkpoint cannot be found ({error!r}); define it at the top of a module, "
-            "and import that before loading."
+            f"the class {name} of rows in a dump cannot be found ({error!r}); define it at the top of a module, and "
+            "import that before loading."
         ) from error
     if not (isinstance(found, type) and fits(found)):
-        raise CheckpointError(f"a checkpoint must name a class of rows where it has {name}; load an older one.")
+        raise CheckpointError(f"a dump must name a class of rows where it has {name}; load another one.")
     return found

@@ -334,6 +334,9 @@ def test_what_is_no_checkpoint_is_refused_with_what_to_do(tmp_path):
     (tmp_path / "manifest.json").write_text(json.dumps({"format": "other", "format_version": 3}))
     with pytest.raises(CheckpointError, match="got other in version 3"):
         load(storage, tmp_path)
+    (tmp_path / "manifest.json").write_text(json.dumps({"format": "llmrl.storage", "format_version": 1}))
+    with pytest.raises(CheckpointError, match=r"in version 1.*load it with that version, .*state_dict\(\) there"):
+        load(storage, tmp_path)
     with pytest.raises(CheckpointError, match="it is a file"):
         TensorStorageCheckpointer().dumps(storage, tmp_path / "manifest.json")
     assert len(storage) == 0

@@ -229,7 +229,7 @@ def test_a_name_in_a_dump_imports_no_module_of_anybody_else(tmp_path, monkeypatc
     for name in ("planted:Answer", "os:system", "os:path.join", "llmrl.data.replay_buffers:ReplayBuffer"):
         edit(current_directory(dump), lambda node, name=name: node.update({"class": name}) if "class" in node else None)
         reseal(current_directory(dump))
-        refuse(buffer_of("mine"), dump, ran, match=f"{name}.*(import that before loading|load an older one)")
+        refuse(buffer_of("mine"), dump, ran, match=f"{name}.*(before loading|load another one)")
     assert "planted" not in sys.modules
 
 

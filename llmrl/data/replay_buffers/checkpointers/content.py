@@ -21,7 +21,7 @@ from tensordict.base import is_tensor_collection
 from torch import Tensor
 
 from llmrl.data.replay_buffers.checkpointers.containers import Container
-from llmrl.data.replay_buffers.directory import object_bytes, read_object
+from llmrl.data.replay_buffers.directory import object_bytes, object_from
 from llmrl.data.replay_buffers.layout import (
     Leaf,
     TensorLeaf,
@@ -281,7 +281,7 @@ def _read_values(node: Node, source: Container) -> list[Any]:
     data = source.get(node["data"]).numpy().tobytes()
     if node["as"] == "json":
         return json.loads(data)
-    return read_object(io.BytesIO(data))
+    return object_from(data, "a value of the rows")
 
 
 def _read_rows(node: Node, source: Container) -> list[Any]:
