@@ -1,4 +1,4 @@
-"""A `Layout` (the tree of a batch, without its entries) as JSON, and back.
+"""A `Layout` (the tree of a batch, without its entries) and trees of Python containers as JSON, and back.
 
 Tensors of a checkpoint are read into the memory of the CPU, so of a device only whether there was one is kept. Classes
 are named by module and name and looked up when they are read: in llmrl, tensordict, and what is imported already.
@@ -164,7 +164,7 @@ def tree_to_json(value: Any, leaves: list[Any], is_tree: Callable[[Any], bool] =
         return {kind.__name__: [tree_to_json(entry, leaves, is_tree) for entry in value]}
     if not _is_record(value):
         raise CheckpointError(
-            "rows in a file must be made of dicts (of strings or numbers), lists, tuples, named tuples and dataclasses: "
+            "rows in files must be made of dicts (of text or numbers), lists, tuples, named tuples and dataclasses: "
             f"got {kind.__module__}.{kind.__qualname__}; make it one of these."
         )
     entries = value if isinstance(value, tuple) else [getattr(value, field.name) for field in fields(value)]
@@ -195,8 +195,8 @@ def _is_record(value: Any) -> bool:
     """True for a named tuple or dataclass whose fields are all there is to it."""
     if not _is_record_class(type(value)):
         return False
-    attributes = getattr(value, "__dict__", {})
-    return attributes.keys() <= (set() if isinstance(value, tuple) else {field.name for field in fields(value)})
+    names = set() if isinstance(value, tuple) else {field.name for field in fields(value)}
+    return getattr(value, "__dict__", {}).keys() <= names and all(hasattr(value, name) for name in names)
 
 
 def _is_record_class(cls: type) -> bool:
