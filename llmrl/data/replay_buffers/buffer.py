@@ -325,10 +325,7 @@ class ReplayBuffer(BufferParts):
             dump_parts(Path(path), self._parts(), self._stages)
 
     def loads(self, path: str | Path) -> None:
-        """Reads what ``dumps`` wrote into a buffer built with the same kinds of parts.
-
-        Rows and transforms may be pickled Python objects: load only what you trust.
-        """
+        """Reads what ``dumps`` wrote into a buffer built with the same kinds of parts. Runs no code of it."""
         with self._storage.lock:
             self._rewind()
             load_parts(Path(path), self._parts(), self._stages)

@@ -18,13 +18,22 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 
 from llmrl.errors import CheckpointError
 
-__all__ = ["StateFile", "current_directory", "replace_directory", "write_object"]
+__all__ = [
+    "StateFile",
+    "current_directory",
+    "object_bytes",
+    "object_from",
+    "read_object",
+    "replace_directory",
+    "write_object",
+]
 
 _POINTER = "checkpoint.current"
 _VERSION = re.compile(r"checkpoint\.(\d+)(\.draft)?")
@@ -82,14 +91,54 @@ class StateFile:
 
     def loads(self, path: str | Path) -> None:
         """Reads what ``dumps`` wrote."""
-        self.load_state_dict(torch.load(Path(path) / "state.pt", weights_only=True))
+        self.load_state_dict(read_object(Path(path) / "state.pt"))
 
 
 def write_object(value: Any, path: Path) -> None:
-    """``torch.save``, with the operating system's own error where the disk is full."""
+    """``torch.save``, with the operating system's own error where the disk is full. Raises  as ``object_bytes``"""
+    path.write_bytes(object_bytes(value, path.name))
+
+
+def read_object(path: Path) -> Any:
+    """What ``write_object`` wrote. Raises  as ``object_from``"""
+    return object_from(path.read_bytes(), str(path))
+
+
+def object_bytes(value: Any, who: str) -> bytes:
+    """What ``object_from`` gives back.
+
+    Raises  CheckpointError, in the name of ``who``, for what could only be read by running code
+    """
     buffer = io.BytesIO()
-    torch.save(value, buffer)
-    path.write_bytes(buffer.getbuffer())
+    try:
+        torch.save(value, buffer)
+        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"{who}: a dump must hold tensors, numbers, strings, None, lists, tuples, dicts, tensordicts and "
+            f"tensorclasses: got {_refused(buffer.getvalue(), error)}; store what it is made of, or keep it out of the "
+            "dump."
+        ) from error
+    return buffer.getvalue()
+
+
+def object_from(data: bytes, who: str) -> Any:
+    """The value, without running code for it. Raises  CheckpointError, in the name of ``who``, where that takes code"""
+    try:
+        return torch.load(io.BytesIO(data), weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"{who} must hold data, as dumps writes it: got {_refused(data, error)}; load another dump."
+        ) from error
+
+
+def _refused(data: bytes, error: Exception) -> str:
+    """The classes and functions that reading would call; the error if none can be named."""
+    try:
+        names = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data)))
+    except Exception:  # a pickle that torch did not write, or half of one
+        names = ""
+    return names or ("what only code could read" if isinstance(error, UnpicklingError) else str(error))
 
 
 def current_directory(path: str | Path) -> Path:

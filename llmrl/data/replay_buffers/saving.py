@@ -14,14 +14,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from llmrl.data.replay_buffers.checkpointers.manifest import read_manifest, write_manifest
-from llmrl.data.replay_buffers.directory import current_directory, replace_directory, write_object
+from llmrl.data.replay_buffers.directory import current_directory, read_object, replace_directory, write_object
 from llmrl.data.replay_buffers.stages import Stage, load_transform, transform_state
 from llmrl.errors import CheckpointError
 
-_FORMAT, _FORMAT_VERSION = "llmrl.buffer", 3
+_FORMAT, _FORMAT_VERSION = "llmrl.buffer", 4
 _TRANSFORMS = "transform.t"
 
 
@@ -42,7 +40,7 @@ def load_parts(path: Path, parts: dict[str, Any], stages: Sequence[Stage]) -> No
     folder = current_directory(path)
     manifest = read_manifest("ReplayBuffer", folder, _FORMAT, _FORMAT_VERSION)
     _check_kinds(manifest["parts"], parts, manifest["transforms"], stages)
-    states = torch.load(folder / _TRANSFORMS, weights_only=False)
+    states = read_object(folder / _TRANSFORMS)
     _load(parts, stages, lambda name, part: part.loads(folder / name), states)
 
 

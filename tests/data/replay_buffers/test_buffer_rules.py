@@ -85,14 +85,17 @@ def test_reading_a_full_buffer_twice_in_place_gives_the_same():
         assert [buffer[:]["b"].tolist() for _ in range(3)] == [[2, 4, 6]] * 3
 
 
-def test_dataclasses_are_rows_in_every_storage_of_trees():
-    for storage in (ListStorage(4), LazyTensorStorage(4), LazyMemmapStorage(4)):
-        buffer = ReplayBuffer(storage=storage)
+def test_dataclasses_are_rows_in_every_storage_of_trees(tmp_path):
+    for make in (ListStorage, LazyTensorStorage, LazyMemmapStorage):
+        buffer, loaded = ReplayBuffer(storage=make(4)), ReplayBuffer(storage=make(4))
         buffer.extend(Step(obs=torch.arange(3), extra={"x.y": torch.arange(3) * 2.0}))
-        assert len(buffer) == 3
-        row = buffer[1]
-        assert isinstance(row, Step)
-        assert (row.obs, row.extra["x.y"]) == (1, 2.0)
+        buffer.dumps(tmp_path)
+        loaded.loads(tmp_path)
+        for each in (buffer, loaded):
+            assert len(each) == 3
+            row = each[1]
+            assert isinstance(row, Step)
+            assert (row.obs, row.extra["x.y"]) == (1, 2.0)
 
 
 def test_rows_of_named_dimensions_are_stored():

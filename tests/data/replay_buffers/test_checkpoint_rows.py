@@ -1,15 +1,19 @@
-"""Which rows storages on disk give back: any Python objects, conversations, trees, every dtype and name."""
+"""Which rows storages on disk give back: Python values, conversations, trees, every dtype and name; and which not."""
 
 import os
 import tempfile
 import warnings
 from collections import OrderedDict
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import LazyStackedTensorDict, TensorDict
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
 
 from llmrl.data.llm import History
 from llmrl.data.replay_buffers import LazyStackStorage, LazyTensorStorage, ListStorage
@@ -21,6 +25,7 @@ from llmrl.data.replay_buffers.checkpointers import (
     TensorStorageCheckpointer,
 )
 from llmrl.data.replay_buffers.directory import current_directory
+from llmrl.errors import CheckpointError
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +36,8 @@ def _no_waiting_for_the_disk(monkeypatch):
 def same_value(left, right):
     if isinstance(left, torch.Tensor):
         return left.dtype == right.dtype and left.shape == right.shape and torch.equal(left, right)
+    if isinstance(left, np.ndarray | np.generic):
+        return type(left) is type(right) and left.dtype == right.dtype and np.array_equal(left, right)
     if isinstance(left, dict):
         return (
             type(left) is type(right)
@@ -44,12 +51,25 @@ def same_value(left, right):
     return type(left) is type(right) and (left == right or left != left)
 
 
+@dataclass
 class Point:
-    def __init__(self, x):
-        self.x = x
+    x: Any
 
-    def __eq__(self, other):
-        return self.x == other.x
+    def __post_init__(self):
+        assert self.x != "of a file", "a constructor is called"
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+class Color(Enum):
+    RED = 1
+
+
+class Opaque:
+    pass
 
 
 leaf = st.one_of(
@@ -57,13 +77,15 @@ leaf = st.one_of(
     st.builds(lambda n, k: torch.arange(n * k).view(n, k), st.integers(0, 3), st.integers(1, 2)),
     st.builds(lambda n: torch.full((n,), 0.5, dtype=torch.bfloat16), st.integers(0, 2)),
     st.builds(lambda n: TensorDict(ids=torch.arange(n), word="a" * n), st.integers(1, 3)),
-    st.builds(Point, st.integers(0, 3)),
+    st.sampled_from([1j, b"", frozenset(), frozenset({b"", 1}), {1, None}, torch.int8, torch.device("cpu")]),
+    st.sampled_from([np.float32(0.5), np.arange(4).reshape(2, 2).T, np.array(["a", "bc"]), np.datetime64("2020")]),
+    st.builds(Point, st.integers(0, 3)), st.builds(Pair, st.integers(0, 3), st.binary(max_size=2)),
 )  # fmt: skip
 rows = st.recursive(
     leaf,
     lambda inner: st.one_of(
         st.lists(inner, max_size=2), st.tuples(inner, inner), st.dictionaries(st.text(max_size=3), inner, max_size=2),
-        st.builds(lambda value: OrderedDict(b=value, a=1), inner),
+        st.builds(lambda value: OrderedDict(b=value, a=1), inner), st.builds(lambda value: {1: value, None: 2}, inner),
     ),
     max_leaves=4,
 )  # fmt: skip
@@ -71,7 +93,7 @@ rows = st.recursive(
 
 @settings(max_examples=50)
 @given(content=st.lists(rows, max_size=8))
-def test_any_python_objects_in_a_list_come_back(content):
+def test_python_values_in_a_list_come_back(content):
     with tempfile.TemporaryDirectory() as path:
         storage, other = ListStorage(10), ListStorage(10)
         if content:
@@ -81,7 +103,31 @@ def test_any_python_objects_in_a_list_come_back(content):
         assert same_value(other[:] if content else [], content)
 
 
-def test_objects_of_json_and_tensors_are_saved_without_a_pickle(tmp_path):
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (Opaque(), r"test_checkpoint_rows\.Opaque"), (Color.RED, r"test_checkpoint_rows\.Color"),
+        (lambda: 1, "<lambda>"), (np.array([Opaque()]), r"numpy\.ndarray"), (os.path.join, "join"),
+        (type("Local", (NamedTuple("Base", x=int),), {})(1), "Local"),
+    ],
+    ids=["object", "enum", "function", "array", "library", "class"],
+)  # fmt: skip
+def test_objects_that_are_not_data_are_refused_when_they_are_dumped(value, name, tmp_path):
+    for row in (value, {"a": [torch.ones(2), value]}, TensorDict(a=NonTensorData((value, torch.ones(1))))):
+        storage = ListStorage(2)
+        storage.set(slice(0, 1), ["first"])
+        storage.dumps(tmp_path)
+        storage.set(slice(1, 2), [row])
+        with pytest.raises(CheckpointError, match=name):
+            storage.dumps(tmp_path)
+        other = ListStorage(2)
+        other.loads(tmp_path)
+        assert other[:] == ["first"]
+        other.load_state_dict(storage.state_dict())  # in memory, anything goes
+        assert len(other) == 2
+
+
+def test_objects_of_json_and_tensors_are_saved_as_json_and_tensors(tmp_path):
     storage = ListStorage()
     storage.set(slice(0, 3), [{"a": torch.ones(2), "b": ["x", 1]}, (torch.zeros(3), "y"), "text" * 2000])
     ListStorageCheckpointer().dumps(storage, tmp_path)

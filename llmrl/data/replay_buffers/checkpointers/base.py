@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StorageCheckpointerBase"]
 
-FORMAT, FORMAT_VERSION = "llmrl.storage", 1
+FORMAT, FORMAT_VERSION = "llmrl.storage", 2
 
 Hook = Callable[[Any], Any]
 Encoded = tuple[Any, dict[str, Any]]
@@ -45,7 +45,7 @@ class StorageCheckpointerBase:
 
     Only rows that were written are saved, and equal rows give equal files. A path can be written again and again, also
     one that holds the storage's own memory-mapped files; a kill at any moment leaves the old checkpoint or the new one.
-    Entries that neither a tensor nor JSON can hold are pickled: load only what you trust.
+    Nothing of it runs when it is loaded: objects that are not made of data are refused when they are written.
 
     Sub-classes override ``_encode`` to lay rows out in another way and ``_open`` to put them into another container.
     """
@@ -68,7 +68,7 @@ class StorageCheckpointerBase:
     def dumps(self, storage: Storage, path: str | Path) -> None:
         """Writes the rows and counters of ``storage`` to the directory ``path``.
 
-        Raises  CheckpointError if a hook returns nothing, or ``path`` cannot be written
+        Raises  CheckpointError if a hook returns nothing, rows hold what a dump cannot, or ``path`` cannot be written
         """
         content, ring = storage.snapshot(copy=bool(self._save_hooks))  # a hook may write into what it gets
         layout: dict[str, Any] = {"name": "rows"}

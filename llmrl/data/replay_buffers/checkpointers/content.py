@@ -1,25 +1,27 @@
 """The content of a storage as a tree in JSON and tensors in a container, and back.
 
 Content is whatever rows are: tensors, tensordicts, tensorclasses, lazy stacks, dicts and tuples of these, or a list of
-any objects. Python values are written as JSON where that gives them back exactly, and pickled where not. The tree (one
-node per tensordict, one reference per tensor) goes to the manifest; where tensors lie is the container's business.
+any values. Python values are written as JSON where that gives them back exactly, and by ``torch.save`` where that gives
+them back without running code; others are refused. The tree (one node per tensordict, one reference per tensor) goes to
+the manifest; where tensors lie is the container's business.
 """
 
 from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, chain, islice
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import NonTensorData, TensorDict
 from tensordict.base import is_tensor_collection
 from torch import Tensor
 
 from llmrl.data.replay_buffers.checkpointers.containers import Container
-from llmrl.data.replay_buffers.checkpointers.layout_json import exact_json, layout_from_json, layout_to_json
+from llmrl.data.replay_buffers.directory import object_bytes, object_from
 from llmrl.data.replay_buffers.layout import (
     Leaf,
     TensorLeaf,
@@ -28,6 +30,17 @@ from llmrl.data.replay_buffers.layout import (
     take_apart,
     take_rows_apart,
 )
+from llmrl.data.replay_buffers.layout_json import (
+    class_name,
+    exact_json,
+    find_class,
+    is_container,
+    layout_from_json,
+    layout_to_json,
+    tree_from_json,
+    tree_to_json,
+)
+from llmrl.errors import CheckpointError
 
 __all__ = ["read_content", "write_content"]
 
@@ -64,9 +77,9 @@ def write_content(value: Any, out: Container, path: Path = ()) -> Node:
         return {"kind": "batch", "layout": layout_to_json(layout), "columns": nodes, "rows": len(value)}
     if type(value) is list:
         return _write_rows(value, out, path)
-    if _is_tree(value):
+    if is_container(value):
         leaves: list[Any] = []
-        shape = _take_tree_apart(value, leaves)
+        shape = tree_to_json(value, leaves)
         nodes = [write_content(leaf, out, (*path, str(number))) for number, leaf in enumerate(leaves)]
         return {"kind": "tree", "shape": shape, "leaves": nodes}
     return {"kind": "value", "value": _write_values([value], out, path)}
@@ -112,21 +125,26 @@ def _write_ragged(column: Sequence[Tensor], out: Container, path: Path) -> Node:
 
 
 def _write_values(values: list[Any], out: Container, path: Path) -> Node:
+    try:
+        return _write_plain(values, out, path)
+    except CheckpointError:  # what none of them takes as a whole, its parts may
+        return {"as": "rows", "rows": _write_rows(values, out, path)}
+
+
+def _write_plain(values: list[Any], out: Container, path: Path) -> Node:
     exact = exact_json(values)
-    if exact:
-        data = json.dumps(values).encode()
-        if len(data) <= _INLINE:
-            return {"as": "inline", "values": values}
-    else:
-        buffer = io.BytesIO()
-        torch.save(values, buffer)
-        data = buffer.getvalue()
-    tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    return {"as": "json" if exact else "pickle", "data": out.put(path, tensor, ".json" if exact else ".pt")}
+    data = json.dumps(values).encode() if exact else object_bytes(values, f"the entry {'.'.join(path)!r} of the rows")
+    if exact and len(data) <= _INLINE:
+        return {"as": "inline", "values": values}
+    return {"as": "json" if exact else "object", "data": out.put(path, _tensor_of(data), ".json" if exact else ".pt")}
+
+
+def _tensor_of(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def _write_rows(rows: list[Any], out: Container, path: Path) -> Node:
-    """A list of any objects: those of one form together, one column per entry."""
+    """A list of any values: those of one form together, one column per entry."""
     groups: dict[str, tuple[list[int], list[list[Any]]]] = {}
     for number, row in enumerate(rows):
         form, leaves = _form_of(row)
@@ -156,25 +174,35 @@ def _form_of(row: Any) -> tuple[list[Any], list[Any]]:
         parts = take_rows_apart([row])
         if parts is not None:
             return ["layout", layout_to_json(parts[0])], [column[0] for column in parts[1]]
+        if hasattr(type(row), "from_message"):  # one message of a conversation
+            return ["message", class_name(type(row))], [row.message]
         if row.batch_dims and len(row):  # a batch as a row: a lazy stack
             layout, columns = take_apart(row)
             return ["batch", layout_to_json(layout)], [len(row), *columns]
-    elif _is_tree(row):
+    elif is_container(row):
         entries: list[Any] = []
-        shape = _take_tree_apart(row, entries)
+        shape = tree_to_json(row, entries)
         forms = [_form_of(entry) for entry in entries]
         return ["tree", shape, [[form, len(leaves)] for form, leaves in forms]], [
             leaf for _, leaves in forms for leaf in leaves
         ]
+    elif type(row) is bytes:
+        return ["bytes"], [_tensor_of(row)]
+    elif _is_array(row):
+        buffer = io.BytesIO()
+        np.lib.format.write_array(buffer, np.asarray(row), allow_pickle=False)
+        return ["numpy", type(row) is np.ndarray], [_tensor_of(buffer.getvalue())]
     return ["value"], [row]
 
 
 def _write_form(form: list[Any], columns: list[Any], out: Container, path: Path) -> list[Any]:
     kind = form[0]
-    if kind == "tensor":
+    if kind in ("tensor", "bytes", "numpy"):
         return [_write_column(Leaf.RAGGED, columns[0], out, path)]
-    if kind == "value":
+    if kind == "message":
         return [_write_column(Leaf.DATA, columns[0], out, path)]
+    if kind == "value":
+        return [{"kind": "values", **_write_plain(columns[0], out, path)}]
     if kind == "tree":
         rest = iter(columns)
         return [
@@ -193,22 +221,10 @@ def _write_form(form: list[Any], columns: list[Any], out: Container, path: Path)
     return nodes
 
 
-def _is_tree(value: Any) -> bool:
-    """True for a dict, list or tuple that holds more than JSON does, and can be told from others by its entries."""
-    kind = type(value)
-    if kind not in (dict, list, tuple) or not value:
-        return False
-    return not exact_json(value) and (kind is not dict or all([type(name) is str for name in value]))
-
-
-def _take_tree_apart(value: Any, leaves: list[Any]) -> Any:
-    """The shape of nested dicts, lists and tuples as JSON; the rest are leaves."""
-    if not _is_tree(value):
-        leaves.append(value)
-        return None
-    if type(value) is dict:
-        return {"dict": [[name, _take_tree_apart(entry, leaves)] for name, entry in value.items()]}
-    return {type(value).__name__: [_take_tree_apart(entry, leaves) for entry in value]}
+def _is_array(value: Any) -> bool:
+    """True for an array or number of numpy that is no Python object inside."""
+    is_one = type(value) is np.ndarray or (isinstance(value, np.generic) and type(value) is value.dtype.type)
+    return is_one and not value.dtype.hasobject
 
 
 # --- back ---
@@ -238,7 +254,7 @@ def read_content(node: Node, source: Container) -> Any:
         return put_together(layout, columns, node["rows"])
     if kind == "tree":
         leaves = [read_content(leaf, source) for leaf in node["leaves"]]
-        return _put_tree_together(node["shape"], iter(leaves))
+        return tree_from_json(node["shape"], iter(leaves))
     assert kind == "rows", kind
     return _read_rows(node, source)
 
@@ -260,10 +276,12 @@ def _read_column(leaf: Any, node: Node, source: Container) -> Any:
 def _read_values(node: Node, source: Container) -> list[Any]:
     if node["as"] == "inline":
         return node["values"]
+    if node["as"] == "rows":
+        return _read_rows(node["rows"], source)
     data = source.get(node["data"]).numpy().tobytes()
     if node["as"] == "json":
         return json.loads(data)
-    return torch.load(io.BytesIO(data), weights_only=False)
+    return object_from(data, "a value of the rows")
 
 
 def _read_rows(node: Node, source: Container) -> list[Any]:
@@ -282,9 +300,18 @@ def _read_form(form: list[Any], nodes: list[Any], source: Container, count: int)
         return _read_column(Leaf.RAGGED, nodes[0], source)
     if kind == "value":
         return _read_column(Leaf.DATA, nodes[0], source)
+    if kind == "message":
+        cls = find_class(form[1], lambda cls: hasattr(cls, "from_message"))
+        return [cls.from_message(message) for message in _read_column(Leaf.DATA, nodes[0], source)]
+    if kind == "bytes":
+        return [data.numpy().tobytes() for data in _read_column(Leaf.RAGGED, nodes[0], source)]
+    if kind == "numpy":
+        arrays = [_read_array(data) for data in _read_column(Leaf.RAGGED, nodes[0], source)]
+        return arrays if form[1] else [array[()] for array in arrays]
     if kind == "tree":
         entries = [_read_form(entry, part, source, count) for (entry, _), part in zip(form[2], nodes, strict=True)]
-        return [_put_tree_together(form[1], iter(row)) for row in zip(*entries, strict=True)]
+        rows = zip(*entries, strict=True) if entries else [()] * count
+        return [tree_from_json(form[1], iter(row)) for row in rows]
     layout = layout_from_json(form[1])
     lengths = source.get(nodes[0]).tolist() if kind == "batch" else None
     columns = [
@@ -300,10 +327,8 @@ def _read_form(form: list[Any], nodes: list[Any], source: Container, count: int)
     ]
 
 
-def _put_tree_together(shape: Any, leaves: Iterator[Any]) -> Any:
-    if shape is None:
-        return next(leaves)
-    if "dict" in shape:
-        return {name: _put_tree_together(entry, leaves) for name, entry in shape["dict"]}
-    entries = [_put_tree_together(entry, leaves) for entry in shape.get("list", shape.get("tuple"))]
-    return entries if "list" in shape else tuple(entries)
+def _read_array(data: Tensor) -> np.ndarray:
+    try:
+        return np.lib.format.read_array(io.BytesIO(data.numpy().tobytes()), allow_pickle=False)
+    except ValueError as error:
+        raise CheckpointError(f"an array of a dump must be of plain numbers or text: {error}") from error

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from llmrl.data.replay_buffers.checkpointers.base import Hook, StorageCheckpointerBase
 from llmrl.data.replay_buffers.checkpointers.manifest import read_manifest, write_manifest
-from llmrl.data.replay_buffers.directory import current_directory, replace_directory, write_object
+from llmrl.data.replay_buffers.directory import current_directory, read_object, replace_directory, write_object
 from llmrl.data.replay_buffers.stages import load_transform, transform_state
 from llmrl.errors import UnsupportedError
 
 __all__ = ["StorageEnsembleCheckpointer"]
 
-_FORMAT, _FORMAT_VERSION = "llmrl.storage_ensemble", 1
+_FORMAT, _FORMAT_VERSION = "llmrl.storage_ensemble", 2
 _TRANSFORMS = "transforms.pt"
 
 
 class StorageEnsembleCheckpointer(StorageCheckpointerBase):
     """Writes each member of a `StorageEnsemble` with the member's own checkpointer, all of them or none.
 
-    Transforms that have a ``state_dict`` are saved with them, pickled.
+    Transforms that have a ``state_dict`` are saved with them.
     """
 
     def register_save_hook(self, hook: Hook) -> None:
@@ -46,7 +43,7 @@ class StorageEnsembleCheckpointer(StorageCheckpointerBase):
         """Raises  CheckpointError, with every member unchanged, if one of them cannot be loaded"""
         folder = current_directory(path)
         manifest = read_manifest(type(self).__name__, folder, _FORMAT, _FORMAT_VERSION)
-        states = torch.load(io.BytesIO((folder / _TRANSFORMS).read_bytes()), weights_only=False)
+        states = read_object(folder / _TRANSFORMS)
         folders = [folder / str(number) for number in range(len(manifest["members"]))]
         storage.restore_each(folders, lambda member, its: member.checkpointer.loads(member, its))
         for transform, state in zip(storage.transforms, states, strict=True):

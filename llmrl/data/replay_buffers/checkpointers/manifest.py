@@ -56,7 +56,7 @@ def read_manifest(who: str, folder: Path, kind: str, number: int) -> dict[str, A
         raise CheckpointError(
             f"{who}: {folder} must hold {kind} in format version {number}: got {manifest.get('format')} in version "
             f"{manifest.get('format_version')}, written by llmrl {manifest.get('llmrl')}; check the path, or load it "
-            "with that version."
+            "with that version, ``torch.save`` its state_dict() there and give that to load_state_dict here."
         )
     if manifest.get("checksum") != _own_digest(manifest):
         raise CheckpointError(_damaged(who, file, "it was changed"))

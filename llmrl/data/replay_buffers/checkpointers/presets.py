@@ -25,7 +25,7 @@ __all__ = [
 
 
 class ListStorageCheckpointer(StorageCheckpointerBase):
-    """Any Python objects: rows of one form lie together, tensors in raw files, what JSON cannot hold in pickles."""
+    """Rows of any form: those of one form lie together, tensors in raw files."""
 
 
 class TensorStorageCheckpointer(StorageCheckpointerBase):

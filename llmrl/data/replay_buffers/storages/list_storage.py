@@ -21,7 +21,7 @@ class ListStorage(RowList):
     """Python objects in a list, up to ``max_size`` of them (default: no limit).
 
     Tensors and tensordicts are copied on the way in and out, also inside dicts, lists, tuples and dataclasses, and are
-    moved to ``device`` if one is given. Any other object is kept by reference.
+    moved to ``device`` if one is given. Any other object is kept by reference, and dumped only if it is data.
 
     >>> storage = ListStorage(3)
     >>> storage.set(0, "a string")

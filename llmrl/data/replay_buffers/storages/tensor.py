@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,15 @@ from llmrl.data.replay_buffers.layout import (
     take_rows_apart,
 )
 from llmrl.data.replay_buffers.layout_difference import difference
+from llmrl.data.replay_buffers.layout_json import layout_from_json, layout_to_json
 from llmrl.data.replay_buffers.process_lock import ProcessLock
 from llmrl.data.replay_buffers.storages.base import Index, Key, Storage, row_limit
 from llmrl.data.replay_buffers.storages.schema import Schema
 from llmrl.data.replay_buffers.storages.shared_folder import SharedFolder
 from llmrl.data.replay_buffers.trees import is_leaf, is_tree, num_rows, tree_map
-from llmrl.errors import DataError, UnsupportedError
+from llmrl.errors import CheckpointError, DataError, UnsupportedError
 
-_SCHEMA_FILE = "schema.pt"
+_SCHEMA_FILE = "schema.json"
 _FEW_BYTES = 1 << 20
 
 
@@ -209,9 +211,13 @@ class TensorStorage(Storage):
     def _known_schema(self) -> Schema | None:
         """The schema, also if another process has fixed it."""
         if self._schema is None and self.ring.allocated:
-            state = torch.load(self._folder.find(_SCHEMA_FILE), weights_only=False)
-            self._trailing, self._max_size = state["trailing"], state["max_size"]
-            layout = state["layout"]
+            file = self._folder.find(_SCHEMA_FILE)
+            try:
+                state = json.loads(file.read_bytes())
+            except ValueError as error:
+                raise CheckpointError(f"{type(self).__name__}: {file} must be its schema: got {error}.") from error
+            self._trailing, self._max_size = tuple(state["trailing"]), state["max_size"]
+            layout = layout_from_json(state["layout"])
             columns = [
                 self._folder.map(f"column_{number}.bin", (self._max_size, *kind.shape), kind.dtype)
                 for number, kind in enumerate(layout.kinds)
@@ -324,8 +330,8 @@ class TensorStorage(Storage):
             self._folder.allocate(f"column_{number}.bin", (self.max_size, *kind.shape), kind.dtype)
             for number, kind in enumerate(layout.kinds)
         ]
-        state = {"layout": layout, "max_size": self.max_size, "trailing": self.trailing}
-        torch.save(state, self._folder.file(_SCHEMA_FILE))
+        state = {"layout": layout_to_json(layout), "max_size": self.max_size, "trailing": self.trailing}
+        self._folder.file(_SCHEMA_FILE).write_text(json.dumps(state))
         return columns
 
     def _read(self, index: slice | Tensor) -> list[Any]:

@@ -1,0 +1,247 @@
+"""Dumps and shared folders that somebody else wrote: with right checksums, and files that run code when unpickled."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import NonTensorData, TensorDict, tensorclass
+from torch.utils import _pytree as pytree
+
+from llmrl.data.replay_buffers import (
+    H5StorageCheckpointer,
+    LazyMemmapStorage,
+    ListStorage,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+    StorageEnsemble,
+)
+from llmrl.data.replay_buffers.checkpointers.manifest import MANIFEST, write_manifest
+from llmrl.data.replay_buffers.directory import current_directory
+from llmrl.errors import CheckpointError
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@tensorclass
+class Answer:
+    ids: torch.Tensor
+    source: Any
+
+
+class Payload:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+class Counting:
+    """A transform with a state."""
+
+    seen = 0
+
+    def __call__(self, batch: Any) -> Any:
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+def buffer_of(*rows: Any) -> ReplayBuffer:
+    buffer = ReplayBuffer(storage=ListStorage(4), sampler=SamplerWithoutReplacement(), transform=Counting())
+    buffer.extend(list(rows))
+    return buffer
+
+
+def reseal(folder: Path) -> None:
+    """Writes the checksums of all manifests anew, inner ones first."""
+    for file in sorted(folder.rglob(MANIFEST), key=lambda file: -len(file.parts)):
+        content = json.loads(file.read_text())
+        kind, number = content.pop("format"), content.pop("format_version")
+        for name in ("files", "checksum", "llmrl"):
+            del content[name]
+        write_manifest(file.parent, kind, number, content)
+
+
+def edit(folder: Path, change: Callable[[Any], Any]) -> None:
+    """Changes every dict of the manifest of the rows."""
+    file = folder / "storage" / MANIFEST
+
+    def walk(node: Any) -> Any:
+        if isinstance(node, dict):
+            change(node)
+        for entry in node.values() if isinstance(node, dict) else node if isinstance(node, list) else []:
+            walk(entry)
+        return node
+
+    file.write_text(json.dumps(walk(json.loads(file.read_text()))))
+
+
+def fill(file: Path, content: bytes) -> Callable[[dict[str, Any]], None]:
+    """Writes the file, and gives its size to whatever refers to it."""
+    assert file.exists()
+    file.write_bytes(content)
+
+    def resize(node: dict[str, Any]) -> None:
+        if node.get("file") == file.name:
+            node["shape"] = [len(content)]
+
+    return resize
+
+
+def replace_state(name: str) -> Callable[[Path, bytes, Payload], None]:
+    def replace(folder: Path, content: bytes, payload: Payload) -> None:
+        assert (folder / name).exists()
+        (folder / name).write_bytes(content)
+
+    return replace
+
+
+def replace_values(folder: Path, content: bytes, payload: Payload) -> None:
+    file = min((folder / "storage").glob("*.pt"))
+    edit(folder, fill(file, content))
+
+
+def replace_fields(folder: Path, content: bytes, payload: Payload) -> None:
+    found = []
+
+    def change(node: dict[str, Any]) -> None:
+        if "fields" in node:
+            found.append(node)
+            node["fields"] = {"shape": None, "object": base64.b64encode(content).decode()}
+
+    edit(folder, change)
+    assert found
+
+
+def replace_array(folder: Path, content: bytes, payload: Payload) -> None:
+    buffer = io.BytesIO()
+    np.save(buffer, np.array([payload], dtype=object), allow_pickle=True)
+    (file,) = [file for file in (folder / "storage").glob("*") if b"NUMPY" in file.read_bytes()]
+    edit(folder, fill(file, buffer.getvalue()))
+
+
+PLACES = {
+    "transforms": replace_state("transform.t"),
+    "sampler": replace_state("sampler/state.pt"),
+    "writer": replace_state("writer/state.pt"),
+    "values": replace_values,
+    "fields of a tensorclass": replace_fields,
+    "array": replace_array,
+}
+HOW = {
+    "pickle": pickle.dumps,
+    "torch": lambda value: (torch.save(value, buffer := io.BytesIO()), buffer.getvalue())[1],
+}
+
+
+def refuse(buffer: Any, path: Path, ran: Path, match: str = "must") -> None:
+    before = pytree.tree_map(str, buffer.state_dict())
+    with pytest.raises(CheckpointError, match=match):
+        buffer.loads(path)
+    assert not ran.exists()
+    assert pytree.tree_map(str, buffer.state_dict()) == before
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("place", PLACES)
+def test_nothing_that_a_dump_holds_is_executed(place, how, tmp_path):
+    ran, dump = tmp_path / "ran", tmp_path / "dump"
+    row = {"z": 1j, "numpy": np.arange(3), "answer": Answer(torch.ones(2), source=torch.Size([1]))}
+    buffer_of(row, row).dumps(dump)
+    payload = Payload(ran)
+    PLACES[place](current_directory(dump), HOW[how]([payload]), payload)
+    reseal(current_directory(dump))
+    refuse(buffer_of("mine"), dump, ran)
+
+
+def test_nothing_that_an_hdf5_file_holds_is_executed(tmp_path):
+    h5py = pytest.importorskip("h5py")
+    ran, dump = tmp_path / "ran", tmp_path / "dump"
+    storage = ListStorage(4)
+    storage.checkpointer = H5StorageCheckpointer(checkpoint_file="rows.h5")
+    storage.set(slice(0, 1), [1j])
+    with pytest.warns(UserWarning, match="stored as they are"):
+        storage.dumps(dump)
+    content = HOW["torch"]([Payload(ran)])
+    folder = current_directory(dump)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    data = manifest["schema"]["groups"][0]["columns"][0]["data"]
+    data["shape"] = [len(content)]
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    with h5py.File(folder / "rows.h5", "a") as file:
+        del file[data["dataset"]]
+        file[data["dataset"]] = np.frombuffer(content, dtype=np.uint8)
+    reseal(folder)
+    refuse(storage, dump, ran)
+
+
+def test_nothing_that_an_ensemble_of_storages_holds_is_executed(tmp_path):
+    def ensemble() -> StorageEnsemble:
+        members = StorageEnsemble(ListStorage(2), transforms=[Counting()])
+        members.storages[0].set(slice(0, 1), ["a"])
+        return members
+
+    ran, dump = tmp_path / "ran", tmp_path / "dump"
+    ensemble().dumps(dump)
+    replace_state("transforms.pt")(current_directory(dump), HOW["torch"]([Payload(ran)]), Payload(ran))
+    reseal(current_directory(dump))
+    refuse(ensemble(), dump, ran)
+
+
+def test_nothing_that_a_shared_folder_holds_is_executed(tmp_path):
+    ran = tmp_path / "ran"
+    storage = LazyMemmapStorage(4, scratch_dir=tmp_path / "own")
+    other = pickle.loads(pickle.dumps(storage))
+    storage.set(slice(0, 2), TensorDict(a=torch.ones(2), batch_size=[2]))
+    (schema,) = (tmp_path / "own").glob("*schema*")
+    schema.write_bytes(HOW["torch"]([Payload(ran)]))
+    with pytest.raises(CheckpointError, match="must be its schema"):
+        other[:]
+    assert not ran.exists()
+
+
+def test_a_name_in_a_dump_imports_no_module_of_anybody_else(tmp_path, monkeypatch):
+    ran, dump = tmp_path / "ran", tmp_path / "dump"
+    buffer_of(Answer(torch.ones(2), source=None)).dumps(dump)
+    (tmp_path / "planted.py").write_text(f"import os\nos.mkdir({str(ran)!r})\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("planted:Answer", "os:system", "os:path.join", "llmrl.data.replay_buffers:ReplayBuffer"):
+        edit(current_directory(dump), lambda node, name=name: node.update({"class": name}) if "class" in node else None)
+        reseal(current_directory(dump))
+        refuse(buffer_of("mine"), dump, ran, match=f"{name}.*(before loading|load another one)")
+    assert "planted" not in sys.modules
+
+
+def test_a_transform_or_a_field_that_is_not_data_is_refused_when_it_is_dumped(tmp_path):
+    buffer = buffer_of("mine")
+    buffer.dumps(tmp_path)
+    buffer.transforms[0].seen = Counting()
+    with pytest.raises(CheckpointError, match=r"transform\.t.*test_hostile_dumps\.Counting"):
+        buffer.dumps(tmp_path)
+    with pytest.raises(CheckpointError, match=r"test_hostile_dumps\.Counting"):
+        buffer_of(TensorDict(a=NonTensorData(Counting()))).dumps(tmp_path)
+    other = buffer_of("another")
+    other.loads(tmp_path)
+    assert other[:] == ["mine"]
+    assert other.transforms[0].seen == 0
