@@ -77,9 +77,11 @@ class RayEngine:
         return self._ask("names_to_leave_out")
 
     def update_weights(self, weights: Mapping[str, Tensor] | None, *, version: int) -> None:
-        """As `VLLMEngine.update_weights`."""
+        """As `VLLMEngine.update_weights`. Groups are put together first: the object store takes them whole."""
         if weights is None:
             raise WeightSyncError("RayEngine: weights must be given: the actor holds its own copy of the model.")
+        if not isinstance(weights, Mapping):
+            weights = {name: tensor for group in weights for name, tensor in group.items()}
         stored = self._ray.put({name: tensor.detach().cpu() for name, tensor in weights.items()})
         self._ask("update_weights", stored, version=version)
         self.version = version
