@@ -12,7 +12,6 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -84,8 +83,9 @@ def _to_json(node: Any) -> Any:
     if isinstance(node, Messages):
         return {"messages": class_name(node.cls)}
     if isinstance(node, Tree):
-        form = pytree.tree_unflatten([None] * len(node.children), node.spec)
-        return {"tree": tree_to_json(form, [], is_tree), "children": [_to_json(child) for child in node.children]}
+        marks: list[Any] = []  # 0 for a child; None is a field of a dataclass without one
+        shape = tree_to_json(pytree.tree_unflatten([0] * len(node.children), node.spec), marks, is_tree)
+        return {"tree": shape, "marks": marks, "children": [_to_json(child) for child in node.children]}
     assert isinstance(node, Wrapped), node
     return {"inner": _to_json(node.inner), "class": class_name(node.cls), "fields": _fields_to_json(node)}
 
@@ -111,8 +111,8 @@ def _from_json(node: Any, kinds: list[Any]) -> Any:
         kinds.append(Leaf.DATA)
         return Messages(find_class(node["messages"], lambda cls: hasattr(cls, "from_messages")))
     if "tree" in node:
-        children = tuple([_from_json(child, kinds) for child in node["children"]])
-        return Tree(pytree.tree_structure(tree_from_json(node["tree"], repeat(None)), is_leaf=is_leaf), children)
+        spec = pytree.tree_structure(tree_from_json(node["tree"], iter(node["marks"])), is_leaf=is_leaf)
+        return Tree(spec, tuple([_from_json(child, kinds) for child in node["children"]]))
     cls = find_class(node["class"], is_tensorclass)
     return Wrapped(cls, _from_json(node["inner"], kinds), _fields_from_json(node["fields"]))
 

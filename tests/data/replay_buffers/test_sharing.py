@@ -10,7 +10,9 @@ import pickle
 import signal
 import threading
 import time
+from collections import OrderedDict
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -138,6 +140,12 @@ def extend_a_grid(buffer: ReplayBuffer) -> None:
 @dataclass
 class Step:
     obs: torch.Tensor
+    note: torch.Tensor | None = None
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: dict[str, torch.Tensor]
 
 
 def read_and_extend_steps(buffer: ReplayBuffer) -> None:
@@ -151,6 +159,17 @@ def test_dataclasses_are_shared(method):
     buffer.extend(Step(obs=torch.arange(3)))
     run(method, read_and_extend_steps, buffer)
     assert buffer[:].obs.tolist() == [0, 1, 2, 0, 1]
+
+
+def test_trees_of_any_form_are_shared():
+    obs = torch.arange(3)
+    for batch in (Step(obs), Step(obs, obs), Pair(obs, {"x": obs}), OrderedDict(b=obs, a=(obs, [obs])), {1: obs}):
+        storage = LazyTensorStorage(4, shared_init=True)
+        other = pickle.loads(pickle.dumps(storage))
+        storage.set(slice(0, 3), batch)
+        other.set(3, storage.get(2))
+        assert str(other[:]) == str(storage[:])
+        assert type(other[:]) is type(batch)
 
 
 @pytest.mark.parametrize("storage", [ListStorage, LazyStackStorage, LazyTensorStorage])
