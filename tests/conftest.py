@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 from hypothesis import settings
 
@@ -13,6 +14,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("WANDB_MODE", "disabled")
 for _name in ("FORCE_COLOR", "RANK", "WORLD_SIZE", "COLUMNS"):
     os.environ.pop(_name, None)
+
+# A job in the background ignores Ctrl-C and one under nohup the end of its terminal, and so would all that it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # No time limit per example (a busy machine is not a bug), and the same examples every time.
 settings.register_profile("llmrl", deadline=None, derandomize=True)
