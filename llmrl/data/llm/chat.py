@@ -65,7 +65,7 @@ class History(TensorClass["nocast"]):
     def from_chats(cls, chats: Sequence[Sequence[Message]] | Sequence[Message]) -> History:
         """Lists of messages -> [B, M], or [B, -1] if they differ in length; one list of messages -> [M].
 
-        The dicts are copied, not kept. Raises DataError for what is no message with a role.
+        The dicts are copied, not kept. Raises DataError for a message without a role.
         """
         chats = list(chats)
         if chats and isinstance(chats[0], Mapping):

@@ -1,4 +1,4 @@
-"""Whether a template reads what messages say or only writes it, and conversations reduced to what it can tell apart.
+"""Static check of whether a chat template reads message contents, and the shape of a conversation.
 
 A template that only writes contents treats all conversations of one shape alike: what was found for stand-ins holds for
 each of them. The check is static and errs on one side: what it does not know counts as reading.

@@ -222,7 +222,7 @@ def _write_form(form: list[Any], columns: list[Any], out: Container, path: Path)
 
 
 def _is_array(value: Any) -> bool:
-    """True for an array or number of numpy that is no Python object inside."""
+    """True for a numpy array or number that holds no Python objects."""
     is_one = type(value) is np.ndarray or (isinstance(value, np.generic) and type(value) is value.dtype.type)
     return is_one and not value.dtype.hasobject
 
