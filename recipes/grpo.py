@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":  # before torch is imported: the command reports bad settings without it, and prepares for it
-    from llmrl.cli import main
+    from llmrl.run.cli import main
 
     sys.exit(main(["grpo", *sys.argv[1:]]))
 
@@ -20,8 +20,9 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from llmrl.checkpoint import CheckpointStore, InterruptGuard
-from llmrl.console import (
+from llmrl.recipes.grpo_round import GRPORound
+from llmrl.run.checkpoint import CheckpointStore, InterruptGuard
+from llmrl.run.console import (
     StepDisplay,
     format_duration,
     grpo_columns,
@@ -29,16 +30,15 @@ from llmrl.console import (
     print_plan,
     print_summary,
 )
-from llmrl.metrics import MetricsLog
-from llmrl.recipes.evaluation import Evaluation
-from llmrl.recipes.grpo_config import GRPOConfig
-from llmrl.recipes.grpo_round import GRPORound
-from llmrl.recipes.models import load_model, load_tokenizer, resolve_model
-from llmrl.recipes.planning import grpo_plan
-from llmrl.recipes.session import Session
-from llmrl.recipes.state import restore_state, save_state
-from llmrl.recipes.tasks import Task, eval_rows, training_rows
-from llmrl.rollouts import RolloutLog
+from llmrl.run.metrics import MetricsLog
+from llmrl.run.rollout_log import RolloutLog
+from llmrl.train.checkpointing import restore_state, save_state
+from llmrl.train.distributed import Session
+from llmrl.train.evaluation import Evaluation
+from llmrl.train.grpo_config import GRPOConfig
+from llmrl.train.models import load_model, load_tokenizer, resolve_model
+from llmrl.train.plan import grpo_plan
+from llmrl.train.tasks import Task, eval_rows, training_rows
 
 __all__ = ["plan", "run"]
 

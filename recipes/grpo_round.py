@@ -22,16 +22,16 @@ from llmrl.envs.transforms import Compose, Transform
 from llmrl.errors import ConfigError, RolloutError
 from llmrl.modules.llm.policies import TransformersWrapper
 from llmrl.objectives.llm import GroupQuota, GRPOLoss, MCAdvantage
-from llmrl.recipes.env_metrics import env_metrics
-from llmrl.recipes.grpo_config import GRPOConfig
-from llmrl.recipes.models import load_model
-from llmrl.recipes.planning import grpo_settings
-from llmrl.recipes.rollouts import StepRollouts, slim
-from llmrl.recipes.rollouts_ahead import RolloutsAhead
-from llmrl.recipes.sampler import Sampler
-from llmrl.recipes.session import Session
-from llmrl.recipes.tasks import Task
-from llmrl.recipes.updates import Updater
+from llmrl.train.async_rollouts import RolloutsAhead
+from llmrl.train.distributed import Session
+from llmrl.train.env_metrics import env_metrics
+from llmrl.train.grpo_config import GRPOConfig
+from llmrl.train.models import load_model
+from llmrl.train.plan import grpo_settings
+from llmrl.train.rollout_engine import Sampler
+from llmrl.train.step_rollouts import StepRollouts, slim
+from llmrl.train.tasks import Task
+from llmrl.train.updater import Updater
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -10,7 +10,7 @@ import copy
 import sys
 
 if __name__ == "__main__":  # before torch is imported: the command reports bad settings without it, and prepares for it
-    from llmrl.cli import main
+    from llmrl.run.cli import main
 
     sys.exit(main(["sft", *sys.argv[1:]]))
 
@@ -23,8 +23,12 @@ from typing import TYPE_CHECKING
 import torch
 from tensordict import TensorDictBase
 
-from llmrl.checkpoint import CheckpointStore, InterruptGuard
-from llmrl.console import (
+from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
+from llmrl.errors import DataError
+from llmrl.modules.llm.policies import TransformersWrapper
+from llmrl.objectives.llm import SFTLoss
+from llmrl.run.checkpoint import CheckpointStore, InterruptGuard
+from llmrl.run.console import (
     SFT_COLUMNS,
     Sample,
     StepDisplay,
@@ -33,21 +37,17 @@ from llmrl.console import (
     print_plan,
     print_summary,
 )
-from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
-from llmrl.errors import DataError
-from llmrl.metrics import MetricsLog
-from llmrl.modules.llm.policies import TransformersWrapper
-from llmrl.objectives.llm import SFTLoss
-from llmrl.recipes.conversations import TokenizedChats, tokenize_chats
-from llmrl.recipes.evaluation import Evaluation
-from llmrl.recipes.models import load_model, load_tokenizer
-from llmrl.recipes.planning import sft_plan, sft_steps
-from llmrl.recipes.session import Session
-from llmrl.recipes.settings import EvalSettings
-from llmrl.recipes.sft_config import SFTConfig
-from llmrl.recipes.state import restore_state, save_state
-from llmrl.recipes.tasks import Task, eval_rows
-from llmrl.recipes.updates import Updater
+from llmrl.run.metrics import MetricsLog
+from llmrl.train.checkpointing import restore_state, save_state
+from llmrl.train.distributed import Session
+from llmrl.train.evaluation import Evaluation
+from llmrl.train.models import load_model, load_tokenizer
+from llmrl.train.plan import sft_plan, sft_steps
+from llmrl.train.settings import EvalSettings
+from llmrl.train.sft_config import SFTConfig
+from llmrl.train.sft_data import TokenizedChats, tokenize_chats
+from llmrl.train.tasks import Task, eval_rows
+from llmrl.train.updater import Updater
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from llmrl.checkpoint import CheckpointStore, InterruptGuard, latest_checkpoint
 from llmrl.errors import CheckpointError, ConfigError
+from llmrl.run.checkpoint import CheckpointStore, InterruptGuard, latest_checkpoint
 
 
 def writer(content: str):
@@ -88,7 +88,7 @@ def test_a_second_interrupt_during_a_save_removes_the_draft_and_is_not_swallowed
 def test_kill_in_the_middle_of_a_save_leaves_the_previous_checkpoint(tmp_path):
     script = textwrap.dedent("""
         import sys, time
-        from llmrl.checkpoint import CheckpointStore
+        from llmrl.run.checkpoint import CheckpointStore
 
         def slow(folder):
             (folder / "half").write_text("half")

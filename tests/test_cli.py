@@ -9,16 +9,16 @@ import textwrap
 import pytest
 import yaml
 
-from llmrl import cli
-from llmrl.checkpoint import CheckpointStore
-from llmrl.config import find_recipe, load_config, recipe_names, settings
 from llmrl.errors import ConfigError
-from llmrl.metrics import MetricsLog
-from llmrl.rollouts import Rollout, RolloutLog
-from llmrl.rundir import RunDir
+from llmrl.run import cli
+from llmrl.run.checkpoint import CheckpointStore
+from llmrl.run.config import find_recipe, load_config, recipe_names, settings
+from llmrl.run.metrics import MetricsLog
+from llmrl.run.rollout_log import Rollout, RolloutLog
+from llmrl.run.run_dir import RunDir
 
 RECIPE = """
-from llmrl.checkpoint import CheckpointStore
+from llmrl.run.checkpoint import CheckpointStore
 from llmrl.errors import ConfigError, DataError, RolloutError, MissingDependencyError
 
 ERRORS = {"data": DataError, "rollout": RolloutError, "extra": MissingDependencyError, "config": ConfigError}
@@ -218,7 +218,7 @@ def test_a_resume_that_fails_before_it_goes_on_leaves_the_settings_as_they_were(
 HOLD = """
 import sys
 from pathlib import Path
-from llmrl.rundir import RunDir
+from llmrl.run.run_dir import RunDir
 
 with RunDir(Path(sys.argv[1])).lock():
     print("held", flush=True)
@@ -314,7 +314,7 @@ def test_eval_hands_the_checkpoint_to_the_evaluation(tmp_path, toy, monkeypatch)
     (tmp_path / "toy_evaluate.py").write_text("calls = []\ndef run(*a, **k):\n    calls.append((a, k))\n    return 0\n")
     import toy_evaluate
 
-    monkeypatch.setitem(sys.modules, "llmrl.recipes.evaluate", toy_evaluate)
+    monkeypatch.setitem(sys.modules, "llmrl.run.evaluate", toy_evaluate)
     assert cli.main(["eval", "try1", "steps=9", "--json"]) == 0
     ((positional, named),) = toy_evaluate.calls
     assert [path.resolve() for path in positional] == [run.path]
@@ -371,7 +371,7 @@ def test_help_and_version_answer(capsys):
 
 
 def test_a_reader_that_stops_early_is_not_an_error():
-    script = "import sys; from llmrl.cli import main; sys.exit(main(['--help']))"
+    script = "import sys; from llmrl.run.cli import main; sys.exit(main(['--help']))"
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         child.stdout.close()  # nobody reads
         assert child.wait(timeout=30) in (0, 120)
@@ -397,7 +397,7 @@ def test_all_processes_of_one_start_share_one_run_folder(tmp_path):
     (tmp_path / "start.py").write_text(
         textwrap.dedent("""
             import sys
-            from llmrl import cli
+            from llmrl.run import cli
 
             cli.RECIPES = {"sft": cli.Recipe("toy_settings", "ToyConfig", "toy_recipe")}
             sys.exit(cli.main(["sft", "steps=2"]))

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field, model_validator
 
-from llmrl.config import dump_config, dump_defaults, find_recipe, load_config, settings
-from llmrl.config_source import YamlLoader
 from llmrl.errors import ConfigError
+from llmrl.run.config import dump_config, dump_defaults, find_recipe, load_config, settings
+from llmrl.run.yaml_source import YamlLoader
 
 
 class Optim(BaseModel, extra="forbid"):
@@ -261,7 +261,7 @@ def test_a_setting_that_is_a_word_or_a_section_is_explained_as_the_one_that_was_
 
 def test_a_recipe_is_a_path_or_a_packaged_name(tmp_path, monkeypatch):
     path = write(tmp_path, "model: m\n")
-    monkeypatch.setattr("llmrl.config.recipe_names", lambda: {"sums_grpo": Path("packaged/sums_grpo.yaml")})
+    monkeypatch.setattr("llmrl.run.config.recipe_names", lambda: {"sums_grpo": Path("packaged/sums_grpo.yaml")})
     assert find_recipe(str(path)) == path
     assert find_recipe("sums_grpo") == find_recipe("sums_grpo.yaml") == Path("packaged/sums_grpo.yaml")
     with pytest.raises(ConfigError, match="did you mean  sums_grpo") as caught:

@@ -3,7 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
-from llmrl.console import (
+from llmrl.run.console import (
     GRPO_COLUMNS,
     Column,
     Sample,
@@ -15,7 +15,7 @@ from llmrl.console import (
     print_summary,
     print_table,
 )
-from llmrl.metrics import check_metric_name
+from llmrl.run.metrics import check_metric_name
 
 COLUMNS = (Column("reward", "reward/mean", spread="reward/std"), Column("tok/s", "perf/gen_tok_s", "count"))
 

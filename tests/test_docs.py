@@ -14,14 +14,14 @@ from typing import get_args
 import pytest
 import yaml
 
-from llmrl import cli
-from llmrl.config import recipe_names
 from llmrl.envs.llm.transforms import make_rewards
 from llmrl.objectives.llm.functional import Aggregation, Correction, KLEstimator
 from llmrl.objectives.llm.group_advantage import Scale
 from llmrl.objectives.llm.grpo import Surrogate
 from llmrl.objectives.llm.presets import PRESETS
-from llmrl.recipes.grpo_config import GRPOConfig
+from llmrl.run import cli
+from llmrl.run.config import recipe_names
+from llmrl.train.grpo_config import GRPOConfig
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmrl import doctor
+from llmrl.run import doctor
 from llmrl.tools.sandbox import launch
 
 
@@ -53,7 +53,7 @@ def torchvision(folder: Path, build: str, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.slow
 def test_it_imports_nothing_large_beside_torch():
     script = (
-        "import sys, llmrl.doctor; llmrl.doctor.report(as_json=True);"
+        "import sys, llmrl.run.doctor; llmrl.run.doctor.report(as_json=True);"
         "large = {'vllm', 'ray', 'transformers', 'playwright', 'torchvision', 'datasets'} & set(sys.modules);"
         "print(sorted(large), file=sys.stderr)"
     )

@@ -75,12 +75,12 @@ PUBLIC = {
     "llmrl.tools.sandbox": "Sandbox InterpreterPool Execution Limits",
     "llmrl.testing": "tiny_tokenizer tiny_model ScriptedPolicy FakeEngine",
     "llmrl.loading": "load_object load_function",
-    "llmrl.config": "load_config dump_config find_recipe Loaded",
-    "llmrl.metrics": "MetricsLog read_metrics",
-    "llmrl.rollouts": "RolloutLog Rollout read_rollouts",
-    "llmrl.rundir": "RunDir",
-    "llmrl.checkpoint": "CheckpointStore InterruptGuard latest_checkpoint",
-    "llmrl.console": "StepDisplay print_plan print_conversations print_summary",
+    "llmrl.run.config": "load_config dump_config find_recipe Loaded",
+    "llmrl.run.metrics": "MetricsLog read_metrics",
+    "llmrl.run.rollout_log": "RolloutLog Rollout read_rollouts",
+    "llmrl.run.run_dir": "RunDir",
+    "llmrl.run.checkpoint": "CheckpointStore InterruptGuard latest_checkpoint",
+    "llmrl.run.console": "StepDisplay print_plan print_conversations print_summary",
 }
 NAMES = [(module, name) for module, names in PUBLIC.items() for name in names.split()]
 

@@ -18,7 +18,9 @@ def run(code: str, *arguments: str) -> tuple[set[str], int]:
     return set(json.loads(done.stderr.splitlines()[-1])), done.returncode
 
 
-@pytest.mark.parametrize("module", ["llmrl", "llmrl.cli", "llmrl.config", "llmrl.metrics", "llmrl.show", "llmrl.tools"])
+@pytest.mark.parametrize(
+    "module", ["llmrl", "llmrl.run.cli", "llmrl.run.config", "llmrl.run.metrics", "llmrl.run.show", "llmrl.tools"]
+)
 def test_the_light_modules_load_nothing_large(module):
     assert run(f"import {module}") == (set(), 0)
 
@@ -36,7 +38,7 @@ def test_the_light_modules_load_nothing_large(module):
     ],
 )
 def test_help_and_bad_settings_are_answered_without_torch(arguments, code):
-    loaded = run("import sys; from llmrl.cli import main; sys.exit(main(sys.argv[1:]))", *arguments)
+    loaded = run("import sys; from llmrl.run.cli import main; sys.exit(main(sys.argv[1:]))", *arguments)
     assert loaded == (set(), code)
 
 
@@ -75,4 +77,4 @@ print(json.dumps([before, state(), names]))
     assert done.returncode == 0, done.stderr
     before, after, names = json.loads(done.stdout.splitlines()[-1])
     assert before == after
-    assert {"llmrl.cli", "llmrl.errors"} <= set(names)
+    assert {"llmrl.run.cli", "llmrl.errors"} <= set(names)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from llmrl.errors import ConfigError, DataError, MissingDependencyError
-from llmrl.metrics import METRICS, MetricsLog, check_metric_name, read_metrics
+from llmrl.run.metrics import METRICS, MetricsLog, check_metric_name, read_metrics
 
 
 def test_each_step_is_one_json_line_on_disk_when_log_returns(tmp_path):

@@ -72,7 +72,7 @@ def test_a_wheel_holds_every_module_and_data_file_and_runs_away_from_the_checkou
     zipfile.ZipFile(wheel).extractall(site)
     script = (
         "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f).lower()]; "
-        f"sys.path.insert(0, {str(site)!r}); from llmrl.config import recipe_names; import llmrl, llmrl.tools; "
+        f"sys.path.insert(0, {str(site)!r}); from llmrl.run.config import recipe_names; import llmrl, llmrl.tools; "
         "print(llmrl.__file__, llmrl.tools.__file__, *recipe_names())"
     )
     ran = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60)

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmrl.data.ragged.padding import lengths_mask, pad_rows, unpad_rows
 from llmrl.errors import ShapeError
-from llmrl.padding import lengths_mask, pad_rows, unpad_rows
 
 ROWS = [torch.tensor([1, 2, 3]), torch.tensor([4]), torch.tensor([], dtype=torch.int64)]
 

@@ -3,7 +3,7 @@ import math
 import pytest
 
 from llmrl.errors import DataError
-from llmrl.rollouts import Rollout, RolloutLog, read_rollouts
+from llmrl.run.rollout_log import Rollout, RolloutLog, read_rollouts
 
 
 def rollout(reward: float | None) -> Rollout:

@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from llmrl.errors import ConfigError
-from llmrl.rundir import RunDir
+from llmrl.run.run_dir import RunDir
 
 
 def test_a_run_is_named_after_its_recipe_and_four_digits(tmp_path):

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from llmrl import cli
 from llmrl.data.llm.templates import template_names
-from llmrl.recipes.template import Diagnosis, diagnose
+from llmrl.run import cli
+from llmrl.run.template_report import Diagnosis, diagnose
 from llmrl.testing import tiny_tokenizer
 
 CHATML = (

@@ -15,9 +15,9 @@ from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
+from llmrl.concurrency.background_loop import BackgroundLoop
 from llmrl.errors import ConfigError, LLMRLError, near
 from llmrl.optional import require
-from llmrl.tools.background_loop import BackgroundLoop
 from llmrl.tools.base import Tool, ToolError, ToolTimeout
 
 __all__ = ["BrowserTool", "find_chromium"]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
-from llmrl.tools.background_loop import BackgroundLoop
+from llmrl.concurrency.background_loop import BackgroundLoop
 
 __all__ = ["AsyncRunner", "Calls", "Outcome", "ThreadRunner", "watch_lock"]
 

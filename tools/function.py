@@ -12,8 +12,8 @@ from typing import Any
 
 from pydantic_core import to_json
 
+from llmrl.concurrency.background_loop import BackgroundLoop
 from llmrl.errors import ConfigError, near
-from llmrl.tools.background_loop import BackgroundLoop
 from llmrl.tools.base import Tool, ToolError, ToolTimeout
 from llmrl.tools.schema import Signature, parse_docstring
 

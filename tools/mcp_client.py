@@ -16,9 +16,9 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+from llmrl.concurrency.background_loop import BackgroundLoop
 from llmrl.errors import ConfigError, DeadlineError, LLMRLError, MissingDependencyError, near
 from llmrl.optional import require
-from llmrl.tools.background_loop import BackgroundLoop
 from llmrl.tools.base import Tool, ToolError, ToolTimeout
 from llmrl.tools.mcp_stdio import StdioServer
 

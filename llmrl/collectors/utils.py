@@ -1,6 +1,6 @@
 """Batches of trajectories that follow each other, cut into one row per trajectory.
 
-Where trajectories end is found in `llmrl.data.segments`; collectors of chats hand out whole conversations already.
+Where trajectories end is found in `llmrl.data.ted_utils`; collectors of chats hand out whole conversations already.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from llmrl.data.segments import as_key, expand_right, reduce_right, segment_ids, trajectory_ends
+from llmrl.data.ted_utils import as_key, expand_right, reduce_right, segment_ids, trajectory_ends
 from llmrl.errors import MissingKeyError, ShapeError
 
 __all__ = ["split_trajectories"]

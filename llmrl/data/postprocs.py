@@ -12,7 +12,7 @@ import torch
 from tensordict import NestedKey, NonTensorData, TensorDictBase
 from torch import Tensor, nn
 
-from llmrl.data.segments import as_key, expand_right, leaf_keys, steps_left, sum_ahead
+from llmrl.data.ted_utils import as_key, expand_right, leaf_keys, steps_left, sum_ahead
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError
 
 __all__ = ["DensifyReward", "MultiStep"]

@@ -18,7 +18,7 @@ import torch
 from tensordict import NestedKey, TensorDict
 from torch import Tensor
 
-from llmrl.data.segments import as_key, expand_right, leaf_keys, reduce_right
+from llmrl.data.ted_utils import as_key, expand_right, leaf_keys, reduce_right
 from llmrl.errors import DataError
 
 __all__ = ["Flat2TED", "H5Combine", "H5Split", "Nested2TED", "TED2Flat", "TED2Nested"]

@@ -15,8 +15,8 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from llmrl.data.specs import Composite
-from llmrl.envs.rows import fill_missing, present_keys, put_rows, shallow_copy, stack_steps
-from llmrl.envs.spec_holder import DONE_KEYS, SpecHolder
+from llmrl.envs.specs import DONE_KEYS, SpecHolder
+from llmrl.envs.td_ops import fill_missing, present_keys, put_rows, shallow_copy, stack_steps
 from llmrl.envs.utils import check_env_specs, next_seed, step_mdp
 from llmrl.errors import ConfigError, MissingKeyError, RolloutError, ShapeError
 

@@ -25,7 +25,7 @@ from tensordict import (
 )
 
 from llmrl.data.specs import Composite, NonTensor, TensorSpec, Unbounded
-from llmrl.envs.rows import fill_missing, present_keys, shallow_copy, stack_steps
+from llmrl.envs.td_ops import fill_missing, present_keys, shallow_copy, stack_steps
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError
 
 if TYPE_CHECKING:

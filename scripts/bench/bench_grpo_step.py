@@ -114,11 +114,11 @@ class Ours:
         from llmrl.envs.llm.transforms import RewardFunction
         from llmrl.modules.llm.policies import TransformersWrapper
         from llmrl.objectives.llm import GRPOLoss, MCAdvantage
-        from llmrl.recipes.grpo_config import GRPOConfig
-        from llmrl.recipes.planning import grpo_settings
-        from llmrl.recipes.rollouts import slim
-        from llmrl.recipes.session import Session
-        from llmrl.recipes.updates import Updater
+        from llmrl.train.distributed import Session
+        from llmrl.train.grpo_config import GRPOConfig
+        from llmrl.train.plan import grpo_settings
+        from llmrl.train.step_rollouts import slim
+        from llmrl.train.updater import Updater
 
         config = GRPOConfig(
             model={},
@@ -176,7 +176,7 @@ class Ours:
         self.tokens = 0
 
     def __call__(self) -> None:
-        from llmrl.recipes.rollouts import StepRollouts
+        from llmrl.train.step_rollouts import StepRollouts
 
         self.step += 1
         began = time.perf_counter()

@@ -74,7 +74,18 @@ def main() -> None:
 def _run(settings: list[str]) -> list[dict[str, float]]:
     """The metrics of each step of one run."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "llmrl.cli", "grpo", "sums_grpo", *settings, "--runs", folder, "--name", "run"]
+        command = [
+            sys.executable,
+            "-m",
+            "llmrl.run.cli",
+            "grpo",
+            "sums_grpo",
+            *settings,
+            "--runs",
+            folder,
+            "--name",
+            "run",
+        ]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         return [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
 

@@ -20,11 +20,15 @@ from pathlib import Path
 from table import Row, add_json_option, print_table, write_rows
 from timing import best
 
-COMMAND = [sys.executable, "-c", "import sys; from llmrl.cli import main; sys.exit(main())"]  # as the installed script
+COMMAND = [
+    sys.executable,
+    "-c",
+    "import sys; from llmrl.run.cli import main; sys.exit(main())",
+]  # as the installed script
 MISTAKE = ["grpo", "sums_grpo", "group_sise=4"]
 LOADED = """
 import contextlib, io, sys
-from llmrl.cli import main
+from llmrl.run.cli import main
 with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
     main(sys.argv[1:])
 print(sum(name in sys.modules for name in ("torch", "transformers", "tensordict", "vllm", "ray", "accelerate")))

@@ -27,9 +27,9 @@ from table import Row, add_json_option, print_table, write_rows
 from timing import best
 from torch import Tensor
 
-from llmrl.modules.llm.engines.vllm.block import Placed, SharedBlock
-from llmrl.modules.llm.engines.vllm.layout import WeightSet
+from llmrl.modules.llm.engines.vllm.shared_memory_buffer import Placed, SharedBlock
 from llmrl.modules.llm.engines.vllm.transfer import SharedMemory
+from llmrl.modules.llm.engines.vllm.weight_spec import WeightSet
 
 
 def private_bytes(process: int | str = "self") -> int:

@@ -12,7 +12,7 @@ from torch import nn
 from llmrl.collectors.llm.weight_update import VLLMWeightSyncScheme, vLLMUpdater
 from llmrl.errors import ConfigError, WeightSyncError
 from llmrl.modules.llm.engines import TransformersEngine
-from llmrl.modules.llm.engines.vllm.native import NCCL
+from llmrl.modules.llm.engines.vllm.nccl_transfer import NCCL
 from llmrl.testing import FakeEngine, tiny_model, tiny_tokenizer
 from llmrl.weight_update import WeightGroups
 

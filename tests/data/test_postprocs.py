@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from llmrl.data.postprocs import DensifyReward, MultiStep
-from llmrl.data.segments import segment_ids, steps_left, sum_ahead, trajectory_ends
+from llmrl.data.ted_utils import segment_ids, steps_left, sum_ahead, trajectory_ends
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.modules.llm import Tokens, TransformersWrapper
-from llmrl.padding import lengths_mask, pad_rows
 from llmrl.testing import tiny_model, tiny_tokenizer
 
 FAMILIES = ["gpt2", "llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "mixtral", "qwen2_moe"]

@@ -26,17 +26,17 @@ from transformers import (
     masking_utils,
 )
 
+from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.errors import ConfigError, ShapeError
 from llmrl.modules.llm import packing as module
 from llmrl.modules.llm.log_probs import TokenScorer, TokenScores, find_head_path, token_logprobs
 from llmrl.modules.llm.packing import lay_out, pack, why_not_packed
 from llmrl.objectives import total_loss
 from llmrl.objectives.llm import GRPOLoss, SFTLoss, count_step
-from llmrl.padding import lengths_mask, pad_rows
-from llmrl.recipes.session import Session
-from llmrl.recipes.settings import OptimSettings
-from llmrl.recipes.sft_config import SFTConfig
-from llmrl.recipes.updates import Updater
+from llmrl.train.distributed import Session
+from llmrl.train.settings import OptimSettings
+from llmrl.train.sft_config import SFTConfig
+from llmrl.train.updater import Updater
 
 VOCABULARY = 37
 SMALL = {

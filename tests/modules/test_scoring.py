@@ -9,12 +9,12 @@ import torch
 from tensordict import TensorDict, lazy_stack
 
 from llmrl.data.llm.chat import History
+from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.envs.llm import ChatEnv
 from llmrl.envs.llm.completions import _ids
 from llmrl.envs.llm.transforms.length import response_lengths
 from llmrl.errors import MissingKeyError, ShapeError
 from llmrl.modules.llm import ChatHistory, LLMWrapperBase, Masks, Text, Tokens, TransformersWrapper
-from llmrl.padding import lengths_mask, pad_rows
 from llmrl.testing import FakeEngine, tiny_model, tiny_tokenizer
 
 ROWS = [torch.arange(3, 8), torch.arange(10, 22)]

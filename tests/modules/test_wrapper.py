@@ -7,6 +7,7 @@ import torch
 from tensordict import TensorDict
 
 from llmrl.data.llm.chat import History
+from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.modules.llm import (
     AsyncVLLMEngine,
     ChatHistory,
@@ -20,7 +21,6 @@ from llmrl.modules.llm import (
 )
 from llmrl.modules.llm.policies import LLMWrapperBase
 from llmrl.modules.llm.rendering import Renderer
-from llmrl.padding import lengths_mask, pad_rows
 from llmrl.testing import FakeEngine, ScriptedPolicy, tiny_model, tiny_tokenizer
 
 QUESTIONS = ["Hi", "What is 12 + 30?", "Think step by step."]

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from llmrl.data.llm.chat import History
+from llmrl.data.ragged.padding import pad_rows
 from llmrl.errors import ConfigError, DataError, MissingKeyError, ShapeError
 from llmrl.modules.llm.engines import StopReason
 from llmrl.modules.llm.log_probs import TokenScorer, TokenScores
@@ -19,7 +20,6 @@ from llmrl.modules.llm.rendering import Renderer
 from llmrl.objectives import merge_outputs, total_loss
 from llmrl.objectives.base import output_fields
 from llmrl.objectives.llm import SFTLoss, StepCounts, count_step
-from llmrl.padding import pad_rows
 from llmrl.testing import tiny_model, tiny_tokenizer
 
 LOG_PROBS = [[-9.0, -1.0, -3.0], [-9.0, -2.0], [-9.0, -9.0, -9.0, -9.0]]  # the first is the prompt; row 3 is all prompt

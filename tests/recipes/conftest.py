@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import yaml
 
-from llmrl.cli import main
-from llmrl.metrics import read_metrics
-from llmrl.rollouts import Rollout, read_rollouts
+from llmrl.run.cli import main
+from llmrl.run.metrics import read_metrics
+from llmrl.run.rollout_log import Rollout, read_rollouts
 
 TINY = {"hidden_size": 32, "layers": 1, "heads": 2}
 SFT = {
@@ -68,7 +68,7 @@ class Workplace:
         return Result(code, out, err)
 
     def process(
-        self, *arguments: str, ranks: int = 1, module: str = "llmrl.cli", start_new_session: bool = False
+        self, *arguments: str, ranks: int = 1, module: str = "llmrl.run.cli", start_new_session: bool = False
     ) -> subprocess.Popen[str]:
         """The same in a process of its own, or in ``ranks`` processes of one run."""
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]

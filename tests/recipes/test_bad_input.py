@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from llmrl.objectives.llm import SFTLoss
-from llmrl.recipes.conversations import tokenize_chats
-from llmrl.recipes.settings import EnvSettings
-from llmrl.recipes.sft_config import SFTConfig
 from llmrl.testing import tiny_tokenizer
+from llmrl.train.settings import EnvSettings
+from llmrl.train.sft_config import SFTConfig
+from llmrl.train.sft_data import tokenize_chats
 
 GOOD = {"prompt": "2 + 2?", "completion": "four"}
 LONG = {"prompt": "2 + 2?", "completion": "four " * 50}
@@ -20,7 +20,7 @@ LONG = {"prompt": "2 + 2?", "completion": "four " * 50}
 def llmrl_without_torch(place, *arguments):
     """Runs the command in a new process, which fails if torch was imported; exit code and error output."""
     code = (
-        "import sys; from llmrl.cli import main; code = main(sys.argv[1:]);"
+        "import sys; from llmrl.run.cli import main; code = main(sys.argv[1:]);"
         "assert 'torch' not in sys.modules, 'torch was imported'; sys.exit(code)"
     )
     command = [sys.executable, "-c", code, *arguments]

@@ -7,12 +7,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from llmrl import cli
-from llmrl.config import dump_config
 from llmrl.modules.llm.policies import TransformersWrapper
-from llmrl.recipes.sampler import Sampler
-from llmrl.recipes.state import named_weights
-from llmrl.rundir import RunDir
+from llmrl.run import cli
+from llmrl.run.config import dump_config
+from llmrl.run.run_dir import RunDir
+from llmrl.train.checkpointing import named_weights
+from llmrl.train.rollout_engine import Sampler
 
 WAITED = ("async/trainer_idle", "async/engine_idle")  # measures of time
 OPTIM = {"lr": 1e-2, "schedule": "cosine", "warmup": 2, "weight_decay": 0.1}

@@ -16,7 +16,7 @@ def measures(run, env, what="mean"):
 
 
 def llmrl(*arguments):
-    subprocess.run([sys.executable, "-m", "llmrl.cli", *arguments], check=True, capture_output=True, timeout=3000)
+    subprocess.run([sys.executable, "-m", "llmrl.run.cli", *arguments], check=True, capture_output=True, timeout=3000)
 
 
 def test_a_tiny_model_learns_sums_by_examples_and_then_by_reward(tmp_path):

@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
-from llmrl.recipes.settings import EnvSettings, EvalSettings
-from llmrl.recipes.tasks import Task, eval_rows, training_rows
 from llmrl.testing import ScriptedPolicy, tiny_tokenizer
+from llmrl.train.settings import EnvSettings, EvalSettings
+from llmrl.train.tasks import Task, eval_rows, training_rows
 
 MINE = """
 from llmrl.envs.llm import DatasetChatEnv, TaskEnv

@@ -81,9 +81,9 @@ def test_each_process_holds_a_part_of_sharded_parameters_and_can_begin_another_s
         """
 import torch
 from llmrl.modules.llm.log_probs import TokenScorer
-from llmrl.recipes.session import Session
-from llmrl.recipes.sft_config import SFTConfig
-from llmrl.recipes.state import named_weights
+from llmrl.train.distributed import Session
+from llmrl.train.sft_config import SFTConfig
+from llmrl.train.checkpointing import named_weights
 from llmrl.testing import tiny_model
 
 with Session(SFTConfig(model={}, data={"path": "sums"}, parallel={"mode": "fsdp2"})) as session:
@@ -120,8 +120,8 @@ def test_bfloat16_arithmetic_trains_sharded_and_whole_models_alike(place, sft, s
 
 DIES = """
 import errno, os, sys
-import llmrl.checkpoint
-from llmrl.recipes.updates import Updater
+import llmrl.run.checkpoint
+from llmrl.train.updater import Updater
 
 calls = 0
 
@@ -144,7 +144,7 @@ def fail():
 def fill_the_disk():
     def flush(folder):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    llmrl.checkpoint._seal = flush
+    llmrl.run.checkpoint._seal = flush
 """
 
 

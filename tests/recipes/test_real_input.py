@@ -6,10 +6,10 @@ import torch
 from llmrl.data.llm.templates import _BUILT_IN, add_chat_template
 from llmrl.envs.llm.gsm8k import GSM8KEnv
 from llmrl.errors import ConfigError
-from llmrl.recipes.conversations import marked_pieces, tokenize_chats
-from llmrl.recipes.models import load_tokenizer
-from llmrl.recipes.sft_config import SFTConfig
 from llmrl.testing import tiny_tokenizer
+from llmrl.train.models import load_tokenizer
+from llmrl.train.sft_config import SFTConfig
+from llmrl.train.sft_data import marked_pieces, tokenize_chats
 
 ASK, TELL = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "four"}
 CONVERSATION = [ASK, TELL, {"role": "user", "content": "sure?"}, {"role": "assistant", "content": "yes"}]

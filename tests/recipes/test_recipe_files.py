@@ -6,8 +6,8 @@ import sys
 import pytest
 import yaml
 
-from llmrl.cli import RECIPES
-from llmrl.config import dump_config, dump_defaults, find_recipe, load_config, recipe_names
+from llmrl.run.cli import RECIPES
+from llmrl.run.config import dump_config, dump_defaults, find_recipe, load_config, recipe_names
 
 SETTINGS = {name: recipe.settings() for name, recipe in RECIPES.items()}
 
@@ -45,7 +45,7 @@ def test_the_listed_defaults_are_yaml_and_name_every_setting(command):
 
 def test_settings_are_read_without_torch():
     code = (
-        "import sys; from llmrl.config import *; import llmrl.recipes.sft_config, llmrl.recipes.grpo_config as g;"
+        "import sys; from llmrl.run.config import *; import llmrl.train.sft_config, llmrl.train.grpo_config as g;"
         "load_config(g.GRPOConfig, find_recipe('sums_grpo'), []); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

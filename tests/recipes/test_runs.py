@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import llmrl.testing
 from llmrl.envs.llm.sums import sums_reward
 from llmrl.errors import DataError
-from llmrl.metrics import check_metric_name, read_metrics
 from llmrl.objectives.llm.presets import PRESETS
-from llmrl.recipes.grpo_config import GRPOConfig
-from llmrl.recipes.models import resolve_model
-from llmrl.recipes.sft_config import SFTConfig
+from llmrl.run.metrics import check_metric_name, read_metrics
+from llmrl.train.grpo_config import GRPOConfig
+from llmrl.train.models import resolve_model
+from llmrl.train.sft_config import SFTConfig
 
 EVAL = {"rows": 6, "max_tokens": 6}
 
@@ -25,7 +25,7 @@ EVAL = {"rows": 6, "max_tokens": 6}
 @pytest.fixture(scope="module")
 def runs(shared_place):
     """One supervised run on ``sums``, and one of GRPO that starts from its checkpoint."""
-    from llmrl.cli import main
+    from llmrl.run.cli import main
 
     place = shared_place
     tiny = {"hidden_size": 32, "layers": 1, "heads": 2}

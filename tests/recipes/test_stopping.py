@@ -124,7 +124,7 @@ def test_an_interrupted_run_finishes_its_step_writes_a_checkpoint_and_goes_on_la
 
 
 def test_an_interrupted_supervised_run_goes_on_later(place, sft, same, monkeypatch):
-    from llmrl.recipes.updates import Updater
+    from llmrl.train.updater import Updater
 
     step = Updater.step
 

@@ -9,10 +9,10 @@ from llmrl.envs.llm.big_sums import big_sums_demonstrations, big_sums_problems
 from llmrl.envs.llm.sums import SPLITS, sums_demonstrations, sums_problems, sums_reward
 from llmrl.errors import ConfigError, DataError
 from llmrl.modules.llm.rendering import Renderer
-from llmrl.recipes.settings import EnvSettings, EvalSettings
-from llmrl.recipes.tasks import Task, eval_rows, training_rows
 from llmrl.testing import ScriptedPolicy, tiny_tokenizer
 from llmrl.tools.calculator import calculator
+from llmrl.train.settings import EnvSettings, EvalSettings
+from llmrl.train.tasks import Task, eval_rows, training_rows
 
 SUMS = EnvSettings(name="sums")
 

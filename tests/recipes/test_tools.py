@@ -11,12 +11,12 @@ from llmrl.collectors.llm import LLMCollector
 from llmrl.envs.llm.countdown import countdown_problems
 from llmrl.envs.transforms import Transform
 from llmrl.modules.llm.rendering import Renderer
-from llmrl.recipes.conversations import tokenize_chats
-from llmrl.recipes.settings import EnvSettings
-from llmrl.recipes.sft_config import SFTConfig
-from llmrl.recipes.tasks import Task
 from llmrl.testing import ScriptedPolicy, tiny_tokenizer
 from llmrl.tools import load_tool
+from llmrl.train.settings import EnvSettings
+from llmrl.train.sft_config import SFTConfig
+from llmrl.train.sft_data import tokenize_chats
+from llmrl.train.tasks import Task
 
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "%s"}}\n</tool_call>'
 BIG = EnvSettings(name="big_sums", tools=["calculator"], max_turns=3)
@@ -76,7 +76,7 @@ def test_settings_that_cannot_be_run_are_told_with_their_line(place, env, messag
 
 def test_an_unknown_tool_is_told_without_loading_torch(place):
     place.recipe("bad", {"model": "tiny", "env": {"name": "big_sums", "tools": ["calculater"], "max_turns": 2}})
-    code = "import sys; from llmrl.cli import main; sys.exit(main(['grpo', 'bad.yaml']) + ('torch' in sys.modules))"
+    code = "import sys; from llmrl.run.cli import main; sys.exit(main(['grpo', 'bad.yaml']) + ('torch' in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=120)
     assert (done.returncode, "Did you mean 'calculator'?" in done.stderr) == (2, True), done.stderr
 

@@ -13,11 +13,11 @@ from llmrl.errors import TrainingError
 from llmrl.modules.llm.log_probs import TokenScorer
 from llmrl.modules.llm.policies.containers import LogProbs, Masks, Tokens
 from llmrl.objectives.llm import GRPOLoss, SFTLoss
-from llmrl.recipes.session import Session
-from llmrl.recipes.settings import OptimSettings
-from llmrl.recipes.sft_config import SFTConfig
-from llmrl.recipes.updates import Updater, learning_rate, microbatches
 from llmrl.testing import tiny_model
+from llmrl.train.distributed import Session
+from llmrl.train.settings import OptimSettings
+from llmrl.train.sft_config import SFTConfig
+from llmrl.train.updater import Updater, learning_rate, microbatches
 
 CONFIG = SFTConfig(model={}, data={"path": "sums"})
 

@@ -10,7 +10,7 @@ from torch import nn
 from llmrl.collectors import PublisherUpdater, VanillaWeightUpdater, WeightUpdaterBase
 from llmrl.errors import ConfigError, WeightSyncError
 from llmrl.modules.llm.engines import TransformersEngine
-from llmrl.modules.llm.engines.vllm.layout import WeightLayout
+from llmrl.modules.llm.engines.vllm.weight_spec import WeightLayout
 from llmrl.testing import FakeEngine, tiny_model, tiny_tokenizer
 from llmrl.weight_update import WeightPublisher
 

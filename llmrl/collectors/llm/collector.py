@@ -16,7 +16,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from llmrl.collectors.llm.batches import cat_rows, take_rows
-from llmrl.collectors.llm.conversations import Conversations, Stepper, run_apart, run_in_step, truncate
+from llmrl.collectors.llm.rollout import Conversations, Stepper, run_apart, run_in_step, truncate
 from llmrl.collectors.weight_updaters import PublisherUpdater, WeightUpdaterBase
 from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.chat import ChatEnv

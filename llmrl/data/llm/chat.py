@@ -1,6 +1,6 @@
 """`History`: conversations in the chat format, as a tensorclass that batches, slices and renders.
 
-Storage is `llmrl.data.llm.message_stack`, text is `llmrl.data.llm.codec`, ids are `llmrl.data.llm.id_batches`. A
+Storage is `llmrl.data.llm.message_stack`, text is `llmrl.data.llm.codec`, ids are `llmrl.data.llm.chat_encoding`. A
 History is a view for people, tools and environments; what is trained is the stream of token ids, which is never rebuilt
 from it.
 """
@@ -15,11 +15,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import TensorClass
 
+from llmrl.data.llm.chat_encoding import as_dict, as_ids, check_request, encode_rows
 from llmrl.data.llm.codec import ChatCodec, codec_for
-from llmrl.data.llm.id_batches import as_dict, as_ids, check_request, encode_rows
 from llmrl.data.llm.message_stack import FIELDS, nested_messages, stack_nested
 from llmrl.data.llm.multimodal import is_processor, process_rows
-from llmrl.data.llm.nested import GrowthError, copy_messages, index_rows, join, pick_field, to_chats, wrap, zip_fields
+from llmrl.data.llm.nested_messages import (
+    GrowthError,
+    copy_messages,
+    index_rows,
+    join,
+    pick_field,
+    to_chats,
+    wrap,
+    zip_fields,
+)
 from llmrl.data.llm.template_text import Tools, render_text
 from llmrl.data.llm.templates import ChatTemplate, Message, add_chat_template, find_template
 from llmrl.data.specs import Composite, NonTensor

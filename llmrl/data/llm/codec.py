@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmrl.data.llm.control_tokens import ControlTokens
 from llmrl.data.llm.masks import Span, end_span, token_span
-from llmrl.data.llm.skeleton import only_contents
+from llmrl.data.llm.span_cache import only_contents
 from llmrl.data.llm.spans import SpanFinder
 from llmrl.data.llm.template_text import REFUSALS, Chat, Tools, rendered
 from llmrl.data.llm.templates import ChatTemplate, check_variables

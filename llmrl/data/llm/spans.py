@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from llmrl.data.llm.masks import Span, common_prefix_length
-from llmrl.data.llm.skeleton import Skeleton
+from llmrl.data.llm.span_cache import Skeleton
 from llmrl.data.llm.template_text import REFUSALS, Chat, Tools, rendered
 from llmrl.data.llm.templates import ChatTemplate
 from llmrl.errors import TemplateError

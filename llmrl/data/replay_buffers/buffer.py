@@ -17,7 +17,7 @@ from tensordict import TensorDictBase
 from tensordict.base import is_tensor_collection
 from torch import Tensor
 
-from llmrl.data.replay_buffers.cells import (
+from llmrl.data.replay_buffers.grid_index import (
     coordinates,
     flat_cells,
     num_cells,
@@ -27,10 +27,10 @@ from llmrl.data.replay_buffers.cells import (
 )
 from llmrl.data.replay_buffers.layout import set_entry
 from llmrl.data.replay_buffers.parts import BufferParts
+from llmrl.data.replay_buffers.pytree import tree_map
 from llmrl.data.replay_buffers.samplers import SLICE_END, Sampler
 from llmrl.data.replay_buffers.saving import dump_parts, load_parts, load_parts_state, part_names, parts_state
 from llmrl.data.replay_buffers.storages.base import read_entry
-from llmrl.data.replay_buffers.trees import tree_map
 from llmrl.errors import DataError
 
 Index = int | slice | range | Sequence[int] | Tensor | tuple[Any, ...]

@@ -25,8 +25,8 @@ from llmrl.data.replay_buffers.ensemble_parts import (
 )
 from llmrl.data.replay_buffers.samplers import Sampler
 from llmrl.data.replay_buffers.saving import check_transforms
-from llmrl.data.replay_buffers.stages import load_transform, transform_state
 from llmrl.data.replay_buffers.tensordict import TensorDictReplayBuffer, with_info
+from llmrl.data.replay_buffers.transforms import load_transform, transform_state
 
 __all__ = ["ReplayBufferEnsemble"]
 

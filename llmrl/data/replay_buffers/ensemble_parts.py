@@ -19,8 +19,8 @@ from torch import Tensor
 
 from llmrl.data.replay_buffers.layout import TensorLeaf, put_together, take_apart
 from llmrl.data.replay_buffers.samplers import Sampler
-from llmrl.data.replay_buffers.stages import load_transform, transform_state
 from llmrl.data.replay_buffers.storages import Storage, TensorStorage
+from llmrl.data.replay_buffers.transforms import load_transform, transform_state
 from llmrl.data.replay_buffers.writers import Writer
 from llmrl.errors import CheckpointError
 

@@ -22,9 +22,9 @@ from tensordict.tensorclass import NonTensorStack
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from llmrl.data.borrowed import BorrowedRows, copy_rows, rows_form
-from llmrl.data.replay_buffers.deferred import DeferredStack
-from llmrl.data.replay_buffers.trees import is_leaf, is_tree, know_classes
+from llmrl.data.ragged.lazy_copy import BorrowedRows, copy_rows, rows_form
+from llmrl.data.replay_buffers.lazy_rows import DeferredStack
+from llmrl.data.replay_buffers.pytree import is_leaf, is_tree, know_classes
 
 _EMPTY = torch.Size([])
 

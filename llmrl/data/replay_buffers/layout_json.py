@@ -30,7 +30,7 @@ from llmrl.data.replay_buffers.layout import (
     Tree,
     Wrapped,
 )
-from llmrl.data.replay_buffers.trees import is_leaf, is_tree
+from llmrl.data.replay_buffers.pytree import is_leaf, is_tree
 from llmrl.errors import CheckpointError
 
 __all__ = [

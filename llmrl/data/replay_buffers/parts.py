@@ -14,8 +14,8 @@ import torch
 from llmrl.data.replay_buffers.arguments import near_names
 from llmrl.data.replay_buffers.prefetch import Prefetcher
 from llmrl.data.replay_buffers.samplers import RandomSampler, Sampler
-from llmrl.data.replay_buffers.stages import Stage, as_stage
 from llmrl.data.replay_buffers.storages import ListStorage, Storage
+from llmrl.data.replay_buffers.transforms import Stage, as_stage
 from llmrl.data.replay_buffers.writers import RoundRobinWriter, Writer
 
 

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
-from llmrl.data.borrowed import BorrowedRows, rows_form
-from llmrl.data.replay_buffers.deferred import DeferredStack
+from llmrl.data.ragged.lazy_copy import BorrowedRows, rows_form
 from llmrl.data.replay_buffers.layout import (
     NUMBERS,
     Branch,
@@ -27,6 +26,7 @@ from llmrl.data.replay_buffers.layout import (
     take_apart,
     take_rows_apart,
 )
+from llmrl.data.replay_buffers.lazy_rows import DeferredStack
 
 
 class Row(NamedTuple):

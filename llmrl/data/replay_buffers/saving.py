@@ -16,7 +16,7 @@ from typing import Any
 
 from llmrl.data.replay_buffers.checkpointers.manifest import read_manifest, write_manifest
 from llmrl.data.replay_buffers.directory import current_directory, read_object, replace_directory, write_object
-from llmrl.data.replay_buffers.stages import Stage, load_transform, transform_state
+from llmrl.data.replay_buffers.transforms import Stage, load_transform, transform_state
 from llmrl.errors import CheckpointError
 
 _FORMAT, _FORMAT_VERSION = "llmrl.buffer", 4

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from llmrl.data.replay_buffers.storages import Storage
-from llmrl.data.replay_buffers.write_log import WriteLog
+from llmrl.data.replay_buffers.write_journal import WriteLog
 from llmrl.errors import MissingKeyError
 
 Key = str | tuple[str, ...]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from llmrl.data.llm.chat import History
 from llmrl.data.llm.codec import codec_for
-from llmrl.data.llm.columns import column_values
+from llmrl.data.llm.non_tensor import column_values
 from llmrl.data.llm.templates import find_template
 from llmrl.errors import MissingKeyError, TemplateError
 from llmrl.modules.llm.policies.containers import decode_rows, entries

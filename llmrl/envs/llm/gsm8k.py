@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDictBase
 
-from llmrl.data.llm.columns import column, column_values
+from llmrl.data.llm.non_tensor import column, column_values
 from llmrl.envs.llm.answers import AnswerParser, extract_tags, normalize_answer, reference_answer
 from llmrl.envs.llm.chat import DatasetChatEnv
 from llmrl.envs.llm.task import Row, TaskEnv
-from llmrl.envs.rows import shallow_copy
+from llmrl.envs.td_ops import shallow_copy
 from llmrl.envs.transforms.base import Transform
 from llmrl.errors import ConfigError, MissingKeyError
 

@@ -13,11 +13,11 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
-from llmrl.data.llm.columns import column
+from llmrl.data.llm.non_tensor import column
 from llmrl.data.specs import Categorical, Composite, NonTensor, Unbounded
 from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.transforms.prompt_stream import next_seeds
-from llmrl.envs.rows import present_keys
+from llmrl.envs.td_ops import present_keys
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 
+from llmrl.concurrency.worker_process import WorkerPool
 from llmrl.envs.llm.answers import last_boxed, normalize_answer
 from llmrl.errors import DeadlineError, WorkerError
 from llmrl.optional import require
-from llmrl.tools.worker_process import WorkerPool
 
 __all__ = ["MathEquality"]
 

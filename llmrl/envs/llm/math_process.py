@@ -12,8 +12,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from llmrl.concurrency.worker_process import serve
 from llmrl.optional import require
-from llmrl.tools.worker_process import serve
 
 
 def main() -> None:

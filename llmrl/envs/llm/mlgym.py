@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from llmrl.data.llm.columns import column
+from llmrl.data.llm.non_tensor import column
 from llmrl.data.specs import Composite, NonTensor, Unbounded
 from llmrl.envs.llm.answers.blocks import fenced_blocks
 from llmrl.envs.llm.chat import ChatEnv
 from llmrl.envs.llm.completions import completion_texts
 from llmrl.envs.llm.transforms.tool_messages import append_messages
-from llmrl.envs.rows import present_keys, shallow_copy
+from llmrl.envs.td_ops import present_keys, shallow_copy
 from llmrl.envs.transforms.base import Transform
 from llmrl.envs.transforms.transformed_env import TransformedEnv
 from llmrl.errors import ConfigError, MissingDependencyError, MissingKeyError, RolloutError

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from tensordict import TensorDict, TensorDictBase
 
-from llmrl.envs.rows import shallow_copy
-from llmrl.envs.spec_holder import DONE_KEYS
+from llmrl.envs.specs import DONE_KEYS
+from llmrl.envs.td_ops import shallow_copy
 from llmrl.envs.transforms.base import Transform
 
 __all__ = ["ScoringTransform"]

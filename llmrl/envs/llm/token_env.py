@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 
-from llmrl.data.llm.columns import column, column_values
+from llmrl.data.llm.non_tensor import column, column_values
 from llmrl.data.specs import Categorical, Composite, NonTensor, TensorSpec, Unbounded
 from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.transforms.dataloading import DataLoadingPrimer
 from llmrl.envs.llm.transforms.tokenizer import Tokenizer
-from llmrl.envs.rows import present_keys
+from llmrl.envs.td_ops import present_keys
 from llmrl.envs.transforms.transformed_env import TransformedEnv
 from llmrl.errors import ConfigError, MissingKeyError
 

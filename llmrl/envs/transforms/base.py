@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from tensordict import NestedKey, TensorDict, TensorDictBase
 
-from llmrl.envs.rows import present_keys, shallow_copy
+from llmrl.envs.td_ops import present_keys, shallow_copy
 from llmrl.errors import ConfigError, MissingKeyError, near
 
 if TYPE_CHECKING:

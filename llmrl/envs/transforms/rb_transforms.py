@@ -10,8 +10,8 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from llmrl.data.postprocs import MultiStep
-from llmrl.data.segments import expand_right, leaf_keys
-from llmrl.envs.rows import present_keys
+from llmrl.data.ted_utils import expand_right, leaf_keys
+from llmrl.envs.td_ops import present_keys
 from llmrl.envs.transforms.base import Transform
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError
 

@@ -7,7 +7,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 
 from llmrl.data.specs import BoundedDiscrete, Categorical, Composite
-from llmrl.envs.rows import present_keys
+from llmrl.envs.td_ops import present_keys
 from llmrl.envs.transforms.base import Transform
 from llmrl.errors import ConfigError, MissingKeyError
 

@@ -19,9 +19,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.errors import ConfigError, ShapeError
 from llmrl.modules.llm.head_path import accepted, evaluating, find_head_path, tolerance
-from llmrl.padding import lengths_mask, pad_rows
 
 __all__ = [
     "Layout",

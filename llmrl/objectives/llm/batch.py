@@ -16,11 +16,11 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
+from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.errors import DataError, MissingKeyError, ShapeError
 from llmrl.modules.llm.log_probs import TokenScores, with_predecessor
 from llmrl.modules.llm.policies.own_tokens import own_part, response_part
 from llmrl.objectives.llm.functional import StepCounts
-from llmrl.padding import lengths_mask, pad_rows
 
 __all__ = ["PaddedBatch", "actor_scores", "count_step", "group_ids", "trained_tokens"]
 

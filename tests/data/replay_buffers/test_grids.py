@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 
 from llmrl.data.replay_buffers import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, TensorStorage
-from llmrl.data.replay_buffers.cells import coordinates, flat_cells
+from llmrl.data.replay_buffers.grid_index import coordinates, flat_cells
 from llmrl.errors import DataError, ShapeError
 
 STORAGES = [LazyTensorStorage, LazyMemmapStorage]

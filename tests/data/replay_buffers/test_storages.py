@@ -9,6 +9,7 @@ import torch
 from tensordict import LazyStackedTensorDict, MemoryMappedTensor, NonTensorData, TensorClass, TensorDict, lazy_stack
 
 from llmrl.data.llm.chat import History
+from llmrl.data.ragged.padding import pad_rows
 from llmrl.data.replay_buffers import (
     LazyMemmapStorage,
     LazyStackStorage,
@@ -22,7 +23,6 @@ from llmrl.data.replay_buffers import (
 from llmrl.data.replay_buffers.layout import put_rows_together, put_together, take_apart
 from llmrl.errors import CheckpointError, DataError, ShapeError
 from llmrl.modules.llm.policies import containers
-from llmrl.padding import pad_rows
 
 
 class Tokens(TensorClass["nocast"]):

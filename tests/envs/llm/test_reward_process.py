@@ -178,7 +178,7 @@ def test_the_process_ends_with_its_owner_also_where_it_keeps_the_lock(tmp_path):
     settings = json.dumps(["stuck:grade", 1, False, False])
     script = f"""
 from pathlib import Path
-from llmrl.tools.worker_process import WorkerPool
+from llmrl.concurrency.worker_process import WorkerPool
 with WorkerPool(Path({reward_process.__file__!r}), [{settings!r}], size=1, who="test").worker() as worker:
     list(worker.ask([[[["a"], {{}}]], 0], 1000))
 """

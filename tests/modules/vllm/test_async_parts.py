@@ -18,11 +18,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 
+from llmrl.concurrency.shared_exclusive_lock import Gate
 from llmrl.errors import ConfigError, DeadlineError, RolloutError
 from llmrl.modules.llm.engines import AsyncVLLMEngine, SamplingParams, VLLMEngine
 from llmrl.modules.llm.engines.vllm import adapter
-from llmrl.modules.llm.engines.vllm.gate import Gate
-from llmrl.modules.llm.engines.vllm.watch import LogTail, fate
+from llmrl.modules.llm.engines.vllm.process_monitor import LogTail, fate
 
 PATIENCE_S = 20.0  # a test that would wait for ever fails after so long
 

@@ -13,7 +13,7 @@ import pytest
 from llmrl.errors import ConfigError, DeadlineError, RolloutError
 from llmrl.modules.llm.engines import VLLMEngine
 from llmrl.modules.llm.engines.vllm.connections import Connections
-from llmrl.modules.llm.engines.vllm.pulse import Pulse
+from llmrl.modules.llm.engines.vllm.health_monitor import Pulse
 from llmrl.modules.llm.engines.vllm.server import served_model
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 14\r\n\r\n"
@@ -137,7 +137,7 @@ def test_a_server_that_accepts_and_stays_silent_is_named_at_the_deadline_of_its_
 
 
 def test_a_health_check_that_drips_is_silence(monkeypatch):
-    monkeypatch.setattr("llmrl.modules.llm.engines.vllm.pulse._PERIOD_S", 0.02)
+    monkeypatch.setattr("llmrl.modules.llm.engines.vllm.health_monitor._PERIOD_S", 0.02)
     said, heard = [], threading.Event()
 
     def on_silence(why):

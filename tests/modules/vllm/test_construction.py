@@ -18,7 +18,7 @@ from llmrl.errors import ConfigError, DeadlineError, MissingDependencyError, Rol
 from llmrl.modules.llm import vLLMWrapper
 from llmrl.modules.llm.engines import SamplingParams, StopReason, VLLMEngine
 from llmrl.modules.llm.engines.vllm import adapter
-from llmrl.modules.llm.engines.vllm.surroundings import environment
+from llmrl.modules.llm.engines.vllm.process_isolation import environment
 from llmrl.testing import tiny_model, tiny_tokenizer
 
 

@@ -20,8 +20,8 @@ from llmrl.envs.llm import DatasetChatEnv
 from llmrl.errors import DeadlineError, RolloutError, WeightSyncError
 from llmrl.modules.llm import vLLMWrapper
 from llmrl.modules.llm.engines import AsyncVLLMEngine, SamplingParams, VLLMEngine
-from llmrl.recipes.rollouts_ahead import RolloutsAhead
 from llmrl.testing import tiny_model, tiny_tokenizer
+from llmrl.train.async_rollouts import RolloutsAhead
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 PROMPTS = [torch.tensor(ids) for ids in ([1, 2, 3], [70, 8, 9, 10, 400, 12])]

@@ -14,11 +14,12 @@ import torch
 
 from llmrl.errors import ConfigError, UnsupportedError, WeightSyncError
 from llmrl.modules.llm.engines import TransformersEngine, VLLMEngine
-from llmrl.modules.llm.engines.vllm import reloading, shared_memory
-from llmrl.modules.llm.engines.vllm.block import SharedBlock
-from llmrl.modules.llm.engines.vllm.layout import WeightLayout, WeightSet
-from llmrl.modules.llm.engines.vllm.native import NCCL, CudaIPC
+from llmrl.modules.llm.engines.vllm import reload_patches as reloading
+from llmrl.modules.llm.engines.vllm import shared_memory
+from llmrl.modules.llm.engines.vllm.nccl_transfer import NCCL, CudaIPC
+from llmrl.modules.llm.engines.vllm.shared_memory_buffer import SharedBlock
 from llmrl.modules.llm.engines.vllm.transfer import NothingLoadedError, SharedMemory, Transfers
+from llmrl.modules.llm.engines.vllm.weight_spec import WeightLayout, WeightSet
 from llmrl.testing import tiny_model, tiny_tokenizer
 from llmrl.weight_update import SyncProbe, WeightPublisher, weight_groups
 
@@ -278,7 +279,7 @@ def test_vllms_own_transfers_are_given_what_they_ask_for():
     assert NCCL().connect(None)._make_info().master_port > 0
     info = CudaIPC(buffer_bytes=1 << 20).connect(None)._make_info()
     assert (info.backend, info.packed, info.packed_buffer_size_bytes) == ("ipc", True, 1 << 20)
-    from llmrl.modules.llm.engines.vllm.native import _source_class
+    from llmrl.modules.llm.engines.vllm.nccl_transfer import _source_class
 
     source = _source_class()()
     source.weights = WeightSet({"a": (torch.bfloat16, torch.Size([2, 3]))}, [])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from llmrl.collectors.llm.weight_update.vllm import as_weights, check_engine
 from llmrl.collectors.weight_updaters import named_tensors
 from llmrl.errors import ConfigError, WeightSyncError
-from llmrl.modules.llm.engines.vllm.native import NCCL
+from llmrl.modules.llm.engines.vllm.nccl_transfer import NCCL
 from llmrl.weight_update import WeightGroups, WeightPublisher
 
 __all__ = ["VLLMWeightReceiver", "VLLMWeightSender", "VLLMWeightSyncScheme"]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from llmrl.collectors.weight_updaters import VersionedCollector, WeightUpdaterBase
 from llmrl.errors import ConfigError, WeightSyncError
-from llmrl.modules.llm.engines.vllm.native import NCCL
+from llmrl.modules.llm.engines.vllm.nccl_transfer import NCCL
 from llmrl.weight_update import WeightGroups, WeightPublisher, merged_weights, weight_groups
 
 __all__ = ["EngineInterfaceError", "as_weights", "check_engine", "vLLMUpdater"]

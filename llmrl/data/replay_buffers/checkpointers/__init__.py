@@ -2,7 +2,7 @@
 
 from llmrl.data.replay_buffers.checkpointers.base import StorageCheckpointerBase
 from llmrl.data.replay_buffers.checkpointers.ensemble import StorageEnsembleCheckpointer
-from llmrl.data.replay_buffers.checkpointers.presets import (
+from llmrl.data.replay_buffers.checkpointers.named import (
     FlatStorageCheckpointer,
     H5StorageCheckpointer,
     ListStorageCheckpointer,

@@ -8,7 +8,7 @@ from typing import Any
 from llmrl.data.replay_buffers.checkpointers.base import Hook, StorageCheckpointerBase
 from llmrl.data.replay_buffers.checkpointers.manifest import read_manifest, write_manifest
 from llmrl.data.replay_buffers.directory import current_directory, read_object, replace_directory, write_object
-from llmrl.data.replay_buffers.stages import load_transform, transform_state
+from llmrl.data.replay_buffers.transforms import load_transform, transform_state
 from llmrl.errors import UnsupportedError
 
 __all__ = ["StorageEnsembleCheckpointer"]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llmrl.data.replay_buffers.samplers.base import Sampler
 from llmrl.data.replay_buffers.storages import Storage
-from llmrl.data.replay_buffers.write_log import WriteLog
+from llmrl.data.replay_buffers.write_journal import WriteLog
 from llmrl.errors import DataError
 
 

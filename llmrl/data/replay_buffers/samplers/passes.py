@@ -14,7 +14,7 @@ from torch import Tensor
 
 from llmrl.data.replay_buffers.samplers.base import Sampler
 from llmrl.data.replay_buffers.samplers.epoch import Epoch
-from llmrl.data.replay_buffers.write_log import flat_positions
+from llmrl.data.replay_buffers.write_journal import flat_positions
 
 
 class Passes(Sampler):

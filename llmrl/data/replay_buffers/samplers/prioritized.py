@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmrl.data.replay_buffers.cells import flat_cells
-from llmrl.data.replay_buffers.one_process import OneProcess
+from llmrl.data.replay_buffers.fork_guard import OneProcess
+from llmrl.data.replay_buffers.grid_index import flat_cells
 from llmrl.data.replay_buffers.reductions import check_reduction, reduced
 from llmrl.data.replay_buffers.samplers.base import Sampler
 from llmrl.data.replay_buffers.samplers.sum_tree import SumTree
 from llmrl.data.replay_buffers.storages import Storage
-from llmrl.data.replay_buffers.write_log import flat_positions
+from llmrl.data.replay_buffers.write_journal import flat_positions
 from llmrl.errors import CheckpointError, DataError
 
 _FIRST_PRIORITY = 1.0

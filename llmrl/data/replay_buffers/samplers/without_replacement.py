@@ -11,7 +11,7 @@ from torch import Tensor
 from llmrl.data.replay_buffers.samplers.eligibility import FilteredSampler
 from llmrl.data.replay_buffers.samplers.passes import Passes
 from llmrl.data.replay_buffers.storages import Storage
-from llmrl.data.replay_buffers.write_log import WriteLog
+from llmrl.data.replay_buffers.write_journal import WriteLog
 
 
 class SamplerWithoutReplacement(Passes, FilteredSampler):

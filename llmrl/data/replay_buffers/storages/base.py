@@ -15,9 +15,9 @@ import torch
 from tensordict.base import is_tensor_collection
 from torch import Tensor
 
-from llmrl.data.replay_buffers.cells import select_cells, shape_cells, time_first
-from llmrl.data.replay_buffers.ring import Ring
-from llmrl.data.replay_buffers.trees import num_rows, part, tree_map
+from llmrl.data.replay_buffers.counters import Ring
+from llmrl.data.replay_buffers.grid_index import select_cells, shape_cells, time_first
+from llmrl.data.replay_buffers.pytree import num_rows, part, tree_map
 from llmrl.errors import CheckpointError, MissingKeyError, UnsupportedError, near
 
 Key = str | tuple[str, ...]

@@ -11,10 +11,10 @@ from tensordict.base import is_tensor_collection
 from torch import Tensor
 
 from llmrl.data.replay_buffers.layout import Layout
+from llmrl.data.replay_buffers.pytree import split
 from llmrl.data.replay_buffers.rows import Row, from_rows, single_rows, to_row, to_rows
 from llmrl.data.replay_buffers.storages.base import Index
 from llmrl.data.replay_buffers.storages.row_list import RowList, copy_object, positions
-from llmrl.data.replay_buffers.trees import split
 
 
 class ListStorage(RowList):

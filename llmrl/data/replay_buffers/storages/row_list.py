@@ -14,10 +14,10 @@ from tensordict.base import is_tensor_collection
 from torch import Tensor
 
 from llmrl.data.replay_buffers.layout import Layout
+from llmrl.data.replay_buffers.pytree import is_leaf, tree_map
 from llmrl.data.replay_buffers.rows import Row, copy_row, with_layouts
 from llmrl.data.replay_buffers.storages.base import Storage, row_limit
-from llmrl.data.replay_buffers.storages.blocks import Blocks
-from llmrl.data.replay_buffers.trees import is_leaf, tree_map
+from llmrl.data.replay_buffers.storages.row_memory import Blocks
 
 
 class RowList(Storage):

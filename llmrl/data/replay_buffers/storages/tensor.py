@@ -13,7 +13,7 @@ from tensordict.base import is_tensor_collection
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from llmrl.data.replay_buffers.cells import shape_cells, time_first
+from llmrl.data.replay_buffers.grid_index import shape_cells, time_first
 from llmrl.data.replay_buffers.layout import (
     NUMBERS,
     Layout,
@@ -26,10 +26,10 @@ from llmrl.data.replay_buffers.layout import (
 from llmrl.data.replay_buffers.layout_difference import difference
 from llmrl.data.replay_buffers.layout_json import layout_from_json, layout_to_json
 from llmrl.data.replay_buffers.process_lock import ProcessLock
+from llmrl.data.replay_buffers.pytree import is_leaf, is_tree, num_rows, tree_map
 from llmrl.data.replay_buffers.storages.base import Index, Key, Storage, row_limit
 from llmrl.data.replay_buffers.storages.schema import Schema
 from llmrl.data.replay_buffers.storages.shared_folder import SharedFolder
-from llmrl.data.replay_buffers.trees import is_leaf, is_tree, num_rows, tree_map
 from llmrl.errors import CheckpointError, DataError, UnsupportedError
 
 _SCHEMA_FILE = "schema.json"

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from llmrl.data.replay_buffers.one_process import OneProcess
+from llmrl.data.replay_buffers.fork_guard import OneProcess
 from llmrl.data.replay_buffers.reductions import check_reduction, reduced
 from llmrl.data.replay_buffers.storages import Storage
 from llmrl.data.replay_buffers.storages.base import read_entry

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmrl.data.replay_buffers.cells import coordinates
+from llmrl.data.replay_buffers.grid_index import coordinates
 from llmrl.data.replay_buffers.layout import with_entry
 from llmrl.data.replay_buffers.storages import Storage
 from llmrl.data.replay_buffers.writers.base import Writer

@@ -1,5 +1,6 @@
 """Transforms for chat environments: prompts from data, rewards, the price of length, the policy version."""
 
+from llmrl.data.ragged.padding import as_nested_tensor, as_padded_tensor
 from llmrl.envs.llm.transforms.browser import BrowserTransform
 from llmrl.envs.llm.transforms.dataloading import DataLoadingPrimer, EndOfData
 from llmrl.envs.llm.transforms.kl import KLComputation
@@ -17,7 +18,6 @@ from llmrl.envs.llm.transforms.tokenizer import Tokenizer
 from llmrl.envs.llm.transforms.tool_use import tool_metrics
 from llmrl.envs.llm.transforms.tools import ToolTransform
 from llmrl.envs.llm.transforms.user_turn import UserTurn
-from llmrl.padding import as_nested_tensor, as_padded_tensor
 
 __all__ = [
     "AddThinkingPrompt",

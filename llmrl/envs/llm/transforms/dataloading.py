@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from llmrl.data.llm.columns import column
+from llmrl.data.llm.non_tensor import column
 from llmrl.data.specs import Composite, NonTensor, Unbounded
 from llmrl.envs.llm.transforms.prompt_stream import IndexedRows, next_seeds, row_seeds, row_source
 from llmrl.envs.transforms.base import Transform

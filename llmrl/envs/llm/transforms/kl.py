@@ -15,15 +15,15 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
+from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.data.specs import Composite, Unbounded
 from llmrl.envs.llm.transforms.log_probs import FullKey, check_padding_side, full_key, with_rows_spec
-from llmrl.envs.rows import present_keys
+from llmrl.envs.td_ops import present_keys
 from llmrl.envs.transforms.base import Transform
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError
 from llmrl.modules.llm.log_probs import with_predecessor
 from llmrl.modules.llm.policies.containers import LogProbs
 from llmrl.modules.llm.policies.own_tokens import own_part, response_part
-from llmrl.padding import lengths_mask, pad_rows
 
 __all__ = ["GEN", "REF", "KLComputation", "Reduction", "check_different"]
 

@@ -10,7 +10,7 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import Tensor
 
 from llmrl.envs.llm.scoring import ScoringTransform
-from llmrl.envs.rows import shallow_copy
+from llmrl.envs.td_ops import shallow_copy
 from llmrl.envs.transforms.base import Transform
 from llmrl.errors import ConfigError, MissingKeyError
 from llmrl.modules.llm.engines import StopReason

@@ -14,15 +14,15 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
+from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.data.specs import Composite, NonTensor
-from llmrl.envs.rows import present_keys
+from llmrl.envs.td_ops import present_keys
 from llmrl.envs.transforms.base import Transform
 from llmrl.errors import ConfigError, MissingKeyError
 from llmrl.modules.llm.engines import Engine
 from llmrl.modules.llm.policies.base import LLMWrapperBase
 from llmrl.modules.llm.policies.containers import LogProbs
-from llmrl.modules.llm.policies.conversations import Conversations
-from llmrl.padding import lengths_mask, pad_rows
+from llmrl.modules.llm.policies.scoring_batch import Conversations
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -18,14 +18,14 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 from torch import Tensor
 
-from llmrl.data.llm.columns import column_values
+from llmrl.data.llm.non_tensor import column_values
 from llmrl.data.specs import Composite, Unbounded
 from llmrl.envs.llm.completions import completion_texts, tokenizer_of
 from llmrl.envs.llm.scoring import ScoringTransform
 from llmrl.envs.llm.transforms.dataloading import DataLoadingPrimer
 from llmrl.envs.llm.transforms.reward_process import SHOWN, ProcessRunner, plain_number, plain_numbers
 from llmrl.envs.llm.transforms.reward_source import Parameters, Reward, load_reward, runs_apart
-from llmrl.envs.spec_holder import DONE_KEYS
+from llmrl.envs.specs import DONE_KEYS
 from llmrl.errors import ConfigError, ShapeError, near
 from llmrl.tools.calls import AsyncRunner, Calls, Outcome, ThreadRunner
 

@@ -17,10 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from llmrl.concurrency.worker_process import WorkerPool, serve
 from llmrl.errors import ConfigError, DeadlineError, WorkerError
 from llmrl.loading import load_function
 from llmrl.tools.calls import AsyncRunner, Calls, Outcome, ThreadRunner
-from llmrl.tools.worker_process import WorkerPool, serve
 
 __all__ = ["ProcessRunner", "plain_number", "plain_numbers"]
 

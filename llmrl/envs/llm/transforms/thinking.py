@@ -16,7 +16,7 @@ from llmrl.envs.llm.completions import completion_texts, special_tokens, tokeniz
 from llmrl.envs.llm.transforms.new_record import begin_anew
 from llmrl.envs.llm.transforms.prompt_stream import row_seeds
 from llmrl.envs.llm.transforms.tool_messages import append_messages
-from llmrl.envs.rows import present_keys
+from llmrl.envs.td_ops import present_keys
 from llmrl.envs.transforms.base import Transform, innermost
 from llmrl.errors import ConfigError, MissingKeyError
 from llmrl.modules.llm.policies.containers import ChatHistory, Text, Tokens

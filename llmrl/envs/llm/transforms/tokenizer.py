@@ -14,13 +14,13 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from llmrl.data.llm.columns import column, column_values
+from llmrl.data.llm.non_tensor import column, column_values
+from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.data.specs import Categorical, Composite, NonTensor, Unbounded
-from llmrl.envs.rows import present_keys, shallow_copy
+from llmrl.envs.td_ops import present_keys, shallow_copy
 from llmrl.envs.transforms.base import Keys, Transform
 from llmrl.errors import ConfigError, DataError, MissingKeyError, ShapeError
 from llmrl.modules.llm.policies.containers import entries
-from llmrl.padding import lengths_mask, pad_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

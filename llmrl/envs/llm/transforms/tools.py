@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from llmrl.data.llm.columns import column, column_values
 from llmrl.data.llm.dataset_files import declared_tools
+from llmrl.data.llm.non_tensor import column, column_values
 from llmrl.data.llm.templates import find_template
 from llmrl.data.specs import Composite, NonTensor, Unbounded
 from llmrl.envs.llm.completions import completion_texts, special_tokens, trim_markers
@@ -26,7 +26,7 @@ from llmrl.envs.llm.tool_calls import CallFormat, ParsedCall, call_format
 from llmrl.envs.llm.tool_calls.base import call_from_object
 from llmrl.envs.llm.transforms.tool_messages import append_messages, restate_answers
 from llmrl.envs.llm.transforms.tool_use import COUNTS, added_tool_use, no_tool_use, tool_use_spec
-from llmrl.envs.rows import present_keys, shallow_copy
+from llmrl.envs.td_ops import present_keys, shallow_copy
 from llmrl.envs.transforms.base import Transform, innermost
 from llmrl.envs.transforms.step_counter import StepCounter
 from llmrl.errors import ConfigError, MissingKeyError

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from tensordict import TensorDictBase
 
-from llmrl.data.llm.columns import column_values
+from llmrl.data.llm.non_tensor import column_values
 from llmrl.data.specs import Composite, Unbounded
 from llmrl.envs.llm.transforms.dataloading import DataLoadingPrimer
 from llmrl.envs.llm.transforms.tool_messages import append_messages

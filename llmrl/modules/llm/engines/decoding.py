@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.modules.llm.engines.base import SamplingParams, StopReason
 from llmrl.modules.llm.engines.sampling import draw, penalize_repetition, row_uniforms, truncate
-from llmrl.padding import lengths_mask, pad_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.errors import ConfigError, ShapeError
 from llmrl.modules.llm.engines.base import Generation, SamplingParams, StopReason, check_ids
 from llmrl.modules.llm.engines.decoding import Decoding
 from llmrl.modules.llm.engines.weights import check_weights, unsaved_buffers
 from llmrl.modules.llm.log_probs import token_logprobs
-from llmrl.padding import lengths_mask, pad_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -17,6 +17,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
+from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.errors import ConfigError, ShapeError, UnsupportedError, near
 from llmrl.modules.llm.engines import Engine
 from llmrl.modules.llm.engines.base import check_ids
@@ -31,7 +32,6 @@ from llmrl.modules.llm.policies.batching import (
 )
 from llmrl.modules.llm.policies.carried import carried_texts, count_rewritten, encode_prompts, read_stream
 from llmrl.modules.llm.policies.containers import ChatHistory, Text
-from llmrl.modules.llm.policies.conversations import Conversations
 from llmrl.modules.llm.policies.distributions import TokenCategorical, token_categorical
 from llmrl.modules.llm.policies.modes import Key, Turn, make_mode
 from llmrl.modules.llm.policies.options import (
@@ -42,10 +42,10 @@ from llmrl.modules.llm.policies.options import (
     standard_names,
     with_stop_ids,
 )
+from llmrl.modules.llm.policies.scoring_batch import Conversations
 from llmrl.modules.llm.policies.stream import record_turn
 from llmrl.modules.llm.policies.writing import record_containers
 from llmrl.modules.llm.rendering import Renderer
-from llmrl.padding import lengths_mask, pad_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -19,7 +19,7 @@ from torch.distributions import Distribution
 from llmrl.errors import ShapeError
 from llmrl.modules.llm.engines.transformers import model_device
 from llmrl.modules.llm.head_path import HeadPath, accepted, evaluating, find_head_path, map_logits
-from llmrl.modules.llm.policies.conversations import Conversations
+from llmrl.modules.llm.policies.scoring_batch import Conversations
 
 __all__ = ["TokenCategorical", "token_categorical"]
 

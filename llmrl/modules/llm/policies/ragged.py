@@ -16,8 +16,8 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from llmrl.data.borrowed import BorrowedRows
-from llmrl.data.llm.columns import column
+from llmrl.data.llm.non_tensor import column
+from llmrl.data.ragged.lazy_copy import BorrowedRows
 
 __all__ = ["RaggedStack", "stack_columns"]
 

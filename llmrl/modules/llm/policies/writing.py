@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmrl.data.ragged.padding import pad_rows
 from llmrl.modules.llm.policies.containers import LogProbs, Masks, Tokens
 from llmrl.modules.llm.policies.stream import TurnRecord
-from llmrl.padding import pad_rows
 
 __all__ = ["record_containers"]
 

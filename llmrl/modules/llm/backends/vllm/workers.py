@@ -11,8 +11,8 @@ import torch
 
 from llmrl.errors import ConfigError, WeightSyncError
 from llmrl.modules.llm.backends.vllm.process_group import stateless_init_process_group
-from llmrl.modules.llm.engines.vllm.block import checksum
 from llmrl.modules.llm.engines.vllm.engine import VLLMEngine
+from llmrl.modules.llm.engines.vllm.shared_memory_buffer import checksum
 from llmrl.modules.llm.engines.vllm.worker import WorkerExtension
 
 if TYPE_CHECKING:

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from llmrl import parent_watchdog
+from llmrl.concurrency import parent_watchdog
 from llmrl.errors import ConfigError, MissingDependencyError, RolloutError
 from llmrl.modules.llm.engines.base import SamplingParams, StopReason
-from llmrl.modules.llm.engines.vllm.surroundings import (
+from llmrl.modules.llm.engines.vllm.process_isolation import (
     environment,
     process_state,
     quiet,

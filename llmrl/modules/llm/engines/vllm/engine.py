@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from llmrl.concurrency.shared_exclusive_lock import Gate
 from llmrl.errors import ConfigError, RolloutError, ShapeError, UnsupportedError, WeightSyncError
 from llmrl.modules.llm.engines.base import Generation, SamplingParams
 from llmrl.modules.llm.engines.vllm import adapter
-from llmrl.modules.llm.engines.vllm.building import backend_of, config_of, eos_ids, make_core
-from llmrl.modules.llm.engines.vllm.gate import Gate
-from llmrl.modules.llm.engines.vllm.layout import WeightGroups, WeightLayout, WeightSet
+from llmrl.modules.llm.engines.vllm.factory import backend_of, config_of, eos_ids, make_core
 from llmrl.modules.llm.engines.vllm.transfer import NothingLoadedError, Settings
+from llmrl.modules.llm.engines.vllm.weight_spec import WeightGroups, WeightLayout, WeightSet
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase

@@ -28,10 +28,10 @@ from llmrl.modules.llm.engines.base import SamplingParams
 from llmrl.modules.llm.engines.vllm import adapter
 from llmrl.modules.llm.engines.vllm.adapter import Drawn
 from llmrl.modules.llm.engines.vllm.connections import Connections
-from llmrl.modules.llm.engines.vllm.layout import WeightSet
-from llmrl.modules.llm.engines.vllm.native import CudaIPC
-from llmrl.modules.llm.engines.vllm.pulse import Pulse
+from llmrl.modules.llm.engines.vllm.health_monitor import Pulse
+from llmrl.modules.llm.engines.vllm.nccl_transfer import CudaIPC
 from llmrl.modules.llm.engines.vllm.transfer import NothingLoadedError, Settings, SharedMemory, Transfers
+from llmrl.modules.llm.engines.vllm.weight_spec import WeightSet
 from llmrl.modules.llm.engines.vllm.worker import EXTENSION
 
 __all__ = ["ServerCore", "served_model"]

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from llmrl.modules.llm.engines.vllm.block import Placed, SharedBlock, checksum
-from llmrl.modules.llm.engines.vllm.reloading import copy_waiting, repack_tied, set_kernels_aside
+from llmrl.modules.llm.engines.vllm.reload_patches import copy_waiting, repack_tied, set_kernels_aside
+from llmrl.modules.llm.engines.vllm.shared_memory_buffer import Placed, SharedBlock, checksum
 from llmrl.optional import require
 
 __all__ = ["BACKEND", "register"]

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from llmrl.errors import ConfigError, WeightSyncError
-from llmrl.modules.llm.engines.vllm.block import Placed, SharedBlock, padded_size
-from llmrl.modules.llm.engines.vllm.layout import WeightSet
 from llmrl.modules.llm.engines.vllm.shared_memory import BACKEND
+from llmrl.modules.llm.engines.vllm.shared_memory_buffer import Placed, SharedBlock, padded_size
+from llmrl.modules.llm.engines.vllm.weight_spec import WeightSet
 
 __all__ = [
     "CallWorkers",

@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
-from llmrl import parent_watchdog
+from llmrl.concurrency import parent_watchdog
 from llmrl.modules.llm.engines.vllm import shared_memory
-from llmrl.modules.llm.engines.vllm.block import Placed
-from llmrl.modules.llm.engines.vllm.reloading import repack_tied, set_kernels_aside
+from llmrl.modules.llm.engines.vllm.reload_patches import repack_tied, set_kernels_aside
+from llmrl.modules.llm.engines.vllm.shared_memory_buffer import Placed
 from llmrl.optional import require
 
 __all__ = ["EXTENSION", "WorkerExtension"]

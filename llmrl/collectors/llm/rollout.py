@@ -1,0 +1,289 @@
+"""A batch of conversations run to their ends: in lock step, or each on its own in a thread.
+
+What one turn is (`Stepper`) is the same for both: the policy speaks, the env answers, a limit may truncate, a failing
+env is tried again and then given up on. Which conversations run, and what is handed out of them, is the collector's.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from llmrl.collectors.llm.batches import cat_rows, take_rows
+from llmrl.data.llm.non_tensor import column
+from llmrl.envs.base import EnvBase
+from llmrl.envs.llm.chat import carried_views
+from llmrl.errors import ConfigError, MissingKeyError, RolloutError, ShapeError
+from llmrl.modules.llm.policies.containers import LogProbs
+from llmrl.modules.llm.policies.own_tokens import mark_turn
+
+__all__ = ["Conversations", "Stepper", "run_apart", "run_in_step", "truncate"]
+
+Policy = Callable[[TensorDictBase], TensorDictBase]
+_FAILED = "_failed_rollout"
+
+
+@dataclass
+class Conversations:
+    """Turns of a batch of conversations, in the order in which they were taken.
+
+    turns         (slots, td): which conversations, and their turn, td [len(slots)] with "next"
+    last_turn_of  slot -> (turn, row) of its last turn; a conversation that was cut off has none
+    """
+
+    turns: list[tuple[list[int], TensorDictBase]] = field(default_factory=list)
+    last_turn_of: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def add(self, slots: list[int], td: TensorDictBase) -> list[bool]:
+        """Takes note of a turn; which of its conversations are done."""
+        done = td.get("next").get("done").view(-1).tolist()
+        self.last_turn_of.update((slot, (len(self.turns), row)) for row, slot in enumerate(slots) if done[row])
+        self.turns.append((slots, td))
+        return done
+
+    @property
+    def num_turns(self) -> int:
+        return sum(len(slots) for slots, _ in self.turns)
+
+    def turns_of(self) -> dict[int, list[tuple[int, int]]]:
+        """The (turn, row)s of every finished conversation, conversations in the order in which they were started."""
+        found: dict[int, list[tuple[int, int]]] = {slot: [] for slot in sorted(self.last_turn_of)}
+        for turn, (slots, _) in enumerate(self.turns):
+            for row, slot in enumerate(slots):
+                if slot in found:
+                    found[slot].append((turn, row))
+        return found
+
+
+class Stepper:
+    """Takes turns in ``env`` with ``policy``, within a budget of turns.
+
+    max_turns  a conversation with as many is truncated; None: no limit
+    sums       ("next", "reward") becomes the sum over the conversation so far
+    retries    None: an exception of the env is raised. Else the rows that it fails for are tried again, one by one, so
+               many times, and then end with a reward of NaN. Exceptions of the policy are always raised
+    counters   "produced" and "failed" are counted here
+    """
+
+    def __init__(
+        self,
+        env: EnvBase,
+        policy: Policy,
+        *,
+        max_turns: int | None,
+        sums: bool,
+        retries: int | None,
+        counters: dict[str, int],
+    ):
+        self.env, self.policy = env, policy
+        self.max_turns, self.sums, self.retries = max_turns, sums, retries
+        self.counters = counters
+        self.first_error: str | None = None
+        self._answer: TensorDictBase | None = None  # an answer of the env: what else a failed one has to have
+        self._lock = threading.Lock()
+
+    def claim(self, wanted: int, budget: int) -> int:
+        """How many of ``wanted`` turns the budget still allows; they count as produced from here on."""
+        with self._lock:
+            granted = wanted if budget < 0 else max(0, min(wanted, budget - self.counters["produced"]))
+            self.counters["produced"] += granted
+            return granted
+
+    def turn(self, root: TensorDictBase) -> TensorDictBase:
+        td = self.policy(root)
+        mark_turn(td)
+        try:
+            td = self.env.step(td)
+        except (ConfigError, MissingKeyError, ShapeError):  # no accident of a row: it would fail for all
+            raise
+        except Exception:  # the boundary to the user's env, tools and rewards
+            if self.retries is None:
+                raise
+            self._keep(traceback.format_exc())
+            count = td.batch_size[0]
+            attempts = self.retries + (count > 1)  # alone, a row has not been tried yet
+            rows = [self._try_again(take_rows(td, [row]), attempts) for row in range(count)]
+            if self._answer is not None:
+                self.complete(rows)
+            return cat_rows(rows)
+        self._answer = td.get("next")
+        return td
+
+    def complete(self, tds: Sequence[TensorDictBase]) -> None:
+        """Gives rows that the env failed for the entries of ``"next"`` that its answers have.
+
+        Raises  RolloutError if it has never answered: that is no accident of a row
+        """
+        failed = [td for td in tds if td.get(_FAILED, None) is not None]
+        if failed and self._answer is None and len(failed) == len(tds):
+            raise RolloutError(
+                f"LLMCollector: the env must take a step for some conversation: it failed for all "
+                f"{sum(td.batch_size[0] for td in failed)}. First error:\n{self.first_error}"
+            )
+        for td in failed:
+            next_td = td.get("next")
+            for key, value in self._answer.items():
+                if key not in next_td.keys():
+                    next_td.set(key, _nothing_like(value, td))
+            td.set("next", next_td.select(*self._answer.keys()))
+            td.pop(_FAILED)
+
+    def turn_of_conversation(self, root: TensorDictBase, number: int, returns: Tensor | None) -> TensorDictBase:
+        """Turn ``number`` (from 1): truncated at the limit, its reward added to those before it."""
+        td = self.turn(root)
+        next_td = td.get("next")
+        if self.max_turns is not None and number >= self.max_turns:
+            truncate(next_td, torch.ones_like(next_td.get("done")))
+        if self.sums and (reward := next_td.get("reward", None)) is not None:
+            next_td.set("reward", reward if returns is None else _added(returns, reward))
+        return td
+
+    def returns(self, td: TensorDictBase) -> Tensor | None:
+        """The sums of rewards so far, to be handed to the next turn."""
+        return td.get("next").get("reward", None) if self.sums else None
+
+    def _try_again(self, td: TensorDictBase, attempts: int) -> TensorDictBase:
+        for _ in range(attempts):
+            try:
+                td = self.env.step(td)
+            except Exception:
+                self._keep(traceback.format_exc())
+            else:
+                self._answer = td.get("next")
+                return td
+        with self._lock:
+            self.counters["failed"] += 1
+        yes = torch.ones(1, 1, dtype=torch.bool, device=td.device)
+        ended = {"done": yes, "terminated": ~yes, "truncated": yes.clone()}
+        entries = {**carried_views(td), **ended, "reward": torch.full((1, 1, 1), torch.nan, device=td.device)}
+        td.set("next", TensorDict._new_unsafe(entries, batch_size=td.batch_size, device=td.device))
+        td.set(_FAILED, yes)
+        return td
+
+    def _keep(self, text: str) -> None:
+        if self.first_error is None:
+            self.first_error = text
+
+
+def run_in_step(stepper: Stepper, root: TensorDictBase, budget: int) -> Conversations:
+    """All conversations take their turns together; the ones that are done leave the batch."""
+    ran = Conversations()
+    slots = list(range(root.batch_size[0]))
+    returns_B: Tensor | None = None
+    while slots:
+        granted = stepper.claim(len(slots), budget)
+        if granted < len(slots):
+            if not granted:
+                break
+            slots, root = slots[:granted], take_rows(root, range(granted))
+            returns_B = None if returns_B is None else returns_B[:granted]
+        td = stepper.turn_of_conversation(root, len(ran.turns) + 1, returns_B)
+        returns_B = stepper.returns(td)
+        done = ran.add(slots, td)
+        alive = [row for row, is_done in enumerate(done) if not is_done]
+        slots = [slots[row] for row in alive]
+        if not alive:
+            break
+        whole = len(alive) == len(done)
+        root = stepper.env.step_mdp(td if whole else take_rows(td, alive))
+        returns_B = returns_B if whole or returns_B is None else returns_B[torch.tensor(alive)]
+    stepper.complete([td for _, td in ran.turns])
+    return ran
+
+
+def run_apart(stepper: Stepper, root: TensorDictBase, budget: int, *, concurrency: int) -> Conversations:
+    """Each conversation takes its turns in a thread of its own, at most ``concurrency`` at a time.
+
+    What one waits for (a long answer, a slow tool) holds back no other. The turns are handed out conversation after
+    conversation, as if they had been taken in that order.
+    """
+    stopped = threading.Event()
+    same_modes = _modes_of_this_thread()
+
+    def converse(slot: int) -> list[TensorDictBase]:
+        turns: list[TensorDictBase] = []
+        here, returns = take_rows(root, [slot]), None
+        with same_modes():
+            while not stopped.is_set() and stepper.claim(1, budget):
+                td = stepper.turn_of_conversation(here, len(turns) + 1, returns)
+                turns.append(td)
+                returns = stepper.returns(td)
+                if bool(td.get("next").get("done")):
+                    break
+                here = stepper.env.step_mdp(td)
+        return turns
+
+    count = root.batch_size[0]
+    with ThreadPoolExecutor(min(concurrency, count), thread_name_prefix="conversation") as pool:
+        futures: list[Future[list[TensorDictBase]]] = [pool.submit(converse, slot) for slot in range(count)]
+        try:
+            wait(futures, return_when=FIRST_EXCEPTION)
+        finally:  # an exception, also Ctrl-C: the others end with the turn that they are in
+            stopped.set()
+            for future in futures:
+                future.cancel()
+    error = next((e for f in futures if not f.cancelled() and (e := f.exception()) is not None), None)
+    if error is not None:
+        raise error
+    ran = Conversations()
+    for slot, future in enumerate(futures):
+        for td in future.result():
+            ran.add([slot], td)
+    stepper.complete([td for _, td in ran.turns])
+    return ran
+
+
+def truncate(next_td: TensorDictBase, cut: Tensor) -> None:
+    """Ends the rows where ``cut`` is True, unless they have ended by themselves."""
+    done = next_td.get("done")
+    next_td.set("truncated", next_td.get("truncated") | (cut & ~done))
+    next_td.set("done", done | cut)
+
+
+def _nothing_like(value: Any, td: TensorDictBase) -> Any:
+    """One row of an entry that the env failed to write: NaN, 0 or None."""
+    if isinstance(value, LogProbs):
+        [ids] = td.get(("tokens", "full"), as_list=True)
+        return LogProbs.from_rows({"full": [torch.full((len(ids),), torch.nan)]})
+    if isinstance(value, TensorDict):  # as a tool transform's counts
+        entries = {name: torch.zeros_like(inner[:1]) for name, inner in value.items()}
+        return TensorDict(entries, batch_size=[1], device=value.device)
+    if isinstance(value, Tensor):
+        return torch.full_like(value[:1], torch.nan) if value.is_floating_point() else torch.zeros_like(value[:1])
+    return column([None])
+
+
+def _added(total: Tensor, reward: Tensor) -> Tensor:
+    if total.shape != reward.shape:
+        raise ShapeError(
+            f"LLMCollector: rewards that are summed over turns must have one shape: got {tuple(reward.shape)} after "
+            f"{tuple(total.shape)}; per-token rewards need yield_completed_trajectories without yield_only_last_steps."
+        )
+    return total + reward
+
+
+def _modes_of_this_thread() -> Callable[[], object]:
+    """Gradients are off and autocast is as it is here: both are settings of a thread, and threads begin without."""
+    settings = [
+        (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        for kind in ("cpu", *(("cuda",) if torch.cuda.is_available() else ()))
+    ]
+
+    @contextmanager
+    def modes() -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            for kind, dtype, enabled in settings:
+                stack.enter_context(torch.autocast(kind, dtype, enabled=enabled))
+            yield
+
+    return modes

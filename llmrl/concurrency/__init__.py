@@ -1,0 +1,1 @@
+"""Threads, processes, locks and deadlines."""

@@ -1,0 +1,1 @@
+"""Rows of different lengths: padding and stacks."""

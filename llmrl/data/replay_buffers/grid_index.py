@@ -1,0 +1,132 @@
+"""The grid of a storage with several dimensions, and its cells in a row.
+
+Legend: T time, E the streams written side by side (the product of the grid's other sizes). A storage keeps cell
+``(t, e)`` at position ``t * E + e``. Batches come and go with the time dimension wherever the buffer's ``dim_extend``
+says; what lies on the grid is not known here. With one dimension everything here is plain indexing of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from tensordict.base import is_tensor_collection
+from torch import Tensor
+
+from llmrl.data.replay_buffers.pytree import is_leaf, tree_leaves, tree_map
+from llmrl.errors import ShapeError
+
+Where = int | slice | Tensor
+
+
+def select_cells(index: Any, shape: Sequence[int], who: str, time_dim: int = 0) -> Where:
+    """The positions int64[...] that ``index`` means on the grid, as indexing a tensor of that shape would.
+
+    ``shape`` is the grid with time first; ``time_dim`` is where the caller has the time. An int64[N, ndim] tensor is a
+    list of coordinates (time first), as ``extend`` and ``sample`` return them. One row is an int; a run of rows of a
+    grid of one dimension is a slice. Raises: IndexError outside of the grid.
+    """
+    length = prod(shape)
+    if isinstance(index, range | list):
+        index = torch.tensor(index, dtype=None if len(index) else torch.int64)
+    if len(shape) == 1:
+        if isinstance(index, slice):
+            start, end, step = index.indices(length)
+            return slice(start, max(start, end)) if step == 1 else torch.tensor(range(length)[index], dtype=torch.int64)
+        if isinstance(index, int):
+            if not -length <= index < length:
+                raise IndexError(f"{who}: positions must lie in the {length} rows: got {index}.")
+            return index % length
+        if isinstance(index, Tensor) and index.dtype is torch.int64 and index.ndim == 1:
+            if index.numel() and not -length <= int(index.min()) <= int(index.max()) < length:
+                raise IndexError(f"{who}: positions must lie in the {length} rows: got {index}.")
+            return index % length if index.numel() else index
+    if isinstance(index, Tensor) and index.dtype is torch.bool and len(shape) == 1 and index.shape != (length,):
+        raise IndexError(f"{who}: a mask must have one entry per row: got {list(index.shape)}, {length} rows.")
+    if len(shape) > 1 and _are_coordinates(index, len(shape)):
+        if not bool(((index >= 0) & (index < torch.tensor(shape))).all()):
+            raise IndexError(f"{who}: coordinates must lie on the grid {list(shape)}: got {index}.")
+        return flat_cells(index, shape[1:])
+    grid = torch.arange(length).view(*shape).movedim(0, time_dim)
+    try:
+        where = grid[index]
+    except IndexError as error:
+        raise IndexError(f"{who}: positions must lie in the {length} rows: got {index} ({error}).") from error
+    return where if where.ndim else int(where)
+
+
+def _are_coordinates(index: Any, ndim: int) -> bool:
+    return isinstance(index, Tensor) and index.dtype is torch.int64 and index.ndim == 2 and index.shape[1] == ndim
+
+
+def num_cells(where: Where) -> int:
+    if isinstance(where, slice):
+        return where.stop - where.start
+    return 1 if isinstance(where, int) else where.numel()
+
+
+def coordinates(cells: Tensor, trailing: Sequence[int]) -> Tensor:
+    """Positions int64[N] as coordinates int64[N, ndim], time first; unchanged on a grid of one dimension."""
+    if not trailing:
+        return cells
+    parts = []
+    for size in reversed(trailing):
+        parts.append(cells % size)
+        cells = cells // size
+    return torch.stack([cells, *reversed(parts)], -1)
+
+
+def flat_cells(index: Tensor, trailing: Sequence[int]) -> Tensor:
+    """The inverse of ``coordinates``."""
+    cells, *parts = index.unbind(-1)
+    for part, size in zip(parts, trailing, strict=True):
+        cells = cells * size + part
+    return cells
+
+
+def time_first(data: Any, time_dim: int, ndim: int) -> tuple[Any, tuple[int, ...]]:
+    """A batch with its time at ``time_dim`` as rows in the order of cells, and the grid's sizes after time.
+
+    Raises: ShapeError if it has less than ``ndim`` dimensions.
+    """
+    if ndim == 1 and time_dim == 0:
+        return data, ()
+    shape = _leading_shape(data)
+    if len(shape) < max(ndim, time_dim + 1):
+        raise ShapeError(
+            f"extend: a batch for a storage of {ndim} dimensions has time in dimension {time_dim}: got the shape "
+            f"{list(shape)}."
+        )
+    rest = [dim for dim in range(max(ndim, time_dim + 1)) if dim != time_dim]
+    order = [time_dim, *rest]
+
+    def cells(leaf: Any) -> Any:
+        leaf = _permute(leaf, order)
+        return leaf.reshape(-1, *leaf.shape[ndim:]) if ndim > 1 else leaf
+
+    return _map(cells, data), tuple(shape[dim] for dim in rest[: ndim - 1])
+
+
+def shape_cells(batch: Any, shape: Sequence[int]) -> Any:
+    """Rows [N] laid out on a grid of ``shape``; lists of rows stay lists where it has one dimension."""
+    return batch if len(shape) == 1 else _map(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), batch)
+
+
+def _permute(leaf: Any, order: list[int]) -> Any:
+    if order == sorted(order):
+        return leaf
+    return leaf.permute(*order, *range(len(order), leaf.ndim))
+
+
+def _map(function: Callable[[Any], Any], data: Any) -> Any:
+    return function(data) if is_leaf(data) else tree_map(function, data)
+
+
+def _leading_shape(data: Any) -> torch.Size:
+    """The dimensions that all leaves share and that count rows: the batch size of a tensordict."""
+    first = data if is_leaf(data) else tree_leaves(data)[0]
+    if not isinstance(first, Tensor) and not is_tensor_collection(first):
+        raise ShapeError(f"extend: a batch on a grid consists of tensors or tensordicts: got {type(first).__name__}.")
+    return first.shape

@@ -1,0 +1,187 @@
+"""The whole conversations of a batch as ids: what scoring and distributions start from.
+
+``("tokens", "full")`` where it is there, because ids that were sampled are never made again from text; else the mode's
+own view, encoded. This file also lays values per token out as those ids are laid out, and finds the views beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from llmrl.data.ragged.padding import lengths_mask, pad_rows
+from llmrl.errors import ConfigError, MissingKeyError, ShapeError, near
+from llmrl.modules.llm.policies.containers import (
+    ChatHistory,
+    LogProbs,
+    Masks,
+    Text,
+    Tokens,
+    decode_rows,
+    entries,
+    field_rows,
+    is_ragged,
+)
+from llmrl.modules.llm.policies.modes import Key, Mode, attention_rows, kept_parts
+
+__all__ = ["Conversations"]
+
+_STRATEGIES = ("generic", "sft", "rlhf")
+
+
+@dataclass
+class Conversations:
+    """The ids of a batch of conversations, one row each, and the layout that the batch has them in.
+
+    laid_out   int64[L_i] each, in order, as the batch holds them
+    kept       bool[L_i] each, which of those are real; None where none is padding
+    dense      True where the batch holds them as one tensor, [*B, L]
+    assistant  bool[T_i] each, which of the real ones the assistant wrote, where it is known; None
+    given      False where the ids were encoded here
+    rows       int64[T_i] each: the real ones
+    """
+
+    laid_out: list[Tensor]
+    kept: list[Tensor] | None
+    dense: bool
+    assistant: list[Tensor] | None
+    given: bool
+
+    def __post_init__(self) -> None:
+        self.rows: list[Tensor] = kept_parts(self.laid_out, self.kept)
+
+    @classmethod
+    def read(
+        cls, td: TensorDictBase, mode: Mode, keys: Mapping[str, str], input_key: Key, attention_mask_key: Key
+    ) -> Conversations:
+        """Reads ("tokens", "full") with its masks, else ``input_key``; in tokens mode always that.
+
+        Raises  MissingInputError, TypeError, ShapeError
+        """
+        tokens, masks = (entries(td.get(keys[name], None)) for name in ("tokens", "masks"))
+        full_key = (keys["tokens"], "full")
+        elsewhere = mode.name == "tokens" and input_key not in (full_key, list(full_key))
+        if elsewhere or tokens is None or "full" not in tokens.keys():
+            ids, assistant = mode.encode_full(mode.read(td, input_key, attention_mask_key).rows)
+            return cls(ids, None, False, assistant, given=False)
+        laid_out = field_rows(tokens, "full")
+        dense = bool(td.ndim) and not is_ragged(tokens)
+        attention_keys = ((keys["masks"], "all_attention_mask"), attention_mask_key)
+        kept = attention_rows(td, attention_keys, laid_out, full_key, dense=dense)
+        assistant = None
+        if masks is not None and "all_assistant_mask" in masks.keys():
+            assistant = kept_parts(field_rows(masks, "all_assistant_mask"), kept)
+        elif "response" in tokens.keys():
+            real = [len(row) for row in kept_parts(laid_out, kept)]
+            responses = _response_lengths(field_rows(tokens, "response"), kept)
+            assistant = [torch.arange(size) >= size - num for size, num in zip(real, responses, strict=True)]
+        return cls(laid_out, kept, dense or (not td.ndim and kept is not None), assistant, given=True)
+
+    def padded(self, pad_token_id: int) -> tuple[Tensor, Tensor]:
+        """int64[B, L] and bool[B, L]: the ids and which of them are real; rows are padded on the right."""
+        ids_BL = pad_rows(self.laid_out, value=pad_token_id)
+        if self.kept is not None:
+            return ids_BL, pad_rows(self.kept).to(ids_BL.device)
+        return ids_BL, lengths_mask([len(row) for row in self.rows], ids_BL.shape[1]).to(ids_BL.device)
+
+    def written(
+        self, scores: Sequence[Tensor], batch_size: Sequence[int], pad_token_id: int | None
+    ) -> dict[str, LogProbs | Masks | Tokens]:
+        """The containers "masks", "tokens" and "log_probs" of a scoring call, laid out as the ids are; where those were
+        made here padded on the right with ``pad_token_id``, or as rows where that is None.
+        """
+        masks = {"all_attention_mask": [torch.ones(len(row), dtype=torch.bool) for row in self.rows]}
+        if self.assistant is not None:
+            masks["all_assistant_mask"] = self.assistant
+        dense = self.dense if self.given else pad_token_id is not None
+        columns = {"masks": masks, "tokens": {"full": self.laid_out}, "log_probs": {"full": scores}}
+        return {name: self._container(name, rows, batch_size, dense, pad_token_id) for name, rows in columns.items()}
+
+    def views(self, td: TensorDictBase, mode: Mode, keys: Mapping[str, str], input_key: Key) -> dict[str, Any]:
+        """The containers of ``td`` that show these conversations; what the mode writes and is not there as "full"
+        alone.
+        """
+        views = {name: td.get(keys[name], None) for name in mode.written}
+        views = {name: view for name, view in views.items() if view is not None and "full" in entries(view).keys()}
+        if self.given:
+            views |= {name: td.get(keys[name]) for name in ("tokens", "masks") if td.get(keys[name], None) is not None}
+        read = None if self.given else mode.read(td, input_key)
+        if "text" in mode.written and "text" not in views:
+            as_read = read is not None and mode.name == "text"
+            texts = read.rows if as_read else decode_rows(mode.tokenizer, [row.tolist() for row in self.rows])
+            views["text"] = Text.from_rows({"full": texts}, td.batch_size)
+        if "history" in mode.written and "history" not in views and read is not None:
+            views["history"] = ChatHistory.from_rows({"full": read.source}, td.batch_size)
+        return views
+
+    def _container(
+        self, name: str, columns: dict[str, Any], batch_size: Sequence[int], dense: bool, pad_token_id: int | None
+    ) -> Any:
+        if self.kept is not None:
+            columns = {
+                field: rows if name == "tokens" else [_spread(*pair) for pair in zip(rows, self.kept, strict=True)]
+                for field, rows in columns.items()
+            }
+        if not dense:
+            return _CONTAINERS[name].from_rows(columns, batch_size)
+        fill = pad_token_id or 0 if name == "tokens" else 0
+        padded = {field: pad_rows(rows, value=fill) for field, rows in columns.items()}
+        shaped = {field: value.reshape((*batch_size, value.shape[-1])) for field, value in padded.items()}
+        return _CONTAINERS[name].from_padded(shaped, batch_size)
+
+    def selected(self, strategy: str, mask: Tensor | Sequence[Tensor] | None) -> list[Tensor]:
+        """bool[T_i] per row: the tokens that a strategy, or a mask of the tokens' layout, asks for."""
+        if strategy not in _STRATEGIES:
+            raise ConfigError(
+                f"get_dist: masking_strategy must be one of {', '.join(_STRATEGIES)}: got {strategy!r}."
+                f"{near(str(strategy), _STRATEGIES)}"
+            )
+        if mask is not None:
+            return self._own_rows(mask)
+        if strategy == "generic":
+            return [torch.ones(len(row), dtype=torch.bool) for row in self.rows]
+        if self.assistant is None:
+            raise MissingKeyError(
+                f"get_dist: masking_strategy {strategy!r} needs ('masks', 'all_assistant_mask') or ('tokens', "
+                "'response'), to know what the assistant wrote: got neither; use 'generic', or pass mask=."
+            )
+        return [row.bool() for row in self.assistant]
+
+    def _own_rows(self, mask: Tensor | Sequence[Tensor]) -> list[Tensor]:
+        if isinstance(mask, Tensor):
+            rows = list(mask.reshape(-1, mask.shape[-1])) if mask.ndim else [mask]
+        else:
+            rows = [torch.as_tensor(row) for row in mask]
+        got = [tuple(row.shape) for row in rows]
+        if got == [tuple(row.shape) for row in self.laid_out]:
+            return kept_parts([row.bool() for row in rows], self.kept)
+        expected = [tuple(row.shape) for row in self.rows]
+        if got != expected:
+            want = f"{(len(self.laid_out), *self.laid_out[0].shape)}" if self.dense else f"rows of {expected}"
+            have = f"{tuple(mask.shape)}" if isinstance(mask, Tensor) else f"rows of {got}"
+            raise ShapeError(
+                f"get_dist: mask must have one value per token of ('tokens', 'full'): got {have}, expected {want}; "
+                "usually it was made from another tokenisation of the conversation, or from its response alone."
+            )
+        return [row.bool() for row in rows]
+
+
+_CONTAINERS = {"masks": Masks, "tokens": Tokens, "log_probs": LogProbs}
+
+
+def _spread(values: Tensor, kept: Tensor) -> Tensor:
+    """[T_i] to [L_i]: 0 on padding."""
+    kept = kept.to(values.device)
+    return values.new_zeros(kept.shape).masked_scatter(kept, values)
+
+
+def _response_lengths(responses: Sequence[Tensor], kept: Sequence[Tensor] | None) -> list[int]:
+    """How many ids at the end of each row are its response, without padding."""
+    if kept is None:
+        return [len(row) for row in responses]
+    return [int(mask[len(mask) - len(row) :].sum()) for row, mask in zip(responses, kept, strict=True)]

@@ -1,0 +1,238 @@
+"""Stopping a run without losing it: checkpoints that are whole or not there, and Ctrl-C as a flag.
+
+What a checkpoint holds is up to the recipe, which is handed an empty folder to fill; nothing here knows of tensors.
+Beside it lies ``checksums.json``: size and BLAKE2b of every file, compared before a checkpoint is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType, TracebackType
+
+from llmrl.errors import CheckpointError, ConfigError, DataError
+from llmrl.run.run_dir import free_space, writing
+
+__all__ = ["CHECKSUMS", "CheckpointStore", "InterruptGuard", "check_files", "latest_checkpoint"]
+
+CHECKSUMS = "checksums.json"
+_DRAFT, _REPLACED, _PRUNED, _DAMAGED = ".draft-", ".replaced-", ".pruned-", "damaged-"
+
+
+class CheckpointStore:
+    """``<run>/checkpoints/stepN``, the last ``keep`` of them.
+
+    A checkpoint is written to a draft folder, flushed to the disk and renamed; one that is removed is renamed first. So
+    a folder called ``stepN`` is whole, whatever was killed when. Drafts and remains of an earlier process are removed
+    when a writer opens the store; pass ``writer=False`` on ranks and in tools that only read.
+    """
+
+    def __init__(self, run_dir: Path | str, *, keep: int = 2, writer: bool = True):
+        if keep < 1:
+            raise ConfigError(f"CheckpointStore: must keep at least one checkpoint: got keep={keep}.")
+        self.folder = Path(run_dir) / "checkpoints"
+        self.keep = keep
+        if writer:
+            self._clean()
+
+    def save(self, step: int, write: Callable[[Path], None]) -> Path:
+        """Calls ``write(folder)`` with an empty folder and publishes the result as ``step<N>``.
+
+        A checkpoint of the same step is replaced once the new one is whole.
+
+        Returns  the published folder
+        Raises   CheckpointError if anything fails; the draft is gone and earlier checkpoints are untouched
+        """
+        target = self.folder / f"step{step}"
+        draft = self.folder / f"{_DRAFT}step{step}"
+        try:
+            shutil.rmtree(draft, ignore_errors=True)
+            self.folder.mkdir(exist_ok=True)  # not the run's folder: where that was removed, nothing could go on
+            draft.mkdir()
+            write(draft)
+            _seal(draft)
+            if target.exists():
+                replaced = self.folder / f"{_REPLACED}step{step}"
+                os.rename(target, replaced)
+                os.rename(draft, target)
+                shutil.rmtree(replaced)
+            else:
+                os.rename(draft, target)
+            _flush_folder(self.folder)
+        except Exception as error:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise CheckpointError(self._failure(step, error)) from error
+        except BaseException:  # a second Ctrl-C
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+        self._prune()
+        return target
+
+    def latest(self) -> Path | None:
+        """The whole checkpoint of the highest step, or None."""
+        return next((self.folder / f"step{step}" for step in reversed(self.steps())), None)
+
+    def restore(self) -> tuple[Path, list[str]]:
+        """The newest checkpoint that is as it was written; newer ones that are not become ``damaged-stepN``.
+
+        Returns  its folder, and what is wrong with each one that was set aside
+        Raises   DataError that names every fault, if none is left: all stay where they are
+        """
+        faults: dict[Path, str] = {}
+        for step in reversed(self.steps()):
+            folder = self.folder / f"step{step}"
+            try:
+                check_files(folder)
+            except DataError as error:
+                faults[folder] = str(error)
+                continue
+            for damaged in faults:
+                aside = damaged.with_name(_DAMAGED + damaged.name)
+                with writing(damaged):
+                    shutil.rmtree(aside, ignore_errors=True)
+                    os.rename(damaged, aside)
+            return folder, list(faults.values())
+        raise DataError(
+            f"{self.folder}: must hold a whole checkpoint to go on from: got {' '.join(faults.values()) or 'none.'} "
+            "Start a new run."
+        )
+
+    def steps(self) -> list[int]:
+        """The steps of the whole checkpoints, ascending."""
+        return sorted(int(match[1]) for path in self._entries() if (match := re.fullmatch(r"step(\d+)", path.name)))
+
+    def _entries(self) -> Iterator[Path]:
+        return (path for path in self.folder.iterdir() if path.is_dir()) if self.folder.is_dir() else iter(())
+
+    def _prune(self) -> None:
+        for step in self.steps()[: -self.keep]:
+            doomed = self.folder / f"{_PRUNED}step{step}"
+            with contextlib.suppress(OSError):  # costs disk space, not the run; the next start tries again
+                os.rename(self.folder / f"step{step}", doomed)
+                shutil.rmtree(doomed)
+
+    def _clean(self) -> None:
+        for path in list(self._entries()):
+            if path.name.startswith(_REPLACED):
+                target = self.folder / path.name.removeprefix(_REPLACED)
+                if not target.exists():  # killed between the two renames: the old one is still the one that counts
+                    os.rename(path, target)
+                    continue
+            if path.name.startswith((_DRAFT, _REPLACED, _PRUNED)):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _failure(self, step: int, error: Exception) -> str:
+        latest = self.latest()
+        safe = f"{latest.name} is intact" if latest else "there is no earlier one"
+        cause = error.strerror if isinstance(error, OSError) and error.strerror else error
+        return (
+            f"CheckpointStore: step {step} could not be written to {self.folder}: {type(error).__name__}: {cause}; "
+            f"{safe}; {free_space(self.folder)}. Make room or correct the cause, then run: "
+            f"llmrl resume {self.folder.parent}"
+        )
+
+
+def latest_checkpoint(run_dir: Path | str) -> Path | None:
+    """The newest checkpoint of a run that may be running, for readers: nothing is cleaned, or compared."""
+    return CheckpointStore(run_dir, writer=False).latest()
+
+
+def check_files(folder: Path) -> None:
+    """Compares every file of a checkpoint with its size and checksum of when it was written.
+
+    Raises  DataError that names each file that is missing or changed, or the list itself
+    """
+    path = folder / CHECKSUMS
+    try:
+        listed = json.loads(path.read_text(encoding="utf-8"))
+        faults = [fault for name, expected in listed.items() if (fault := _fault(folder / name, **expected))]
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(f"{path}: must list the files of the checkpoint: it cannot be read: {error}.") from error
+    if faults:
+        raise DataError(f"{folder}: must be as it was written: {', '.join(faults)}.")
+
+
+def _fault(path: Path, *, size: int, blake2b: str) -> str | None:
+    if not path.is_file():
+        return f"{path.name} is missing"
+    if path.stat().st_size != size:
+        return f"{path.name} has {path.stat().st_size} of {size} bytes"
+    return None if _checksum(path) == blake2b else f"{path.name} has other content"
+
+
+def _checksum(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()
+
+
+class InterruptGuard:
+    """Inside it, Ctrl-C, SIGTERM and SIGHUP set ``requested`` and the loop stops at its next step boundary.
+
+    A second Ctrl-C raises KeyboardInterrupt at once. Signals within ``debounce_s`` of the first are taken for the same
+    one: torchrun sends its own after the terminal's. In a multi-process run the ranks see the flag at different times;
+    reduce it over the ranks before acting on it. Outside the main thread, signals are left alone; so is SIGHUP (a
+    terminal that was closed) where it was ignored before, as ``nohup`` does.
+
+    The loop reads ``guard.requested`` after each step, writes its checkpoint and returns 130.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self, *, debounce_s: float = 0.3):
+        self.requested = False
+        self._debounce_s = debounce_s
+        self._first = 0.0
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> InterruptGuard:
+        if threading.current_thread() is threading.main_thread():
+            for number in self.SIGNALS:
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if not self.requested:
+            self.requested = True
+            self._first = now
+        elif number == signal.SIGINT and now - self._first > self._debounce_s:
+            raise KeyboardInterrupt
+
+
+def _seal(folder: Path) -> None:
+    """Writes the list of checksums, and every byte below ``folder`` to the disk before the rename makes it count."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    sums = {
+        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "blake2b": _checksum(path)} for path in paths
+    }
+    (folder / CHECKSUMS).write_text(json.dumps(sums, indent=1), encoding="utf-8")
+    for root, _, names in os.walk(folder):
+        for name in names:
+            with open(Path(root) / name, "rb") as file:
+                os.fsync(file.fileno())
+        _flush_folder(Path(root))
+
+
+def _flush_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

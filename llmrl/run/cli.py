@@ -1,0 +1,407 @@
+"""The command ``llmrl``: reads the command line, checks the settings, then hands over to a recipe.
+
+Everything up to a valid configuration runs without torch, so that help and mistakes answer at once. What a command does
+is in the recipes (sft, grpo, eval, resume, template), in `llmrl.run.show` and in `llmrl.run.doctor`.
+
+Exit codes: 0 done, 2 bad configuration, 3 the environment or the data lacks something, 4 training aborted,
+130 interrupted (after a checkpoint).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import operator
+import os
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import llmrl
+from llmrl.concurrency.parent_watchdog import follow_launcher
+from llmrl.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DeadlineError,
+    LLMRLError,
+    MissingDependencyError,
+    RunFolderError,
+    TemplateError,
+    closest,
+)
+from llmrl.run.checkpoint import latest_checkpoint
+from llmrl.run.config import Loaded, dump_config, dump_defaults, find_recipe, load_config, recipe_names
+from llmrl.run.run_dir import RunDir
+
+__all__ = ["main"]
+
+DONE, BAD_CONFIG, ENVIRONMENT, ABORTED, INTERRUPTED = 0, 2, 3, 4, 130
+RANK_0_SPEAKS_WITHIN_S = 10.0
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # variables that say how OpenMP's threads wait
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Where a training command's settings and its loop live; the first is imported without torch."""
+
+    settings_module: str
+    settings_class: str
+    module: str
+
+    def settings(self) -> type[Any]:
+        return getattr(importlib.import_module(self.settings_module), self.settings_class)
+
+
+RECIPES = {
+    "sft": Recipe("llmrl.train.sft_config", "SFTConfig", "llmrl.recipes.sft"),
+    "grpo": Recipe("llmrl.train.grpo_config", "GRPOConfig", "llmrl.recipes.grpo"),
+}
+
+HELP = """\
+usage: llmrl COMMAND ...
+
+  sft     RECIPE [section.key=value ...]   teach a model by examples
+  grpo    RECIPE [section.key=value ...]   improve a model by reward
+  resume  RUN [section.key=value ...]      go on from a run's last whole checkpoint
+  eval    RUN [section.key=value ...]      measure a run's checkpoint
+  show    RUN                              a run's steps, before and after, samples; reads files only
+  template NAME_OR_PATH                    what a chat template does to training, on a conversation
+  doctor                                   devices, versions, and what works here
+
+RECIPE is a YAML file or a packaged recipe: {recipes}
+RUN is a folder, or the name of one in runs/. Each command has its own --help.
+exit codes: 0 done, 1 template or doctor found a problem, 2 bad configuration, 3 environment or data,
+            4 training aborted, 130 interrupted"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code. ``argv`` None: the arguments of this process."""
+    follow_launcher()
+    _let_idle_threads_sleep()
+    code = _run(list(sys.argv[1:] if argv is None else argv))
+    if code != DONE and _in_process_group():  # the other ranks wait for this one: leave them at once, without the
+        sys.stdout.flush()  # destructors that would wait for them; their launcher then ends them
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _run(arguments: list[str]) -> int:
+    started = time.perf_counter()
+    try:
+        return _dispatch(arguments)
+    except ConfigError as error:
+        report = _config_report(error, arguments, time.perf_counter() - started)
+        if _rank() != 0:  # rank 0 says the same, and the launcher ends the others when it leaves; were this process to
+            time.sleep(RANK_0_SPEAKS_WITHIN_S)  # leave first, that would end rank 0 before it has spoken
+        print(report, file=sys.stderr)
+        return BAD_CONFIG
+    except (DataError, MissingDependencyError, RunFolderError, TemplateError) as error:
+        _report(error)
+        return ENVIRONMENT
+    except LLMRLError as error:
+        if not isinstance(error, CheckpointError):
+            traceback.print_exc()
+        _report(error)
+        return ABORTED
+    except KeyboardInterrupt:
+        if _rank() == 0:
+            print("interrupted; what was saved before is in the run's checkpoints/", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # `llmrl show ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
+
+
+def _dispatch(arguments: list[str]) -> int:
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "sft": lambda rest: _train("sft", rest),
+        "grpo": lambda rest: _train("grpo", rest),
+        "resume": _resume,
+        "eval": _eval,
+        "show": _show,
+        "template": _template,
+        "doctor": _doctor,
+    }
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(HELP.format(recipes=", ".join(recipe_names()) or "none"))
+        return DONE if arguments else BAD_CONFIG
+    if arguments[0] == "--version":
+        print(f"llmrl {llmrl.__version__}")
+        return DONE
+    command, *rest = arguments
+    if command not in commands:
+        match = closest(command, commands)
+        raise ConfigError(
+            f"llmrl {command}  is not a command"
+            + (f"\ndid you mean  llmrl {match}?" if match else f"\nknown here    {', '.join(commands)}")
+        )
+    return commands[command](rest)
+
+
+# --- commands --------------------------------------------------------------------------------------------------------
+
+
+def _train(command: str, arguments: list[str]) -> int:
+    parser = _Parser(f"llmrl {command}", usage=f"llmrl {command} [RECIPE] [section.key=value ...] [options]")
+    parser.add_argument("items", nargs="*", metavar="RECIPE | section.key=value", help="a YAML file or packaged recipe")
+    parser.add_argument("--name", help="the run's folder under --runs; without it, the recipe's name and four digits")
+    parser.add_argument("--runs", default="runs", metavar="DIR", help="where runs are kept (default: runs)")
+    parser.add_argument("--dry-run", action="store_true", help="print the settings and the plan; write nothing")
+    parser.add_argument("--defaults", action="store_true", help="print every setting, its default and its meaning")
+    options = parser.parse(arguments)
+    recipe = RECIPES[command]
+    if options.defaults:
+        print(dump_defaults(recipe.settings()), end="")
+        return DONE
+    path, overrides = _split(command, options.items)
+    if path is None and not overrides:
+        parser.error(f"needs a recipe or settings; packaged recipes: {', '.join(recipe_names())}")
+    loaded = load_config(recipe.settings(), path, overrides)
+    if options.dry_run:
+        from llmrl.run.console import make_console, print_plan  # rich is not needed to say what is wrong
+
+        console = make_console()
+        console.print(dump_config(loaded.config, loaded.origins), end="", markup=False, soft_wrap=True)
+        rows = importlib.import_module(recipe.module).plan(loaded.config, runs=Path(options.runs))
+        print_plan(console, f"{command} (dry run)", rows)
+        return DONE
+    name = path.stem if path else command
+    run = _agree(lambda: _new_run(command, name, loaded, arguments, options.runs, options.name))
+    with _sole_process(run):
+        return importlib.import_module(recipe.module).run(loaded.config, run_dir=run.path, resume=False)
+
+
+def _resume(arguments: list[str]) -> int:
+    parser = _Parser("llmrl resume", usage="llmrl resume RUN [section.key=value ...]")
+    parser.add_argument("run", help="a run's folder, or its name in runs/")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings to change, e.g. steps=400")
+    options = parser.parse(arguments)
+    run = RunDir.open(options.run)
+    with _sole_process(run):
+        recipe, info, loaded = _load_run(run, options.overrides)
+        _check_fixed(run, recipe.settings(), loaded.config)
+        if latest_checkpoint(run.path) is None:
+            raise DataError(f"{run.checkpoints}: must hold a checkpoint to go on from: there is none; start a new run.")
+
+        def write_settings() -> None:
+            origins = dict(info.get("origins", {}))
+            origins |= {name: "resume" for name, place in loaded.origins.items() if place == "command line"}
+            run.write_config(dump_config(loaded.config, origins))
+            run.write_info(info | {"origins": origins})
+
+        on_start = write_settings if options.overrides else None
+        return importlib.import_module(recipe.module).run(
+            loaded.config, run_dir=run.path, resume=True, on_start=on_start
+        )
+
+
+def _eval(arguments: list[str]) -> int:
+    parser = _Parser("llmrl eval", usage="llmrl eval RUN [section.key=value ...] [options]")
+    parser.add_argument("run", help="a run's folder, or its name in runs/")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings to change")
+    parser.add_argument("--checkpoint", metavar="stepN", help="which checkpoint (default: the last)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse(arguments)
+    run = RunDir.open(options.run)
+    _, info, loaded = _load_run(run, options.overrides)
+    checkpoint = run.checkpoints / options.checkpoint if options.checkpoint else latest_checkpoint(run.path)
+    if checkpoint is None or not checkpoint.is_dir():
+        there = ", ".join(sorted(path.name for path in run.checkpoints.glob("step*"))) or "none"
+        raise DataError(f"llmrl eval: needs a checkpoint: got {options.checkpoint or 'the last'}, there: {there}.")
+    evaluate = importlib.import_module("llmrl.run.evaluate")
+    return evaluate.run(
+        run.path, command=info["command"], config=loaded.config, checkpoint=checkpoint, as_json=options.json
+    )
+
+
+def _show(arguments: list[str]) -> int:
+    parser = _Parser("llmrl show", usage="llmrl show RUN [options]")
+    parser.add_argument("run", help="a run's folder, or its name in runs/")
+    parser.add_argument("--rows", type=int, default=20, metavar="N", help="steps in the table (default: 20; 0: all)")
+    parser.add_argument("--step", type=int, metavar="K", help="whose samples (default: the last step's)")
+    parser.add_argument("--samples", type=int, default=2, metavar="N", help="conversations to print (default: 2)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse(arguments)
+    run = RunDir.open(options.run)
+    show = importlib.import_module("llmrl.run.show")
+    if options.json:
+        print(show.as_json(run))
+    else:
+        show.show(run, rows=options.rows, step=options.step, samples=options.samples)
+    return DONE
+
+
+def _template(arguments: list[str]) -> int:
+    parser = _Parser("llmrl template", usage="llmrl template NAME_OR_PATH [options]")
+    parser.add_argument("name", help="a folder with a tokenizer, a registered template, or a name on the hub")
+    parser.add_argument("--tools", action="store_true", help="conversations with tools are to work, too")
+    parser.add_argument("--data", metavar="FILE", help="look at its conversations instead of a made-up one")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse(arguments)
+    diagnose = importlib.import_module("llmrl.run.template_report")
+    return diagnose.run(options.name, tools=options.tools, data=options.data, as_json=options.json)
+
+
+def _doctor(arguments: list[str]) -> int:
+    parser = _Parser("llmrl doctor", usage="llmrl doctor [--json]")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse(arguments)
+    return importlib.import_module("llmrl.run.doctor").report(as_json=options.json)
+
+
+# --- pieces ----------------------------------------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse without abbreviations, that lets options stand between settings and knows near misses."""
+
+    def __init__(self, prog: str, usage: str):
+        super().__init__(prog=prog, usage=usage, allow_abbrev=False)
+
+    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        options, unknown = self.parse_known_intermixed_args(arguments)
+        if unknown:
+            name, equals, _ = unknown[0].partition("=")
+            takes_value = [text for text, action in self._option_string_actions.items() if action.nargs != 0]
+            match = closest(name, takes_value if equals else self._option_string_actions)
+            hint = f"\ndid you mean  {match}?" if match else ""
+            if equals and not match:
+                hint = f"\ndid you mean  {unknown[0].lstrip('-')}   (settings have no dashes)?"
+            raise ConfigError(f"{self.prog} {unknown[0]}  is not an option{hint}")
+        return options
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog}  {message}")
+
+
+def _split(command: str, items: Sequence[str]) -> tuple[Path | None, list[str]]:
+    recipes = [item for item in items if "=" not in item]
+    if len(recipes) > 1:
+        raise ConfigError(f"llmrl {command}  takes one recipe, and settings as section.key=value: got {recipes}")
+    return (find_recipe(recipes[0]) if recipes else None), [item for item in items if "=" in item]
+
+
+def _new_run(
+    command: str, recipe: str, loaded: Loaded, arguments: Sequence[str], root: str, name: str | None
+) -> RunDir:
+    text = dump_config(loaded.config, loaded.origins)
+    run = RunDir.create(recipe, text, root=root, name=name)
+    info = {
+        "command": command,
+        "recipe": recipe,
+        "arguments": list(arguments),
+        "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "llmrl": llmrl.__version__,
+        "python": sys.version.split()[0],
+        "origins": loaded.origins,
+    }
+    try:
+        run.write_config(text)
+        run.write_info(info)
+    except RunFolderError:
+        shutil.rmtree(run.path, ignore_errors=True)
+        raise
+    return run
+
+
+def _load_run(run: RunDir, overrides: Sequence[str]) -> tuple[Recipe, dict[str, Any], Loaded]:
+    info = run.read_info()
+    if info.get("command") not in RECIPES:
+        raise ConfigError(f"{run.info}  must name the command {' or '.join(RECIPES)}: got {info.get('command')!r}")
+    recipe = RECIPES[info["command"]]
+    return recipe, info, load_config(recipe.settings(), run.config, overrides)
+
+
+def _sole_process(run: RunDir) -> AbstractContextManager[None]:
+    """The run's lock, which the first rank holds for all."""
+    return run.lock() if _rank() == 0 else nullcontext()
+
+
+def _check_fixed(run: RunDir, settings: type[Any], config: Any) -> None:
+    """Refuses changes of settings that a checkpoint has decided.
+
+    Raises  ConfigError that names each
+    """
+    before = load_config(settings, run.config).config
+    faults = []
+    for name in getattr(settings, "FIXED", ()):
+        was, is_now = (operator.attrgetter(name)(values) for values in (before, config))
+        was, is_now = (value.model_dump() if hasattr(value, "model_dump") else value for value in (was, is_now))
+        if was != is_now:
+            faults.append(f"{name}  cannot change in a resumed run: was {was!r}, got {is_now!r}")
+    if faults:
+        raise ConfigError("\n".join([*faults, f"leave it out, or start a new run with model={run.path}"]))
+
+
+def _agree(create: Callable[[], RunDir]) -> RunDir:
+    """One run folder for all processes: rank 0 makes it and tells the others through the launcher's store."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return create()
+    from datetime import timedelta
+
+    from torch.distributed import rendezvous  # the settings are valid: torch is needed next anyway
+
+    store, rank, _ = next(rendezvous("env://", timeout=timedelta(seconds=120)))
+    key = f"llmrl/run/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    if rank == 0:
+        try:
+            run = create()
+        except ConfigError:
+            store.set(key, "")
+            raise
+        store.set(key, str(run.path.absolute()))
+        return run
+    try:
+        path = store.get(key).decode()
+    except RuntimeError as error:
+        raise DeadlineError(
+            f"llmrl: rank 0 must name the run's folder within 120 s: got nothing; it is stopped, or hangs: {error}"
+        ) from error
+    if not path:
+        raise ConfigError("rank 0 could not make the run folder")
+    return RunDir(Path(path))
+
+
+def _let_idle_threads_sleep() -> None:
+    """OpenMP's threads wait for each other asleep, unless the user said how: where they spin, runs that share cores
+    slow each other down many times over. To be set before torch is loaded."""
+    if not any(name in os.environ for name in WAITING):
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+
+
+def _in_process_group() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _report(error: Exception) -> None:
+    rank = f"[rank {_rank()}] " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+    print(f"{rank}error         {error}", file=sys.stderr)
+
+
+def _config_report(error: ConfigError, arguments: Sequence[str], seconds: float) -> str:
+    hints = ("did you mean  ", "it means      ", "known here    ", "packaged      ")
+    first, *rest = str(error).splitlines()
+    lines = [f"config error  {first}", *(line if line.startswith(hints) else f"{'':14}{line}" for line in rest)]
+    if "torch" not in sys.modules:
+        last = f"nothing was loaded ({seconds:.2f} s)."
+        if arguments and arguments[0] in RECIPES:
+            last += f"  llmrl {arguments[0]} --defaults  lists every setting."
+        lines.append(f"{'':14}{last}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

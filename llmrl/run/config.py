@@ -1,0 +1,292 @@
+"""From a YAML file and ``section.key=value`` overrides to one validated model, and back to text; loads no torch.
+
+Which settings exist is said by the pydantic models beside the recipes, here is only how they are filled: every fault of
+a file is reported at once, with its line, its dotted name, and the nearest name that exists, what that means and its
+default. A setting's meaning is the ``description`` of its field; a name that other tools give to it can be added as
+``json_schema_extra={"also": ["learning_rate"]}`` and is then suggested too.
+
+YAML is read by the rules of version 1.2, so that ``lr: 1e-6`` is a number and ``split: no`` is not a boolean; a key
+that appears twice is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from importlib import resources
+from pathlib import Path
+from typing import Any, Generic, TypeVar, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticUndefined
+
+from llmrl.errors import ConfigError, closest
+from llmrl.run.yaml_source import Source, YamlDumper, YamlLoader, dotted
+
+__all__ = [
+    "Loaded",
+    "Setting",
+    "dump_config",
+    "dump_defaults",
+    "find_recipe",
+    "load_config",
+    "recipe_names",
+    "settings",
+]
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class Loaded(Generic[Model]):
+    """A valid configuration and where each value that is not a default came from."""
+
+    config: Model
+    origins: dict[str, str] = field(default_factory=dict)  # dotted name -> "sums.yaml:9" or "command line"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One leaf of a configuration model: what ``--defaults`` prints and what a misspelt name is compared with."""
+
+    name: str  # dotted
+    meaning: str
+    default: str  # as YAML; "required" where there is none
+    also: tuple[str, ...] = ()
+    inside: str = ""  # of an optional section: the names in it
+
+    def __str__(self) -> str:
+        inside = ", ".join(filter(None, [self.meaning, self._default_text()]))
+        return f"{self.name}  ({inside})"
+
+    def _default_text(self) -> str:
+        return "required" if self.default == "required" else f"default {self.default}"
+
+
+def load_config(model_cls: type[Model], path: Path | str | None, overrides: Sequence[str] = ()) -> Loaded[Model]:
+    """Fills ``model_cls`` from a YAML file (None: defaults only), then from overrides such as ``optim.lr=2e-6``.
+
+    An override's value is YAML (``clip=[0.2, 0.3]``); of two for one name the later wins; one that names a whole
+    section replaces it.
+
+    Returns  the model, with the origin of each value that was given
+    Raises   ConfigError that lists every fault: unreadable file, repeated key, unknown name, value out of range
+    """
+    source = Source.read(Path(path)) if path is not None else Source()
+    problems = [problem for text in overrides if (problem := source.override(text))]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    try:
+        config = model_cls.model_validate(source.data)
+    except ValidationError as error:
+        known = list(settings(model_cls))
+        faults = _without_other_members(error.errors(), source)
+        faults.sort(key=lambda fault: _line(source.place(fault["loc"])[1]))
+        raise ConfigError("\n".join(_explain(fault, source, known) for fault in faults)) from None
+    return Loaded(config, source.origins())
+
+
+def dump_config(config: BaseModel, origins: Mapping[str, str] | None = None) -> str:
+    """The whole configuration as YAML that `load_config` reads back to an equal model.
+
+    With ``origins`` (of a `Loaded`) each value that was given carries a comment that says where.
+
+    >>> class Optim(BaseModel):
+    ...     lr: float = 1e-6
+    ...     betas: tuple[float, float] = (0.9, 0.95)
+    >>> print(dump_config(Optim(lr=2e-6), {"lr": "command line"}), end="")
+    lr: 2.0e-06  # command line
+    betas: [0.9, 0.95]
+    """
+    return _to_yaml(config.model_dump(mode="json"), origins or {})
+
+
+def dump_defaults(model_cls: type[BaseModel]) -> str:
+    """Every setting as YAML: its default as the value, its meaning as the comment. Required ones are left open."""
+    tree: dict[str, Any] = {}
+    comments = {}
+    closed: list[Setting] = []  # optional sections that are off by default
+    for setting in settings(model_cls):
+        if any(setting.name.startswith(f"{section.name}.") for section in closed):
+            continue
+        if setting.inside:
+            closed.append(setting)
+        *sections, leaf = setting.name.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        required = setting.default == "required"
+        node[leaf] = None if required else yaml.load(setting.default, YamlLoader)
+        notes = [
+            "required" if required else "",
+            setting.meaning,
+            f"a section of {setting.inside}" if setting.inside else "",
+        ]
+        comments[setting.name] = "; ".join(filter(None, notes))
+    return _to_yaml(tree, comments)
+
+
+def settings(model_cls: type[BaseModel], prefix: str = "", filled: BaseModel | None = None) -> Iterator[Setting]:
+    """Every leaf setting of a model and of the models inside it, in the order of declaration.
+
+    An optional section that is off by default comes as itself, then with its leaves. ``filled`` is an instance whose
+    values stand in for the defaults, as in ``optim: Optim = Optim(lr=1e-5)``.
+    """
+    for name, info in model_cls.model_fields.items():
+        own = prefix + name
+        default = PydanticUndefined if info.is_required() else info.get_default(call_default_factory=True)
+        if isinstance(filled, model_cls):
+            default = getattr(filled, name)
+        nested = list(_models_in(info.annotation))
+        is_section = isinstance(default, BaseModel) or (default is PydanticUndefined and _only_models(info.annotation))
+        if not nested or not is_section:
+            extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
+            yield Setting(
+                name=own,
+                meaning=(info.description or "").strip(),
+                default="required" if default is PydanticUndefined else _one_line(default),
+                also=tuple(map(str, extra.get("also", ()))),
+                inside=", ".join(field for inner in nested for field in inner.model_fields),
+            )
+        for inner in nested:
+            yield from settings(inner, f"{own}.", default if isinstance(default, inner) else None)
+
+
+def find_recipe(name: str) -> Path:
+    """The YAML file that a user means: a path as it stands, else a packaged recipe with or without its ``.yaml``.
+
+    Raises  ConfigError that lists the packaged recipes
+    """
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path
+    stem = name.removesuffix(".yaml")
+    packaged = recipe_names()
+    if stem in packaged:
+        return packaged[stem]
+    match = closest(stem, packaged)
+    raise ConfigError(
+        f"{name}  is not a file, nor a packaged recipe"
+        + (f"\ndid you mean  {match}?" if match else "")
+        + f"\npackaged      {', '.join(packaged) or 'none'}"
+    )
+
+
+def recipe_names() -> dict[str, Path]:
+    """The packaged recipes by name."""
+    folder = resources.files("llmrl.recipes")
+    paths = [Path(str(entry)) for entry in folder.iterdir() if entry.name.endswith(".yaml")]
+    return {path.stem: path for path in sorted(paths)}
+
+
+# --- explaining ------------------------------------------------------------------------------------------------------
+
+
+def _explain(fault: Mapping[str, Any], source: Source, known: Sequence[Setting]) -> str:
+    """One fault of pydantic's list as: place, dotted name, what is wrong; then what was probably meant."""
+    at, place = source.place(fault["loc"])
+    name = dotted(at)
+    message = fault["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    message = message[:1].lower() + message[1:] if message.startswith("Input should") else message
+    by_name = {setting.name: setting for setting in known}
+    if fault["type"] == "extra_forbidden":
+        meant = _meant(name, known)
+        section = name.rpartition(".")[0]
+        inside = [setting.name for setting in known if setting.name.rpartition(".")[0] == section]
+        hint = f"did you mean  {meant}?" if meant else f"known here    {', '.join(inside) or 'nothing'}"
+        return f"{place}  {name}  is not a setting\n{hint}"
+    if fault["type"] == "missing":
+        name = dotted((*at, fault["loc"][-1]))
+        about = by_name.get(name)
+        return f"{place}  {name}  must be given\nit means      {about}" if about else f"{place}  {name}  must be given"
+    if not fault["loc"] or fault["type"] in ("value_error", "assertion_error"):
+        return f"{place}  {name}  {message}" if name else f"{place}  {message}"
+    text = f"{place}  {name}  {message.replace('Input should', 'should')}: got {fault['input']!r}".replace(
+        "  input should", "  should"
+    )
+    about = by_name.get(re.sub(r"\.\d+", "", name))
+    lines = [text]
+    if fault["type"] in ("literal_error", "enum") and isinstance(fault["input"], str):
+        choices = re.findall(r"'([^']*)'", str(fault.get("ctx", {}).get("expected", "")))
+        if match := closest(fault["input"], choices):
+            lines.append(f"did you mean  {match}?")
+    if about:
+        lines.append(f"it means      {about}")
+    return "\n".join(lines)
+
+
+def _without_other_members(faults: Sequence[Mapping[str, Any]], source: Source) -> list[Mapping[str, Any]]:
+    """Of a field that may be a section or a plain value: a section with a fault inside is not also "no string"."""
+    paths = [source.place(fault["loc"])[0] for fault in faults]
+    return [
+        fault
+        for fault, path in zip(faults, paths, strict=True)
+        if not (fault["type"].endswith("_type") and any(len(p) > len(path) and p[: len(path)] == path for p in paths))
+    ]
+
+
+def _meant(name: str, known: Sequence[Setting]) -> Setting | None:
+    """The setting whose name, other name or meaning is closest to an unknown one; its own section comes first."""
+    section, _, leaf = name.rpartition(".")
+
+    def likeness(setting: Setting) -> float:
+        home, _, own = setting.name.rpartition(".")
+        words = re.split(r"[,;:(.]", setting.meaning.lower())[0].strip().replace(" ", "_")
+        score = max(SequenceMatcher(None, leaf.lower(), other).ratio() for other in (own, words, *setting.also))
+        return score + (0.1 if home == section else 0.0)
+
+    best = max(known, key=likeness, default=None)
+    return best if best is not None and likeness(best) >= 0.7 else None
+
+
+def _one_line(value: Any) -> str:
+    plain = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
+    if isinstance(plain, (tuple, set, frozenset)):
+        plain = list(plain)
+    if not isinstance(plain, (str, int, float, bool, list, dict, type(None))):
+        plain = str(getattr(plain, "value", plain))
+    text = yaml.dump(plain, Dumper=YamlDumper, default_flow_style=True, width=math.inf, allow_unicode=True)
+    return text.removesuffix("...\n").strip()
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The models that a field's type can hold: itself, or members of Optional, Union and Annotated."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+        return
+    if getattr(annotation, "__origin__", None) in (list, dict, tuple, set):
+        return
+    for inner in get_args(annotation):
+        yield from _models_in(inner)
+
+
+def _only_models(annotation: Any) -> bool:
+    """False where a field can also be something else than a section, as in ``str | TinyModel``."""
+    members = get_args(annotation) or (annotation,)
+    return all(isinstance(member, type) and issubclass(member, BaseModel) for member in members)
+
+
+def _line(place: str) -> int:
+    number = place.rpartition(":")[2]
+    return int(number) if number.isdigit() else 1 << 31  # what has no line comes last
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def _to_yaml(tree: Mapping[str, Any], comments: Mapping[str, str]) -> str:
+    """YAML of plain data, with a comment at the line of each dotted name that has one."""
+    text = yaml.dump(dict(tree), Dumper=YamlDumper, sort_keys=False, allow_unicode=True, width=math.inf)
+    places = Source(name="line")
+    places.parse(text)
+    lines = text.removesuffix("\n").split("\n")
+    for path, place in places.places.items():
+        comment = comments.get(dotted(path))
+        number = int(place.rpartition(":")[2]) - 1
+        if comment and not lines[number].endswith(":"):  # YamlDumper writes every leaf on one line
+            lines[number] += f"  # {' '.join(comment.split())}"
+    return "\n".join(lines) + "\n" if tree else "{}\n"

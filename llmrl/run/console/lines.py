@@ -1,0 +1,164 @@
+"""Lines on a console: a label, a value, never folded, and never a character that the console cannot write."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TextIO
+
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+from llmrl.run.console.numbers import format_number
+
+__all__ = [
+    "ascii_only",
+    "can_write",
+    "make_console",
+    "note",
+    "print_block",
+    "print_labelled",
+    "print_line",
+    "print_plan",
+    "print_summary",
+    "warn",
+]
+
+_LABEL_WIDTH = 10
+
+
+def make_console(rank: int | None = None) -> Console:
+    """The console of this process; it is silent on every rank but the first (``rank`` None: the RANK variable).
+
+    A run goes on without the reader of its output: where a pipe or a terminal is gone, nothing more is written there.
+    """
+    rank = int(os.environ.get("RANK", "0")) if rank is None else rank
+    return Console(quiet=rank != 0, highlight=False, file=_Output(sys.stdout))
+
+
+class _Output:
+    """A stream that becomes the null device where it cannot be written to; standard error too if it is the same."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._try(self._stream.write, text) or 0
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _try(self, call: Callable[..., Any], *arguments: str) -> Any:
+        try:
+            return call(*arguments)
+        except OSError:
+            gone = self._stream.fileno()
+            same = [number for number in {gone, 2} if os.path.sameopenfile(number, gone)]
+            null = os.open(os.devnull, os.O_WRONLY)
+            for number in same:
+                os.dup2(null, number)
+            os.close(null)
+
+
+def print_plan(console: Console, title: str, rows: Sequence[tuple[str, str]], *, right: str = "") -> None:
+    """A heading, then aligned rows of label and value; a value's further lines are indented under its first."""
+    gap = max(2, min(console.width, 120) - len(title) - len(right))
+    print_line(console, Text.assemble((title, "bold"), " " * gap if right else "", (right, "dim")))
+    width = _width(label for label, _ in rows)
+    for label, value in rows:
+        print_labelled(console, label, value, "cyan", width)
+
+
+def note(console: Console, text: str) -> None:
+    """Something worth knowing; printed above a live panel if there is one on this console."""
+    print_labelled(console, "note", text, "blue")
+
+
+def warn(console: Console, text: str) -> None:
+    """Something that may be wrong; printed above a live panel if there is one on this console."""
+    print_labelled(console, "warn", text, "yellow")
+
+
+def print_summary(
+    console: Console,
+    headline: Sequence[str],
+    *,
+    changes: Sequence[tuple[str, float | None, float | None]] = (),
+    facts: Sequence[tuple[str, str]] = (),
+    files: str = "",
+    following: Sequence[str] = (),
+) -> None:
+    """The last lines of a run: what it took, each measure before and after, other facts, its files, what to run next.
+
+    >>> print_summary(
+    ...     Console(width=80), ["60 steps", "2m 05s"], changes=[("sums", 0.41, 0.93)], following=["llmrl eval runs/a"]
+    ... )
+    done      60 steps · 2m 05s
+    sums      .410 -> .930 (+.520)
+    next      llmrl eval runs/a
+    """
+    width = _width([*(name for name, _, _ in changes), *(name for name, _ in facts)])
+    print_labelled(console, "done", " · ".join(headline), "bold green", width)
+    for name, before, after in changes:
+        change = f"{format_number(before)} -> {format_number(after)}"
+        if before is not None and after is not None:
+            change += f" ({'+' if after >= before else ''}{format_number(after - before)})"
+        print_labelled(console, name, change, "cyan", width)
+    for name, text in facts:
+        print_labelled(console, name, text, "cyan", width)
+    if files:
+        print_labelled(console, "files", files, "cyan", width)
+    for command in following:
+        print_labelled(console, "next" if command == following[0] else "", command, "cyan", width)
+
+
+def print_labelled(console: Console, label: str, value: str, style: str, width: int = _LABEL_WIDTH) -> None:
+    """A label in ``style`` and a value; the value's further lines are indented under its first."""
+    first, *rest = value.splitlines() or [""]
+    print_line(console, Text.assemble((f"{label:<{width}}", style), first))
+    for line in rest:
+        print_line(console, Text(" " * width + line))
+
+
+def print_line(console: Console, text: Text) -> None:
+    """One line, however long; in plain ASCII where the console cannot write it otherwise."""
+    if not can_write(console, text.plain):
+        text = Text(ascii_only(text.plain))
+    console.print(text, soft_wrap=True)  # never folded: one line stays one line in a file
+
+
+def print_block(console: Console, block: RenderableType) -> None:
+    """Prints what fills its width; in a file without the blanks at the ends of lines."""
+    if console.is_terminal:
+        console.print(block)
+        return
+    with console.capture() as captured:
+        console.print(block)
+    for line in captured.get().splitlines():
+        print_line(console, Text(line.rstrip()))
+
+
+def can_write(console: Console, text: str) -> bool:
+    """Whether the console's encoding has every character."""
+    try:
+        text.encode(console.encoding)
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def ascii_only(text: str) -> str:
+    """The text with a question mark for what ASCII lacks.
+
+    >>> ascii_only("grpo · ✓")
+    'grpo - ?'
+    """
+    return text.replace("·", "-").encode("ascii", "replace").decode("ascii")
+
+
+def _width(labels: Iterable[str]) -> int:
+    return max([_LABEL_WIDTH, *(len(label) + 2 for label in labels)])

@@ -1,0 +1,215 @@
+"""The steps of a run as they happen: a live panel on a terminal, one stable ASCII line per step anywhere else."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from llmrl.run.console.lines import ascii_only, note, print_line, warn
+from llmrl.run.console.numbers import format_duration, format_number
+
+__all__ = ["GRPO_COLUMNS", "SFT_COLUMNS", "Column", "StepDisplay", "grpo_columns", "print_table"]
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of the step table: which metric, under which heading, written how.
+
+    ``kind``    number (three significant digits), percent (of a fraction), count (18.4k), int, seconds
+    ``spread``  a metric shown behind the value, as in ``.214+-.360``
+    """
+
+    label: str
+    metric: str
+    kind: str = "number"
+    spread: str | None = None
+
+    @property
+    def width(self) -> int:
+        return max(len(self.label), {"number": 7, "percent": 5, "count": 6, "int": 6, "seconds": 8}[self.kind]) + (
+            9 if self.spread else 0
+        )
+
+    def text(self, metrics: Mapping[str, float | None]) -> str:
+        """The cell's content, a dash where the step has no such metric."""
+        shown = format_number(metrics.get(self.metric), self.kind)
+        if self.spread and metrics.get(self.spread) is not None:
+            shown += f"+-{format_number(metrics[self.spread], self.kind)}"
+        return shown
+
+
+SFT_COLUMNS = (
+    Column("loss", "policy/loss"),
+    Column("|g|", "policy/grad_norm"),
+    Column("lr", "policy/lr"),
+    Column("trained", "tokens/trained", "count"),
+    Column("epoch", "data/epoch"),
+    Column("tok/s", "perf/train_tok_s", "count"),
+    Column("step s", "time/step", "seconds"),
+)
+
+GRPO_COLUMNS = (
+    Column("reward", "reward/mean", spread="reward/std"),
+    Column("len", "tokens/completion_mean", "int"),
+    Column("trunc", "tokens/truncated_frac", "percent"),
+    Column("useful", "group/kept_frac", "percent"),
+    Column("calls", "tools/call_rate", "percent"),
+    Column("kl", "mismatch/kl"),
+    Column("ent", "policy/entropy"),
+    Column("|g|", "policy/grad_norm"),
+    Column("stale", "async/staleness_mean"),
+    Column("gen tok/s", "perf/gen_tok_s", "count"),
+    Column("train tok/s", "perf/train_tok_s", "count"),
+    Column("step s", "time/step", "seconds"),
+)
+
+
+def grpo_columns(*, tools: bool) -> tuple[Column, ...]:
+    """The columns of a run that is about to start: without what only a run with tools measures, unless it has some."""
+    return tuple(column for column in GRPO_COLUMNS if tools or not column.metric.startswith("tools/"))
+
+
+class StepDisplay:
+    """Shows a training loop as it goes; used as a context manager around it.
+
+    On a terminal: a panel with the last rows, the course of the first column, a progress bar and the time left.
+    Anywhere else: a header, then one line per `step`. What `warn`, `note` or any ``print`` writes appears above it.
+
+    ``total``    steps of the run; ``start`` is the number of those already done (a resumed run)
+    ``enabled``  False shows nothing (every rank but the first)
+    """
+
+    def __init__(
+        self,
+        total: int,
+        columns: Sequence[Column],
+        *,
+        console: Console,
+        title: str = "",
+        start: int = 0,
+        enabled: bool = True,
+        rows: int = 8,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.total = total
+        self.columns = tuple(columns)
+        self.console = console
+        self.title = title
+        self.enabled = enabled and not console.quiet
+        self._clock = clock
+        self._done = start
+        self._last = clock()
+        self._durations: deque[float] = deque(maxlen=20)
+        self._lines: deque[str] = deque(maxlen=rows)
+        self._course: list[float] = []
+        live = self.enabled and console.is_terminal and console.is_interactive
+        self._live = Live(self._panel(), console=console, refresh_per_second=4) if live else None
+
+    def __enter__(self) -> StepDisplay:
+        if self._live:
+            self._live.start()
+        elif self.enabled:
+            print_line(self.console, Text(ascii_only(_header(self.columns, "eta"))))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._live:
+            self._live.stop()
+
+    def step(self, step: int, metrics: Mapping[str, float], remark: str = "") -> None:
+        """Shows one finished step; ``remark``, an evaluation for example, ends its line (or stays above the panel)."""
+        now = self._clock()
+        self._durations.append(now - self._last)
+        self._last = now
+        self._done = step
+        if not self.enabled:
+            return
+        line = _row(self.columns, step, metrics, format_duration(self.seconds_left))
+        value = metrics.get(self.columns[0].metric) if self.columns else None
+        if value is not None and math.isfinite(value):
+            self._course.append(float(value))
+        if self._live:
+            self._lines.append(line)
+            self._live.update(self._panel())
+            if remark:
+                self.note(f"step {step}: {remark}")
+        else:
+            print_line(self.console, Text(ascii_only(f"{line}  {remark}".rstrip())))
+
+    @property
+    def seconds_left(self) -> float:
+        """The remaining steps at the mean pace of the last twenty."""
+        if not self._durations:
+            return math.nan
+        return max(0, self.total - self._done) * sum(self._durations) / len(self._durations)
+
+    def warn(self, text: str) -> None:
+        """`llmrl.run.console.warn` on this display's console."""
+        if self.enabled:
+            warn(self.console, text)
+
+    def note(self, text: str) -> None:
+        """`llmrl.run.console.note` on this display's console."""
+        if self.enabled:
+            note(self.console, text)
+
+    def _panel(self) -> Panel:
+        head = Text(_header(self.columns, "eta"), "bold", no_wrap=True, overflow="ellipsis")
+        body = [Text(line, no_wrap=True, overflow="ellipsis") for line in self._lines]
+        bar = Table.grid(padding=(0, 2))
+        left = "" if math.isnan(self.seconds_left) else f"{format_duration(self.seconds_left)} left"
+        course = _sparkline(self._course)
+        bar.add_row(
+            ProgressBar(total=max(1, self.total), completed=self._done, width=30),
+            f"{self._done}/{self.total}",
+            left,
+            f"{self.columns[0].label} {course}" if course else "",
+        )
+        return Panel(Group(head, *body, bar), title=self.title or None, title_align="left", border_style="dim")
+
+
+def print_table(console: Console, columns: Sequence[Column], rows: Sequence[Mapping[str, float | None]]) -> None:
+    """Recorded steps, in the columns that the run showed; a column that no step has a value for is left out."""
+    shown = [column for column in columns if any(row.get(column.metric) is not None for row in rows)]
+    print_line(console, Text(_header(shown), "bold"))
+    for row in rows:
+        print_line(console, Text(_row(shown, int(row["step"] or 0), row)))
+
+
+def _header(columns: Sequence[Column], *more: str) -> str:
+    cells = [
+        f"{'step':>6}",
+        *(f"{column.label:>{column.width}}" for column in columns),
+        *(f"{word:>8}" for word in more),
+    ]
+    return "  ".join(cells)
+
+
+def _row(columns: Sequence[Column], step: int, metrics: Mapping[str, float | None], *more: str) -> str:
+    cells = [f"{step:>6}", *(f"{column.text(metrics):>{column.width}}" for column in columns)]
+    return "  ".join([*cells, *(f"{word:>8}" for word in more)])
+
+
+def _sparkline(values: Sequence[float], width: int = 24) -> str:
+    """The course of a value in blocks, the mean of a bucket each."""
+    if len(values) < 2:
+        return ""
+    size = max(1, math.ceil(len(values) / width))
+    buckets = [values[start : start + size] for start in range(0, len(values), size)]
+    means = [sum(bucket) / len(bucket) for bucket in buckets]
+    low, high = min(means), max(means)
+    span = (high - low) or 1.0
+    return "".join("▁▂▃▄▅▆▇█"[min(7, int((mean - low) / span * 8))] for mean in means)

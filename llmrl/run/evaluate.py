@@ -1,0 +1,74 @@
+"""Measures a checkpoint of a run: ``llmrl eval RUN``. Greedy answers to the held-out problems of the run's own task."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from llmrl.errors import ConfigError
+from llmrl.modules.llm.policies import TransformersWrapper
+from llmrl.run.checkpoint import check_files
+from llmrl.run.console import format_duration, print_summary
+from llmrl.train.distributed import Session
+from llmrl.train.evaluation import Evaluation
+from llmrl.train.grpo_config import GRPOConfig
+from llmrl.train.models import load_model, load_tokenizer
+from llmrl.train.sft_config import SFTConfig
+from llmrl.train.tasks import Task, eval_rows
+
+__all__ = ["run"]
+
+
+def run(run_dir: Path, *, command: str, config: SFTConfig | GRPOConfig, checkpoint: Path, as_json: bool = False) -> int:
+    """Prints the score of ``checkpoint``, as one JSON object if so asked, and returns 0.
+
+    Raises  ConfigError if the run's settings name no task or no problems to measure on; DataError if the checkpoint is
+            not as it was written
+    """
+    rows = None if config.env is None else eval_rows(config.env, config.eval)
+    if config.env is None or rows is None:
+        setting = "env" if config.env is None else "eval.dataset"
+        raise ConfigError(f"llmrl eval: the {command} run {run_dir.name} has no held-out problems; say {setting}=...")
+    check_files(checkpoint)
+    with Session(config) as session:
+        source = config.model_copy(update={"model": str(checkpoint)})
+        tokenizer = load_tokenizer(source, runs=run_dir.parent)
+        model = load_model(source, tokenizer, runs=run_dir.parent, checked=True).to(session.device)
+        policy = TransformersWrapper(model, tokenizer=tokenizer, input_mode="history")
+        started = time.perf_counter()
+        task = Task(config.env, tokenizer)
+        exam = Evaluation(
+            session,
+            policy,
+            task,
+            rows,
+            split=config.eval.split,
+            batch_size=config.eval.batch_size,
+            max_tokens=config.eval.max_tokens,
+        )
+        score = exam.run()
+        seconds = time.perf_counter() - started
+        task.close()
+    if not session.is_first:
+        return 0
+    if as_json:
+        result = {
+            "run": str(run_dir),
+            "checkpoint": checkpoint.name,
+            "env": config.env.name,
+            "split": config.eval.split,
+            "rows": len(rows),
+            "failed": exam.failed,
+            "mean": score,
+            **({} if exam.call_rate is None else {"call_rate": exam.call_rate}),
+        }
+        print(json.dumps(result))
+        return 0
+    lost = f" · scoring failed on {exam.failed}" if exam.failed else ""
+    print_summary(
+        session.console,
+        [exam.remark, f"{len(rows)} problems{lost}", format_duration(seconds)],
+        files=str(checkpoint),
+    )
+    return 0

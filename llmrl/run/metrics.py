@@ -1,0 +1,276 @@
+"""What a run measured, one JSON object per step in ``metrics.jsonl``, and the names that a measurement may have.
+
+The names are shared by every recipe, so that two runs, and a dashboard made for one of them, can be compared; a name
+that is not in the table is refused. Weights & Biases and TensorBoard are mirrors of the file, never instead of it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, SupportsFloat
+
+from llmrl.errors import ConfigError, DataError, near
+from llmrl.optional import require
+from llmrl.run.run_dir import writing
+
+__all__ = ["METRICS", "MetricsLog", "Mirror", "TensorBoardMirror", "WandbMirror", "check_metric_name", "read_metrics"]
+
+METRICS: dict[str, str] = {
+    "reward/mean": "mean reward of the step's completions, failed ones left out",
+    "reward/std": "their standard deviation",
+    "group/zero_var_frac": "share of groups whose rewards are all equal: they teach nothing",
+    "group/kept_frac": "share of groups that reached the loss",
+    "tokens/completion_mean": "tokens sampled per completion",
+    "tokens/completion_max": "the longest",
+    "tokens/truncated_frac": "share of completions that ended at the token limit",
+    "tokens/trained": "tokens that carried a gradient in this step, over all processes",
+    "policy/loss": "the objective, normalised over the trained tokens of the step",
+    "policy/entropy": "nats per trained token",
+    "policy/ratio_mean": "mean of new over old probability",
+    "policy/clip_low_frac": "share of trained tokens clipped from below",
+    "policy/clip_high_frac": "share clipped from above",
+    "policy/kl_ref": "divergence from the reference model, nats per trained token",
+    "policy/grad_norm": "before clipping",
+    "policy/lr": "learning rate",
+    "mismatch/logp_abs_mean": "mean |log p of the trainer - log p of the engine|, same weights",
+    "mismatch/logp_abs_max": "the largest",
+    "mismatch/probe": "mean |log p of the trainer - log p of the engine| on fixed sequences, after each new version",
+    "mismatch/kl": "k3 estimate of the divergence between engine and trainer",
+    "mismatch/is_mean": "mean importance weight of the engine correction",
+    "mismatch/is_max": "the largest",
+    "mismatch/masked_frac": "share of tokens that the correction left out",
+    "mismatch/ess": "effective share of the tokens under the ratio of trainer to engine",
+    "async/staleness_mean": "optimizer steps between the weights that sampled and the weights trained",
+    "async/staleness_max": "the largest",
+    "async/buffer": "conversations waiting",
+    "async/engine_idle": "share of the step that the engine waited",
+    "async/trainer_idle": "share of the step that the trainer waited",
+    "rollout/failed": "conversations lost in this step",
+    "rollout/retried": "conversations tried again",
+    "rollout/turns_mean": "assistant turns per conversation",
+    "tools/conversations": "conversations that ended in this step",
+    "tools/call_rate": "share of them that called a tool",
+    "tools/calls_mean": "calls per conversation",
+    "tools/ok_frac": "share of the calls that were answered",
+    "tools/error_frac": "share that the tool refused, or failed in",
+    "tools/timeout_frac": "share that was given up at its deadline",
+    "tools/malformed_frac": "share that could not be read",
+    "tools/unknown_frac": "share that named no tool",
+    "tools/not_run_frac": "share beyond the last turn, or too many in one",
+    "tools/cut_frac": "share whose answer was cut",
+    "tools/seconds_mean": "seconds per call that ran",
+    "data/epoch": "passes over the training data so far",
+    "time/generate": "seconds",
+    "time/reward": "seconds",
+    "time/logp": "seconds in scoring passes without a gradient",
+    "time/update": "seconds in forward, backward and optimizer",
+    "time/sync": "seconds in handing weights to the engine",
+    "time/eval": "seconds",
+    "time/step": "seconds, everything included",
+    "perf/gen_tok_s": "tokens sampled per second of generation",
+    "perf/train_tok_s": "tokens trained per second of update",
+    "perf/mfu": "share of the device's peak arithmetic",
+    "perf/peak_gb": "peak device memory",
+}
+
+_FAMILIES = {
+    re.compile(r"reward/[\w.-]+/\w+"): "reward/<function>/mean",
+    re.compile(r"eval/[\w.-]+/[\w@.-]+"): "eval/<environment>/mean",
+}
+
+
+def check_metric_name(name: str) -> None:
+    """Accepts the names of `METRICS`, ``reward/<function>/...`` and ``eval/<environment>/...``.
+
+    Raises  ConfigError
+
+    >>> check_metric_name("eval/sums/mean")
+    >>> check_metric_name("rewards/mean")
+    Traceback (most recent call last):
+    llmrl.errors.ConfigError: metrics: 'rewards/mean' is not a metric. Did you mean 'reward/mean'?
+    """
+    if name not in METRICS and not any(family.fullmatch(name) for family in _FAMILIES):
+        raise ConfigError(f"metrics: {name!r} is not a metric.{near(name, [*METRICS, *_FAMILIES.values()])}")
+
+
+class Mirror(Protocol):
+    """A dashboard that is shown every step as well."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricsLog:
+    """Appends one line per step to ``<run>/metrics.jsonl``; each line is on its way to the disk when `log` returns.
+
+    ``resume_step``  the step of the checkpoint that the run goes on from: later lines are removed, they will come again
+    ``mirrors``      "wandb", "tensorboard", or any object with `log` and `close`
+    ``enabled``      False on every rank but the first: names are checked, nothing is written
+
+    Raises  ConfigError for an unknown metric or mirror, or if the file holds steps and ``resume_step`` is not given
+            MissingDependencyError if a mirror's package is not installed
+            RunFolderError if the file cannot be written
+    """
+
+    def __init__(
+        self,
+        run_dir: Path | str,
+        *,
+        enabled: bool = True,
+        resume_step: int | None = None,
+        mirrors: Sequence[str | Mirror] = (),
+        config: Mapping[str, Any] | None = None,
+    ):
+        self.path = Path(run_dir) / "metrics.jsonl"
+        self._file = None
+        self._mirrors: list[Mirror] = []
+        if not enabled:
+            return
+        if resume_step is not None:
+            with writing(self.path):
+                _keep_steps(self.path, resume_step)
+        elif self.path.exists() and self.path.stat().st_size:
+            raise ConfigError(f"{self.path}: holds the steps of another run; resume that one, or choose another name.")
+        self._mirrors = [_make_mirror(mirror, self.path.parent, config) for mirror in mirrors]
+        with writing(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("a", encoding="utf-8")
+
+    def log(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
+        """Writes one line. Values are numbers or one-element tensors; what is not finite is written as null.
+
+        Raises  RunFolderError if it cannot be written, or the file is no longer there
+        """
+        for name in metrics:
+            check_metric_name(name)
+        values = {name: _number(value) for name, value in metrics.items()}
+        if self._file is None:
+            return
+        line = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        with writing(self.path):
+            self._file.write(json.dumps({"step": int(step), **line}) + "\n")
+            self._file.flush()
+            self.path.stat()  # an open file that was removed takes every line and keeps none
+        for mirror in self._mirrors:
+            mirror.log(int(step), values)
+
+    def close(self) -> None:
+        """Closes the file and the mirrors; may be called twice."""
+        if self._file is not None:
+            file, self._file = self._file, None
+            with writing(self.path):
+                file.close()
+        for mirror in self._mirrors:
+            mirror.close()
+        self._mirrors = []
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_metrics(path: Path | str) -> list[dict[str, float | None]]:
+    """The steps of a run, given its folder or its ``metrics.jsonl``; lines of one step are joined.
+
+    A last line that was cut short by a kill is left out.
+
+    Raises  DataError if there is no file, or naming the line that cannot be read
+    """
+    path = Path(path)
+    path = path / "metrics.jsonl" if path.is_dir() else path
+    if not path.is_file():
+        raise DataError(f"{path}: must be the metrics of a run: there is no such file.")
+    steps: dict[int, dict[str, float | None]] = {}
+    for row in _rows(path):
+        steps.setdefault(row["step"], {}).update(row)
+    return list(steps.values())
+
+
+class WandbMirror:
+    """Weights & Biases; resumes under the run's name."""
+
+    def __init__(self, run_dir: Path, config: Mapping[str, Any] | None = None):
+        wandb = require("wandb", extra="wandb", used_by="log: [wandb]")
+        name = run_dir.resolve().name
+        self._run = wandb.init(project="llmrl", id=name, name=name, dir=str(run_dir), config=config, resume="allow")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class TensorBoardMirror:
+    """TensorBoard event files in ``<run>/tensorboard``."""
+
+    def __init__(self, run_dir: Path, config: Mapping[str, Any] | None = None):
+        require("tensorboard", extra="tensorboard", used_by="log: [tensorboard]")
+        from torch.utils.tensorboard import SummaryWriter  # loads tensorboard, hence not at the top
+
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+_MIRRORS = {"wandb": WandbMirror, "tensorboard": TensorBoardMirror}
+
+
+def _make_mirror(mirror: str | Mirror, run_dir: Path, config: Mapping[str, Any] | None) -> Mirror:
+    if not isinstance(mirror, str):
+        return mirror
+    if mirror not in _MIRRORS:
+        known = ", ".join(_MIRRORS)
+        raise ConfigError(f"log: must name mirrors among {known}: got {mirror!r}.{near(mirror, _MIRRORS)}")
+    return _MIRRORS[mirror](run_dir, config)
+
+
+def _number(value: SupportsFloat) -> float | int:
+    if isinstance(value, int):  # bool too
+        return int(value)
+    number = float(value)
+    return int(number) if number.is_integer() and hasattr(value, "dtype") and "int" in str(value.dtype) else number
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: must be UTF-8: {error}.") from error
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            row["step"] = int(row["step"])
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            if number == len(lines) and not line.endswith("\n"):
+                break  # the process was killed while it wrote this line
+            raise DataError(f"{path}:{number}: must be a JSON object with a step: got {line[:80]!r}.") from error
+        rows.append(row)
+    return rows
+
+
+def _keep_steps(path: Path, last: int) -> None:
+    """Rewrites the file without the steps after ``last``, through a second file, so that a kill loses nothing."""
+    if not path.exists():
+        return
+    kept = [json.dumps(row) + "\n" for row in _rows(path) if row["step"] <= last]
+    draft = path.with_suffix(".jsonl.tmp")
+    draft.write_text("".join(kept), encoding="utf-8")
+    os.replace(draft, path)

@@ -1,0 +1,205 @@
+"""The folder of one run: its name, and where each file in it lives. What is written into them belongs to others."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmrl.errors import ConfigError, RunFolderError, closest
+
+__all__ = ["RunDir", "free_space", "writing"]
+
+_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """``runs/<name>/`` and the places in it.
+
+    >>> RunDir(Path("runs/sums-grpo-3f2a")).metrics.as_posix()
+    'runs/sums-grpo-3f2a/metrics.jsonl'
+    """
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The configuration as it ran, every default written out."""
+        return self.path / "config.yaml"
+
+    @property
+    def info(self) -> Path:
+        """What made the run: the command, its arguments, versions."""
+        return self.path / "run.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per step (`llmrl.run.metrics.MetricsLog`)."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def rollouts(self) -> Path:
+        """One Parquet file per step (`llmrl.run.rollout_log.RolloutLog`)."""
+        return self.path / "rollouts"
+
+    @property
+    def checkpoints(self) -> Path:
+        """``stepN`` folders (`llmrl.run.checkpoint.CheckpointStore`)."""
+        return self.path / "checkpoints"
+
+    @classmethod
+    def create(
+        cls,
+        recipe: str,
+        config_text: str,
+        *,
+        root: Path | str = "runs",
+        name: str | None = None,
+        now: float | None = None,
+    ) -> RunDir:
+        """Makes a folder that no other run has, even one started in the same moment.
+
+        Without ``name`` it is the recipe's name and four digits of a hash of the configuration and the time.
+
+        Raises  ConfigError if ``name`` is taken or cannot be a folder's name; RunFolderError if no folder can be made
+        """
+        root = Path(root)
+        if name is not None:
+            if not re.fullmatch(r"[\w.+=-]+", name) or name.startswith("."):
+                raise ConfigError(f"--name  must be letters, digits and . _ + = -: got {name!r}")
+            return cls(_make(root / name) or _refuse(root / name))
+        stem = re.sub(r"[^a-z0-9.]+", "-", recipe.lower()).strip("-.") or "run"
+        moment = time.time_ns()
+        for attempt in range(10_000):
+            digits = hashlib.sha256(f"{config_text}\0{moment}\0{attempt}".encode()).hexdigest()[:4]
+            if path := _make(root / f"{stem}-{digits}"):
+                return cls(path)
+        raise ConfigError(f"{root}  holds too many runs named {stem}-....; give this one a --name")
+
+    @classmethod
+    def open(cls, path: Path | str, *, root: Path | str = "runs") -> RunDir:
+        """An existing run, by its path or by its name under ``root``.
+
+        Raises  ConfigError that names the nearest run
+        """
+        for candidate in (Path(path), Path(root) / path):
+            if (candidate / "config.yaml").is_file():
+                return cls(candidate)
+        runs = [entry.parent.name for entry in sorted(Path(root).glob("*/config.yaml"))]
+        match = closest(Path(path).name, runs)
+        raise ConfigError(
+            f"{path}  is not a run: there is no {Path(path) / 'config.yaml'}"
+            + (f"\ndid you mean  {Path(root) / match}?" if match else "")
+        )
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Holds the run: inside it no other process trains here. A process that ends in any way lets go of it.
+
+        Where the file system knows no locks the run goes on without one.
+
+        Raises  RunFolderError that names the process that holds it, or if the folder cannot be written
+        """
+        with writing(self.path / ".lock"):
+            file = open(self.path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115
+        with file:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                file.seek(0)
+                raise RunFolderError(
+                    f"{self.path}: must have one process at a time: got a second one, beside {file.read().strip()}, "
+                    "which runs; wait for it or end it."
+                ) from None
+            except OSError:
+                pass  # no locks on this file system
+            else:
+                with writing(self.path / ".lock"):
+                    file.truncate(0)
+                    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+                    file.flush()
+            yield
+
+    def write_config(self, text: str) -> None:
+        """Writes ``config.yaml``; another process sees the old text or the new one, never half of it."""
+        _replace(self.config, text)
+
+    def write_info(self, info: Mapping[str, Any]) -> None:
+        """Writes ``run.json``, likewise."""
+        _replace(self.info, json.dumps(dict(info), indent=2) + "\n")
+
+    def read_info(self) -> dict[str, Any]:
+        """Reads ``run.json``.
+
+        Raises  ConfigError if the file is missing or is not a JSON object
+        """
+        try:
+            info = json.loads(self.info.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigError(f"{self.info}  cannot be read: {error}") from error
+        if not isinstance(info, dict):
+            raise ConfigError(f"{self.info}  must be a JSON object: got {type(info).__name__}")
+        return info
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Inside it, an OSError of the file system becomes a RunFolderError that names ``path`` and the remedy."""
+    try:
+        yield
+    except RunFolderError:
+        raise
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            remedy = f"{free_space(path)}; make room"
+        elif error.errno in _REFUSED:
+            remedy = "choose a folder that can be written, for new runs with --runs DIR"
+        elif error.errno in (errno.ENOTDIR, errno.EEXIST):
+            remedy = "a file is where a folder must be: remove it, or choose another place with --runs DIR"
+        elif error.errno == errno.ENOENT:
+            remedy = "the folder was removed meanwhile; start a new run"
+        else:
+            remedy = "look at that disk"
+        raise RunFolderError(f"{path}: cannot be written: {error.strerror or error}; {remedy}.") from error
+
+
+def free_space(path: Path) -> str:
+    """How much room there is on the disk of ``path``, in words."""
+    try:
+        usage = shutil.disk_usage(next(folder for folder in (path, *path.absolute().parents) if folder.exists()))
+    except OSError:
+        return "the disk's free space is unknown"
+    return f"{usage.free / 2**30:.2f} GiB free of {usage.total / 2**30:.2f} GiB on that disk"
+
+
+def _replace(path: Path, text: str) -> None:
+    draft = path.with_name(f".{path.name}.draft")
+    with writing(path):
+        draft.write_text(text, encoding="utf-8")
+        os.replace(draft, path)
+
+
+def _make(path: Path) -> Path | None:
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir()  # fails where the folder exists: of two racing runs, one gets it
+        except FileExistsError:
+            return None
+    return path
+
+
+def _refuse(path: Path) -> Path:
+    raise ConfigError(f"--name  {path} exists; choose another name, or continue it: llmrl resume {path}")

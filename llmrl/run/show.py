@@ -1,0 +1,152 @@
+"""``llmrl show``: what a run did, read from its files alone; it may still be running, on another machine's disk."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+
+from llmrl.errors import DataError
+from llmrl.run.checkpoint import CheckpointStore
+from llmrl.run.console import (
+    GRPO_COLUMNS,
+    SFT_COLUMNS,
+    Sample,
+    format_duration,
+    format_number,
+    make_console,
+    print_conversations,
+    print_plan,
+    print_summary,
+    print_table,
+)
+from llmrl.run.metrics import METRICS, read_metrics
+from llmrl.run.rollout_log import Rollout, read_rollouts
+from llmrl.run.run_dir import RunDir
+
+__all__ = ["as_json", "show"]
+
+Row = dict[str, float | None]
+
+
+def show(
+    run: RunDir, *, rows: int = 20, step: int | None = None, samples: int = 2, console: Console | None = None
+) -> None:
+    """Prints the table of steps (``rows`` of them, evenly spaced; 0 for all), samples, and each measure's change.
+
+    Of a run with tools also how many calls there were, and how they ended in its first and its last step with calls.
+
+    Raises  DataError if the run has no metrics, or no rollouts of the ``step`` asked for
+    """
+    console = console or make_console()
+    info, steps = run.read_info(), read_metrics(run.path)
+    head = [("command", f"llmrl {info['command']} {shlex.join(info.get('arguments', []))}")]
+    head.append(("created", f"{info.get('created', '?')} by llmrl {info.get('llmrl', '?')}"))
+    print_plan(console, f"{info['command']} · {run.path.name}", head)
+    if not steps:
+        print_summary(console, ["no step is finished yet"])
+        return
+    trained = [row for row in steps if any(not name.startswith("eval/") for name in row if name != "step")]
+    columns = GRPO_COLUMNS if any("reward/mean" in row for row in steps) else SFT_COLUMNS
+    print_table(console, columns, _spread(trained, rows))
+    if samples and (chosen := _extremes(_rollouts(run, step), samples)):
+        print_conversations(console, [_sample(rollout) for rollout in chosen])
+    checkpoints = CheckpointStore(run.path, writer=False).steps()
+    print_summary(
+        console,
+        [f"{int(steps[-1]['step'])} steps", format_duration(_total(steps, "time/step"))],
+        changes=_changes(steps),
+        facts=[("tools", _calls_in_words(calls))] if (calls := _calls(steps)) else [],
+        files=f"{run.path}/{{config.yaml, metrics.jsonl, rollouts, checkpoints}}",
+        following=[f"llmrl eval {run.path}", f"llmrl resume {run.path}"] if checkpoints else [],
+    )
+
+
+def as_json(run: RunDir) -> str:
+    """The same facts as one JSON object."""
+    steps = read_metrics(run.path)
+    return json.dumps(
+        {
+            "run": str(run.path),
+            "info": run.read_info(),
+            "steps": steps,
+            "changes": {name: {"before": before, "after": after} for name, before, after in _changes(steps)},
+            "calls": _calls(steps),
+            "checkpoints": CheckpointStore(run.path, writer=False).steps(),
+        }
+    )
+
+
+def _changes(steps: Sequence[Row]) -> list[tuple[str, float, float]]:
+    """First and last value of the reward or the loss, and of every evaluation."""
+    evaluations = sorted({name for row in steps for name in row if name.startswith("eval/")})
+    changes = []
+    for name in ["reward/mean" if any("reward/mean" in row for row in steps) else "policy/loss", *evaluations]:
+        values = [row[name] for row in steps if row.get(name) is not None]
+        if values:
+            changes.append((name.removesuffix("/mean"), values[0], values[-1]))
+    return changes
+
+
+def _calls(steps: Sequence[Row]) -> dict[str, Any] | None:
+    """How many calls there were, and the share of each outcome in the first and the last step with calls."""
+    called = [row for row in steps if row.get("tools/calls_mean")]
+    if not called:
+        return None
+    outcomes = {}
+    for name in METRICS:
+        outcome = name.removeprefix("tools/").removesuffix("_frac")
+        if name == f"tools/{outcome}_frac" and outcome != "cut" and any(row.get(name) for row in called):
+            outcomes[outcome] = {"before": called[0].get(name), "after": called[-1].get(name)}
+    count = sum(round(row["tools/calls_mean"] * row["tools/conversations"]) for row in called)
+    return {"count": count, "outcomes": outcomes}
+
+
+def _calls_in_words(calls: dict[str, Any]) -> str:
+    shares = [
+        f"{outcome} {format_number(share['before'], 'percent')} -> {format_number(share['after'], 'percent')}"
+        for outcome, share in calls["outcomes"].items()
+    ]
+    return " · ".join([f"{calls['count']:,} calls".replace(",", " "), *shares])
+
+
+def _rollouts(run: RunDir, step: int | None) -> list[Rollout]:
+    try:
+        return read_rollouts(run.path, step)
+    except DataError:
+        if step is not None:
+            raise
+        return []  # supervised runs have none
+
+
+def _extremes(rollouts: Sequence[Rollout], count: int) -> list[Rollout]:
+    """The best and the worst rewarded, alternating; failed ones (no reward) count as worst."""
+    ordered = sorted(rollouts, key=lambda rollout: -math.inf if rollout.reward is None else rollout.reward)
+    chosen: list[Rollout] = []
+    while ordered and len(chosen) < count:
+        chosen.append(ordered.pop(-1 if len(chosen) % 2 == 0 else 0))
+    return chosen
+
+
+def _sample(rollout: Rollout) -> Sample:
+    label = f"step {rollout.step}, {rollout.tokens} tokens, {rollout.stop_reason}"
+    if rollout.reward is None:
+        label += ", reward failed"
+    return Sample([(rollout.prompt, False), (rollout.completion, True)], rollout.reward, rollout.advantage, label)
+
+
+def _spread(rows: Sequence[Row], count: int) -> list[Row]:
+    if count <= 0 or len(rows) <= count:
+        return list(rows)
+    if count == 1:
+        return [rows[-1]]
+    return [rows[round(position * (len(rows) - 1) / (count - 1))] for position in range(count)]
+
+
+def _total(rows: Sequence[Row], name: str) -> float:
+    values: list[Any] = [row[name] for row in rows if row.get(name) is not None]
+    return sum(values) if values else math.nan

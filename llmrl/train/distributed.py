@@ -1,0 +1,191 @@
+"""One process of a run among its equals: devices, precision, collectives, and what a person sees of the first of them.
+
+A wrapper of a few lines around accelerate, so that a recipe reads the same under ``llmrl`` and under ``torchrun``.
+FSDP2 is torch's own ``fully_shard``, which works with any backend; accelerate leaves it out on CPUs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import InitProcessGroupKwargs, gather_object
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from llmrl.errors import DeadlineError
+from llmrl.run.console import make_console
+from llmrl.train.settings import ModelSource
+
+__all__ = ["Session"]
+
+T = TypeVar("T")
+
+_NUMBERS = itertools.count()  # of this process's sessions: the same on every rank
+_ROLL_CALL_S = 5.0  # the ranks that wait for another one give up within moments of each other
+_LOST = re.compile("timed out|timeout|connection (closed|reset)", re.IGNORECASE)  # what a collective fails with then
+
+
+class Session:
+    """What every rank knows: ``rank``, ``world_size``, ``device``, ``console`` (silent but on rank 0)."""
+
+    def __init__(self, config: ModelSource):
+        self._timeout_s = config.parallel.timeout_s
+        self._store = _join(self._timeout_s)
+        bf16 = config.dtype == "bfloat16" or (config.dtype == "auto" and _gpu_has_bfloat16())
+        self.accelerator = Accelerator(
+            cpu=not torch.cuda.is_available(),
+            mixed_precision="bf16" if bf16 else "no",
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=self._timeout_s))],
+        )
+        self.rank: int = self.accelerator.process_index
+        self.world_size: int = self.accelerator.num_processes
+        self.sharded: bool = config.parallel.mode == "fsdp2" and self.world_size > 1
+        self.device: torch.device = self.accelerator.device
+        self.low_precision = bf16
+        self.precision = "bfloat16 arithmetic, float32 weights" if bf16 else "float32"
+        self.console = make_console(self.rank)
+        if self.world_size > 1:
+            sys.excepthook = _abort_at_once(sys.excepthook)
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def prepare(self, scorer: nn.Module) -> nn.Module:
+        """The module to train instead of ``scorer``: in this session's precision, its gradients averaged over ranks.
+
+        Build the optimizer from its parameters, afterwards: where they are sharded, they are other ones.
+        """
+        if self.sharded:
+            return self._shard(scorer)
+        prepared: nn.Module = self.accelerator.prepare(scorer)
+        return prepared
+
+    def no_sync(self, scorer: nn.Module) -> AbstractContextManager[None]:
+        """Inside it, a backward pass of a prepared module adds to its gradients without averaging them.
+
+        Sharded gradients are averaged all the same: whole ones are what there is no room for.
+        """
+        return nullcontext() if self.sharded else self.accelerator.no_sync(scorer)
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """The precision that the model is trained in, for generating and scoring outside of training."""
+        return self.accelerator.autocast()
+
+    def gather(self, items: list[T]) -> list[T]:
+        """The items of all ranks, in rank order, on every rank."""
+        return gather_object(items) if self.world_size > 1 else items
+
+    def sum(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Each value added up over the ranks; names ending in ``_max`` take the largest."""
+        parts = self.gather([dict(values)])
+        return {
+            name: (max if name.endswith("_max") else sum)(part[name] for part in parts)  # type: ignore[operator]
+            for name in values
+        }
+
+    def any(self, flag: bool) -> bool:
+        """True on every rank if it is on one."""
+        return any(self.gather([flag]))
+
+    def wait(self) -> None:
+        """Returns when every rank is here."""
+        self.accelerator.wait_for_everyone()
+
+    def describe(self) -> str:
+        device = (
+            torch.cuda.get_device_name() if self.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+        )
+        layout = (
+            f"{self.world_size} processes, {'FSDP2' if self.sharded else 'DDP'}" if self.world_size > 1 else "1 process"
+        )
+        return f"{layout} · {device} · torch {torch.__version__} · {self.precision}"
+
+    def _shard(self, scorer: nn.Module) -> nn.Module:
+        """Each decoder layer is a unit, whole only while it computes; what is left (embeddings, head) is another."""
+        bf16 = self.accelerator.mixed_precision == "bf16"
+        options: dict[str, Any] = {
+            "mesh": init_device_mesh(self.device.type, (self.world_size,)),
+            "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy(),
+        }
+        units = getattr(scorer.model, "_no_split_modules", None) or ()
+        for module in list(scorer.modules()):
+            if type(module).__name__ in units:
+                fully_shard(module, **options)
+        return fully_shard(scorer, **options)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+        if kind is None or self.world_size == 1:  # ranks that one of them failed cannot part from each other in order
+            self.close()
+        elif self._store is not None and isinstance(error, RuntimeError) and _LOST.search(str(error)):
+            _call_roll(self._store, "collective", self.rank, self.world_size, _ROLL_CALL_S, self._timeout_s)
+
+    def close(self) -> None:
+        """Parts from the other ranks; another session may begin in this process."""
+        self.accelerator.end_training()
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def _join(timeout_s: float) -> dist.Store | None:
+    """The process group of a start with several ranks, over keys that no session before used in the launcher's store.
+
+    Returns  the store with those keys; None for one process, or where there is a group already
+    Raises   DeadlineError that names ranks that do not come
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
+        return None
+    timeout = timedelta(seconds=timeout_s)
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    store = dist.PrefixStore(f"llmrl/session{next(_NUMBERS)}", store)
+    _call_roll(store, "start", rank, world_size, timeout_s, timeout_s)
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    return store
+
+
+def _call_roll(store: dist.Store, event: str, rank: int, world_size: int, wait_s: float, timeout_s: float) -> None:
+    """Each rank that runs says so in the store; those that do not within ``wait_s`` are stopped, hang or are slow.
+
+    Raises  DeadlineError that names them; ``timeout_s`` is the deadline that they missed
+    """
+    keys = {other: f"{event}/{other}" for other in range(world_size)}
+    store.set(keys[rank], "")
+    deadline = time.monotonic() + wait_s
+    while missing := [f"rank {other}" for other, key in keys.items() if not store.check([key])]:
+        if time.monotonic() > deadline:
+            raise DeadlineError(
+                f"session: every rank must take part within parallel.timeout_s = {timeout_s:g} s: got nothing from "
+                f"{' and '.join(missing)}, stopped, hanging or slow; end it or raise parallel.timeout_s, then resume."
+            )
+        time.sleep(0.1)
+
+
+def _gpu_has_bfloat16() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def _abort_at_once(before: Any) -> Any:
+    """A rank that dies must not wait for the others in a destructor: its launcher then ends them within seconds."""
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+        before(kind, error, traceback)
+        sys.stderr.flush()
+        os._exit(1)
+
+    return hook

@@ -1,0 +1,106 @@
+"""Greedy evaluation: how often is the most likely answer right, on problems that are not trained on? Tools and the
+user that the settings name are there, as in training.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from llmrl.collectors.llm import LLMCollector
+from llmrl.train.checkpointing import named_weights
+from llmrl.train.tasks import Task
+
+if TYPE_CHECKING:
+    from llmrl.modules.llm.policies.base import LLMWrapperBase
+    from llmrl.train.distributed import Session
+
+__all__ = ["Evaluation"]
+
+
+class Evaluation:
+    """Asks ``policy`` every row once, without sampling, the rows dealt out over the ranks.
+
+    `run` returns the mean of "success" where the environment writes it, else of the reward. Answers whose scoring
+    failed are left out of the mean and counted in ``failed``. ``metrics`` has that mean for the log and, with tools,
+    the share of conversations that called one. The policy has the weights of ``source`` by then, where one is given: a
+    model whose own parameters are sharded cannot generate.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        policy: LLMWrapperBase,
+        task: Task,
+        rows: Sequence[Mapping[str, Any]],
+        *,
+        split: str,
+        batch_size: int,
+        max_tokens: int,
+        source: nn.Module | None = None,
+    ):
+        self.session = session
+        self.task = task
+        env = task.settings
+        self.name = f"{env.label} {split}"
+        self.metric = f"eval/{env.label}/mean" if split == "test" else f"eval/{env.label}-{split}/mean"
+        self.num_rows = len(rows)
+        self.failed = 0
+        self.score = math.nan  # of the last run, as the next one
+        self.call_rate: float | None = None  # None without tools
+        self._retries = env.retries
+        self._has_tools = bool(env.tools)
+        self._source = source
+        self._policy = policy.get_new_version(
+            generate_kwargs={"max_new_tokens": max_tokens, "temperature": 0.0},
+            prefer_tokens=True,  # nothing is trained, so that a template may rewrite the past
+        )
+        mine = list(rows[session.rank :: session.world_size])
+        self._envs = [
+            task.make_env(
+                mine[start : start + batch_size], shuffle=False, num_envs=len(mine[start : start + batch_size])
+            )
+            for start in range(0, len(mine), batch_size)
+        ]
+
+    def run(self) -> float:
+        if self._source is not None:
+            engine = self._policy.engine
+            engine.update_weights(named_weights(self._source), version=engine.version)
+        scores: list[float] = []
+        called: list[bool] = []
+        for env in self._envs:
+            env.reset_dataloader()
+            collector = LLMCollector(env, policy=self._policy, yield_only_last_steps=True, retries=self._retries)
+            with self.session.autocast():
+                after = collector.rollout().get("next")
+            done = after.get("done").flatten()  # a conversation may be several records; the last one has its end
+            reward = after.get("reward")[done].to(torch.float64).flatten(1).sum(1)
+            success = after.get("success", None)
+            score = reward if success is None else success[done].to(torch.float64).flatten(1).sum(1)
+            scores += score.masked_fill(~reward.isfinite(), math.nan).tolist()
+            if self._has_tools:
+                called += (after.get("tool_use").get("calls")[done] > 0).tolist()
+        scores = self.session.gather(scores)
+        valid = [score for score in scores if math.isfinite(score)]
+        self.failed = len(scores) - len(valid)
+        if self._has_tools:
+            called = self.session.gather(called)
+            self.call_rate = sum(called) / max(1, len(called))
+        self.score = sum(valid) / len(valid) if valid else math.nan
+        return self.score
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The last run, under the names of the log."""
+        rate = {} if self.call_rate is None else {f"{self.metric.removesuffix('/mean')}/call_rate": self.call_rate}
+        return {self.metric: self.score, **rate}
+
+    @property
+    def remark(self) -> str:
+        """The last run in words."""
+        return f"{self.name} {self.score:.3f}" + ("" if self.call_rate is None else f", {self.call_rate:.0%} call")

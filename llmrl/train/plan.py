@@ -1,0 +1,261 @@
+"""The plan that a run prints before any weights are loaded: machine, arithmetic, algorithm, template, data."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from llmrl.errors import TemplateError
+from llmrl.modules.llm.rendering import Renderer
+from llmrl.objectives.llm.presets import PRESETS
+from llmrl.train.settings import ModelSource, OptimSettings, TinyModelSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from llmrl.train.distributed import Session
+    from llmrl.train.grpo_config import GRPOConfig
+    from llmrl.train.sft_config import SFTConfig
+    from llmrl.train.sft_data import TokenizedChats
+    from llmrl.train.tasks import Task
+
+__all__ = [
+    "check_template",
+    "grpo_plan",
+    "grpo_settings",
+    "has_own_process",
+    "samples_exactly",
+    "sft_plan",
+    "sft_steps",
+]
+
+Rows = list[tuple[str, str]]
+
+
+def sft_plan(config: SFTConfig, session: Session, tokenizer: PreTrainedTokenizerBase, chats: TokenizedChats) -> Rows:
+    steps, steps_per_epoch = sft_steps(config, len(chats))
+    cut = f" · {chats.num_cut} longer than {config.max_length} tokens, {config.too_long}" if chats.num_cut else ""
+    ending = (
+        f" or until {config.env.name} {config.stop.split} reaches {config.stop.at_least}"
+        if config.stop and config.env
+        else ""
+    )
+    return [
+        ("machine", session.describe()),
+        ("model", _model(config)),
+        (
+            "batch",
+            f"{config.batch_size} conversations a step · at most {config.tokens_per_microbatch} padded tokens at once",
+        ),
+        ("loss", "-log p, sum over the assistant's tokens / tokens of the step"),
+        ("optim", _optim(config.optim)),
+        ("template", check_template(chats.renderer, tokenizer, share=chats.trained_share())),
+        ("data", f"{chats.source} · {len(chats)} conversations{cut} · {sum(map(len, chats.ids))} tokens"),
+        ("length", f"{steps} steps = {steps / steps_per_epoch:.2f} epochs{ending}"),
+        ("keep", _checkpoints(config)),
+    ]
+
+
+def sft_steps(config: SFTConfig, num_chats: int) -> tuple[int, int]:
+    """Optimizer steps of a run, and of an epoch."""
+    per_epoch = math.ceil(num_chats / config.batch_size)
+    return config.steps or max(1, math.ceil(config.epochs * per_epoch)), per_epoch
+
+
+def grpo_plan(
+    config: GRPOConfig,
+    session: Session,
+    task: Task,
+    *,
+    num_prompts: int,
+    num_dropped: int = 0,
+    num_eval: int = 0,
+) -> Rows:
+    advantage, loss = grpo_settings(config, exact=samples_exactly(config, session))
+    words = PRESETS[config.algo].describe(advantage, loss)
+    if config.zero_variance == "refill":
+        words["advantage"] += f", others drawn in their place in at most {config.refill_rounds} more rounds"
+    if config.overlong_buffer:
+        words["advantage"] += f"; the last {config.overlong_buffer} tokens of {config.sampling.max_tokens} cost reward"
+    if config.truncated == "mask":
+        words["aggregation"] += ", without answers that were cut off"
+    rollouts = config.prompts_per_step * config.group_size
+    dropped = f" · {num_dropped} longer than {config.env.max_prompt_tokens} tokens left out" if num_dropped else ""
+    exam = (
+        f" · {num_eval} problems measured" + (f" every {config.eval.every}" if config.eval.every else "")
+        if num_eval
+        else ""
+    )
+    return [
+        ("machine", session.describe()),
+        ("model", _model(config)),
+        (
+            "batch",
+            f"{config.prompts_per_step} prompts x {config.group_size} = {rollouts} rollouts a step · "
+            f"{config.updates_per_step} update{'s' * (config.updates_per_step > 1)} · "
+            f"at most {config.tokens_per_microbatch} padded tokens at once",
+        ),
+        ("sampling", _sampling(config)),
+        *_engine(config, apart=has_own_process(config, session)),
+        (f"algo {config.algo}"[:10], f"{'advantage':<12}{words['advantage']}"),
+        ("", f"{'ratio':<12}{words['ratio']}"),
+        ("", f"{'aggregation':<12}{words['aggregation']}"),
+        ("", f"{'KL':<12}{words['kl']}"),
+        ("optim", _optim(config.optim)),
+        (
+            "template",
+            check_template(
+                Renderer(task.tokenizer),
+                task.tokenizer,
+                several_turns=config.env.max_turns > 1,
+                new_records=config.env.on_rewrite == "new_record",
+            ),
+        ),
+        *_acting(task),
+        (
+            "data",
+            f"{num_prompts} prompts{dropped} · {config.steps} steps = "
+            f"{config.steps * config.prompts_per_step / num_prompts:.2f} epochs{exam}",
+        ),
+        ("keep", _checkpoints(config)),
+    ]
+
+
+def samples_exactly(config: GRPOConfig, session: Session) -> bool:
+    """Whether the log-probs of sampling are the trainer's own to float32 rounding."""
+    return config.rollout.engine == "transformers" and not session.low_precision
+
+
+def grpo_settings(config: GRPOConfig, *, exact: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Keyword arguments for MCAdvantage and for GRPOLoss: the preset's, then those of the ``grpo`` section.
+
+    ``exact``: what `samples_exactly` says; such log-probs need not be computed again.
+    """
+    preset, own = PRESETS[config.algo], config.grpo
+    advantage = {**preset.advantage, "min_group_size": config.min_group_size}
+    if config.env.max_records > 1:  # only the last record of a conversation has its reward; all get its advantage
+        advantage["trajectory_return"] = "sum"
+    loss = dict(preset.loss)
+    if own.scale is not None:
+        advantage["scale"] = own.scale
+    if advantage["scale"] != "raw":  # there the group is no baseline, and equal rewards teach too
+        advantage["on_zero_variance"] = "keep" if config.zero_variance == "keep" else "drop"
+    off_policy = config.updates_per_step > 1 and loss.get("surrogate") != "reinforce"  # which has no ratio to clip
+    if off_policy and loss.get("proximal") == "detach":
+        loss["proximal"] = "behaviour" if exact else "recomputed"
+    if own.proximal is not None:
+        loss["proximal"] = own.proximal
+    if loss.get("proximal") == "behaviour":
+        loss["correction"] = None
+    if own.clip is not None:
+        loss["clip_epsilon"] = own.clip
+    if own.loss is not None:
+        loss["aggregation"] = own.loss
+    for name in ("correction", "correction_cap", "correction_band", "correction_veto", "dual_clip", "kl_estimator"):
+        if getattr(own, name) is not None:
+            loss[name] = getattr(own, name)
+    if loss.get("aggregation") == "dr_grpo":
+        loss["max_length"] = config.sampling.max_tokens
+    if own.kl:
+        loss["kl_to_ref_coeff"] = own.kl
+    if own.kl_inference:
+        loss["kl_to_inference_coeff"] = own.kl_inference
+    loss["entropy_coeff"] = own.entropy
+    return advantage, loss
+
+
+def check_template(
+    renderer: Renderer,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    share: float | None = None,
+    several_turns: bool = False,
+    new_records: bool = False,
+) -> str:
+    """The template's verdict in words.
+
+    Raises  TemplateError if nothing would be trained, or if several turns need a prefix that the template does not
+            keep, unless such turns may be ``new_records``
+    """
+    report = renderer.check()
+    if share is None:
+        share = report.trained_share
+    if share <= 0:
+        raise TemplateError(f"template: no token of a conversation would be trained: {report.reason}")
+    if several_turns and not report.prefix_preserving and not new_records:
+        raise TemplateError(
+            f"template: several turns need one that leaves earlier turns as they are: {report.reason}; use "
+            "chat_template=qwen or another that does, env.on_rewrite=new_record, which trains such a turn as a record "
+            "of its own, or env.max_turns=1."
+        )
+    kept = {True: "yes", False: "NO: each turn is a record of its own" if several_turns else "NO"}
+    yes = {True: "yes", False: "NO"}
+    return (
+        f"{renderer.template.name} · {share:.0%} of the tokens trained · "
+        f"stop token trained {yes[report.stop_token_trained]} · prefix-preserving {kept[report.prefix_preserving]}"
+    )
+
+
+def _acting(task: Task) -> Rows:
+    """Who answers the policy between its turns."""
+    env, rows = task.settings, []
+    if task.tools is not None:
+        told = "in the prompt" if task.tools.declare else "not told in the prompt"
+        names = ", ".join(task.tools.runner.tools)
+        calls = f"{task.tools.format.name} calls, {told}, at most {env.tool_timeout_s:g} s each"
+        rows.append(("tools", f"{names} · {calls} · {env.max_turns} turns"))
+    if env.user is not None:
+        rows.append(("user", f"{env.user} · {env.max_turns} turns"))
+    return rows
+
+
+def _model(config: ModelSource) -> str:
+    if isinstance(config.model, TinyModelSettings):
+        tiny = config.model
+        return f"tiny {tiny.architecture}, {tiny.layers} layers of {tiny.hidden_size}, random (seed {config.seed})"
+    return config.model
+
+
+def _optim(optim: OptimSettings) -> str:
+    warmup = f" after {optim.warmup} steps" if optim.warmup else ""
+    return f"AdamW · lr {optim.lr:g} {optim.schedule}{warmup} · gradient norm at most {optim.clip_norm:g}"
+
+
+def _sampling(config: GRPOConfig) -> str:
+    sampling = config.sampling
+    cut = [
+        f"{name} {value:g}"
+        for name, value, off in (("top_p", sampling.top_p, 1.0), ("top_k", sampling.top_k, 0))
+        if value != off
+    ]
+    warning = f" · {', '.join(cut)}: samples are not the policy's own" if cut else ""
+    return f"at most {sampling.max_tokens} tokens · temperature {sampling.temperature:g}{warning}"
+
+
+def has_own_process(config: GRPOConfig, session: Session) -> bool:
+    """Whether vLLM runs in a process of its own: here it opens the default process group, and answers call by call."""
+    rollout = config.rollout
+    if rollout.own_process is not None:
+        return rollout.own_process
+    return bool(rollout.max_staleness or rollout.concurrency) or session.world_size > 1
+
+
+def _engine(config: GRPOConfig, *, apart: bool) -> Rows:
+    """What samples, where it is not the trainer itself."""
+    rollout = config.rollout
+    words = []
+    if rollout.engine == "vllm":
+        words.append("vLLM in a process of its own" if apart else "vLLM in this process")
+        words.append(
+            "the next rollouts are sampled during the update, one version behind"
+            if rollout.max_staleness
+            else "weights sent after every step"
+        )
+    if rollout.concurrency:
+        words.append(f"{rollout.concurrency} conversations at a time, each on its own")
+    return [("engine", " · ".join(words))] if words else []
+
+
+def _checkpoints(config: ModelSource) -> str:
+    every = f"every {config.checkpoint.every} steps and at the end" if config.checkpoint.every else "at the end"
+    return f"checkpoint {every}, the last {config.checkpoint.keep} stay"

@@ -1,0 +1,181 @@
+"""What happened in the rollouts of one step, over all ranks: metrics, records for the log, samples to look at."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tensordict import TensorDictBase
+
+from llmrl.modules.llm.engines import StopReason
+from llmrl.run.console import Sample
+from llmrl.run.rollout_log import Rollout
+from llmrl.train.sft_data import marked_pieces
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from llmrl.data.replay_buffers import ReplayBuffer
+    from llmrl.train.distributed import Session
+
+__all__ = ["StepRollouts", "slim"]
+
+_TRAINED = (
+    ("tokens", "full"),
+    ("masks", "all_assistant_mask"),
+    ("log_probs", "full"),
+    "group_id",
+    "policy_version",
+    "seed",
+    ("next", "reward"),
+    ("next", "done"),
+)
+
+
+def slim(data: TensorDictBase) -> TensorDictBase:
+    """The columns that advantages and loss read; the rest of a rollout need not be stored."""
+    plain = ("log_probs", "plain")  # there when sampling was cut to some tokens
+    return data.select(*_TRAINED, *([plain] if data.get(plain, None, as_list=True) is not None else []))
+
+
+@dataclass
+class _Row:
+    group: int
+    reward: float
+    length: int
+    truncated: bool
+    version: int
+
+
+class StepRollouts:
+    """The rollouts ``data`` of this rank and, through the session, of the others.
+
+    A conversation is a row, or several next to each other, of which the last is done (``yield_only_last_steps``).
+    ``buffer`` holds what reached the loss, with advantages.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        data: TensorDictBase,
+        buffer: ReplayBuffer,
+        tokenizer: PreTrainedTokenizerBase,
+    ):
+        self.session = session
+        self.tokenizer = tokenizer
+        self._data = data
+        self._advantages: dict[int, float] = {}
+        if len(buffer):
+            kept = buffer[:]
+            values = kept.get("advantage").flatten(1)[:, 0].tolist()
+            self._advantages = dict(zip(kept.get("seed").tolist(), values, strict=True))
+        self._last, self._lengths = _conversations(data)
+        reasons = data.get("stop_reason").tolist()
+        rewards = data.get(("next", "reward")).flatten(1).sum(1).tolist()
+        groups, versions = data.get("group_id").tolist(), data.get("policy_version").tolist()
+        mine = [
+            _Row(groups[row], rewards[row], length, reasons[row] == StopReason.LENGTH, versions[row])
+            for row, length in zip(self._last, self._lengths, strict=True)
+        ]
+        self._rows = session.gather(mine)
+        self._written = sum(session.gather([len(set(self._kept_groups()))]))
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._rows)
+
+    def metrics(self, *, version: int, seconds: float) -> dict[str, float]:
+        """Over the rollouts of all ranks; ``seconds`` is what collecting them took."""
+        rows = self._rows
+        rewards = [row.reward for row in rows if math.isfinite(row.reward)]
+        mean = sum(rewards) / len(rewards) if rewards else math.nan
+        groups: dict[int, list[float]] = {}
+        for row in rows:
+            groups.setdefault(row.group, []).append(row.reward)
+        equal = sum(len({reward for reward in group if math.isfinite(reward)}) <= 1 for group in groups.values())
+        tokens = sum(row.length for row in rows)
+        ages = [version - row.version for row in rows]
+        return {
+            "reward/mean": mean,
+            "reward/std": math.sqrt(sum((r - mean) ** 2 for r in rewards) / len(rewards)) if rewards else math.nan,
+            "group/zero_var_frac": equal / len(groups),
+            "group/kept_frac": self._written / len(groups),
+            "tokens/completion_mean": tokens / len(rows),
+            "tokens/completion_max": max(row.length for row in rows),
+            "tokens/truncated_frac": sum(row.truncated for row in rows) / len(rows),
+            "rollout/failed": len(rows) - len(rewards),
+            "async/staleness_mean": sum(ages) / len(ages),
+            "async/staleness_max": max(ages),
+            "time/generate": seconds,
+            "perf/gen_tok_s": tokens / seconds,
+        }
+
+    def records(self, step: int) -> list[Rollout]:
+        """One record per conversation of all ranks; on every rank, in the order of the ranks."""
+        data = self._data
+        text = data.get("text")
+        columns = (
+            text.rows("prompt"),
+            text.rows("response"),
+            data.get(("next", "reward")).flatten(1).sum(1).tolist(),
+            data.get("seed").tolist(),
+            data.get("stop_reason").tolist(),
+            data.get("policy_version").tolist(),
+            data.get("group_id").tolist(),
+        )
+        return self.session.gather(
+            [
+                Rollout(
+                    prompt=prompt,
+                    completion=completion,
+                    reward=reward if math.isfinite(reward) else None,
+                    advantage=self._advantages.get(seed),
+                    stop_reason=StopReason(reason).name.lower(),
+                    version=version,
+                    tokens=length,
+                    group=group,
+                    step=step,
+                )
+                for length, (prompt, completion, reward, seed, reason, version, group) in zip(
+                    self._lengths, ([column[row] for column in columns] for row in self._last), strict=True
+                )
+            ]
+        )
+
+    def samples(self, count: int) -> list[Sample]:
+        """Conversations of this rank with their sampled tokens marked: by turns the most and the least favoured."""
+        data = self._data
+        seeds = data.get("seed").tolist()
+        best = sorted(self._last, key=lambda row: -self._advantages.get(seeds[row], 0.0))
+        order = [best[-1 - place // 2] if place % 2 else best[place // 2] for place in range(min(count, len(best)))]
+        ids = data.get(("tokens", "full"), as_list=True)
+        masks = data.get(("masks", "all_assistant_mask"), as_list=True)
+        rewards = data.get(("next", "reward")).flatten(1).sum(1).tolist()
+        return [
+            Sample(
+                marked_pieces(self.tokenizer, ids[row], masks[row]),
+                reward=rewards[row],
+                advantage=self._advantages.get(seeds[row], 0.0),
+            )
+            for row in order
+        ]
+
+    def _kept_groups(self) -> list[int]:
+        seeds, groups = self._data.get("seed").tolist(), self._data.get("group_id").tolist()
+        return [group for seed, group in zip(seeds, groups, strict=True) if seed in self._advantages]
+
+
+def _conversations(data: TensorDictBase) -> tuple[list[int], list[int]]:
+    """The row that each conversation ends in, and how many tokens were sampled in all rows of it."""
+    ends: list[int] = []
+    lengths: list[int] = []
+    sampled = 0
+    masks, done = data.get(("masks", "all_assistant_mask"), as_list=True), data.get(("next", "done")).flatten().tolist()
+    for row, (mask, is_done) in enumerate(zip(masks, done, strict=True)):
+        sampled += int(mask.sum())
+        if is_done:
+            ends.append(row)
+            lengths.append(sampled)
+            sampled = 0
+    return ends, lengths

@@ -1,0 +1,166 @@
+"""Environments by the settings of a recipe: prompts to train on, problems to measure on, tools, a user, and rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from tensordict import TensorDict
+
+from llmrl.envs.llm.chat import DatasetChatEnv
+from llmrl.envs.llm.sums import sums_reward
+from llmrl.envs.llm.transforms import ToolTransform
+from llmrl.envs.llm.transforms.reward import RewardFunction
+from llmrl.envs.llm.transforms.reward_list import make_rewards
+from llmrl.envs.llm.transforms.user_turn import UserTurn
+from llmrl.envs.transforms.base import Transform
+from llmrl.errors import ConfigError, DataError
+from llmrl.loading import load_function
+from llmrl.modules.llm.rendering import Renderer
+from llmrl.tools import load_tool
+from llmrl.train.environments import env_maker, env_rows, is_file, is_task
+from llmrl.train.settings import EnvSettings, EvalSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["Task", "eval_rows", "training_rows"]
+
+Row = Mapping[str, Any]
+
+_AT_ONCE = 1024  # prompts that are measured together
+
+
+def training_rows(env: EnvSettings) -> Sequence[Row]:
+    """The rows that rollouts start from. Raises DataError for data that are missing or empty."""
+    return env_rows(env.name, env.dataset, split=env.split, config=env.config)
+
+
+def eval_rows(env: EnvSettings, settings: EvalSettings) -> Sequence[Row] | None:
+    """The rows that are only measured; None where the settings name none: a local file has no other split."""
+    if settings.dataset is None and (env.name == "chat" or is_file(env.dataset)):
+        return None
+    rows = env_rows(env.name, settings.dataset or env.dataset, split=settings.split, config=env.config)
+    return [rows[index] for index in range(min(len(rows), settings.rows or len(rows)))]
+
+
+class Task:
+    """What the settings say about a conversation, loaded once, and the environments that are made of it.
+
+    Raises  ConfigError for an environment, a tool, a user or a reward that cannot be used; MissingDependencyError for a
+            package that one of them needs: all when prompts are measured, but for a reward model, which has weights to
+            load and waits for the first environment that scores
+    """
+
+    def __init__(self, settings: EnvSettings, tokenizer: PreTrainedTokenizerBase):
+        self.settings = settings
+        self.tokenizer = tokenizer
+
+    def fit_prompts(self, rows: Sequence[Row]) -> tuple[list[Row], int]:
+        """The rows whose prompts, with system prompt and tools, fit ``max_prompt_tokens``, and how many were left out.
+
+        Raises  DataError that names the first that does not, if ``too_long`` is "error"
+        """
+        limit, lengths = self.settings.max_prompt_tokens, self._prompt_lengths(rows)
+        kept = [row for row, length in zip(rows, lengths, strict=True) if length <= limit]
+        if len(kept) < len(rows) and self.settings.too_long == "error":
+            number = next(number for number, length in enumerate(lengths) if length > limit)
+            raise DataError(
+                f"prompts: must be at most env.max_prompt_tokens = {limit} tokens long: row {number + 1} has "
+                f"{lengths[number]}, {len(rows) - len(kept)} of {len(rows)} rows are too long; raise it, or leave them "
+                "out with env.too_long=drop."
+            )
+        if not kept:
+            raise DataError(f"prompts: all {len(rows)} are longer than env.max_prompt_tokens = {limit}.")
+        return kept, len(rows) - len(kept)
+
+    def make_env(self, rows: Sequence[Row], **options: Any) -> DatasetChatEnv:
+        """The environment over ``rows``: prompts, tools, user and rewards; ``options`` are those of `DatasetChatEnv`.
+
+        Environments of one task share its tools and reward functions, each with conversations of its own.
+        """
+        env = self._asking(rows, (*self._acting, *self._scoring), **options)
+        if not env.reward_keys:
+            raise ConfigError(
+                f"environment: {self.settings.label} gives no reward: append a transform with a reward, which declares "
+                "it in transform_reward_spec, or say env.reward."
+            )
+        return env
+
+    def close(self) -> None:
+        """Ends what tools and rewards hold, if they were loaded."""
+        for name in ("_acting", "_scoring"):
+            for transform in self.__dict__.get(name, ()):
+                transform.close()
+
+    @property
+    def tools(self) -> ToolTransform | None:
+        """The transform that environments have copies of."""
+        return next((transform for transform in self._acting if isinstance(transform, ToolTransform)), None)
+
+    def _asking(self, rows: Sequence[Row], transforms: Iterable[Transform], **options: Any) -> DatasetChatEnv:
+        settings, maker = self.settings, env_maker(self.settings.name)
+        options = {"system_prompt": settings.system_prompt, "max_steps": settings.max_turns, **options}
+        if maker is DatasetChatEnv:
+            options |= {"prompt_column": settings.prompt_column, "answer_column": settings.answer_column}
+        elif is_task(maker):
+            options["compute_reward"] = False  # it comes after the tools
+        env = maker(dataset=rows, **options, **settings.options)
+        if not isinstance(env, DatasetChatEnv):
+            raise ConfigError(f"environment: {settings.label} must return a DatasetChatEnv: got {type(env).__name__}.")
+        for transform in transforms:
+            env.append_transform(transform.clone())
+        return env
+
+    @cached_property
+    def _acting(self) -> list[Transform]:
+        """Tools, then the user: who answers the policy."""
+        settings = self.settings
+        acting: list[Transform] = []
+        if settings.tools:
+            named = [{tool: None} if isinstance(tool, str) else tool for tool in settings.tools]
+            acting.append(
+                ToolTransform(
+                    [load_tool(name, options) for tool in named for name, options in tool.items()],
+                    format=settings.tool_format,
+                    timeout_s=settings.tool_timeout_s,
+                    end_without_call=settings.user is None,
+                    declare=settings.declare_tools,
+                    tokenizer=self.tokenizer,
+                )
+            )
+        if settings.user:
+            acting.append(UserTurn(load_function(settings.user, what="user"), retries=settings.retries))
+        return acting
+
+    @cached_property
+    def _scoring(self) -> list[Transform]:
+        settings = self.settings
+        shared = {"deadline_s": settings.reward_deadline_s, "retries": settings.retries}
+        if settings.reward is not None:
+            return [RewardFunction(settings.reward, **shared)]
+        if settings.rewards is not None:
+            specs = [reward.model_dump(exclude_none=True) for reward in settings.rewards]
+            specs = [{**(shared if "fn" in spec else {"retries": settings.retries}), **spec} for spec in specs]
+            return list(make_rewards(specs, tokenizer=self.tokenizer))
+        maker = env_maker(settings.name)
+        if is_task(maker):
+            return [maker.scorer(self.tokenizer)]
+        if maker is not DatasetChatEnv:
+            return []  # an environment of the user's, which has its own
+        return [RewardFunction(sums_reward, name="correct", **shared)]
+
+    def _prompt_lengths(self, rows: Sequence[Row]) -> list[int]:
+        """In tokens, of what the environment asks: nothing can be forgotten."""
+        options = {"shuffle": False, "num_envs": min(_AT_ONCE, len(rows))}
+        if any(reward.reward_model for reward in self.settings.rewards or ()):
+            env = self._asking(rows, self._acting, **options)
+        else:
+            env = self.make_env(rows, **options)
+        renderer, lengths = Renderer(self.tokenizer), []
+        while len(lengths) < len(rows):
+            count = min(_AT_ONCE, len(rows) - len(lengths))
+            chats = env.reset(TensorDict({}, batch_size=[count]))["history"].prompt.to_chats()
+            lengths += [len(ids) for ids in renderer.prompt_ids(chats)]
+        return lengths

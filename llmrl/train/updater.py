@@ -1,0 +1,193 @@
+"""One optimizer step: cut into micro-batches, normalised as a whole, the same on any number of ranks."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from llmrl.errors import TrainingError
+from llmrl.modules.llm.log_probs import TokenScorer
+from llmrl.modules.llm.packing import Packing
+from llmrl.modules.llm.policies.containers import LogProbs, Masks, Tokens
+from llmrl.objectives.base import merge_outputs, output_fields, total_loss
+from llmrl.objectives.llm import GRPOLoss, SFTLoss
+from llmrl.train.settings import OptimSettings
+
+if TYPE_CHECKING:
+    from llmrl.train.distributed import Session
+
+__all__ = ["Updater", "learning_rate", "microbatches"]
+
+_FLOOR = 0.05  # of the peak learning rate, where a schedule ends
+
+
+class Updater:
+    """The optimizer of ``scorer``, which it wraps for the ranks of the session: use ``updater.scorer`` from then on.
+
+    ``tokens_per_microbatch`` bounds the padded tokens of one forward pass. It changes memory and time, never the
+    result: every term of the loss is divided by counts of the whole step. Nor does ``packing`` of a pass's sequences.
+
+    Raises  ConfigError for packing="on" if the model cannot be packed
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        scorer: TokenScorer,
+        optim: OptimSettings,
+        *,
+        steps: int,
+        tokens_per_microbatch: int,
+        packing: Packing = "auto",
+    ):
+        self.session = session
+        self.settings = optim
+        self.steps = steps
+        self.tokens_per_microbatch = tokens_per_microbatch
+        scorer.use_packing(packing)
+        self.scorer = session.prepare(scorer)
+        self.optimizer = torch.optim.AdamW(
+            self.scorer.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, foreach=True
+        )
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def step(self, loss: GRPOLoss | SFTLoss, batch: TensorDictBase | None, step: int) -> dict[str, float]:
+        """Trains on this rank's part of the batch (None: nothing is left of it) as optimizer step number ``step``.
+
+        Returns  the fields of the loss's output, over all ranks, and "loss", "grad_norm", "lr"; nothing if no rank has
+                 a token to train: the model then stays as it is
+        Raises   TrainingError if the gradient is not finite; the model stays as it is
+        """
+        batch = _nothing(self.session.device) if batch is None else batch
+        counts = loss.count_step(batch).over_ranks()
+        if counts.tokens == 0:
+            return {}
+        parts = self._parts(batch)
+        outputs = []
+        for number, rows in enumerate(parts, 1):
+            last = number == len(parts)
+            part = batch[torch.tensor(rows)] if rows else _nothing(self.session.device)
+            with nullcontext() if last else self.session.no_sync(self.scorer):
+                output = loss(part, normalizer=counts)
+                self.session.accelerator.backward(total_loss(output) * self.session.world_size)
+            outputs.append(output)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.settings, step, self.steps)
+        norm = nn.utils.clip_grad_norm_(self.parameters, self.settings.clip_norm)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        if not norm.isfinite():
+            self.optimizer.zero_grad(set_to_none=True)
+            raise TrainingError(
+                f"optimizer step {step}: the gradient must be finite: got norm {float(norm)}; the weights are those "
+                f"of step {step - 1}. Resume from the last checkpoint with a smaller optim.lr, or look at the data."
+            )
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        merged = {name: float(value) for name, value in output_fields(merge_outputs(outputs)).items()}
+        merged["loss"] = sum(float(total_loss(output).detach()) for output in outputs)
+        metrics = self.session.sum(merged)
+        if self.session.world_size > 1 and hasattr(type(outputs[0]), "derived"):
+            tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
+            metrics |= {name: float(value) for name, value in type(outputs[0]).derived(tensors).items()}
+        return metrics | {"grad_norm": float(norm), "lr": self.optimizer.param_groups[0]["lr"]}
+
+    def add_proximal(self, loss: GRPOLoss, batch: TensorDictBase | None) -> None:
+        """Writes ("proximal_log_probs", "full"), the log-probs of the weights as they are, for a later `step`.
+
+        Cut as that step will cut the batch, so that in every precision its first ratios are 1.
+        """
+        batch = _nothing(self.session.device) if batch is None else batch
+        lengths = _lengths(batch)
+        columns: list[Tensor] = [None] * len(lengths)  # type: ignore[list-item]
+        for rows in self._parts(batch):
+            part = batch[torch.tensor(rows)] if rows else _nothing(self.session.device)
+            for row, scores in zip(rows, loss.proximal_log_probs(part), strict=bool(rows)):
+                columns[row] = scores[: lengths[row]].clone()
+        batch.set("proximal_log_probs", LogProbs.from_rows({"full": columns}))
+
+    def _parts(self, batch: TensorDictBase) -> list[list[int]]:
+        """The rows of each micro-batch; where every forward pass is a collective, as many on each rank."""
+        parts = microbatches(_lengths(batch), self.tokens_per_microbatch)
+        if self.session.sharded:
+            parts += [[]] * (max(self.session.gather([len(parts)])) - len(parts))
+        return parts
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state by parameter name, whole on the first rank: the same however many ranks share it."""
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        return get_optimizer_state_dict(self.scorer, self.optimizer, options=options)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from ``state``, whole on every rank; betas and weight decay stay those of the settings."""
+        options = StateDictOptions(full_state_dict=True)
+        set_optimizer_state_dict(self.scorer, self.optimizer, state, options=options)
+        for group in self.optimizer.param_groups:
+            group |= {"betas": self.settings.betas, "weight_decay": self.settings.weight_decay}
+
+
+def learning_rate(optim: OptimSettings, step: int, steps: int) -> float:
+    """The learning rate of step ``step`` of ``steps``, counted from 1: a linear warm-up, then the schedule.
+
+    >>> optim = OptimSettings(lr=1.0, warmup=2, schedule="linear")
+    >>> [round(learning_rate(optim, step, 10), 3) for step in (1, 2, 6, 10)]
+    [0.5, 1.0, 0.525, 0.05]
+    """
+    if step <= optim.warmup:
+        return optim.lr * step / optim.warmup
+    if optim.schedule == "constant":
+        return optim.lr
+    done = (step - optim.warmup) / max(1, steps - optim.warmup)
+    share = 1 - done if optim.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return optim.lr * (_FLOOR + (1 - _FLOOR) * share)
+
+
+def microbatches(lengths: list[int], budget: int) -> list[list[int]]:
+    """Rows of similar length together, at most ``budget`` padded tokens a part; a longer row is a part of its own.
+
+    >>> microbatches([3, 9, 4, 8], 18)
+    [[0, 2], [3, 1]]
+    """
+    parts: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda row: (lengths[row], row)):
+        if parts and (len(parts[-1]) + 1) * lengths[row] <= budget:
+            parts[-1].append(row)
+        else:
+            parts.append([row])
+    return parts
+
+
+def _lengths(batch: TensorDictBase) -> list[int]:
+    return [len(ids) for ids in batch.get(("tokens", "full"), as_list=True)]
+
+
+def _nothing(device: torch.device) -> TensorDict:
+    """A batch without a trained token: it takes part in the collectives of a step and changes nothing."""
+
+    def column(dtype: torch.dtype) -> list[Tensor]:
+        return [torch.zeros(2, dtype=dtype, device=device)]
+
+    return TensorDict(
+        {
+            "tokens": Tokens.from_rows({"full": column(torch.int64)}),
+            "masks": Masks.from_rows({"all_assistant_mask": column(torch.bool)}),
+            "log_probs": LogProbs.from_rows({"full": column(torch.float32)}),
+            "proximal_log_probs": LogProbs.from_rows({"full": column(torch.float32)}),
+            "next": TensorDict({"ref_log_probs": LogProbs.from_rows({"full": column(torch.float32)})}, batch_size=[1]),
+            "advantage": torch.zeros(1, 1, 1, device=device),
+            "group_id": torch.zeros(1, dtype=torch.int64, device=device),
+        },
+        batch_size=[1],
+    )

@@ -1,0 +1,1 @@
+"""What several test files use: rows, engines, runs. A test file imports it as ``tests.support``."""
