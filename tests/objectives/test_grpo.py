@@ -16,7 +16,7 @@ from llmrl.modules.llm.log_probs import TokenScorer, TokenScores
 from llmrl.objectives import merge_outputs, total_loss
 from llmrl.objectives.base import output_fields
 from llmrl.objectives.llm import PRESETS, GRPOLoss, StepCounts, count_step
-from llmrl.objectives.llm.grpo_checks import Surrogate
+from llmrl.objectives.llm.settings import Surrogate
 
 LENGTHS = [(3, 4), (5, 1), (2, 6), (4, 0), (1, 3), (6, 5)]  # (prompt, response); one response is empty
 KL = {"kl_to_ref_coeff": 0.1, "kl_to_inference_coeff": 0.05}

@@ -157,8 +157,9 @@ class SFTLoss(LossModule):
         log_prob_BT = scores.log_probs
         reference_BT = None
         if self.kl_to_ref_coeff is not None or self.loss_function == "minor_sft":
-            reference_BT = batch.column(td, keys.ref_log_prob, "Couldn't find the ref log-prob").to(log_prob_BT)
-            reading.check_finite(reference_BT, mask_BT, str(keys.ref_log_prob), "score it again", "SFTLoss")
+            missing = "Couldn't find the ref log-prob"
+            reference_BT = batch.finite(td, keys.ref_log_prob, mask_BT, missing=missing, remedy="score it again")
+            reference_BT = reference_BT.to(log_prob_BT)
 
         def mean(value_BT: Tensor) -> Tensor:
             return value_BT.masked_fill(~mask_BT, 0).sum() / counts.tokens
