@@ -16,7 +16,7 @@ import yaml
 
 from llmrl.envs.llm.transforms import make_rewards
 from llmrl.objectives.llm.functional import Aggregation, Correction, KLEstimator
-from llmrl.objectives.llm.group_advantage import Scale
+from llmrl.objectives.llm.groups import Scale
 from llmrl.objectives.llm.settings import PRESETS, Surrogate
 from llmrl.run import cli
 from llmrl.run.config import recipe_names

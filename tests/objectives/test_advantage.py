@@ -302,8 +302,8 @@ def test_a_batch_without_an_end_is_refused():
         ({"grpo_size": 4, "max_queued_groups": 0}, "positive"),
         ({"grpo_size": 4, "scale": "raw", "on_zero_variance": "drop"}, "equal rewards teach too"),
         ({"grpo_size": 4, "candidate_group_size": 3}, "at least grpo_size=4: got 3"),
-        ({"grpo_size": 4, "candidate_selection_min_size": 4}, "belong to candidate_group_size"),
-        ({"grpo_size": 4, "candidate_selector": lambda group, size: None}, "belong to candidate_group_size"),
+        ({"grpo_size": 4, "candidate_selection_min_size": 4}, "need candidate_group_size"),
+        ({"grpo_size": 4, "candidate_selector": lambda group, size: None}, "need candidate_group_size"),
         ({"grpo_size": 4, "candidate_group_size": 8, "candidate_selection_min_size": 3}, "between grpo_size=4"),
         (
             {"grpo_size": 4, "candidate_group_size": 8, "candidate_selection_min_size": 9},

@@ -13,7 +13,7 @@ from llmrl.modules.llm.log_probs import TokenScores
 from llmrl.objectives import total_loss
 from llmrl.objectives.base import output_fields
 from llmrl.objectives.llm import PRESETS, GRPOLoss
-from llmrl.objectives.llm.group_advantage import group_advantage
+from llmrl.objectives.llm.groups import group_advantage
 
 
 class Recorded(nn.Module):

@@ -11,7 +11,7 @@ from torch import nn
 
 from llmrl.errors import ConfigError
 from llmrl.objectives.llm import PRESETS, GRPOLoss
-from llmrl.objectives.llm.group_advantage import Scale
+from llmrl.objectives.llm.groups import Scale
 
 
 @pytest.mark.parametrize(

@@ -257,8 +257,8 @@ def test_the_documented_beta_may_be_given_where_it_has_no_effect():
     [
         ({"reduction": "batchmean"}, "reduction"),
         ({"loss_function": "dpo"}, "loss_function"),
-        ({"normalize_by_seq_length": True}, "reductions over conversations"),
-        ({"reduction": "token", "loss_function": "minor_sft"}, "one value per conversation"),
+        ({"normalize_by_seq_length": True}, "normalize_by_seq_length"),
+        ({"reduction": "token", "loss_function": "minor_sft"}, "not supported with reduction=.token."),
         ({"beta": 0.2}, "minor_sft"),
         ({"loss_function": "minor_sft", "beta": -1.0}, "beta must be above 0"),
         ({"tokenizer_kwargs": {}}, "need a tokenizer"),

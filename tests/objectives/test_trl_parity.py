@@ -14,7 +14,7 @@ from torch import nn
 from llmrl.modules.llm.log_probs import TokenScores
 from llmrl.objectives import total_loss
 from llmrl.objectives.llm import GRPOLoss, StepCounts
-from llmrl.objectives.llm.group_advantage import group_advantage
+from llmrl.objectives.llm.groups import group_advantage
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs TRL: pip install trl"),

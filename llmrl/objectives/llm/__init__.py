@@ -5,7 +5,7 @@ from __future__ import annotations
 from llmrl.objectives.llm.advantage import MCAdvantage
 from llmrl.objectives.llm.batch import count_step
 from llmrl.objectives.llm.functional import StepCounts
-from llmrl.objectives.llm.group_quota import GroupQuota
+from llmrl.objectives.llm.groups import GroupQuota
 from llmrl.objectives.llm.grpo import GRPOLoss, GRPOLossOutput
 from llmrl.objectives.llm.settings import PRESETS, GRPOSettings, Preset
 from llmrl.objectives.llm.sft import SFTLoss, SFTLossOutput
