@@ -1,8 +1,6 @@
-"""Cheap operations on batches whose entries may be ragged: shallow copies, filling gaps, putting rows back, stacking
-steps.
+"""Cheap operations on batches whose entries may be ragged: shallow copies, filling gaps, putting rows back, stacking.
 
-They look at containers, never into lazily stacked rows: what a tensorclass or a lazy stack holds is moved as it is.
-Which entries mean what (action, reward, done) is the env's business.
+They look at containers, never into lazily stacked rows: the content of a tensorclass or a lazy stack is moved as it is.
 """
 
 from __future__ import annotations
