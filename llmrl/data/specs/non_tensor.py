@@ -1,5 +1,4 @@
-"""`NonTensor`: an entry that is not a tensor, such as a text. It knows a shape and an example, and cannot check much
-more."""
+"""`NonTensor`: the spec of an entry that is not a tensor, such as a text, by a shape and an example."""
 
 from __future__ import annotations
 
