@@ -352,7 +352,7 @@ class EnvBase(SpecHolder, abc.ABC):
         self.is_closed = True
 
     def state_dict(self) -> dict[str, Any]:
-        """What the env needs to go on exactly where it was: the state of its random actions' generator."""
+        """The state of the generator of random actions, for an exact resume."""
         return {} if self._generator is None else {"generator": self._generator.get_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -115,7 +115,7 @@ def _members(value: Any) -> list[Any]:
     if isinstance(value, LazyStackedTensorDict) and value.stack_dim == 0:
         return list(value.tensordicts)
     if not is_tensor_collection(value):
-        raise ShapeError(f"the rows of a {type(value).__name__} cannot be told apart.")
+        raise ShapeError(f"a {type(value).__name__} cannot be split into rows.")
     return list(value.unbind(0))
 
 

@@ -56,7 +56,7 @@ class TensorSpec(abc.ABC):
     shape: Size
     dtype: torch.dtype | None
     _kept: ClassVar[int] = 0
-    """How many of the last dims belong to the domain, which no shape operation may touch."""
+    """The number of last dims that belong to the domain, which no shape operation may touch."""
 
     @property
     @abc.abstractmethod
@@ -150,7 +150,7 @@ class TensorSpec(abc.ABC):
             spec.erase_memoize_cache()
 
     def cardinality(self) -> int | float:
-        """How many values are in the domain; ``math.inf`` for a continuous or unbounded one."""
+        """The number of values in the domain; ``math.inf`` for a continuous or unbounded one."""
         return self._count(use_mask=True)
 
     def enumerate(self, use_mask: bool = False) -> Any:

@@ -92,7 +92,7 @@ class Categorical(_Numbers):
         return None if self._mask is None else self._expanded("_mask")
 
     def set_provisional_n(self, n: int) -> None:
-        """Says how many choices there are for now, in place, where ``n`` is -1."""
+        """Sets the number of choices for now, in place, where ``n`` is -1."""
         if self.n != -1 or n < 1:
             raise ConfigError(f"Categorical.set_provisional_n: is for a spec with n=-1, and at least 1: got {n}.")
         self._width = n
@@ -155,7 +155,7 @@ class MultiCategorical(_Numbers):
 
     @property
     def nvec(self) -> Tensor:
-        """How many choices every entry has, int64 at the spec's shape: a view, size 1 where that is any size."""
+        """The number of choices of every entry, int64 at the spec's shape: a view, size 1 where that is any size."""
         return self._expanded("_counts")
 
     def _grouped(self, mask: Tensor) -> Tensor:

@@ -36,11 +36,11 @@ class Composite(Lockable):
     are the names of its dims. A nested `Composite` with fewer dims takes the shape, and any the names: as a copy, where
     that changes it. With ``device``, every entry is on it. With ``data_cls``, values are made and expected as
     that tensorclass. An entry may be None: not specified. ``step_mdp_static`` marks entries that do not change from one
-    step to the next, for those who ask.
+    step to the next.
 
     Raises  ShapeError for an entry whose shape does not begin with ``shape``; RuntimeError for one on another device,
             and for a write while locked; AttributeError for an entry named shape, device, dtype or space; TypeError for
-            one that is no spec
+            one that is not a spec
 
     >>> from llmrl.data.specs import Categorical, Unbounded
     >>> spec = Composite({"agent": {"done": Categorical(2, dtype=torch.bool)}}, obs=Unbounded(shape=(3,)))
@@ -211,7 +211,7 @@ class Composite(Lockable):
         return len(self._entry_names())
 
     def is_empty(self, recurse: bool = False) -> bool:
-        """Whether there is no entry; with ``recurse``, no leaf however deep."""
+        """Whether it lacks entries; with ``recurse``, leaves however deep."""
         return not any(True for _ in self.keys(recurse, recurse))
 
     def empty(self) -> Self:

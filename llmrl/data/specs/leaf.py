@@ -141,7 +141,7 @@ class LeafSpec(TensorSpec):
 
     def _encode(self, value: Any) -> Tensor:
         given = value if isinstance(value, Tensor) else torch.tensor(np.asarray(value))
-        tensor = given.to(self.device, self.dtype, copy=True)  # whoever made the value may write to it again
+        tensor = given.to(self.device, self.dtype, copy=True)  # the caller may write to the value again
         exact = self.dtype.is_floating_point or self.dtype.is_complex or tensor.is_meta
         if not exact and not bool((tensor.to(given.dtype) == given.to(self.device)).all()):
             raise DataError(

@@ -52,7 +52,7 @@ class NonTensor(LeafSpec):
 
     @property
     def feature_dims(self) -> int:
-        """How many of the last dims a single NonTensorData covers: all of the shape unless told otherwise."""
+        """The number of last dims that a single NonTensorData covers; by default all."""
         return len(self.shape) if self._feature_dims is None else self._feature_dims
 
     def _rand(self, shape: Size, generator: torch.Generator | None) -> Any:

@@ -297,20 +297,19 @@ class MCAdvantage(Transform):
         if also_equal:
             return True
         if self.trajectory_return is None:
-            returns = [float(value) for member in members for reward in member.rewards for value in reward.flatten()]
+            returns = torch.cat([member.flat_rewards for member in members]).tolist()
         return min(returns) < max(returns)
 
     def _write_rows(self, groups: list[list[Trajectory]]) -> TensorDictBase | None:
         if not groups:
             return None
-        lengths = [[sum(reward.numel() for reward in member.rewards) for member in group] for group in groups]
-        longest = max(max(row) for row in lengths)
+        longest = max(len(member.flat_rewards) for group in groups for member in group)
         size = max(map(len, groups))  # smaller than grpo_size only where candidates failed
         rewards_NGK = torch.full((len(groups), size, longest), torch.nan, dtype=torch.float64)
         absent_NGK = torch.ones_like(rewards_NGK, dtype=torch.bool)
         for n, group in enumerate(groups):
             for g, member in enumerate(group):
-                flat = torch.cat([reward.flatten() for reward in member.rewards])
+                flat = member.flat_rewards
                 rewards_NGK[n, g, : len(flat)] = flat
                 absent_NGK[n, g, : len(flat)] = False
         advantage_NGK, keep_NG = self._advantages(rewards_NGK, absent_NGK)
@@ -319,9 +318,9 @@ class MCAdvantage(Transform):
         for n, group in enumerate(groups):
             for g, member in enumerate(group):
                 if keep_NG[n, g]:
-                    values = advantage_NGK[n, g].to(torch.float32)[: lengths[n][g]]
                     sizes = [reward.numel() for reward in member.rewards]
-                    for reward, value in zip(member.rewards, values.split(sizes), strict=True):
+                    values = advantage_NGK[n, g, : sum(sizes)].to(torch.float32).split(sizes)
+                    for reward, value in zip(member.rewards, values, strict=True):
                         advantages.append(value.view(reward.shape))
                     rows.extend(member.rows)
         if not rows:
@@ -409,7 +408,7 @@ class MCAdvantage(Transform):
         return returns_NG.masked_fill(gone_NG, torch.nan)
 
     def _return(self, trajectory: Trajectory) -> float:
-        rewards_K = torch.cat([reward.flatten() for reward in trajectory.rewards])
+        rewards_K = trajectory.flat_rewards
         if not bool(rewards_K.isfinite().all()):
             return math.nan
         return float(self._returns(rewards_K.view(1, 1, -1)))

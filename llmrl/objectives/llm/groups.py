@@ -40,7 +40,7 @@ Scale = Literal["group", "population", "clamp", "none", "loo", "loo_std", "batch
 
 @torch.no_grad()
 def group_advantage(rewards_NG: Tensor, *, scale: Scale = "group", eps: float = 1e-6) -> Tensor:
-    """How much better each completion is than its group, float64[N, G].
+    """The advantage of each completion over its group, float64[N, G].
 
     Reads    float[N, G] or [G]; NaN is an absent completion: it counts in no mean, and its advantage is NaN
     Returns  exactly 0 for a whole group when its rewards are equal, whatever ``eps`` ("raw" excepted); the arithmetic
@@ -137,6 +137,10 @@ class Trajectory(NamedTuple):
 
     rows: list[Row]
     rewards: list[Tensor]
+
+    @property
+    def flat_rewards(self) -> Tensor:
+        return torch.cat([reward.flatten() for reward in self.rewards])
 
 
 Choose = Callable[[list[Trajectory]], list[Trajectory] | None]
@@ -304,7 +308,7 @@ class GroupQuota(Transform):
     """Lets at most ``num_groups`` groups into a buffer until `reset`; looping over ``missing`` is dynamic sampling.
 
     Reads   "group_id"  int64[B]; the rows of a group come in one batch, as `MCAdvantage` writes them
-    Returns from ``inv``: the rows of the first groups, or None if there is no place for any
+    Returns from ``inv``: the rows of the first groups, or None if the quota is full
     Raises  MissingKeyError for a batch without groups
 
     Writes into a buffer meet the last transform first, so put it before the one that makes groups:
