@@ -1,6 +1,7 @@
 """Environments: the `EnvBase` contract, its helpers and transforms. Language-model envs are in `llmrl.envs.llm`."""
 
 from llmrl.envs.base import EnvBase
+from llmrl.envs.step import step_mdp
 from llmrl.envs.transforms import (
     Compose,
     MultiStepTransform,
@@ -10,7 +11,7 @@ from llmrl.envs.transforms import (
     Transform,
     TransformedEnv,
 )
-from llmrl.envs.utils import check_env_specs, make_composite_from_td, step_mdp
+from llmrl.envs.utils import check_env_specs, make_composite_from_td
 
 __all__ = [
     "Compose",

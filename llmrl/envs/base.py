@@ -1,12 +1,12 @@
-"""`EnvBase`: reset, step, rollout and specs over tensordicts.
+"""`EnvBase`: reset, step and rollout over tensordicts.
 
-Data are in TED form: what was there before the step is at the root (t), what the step made is under ``"next"`` (t+1).
-Transforms around an env are `TransformedEnv`'s part, moving ``"next"`` to the root `step_mdp`'s, and whether an env
-keeps the specs it declares `check_env_specs`'s: no step looks at a spec. How specs are kept is in `spec_holder.py`.
+Data are in TED form: time t is at the root, and t+1, made by the step, under ``"next"``. No step looks at a spec:
+`check_env_specs` compares an env with the specs that it declares.
 """
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,9 @@ from torch import Tensor
 
 from llmrl.data.specs import Composite
 from llmrl.envs.specs import DONE_KEYS, SpecHolder
+from llmrl.envs.step import next_seed, step_mdp
 from llmrl.envs.td_ops import fill_missing, present_keys, put_rows, shallow_copy, stack_steps
-from llmrl.envs.utils import check_env_specs, next_seed, step_mdp
+from llmrl.envs.utils import check_env_specs
 from llmrl.errors import ConfigError, MissingKeyError, RolloutError, ShapeError
 
 if TYPE_CHECKING:
@@ -29,14 +30,13 @@ __all__ = ["EnvBase"]
 Policy = Callable[[TensorDictBase], TensorDictBase]
 
 
-class EnvBase(SpecHolder):
+class EnvBase(SpecHolder, abc.ABC):
     """An environment. A subclass writes ``_reset`` and ``_step`` and, so that it can be checked, its specs.
 
-    ``_reset(td | None) -> td``  the content of t = 0. ``td`` holds what the caller gave; in a `batch_locked` env its
-                                 ``"_reset"`` bool[*B, 1] (absent: all) names the rows to restart
-    ``_step(td) -> td``          the content of t+1 in a new tensordict: observations, reward, done. ``td`` is not
-    changed
-    ``_set_seed(seed)``          seeds whatever the env draws from
+    ``_reset(td | None)``  gets the caller's tensordict; in a `batch_locked` env its ``"_reset"`` bool[*B, 1] (absent:
+                           all) names the rows to restart
+    ``_step(td)``          makes a new tensordict of observations, reward, done, and leaves ``td`` as it is
+    ``_set_seed(seed)``    seeds whatever the env draws from
 
     ``"done"``, ``"terminated"``, ``"truncated"`` are bool[*B, 1]. Those that a subclass leaves out are filled in: done
     is terminated or truncated, a done without a reason is terminated, the rest is False.
@@ -73,11 +73,13 @@ class EnvBase(SpecHolder):
 
     # -- what a subclass writes ----------------------------------------------------------------------------------------
 
+    @abc.abstractmethod
     def _reset(self, td: TensorDictBase | None) -> TensorDictBase:
-        raise TypeError(f"{type(self).__name__}: an EnvBase subclass must define _reset(td) -> the content of t = 0.")
+        """The content of t = 0."""
 
+    @abc.abstractmethod
     def _step(self, td: TensorDictBase) -> TensorDictBase:
-        raise TypeError(f"{type(self).__name__}: an EnvBase subclass must define _step(td) -> the content of t+1.")
+        """The content of t+1."""
 
     def _set_seed(self, seed: int) -> None:
         pass
@@ -94,9 +96,8 @@ class EnvBase(SpecHolder):
         """Starts trajectories.
 
         Reads   ``"_reset"`` bool[*B, 1] or [*B], if there: only these rows start anew, the others keep their values
-                what else ``tensordict`` holds is handed to the env and its transforms (a query, say)
-        Returns a new tensordict: what was given, without ``"_reset"`` and ``"next"``, overwritten by what the reset
-                made
+                all other entries are handed to the env and its transforms (a query, say)
+        Returns a new tensordict: the given one without ``"_reset"`` and ``"next"``, overwritten by the reset
         Raises  ShapeError for another batch size than a `batch_locked` env's; MissingKeyError where rows that are to
                 keep their values do not have one of the entries that the reset writes
         """
@@ -138,7 +139,7 @@ class EnvBase(SpecHolder):
         return tensordict, next_root
 
     def step_mdp(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """`llmrl.envs.utils.step_mdp` with this env's keys: without its rewards and its actions."""
+        """`llmrl.envs.step_mdp` with this env's keys: without its rewards and its actions."""
         return step_mdp(
             tensordict,
             exclude_action=True,
@@ -182,28 +183,19 @@ class EnvBase(SpecHolder):
                 f"batch size {tuple(batch_size)}."
             )
         rows = mask.reshape(batch_size)
-        flags = rows.reshape(-1).tolist()
-        if not any(flags):
-            return shallow_copy(td, without=("_reset", "next"))
-        if all(flags):
-            start = (
-                TensorDict._new_unsafe({}, batch_size=batch_size) if given is None else shallow_copy(given, ("_reset",))
-            )
-            return self._carry(td, self._start(start))
         old = shallow_copy(td, without=("_reset", "next"))
-        if self.batch_locked:
-            start = TensorDict._new_unsafe({}, batch_size=batch_size) if given is None else shallow_copy(given)
-            start.set("_reset", rows.unsqueeze(-1))
-            whole = self._start(start)
+        if not rows.any():
+            return old
+        if rows.all():
+            return self._carry(td, self._start(_start_from(given, batch_size, without=("_reset",))))
+        if self.batch_locked:  # such an env cannot start some rows: all start, and the others are put back
+            start = _start_from(given, batch_size, without=("_reset",))
+            whole = self._start(start.set("_reset", rows.unsqueeze(-1)))
             new = whole[rows]
             fill_missing(old, whole)
         else:
-            count = sum(flags)
-            new = self._start(
-                TensorDict._new_unsafe({}, batch_size=torch.Size([count]))
-                if given is None
-                else shallow_copy(given, without=("_reset", "next"))[rows]
-            )
+            start = _start_from(given, torch.Size([int(rows.sum())]), without=("_reset", "next"))
+            new = self._start(start if given is None else start[rows])
             self._blank(old, new)
         return put_rows(old, rows, new, reader=f"{type(self).__name__}.reset")
 
@@ -360,7 +352,7 @@ class EnvBase(SpecHolder):
         self.is_closed = True
 
     def state_dict(self) -> dict[str, Any]:
-        """What the env needs to go on exactly where it was: the state of its random actions' generator."""
+        """The state of the generator of random actions, for an exact resume."""
         return {} if self._generator is None else {"generator": self._generator.get_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -389,6 +381,10 @@ def _complete_done(td: TensorDictBase, who: str) -> None:
         td.set("truncated", truncated)
     if terminated is None:
         td.set("terminated", done & ~truncated)
+
+
+def _start_from(given: TensorDictBase | None, batch_size: torch.Size, without: tuple[str, ...]) -> TensorDictBase:
+    return TensorDict._new_unsafe({}, batch_size=batch_size) if given is None else shallow_copy(given, without)
 
 
 def _merged(td: TensorDictBase, reset_td: TensorDictBase) -> TensorDictBase:

@@ -1,7 +1,4 @@
-"""The specs of an env: five parts that a subclass sets, and the views of them that everybody reads.
-
-What a spec is stands in `llmrl.data.specs`; whether an env keeps its specs is `check_env_specs`'s part.
-"""
+"""The specs of an env: observation, state, action, reward and done, set by a subclass and kept locked."""
 
 from __future__ import annotations
 
@@ -17,6 +14,20 @@ from llmrl.errors import ConfigError
 __all__ = ["DONE_KEYS", "SpecHolder"]
 
 DONE_KEYS = ("done", "terminated", "truncated")
+
+
+def _spec_property(part: str, *, leaf: bool = False) -> property:
+    # Looked up at each access, so that a subclass that overrides _get_spec is asked.
+    def get(self: SpecHolder) -> TensorSpec:
+        spec = self._get_spec(part)
+        keys = spec.leaf_keys if leaf else ()
+        return spec[keys[0]] if len(keys) == 1 else spec
+
+    def set_(self: SpecHolder, spec: TensorSpec) -> None:
+        self._set_spec(part, spec)
+
+    what = "the leaf if there is one, else the whole `Composite`; set it with either" if leaf else "a `Composite`"
+    return property(get, set_, doc=f"The {part} spec: {what}.")
 
 
 class SpecHolder:
@@ -48,67 +59,11 @@ class SpecHolder:
         self._spec_version += 1
         return self
 
-    @property
-    def observation_spec(self) -> Composite:
-        return self._get_spec("observation")
-
-    @observation_spec.setter
-    def observation_spec(self, spec: Composite) -> None:
-        self._set_spec("observation", spec)
-
-    @property
-    def state_spec(self) -> Composite:
-        return self._get_spec("state")
-
-    @state_spec.setter
-    def state_spec(self, spec: Composite) -> None:
-        self._set_spec("state", spec)
-
-    @property
-    def action_spec(self) -> TensorSpec:
-        """The spec of the action: the leaf if there is one, else the whole `Composite`. Set it with either."""
-        return _only_leaf(self._get_spec("action"))
-
-    @action_spec.setter
-    def action_spec(self, spec: TensorSpec) -> None:
-        self._set_spec("action", spec)
-
-    @property
-    def reward_spec(self) -> TensorSpec:
-        """The spec of the reward: the leaf if there is one, else the whole `Composite`. Set it with either."""
-        return _only_leaf(self._get_spec("reward"))
-
-    @reward_spec.setter
-    def reward_spec(self, spec: TensorSpec) -> None:
-        self._set_spec("reward", spec)
-
-    @property
-    def done_spec(self) -> Composite:
-        return self._get_spec("done")
-
-    @done_spec.setter
-    def done_spec(self, spec: TensorSpec) -> None:
-        self._set_spec("done", spec)
-
-    full_observation_spec = observation_spec
-    full_state_spec = state_spec
-    full_done_spec = done_spec
-
-    @property
-    def full_action_spec(self) -> Composite:
-        return self._get_spec("action")
-
-    @full_action_spec.setter
-    def full_action_spec(self, spec: Composite) -> None:
-        self._set_spec("action", spec)
-
-    @property
-    def full_reward_spec(self) -> Composite:
-        return self._get_spec("reward")
-
-    @full_reward_spec.setter
-    def full_reward_spec(self, spec: Composite) -> None:
-        self._set_spec("reward", spec)
+    observation_spec = full_observation_spec = _spec_property("observation")
+    state_spec = full_state_spec = _spec_property("state")
+    done_spec = full_done_spec = _spec_property("done")
+    action_spec, full_action_spec = _spec_property("action", leaf=True), _spec_property("action")
+    reward_spec, full_reward_spec = _spec_property("reward", leaf=True), _spec_property("reward")
 
     @property
     def action_keys(self) -> tuple[NestedKey, ...]:
@@ -124,27 +79,25 @@ class SpecHolder:
 
     @property
     def action_key(self) -> NestedKey:
-        """The key of the action. Raises ConfigError if there is not exactly one."""
-        keys = self.action_keys
-        if len(keys) != 1:
-            raise ConfigError(
-                f"{type(self).__name__}.action_key: there must be one action: got {list(keys)}; use action_keys."
-            )
-        return keys[0]
+        """The key of the action. Raises  ConfigError if there is not exactly one"""
+        return self._only_key("action")
 
     @property
     def reward_key(self) -> NestedKey:
-        """The key of the reward. Raises ConfigError if there is not exactly one."""
-        keys = self.reward_keys
+        """The key of the reward. Raises  ConfigError if there is not exactly one"""
+        return self._only_key("reward")
+
+    def _only_key(self, part: str) -> NestedKey:
+        keys = self._leaf_keys(part)
         if len(keys) != 1:
             raise ConfigError(
-                f"{type(self).__name__}.reward_key: there must be one reward: got {list(keys)}; use reward_keys."
+                f"{type(self).__name__}.{part}_key: there must be one {part}: got {list(keys)}; use {part}_keys."
             )
         return keys[0]
 
     @property
     def spec_version(self) -> int:
-        """Moves whenever a spec is set: what is derived from specs is kept for as long as it stands still."""
+        """Changes whenever a spec is set, so that values derived from specs can be cached."""
         return self._spec_version
 
     def _get_spec(self, part: str) -> Composite:
@@ -184,11 +137,6 @@ class SpecHolder:
             names = dict.fromkeys(key if isinstance(key, str) else key[0] for key in self.action_keys)
             self._action_roots = (self.spec_version, tuple(names))
         return self._action_roots[1]
-
-
-def _only_leaf(spec: Composite) -> TensorSpec:
-    keys = spec.leaf_keys
-    return spec[keys[0]] if len(keys) == 1 else spec
 
 
 def _with_done_keys(spec: Composite) -> Composite:

@@ -1,8 +1,6 @@
-"""Cheap operations on batches whose entries may be ragged: shallow copies, filling gaps, putting rows back, stacking
-steps.
+"""Cheap operations on batches whose entries may be ragged: shallow copies, filling gaps, putting rows back, stacking.
 
-They look at containers, never into lazily stacked rows: what a tensorclass or a lazy stack holds is moved as it is.
-Which entries mean what (action, reward, done) is the env's business.
+They look at containers, never into lazily stacked rows: the content of a tensorclass or a lazy stack is moved as it is.
 """
 
 from __future__ import annotations
@@ -117,7 +115,7 @@ def _members(value: Any) -> list[Any]:
     if isinstance(value, LazyStackedTensorDict) and value.stack_dim == 0:
         return list(value.tensordicts)
     if not is_tensor_collection(value):
-        raise ShapeError(f"the rows of a {type(value).__name__} cannot be told apart.")
+        raise ShapeError(f"a {type(value).__name__} cannot be split into rows.")
     return list(value.unbind(0))
 
 

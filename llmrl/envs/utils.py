@@ -1,11 +1,7 @@
-"""Helpers around envs: `step_mdp` (t becomes t+1), `make_composite_from_td` (specs from data), `check_env_specs`.
-
-`step_mdp` is on the hot path and looks at nothing but root keys; the other two are for when an env is being written.
-"""
+"""Helpers for writing envs: `check_env_specs`, and `make_composite_from_td` (specs from data)."""
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +11,6 @@ import numpy as np
 import torch
 from tensordict import (
     LazyStackedTensorDict,
-    NestedKey,
     NonTensorStack,
     TensorDict,
     TensorDictBase,
@@ -25,85 +20,14 @@ from tensordict import (
 )
 
 from llmrl.data.specs import Composite, NonTensor, TensorSpec, Unbounded
-from llmrl.envs.td_ops import fill_missing, present_keys, shallow_copy, stack_steps
-from llmrl.errors import ConfigError, MissingKeyError, ShapeError
+from llmrl.envs.step import step_mdp
+from llmrl.envs.td_ops import stack_steps
+from llmrl.errors import ConfigError, ShapeError
 
 if TYPE_CHECKING:
     from llmrl.envs.base import EnvBase
 
-__all__ = ["check_env_specs", "make_composite_from_td", "next_seed", "step_mdp"]
-
-_KeyTree = dict[str, "_KeyTree | None"]  # None: the entry itself, a dict: what is named below it
-
-
-def step_mdp(
-    tensordict: TensorDictBase,
-    *,
-    keep_other: bool = True,
-    exclude_reward: bool = True,
-    exclude_done: bool = False,
-    exclude_action: bool = False,
-    reward_keys: tuple[NestedKey, ...] = ("reward",),
-    done_keys: tuple[NestedKey, ...] = ("done", "terminated", "truncated"),
-    action_keys: tuple[NestedKey, ...] = ("action",),
-) -> TensorDictBase:
-    """The root of the next step: what is under ``"next"``, plus what only the root has (``keep_other``).
-
-    Reads   ``"next"`` and the root keys; nothing is copied but references, and ``tensordict`` is not changed
-    Returns a new tensordict. A nested plain tensordict is merged key by key; anything else that ``"next"`` has, such as
-            a tensorclass, replaces the root's whole, so that nothing of time t stays in it
-    Raises  MissingKeyError without ``"next"``
-
-    >>> next_td = TensorDict(obs=torch.ones(1), reward=torch.ones(1))
-    >>> root = step_mdp(TensorDict(obs=torch.zeros(1), hidden=torch.ones(1), next=next_td))
-    >>> sorted(root.keys()), root["obs"]
-    (['hidden', 'obs'], tensor([1.]))
-    """
-    excluded = (reward_keys if exclude_reward else ()) + (done_keys if exclude_done else ())
-    next_tree = _key_tree(excluded)
-    root_tree = _key_tree(excluded + (action_keys if exclude_action else ())) if keep_other else None
-    return _next_root(tensordict, next_tree, root_tree)
-
-
-def _next_root(td: TensorDictBase, next_tree: _KeyTree, root_tree: _KeyTree | None) -> TensorDictBase:
-    # The trees name what to leave out of "next" and of the root; None: leave the whole root out.
-    if isinstance(td, LazyStackedTensorDict):
-        rows = [_next_root(row, next_tree, root_tree) for row in td.tensordicts]
-        return LazyStackedTensorDict.lazy_stack(rows, td.stack_dim)
-    next_td = td.get("next", None)
-    if next_td is None:
-        raise MissingKeyError(
-            f"step_mdp: reads 'next', which is not there; keys present: {present_keys(td)}; step the env first."
-        )
-    entries: dict[str, Any] = {}
-    if root_tree is not None:
-        for key, value in td.items():
-            if key == "next" or key == "_reset":
-                continue
-            if key not in root_tree or (value := _pruned(value, root_tree[key])) is not None:
-                entries[key] = value
-    for key, value in next_td.items():
-        if key in next_tree and (value := _pruned(value, next_tree[key], keep_opaque=True)) is None:
-            continue
-        if type(value) is TensorDict and type(other := entries.get(key)) is TensorDict:
-            value = shallow_copy(value)
-            fill_missing(value, other)
-        entries[key] = value
-    names = td.names if td._has_names() else None
-    return TensorDict._new_unsafe(entries, batch_size=td.batch_size, device=td.device, names=names)
-
-
-def next_seed(seed: int) -> int:
-    """The seed that follows ``seed`` when several envs or generators are seeded from one; 32 bits, well mixed.
-
-    >>> next_seed(0), next_seed(1)
-    (3793791033, 2433363436)
-    """
-    mask = (1 << 64) - 1  # splitmix64 (Steele et al. 2014), upper half
-    mixed = (seed + 0x9E3779B97F4A7C15) & mask
-    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & mask
-    return (mixed ^ (mixed >> 31)) >> 32
+__all__ = ["check_env_specs", "make_composite_from_td", "step_mdp"]
 
 
 def make_composite_from_td(
@@ -172,14 +96,11 @@ def check_env_specs(
         raise ConfigError(
             f"check_env_specs: break_when_any_done must be a bool or 'both': got {break_when_any_done!r}."
         )
-    modes = known[break_when_any_done]
-    found: dict[str, None] = {}
+    found: dict[str, None] = {}  # an ordered set: several runs and steps find the same
     with _random_state_kept(env, seed):
-        for mode in modes:
-            for problem in _run_and_compare(
-                env, tensordict, policy, num_steps, mode, check_dtype, bool(return_contiguous)
-            ):
-                found.setdefault(problem)
+        for mode in known[break_when_any_done]:
+            problems = _run_and_compare(env, tensordict, policy, num_steps, mode, check_dtype, bool(return_contiguous))
+            found |= dict.fromkeys(problems)
     if found:
         lines = "\n".join(f"  {problem}" for problem in found)
         raise AssertionError(f"check_env_specs: {type(env).__name__} must produce what its specs declare:\n{lines}")
@@ -203,7 +124,7 @@ def _run_and_compare(
     def undeclared(time: str, td: TensorDictBase, parts: tuple[str, ...]) -> Iterator[str]:
         for key in _undeclared(td, [env._get_spec(part) for part in (*parts, "state")]):
             if tensordict is None or key[0] not in tensordict.keys():
-                yield f"{time}, {_name(key)}: written, but no spec declares it"
+                yield f"{time}, {(key[0] if len(key) == 1 else key)!r}: written, but no spec declares it"
 
     td = env.reset(tensordict)
     yield from compare("reset", td, ("observation", "done"))
@@ -287,35 +208,3 @@ def _first_entry(value: Any) -> Any:
     while isinstance(value, NonTensorStack) and isinstance(entry, list) and entry:
         value, entry = value.unbind(0)[0], entry[0]
     return entry
-
-
-def _name(key: tuple[str, ...]) -> str:
-    return repr(key[0] if len(key) == 1 else key)
-
-
-@functools.lru_cache(maxsize=64)
-def _key_tree(keys: tuple[NestedKey, ...]) -> _KeyTree:
-    tree: _KeyTree = {}
-    for key in keys:
-        *path, last = (key,) if isinstance(key, str) else key
-        node: _KeyTree | None = tree
-        for part in path:
-            node = node.setdefault(part, {}) if node is not None else None
-        if node is not None:
-            node[last] = None
-    return tree
-
-
-def _pruned(value: Any, tree: _KeyTree | None, keep_opaque: bool = False) -> Any:
-    # What is left of an entry without what the tree names; None: nothing.
-    if tree is None:
-        return None
-    if type(value) is not TensorDict:
-        return value if keep_opaque else None
-    out = shallow_copy(value)
-    for key, below in tree.items():
-        keys = out.keys()
-        if key in keys:
-            rest = _pruned(out.get(key), below, keep_opaque)
-            out = shallow_copy(out, without=(key,)) if rest is None else out.set(key, rest)
-    return out

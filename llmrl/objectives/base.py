@@ -1,10 +1,8 @@
-"""What every loss shares: configurable TensorDict keys, and outputs that add up over the micro-batches of a step.
-
-A loss computes; the recipe owns the loop, the optimizer and the backward pass.
-"""
+"""The base class of losses: configurable TensorDict keys, and outputs that add up over the micro-batches of a step."""
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar, TypeVar
@@ -21,7 +19,7 @@ __all__ = ["LossModule", "merge_outputs", "output_fields", "total_loss"]
 Output = TypeVar("Output")
 
 
-class LossModule(nn.Module):
+class LossModule(nn.Module, abc.ABC):
     """A loss that reads a TensorDict through named keys and returns a record of ``loss_*`` terms and metrics.
 
     ``default_keys`` maps the names that the loss uses to the TensorDict entries it reads. `set_keys` points a name
@@ -42,14 +40,14 @@ class LossModule(nn.Module):
         for name in keys:
             if name not in self.default_keys:
                 raise ConfigError(
-                    f"{type(self).__name__}.set_keys: {name!r} is none of the keys this loss reads: "
+                    f"{type(self).__name__}.set_keys: this loss has no key {name!r}; it reads "
                     f"{', '.join(sorted(self.default_keys))}.{near(name, self.default_keys)}"
                 )
         vars(self.tensor_keys).update(keys)
 
+    @abc.abstractmethod
     def forward(self, td: TensorDictBase, normalizer: Any = None) -> Any:
         """The loss of one micro-batch, over the counts of the whole step when ``normalizer`` gives them."""
-        raise TypeError(f"{type(self).__name__} defines no forward.")
 
 
 def output_fields(output: Any) -> dict[str, Tensor]:

@@ -1,8 +1,8 @@
-"""What ``llmrl grpo`` can be told. The loop that reads it is `llmrl.recipes.grpo`."""
+"""The settings of ``llmrl grpo``. The loop that reads them is `llmrl.recipes.grpo`."""
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -12,11 +12,13 @@ __all__ = ["AlgorithmSettings", "GRPOConfig", "RolloutSettings"]
 
 
 class AlgorithmSettings(Settings):
-    """The four choices that make an algorithm; what ``algo`` chose stands unless it is said otherwise here."""
+    """Settings of `GRPOSettings` by the same names, and the advantage's ``scale``; null: what ``algo`` chose."""
 
     clip: tuple[float, float] | None = Field(None, description="how far below and above 1 the ratio may go")
     scale: Literal["group", "batch", "none"] | None = Field(None, description="what divides the centred reward")
-    loss: Literal["token", "seq-mean", "dr_grpo"] | None = Field(None, description="how token losses are averaged")
+    aggregation: Literal["token", "seq-mean", "dr_grpo"] | None = Field(
+        None, description="how token losses are averaged", json_schema_extra={"also": ["loss"]}
+    )
     kl: float = Field(0.0, ge=0, description="weight of the divergence from the starting model, kept as reference")
     entropy: float = Field(0.0, ge=0, description="weight of the entropy bonus")
     kl_inference: float = Field(0.0, ge=0, description="weight of the divergence from the engine that sampled")
@@ -37,6 +39,14 @@ class AlgorithmSettings(Settings):
     correction_veto: tuple[float, float] | None = Field(
         None, description="sequences with any token's weight outside are left out, [1e-4, 100] say"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rename_loss(cls, section: Any) -> Any:
+        """Reads files of runs from when ``aggregation`` was called ``loss``."""
+        if isinstance(section, dict) and "loss" in section and "aggregation" not in section:
+            section = {"aggregation" if name == "loss" else name: value for name, value in section.items()}
+        return section
 
 
 class RolloutSettings(Settings):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from llmrl.errors import TemplateError
 from llmrl.modules.llm.rendering import Renderer
-from llmrl.objectives.llm.presets import PRESETS
+from llmrl.objectives.llm.settings import PRESETS
 from llmrl.train.settings import ModelSource, OptimSettings, TinyModelSettings
 
 if TYPE_CHECKING:
@@ -129,39 +130,28 @@ def samples_exactly(config: GRPOConfig, session: Session) -> bool:
 def grpo_settings(config: GRPOConfig, *, exact: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
     """Keyword arguments for MCAdvantage and for GRPOLoss: the preset's, then those of the ``grpo`` section.
 
-    ``exact``: what `samples_exactly` says; such log-probs need not be computed again.
+    ``exact``: the result of `samples_exactly`; such log-probs need not be computed again.
+
+    Raises  ConfigError for settings that contradict each other
     """
-    preset, own = PRESETS[config.algo], config.grpo
+    preset = PRESETS[config.algo]
+    own = {name: value for name, value in config.grpo.model_dump().items() if value}  # 0 and null: the preset's
     advantage = {**preset.advantage, "min_group_size": config.min_group_size}
+    if "scale" in own:
+        advantage["scale"] = own.pop("scale")
     if config.env.max_records > 1:  # only the last record of a conversation has its reward; all get its advantage
         advantage["trajectory_return"] = "sum"
-    loss = dict(preset.loss)
-    if own.scale is not None:
-        advantage["scale"] = own.scale
     if advantage["scale"] != "raw":  # there the group is no baseline, and equal rewards teach too
         advantage["on_zero_variance"] = "keep" if config.zero_variance == "keep" else "drop"
-    off_policy = config.updates_per_step > 1 and loss.get("surrogate") != "reinforce"  # which has no ratio to clip
-    if off_policy and loss.get("proximal") == "detach":
-        loss["proximal"] = "behaviour" if exact else "recomputed"
-    if own.proximal is not None:
-        loss["proximal"] = own.proximal
-    if loss.get("proximal") == "behaviour":
-        loss["correction"] = None
-    if own.clip is not None:
-        loss["clip_epsilon"] = own.clip
-    if own.loss is not None:
-        loss["aggregation"] = own.loss
-    for name in ("correction", "correction_cap", "correction_band", "correction_veto", "dual_clip", "kl_estimator"):
-        if getattr(own, name) is not None:
-            loss[name] = getattr(own, name)
-    if loss.get("aggregation") == "dr_grpo":
-        loss["max_length"] = config.sampling.max_tokens
-    if own.kl:
-        loss["kl_to_ref_coeff"] = own.kl
-    if own.kl_inference:
-        loss["kl_to_inference_coeff"] = own.kl_inference
-    loss["entropy_coeff"] = own.entropy
-    return advantage, loss
+    loss = preset.settings
+    off_policy = config.updates_per_step > 1 and loss.surrogate != "reinforce"  # which has no ratio to clip
+    if off_policy and loss.proximal == "detach":
+        own.setdefault("proximal", "behaviour" if exact else "recomputed")
+    if own.get("proximal", loss.proximal) == "behaviour":
+        own.setdefault("correction", None)
+    if own.get("aggregation", loss.aggregation) == "dr_grpo":
+        own["max_length"] = config.sampling.max_tokens
+    return advantage, replace(loss, **own).keywords()
 
 
 def check_template(

@@ -18,7 +18,7 @@ from llmrl.envs.llm import DatasetChatEnv
 from llmrl.envs.llm.transforms import RewardFunction
 from llmrl.modules.llm import ChatHistory, LLMWrapperBase, TransformersWrapper
 from llmrl.objectives.llm import GRPOLoss, MCAdvantage, SFTLoss, count_step
-from llmrl.objectives.llm.group_advantage import group_advantage
+from llmrl.objectives.llm.groups import group_advantage
 from llmrl.testing import FakeEngine, tiny_model, tiny_tokenizer
 
 ROWS = [{"query": f"q{n}", "answer": str(n)} for n in range(6)]

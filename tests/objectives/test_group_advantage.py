@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmrl.objectives.llm.group_advantage import group_advantage, whitened
+from llmrl.objectives.llm.groups import group_advantage, whitened
 
 REWARDS = torch.tensor([[1.0, 0.0, 0.5, 0.0], [1.0, 1.0, 1.0, 0.0]])
 

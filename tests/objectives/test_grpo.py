@@ -9,59 +9,38 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import nn
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from llmrl.errors import ConfigError, DataError, MissingKeyError, ShapeError
 from llmrl.modules.llm.log_probs import TokenScorer, TokenScores
-from llmrl.objectives import merge_outputs, total_loss
+from llmrl.objectives import total_loss
 from llmrl.objectives.base import output_fields
 from llmrl.objectives.llm import PRESETS, GRPOLoss, StepCounts, count_step
-from llmrl.objectives.llm.grpo_checks import Surrogate
+from llmrl.objectives.llm.settings import Surrogate
+from tests.support.losses import assert_same_step, conversation, run_step, tiny_scorer
 
 LENGTHS = [(3, 4), (5, 1), (2, 6), (4, 0), (1, 3), (6, 5)]  # (prompt, response); one response is empty
 KL = {"kl_to_ref_coeff": 0.1, "kl_to_inference_coeff": 0.05}
-
-
-def tiny_scorer(seed: int = 0) -> TokenScorer:
-    torch.manual_seed(seed)
-    model = Qwen2ForCausalLM(
-        Qwen2Config(vocab_size=29, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-                    num_key_value_heads=2)
-    )  # fmt: skip
-    return TokenScorer(model.double().eval())
-
-
-def conversation(index: int, prompt: int, response: int, *, group: int = 0, per_token: bool = False) -> TensorDict:
-    generator = torch.Generator().manual_seed(index)
-    length = prompt + response
-    mask = torch.arange(length) >= prompt
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    log_prob = (-3.4 + 0.3 * draw(length)) * mask
-    ids = torch.randint(0, 29, (length,), generator=generator)
-    return TensorDict(
-        tokens=TensorDict(full=ids, prompt=ids[:prompt], response=ids[prompt:]),
-        masks=TensorDict(all_assistant_mask=mask, all_attention_mask=torch.ones(length, dtype=torch.bool)),
-        log_probs=TensorDict(full=log_prob),
-        proximal_log_probs=TensorDict(full=log_prob + 0.1 * draw(length) * mask),
-        next=TensorDict(ref_log_probs=TensorDict(full=log_prob + 0.2 * draw(length))),
-        advantage=draw(length if per_token else 1, 1),
-        group_id=torch.tensor(group),
-    )
 
 
 def ragged(lengths: list[tuple[int, int]] = LENGTHS, per_token: bool = False) -> TensorDictBase:
     return lazy_stack([conversation(i, p, r, group=i // 2, per_token=per_token) for i, (p, r) in enumerate(lengths)])
 
 
+PER_TOKEN = {  # what the padding holds: nothing that a loss may look at
+    ("tokens", "full"): 7,
+    ("masks", "all_assistant_mask"): False,
+    ("masks", "all_attention_mask"): False,
+    ("log_probs", "full"): math.nan,
+    ("proximal_log_probs", "full"): 9.0,
+    ("next", "ref_log_probs", "full"): math.nan,
+}
+
+
 def padded(td: TensorDictBase) -> TensorDict:
-    """The dense form: prompt padded on the left, response on the right, rubbish in the padding."""
+    """The dense form: prompt padded on the left, response on the right."""
     prompts = [row["tokens", "prompt"].shape[0] for row in td.unbind(0)]
-    responses = [row["tokens", "response"].shape[0] for row in td.unbind(0)]
     width = max(prompts)
-    total = width + max(responses)
+    total = width + max(row["tokens", "response"].shape[0] for row in td.unbind(0))
 
     def place(key, fill):
         rows = []
@@ -73,49 +52,9 @@ def padded(td: TensorDictBase) -> TensorDict:
 
     advantage = td.get("advantage", as_list=True)
     per_token = any(row.shape[0] > 1 for row in advantage)
-    return TensorDict(
-        tokens=TensorDict(full=place(("tokens", "full"), 7), batch_size=[len(prompts)]),
-        masks=TensorDict(
-            all_assistant_mask=place(("masks", "all_assistant_mask"), False),
-            all_attention_mask=place(("masks", "all_attention_mask"), False),
-            batch_size=[len(prompts)],
-        ),
-        log_probs=TensorDict(full=place(("log_probs", "full"), math.nan), batch_size=[len(prompts)]),
-        proximal_log_probs=TensorDict(full=place(("proximal_log_probs", "full"), 9.0), batch_size=[len(prompts)]),
-        next=TensorDict(
-            ref_log_probs=TensorDict(
-                full=place(("next", "ref_log_probs", "full"), math.nan), batch_size=[len(prompts)]
-            ),
-            batch_size=[len(prompts)],
-        ),
-        advantage=place("advantage", math.nan) if per_token else torch.stack(list(advantage)),
-        group_id=torch.stack([row["group_id"] for row in td.unbind(0)]),
-        batch_size=[len(prompts)],
-    )
-
-
-def run(loss: GRPOLoss, *batches: TensorDictBase, normalizer: StepCounts | None = None):
-    """Output and gradients of a step over the given micro-batches."""
-    loss.zero_grad()
-    outputs = []
-    for td in batches:
-        output = loss(td, normalizer)
-        total_loss(output).backward()
-        outputs.append(output)
-    gradients = {name: p.grad.clone() for name, p in loss.named_parameters() if p.grad is not None}
-    return merge_outputs(outputs), gradients
-
-
-def assert_same(got, expected, tolerance: float = 1e-9) -> None:
-    (output, gradients), (expected_output, expected_gradients) = got, expected
-    fields, expected_fields = output_fields(output), output_fields(expected_output)
-    assert fields.keys() == expected_fields.keys()
-    for name, value in expected_fields.items():
-        torch.testing.assert_close(
-            fields[name], value, atol=tolerance, rtol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
-        )
-    for name, value in expected_gradients.items():
-        torch.testing.assert_close(gradients[name], value, atol=tolerance, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+    out = TensorDict({key: place(key, fill) for key, fill in PER_TOKEN.items()}, batch_size=[len(prompts)])
+    out["advantage"] = place("advantage", math.nan) if per_token else torch.stack(list(advantage))
+    return out.set("group_id", torch.stack([row["group_id"] for row in td.unbind(0)]))
 
 
 SETTINGS = {
@@ -137,33 +76,29 @@ SETTINGS = {
 @pytest.mark.parametrize("split", [[3, 3], [1, 5], [3, 1, 2]])
 def test_micro_batches_add_up_to_the_step_with_gradients(name, split):
     loss, td = GRPOLoss(tiny_scorer(), **SETTINGS[name]), ragged()
-    whole = run(loss, td)
+    whole = run_step(loss, td)
     assert sum(gradient.abs().sum() for gradient in whole[1].values()) > 0
-    parts = run(loss, *td.split(split), normalizer=count_step(td))
-    assert_same(parts, whole)
+    parts = run_step(loss, *td.split(split), normalizer=count_step(td))
+    assert_same_step(parts, whole)
 
 
 def test_each_row_alone_adds_up_to_the_ragged_batch():
     loss, td = GRPOLoss(tiny_scorer(), **SETTINGS["token"]), ragged(per_token=True)
     rows = [td[i : i + 1] for i in range(len(LENGTHS))]
-    assert_same(run(loss, *rows, normalizer=count_step(td)), run(loss, td))
+    assert_same_step(run_step(loss, *rows, normalizer=count_step(td)), run_step(loss, td))
 
 
 @pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_padded_and_ragged_batches_are_one(name, per_token):
+def test_padded_and_ragged_batches_are_one_however_wide_the_padding(name, per_token):
     loss, td = GRPOLoss(tiny_scorer(), **SETTINGS[name]), ragged(per_token=per_token)
-    assert_same(run(loss, padded(td)), run(loss, td))
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_a_hundred_more_pad_tokens_change_nothing(name):
-    td = padded(ragged())
-    loss, wide = GRPOLoss(tiny_scorer(), **SETTINGS[name]), td.clone()
-    for key in td.keys(include_nested=True, leaves_only=True):
-        if td[key].ndim == 2:
-            wide[key] = torch.cat([td[key], td[key].new_zeros(len(td), 100)], 1)
-    assert_same(run(loss, wide), run(loss, td))
+    dense, expected = padded(td), run_step(loss, td)
+    assert_same_step(run_step(loss, dense), expected)
+    for key in PER_TOKEN:
+        dense[key] = torch.cat([dense[key], dense[key].new_zeros(len(dense), 100)], 1)
+    if per_token:
+        dense["advantage"] = torch.cat([dense["advantage"], torch.zeros(len(dense), 100, 1)], 1)
+    assert_same_step(run_step(loss, dense), expected)
 
 
 def test_a_hundred_more_prompt_tokens_change_no_denominator():
@@ -189,23 +124,23 @@ def test_a_hundred_more_prompt_tokens_change_no_denominator():
     td = ragged()
     for name in ("token", "seq-mean", "prompt-mean"):
         loss = GRPOLoss(LastTokens(), **SETTINGS[name])
-        assert_same(run(loss, lazy_stack([longer(row) for row in td.unbind(0)])), run(loss, td))
+        assert_same_step(run_step(loss, lazy_stack([longer(row) for row in td.unbind(0)])), run_step(loss, td))
 
 
 @pytest.mark.parametrize("dense", [False, True])
 def test_the_ratio_reads_log_probs_from_before_the_cut_where_the_batch_has_them(dense):
     td = ragged()
-    expected = run(GRPOLoss(tiny_scorer(), **SETTINGS["token"]), padded(td) if dense else td)
+    expected = run_step(GRPOLoss(tiny_scorer(), **SETTINGS["token"]), padded(td) if dense else td)
     for row in td.unbind(0):  # what a top-p of one half would have recorded
         row["log_probs", "plain"] = row["log_probs", "full"].clone()
         row["log_probs", "full"] = row["log_probs", "full"] + math.log(2.0) * row["masks", "all_assistant_mask"]
     changed = padded(td) if dense else td
     if dense:
         changed["log_probs", "plain"] = padded(ragged())["log_probs", "full"]
-    assert_same(run(GRPOLoss(tiny_scorer(), **SETTINGS["token"]), changed), expected)
+    assert_same_step(run_step(GRPOLoss(tiny_scorer(), **SETTINGS["token"]), changed), expected)
     elsewhere = GRPOLoss(tiny_scorer(), **SETTINGS["token"])
     elsewhere.set_keys(sample_log_prob=("proximal_log_probs", "full"))  # has no plain beside it
-    assert elsewhere(changed).loss_objective != expected[0].loss_objective
+    assert elsewhere(changed).loss_objective != expected[0]["loss_objective"]
 
 
 def test_the_entropy_term_rewards_entropy():
@@ -298,20 +233,19 @@ def test_keys_can_be_pointed_elsewhere():
         loss.set_keys(advantages="mine")
 
 
-def test_missing_log_probs_say_so():
-    td = ragged()
-    without = lazy_stack([row.exclude("log_probs") for row in td.unbind(0)])
-    with pytest.raises(KeyError, match="Couldn't find the log-prob"):
-        GRPOLoss(tiny_scorer())(without)
-    without = lazy_stack([row.exclude("next") for row in td.unbind(0)])
-    with pytest.raises(KeyError, match="Couldn't find the ref log-prob"):
-        GRPOLoss(tiny_scorer(), kl_to_ref_coeff=0.1)(without)
-    without = lazy_stack([row.exclude("proximal_log_probs") for row in td.unbind(0)])
-    with pytest.raises(KeyError, match="Couldn't find the log-prob of the proximal policy"):
-        GRPOLoss(tiny_scorer(), proximal="recomputed")(without)
-    without = lazy_stack([row.exclude("group_id") for row in td.unbind(0)])
-    with pytest.raises(KeyError, match="group_id"):
-        GRPOLoss(tiny_scorer(), aggregation="prompt-mean")(without)
+@pytest.mark.parametrize(
+    ("missing", "settings", "match"),
+    [
+        ("log_probs", {}, "Couldn't find the log-prob of the sampled"),
+        ("next", {"kl_to_ref_coeff": 0.1}, "Couldn't find the ref log-prob"),
+        ("proximal_log_probs", {"proximal": "recomputed"}, "Couldn't find the log-prob of the proximal policy"),
+        ("group_id", {"aggregation": "prompt-mean"}, "group_id"),
+    ],
+)
+def test_a_missing_column_is_named(missing, settings, match):
+    td = lazy_stack([row.exclude(missing) for row in ragged().unbind(0)])
+    with pytest.raises(KeyError, match=match):
+        GRPOLoss(tiny_scorer(), **settings)(td)
 
 
 def test_columns_that_do_not_fit_the_tokens_are_refused():
@@ -350,7 +284,7 @@ def test_every_preset_builds_a_loss_that_trains_and_says_what_it_is(name):
     assert {key: words[key] for key in ("ratio", "aggregation", "kl")} == loss.describe()
     optimizer = torch.optim.SGD(loss.parameters(), lr=0.05)
     for _ in range(4):
-        run(loss, ragged())
+        run_step(loss, ragged())
         optimizer.step()
     td = ragged()
     weighted = [  # the policy moved towards positive and away from negative advantages
@@ -401,6 +335,6 @@ def test_nan_advantages_outside_the_mask_leave_the_gradient_alone(surrogate):
     td = ragged(per_token=True)
     for row in td.unbind(0):
         row["advantage"][~row["masks", "all_assistant_mask"]] = math.nan
-    output, gradients = run(GRPOLoss(Everywhere(), surrogate=surrogate), td)
-    assert output.loss_objective.isfinite()
+    output, gradients = run_step(GRPOLoss(Everywhere(), surrogate=surrogate), td)
+    assert output["loss_objective"].isfinite()
     assert gradients["actor_network.log_prob"].isfinite().all()

@@ -9,22 +9,11 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from llmrl.modules.llm.log_probs import TokenScores
 from llmrl.objectives import total_loss
 from llmrl.objectives.base import output_fields
 from llmrl.objectives.llm import PRESETS, GRPOLoss
-from llmrl.objectives.llm.group_advantage import group_advantage
-
-
-class Recorded(nn.Module):
-    """An actor whose log-probs are a parameter."""
-
-    def __init__(self, log_prob_BT: torch.Tensor) -> None:
-        super().__init__()
-        self.log_prob = nn.Parameter(log_prob_BT)
-
-    def token_scores(self, input_ids, attention_mask, select, *, entropy=False):
-        return TokenScores(self.log_prob.masked_fill(~select, 0.0), None)
+from llmrl.objectives.llm.groups import group_advantage
+from tests.support.losses import Recorded
 
 
 def after_prompt(value_BT: torch.Tensor, prompt: float = 0) -> torch.Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 
 from llmrl.errors import ConfigError
 from llmrl.objectives.llm import PRESETS, GRPOLoss
-from llmrl.objectives.llm.group_advantage import Scale
+from llmrl.objectives.llm.groups import Scale
 
 
 @pytest.mark.parametrize(
@@ -24,8 +24,8 @@ from llmrl.objectives.llm.group_advantage import Scale
         ({"kl_to_ref_coeff": -0.1}, "must not be negative: got -0.1 and None"),
         ({"kl_to_inference_coeff": math.nan}, "must not be negative: got None and nan"),
         ({"dual_clip": 0.5}, "dual_clip must be above 1"),
-        ({"dual_clip": 3.0, "surrogate": "cispo"}, "dual_clip belongs to"),
-        ({"ratio_level": "sequence", "surrogate": "reinforce"}, "has no ratio"),
+        ({"dual_clip": 3.0, "surrogate": "cispo"}, "dual_clip is not supported with surrogate='cispo'"),
+        ({"ratio_level": "sequence", "surrogate": "reinforce"}, "not supported with surrogate='reinforce'"),
         ({"aggregation": "dr_grpo"}, "max_length"),
         ({"max_length": 8}, "max_length"),
         ({"correction": "tis"}, "proximal='behaviour'"),
@@ -36,7 +36,7 @@ from llmrl.objectives.llm.group_advantage import Scale
         ({"masking_strategy": "all"}, "masking_strategy"),
         ({"kl_mask_threshold": -1.0}, "kl_mask_threshold"),
         ({"surrogate": "dppo", "proximal": "detach"}, "proximal='behaviour'"),
-        ({"surrogate": "dppo", "ratio_level": "sequence"}, "no ratio of a sequence"),
+        ({"surrogate": "dppo", "ratio_level": "sequence"}, "not supported with surrogate='dppo'"),
         ({"sapo_tau": (1.0, 1.0)}, "sapo_tau"),
         ({"surrogate": "sapo", "sapo_tau": (0.0, 1.0)}, "sapo_tau"),
         ({"correction_veto": (1e-4, 100.0)}, "correction_veto"),

@@ -8,33 +8,24 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import nn
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from llmrl.data.llm.chat import History
 from llmrl.data.ragged.padding import pad_rows
 from llmrl.errors import ConfigError, DataError, MissingKeyError, ShapeError
 from llmrl.modules.llm.engines import StopReason
-from llmrl.modules.llm.log_probs import TokenScorer, TokenScores
+from llmrl.modules.llm.log_probs import TokenScorer
 from llmrl.modules.llm.policies import ChatHistory, TransformersWrapper
 from llmrl.modules.llm.rendering import Renderer
-from llmrl.objectives import merge_outputs, total_loss
-from llmrl.objectives.base import output_fields
 from llmrl.objectives.llm import SFTLoss, StepCounts, count_step
 from llmrl.testing import tiny_model, tiny_tokenizer
+from tests.support.losses import Recorded, assert_same_step, conversation, run_step, tiny_scorer
 
 LOG_PROBS = [[-9.0, -1.0, -3.0], [-9.0, -2.0], [-9.0, -9.0, -9.0, -9.0]]  # the first is the prompt; row 3 is all prompt
 MASKS = [[0, 1, 1], [0, 1], [0, 0, 0, 0]]
 
 
-class Recorded(nn.Module):
-    """An actor whose log-probs are a parameter; token 0 of each row is its most likely one."""
-
-    def __init__(self, rows: list[list[float]]) -> None:
-        super().__init__()
-        self.log_prob = nn.Parameter(nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True))
-
-    def token_scores(self, input_ids, attention_mask, select, *, entropy=False):
-        return TokenScores(self.log_prob.masked_fill(~select, 0.0), None, select & (input_ids % 2 == 1))
+def recorded(rows: list[list[float]] = LOG_PROBS) -> Recorded:
+    return Recorded(nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True))
 
 
 def batch(reference: list[list[float]] | None = None) -> TensorDictBase:
@@ -63,7 +54,7 @@ def batch(reference: list[list[float]] | None = None) -> TensorDictBase:
     ],
 )
 def test_reductions_on_worked_numbers(settings, expected):
-    output = SFTLoss(Recorded(LOG_PROBS), **settings)(batch())
+    output = SFTLoss(recorded(), **settings)(batch())
     assert output.loss_sft.tolist() == pytest.approx(expected)
     assert output.nll.item() == pytest.approx(2.0)
     assert output.accuracy.item() == pytest.approx(2 / 3)  # of the trained ids 1, 2 and 1
@@ -74,13 +65,13 @@ def test_reductions_on_worked_numbers(settings, expected):
 def test_minor_sft_on_worked_numbers_masks_both_sides():
     reference = [[-5.0, -2.0, -3.0], [-5.0, -2.5], [-5.0] * 4]
     settings = {"loss_function": "minor_sft", "beta": 0.5, "normalize_by_seq_length": False}
-    output = SFTLoss(Recorded(LOG_PROBS), **settings)(batch(reference))
+    output = SFTLoss(recorded(), **settings)(batch(reference))
     expected = [math.log1p(math.exp(-0.5 * margin)) for margin in (-4 + 5, -2 + 2.5)]
     assert output.loss_sft.item() == pytest.approx(sum(expected) / 2)
 
 
 def test_kl_to_the_same_policy_is_exactly_zero_and_is_masked_on_both_sides():
-    same = SFTLoss(Recorded(LOG_PROBS), kl_to_ref_coeff=0.5)
+    same = SFTLoss(recorded(), kl_to_ref_coeff=0.5)
     assert same(batch(LOG_PROBS)).kl_to_ref == 0
     elsewhere = [[-1.0, -1.0, -3.0], [math.nan, -2.0], [0.0] * 4]  # differs from the policy only outside the mask
     assert same(batch(elsewhere)).kl_to_ref == 0
@@ -91,48 +82,20 @@ def test_kl_to_the_same_policy_is_exactly_zero_and_is_masked_on_both_sides():
 
 
 def real_batch() -> TensorDictBase:
-    generator = torch.Generator().manual_seed(0)
-    rows = []
-    for prompt, response in [(3, 4), (2, 1), (4, 0), (1, 6), (5, 2)]:
-        length = prompt + response
-        rows.append(
-            TensorDict(
-                tokens=TensorDict(full=torch.randint(0, 29, (length,), generator=generator)),
-                masks=TensorDict(all_assistant_mask=torch.arange(length) >= prompt),
-                next=TensorDict(ref_log_probs=TensorDict(full=torch.full((length,), -3.3, dtype=torch.float64))),
-            )
-        )
-    return lazy_stack(rows)
+    lengths = [(3, 4), (2, 1), (4, 0), (1, 6), (5, 2)]
+    return lazy_stack([conversation(i, *pair).exclude("group_id") for i, pair in enumerate(lengths)])
 
 
 @pytest.mark.parametrize("settings", [{}, {"reduction": "mean"}, {"loss_function": "minor_sft"}])
 @pytest.mark.parametrize("split", [[2, 3], [1, 1, 1, 1, 1]])
 def test_micro_batches_add_up_to_the_step_with_gradients(settings, split):
-    torch.manual_seed(0)
-    model = Qwen2ForCausalLM(
-        Qwen2Config(vocab_size=29, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
-                    num_key_value_heads=2)
-    ).double()  # fmt: skip
-    loss, td = SFTLoss(TokenScorer(model), kl_to_ref_coeff=0.1, **settings), real_batch()
-
-    def run(batches, normalizer=None):
-        loss.zero_grad()
-        outputs = [loss(part, normalizer) for part in batches]
-        for output in outputs:
-            total_loss(output).backward()
-        return output_fields(merge_outputs(outputs)), [p.grad.clone() for p in loss.parameters()]
-
-    (whole, gradients), (parts, part_gradients) = run([td]), run(td.split(split), count_step(td))
+    loss, td = SFTLoss(tiny_scorer(layers=1), kl_to_ref_coeff=0.1, **settings), real_batch()
     assert loss.count_step(td) == count_step(td)
-    assert whole.keys() == parts.keys()
-    for name, value in whole.items():
-        torch.testing.assert_close(parts[name], value, atol=1e-9, rtol=1e-9)
-    for got, expected in zip(part_gradients, gradients, strict=True):
-        torch.testing.assert_close(got, expected, atol=1e-9, rtol=0)
+    assert_same_step(run_step(loss, *td.split(split), normalizer=count_step(td)), run_step(loss, td))
 
 
 def test_nothing_to_train_is_an_error_in_a_step_and_zero_in_a_micro_batch():
-    loss = SFTLoss(Recorded([[-1.0] * 4]))
+    loss = SFTLoss(recorded([[-1.0] * 4]))
     with pytest.raises(DataError, match="got none in 1 conversations"):
         loss(batch()[2:])
     output = loss(batch()[2:], StepCounts(tokens=5, sequences=2))
@@ -176,7 +139,7 @@ def test_messages_are_rendered_and_give_the_loss_of_their_tokens():
     assert SFTLoss(scorer)(history_batch()).loss_sft == from_messages.loss_sft
 
 
-def test_one_example_is_learned_with_its_end_of_turn():
+def test_after_overfitting_one_example_generation_says_it_and_stops():
     tokenizer = tiny_tokenizer()
     model = tiny_model(tokenizer)
     loss, td = SFTLoss(TokenScorer(model), tokenizer), history_batch()[:1]
@@ -187,21 +150,9 @@ def test_one_example_is_learned_with_its_end_of_turn():
         optimizer.step()
     assert loss(td).accuracy == 1
     row = Renderer(tokenizer).render(CHATS[:1])[0]
-    end = int(row.assistant_mask.nonzero()[-1])
-    probabilities = model(input_ids=row.ids[None]).logits[0, end - 1].softmax(-1)
+    end = int(row.assistant_mask.nonzero()[-1])  # the end of the turn is learned too
     assert row.ids[end] == tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert probabilities[row.ids[end]] > 0.99
-
-
-def test_after_overfitting_one_example_generation_says_it_and_stops():
-    tokenizer = tiny_tokenizer()
-    model = tiny_model(tokenizer)
-    loss = SFTLoss(TokenScorer(model), tokenizer)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    for _ in range(40):
-        optimizer.zero_grad()
-        loss(history_batch()[:1]).loss_sft.backward()
-        optimizer.step()
+    assert model(input_ids=row.ids[None]).logits[0, end - 1].softmax(-1)[row.ids[end]] > 0.99
     policy = TransformersWrapper(
         model.eval(), tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 32, "temperature": 0.0}
     )
@@ -236,7 +187,7 @@ def test_kl_to_a_reference_that_is_the_policy_is_exactly_zero_for_a_real_model(t
 
 
 def test_what_is_missing_or_does_not_fit_is_named():
-    loss = SFTLoss(Recorded(LOG_PROBS), kl_to_ref_coeff=0.1)
+    loss = SFTLoss(recorded(), kl_to_ref_coeff=0.1)
     with pytest.raises(MissingKeyError, match="Couldn't find the ref log-prob"):
         loss(batch())
     short = [row[:-1] for row in LOG_PROBS]
@@ -249,7 +200,7 @@ def test_what_is_missing_or_does_not_fit_is_named():
 
 
 def test_the_documented_beta_may_be_given_where_it_has_no_effect():
-    assert torch.equal(SFTLoss(Recorded(LOG_PROBS), beta=0.1)(batch()).loss_sft, torch.tensor(2.0))
+    assert torch.equal(SFTLoss(recorded(), beta=0.1)(batch()).loss_sft, torch.tensor(2.0))
 
 
 @pytest.mark.parametrize(
@@ -257,8 +208,8 @@ def test_the_documented_beta_may_be_given_where_it_has_no_effect():
     [
         ({"reduction": "batchmean"}, "reduction"),
         ({"loss_function": "dpo"}, "loss_function"),
-        ({"normalize_by_seq_length": True}, "reductions over conversations"),
-        ({"reduction": "token", "loss_function": "minor_sft"}, "one value per conversation"),
+        ({"normalize_by_seq_length": True}, "normalize_by_seq_length"),
+        ({"reduction": "token", "loss_function": "minor_sft"}, "not supported with reduction=.token."),
         ({"beta": 0.2}, "minor_sft"),
         ({"loss_function": "minor_sft", "beta": -1.0}, "beta must be above 0"),
         ({"tokenizer_kwargs": {}}, "need a tokenizer"),

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from llmrl.errors import DataError
 from llmrl.modules.llm.log_probs import TokenScorer
 from llmrl.objectives.llm import GRPOLoss, MCAdvantage, SFTLoss, StepCounts, count_step
+from tests.support.losses import tiny_scorer
 
 ROWS = [[3, 5, 8, 2, 9], [4, 4, 7]]
 MASKS = [[1, 1, 1, 1, 1], [1, 0, 1]]  # both begin with a trained token, as a piece of a cut conversation does
@@ -19,10 +19,7 @@ PADDINGS = [None, "left", "right", "left, stacked lazily", "right, stacked lazil
 
 
 def scorer() -> TokenScorer:
-    torch.manual_seed(0)
-    config = Qwen2Config(vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
-                         num_key_value_heads=2)  # fmt: skip
-    return TokenScorer(Qwen2ForCausalLM(config).double().eval())
+    return tiny_scorer(vocab=11, hidden=8, layers=1)
 
 
 def batch(padding: str | None) -> TensorDict:

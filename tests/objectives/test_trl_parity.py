@@ -11,10 +11,10 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from llmrl.modules.llm.log_probs import TokenScores
 from llmrl.objectives import total_loss
 from llmrl.objectives.llm import GRPOLoss, StepCounts
-from llmrl.objectives.llm.group_advantage import group_advantage
+from llmrl.objectives.llm.groups import group_advantage
+from tests.support.losses import Recorded
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs TRL: pip install trl"),
@@ -156,17 +156,6 @@ def trl_loss(numbers: SimpleNamespace, settings: dict) -> tuple[float, torch.Ten
     loss = trainer._compute_loss(trainer.model, inputs)
     loss.backward()
     return loss.item(), new.grad, trainer._metrics["train"]
-
-
-class Recorded(nn.Module):
-    """An actor whose log-probs are a parameter."""
-
-    def __init__(self, log_prob_BT: torch.Tensor) -> None:
-        super().__init__()
-        self.log_prob = nn.Parameter(log_prob_BT)
-
-    def token_scores(self, input_ids, attention_mask, select, *, entropy=False):
-        return TokenScores(self.log_prob.masked_fill(~select, 0.0), None)
 
 
 def our_loss(numbers: SimpleNamespace, settings: dict, split: list[int]) -> tuple[float, torch.Tensor, list]:

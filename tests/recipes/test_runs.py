@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import llmrl.testing
 from llmrl.envs.llm.sums import sums_reward
 from llmrl.errors import DataError
-from llmrl.objectives.llm.presets import PRESETS
+from llmrl.objectives.llm.settings import PRESETS
 from llmrl.run.metrics import check_metric_name, read_metrics
 from llmrl.train.grpo_config import GRPOConfig
 from llmrl.train.models import resolve_model

@@ -22,10 +22,10 @@ from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.chat import ChatEnv
 from llmrl.envs.llm.transforms.dataloading import EndOfData
 from llmrl.envs.llm.transforms.policy_version import PolicyVersion
+from llmrl.envs.td_ops import stack_steps
 from llmrl.envs.transforms.base import Transform
 from llmrl.envs.transforms.step_counter import StepCounter
 from llmrl.envs.transforms.transformed_env import TransformedEnv
-from llmrl.envs.utils import stack_steps
 from llmrl.errors import ConfigError, ShapeError
 from llmrl.modules.llm.policies.own_tokens import mark_whole_record
 from llmrl.weight_update import WeightPublisher

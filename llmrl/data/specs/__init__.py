@@ -1,4 +1,4 @@
-"""Specs: what an entry, or a whole tensordict, may be. One file per family; `shape` has the algebra that all share."""
+"""Specs: shape, dtype, device and domain of an entry or of a whole tensordict. `shape` has the algebra of all."""
 
 from llmrl.data.specs.base import Mismatch, TensorSpec
 from llmrl.data.specs.categorical import Categorical, MultiCategorical, MultiOneHot, OneHot
@@ -6,20 +6,8 @@ from llmrl.data.specs.choice import Choice
 from llmrl.data.specs.composite import Composite
 from llmrl.data.specs.discrete import Binary
 from llmrl.data.specs.leaf import LeafSpec
-from llmrl.data.specs.legacy import (
-    BinaryDiscreteTensorSpec,
-    BoundedTensorSpec,
-    CompositeSpec,
-    DiscreteTensorSpec,
-    LazyStackedCompositeSpec,
-    LazyStackedTensorSpec,
-    MultiDiscreteTensorSpec,
-    MultiOneHotDiscreteTensorSpec,
-    NonTensorSpec,
-    OneHotDiscreteTensorSpec,
-    UnboundedContinuousTensorSpec,
-    UnboundedDiscreteTensorSpec,
-)
+from llmrl.data.specs.legacy import *  # noqa: F403
+from llmrl.data.specs.legacy import __all__ as _OLD_NAMES
 from llmrl.data.specs.non_tensor import NonTensor
 from llmrl.data.specs.numeric import (
     Bounded,
@@ -33,37 +21,26 @@ from llmrl.data.specs.stacked import Stacked, StackedComposite
 from llmrl.data.specs.tools import check_no_exclusive_keys, consolidate_spec, contains_lazy_spec
 
 __all__ = [
+    *_OLD_NAMES,
     "Binary",
-    "BinaryDiscreteTensorSpec",
     "Bounded",
     "BoundedContinuous",
     "BoundedDiscrete",
-    "BoundedTensorSpec",
     "Categorical",
     "Choice",
     "Composite",
-    "CompositeSpec",
-    "DiscreteTensorSpec",
-    "LazyStackedCompositeSpec",
-    "LazyStackedTensorSpec",
     "LeafSpec",
     "Mismatch",
     "MultiCategorical",
-    "MultiDiscreteTensorSpec",
     "MultiOneHot",
-    "MultiOneHotDiscreteTensorSpec",
     "NonTensor",
-    "NonTensorSpec",
     "OneHot",
-    "OneHotDiscreteTensorSpec",
     "Stacked",
     "StackedComposite",
     "TensorSpec",
     "Unbounded",
     "UnboundedContinuous",
-    "UnboundedContinuousTensorSpec",
     "UnboundedDiscrete",
-    "UnboundedDiscreteTensorSpec",
     "check_no_exclusive_keys",
     "consolidate_spec",
     "contains_lazy_spec",

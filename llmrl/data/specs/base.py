@@ -1,12 +1,12 @@
-"""`TensorSpec`: what every spec can do, whether it describes one entry (`LeafSpec`), several (`Composite`) or a stack.
+"""`TensorSpec`: the interface of every spec, of one entry (`LeafSpec`), of several (`Composite`), or of a stack.
 
-Shape operations are written here, once, in terms of `_shaped`; what they do is in `shape`. Torch's functions of the
-same names take specs too; `torch.stack` is in `stacked`.
+Shape operations are written here, once, in terms of `_shaped` and the algebra in `shape`. Torch's functions of the same
+names take specs too; `torch.stack` is in `stacked`.
 """
 
 from __future__ import annotations
 
-import copy
+import abc
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, Self
@@ -30,7 +30,7 @@ _METHODS = {
     for name in ("flatten", "index_select", "reshape", "squeeze", "unbind", "unflatten", "unsqueeze")
 }
 TORCH_FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {}
-"""What torch's other functions do with specs."""
+"""Torch's other functions that take specs, by the function that stands in for each."""
 
 
 class Mismatch(NamedTuple):
@@ -45,7 +45,7 @@ class Mismatch(NamedTuple):
         return repr(self.key[0] if len(self.key) == 1 else self.key) if self.key else "value"
 
 
-class TensorSpec:
+class TensorSpec(abc.ABC):
     """Shape, device, dtype and domain of an entry, or of several (`Composite`). Operations return new specs; only what
     ends in an underscore, `Composite`'s entries, masks and a provisional ``n`` are changed in place.
 
@@ -56,11 +56,11 @@ class TensorSpec:
     shape: Size
     dtype: torch.dtype | None
     _kept: ClassVar[int] = 0
-    """How many of the last dims belong to the domain, which no shape operation may touch."""
+    """The number of last dims that belong to the domain, which no shape operation may touch."""
 
     @property
-    def device(self) -> torch.device | None:
-        raise TypeError(f"{type(self).__name__} must define device.")
+    @abc.abstractmethod
+    def device(self) -> torch.device | None: ...
 
     @property
     def domain(self) -> Literal["continuous", "discrete"] | None:
@@ -78,10 +78,6 @@ class TensorSpec:
         """A value drawn from the domain, of shape ``shape + self.shape``; always `is_in`."""
         return self._rand(as_size(shape), generator)
 
-    def sample(self, shape: ExtraShape = (), *, generator: torch.Generator | None = None) -> Any:
-        """`rand`."""
-        return self.rand(shape, generator=generator)
-
     def zero(self, shape: ExtraShape = ()) -> Any:
         """Zeros of the right shape, dtype and device; where 0 is outside the domain, the nearest value in it."""
         return self._filled(0, as_size(shape))
@@ -90,36 +86,24 @@ class TensorSpec:
         """Ones of the right shape, dtype and device; where 1 is outside the domain, the nearest value in it."""
         return self._filled(1, as_size(shape))
 
-    def zeros(self, shape: ExtraShape = ()) -> Any:
-        """`zero`."""
-        return self.zero(shape)
+    sample, zeros, ones = rand, zero, one
 
-    def ones(self, shape: ExtraShape = ()) -> Any:
-        """`one`."""
-        return self.one(shape)
+    @abc.abstractmethod
+    def _rand(self, shape: Size, generator: torch.Generator | None) -> Any: ...
 
-    def _rand(self, shape: Size, generator: torch.Generator | None) -> Any:
-        raise TypeError(f"{type(self).__name__} must define _rand.")
-
+    @abc.abstractmethod
     def _filled(self, number: int, shape: Size) -> Any:
         """The values of the domain that are nearest to ``number``."""
-        raise TypeError(f"{type(self).__name__} must define _filled.")
 
+    @abc.abstractmethod
     def mismatches(self, value: Any, key: tuple[str, ...] = ()) -> Iterator[Mismatch]:
-        """Everything about ``value`` that the spec does not allow; nothing if it `is_in`. Extra leading dims are
-        allowed."""
-        raise TypeError(f"{type(self).__name__} must define mismatches.")
+        """Every violation of the spec by ``value``; none if it `is_in`. Extra leading dims are allowed."""
 
     def is_in(self, value: Any) -> bool:
         """Whether ``value`` has the dtype, trailing shape and domain of the spec (on any device)."""
         return next(self.mismatches(value), None) is None
 
-    def contains(self, value: Any) -> bool:
-        """`is_in`."""
-        return self.is_in(value)
-
-    def __contains__(self, value: Any) -> bool:
-        return self.is_in(value)
+    contains = __contains__ = is_in
 
     def assert_is_in(self, value: Any) -> None:
         """Raises AssertionError that lists every mismatch."""
@@ -137,14 +121,14 @@ class TensorSpec:
         if found:
             raise TypeError(f"{type(self).__name__}: {'; '.join(found)}")
 
+    @abc.abstractmethod
     def project(self, value: Any) -> Any:
         """The nearest value in the domain; ``value`` is not changed."""
-        raise TypeError(f"{type(self).__name__} must define project.")
 
+    @abc.abstractmethod
     def encode(self, value: Any, *, ignore_device: bool = False) -> Any:
         """Numbers, lists and arrays as a value of the spec; the inverse of `to_numpy`. With ``ignore_device`` the
         result stays on the device of ``value``."""
-        raise TypeError(f"{type(self).__name__} must define encode.")
 
     def to_numpy(self, value: Any, safe: bool | None = None) -> Any:
         """``value`` as arrays, numbers and texts. With ``safe`` it must be in the spec: AssertionError if not."""
@@ -152,8 +136,8 @@ class TensorSpec:
             self.assert_is_in(value)
         return self._to_numpy(value)
 
-    def _to_numpy(self, value: Any) -> Any:
-        raise TypeError(f"{type(self).__name__} must define _to_numpy.")
+    @abc.abstractmethod
+    def _to_numpy(self, value: Any) -> Any: ...
 
     def memoize_encode(self, mode: bool = True) -> None:
         """Has `encode` remember its results for numbers and arrays that come again; False forgets them."""
@@ -166,7 +150,7 @@ class TensorSpec:
             spec.erase_memoize_cache()
 
     def cardinality(self) -> int | float:
-        """How many values are in the domain; ``math.inf`` for a continuous or unbounded one."""
+        """The number of values in the domain; ``math.inf`` for a continuous or unbounded one."""
         return self._count(use_mask=True)
 
     def enumerate(self, use_mask: bool = False) -> Any:
@@ -186,7 +170,7 @@ class TensorSpec:
         return math.prod(spec._count(use_mask) for spec in self._children())
 
     def _enumerate(self, use_mask: bool) -> Any:
-        raise TypeError(f"{type(self).__name__} must define _enumerate.")
+        raise NotImplementedError  # only specs of finite domains have it, and only those are asked
 
     def _full_shape(self, shape: Sequence[int]) -> Size:
         return Size((*shape, *(1 if size == -1 else size for size in self.shape)))
@@ -195,7 +179,11 @@ class TensorSpec:
 
     def _shaped(self, op: ShapeOp, ndim: int) -> Self:
         """This spec with ``op`` applied to its first ``ndim`` dims."""
-        raise TypeError(f"{type(self).__name__} must define _shaped.")
+        return self._map(lambda spec: spec._shaped(op, ndim))
+
+    def _emptied(self, ndim: int) -> Self:
+        """This spec with size 0 in all dims but the first ``ndim``."""
+        return self._map(lambda spec: spec._emptied(ndim))
 
     def _reshaped(self, make: Callable[..., ShapeOp], *args: Any) -> Self:
         return self._shaped(make(self.shape, self._kept, *args), len(self.shape) - self._kept)
@@ -206,9 +194,7 @@ class TensorSpec:
     def reshape(self, *shape: int | Sequence[int]) -> Self:
         return self._reshaped(algebra.reshape, of_arguments(shape))
 
-    def view(self, *shape: int | Sequence[int]) -> Self:
-        """`reshape`: a spec holds no data that could be shared."""
-        return self.reshape(*shape)
+    view = reshape
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Self:
         return self._reshaped(algebra.flatten, start_dim, end_dim)
@@ -238,9 +224,6 @@ class TensorSpec:
         return self._reshaped(algebra.any_size, dim)
 
     def __getitem__(self, item: Any) -> Any:
-        return self._indexed(item)
-
-    def _indexed(self, item: Any) -> Any:
         return self._reshaped(algebra.index, item)
 
     def __iter__(self) -> Iterator[Any]:
@@ -263,7 +246,14 @@ class TensorSpec:
         return self if dest is None else self._to(dest)
 
     def _to(self, dest: torch.device | str | int | torch.dtype) -> Self:
-        raise TypeError(f"{type(self).__name__} must define _to.")
+        return self._map(lambda spec: spec.to(dest))
+
+    def clone(self) -> Self:
+        return self._map(lambda spec: spec.clone())
+
+    @abc.abstractmethod
+    def _map(self, change: Callable[[TensorSpec], TensorSpec]) -> Self:
+        """A copy with every spec that this one consists of changed."""
 
     def cpu(self) -> Self:
         return self.to("cpu")
@@ -277,16 +267,13 @@ class TensorSpec:
             spec.clear_device_()
         return self
 
-    def clone(self) -> Self:
-        return copy.copy(self)
-
     def _children(self) -> Sequence[TensorSpec]:
         """The specs that this one consists of."""
         return ()
 
+    @abc.abstractmethod
     def _identity(self) -> tuple[Any, ...]:
-        """What makes specs of one class equal."""
-        raise TypeError(f"{type(self).__name__} must define _identity.")
+        """Specs of one class are equal where these are."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TensorSpec):

@@ -1,11 +1,12 @@
-"""A choice among n, written as its number (`Categorical`, `MultiCategorical`) or as a one-hot vector (`OneHot`,
-`MultiOneHot`), some of them forbidden by a mask where there is one. Each pair converts into the other.
+"""A choice among n, optionally masked, written as its number or as a one-hot vector; each converts into the other.
 
-`Discrete` has the domain of the numbers; a one-hot spec holds the spec of its numbers and asks it.
+`Categorical` and `MultiCategorical` are numbers, whose domain is `Discrete`'s. `OneHot` and `MultiOneHot` hold the spec
+of their numbers and ask it.
 """
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -22,10 +23,21 @@ __all__ = ["Categorical", "MultiCategorical", "MultiOneHot", "OneHot"]
 
 
 class _Numbers(Discrete):
-    # What the two specs of numbers share: they are their own categorical form.
+    # Base of the two specs of numbers, which are their own categorical form.
 
-    def to_one_hot_spec(self) -> _OneHots:
-        raise TypeError(f"{type(self).__name__} must define to_one_hot_spec.")
+    @abc.abstractmethod
+    def to_one_hot_spec(self) -> _OneHots: ...
+
+    @abc.abstractmethod
+    def _grouped(self, mask: Tensor) -> Tensor:
+        """A mask as the field that `Discrete` keeps. Raises  ShapeError if it does not fit"""
+
+    def update_mask(self, mask: Tensor | None) -> None:
+        """Sets the mask, in place; None allows everything."""
+        if mask is None:
+            self._mask = None
+        else:
+            self._set_mask(self._grouped(mask))
 
     def to_one_hot(self, value: Tensor, safe: bool = True) -> Tensor:
         """``value`` as one-hot vectors; with ``safe`` it must be in the spec."""
@@ -67,16 +79,12 @@ class Categorical(_Numbers):
         self.n = n
         self.update_mask(mask)
 
-    def update_mask(self, mask: Tensor | None) -> None:
-        """Sets the mask, in place; None allows everything."""
-        if mask is None:
-            self._mask = None
-            return
+    def _grouped(self, mask: Tensor) -> Tensor:
         if not mask.ndim or mask.shape[-1] != self.n:
             raise ShapeError(
                 f"Categorical: mask must broadcast to shape + [n], {(*self.shape, self.n)}: got {tuple(mask.shape)}."
             )
-        self._set_mask(mask)
+        return mask
 
     @property
     def mask(self) -> Tensor | None:
@@ -84,7 +92,7 @@ class Categorical(_Numbers):
         return None if self._mask is None else self._expanded("_mask")
 
     def set_provisional_n(self, n: int) -> None:
-        """Says how many choices there are for now, in place, where ``n`` is -1."""
+        """Sets the number of choices for now, in place, where ``n`` is -1."""
         if self.n != -1 or n < 1:
             raise ConfigError(f"Categorical.set_provisional_n: is for a spec with n=-1, and at least 1: got {n}.")
         self._width = n
@@ -147,14 +155,10 @@ class MultiCategorical(_Numbers):
 
     @property
     def nvec(self) -> Tensor:
-        """How many choices every entry has, int64 at the spec's shape: a view, size 1 where that is any size."""
+        """The number of choices of every entry, int64 at the spec's shape: a view, size 1 where that is any size."""
         return self._expanded("_counts")
 
-    def update_mask(self, mask: Tensor | None) -> None:
-        """Sets the mask, in place; None allows everything."""
-        if mask is None:
-            self._mask = None
-            return
+    def _grouped(self, mask: Tensor) -> Tensor:
         sizes = self._group_sizes()
         if not mask.ndim or mask.shape[-1] != sum(sizes):
             raise ShapeError(
@@ -163,7 +167,7 @@ class MultiCategorical(_Numbers):
             )
         mask = unexpanded(mask, mask.shape[:-1], "MultiCategorical")
         groups = [torch.nn.functional.pad(part, (0, self._width - part.shape[-1])) for part in mask.split(sizes, -1)]
-        self._set_mask(torch.stack(groups, -2) if self.shape else groups[0])
+        return torch.stack(groups, -2) if self.shape else groups[0]
 
     @property
     def mask(self) -> Tensor | None:
@@ -274,17 +278,15 @@ class _OneHots(LeafSpec):
             return super()._encode(given)
         return self._hot(self._numbers.encode(given))
 
-    # A single choice has no dim for groups; several have one.
     def _pack(self, parts: Sequence[Tensor]) -> Tensor:
-        raise TypeError(f"{type(self).__name__} must define _pack.")
-
-    def _unpack(self, numbers: Tensor) -> Sequence[Tensor]:
-        raise TypeError(f"{type(self).__name__} must define _unpack.")
+        # A single choice has no dim for groups; several have one.
+        return parts[0] if isinstance(self._numbers, Categorical) else torch.stack(list(parts), -1)
 
     def _hot(self, numbers: Tensor) -> Tensor:
+        groups = [numbers] if isinstance(self._numbers, Categorical) else numbers.unbind(-1)
         parts = [
             torch.zeros((*part.shape, size), dtype=self.dtype, device=part.device).scatter_(-1, part.unsqueeze(-1), 1)
-            for part, size in zip(self._unpack(numbers), self.groups, strict=True)
+            for part, size in zip(groups, self.groups, strict=True)
         ]
         return torch.cat(parts, -1)
 
@@ -393,12 +395,6 @@ class OneHot(_OneHots):
         places = [self._register.index(value) for value in values.flatten().tolist()]
         return np.asarray(places, dtype=np.int64).reshape(values.shape)
 
-    def _pack(self, parts: Sequence[Tensor]) -> Tensor:
-        return parts[0]
-
-    def _unpack(self, numbers: Tensor) -> Sequence[Tensor]:
-        return [numbers]
-
 
 class MultiOneHot(_OneHots):
     """One choice per group in ``nvec``, as one-hot vectors one after the other in the last dim, which no shape
@@ -446,12 +442,6 @@ class MultiOneHot(_OneHots):
         """One spec per group."""
         specs = [numbers.to_one_hot_spec() for numbers in self._numbers.split()]
         return tuple(spec.to(self.dtype) for spec in specs)
-
-    def _pack(self, parts: Sequence[Tensor]) -> Tensor:
-        return torch.stack(list(parts), -1)
-
-    def _unpack(self, numbers: Tensor) -> Sequence[Tensor]:
-        return numbers.unbind(-1)
 
 
 def _end_to_end(mask: Tensor, sizes: Sequence[int], lead: Size) -> Tensor:

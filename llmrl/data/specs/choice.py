@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 import torch
 from torch import Size, Tensor
 
 from llmrl.data.specs.base import Mismatch, TensorSpec, listing
-from llmrl.data.specs.shape import ShapeOp
 from llmrl.errors import ConfigError
 
 __all__ = ["Choice"]
@@ -104,17 +103,8 @@ class Choice(TensorSpec):
             parts.append(values[torch.tensor(new, dtype=torch.int64)])
         return torch.cat(parts)
 
-    def _shaped(self, op: ShapeOp, ndim: int) -> Self:
-        return type(self)([spec._shaped(op, ndim) for spec in self.choices])
-
-    def _emptied(self, ndim: int) -> Self:
-        return type(self)([spec._emptied(ndim) for spec in self.choices])
-
-    def _to(self, dest: torch.device | str | int | torch.dtype) -> Self:
-        return type(self)([spec.to(dest) for spec in self.choices])
-
-    def clone(self) -> Self:
-        return type(self)([spec.clone() for spec in self.choices])
+    def _map(self, change: Callable[[TensorSpec], TensorSpec]) -> Self:
+        return type(self)([change(spec) for spec in self.choices])
 
     def _children(self) -> Sequence[TensorSpec]:
         return self.choices

@@ -1,4 +1,4 @@
-"""`Composite`: a mapping of specs, for tensordicts. What one entry may be is the leaf specs' part."""
+"""`Composite`: a mapping of specs, for tensordicts."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Composite(Lockable):
     are the names of its dims. A nested `Composite` with fewer dims takes the shape, and any the names: as a copy, where
     that changes it. With ``device``, every entry is on it. With ``data_cls``, values are made and expected as
     that tensorclass. An entry may be None: not specified. ``step_mdp_static`` marks entries that do not change from one
-    step to the next, for those who ask.
+    step to the next.
 
     Raises  ShapeError for an entry whose shape does not begin with ``shape``; RuntimeError for one on another device,
             and for a write while locked; AttributeError for an entry named shape, device, dtype or space; TypeError for
-            one that is no spec
+            one that is not a spec
 
     >>> from llmrl.data.specs import Categorical, Unbounded
     >>> spec = Composite({"agent": {"done": Categorical(2, dtype=torch.bool)}}, obs=Unbounded(shape=(3,)))
@@ -211,7 +211,7 @@ class Composite(Lockable):
         return len(self._entry_names())
 
     def is_empty(self, recurse: bool = False) -> bool:
-        """Whether there is no entry; with ``recurse``, no leaf however deep."""
+        """Whether it lacks entries; with ``recurse``, leaves however deep."""
         return not any(True for _ in self.keys(recurse, recurse))
 
     def empty(self) -> Self:
@@ -319,10 +319,12 @@ class Composite(Lockable):
     # -- values --------------------------------------------------------------------------------------------------------
 
     def _rand(self, shape: Size, generator: torch.Generator | None) -> TensorDictBase:
-        return self._make(shape, lambda spec: spec.rand(shape, generator=generator))
+        entries = {key: spec.rand(shape, generator=generator) for key, spec in self._specified()}
+        return self._wrap(entries, self._full_shape(shape), self._device)
 
     def _filled(self, number: int, shape: Size) -> TensorDictBase:
-        return self._make(shape, lambda spec: spec._filled(number, shape))
+        entries = {key: spec._filled(number, shape) for key, spec in self._specified()}
+        return self._wrap(entries, self._full_shape(shape), self._device)
 
     def type_check(self, value: Any, key: NestedKey | None = None) -> None:
         """Raises TypeError where the kind of value or its dtype is another than the spec's; with ``key``, of that entry
@@ -350,12 +352,10 @@ class Composite(Lockable):
                 found = list(row_spec.mismatches(row, key))
                 yield from found
                 if found:
-                    return  # the other rows have the same story to tell
+                    return  # the other rows would repeat it
             return
         keys = inner.keys()
-        for name, spec in self._specs.items():
-            if spec is None:
-                continue
+        for name, spec in self._specified():
             if name not in keys:
                 present = ", ".join(sorted(keys)) or "none"
                 yield Mismatch((*key, name), "missing", f"declared, but not there; keys present: {present}")
@@ -373,8 +373,8 @@ class Composite(Lockable):
             )
         out = value.exclude()
         keys = value.keys()
-        for name, spec in self._specs.items():
-            if spec is not None and name in keys:
+        for name, spec in self._specified():
+            if name in keys:
                 out.set(name, spec.project(out.get(name)))
         return out
 
@@ -388,11 +388,11 @@ class Composite(Lockable):
 
     def _to_numpy(self, value: TensorDictBase) -> dict[str, Any]:
         """The entries as nested dicts of arrays."""
-        return {name: spec.to_numpy(value.get(name)) for name, spec in self._specs.items() if spec is not None}
+        return {name: spec.to_numpy(value.get(name)) for name, spec in self._specified()}
 
     def _enumerate(self, use_mask: bool) -> TensorDictBase:
         # Every combination of the entries' values; the last entry varies fastest.
-        named = {name: spec.enumerate(use_mask) for name, spec in self._specs.items() if spec is not None}
+        named = {name: spec.enumerate(use_mask) for name, spec in self._specified()}
         picks = combinations([torch.arange(len(values)) for values in named.values()], Size((len(named),)))
         entries = {name: values[pick] for (name, values), pick in zip(named.items(), picks.unbind(1), strict=True)}
         return self._wrap(entries, (len(picks), *self.shape), self._device)
@@ -401,8 +401,8 @@ class Composite(Lockable):
 
     def _shaped(self, op: ShapeOp, ndim: int) -> Self:
         lead, measured = op.on_shape(self.shape[:ndim], type(self).__name__)
-        specs = {key: None if spec is None else spec._shaped(op, ndim) for key, spec in self._specs.items()}
-        new = self._with(specs, shape=Size((*lead, *self.shape[ndim:])))
+        new = super()._shaped(op, ndim)
+        new._shape = Size((*lead, *self.shape[ndim:]))
         if self._dim_names is not None:  # those that the dims of a tensordict would have
             named = TensorDict(batch_size=measured, names=self._dim_names[:ndim])
             new._dim_names = [*op.apply(named, Size()).names, *self._dim_names[ndim:]]
@@ -413,18 +413,17 @@ class Composite(Lockable):
 
     def _to(self, dest: torch.device | str | int | torch.dtype) -> Self:
         """Every entry moved to a device, or cast to a dtype."""
-        specs = {key: None if spec is None else spec.to(dest) for key, spec in self._specs.items()}
-        new = self._with(specs)
+        new = super()._to(dest)
         if not isinstance(dest, torch.dtype):
             new._device = as_device(dest)
         return new
 
-    def clone(self) -> Self:
-        """An unlocked copy, nested ones included."""
-        return self._with({key: None if spec is None else spec.clone() for key, spec in self._specs.items()})
+    def _map(self, change: Callable[[TensorSpec], TensorSpec]) -> Self:
+        """An unlocked copy with every entry changed."""
+        return self._with({key: None if spec is None else change(spec) for key, spec in self._specs.items()})
 
     def _children(self) -> Sequence[TensorSpec]:
-        return [spec for spec in self._specs.values() if spec is not None]
+        return [spec for _, spec in self._specified()]
 
     def _identity(self) -> tuple[Any, ...]:
         return self.shape, self._device, self.data_cls, self.step_mdp_static, self._specs
@@ -434,15 +433,13 @@ class Composite(Lockable):
         rows = (f"{name}: {spec!r}" for name, spec in self._specs.items())
         return listing(self, rows, f"shape={tuple(self.shape)}, device={self._device}{cls}")
 
-    def _with(self, specs: dict[str, TensorSpec | None], shape: Size | None = None) -> Self:
+    def _with(self, specs: dict[str, TensorSpec | None]) -> Self:
         new = object.__new__(type(self))
         vars(new).update(vars(self), _specs=specs, is_locked=False, _holders=(), _leaf_keys=None)
-        new._shape = self.shape if shape is None else shape
         return new
 
-    def _make(self, shape: Sequence[int], make: Callable[[TensorSpec], Any]) -> TensorDictBase:
-        entries = {key: make(spec) for key, spec in self._specs.items() if spec is not None}
-        return self._wrap(entries, self._full_shape(shape), self._device)
+    def _specified(self) -> list[tuple[str, TensorSpec]]:
+        return [(name, spec) for name, spec in self._specs.items() if spec is not None]
 
     def _wrap(self, entries: dict[str, Any], batch_size: Sequence[int], device: torch.device | None) -> TensorDictBase:
         names = self._dim_names and [*[None] * (len(batch_size) - len(self.shape)), *self._dim_names]

@@ -1,4 +1,4 @@
-"""`LeafSpec`: what all specs of a single tensor share.
+"""`LeafSpec`: the base class of all specs of a single tensor.
 
 A leaf class adds its domain in five methods (`_sample`, `_outside`, `_nearest`, `_enumerate`, `_count`) and names the
 tensors that describe it in `_fields`; values, checks, conversion, shapes and equality are written here.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
@@ -50,7 +50,7 @@ class LeafSpec(TensorSpec):
     # -- what a domain defines -----------------------------------------------------------------------------------------
 
     def _sample(self, shape: Size, generator: torch.Generator | None) -> Tensor:
-        raise TypeError(f"{type(self).__name__} must define _sample.")
+        raise NotImplementedError
 
     def _outside(self, value: Tensor) -> Tensor | None:
         """bool, True where an entry of ``value`` is outside the domain; None: nowhere."""
@@ -141,7 +141,7 @@ class LeafSpec(TensorSpec):
 
     def _encode(self, value: Any) -> Tensor:
         given = value if isinstance(value, Tensor) else torch.tensor(np.asarray(value))
-        tensor = given.to(self.device, self.dtype, copy=True)  # whoever made the value may write to it again
+        tensor = given.to(self.device, self.dtype, copy=True)  # the caller may write to the value again
         exact = self.dtype.is_floating_point or self.dtype.is_complex or tensor.is_meta
         if not exact and not bool((tensor.to(given.dtype) == given.to(self.device)).all()):
             raise DataError(
@@ -176,8 +176,10 @@ class LeafSpec(TensorSpec):
                 setattr(new, name, op.on_field(field, lead, measured, owner))
         return new
 
+    def _map(self, change: Callable[[TensorSpec], TensorSpec]) -> Self:
+        return copy.copy(self)
+
     def _emptied(self, ndim: int) -> Self:
-        """This spec with size 0 in all dims but the first ``ndim``."""
         return self._shaped(empty(ndim), len(self.shape) - self._kept)
 
     def _to(self, dest: torch.device | str | int | torch.dtype) -> Self:

@@ -1,4 +1,4 @@
-"""The names that specs had before. Each warns and makes its successor, which `isinstance` and subclassing see."""
+"""Deprecated names of specs. Each warns and makes its successor, which `isinstance` and subclassing see."""
 
 from __future__ import annotations
 
@@ -12,21 +12,6 @@ from llmrl.data.specs.discrete import Binary
 from llmrl.data.specs.non_tensor import NonTensor
 from llmrl.data.specs.numeric import Bounded, UnboundedContinuous, UnboundedDiscrete
 from llmrl.data.specs.stacked import Stacked, StackedComposite
-
-__all__ = [
-    "BinaryDiscreteTensorSpec",
-    "BoundedTensorSpec",
-    "CompositeSpec",
-    "DiscreteTensorSpec",
-    "LazyStackedCompositeSpec",
-    "LazyStackedTensorSpec",
-    "MultiDiscreteTensorSpec",
-    "MultiOneHotDiscreteTensorSpec",
-    "NonTensorSpec",
-    "OneHotDiscreteTensorSpec",
-    "UnboundedContinuousTensorSpec",
-    "UnboundedDiscreteTensorSpec",
-]
 
 
 class _OldName:
@@ -60,15 +45,19 @@ class _OldName:
         return f"<deprecated name of {self._successor.__name__}>"
 
 
-BinaryDiscreteTensorSpec = _OldName("BinaryDiscreteTensorSpec", Binary)
-BoundedTensorSpec = _OldName("BoundedTensorSpec", Bounded)
-CompositeSpec = _OldName("CompositeSpec", Composite)
-DiscreteTensorSpec = _OldName("DiscreteTensorSpec", Categorical)
-LazyStackedCompositeSpec = _OldName("LazyStackedCompositeSpec", StackedComposite)
-LazyStackedTensorSpec = _OldName("LazyStackedTensorSpec", Stacked)
-MultiDiscreteTensorSpec = _OldName("MultiDiscreteTensorSpec", MultiCategorical)
-MultiOneHotDiscreteTensorSpec = _OldName("MultiOneHotDiscreteTensorSpec", MultiOneHot)
-NonTensorSpec = _OldName("NonTensorSpec", NonTensor)
-OneHotDiscreteTensorSpec = _OldName("OneHotDiscreteTensorSpec", OneHot)
-UnboundedContinuousTensorSpec = _OldName("UnboundedContinuousTensorSpec", UnboundedContinuous)
-UnboundedDiscreteTensorSpec = _OldName("UnboundedDiscreteTensorSpec", UnboundedDiscrete)
+_SUCCESSORS: dict[str, type[TensorSpec]] = {
+    "BinaryDiscreteTensorSpec": Binary,
+    "BoundedTensorSpec": Bounded,
+    "CompositeSpec": Composite,
+    "DiscreteTensorSpec": Categorical,
+    "LazyStackedCompositeSpec": StackedComposite,
+    "LazyStackedTensorSpec": Stacked,
+    "MultiDiscreteTensorSpec": MultiCategorical,
+    "MultiOneHotDiscreteTensorSpec": MultiOneHot,
+    "NonTensorSpec": NonTensor,
+    "OneHotDiscreteTensorSpec": OneHot,
+    "UnboundedContinuousTensorSpec": UnboundedContinuous,
+    "UnboundedDiscreteTensorSpec": UnboundedDiscrete,
+}
+__all__ = list(_SUCCESSORS)  # the names are in the table once
+globals().update({name: _OldName(name, successor) for name, successor in _SUCCESSORS.items()})

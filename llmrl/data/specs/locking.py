@@ -1,4 +1,4 @@
-"""`Lockable`: what refuses writes while it is locked, as a whole or as a part of another one."""
+"""`Lockable`: a spec that refuses writes while it is locked, as a whole or as a part of another one."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["Lockable"]
 
 
 class Lockable(TensorSpec):
-    """A spec of named entries that can be locked. What is derived from its keys is kept for as long."""
+    """A spec of named entries that can be locked. Values derived from its keys are cached meanwhile."""
 
     is_locked = False
     _leaf_keys: tuple[NestedKey, ...] | None = None
     _holders: tuple[weakref.ref[Lockable], ...] = ()
-    """What it was locked as a part of."""
+    """The specs that it was locked as a part of."""
 
     @property
     def leaf_keys(self) -> tuple[NestedKey, ...]:

@@ -1,5 +1,4 @@
-"""`NonTensor`: an entry that is not a tensor, such as a text. It knows a shape and an example, and cannot check much
-more."""
+"""`NonTensor`: the spec of an entry that is not a tensor, such as a text, by a shape and an example."""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ class NonTensor(LeafSpec):
 
     @property
     def feature_dims(self) -> int:
-        """How many of the last dims a single NonTensorData covers: all of the shape unless told otherwise."""
+        """The number of last dims that a single NonTensorData covers; by default all."""
         return len(self.shape) if self._feature_dims is None else self._feature_dims
 
     def _rand(self, shape: Size, generator: torch.Generator | None) -> Any:

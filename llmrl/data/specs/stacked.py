@@ -6,7 +6,8 @@ member each row of the result comes from by acting on the members' numbers, as i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import abc
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -15,8 +16,8 @@ from torch import Size, Tensor
 
 from llmrl.data.specs.base import TORCH_FUNCTIONS, Mismatch, TensorSpec, combinations, listing
 from llmrl.data.specs.composite import Composite, assert_begins
-from llmrl.data.specs.entries import MISSING
-from llmrl.data.specs.shape import ShapeOp, full_index, lead_dim, repeat, select
+from llmrl.data.specs.entries import MISSING, is_key
+from llmrl.data.specs.shape import ShapeOp, full_index, index, lead_dim, repeat, select
 from llmrl.errors import ConfigError, ShapeError
 
 __all__ = ["Stacked", "StackedComposite", "stack"]
@@ -94,9 +95,9 @@ class _Stack(TensorSpec):
 
     # -- values --------------------------------------------------------------------------------------------------------
 
+    @abc.abstractmethod
     def _join(self, values: Sequence[Any], dim: int) -> Any:
         """The stack of one value per member."""
-        raise TypeError(f"{type(self).__name__} must define _join.")
 
     def _split(self, value: Any) -> Sequence[Any]:
         """One value per member; `_join`, undone."""
@@ -108,9 +109,9 @@ class _Stack(TensorSpec):
     def _filled(self, number: int, shape: Size) -> Any:
         return self._join([spec._filled(number, shape) for spec in self.members], len(shape))
 
+    @abc.abstractmethod
     def _refusal(self, value: Any) -> str | None:
-        """Why ``value`` cannot be split into one value per member, if it cannot."""
-        raise TypeError(f"{type(self).__name__} must define _refusal.")
+        """The reason that ``value`` cannot be split into one value per member, or None."""
 
     def mismatches(self, value: Any, key: tuple[str, ...] = ()) -> Iterator[Mismatch]:
         if (text := self._refusal(value)) is not None:
@@ -174,20 +175,17 @@ class _Stack(TensorSpec):
     def unbind(self, dim: int = 0) -> tuple[Any, ...]:
         return self.members if dim in (self.stack_dim, self.stack_dim - self.ndim) else super().unbind(dim)
 
-    def _indexed(self, item: Any) -> Any:
+    def __getitem__(self, item: Any) -> Any:
         # A number in the stack's dim alone gives the member itself, not a copy.
         full = full_index(self.shape, item)
         picked = full[self.stack_dim] if len(full) == self.ndim else None
         inside = isinstance(picked, int) and -len(self.members) <= picked < len(self.members)
         if inside and all(part == slice(None) for part in full if part is not picked):
             return self.members[picked]
-        return super()._indexed(item)
+        return self._reshaped(index, item)
 
-    def _to(self, dest: torch.device | str | int | torch.dtype) -> Any:
-        return type(self)(*[spec.to(dest) for spec in self.members], dim=self.stack_dim)
-
-    def clone(self) -> Any:
-        return type(self)(*[spec.clone() for spec in self.members], dim=self.stack_dim)
+    def _map(self, change: Callable[[TensorSpec], TensorSpec]) -> Any:
+        return type(self)(*[change(spec) for spec in self.members], dim=self.stack_dim)
 
     def _children(self) -> Sequence[TensorSpec]:
         return self.members
@@ -362,7 +360,10 @@ class StackedComposite(_Stack, Composite):
         return all(spec.is_empty(recurse) for spec in self.members)
 
     def empty(self) -> Self:
-        return type(self)(*[spec.empty() for spec in self.members], dim=self.stack_dim)
+        return self._map(lambda spec: spec.empty())
+
+    def __getitem__(self, item: Any) -> Any:
+        return Composite.__getitem__(self, item) if is_key(item) else _Stack.__getitem__(self, item)
 
     def _emptied(self, ndim: int) -> Self:
         return self.empty()

@@ -1,4 +1,4 @@
-"""What is asked of a whole tree of specs: does it hold stacks, do their members have the same keys, and make them."""
+"""Functions on a whole tree of specs: finds stacks in it, compares the keys of their members, and completes them."""
 
 from __future__ import annotations
 

@@ -20,9 +20,9 @@ from llmrl.data.llm.non_tensor import column_values
 from llmrl.data.specs import Composite, NonTensor
 from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.transforms.dataloading import DataLoadingPrimer
+from llmrl.envs.td_ops import present_keys
 from llmrl.envs.transforms.step_counter import StepCounter
 from llmrl.envs.transforms.transformed_env import TransformedEnv
-from llmrl.envs.utils import present_keys
 from llmrl.errors import ConfigError, DataError, MissingKeyError, near
 from llmrl.modules.llm.policies.containers import ChatHistory, LogProbs, Masks, Text, Tokens
 from llmrl.modules.llm.rendering import Renderer

@@ -13,20 +13,19 @@ order, because what the policy (or the writer of a buffer) hands in meets the ou
 | ``forward(td)`` | buffer sample | a batch | relabel, pad |
 | ``inv(td)`` | buffer extend; before the env's step | a batch | group (may return None), decode an action |
 | ``_inv_apply_transform(value)`` | default of ``inv``, per inverse key pair | one entry | map an action |
-| ``transform_<part>_spec(spec)`` | once, when specs are read | a copy of the `Composite` | declare what you write |
+| ``transform_<part>_spec(spec)`` | once, when specs are read | a copy of the `Composite` | declare new entries |
 | ``set_container(env)`` | once, when attached | the env | look at ``self.parent`` |
 | ``_set_seed``, ``state_dict``, ``load_state_dict``, ``close`` | with the env's | | own a cursor, a process |
 
 Rules: ``td`` (time t) is the caller's and is not changed; ``next_td`` and ``reset_td`` are changed in place and
 returned. A reset of some rows of a batch runs the same hooks on those rows only (or, in a `batch_locked` env, on all
-rows, of which the others are then put back), so that no hook has to look for a mask. Running the hooks is
-`TransformedEnv`'s part.
+rows, of which the others are then put back), so that no hook has to look for a mask. `TransformedEnv` runs the hooks.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from tensordict import NestedKey, TensorDict, TensorDictBase
@@ -44,11 +43,11 @@ Keys = NestedKey | Sequence[NestedKey]
 
 
 class Transform:
-    """Changes what goes into and comes out of an env, or a replay buffer; by itself it changes nothing.
+    """Changes the data on the way into and out of an env or a replay buffer; the base class changes nothing.
 
     Reads   ``in_keys`` (of t+1, or of a batch), ``out_keys_inv`` (what the policy writes)
     Writes  ``out_keys`` (default: ``in_keys``), ``in_keys_inv`` (what the env reads). With ``in_keys=[]`` nothing is
-            mapped: ``out_keys`` then names what a hook of the subclass writes
+            mapped: ``out_keys`` then names the entries that a hook of the subclass writes
     Raises  MissingKeyError where an entry of ``in_keys`` is absent at a step; at a reset an absent one is left out
 
     >>> import torch
@@ -222,6 +221,22 @@ def innermost(env: EnvBase) -> EnvBase:
     return env
 
 
+def _each_in_turn(hook: str) -> Callable[[Compose, Any], Any]:
+    """A method of `Compose` that hands its argument through ``hook`` of every member."""
+
+    def run(self: Compose, value: Any) -> Any:
+        for transform in self.transforms:
+            value = getattr(transform, hook)(value)
+            if value is None:
+                raise _returned_none(transform, hook, _DUE.get(hook, "spec"))
+        return value
+
+    return run
+
+
+_DUE = {"_call": "next_td", "forward": "td"}
+
+
 class Compose(Transform):
     """Several transforms as one: they run in the order given, and their ``inv`` in the opposite one.
 
@@ -295,10 +310,8 @@ class Compose(Transform):
     def __repr__(self) -> str:
         return f"Compose({', '.join(map(repr, self.transforms))})"
 
-    def _call(self, next_td: TensorDictBase) -> TensorDictBase:
-        for transform in self.transforms:
-            next_td = transform._call(next_td)
-        return next_td
+    _call = _each_in_turn("_call")
+    forward = _each_in_turn("forward")
 
     def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
         for transform in self.transforms:
@@ -319,13 +332,6 @@ class Compose(Transform):
             td = transform._reset_env_preprocess(td)
         return td
 
-    def forward(self, td: TensorDictBase) -> TensorDictBase:
-        for transform in self.transforms:
-            td = transform(td)
-            if td is None:
-                raise _returned_none(transform, "forward", "td")
-        return td
-
     def inv(self, td: TensorDictBase) -> TensorDictBase | None:
         for transform in reversed(self.transforms):
             td = transform.inv(td)
@@ -333,20 +339,11 @@ class Compose(Transform):
                 return None
         return td
 
-    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        return self._map_spec("transform_observation_spec", observation_spec)
-
-    def transform_state_spec(self, state_spec: Composite) -> Composite:
-        return self._map_spec("transform_state_spec", state_spec)
-
-    def transform_action_spec(self, action_spec: Composite) -> Composite:
-        return self._map_spec("transform_action_spec", action_spec)
-
-    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
-        return self._map_spec("transform_reward_spec", reward_spec)
-
-    def transform_done_spec(self, done_spec: Composite) -> Composite:
-        return self._map_spec("transform_done_spec", done_spec)
+    transform_observation_spec = _each_in_turn("transform_observation_spec")
+    transform_state_spec = _each_in_turn("transform_state_spec")
+    transform_action_spec = _each_in_turn("transform_action_spec")
+    transform_reward_spec = _each_in_turn("transform_reward_spec")
+    transform_done_spec = _each_in_turn("transform_done_spec")
 
     def set_container(self, container: EnvBase) -> None:
         super().set_container(container)
@@ -377,13 +374,6 @@ class Compose(Transform):
     def _set_seed(self, seed: int) -> None:
         for transform in self.transforms:
             transform._set_seed(seed)
-
-    def _map_spec(self, hook: str, spec: Composite) -> Composite:
-        for transform in self.transforms:
-            spec = getattr(transform, hook)(spec)
-            if spec is None:
-                raise _returned_none(transform, hook, "spec")
-        return spec
 
 
 def _as_keys(keys: Keys | None) -> list[NestedKey]:

@@ -60,7 +60,7 @@ class RandomCropTensorDict(Transform):
         return td.reshape(-1)[grid.gather(dim, where).reshape(-1)].reshape(where.shape)
 
     def _starts(self, td: TensorDictBase, dim: int) -> Tensor:
-        """Where the window of every row begins, int64[*A, *B]."""
+        """The first step of the window of every row, int64[*A, *B]."""
         length, width = td.batch_size[dim], self.sub_seq_len
         rows = td.batch_size[:dim] + td.batch_size[dim + 1 :]
         allowed = torch.ones(*rows, max(length - width + 1, 0), dtype=torch.bool, device=td.device)

@@ -118,8 +118,8 @@ class NextStateReconstructor(Transform):
              else that check is left out); TypeError for NaN in an entry of integers: give a fill_value
 
     ``traj_key``, ``done_key``, ``step_count_key`` and ``end_key`` may be None: then that is not looked at. Slice
-    samplers write ``end_key``; other samples need not have it. With it, two slices of one unfinished trajectory side by
-    side are told apart, which nothing else in the batch shows.
+    samplers write ``end_key``; other samples need not have it. It alone separates two
+    slices of one unfinished trajectory side by side.
 
     >>> from tensordict import TensorDict
     >>> batch = TensorDict(observation=torch.tensor([1.0, 2.0, 5.0]), batch_size=[3])

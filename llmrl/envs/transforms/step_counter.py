@@ -1,5 +1,4 @@
-"""`StepCounter`: how many steps a trajectory has taken, and where it is cut. Ending it for a reason is the env's
-part."""
+"""`StepCounter`: counts the steps of a trajectory and truncates it at a limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`TransformedEnv`: an env with transforms around it. What a transform may do, and when, is the table in `base`."""
+"""`TransformedEnv`: an env with transforms around it. The hooks of a transform are listed in `base`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ class TransformedEnv(EnvBase):
 
     def insert_transform(self, index: int, transform: Transform) -> TransformedEnv:
         """Adds ``transform`` before the one at ``index``, in place. Returns self."""
-        transform = _checked(transform)
+        if not isinstance(transform, Transform):
+            raise ConfigError(f"TransformedEnv: a transform must be a Transform: got {transform!r}.")
         if self.transform.container is self:
             transform.set_container(self)
         self.transform.insert(index, transform)
@@ -161,14 +162,8 @@ class TransformedEnv(EnvBase):
         return f"{type(self).__name__}(env={self.base_env!r}, transform={self.transform!r})"
 
 
-def _checked(transform: Transform) -> Transform:
-    if not isinstance(transform, Transform):
-        raise ConfigError(f"TransformedEnv: a transform must be a Transform: got {transform!r}.")
-    return transform
-
-
 def _units(compose: Compose, wanted: Transform) -> list[Transform]:
-    # Members in running order; a nested Compose counts as one unless what is wanted lies inside it.
+    # Members in running order; a nested Compose counts as one unless the wanted transform lies inside it.
     units: list[Transform] = []
     for transform in compose:
         inside = isinstance(transform, Compose) and transform is not wanted

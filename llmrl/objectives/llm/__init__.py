@@ -1,19 +1,20 @@
-"""Losses for language models: `GRPOLoss` and its relatives, `SFTLoss`, and what they are made of."""
+"""Losses for language models: `GRPOLoss` and its relatives, `SFTLoss`, and their parts."""
 
 from __future__ import annotations
 
 from llmrl.objectives.llm.advantage import MCAdvantage
 from llmrl.objectives.llm.batch import count_step
 from llmrl.objectives.llm.functional import StepCounts
-from llmrl.objectives.llm.group_quota import GroupQuota
+from llmrl.objectives.llm.groups import GroupQuota
 from llmrl.objectives.llm.grpo import GRPOLoss, GRPOLossOutput
-from llmrl.objectives.llm.presets import PRESETS, Preset
+from llmrl.objectives.llm.settings import PRESETS, GRPOSettings, Preset
 from llmrl.objectives.llm.sft import SFTLoss, SFTLossOutput
 
 __all__ = [
     "PRESETS",
     "GRPOLoss",
     "GRPOLossOutput",
+    "GRPOSettings",
     "GroupQuota",
     "MCAdvantage",
     "Preset",

@@ -1,13 +1,13 @@
-"""`MCAdvantage`: waits until all completions of a prompt are there, then writes their advantages.
+"""`MCAdvantage`: collects all completions of a prompt, then writes their advantages.
 
-The arithmetic is ``group_advantage``'s, waiting is ``group_queue``'s, choosing among more completions than needed is
-``candidates``'s.
+The arithmetic, the queue and the choice among candidates are in `groups`.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
 import torch
@@ -19,9 +19,17 @@ from llmrl.data.replay_buffers.rows import Row, from_rows, to_rows
 from llmrl.envs.transforms.base import Transform
 from llmrl.errors import DataError, MissingKeyError, ShapeError
 from llmrl.objectives.llm.batch import trained_tokens
-from llmrl.objectives.llm.candidates import CandidateSelector, check_candidates, check_selection, select_spread
-from llmrl.objectives.llm.group_advantage import Scale, group_advantage, whitened
-from llmrl.objectives.llm.group_queue import Group, GroupQueue, Trajectory
+from llmrl.objectives.llm.groups import (
+    CandidateSelector,
+    Group,
+    GroupQueue,
+    Scale,
+    Trajectory,
+    group_advantage,
+    select_spread,
+    selected_indices,
+    whitened,
+)
 
 __all__ = ["MCAdvantage"]
 
@@ -36,7 +44,7 @@ class MCAdvantage(Transform):
     """Replaces rewards by advantages relative to the other completions of the same prompt, on the way into a buffer.
 
     Reads   prompt_key        int64[B] or B strings, numpy's too; default "group_id" where present, else "query"
-            "policy_version"  where present: completions by different weights are no group
+            "policy_version"  where present: completions by different weights are not one group
             rewards_key       float[B, 1, 1], or [B, T, 1], ragged too; NaN or infinite: this completion failed
             done_key          bool[B, 1]
             mask_key          bool ragged[T], if ``whiten``
@@ -44,34 +52,7 @@ class MCAdvantage(Transform):
     Returns from ``inv``: a batch [N] of whole groups, or None while there is none
     Raises  ValueError for settings that make no group, MissingKeyError for an absent entry, DataError if no row is done
 
-    A row is one conversation, or one step of one: rows up to and including one that is done form a trajectory, so a
-    flat batch may hold several (one after the other: steps of two trajectories of a group must not alternate), and the
-    steps of a [B, T] batch are flattened. Trajectories wait in a queue until ``grpo_size`` of a group have come; the
-    oldest of more than ``max_queued_groups`` waiting groups is given up. A batch of whole groups skips the queue.
-
-    ``trajectory_return`` reduces the rewards of a trajectory to one number, which all its steps share; without it each
-    step's reward is compared with those of all steps of the group. A conversation in several training records, of
-    which the last has the reward, needs "sum". ``scale`` and ``eps`` are described in
-    ``group_advantage``. Failed completions are left out; the group goes on without them if at least
-    ``min_group_size`` remain (default: half of it, and two). ``keep_return_bounds=(low, high)`` drops groups whose mean
-    return is not strictly between the two, such as those that always or never succeed; ``on_zero_variance="drop"``
-    drops groups whose rewards are equal (their advantages are exactly 0, and train nothing).
-
-    ``whiten`` divides by moments over the trained tokens of everything that one call writes (see `whitened`), as
-    REINFORCE++ does with ``scale="raw"``, where the group is no baseline. Like ``scale="batch"`` it sees the batch of
-    this process.
-
-    With ``candidate_group_size`` N a prompt has N completions, of which ``grpo_size`` are written: from
-    ``candidate_selection_min_size`` of them on (default: ``grpo_size``), ``candidate_selector`` is asked at each one
-    that comes. It gets a TensorDict [n] of the last rows of the n that did not fail, with their "return" float64[n],
-    and ``grpo_size``; it answers with indices or a mask, or None to wait. The group is written at the first answer that
-    would not be dropped, what comes later is ignored, and at N the group is given up. The default is `select_spread`.
-
-    ``counters``, whole groups: ``completed`` = ``written`` + ``dropped``; ``rescued`` written ones whose first
-    ``grpo_size`` scored completions would have taught nothing; ``zero_variance`` completed ones with equal rewards.
-    ``evicted`` groups (and unfinished trajectories) were given up in the queue. Completions: ``failed``; ``late`` for a
-    group that was written; ``trajectories`` that ended, their rows (``decisions``), ``return_sum`` and ``return_max``.
-    All since the start or `reset_counters`. ``queued`` groups and ``queued_trajectories`` wait now.
+    docs/algorithms.md, "The advantage", explains the settings, the counters and how trajectories are put together.
 
     >>> batch = TensorDict(
     ...     group_id=torch.tensor([7, 7]),
@@ -106,67 +87,72 @@ class MCAdvantage(Transform):
         candidate_selector: CandidateSelector | None = None,
     ):
         super().__init__()
-        if min_group_size is None:
-            min_group_size = max(2, math.ceil(grpo_size / 2))
-        for holds, what in (
-            (grpo_size >= 2, f"grpo_size must be at least 2, because a group of one has no baseline: got {grpo_size}"),
-            (
-                2 <= min_group_size <= grpo_size,
-                f"min_group_size must lie between 2 and grpo_size={grpo_size}: got {min_group_size}",
-            ),
-            (
-                trajectory_return in (None, "sum", "max", "mean"),
-                f"trajectory_return must be 'sum', 'max', 'mean' or None: got {trajectory_return!r}",
-            ),
-            (scale in get_args(Scale), f"scale must be one of {', '.join(get_args(Scale))}: got {scale!r}"),
-            (
-                on_zero_variance in ("keep", "drop"),
-                f"on_zero_variance must be 'keep' or 'drop': got {on_zero_variance!r}",
-            ),
-            (
-                scale != "raw" or on_zero_variance == "keep",
-                "with scale='raw' equal rewards teach too: on_zero_variance must be 'keep'",
-            ),
-            (
-                keep_return_bounds is None
-                or (len(keep_return_bounds) == 2 and keep_return_bounds[0] < keep_return_bounds[1]),
-                f"keep_return_bounds must be (low, high) with low < high: got {keep_return_bounds}",
-            ),
-            (eps >= 0, f"eps must not be negative: got {eps}"),
-            (max_queued_groups >= 1, f"max_queued_groups must be positive: got {max_queued_groups}"),
-        ):
-            if not holds:
-                raise ValueError(f"MCAdvantage: {what}.")
-        check_candidates(grpo_size, candidate_group_size, candidate_selection_min_size, candidate_selector)
-        self.grpo_size = grpo_size
-        self.prompt_key = prompt_key
-        self.rewards_key = rewards_key
-        self.advantage_key = advantage_key
-        self.done_key = done_key
-        self.policy_version_key = policy_version_key
+        self.group_size = grpo_size
+        self.prompt_key, self.rewards_key, self.advantage_key = prompt_key, rewards_key, advantage_key
+        self.done_key, self.mask_key, self.policy_version_key = done_key, mask_key, policy_version_key
         self.verbose = verbose
-        self.trajectory_return = trajectory_return
-        self.keep_return_bounds = keep_return_bounds
-        self.scale = scale
-        self.eps = eps
-        self.min_group_size = min_group_size
-        self.max_queued_groups = max_queued_groups
-        self.on_zero_variance = on_zero_variance
-        self.whiten = whiten
-        self.mask_key = mask_key
+        self.trajectory_return, self.keep_return_bounds = trajectory_return, keep_return_bounds
+        self.scale, self.eps, self.whiten = scale, eps, whiten
+        self.min_group_size = max(2, math.ceil(grpo_size / 2)) if min_group_size is None else min_group_size
+        self.max_queued_groups, self.on_zero_variance = max_queued_groups, on_zero_variance
         self.candidate_group_size = candidate_group_size
-        self.candidate_selection_min_size = candidate_selection_min_size or grpo_size
-        self.candidate_selector = candidate_selector or select_spread
+        self.candidate_selection_min_size = candidate_selection_min_size
+        self.candidate_selector = candidate_selector
+        for holds, problem in (*self._check_settings(), *self._check_candidates()):
+            if not holds:
+                raise ValueError(f"MCAdvantage: {problem}.")
         self.counters: dict[str, int | float] = dict.fromkeys(_WAITING, 0)
         self.reset_counters()
         self._queue = GroupQueue(
-            self.candidate_selection_min_size,
+            candidate_selection_min_size or grpo_size,
             max_queued_groups=max_queued_groups,
             counters=self.counters,
             max_size=candidate_group_size,
             choose=None if candidate_group_size is None else self._choose,
             give_up=self._give_up,
         )
+
+    def _check_settings(self) -> Iterator[tuple[bool, str]]:
+        size, bounds = self.group_size, self.keep_return_bounds
+        yield size >= 2, f"grpo_size must be at least 2, because a group of one has no baseline: got {size}"
+        yield (
+            2 <= self.min_group_size <= size,
+            f"min_group_size must lie between 2 and grpo_size={size}: got {self.min_group_size}",
+        )
+        yield (
+            self.trajectory_return in (None, "sum", "max", "mean"),
+            f"trajectory_return must be 'sum', 'max', 'mean' or None: got {self.trajectory_return!r}",
+        )
+        yield self.scale in get_args(Scale), f"scale must be one of {', '.join(get_args(Scale))}: got {self.scale!r}"
+        yield (
+            self.on_zero_variance in ("keep", "drop"),
+            f"on_zero_variance must be 'keep' or 'drop': got {self.on_zero_variance!r}",
+        )
+        yield (
+            self.scale != "raw" or self.on_zero_variance == "keep",
+            "on_zero_variance='drop' is not supported with scale='raw', where equal rewards teach too",
+        )
+        yield (
+            bounds is None or (len(bounds) == 2 and bounds[0] < bounds[1]),
+            f"keep_return_bounds must be (low, high) with low < high: got {bounds}",
+        )
+        yield self.eps >= 0, f"eps must not be negative: got {self.eps}"
+        yield self.max_queued_groups >= 1, f"max_queued_groups must be positive: got {self.max_queued_groups}"
+
+    def _check_candidates(self) -> Iterator[tuple[bool, str]]:
+        size, most = self.group_size, self.candidate_group_size
+        fewest, selector = self.candidate_selection_min_size, self.candidate_selector
+        yield (
+            most is not None or (fewest is None and selector is None),
+            "candidate_selection_min_size and candidate_selector need candidate_group_size",
+        )
+        yield most is None or most >= size, f"candidate_group_size must be at least grpo_size={size}: got {most}"
+        yield (
+            fewest is None or most is None or size <= fewest <= most,
+            f"candidate_selection_min_size must lie between grpo_size={size} and candidate_group_size={most}: got "
+            f"{fewest}",
+        )
+        yield selector is None or callable(selector), f"candidate_selector must be callable: got {selector!r}"
 
     def reset_counters(self) -> None:
         """Counts from zero; what waits stays, and so do the sizes of the queue."""
@@ -201,7 +187,7 @@ class MCAdvantage(Transform):
         if not bool(done.all()):
             return None
         rewards = self._get(td, self.rewards_key)
-        rows, size = td.batch_size[0], self.grpo_size
+        rows, size = td.batch_size[0], self.group_size
         if isinstance(rewards, list) or not rows or rows % size or rewards.shape[0] != rows:
             return None
         ids_B = self._group_numbers(td)
@@ -282,16 +268,16 @@ class MCAdvantage(Transform):
         self.counters["failed"] += sum(not math.isfinite(self._return(member)) for member in members)
 
     def _choose(self, members: list[Trajectory]) -> list[Trajectory] | None:
-        """``grpo_size`` of the candidates, or what is left of them at the end; None if these would be dropped."""
+        """``grpo_size`` of the candidates, or those that are left at the end; None if these would be dropped."""
         scored = [member for member in members if math.isfinite(self._return(member))]
         failed = len(members) - len(scored)
-        if len(scored) >= self.grpo_size:
+        if len(scored) >= self.group_size:
             group = from_rows([member.rows[-1] for member in scored])
             group.set("return", torch.tensor([self._return(member) for member in scored], dtype=torch.float64))
-            selected = self.candidate_selector(group, self.grpo_size)
+            selected = (self.candidate_selector or select_spread)(group, self.group_size)
             if selected is None:
                 return None
-            chosen = [scored[index] for index in check_selection(selected, self.grpo_size, len(scored))]
+            chosen = [scored[index] for index in selected_indices(selected, self.group_size, len(scored))]
         elif len(members) == self.candidate_group_size and len(scored) >= self.min_group_size:
             chosen = scored
         else:
@@ -299,7 +285,7 @@ class MCAdvantage(Transform):
         if not self._teaches(chosen, also_equal=self.on_zero_variance == "keep"):
             return None
         self.counters["failed"] += failed
-        self.counters["rescued"] += not self._teaches(scored[: self.grpo_size], also_equal=False)
+        self.counters["rescued"] += not self._teaches(scored[: self.group_size], also_equal=False)
         return chosen
 
     def _teaches(self, members: list[Trajectory], *, also_equal: bool) -> bool:
@@ -311,20 +297,19 @@ class MCAdvantage(Transform):
         if also_equal:
             return True
         if self.trajectory_return is None:
-            returns = [float(value) for member in members for reward in member.rewards for value in reward.flatten()]
+            returns = torch.cat([member.flat_rewards for member in members]).tolist()
         return min(returns) < max(returns)
 
     def _write_rows(self, groups: list[list[Trajectory]]) -> TensorDictBase | None:
         if not groups:
             return None
-        lengths = [[sum(reward.numel() for reward in member.rewards) for member in group] for group in groups]
-        longest = max(max(row) for row in lengths)
+        longest = max(len(member.flat_rewards) for group in groups for member in group)
         size = max(map(len, groups))  # smaller than grpo_size only where candidates failed
         rewards_NGK = torch.full((len(groups), size, longest), torch.nan, dtype=torch.float64)
         absent_NGK = torch.ones_like(rewards_NGK, dtype=torch.bool)
         for n, group in enumerate(groups):
             for g, member in enumerate(group):
-                flat = torch.cat([reward.flatten() for reward in member.rewards])
+                flat = member.flat_rewards
                 rewards_NGK[n, g, : len(flat)] = flat
                 absent_NGK[n, g, : len(flat)] = False
         advantage_NGK, keep_NG = self._advantages(rewards_NGK, absent_NGK)
@@ -333,9 +318,9 @@ class MCAdvantage(Transform):
         for n, group in enumerate(groups):
             for g, member in enumerate(group):
                 if keep_NG[n, g]:
-                    values = advantage_NGK[n, g].to(torch.float32)[: lengths[n][g]]
                     sizes = [reward.numel() for reward in member.rewards]
-                    for reward, value in zip(member.rewards, values.split(sizes), strict=True):
+                    values = advantage_NGK[n, g, : sum(sizes)].to(torch.float32).split(sizes)
+                    for reward, value in zip(member.rewards, values, strict=True):
                         advantages.append(value.view(reward.shape))
                     rows.extend(member.rows)
         if not rows:
@@ -410,7 +395,7 @@ class MCAdvantage(Transform):
         return advantage_NGC.expand_as(rewards_NGK), keep_N.unsqueeze(1) & ~failed_NG
 
     def _returns(self, rewards_NGK: Tensor) -> Tensor:
-        """What a trajectory got, float64[N, G]; NaN if it failed."""
+        """The return of each trajectory, float64[N, G]; NaN if it failed."""
         if rewards_NGK.shape[-1] == 1:
             return rewards_NGK.squeeze(-1)
         gone_NG = rewards_NGK.isnan().all(-1)  # failed ones were made so, entry by entry
@@ -423,7 +408,7 @@ class MCAdvantage(Transform):
         return returns_NG.masked_fill(gone_NG, torch.nan)
 
     def _return(self, trajectory: Trajectory) -> float:
-        rewards_K = torch.cat([reward.flatten() for reward in trajectory.rewards])
+        rewards_K = trajectory.flat_rewards
         if not bool(rewards_K.isfinite().all()):
             return math.nan
         return float(self._returns(rewards_K.view(1, 1, -1)))

@@ -1,8 +1,8 @@
-"""Reading a batch of conversations for a loss: ragged rows are padded once, here, and dense ones are taken as they are.
+"""Reads a batch of conversations for a loss; the one place of the losses that tells ragged batches from padded ones.
 
 Ragged rows are padded on the right. Dense ones (``pad_output=True``: prompt padded on the left, response on the right)
 keep their layout, and the attention mask says which positions are real. Every other column is aligned with the tokens
-or refused. What the columns mean is the business of the losses.
+or refused.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PaddedBatch:
     ``lengths`` is None for a dense batch, else the length of each row before padding on the right.
     """
 
-    reader: str  # whose errors these are
+    reader: str  # named in errors
     input_ids: Tensor
     attention_mask: Tensor
     lengths: list[int] | None
@@ -97,45 +97,51 @@ class PaddedBatch:
         """
         return self.align(_get(td, key, self.reader, missing), key)
 
+    def finite(self, td: TensorDictBase, key: NestedKey, mask_BT: Tensor, *, missing: str, remedy: str) -> Tensor:
+        """A `column` without NaN or inf on the trained tokens. Raises  DataError that names the first row with one"""
+        value_BT = self.column(td, key, missing)
+        self._check_finite(value_BT, mask_BT, f"{key} must be finite on every trained token", remedy)
+        return value_BT
+
     def align(self, column: Tensor | list[Tensor], key: NestedKey) -> Tensor:
-        if isinstance(column, Tensor) and self.lengths is not None:
-            column = list(column)  # equally long rows may come stacked
-        if isinstance(column, Tensor):
+        if isinstance(column, Tensor) and self.lengths is None:
             if column.shape != self.input_ids.shape:
                 raise ShapeError(
                     f"{self.reader}: {key} must have one value per token: got {list(column.shape)}, the tokens are "
                     f"{list(self.input_ids.shape)}."
                 )
             return column.to(self.device)
-        got = [len(row) for row in column]
+        got, expected = [len(row) for row in column], self._row_lengths()  # equally long rows may come stacked
         if got != self.lengths:
-            expected = self.lengths or [self.input_ids.shape[1]] * len(self.input_ids)
             row = next((i for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b), 0)
             raise ShapeError(
                 f"{self.reader}: {key} must have one value per token: got {got[row] if got else 0} values in row "
                 f"{row}, whose conversation has {expected[row]} tokens (usually: scored with another tokenizer, or "
                 "after the text was tokenised again)."
             )
-        return pad_rows(column, length=self.input_ids.shape[1]).to(self.device)
+        return pad_rows(list(column), length=self.input_ids.shape[1]).to(self.device)
 
-    def advantage(self, td: TensorDictBase, key: NestedKey) -> Tensor:
-        """float[B, T]: one number per conversation ([1, 1] a row) or one per token ([T, 1] a row)."""
+    def advantage(self, td: TensorDictBase, key: NestedKey, mask_BT: Tensor) -> Tensor:
+        """float[B, T], 0 outside the mask, from one number per conversation ([1, 1] a row) or per token ([T, 1])."""
         advantage = _get(td, key, self.reader)
         num_tokens = self.input_ids.shape[1]
         if isinstance(advantage, Tensor) and advantage.numel() == len(self.input_ids):
-            return advantage.reshape(-1, 1).expand(-1, num_tokens).to(self.device)
-        rows = list(advantage)
-        lengths = self.lengths or [num_tokens] * len(self.input_ids)
-        aligned = []
-        for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-            row = row.reshape(-1)
-            if len(row) not in (1, length):
-                raise ShapeError(
-                    f"{self.reader}: {key!r} must have one value per conversation or per token: got {len(row)} values "
-                    f"in row {i}, whose conversation has {length} tokens."
-                )
-            aligned.append(row.expand(length))
-        return pad_rows(aligned, length=num_tokens).to(self.device)
+            advantage_BT = advantage.reshape(-1, 1).expand(-1, num_tokens)
+        else:
+            aligned = []
+            for i, (row, length) in enumerate(zip(advantage, self._row_lengths(), strict=True)):
+                if row.numel() not in (1, length):
+                    raise ShapeError(
+                        f"{self.reader}: {key!r} must have one value per conversation or per token: got {row.numel()} "
+                        f"values in row {i}, whose conversation has {length} tokens."
+                    )
+                aligned.append(row.reshape(-1).expand(length))
+            advantage_BT = pad_rows(aligned, length=num_tokens)
+        advantage_BT = advantage_BT.to(self.device)
+        self._check_finite(
+            advantage_BT, mask_BT, f"{key!r} must be finite on every trained token", "its reward failed: drop the row"
+        )
+        return advantage_BT.masked_fill(~mask_BT, 0.0)
 
     def trained_mask(
         self,
@@ -150,11 +156,11 @@ class PaddedBatch:
 
         ``sft``      the assistant mask: the tokens that the policy sampled, from ("masks", "trained_from") on where the
                      batch has that; without an assistant mask the response
-        ``rlhf``     the same; an assistant mask there must be
-        ``generic``  every token that was sampled from something: those of ``sft``, and others with a log-prob there
+        ``rlhf``     the same, and the assistant mask is required
+        ``generic``  the tokens of ``sft``, and all others that have a behaviour log-prob
         """
-        known = td.get(assistant_key, None, as_list=True) is not None
-        if known:
+        has_mask = td.get(assistant_key, None, as_list=True) is not None
+        if has_mask:
             mask_BT = self.column(td, assistant_key).bool()
             own_BT = mask_BT & own_part(td, mask_BT, self.lengths)
         else:
@@ -163,11 +169,20 @@ class PaddedBatch:
             sampled_BT = self.column(td, sampled_key, "Couldn't find the log-prob of the sampled tokens") != 0
             sampled_BT = sampled_BT if mask_BT is None else torch.where(mask_BT, own_BT, sampled_BT)
             return with_predecessor(sampled_BT, self.attention_mask)
-        if not known and strategy == "rlhf":
+        if not has_mask and strategy == "rlhf":
             _get(td, assistant_key, self.reader)
         if own_BT is None:
             _get(td, response_key, self.reader, f"the batch has neither {assistant_key} nor {response_key}")
         return with_predecessor(own_BT, self.attention_mask)
+
+    def _row_lengths(self) -> list[int]:
+        return self.lengths or [self.input_ids.shape[1]] * len(self.input_ids)
+
+    def _check_finite(self, value_BT: Tensor, mask_BT: Tensor, expected: str, remedy: str) -> None:
+        broken_B = (~value_BT.isfinite() & mask_BT).any(-1)
+        if broken_B.any():
+            row = int(broken_B.nonzero()[0])
+            raise DataError(f"{self.reader}: {expected}: got NaN or inf in row {row}; {remedy}.")
 
 
 def actor_scores(
@@ -204,9 +219,9 @@ def group_ids(td: TensorDictBase, key: NestedKey = GROUP_ID) -> Tensor | None:
 def count_step(
     td: TensorDictBase, *, mask_key: NestedKey = ASSISTANT_MASK, group_key: NestedKey = GROUP_ID
 ) -> StepCounts:
-    """What an optimizer step trains on, counted over the step's whole batch before it is cut into micro-batches.
+    """Counts the trained tokens, sequences and groups of a step's whole batch, before it is cut into micro-batches.
 
-    As `GRPOLoss` counts with ``masking_strategy="sft"``.
+    Counts as `GRPOLoss` does with ``masking_strategy="sft"``.
 
     Reads    ("masks", "all_assistant_mask") bool ragged[T] or [B, T]; where the batch has them
              ("masks", "all_attention_mask"), ("masks", "trained_from"), "group_id" int64[B]
@@ -216,7 +231,7 @@ def count_step(
 
 
 def trained_tokens(td: TensorDictBase, mask_key: NestedKey, reader: str) -> tuple[Tensor, list[int] | None]:
-    """bool[B, T], what ``masking_strategy="sft"`` trains of a mask, without reading the tokens; and the rows' lengths.
+    """bool[B, T], the part of a mask that ``masking_strategy="sft"`` trains, read without tokens; and row lengths.
 
     Ragged rows are padded on the right; the lengths of a dense batch are None.
     """
@@ -230,16 +245,6 @@ def trained_tokens(td: TensorDictBase, mask_key: NestedKey, reader: str) -> tupl
         attended_BT = torch.ones_like(mask_BT)
     own_BT = own_part(td, mask_BT, lengths)
     return with_predecessor(mask_BT & own_BT, attended_BT), lengths
-
-
-def check_finite(value_BT: Tensor, mask_BT: Tensor, what: str, cause: str, reader: str) -> None:
-    """Raises DataError, naming the first row, if a trained token has a NaN or infinite value."""
-    broken_B = (~value_BT.isfinite() & mask_BT).any(-1)
-    if broken_B.any():
-        row = int(broken_B.nonzero()[0])
-        raise DataError(
-            f"{reader}: {what} must be finite on every trained token: got NaN or inf in row {row}; {cause}."
-        )
 
 
 def _get(td: TensorDictBase, key: NestedKey, reader: str, missing: str | None = None) -> Tensor | list[Tensor]:

@@ -2,7 +2,7 @@
 
 A loss is four choices made here: the ratio and its level, the surrogate, the weight of each token in the sum
 (aggregation), and the KL estimate; a fifth corrects for the difference between the engine that sampled and the trainer.
-Which tensors are read from a batch is the business of the loss modules; advantages come from MCAdvantage.
+The loss modules read the tensors from a batch; advantages come from MCAdvantage.
 
 Shapes: B sequences, T tokens; ``mask_BT`` is True on the tokens that are trained. ``lp`` is the log-prob under the
 current weights (with grad), ``lo`` under the proximal policy, ``lg`` under the engine that sampled, ``lr`` under the
@@ -261,7 +261,7 @@ def sequence_veto(proximal_BT: Tensor, behaviour_BT: Tensor, mask_BT: Tensor, *,
 
 @dataclass(frozen=True, slots=True)
 class StepCounts:
-    """How much one whole optimizer step trains on: every micro-batch, every rank. The denominators of a loss.
+    """Counts of a whole optimizer step, over all micro-batches and ranks: the denominators of a loss.
 
     ``tokens`` trained tokens, ``sequences`` rows with at least one of them, ``groups`` groups with at least one,
     ``group_tokens`` trained tokens by group id (only "prompt-mean" reads it). Counts of disjoint parts add up:
@@ -320,7 +320,7 @@ def token_weights(
     group_id_B: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """What each token counts in the loss: loss = sum(weights * per-token loss). Zero outside the mask.
+    """The weight of each token in the loss: loss = sum(weights * per-token loss). Zero outside the mask.
 
     With N tokens, B sequences and n_i tokens in sequence i, counted over the whole step:
 
@@ -364,6 +364,6 @@ def token_weights(
 
 
 def unknown(what: str, name: object, known: tuple[str, ...]) -> ConfigError:
-    """The error for a name that is none of ``known``."""
+    """The error for a name that is not one of ``known``."""
     hint = near(name, known) if isinstance(name, str) else ""
     return ConfigError(f"{what}: expected one of {', '.join(map(repr, known))}, got {name!r}.{hint}")

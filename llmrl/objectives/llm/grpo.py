@@ -1,46 +1,75 @@
-"""GRPO and its relatives: one loss whose settings are the ratio, the surrogate, the aggregation and the KL estimate.
+"""GRPO and its relatives: one loss over sampled tokens, with the ratio, surrogate, aggregation and KL as settings.
 
-The arithmetic is in `functional`, reading and padding in `batch`, named settings in `presets`, the metrics in
-`grpo_output`, which settings go together in `grpo_checks`. Advantages are in the batch already (`MCAdvantage`).
+`GRPOLoss.forward` reads top to bottom as the algorithm does. The formulas are in `functional`, the checked settings and
+published algorithms in `settings`, reading and padding in `batch`. Advantages are in the batch already (`MCAdvantage`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorClass, TensorDictBase
 from torch import Tensor, nn
 
 from llmrl.errors import ConfigError
+from llmrl.modules.llm.log_probs import TokenScores
 from llmrl.objectives.base import LossModule
 from llmrl.objectives.llm import batch as reading
 from llmrl.objectives.llm import functional as fn
 from llmrl.objectives.llm.batch import MaskingStrategy, PaddedBatch
 from llmrl.objectives.llm.functional import StepCounts
-from llmrl.objectives.llm.grpo_checks import (
-    DOCUMENTED_AGGREGATIONS,
-    Proximal,
-    RatioLevel,
-    Surrogate,
-    check_settings,
-    clip_bounds,
-)
-from llmrl.objectives.llm.grpo_output import GRPOLossOutput, step_metrics
-from llmrl.objectives.llm.presets import DEFAULT_BANDS, DEFAULT_TAU, describe_loss
+from llmrl.objectives.llm.settings import GRPOSettings, Proximal, RatioLevel, Surrogate
 
 __all__ = ["GRPOLoss", "GRPOLossOutput"]
 
 
+class GRPOLossOutput(TensorClass["nocast"]):
+    """Terms to be summed and differentiated (``loss_*``), and detached metrics; all float32 scalars.
+
+    Terms are weighted by the loss's aggregation, metrics are means over the trained tokens, both over the counts of the
+    step: those of micro-batches add up (`merge_outputs`; maxima excepted). ``tokens`` and the two ``weight_*`` sums
+    are plain sums. None where not computed.
+    """
+
+    loss_objective: Tensor
+    loss_entropy: Tensor | None = None
+    loss_kl_to_ref: Tensor | None = None
+    loss_kl_to_inference: Tensor | None = None
+    tokens: Tensor | None = None  # trained tokens of this batch
+    clip_fraction: Tensor | None = None  # tokens that the surrogate holds back, dual clip included
+    clip_fraction_low: Tensor | None = None
+    clip_fraction_high: Tensor | None = None
+    kl_approx: Tensor | None = None  # KL(engine || current), k3 on the sampled tokens
+    ESS: Tensor | None = None  # effective sample size of exp(lp - lg), as a fraction of the tokens
+    entropy: Tensor | None = None
+    kl_to_ref: Tensor | None = None
+    kl_to_inference: Tensor | None = None
+    ratio_mean: Tensor | None = None  # of the ratio that the surrogate sees
+    ratio_max: Tensor | None = None
+    correction_mean: Tensor | None = None  # weight of the engine correction
+    correction_max: Tensor | None = None
+    masked_fraction: Tensor | None = None  # tokens with weight 0: by the correction, its veto or kl_mask_threshold
+    mismatch_mean: Tensor | None = None  # |log-prob of the trainer - log-prob of the engine|
+    mismatch_max: Tensor | None = None
+    weight_sum: Tensor | None = None  # sum of exp(lp - lg)
+    weight_square_sum: Tensor | None = None
+
+    @staticmethod
+    def derived(merged: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The metrics that are computed from the sums of a step."""
+        return {"ESS": _effective_fraction(merged["weight_sum"], merged["weight_square_sum"], merged["tokens"])}
+
+
 class GRPOLoss(LossModule):
-    """Policy-gradient loss over the tokens that the policy sampled; computes no advantage.
+    """Policy-gradient loss over the tokens that the policy sampled. docs/algorithms.md explains every setting.
 
     Reads   ("tokens", "full")                int64 ragged[T]    or dense [B, T] with ("masks", "all_attention_mask")
-            ("masks", "all_assistant_mask")   bool ragged[T]     the tokens to train, see ``masking_strategy``
+            ("masks", "all_assistant_mask")   bool ragged[T]     the tokens to train, see `PaddedBatch.trained_mask`
             ("masks", "trained_from")         int64[B]           only from here on, where the batch has it
             ("log_probs", "full")             float32 ragged[T]  behaviour: of the engine that sampled; instead of it
-            ("log_probs", "plain")            float32 ragged[T]  where the batch has it: sampling was cut to some tokens
-                                                                 (top-p, top-k, min-p), this is before the cut
+            ("log_probs", "plain")            float32 ragged[T]  where the batch has it: before top-p, top-k and min-p
             ("proximal_log_probs", "full")    float32 ragged[T]  if proximal="recomputed"
             ("next", "ref_log_probs", "full") float32 ragged[T]  if kl_to_ref_coeff is given
             "advantage"                       float32[B, 1, 1], or [T, 1] per row
@@ -50,42 +79,9 @@ class GRPOLoss(LossModule):
     Returns GRPOLossOutput; with ``normalizer``, the StepCounts of the optimizer step, micro-batches add up
     Raises  MissingKeyError, ShapeError for a column that does not fit the tokens, DataError for NaN on a trained token
             or a step without any; ConfigError for settings that contradict each other
-    Source  see `presets` for the algorithms, `functional` for each formula
-
-    ``masking_strategy``: "sft" (without an assistant mask: the response) and "rlhf" train what the policy sampled,
-    "generic" also other tokens that have a behaviour log-prob. Rows of the collector say themselves which part is
-    theirs, so that with any of the three each sampled token is trained once. The first token of a row has no log-prob,
-    and is left out.
-
-    The ratio is exp(lp - lo). ``proximal`` says what lo is: ``behaviour``, the engine's log-probs; ``detach``, lp
-    itself (one update per batch: ratio 1, the clip never acts, the gradient is the policy gradient); ``recomputed``,
-    what the trainer computed before its first update on the batch. With the last two, ``correction`` weights each token
-    for the difference between trainer and engine ("tis" by default), and ``correction_veto=(low, high)`` drops the
-    sequences in which any token's exp(lo - lg) is outside, (1e-4, 100) say.
-
-    ``surrogate``: "clip" (PPO), "cispo", "sapo" (with ``sapo_tau``, for positive and for other advantages), "dppo"
-    (``clip_epsilon`` bounds how far a token's probability may move from the engine's), "reinforce".
 
     ``aggregation`` takes "token", "seq-mean", "seq-sum", "dr_grpo", "prompt-mean", "sum" and "none" (per token, not
     normalised), and the names "token_mean" (= "token") and "prompt_mean" (= "seq-mean": per sample, then batch).
-
-    >>> from tensordict import TensorDict, lazy_stack
-    >>> from transformers import Qwen2Config, Qwen2ForCausalLM
-    >>> from llmrl.modules.llm.log_probs import TokenScorer
-    >>> model = Qwen2ForCausalLM(Qwen2Config(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-    ...                                      num_attention_heads=2, num_key_value_heads=2))
-    >>> def conversation(length, advantage):
-    ...     return TensorDict(
-    ...         tokens=TensorDict(full=torch.arange(length)),
-    ...         masks=TensorDict(all_assistant_mask=torch.arange(length) >= 2),
-    ...         log_probs=TensorDict(full=torch.full((length,), -3.4)),
-    ...         advantage=torch.full((1, 1), advantage),
-    ...     )
-    >>> loss = GRPOLoss(TokenScorer(model), clip_epsilon=(0.2, 0.28))
-    >>> output = loss(lazy_stack([conversation(5, 1.0), conversation(7, -1.0)]))
-    >>> output.loss_objective.backward()
-    >>> int(output.tokens)
-    8
     """
 
     default_keys: ClassVar = {
@@ -127,168 +123,189 @@ class GRPOLoss(LossModule):
     ) -> None:
         super().__init__()
         self.actor_network = actor_network
-        self.clip_low, self.clip_high = clip_bounds(clip_epsilon)
-        self.dual_clip, self.kl_mask_threshold = dual_clip, kl_mask_threshold
-        self.aggregation = DOCUMENTED_AGGREGATIONS.get(aggregation, aggregation)
-        self.max_length = max_length
-        self.entropy_bonus, self.entropy_coeff = entropy_bonus, entropy_coeff
-        self.kl_to_ref_coeff, self.kl_to_inference_coeff = kl_to_ref_coeff, kl_to_inference_coeff
-        self.kl_estimator = kl_estimator
         self.device = None if device is None else torch.device(device)
-        self.masking_strategy = masking_strategy
-        self.ratio_level, self.surrogate, self.proximal = ratio_level, surrogate, proximal
-        self.correction = correction or ("none" if proximal == "behaviour" else "tis")
-        self.correction_cap, self.correction_band = correction_cap, correction_band
-        self.correction_veto = correction_veto
-        self.sapo_tau = sapo_tau
-        check_settings(self)
-        self.correction_cap = correction_cap or 2.0
-        self.correction_band = correction_band or DEFAULT_BANDS.get(self.correction, (0.5, 2.0))
-        self.sapo_tau = sapo_tau or DEFAULT_TAU
+        self.settings = GRPOSettings.from_keywords(
+            clip_epsilon=clip_epsilon,
+            kl_mask_threshold=kl_mask_threshold,
+            aggregation=aggregation,
+            entropy_bonus=entropy_bonus,
+            entropy_coeff=entropy_coeff,
+            kl_to_ref_coeff=kl_to_ref_coeff,
+            kl_to_inference_coeff=kl_to_inference_coeff,
+            masking_strategy=masking_strategy,
+            ratio_level=ratio_level,
+            surrogate=surrogate,
+            dual_clip=dual_clip,
+            kl_estimator=kl_estimator,
+            proximal=proximal,
+            correction=correction,
+            correction_cap=correction_cap,
+            correction_band=correction_band,
+            correction_veto=correction_veto,
+            sapo_tau=sapo_tau,
+            max_length=max_length,
+        )
+        if aggregation == "dr_grpo" and max_length is None:  # a preset leaves it to the run, the loss needs it
+            raise ConfigError("GRPOLoss: aggregation='dr_grpo' needs max_length, its divisor: got None.")
+
+    @property
+    def proximal(self) -> Proximal:
+        return self.settings.proximal
 
     def describe(self) -> dict[str, str]:
         """Ratio, aggregation and KL in words, for the plan that a run prints."""
-        return describe_loss({**vars(self), "clip_epsilon": (self.clip_low, self.clip_high)})
+        return self.settings.describe()
 
     def count_step(self, td: TensorDictBase) -> StepCounts:
-        """What this loss trains on in the whole batch of an optimizer step, on this rank."""
-        return StepCounts.of(self._read_mask(td)[1], reading.group_ids(td, self.tensor_keys.group_id))
+        """The tokens, sequences and groups of the whole batch of an optimizer step, on this rank."""
+        return StepCounts.of(self._read(td)[1], reading.group_ids(td, self.tensor_keys.group_id))
 
     @torch.no_grad()
     def proximal_log_probs(self, td: TensorDictBase) -> Tensor:
-        """float[B, T], rows padded as in a ragged batch: what ``proximal="recomputed"`` compares with.
+        """float[B, T], rows padded as in a ragged batch: the proximal policy of ``proximal="recomputed"``.
 
         For the very micro-batches of the step, before its first update: in low precision the log-probs of a row depend
         on the batch that it is computed in.
         """
-        batch, mask_BT = self._read_mask(td)
-        scores = reading.actor_scores(
-            self.actor_network, td, batch, mask_BT, log_probs_key=self.tensor_keys.sample_log_prob, entropy=False
-        )
-        return scores.log_probs
+        return self._score(td, *self._read(td), entropy=False).log_probs
 
     def forward(self, td: TensorDictBase, normalizer: StepCounts | None = None) -> GRPOLossOutput:
-        keys = self.tensor_keys
-        batch, mask_BT = self._read_mask(td)
+        settings, keys = self.settings, self.tensor_keys
+        # The batch is read before the actor runs, so that one that lacks a column costs no forward pass.
+        batch, mask_BT = self._read(td)
         group_id_B = reading.group_ids(td, keys.group_id)
-        counts = normalizer or StepCounts.of(mask_BT, group_id_B)
-
-        behaviour_key = _untruncated(td, keys.sample_log_prob)
-        behaviour_BT = batch.column(td, behaviour_key, "Couldn't find the log-prob of the sampled tokens")
-        advantage_BT = batch.advantage(td, keys.advantage)
-        scores = reading.actor_scores(
-            self.actor_network, td, batch, mask_BT, log_probs_key=keys.sample_log_prob, entropy=self.entropy_bonus
+        counts = normalizer or StepCounts.of(mask_BT, group_id_B)  # of the whole step: micro-batches add up
+        behaviour_BT = batch.finite(
+            td,
+            _untruncated(td, keys.sample_log_prob),
+            mask_BT,
+            missing="Couldn't find the log-prob of the sampled tokens",
+            remedy="the engine gave none",
         )
+        advantage_BT = batch.advantage(td, keys.advantage, mask_BT)
+        scores = self._score(td, batch, mask_BT, entropy=settings.entropy_bonus)
         log_prob_BT = scores.log_probs
         behaviour_BT, advantage_BT = behaviour_BT.to(log_prob_BT), advantage_BT.to(log_prob_BT)
-        reading.check_finite(behaviour_BT, mask_BT, str(behaviour_key), "the engine gave none", "GRPOLoss")
-        reading.check_finite(advantage_BT, mask_BT, repr(keys.advantage), "its reward failed: drop the row", "GRPOLoss")
-        advantage_BT = advantage_BT.masked_fill(~mask_BT, 0.0)
 
-        # 1. the ratio
-        if self.proximal == "behaviour":
-            proximal_BT = behaviour_BT
-        elif self.proximal == "detach":
-            proximal_BT = log_prob_BT.detach()
-        else:
-            missing = "Couldn't find the log-prob of the proximal policy"
-            proximal_BT = batch.column(td, keys.proximal_log_prob, missing).to(log_prob_BT)
-            reading.check_finite(proximal_BT, mask_BT, str(keys.proximal_log_prob), "compute it again", "GRPOLoss")
-        log_ratio_BT = token_log_ratio_BT = fn.log_ratio(log_prob_BT, proximal_BT, mask_BT)
-        if self.ratio_level == "sequence":
-            log_ratio_BT = fn.sequence_log_ratio(token_log_ratio_BT, mask_BT)
+        # The ratio of the current policy to the proximal one; GSPO gives a whole sequence one ratio.
+        proximal_BT = self._proximal(td, batch, mask_BT, log_prob_BT, behaviour_BT)
+        token_log_ratio_BT = fn.log_ratio(log_prob_BT, proximal_BT, mask_BT)
+        sequence_level = settings.ratio_level == "sequence"
+        log_ratio_BT = fn.sequence_log_ratio(token_log_ratio_BT, mask_BT) if sequence_level else token_log_ratio_BT
 
-        # 2. the surrogate, and what the difference between engine and trainer makes of it
-        loss_BT = self._surrogate(log_ratio_BT, log_prob_BT, behaviour_BT, mask_BT, advantage_BT)
-        weight_BT = fn.correction_weight(
-            proximal_BT, behaviour_BT, mask_BT, self.correction, cap=self.correction_cap, band=self.correction_band
-        )
-        if self.correction_veto is not None:
-            low, high = self.correction_veto
-            weight_BT = weight_BT.masked_fill(
-                fn.sequence_veto(proximal_BT, behaviour_BT, mask_BT, low=low, high=high), 0.0
-            )
+        # The surrogate, and for each token a weight: the engine that sampled is not quite the policy that is trained.
+        surrogate_BT = self._surrogate(log_ratio_BT, log_prob_BT, behaviour_BT, mask_BT, advantage_BT)
         drift_BT = fn.log_ratio(log_prob_BT, behaviour_BT, mask_BT)
-        if self.kl_mask_threshold is not None:
-            weight_BT = weight_BT.masked_fill(0.5 * drift_BT.detach().square() > self.kl_mask_threshold, 0.0)
+        weight_BT = self._correction_weight(proximal_BT, behaviour_BT, drift_BT, mask_BT)
 
-        # 3. the sum
-        aggregate_BT = fn.token_weights(
-            mask_BT,
-            "sum" if self.aggregation == "none" else self.aggregation,
-            counts,
-            max_length=self.max_length,
-            group_id_B=group_id_B,
-            dtype=log_prob_BT.dtype,
+        # The aggregation: one set of weights for every term, so that their coefficients mean the same for any length.
+        aggregation = "sum" if settings.aggregation == "none" else settings.aggregation
+        token_weight_BT = fn.token_weights(
+            mask_BT, aggregation, counts, max_length=settings.max_length, group_id_B=group_id_B, dtype=log_prob_BT.dtype
         )
 
         def aggregate(value_BT: Tensor) -> Tensor:
-            value_BT = value_BT.masked_fill(~mask_BT, 0.0) * aggregate_BT
-            return value_BT if self.aggregation == "none" else value_BT.sum()
+            # masked first: NaN outside the mask times a weight of 0 would be NaN
+            value_BT = value_BT.masked_fill(~mask_BT, 0.0) * token_weight_BT
+            return value_BT if settings.aggregation == "none" else value_BT.sum()
 
-        # 4. the other terms, in the same sum
-        terms = {"loss_objective": aggregate(loss_BT * weight_BT)}
-        measured = {}
-        if scores.entropy is not None:
-            measured["entropy"] = scores.entropy.detach()
-        if self.entropy_coeff:
-            if scores.entropy is None:
-                raise ConfigError(
-                    f"GRPOLoss: entropy_coeff={self.entropy_coeff} needs an actor with token_scores, got "
-                    f"{type(self.actor_network).__name__}, which gives log-probs only."
-                )
-            terms["loss_entropy"] = -self.entropy_coeff * aggregate(scores.entropy)
-        others = []
-        if self.kl_to_ref_coeff is not None:
-            reference_BT = batch.column(td, keys.ref_log_prob, "Couldn't find the ref log-prob").to(log_prob_BT)
-            reading.check_finite(reference_BT, mask_BT, str(keys.ref_log_prob), "score it again", "GRPOLoss")
-            others.append(("ref", self.kl_to_ref_coeff, reference_BT))
-        if self.kl_to_inference_coeff is not None:
-            others.append(("inference", self.kl_to_inference_coeff, behaviour_BT))
-        for name, coefficient, other_BT in others:
-            kl_BT = fn.kl_estimate(log_prob_BT, other_BT, mask_BT, self.kl_estimator, log_ratio_BT=token_log_ratio_BT)
+        terms = {"loss_objective": aggregate(surrogate_BT * weight_BT)}
+        measured = {} if scores.entropy is None else {"entropy": scores.entropy.detach()}
+        if settings.entropy:
+            terms["loss_entropy"] = -settings.entropy * aggregate(scores.entropy)
+        for name, coefficient, other_BT in self._kl_targets(td, batch, mask_BT, behaviour_BT):
+            kl_BT = fn.kl_estimate(
+                log_prob_BT, other_BT.to(log_prob_BT), mask_BT, settings.kl_estimator, log_ratio_BT=token_log_ratio_BT
+            )
             terms[f"loss_kl_to_{name}"] = coefficient * aggregate(kl_BT)
             measured[f"kl_to_{name}"] = kl_BT.detach()
-
-        with torch.no_grad():
-            trainer_BT = proximal_BT if self.proximal == "recomputed" else log_prob_BT
-            metrics = step_metrics(
-                measured,
-                mask_BT,
-                counts.tokens,
-                log_ratio_BT=log_ratio_BT,
-                clipped=self._clipped(log_ratio_BT, log_prob_BT, behaviour_BT, mask_BT, advantage_BT),
-                weight_BT=weight_BT,
-                drift_BT=drift_BT,
-                mismatch_BT=trainer_BT - behaviour_BT,
-            )
+        metrics = _step_metrics(
+            measured,
+            mask_BT,
+            counts.tokens,
+            log_ratio_BT=log_ratio_BT,
+            clipped=self._clipped(log_ratio_BT, log_prob_BT, behaviour_BT, mask_BT, advantage_BT),
+            weight_BT=weight_BT,
+            drift_BT=drift_BT,
+            mismatch_BT=(proximal_BT if settings.proximal == "recomputed" else log_prob_BT) - behaviour_BT,
+        )
         return GRPOLossOutput(**terms, **metrics, batch_size=[])
 
-    def _read_mask(self, td: TensorDictBase) -> tuple[PaddedBatch, Tensor]:
+    def _read(self, td: TensorDictBase) -> tuple[PaddedBatch, Tensor]:
         keys = self.tensor_keys
         batch = PaddedBatch.read(
             td, reader="GRPOLoss", tokens_key=keys.tokens, attention_key=keys.attention_mask, device=self.device
         )
         mask_BT = batch.trained_mask(
             td,
-            self.masking_strategy,
+            self.settings.masking_strategy,
             assistant_key=keys.assistant_mask,
             response_key=keys.response,
             sampled_key=_untruncated(td, keys.sample_log_prob),
         )
         return batch, mask_BT
 
+    def _score(self, td: TensorDictBase, batch: PaddedBatch, mask_BT: Tensor, *, entropy: bool) -> TokenScores:
+        log_probs_key = self.tensor_keys.sample_log_prob
+        scores = reading.actor_scores(
+            self.actor_network, td, batch, mask_BT, log_probs_key=log_probs_key, entropy=entropy
+        )
+        if entropy and self.settings.entropy and scores.entropy is None:
+            raise ConfigError(
+                f"GRPOLoss: entropy_coeff={self.settings.entropy} needs an actor with token_scores: got "
+                f"{type(self.actor_network).__name__}, which gives log-probs only."
+            )
+        return scores
+
+    def _proximal(
+        self, td: TensorDictBase, batch: PaddedBatch, mask_BT: Tensor, log_prob_BT: Tensor, behaviour_BT: Tensor
+    ) -> Tensor:
+        match self.settings.proximal:
+            case "behaviour":
+                return behaviour_BT
+            case "detach":  # the ratio is 1, and its gradient that of log_prob
+                return log_prob_BT.detach()
+        missing = "Couldn't find the log-prob of the proximal policy"
+        key = self.tensor_keys.proximal_log_prob
+        return batch.finite(td, key, mask_BT, missing=missing, remedy="compute it again").to(log_prob_BT)
+
+    def _correction_weight(
+        self, proximal_BT: Tensor, behaviour_BT: Tensor, drift_BT: Tensor, mask_BT: Tensor
+    ) -> Tensor:
+        settings = self.settings
+        weight_BT = fn.correction_weight(proximal_BT, behaviour_BT, mask_BT, **settings.engine_correction)
+        if settings.correction_veto is not None:
+            low, high = settings.correction_veto
+            veto_BT = fn.sequence_veto(proximal_BT, behaviour_BT, mask_BT, low=low, high=high)
+            weight_BT = weight_BT.masked_fill(veto_BT, 0.0)
+        if settings.kl_mask_threshold is not None:
+            weight_BT = weight_BT.masked_fill(0.5 * drift_BT.detach().square() > settings.kl_mask_threshold, 0.0)
+        return weight_BT
+
+    def _kl_targets(
+        self, td: TensorDictBase, batch: PaddedBatch, mask_BT: Tensor, behaviour_BT: Tensor
+    ) -> Iterator[tuple[str, float, Tensor]]:
+        """Name, coefficient and log-probs of each policy that the loss holds the current one close to."""
+        key = self.tensor_keys.ref_log_prob
+        if self.settings.kl is not None:
+            missing = "Couldn't find the ref log-prob"
+            yield "ref", self.settings.kl, batch.finite(td, key, mask_BT, missing=missing, remedy="score it again")
+        if self.settings.kl_inference is not None:
+            yield "inference", self.settings.kl_inference, behaviour_BT
+
     def _surrogate(
         self, log_ratio_BT: Tensor, log_prob_BT: Tensor, behaviour_BT: Tensor, mask_BT: Tensor, advantage_BT: Tensor
     ) -> Tensor:
-        low, high = self.clip_low, self.clip_high
-        match self.surrogate:
+        low, high = self.settings.clip
+        match self.settings.surrogate:
             case "clip":
-                return fn.clipped_surrogate(log_ratio_BT, advantage_BT, low=low, high=high, dual_clip=self.dual_clip)
+                return fn.clipped_surrogate(
+                    log_ratio_BT, advantage_BT, low=low, high=high, dual_clip=self.settings.dual_clip
+                )
             case "cispo":
                 return fn.cispo(log_ratio_BT, log_prob_BT, advantage_BT, low=low, high=high)
             case "sapo":
-                positive, other = self.sapo_tau
+                positive, other = self.settings.taus
                 return fn.sapo(log_ratio_BT, advantage_BT, tau_positive=positive, tau_negative=other)
             case "dppo":
                 return fn.dppo(log_prob_BT, behaviour_BT, mask_BT, advantage_BT, low=low, high=high)
@@ -298,14 +315,14 @@ class GRPOLoss(LossModule):
     def _clipped(
         self, log_ratio_BT: Tensor, log_prob_BT: Tensor, behaviour_BT: Tensor, mask_BT: Tensor, advantage_BT: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """bool[B, T] twice: where the surrogate holds a token back from below and from above."""
-        low, high = self.clip_low, self.clip_high
+        """bool[B, T] twice: the tokens that the surrogate holds back from below and from above."""
+        low, high = self.settings.clip
         below_BT, above_BT = log_ratio_BT.exp() < 1 - low, log_ratio_BT.exp() > 1 + high
-        match self.surrogate:
+        match self.settings.surrogate:
             case "clip":  # it acts only where it takes the smaller of the two
                 held_BT = above_BT & (advantage_BT > 0)
-                if self.dual_clip is not None:
-                    held_BT |= (log_ratio_BT.exp() > self.dual_clip) & (advantage_BT < 0)
+                if self.settings.dual_clip is not None:
+                    held_BT |= (log_ratio_BT.exp() > self.settings.dual_clip) & (advantage_BT < 0)
                 return below_BT & (advantage_BT < 0), held_BT
             case "cispo":
                 return below_BT, above_BT
@@ -318,10 +335,63 @@ class GRPOLoss(LossModule):
 def _untruncated(td: TensorDictBase, key: NestedKey) -> NestedKey:
     """The entry "plain" beside the log-probs "full" of the sampled tokens, where the batch has one, else ``key``.
 
-    A ratio compares two policies; the renormalised rest of a truncated distribution is not one of the trainer's.
+    The trainer's distribution is not truncated, so the ratio needs the engine's log-probs from before the cut.
     """
     if isinstance(key, tuple) and key[-1] == "full":
         plain = (*key[:-1], "plain")
         if td.get(plain, None, as_list=True) is not None:
             return plain
     return key
+
+
+@torch.no_grad()
+def _step_metrics(
+    measured: dict[str, Tensor],
+    mask_BT: Tensor,
+    num_tokens: int,
+    *,
+    log_ratio_BT: Tensor,
+    clipped: tuple[Tensor, Tensor],
+    weight_BT: Tensor,
+    drift_BT: Tensor,
+    mismatch_BT: Tensor,
+) -> dict[str, Tensor]:
+    """The metrics of one micro-batch of a step with ``num_tokens`` trained tokens.
+
+    ``measured`` is averaged under its names. ``clipped`` is where the surrogate holds back from below and from above,
+    ``drift_BT`` lp - lg, ``mismatch_BT`` what the trainer said before the update less what the engine said.
+    """
+
+    def mean(value_BT: Tensor) -> Tensor:
+        return value_BT.masked_fill(~mask_BT, 0).sum() / num_tokens
+
+    def largest(value_BT: Tensor) -> Tensor:  # of what is not negative
+        return value_BT.masked_fill(~mask_BT, 0.0).amax()
+
+    ratio_BT, importance_BT = log_ratio_BT.exp(), drift_BT.exp().masked_fill(~mask_BT, 0.0)
+    low, high = (mean(clipped_BT.to(ratio_BT)) for clipped_BT in clipped)
+    tokens = mask_BT.sum().to(ratio_BT)
+    weight_sum, weight_square_sum = importance_BT.sum(), importance_BT.square().sum()
+    return {
+        **{name: mean(value_BT) for name, value_BT in measured.items()},
+        "tokens": tokens,
+        "clip_fraction": low + high,
+        "clip_fraction_low": low,
+        "clip_fraction_high": high,
+        "kl_approx": mean(drift_BT.exp() - 1 - drift_BT),
+        "ESS": _effective_fraction(weight_sum, weight_square_sum, tokens),
+        "ratio_mean": mean(ratio_BT),
+        "ratio_max": largest(ratio_BT),
+        "correction_mean": mean(weight_BT),
+        "correction_max": largest(weight_BT),
+        "masked_fraction": mean((weight_BT == 0).to(ratio_BT)),
+        "mismatch_mean": mean(mismatch_BT.abs()),
+        "mismatch_max": largest(mismatch_BT.abs()),
+        "weight_sum": weight_sum,
+        "weight_square_sum": weight_square_sum,
+    }
+
+
+def _effective_fraction(weight_sum: Tensor, weight_square_sum: Tensor, tokens: Tensor) -> Tensor:
+    """(sum w)^2 / (n sum w^2), in (0, 1]; 0 for no tokens."""
+    return weight_sum.square() / (tokens * weight_square_sum).clamp(min=torch.finfo(weight_sum.dtype).tiny)

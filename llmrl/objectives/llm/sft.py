@@ -1,7 +1,7 @@
 """Supervised fine-tuning: the negative log-likelihood of the tokens that the assistant wrote.
 
-Which tokens those are is decided elsewhere: by the assistant mask of the batch, or by the `Renderer` for conversations
-that come as messages. The end-of-turn token is among them, so that a model learns to stop.
+The assistant mask of the batch marks these tokens, or the `Renderer` for conversations that come as messages. The
+end-of-turn token is among them, so that a model learns to stop.
 """
 
 from __future__ import annotations
@@ -62,24 +62,9 @@ class SFTLoss(LossModule):
     Raises  DataError if no conversation has a token to train, MissingKeyError, ShapeError; ConfigError for settings
             that contradict each other
 
-    ``reduction``: "token" is the mean over the trained tokens of the step (the default); "mean", "sum" and "none"
-    reduce over conversations, each being divided by its length if ``normalize_by_seq_length``.
-    ``loss_function="minor_sft"`` is -log sigmoid(beta (log pi - log pi_ref)) per conversation. ``tokenizer_kwargs`` go
-    to the renderer: ``chat_template``, ``chat_template_name``, ``include_end_of_turn``; anything else to the template.
-    A policy wrapper scores at its own temperature: give it temperature 1 here, or pass its ``scorer``.
-
-    >>> from transformers import Qwen2Config, Qwen2ForCausalLM
-    >>> from tensordict import TensorDict, lazy_stack
-    >>> from llmrl.modules.llm.log_probs import TokenScorer
-    >>> model = Qwen2ForCausalLM(Qwen2Config(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-    ...                                      num_attention_heads=2, num_key_value_heads=2))
-    >>> def conversation(length):
-    ...     ids = torch.arange(length)
-    ...     return TensorDict(tokens=TensorDict(full=ids), masks=TensorDict(all_assistant_mask=ids > 2))
-    >>> output = SFTLoss(TokenScorer(model))(lazy_stack([conversation(5), conversation(7)]))
-    >>> output.loss_sft.backward()
-    >>> int(output.tokens)
-    6
+    docs/algorithms.md explains the settings. ``tokenizer_kwargs`` go to the renderer: ``chat_template``,
+    ``chat_template_name``, ``include_end_of_turn``; anything else to the template. A policy wrapper scores at its own
+    temperature: give it temperature 1 here, or pass its ``scorer``.
     """
 
     default_keys: ClassVar = {
@@ -110,17 +95,17 @@ class SFTLoss(LossModule):
             reduction = "token" if loss_function == "sft" else "mean"
         if reduction not in get_args(Reduction):
             raise fn.unknown("SFTLoss: reduction", reduction, get_args(Reduction))
-        for holds, what in (
+        over_conversations = "set reduction to 'mean', 'sum' or 'none'"
+        for holds, problem in (
             (
                 reduction != "token" or normalize_by_seq_length is None,
-                f"normalize_by_seq_length={normalize_by_seq_length} belongs to the reductions over conversations: set "
-                "reduction to 'mean', 'sum' or 'none'",
+                f"normalize_by_seq_length is not supported with reduction='token'; {over_conversations}",
             ),
             (
                 reduction != "token" or loss_function == "sft",
-                "loss_function='minor_sft' has one value per conversation: set reduction to 'mean', 'sum' or 'none'",
+                f"loss_function='minor_sft' is not supported with reduction='token'; {over_conversations}",
             ),
-            (beta == 0.1 or loss_function == "minor_sft", f"beta={beta} belongs to loss_function='minor_sft'"),
+            (beta == 0.1 or loss_function == "minor_sft", f"beta={beta} needs loss_function='minor_sft'"),
             (beta > 0, f"beta must be above 0: got {beta}"),
             (
                 kl_to_ref_coeff is None or kl_to_ref_coeff >= 0,
@@ -129,9 +114,13 @@ class SFTLoss(LossModule):
             (tokenizer_kwargs is None or tokenizer is not None, "tokenizer_kwargs need a tokenizer"),
         ):
             if not holds:
-                raise ConfigError(f"SFTLoss: {what}.")
+                raise ConfigError(f"SFTLoss: {problem}.")
         self.actor_network = actor_network
-        self.renderer = None if tokenizer is None else _renderer(tokenizer, tokenizer_kwargs or {})
+        self.renderer = None
+        if tokenizer is not None:
+            template_kwargs = dict(tokenizer_kwargs or {})
+            options = {name: template_kwargs.pop(name) for name in _RENDERER_OPTIONS if name in template_kwargs}
+            self.renderer = Renderer(tokenizer, **options, template_kwargs=template_kwargs or None)
         self.reduction, self.loss_function = reduction, loss_function
         self.normalize_by_seq_length = True if normalize_by_seq_length is None else normalize_by_seq_length
         self.kl_to_ref_coeff = kl_to_ref_coeff
@@ -139,7 +128,7 @@ class SFTLoss(LossModule):
         self.device = None if device is None else torch.device(device)
 
     def count_step(self, td: TensorDictBase) -> StepCounts:
-        """What this loss trains on in the whole batch of an optimizer step, on this rank; renders messages."""
+        """The tokens and sequences of the whole batch of an optimizer step, on this rank; renders messages."""
         return StepCounts.of(self._read(td)[1])
 
     def forward(self, td: TensorDictBase, normalizer: StepCounts | None = None) -> SFTLossOutput:
@@ -157,8 +146,9 @@ class SFTLoss(LossModule):
         log_prob_BT = scores.log_probs
         reference_BT = None
         if self.kl_to_ref_coeff is not None or self.loss_function == "minor_sft":
-            reference_BT = batch.column(td, keys.ref_log_prob, "Couldn't find the ref log-prob").to(log_prob_BT)
-            reading.check_finite(reference_BT, mask_BT, str(keys.ref_log_prob), "score it again", "SFTLoss")
+            missing = "Couldn't find the ref log-prob"
+            reference_BT = batch.finite(td, keys.ref_log_prob, mask_BT, missing=missing, remedy="score it again")
+            reference_BT = reference_BT.to(log_prob_BT)
 
         def mean(value_BT: Tensor) -> Tensor:
             return value_BT.masked_fill(~mask_BT, 0).sum() / counts.tokens
@@ -224,9 +214,3 @@ class SFTLoss(LossModule):
         batch = PaddedBatch.from_rows([row.ids for row in rendered], reader="SFTLoss", device=self.device)
         mask_BT = batch.align([row.assistant_mask for row in rendered], keys.history)
         return batch, with_predecessor(mask_BT, batch.attention_mask)
-
-
-def _renderer(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]) -> Renderer:
-    options = {name: kwargs[name] for name in _RENDERER_OPTIONS if name in kwargs}
-    template_kwargs = {name: value for name, value in kwargs.items() if name not in options}
-    return Renderer(tokenizer, **options, template_kwargs=template_kwargs or None)

@@ -1,0 +1,361 @@
+"""Groups of completions of one prompt: their advantages, the queue they wait in, choosing and limiting them.
+
+N groups, G completions of each. `MCAdvantage` puts these parts together.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+
+from llmrl.data.replay_buffers.rows import Row, pack, unpack
+from llmrl.envs.transforms.base import Transform
+from llmrl.errors import DataError, MissingKeyError, ShapeError
+
+__all__ = [
+    "CandidateSelector",
+    "Group",
+    "GroupQueue",
+    "GroupQuota",
+    "Scale",
+    "Trajectory",
+    "group_advantage",
+    "select_spread",
+    "selected_indices",
+    "whitened",
+]
+
+_log = logging.getLogger(__name__)
+
+Scale = Literal["group", "population", "clamp", "none", "loo", "loo_std", "batch", "max_rl", "raw"]
+
+# -------------------------------------------------------------------------------------------------------- arithmetic
+
+
+@torch.no_grad()
+def group_advantage(rewards_NG: Tensor, *, scale: Scale = "group", eps: float = 1e-6) -> Tensor:
+    """The advantage of each completion over its group, float64[N, G].
+
+    Reads    float[N, G] or [G]; NaN is an absent completion: it counts in no mean, and its advantage is NaN
+    Returns  exactly 0 for a whole group when its rewards are equal, whatever ``eps`` ("raw" excepted); the arithmetic
+             is float64
+
+    With R the reward, mean and std over the group, and n completions in it:
+
+    | ``scale`` | advantage | known as |
+    |---|---|---|
+    | ``"group"`` | (R - mean) / (std + eps), std with n - 1 | GRPO (arXiv:2402.03300) |
+    | ``"population"`` | the same, std with n | |
+    | ``"clamp"`` | (R - mean) / max(std, eps), std with n - 1 | |
+    | ``"none"`` | R - mean | Dr. GRPO (arXiv:2503.20783) |
+    | ``"loo"`` | R - mean of the others | RLOO (arXiv:2402.14740) |
+    | ``"loo_std"`` | the same over (std of the others + eps), where that std is above 0 | |
+    | ``"batch"`` | (R - mean) / (std over all N * G rewards + eps) | |
+    | ``"max_rl"`` | (R - mean) / mean, for rewards that are not negative | MaxRL (arXiv:2602.02710) |
+    | ``"raw"`` | R: the group is no baseline, see `whitened` | REINFORCE++ (arXiv:2501.03262) |
+
+    >>> group_advantage(torch.tensor([1.0, 0.0, 0.5, 0.0]), scale="none").tolist()
+    [0.625, -0.375, 0.125, -0.375]
+    """
+    if scale not in get_args(Scale):
+        raise ValueError(f"group_advantage: scale must be one of {', '.join(get_args(Scale))}: got {scale!r}.")
+    if rewards_NG.ndim not in (1, 2):
+        raise ShapeError(f"group_advantage: rewards must have the shape [N, G] or [G]: got {list(rewards_NG.shape)}.")
+    if rewards_NG.ndim == 1:
+        return group_advantage(rewards_NG.unsqueeze(0), scale=scale, eps=eps).squeeze(0)
+    rewards_NG = rewards_NG.to(torch.float64)
+    if scale == "raw":
+        return rewards_NG.clone()
+    absent_NG = rewards_NG.isnan()
+    count_N1 = (~absent_NG).sum(1, keepdim=True).to(torch.float64)
+    mean_N1 = rewards_NG.nansum(1, keepdim=True) / count_N1
+    centred_NG = rewards_NG - mean_N1
+    advantage_NG = _scaled(rewards_NG, centred_NG, mean_N1, count_N1, scale, eps)
+    # Equal rewards can differ from their mean by a rounding error, which a division by the std would blow up.
+    lowest_N1 = rewards_NG.masked_fill(absent_NG, torch.inf).amin(1, keepdim=True)
+    highest_N1 = rewards_NG.masked_fill(absent_NG, -torch.inf).amax(1, keepdim=True)
+    return advantage_NG.masked_fill((lowest_N1 >= highest_N1) & ~absent_NG, 0.0)
+
+
+def _scaled(
+    rewards_NG: Tensor, centred_NG: Tensor, mean_N1: Tensor, count_N1: Tensor, scale: Scale, eps: float
+) -> Tensor:
+    squares_N1 = centred_NG.square().nansum(1, keepdim=True)
+    if scale in ("group", "clamp", "population"):
+        std_N1 = (squares_N1 / (count_N1 if scale == "population" else count_N1 - 1)).sqrt()
+        return centred_NG / (std_N1.clamp(min=eps) if scale == "clamp" else std_N1 + eps)
+    if scale == "batch":
+        return centred_NG / (rewards_NG[~rewards_NG.isnan()].std() + eps)
+    if scale == "max_rl":
+        if bool((rewards_NG < 0).any()):
+            raise ValueError("group_advantage: max_rl divides by the mean reward, so rewards must not be negative.")
+        return centred_NG / mean_N1
+    if scale == "none":
+        return centred_NG
+    loo_NG = centred_NG * (count_N1 / (count_N1 - 1))  # R - mean of the others
+    if scale == "loo":
+        return loo_NG
+    # squares around the mean of the others: all squares, less one's own, less the shift of the mean
+    others_NG = squares_N1 - centred_NG * loo_NG
+    std_NG = (others_NG / (count_N1 - 2)).sqrt()
+    differ_NG = others_NG > 1e-12 * squares_N1  # what is below is rounding: the others are equal
+    return torch.where(differ_NG & (count_N1 > 2), loo_NG / (std_NG + eps), loo_NG)
+
+
+@torch.no_grad()
+def whitened(values_N: Tensor, weights_N: Tensor, *, min_variance: float = 1e-8) -> Tensor:
+    """(value - mean) / std, float64[N], where value i counts ``weights_N[i]`` times; 0 for all if they are equal.
+
+    With the number of trained tokens as weight these are the moments over the tokens of a batch, which is what
+    REINFORCE++ divides by (arXiv:2501.03262). A value that counts 0 times moves no moment.
+
+    >>> whitened(torch.tensor([1.0, 0.0]), torch.tensor([1, 3])).tolist()
+    [1.7320508075688774, -0.57735026918962...]
+    """
+    values_N, weights_N = values_N.to(torch.float64), weights_N.to(torch.float64)
+    counted_N = weights_N > 0
+    if not bool(counted_N.any()) or bool(values_N[counted_N].amin() >= values_N[counted_N].amax()):
+        return torch.zeros_like(values_N)
+    share_N = weights_N / weights_N.sum()
+    centred_N = values_N - (share_N * values_N).sum()
+    return centred_N / (share_N * centred_N.square()).sum().clamp(min=min_variance).sqrt()
+
+
+# --------------------------------------------------------------------------------------------------------- waiting
+
+Group = tuple[Hashable, Hashable]  # the prompt, the policy version (None where there is none)
+
+
+class Trajectory(NamedTuple):
+    """The steps of one completion: their rows, and the rewards of each row, float64."""
+
+    rows: list[Row]
+    rewards: list[Tensor]
+
+    @property
+    def flat_rewards(self) -> Tensor:
+        return torch.cat([reward.flatten() for reward in self.rewards])
+
+
+Choose = Callable[[list[Trajectory]], list[Trajectory] | None]
+
+
+class GroupQueue:
+    """Trajectories waiting for the others of their group, in the order in which the groups began.
+
+    A group is whole when ``size`` completions are there. With ``choose`` it has up to ``max_size`` of them: from
+    ``size`` on ``choose`` picks those to take, or returns None to go on waiting; at ``max_size`` the group is given up.
+    Completions of a group that was closed earlier are ignored.
+
+    Writes  ``counters``: "evicted", "late", "queued", "queued_trajectories"
+    Calls   ``choose(members)``; ``give_up(members)`` at ``max_size``
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        max_queued_groups: int,
+        counters: dict[str, int | float],
+        max_size: int | None = None,
+        choose: Choose | None = None,
+        give_up: Callable[[list[Trajectory]], None] | None = None,
+    ):
+        self.size, self.max_size = size, max_size
+        self.max_queued_groups = max_queued_groups
+        self.counters = counters
+        self._choose, self._give_up = choose, give_up
+        self._waiting: OrderedDict[Group, list[Trajectory]] = OrderedDict()
+        self._open: OrderedDict[Group, Trajectory] = OrderedDict()  # steps whose trajectory has not ended yet
+        self._closed: OrderedDict[Group, int] = OrderedDict()  # how many completions of a closed group are to come
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting or self._open)
+
+    def knows(self, groups: Sequence[Group]) -> bool:
+        """Whether anything of these groups waits."""
+        return not (self._waiting.keys() | self._open.keys()).isdisjoint(groups)
+
+    def add_step(self, group: Group, row: Row, reward: Tensor, *, done: bool) -> Trajectory | None:
+        """The trajectory that this step ends, if it does."""
+        trajectory = self._open.setdefault(group, Trajectory([], []))
+        trajectory.rows.append(row)
+        trajectory.rewards.append(reward)
+        return self._open.pop(group) if done else None
+
+    def complete(self, ended: Sequence[tuple[Group, Trajectory]]) -> list[list[Trajectory]]:
+        """Queues trajectories; returns the groups that are whole now."""
+        whole = []
+        for group, trajectory in ended:
+            if group in self._closed:
+                self.counters["late"] += 1
+                self._closed[group] -= 1
+                if not self._closed[group]:
+                    del self._closed[group]
+                continue
+            members = self._waiting.setdefault(group, [])
+            members.append(trajectory)
+            if len(members) < self.size:
+                continue
+            if self._choose is None:
+                whole.append(self._waiting.pop(group))
+            elif (chosen := self._choose(members)) is not None:
+                whole.append(chosen)
+                self._close(group)
+            elif len(members) == self.max_size:
+                self._give_up(members)
+                self._close(group)
+        while len(self._waiting) > self.max_queued_groups:
+            group, members = self._waiting.popitem(last=False)
+            self.counters["evicted"] += 1
+            _log.warning(
+                f"MCAdvantage: group {group} was given up with {len(members)} of {self.size} completions, because "
+                f"more than max_queued_groups={self.max_queued_groups} groups wait."
+            )
+        while len(self._open) > self.max_queued_groups * (self.max_size or self.size):
+            self._open.popitem(last=False)
+            self.counters["evicted"] += 1
+        self.counters["queued"] = len(self._waiting)
+        self.counters["queued_trajectories"] = sum(map(len, self._waiting.values()))
+        return whole
+
+    def clear(self) -> None:
+        for waiting in (self._waiting, self._open, self._closed):
+            waiting.clear()
+        self.counters |= {"queued": 0, "queued_trajectories": 0}
+
+    def _close(self, group: Group) -> None:
+        if left := self.max_size - len(self._waiting.pop(group)):
+            self._closed[group] = left
+            if len(self._closed) > self.max_queued_groups:
+                self._closed.popitem(last=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "queue": [(group, [_pack(member) for member in members]) for group, members in self._waiting.items()],
+            "open": [(group, _pack(trajectory)) for group, trajectory in self._open.items()],
+            "closed": list(self._closed.items()),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._waiting = OrderedDict(
+            (group, [_unpack(member) for member in members]) for group, members in state["queue"]
+        )
+        self._open = OrderedDict((group, _unpack(trajectory)) for group, trajectory in state["open"])
+        self._closed = OrderedDict(state["closed"])
+
+
+def _pack(trajectory: Trajectory) -> dict[str, Any]:
+    return {"rows": pack(trajectory.rows), "rewards": [reward.clone() for reward in trajectory.rewards]}
+
+
+def _unpack(state: dict[str, Any]) -> Trajectory:
+    return Trajectory(unpack(state["rows"]), [reward.clone() for reward in state["rewards"]])
+
+
+# ---------------------------------------------------------------------------------------- choosing among candidates
+
+CandidateSelector = Callable[[TensorDictBase, int], Tensor | Sequence[int] | None]
+
+
+def select_spread(candidates: TensorDictBase, size: int) -> Tensor | None:
+    """The best half and the worst half of a group, int64[size]; None if all returns are equal: wait for more.
+
+    Reads   "return"  float64[N], finite
+
+    The middle teaches least: of N candidates these are the ``size`` with the largest variance. With an odd
+    ``size`` the better half is the larger one; among equals the first to come are taken.
+
+    >>> from tensordict import TensorDict
+    >>> select_spread(TensorDict({"return": torch.tensor([0.0, 0.5, 1.0, 0.4])}, batch_size=[4]), 2).tolist()
+    [0, 2]
+    """
+    returns_N = candidates.get("return")
+    if bool(returns_N.amin() >= returns_N.amax()):
+        return None
+    best_first_N = torch.argsort(returns_N, descending=True, stable=True)
+    worst_first_N = torch.argsort(returns_N, stable=True)
+    num_best = (size + 1) // 2
+    best = best_first_N[:num_best].tolist()
+    worst = [index for index in worst_first_N.tolist() if index not in best][: size - num_best]
+    return torch.tensor(sorted(best + worst))
+
+
+def selected_indices(selected: Tensor | Sequence[int], size: int, num_candidates: int) -> list[int]:
+    """The indices of a selection, which may be a mask. Raises  DataError unless they are ``size`` different rows"""
+    selected = torch.as_tensor(selected)
+    if selected.dtype == torch.bool:
+        selected = selected.nonzero()
+    indices = selected.flatten().tolist()
+    if len(set(indices)) != size or len(indices) != size or not all(0 <= index < num_candidates for index in indices):
+        raise DataError(
+            f"MCAdvantage: candidate_selector must choose {size} different rows of {num_candidates}, or return None: "
+            f"got {indices}."
+        )
+    return indices
+
+
+# ------------------------------------------------------------------------------------------------ limiting the groups
+
+
+class GroupQuota(Transform):
+    """Lets at most ``num_groups`` groups into a buffer until `reset`; looping over ``missing`` is dynamic sampling.
+
+    Reads   "group_id"  int64[B]; the rows of a group come in one batch, as `MCAdvantage` writes them
+    Returns from ``inv``: the rows of the first groups, or None if the quota is full
+    Raises  MissingKeyError for a batch without groups
+
+    Writes into a buffer meet the last transform first, so put it before the one that makes groups:
+    ``ReplayBuffer(transform=Compose(quota, MCAdvantage(8, on_zero_variance="drop")))``. Surplus groups are counted and
+    left out; in the next step they would be by older weights. Source: DAPO (arXiv:2503.14476), section 3.2.
+
+    >>> import torch
+    >>> from tensordict import TensorDict
+    >>> quota = GroupQuota(2)
+    >>> quota.inv(TensorDict(group_id=torch.tensor([3, 3]), batch_size=[2]))["group_id"].tolist(), quota.missing
+    ([3, 3], 1)
+    >>> quota.inv(TensorDict(group_id=torch.tensor([4, 5, 4, 5]), batch_size=[4]))["group_id"].tolist(), quota.surplus
+    ([4, 4], 1)
+    """
+
+    def __init__(self, num_groups: int, group_key: NestedKey = "group_id"):
+        super().__init__()
+        if num_groups < 1:
+            raise ValueError(f"GroupQuota: num_groups must be at least 1: got {num_groups}.")
+        self.num_groups = num_groups
+        self.group_key = group_key
+        self.reset()
+
+    def reset(self) -> None:
+        """Starts a new step."""
+        self.written = 0
+        self.surplus = 0  # groups left out in this step
+
+    @property
+    def missing(self) -> int:
+        return self.num_groups - self.written
+
+    def forward(self, td: TensorDictBase) -> TensorDictBase:
+        return td
+
+    def inv(self, td: TensorDictBase) -> TensorDictBase | None:
+        groups = td.get(self.group_key, None)
+        if groups is None:
+            raise MissingKeyError(
+                f"GroupQuota: {self.group_key!r} must be in the batch; keys present: "
+                f"{', '.join(sorted(map(repr, td.keys())))}."
+            )
+        groups = groups.flatten()
+        order = list(dict.fromkeys(groups.tolist()))
+        taken = order[: self.missing]
+        self.written += len(taken)
+        self.surplus += len(order) - len(taken)
+        if len(taken) == len(order):
+            return td
+        return td[(groups[:, None] == groups.new_tensor(taken)).any(1)] if taken else None
