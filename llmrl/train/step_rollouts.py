@@ -1,4 +1,4 @@
-"""What happened in the rollouts of one step, over all ranks: metrics, records for the log, samples to look at."""
+"""The rollouts of one step over all ranks: metrics, records for the log, sample conversations, columns to train on."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tensordict import TensorDictBase
+import torch
+from tensordict import TensorDict, TensorDictBase
 
+from llmrl.envs.llm.transforms.tool_use import tool_metrics
+from llmrl.errors import RolloutError
 from llmrl.modules.llm.engines import StopReason
 from llmrl.run.console import Sample
 from llmrl.run.rollout_log import Rollout
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
     from llmrl.data.replay_buffers import ReplayBuffer
     from llmrl.train.distributed import Session
 
-__all__ = ["StepRollouts", "slim"]
+__all__ = ["StepRollouts", "select_training_columns"]
 
 _TRAINED = (
     ("tokens", "full"),
@@ -33,7 +36,7 @@ _TRAINED = (
 )
 
 
-def slim(data: TensorDictBase) -> TensorDictBase:
+def select_training_columns(data: TensorDictBase) -> TensorDictBase:
     """The columns that advantages and loss read; the rest of a rollout need not be stored."""
     plain = ("log_probs", "plain")  # there when sampling was cut to some tokens
     return data.select(*_TRAINED, *([plain] if data.get(plain, None, as_list=True) is not None else []))
@@ -81,10 +84,6 @@ class StepRollouts:
         self._rows = session.gather(mine)
         self._written = sum(session.gather([len(set(self._kept_groups()))]))
 
-    @property
-    def num_rows(self) -> int:
-        return len(self._rows)
-
     def metrics(self, *, version: int, seconds: float) -> dict[str, float]:
         """Over the rollouts of all ranks; ``seconds`` is what collecting them took."""
         rows = self._rows
@@ -109,7 +108,17 @@ class StepRollouts:
             "async/staleness_max": max(ages),
             "time/generate": seconds,
             "perf/gen_tok_s": tokens / seconds,
+            **_env_metrics(self.session, self._data),
         }
+
+    def check_failed(self, max_failed: float, step: int, first_error: str) -> None:
+        """Raises RolloutError if more than the share ``max_failed`` of the rollouts failed."""
+        failed = sum(not math.isfinite(row.reward) for row in self._rows)
+        if failed > max_failed * len(self._rows):
+            raise RolloutError(
+                f"grpo: at most max_failed = {max_failed:.0%} of a step's rollouts may fail: got {failed} of "
+                f"{len(self._rows)} in step {step}. {first_error}"
+            )
 
     def records(self, step: int) -> list[Rollout]:
         """One record per conversation of all ranks; on every rank, in the order of the ranks."""
@@ -179,3 +188,24 @@ def _conversations(data: TensorDictBase) -> tuple[list[int], list[int]]:
             lengths.append(sampled)
             sampled = 0
     return ends, lengths
+
+
+def _env_metrics(session: Session, data: TensorDictBase) -> dict[str, float]:
+    """Metrics of what the environment wrote beside the reward: the values of each reward function, and tool calls.
+
+    Reads    ("next", "reward_<name>") float32[B, 1, 1] and ("next", "tool_use"), where they are, of rows that are done
+    Returns  "reward/<name>/mean": of a conversation's last turn, without those that failed; what `tool_metrics` returns
+    """
+    after = data.get("next")
+    done = after.get("done").flatten()
+    metrics = {}
+    for key in sorted(key for key in after.keys() if key.startswith("reward_")):
+        values = session.gather(after.get(key)[done].double().flatten(1).sum(1).tolist())
+        valid = [value for value in values if math.isfinite(value)]
+        metrics[f"reward/{key.removeprefix('reward_')}/mean"] = sum(valid) / len(valid) if valid else math.nan
+    if (use := after.get("tool_use", None)) is not None:
+        columns = {name: torch.tensor(session.gather(value[done].tolist())) for name, value in use.items()}
+        count = len(columns["calls"])
+        ended = torch.ones(count, 1, dtype=torch.bool)
+        metrics |= tool_metrics(TensorDict({"next": {"tool_use": columns, "done": ended}}, batch_size=[count]))
+    return metrics

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from llmrl.modules.llm.policies import TransformersWrapper
 from llmrl.run import cli
+from llmrl.run.checkpoint import CHECKSUMS, _seal
 from llmrl.run.config import dump_config
 from llmrl.run.run_dir import RunDir
 from llmrl.train.checkpointing import named_weights
@@ -85,9 +86,16 @@ class CopySampler(Sampler):
         return {}
 
 
-@pytest.mark.parametrize("changes", [{"zero_variance": "keep"}, {"zero_variance": "refill", "env": {"max_turns": 2}}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"zero_variance": "keep"},
+        {"zero_variance": "refill", "env": {"max_turns": 2}},
+        {"eval": {"dataset": "prompts.jsonl", "rows": 2, "max_tokens": 4, "every": 2}},  # saved after the weights came
+    ],
+)
 def test_overlapped_grpo_is_resumed_exactly(place, grpo, same, monkeypatch, changes):
-    monkeypatch.setattr("llmrl.recipes.grpo_round.Sampler", CopySampler)
+    monkeypatch.setattr("llmrl.recipes.grpo.Sampler", CopySampler)
     changes |= {"optim": OPTIM, "rollout": {"engine": "vllm", "max_staleness": 1}}
     settings = place.recipe("run", grpo, steps=5, checkpoint={"every": 2, "keep": 5}, **changes)
     assert place.run("grpo", settings, "--name", "straight").code == 0
@@ -103,6 +111,21 @@ def test_overlapped_grpo_is_resumed_exactly(place, grpo, same, monkeypatch, chan
         assert place.rollouts("straight", step) == place.rollouts("cut", step)
     for name, value in weights(place, "straight", 5).items():
         assert torch.equal(value, weights(place, "cut", 5)[name]), name
+
+
+def test_a_checkpoint_of_the_older_layout_is_resumed_exactly(place, grpo, same):
+    settings = place.recipe("run", grpo, steps=4, optim=OPTIM, checkpoint={"every": 2, "keep": 5})
+    assert place.run("grpo", settings, "--name", "straight").code == 0
+    cut_back(place, "straight", to=2)
+    folder = place.path / "runs/cut/checkpoints/step2"
+    state = torch.load(folder / "trainer.pt", weights_only=True)
+    names = ("samplers", "advantage")
+    state["rounds"] = {**state.pop("rollouts"), **{name: state.pop(name) for name in names}}
+    torch.save(state, folder / "trainer.pt")
+    (folder / CHECKSUMS).unlink()
+    _seal(folder)
+    assert place.run("resume", "cut").code == 0
+    same(place.steps("straight"), place.steps("cut"))
 
 
 @pytest.mark.parametrize("command", ["sft", "grpo"])
