@@ -179,7 +179,7 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
             warning = ""
             if failed := metrics["rollout/failed"]:
                 warning = f"{failed} rollouts failed. {rollouts.first_unreported_error()}".rstrip()
-            run.finish_step(step, metrics, rollouts=sampled.records(step), warning=warning)
+            run.finish_step(step, metrics, rollouts=sampled.records, warning=warning)
     run.print_end(sampled.samples(config.samples) if sampled else (), evaluator)
 
 

@@ -12,7 +12,7 @@ import yaml
 from llmrl.errors import ConfigError
 from llmrl.run import cli
 from llmrl.run.checkpoint import CheckpointStore
-from llmrl.run.config import find_recipe, load_config, recipe_names, settings
+from llmrl.run.config import load_config, settings
 from llmrl.run.metrics import MetricsLog
 from llmrl.run.rollout_log import Rollout, RolloutLog
 from llmrl.run.run_dir import RunDir
@@ -340,12 +340,6 @@ def test_every_setting_of_a_recipe_has_a_meaning_and_unknown_ones_are_refused(na
     for section in dict.fromkeys(sections):
         with pytest.raises(ConfigError, match=rf"{section}\.?zzzz  is not a setting"):
             load_config(model, None, [f"{section}.zzzz=1".lstrip(".")])
-
-
-@pytest.mark.parametrize("recipe", recipe_names())
-def test_a_packaged_recipe_is_named_after_its_command_and_is_valid(recipe):
-    command = recipe.rpartition("_")[2]
-    load_config(cli.RECIPES[command].settings(), find_recipe(recipe))
 
 
 @pytest.mark.parametrize(

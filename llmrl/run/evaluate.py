@@ -1,4 +1,4 @@
-"""Measures a checkpoint of a run: ``llmrl eval RUN``. Greedy answers to the held-out problems of the run's own task."""
+"""``llmrl eval RUN``: greedy answers of a checkpoint to the held-out problems of the run's own task."""
 
 from __future__ import annotations
 
@@ -38,13 +38,7 @@ def run(run_dir: Path, *, command: str, config: SFTConfig | GRPOConfig, checkpoi
         policy = TransformersWrapper(model, tokenizer=tokenizer, input_mode="history")
         started = time.perf_counter()
         task = Task(config.env, tokenizer)
-        evaluator = Evaluator(
-            session,
-            policy,
-            task,
-            rows,
-            config.eval,
-        )
+        evaluator = Evaluator(session, policy, task, rows, config.eval)
         score = evaluator.run()
         seconds = time.perf_counter() - started
         task.close()

@@ -1,4 +1,4 @@
-"""``llmrl show``: what a run did, read from its files alone; it may still be running, on another machine's disk."""
+"""``llmrl show``: steps, samples and changes of a run, read from its files alone; it may still be running."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def show(
 ) -> None:
     """Prints the table of steps (``rows`` of them, evenly spaced; 0 for all), samples, and each measure's change.
 
-    Of a run with tools also how many calls there were, and how they ended in its first and its last step with calls.
+    For a run with tools also the number of calls, and their outcomes in its first and its last step with calls.
 
     Raises  DataError if the run has no metrics, or no rollouts of the ``step`` asked for
     """
@@ -93,7 +93,7 @@ def _changes(steps: Sequence[Row]) -> list[tuple[str, float, float]]:
 
 
 def _calls(steps: Sequence[Row]) -> dict[str, Any] | None:
-    """How many calls there were, and the share of each outcome in the first and the last step with calls."""
+    """The number of calls, and the share of each outcome in the first and the last step with calls."""
     called = [row for row in steps if row.get("tools/calls_mean")]
     if not called:
         return None

@@ -47,7 +47,7 @@ class RolloutSource:
 
     @property
     def in_progress(self) -> bool:
-        """Whether the next rollouts are being sampled, or wait to be taken."""
+        """True while the next rollouts are being sampled, or wait to be taken."""
         return self._ahead is not None and self._ahead.in_progress
 
     def take(self) -> TensorDictBase:
@@ -148,7 +148,7 @@ class RolloutsAhead:
 
     @property
     def in_progress(self) -> bool:
-        """Whether a batch is on its way: begun, and not taken."""
+        """True while a batch is on its way: begun, and not taken."""
         return self._pending is not None
 
     def begin(self) -> None:

@@ -1,4 +1,4 @@
-"""The plan that a run prints before any weights are loaded: machine, arithmetic, algorithm, template, data."""
+"""The plan that a run prints before any weights are loaded: machine, precision, algorithm, template, data."""
 
 from __future__ import annotations
 
@@ -81,11 +81,9 @@ def grpo_plan(
         words["aggregation"] += ", without answers that were cut off"
     rollouts = config.prompts_per_step * config.group_size
     dropped = f" · {num_dropped} longer than {config.env.max_prompt_tokens} tokens left out" if num_dropped else ""
-    exam = (
-        f" · {num_eval} problems measured" + (f" every {config.eval.every}" if config.eval.every else "")
-        if num_eval
-        else ""
-    )
+    evaluated = f" · {num_eval} problems measured" if num_eval else ""
+    if num_eval and config.eval.every:
+        evaluated += f" every {config.eval.every}"
     return [
         ("machine", session.describe()),
         ("model", _model(config)),
@@ -115,14 +113,14 @@ def grpo_plan(
         (
             "data",
             f"{num_prompts} prompts{dropped} · {config.steps} steps = "
-            f"{config.steps * config.prompts_per_step / num_prompts:.2f} epochs{exam}",
+            f"{config.steps * config.prompts_per_step / num_prompts:.2f} epochs{evaluated}",
         ),
         ("keep", _checkpoints(config)),
     ]
 
 
 def samples_exactly(config: GRPOConfig, session: Session) -> bool:
-    """Whether the log-probs of sampling are the trainer's own to float32 rounding."""
+    """True if the log-probs of sampling are the trainer's own to float32 rounding."""
     return config.rollout.engine == "transformers" and not session.low_precision
 
 
@@ -197,7 +195,7 @@ def check_template(
 
 
 def _acting(task: Task) -> Rows:
-    """Who answers the policy between its turns."""
+    """Rows for tools and user."""
     env, rows = task.settings, []
     if task.tools is not None:
         told = "in the prompt" if task.tools.declare else "not told in the prompt"
@@ -233,7 +231,7 @@ def _sampling(config: GRPOConfig) -> str:
 
 
 def has_own_process(config: GRPOConfig, session: Session) -> bool:
-    """Whether vLLM runs in a process of its own: here it opens the default process group, and answers call by call."""
+    """True if vLLM runs in a process of its own: here it opens the default process group, and answers call by call."""
     rollout = config.rollout
     if rollout.own_process is not None:
         return rollout.own_process
@@ -241,7 +239,7 @@ def has_own_process(config: GRPOConfig, session: Session) -> bool:
 
 
 def _engine(config: GRPOConfig, *, apart: bool) -> Rows:
-    """What samples, where it is not the trainer itself."""
+    """A row for the engine, if it is not the trainer itself."""
     rollout = config.rollout
     words = []
     if rollout.engine == "vllm":

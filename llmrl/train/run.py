@@ -111,7 +111,9 @@ class Run:
             for name, part in parts.items():
                 part.load_state_dict(self._state[name])
         options = {"enabled": self.session.is_first, "resume_step": self.start if self.resume else None}
-        self._log = self._stack.enter_context(MetricsLog(self.path, mirrors=self.config.log, **options))
+        settings = self.config.model_dump(mode="json")
+        log = MetricsLog(self.path, mirrors=self.config.log, config=settings, **options)
+        self._log = self._stack.enter_context(log)
         self._rollout_log = RolloutLog(self.path, **options)
         if self._on_start:  # last: what it writes must not be written where a log could not be opened
             self._on_start()
@@ -126,8 +128,8 @@ class Run:
     def steps(self, total: int, columns: Sequence[Column]) -> Iterator[int]:
         """The numbers of the steps that are left of ``total``; ends early after Ctrl-C, or `end_after_step`.
 
-        Inside it signals only set a flag, so that a step is finished and saved; before, there is nothing to save, and
-        Ctrl-C ends the run at once.
+        Meanwhile signals only set a flag, so that a step is finished and saved. Before the first step there is nothing
+        to save, and Ctrl-C ends the run at once.
         """
         self._total = total
         self._display = StepDisplay(
@@ -145,14 +147,14 @@ class Run:
 
     @property
     def _is_last(self) -> bool:
-        """Whether the run ends with this step: the same on every rank, for signals reach them at different times."""
+        """True if the run ends with this step. Signals reach the ranks at different times: all go by any."""
         if self._interrupt_checked != self._step:
             self._interrupted = self.session.any(self._guard.requested)
             self._interrupt_checked = self._step
         return self._interrupted or self._ending or self._step == self._total
 
     def due(self, every: int) -> bool:
-        """Whether to evaluate in this step: every so many (0: none) and in the last, but not when interrupted."""
+        """True if this step is to be evaluated: every so many (0: none) and the last, but not when interrupted."""
         return (self._is_last or bool(every and self._step % every == 0)) and not self._interrupted
 
     def evaluate(self, evaluator: Evaluator) -> dict[str, float]:

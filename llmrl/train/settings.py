@@ -1,4 +1,4 @@
-"""The sections that the recipes' YAML files share. Nothing here imports torch: mistakes are told before it loads."""
+"""The sections that the YAML files of both recipes share; no torch: config errors are reported before it loads."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class OptimSettings(Settings):
 
 
 class SamplingSettings(Settings):
-    """How the policy samples during rollouts; evaluation is greedy."""
+    """Sampling during rollouts; evaluation is greedy."""
 
     max_tokens: int = Field(
         1024, ge=1, description="longest completion, in tokens", json_schema_extra={"also": ["max_new_tokens"]}
@@ -71,12 +71,12 @@ class SamplingSettings(Settings):
 
 
 def _bare(error: ConfigError) -> str:
-    """An error without the word for what it is about, which the setting's name says."""
+    """The message without its first word, which the setting's name says."""
     return str(error).partition(": ")[2]
 
 
 def _of_own(name: str) -> str:
-    """A name of the user's, by its form. Whether there is such a thing is seen last, when all else is right."""
+    """Checks the form of a user's name; it is loaded last, when everything else is right."""
     try:
         split_name(name, what="name")
     except ConfigError as error:
@@ -124,7 +124,7 @@ class RewardSettings(Settings):
 
 
 def _one_of(known: tuple[str, ...], what: str) -> AfterValidator:
-    """A name that is known here, or one of the user's."""
+    """Accepts a name that is known here, or one of the user's."""
 
     def check(name: str) -> str:
         if name not in known and ":" not in name:
@@ -154,7 +154,7 @@ TOOL_FORMATS += ("function", "tagged", "xml", "python")
 
 
 class EnvSettings(Settings):
-    """Where prompts come from, what answers a model that acts, and who scores it."""
+    """Prompts, tools, user and rewards."""
 
     name: Annotated[str, _one_of(ENVIRONMENTS, "an environment")] = Field(
         "chat",
@@ -205,12 +205,12 @@ class EnvSettings(Settings):
 
     @property
     def max_records(self) -> int:
-        """Into how many training records one conversation can fall."""
+        """The largest number of training records of one conversation."""
         return self.max_turns if self.on_rewrite == "new_record" else 1
 
     @property
     def label(self) -> str:
-        """The environment in names of metrics: of one's own, without its module."""
+        """The environment's name in metrics: without the module, if it is the user's own."""
         return self.name.rpartition(":")[2]
 
     @model_validator(mode="after")
@@ -237,7 +237,7 @@ class EnvSettings(Settings):
 
     @model_validator(mode="after")
     def _names_can_be_loaded(self) -> EnvSettings:
-        """Last, because it runs the user's modules: what is wrong with each name, at the place of each."""
+        """Loads every name of the user's: last, because it runs the user's modules."""
         faults = [
             InitErrorDetails(type=PydanticCustomError("value_error", "{text}", {"text": text}), loc=at, input=None)
             for at, text in self._unloadable()
@@ -247,7 +247,7 @@ class EnvSettings(Settings):
         return self
 
     def _unloadable(self) -> Iterator[tuple[tuple[str | int, ...], str]]:
-        """Where a name stands, and why it cannot be used."""
+        """The place of each name that cannot be used, and the reason."""
         from llmrl.tools.load import check_tool
 
         functions = {("reward",): self.reward, ("user",): self.user}
@@ -292,7 +292,7 @@ class CheckpointSettings(Settings):
 
 
 class ParallelSettings(Settings):
-    """How several processes, started by torchrun, share the work. One process ignores it."""
+    """Layout of several processes, started by torchrun. One process ignores it."""
 
     mode: Literal["ddp", "fsdp2"] = Field(
         "ddp", description="ddp: whole copies; fsdp2: parameters and optimizer sharded"
@@ -301,7 +301,7 @@ class ParallelSettings(Settings):
 
 
 class ModelSource(Settings):
-    """Fields that both recipes have to say which model is trained and how."""
+    """Fields of both recipes: the model, precision, optimizer, checkpoints, processes."""
 
     FIXED: ClassVar[tuple[str, ...]] = ("model", "seed")  # what a resumed run cannot change: its checkpoint has them
 

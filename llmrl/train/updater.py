@@ -1,4 +1,4 @@
-"""One optimizer step: cut into micro-batches, normalised as a whole, the same on any number of ranks."""
+"""One optimizer step in micro-batches, normalised over the whole step: the same on any number of ranks."""
 
 from __future__ import annotations
 
@@ -79,10 +79,6 @@ class Updater:
             self.scorer.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, foreach=True
         )
 
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-
     def step(self, loss: GRPOLoss | SFTLoss, batch: TensorDictBase | None, step: int) -> dict[str, float]:
         """Trains on this rank's part of the batch (None: nothing is left of it) as optimizer step number ``step``.
 
@@ -105,7 +101,7 @@ class Updater:
             outputs.append(output)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.settings, step, self.steps)
-        norm = nn.utils.clip_grad_norm_(self.parameters, self.settings.clip_norm)
+        norm = nn.utils.clip_grad_norm_(self.scorer.parameters(), self.settings.clip_norm)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         if not norm.isfinite():
             self.optimizer.zero_grad(set_to_none=True)

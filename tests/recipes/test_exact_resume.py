@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from llmrl.modules.llm.policies import TransformersWrapper
 from llmrl.run import cli
@@ -27,8 +26,9 @@ def cut_back(place, run, *, to):
             shutil.rmtree(folder)
 
 
-def weights(place, run, step):
-    return AutoModelForCausalLM.from_pretrained(place.path / "runs" / run / "checkpoints" / f"step{step}").state_dict()
+def same_weights(place, step):
+    straight, cut = place.weights("straight", step), place.weights("cut", step)
+    assert all(torch.equal(value, cut[name]) for name, value in straight.items())
 
 
 @pytest.mark.parametrize(
@@ -47,8 +47,7 @@ def test_supervised_training_is_resumed_exactly(place, sft, same, changes):
     same(place.steps("straight"), place.steps("cut"))
     lines = [(place.path / f"runs/{run}/metrics.jsonl").read_text().splitlines() for run in ("straight", "cut")]
     assert len(lines[0]) == len(lines[1]), "no step is written twice"
-    for name, value in weights(place, "straight", 6).items():
-        assert torch.equal(value, weights(place, "cut", 6)[name]), name
+    same_weights(place, 6)
 
 
 @pytest.mark.parametrize(
@@ -68,8 +67,7 @@ def test_grpo_is_resumed_exactly(place, grpo, same, changes):
     same(place.steps("straight"), place.steps("cut"))
     for step in range(1, 7):
         assert place.rollouts("straight", step) == place.rollouts("cut", step)
-    for name, value in weights(place, "straight", 6).items():
-        assert torch.equal(value, weights(place, "cut", 6)[name]), name
+    same_weights(place, 6)
 
 
 class CopySampler(Sampler):
@@ -109,8 +107,7 @@ def test_overlapped_grpo_is_resumed_exactly(place, grpo, same, monkeypatch, chan
     same(computed("straight"), computed("cut"))
     for step in range(1, 6):
         assert place.rollouts("straight", step) == place.rollouts("cut", step)
-    for name, value in weights(place, "straight", 5).items():
-        assert torch.equal(value, weights(place, "cut", 5)[name]), name
+    same_weights(place, 5)
 
 
 def test_a_checkpoint_of_the_older_layout_is_resumed_exactly(place, grpo, same):
@@ -146,7 +143,7 @@ def test_settings_changed_at_the_resumption_count(place, sft):
     assert place.run("resume", "b", "steps=3", "optim.weight_decay=50").code == 0
     assert place.steps("a") == place.steps("b"), "the loss of step 3 is that of the same weights"
     name = "model.embed_tokens.weight"
-    before, kept, decayed = (weights(place, run, step)[name] for run, step in (("a", 2), ("a", 3), ("b", 3)))
+    before, kept, decayed = (place.weights(run, step)[name] for run, step in (("a", 2), ("a", 3), ("b", 3)))
     assert torch.allclose(kept - decayed, 50 * 1e-2 * before, atol=1e-6), "lr x weight decay x weight"
 
 
