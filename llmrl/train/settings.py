@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -70,17 +69,12 @@ class SamplingSettings(Settings):
     top_k: int = Field(0, ge=0, description="0 keeps the whole distribution; more makes training off-policy")
 
 
-def _bare(error: ConfigError) -> str:
-    """The message without its first word, which the setting's name says."""
-    return str(error).partition(": ")[2]
-
-
 def _of_own(name: str) -> str:
     """Checks the form of a user's name; it is loaded last, when everything else is right."""
     try:
         split_name(name, what="name")
     except ConfigError as error:
-        raise ValueError(_bare(error)) from None
+        raise ValueError(str(error).partition(": ")[2]) from None  # without its first word: the setting is named
     return name
 
 
@@ -116,11 +110,9 @@ class RewardSettings(Settings):
     def _is_of_one_kind(self) -> RewardSettings:
         kinds = ("fn", "judge", "reward_model", "code")
         given = [kind for kind in kinds if getattr(self, kind) is not None]
-        if len(given) != 1:
-            raise ValueError(
-                f"must have exactly one of {', '.join(kinds)}: got {' and '.join(given) or 'none of them'}"
-            )
-        return self
+        if len(given) == 1:
+            return self
+        raise ValueError(f"must have exactly one of {', '.join(kinds)}: got {' and '.join(given) or 'none of them'}")
 
 
 def _one_of(known: tuple[str, ...], what: str) -> AfterValidator:
@@ -214,7 +206,7 @@ class EnvSettings(Settings):
         return self.name.rpartition(":")[2]
 
     @model_validator(mode="after")
-    def _chat_needs_data_and_reward(self) -> EnvSettings:
+    def _parts_fit_each_other(self) -> EnvSettings:
         if self.reward is not None and self.rewards is not None:
             raise ValueError("env has reward and rewards: put the one into the list")
         scored = self.reward is not None or self.rewards is not None
@@ -226,10 +218,6 @@ class EnvSettings(Settings):
                 raise ValueError(f"env.{column} is for data of your own: env {self.name} knows its columns")
         if self.options and ":" not in self.name:
             raise ValueError(f"env.options is for an environment of your own: {self.name} takes none")
-        return self
-
-    @model_validator(mode="after")
-    def _acting_needs_turns(self) -> EnvSettings:
         for name, value in (("tools", self.tools), ("user", self.user)):
             if value and self.max_turns < 2:
                 raise ValueError(f"env.{name} needs max_turns of at least 2, to go on after what was answered: got 1")
@@ -237,17 +225,7 @@ class EnvSettings(Settings):
 
     @model_validator(mode="after")
     def _names_can_be_loaded(self) -> EnvSettings:
-        """Loads every name of the user's: last, because it runs the user's modules."""
-        faults = [
-            InitErrorDetails(type=PydanticCustomError("value_error", "{text}", {"text": text}), loc=at, input=None)
-            for at, text in self._unloadable()
-        ]
-        if faults:
-            raise ValidationError.from_exception_data(type(self).__name__, faults)
-        return self
-
-    def _unloadable(self) -> Iterator[tuple[tuple[str | int, ...], str]]:
-        """The place of each name that cannot be used, and the reason."""
+        """Loads every name of the user's, and reports each fault at its place: last, because it runs their modules."""
         from llmrl.tools.load import check_tool
 
         functions = {("reward",): self.reward, ("user",): self.user}
@@ -266,11 +244,17 @@ class EnvSettings(Settings):
             from llmrl.envs.llm.tool_calls import call_format
 
             checks.append((("tool_format",), call_format, (self.tool_format,), {}))
+        faults = []
         for at, check, arguments, options in checks:
             try:
                 check(*arguments, **options)
             except ConfigError as error:
-                yield at, _bare(error)
+                text = {"text": str(error).partition(": ")[2]}
+                fault = PydanticCustomError("value_error", "{text}", text)
+                faults.append(InitErrorDetails(type=fault, loc=at, input=None))
+        if faults:
+            raise ValidationError.from_exception_data(type(self).__name__, faults)
+        return self
 
 
 class EvalSettings(Settings):
