@@ -1,4 +1,4 @@
-"""Settings of ``llmrl grpo``. The loop that reads them is `llmrl.recipes.grpo`."""
+"""The settings of ``llmrl grpo``. The loop that reads them is `llmrl.recipes.grpo`."""
 
 from __future__ import annotations
 
