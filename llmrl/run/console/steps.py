@@ -122,8 +122,8 @@ class StepDisplay:
         if self._live:
             self._live.stop()
 
-    def step(self, step: int, metrics: Mapping[str, float], remark: str = "") -> None:
-        """Shows one finished step; ``remark``, an evaluation for example, ends its line (or stays above the panel)."""
+    def step(self, step: int, metrics: Mapping[str, float], summary: str = "") -> None:
+        """Shows one finished step; ``summary``, of an evaluation say, ends its line (or stays above the panel)."""
         now = self._clock()
         self._durations.append(now - self._last)
         self._last = now
@@ -135,10 +135,10 @@ class StepDisplay:
         if self._live:
             self._lines.append(line)
             self._live.update(self._panel())
-            if remark:
-                note(self.console, f"step {step}: {remark}")
+            if summary:
+                note(self.console, f"step {step}: {summary}")
         else:
-            print_line(self.console, Text(ascii_only(f"{line}  {remark}".rstrip())))
+            print_line(self.console, Text(ascii_only(f"{line}  {summary}".rstrip())))
 
     @property
     def seconds_left(self) -> float:
