@@ -44,7 +44,7 @@ __all__ = ["main"]
 
 DONE, BAD_CONFIG, ENVIRONMENT, ABORTED, INTERRUPTED = 0, 2, 3, 4, 130
 RANK_0_SPEAKS_WITHIN_S = 10.0
-WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # variables that say how OpenMP's threads wait
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # the user's choice of how OpenMP's threads wait
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,13 @@ exit codes: 0 done, 1 template or doctor found a problem, 2 bad configuration, 3
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. ``argv`` None: the arguments of this process."""
     follow_launcher()
-    _let_idle_threads_sleep()
+    if not any(name in os.environ for name in WAITING):  # before torch is loaded; where idle threads spin, runs that
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # share cores slow each other down many times over
     code = _run(list(sys.argv[1:] if argv is None else argv))
-    if code != DONE and _in_process_group():  # the other ranks wait for this one: leave them at once, without the
-        sys.stdout.flush()  # destructors that would wait for them; their launcher then ends them
+    distributed = sys.modules.get("torch.distributed")
+    in_group = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    if code != DONE and in_group:  # leave at once, without destructors that would wait for the other ranks: they wait
+        sys.stdout.flush()  # for this one, and the launcher ends them when it leaves
         sys.stderr.flush()
         os._exit(code)
     return code
@@ -366,18 +369,6 @@ def _on_all_ranks(create: Callable[[], RunDir]) -> RunDir:
     if not path:
         raise ConfigError("rank 0 could not make the run folder")
     return RunDir(Path(path))
-
-
-def _let_idle_threads_sleep() -> None:
-    """OpenMP's threads wait for each other asleep, unless the user said how: where they spin, runs that share cores
-    slow each other down many times over. To be set before torch is loaded."""
-    if not any(name in os.environ for name in WAITING):
-        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-
-
-def _in_process_group() -> bool:
-    distributed = sys.modules.get("torch.distributed")
-    return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
 def _rank() -> int:

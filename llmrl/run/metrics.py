@@ -78,10 +78,7 @@ METRICS: dict[str, str] = {
     "perf/peak_gb": "peak device memory",
 }
 
-_FAMILIES = {
-    re.compile(r"reward/[\w.-]+/\w+"): "reward/<function>/mean",
-    re.compile(r"eval/[\w.-]+/[\w@.-]+"): "eval/<environment>/mean",
-}
+_FAMILIES = {r"reward/[\w.-]+/\w+": "reward/<function>/mean", r"eval/[\w.-]+/[\w@.-]+": "eval/<environment>/mean"}
 
 
 def check_metric_name(name: str) -> None:
@@ -94,7 +91,7 @@ def check_metric_name(name: str) -> None:
     Traceback (most recent call last):
     llmrl.errors.ConfigError: metrics: 'rewards/mean' is not a metric. Did you mean 'reward/mean'?
     """
-    if name not in METRICS and not any(family.fullmatch(name) for family in _FAMILIES):
+    if name not in METRICS and not any(re.fullmatch(family, name) for family in _FAMILIES):
         raise ConfigError(f"metrics: {name!r} is not a metric.{near(name, [*METRICS, *_FAMILIES.values()])}")
 
 

@@ -56,9 +56,10 @@ def show(
     if samples and (chosen := _extremes(_rollouts(run, step), samples)):
         print_conversations(console, [_sample(rollout) for rollout in chosen])
     checkpoints = CheckpointStore(run.path, writer=False).steps()
+    seconds = [row["time/step"] for row in steps if row.get("time/step") is not None]
     print_summary(
         console,
-        [f"{int(steps[-1]['step'])} steps", format_duration(_total(steps, "time/step"))],
+        [f"{int(steps[-1]['step'])} steps", format_duration(sum(seconds) if seconds else math.nan)],
         changes=_changes(steps),
         facts=[("tools", _calls_in_words(calls))] if (calls := _calls(steps)) else [],
         files=f"{run.path}/{{config.yaml, metrics.jsonl, rollouts, checkpoints}}",
@@ -145,8 +146,3 @@ def _spread(rows: Sequence[Row], count: int) -> list[Row]:
     if count == 1:
         return [rows[-1]]
     return [rows[round(position * (len(rows) - 1) / (count - 1))] for position in range(count)]
-
-
-def _total(rows: Sequence[Row], name: str) -> float:
-    values: list[Any] = [row[name] for row in rows if row.get(name) is not None]
-    return sum(values) if values else math.nan
