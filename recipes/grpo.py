@@ -1,8 +1,7 @@
 """Group-relative policy optimisation: ``llmrl grpo sums_grpo``, or ``torchrun -m llmrl.recipes.grpo sums_grpo.yaml``.
 
-Each step is one `GRPORound`: rollouts, rewards, advantages, update, new weights. This file is the loop around it:
-evaluation, logs, checkpoints, and what a person sees. Which GRPO it is (Dr. GRPO, DAPO, GSPO, CISPO, RLOO ...) is four
-settings, printed at the start.
+Read `train` from top to bottom: that is the whole algorithm. Which GRPO it is (Dr. GRPO, DAPO, GSPO, CISPO, RLOO ...)
+is four settings of `MCAdvantage` and `GRPOLoss`, printed at the start. ``grpo_minimal.py`` is the same in 40 lines.
 """
 
 from __future__ import annotations
@@ -15,42 +14,49 @@ if __name__ == "__main__":  # before torch is imported: the command reports bad 
     sys.exit(main(["grpo", *sys.argv[1:]]))
 
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from llmrl.recipes.grpo_round import GRPORound
-from llmrl.run.checkpoint import CheckpointStore, InterruptGuard
-from llmrl.run.console import (
-    StepDisplay,
-    format_duration,
-    grpo_columns,
-    print_conversations,
-    print_plan,
-    print_summary,
-)
-from llmrl.run.metrics import MetricsLog
-from llmrl.run.rollout_log import RolloutLog
-from llmrl.train.checkpointing import restore_state, save_state
+import torch
+from tensordict import TensorDictBase
+
+from llmrl.collectors.llm import LLMCollector
+from llmrl.collectors.llm.batches import cat_rows
+from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
+from llmrl.envs.llm.transforms import MaskTruncated, OverlongShaping, RetrieveLogProb
+from llmrl.envs.transforms import Compose, Transform
+from llmrl.errors import ConfigError
+from llmrl.modules.llm.policies import TransformersWrapper
+from llmrl.objectives.llm import GroupQuota, GRPOLoss, MCAdvantage
+from llmrl.run.console import grpo_columns
+from llmrl.train.async_rollouts import RolloutSource
+from llmrl.train.checkpointing import PerRank
 from llmrl.train.distributed import Session
-from llmrl.train.evaluation import Evaluation
+from llmrl.train.evaluation import Evaluator
 from llmrl.train.grpo_config import GRPOConfig
-from llmrl.train.models import load_model, load_tokenizer, resolve_model
-from llmrl.train.plan import grpo_plan
+from llmrl.train.models import load_model, load_tokenizer
+from llmrl.train.plan import grpo_plan, grpo_settings
+from llmrl.train.rollout_engine import Sampler
+from llmrl.train.run import Run
+from llmrl.train.step_rollouts import StepRollouts, select_training_columns
 from llmrl.train.tasks import Task, eval_rows, training_rows
+from llmrl.train.updater import Updater, step_metrics
+
+if TYPE_CHECKING:
+    from llmrl.envs.llm import DatasetChatEnv
 
 __all__ = ["plan", "run"]
 
 
 def plan(config: GRPOConfig, *, runs: Path) -> list[tuple[str, str]]:
-    """What a run of ``config`` would do, in rows of label and text; loads the tokenizer and the data, no weights."""
+    """Rows of label and text that describe a run of ``config``; loads the tokenizer and the data, no weights."""
     tokenizer = load_tokenizer(config, runs=runs)
     with closing(Task(config.env, tokenizer)) as task, Session(config) as session:
-        rows, dropped = task.fit_prompts(training_rows(config.env))
-        counts = {"num_prompts": len(rows), "num_dropped": dropped}
-        counts["num_eval"] = len(eval_rows(config.env, config.eval) or ())
-        return grpo_plan(config, session, task, **counts)
+        prompts, dropped = task.fit_prompts(training_rows(config.env))
+        held_out = eval_rows(config.env, config.eval) or ()
+        return grpo_plan(config, session, task, num_prompts=len(prompts), num_dropped=dropped, num_eval=len(held_out))
 
 
 def run(config: GRPOConfig, *, run_dir: Path, resume: bool = False, on_start: Callable[[], None] | None = None) -> int:
@@ -58,120 +64,156 @@ def run(config: GRPOConfig, *, run_dir: Path, resume: bool = False, on_start: Ca
 
     ``on_start`` is called on the first rank when all is loaded, before the first step.
     """
-    with Session(config) as session:
-        return _train(config, session, run_dir, resume, on_start if session.is_first else None)
+    with Session(config) as session, Run(config, session, run_dir, resume=resume, on_start=on_start) as run:
+        train(config, session, run)
+        return run.exit_code
 
 
-@dataclass
-class _Course:
-    """What the run has seen so far: saved with it, so that a resumed run ends in the same summary."""
-
-    before: float | None = None  # evaluation before the first step
-    called_before: float | None = None  # share of its conversations that called a tool
-    first_reward: float | None = None
-    rollouts: int = 0
-    trained: int = 0
-
-
-def _train(
-    config: GRPOConfig, session: Session, run_dir: Path, resume: bool, on_start: Callable[[], None] | None
-) -> int:
-    started = time.perf_counter()
-    runs = run_dir.parent
-    store = CheckpointStore(run_dir, keep=config.checkpoint.keep, writer=session.is_first)
-    folder, state = restore_state(store, session) if resume else (None, None)
-    origin = (state["origin"] or config.model) if state else resolve_model(config.model, runs=runs)
-    source = config.model_copy(update={"model": str(folder) if resume else origin})
-    tokenizer = load_tokenizer(source, runs=runs)
+def train(config: GRPOConfig, session: Session, run: Run) -> None:
+    """The parts, put together once, and the loop over them."""
+    tokenizer = load_tokenizer(run.source, runs=run.runs)
     task = Task(config.env, tokenizer)
-    rows, dropped = task.fit_prompts(training_rows(config.env))
-    exam_rows = eval_rows(config.env, config.eval) or ()
-    counts = {"num_prompts": len(rows), "num_dropped": dropped, "num_eval": len(exam_rows)}
-    title = f"grpo · {config.env.name}"
-    print_plan(session.console, title, grpo_plan(config, session, task, **counts), right=str(run_dir))
+    prompts, dropped = task.fit_prompts(training_rows(config.env))
+    held_out = eval_rows(config.env, config.eval) or ()
+    counts = {"num_prompts": len(prompts), "num_dropped": dropped, "num_eval": len(held_out)}
+    run.print_plan(f"grpo · {config.env.name}", grpo_plan(config, session, task, **counts))
 
-    model = load_model(source, tokenizer, runs=runs, checked=resume).to(session.device)
-    rounds = GRPORound(config, session, model, task, rows, origin=origin, runs=runs)
-    exam = None
-    if exam_rows:
-        options = config.eval.model_dump(include={"split", "batch_size", "max_tokens"})
-        exam = Evaluation(session, rounds.policy, task, exam_rows, **options)
-    start, course = (state["step"], _Course(**state["course"])) if state else (0, _Course())
-    resumed = start if resume else None
-    columns = grpo_columns(tools=bool(config.env.tools))
-    display = StepDisplay(config.steps, columns, console=session.console, title=run_dir.name, start=start)
-
-    def save(step: int) -> None:
-        parts = {
-            "rounds": rounds.state_dict(),
-            "origin": origin if isinstance(origin, str) else None,
-            "course": asdict(course),
-        }
-        save_state(store, step, session=session, model=model, tokenizer=tokenizer, updater=rounds.updater, **parts)
-
-    metrics: dict[str, float] = {}
-    rollouts, step, stopped = None, start, False
-    with closing(rounds), ExitStack() as stack:
-        if state:
-            rounds.updater.load_state_dict(state["optimizer"])
-            rounds.load_state_dict(state["rounds"])
-        log = stack.enter_context(
-            MetricsLog(run_dir, enabled=session.is_first, resume_step=resumed, mirrors=config.log)
-        )
-        rollout_log = RolloutLog(run_dir, enabled=session.is_first, resume_step=resumed)
-        if on_start:
-            on_start()
-        if exam and not state:
-            course.before = exam.run()
-            course.called_before = exam.call_rate
-            log.log(0, exam.metrics)
-        guard = stack.enter_context(InterruptGuard())  # before, there is nothing to save: Ctrl-C ends the run at once
-        with display:
-            for step in range(start + 1, config.steps + 1):
-                began = time.perf_counter()
-                rollouts, metrics = rounds.collect(step)
-                metrics |= rounds.update(step)
-                stopped = session.any(guard.requested)
-                last = stopped or step == config.steps
-                remark = ""
-                if exam and not stopped and (last or (config.eval.every and step % config.eval.every == 0)):
-                    clock = time.perf_counter()
-                    rounds.settle()
-                    exam.run()
-                    metrics |= exam.metrics
-                    metrics["time/eval"] = time.perf_counter() - clock
-                    remark = exam.remark
-                metrics["time/step"] = time.perf_counter() - began
-                metrics |= rounds.idle(metrics["time/step"])
-                log.log(step, metrics)
-                rollout_log.write(step, rollouts.records(step))
-                display.step(step, metrics, remark)
-                if failed := metrics["rollout/failed"]:
-                    display.warn(f"step {step}: {failed:.0f} rollouts failed. {rounds.new_error()}".rstrip())
-                course.first_reward = metrics["reward/mean"] if course.first_reward is None else course.first_reward
-                course.rollouts += rollouts.num_rows
-                course.trained += int(metrics["tokens/trained"])
-                if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
-                    save(step)
-                if stopped:
-                    break
-    if rollouts is not None:
-        print_conversations(session.console, rollouts.samples(config.samples))
-    changes = [("reward", course.first_reward, metrics.get("reward/mean"))]
-    if exam:
-        changes.append((exam.name, course.before, metrics.get(exam.metric)))
-        if exam.call_rate is not None:
-            changes.append(("calls", course.called_before, exam.call_rate))
-    headline = ["interrupted" if stopped else f"{step} steps", format_duration(time.perf_counter() - started)]
-    print_summary(
-        session.console,
-        [*headline, _count(course.rollouts, "rollouts"), _count(course.trained, "trained tokens")],
-        changes=changes,
-        files=f"{run_dir}/{{config.yaml, metrics.jsonl, rollouts/*.parquet, checkpoints/step{step}}}",
-        following=[f"llmrl {'resume' if stopped else 'eval'} {run_dir}", f"llmrl show {run_dir}"],
+    # The model that is trained, and the engine that samples: by the same weights, or (vLLM) by a copy of them.
+    model = load_model(run.source, tokenizer, runs=run.runs, checked=run.resume).to(session.device)
+    sampling = config.sampling.model_dump(exclude={"max_tokens"}) | {"max_new_tokens": config.sampling.max_tokens}
+    engine = Sampler(config, session, model, tokenizer, sampling)
+    advantage_settings, loss_settings = grpo_settings(config, exact=engine.exact)
+    check_processes(config, session.world_size, advantage_settings)
+    actor = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs=sampling, generate=False)
+    updater = Updater(
+        session,
+        actor.scorer,
+        config.optim,
+        steps=config.steps,
+        tokens_per_microbatch=config.tokens_per_microbatch,
+        packing=config.packing,
     )
-    return 130 if stopped else 0
+    actor.scorer = updater.scorer  # as it is wrapped for several processes
+    loss = GRPOLoss(actor, **loss_settings)
+    reference = None
+    if config.grpo.kl:  # against a frozen copy of the model that the run started from, not of the checkpoint
+        frozen = load_model(config.model_copy(update={"model": run.origin}), tokenizer, runs=run.runs)
+        frozen_actor = actor.get_new_version(model=frozen.to(session.device))
+        reference = RetrieveLogProb(frozen_actor, log_probs_full_key=("ref_log_probs", "full"))
+
+    env = make_env(config, session, task, prompts)
+    collector = LLMCollector(
+        env,
+        policy=engine.policy,
+        yield_only_last_steps=True,  # a row is a whole conversation
+        dialog_turns_per_batch=1,  # one batch of conversations, each run to its end
+        track_policy_version=True,
+        concurrency=config.rollout.concurrency,
+        retries=config.env.retries,
+    )
+    rollouts = RolloutSource(collector, engine, updater.scorer, session, ahead=bool(config.rollout.max_staleness))
+    advantage = MCAdvantage(config.group_size, **advantage_settings)
+    quota = GroupQuota(config.prompts_per_step // session.world_size)
+    buffer = ReplayBuffer(
+        storage=LazyStackStorage(env.batch_size[0] * config.env.max_records),
+        sampler=SamplerWithoutReplacement(),
+        transform=Compose(quota, advantage),  # writes meet the last one first
+        generator=torch.Generator().manual_seed(config.seed),
+    )
+    mask_truncated = MaskTruncated() if config.truncated == "mask" else Transform()
+    refill_rounds = config.refill_rounds if config.zero_variance == "refill" else 0
+    evaluator = Evaluator(session, engine.policy, task, held_out, config.eval) if held_out else None
+
+    sampled = None
+    with closing(rollouts):
+        samplers = PerRank(session, buffer.sampler)
+        run.begin(model, tokenizer, optimizer=updater, rollouts=rollouts, samplers=samplers, advantage=advantage)
+        if evaluator:
+            run.evaluate_before(evaluator)
+        for step in run.steps(config.steps, grpo_columns(tools=bool(config.env.tools))):
+            # 1. group_size answers to each prompt, with rewards: sampled now, or (max_staleness 1) during the last
+            #    update, whose weights the engine then gets here, between two batches: a batch has one version.
+            clock = time.perf_counter()
+            data = rollouts.take()
+            metrics = rollouts.sync_weights(version=step - 1)
+
+            # 2. MCAdvantage turns rewards into advantages on the way into the buffer: each minus the mean of its group.
+            #    Groups of equal rewards teach nothing and are left out; with refill (DAPO) others take their place.
+            buffer.empty()
+            quota.reset()
+            buffer.extend(select_training_columns(mask_truncated.inv(data)))
+            for _ in range(refill_rounds):
+                if session.any(quota.missing > 0):  # on any rank: all draw their prompts in step
+                    more = rollouts.sample()
+                    buffer.extend(select_training_columns(mask_truncated.inv(more)))
+                    data = cat_rows([data, more])
+            if step < config.steps:
+                rollouts.begin_next()
+            sampled = StepRollouts(session, data, buffer, tokenizer)
+            metrics |= sampled.metrics(version=rollouts.version, seconds=time.perf_counter() - clock)
+            sampled.check_failed(config.max_failed, step, rollouts.first_error)
+
+            # 3. What the loss compares with, before the first update changes the weights: log-probs of the starting
+            #    model, and of this one where those of sampling are not exact enough for several updates.
+            clock = time.perf_counter()
+            batches = split(buffer, config.updates_per_step, session.device)
+            for batch in batches:
+                if reference is not None and batch is not None:
+                    with session.autocast():
+                        reference(batch)
+                if loss.proximal == "recomputed":
+                    updater.add_proximal(loss, batch)
+
+            # 4. Micro-batches, loss, clipping, AdamW: one update on each part of the rollouts.
+            updates = [updater.step(loss, batch, step) for batch in batches]
+            metrics |= step_metrics(updates, time.perf_counter() - clock)
+
+            # 5. The engine gets the new weights and proves it. While it samples the next rollouts that waits for step
+            #    1, unless it is to be evaluated with them.
+            due = evaluator is not None and run.due(config.eval.every)
+            if due or not rollouts.in_progress:
+                metrics |= rollouts.sync_weights(version=step)
+            if due:
+                metrics |= run.evaluate(evaluator)
+            metrics |= rollouts.idle(run.step_seconds)
+            warning = ""
+            if failed := metrics["rollout/failed"]:
+                warning = f"{failed} rollouts failed. {rollouts.first_unreported_error()}".rstrip()
+            run.finish_step(step, metrics, rollouts=sampled.records, warning=warning)
+    run.print_end(sampled.samples(config.samples) if sampled else (), evaluator)
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}".replace(",", " ")
+def make_env(config: GRPOConfig, session: Session, task: Task, prompts: list[Mapping[str, Any]]) -> DatasetChatEnv:
+    """This rank's part of the prompts of a step, each ``group_size`` times, with tools, user and rewards."""
+    env = task.make_env(
+        prompts,
+        num_envs=config.prompts_per_step // session.world_size,
+        repeats=config.group_size,
+        group_repeats=True,
+        seed=config.seed,
+        rank=session.rank,
+        world_size=session.world_size,
+    )
+    if config.overlong_buffer:
+        env.append_transform(OverlongShaping(config.sampling.max_tokens, config.overlong_buffer))
+    return env
+
+
+def split(buffer: ReplayBuffer, num_parts: int, device: torch.device) -> list[TensorDictBase | None]:
+    """The buffer's rows in random order, in parts that differ by one row at most; None for an empty one."""
+    count = len(buffer)
+    sizes = [count * (part + 1) // num_parts - count * part // num_parts for part in range(num_parts)]
+    return [buffer.sample(size).to(device) if size else None for size in sizes]
+
+
+def check_processes(config: GRPOConfig, world_size: int, advantage: Mapping[str, Any]) -> None:
+    """Raises ConfigError for settings that this number of processes cannot keep."""
+    if config.prompts_per_step % world_size:
+        raise ConfigError(
+            f"prompts_per_step {config.prompts_per_step} must be a multiple of the {world_size} processes"
+        )
+    if world_size > 1 and (advantage["scale"] == "batch" or advantage.get("whiten")):
+        raise ConfigError(
+            f"algo {config.algo} divides by what is measured over a whole batch, of which each of the {world_size} "
+            "processes has a part: use one process, or an algorithm that looks at groups"
+        )

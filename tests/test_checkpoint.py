@@ -64,16 +64,6 @@ def test_a_full_disk_leaves_the_previous_checkpoint_and_says_how_much_room_there
     assert content(store.latest()) == "later"
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs the device that is always full")
-def test_a_write_that_the_kernel_refuses_is_a_checkpoint_error(tmp_path):
-    def full(folder):
-        with open("/dev/full", "w") as file:
-            file.write("x" * 100_000)
-
-    with pytest.raises(CheckpointError, match=r"No space left on device; there is no earlier one"):
-        CheckpointStore(tmp_path).save(1, full)
-
-
 def test_a_second_interrupt_during_a_save_removes_the_draft_and_is_not_swallowed(tmp_path):
     def interrupted(folder):
         (folder / "half").touch()

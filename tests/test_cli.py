@@ -12,7 +12,7 @@ import yaml
 from llmrl.errors import ConfigError
 from llmrl.run import cli
 from llmrl.run.checkpoint import CheckpointStore
-from llmrl.run.config import find_recipe, load_config, recipe_names, settings
+from llmrl.run.config import load_config, settings
 from llmrl.run.metrics import MetricsLog
 from llmrl.run.rollout_log import Rollout, RolloutLog
 from llmrl.run.run_dir import RunDir
@@ -86,10 +86,7 @@ def test_a_run_gets_a_folder_with_what_was_asked_and_what_it_came_to(toy):
 def test_options_may_stand_between_settings_and_name_and_place_the_run(toy):
     assert cli.main(["sft", "toy.yaml", "--name", "try1", "steps=2", "--runs", "elsewhere", "fail=''"]) == 0
     assert RunDir.open("elsewhere/try1").read_info()["command"] == "sft"
-
-
-def test_settings_alone_are_enough(toy):
-    assert cli.main(["sft", "steps=2"]) == 0
+    assert cli.main(["sft", "steps=2"]) == 0, "settings alone are enough"
     assert only_run().path.name.startswith("sft-")
 
 
@@ -271,10 +268,7 @@ def test_show_prints_steps_before_and_after_and_the_best_and_worst_sample(tmp_pa
     assert "p0.5" not in out
     assert "llmrl resume" in out
     assert cli.main(["show", str(run.path), "--step", "1"]) == 3
-
-
-def test_show_json_is_one_object(tmp_path, toy, capsys):
-    make_run(tmp_path)
+    capsys.readouterr()
     assert cli.main(["show", "try1", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["checkpoints"] == [2]
@@ -340,12 +334,6 @@ def test_every_setting_of_a_recipe_has_a_meaning_and_unknown_ones_are_refused(na
     for section in dict.fromkeys(sections):
         with pytest.raises(ConfigError, match=rf"{section}\.?zzzz  is not a setting"):
             load_config(model, None, [f"{section}.zzzz=1".lstrip(".")])
-
-
-@pytest.mark.parametrize("recipe", recipe_names())
-def test_a_packaged_recipe_is_named_after_its_command_and_is_valid(recipe):
-    command = recipe.rpartition("_")[2]
-    load_config(cli.RECIPES[command].settings(), find_recipe(recipe))
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_off_a_terminal_each_step_is_one_ascii_line_under_a_header():
         for step in (1, 2):
             clock.now += 60
             display.step(step, {"reward/mean": 0.25 * step, "reward/std": 0.5, "perf/gen_tok_s": 18_400.0})
-        display.step(3, {"reward/mean": 1.0}, remark="eval ✓")
+        display.step(3, {"reward/mean": 1.0}, summary="eval ✓")
     assert written(console).splitlines() == [
         "  step            reward   tok/s       eta",
         "     1        .250+-.500   18.4k    2m 00s",
@@ -75,7 +75,7 @@ def test_on_a_terminal_warnings_stand_above_the_panel_and_are_printed_once():
         display.step(1, {"reward/mean": 0.25})
         display.warn("3 rollouts [dropped]")
         clock.now += 1
-        display.step(2, {"reward/mean": 0.75}, remark="eval .604")
+        display.step(2, {"reward/mean": 0.75}, summary="eval .604")
     text = written(console)
     assert text.count("3 rollouts [dropped]") == 1
     assert "step 2: eval .604" in text

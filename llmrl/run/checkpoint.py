@@ -1,7 +1,7 @@
-"""Stopping a run without losing it: checkpoints that are whole or not there, and Ctrl-C as a flag.
+"""Checkpoints that are whole or absent, and Ctrl-C as a flag.
 
-What a checkpoint holds is up to the recipe, which is handed an empty folder to fill; nothing here knows of tensors.
-Beside it lies ``checksums.json``: size and BLAKE2b of every file, compared before a checkpoint is used.
+The caller fills the folder of a checkpoint; ``checksums.json`` beside its files holds the size and BLAKE2b of each, and
+is compared before a checkpoint is used.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 
 from llmrl.errors import CheckpointError, ConfigError, DataError
 from llmrl.run.run_dir import free_space, writing
@@ -68,12 +68,11 @@ class CheckpointStore:
             else:
                 os.rename(draft, target)
             _flush_folder(self.folder)
-        except Exception as error:
+        except BaseException as error:
             shutil.rmtree(draft, ignore_errors=True)
+            if not isinstance(error, Exception):  # a second Ctrl-C
+                raise
             raise CheckpointError(self._failure(step, error)) from error
-        except BaseException:  # a second Ctrl-C
-            shutil.rmtree(draft, ignore_errors=True)
-            raise
         self._prune()
         return target
 
@@ -110,8 +109,8 @@ class CheckpointStore:
         """The steps of the whole checkpoints, ascending."""
         return sorted(int(match[1]) for path in self._entries() if (match := re.fullmatch(r"step(\d+)", path.name)))
 
-    def _entries(self) -> Iterator[Path]:
-        return (path for path in self.folder.iterdir() if path.is_dir()) if self.folder.is_dir() else iter(())
+    def _entries(self) -> list[Path]:
+        return [path for path in self.folder.iterdir() if path.is_dir()] if self.folder.is_dir() else []
 
     def _prune(self) -> None:
         for step in self.steps()[: -self.keep]:
@@ -121,7 +120,7 @@ class CheckpointStore:
                 shutil.rmtree(doomed)
 
     def _clean(self) -> None:
-        for path in list(self._entries()):
+        for path in self._entries():
             if path.name.startswith(_REPLACED):
                 target = self.folder / path.name.removeprefix(_REPLACED)
                 if not target.exists():  # killed between the two renames: the old one is still the one that counts
@@ -175,14 +174,12 @@ def _checksum(path: Path) -> str:
 
 
 class InterruptGuard:
-    """Inside it, Ctrl-C, SIGTERM and SIGHUP set ``requested`` and the loop stops at its next step boundary.
+    """Ctrl-C, SIGTERM and SIGHUP set ``requested``; a loop reads it after each step, saves, and returns 130.
 
     A second Ctrl-C raises KeyboardInterrupt at once. Signals within ``debounce_s`` of the first are taken for the same
     one: torchrun sends its own after the terminal's. In a multi-process run the ranks see the flag at different times;
     reduce it over the ranks before acting on it. Outside the main thread, signals are left alone; so is SIGHUP (a
     terminal that was closed) where it was ignored before, as ``nohup`` does.
-
-    The loop reads ``guard.requested`` after each step, writes its checkpoint and returns 130.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -200,9 +197,7 @@ class InterruptGuard:
                     self._before[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}

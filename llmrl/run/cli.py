@@ -1,7 +1,7 @@
 """The command ``llmrl``: reads the command line, checks the settings, then hands over to a recipe.
 
-Everything up to a valid configuration runs without torch, so that help and mistakes answer at once. What a command does
-is in the recipes (sft, grpo, eval, resume, template), in `llmrl.run.show` and in `llmrl.run.doctor`.
+Everything up to a valid configuration runs without torch, so that help and config errors are printed at once. The
+commands themselves are the recipes (sft, grpo, resume) and `llmrl.run.evaluate`, `show`, `template_report`, `doctor`.
 
 Exit codes: 0 done, 2 bad configuration, 3 the environment or the data lacks something, 4 training aborted,
 130 interrupted (after a checkpoint).
@@ -44,12 +44,12 @@ __all__ = ["main"]
 
 DONE, BAD_CONFIG, ENVIRONMENT, ABORTED, INTERRUPTED = 0, 2, 3, 4, 130
 RANK_0_SPEAKS_WITHIN_S = 10.0
-WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # variables that say how OpenMP's threads wait
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # the user's choice of how OpenMP's threads wait
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Where a training command's settings and its loop live; the first is imported without torch."""
+    """A training command: the class of its settings, imported without torch, and the module of its loop."""
 
     settings_module: str
     settings_class: str
@@ -57,6 +57,9 @@ class Recipe:
 
     def settings(self) -> type[Any]:
         return getattr(importlib.import_module(self.settings_module), self.settings_class)
+
+    def loop(self) -> Any:
+        return importlib.import_module(self.module)
 
 
 RECIPES = {
@@ -84,10 +87,13 @@ exit codes: 0 done, 1 template or doctor found a problem, 2 bad configuration, 3
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. ``argv`` None: the arguments of this process."""
     follow_launcher()
-    _let_idle_threads_sleep()
+    if not any(name in os.environ for name in WAITING):  # before torch is loaded; where idle threads spin, runs that
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # share cores slow each other down many times over
     code = _run(list(sys.argv[1:] if argv is None else argv))
-    if code != DONE and _in_process_group():  # the other ranks wait for this one: leave them at once, without the
-        sys.stdout.flush()  # destructors that would wait for them; their launcher then ends them
+    distributed = sys.modules.get("torch.distributed")
+    in_group = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    if code != DONE and in_group:  # leave at once, without destructors that would wait for the other ranks: they wait
+        sys.stdout.flush()  # for this one, and the launcher ends them when it leaves
         sys.stderr.flush()
         os._exit(code)
     return code
@@ -99,8 +105,8 @@ def _run(arguments: list[str]) -> int:
         return _dispatch(arguments)
     except ConfigError as error:
         report = _config_report(error, arguments, time.perf_counter() - started)
-        if _rank() != 0:  # rank 0 says the same, and the launcher ends the others when it leaves; were this process to
-            time.sleep(RANK_0_SPEAKS_WITHIN_S)  # leave first, that would end rank 0 before it has spoken
+        if _rank() != 0:  # rank 0 prints the same, and its launcher then ends this rank; were this rank to leave first,
+            time.sleep(RANK_0_SPEAKS_WITHIN_S)  # that would end rank 0 before it has printed
         print(report, file=sys.stderr)
         return BAD_CONFIG
     except (DataError, MissingDependencyError, RunFolderError, TemplateError) as error:
@@ -121,15 +127,6 @@ def _run(arguments: list[str]) -> int:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    commands: dict[str, Callable[[list[str]], int]] = {
-        "sft": lambda rest: _train("sft", rest),
-        "grpo": lambda rest: _train("grpo", rest),
-        "resume": _resume,
-        "eval": _eval,
-        "show": _show,
-        "template": _template,
-        "doctor": _doctor,
-    }
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(HELP.format(recipes=", ".join(recipe_names()) or "none"))
         return DONE if arguments else BAD_CONFIG
@@ -137,79 +134,85 @@ def _dispatch(arguments: list[str]) -> int:
         print(f"llmrl {llmrl.__version__}")
         return DONE
     command, *rest = arguments
-    if command not in commands:
-        match = closest(command, commands)
-        raise ConfigError(
-            f"llmrl {command}  is not a command"
-            + (f"\ndid you mean  llmrl {match}?" if match else f"\nknown here    {', '.join(commands)}")
-        )
-    return commands[command](rest)
+    others = {"resume": _resume, "eval": _eval, "show": _show, "template": _template, "doctor": _doctor}
+    if command in RECIPES:
+        return _train(command, rest)
+    if command in others:
+        return others[command](rest)
+    known = [*RECIPES, *others]
+    match = closest(command, known)
+    raise ConfigError(
+        f"llmrl {command}  is not a command"
+        + (f"\ndid you mean  llmrl {match}?" if match else f"\nknown here    {', '.join(known)}")
+    )
 
 
 # --- commands --------------------------------------------------------------------------------------------------------
 
 
 def _train(command: str, arguments: list[str]) -> int:
-    parser = _Parser(f"llmrl {command}", usage=f"llmrl {command} [RECIPE] [section.key=value ...] [options]")
-    parser.add_argument("items", nargs="*", metavar="RECIPE | section.key=value", help="a YAML file or packaged recipe")
-    parser.add_argument("--name", help="the run's folder under --runs; without it, the recipe's name and four digits")
-    parser.add_argument("--runs", default="runs", metavar="DIR", help="where runs are kept (default: runs)")
-    parser.add_argument("--dry-run", action="store_true", help="print the settings and the plan; write nothing")
-    parser.add_argument("--defaults", action="store_true", help="print every setting, its default and its meaning")
+    parser = _Parser(
+        f"{command} [RECIPE] [section.key=value ...] [options]",
+        (["items"], {"nargs": "*", "metavar": "RECIPE | section.key=value", "help": "a YAML file or packaged recipe"}),
+        (["--name"], {"help": "the run's folder under --runs; without it, the recipe's name and four digits"}),
+        (["--runs"], {"default": "runs", "metavar": "DIR", "help": "where runs are kept (default: runs)"}),
+        (["--dry-run"], {"action": "store_true", "help": "print the settings and the plan; write nothing"}),
+        (["--defaults"], {"action": "store_true", "help": "print every setting, its default and its meaning"}),
+    )
     options = parser.parse(arguments)
     recipe = RECIPES[command]
     if options.defaults:
         print(dump_defaults(recipe.settings()), end="")
         return DONE
-    path, overrides = _split(command, options.items)
-    if path is None and not overrides:
+    recipes = [item for item in options.items if "=" not in item]
+    overrides = [item for item in options.items if "=" in item]
+    if len(recipes) > 1:
+        raise ConfigError(f"llmrl {command}  takes one recipe, and settings as section.key=value: got {recipes}")
+    if not options.items:
         parser.error(f"needs a recipe or settings; packaged recipes: {', '.join(recipe_names())}")
+    path = find_recipe(recipes[0]) if recipes else None
     loaded = load_config(recipe.settings(), path, overrides)
     if options.dry_run:
         from llmrl.run.console import make_console, print_plan  # rich is not needed to say what is wrong
 
         console = make_console()
         console.print(dump_config(loaded.config, loaded.origins), end="", markup=False, soft_wrap=True)
-        rows = importlib.import_module(recipe.module).plan(loaded.config, runs=Path(options.runs))
-        print_plan(console, f"{command} (dry run)", rows)
+        print_plan(console, f"{command} (dry run)", recipe.loop().plan(loaded.config, runs=Path(options.runs)))
         return DONE
     name = path.stem if path else command
-    run = _agree(lambda: _new_run(command, name, loaded, arguments, options.runs, options.name))
-    with _sole_process(run):
-        return importlib.import_module(recipe.module).run(loaded.config, run_dir=run.path, resume=False)
+    run = _on_all_ranks(lambda: _new_run(command, name, loaded, arguments, options.runs, options.name))
+    with _lock(run):
+        return recipe.loop().run(loaded.config, run_dir=run.path, resume=False)
 
 
 def _resume(arguments: list[str]) -> int:
-    parser = _Parser("llmrl resume", usage="llmrl resume RUN [section.key=value ...]")
-    parser.add_argument("run", help="a run's folder, or its name in runs/")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings to change, e.g. steps=400")
-    options = parser.parse(arguments)
+    change = {"nargs": "*", "metavar": "section.key=value", "help": "settings to change, e.g. steps=400"}
+    options = _Parser("resume RUN [section.key=value ...]", RUN, (["overrides"], change)).parse(arguments)
     run = RunDir.open(options.run)
-    with _sole_process(run):
+    with _lock(run):
         recipe, info, loaded = _load_run(run, options.overrides)
         _check_fixed(run, recipe.settings(), loaded.config)
         if latest_checkpoint(run.path) is None:
             raise DataError(f"{run.checkpoints}: must hold a checkpoint to go on from: there is none; start a new run.")
 
         def write_settings() -> None:
-            origins = dict(info.get("origins", {}))
-            origins |= {name: "resume" for name, place in loaded.origins.items() if place == "command line"}
+            changed = {name: "resume" for name, place in loaded.origins.items() if place == "command line"}
+            origins = {**info.get("origins", {}), **changed}
             run.write_config(dump_config(loaded.config, origins))
             run.write_info(info | {"origins": origins})
 
         on_start = write_settings if options.overrides else None
-        return importlib.import_module(recipe.module).run(
-            loaded.config, run_dir=run.path, resume=True, on_start=on_start
-        )
+        return recipe.loop().run(loaded.config, run_dir=run.path, resume=True, on_start=on_start)
 
 
 def _eval(arguments: list[str]) -> int:
-    parser = _Parser("llmrl eval", usage="llmrl eval RUN [section.key=value ...] [options]")
-    parser.add_argument("run", help="a run's folder, or its name in runs/")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings to change")
-    parser.add_argument("--checkpoint", metavar="stepN", help="which checkpoint (default: the last)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse(arguments)
+    options = _Parser(
+        "eval RUN [section.key=value ...] [options]",
+        RUN,
+        (["overrides"], {"nargs": "*", "metavar": "section.key=value", "help": "settings to change"}),
+        (["--checkpoint"], {"metavar": "stepN", "help": "which checkpoint (default: the last)"}),
+        JSON,
+    ).parse(arguments)
     run = RunDir.open(options.run)
     _, info, loaded = _load_run(run, options.overrides)
     checkpoint = run.checkpoints / options.checkpoint if options.checkpoint else latest_checkpoint(run.path)
@@ -223,13 +226,14 @@ def _eval(arguments: list[str]) -> int:
 
 
 def _show(arguments: list[str]) -> int:
-    parser = _Parser("llmrl show", usage="llmrl show RUN [options]")
-    parser.add_argument("run", help="a run's folder, or its name in runs/")
-    parser.add_argument("--rows", type=int, default=20, metavar="N", help="steps in the table (default: 20; 0: all)")
-    parser.add_argument("--step", type=int, metavar="K", help="whose samples (default: the last step's)")
-    parser.add_argument("--samples", type=int, default=2, metavar="N", help="conversations to print (default: 2)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse(arguments)
+    options = _Parser(
+        "show RUN [options]",
+        RUN,
+        (["--rows"], {"type": int, "default": 20, "metavar": "N", "help": "steps in the table (default: 20; 0: all)"}),
+        (["--step"], {"type": int, "metavar": "K", "help": "whose samples (default: the last step's)"}),
+        (["--samples"], {"type": int, "default": 2, "metavar": "N", "help": "conversations to print (default: 2)"}),
+        JSON,
+    ).parse(arguments)
     run = RunDir.open(options.run)
     show = importlib.import_module("llmrl.run.show")
     if options.json:
@@ -240,31 +244,35 @@ def _show(arguments: list[str]) -> int:
 
 
 def _template(arguments: list[str]) -> int:
-    parser = _Parser("llmrl template", usage="llmrl template NAME_OR_PATH [options]")
-    parser.add_argument("name", help="a folder with a tokenizer, a registered template, or a name on the hub")
-    parser.add_argument("--tools", action="store_true", help="conversations with tools are to work, too")
-    parser.add_argument("--data", metavar="FILE", help="look at its conversations instead of a made-up one")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse(arguments)
-    diagnose = importlib.import_module("llmrl.run.template_report")
-    return diagnose.run(options.name, tools=options.tools, data=options.data, as_json=options.json)
+    options = _Parser(
+        "template NAME_OR_PATH [options]",
+        (["name"], {"help": "a folder with a tokenizer, a registered template, or a name on the hub"}),
+        (["--tools"], {"action": "store_true", "help": "conversations with tools are to work, too"}),
+        (["--data"], {"metavar": "FILE", "help": "look at its conversations instead of a made-up one"}),
+        JSON,
+    ).parse(arguments)
+    report = importlib.import_module("llmrl.run.template_report")
+    return report.run(options.name, tools=options.tools, data=options.data, as_json=options.json)
 
 
 def _doctor(arguments: list[str]) -> int:
-    parser = _Parser("llmrl doctor", usage="llmrl doctor [--json]")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse(arguments)
+    options = _Parser("doctor [--json]", JSON).parse(arguments)
     return importlib.import_module("llmrl.run.doctor").report(as_json=options.json)
 
 
-# --- pieces ----------------------------------------------------------------------------------------------------------
+# --- helpers ---------------------------------------------------------------------------------------------------------
+
+RUN = (["run"], {"help": "a run's folder, or its name in runs/"})
+JSON = (["--json"], {"action": "store_true", "help": "print one JSON object"})
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse without abbreviations, that lets options stand between settings and knows near misses."""
+    """argparse without abbreviations, that lets options stand between settings and suggests near names."""
 
-    def __init__(self, prog: str, usage: str):
-        super().__init__(prog=prog, usage=usage, allow_abbrev=False)
+    def __init__(self, usage: str, *arguments: tuple[list[str], dict[str, Any]]):
+        super().__init__(prog=f"llmrl {usage.partition(' ')[0]}", usage=f"llmrl {usage}", allow_abbrev=False)
+        for flags, options in arguments:
+            self.add_argument(*flags, **options)
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         options, unknown = self.parse_known_intermixed_args(arguments)
@@ -280,13 +288,6 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{self.prog}  {message}")
-
-
-def _split(command: str, items: Sequence[str]) -> tuple[Path | None, list[str]]:
-    recipes = [item for item in items if "=" not in item]
-    if len(recipes) > 1:
-        raise ConfigError(f"llmrl {command}  takes one recipe, and settings as section.key=value: got {recipes}")
-    return (find_recipe(recipes[0]) if recipes else None), [item for item in items if "=" in item]
 
 
 def _new_run(
@@ -320,7 +321,7 @@ def _load_run(run: RunDir, overrides: Sequence[str]) -> tuple[Recipe, dict[str, 
     return recipe, info, load_config(recipe.settings(), run.config, overrides)
 
 
-def _sole_process(run: RunDir) -> AbstractContextManager[None]:
+def _lock(run: RunDir) -> AbstractContextManager[None]:
     """The run's lock, which the first rank holds for all."""
     return run.lock() if _rank() == 0 else nullcontext()
 
@@ -341,7 +342,7 @@ def _check_fixed(run: RunDir, settings: type[Any], config: Any) -> None:
         raise ConfigError("\n".join([*faults, f"leave it out, or start a new run with model={run.path}"]))
 
 
-def _agree(create: Callable[[], RunDir]) -> RunDir:
+def _on_all_ranks(create: Callable[[], RunDir]) -> RunDir:
     """One run folder for all processes: rank 0 makes it and tells the others through the launcher's store."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return create()
@@ -368,18 +369,6 @@ def _agree(create: Callable[[], RunDir]) -> RunDir:
     if not path:
         raise ConfigError("rank 0 could not make the run folder")
     return RunDir(Path(path))
-
-
-def _let_idle_threads_sleep() -> None:
-    """OpenMP's threads wait for each other asleep, unless the user said how: where they spin, runs that share cores
-    slow each other down many times over. To be set before torch is loaded."""
-    if not any(name in os.environ for name in WAITING):
-        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-
-
-def _in_process_group() -> bool:
-    distributed = sys.modules.get("torch.distributed")
-    return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
 def _rank() -> int:

@@ -1,12 +1,8 @@
 """From a YAML file and ``section.key=value`` overrides to one validated model, and back to text; loads no torch.
 
-Which settings exist is said by the pydantic models beside the recipes, here is only how they are filled: every fault of
-a file is reported at once, with its line, its dotted name, and the nearest name that exists, what that means and its
-default. A setting's meaning is the ``description`` of its field; a name that other tools give to it can be added as
-``json_schema_extra={"also": ["learning_rate"]}`` and is then suggested too.
-
-YAML is read by the rules of version 1.2, so that ``lr: 1e-6`` is a number and ``split: no`` is not a boolean; a key
-that appears twice is refused.
+The pydantic models are in `llmrl.train`; here they are filled. Every fault of a file is reported at once, with its
+line, its dotted name, and the nearest setting, its meaning (the field's ``description``) and its default. Names that
+other tools use are suggested too: ``json_schema_extra={"also": ["learning_rate"]}``.
 """
 
 from __future__ import annotations
@@ -60,11 +56,8 @@ class Setting:
     inside: str = ""  # of an optional section: the names in it
 
     def __str__(self) -> str:
-        inside = ", ".join(filter(None, [self.meaning, self._default_text()]))
-        return f"{self.name}  ({inside})"
-
-    def _default_text(self) -> str:
-        return "required" if self.default == "required" else f"default {self.default}"
+        default = "required" if self.default == "required" else f"default {self.default}"
+        return f"{self.name}  ({', '.join(filter(None, [self.meaning, default]))})"
 
 
 def load_config(model_cls: type[Model], path: Path | str | None, overrides: Sequence[str] = ()) -> Loaded[Model]:
@@ -121,12 +114,8 @@ def dump_defaults(model_cls: type[BaseModel]) -> str:
             node = node.setdefault(section, {})
         required = setting.default == "required"
         node[leaf] = None if required else yaml.load(setting.default, YamlLoader)
-        notes = [
-            "required" if required else "",
-            setting.meaning,
-            f"a section of {setting.inside}" if setting.inside else "",
-        ]
-        comments[setting.name] = "; ".join(filter(None, notes))
+        inside = f"a section of {setting.inside}" if setting.inside else ""
+        comments[setting.name] = "; ".join(filter(None, ["required" * required, setting.meaning, inside]))
     return _to_yaml(tree, comments)
 
 
@@ -191,7 +180,6 @@ def _explain(fault: Mapping[str, Any], source: Source, known: Sequence[Setting])
     at, place = source.place(fault["loc"])
     name = dotted(at)
     message = fault["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
-    message = message[:1].lower() + message[1:] if message.startswith("Input should") else message
     by_name = {setting.name: setting for setting in known}
     if fault["type"] == "extra_forbidden":
         meant = _meant(name, known)
@@ -199,17 +187,14 @@ def _explain(fault: Mapping[str, Any], source: Source, known: Sequence[Setting])
         inside = [setting.name for setting in known if setting.name.rpartition(".")[0] == section]
         hint = f"did you mean  {meant}?" if meant else f"known here    {', '.join(inside) or 'nothing'}"
         return f"{place}  {name}  is not a setting\n{hint}"
-    if fault["type"] == "missing":
-        name = dotted((*at, fault["loc"][-1]))
-        about = by_name.get(name)
-        return f"{place}  {name}  must be given\nit means      {about}" if about else f"{place}  {name}  must be given"
     if not fault["loc"] or fault["type"] in ("value_error", "assertion_error"):
         return f"{place}  {name}  {message}" if name else f"{place}  {message}"
-    text = f"{place}  {name}  {message.replace('Input should', 'should')}: got {fault['input']!r}".replace(
-        "  input should", "  should"
-    )
+    if fault["type"] == "missing":
+        name = dotted((*at, fault["loc"][-1]))
+        lines = [f"{place}  {name}  must be given"]
+    else:
+        lines = [f"{place}  {name}  {message.replace('Input should', 'should')}: got {fault['input']!r}"]
     about = by_name.get(re.sub(r"\.\d+", "", name))
-    lines = [text]
     if fault["type"] in ("literal_error", "enum") and isinstance(fault["input"], str):
         choices = re.findall(r"'([^']*)'", str(fault.get("ctx", {}).get("expected", "")))
         if match := closest(fault["input"], choices):

@@ -1,4 +1,4 @@
-"""``llmrl doctor``: what this machine has, one line each, and what of llmrl works on it."""
+"""``llmrl doctor``: packages, devices and tools of this machine, one line each, and whether llmrl can train on it."""
 
 from __future__ import annotations
 
@@ -48,13 +48,11 @@ class Check:
 
 
 def checks() -> list[Check]:
-    """Looks at everything; imports torch, and no other large package."""
+    """All checks, the verdict last; imports torch, and no other large package."""
     found = [Check("python", True, f"{platform.python_version()} on {platform.system()} {platform.machine()}")]
     found += _devices()
     found += [_package(name) for name in _BASE]
-    vision = _torchvision()
-    found += [vision] if vision else []
-    found.append(_vllm())
+    found += [*_torchvision(), _vllm()]
     for module, (extra, purpose) in _EXTRAS.items():
         there = importlib.util.find_spec(module) is not None
         detail = (
@@ -104,9 +102,8 @@ def _devices() -> list[Check]:
         except Exception as error:  # a driver fault: say it and look at the next device
             found.append(Check(name, False, f"{detail}: {type(error).__name__}: {error}"))
     distributed = torch.distributed
-    backends = []
-    if distributed.is_available():
-        backends = [kind for kind in ("gloo", "nccl") if getattr(distributed, f"is_{kind}_available")()]
+    kinds = ("gloo", "nccl") if distributed.is_available() else ()
+    backends = [kind for kind in kinds if getattr(distributed, f"is_{kind}_available")()]
     found.append(Check("torchrun", bool(backends), f"backends: {', '.join(backends) or 'none'}"))
     return found
 
@@ -117,26 +114,24 @@ def _package(name: str) -> Check:
     return Check(name, True, _version(name))
 
 
-def _torchvision() -> Check | None:
-    """Whether it fits torch; None where it is not there. Where it does not, importing a model of Transformers fails."""
+def _torchvision() -> list[Check]:
+    """Checks that torchvision, if installed, fits torch: else importing a model of Transformers fails."""
     spec = importlib.util.find_spec("torchvision")
     torch = sys.modules.get("torch")
     if spec is None or spec.origin is None or torch is None:
-        return None
+        return []
     text = Path(spec.origin).with_name("version.py").read_text()
     build = match[1] if (match := re.search(r"__version__ = '(.*?)'", text)) else _version("torchvision")
     if "+cu" in build and torch.version.cuda is None:
-        return Check(
-            "torchvision",
-            False,
-            f"{build} is built for CUDA, torch {torch.__version__} is not: models of Transformers cannot be imported "
-            "beside it; run: pip uninstall torchvision torchaudio torchcodec",
+        remedy = (
+            "models of Transformers cannot be imported beside it; run: pip uninstall torchvision torchaudio torchcodec"
         )
-    return Check("torchvision", True, build)
+        return [Check("torchvision", False, f"{build} is built for CUDA, torch {torch.__version__} is not: {remedy}")]
+    return [Check("torchvision", True, build)]
 
 
 def _vllm() -> Check:
-    """vLLM by what is installed: importing it takes many seconds."""
+    """Checks vLLM by its version alone: importing it takes many seconds."""
     if importlib.util.find_spec("vllm") is None:
         return Check("vllm", None, "not installed: run scripts/setup --vllm for faster sampling")
     build, torch = _version("vllm"), sys.modules.get("torch")
@@ -147,7 +142,7 @@ def _vllm() -> Check:
 
 
 def _sandbox() -> Check:
-    """Starts an interpreter in it, as the Python tool does: bubblewrap may be installed and yet not be allowed."""
+    """Starts an interpreter in a sandbox: bubblewrap may be installed and yet not be allowed."""
     try:
         Sandbox()
     except (MissingDependencyError, UnsupportedError) as error:

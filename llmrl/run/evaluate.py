@@ -1,4 +1,4 @@
-"""Measures a checkpoint of a run: ``llmrl eval RUN``. Greedy answers to the held-out problems of the run's own task."""
+"""``llmrl eval RUN``: greedy answers of a checkpoint to the held-out problems of the run's own task."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llmrl.modules.llm.policies import TransformersWrapper
 from llmrl.run.checkpoint import check_files
 from llmrl.run.console import format_duration, print_summary
 from llmrl.train.distributed import Session
-from llmrl.train.evaluation import Evaluation
+from llmrl.train.evaluation import Evaluator
 from llmrl.train.grpo_config import GRPOConfig
 from llmrl.train.models import load_model, load_tokenizer
 from llmrl.train.sft_config import SFTConfig
@@ -38,16 +38,8 @@ def run(run_dir: Path, *, command: str, config: SFTConfig | GRPOConfig, checkpoi
         policy = TransformersWrapper(model, tokenizer=tokenizer, input_mode="history")
         started = time.perf_counter()
         task = Task(config.env, tokenizer)
-        exam = Evaluation(
-            session,
-            policy,
-            task,
-            rows,
-            split=config.eval.split,
-            batch_size=config.eval.batch_size,
-            max_tokens=config.eval.max_tokens,
-        )
-        score = exam.run()
+        evaluator = Evaluator(session, policy, task, rows, config.eval)
+        score = evaluator.run()
         seconds = time.perf_counter() - started
         task.close()
     if not session.is_first:
@@ -59,16 +51,16 @@ def run(run_dir: Path, *, command: str, config: SFTConfig | GRPOConfig, checkpoi
             "env": config.env.name,
             "split": config.eval.split,
             "rows": len(rows),
-            "failed": exam.failed,
+            "failed": evaluator.failed,
             "mean": score,
-            **({} if exam.call_rate is None else {"call_rate": exam.call_rate}),
+            **({} if evaluator.call_rate is None else {"call_rate": evaluator.call_rate}),
         }
         print(json.dumps(result))
         return 0
-    lost = f" · scoring failed on {exam.failed}" if exam.failed else ""
+    lost = f" · scoring failed on {evaluator.failed}" if evaluator.failed else ""
     print_summary(
         session.console,
-        [exam.remark, f"{len(rows)} problems{lost}", format_duration(seconds)],
+        [evaluator.summary, f"{len(rows)} problems{lost}", format_duration(seconds)],
         files=str(checkpoint),
     )
     return 0

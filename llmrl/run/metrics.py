@@ -1,4 +1,4 @@
-"""What a run measured, one JSON object per step in ``metrics.jsonl``, and the names that a measurement may have.
+"""The metrics of a run, one JSON object per step in ``metrics.jsonl``, and the table of their names.
 
 The names are shared by every recipe, so that two runs, and a dashboard made for one of them, can be compared; a name
 that is not in the table is refused. Weights & Biases and TensorBoard are mirrors of the file, never instead of it.
@@ -12,7 +12,6 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, SupportsFloat
 
 from llmrl.errors import ConfigError, DataError, near
@@ -79,10 +78,7 @@ METRICS: dict[str, str] = {
     "perf/peak_gb": "peak device memory",
 }
 
-_FAMILIES = {
-    re.compile(r"reward/[\w.-]+/\w+"): "reward/<function>/mean",
-    re.compile(r"eval/[\w.-]+/[\w@.-]+"): "eval/<environment>/mean",
-}
+_FAMILIES = {r"reward/[\w.-]+/\w+": "reward/<function>/mean", r"eval/[\w.-]+/[\w@.-]+": "eval/<environment>/mean"}
 
 
 def check_metric_name(name: str) -> None:
@@ -95,12 +91,12 @@ def check_metric_name(name: str) -> None:
     Traceback (most recent call last):
     llmrl.errors.ConfigError: metrics: 'rewards/mean' is not a metric. Did you mean 'reward/mean'?
     """
-    if name not in METRICS and not any(family.fullmatch(name) for family in _FAMILIES):
+    if name not in METRICS and not any(re.fullmatch(family, name) for family in _FAMILIES):
         raise ConfigError(f"metrics: {name!r} is not a metric.{near(name, [*METRICS, *_FAMILIES.values()])}")
 
 
 class Mirror(Protocol):
-    """A dashboard that is shown every step as well."""
+    """A dashboard that gets every step as well."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -112,6 +108,7 @@ class MetricsLog:
 
     ``resume_step``  the step of the checkpoint that the run goes on from: later lines are removed, they will come again
     ``mirrors``      "wandb", "tensorboard", or any object with `log` and `close`
+    ``config``       the run's settings, for Weights & Biases
     ``enabled``      False on every rank but the first: names are checked, nothing is written
 
     Raises  ConfigError for an unknown metric or mirror, or if the file holds steps and ``resume_step`` is not given
@@ -174,9 +171,7 @@ class MetricsLog:
     def __enter__(self) -> MetricsLog:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 

@@ -1,4 +1,4 @@
-"""What the policy said, one Parquet file per step in ``<run>/rollouts``: the rows that ``llmrl show`` prints."""
+"""The rollouts of a run, one Parquet file per step in ``<run>/rollouts``: the rows that ``llmrl show`` prints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder of one run: its name, and where each file in it lives. What is written into them belongs to others."""
+"""The folder of one run: its name, the paths in it, and its lock."""
 
 from __future__ import annotations
 
@@ -21,12 +21,16 @@ from llmrl.errors import ConfigError, RunFolderError, closest
 
 __all__ = ["RunDir", "free_space", "writing"]
 
-_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
-
 
 @dataclass(frozen=True)
 class RunDir:
-    """``runs/<name>/`` and the places in it.
+    """``runs/<name>/`` and the paths in it.
+
+    ``config``       config.yaml, the configuration as it ran, every default written out
+    ``info``         run.json, the command, its arguments, versions
+    ``metrics``      metrics.jsonl, one JSON object per step (`MetricsLog`)
+    ``rollouts``     one Parquet file per step (`RolloutLog`)
+    ``checkpoints``  ``stepN`` folders (`CheckpointStore`)
 
     >>> RunDir(Path("runs/sums-grpo-3f2a")).metrics.as_posix()
     'runs/sums-grpo-3f2a/metrics.jsonl'
@@ -34,41 +38,14 @@ class RunDir:
 
     path: Path
 
-    @property
-    def config(self) -> Path:
-        """The configuration as it ran, every default written out."""
-        return self.path / "config.yaml"
-
-    @property
-    def info(self) -> Path:
-        """What made the run: the command, its arguments, versions."""
-        return self.path / "run.json"
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object per step (`llmrl.run.metrics.MetricsLog`)."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def rollouts(self) -> Path:
-        """One Parquet file per step (`llmrl.run.rollout_log.RolloutLog`)."""
-        return self.path / "rollouts"
-
-    @property
-    def checkpoints(self) -> Path:
-        """``stepN`` folders (`llmrl.run.checkpoint.CheckpointStore`)."""
-        return self.path / "checkpoints"
+    config = property(lambda self: self.path / "config.yaml")
+    info = property(lambda self: self.path / "run.json")
+    metrics = property(lambda self: self.path / "metrics.jsonl")
+    rollouts = property(lambda self: self.path / "rollouts")
+    checkpoints = property(lambda self: self.path / "checkpoints")
 
     @classmethod
-    def create(
-        cls,
-        recipe: str,
-        config_text: str,
-        *,
-        root: Path | str = "runs",
-        name: str | None = None,
-        now: float | None = None,
-    ) -> RunDir:
+    def create(cls, recipe: str, config_text: str, *, root: Path | str = "runs", name: str | None = None) -> RunDir:
         """Makes a folder that no other run has, even one started in the same moment.
 
         Without ``name`` it is the recipe's name and four digits of a hash of the configuration and the time.
@@ -79,13 +56,17 @@ class RunDir:
         if name is not None:
             if not re.fullmatch(r"[\w.+=-]+", name) or name.startswith("."):
                 raise ConfigError(f"--name  must be letters, digits and . _ + = -: got {name!r}")
-            return cls(_make(root / name) or _refuse(root / name))
+            if _make(root / name):
+                return cls(root / name)
+            raise ConfigError(
+                f"--name  {root / name} exists; choose another name, or continue it: llmrl resume {root / name}"
+            )
         stem = re.sub(r"[^a-z0-9.]+", "-", recipe.lower()).strip("-.") or "run"
         moment = time.time_ns()
         for attempt in range(10_000):
             digits = hashlib.sha256(f"{config_text}\0{moment}\0{attempt}".encode()).hexdigest()[:4]
-            if path := _make(root / f"{stem}-{digits}"):
-                return cls(path)
+            if _make(root / f"{stem}-{digits}"):
+                return cls(root / f"{stem}-{digits}")
         raise ConfigError(f"{root}  holds too many runs named {stem}-....; give this one a --name")
 
     @classmethod
@@ -106,7 +87,7 @@ class RunDir:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Holds the run: inside it no other process trains here. A process that ends in any way lets go of it.
+        """Holds the run: no other process trains here meanwhile. A process that ends in any way releases it.
 
         Where the file system knows no locks the run goes on without one.
 
@@ -156,7 +137,7 @@ class RunDir:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Inside it, an OSError of the file system becomes a RunFolderError that names ``path`` and the remedy."""
+    """Turns an OSError of the file system into a RunFolderError that names ``path`` and the remedy."""
     try:
         yield
     except RunFolderError:
@@ -164,7 +145,7 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             remedy = f"{free_space(path)}; make room"
-        elif error.errno in _REFUSED:
+        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             remedy = "choose a folder that can be written, for new runs with --runs DIR"
         elif error.errno in (errno.ENOTDIR, errno.EEXIST):
             remedy = "a file is where a folder must be: remove it, or choose another place with --runs DIR"
@@ -176,7 +157,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def free_space(path: Path) -> str:
-    """How much room there is on the disk of ``path``, in words."""
+    """The free space on the disk of ``path``, in words."""
     try:
         usage = shutil.disk_usage(next(folder for folder in (path, *path.absolute().parents) if folder.exists()))
     except OSError:
@@ -191,15 +172,11 @@ def _replace(path: Path, text: str) -> None:
         os.replace(draft, path)
 
 
-def _make(path: Path) -> Path | None:
+def _make(path: Path) -> bool:
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             path.mkdir()  # fails where the folder exists: of two racing runs, one gets it
         except FileExistsError:
-            return None
-    return path
-
-
-def _refuse(path: Path) -> Path:
-    raise ConfigError(f"--name  {path} exists; choose another name, or continue it: llmrl resume {path}")
+            return False
+    return True

@@ -1,4 +1,4 @@
-"""``llmrl show``: what a run did, read from its files alone; it may still be running, on another machine's disk."""
+"""``llmrl show``: steps, samples and changes of a run, read from its files alone; it may still be running."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def show(
 ) -> None:
     """Prints the table of steps (``rows`` of them, evenly spaced; 0 for all), samples, and each measure's change.
 
-    Of a run with tools also how many calls there were, and how they ended in its first and its last step with calls.
+    For a run with tools also the number of calls, and their outcomes in its first and its last step with calls.
 
     Raises  DataError if the run has no metrics, or no rollouts of the ``step`` asked for
     """
@@ -56,9 +56,10 @@ def show(
     if samples and (chosen := _extremes(_rollouts(run, step), samples)):
         print_conversations(console, [_sample(rollout) for rollout in chosen])
     checkpoints = CheckpointStore(run.path, writer=False).steps()
+    seconds = [row["time/step"] for row in steps if row.get("time/step") is not None]
     print_summary(
         console,
-        [f"{int(steps[-1]['step'])} steps", format_duration(_total(steps, "time/step"))],
+        [f"{int(steps[-1]['step'])} steps", format_duration(sum(seconds) if seconds else math.nan)],
         changes=_changes(steps),
         facts=[("tools", _calls_in_words(calls))] if (calls := _calls(steps)) else [],
         files=f"{run.path}/{{config.yaml, metrics.jsonl, rollouts, checkpoints}}",
@@ -93,7 +94,7 @@ def _changes(steps: Sequence[Row]) -> list[tuple[str, float, float]]:
 
 
 def _calls(steps: Sequence[Row]) -> dict[str, Any] | None:
-    """How many calls there were, and the share of each outcome in the first and the last step with calls."""
+    """The number of calls, and the share of each outcome in the first and the last step with calls."""
     called = [row for row in steps if row.get("tools/calls_mean")]
     if not called:
         return None
@@ -145,8 +146,3 @@ def _spread(rows: Sequence[Row], count: int) -> list[Row]:
     if count == 1:
         return [rows[-1]]
     return [rows[round(position * (len(rows) - 1) / (count - 1))] for position in range(count)]
-
-
-def _total(rows: Sequence[Row], name: str) -> float:
-    values: list[Any] = [row[name] for row in rows if row.get(name) is not None]
-    return sum(values) if values else math.nan

@@ -1,13 +1,13 @@
-"""``llmrl template``: what a chat template does to training, shown on a conversation and said in one line per question.
+"""``llmrl template``: the effect of a chat template on training, shown on a conversation, one line per question.
 
-The answers come from rendering, not from reading the jinja. What makes training wrong is a problem; the rest is worth
-knowing, such as earlier turns that are written anew.
+The answers come from rendering, not from reading the jinja. A problem makes training wrong; the rest is worth knowing,
+such as earlier turns that are written differently later.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,13 +65,16 @@ class Finding:
 
 @dataclass
 class Diagnosis:
-    """What was found, and the conversations that it was found on."""
+    """The findings, and the conversations that they were found on."""
 
     name: str
     template: str
     findings: list[Finding] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     trained_share: float = 0.0
+
+    def add(self, name: str, ok: bool | None, detail: str) -> None:
+        self.findings.append(Finding(name, ok, detail))
 
     @property
     def problems(self) -> list[Finding]:
@@ -110,12 +113,12 @@ def diagnose(name: str, *, tools: bool = False, data: str | None = None) -> Diag
     """Tries the template on conversations. See :func:`run`."""
     tokenizer, source = _load_tokenizer(name)
     template = find_template(tokenizer)
-    diagnosis = Diagnosis(name, template.name, [Finding("tokenizer", True, source)])
-    add = diagnosis.findings.append
+    diagnosis = Diagnosis(name, template.name)
+    diagnosis.add("tokenizer", True, source)
     try:
         renderer = Renderer(tokenizer)
     except TemplateError as error:
-        add(Finding("rendering", False, str(error)))
+        diagnosis.add("rendering", False, str(error))
         return diagnosis
     if template.marks_generation:
         spans = "generation blocks say what the assistant writes"
@@ -123,30 +126,24 @@ def diagnose(name: str, *, tools: bool = False, data: str | None = None) -> Diag
         spans = "no generation blocks: what the assistant writes is found by rendering what comes before it"
     own = "the tokenizer's own" if getattr(tokenizer, "chat_template", None) else "none of its own; guessed"
     registered = "" if template.name in ("tokenizer", "custom") else f", that of {template.name!r}"
-    add(Finding("template", True, f"{own}{registered}; {spans}"))
-    conversations = _conversations(data) if data else [[_QUESTION, _ANSWER, *_MORE]]
-    _look_at_coverage(diagnosis, renderer, conversations, data)
-    _look_at_tools(diagnosis, renderer, wanted=tools)
+    diagnosis.add("template", True, f"{own}{registered}; {spans}")
+    _check_coverage(diagnosis, renderer, data)
+    _check_tools(diagnosis, renderer, wanted=tools)
+    if tools:
+        _check_tool_calls(diagnosis, renderer)
     report = renderer.check()
     stop = tokenizer.decode(renderer.end_of_turn_ids) if renderer.end_of_turn_ids else "none"
-    add(
-        Finding(
-            "stop token",
-            report.stop_token_trained,
-            f"{stop.strip()!r} ends an answer and is trained"
-            if report.stop_token_trained
-            else f"an answer ends with {stop!r}, which stops no generation: the model will not learn to stop",
-        )
-    )
-    add(
-        Finding(
-            "prefix",
-            True if report.prefix_preserving else None,
-            "a longer conversation begins with the shorter one" if report.prefix_preserving else report.reason,
-        )
-    )
-    _look_at_preamble(diagnosis, renderer)
-    _look_at_inverse(diagnosis, renderer)
+    if report.stop_token_trained:
+        diagnosis.add("stop token", True, f"{stop.strip()!r} ends an answer and is trained")
+    else:
+        detail = f"an answer ends with {stop!r}, which stops no generation: the model will not learn to stop"
+        diagnosis.add("stop token", False, detail)
+    if report.prefix_preserving:
+        diagnosis.add("prefix", True, "a longer conversation begins with the shorter one")
+    else:
+        diagnosis.add("prefix", None, report.reason)
+    _check_preamble(diagnosis, renderer)
+    _check_parser(diagnosis, renderer)
     return diagnosis
 
 
@@ -171,113 +168,94 @@ def _load_tokenizer(name: str) -> tuple[PreTrainedTokenizerBase, str]:
     return tokenizer, f"{type(tokenizer).__name__} of {name}, {len(tokenizer)} tokens, eos {tokenizer.eos_token!r}"
 
 
-def _conversations(data: str) -> list[Chat]:
-    rows = load_rows(data)
-    return [to_messages(rows[index], number=index + 1) for index in range(min(len(rows), _MAX_ROWS))]
-
-
-def _look_at_coverage(diagnosis: Diagnosis, renderer: Renderer, chats: Sequence[Chat], data: str | None) -> None:
+def _check_coverage(diagnosis: Diagnosis, renderer: Renderer, data: str | None) -> None:
     """Renders and masks the conversations, one by one where a batch is refused."""
+    chats: list[Chat] = [[_QUESTION, _ANSWER, *_MORE]]
+    if data:
+        rows = load_rows(data)
+        chats = [to_messages(rows[index], number=index + 1) for index in range(min(len(rows), _MAX_ROWS))]
+    rendered: list[Rendered] = []
+    refused = ""
     try:
-        rendered: list[Rendered | None] = list(renderer.render(chats))
-        refused = ""
+        rendered = renderer.render(chats)
     except TemplateError as error:
-        rendered, refused = [], str(error)
+        refused = str(error)
         for chat in chats if len(chats) > 1 else ():
-            try:
+            with suppress(TemplateError):
                 rendered += renderer.render([chat])
-            except TemplateError:
-                rendered.append(None)
-    good = [row for row in rendered if row is not None]
-    trained, total = sum(int(row.assistant_mask.sum()) for row in good), sum(len(row.ids) for row in good)
+    trained, total = sum(int(row.assistant_mask.sum()) for row in rendered), sum(len(row.ids) for row in rendered)
     diagnosis.trained_share = trained / total if total else 0.0
-    what = f"{len(good)} of {len(chats)} conversations of {data}" if data else "a made-up conversation"
-    detail = f"{trained} of {total} tokens trained ({diagnosis.trained_share:.0%}) in {what}"
-    diagnosis.findings.append(
-        Finding("coverage", trained > 0 and not refused, f"{detail}. {refused}".removesuffix(" "))
-    )
-    shown = [row for row in good[:_SHOWN] if row is not None]
-    diagnosis.samples += [
-        Sample(marked_pieces(renderer.tokenizer, row.ids, row.assistant_mask), label="trained") for row in shown
-    ]
+    source = f"{len(rendered)} of {len(chats)} conversations of {data}" if data else "a made-up conversation"
+    detail = f"{trained} of {total} tokens trained ({diagnosis.trained_share:.0%}) in {source}"
+    diagnosis.add("coverage", trained > 0 and not refused, f"{detail}. {refused}".removesuffix(" "))
+    diagnosis.samples += [_sample(renderer, row, "trained") for row in rendered[:_SHOWN]]
 
 
-def _look_at_tools(diagnosis: Diagnosis, renderer: Renderer, *, wanted: bool) -> None:
-    """What ``tools=None``, ``tools=[]`` and a tool do to the text, and whether a call can be trained."""
-    texts: dict[str, str] = {}
-    for case, tools in (("None", None), ("[]", []), ("one", [_TOOL])):
+def _sample(renderer: Renderer, row: Rendered, label: str) -> Sample:
+    return Sample(marked_pieces(renderer.tokenizer, row.ids, row.assistant_mask), label=label)
+
+
+def _check_tools(diagnosis: Diagnosis, renderer: Renderer, *, wanted: bool) -> None:
+    """Compares the text of ``tools=None``, of ``tools=[]`` and of one tool."""
+    texts: list[str] = []
+    for tools in (None, [], [_TOOL]):
         try:
-            [texts[case]] = render_text(renderer.template, [[_QUESTION, _ANSWER]], renderer.tokenizer, tools=tools)
+            texts += render_text(renderer.template, [[_QUESTION, _ANSWER]], renderer.tokenizer, tools=tools)
         except TemplateError as error:
-            texts[case] = f"refused: {error}"
-    if texts["None"] == texts["[]"]:
-        diagnosis.findings.append(Finding("tools=[]", True, "writes the same text as tools=None"))
+            texts.append(f"refused: {error}")
+    without, empty, one = texts
+    if without == empty:
+        diagnosis.add("tools=[]", True, "writes the same text as tools=None")
     else:
-        diagnosis.findings.append(
-            Finding("tools=[]", None, "writes another text than tools=None; llmrl renders both as None")
-        )
+        diagnosis.add("tools=[]", None, "writes another text than tools=None; llmrl renders both as None")
     bad = False if wanted else None
-    if texts["one"].startswith("refused: "):
-        diagnosis.findings.append(Finding("tools", bad, texts["one"]))
-    elif texts["one"] == texts["None"]:
-        diagnosis.findings.append(
-            Finding("tools", bad, "are not shown to the model: the text is the same without them")
-        )
+    if one.startswith("refused: "):
+        diagnosis.add("tools", bad, one)
+    elif one == without:
+        diagnosis.add("tools", bad, "are not shown to the model: the text is the same without them")
     else:
-        diagnosis.findings.append(Finding("tools", True, "are declared to the model"))
-    if not wanted:
-        return
+        diagnosis.add("tools", True, "are declared to the model")
+
+
+def _check_tool_calls(diagnosis: Diagnosis, renderer: Renderer) -> None:
+    """Checks that a call is trained and its result is not."""
     try:
         [row] = renderer.render([_WITH_TOOL], tools=[_TOOL])
     except TemplateError as error:
-        diagnosis.findings.append(Finding("tool calls", False, str(error)))
+        diagnosis.add("tool calls", False, str(error))
         return
-    decode = renderer.tokenizer.decode
-    call = decode(row.ids[slice(*row.spans[0])])
-    written = "add" in call and len(row.spans) == 2
-    untrained = "4" not in call
-    diagnosis.findings.append(
-        Finding(
-            "tool calls",
-            written and untrained,
-            "are trained, and their results are not"
-            if written and untrained
-            else f"the call must be trained and its result not: trained is {call!r}",
-        )
-    )
-    diagnosis.samples.append(
-        Sample(marked_pieces(renderer.tokenizer, row.ids, row.assistant_mask), label="with a tool")
-    )
+    call = renderer.tokenizer.decode(row.ids[slice(*row.spans[0])])
+    if "add" in call and len(row.spans) == 2 and "4" not in call:
+        diagnosis.add("tool calls", True, "are trained, and their results are not")
+    else:
+        diagnosis.add("tool calls", False, f"the call must be trained and its result not: trained is {call!r}")
+    diagnosis.samples.append(_sample(renderer, row, "with a tool"))
 
 
-def _look_at_preamble(diagnosis: Diagnosis, renderer: Renderer) -> None:
-    """A system prompt that nobody asked for."""
+def _check_preamble(diagnosis: Diagnosis, renderer: Renderer) -> None:
+    """Finds a system prompt that the template adds by itself."""
     [text] = render_text(renderer.template, [[_QUESTION]], renderer.tokenizer)
     before = text.partition(_QUESTION["content"])[0]
     for token in renderer.tokenizer.all_special_tokens:
         before = before.replace(token, " ")
     words = before.split()
     if len(words) > 3:  # more than the names of roles
-        diagnosis.findings.append(Finding("preamble", None, f"appears by itself: {' '.join(words)!r}"))
+        diagnosis.add("preamble", None, f"appears by itself: {' '.join(words)!r}")
 
 
-def _look_at_inverse(diagnosis: Diagnosis, renderer: Renderer) -> None:
+def _check_parser(diagnosis: Diagnosis, renderer: Renderer) -> None:
+    """Reads a rendered conversation back into messages."""
     parse = renderer.template.parse
     if parse is None:
-        diagnosis.findings.append(
-            Finding("reading back", None, "text cannot be read back into messages: give add_chat_template a parser")
-        )
+        detail = "text cannot be read back into messages: give add_chat_template a parser"
+        diagnosis.add("reading back", None, detail)
         return
     chat = [_QUESTION, _ANSWER, *_MORE]
     try:
         [text] = render_text(renderer.template, [chat], renderer.tokenizer)
     except TemplateError:
         return
-    same = [(message["role"], message["content"]) for message in parse(text)] == [
-        (message["role"], message["content"]) for message in chat
-    ]
-    diagnosis.findings.append(
-        Finding(
-            "reading back", True if same else None, f"text {'gives' if same else 'does not give'} its messages back"
-        )
-    )
+    if [{"role": message["role"], "content": message["content"]} for message in parse(text)] == chat:
+        diagnosis.add("reading back", True, "text gives its messages back")
+    else:
+        diagnosis.add("reading back", None, "text does not give its messages back")

@@ -1,4 +1,4 @@
-"""One process of a run among its equals: devices, precision, collectives, and what a person sees of the first of them.
+"""Per-rank setup: device, precision, collectives; console output on rank 0.
 
 A wrapper of a few lines around accelerate, so that a recipe reads the same under ``llmrl`` and under ``torchrun``.
 FSDP2 is torch's own ``fully_shard``, which works with any backend; accelerate leaves it out on CPUs.
@@ -34,12 +34,12 @@ __all__ = ["Session"]
 T = TypeVar("T")
 
 _NUMBERS = itertools.count()  # of this process's sessions: the same on every rank
-_ROLL_CALL_S = 5.0  # the ranks that wait for another one give up within moments of each other
-_LOST = re.compile("timed out|timeout|connection (closed|reset)", re.IGNORECASE)  # what a collective fails with then
+_ROLL_CALL_S = 5.0  # ranks that wait for a lost one time out within moments of each other
+_LOST = re.compile("timed out|timeout|connection (closed|reset)", re.IGNORECASE)  # errors of a collective then
 
 
 class Session:
-    """What every rank knows: ``rank``, ``world_size``, ``device``, ``console`` (silent but on rank 0)."""
+    """``rank``, ``world_size``, ``device``, ``console`` (silent but on rank 0), and collectives of this process."""
 
     def __init__(self, config: ModelSource):
         self._timeout_s = config.parallel.timeout_s
@@ -75,9 +75,9 @@ class Session:
         return prepared
 
     def no_sync(self, scorer: nn.Module) -> AbstractContextManager[None]:
-        """Inside it, a backward pass of a prepared module adds to its gradients without averaging them.
+        """Context in which a backward pass of a prepared module adds to its gradients without averaging them.
 
-        Sharded gradients are averaged all the same: whole ones are what there is no room for.
+        Sharded gradients are averaged all the same: there is no room for whole ones.
         """
         return nullcontext() if self.sharded else self.accelerator.no_sync(scorer)
 
@@ -115,7 +115,7 @@ class Session:
         return f"{layout} · {device} · torch {torch.__version__} · {self.precision}"
 
     def _shard(self, scorer: nn.Module) -> nn.Module:
-        """Each decoder layer is a unit, whole only while it computes; what is left (embeddings, head) is another."""
+        """FSDP2: each decoder layer is a unit, whole only while it computes; embeddings and head are another."""
         bf16 = self.accelerator.mixed_precision == "bf16"
         options: dict[str, Any] = {
             "mesh": init_device_mesh(self.device.type, (self.world_size,)),
@@ -131,13 +131,13 @@ class Session:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
-        if kind is None or self.world_size == 1:  # ranks that one of them failed cannot part from each other in order
+        if kind is None or self.world_size == 1:  # after a failure of one rank there is no orderly end for the others
             self.close()
         elif self._store is not None and isinstance(error, RuntimeError) and _LOST.search(str(error)):
             _call_roll(self._store, "collective", self.rank, self.world_size, _ROLL_CALL_S, self._timeout_s)
 
     def close(self) -> None:
-        """Parts from the other ranks; another session may begin in this process."""
+        """Leaves the process group; another session may begin in this process."""
         self.accelerator.end_training()
         AcceleratorState._reset_state(reset_partial_state=True)
 
@@ -160,7 +160,7 @@ def _join(timeout_s: float) -> dist.Store | None:
 
 
 def _call_roll(store: dist.Store, event: str, rank: int, world_size: int, wait_s: float, timeout_s: float) -> None:
-    """Each rank that runs says so in the store; those that do not within ``wait_s`` are stopped, hang or are slow.
+    """Each running rank sets its key in the store; those that do not within ``wait_s`` are stopped, hanging or slow.
 
     Raises  DeadlineError that names them; ``timeout_s`` is the deadline that they missed
     """
@@ -180,11 +180,11 @@ def _gpu_has_bfloat16() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
-def _abort_at_once(before: Any) -> Any:
-    """A rank that dies must not wait for the others in a destructor: its launcher then ends them within seconds."""
+def _abort_at_once(default_hook: Any) -> Any:
+    """An excepthook that leaves at once: destructors would wait for the other ranks, which the launcher then ends."""
 
     def hook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
-        before(kind, error, traceback)
+        default_hook(kind, error, traceback)
         sys.stderr.flush()
         os._exit(1)
 

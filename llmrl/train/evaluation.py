@@ -1,6 +1,4 @@
-"""Greedy evaluation: how often is the most likely answer right, on problems that are not trained on? Tools and the
-user that the settings name are there, as in training.
-"""
+"""Greedy evaluation on problems that are not trained on, with the tools and the user of the training task."""
 
 from __future__ import annotations
 
@@ -18,11 +16,12 @@ from llmrl.train.tasks import Task
 if TYPE_CHECKING:
     from llmrl.modules.llm.policies.base import LLMWrapperBase
     from llmrl.train.distributed import Session
+    from llmrl.train.settings import EvalSettings
 
-__all__ = ["Evaluation"]
+__all__ = ["Evaluator"]
 
 
-class Evaluation:
+class Evaluator:
     """Asks ``policy`` every row once, without sampling, the rows dealt out over the ranks.
 
     `run` returns the mean of "success" where the environment writes it, else of the reward. Answers whose scoring
@@ -37,12 +36,11 @@ class Evaluation:
         policy: LLMWrapperBase,
         task: Task,
         rows: Sequence[Mapping[str, Any]],
+        settings: EvalSettings,
         *,
-        split: str,
-        batch_size: int,
-        max_tokens: int,
         source: nn.Module | None = None,
     ):
+        split, size = settings.split, settings.batch_size
         self.session = session
         self.task = task
         env = task.settings
@@ -56,16 +54,12 @@ class Evaluation:
         self._has_tools = bool(env.tools)
         self._source = source
         self._policy = policy.get_new_version(
-            generate_kwargs={"max_new_tokens": max_tokens, "temperature": 0.0},
+            generate_kwargs={"max_new_tokens": settings.max_tokens, "temperature": 0.0},
             prefer_tokens=True,  # nothing is trained, so that a template may rewrite the past
         )
         mine = list(rows[session.rank :: session.world_size])
-        self._envs = [
-            task.make_env(
-                mine[start : start + batch_size], shuffle=False, num_envs=len(mine[start : start + batch_size])
-            )
-            for start in range(0, len(mine), batch_size)
-        ]
+        batches = [mine[start : start + size] for start in range(0, len(mine), size)]
+        self._envs = [task.make_env(batch, shuffle=False, num_envs=len(batch)) for batch in batches]
 
     def run(self) -> float:
         if self._source is not None:
@@ -101,6 +95,6 @@ class Evaluation:
         return {self.metric: self.score, **rate}
 
     @property
-    def remark(self) -> str:
+    def summary(self) -> str:
         """The last run in words."""
         return f"{self.name} {self.score:.3f}" + ("" if self.call_rate is None else f", {self.call_rate:.0%} call")

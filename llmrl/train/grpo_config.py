@@ -50,7 +50,7 @@ class AlgorithmSettings(Settings):
 
 
 class RolloutSettings(Settings):
-    """What samples, and how far it may run ahead of the trainer."""
+    """The engine that samples, and the number of versions it may be behind the trainer."""
 
     engine: Literal["transformers", "vllm"] = Field(
         "transformers", description="transformers: with the very weights that are trained; vllm: faster, with a copy"
@@ -64,7 +64,7 @@ class RolloutSettings(Settings):
         0, ge=0, le=1, description="1: the next rollouts are sampled during the update, one version behind; needs vllm"
     )
     concurrency: int | None = Field(
-        None, ge=1, description="conversations that proceed on their own at a time; null: all take turns together"
+        None, ge=1, description="max concurrent conversations; null: all advance in lockstep"
     )
     kv_cache_gb: float | None = Field(
         None, gt=0, description="vllm's memory for keys and values; null: 1 GB on a CPU, what is free on a GPU"

@@ -1,4 +1,4 @@
-"""Loads what is trained: a folder, a hub name, another recipe's newest checkpoint, or a tiny model made on the spot."""
+"""Loads model and tokenizer: a folder, a hub name, another recipe's newest checkpoint, or a tiny random model."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ T = TypeVar("T")
 
 
 def resolve_model(model: str | TinyModelSettings, *, runs: Path) -> str | TinyModelSettings:
-    """``latest:RECIPE`` becomes the newest checkpoint of that recipe below ``runs``, a run's folder its last one.
-
-    Anything else stays.
+    """``latest:RECIPE`` as the newest checkpoint of that recipe below ``runs``, a run's folder as its last one.
 
     Raises  DataError if there is none
     """

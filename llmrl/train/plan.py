@@ -1,4 +1,4 @@
-"""The plan that a run prints before any weights are loaded: machine, arithmetic, algorithm, template, data."""
+"""The plan that a run prints before any weights are loaded: machine, precision, algorithm, template, data."""
 
 from __future__ import annotations
 
@@ -34,25 +34,20 @@ Rows = list[tuple[str, str]]
 
 
 def sft_plan(config: SFTConfig, session: Session, tokenizer: PreTrainedTokenizerBase, chats: TokenizedChats) -> Rows:
-    steps, steps_per_epoch = sft_steps(config, len(chats))
+    steps, per_epoch = sft_steps(config, len(chats))
     cut = f" · {chats.num_cut} longer than {config.max_length} tokens, {config.too_long}" if chats.num_cut else ""
-    ending = (
-        f" or until {config.env.name} {config.stop.split} reaches {config.stop.at_least}"
-        if config.stop and config.env
-        else ""
-    )
+    length = f"{steps} steps = {steps / per_epoch:.2f} epochs"
+    if config.stop and config.env:
+        length += f" or until {config.env.name} {config.stop.split} reaches {config.stop.at_least}"
     return [
         ("machine", session.describe()),
         ("model", _model(config)),
-        (
-            "batch",
-            f"{config.batch_size} conversations a step · at most {config.tokens_per_microbatch} padded tokens at once",
-        ),
+        ("batch", f"{config.batch_size} conversations a step · {_microbatches(config)}"),
         ("loss", "-log p, sum over the assistant's tokens / tokens of the step"),
         ("optim", _optim(config.optim)),
         ("template", check_template(chats.renderer, tokenizer, share=chats.trained_share())),
         ("data", f"{chats.source} · {len(chats)} conversations{cut} · {sum(map(len, chats.ids))} tokens"),
-        ("length", f"{steps} steps = {steps / steps_per_epoch:.2f} epochs{ending}"),
+        ("length", length),
         ("keep", _checkpoints(config)),
     ]
 
@@ -64,14 +59,9 @@ def sft_steps(config: SFTConfig, num_chats: int) -> tuple[int, int]:
 
 
 def grpo_plan(
-    config: GRPOConfig,
-    session: Session,
-    task: Task,
-    *,
-    num_prompts: int,
-    num_dropped: int = 0,
-    num_eval: int = 0,
+    config: GRPOConfig, session: Session, task: Task, *, num_prompts: int, num_dropped: int = 0, num_eval: int = 0
 ) -> Rows:
+    env, prompts = config.env, config.prompts_per_step
     advantage, loss = grpo_settings(config, exact=samples_exactly(config, session))
     words = PRESETS[config.algo].describe(advantage, loss)
     if config.zero_variance == "refill":
@@ -80,22 +70,18 @@ def grpo_plan(
         words["advantage"] += f"; the last {config.overlong_buffer} tokens of {config.sampling.max_tokens} cost reward"
     if config.truncated == "mask":
         words["aggregation"] += ", without answers that were cut off"
-    rollouts = config.prompts_per_step * config.group_size
-    dropped = f" · {num_dropped} longer than {config.env.max_prompt_tokens} tokens left out" if num_dropped else ""
-    exam = (
-        f" · {num_eval} problems measured" + (f" every {config.eval.every}" if config.eval.every else "")
-        if num_eval
-        else ""
-    )
+    rollouts = f"{prompts} prompts x {config.group_size} = {prompts * config.group_size} rollouts a step"
+    updates = f"{config.updates_per_step} update{'s' * (config.updates_per_step > 1)}"
+    dropped = f" · {num_dropped} longer than {env.max_prompt_tokens} tokens left out" if num_dropped else ""
+    evaluated = f" · {num_eval} problems measured" if num_eval else ""
+    if num_eval and config.eval.every:
+        evaluated += f" every {config.eval.every}"
+    epochs = f"{config.steps} steps = {config.steps * prompts / num_prompts:.2f} epochs"
+    several = {"several_turns": env.max_turns > 1, "new_records": env.on_rewrite == "new_record"}
     return [
         ("machine", session.describe()),
         ("model", _model(config)),
-        (
-            "batch",
-            f"{config.prompts_per_step} prompts x {config.group_size} = {rollouts} rollouts a step · "
-            f"{config.updates_per_step} update{'s' * (config.updates_per_step > 1)} · "
-            f"at most {config.tokens_per_microbatch} padded tokens at once",
-        ),
+        ("batch", f"{rollouts} · {updates} · {_microbatches(config)}"),
         ("sampling", _sampling(config)),
         *_engine(config, apart=has_own_process(config, session)),
         (f"algo {config.algo}"[:10], f"{'advantage':<12}{words['advantage']}"),
@@ -103,27 +89,15 @@ def grpo_plan(
         ("", f"{'aggregation':<12}{words['aggregation']}"),
         ("", f"{'KL':<12}{words['kl']}"),
         ("optim", _optim(config.optim)),
-        (
-            "template",
-            check_template(
-                Renderer(task.tokenizer),
-                task.tokenizer,
-                several_turns=config.env.max_turns > 1,
-                new_records=config.env.on_rewrite == "new_record",
-            ),
-        ),
-        *_acting(task),
-        (
-            "data",
-            f"{num_prompts} prompts{dropped} · {config.steps} steps = "
-            f"{config.steps * config.prompts_per_step / num_prompts:.2f} epochs{exam}",
-        ),
+        ("template", check_template(Renderer(task.tokenizer), task.tokenizer, **several)),
+        *_tools_and_user(task),
+        ("data", f"{num_prompts} prompts{dropped} · {epochs}{evaluated}"),
         ("keep", _checkpoints(config)),
     ]
 
 
 def samples_exactly(config: GRPOConfig, session: Session) -> bool:
-    """Whether the log-probs of sampling are the trainer's own to float32 rounding."""
+    """True if the log-probs of sampling are the trainer's own to float32 rounding."""
     return config.rollout.engine == "transformers" and not session.low_precision
 
 
@@ -186,8 +160,7 @@ def check_template(
     )
 
 
-def _acting(task: Task) -> Rows:
-    """Who answers the policy between its turns."""
+def _tools_and_user(task: Task) -> Rows:
     env, rows = task.settings, []
     if task.tools is not None:
         told = "in the prompt" if task.tools.declare else "not told in the prompt"
@@ -206,6 +179,10 @@ def _model(config: ModelSource) -> str:
     return config.model
 
 
+def _microbatches(config: ModelSource) -> str:
+    return f"at most {config.tokens_per_microbatch} padded tokens at once"
+
+
 def _optim(optim: OptimSettings) -> str:
     warmup = f" after {optim.warmup} steps" if optim.warmup else ""
     return f"AdamW · lr {optim.lr:g} {optim.schedule}{warmup} · gradient norm at most {optim.clip_norm:g}"
@@ -213,17 +190,14 @@ def _optim(optim: OptimSettings) -> str:
 
 def _sampling(config: GRPOConfig) -> str:
     sampling = config.sampling
-    cut = [
-        f"{name} {value:g}"
-        for name, value, off in (("top_p", sampling.top_p, 1.0), ("top_k", sampling.top_k, 0))
-        if value != off
-    ]
+    limits = (("top_p", sampling.top_p, 1.0), ("top_k", sampling.top_k, 0))
+    cut = [f"{name} {value:g}" for name, value, off in limits if value != off]
     warning = f" · {', '.join(cut)}: samples are not the policy's own" if cut else ""
     return f"at most {sampling.max_tokens} tokens · temperature {sampling.temperature:g}{warning}"
 
 
 def has_own_process(config: GRPOConfig, session: Session) -> bool:
-    """Whether vLLM runs in a process of its own: here it opens the default process group, and answers call by call."""
+    """True if vLLM runs in a process of its own: here it opens the default process group, and answers call by call."""
     rollout = config.rollout
     if rollout.own_process is not None:
         return rollout.own_process
@@ -231,16 +205,13 @@ def has_own_process(config: GRPOConfig, session: Session) -> bool:
 
 
 def _engine(config: GRPOConfig, *, apart: bool) -> Rows:
-    """What samples, where it is not the trainer itself."""
+    """A row for the engine, if it is not the trainer itself."""
     rollout = config.rollout
     words = []
     if rollout.engine == "vllm":
         words.append("vLLM in a process of its own" if apart else "vLLM in this process")
-        words.append(
-            "the next rollouts are sampled during the update, one version behind"
-            if rollout.max_staleness
-            else "weights sent after every step"
-        )
+        ahead = "the next rollouts are sampled during the update, one version behind"
+        words.append(ahead if rollout.max_staleness else "weights sent after every step")
     if rollout.concurrency:
         words.append(f"{rollout.concurrency} conversations at a time, each on its own")
     return [("engine", " · ".join(words))] if words else []

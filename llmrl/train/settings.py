@@ -1,8 +1,7 @@
-"""The sections that the recipes' YAML files share. Nothing here imports torch: mistakes are told before it loads."""
+"""The sections that the YAML files of both recipes share; no torch: config errors are reported before it loads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -60,7 +59,7 @@ class OptimSettings(Settings):
 
 
 class SamplingSettings(Settings):
-    """How the policy samples during rollouts; evaluation is greedy."""
+    """Sampling during rollouts; evaluation is greedy."""
 
     max_tokens: int = Field(
         1024, ge=1, description="longest completion, in tokens", json_schema_extra={"also": ["max_new_tokens"]}
@@ -70,17 +69,12 @@ class SamplingSettings(Settings):
     top_k: int = Field(0, ge=0, description="0 keeps the whole distribution; more makes training off-policy")
 
 
-def _bare(error: ConfigError) -> str:
-    """An error without the word for what it is about, which the setting's name says."""
-    return str(error).partition(": ")[2]
-
-
 def _of_own(name: str) -> str:
-    """A name of the user's, by its form. Whether there is such a thing is seen last, when all else is right."""
+    """Checks the form of a user's name; it is loaded last, when everything else is right."""
     try:
         split_name(name, what="name")
     except ConfigError as error:
-        raise ValueError(_bare(error)) from None
+        raise ValueError(str(error).partition(": ")[2]) from None  # without its first word: the setting is named
     return name
 
 
@@ -116,15 +110,13 @@ class RewardSettings(Settings):
     def _is_of_one_kind(self) -> RewardSettings:
         kinds = ("fn", "judge", "reward_model", "code")
         given = [kind for kind in kinds if getattr(self, kind) is not None]
-        if len(given) != 1:
-            raise ValueError(
-                f"must have exactly one of {', '.join(kinds)}: got {' and '.join(given) or 'none of them'}"
-            )
-        return self
+        if len(given) == 1:
+            return self
+        raise ValueError(f"must have exactly one of {', '.join(kinds)}: got {' and '.join(given) or 'none of them'}")
 
 
 def _one_of(known: tuple[str, ...], what: str) -> AfterValidator:
-    """A name that is known here, or one of the user's."""
+    """Accepts a name that is known here, or one of the user's."""
 
     def check(name: str) -> str:
         if name not in known and ":" not in name:
@@ -154,7 +146,7 @@ TOOL_FORMATS += ("function", "tagged", "xml", "python")
 
 
 class EnvSettings(Settings):
-    """Where prompts come from, what answers a model that acts, and who scores it."""
+    """Prompts, tools, user and rewards."""
 
     name: Annotated[str, _one_of(ENVIRONMENTS, "an environment")] = Field(
         "chat",
@@ -205,16 +197,16 @@ class EnvSettings(Settings):
 
     @property
     def max_records(self) -> int:
-        """Into how many training records one conversation can fall."""
+        """The largest number of training records of one conversation."""
         return self.max_turns if self.on_rewrite == "new_record" else 1
 
     @property
     def label(self) -> str:
-        """The environment in names of metrics: of one's own, without its module."""
+        """The environment's name in metrics: without the module, if it is the user's own."""
         return self.name.rpartition(":")[2]
 
     @model_validator(mode="after")
-    def _chat_needs_data_and_reward(self) -> EnvSettings:
+    def _parts_fit_each_other(self) -> EnvSettings:
         if self.reward is not None and self.rewards is not None:
             raise ValueError("env has reward and rewards: put the one into the list")
         scored = self.reward is not None or self.rewards is not None
@@ -226,10 +218,6 @@ class EnvSettings(Settings):
                 raise ValueError(f"env.{column} is for data of your own: env {self.name} knows its columns")
         if self.options and ":" not in self.name:
             raise ValueError(f"env.options is for an environment of your own: {self.name} takes none")
-        return self
-
-    @model_validator(mode="after")
-    def _acting_needs_turns(self) -> EnvSettings:
         for name, value in (("tools", self.tools), ("user", self.user)):
             if value and self.max_turns < 2:
                 raise ValueError(f"env.{name} needs max_turns of at least 2, to go on after what was answered: got 1")
@@ -237,17 +225,7 @@ class EnvSettings(Settings):
 
     @model_validator(mode="after")
     def _names_can_be_loaded(self) -> EnvSettings:
-        """Last, because it runs the user's modules: what is wrong with each name, at the place of each."""
-        faults = [
-            InitErrorDetails(type=PydanticCustomError("value_error", "{text}", {"text": text}), loc=at, input=None)
-            for at, text in self._unloadable()
-        ]
-        if faults:
-            raise ValidationError.from_exception_data(type(self).__name__, faults)
-        return self
-
-    def _unloadable(self) -> Iterator[tuple[tuple[str | int, ...], str]]:
-        """Where a name stands, and why it cannot be used."""
+        """Loads every name of the user's, and reports each fault at its place: last, because it runs their modules."""
         from llmrl.tools.load import check_tool
 
         functions = {("reward",): self.reward, ("user",): self.user}
@@ -266,11 +244,17 @@ class EnvSettings(Settings):
             from llmrl.envs.llm.tool_calls import call_format
 
             checks.append((("tool_format",), call_format, (self.tool_format,), {}))
+        faults = []
         for at, check, arguments, options in checks:
             try:
                 check(*arguments, **options)
             except ConfigError as error:
-                yield at, _bare(error)
+                text = {"text": str(error).partition(": ")[2]}
+                fault = PydanticCustomError("value_error", "{text}", text)
+                faults.append(InitErrorDetails(type=fault, loc=at, input=None))
+        if faults:
+            raise ValidationError.from_exception_data(type(self).__name__, faults)
+        return self
 
 
 class EvalSettings(Settings):
@@ -292,7 +276,7 @@ class CheckpointSettings(Settings):
 
 
 class ParallelSettings(Settings):
-    """How several processes, started by torchrun, share the work. One process ignores it."""
+    """Layout of several processes, started by torchrun. One process ignores it."""
 
     mode: Literal["ddp", "fsdp2"] = Field(
         "ddp", description="ddp: whole copies; fsdp2: parameters and optimizer sharded"
@@ -301,7 +285,7 @@ class ParallelSettings(Settings):
 
 
 class ModelSource(Settings):
-    """Fields that both recipes have to say which model is trained and how."""
+    """Fields of both recipes: the model, precision, optimizer, checkpoints, processes."""
 
     FIXED: ClassVar[tuple[str, ...]] = ("model", "seed")  # what a resumed run cannot change: its checkpoint has them
 

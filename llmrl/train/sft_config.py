@@ -1,4 +1,4 @@
-"""What ``llmrl sft`` can be told. The loop that reads it is `llmrl.recipes.sft`."""
+"""Settings of ``llmrl sft``. The loop that reads them is `llmrl.recipes.sft`."""
 
 from __future__ import annotations
 

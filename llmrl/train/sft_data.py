@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from tensordict import TensorDict
@@ -80,11 +79,16 @@ def tokenize_chats(config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Tok
     Raises  DataError for data that are missing, empty or too long, or have a row without an assistant turn;
             TemplateError if the template does not say what the assistant wrote
     """
-    data, rows = config.data, _rows(config)
+    data = config.data
+    if data.path in _EMBEDDED:
+        rows = _EMBEDDED[data.path](data.split)
+    else:
+        rows = load_rows(data.path, split=data.split, name=data.name)
+    count = min(data.rows or len(rows), len(rows))
     renderer = Renderer(tokenizer)
     chats = TokenizedChats(data.path, [], [], renderer)
-    for start in range(0, len(rows), _AT_ONCE):
-        block = [rows[i] for i in range(start, min(start + _AT_ONCE, len(rows)))]
+    for start in range(0, count, _AT_ONCE):
+        block = [rows[i] for i in range(start, min(start + _AT_ONCE, count))]
         messages = [
             to_messages(
                 row,
@@ -110,16 +114,6 @@ def tokenize_chats(config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Tok
             f"{data.path}: no token is left to train: cutting to max_length={config.max_length} dropped all of it."
         )
     return chats
-
-
-def _rows(config: SFTConfig) -> Sequence[dict[str, Any]]:
-    data = config.data
-    rows = (
-        _EMBEDDED[data.path](data.split)
-        if data.path in _EMBEDDED
-        else load_rows(data.path, split=data.split, name=data.name)
-    )
-    return rows if data.rows is None else [rows[i] for i in range(min(data.rows, len(rows)))]
 
 
 def _add(chats: TokenizedChats, ids: Tensor, mask: Tensor, number: int, config: SFTConfig) -> None:

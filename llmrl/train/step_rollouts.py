@@ -1,13 +1,15 @@
-"""What happened in the rollouts of one step, over all ranks: metrics, records for the log, samples to look at."""
+"""The rollouts of one step over all ranks: metrics, records for the log, sample conversations, columns to train on."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tensordict import TensorDictBase
+import torch
+from tensordict import TensorDict, TensorDictBase
 
+from llmrl.envs.llm.transforms.tool_use import tool_metrics
+from llmrl.errors import RolloutError
 from llmrl.modules.llm.engines import StopReason
 from llmrl.run.console import Sample
 from llmrl.run.rollout_log import Rollout
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from llmrl.data.replay_buffers import ReplayBuffer
     from llmrl.train.distributed import Session
 
-__all__ = ["StepRollouts", "slim"]
+__all__ = ["StepRollouts", "select_training_columns"]
 
 _TRAINED = (
     ("tokens", "full"),
@@ -33,141 +35,106 @@ _TRAINED = (
 )
 
 
-def slim(data: TensorDictBase) -> TensorDictBase:
+def select_training_columns(data: TensorDictBase) -> TensorDictBase:
     """The columns that advantages and loss read; the rest of a rollout need not be stored."""
     plain = ("log_probs", "plain")  # there when sampling was cut to some tokens
     return data.select(*_TRAINED, *([plain] if data.get(plain, None, as_list=True) is not None else []))
-
-
-@dataclass
-class _Row:
-    group: int
-    reward: float
-    length: int
-    truncated: bool
-    version: int
 
 
 class StepRollouts:
     """The rollouts ``data`` of this rank and, through the session, of the others.
 
     A conversation is a row, or several next to each other, of which the last is done (``yield_only_last_steps``).
-    ``buffer`` holds what reached the loss, with advantages.
+    ``buffer`` holds the rows that reached the loss, with advantages.
+
+    ``records``  one per conversation of all ranks; on every rank, in the order of the ranks
     """
 
     def __init__(
-        self,
-        session: Session,
-        data: TensorDictBase,
-        buffer: ReplayBuffer,
-        tokenizer: PreTrainedTokenizerBase,
+        self, session: Session, data: TensorDictBase, buffer: ReplayBuffer, tokenizer: PreTrainedTokenizerBase
     ):
-        self.session = session
-        self.tokenizer = tokenizer
-        self._data = data
-        self._advantages: dict[int, float] = {}
+        self._session, self._data, self._tokenizer = session, data, tokenizer
+        self._advantages: dict[int, float] = {}  # by the seed of the row
         if len(buffer):
             kept = buffer[:]
             values = kept.get("advantage").flatten(1)[:, 0].tolist()
             self._advantages = dict(zip(kept.get("seed").tolist(), values, strict=True))
-        self._last, self._lengths = _conversations(data)
-        reasons = data.get("stop_reason").tolist()
-        rewards = data.get(("next", "reward")).flatten(1).sum(1).tolist()
+        self._last, lengths = _conversations(data)
+        self._seeds, self._rewards = data.get("seed").tolist(), data.get(("next", "reward")).flatten(1).sum(1).tolist()
+        prompts, responses = data.get("text").rows("prompt"), data.get("text").rows("response")
         groups, versions = data.get("group_id").tolist(), data.get("policy_version").tolist()
+        reasons = data.get("stop_reason").tolist()
         mine = [
-            _Row(groups[row], rewards[row], length, reasons[row] == StopReason.LENGTH, versions[row])
-            for row, length in zip(self._last, self._lengths, strict=True)
+            Rollout(
+                prompt=prompts[row],
+                completion=responses[row],
+                reward=self._rewards[row] if math.isfinite(self._rewards[row]) else None,
+                advantage=self._advantages.get(self._seeds[row]),
+                stop_reason=StopReason(reasons[row]).name.lower(),
+                version=versions[row],
+                tokens=length,
+                group=groups[row],
+            )
+            for row, length in zip(self._last, lengths, strict=True)
         ]
-        self._rows = session.gather(mine)
-        self._written = sum(session.gather([len(set(self._kept_groups()))]))
-
-    @property
-    def num_rows(self) -> int:
-        return len(self._rows)
+        self.records = session.gather(mine)
+        kept_groups = {group for seed, group in zip(self._seeds, groups, strict=True) if seed in self._advantages}
+        self._num_kept = sum(session.gather([len(kept_groups)]))
 
     def metrics(self, *, version: int, seconds: float) -> dict[str, float]:
         """Over the rollouts of all ranks; ``seconds`` is what collecting them took."""
-        rows = self._rows
-        rewards = [row.reward for row in rows if math.isfinite(row.reward)]
+        rows = self.records
+        rewards = [row.reward for row in rows if row.reward is not None]
         mean = sum(rewards) / len(rewards) if rewards else math.nan
-        groups: dict[int, list[float]] = {}
+        groups: dict[int, set[float | None]] = {}
         for row in rows:
-            groups.setdefault(row.group, []).append(row.reward)
-        equal = sum(len({reward for reward in group if math.isfinite(reward)}) <= 1 for group in groups.values())
-        tokens = sum(row.length for row in rows)
+            groups.setdefault(row.group, set()).add(row.reward)
+        equal = sum(len(rewards_of_group - {None}) <= 1 for rewards_of_group in groups.values())
+        tokens = sum(row.tokens for row in rows)
         ages = [version - row.version for row in rows]
         return {
             "reward/mean": mean,
             "reward/std": math.sqrt(sum((r - mean) ** 2 for r in rewards) / len(rewards)) if rewards else math.nan,
             "group/zero_var_frac": equal / len(groups),
-            "group/kept_frac": self._written / len(groups),
+            "group/kept_frac": self._num_kept / len(groups),
             "tokens/completion_mean": tokens / len(rows),
-            "tokens/completion_max": max(row.length for row in rows),
-            "tokens/truncated_frac": sum(row.truncated for row in rows) / len(rows),
+            "tokens/completion_max": max(row.tokens for row in rows),
+            "tokens/truncated_frac": sum(row.stop_reason == "length" for row in rows) / len(rows),
             "rollout/failed": len(rows) - len(rewards),
             "async/staleness_mean": sum(ages) / len(ages),
             "async/staleness_max": max(ages),
             "time/generate": seconds,
             "perf/gen_tok_s": tokens / seconds,
+            **_env_metrics(self._session, self._data),
         }
 
-    def records(self, step: int) -> list[Rollout]:
-        """One record per conversation of all ranks; on every rank, in the order of the ranks."""
-        data = self._data
-        text = data.get("text")
-        columns = (
-            text.rows("prompt"),
-            text.rows("response"),
-            data.get(("next", "reward")).flatten(1).sum(1).tolist(),
-            data.get("seed").tolist(),
-            data.get("stop_reason").tolist(),
-            data.get("policy_version").tolist(),
-            data.get("group_id").tolist(),
-        )
-        return self.session.gather(
-            [
-                Rollout(
-                    prompt=prompt,
-                    completion=completion,
-                    reward=reward if math.isfinite(reward) else None,
-                    advantage=self._advantages.get(seed),
-                    stop_reason=StopReason(reason).name.lower(),
-                    version=version,
-                    tokens=length,
-                    group=group,
-                    step=step,
-                )
-                for length, (prompt, completion, reward, seed, reason, version, group) in zip(
-                    self._lengths, ([column[row] for column in columns] for row in self._last), strict=True
-                )
-            ]
-        )
+    def check_failed(self, max_failed: float, step: int, first_error: str) -> None:
+        """Raises RolloutError if more than the share ``max_failed`` of the rollouts failed."""
+        failed = sum(row.reward is None for row in self.records)
+        if failed > max_failed * len(self.records):
+            raise RolloutError(
+                f"grpo: at most max_failed = {max_failed:.0%} of a step's rollouts may fail: got {failed} of "
+                f"{len(self.records)} in step {step}. {first_error}"
+            )
 
     def samples(self, count: int) -> list[Sample]:
-        """Conversations of this rank with their sampled tokens marked: by turns the most and the least favoured."""
-        data = self._data
-        seeds = data.get("seed").tolist()
-        best = sorted(self._last, key=lambda row: -self._advantages.get(seeds[row], 0.0))
+        """Conversations of this rank with their sampled tokens marked: by turns of the highest and lowest advantage."""
+        best = sorted(self._last, key=lambda row: -self._advantages.get(self._seeds[row], 0.0))
         order = [best[-1 - place // 2] if place % 2 else best[place // 2] for place in range(min(count, len(best)))]
-        ids = data.get(("tokens", "full"), as_list=True)
-        masks = data.get(("masks", "all_assistant_mask"), as_list=True)
-        rewards = data.get(("next", "reward")).flatten(1).sum(1).tolist()
+        ids = self._data.get(("tokens", "full"), as_list=True)
+        masks = self._data.get(("masks", "all_assistant_mask"), as_list=True)
         return [
             Sample(
-                marked_pieces(self.tokenizer, ids[row], masks[row]),
-                reward=rewards[row],
-                advantage=self._advantages.get(seeds[row], 0.0),
+                marked_pieces(self._tokenizer, ids[row], masks[row]),
+                reward=self._rewards[row],
+                advantage=self._advantages.get(self._seeds[row], 0.0),
             )
             for row in order
         ]
 
-    def _kept_groups(self) -> list[int]:
-        seeds, groups = self._data.get("seed").tolist(), self._data.get("group_id").tolist()
-        return [group for seed, group in zip(seeds, groups, strict=True) if seed in self._advantages]
-
 
 def _conversations(data: TensorDictBase) -> tuple[list[int], list[int]]:
-    """The row that each conversation ends in, and how many tokens were sampled in all rows of it."""
+    """The row that each conversation ends in, and the number of tokens sampled in all rows of it."""
     ends: list[int] = []
     lengths: list[int] = []
     sampled = 0
@@ -179,3 +146,24 @@ def _conversations(data: TensorDictBase) -> tuple[list[int], list[int]]:
             lengths.append(sampled)
             sampled = 0
     return ends, lengths
+
+
+def _env_metrics(session: Session, data: TensorDictBase) -> dict[str, float]:
+    """Metrics of what the environment wrote beside the reward: the values of each reward function, and tool calls.
+
+    Reads    ("next", "reward_<name>") float32[B, 1, 1] and ("next", "tool_use"), where they are, of rows that are done
+    Returns  "reward/<name>/mean": of a conversation's last turn, without those that failed; what `tool_metrics` returns
+    """
+    after = data.get("next")
+    done = after.get("done").flatten()
+    metrics = {}
+    for key in sorted(key for key in after.keys() if key.startswith("reward_")):
+        values = session.gather(after.get(key)[done].double().flatten(1).sum(1).tolist())
+        valid = [value for value in values if math.isfinite(value)]
+        metrics[f"reward/{key.removeprefix('reward_')}/mean"] = sum(valid) / len(valid) if valid else math.nan
+    if (use := after.get("tool_use", None)) is not None:
+        columns = {name: torch.tensor(session.gather(value[done].tolist())) for name, value in use.items()}
+        count = len(columns["calls"])
+        ended = torch.ones(count, 1, dtype=torch.bool)
+        metrics |= tool_metrics(TensorDict({"next": {"tool_use": columns, "done": ended}}, batch_size=[count]))
+    return metrics

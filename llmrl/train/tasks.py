@@ -1,4 +1,4 @@
-"""Environments by the settings of a recipe: prompts to train on, problems to measure on, tools, a user, and rewards."""
+"""Environments from the ``env`` section: prompts to train on, problems to evaluate on, tools, a user, and rewards."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def eval_rows(env: EnvSettings, settings: EvalSettings) -> Sequence[Row] | None:
 
 
 class Task:
-    """What the settings say about a conversation, loaded once, and the environments that are made of it.
+    """Tools, user and rewards of the settings, loaded once, and the environments over them.
 
     Raises  ConfigError for an environment, a tool, a user or a reward that cannot be used; MissingDependencyError for a
             package that one of them needs: all when prompts are measured, but for a reward model, which has weights to
@@ -152,7 +152,7 @@ class Task:
         return [RewardFunction(sums_reward, name="correct", **shared)]
 
     def _prompt_lengths(self, rows: Sequence[Row]) -> list[int]:
-        """In tokens, of what the environment asks: nothing can be forgotten."""
+        """In tokens, as the environment asks them: with system prompt and tools."""
         options = {"shuffle": False, "num_envs": min(_AT_ONCE, len(rows))}
         if any(reward.reward_model for reward in self.settings.rewards or ()):
             env = self._asking(rows, self._acting, **options)

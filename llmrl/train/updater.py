@@ -1,8 +1,9 @@
-"""One optimizer step: cut into micro-batches, normalised as a whole, the same on any number of ranks."""
+"""One optimizer step in micro-batches, normalised over the whole step: the same on any number of ranks."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +27,26 @@ from llmrl.train.settings import OptimSettings
 if TYPE_CHECKING:
     from llmrl.train.distributed import Session
 
-__all__ = ["Updater", "learning_rate", "microbatches"]
+__all__ = ["Updater", "learning_rate", "microbatches", "step_metrics"]
 
+_METRICS = {
+    "loss": "policy/loss",
+    "grad_norm": "policy/grad_norm",
+    "lr": "policy/lr",
+    "entropy": "policy/entropy",
+    "ratio_mean": "policy/ratio_mean",
+    "clip_fraction_low": "policy/clip_low_frac",
+    "clip_fraction_high": "policy/clip_high_frac",
+    "kl_to_ref": "policy/kl_ref",
+    "kl_approx": "mismatch/kl",
+    "mismatch_mean": "mismatch/logp_abs_mean",
+    "mismatch_max": "mismatch/logp_abs_max",
+    "correction_mean": "mismatch/is_mean",
+    "correction_max": "mismatch/is_max",
+    "masked_fraction": "mismatch/masked_frac",
+    "ESS": "mismatch/ess",
+}
+_BEFORE_UPDATES = ("mismatch_mean", "mismatch_max", "kl_approx", "ESS")  # later they measure what the updates changed
 _FLOOR = 0.05  # of the peak learning rate, where a schedule ends
 
 
@@ -60,10 +79,6 @@ class Updater:
             self.scorer.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, foreach=True
         )
 
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-
     def step(self, loss: GRPOLoss | SFTLoss, batch: TensorDictBase | None, step: int) -> dict[str, float]:
         """Trains on this rank's part of the batch (None: nothing is left of it) as optimizer step number ``step``.
 
@@ -71,7 +86,7 @@ class Updater:
                  a token to train: the model then stays as it is
         Raises   TrainingError if the gradient is not finite; the model stays as it is
         """
-        batch = _nothing(self.session.device) if batch is None else batch
+        batch = _empty_batch(self.session.device) if batch is None else batch
         counts = loss.count_step(batch).over_ranks()
         if counts.tokens == 0:
             return {}
@@ -79,14 +94,14 @@ class Updater:
         outputs = []
         for number, rows in enumerate(parts, 1):
             last = number == len(parts)
-            part = batch[torch.tensor(rows)] if rows else _nothing(self.session.device)
+            part = batch[torch.tensor(rows)] if rows else _empty_batch(self.session.device)
             with nullcontext() if last else self.session.no_sync(self.scorer):
                 output = loss(part, normalizer=counts)
                 self.session.accelerator.backward(total_loss(output) * self.session.world_size)
             outputs.append(output)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.settings, step, self.steps)
-        norm = nn.utils.clip_grad_norm_(self.parameters, self.settings.clip_norm)
+        norm = nn.utils.clip_grad_norm_(self.scorer.parameters(), self.settings.clip_norm)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         if not norm.isfinite():
             self.optimizer.zero_grad(set_to_none=True)
@@ -109,11 +124,11 @@ class Updater:
 
         Cut as that step will cut the batch, so that in every precision its first ratios are 1.
         """
-        batch = _nothing(self.session.device) if batch is None else batch
+        batch = _empty_batch(self.session.device) if batch is None else batch
         lengths = _lengths(batch)
         columns: list[Tensor] = [None] * len(lengths)  # type: ignore[list-item]
         for rows in self._parts(batch):
-            part = batch[torch.tensor(rows)] if rows else _nothing(self.session.device)
+            part = batch[torch.tensor(rows)] if rows else _empty_batch(self.session.device)
             for row, scores in zip(rows, loss.proximal_log_probs(part), strict=bool(rows)):
                 columns[row] = scores[: lengths[row]].clone()
         batch.set("proximal_log_probs", LogProbs.from_rows({"full": columns}))
@@ -136,6 +151,31 @@ class Updater:
         set_optimizer_state_dict(self.scorer, self.optimizer, state, options=options)
         for group in self.optimizer.param_groups:
             group |= {"betas": self.settings.betas, "weight_decay": self.settings.weight_decay}
+
+
+def step_metrics(updates: Sequence[Mapping[str, float]], seconds: float) -> dict[str, float]:
+    """The metrics of a step from those of its updates, which took ``seconds``: means over their tokens, largest maxima.
+
+    >>> updates = [{"loss": 1.0, "ratio_max": 1.0, "ESS": 1.0, "lr": 0.1, "tokens": 30.0}]
+    >>> updates += [{}, {"loss": 2.0, "ratio_max": 1.5, "ESS": 0.8, "lr": 0.1, "tokens": 10.0}]
+    >>> metrics = step_metrics(updates, 2.0)
+    >>> metrics["policy/loss"], metrics["mismatch/ess"], metrics["perf/train_tok_s"]
+    (1.25, 1.0, 20.0)
+    """
+    updates = [update for update in updates if update]  # one without a token to train has no metrics
+    tokens = [update["tokens"] for update in updates]
+    metrics = {"tokens/trained": sum(tokens), "time/update": seconds, "perf/train_tok_s": sum(tokens) / seconds}
+    for name, metric in _METRICS.items():
+        values = [update[name] for update in updates if name in update]
+        if not values:
+            continue
+        if name in _BEFORE_UPDATES or len(set(values)) == 1:
+            metrics[metric] = values[0]
+        elif name.endswith("_max"):
+            metrics[metric] = max(values)
+        else:
+            metrics[metric] = sum(v * n for v, n in zip(values, tokens, strict=True)) / sum(tokens)
+    return metrics
 
 
 def learning_rate(optim: OptimSettings, step: int, steps: int) -> float:
@@ -173,7 +213,7 @@ def _lengths(batch: TensorDictBase) -> list[int]:
     return [len(ids) for ids in batch.get(("tokens", "full"), as_list=True)]
 
 
-def _nothing(device: torch.device) -> TensorDict:
+def _empty_batch(device: torch.device) -> TensorDict:
     """A batch without a trained token: it takes part in the collectives of a step and changes nothing."""
 
     def column(dtype: torch.dtype) -> list[Tensor]:

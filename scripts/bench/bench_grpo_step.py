@@ -117,7 +117,7 @@ class Ours:
         from llmrl.train.distributed import Session
         from llmrl.train.grpo_config import GRPOConfig
         from llmrl.train.plan import grpo_settings
-        from llmrl.train.step_rollouts import slim
+        from llmrl.train.step_rollouts import select_training_columns
         from llmrl.train.updater import Updater
 
         config = GRPOConfig(
@@ -170,7 +170,7 @@ class Ours:
             dialog_turns_per_batch=1,
             replay_buffer=self.buffer,
             track_policy_version=True,
-            postproc=lambda data: self.collected.append(data) or slim(data),
+            postproc=lambda data: self.collected.append(data) or select_training_columns(data),
         )
         self.step = 0
         self.tokens = 0

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from transformers import AutoModelForCausalLM
 
 from llmrl.run.cli import main
 from llmrl.run.metrics import read_metrics
@@ -130,6 +132,10 @@ class Workplace:
 
     def rollouts(self, run: str, step: int) -> list[Rollout]:
         return read_rollouts(self.path / "runs" / run, step)
+
+    def weights(self, run: str, step: int) -> dict[str, torch.Tensor]:
+        folder = self.path / "runs" / run / "checkpoints" / f"step{step}"
+        return AutoModelForCausalLM.from_pretrained(folder).state_dict()
 
     def checkpoints(self, run: str) -> list[str]:
         return sorted(path.name for path in (self.path / "runs" / run / "checkpoints").iterdir())

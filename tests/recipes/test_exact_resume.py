@@ -5,10 +5,10 @@ import shutil
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from llmrl.modules.llm.policies import TransformersWrapper
 from llmrl.run import cli
+from llmrl.run.checkpoint import CHECKSUMS, _seal
 from llmrl.run.config import dump_config
 from llmrl.run.run_dir import RunDir
 from llmrl.train.checkpointing import named_weights
@@ -26,8 +26,9 @@ def cut_back(place, run, *, to):
             shutil.rmtree(folder)
 
 
-def weights(place, run, step):
-    return AutoModelForCausalLM.from_pretrained(place.path / "runs" / run / "checkpoints" / f"step{step}").state_dict()
+def same_weights(place, step):
+    straight, cut = place.weights("straight", step), place.weights("cut", step)
+    assert all(torch.equal(value, cut[name]) for name, value in straight.items())
 
 
 @pytest.mark.parametrize(
@@ -46,8 +47,7 @@ def test_supervised_training_is_resumed_exactly(place, sft, same, changes):
     same(place.steps("straight"), place.steps("cut"))
     lines = [(place.path / f"runs/{run}/metrics.jsonl").read_text().splitlines() for run in ("straight", "cut")]
     assert len(lines[0]) == len(lines[1]), "no step is written twice"
-    for name, value in weights(place, "straight", 6).items():
-        assert torch.equal(value, weights(place, "cut", 6)[name]), name
+    same_weights(place, 6)
 
 
 @pytest.mark.parametrize(
@@ -67,8 +67,7 @@ def test_grpo_is_resumed_exactly(place, grpo, same, changes):
     same(place.steps("straight"), place.steps("cut"))
     for step in range(1, 7):
         assert place.rollouts("straight", step) == place.rollouts("cut", step)
-    for name, value in weights(place, "straight", 6).items():
-        assert torch.equal(value, weights(place, "cut", 6)[name]), name
+    same_weights(place, 6)
 
 
 class CopySampler(Sampler):
@@ -85,9 +84,16 @@ class CopySampler(Sampler):
         return {}
 
 
-@pytest.mark.parametrize("changes", [{"zero_variance": "keep"}, {"zero_variance": "refill", "env": {"max_turns": 2}}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"zero_variance": "keep"},
+        {"zero_variance": "refill", "env": {"max_turns": 2}},
+        {"eval": {"dataset": "prompts.jsonl", "rows": 2, "max_tokens": 4, "every": 2}},  # saved after the weights came
+    ],
+)
 def test_overlapped_grpo_is_resumed_exactly(place, grpo, same, monkeypatch, changes):
-    monkeypatch.setattr("llmrl.recipes.grpo_round.Sampler", CopySampler)
+    monkeypatch.setattr("llmrl.recipes.grpo.Sampler", CopySampler)
     changes |= {"optim": OPTIM, "rollout": {"engine": "vllm", "max_staleness": 1}}
     settings = place.recipe("run", grpo, steps=5, checkpoint={"every": 2, "keep": 5}, **changes)
     assert place.run("grpo", settings, "--name", "straight").code == 0
@@ -101,8 +107,22 @@ def test_overlapped_grpo_is_resumed_exactly(place, grpo, same, monkeypatch, chan
     same(computed("straight"), computed("cut"))
     for step in range(1, 6):
         assert place.rollouts("straight", step) == place.rollouts("cut", step)
-    for name, value in weights(place, "straight", 5).items():
-        assert torch.equal(value, weights(place, "cut", 5)[name]), name
+    same_weights(place, 5)
+
+
+def test_a_checkpoint_of_the_older_layout_is_resumed_exactly(place, grpo, same):
+    settings = place.recipe("run", grpo, steps=4, optim=OPTIM, checkpoint={"every": 2, "keep": 5})
+    assert place.run("grpo", settings, "--name", "straight").code == 0
+    cut_back(place, "straight", to=2)
+    folder = place.path / "runs/cut/checkpoints/step2"
+    state = torch.load(folder / "trainer.pt", weights_only=True)
+    names = ("samplers", "advantage")
+    state["rounds"] = {**state.pop("rollouts"), **{name: state.pop(name) for name in names}}
+    torch.save(state, folder / "trainer.pt")
+    (folder / CHECKSUMS).unlink()
+    _seal(folder)
+    assert place.run("resume", "cut").code == 0
+    same(place.steps("straight"), place.steps("cut"))
 
 
 @pytest.mark.parametrize("command", ["sft", "grpo"])
@@ -123,7 +143,7 @@ def test_settings_changed_at_the_resumption_count(place, sft):
     assert place.run("resume", "b", "steps=3", "optim.weight_decay=50").code == 0
     assert place.steps("a") == place.steps("b"), "the loss of step 3 is that of the same weights"
     name = "model.embed_tokens.weight"
-    before, kept, decayed = (weights(place, run, step)[name] for run, step in (("a", 2), ("a", 3), ("b", 3)))
+    before, kept, decayed = (place.weights(run, step)[name] for run, step in (("a", 2), ("a", 3), ("b", 3)))
     assert torch.allclose(kept - decayed, 50 * 1e-2 * before, atol=1e-6), "lr x weight decay x weight"
 
 

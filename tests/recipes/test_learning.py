@@ -45,13 +45,5 @@ def test_a_tiny_model_learns_by_reward_to_call_the_calculator(tmp_path):
     assert improved[0] <= called[0] <= 0.8, "what it does not compute it does not know"
     assert improved[-1] >= 0.9
     assert called[-1] >= 0.95
-
-
-def test_the_recipes_with_tools_run_as_they_are_for_a_few_steps(tmp_path):
-    short = ["eval.rows=8", "--runs", str(tmp_path), "--name"]
-    llmrl("sft", "tools_sft", "steps=2", *short, "taught")
-    checkpoint = next((tmp_path / "taught" / "checkpoints").iterdir())
-    llmrl("grpo", "tools_grpo", f"model={checkpoint}", "steps=2", "prompts_per_step=2", *short, "improved")
-    assert len(measures(tmp_path / "improved", "big_sums", "call_rate")) == 2
-    rows = [json.loads(line) for line in (tmp_path / "improved" / "metrics.jsonl").read_text().splitlines()]
+    rows = map(json.loads, (tmp_path / "improved" / "metrics.jsonl").read_text().splitlines())
     assert all("tools/call_rate" in row for row in rows if row["step"])

@@ -1,7 +1,4 @@
-"""What a person sees of a run: the plan, the steps, sample conversations, the ending. Nothing here measures or decides.
-
-Every function takes the rich Console that it writes to, so that a test can pass its own.
-"""
+"""Console output of a run: plan, steps, sample conversations, summary. Functions take the Console to write to."""
 
 from llmrl.run.console.conversations import Sample, print_conversations
 from llmrl.run.console.lines import make_console, note, print_plan, print_summary, warn

@@ -1,4 +1,4 @@
-"""Lines on a console: a label, a value, never folded, and never a character that the console cannot write."""
+"""Lines of label and value, never folded, with no character that the console cannot write."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ def print_plan(console: Console, title: str, rows: Sequence[tuple[str, str]], *,
 
 
 def note(console: Console, text: str) -> None:
-    """Something worth knowing; printed above a live panel if there is one on this console."""
+    """Prints a note, above a live panel if there is one on this console."""
     print_labelled(console, "note", text, "blue")
 
 
 def warn(console: Console, text: str) -> None:
-    """Something that may be wrong; printed above a live panel if there is one on this console."""
+    """Prints a warning, above a live panel if there is one on this console."""
     print_labelled(console, "warn", text, "yellow")
 
 
@@ -92,7 +92,7 @@ def print_summary(
     files: str = "",
     following: Sequence[str] = (),
 ) -> None:
-    """The last lines of a run: what it took, each measure before and after, other facts, its files, what to run next.
+    """The last lines of a run: headline, each measure before and after, other facts, files, commands to run next.
 
     >>> print_summary(
     ...     Console(width=80), ["60 steps", "2m 05s"], changes=[("sums", 0.41, 0.93)], following=["llmrl eval runs/a"]
@@ -132,7 +132,7 @@ def print_line(console: Console, text: Text) -> None:
 
 
 def print_block(console: Console, block: RenderableType) -> None:
-    """Prints what fills its width; in a file without the blanks at the ends of lines."""
+    """Prints a renderable; in a file without the blanks at the ends of lines."""
     if console.is_terminal:
         console.print(block)
         return
@@ -143,7 +143,7 @@ def print_block(console: Console, block: RenderableType) -> None:
 
 
 def can_write(console: Console, text: str) -> bool:
-    """Whether the console's encoding has every character."""
+    """True if the console's encoding has every character."""
     try:
         text.encode(console.encoding)
     except (UnicodeEncodeError, LookupError):

@@ -1,4 +1,4 @@
-"""The steps of a run as they happen: a live panel on a terminal, one stable ASCII line per step anywhere else."""
+"""The steps of a run: a live panel on a terminal, one stable ASCII line per step anywhere else."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -24,7 +23,7 @@ __all__ = ["GRPO_COLUMNS", "SFT_COLUMNS", "Column", "StepDisplay", "grpo_columns
 
 @dataclass(frozen=True)
 class Column:
-    """One column of the step table: which metric, under which heading, written how.
+    """One column of the step table: a metric, its heading and its format.
 
     ``kind``    number (three significant digits), percent (of a fraction), count (18.4k), int, seconds
     ``spread``  a metric shown behind the value, as in ``.214+-.360``
@@ -76,18 +75,17 @@ GRPO_COLUMNS = (
 
 
 def grpo_columns(*, tools: bool) -> tuple[Column, ...]:
-    """The columns of a run that is about to start: without what only a run with tools measures, unless it has some."""
+    """The columns of a run that is about to start; those of tools only if it has ``tools``."""
     return tuple(column for column in GRPO_COLUMNS if tools or not column.metric.startswith("tools/"))
 
 
 class StepDisplay:
-    """Shows a training loop as it goes; used as a context manager around it.
+    """Shows a training loop as it goes; used as a context manager around it. A quiet console shows nothing.
 
     On a terminal: a panel with the last rows, the course of the first column, a progress bar and the time left.
-    Anywhere else: a header, then one line per `step`. What `warn`, `note` or any ``print`` writes appears above it.
+    Anywhere else: a header, then one line per `step`. What `warn` or any ``print`` writes appears above it.
 
-    ``total``    steps of the run; ``start`` is the number of those already done (a resumed run)
-    ``enabled``  False shows nothing (every rank but the first)
+    ``total``  steps of the run; ``start`` is the number of those already done (a resumed run)
     """
 
     def __init__(
@@ -98,45 +96,38 @@ class StepDisplay:
         console: Console,
         title: str = "",
         start: int = 0,
-        enabled: bool = True,
-        rows: int = 8,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.total = total
         self.columns = tuple(columns)
         self.console = console
         self.title = title
-        self.enabled = enabled and not console.quiet
         self._clock = clock
         self._done = start
         self._last = clock()
         self._durations: deque[float] = deque(maxlen=20)
-        self._lines: deque[str] = deque(maxlen=rows)
+        self._lines: deque[str] = deque(maxlen=8)
         self._course: list[float] = []
-        live = self.enabled and console.is_terminal and console.is_interactive
+        live = not console.quiet and console.is_terminal and console.is_interactive
         self._live = Live(self._panel(), console=console, refresh_per_second=4) if live else None
 
     def __enter__(self) -> StepDisplay:
         if self._live:
             self._live.start()
-        elif self.enabled:
+        else:
             print_line(self.console, Text(ascii_only(_header(self.columns, "eta"))))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._live:
             self._live.stop()
 
-    def step(self, step: int, metrics: Mapping[str, float], remark: str = "") -> None:
-        """Shows one finished step; ``remark``, an evaluation for example, ends its line (or stays above the panel)."""
+    def step(self, step: int, metrics: Mapping[str, float], summary: str = "") -> None:
+        """Shows one finished step; ``summary``, of an evaluation say, ends its line (or stays above the panel)."""
         now = self._clock()
         self._durations.append(now - self._last)
         self._last = now
         self._done = step
-        if not self.enabled:
-            return
         line = _row(self.columns, step, metrics, format_duration(self.seconds_left))
         value = metrics.get(self.columns[0].metric) if self.columns else None
         if value is not None and math.isfinite(value):
@@ -144,10 +135,10 @@ class StepDisplay:
         if self._live:
             self._lines.append(line)
             self._live.update(self._panel())
-            if remark:
-                self.note(f"step {step}: {remark}")
+            if summary:
+                note(self.console, f"step {step}: {summary}")
         else:
-            print_line(self.console, Text(ascii_only(f"{line}  {remark}".rstrip())))
+            print_line(self.console, Text(ascii_only(f"{line}  {summary}".rstrip())))
 
     @property
     def seconds_left(self) -> float:
@@ -158,13 +149,7 @@ class StepDisplay:
 
     def warn(self, text: str) -> None:
         """`llmrl.run.console.warn` on this display's console."""
-        if self.enabled:
-            warn(self.console, text)
-
-    def note(self, text: str) -> None:
-        """`llmrl.run.console.note` on this display's console."""
-        if self.enabled:
-            note(self.console, text)
+        warn(self.console, text)
 
     def _panel(self) -> Panel:
         head = Text(_header(self.columns, "eta"), "bold", no_wrap=True, overflow="ellipsis")

@@ -1,0 +1,242 @@
+"""`Run`: run folder, logs, checkpoints, display, interruption and summary, which every recipe's loop shares.
+
+It is not a trainer: it knows the number of a step, its metrics, and the ``state_dict`` of the recipe's parts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmrl.run.checkpoint import CheckpointStore, InterruptGuard
+from llmrl.run.console import (
+    Column,
+    Sample,
+    StepDisplay,
+    format_duration,
+    print_conversations,
+    print_plan,
+    print_summary,
+    warn,
+)
+from llmrl.run.metrics import MetricsLog
+from llmrl.run.rollout_log import Rollout, RolloutLog
+from llmrl.train.checkpointing import Stateful, load_state, save_state
+from llmrl.train.models import resolve_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from llmrl.train.distributed import Session
+    from llmrl.train.evaluation import Evaluator
+    from llmrl.train.settings import ModelSource
+
+__all__ = ["Run", "RunTotals"]
+
+
+@dataclass
+class RunTotals:
+    """Sums and first values of a run; saved with it, so that a resumed run ends in the same summary."""
+
+    before: float | None = None  # score of the evaluation before the first step
+    called_before: float | None = None  # share of its conversations that called a tool
+    first_reward: float | None = None
+    rollouts: int = 0
+    trained: int = 0  # tokens
+
+
+class Run:
+    """A run of ``config`` in the folder ``path``; ``session`` is this process's part in it. Used as a context manager.
+
+    ``resume``    continues from the newest whole checkpoint; damaged ones are named and set aside
+    ``on_start``  called on the first rank by `begin`, when everything is loaded
+    ``source``    ``config`` with the model to load: the checkpoint, or what ``config.model`` names
+    ``origin``    the model that the run started from, also after a resumption
+    ``start``     number of steps done before
+    ``exit_code`` 0, or 130 after an interruption
+
+    The order of calls: `print_plan`, `begin`, `evaluate_before`, then for each of `steps` perhaps `due` and `evaluate`,
+    and `finish_step`; after the loop `print_end`.
+
+    Raises  DataError if there is no checkpoint to resume from, or it cannot be read
+    """
+
+    def __init__(
+        self,
+        config: ModelSource,
+        session: Session,
+        path: Path,
+        *,
+        resume: bool = False,
+        on_start: Callable[[], None] | None = None,
+    ):
+        self.config, self.session, self.path, self.resume = config, session, path, resume
+        self.runs = path.parent
+        self._on_start = on_start if session.is_first else None
+        self._started = time.perf_counter()
+        self._store = CheckpointStore(path, keep=config.checkpoint.keep, writer=session.is_first)
+        self._state: dict[str, Any] = {}
+        if resume:
+            ((folder, faults),) = session.gather([self._store.restore()] if session.is_first else [])
+            for fault in faults:
+                warn(session.console, f"{fault} It is kept as damaged-*; going on from {folder.name}.")
+            self._state = load_state(folder)
+            self.origin = self._state.get("origin") or config.model
+        else:
+            self.origin = resolve_model(config.model, runs=self.runs)
+        self.source = config.model_copy(update={"model": str(folder) if resume else self.origin})
+        self.start: int = self._state.get("step", 0)
+        self.totals = RunTotals(**self._state.get("course", {}))
+        self._stack, self._in_steps = ExitStack(), ExitStack()
+        self._guard = InterruptGuard()
+        self._total = self._step = self.start
+        self._metrics: dict[str, float] = {}  # of the last step
+        self._ending = self._interrupted = False
+        self._interrupt_checked = 0  # the last step at which the ranks agreed on whether to stop
+        self._notes: list[str] = []
+        self._eval_seconds = 0.0
+
+    def print_plan(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
+        """Prints the plan; called before any weights are loaded."""
+        print_plan(self.session.console, title, rows, right=str(self.path))
+
+    def begin(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **parts: Stateful) -> None:
+        """Restores ``parts`` if the run is resumed, and opens the logs. Checkpoints hold the model and all parts."""
+        self._model, self._tokenizer, self._parts = model, tokenizer, parts
+        if self.resume:
+            for name, part in parts.items():
+                part.load_state_dict(self._state[name])
+        options = {"enabled": self.session.is_first, "resume_step": self.start if self.resume else None}
+        settings = self.config.model_dump(mode="json")
+        log = MetricsLog(self.path, mirrors=self.config.log, config=settings, **options)
+        self._log = self._stack.enter_context(log)
+        self._rollout_log = RolloutLog(self.path, **options)
+        if self._on_start:  # last: what it writes must not be written where a log could not be opened
+            self._on_start()
+
+    def evaluate_before(self, evaluator: Evaluator) -> None:
+        """Evaluates as step 0, unless the run is resumed."""
+        if not self.resume:
+            self.totals.before = evaluator.run()
+            self.totals.called_before = evaluator.call_rate
+            self._log.log(0, evaluator.metrics)
+
+    def steps(self, total: int, columns: Sequence[Column]) -> Iterator[int]:
+        """The numbers of the steps that are left of ``total``; ends early after Ctrl-C, or `end_after_step`.
+
+        Meanwhile signals only set a flag, so that a step is finished and saved. Before the first step there is nothing
+        to save, and Ctrl-C ends the run at once.
+        """
+        self._total = total
+        self._display = StepDisplay(
+            total, columns, console=self.session.console, title=self.path.name, start=self.start
+        )
+        self._in_steps.enter_context(self._guard)
+        self._in_steps.enter_context(self._display)
+        for step in range(self.start + 1, total + 1):
+            self._step, self._began = step, time.perf_counter()
+            self._notes, self._eval_seconds = [], 0.0
+            yield step
+            if self._is_last:
+                break
+        self._in_steps.close()
+
+    @property
+    def _is_last(self) -> bool:
+        """True if the run ends with this step. Signals reach the ranks at different times: all go by any."""
+        if self._interrupt_checked != self._step:
+            self._interrupted = self.session.any(self._guard.requested)
+            self._interrupt_checked = self._step
+        return self._interrupted or self._ending or self._step == self._total
+
+    def due(self, every: int) -> bool:
+        """True if this step is to be evaluated: every so many (0: none) and the last, but not when interrupted."""
+        return (self._is_last or bool(every and self._step % every == 0)) and not self._interrupted
+
+    def evaluate(self, evaluator: Evaluator) -> dict[str, float]:
+        """The evaluator's metrics; its summary ends the line of this step."""
+        clock = time.perf_counter()
+        evaluator.run()
+        self._eval_seconds += time.perf_counter() - clock
+        self._notes.append(evaluator.summary)
+        return evaluator.metrics
+
+    def end_after_step(self) -> None:
+        """Makes this step the last one."""
+        self._ending = True
+
+    @property
+    def step_seconds(self) -> float:
+        """Since this step began."""
+        return time.perf_counter() - self._began
+
+    def finish_step(
+        self, step: int, metrics: dict[str, float], *, rollouts: Sequence[Rollout] | None = None, warning: str = ""
+    ) -> None:
+        """Logs and shows the step, and writes a checkpoint if one is due.
+
+        Raises  RunFolderError, CheckpointError if something cannot be written
+        """
+        metrics["time/step"] = self.step_seconds
+        if self._eval_seconds:
+            metrics["time/eval"] = self._eval_seconds
+        self._metrics = metrics
+        self._log.log(step, metrics)
+        if rollouts is not None:
+            self._rollout_log.write(step, rollouts)
+            self.totals.rollouts += len(rollouts)
+            if self.totals.first_reward is None:
+                self.totals.first_reward = metrics["reward/mean"]
+        self.totals.trained += int(metrics["tokens/trained"])
+        self._display.step(step, metrics, "  ".join(self._notes))
+        if warning:
+            self._display.warn(f"step {step}: {warning}")
+        every = self.config.checkpoint.every
+        if self._is_last or (every and step % every == 0):
+            self._save(step)
+
+    def _save(self, step: int) -> None:
+        state = {name: part.state_dict() for name, part in self._parts.items()}  # collectives, on every rank
+        state["course"] = asdict(self.totals)
+        state["origin"] = self.origin if isinstance(self.origin, str) else None
+        save_state(self._store, step, self.session, self._model, self._tokenizer, state)
+
+    def print_end(self, samples: Sequence[Sample], evaluator: Evaluator | None = None) -> None:
+        """Prints sample conversations and the summary: what was done, what changed, what to run next."""
+        console, totals = self.session.console, self.totals
+        print_conversations(console, samples)
+        headline = ["interrupted" if self._interrupted else f"{self._step} steps"]
+        headline.append(format_duration(time.perf_counter() - self._started))
+        changes = []
+        if totals.rollouts:
+            headline.append(f"{totals.rollouts:,} rollouts".replace(",", " "))
+            changes.append(("reward", totals.first_reward, self._metrics.get("reward/mean")))
+        headline.append(f"{totals.trained:,} trained tokens".replace(",", " "))
+        if evaluator:
+            changes.append((evaluator.name, totals.before, self._metrics.get(evaluator.metric)))
+            if evaluator.call_rate is not None:
+                changes.append(("calls", totals.called_before, evaluator.call_rate))
+        logs = "metrics.jsonl, rollouts/*.parquet" if totals.rollouts else "metrics.jsonl"
+        following = [f"llmrl {'resume' if self._interrupted else 'eval'} {self.path}"]
+        print_summary(
+            console,
+            headline,
+            changes=changes,
+            files=f"{self.path}/{{config.yaml, {logs}, checkpoints/step{self._step}}}",
+            following=[*following, f"llmrl show {self.path}"] if totals.rollouts else following,
+        )
+
+    @property
+    def exit_code(self) -> int:
+        return 130 if self._interrupted else 0
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._in_steps.close()
+        self._stack.close()
