@@ -15,9 +15,9 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from llmrl.concurrency.deadline import watch_lock
 from llmrl.errors import ConfigError, near
 from llmrl.tools.base import Status, Tool, ToolCall, ToolError, ToolResult
-from llmrl.tools.calls import watch_lock
 from llmrl.tools.function import as_tool
 
 __all__ = ["ToolRunner", "cut_text"]
