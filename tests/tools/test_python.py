@@ -338,7 +338,7 @@ def test_an_interpreter_with_packages_can_be_named(tmp_path):
 def test_an_interpreter_that_does_not_start_says_why():
     pool = InterpreterPool(Sandbox("subprocess", python="/bin/false"), spare=0)
     try:
-        with pytest.raises(SessionError, match="an interpreter must start: got ended, exit code 1"):
+        with pytest.raises(SessionError, match="an interpreter must start: the interpreter ended with exit code 1"):
             pool.run("1", conversation=None, deadline=time.monotonic() + 30)
     finally:
         pool.close()
@@ -370,8 +370,8 @@ def test_a_bubblewrap_that_cannot_start_says_what_it_said(monkeypatch, tmp_path)
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Limits(memory_mib=0), "memory_mib must be a whole number of at least 1: got 0"),
-        (lambda: Limits(memory_mib=10), "memory_mib must be at least 64"),
+        (lambda: Limits(memory_mib=0), "memory_mib must be a whole number of at least 64: got 0"),
+        (lambda: Limits(memory_mib=10), "memory_mib must be a whole number of at least 64"),
         (lambda: Limits(cpu_s=1.5), "cpu_s must be a whole number"),
         (lambda: Sandbox("bubblewarp"), r"got 'bubblewarp'\. Did you mean 'bubblewrap'\?"),
         (lambda: pool_of(max_interpreters=0), "max_interpreters >= 1: got spare=1, max_interpreters=0"),
@@ -390,5 +390,5 @@ def test_limits_are_given_by_name_as_a_recipe_writes_them():
     finally:
         tool.close()
     assert text.count("x") <= 1024 + 10
-    with pytest.raises(ConfigError, match=r"'memory_mb' is none of .*Did you mean 'memory_mib'"):
+    with pytest.raises(ConfigError, match=r"'memory_mb' must be one of .*Did you mean 'memory_mib'"):
         PythonTool(sandbox="subprocess", limits={"memory_mb": 512})
