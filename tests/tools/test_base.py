@@ -185,7 +185,7 @@ def unknown(a: "Nowhere") -> str:  # noqa: F821
         (untyped, r"tool 'untyped': parameter 'b' has no type hint, .* write for example b: str"),
         (starred, r"tool 'starred': every argument must have a name .*: got \*numbers: int"),
         (opaque, r"tool 'opaque': the type of parameter 'stream' cannot be written as a JSON schema"),
-        (misdescribed, r"describes 'citty', which is no argument\. Did you mean 'city'\?"),
+        (misdescribed, r"describes 'citty', which is not an argument\. Did you mean 'city'\?"),
         (unknown, r"a type hint names 'Nowhere', which is not known"),
         (lambda: "", r"letters, digits, _ and -, at most 64: got '<lambda>'"),
         (7, r"must be given a Tool, a function, or an object with __call__: got 7 \(int\)"),

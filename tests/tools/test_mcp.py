@@ -138,7 +138,7 @@ def test_a_server_that_does_not_start_says_why_in_time(settings, kind, says):
         ({"a": {"command": "x", "arg": []}}, "Did you mean 'args'"),
         ({"a": {"url": "http://x", "header": {}}}, "Did you mean 'headers'"),
         ({"a": 5}, "a mapping, a command line or a URL"),
-        ({"a": "my-server --name 'x"}, "must have its quotes in pairs"),
+        ({"a": "my-server --name 'x"}, "cannot be read"),
     ],
 )
 def test_settings_that_cannot_be_used_are_refused(servers, says):

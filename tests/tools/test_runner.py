@@ -148,7 +148,7 @@ def test_a_function_that_hangs_is_left_behind_at_its_deadline_and_the_next_call_
         results = runner.run(asked)
         assert time.monotonic() - started < 5
         assert [result.content for result in results] == [
-            "hang: no result within 0.2 s; the call was given up.",
+            "hang: no result within 0.2 s; the call was abandoned.",
             "done",
         ]
         assert [result.status for result in results] == ["timeout", "ok"]
