@@ -78,6 +78,7 @@ class StdioServer:
                 await _end(process)
             finally:
                 signal_group(process.pid, signal.SIGKILL)  # also where this task is cancelled once more
+                await _has_ended(process)
                 await asyncio.wait(tasks, timeout=_GRACE_S / 2)
                 for task in tasks:
                     task.cancel()
