@@ -1,7 +1,7 @@
-"""What a tool is: a name, a schema, and a call that answers with text. A function becomes one in ``function.py``.
+"""The interface of a tool: a name, a schema, and a call that answers with text. `FunctionTool` makes one of a function.
 
-A tool knows nothing of environments, tokens or batches. `ToolRunner` runs calls with their deadlines and bounds what
-comes back; the environment transforms find the calls in what a model wrote and append the answers.
+A tool knows nothing of environments, tokens or batches. `ToolRunner` runs calls with their deadlines and bounds the
+results; the environment transforms find the calls in a model's text and append the answers.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ Status = Literal["ok", "error", "timeout", "malformed", "unknown"]
 
 
 class ToolError(LLMRLError):
-    """A call that failed; the text is what the model is told."""
+    """A call that failed; the text is the model's answer."""
 
 
 class ToolTimeout(ToolError, TimeoutError):
-    """A call that was given up at its deadline; the text is what the model is told, output so far included."""
+    """A call that was stopped at its deadline; the text is the model's answer, output so far included."""
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call that a model wrote. ``error`` says why it could not be parsed; the other fields are then what could."""
+    """One call that a model wrote. ``error`` says why it could not be parsed; the other fields hold the rest."""
 
     name: str
     arguments: dict[str, Any] | None
@@ -39,7 +39,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ToolResult:
-    """The answer to a call: text of bounded length, and how it came about."""
+    """The answer to a call: text of bounded length, and how the call ended."""
 
     call: ToolCall
     content: str
@@ -49,11 +49,11 @@ class ToolResult:
 
 
 class Tool(ABC):
-    """The interface of a tool. A typed function is made into one by `as_tool`; subclass for state or a schema of yours.
+    """The interface of a tool. `as_tool` makes one of a typed function; subclass for a schema of your own.
 
-    ``name``, ``description`` and ``parameters`` (a JSON schema of the arguments) are what the model is shown.
-    ``timeout_s`` None leaves the deadline to the runner. ``keeps_deadline`` says that ``call`` returns by itself at its
-    deadline: the runner then gives it a second to do so, and what it says about the timeout reaches the model.
+    The model sees ``name``, ``description`` and ``parameters``, a JSON schema of the arguments. ``timeout_s`` None
+    leaves the deadline to the runner. ``keeps_deadline``: ``call`` returns by itself at its deadline; the runner then
+    gives it a second to do so, and the text of its ToolTimeout reaches the model.
     """
 
     name: str
@@ -73,11 +73,11 @@ class Tool(ABC):
 
         Reads    ``deadline``, a value of `time.monotonic`
         Returns  the text for the model
-        Raises   ToolError with the text for the model, ToolTimeout for a call given up at its deadline
+        Raises   ToolError with the text for the model, ToolTimeout at the deadline
         """
 
     def end(self, conversation: Hashable) -> None:  # noqa: B027 - nothing to free is the usual case
-        """The conversation is over: frees what is kept for it."""
+        """Frees what is kept for a conversation that is over."""
 
     def close(self) -> None:  # noqa: B027
         """Frees everything; no call follows."""

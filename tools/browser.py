@@ -1,6 +1,6 @@
 """A web browser for models: Chromium through Playwright, one page per conversation, hosts by an exact allow-list.
 
-The model names actions and selectors; nothing it writes becomes JavaScript. What a page says is text of a stranger: an
+The model names actions and selectors; nothing that it writes becomes JavaScript. The text of a page is untrusted: an
 allowed host decides what the model reads.
 """
 
@@ -11,14 +11,15 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Hashable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Coroutine, Hashable, Sequence
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from llmrl.concurrency.background_loop import BackgroundLoop
 from llmrl.errors import ConfigError, LLMRLError, near
 from llmrl.optional import require
 from llmrl.tools.base import Tool, ToolError, ToolTimeout
+from llmrl.tools.schema import Signature
 
 __all__ = ["BrowserTool", "find_chromium"]
 
@@ -47,6 +48,31 @@ _VISIBLE_TEXT = """() => {
 }"""
 
 
+def browser(
+    action: Literal["navigate", "click", "type", "extract", "scroll"],
+    url: Annotated[str, "for navigate"] = "",
+    selector: Annotated[str, "a CSS selector, for click, type and extract"] = "body",
+    text: Annotated[str, "for type"] = "",
+    submit: Annotated[bool, "for type: press Enter afterwards"] = False,
+    amount: Annotated[int, "for scroll: pixels"] = 600,
+) -> str:
+    """A web browser that keeps one page open. navigate opens a url; click and type act on the first element that
+    matches a CSS selector; extract reads the text of the elements that match one, or of the page; scroll moves down by
+    a number of pixels, or up by a negative one, and reads what is then visible.
+    """
+    raise AssertionError("read for its signature alone")
+
+
+_SIGNATURE = Signature(browser, "browser")
+_ARGUMENTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # of each action: required, optional
+    "navigate": (("url",), ()),
+    "click": (("selector",), ()),
+    "type": (("selector", "text"), ("submit",)),
+    "extract": ((), ("selector",)),
+    "scroll": ((), ("amount",)),
+}
+
+
 class BrowserTool(Tool):
     """A page that a conversation keeps: navigate, click, type, extract, scroll.
 
@@ -54,8 +80,8 @@ class BrowserTool(Tool):
                            sub-domain is implied. None: every host, those of the machine's own network included
             executable     of Chromium; by default $LLMRL_CHROMIUM, one on the PATH, or Playwright's own
             max_chars      of the text that one answer shows; of its title and of its address a quarter of that
-    Raises  ConfigError for a host that is none; MissingDependencyError without Playwright. The browser itself starts at
-            the first call
+    Raises  ConfigError for a host that is not a plain name; MissingDependencyError without Playwright. The browser
+            itself starts at the first call
 
     A page that hangs or crashes is closed, and the conversation's next call has a new one; a browser that ended is
     started again. As root Chromium's own sandbox cannot run and is switched off: then give it only hosts that you
@@ -63,30 +89,8 @@ class BrowserTool(Tool):
     """
 
     name = "browser"
-    description = (
-        "A web browser that keeps one page open. navigate opens a url; click and type act on the first element that "
-        "matches a CSS selector; extract reads the text of the elements that match one, or of the page; scroll moves "
-        "down by a number of pixels, or up by a negative one, and reads what is then visible."
-    )
-    parameters: ClassVar[dict[str, Any]] = {
-        "type": "object",
-        "properties": {
-            "action": {"type": "string", "enum": ["navigate", "click", "type", "extract", "scroll"]},
-            "url": {"type": "string", "description": "for navigate"},
-            "selector": {"type": "string", "description": "a CSS selector, for click, type and extract"},
-            "text": {"type": "string", "description": "for type"},
-            "submit": {"type": "boolean", "description": "for type: press Enter afterwards"},
-            "amount": {"type": "integer", "description": "for scroll: pixels"},
-        },
-        "required": ["action"],
-    }
-    _needs: ClassVar[dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {  # required and optional arguments
-        "navigate": (("url",), ()),
-        "click": (("selector",), ()),
-        "type": (("selector", "text"), ("submit",)),
-        "extract": ((), ("selector",)),
-        "scroll": ((), ("amount",)),
-    }
+    description = " ".join(_SIGNATURE.description.split())
+    parameters = _SIGNATURE.json_schema
 
     def __init__(
         self,
@@ -109,52 +113,57 @@ class BrowserTool(Tool):
         self._driver: Any = None
         self._browser: asyncio.Future[Any] | None = None
         self._pages: dict[Hashable, Any] = {}
-        self._stale: set[Any] = set()
+        self._stale: set[Any] = set()  # pages whose navigation failed
         self._opening: dict[Hashable, asyncio.Future[Any]] = {}
-        self._work: set[asyncio.Future[Any]] = set()
+        self._tasks: set[asyncio.Future[Any]] = set()
 
     def call(self, arguments: dict[str, Any], *, conversation: Hashable, deadline: float) -> str:
-        action = self._checked(arguments)
+        given = _checked(arguments)
         try:
-            return self._loop.run(self._act(action, arguments, conversation, deadline), deadline)
+            return self._loop.run(self._act(given, conversation, deadline), deadline)
         except TimeoutError:
-            raise ToolTimeout(f"browser: {action} did not end in time.") from None
+            raise ToolTimeout(f"browser: {given['action']} did not end in time.") from None
 
     def end(self, conversation: Hashable) -> None:
         """Closes the conversation's page, with its cookies and storage."""
         page = self._pages.pop(conversation, None)
         if page is not None:
             self._stale.discard(page)
-            self._soon(_closed(page.context))
+            self._wait_for(_closed(page.context))
 
     def close(self) -> None:
         """Ends the browser."""
         if self._browser is not None:
-            self._soon(self._shut_down())
+            self._pages.clear()
+            self._wait_for(_ended(self._browser, self._driver))
         self._loop.close()
 
-    # -- in the background loop ----------------------------------------------------------------------------------------
+    def _wait_for(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        with contextlib.suppress(LLMRLError, TimeoutError):
+            self._loop.run(coroutine, time.monotonic() + _CLOSE_S)
 
-    async def _act(self, action: str, arguments: dict[str, Any], conversation: Hashable, deadline: float) -> str:
+    # -- in the background loop: actions -------------------------------------------------------------------------------
+
+    async def _act(self, given: dict[str, Any], conversation: Hashable, deadline: float) -> str:
         errors = require("playwright.async_api", extra="browser", used_by="BrowserTool")
         page = await self._page(conversation)
+        action, selector = given["action"], given.get("selector") or "body"
         left_ms = max(1.0, 900 * (deadline - time.monotonic()))  # Playwright's own deadline is before the call's
-        patience_ms = min(left_ms, 1000 * _ELEMENT_S)
+        element_ms = min(left_ms, 1000 * _ELEMENT_S)
         try:
             if action == "navigate":
-                return await self._navigate(page, arguments["url"], left_ms)
+                return await self._navigate(page, given["url"], left_ms)
             if action == "scroll":
-                return await self._scroll(page, arguments.get("amount", 600))
-            selector = arguments.get("selector") or "body"
+                return await self._scroll(page, given.get("amount", 600))
             if action == "extract":
                 return await self._extract(page, selector)
             element = page.locator(selector).first
             if action == "click":
-                await element.click(timeout=patience_ms)
+                await element.click(timeout=element_ms)
             else:
-                await element.fill(arguments["text"], timeout=patience_ms)
-                if arguments.get("submit"):
-                    await element.press("Enter", timeout=patience_ms)
+                await element.fill(given["text"], timeout=element_ms)
+                if given.get("submit"):
+                    await element.press("Enter", timeout=element_ms)
             await page.wait_for_load_state("domcontentloaded", timeout=left_ms)
             return await self._state(page)
         except asyncio.CancelledError:  # the call's deadline: the page did not even answer Playwright
@@ -172,7 +181,9 @@ class BrowserTool(Tool):
             raise ToolError(f"browser: {action}: {_first_line(error)}") from None
 
     async def _navigate(self, page: Any, url: str, timeout_ms: float) -> str:
-        self._check_url(url)
+        if not self._allows(url):
+            hosts = "" if self.allowed_hosts is None else f" of {', '.join(sorted(self.allowed_hosts)) or 'no host'}"
+            raise ToolError(f"browser: navigate: the url must be an http or https address{hosts}: got {url[:200]!r}.")
         try:
             response = await page.goto(url, wait_until="domcontentloaded", timeout=timeout_ms)
         except BaseException:
@@ -195,9 +206,10 @@ class BrowserTool(Tool):
         return self._shown("\n".join(texts))
 
     async def _state(self, page: Any) -> str:
-        """Where the page is and what it says."""
+        """The page's title, address and text."""
         text = await page.locator("body").first.inner_text(timeout=1000 * _ELEMENT_S)
-        title, url = (_cut(line, self.max_chars // 4) for line in (await page.title(), page.url))
+        limit = self.max_chars // 4
+        title, url = (s if len(s) <= limit else f"{s[:limit]}..." for s in (await page.title(), page.url))
         return f"{title}\n{url}\n\n{self._shown(text.strip())}"
 
     def _shown(self, text: str) -> str:
@@ -205,8 +217,20 @@ class BrowserTool(Tool):
             return text
         return f"{text[: self.max_chars]}\n[{len(text) - self.max_chars:,} more characters; extract a part by selector]"
 
+    def _allows(self, url: str) -> bool:
+        try:
+            parts = urlsplit(url)
+            host = parts.hostname
+        except ValueError:
+            return False
+        if parts.scheme not in ("http", "https") or not host:
+            return False
+        return self.allowed_hosts is None or host.lower() in self.allowed_hosts
+
+    # -- in the background loop: pages and the browser -----------------------------------------------------------------
+
     async def _page(self, conversation: Hashable) -> Any:
-        """The conversation's page. A caller that gives up waiting does not stop its opening, or the browser's start."""
+        """The conversation's page. A call's deadline does not cancel the start of a page or of the browser."""
         opening = self._opening.get(conversation)
         if opening is None:
             opening = self._opening[conversation] = asyncio.ensure_future(self._opened(conversation))
@@ -219,7 +243,7 @@ class BrowserTool(Tool):
             if failed or not self._browser.result().is_connected():
                 self._forget()  # it crashed, or never started: its pages are gone
         reason = ""
-        for _ in range(3):  # with the page that there is, with a new one, with a new browser
+        for _ in range(3):  # with the present page, with a new page, with a new browser
             browser = self._browser = self._browser or asyncio.ensure_future(asyncio.wait_for(self._launch(), _START_S))
             try:
                 launched = await asyncio.shield(browser)
@@ -255,14 +279,14 @@ class BrowserTool(Tool):
         return page
 
     def _drop(self, conversation: Hashable, page: Any) -> None:
-        """Closes a page that is of no use any more, with its cookies; the next call opens another one."""
+        """Closes a page that failed, with its cookies; the next call opens another one."""
         if self._pages.get(conversation) is page:
             del self._pages[conversation]
         self._stale.discard(page)
         self._in_background(_closed(page.context))
 
     def _forget(self) -> None:
-        """Leaves the browser and its driver to their end; the next call starts others."""
+        """Ends the browser and its driver in the background; the next call starts others."""
         browser, driver = self._browser, self._driver
         self._browser = self._driver = None
         self._pages.clear()
@@ -271,8 +295,8 @@ class BrowserTool(Tool):
 
     def _in_background(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
-        self._work.add(task)  # the loop itself keeps no reference
-        task.add_done_callback(self._work.discard)
+        self._tasks.add(task)  # the loop itself keeps no reference
+        task.add_done_callback(self._tasks.discard)
 
     async def _launch(self) -> Any:
         api = require("playwright.async_api", extra="browser", used_by="BrowserTool")
@@ -280,7 +304,7 @@ class BrowserTool(Tool):
         if hasattr(os, "geteuid") and os.geteuid() == 0:
             flags.append("--no-sandbox")
         if self.allowed_hosts is not None:
-            # Requests that a redirect, a WebSocket or a prefetch makes are never seen by a route: they have no address.
+            # Requests of redirects, WebSockets and prefetches pass by a route: their hosts must not resolve.
             excluded = "".join(f", EXCLUDE {host}" for host in sorted(self.allowed_hosts))
             flags.append(f"--host-resolver-rules=MAP * ~NOTFOUND{excluded}")
             # WebRTC and WebTransport go to addresses, and by UDP: they must take a proxy, which is not there.
@@ -300,52 +324,20 @@ class BrowserTool(Tool):
         else:
             await route.abort("blockedbyclient")
 
-    async def _shut_down(self) -> None:
-        self._pages.clear()
-        await _ended(self._browser, self._driver)
 
-    def _soon(self, awaitable: Any) -> None:
-        with contextlib.suppress(LLMRLError, TimeoutError):
-            self._loop.run(awaitable, time.monotonic() + _CLOSE_S)
-
-    # -- what is allowed -----------------------------------------------------------------------------------------------
-
-    def _allows(self, url: str) -> bool:
-        try:
-            parts = urlsplit(url)
-            host = parts.hostname
-        except ValueError:
-            return False
-        if parts.scheme not in ("http", "https") or not host:
-            return False
-        return self.allowed_hosts is None or host.lower() in self.allowed_hosts
-
-    def _check_url(self, url: str) -> None:
-        if not self._allows(url):
-            hosts = "" if self.allowed_hosts is None else f" of {', '.join(sorted(self.allowed_hosts)) or 'no host'}"
-            raise ToolError(f"browser: navigate: the url must be an http or https address{hosts}: got {url[:200]!r}.")
-
-    def _checked(self, arguments: dict[str, Any]) -> str:
-        """The action. Raises ToolError for one that is not known, or arguments that are not its own."""
-        action = arguments.get("action")
-        if not isinstance(action, str) or action not in self._needs:
-            hint = near(action, self._needs) if isinstance(action, str) else ""
-            raise ToolError(f"browser: action must be one of {', '.join(self._needs)}: got {action!r:.80}.{hint}")
-        required, optional = self._needs[action]
-        for name in required:
-            if name not in arguments:
-                raise ToolError(f"browser: {action} needs {name!r}: got {', '.join(map(repr, arguments))}.")
-        kinds = {"string": str, "boolean": bool, "integer": int}
-        for name, value in arguments.items():
-            if name not in ("action", *required, *optional):
-                known = (*required, *optional)
-                raise ToolError(
-                    f"browser: {action} takes no {name!r}: known are {', '.join(known)}.{near(name, known)}"
-                )
-            kind = self.parameters["properties"][name]["type"]
-            if not isinstance(value, kinds[kind]) or (kind == "integer" and isinstance(value, bool)):
-                raise ToolError(f"browser: {action}: {name!r} must be of type {kind}: got {value!r:.80}.")
-        return action
+def _checked(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments by their types. Raises ToolError where they are not those of the action."""
+    _, given = _SIGNATURE.bind(arguments)
+    action = given["action"]
+    required, optional = _ARGUMENTS[action]
+    for name in required:
+        if name not in given:
+            raise ToolError(f"browser: {action} needs {name!r}: got {', '.join(map(repr, given))}.")
+    for name in given:
+        if name not in ("action", *required, *optional):
+            known = (*required, *optional)
+            raise ToolError(f"browser: {action} takes no {name!r}: known are {', '.join(known)}.{near(name, known)}")
+    return given
 
 
 def find_chromium() -> str | None:
@@ -392,10 +384,6 @@ async def _ended(browser: asyncio.Future[Any] | None, driver: Any) -> None:
     with contextlib.suppress(Exception):
         if driver is not None:
             await asyncio.wait_for(driver.stop(), _PAGE_S / 2)
-
-
-def _cut(text: str, limit: int) -> str:
-    return text if len(text) <= limit else f"{text[:limit]}..."
 
 
 async def _dismissed(dialog: Any) -> None:

@@ -1,7 +1,7 @@
-"""The calculator: arithmetic by a parser of its own, which is bounded in size and never runs Python.
+"""The calculator: arithmetic by a parser of its own, which never runs Python.
 
-Integers are exact and at most 4,000 bits long, so the most expensive expression takes milliseconds; what
-would be larger is refused before it is computed.
+Integers are exact and at most 4,000 bits long, so the most expensive expression takes milliseconds; larger ones are
+refused before they are computed.
 """
 
 from __future__ import annotations
@@ -33,34 +33,24 @@ _BINARY: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
 
 def _round(value: Number, digits: Number = 0) -> Number:
     if not isinstance(digits, int) or abs(digits) > 300:  # Python would compute 10**digits
-        raise ValueError("the digits to round to must be a whole number below 300")
+        raise ValueError("digits must be a whole number below 300")
     return round(value, digits)
 
 
+_OF_ONE = ("acos", "asin", "atan", "ceil", "cos", "exp", "floor", "log10", "log2", "sin", "sqrt", "tan")
 _FUNCTIONS: dict[str, tuple[Callable[..., Number], tuple[int, ...]]] = {  # name -> function, numbers of arguments
+    **{name: (getattr(math, name), (1,)) for name in _OF_ONE},
     "abs": (abs, (1,)),
-    "acos": (math.acos, (1,)),
-    "asin": (math.asin, (1,)),
-    "atan": (math.atan, (1,)),
-    "ceil": (math.ceil, (1,)),
-    "cos": (math.cos, (1,)),
-    "exp": (math.exp, (1,)),
-    "floor": (math.floor, (1,)),
     "gcd": (math.gcd, (2,)),
     "ln": (math.log, (1,)),
     "log": (math.log, (1, 2)),
-    "log10": (math.log10, (1,)),
-    "log2": (math.log2, (1,)),
     "max": (max, tuple(range(1, 21))),
     "min": (min, tuple(range(1, 21))),
     "round": (_round, (1, 2)),
-    "sin": (math.sin, (1,)),
-    "sqrt": (math.sqrt, (1,)),
-    "tan": (math.tan, (1,)),
 }
 _CONSTANTS = {"pi": math.pi, "e": math.e}
 _SIGNS = {"\u00d7": "*", "\u00b7": "*", "\u00f7": "/", "\u2212": "-", "^": "**", "\u03c0": "pi"}
-_GLUED = re.compile(r"\d(?:and|else|for|if|in|is|not|or)")  # Python reads it, with a warning on the screen
+_GLUED = re.compile(r"\d(?:and|else|for|if|in|is|not|or)")  # Python parses it, with a warning on stderr
 _GROUPED = re.compile(r"(?<![\w.])\d{1,3}(?:,\d{3})+(?![\d,])")
 
 
@@ -110,7 +100,7 @@ def evaluate(expression: str) -> Number:
 def _value(node: ast.expr) -> Number:
     match node:
         case ast.Constant(value=bool() | complex() | str() | bytes() | None):
-            raise ToolError(f"calculator: only numbers can be computed with: got {node.value!r}.")
+            raise ToolError(f"calculator: must compute with numbers only: got {node.value!r}.")
         case ast.Constant(value=int() | float() as value):
             return _checked(value)
         case ast.UnaryOp(op=ast.UAdd(), operand=operand):
@@ -129,12 +119,14 @@ def _value(node: ast.expr) -> Number:
                 number = " or ".join(map(str, counts[:2])) + (" number" if counts == (1,) else " numbers")
                 raise ToolError(f"calculator: {name} takes {number}: got {len(args)}.")
             return _checked(function(*(_value(argument) for argument in args)))
-    raise ToolError(f"calculator: {_shown(ast.unparse(node))} is no arithmetic; known names: {', '.join(_FUNCTIONS)}.")
+    raise ToolError(
+        f"calculator: {_shown(ast.unparse(node))} is not arithmetic; functions are {', '.join(sorted(_FUNCTIONS))}."
+    )
 
 
 def _power(base: Number, exponent: Number) -> Number:
     whole = isinstance(base, int) and isinstance(exponent, int) and abs(base) > 1
-    if whole and base.bit_length() * exponent > 2 * MAX_BITS:  # how large the result would be is known before
+    if whole and base.bit_length() * exponent > 2 * MAX_BITS:  # refused before it is computed
         raise OverflowError
     value = base**exponent
     if isinstance(value, complex):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import re
 import threading
@@ -14,7 +13,7 @@ from pydantic_core import to_json
 
 from llmrl.concurrency.background_loop import BackgroundLoop
 from llmrl.errors import ConfigError, near
-from llmrl.tools.base import Tool, ToolError, ToolTimeout
+from llmrl.tools.base import Tool, ToolTimeout
 from llmrl.tools.schema import Signature, parse_docstring
 
 __all__ = ["FunctionTool", "as_tool", "check_constructor", "to_text", "tool"]
@@ -25,8 +24,8 @@ class FunctionTool(Tool):
 
     An object serves all conversations, and its calls may run at the same time. Of a class, each conversation has an
     instance of its own, made at its first call and closed at its end. ``close`` is called where there is one. The
-    function may be ``async``; all its calls run in one event loop. A plain function cannot be stopped: at its deadline
-    it is left behind.
+    function may be ``async``; all its calls run in one event loop. A plain function cannot be stopped: after its
+    deadline it goes on in its thread.
 
     >>> def lookup(city: str, days: int = 1) -> str:
     ...     '''The weather of a city.
@@ -66,14 +65,13 @@ class FunctionTool(Tool):
         self.description = description or self._signature.description or own
         if not self.description:
             raise ConfigError(
-                f"tool {self.name!r}: needs a docstring, because that is what the model is told about it: got none; "
-                "write one or pass description=."
+                f"tool {self.name!r}: needs a docstring, which tells the model what it does; write one or pass "
+                "description=."
             )
         self.parameters = self._signature.json_schema
         self.timeout_s = timeout_s
-        self._async = inspect.iscoroutinefunction(function)
-        self.keeps_deadline = self._async
-        self._loop = BackgroundLoop(f"tool {self.name}") if self._async else None
+        self.keeps_deadline = inspect.iscoroutinefunction(function)
+        self._loop = BackgroundLoop(f"tool {self.name}") if self.keeps_deadline else None
         self._instances: dict[Hashable, Any] = {}
         self._lock = threading.Lock()
 
@@ -82,17 +80,16 @@ class FunctionTool(Tool):
         return self._target(*args, **kwargs)
 
     def call(self, arguments: dict[str, Any], *, conversation: Hashable, deadline: float) -> str:
-        args, kwargs = self._signature.bind(arguments, error=ToolError)
+        args, kwargs = self._signature.bind(arguments)
         function = self._instance(conversation) if self._per_conversation else self._target
         if self._loop is None:
             return to_text(function(*args, **kwargs))
-        remaining = max(0.0, deadline - time.monotonic())
         try:
-            return to_text(self._loop.run(asyncio.wait_for(function(*args, **kwargs), min(remaining, 1e6)), deadline))
+            return to_text(self._loop.run(function(*args, **kwargs), deadline))
         except TimeoutError:
             if time.monotonic() < deadline:
-                raise  # its own
-            raise ToolTimeout(f"{self.name}: no result in time; the call was given up.") from None
+                raise  # the function's own
+            raise ToolTimeout(f"{self.name}: no result in time; the call was cancelled.") from None
 
     def end(self, conversation: Hashable) -> None:
         with self._lock:
@@ -102,10 +99,8 @@ class FunctionTool(Tool):
     def close(self) -> None:
         with self._lock:
             instances, self._instances = list(self._instances.values()), {}
-        for instance in instances:
+        for instance in [*instances, *([] if self._per_conversation else [self._target])]:
             _close(instance)
-        if not self._per_conversation:
-            _close(self._target)
         if self._loop is not None:
             self._loop.close()
 
@@ -154,14 +149,14 @@ def as_tool(obj: Any) -> Tool:
     has_call = any("__call__" in base.__dict__ for base in obj.__mro__) if inspect.isclass(obj) else callable(obj)
     if not has_call:
         raise ConfigError(
-            f"as_tool: must be given a Tool, a function, or an object with __call__: got {_shown(obj)}"
-            + ("; for a tool by name use load_tool." if isinstance(obj, str) else ".")
+            f"as_tool: must be given a Tool, a function, or an object with __call__: got {obj!r:.80} "
+            f"({type(obj).__name__}){'; for a tool by name use load_tool' if isinstance(obj, str) else ''}."
         )
     return FunctionTool(obj)
 
 
 def to_text(value: Any) -> str:
-    """What a function returned, as the model reads it: text as it is, nothing as nothing, all else as JSON.
+    """A function's result as the model reads it: text as it is, None as an empty text, all else as JSON.
 
     >>> to_text({"a": [1, 2.5]}), to_text(None)
     ('{"a":[1,2.5]}', '')
@@ -174,14 +169,13 @@ def to_text(value: Any) -> str:
 def check_constructor(
     cls: type, settings: Mapping[str, Any] | None = None, who: str = "as_tool: a class is called without arguments"
 ) -> None:
-    """Raises ConfigError, with the nearest name, where ``settings`` are no arguments of the class."""
+    """Raises ConfigError, with the nearest name, where the class cannot be called with ``settings``."""
     try:
         signature = inspect.signature(cls)
         signature.bind(**(settings or {}))
     except TypeError as error:
-        known = [key for key in signature.parameters if key not in ("self",)]
-        unknown = [key for key in settings or {} if key not in known]
-        hint = near(unknown[0], known) if unknown else ""
+        unknown = [key for key in settings or {} if key not in signature.parameters]
+        hint = near(unknown[0], signature.parameters) if unknown else ""
         raise ConfigError(f"{who}: {cls.__name__}{signature}: {error}.{hint}") from None
 
 
@@ -198,7 +192,3 @@ def _close(instance: Any) -> None:
     close = getattr(instance, "close", None)
     if callable(close):
         close()
-
-
-def _shown(obj: Any) -> str:
-    return f"{obj!r:.80} ({type(obj).__name__})"

@@ -1,4 +1,4 @@
-"""From the name of a tool in a configuration to the tool."""
+"""Loads a tool by the name that a configuration gives it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BUILT_IN = {
 
 
 def load_tool(name: str, settings: Mapping[str, Any] | None = None) -> Tool:
-    """The tool that a configuration names: one built in, or ``"my_package.my_module:attribute"``.
+    """A built-in tool by its name, or the one that ``"my_package.my_module:attribute"`` names.
 
     The attribute may be a tool, a subclass of `Tool`, a function, or a class with ``__call__``. ``settings`` are the
     keyword arguments of a class. Modules of the working directory are found.
@@ -33,32 +33,31 @@ def load_tool(name: str, settings: Mapping[str, Any] | None = None) -> Tool:
     >>> load_tool("calculator").call({"expression": "2 * 21"}, conversation=0, deadline=float("inf"))
     '42'
     """
-    target = _target(name, settings or {})
-    return as_tool(target(**(settings or {})) if _is_made(target, settings) else target)
+    target, is_constructor = _find(name, settings or {})
+    return as_tool(target(**(settings or {})) if is_constructor else target)
 
 
 def check_tool(name: str, settings: Mapping[str, Any] | None = None) -> None:
     """Raises what `load_tool` would raise for the name, the settings and the signature; starts nothing."""
-    target = _target(name, settings or {})
-    if not _is_made(target, settings):
+    target, is_constructor = _find(name, settings or {})
+    if not is_constructor:
         as_tool(target)
 
 
-def _target(name: str, settings: Mapping[str, Any]) -> Any:
-    """What the name stands for: something that takes the settings, if there are any."""
+def _find(name: str, settings: Mapping[str, Any]) -> tuple[Any, bool]:
+    """The named object, and whether it is a class to be called with the settings.
+
+    A class without settings that is not a `Tool` is not: it has an object per conversation.
+    """
     if name not in BUILT_IN and ":" not in name:
         raise ConfigError(
             f"tool: must be one of {', '.join(sorted(BUILT_IN))}, or 'package.module:name': got {name!r}."
             + near(name, BUILT_IN)
         )
     target = load_object(BUILT_IN.get(name, name), what="tool")
-    if _is_made(target, settings):
+    is_constructor = inspect.isclass(target) and (bool(settings) or issubclass(target, Tool))
+    if is_constructor:
         check_constructor(target, settings, f"tool: {name!r}")
     elif settings:
         raise ConfigError(f"tool: {name!r} takes no settings: got {', '.join(map(repr, settings))}.")
-    return target
-
-
-def _is_made(target: Any, settings: Mapping[str, Any] | None) -> bool:
-    """Whether the target is a class that one tool is made of; any other class has an object per conversation."""
-    return inspect.isclass(target) and (bool(settings) or issubclass(target, Tool))
+    return target, is_constructor

@@ -1,8 +1,7 @@
 """Tools of MCP servers, through the official ``mcp`` package (version 2): stdio and streamable HTTP.
 
 Every tool of a server is a `Tool` with the server's schema. All connections of one `MCPServers` live in one background
-event loop; the calls of any number of threads are sent over them side by side. The process of a server is
-`mcp_stdio`'s.
+event loop, which sends the calls of any number of threads at the same time. `mcp_stdio` runs a server's process.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ __all__ = ["MCPServers", "MCPTool"]
 _STDIO = ("command", "args", "env", "cwd")
 _HTTP = ("url", "headers")
 _MAX_RESTARTS = 1
-_PING_S = 5.0  # for a server that let a call time out to say that it is there
+_PING_S = 5.0  # for a server to answer a ping after a call that timed out
 _CLOSE_S = 8.0  # a server has 2 s to end, 2 s after SIGTERM, and is killed
 
 
@@ -41,13 +40,13 @@ class MCPServers:
             that does not answer; both with what it wrote to stderr. MissingDependencyError without the package
 
     ``tools``: those of all servers, in order; names that two servers share are preceded by the server's. A server that
-    ends fails the calls that it was in and is started again at the next one; if it ends again without having answered
-    any, it is given up. So is one that lets a call time out and does not answer a ping either. An answer of more than
+    ends, or that lets a call time out and does not answer a ping, fails the calls that it was in and is started again
+    at the next one; if it ends again before it has answered any, it is not started any more. An answer of more than
     16 MiB, or one that breaks the protocol, is an error of its call.
     """
 
     def __init__(self, servers: Mapping[str, Mapping[str, Any] | str], *, start_timeout_s: float = 30.0):
-        if not hasattr(require("mcp", extra="mcp", used_by="MCPServers"), "Client"):
+        if not hasattr(_mcp(), "Client"):
             raise MissingDependencyError(
                 "MCPServers: needs version 2 of the package 'mcp': an older one is installed; run: "
                 "pip install 'llmrl[mcp]'."
@@ -62,8 +61,8 @@ class MCPServers:
         ]
         deadline = time.monotonic() + start_timeout_s
         try:
-            self._loop.run(_start_all(self._connections), deadline=deadline)
-            for connection in self._connections:  # they start together; each is waited for, and named, in turn
+            self._loop.run(_start_all(self._connections), deadline)
+            for connection in self._connections:  # they start together; each is waited for by its name
                 self._wait_for(connection, deadline, start_timeout_s)
         except BaseException:
             self.close()
@@ -84,7 +83,7 @@ class MCPServers:
     def close(self) -> None:
         """Ends the connections and the servers that were started; once is enough."""
         with contextlib.suppress(LLMRLError, TimeoutError):  # closed before, or a server that cannot be killed
-            self._loop.run(_stop_all(self._connections), deadline=time.monotonic() + _CLOSE_S)
+            self._loop.run(_stop_all(self._connections), time.monotonic() + _CLOSE_S)
         self._loop.close()
 
     def _wait_for(self, connection: _Connection, deadline: float, timeout_s: float) -> None:
@@ -128,14 +127,13 @@ class MCPTool(Tool):
         return self
 
     def call(self, arguments: dict[str, Any], *, conversation: Hashable, deadline: float) -> str:
-        late = ToolTimeout(f"{self.name}: server {self._connection.name!r} did not answer in time.")
         try:
-            result = self._servers._loop.run(self._connection.call(self._listed_name, arguments), deadline=deadline)
+            result = self._servers._loop.run(self._connection.call(self._listed_name, arguments), deadline)
         except TimeoutError:
-            raise late from None
+            raise ToolTimeout(f"{self.name}: server {self._connection.name!r} did not answer in time.") from None
         text = _text_of(result)
         if result.is_error:
-            raise ToolError(text or f"{self.name}: failed without saying why.")
+            raise ToolError(text or f"{self.name}: failed without a message.")
         return text
 
     def close(self) -> None:
@@ -144,7 +142,7 @@ class MCPTool(Tool):
 
 
 class _Connection:
-    """One server, in the background loop. It lives in a task of its own, which opens and closes the connection."""
+    """One server, in the background loop. A task of its own opens and closes the connection."""
 
     def __init__(self, name: str, settings: dict[str, Any], start_timeout_s: float):
         self.name = name
@@ -159,7 +157,7 @@ class _Connection:
         self._starts = 0
 
     def start(self) -> None:
-        """Lets the server start, where it does not run; :meth:`client` waits for it."""
+        """Starts the server if it does not run; :meth:`client` waits for it."""
         if self._ready is None:
             if self._starts > _MAX_RESTARTS:
                 raise ToolError(f"MCP server {self.name!r} ended again after a restart; it cannot be called any more.")
@@ -168,12 +166,11 @@ class _Connection:
             self._task = asyncio.create_task(self._serve(self._ready, self._stop))
 
     async def client(self) -> Any:
-        """The open connection. Raises what kept the server from starting."""
+        """The open connection. Raises the error of the server's start."""
         self.start()
-        return await asyncio.shield(self._ready)  # whoever gives up waiting does not stop the start
+        return await asyncio.shield(self._ready)  # a call's deadline does not cancel the start
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> Any:
-        mcp = require("mcp", extra="mcp", used_by="MCPServers")
         try:
             client = await self.client()
         except ToolError:
@@ -189,11 +186,11 @@ class _Connection:
         except asyncio.CancelledError:  # its deadline
             self._check_on(ready, client)
             raise
-        except mcp.MCPError as error:
+        except _mcp().MCPError as error:
             if not self._is_closed(error):
                 raise ToolError(f"{tool}: {error}") from error
             reason = "it ended"
-        except (ValueError, RuntimeError) as error:  # no result of a tool, or not of the schema that it declared
+        except (ValueError, RuntimeError) as error:  # not a tool's result, or not of the schema that it declared
             self._check_on(ready, client)
             raise ToolError(f"{tool}: the server's answer cannot be used: {_reason(error)}.") from error
         except Exception as error:
@@ -202,31 +199,27 @@ class _Connection:
         raise ToolError(f"MCP server {self.name!r} was lost during the call: {reason}.")
 
     def _lose(self, ready: asyncio.Future[Any]) -> None:
-        """Ends a connection that is of no use, so that the next call starts another one."""
-        if self._ready is ready:  # the first of the calls that it took down with it
+        """Ends a connection that failed, so that the next call starts another one."""
+        if self._ready is ready:  # the first of the calls that failed with it
             self._ready = None
             self._stop.set()
 
     def _is_closed(self, error: Any) -> bool:
-        """Whether the connection is. A server may use the same code for errors of its own."""
-        mcp = require("mcp", extra="mcp", used_by="MCPServers")
-        return error.code == mcp.types.CONNECTION_CLOSED and (self._server is None or not self._server.is_open)
+        """Whether the connection is closed. A server may use the same code for errors of its own."""
+        return error.code == _mcp().types.CONNECTION_CLOSED and (self._server is None or not self._server.is_open)
 
     def _check_on(self, ready: asyncio.Future[Any], client: Any) -> None:
-        """Finds out whether the server still answers anything, and loses it if not."""
+        """Ends the connection where the server does not answer a ping either."""
 
         async def check() -> None:
-            mcp = require("mcp", extra="mcp", used_by="MCPServers")
-            ping = mcp.types.PingRequest(params=mcp.types.RequestParams())  # that there is no such method will do
+            types = _mcp().types
+            ping = types.PingRequest(params=types.RequestParams())
             try:
-                await asyncio.wait_for(client.session.send_request(ping, mcp.types.EmptyResult), _PING_S)
-            except TimeoutError:
-                self._lose(ready)
-            except mcp.MCPError as error:
-                if self._is_closed(error):
+                await asyncio.wait_for(client.session.send_request(ping, types.EmptyResult), _PING_S)
+            except Exception as error:  # any error but these two is an answer
+                closed = isinstance(error, _mcp().MCPError) and self._is_closed(error)
+                if closed or isinstance(error, TimeoutError):
                     self._lose(ready)
-            except Exception:  # an answer, too
-                pass
 
         if self._ready is ready and (self._check is None or self._check.done()):
             self._check = asyncio.create_task(check())
@@ -242,7 +235,7 @@ class _Connection:
             self._ready = self._task = None
 
     def stderr(self) -> str:
-        """What the server wrote there last, for an error message."""
+        """The server's last lines there, for an error message."""
         text = self._server.stderr if self._server is not None else ""
         return f" Its stderr:\n{text}" if text else ""
 
@@ -257,12 +250,11 @@ class _Connection:
         except BaseException as error:
             if not ready.done():
                 ready.set_exception(error if isinstance(error, Exception) else RuntimeError("was cancelled"))
-                ready.exception()  # asked for: nobody need be waiting
+                ready.exception()  # retrieved here, in case that no call waits for it
             if isinstance(error, asyncio.CancelledError):
                 raise
 
     async def _open(self, stack: contextlib.AsyncExitStack) -> Any:
-        mcp = require("mcp", extra="mcp", used_by="MCPServers")
         settings = self._settings
         if "command" in settings:
             self._server = StdioServer(settings)
@@ -273,17 +265,20 @@ class _Connection:
             transport = http.streamable_http_client(settings["url"], http_client=client)
         else:
             transport = settings["url"]
-        return await stack.enter_async_context(mcp.Client(transport))
+        return await stack.enter_async_context(_mcp().Client(transport))
+
+
+def _mcp() -> Any:
+    return require("mcp", extra="mcp", used_by="MCPServers")
 
 
 async def _all_tools(client: Any) -> list[Any]:
-    listed, cursor = [], None
-    while True:
-        page = await client.list_tools(cursor=cursor)
+    page = await client.list_tools()
+    listed = page.tools
+    while page.next_cursor:
+        page = await client.list_tools(cursor=page.next_cursor)
         listed += page.tools
-        cursor = page.next_cursor
-        if not cursor:
-            return listed
+    return listed
 
 
 async def _start_all(connections: Sequence[_Connection]) -> None:
@@ -303,8 +298,7 @@ def _settings(name: str, given: Any) -> dict[str, Any]:
             command, *args = shlex.split(given) or [""]
         except ValueError as error:
             raise ConfigError(
-                f"MCPServers: the command line of server {name!r} must have its quotes in pairs: got {given!r:.200} "
-                f"({error})."
+                f"MCPServers: the command line of server {name!r} cannot be read: {error}: got {given!r:.200}."
             ) from None
         given = {"command": command, "args": args}
     if not isinstance(given, Mapping):
@@ -317,14 +311,14 @@ def _settings(name: str, given: Any) -> dict[str, Any]:
     known = _STDIO if kinds == ["command"] else _HTTP
     if unknown := [key for key in given if key not in known]:
         raise ConfigError(
-            f"MCPServers: server {name!r}: {unknown[0]!r} is no setting: known are {', '.join(known)}."
+            f"MCPServers: server {name!r} has no setting {unknown[0]!r}: known are {', '.join(known)}."
             f"{near(str(unknown[0]), known)}"
         )
     return dict(given)
 
 
 def _text_of(result: Any) -> str:
-    """The content of a result as text; what is no text is named."""
+    """The content of a result as text; content of other kinds is named."""
     parts = []
     for block in result.content:
         resource = getattr(block, "resource", None)
@@ -342,7 +336,7 @@ def _text_of(result: Any) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """The innermost cause in words: the package wraps errors in groups."""
+    """The innermost error in words: the package wraps errors in groups."""
     while isinstance(error, BaseExceptionGroup) and error.exceptions:
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}".rstrip(": .")

@@ -1,21 +1,21 @@
 """The process of an MCP server and its pipes, as a transport of the ``mcp`` package.
 
-The package's own reads lines of any length, waits for ever for an answer that breaks the protocol, and leaves the
-children of a server that ended by itself. Here a line has a bound, what a broken answer says becomes the error of its
-call, and the server's whole process group ends with the connection.
+The package's own transport reads lines of any length, waits for ever for an answer that breaks the protocol, and leaves
+the children of a server that ended by itself. Here a line has a bound, a broken answer becomes the error of its call,
+and the server's whole process group ends with the connection.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import re
 import signal
 import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+from llmrl.concurrency.processes import signal_group
 from llmrl.optional import require
 from llmrl.strict_json import JSONError, parse_json
 
@@ -32,18 +32,18 @@ _INTERNAL_ERROR = -32603  # of JSON-RPC
 class StdioServer:
     """One start of a server: ``command``, ``args``, ``env`` and ``cwd`` of its settings.
 
-    ``is_open``: its output is being read. ``pid``: its process, where it runs. ``stderr``: what it wrote there last.
+    ``is_open``: its output is being read. ``pid``: of its process. ``stderr``: the last lines that it wrote there.
     """
 
     def __init__(self, settings: Mapping[str, Any]):
         self.is_open = False
         self.pid: int | None = None
         self._settings = settings
-        self._said = bytearray()
+        self._stderr = bytearray()
 
     @property
     def stderr(self) -> str:
-        return self._said.decode("utf-8", "replace").strip()
+        return self._stderr.decode("utf-8", "replace").strip()
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[tuple[Any, Any]]:
@@ -68,7 +68,7 @@ class StdioServer:
         tasks = [
             asyncio.create_task(self._read(process, answers)),
             asyncio.create_task(self._write(process, requests, answers)),
-            asyncio.create_task(self._listen(process)),
+            asyncio.create_task(self._read_stderr(process)),
         ]
         try:
             yield received, to_send
@@ -77,7 +77,8 @@ class StdioServer:
             try:
                 await _end(process)
             finally:
-                _signal_group(process, signal.SIGKILL)  # also where this task is cancelled once more
+                signal_group(process.pid, signal.SIGKILL)  # also where this task is cancelled once more
+                await _has_ended(process)
                 await asyncio.wait(tasks, timeout=_GRACE_S / 2)
                 for task in tasks:
                     task.cancel()
@@ -94,7 +95,7 @@ class StdioServer:
         finally:
             self.is_open = False
             answers.close()
-            _signal_group(process, signal.SIGTERM)  # without its output it is of no use
+            signal_group(process.pid, signal.SIGTERM)  # it can answer no more
 
     async def _write(self, process: asyncio.subprocess.Process, requests: Any, answers: Any) -> None:
         try:
@@ -105,14 +106,14 @@ class StdioServer:
         except OSError:  # it ended: no answer will come
             answers.close()
 
-    async def _listen(self, process: asyncio.subprocess.Process) -> None:
+    async def _read_stderr(self, process: asyncio.subprocess.Process) -> None:
         while chunk := await process.stderr.read(1 << 16):
-            self._said += chunk
-            del self._said[:-_MAX_STDERR]
+            self._stderr += chunk
+            del self._stderr[:-_MAX_STDERR]
 
 
 async def _line(stdout: asyncio.StreamReader) -> bytes | None:
-    """The next line, of one that is too long the beginning alone; None at the end."""
+    """The next line, cut to its beginning where it is too long; None at the end."""
     head = b""
     while True:
         try:
@@ -120,13 +121,13 @@ async def _line(stdout: asyncio.StreamReader) -> bytes | None:
             return head or line
         except asyncio.IncompleteReadError as end:
             return None if head else end.partial or None
-        except asyncio.LimitOverrunError as error:  # the rest is read, and forgotten
+        except asyncio.LimitOverrunError as error:  # the rest is read and dropped
             head = head or (await stdout.readexactly(_HEAD))
             await stdout.readexactly(max(0, error.consumed - _HEAD))
 
 
 def _message(line: bytes) -> Any:
-    """A message of the server; of an answer that breaks the protocol an error in its place, None for anything else."""
+    """A message of the server; an error in place of an answer that breaks the protocol; None for anything else."""
     mcp = require("mcp", extra="mcp", used_by="MCPServers")
     messages = require("mcp.shared.message", extra="mcp", used_by="MCPServers")
     for text in (line, line.decode("utf-8", "replace")):
@@ -140,7 +141,7 @@ def _message(line: bytes) -> Any:
 
 
 def _broken_answer(line: bytes) -> tuple[int | str | None, str]:
-    """The id of the request that a line should have answered, None if there is none, and what is wrong with it."""
+    """The id of the request that a broken line answers, or None, and the reason why it cannot be read."""
     text = line.decode("utf-8", "replace")
     try:
         given = parse_json(text)
@@ -159,10 +160,10 @@ def _broken_answer(line: bytes) -> tuple[int | str | None, str]:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Lets the server end by itself, then asks its process group to."""
+    """Closes the server's stdin and waits for its end; then asks its process group to end."""
     process.stdin.close()
     if not await _has_ended(process):
-        _signal_group(process, signal.SIGTERM)
+        signal_group(process.pid, signal.SIGTERM)
         await _has_ended(process)
 
 
@@ -172,8 +173,3 @@ async def _has_ended(process: asyncio.subprocess.Process) -> bool:
     while process.returncode is None and time.monotonic() < deadline:
         await asyncio.sleep(0.01)
     return process.returncode is not None
-
-
-def _signal_group(process: asyncio.subprocess.Process, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, number)  # of its own session, so that the group is called as the process was

@@ -1,7 +1,4 @@
-"""The Python tool: runs code that a model wrote, in a sandbox, with what earlier code of the conversation defined.
-
-What the sandbox stops and does not stop is said at `llmrl.tools.sandbox.Sandbox`.
-"""
+"""The Python tool: runs a model's code in a sandbox, where the definitions of earlier code of the conversation stay."""
 
 from __future__ import annotations
 
@@ -23,20 +20,23 @@ def python(code: str) -> str:
     Args:
         code: the code, as in a file
     """
-    raise AssertionError("only its signature is used")
+    raise AssertionError("read for its signature alone")
+
+
+_SIGNATURE = Signature(python, "python")
 
 
 class PythonTool(Tool):
-    """An interpreter for each conversation, in a sandbox (see there for what it stops and what not).
+    """An interpreter for each conversation, in a sandbox: see `llmrl.tools.sandbox.Sandbox` for its protection.
 
     With ``persistent=False`` every call runs in a process forked for it: nothing but its files stays. Processes that
     the code starts end with the call; threads stop until the next one. A call that takes too long is killed with all it
-    started, what it had written is kept, and the next call of the conversation gets a new interpreter.
+    started, its output is kept, and the next call of the conversation gets a new interpreter.
 
-    ``limits`` may be a mapping of some of the bounds by name, as a recipe writes them.
+    ``limits`` may be a mapping of some of the limits by name, as a recipe writes them.
 
-    Raises   at construction, ConfigError for a bound that is none; MissingDependencyError or UnsupportedError where the
-             sandbox cannot be had
+    Raises   at construction, ConfigError for a limit that cannot be; MissingDependencyError or UnsupportedError where
+             the sandbox cannot run
 
     >>> import time
     >>> tool = PythonTool(sandbox="subprocess")
@@ -58,30 +58,27 @@ class PythonTool(Tool):
         name: str = "python",
     ):
         self.name = name
-        self._signature = _SIGNATURE
         self.persistent = persistent
         self.timeout_s = timeout_s
         state = "Variables, functions and imports stay for later calls." if persistent else "Every call starts anew."
-        self.description = f"{self._signature.description} {state}"
-        self.parameters = self._signature.json_schema
-        limits = Limits.of(limits)
-        self.pool = InterpreterPool(Sandbox(sandbox, limits, python), spare=spare, max_interpreters=max_interpreters)
+        self.description = f"{_SIGNATURE.description} {state}"
+        self.parameters = _SIGNATURE.json_schema
+        made = Sandbox(sandbox, Limits.of(limits), python)
+        self.pool = InterpreterPool(made, spare=spare, max_interpreters=max_interpreters)
 
     def call(self, arguments: dict[str, Any], *, conversation: Hashable, deadline: float) -> str:
-        _, values = self._signature.bind(arguments, error=ToolError)
+        _, values = _SIGNATURE.bind(arguments)
         try:
             result = self.execute(values["code"], conversation=conversation, deadline=deadline)
         except DeadlineError as error:
             raise ToolTimeout(str(error)) from None
         text = report(result)
-        if result.status == "timeout":
-            raise ToolTimeout(text)
-        if result.status == "error":
-            raise ToolError(text)
+        if result.status != "ok":
+            raise (ToolTimeout if result.status == "timeout" else ToolError)(text)
         return text
 
     def execute(self, code: str, *, conversation: Hashable = None, deadline: float) -> Execution:
-        """Runs code and returns what came of it in parts, for callers that are not a model."""
+        """Runs code and returns the result in parts, for callers other than a model."""
         return self.pool.run(code, conversation=conversation, deadline=deadline, fresh=not self.persistent)
 
     def end(self, conversation: Hashable) -> None:
@@ -91,11 +88,8 @@ class PythonTool(Tool):
         self.pool.close()
 
 
-_SIGNATURE = Signature(python, "python")
-
-
 def report(result: Execution) -> str:
-    """What the model reads: a note if its variables are gone, what the code wrote, the error.
+    """The result as the model reads it: a note if its variables are gone, the output, the error.
 
     >>> print(report(Execution("error", "1\\n", error="ValueError: no")))
     1

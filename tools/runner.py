@@ -1,7 +1,7 @@
 """Runs the tool calls of a batch: at the same time, each with its deadline, the answers in order and of bounded size.
 
-Whatever a call does is an answer to the model: a name that is not known, wrong arguments, an exception, no end. Which
-text holds a call, and how the answer is written into the conversation, is the business of the environment transforms.
+Every result is an answer to the model: also an unknown name, wrong arguments, an exception, a missed deadline. The
+environment transforms find the calls in a text, and write the answers into the conversation.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from llmrl.concurrency.deadline import watch_lock
 from llmrl.errors import ConfigError, near
 from llmrl.tools.base import Status, Tool, ToolCall, ToolError, ToolResult
-from llmrl.tools.calls import watch_lock
 from llmrl.tools.function import as_tool
 
 __all__ = ["ToolRunner", "cut_text"]
 
 _LOG = logging.getLogger(__name__)
-_GRACE_S = 1.0  # for a tool that keeps its deadline: to stop what it runs, and to say what there was until then
+_GRACE_S = 1.0  # for a tool that keeps its deadline: to stop what it runs, and to report its output so far
 _MAX_LEFT_BEHIND = 16  # threads of one tool that did not end; more calls of it are refused until one does
 
 
@@ -36,7 +36,7 @@ class ToolRunner:
     ``counters`` has the calls so far, how they ended (``ok``, ``error``, ``timeout``, ``malformed``, ``unknown``), how
     many answers were ``cut``, and how many calls were ``left_behind``: a plain Python function cannot be stopped, so
     one that does not end stays in its daemon thread. One that keeps the interpreter's lock inside C code stops all
-    threads: the process ends a minute after the call's deadline, and says where each stood.
+    threads: the process then ends a minute after the call's deadline, with the stack of each.
 
     >>> from llmrl.tools import load_tool
     >>> with ToolRunner([load_tool("calculator")]) as runner:
@@ -82,21 +82,41 @@ class ToolRunner:
         self.close()
 
     def schemas(self) -> list[dict[str, Any]]:
-        """What the model is told, in the order of the tools."""
+        """The schemas for the model, in the order of the tools."""
         return [tool.schema() for tool in self.tools.values()]
 
     def run(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
-        """The results, in the order of the calls; blocks until the last has ended or was given up."""
+        """The results, in the order of the calls; blocks until each has ended or its deadline is over."""
         if self._closed:
             raise ConfigError("ToolRunner: must not be closed: got a call after close().")
-        results: list[ToolResult | None] = [self._refused(call) for call in calls]
-        lanes: dict[Hashable, deque[int]] = {}
-        for index, (call, result) in enumerate(zip(calls, results, strict=True)):
-            if result is None:
-                # Without a conversation there is no order to keep.
-                key = ("call", index) if call.conversation is None else ("conversation", call.conversation)
-                lanes.setdefault(key, deque()).append(index)
-        self._run_lanes(calls, results, deque(lanes.values()))
+        results: list[ToolResult | None] = [None] * len(calls)
+        lanes: dict[Hashable, deque[_Job]] = {}  # the calls of one conversation, which run one after another
+        for index, call in enumerate(calls):
+            if (refusal := self._refusal(call)) is not None:
+                results[index] = self._result(call, *refusal)
+            else:
+                key = ("alone", index) if call.conversation is None else ("in", call.conversation)
+                lanes.setdefault(key, deque()).append(_Job(index, call, self.tools[call.name]))
+        waiting = deque(lanes.values())
+        changes: queue.SimpleQueue[_Job] = queue.SimpleQueue()  # a job is put here when it starts and when it ends
+        running: dict[_Job, deque[_Job]] = {}  # to the rest of its lane
+        while waiting or running:
+            while waiting and len(running) < self.max_concurrency:
+                lane = waiting.popleft()
+                job = lane.popleft()
+                running[job] = lane
+                threading.Thread(target=self._work, args=[job, changes], name=job.call.name, daemon=True).start()
+            first = min(job.give_up_at for job in running)
+            try:  # without a deadline all of them wait for a slot, and one of them starts before long
+                changed = [changes.get(timeout=None if first == float("inf") else max(0.0, first - time.monotonic()))]
+            except queue.Empty:
+                changed = list(running)
+            for job in changed:
+                if job in running and (result := self._outcome(job)) is not None:
+                    watch_lock(job, None)
+                    results[job.index] = result
+                    if lane := running.pop(job):
+                        waiting.append(lane)
         return [self._counted(result) for result in results if result is not None]
 
     def end(self, conversations: Iterable[Hashable]) -> None:
@@ -113,94 +133,61 @@ class ToolRunner:
         for tool in self.tools.values():
             self._quietly(tool, "close")
 
-    def _run_lanes(
-        self, calls: Sequence[ToolCall], results: list[ToolResult | None], waiting: deque[deque[int]]
-    ) -> None:
-        """A lane is the calls of one conversation: its first runs in a thread, the next follows when that has ended."""
-        events: queue.SimpleQueue[_Job] = queue.SimpleQueue()  # a job comes when it starts and when it ends
-        running: dict[int, _Job] = {}  # by call index
-        while waiting or running:
-            while waiting and len(running) < self.max_concurrency:
-                lane = waiting.popleft()
-                index = lane.popleft()
-                running[index] = job = _Job(index, calls[index], self.tools[calls[index].name], lane)
-                threading.Thread(target=self._work, args=[job, events], name=job.call.name, daemon=True).start()
-            try:
-                changed = [events.get(timeout=self._patience(running.values()))]
-            except queue.Empty:
-                changed = list(running.values())
-            for job in changed:
-                if running.get(job.index) is job and (result := self._outcome(job)) is not None:
-                    watch_lock(job, None)
-                    results[job.index] = result
-                    del running[job.index]
-                    if job.lane:
-                        waiting.append(job.lane)
+    def _refusal(self, call: ToolCall) -> tuple[str, Status] | None:
+        """The answer to a call that cannot be run at all."""
+        if call.error is not None:
+            return call.error, "malformed"
+        if call.name not in self.tools:
+            hint, known = near(str(call.name), self.tools), ", ".join(self.tools) or "none"
+            return f"There is no tool {call.name!r}.{hint} Tools: {known}.", "unknown"
+        if not isinstance(call.arguments, dict | None):
+            kind = type(call.arguments).__name__
+            return f"{call.name}: the arguments must be a JSON object: got a {kind}.", "malformed"
+        with self._lock:
+            left = self._left_behind[call.name]
+        if left >= _MAX_LEFT_BEHIND:
+            return f"{call.name}: cannot be called now: {left} earlier calls have still not ended.", "error"
+        return None
 
-    def _work(self, job: _Job, events: queue.SimpleQueue[_Job]) -> None:
-        """In its own thread: waits for a slot, runs the call, and says when it starts and ends."""
+    def _work(self, job: _Job, changes: queue.SimpleQueue[_Job]) -> None:
+        """In a thread of the job: waits for a slot, runs the call, and reports its start and its end."""
         tool, call = job.tool, job.call
-        self._slots.acquire()  # whoever holds one gives it back by its deadline
-        timeout_s = self.timeout_s if tool.timeout_s is None else tool.timeout_s
-        job.start(timeout_s, _GRACE_S if tool.keeps_deadline else 0.0)
+        self._slots.acquire()  # a job that holds one gives it back at its deadline at the latest
+        job.started = time.monotonic()
+        job.timeout_s = self.timeout_s if tool.timeout_s is None else tool.timeout_s
+        deadline = job.started + job.timeout_s
+        job.give_up_at = deadline + (_GRACE_S if tool.keeps_deadline else 0.0)
         watch_lock(job, job.give_up_at)
-        events.put(job)
+        changes.put(job)
         status: Status
         try:
-            content = tool.call(call.arguments or {}, conversation=call.conversation, deadline=job.deadline)
+            content = str(tool.call(call.arguments or {}, conversation=call.conversation, deadline=deadline))
             status = "ok"
-        except BaseException as error:  # sys.exit() in a tool is no reason to end anything either
-            content, status = _said(error), "timeout" if isinstance(error, TimeoutError) else "error"
+        except BaseException as error:  # also sys.exit(), which would end the thread alone
+            content, status = _error_text(error), "timeout" if isinstance(error, TimeoutError) else "error"
         with self._lock:
-            job.content, job.status, job.ended = str(content), status, time.monotonic()
-            if job.given_up:
+            if job.left_behind:
                 self._left_behind[tool.name] -= 1
             else:
+                job.result = self._result(call, content, status, time.monotonic() - job.started)
                 self._slots.release()
-        events.put(job)
+        changes.put(job)
 
     def _outcome(self, job: _Job) -> ToolResult | None:
         """The result of a job that has ended or whose time is over; None while it may run."""
         with self._lock:
-            if job.ended is not None:
-                content, cut = cut_text(job.content, self.max_result_chars)
-                return ToolResult(job.call, content, job.status, job.ended - job.started, cut)
-            if time.monotonic() < job.give_up_at:
-                return None
-            job.given_up = True
+            if job.result is not None or time.monotonic() < job.give_up_at:
+                return job.result
+            job.left_behind = True
             self._left_behind[job.tool.name] += 1
             self.counters["left_behind"] += 1
             self._slots.release()
-        text = f"{job.tool.name}: no result within {job.timeout_s:g} s; the call was given up."
-        return ToolResult(job.call, text, "timeout", time.monotonic() - job.started)
+        text = f"{job.tool.name}: no result within {job.timeout_s:g} s; the call was abandoned."
+        return self._result(job.call, text, "timeout", time.monotonic() - job.started)
 
-    def _patience(self, jobs: Iterable[_Job]) -> float | None:
-        """Seconds until the first deadline; None where all wait for a slot: then one of them says when it starts."""
-        first = min((job.give_up_at for job in jobs), default=float("inf"))
-        return None if first == float("inf") else max(0.0, first - time.monotonic())
-
-    def _refused(self, call: ToolCall) -> ToolResult | None:
-        """The result of a call that cannot be run at all."""
-        if call.error is not None:
-            return self._answer(call, call.error, "malformed")
-        if call.name not in self.tools:
-            known = ", ".join(self.tools) or "none"
-            return self._answer(
-                call, f"There is no tool {call.name!r}.{near(str(call.name), self.tools)} Tools: {known}.", "unknown"
-            )
-        if not isinstance(call.arguments, dict | None):
-            kind = type(call.arguments).__name__
-            return self._answer(call, f"{call.name}: the arguments must be a JSON object: got a {kind}.", "malformed")
-        with self._lock:
-            left = self._left_behind[call.name]
-        if left >= _MAX_LEFT_BEHIND:
-            text = f"{call.name}: cannot be called now: {left} earlier calls have still not ended."
-            return self._answer(call, text, "error")
-        return None
-
-    def _answer(self, call: ToolCall, text: str, status: Status) -> ToolResult:
+    def _result(self, call: ToolCall, text: str, status: Status, duration_s: float = 0.0) -> ToolResult:
         content, cut = cut_text(text, self.max_result_chars)
-        return ToolResult(call, content, status, 0.0, cut)
+        return ToolResult(call, content, status, duration_s, cut)
 
     def _counted(self, result: ToolResult) -> ToolResult:
         with self._lock:
@@ -218,29 +205,20 @@ class ToolRunner:
 
 @dataclass(eq=False)
 class _Job:
-    """One call in its thread; ``lane`` has the calls of its conversation that wait for it."""
+    """One call and the state of its thread."""
 
     index: int
     call: ToolCall
     tool: Tool
-    lane: deque[int]
     timeout_s: float = 0.0
     started: float = 0.0
-    deadline: float = float("inf")
     give_up_at: float = float("inf")
-    ended: float | None = None
-    content: str = ""
-    status: Status = "error"
-    given_up: bool = False
-
-    def start(self, timeout_s: float, grace_s: float) -> None:
-        self.started, self.timeout_s = time.monotonic(), timeout_s
-        self.deadline = self.started + timeout_s
-        self.give_up_at = self.deadline + grace_s
+    result: ToolResult | None = None
+    left_behind: bool = False
 
 
 def cut_text(text: str, limit: int) -> tuple[str, int]:
-    """At most ``limit`` characters: head and tail with a notice between, and how many were left out.
+    """At most ``limit`` characters, head and tail with a notice between, and the number of characters left out.
 
     Half of a surrogate pair, which no tokenizer takes, becomes a question mark.
 
@@ -249,18 +227,17 @@ def cut_text(text: str, limit: int) -> tuple[str, int]:
     >>> cut_text("short", 100)
     ('short', 0)
     """
+    cut = 0
     if len(text) > limit:
         room = limit - len(f"\n[... {len(text):,} characters cut ...]\n")
         head, tail = room - room // 2, room // 2
         cut = len(text) - head - tail
         text = f"{text[:head]}\n[... {cut:,} characters cut ...]\n{text[len(text) - tail :]}"
-    else:
-        cut = 0
     return text.encode("utf-8", "replace").decode("utf-8"), cut
 
 
-def _said(error: BaseException) -> str:
-    """What the model is told about an exception: no traceback, it would show the host's files."""
+def _error_text(error: BaseException) -> str:
+    """An exception as the model reads it: without a traceback, which would show the host's files."""
     try:
         text = str(error)
     except Exception:

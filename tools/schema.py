@@ -1,7 +1,7 @@
-"""From a function's signature and docstring to the JSON schema that a model sees, and from its arguments back.
+"""A function's arguments: the JSON schema that a model reads, and the check of what it wrote, both by pydantic.
 
-Types are read by pydantic: str, int, float, bool, list, dict, Literal, Optional, Enum, dataclasses, TypedDict, pydantic
-models. What a model gets wrong becomes a sentence that names the argument and what was expected.
+Types may be str, int, float, bool, list, dict, Literal, Optional, Enum, dataclasses, TypedDict and pydantic models. A
+wrong call becomes a sentence that names the argument and what was expected.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import inspect
 import json
 import re
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, create_model
@@ -19,6 +19,7 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from llmrl.errors import ConfigError, closest, near
 from llmrl.strict_json import JSONError, parse_json
+from llmrl.tools.base import ToolError
 
 __all__ = ["Signature", "parse_docstring"]
 
@@ -30,72 +31,64 @@ _SPHINX = re.compile(r":param\s+(?:[^:]*\s)?(?P<name>\w+):\s*(?P<text>.*)")
 
 
 class Signature:
-    """The arguments of one function: their JSON schema, and the check of what a model wrote.
+    """The arguments of one function, as a pydantic model made from its type hints and its docstring.
 
     ``skip_self``: the function is a method that is not bound yet.
     """
 
     def __init__(self, function: Callable[..., Any], tool_name: str, *, skip_self: bool = False):
         self._tool = tool_name
-        doc = function.__doc__ if inspect.isroutine(function) else None  # not what it inherits from the type of types
+        doc = function.__doc__ if inspect.isroutine(function) else None  # a class inherits that of the type of types
         self.description, described = parse_docstring(doc or "")
         parameters = list(inspect.signature(function).parameters.values())[int(skip_self) :]
         self._parameters = {parameter.name: parameter for parameter in parameters}
         if unknown := [name for name in described if name not in self._parameters]:
             raise ConfigError(
-                f"tool {tool_name!r}: the docstring describes {unknown[0]!r}, which is no argument."
+                f"tool {tool_name!r}: the docstring describes {unknown[0]!r}, which is not an argument."
                 + near(unknown[0], self._parameters)
             )
         hints = self._hints(function)
         fields: dict[str, Any] = {}
         for number, parameter in enumerate(parameters):
             annotation = self._annotation(parameter, hints)
-            # The field has a neutral name and the argument's as its alias: "json" and "_x" are no names for a field.
             default = ... if parameter.default is inspect.Parameter.empty else parameter.default
-            text = described.get(parameter.name) or _annotated_text(annotation)
+            texts = [entry for entry in getattr(annotation, "__metadata__", ()) if isinstance(entry, str)]
+            text = described.get(parameter.name) or (texts[0] if texts else None)
+            # The argument's name is an alias, because "json" and "_x" cannot be names of fields.
             fields[f"argument_{number}"] = (annotation, Field(default, alias=parameter.name, description=text))
         self._model = create_model(
             f"{tool_name}_arguments", __config__=ConfigDict(extra="forbid", coerce_numbers_to_str=True), **fields
         )
-        self.json_schema = _plain(self._model.model_json_schema(schema_generator=_Quiet))
+        self.json_schema = _inlined(self._model.model_json_schema(schema_generator=_Quiet))
 
-    def bind(self, arguments: Mapping[str, Any], *, error: type[Exception]) -> tuple[list[Any], dict[str, Any]]:
-        """Positional and keyword arguments for the function, of the annotated types; raises ``error`` if they are not.
+    def bind(self, arguments: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Positional and keyword arguments for the function, of the annotated types; raises ToolError if they are not.
 
-        A text is also read as JSON where that is what the type needs: some call formats have nothing but text.
+        A text is also read as JSON where the type needs it: some call formats have nothing but text.
         """
         try:
-            values = self._validated(arguments)
+            values = self._validated(dict(arguments))
         except ValidationError as failure:
-            raise error(self._explain(failure)) from None
-        args, kwargs = [], {}
-        for name, parameter in self._parameters.items():
-            if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
-                args.append(values[name])
-            elif name in arguments:
-                kwargs[name] = values[name]
-        return args, kwargs
+            raise ToolError(self._explain(failure)) from None
+        positional = [n for n, p in self._parameters.items() if p.kind is inspect.Parameter.POSITIONAL_ONLY]
+        named = {name: values[name] for name in arguments if name not in positional}
+        return [values[name] for name in positional], named
 
-    def _validated(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    def _validated(self, arguments: dict[str, Any]) -> dict[str, Any]:
         try:
-            filled = self._model.model_validate(dict(arguments))
+            filled = self._model.model_validate(arguments)
         except ValidationError as failure:
-            repaired = dict(arguments)
-            for fault in failure.errors():
-                name = str(fault["loc"][0]) if fault["loc"] else ""
-                if isinstance(repaired.get(name), str) and name in self._parameters:
-                    try:
-                        repaired[name] = parse_json(repaired[name])
-                    except JSONError:
-                        raise failure from None
-            if repaired == dict(arguments):
+            faults = {str(fault["loc"][0]) for fault in failure.errors() if fault["loc"]}
+            texts = [name for name in faults & self._parameters.keys() if isinstance(arguments.get(name), str)]
+            if not texts:
                 raise
             try:
-                filled = self._model.model_validate(repaired)
-            except ValidationError:
+                filled = self._model.model_validate(
+                    {**arguments, **{name: parse_json(arguments[name]) for name in texts}}
+                )
+            except (ValidationError, JSONError):
                 raise failure from None
-        fields = type(filled).model_fields
-        return {str(field.alias): getattr(filled, name) for name, field in fields.items()}
+        return {str(field.alias): getattr(filled, name) for name, field in self._model.model_fields.items()}
 
     def _explain(self, failure: ValidationError) -> str:
         faults = []
@@ -104,20 +97,18 @@ class Signature:
             if fault["type"] == "missing" and len(fault["loc"]) == 1:
                 faults.append(f"argument {name!r} is missing")
             elif fault["type"] == "extra_forbidden" and len(fault["loc"]) == 1:
-                hint = closest(name, self._parameters)
-                faults.append(f"there is no argument {name!r}" + (f", did you mean {hint!r}" if hint else ""))
+                faults.append(f"there is no argument {name!r}{_hint(name, self._parameters)}")
             else:
-                message = fault["msg"][:1].lower() + fault["msg"][1:]
-                faults.append(f"argument {name!r}: {message}: got {_short(fault['input'])}")
-        return f"{self._tool}: {'; '.join(faults)}. Expected: {self._expected()}."
-
-    def _expected(self) -> str:
+                message, got = fault["msg"][:1].lower() + fault["msg"][1:], repr(fault["input"])
+                got = got if len(got) <= 80 else f"{got[:77]}..."
+                hint = _hint(str(fault["input"]), self.json_schema["properties"].get(name, {}).get("enum", ()))
+                faults.append(f"argument {name!r}: {message}: got {got} ({type(fault['input']).__name__}){hint}")
         required = self.json_schema.get("required", [])
-        parts = [
+        expected = [
             f"{name} ({_type_of(schema)}{'' if name in required else ', optional'})"
             for name, schema in self.json_schema["properties"].items()
         ]
-        return ", ".join(parts) or "no arguments"
+        return f"{self._tool}: {'; '.join(faults)}. Expected: {', '.join(expected) or 'no arguments'}."
 
     def _hints(self, function: Callable[..., Any]) -> dict[str, Any]:
         try:
@@ -132,8 +123,8 @@ class Signature:
         name = parameter.name
         if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
             raise ConfigError(
-                f"tool {self._tool!r}: every argument must have a name that the model can be told: got "
-                f"{parameter}; take a list or a dict instead."
+                f"tool {self._tool!r}: every argument must have a name that the model can write: got {parameter}; take "
+                "a list or a dict instead."
             )
         if name not in hints:
             raise ConfigError(
@@ -152,7 +143,7 @@ class Signature:
 
 
 def parse_docstring(doc: str) -> tuple[str, dict[str, str]]:
-    """What stands before the first section or example, and the text of each argument (Google or Sphinx style).
+    """The text before the first section or example, and the text of each argument (Google or Sphinx style).
 
     >>> parse_docstring("Adds.\\n\\nArgs:\\n    a: the first,\\n        an int\\n    b (int): the other")
     ('Adds.', {'a': 'the first, an int', 'b': 'the other'})
@@ -187,13 +178,13 @@ def parse_docstring(doc: str) -> tuple[str, dict[str, str]]:
 
 
 class _Quiet(GenerateJsonSchema):
-    """A default that JSON cannot say is left out, without a warning."""
+    """Leaves out a default that JSON cannot write, without a warning."""
 
     ignored_warning_kinds = {"skipped-choice", "non-serializable-default"}  # noqa: RUF012 - pydantic's form
 
 
-def _plain(schema: dict[str, Any]) -> dict[str, Any]:
-    """Without the titles that pydantic adds, and with definitions written where they are used."""
+def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
+    """Without the titles that pydantic adds, and with definitions in the places where they are used."""
     definitions = schema.pop("$defs", {})
     recursive: set[str] = set()
 
@@ -211,7 +202,7 @@ def _plain(schema: dict[str, Any]) -> dict[str, Any]:
             return walk({**definitions[name], **rest}, (*inside, name))
         plain = {}
         for key, value in node.items():
-            if key == "properties":  # its keys are names of the user
+            if key == "properties":  # its keys are names of the user, "title" among them
                 plain[key] = {name: walk(entry, inside) for name, entry in value.items()}
             elif key in ("default", "enum", "const", "examples"):
                 plain[key] = value
@@ -226,9 +217,9 @@ def _plain(schema: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _annotated_text(annotation: Any) -> str | None:
-    texts = [entry for entry in getattr(annotation, "__metadata__", ()) if isinstance(entry, str)]
-    return texts[0] if texts else None
+def _hint(name: str, known: Iterable[Any]) -> str:
+    match = closest(name, [option for option in known if isinstance(option, str)])
+    return f", did you mean {match!r}" if match else ""
 
 
 def _type_of(schema: Mapping[str, Any]) -> str:
@@ -237,8 +228,3 @@ def _type_of(schema: Mapping[str, Any]) -> str:
     if "anyOf" in schema:
         return " or ".join(_type_of(entry) for entry in schema["anyOf"])
     return str(schema.get("type", "any"))
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"

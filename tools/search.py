@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+from pydantic import Field
 
 from llmrl.errors import ConfigError, DataError
 from llmrl.strict_json import JSONError, parse_json
-from llmrl.tools.base import Tool, ToolError
-from llmrl.tools.schema import Signature
 
 __all__ = ["Passage", "SearchDocuments"]
 
@@ -31,17 +30,7 @@ class Passage:
     text: str
 
 
-def search_documents(query: str, limit: int = 3) -> str:
-    """Search the documents for words. Returns the passages that fit best, each with its file and line.
-
-    Args:
-        query: the words to look for
-        limit: how many passages to return, at most 10
-    """
-    raise AssertionError("only its signature is used")
-
-
-class SearchDocuments(Tool):
+class SearchDocuments:
     """Ranks the passages of a folder's .txt, .md and .jsonl files by BM25; all are read and indexed at construction.
 
     A passage is a paragraph (longer ones are split at line ends after ``max_passage_chars``) or a row of a .jsonl file:
@@ -54,16 +43,13 @@ class SearchDocuments(Tool):
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     _ = pathlib.Path(folder, "a.txt").write_text("The moon is far.\\n\\nThe sun is farther than the moon.")
     ...     search = SearchDocuments(folder)
-    >>> print(search.call({"query": "Sun"}, conversation=0, deadline=0))
+    >>> print(search("Sun"))
     [1] a.txt:3
     The sun is farther than the moon.
     """
 
     def __init__(self, folder: str, *, max_passage_chars: int = 1200, name: str = "search_documents"):
         self.name = name
-        self._signature = Signature(search_documents, name)
-        self.description = self._signature.description
-        self.parameters = self._signature.json_schema
         root = Path(folder)
         if not root.is_dir():
             raise ConfigError(f"SearchDocuments: folder must be a folder of text files: got {folder!r}.")
@@ -74,19 +60,21 @@ class SearchDocuments(Tool):
         counts = [Counter(_words(passage.text)) for passage in self.passages]
         lengths = [count.total() for count in counts]
         mean = sum(lengths) / len(lengths)
-        # For each word the passages that have it, and what it adds to their score but for its rarity.
+        # For each word the passages that have it, and its weight in their score before the word's rarity.
         self._weights: defaultdict[str, list[tuple[int, float]]] = defaultdict(list)
         for index, (count, length) in enumerate(zip(counts, lengths, strict=True)):
             norm = _K1 * (1 - _B + _B * length / mean)
             for word, times in count.items():
                 self._weights[word].append((index, times * (_K1 + 1) / (times + norm)))
 
-    def call(self, arguments: dict[str, Any], *, conversation: Hashable, deadline: float) -> str:
-        _, values = self._signature.bind(arguments, error=ToolError)
-        limit = values.get("limit", 3)
-        if not 1 <= limit <= 10:
-            raise ToolError(f"{self.name}: argument 'limit' must be from 1 to 10: got {limit}.")
-        hits = self.search(values["query"], limit)
+    def __call__(self, query: str, limit: Annotated[int, Field(ge=1, le=10)] = 3) -> str:
+        """Search the documents for words. Returns the passages that fit best, each with its file and line.
+
+        Args:
+            query: the words to look for
+            limit: how many passages to return, at most 10
+        """
+        hits = self.search(query, limit)
         if not hits:
             return "No passage has any of these words."
         return "\n\n".join(f"[{rank}] {hit.file}:{hit.line}\n{hit.text}" for rank, (hit, _) in enumerate(hits, 1))
@@ -111,9 +99,8 @@ def _passages(path: Path, root: Path, max_chars: int) -> list[Passage]:
     name = path.relative_to(root).as_posix()
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     if path.suffix == ".jsonl":
-        return [
-            Passage(name, number, _row_text(line, path, number)) for number, line in enumerate(lines, 1) if line.strip()
-        ]
+        rows = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+        return [Passage(name, number, _row_text(line, path, number)) for number, line in rows]
     passages: list[Passage] = []
     kept: list[str] = []
     for number, line in enumerate([*lines, ""], 1):

@@ -1,4 +1,4 @@
-"""One event loop in a thread of its own, so that blocking code can call asynchronous code with a deadline."""
+"""An event loop in a thread of its own: blocking code calls asynchronous code with a deadline."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Awaitable
+from collections.abc import Coroutine
 from concurrent.futures import CancelledError
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class BackgroundLoop:
-    """Runs coroutines, for any number of threads, in one loop: sessions and connections stay with the loop they know.
+    """Runs coroutines for any number of threads in one loop, which clients of connections are bound to.
 
     The thread starts with the first coroutine, is a daemon, and ends with ``close``.
 
@@ -40,26 +40,19 @@ class BackgroundLoop:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def run(self, awaitable: Awaitable[T], deadline: float) -> T:
+    def run(self, coroutine: Coroutine[Any, Any, T], deadline: float) -> T:
         """Waits for the result; at the deadline (of `time.monotonic`) cancels it and raises TimeoutError."""
-
-        async def wait() -> T:
-            return await awaitable
-
-        coroutine = wait()
         try:
             loop = self._started()
         except BaseException:
             coroutine.close()
-            if asyncio.iscoroutine(awaitable):
-                awaitable.close()
             raise
         future = asyncio.run_coroutine_threadsafe(coroutine, loop)
         try:
             return future.result(min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
         except CancelledError:
             raise LLMRLError(f"{self._name}: the event loop was closed while a call was running.") from None
-        except BaseException:  # the deadline, Ctrl-C; an error of its own means that it is done already
+        except BaseException:  # the deadline, Ctrl-C; after an error of the coroutine this changes nothing
             future.cancel()
             raise
 
@@ -68,9 +61,9 @@ class BackgroundLoop:
         with self._lock:
             self._closed = True
             loop, thread = self._loop, self._thread
-        if loop is None or thread is None or not thread.is_alive():
+        if loop is None or thread is None:
             return
-        with contextlib.suppress(RuntimeError):  # it ended in the meantime
+        with contextlib.suppress(RuntimeError):  # it has been closed before
             loop.call_soon_threadsafe(loop.stop)
         if thread is not threading.current_thread():
             thread.join(timeout=2.0)
@@ -81,20 +74,19 @@ class BackgroundLoop:
                 raise LLMRLError(f"{self._name}: is closed.")
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=self._serve, args=[self._loop], name=self._name, daemon=True)
+                self._thread = threading.Thread(target=_serve, args=[self._loop], name=self._name, daemon=True)
                 self._thread.start()
             return self._loop
 
-    @staticmethod
-    def _serve(loop: asyncio.AbstractEventLoop) -> None:
-        asyncio.set_event_loop(loop)
-        try:
-            loop.run_forever()
-            tasks: set[asyncio.Task[Any]] = asyncio.all_tasks(loop)
-            for task in tasks:
-                task.cancel()
-            if tasks:
-                loop.run_until_complete(asyncio.wait(tasks, timeout=1.0))
-            loop.run_until_complete(loop.shutdown_asyncgens())
-        finally:
-            loop.close()
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+        for task in (tasks := asyncio.all_tasks(loop)):
+            task.cancel()
+        if tasks:
+            loop.run_until_complete(asyncio.wait(tasks, timeout=1.0))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+    finally:
+        loop.close()

@@ -1,4 +1,4 @@
-"""Ends a process when the one that it works for has ended, however that ended: an engine's, or a rank's of a run."""
+"""Ends a process when the one that it works for has ended: an engine's process, or a rank of a run."""
 
 from __future__ import annotations
 
@@ -8,37 +8,35 @@ import threading
 
 __all__ = ["OWNER", "follow", "follow_launcher"]
 
-OWNER = (
-    "LLMRL_ENGINE_OWNER"  # the variable with the owner's process id, set for an engine's process while it is started
-)
+OWNER = "LLMRL_ENGINE_OWNER"  # the environment variable with the owner's process id, set for an engine's process
 
 
 def follow(owner: int | None = None) -> None:
-    """From now on this process ends when ``owner`` does, killed or not; at once where that is so already.
+    """Ends this process when the process ``owner`` ends, also by a signal; at once if it has ended already.
 
-    Without ``owner`` it is the process that the variable `OWNER` names. Does nothing in a process that has no owner, is
-    its own, or runs where processes cannot be waited for by number.
+    Without ``owner`` it is the process that the variable `OWNER` names. Without an owner, or on a system that cannot
+    wait for a process by its number, nothing happens.
     """
     owner = int(os.environ.get(OWNER, "0")) if owner is None else owner
     if owner in (0, os.getpid()) or not hasattr(os, "pidfd_open"):
         return
     try:
-        watched = os.pidfd_open(owner)
+        process = os.pidfd_open(owner)
     except ProcessLookupError:
         os._exit(1)
     except OSError:
         return
-    threading.Thread(target=_end_with, args=[watched], name="llmrl-parent-watchdog", daemon=True).start()
+    threading.Thread(target=_exit_after, args=[process], name="llmrl-parent-watchdog", daemon=True).start()
 
 
 def follow_launcher() -> None:
-    """In a process that torchrun started: it ends when torchrun does. Elsewhere nothing happens."""
+    """In a process that torchrun started: ends it when torchrun ends. Elsewhere nothing happens."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         follow(os.getppid())
 
 
-def _end_with(watched: int) -> None:
-    poll = select.poll()
-    poll.register(watched, select.POLLIN)
-    poll.poll()
-    os._exit(1)  # no process is left to report to
+def _exit_after(process: int) -> None:
+    poller = select.poll()
+    poller.register(process, select.POLLIN)
+    poller.poll()
+    os._exit(1)  # there is no process left to report to

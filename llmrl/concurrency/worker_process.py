@@ -1,9 +1,8 @@
-"""Functions in a process of their own, kept warm, that can be killed whatever they do: `WorkerPool`, `serve`.
+"""Functions in a warm process that is killed at its deadline: `WorkerPool` for the owner, `serve` for the process.
 
 For what may hang inside C code, swallow interrupts or take memory without end: users' rewards, algebra on answers. The
-process is started by a script, so that nothing is forked after threads or CUDA and the main module is not run again.
-What the function is, and what its requests mean, is the script's part. Requests are pickled, replies are JSON: nothing
-that the function made is executed here.
+process runs a script, so that nothing is forked after threads or CUDA and the main module is not run again. Requests
+are pickled, replies are JSON lines: nothing that the function made is executed in the owner.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from llmrl.concurrency.processes import poll_timeout, signal_group, write_all
 from llmrl.errors import DeadlineError, LLMRLError, WorkerError
 
 __all__ = ["WorkerPool", "WorkerProcess", "serve"]
@@ -35,7 +35,7 @@ _BOOT = (
 
 
 class WorkerPool:
-    """At most ``size`` processes of one script, each started when all others are busy, and killed where it is late.
+    """At most ``size`` processes of one script. A process is started when all others are busy, and then kept.
 
     ``who`` names the owner in messages. The processes end with `close`, with this object and with this process.
     """
@@ -49,7 +49,7 @@ class WorkerPool:
 
     @contextlib.contextmanager
     def worker(self) -> Iterator[WorkerProcess]:
-        """One for this caller alone, once one is free; the caller stops it where it fails.
+        """A process for this caller alone, as soon as one is free; it is stopped if the block raises.
 
         Raises  DeadlineError, WorkerError where it does not start
         """
@@ -67,7 +67,7 @@ class WorkerPool:
                     self._idle.append(worker)
 
     def close(self) -> None:
-        """Ends the processes that are idle; the next request starts another one."""
+        """Ends the idle processes; the next request starts another one."""
         with self._lock:
             idle, self._idle = self._idle, []
         for worker in idle:
@@ -79,13 +79,13 @@ class WorkerProcess:
 
     def __init__(self, command: Sequence[str], *, who: str, quiet: bool):
         self._who = who
-        self._replied = bytearray()
+        self._received = bytearray()
         read_requests, self._requests = os.pipe()
         self._replies, write_replies = os.pipe()
         output = subprocess.DEVNULL if quiet else None
         path = json.dumps([str(entry) for entry in sys.path])
         try:
-            process = subprocess.Popen(
+            self._process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, path, *command, str(read_requests), str(write_replies)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -102,8 +102,7 @@ class WorkerProcess:
             os.close(write_replies)
         os.set_blocking(self._requests, False)
         os.set_blocking(self._replies, False)
-        self._process = process
-        self.stop = weakref.finalize(self, _end, process, self._requests, self._replies)
+        self.stop = weakref.finalize(self, _end, self._process, self._requests, self._replies)
         try:
             self._line(time.monotonic() + START_S)
         except LLMRLError:
@@ -119,53 +118,56 @@ class WorkerProcess:
         """
         data = pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL)
         start_by = time.monotonic() + START_S  # reading may import what the request holds
-        self._send(memoryview(len(data).to_bytes(8, "big") + data), start_by)
+        try:
+            write_all(self._requests, len(data).to_bytes(8, "big") + data, start_by)
+        except TimeoutError:
+            raise self._late() from None
+        except OSError:
+            raise self._ended() from None
         self._line(start_by)
         deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         while line := self._line(deadline):
             yield json.loads(line)
 
-    def _send(self, data: memoryview, deadline: float) -> None:
-        while data:
-            self._wait(self._requests, select.POLLOUT, deadline)
-            try:
-                data = data[os.write(self._requests, data) :]
-            except BlockingIOError:
-                continue
-            except OSError:
-                raise WorkerError(self._said_at_end()) from None
-
     def _line(self, deadline: float) -> bytes:
         """The next line without its end."""
-        while (end := self._replied.find(b"\n")) < 0:
-            self._wait(self._replies, select.POLLIN, deadline)
-            data = os.read(self._replies, 1 << 16)
-            if not data:
-                raise WorkerError(self._said_at_end())
-            self._replied += data
-        line = bytes(self._replied[:end])
-        del self._replied[: end + 1]
+        poller = select.poll()
+        poller.register(self._replies, select.POLLIN)
+        while (end := self._received.find(b"\n")) < 0:
+            if poller.poll(poll_timeout(deadline)):
+                if not (data := os.read(self._replies, 1 << 16)):
+                    raise self._ended()
+                self._received += data
+            elif time.monotonic() >= deadline:
+                raise self._late()
+        line = bytes(self._received[:end])
+        del self._received[: end + 1]
         return line
 
-    def _wait(self, descriptor: int, event: int, deadline: float) -> None:
-        poll = select.poll()
-        poll.register(descriptor, event)
-        left = deadline - time.monotonic()
-        if not poll.poll(None if left == float("inf") else max(0.0, left * 1000)):
-            raise DeadlineError(f"{self._who}: its process must answer in time: it did not.")
+    def _late(self) -> DeadlineError:
+        return DeadlineError(f"{self._who}: its process must answer in time: it did not.")
 
-    def _said_at_end(self) -> str:
+    def _ended(self) -> WorkerError:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=5.0)
         code = self._process.returncode
         how = "" if code is None else f" with exit code {code}" if code >= 0 else f" by {signal.Signals(-code).name}"
-        return f"{self._who}: its process must go on until it is closed: it ended{how}."
+        return WorkerError(f"{self._who}: its process must go on until it is closed: it ended{how}.")
+
+
+def _end(process: subprocess.Popen[bytes], *descriptors: int) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+    if process.poll() is None:
+        signal_group(process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=10)
 
 
 def serve(handle: Callable[[Any, Callable[[Any], None]], None]) -> None:
     """In the process: calls ``handle(request, reply)`` for each request, until the owner closes or ends.
 
-    ``reply`` takes what JSON can write, from any thread. While a request is handled the end of the owner ends this
+    ``reply`` takes what JSON can write, from any thread. While a request is handled, the end of the owner ends this
     process by a signal, which needs no interpreter lock.
     """
     import fcntl  # here: the owner's side is imported on every system
@@ -175,41 +177,23 @@ def serve(handle: Callable[[Any, Callable[[Any], None]], None]) -> None:
         os.set_inheritable(descriptor, False)
     lock = threading.Lock()
 
-    def reply(value: Any) -> None:
-        write(json.dumps(value).encode() + b"\n")
-
-    def write(data: bytes) -> None:
+    def write(line: bytes) -> None:
         with lock:
+            data = line + b"\n"
             while data:
                 data = data[os.write(replies, data) :]
 
     fcntl.fcntl(requests, fcntl.F_SETOWN, os.getpid())
-    plain = fcntl.fcntl(requests, fcntl.F_GETFL)
-    write(b"ready\n")
-    with contextlib.suppress(BrokenPipeError), open(requests, "rb", buffering=0, closefd=False) as stream:
-        while header := _read(stream, 8):
-            request = pickle.loads(_read(stream, int.from_bytes(header, "big")))
-            fcntl.fcntl(requests, fcntl.F_SETFL, plain | os.O_ASYNC)  # SIGIO, which ends a process, when it is closed
+    flags = fcntl.fcntl(requests, fcntl.F_GETFL)
+    write(b"ready")
+    with contextlib.suppress(BrokenPipeError), open(requests, "rb", closefd=False) as stream:
+        while header := stream.read(8):
+            size = int.from_bytes(header, "big")
+            request = pickle.loads(stream.read(size))
+            fcntl.fcntl(requests, fcntl.F_SETFL, flags | os.O_ASYNC)  # SIGIO, which ends a process, when it is closed
             if select.select([requests], [], [], 0)[0]:
                 return
-            write(b"read\n")
-            handle(request, reply)
-            fcntl.fcntl(requests, fcntl.F_SETFL, plain)
-            write(b"\n")
-
-
-def _read(stream: Any, size: int) -> bytes:
-    data = b""
-    while len(data) < size and (more := stream.read(size - len(data))):
-        data += more
-    return data if len(data) == size else b""
-
-
-def _end(process: subprocess.Popen[bytes], *descriptors: int) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
-    if process.poll() is None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=10)
+            write(b"read")
+            handle(request, lambda value: write(json.dumps(value).encode()))
+            fcntl.fcntl(requests, fcntl.F_SETFL, flags)
+            write(b"")

@@ -10,7 +10,6 @@ import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 from tensordict import TensorDict
@@ -22,6 +21,7 @@ from llmrl.testing import ScriptedPolicy
 from llmrl.tools import ToolCall, ToolError, ToolTimeout
 from llmrl.tools.browser import BrowserTool, find_chromium
 from llmrl.tools.runner import ToolRunner
+from tests.support.processes import descendants, wait_until
 
 HAS_PLAYWRIGHT = importlib.util.find_spec("playwright") is not None
 needs_playwright = pytest.mark.skipif(not HAS_PLAYWRIGHT, reason="needs the package playwright: llmrl[browser]")
@@ -164,7 +164,7 @@ def test_what_the_model_writes_is_never_run_as_code(browser, site):
         act(browser, action="click", selector=evil)
     with pytest.raises(ToolError, match="extract"):
         act(browser, action="extract", selector=evil)
-    with pytest.raises(ToolError, match="type integer"):
+    with pytest.raises(ToolError, match="valid integer"):
         act(browser, action="scroll", amount=evil)
     with pytest.raises(ToolError, match="http or https"):
         act(browser, action="navigate", url="javascript:document.title='owned'")
@@ -200,27 +200,13 @@ def test_failures_are_said_and_leave_the_page_usable(browser, site):
 
 
 @needs_chromium
-def test_long_pages_are_shown_in_part(site):
-    site.pages["/"] = f"<title>T</title><p>{'word ' * 5000}</p>"
-    tool = BrowserTool(["localhost"], max_chars=100)
-    try:
-        shown = act(tool, action="navigate", url=site.url())
-        assert len(shown) < 300
-        assert "more characters" in shown
-    finally:
-        tool.close()
-
-
-@needs_chromium
 def test_conversations_wait_for_slow_pages_side_by_side(browser, site):
     """Both pages arrive only when both have been asked for."""
     site.pages["/slow"] = "<title>Slow</title>"
     site.holds.clear()
 
     def release():
-        deadline = time.monotonic() + WAIT_S
-        while [path for _, path in site.requests].count("/slow") < 2 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: [path for _, path in site.requests].count("/slow") >= 2, WAIT_S)
         site.holds.set()
 
     threading.Thread(target=release, daemon=True).start()
@@ -273,9 +259,7 @@ def test_nothing_is_sent_by_udp_past_the_allow_list(browser, site):
             setTimeout(() => {{ p.textContent = "complete" }}, 3000);
         </script>"""
         act(browser, action="navigate", url=site.url())
-        deadline = time.monotonic() + WAIT_S
-        while act(browser, action="extract", selector="#p") != "complete" and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until(lambda: act(browser, action="extract", selector="#p") == "complete", WAIT_S)
         with pytest.raises(TimeoutError):
             udp.recvfrom(100)
         with pytest.raises(TimeoutError):
@@ -294,14 +278,15 @@ def own_address():
 
 
 @needs_chromium
-def test_titles_and_addresses_are_shown_in_part(site):
+def test_long_pages_titles_and_addresses_are_shown_in_part(site):
     tool = BrowserTool(["localhost"], max_chars=400)
-    site.pages["/"] = """<p>text</p><script>
+    site.pages["/"] = f"""<p>{"word " * 5000}</p><script>
         document.title = "t".repeat(2e5); history.pushState(0, "", "/?" + "u".repeat(1e5)) </script>"""
     try:
         shown = act(tool, action="navigate", url=site.url())
         assert shown.startswith("t" * 100 + "...\nhttp://localhost:")
-        assert len(shown) < 300
+        assert "more characters" in shown
+        assert len(shown) < 800
     finally:
         tool.close()
 
@@ -327,7 +312,7 @@ def test_after_one_of_its_processes_was_killed_the_tool_works_again(site, what):
     tool = BrowserTool(["localhost"])
     try:
         act(tool, action="navigate", url=site.url())
-        killed = [pid for pid, command in processes() if what in kinds(command)]
+        killed = [pid for pid, command in descendants(os.getpid()) if what in kinds(command)]
         assert killed
         for pid in killed:
             os.kill(pid, signal.SIGKILL)
@@ -336,21 +321,6 @@ def test_after_one_of_its_processes_was_killed_the_tool_works_again(site, what):
         assert act(tool, action="navigate", url=site.url()).startswith("T\n")
     finally:
         tool.close()
-
-
-def processes():
-    """Those that this process has started, and theirs: their numbers and command lines."""
-    children = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            children.setdefault(parent, []).append((int(folder.name), command))
-    found, parents = [], [os.getpid()]
-    while parents:
-        found += (below := children.get(parents.pop(), []))
-        parents += [pid for pid, _ in below]
-    return found
 
 
 def kinds(command):
@@ -363,13 +333,13 @@ def kinds(command):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"action": "tipe"}, "Did you mean 'type'"),
-        ({}, "action must be one of"),
-        ({"action": ["navigate"]}, r"action must be one of .*: got \['navigate'\]"),
+        ({"action": "tipe"}, "did you mean 'type'"),
+        ({}, "argument 'action' is missing"),
+        ({"action": ["navigate"]}, r"argument 'action': .*: got \['navigate'\]"),
         ({"action": "navigate"}, "navigate needs 'url'"),
         ({"action": "click", "selector": "a", "url": "x"}, "click takes no 'url'"),
-        ({"action": "click", "selector": 5}, "must be of type string"),
-        ({"action": "scroll", "amount": True}, "must be of type integer"),
+        ({"action": "click", "selector": ["a"]}, "valid string"),
+        ({"action": "scroll", "amount": "far"}, "valid integer"),
     ],
 )
 def test_wrong_arguments_are_said_without_starting_a_browser(arguments, says):

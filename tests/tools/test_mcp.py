@@ -24,6 +24,7 @@ from llmrl.tools import ToolCall, ToolError, ToolTimeout, load_tool
 from llmrl.tools.mcp_client import MCPServers, MCPTool
 from llmrl.tools.mcp_stdio import _line
 from llmrl.tools.runner import ToolRunner
+from tests.support.processes import is_running, wait_until
 
 pytestmark = [
     pytest.mark.slow,
@@ -60,18 +61,11 @@ def test_every_tool_of_a_server_is_a_tool_with_its_schema(things):
     assert things["add"].schema()["function"]["name"] == "add"
 
 
-def test_a_result_is_its_text(things):
-    assert call(things["add"], a=1, b=2) == "3"
-
-
-def test_wrong_arguments_and_failures_are_errors_of_the_call(things):
+def test_failures_and_deadlines_are_errors_of_the_call_and_the_server_goes_on(things):
     with pytest.raises(ToolError, match="b"):
         call(things["add"], a=1)
     with pytest.raises(ToolError, match="fail"):
         call(things["fail"], reason="rain")
-
-
-def test_a_call_ends_at_its_deadline_and_the_server_goes_on(things):
     with pytest.raises(ToolTimeout, match="did not answer in time"):
         call(things["hang"], deadline=time.monotonic() + 0.2)
     assert call(things["add"], a=2, b=2) == "4"
@@ -85,13 +79,10 @@ def test_calls_are_sent_side_by_side(things, tmp_path):
     assert [result.content for result in results] == ["4 met"] * 4
 
 
-def test_a_server_gets_no_secrets_of_the_environment(things, monkeypatch):
-    os.environ["LLMRL_SECRET_OF_THE_TEST"] = "1"
-    try:
-        with MCPServers({"things": STDIO}, start_timeout_s=WAIT_S) as servers:
-            names = call(next(tool for tool in servers.tools if tool.name == "environment"))
-    finally:
-        del os.environ["LLMRL_SECRET_OF_THE_TEST"]
+def test_a_server_gets_no_secrets_of_the_environment(monkeypatch):
+    monkeypatch.setenv("LLMRL_SECRET_OF_THE_TEST", "1")
+    with MCPServers({"things": STDIO}, start_timeout_s=WAIT_S) as servers:
+        names = call(next(tool for tool in servers.tools if tool.name == "environment"))
     assert "PATH" in names.split()
     assert "SECRET" not in names
 
@@ -113,20 +104,15 @@ def test_a_server_that_dies_fails_the_call_and_is_started_again_but_not_for_ever
     ("settings", "kind", "says"),
     [
         (script("sys.exit('cannot read the settings')"), ConfigError, "cannot read the settings"),
-        (
-            script("print('about to hang', file=sys.stderr, flush=True); time.sleep(3600)"),
-            DeadlineError,
-            "about to hang",
-        ),
+        (script("print('hangs', file=sys.stderr, flush=True); time.sleep(3600)"), DeadlineError, "hangs"),
         ({"command": "no-such-command"}, ConfigError, "no-such-command"),
         ("http://127.0.0.1:9/mcp", ConfigError, "ConnectError"),
     ],
 )
 def test_a_server_that_does_not_start_says_why_in_time(settings, kind, says):
-    began, before = time.monotonic(), set(threading.enumerate())
+    before = set(threading.enumerate())
     with pytest.raises(kind, match=says):
         MCPServers({"things": settings}, start_timeout_s=5.0)
-    assert time.monotonic() - began < WAIT_S
     assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "mcp"]
 
 
@@ -138,7 +124,7 @@ def test_a_server_that_does_not_start_says_why_in_time(settings, kind, says):
         ({"a": {"command": "x", "arg": []}}, "Did you mean 'args'"),
         ({"a": {"url": "http://x", "header": {}}}, "Did you mean 'headers'"),
         ({"a": 5}, "a mapping, a command line or a URL"),
-        ({"a": "my-server --name 'x"}, "must have its quotes in pairs"),
+        ({"a": "my-server --name 'x"}, "cannot be read"),
     ],
 )
 def test_settings_that_cannot_be_used_are_refused(servers, says):
@@ -193,37 +179,35 @@ def test_streamable_http_servers_are_called_and_found_again():
 def serve(port: int) -> subprocess.Popen[bytes]:
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     server = subprocess.Popen([sys.executable, *SERVER, "http", str(port)], **quiet)
-    deadline = soon()
-    while time.monotonic() < deadline:
+
+    def listens() -> bool:
         assert server.poll() is None
         with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return server
-        time.sleep(0.02)
-    raise AssertionError("the server did not listen")
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    wait_until(listens)
+    return server
 
 
 def test_the_transform_runs_the_documented_tags_and_patterns():
-    env = ChatEnv(batch_size=[2]).append_transform(MCPToolTransform({"things": STDIO}, timeout=WAIT_S))
-    try:
-        td = env.reset(TensorDict(query="?", batch_size=[2]))
-        assert "tools" not in td["history"].prompt.to_chats()[0][0], "the tags are no format of a template"
-        td = env.step(ScriptedPolicy(['<tool>add\n{"a": 1, "b": 2}</tool>', "<tool>ad\n{}</tool>"])(td))
-        chats = td["next", "history"].prompt.to_chats()
-        assert chats[0][-1] == {"role": "tool", "content": "3", "name": "add", "tool_call_id": "call_0_0_0"}
-        assert "Did you mean 'add'" in chats[1][-1]["content"]
-        assert '"name": "add"' in env.transform[0].instructions()
-    finally:
-        env.close()
-    pattern = r"CALL (\w+) (\{.*?\})"
-    env = ChatEnv(batch_size=[1]).append_transform(MCPToolTransform({"things": STDIO}, pattern, "user", WAIT_S))
-    try:
-        td = env.reset(TensorDict(query="?", batch_size=[1]))
-        td = env.step(ScriptedPolicy(['CALL add {"a": 2, "b": 2}'])(td))
-        assert td["next", "history"].prompt.to_chats()[0][-1]["content"] == "4"
-        assert td["next", "history"].prompt.to_chats()[0][-1]["role"] == "user"
-    finally:
-        env.close()
+    def turn(transform, *answers):
+        env = ChatEnv(batch_size=[len(answers)]).append_transform(transform)
+        try:
+            td = env.reset(TensorDict(query="?", batch_size=[len(answers)]))
+            assert "tools" not in td["history"].prompt.to_chats()[0][0]  # the tags need no declaration by a template
+            td = env.step(ScriptedPolicy(list(answers))(td))
+            return [chat[-1] for chat in td["next", "history"].prompt.to_chats()]
+        finally:
+            env.close()
+
+    tagged = MCPToolTransform({"things": STDIO}, timeout=WAIT_S)
+    assert '"name": "add"' in tagged.instructions()
+    right, wrong = turn(tagged, '<tool>add\n{"a": 1, "b": 2}</tool>', "<tool>ad\n{}</tool>")
+    assert right == {"role": "tool", "content": "3", "name": "add", "tool_call_id": "call_0_0_0"}
+    assert "Did you mean 'add'" in wrong["content"]
+    pattern = MCPToolTransform({"things": STDIO}, r"CALL (\w+) (\{.*?\})", "user", WAIT_S)
+    (message,) = turn(pattern, 'CALL add {"a": 2, "b": 2}')
+    assert (message["role"], message["content"]) == ("user", "4")
 
 
 HOSTILE = {"command": sys.executable, "args": ["-IS", str(Path(__file__).with_name("mcp_hostile_server.py"))]}
@@ -305,17 +289,7 @@ def test_the_children_of_a_server_that_closed_its_output_end_with_it():
     with MCPServers({"hostile": HOSTILE}, start_timeout_s=WAIT_S) as servers:
         tools = {tool.name: tool for tool in servers.tools}
         child = int(call(tools["orphan"]))
-        deadline = soon()
-        while _runs(child) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert not _runs(child)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+        wait_until(lambda: not is_running(child))
 
 
 def test_a_server_that_hangs_when_it_is_started_again_fails_the_call_in_time(tmp_path):

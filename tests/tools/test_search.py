@@ -18,14 +18,27 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_hit_names_its_file_and_the_line_where_its_passage_begins(folder):
+@pytest.mark.parametrize(
+    ("query", "answer"),
+    [
+        ("cheese", "[1] moon.md:7\nCheese is not there."),
+        ("rivers", "[1] deep/rows.jsonl:1\nRivers run to the sea."),
+        ("rome", "[1] deep/rows.jsonl:3\ntitle: Rome\nyear: 1"),
+        ("zebra", "No passage has any of these words."),
+    ],
+)
+def test_a_hit_names_its_file_and_the_line_where_its_passage_begins(folder, query, answer):
+    assert SearchDocuments(str(folder))(query) == answer
+
+
+def test_a_configuration_names_the_folder_and_the_limit_is_checked(folder):
     search = load_tool("search_documents", {"folder": str(folder)})
-    ask = {"query": "FAR!", "limit": 1}
-    assert search.call(ask, conversation=0, deadline=0) == "[1] moon.md:3\nThe moon is far.\nVery far."
-    assert search.call({"query": "cheese"}, conversation=0, deadline=0) == "[1] moon.md:7\nCheese is not there."
-    assert search.call({"query": "rivers"}, conversation=0, deadline=0).startswith("[1] deep/rows.jsonl:1\nRivers")
-    assert search.call({"query": "rome"}, conversation=0, deadline=0) == "[1] deep/rows.jsonl:3\ntitle: Rome\nyear: 1"
-    assert search.call({"query": "zebra"}, conversation=0, deadline=0) == "No passage has any of these words."
+    assert search.call({"query": "FAR!", "limit": 1}, conversation=0, deadline=0) == (
+        "[1] moon.md:3\nThe moon is far.\nVery far."
+    )
+    assert search.schema()["function"]["parameters"]["properties"]["limit"]["maximum"] == 10
+    with pytest.raises(ToolError, match="'limit': input should be less than or equal to 10: got 11"):
+        search.call({"query": "x", "limit": 11}, conversation=0, deadline=0)
 
 
 def test_scores_are_those_of_bm25(tmp_path):
@@ -49,15 +62,18 @@ def test_long_paragraphs_are_split_at_line_ends(tmp_path):
     assert [(passage.line, passage.text.count("\n") + 1) for passage in search.passages] == [(1, 3), (4, 3)]
 
 
-def test_bad_folders_rows_and_limits_say_what_is_wrong(folder, tmp_path):
-    search = SearchDocuments(str(folder))
-    with pytest.raises(ToolError, match="'limit' must be from 1 to 10: got 11"):
-        search.call({"query": "x", "limit": 11}, conversation=0, deadline=0)
-    with pytest.raises(ConfigError, match="must be a folder of text files"):
-        SearchDocuments(str(tmp_path / "none"))
-    (folder / "deep" / "rows.jsonl").write_text('{"text": "ok"}\n{broken\n')
-    with pytest.raises(DataError, match=r"rows\.jsonl:2: every line must be JSON"):
-        SearchDocuments(str(folder))
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="got none"):
-        SearchDocuments(str(tmp_path / "empty"))
+@pytest.mark.parametrize(
+    ("name", "rows", "error", "message"),
+    [
+        ("none", None, ConfigError, "must be a folder of text files"),
+        ("empty", [], ConfigError, "got none"),
+        ("broken", ['{"text": "ok"}', "{broken"], DataError, r"rows\.jsonl:2: every line must be JSON"),
+    ],
+)
+def test_folders_that_cannot_be_read_say_why(tmp_path, name, rows, error, message):
+    if rows is not None:
+        (tmp_path / name).mkdir()
+    if rows:
+        (tmp_path / name / "rows.jsonl").write_text("\n".join(rows))
+    with pytest.raises(error, match=message):
+        SearchDocuments(str(tmp_path / name))

@@ -1,7 +1,8 @@
-"""Starts one interpreter in a sandbox: the command line, the pipes, the check that it can be done here at all."""
+"""Starts one interpreter in a sandbox: the command line, the pipes, the check that this machine can do it."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -27,11 +28,8 @@ __all__ = ["Kind", "Sandbox"]
 Kind = Literal["bubblewrap", "subprocess"]
 KINDS = ("bubblewrap", "subprocess")
 
-# What code finds in a sandbox, read-only: programs, libraries and the interpreter. No home, no /etc, no /var, no data.
-_SYSTEM = (
-    *("/usr/bin", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/share/zoneinfo"),
-    *("/etc/ld.so.cache", "/nix/store"),
-)
+# Shown in a sandbox, read-only: programs, libraries and the interpreter. No home, no /etc, no /var, no data.
+_SYSTEM = ["/usr/bin", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache", "/nix/store"]
 _TOP = ("/bin", "/lib", "/lib32", "/lib64")  # usually links into /usr
 _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
@@ -42,9 +40,9 @@ _ENVIRONMENT = {
     "MALLOC_ARENA_MAX": "2",  # every arena would take 64 MiB of the address space that is limited
 }
 # Run before anything else: if the machine runs out of memory, a sandbox goes first. In it /proc cannot be written.
-_FIRST_TO_GO = '{ echo 1000 > /proc/self/oom_score_adj; } 2> /dev/null; exec "$0" "$@"'
+_OOM_FIRST = '{ echo 1000 > /proc/self/oom_score_adj; } 2> /dev/null; exec "$0" "$@"'
 # Run by root before the inner bubblewrap: from here on the sandbox runs as an unused user.
-_STEP_DOWN = (
+_DROP_ROOT = (
     "import os, sys; user = int(sys.argv[1]); os.setgroups([]); os.setresgid(user, user, user); "
     "os.setresuid(user, user, user); os.execv(sys.argv[2], sys.argv[2:])"
 )
@@ -53,16 +51,16 @@ _users = itertools.count()
 
 
 class Sandbox:
-    """Where interpreters run, and how they are started.
+    """The place where interpreters run.
 
     ``"bubblewrap"``: user, process, network, IPC and host-name namespaces of its own; a file system with programs and
     the interpreter, read-only, and a private /tmp; an empty environment; no capabilities; no sockets but local ones, no
     tracing, and no system calls that get at memory which no limit counts (on x86_64 and aarch64). If this process is
-    root, the sandbox runs as another user. What all processes, files and sockets take together is looked at 40 times a
-    second. Between calls nothing runs. If the machine runs out of memory, a sandbox goes first.
-    What it does not stop: faults of the kernel; use of processor and memory within the limits, and of memory beyond
-    them for some hundredths of a second; reading what is installed under /usr and beside the interpreter. As root
-    without CAP_SYS_ADMIN the number of processes is not limited.
+    root, the sandbox runs as an unused uid. The memory of all processes, files and sockets together is checked 40 times
+    a second. Between calls nothing runs. If the machine runs out of memory, a sandbox is killed first.
+    It does not stop faults of the kernel; use of processor and memory within the limits, and of memory beyond them for
+    some hundredths of a second; reading what is installed under /usr and beside the interpreter. As root without
+    CAP_SYS_ADMIN the number of processes is not limited.
 
     ``"subprocess"``: an empty environment, a directory of its own, the same limits, and nothing else. It stops
     accidents. It does not stop code from reading your files, using the network, or starting processes that outlive it.
@@ -85,63 +83,64 @@ class Sandbox:
             check_bubblewrap(self.python)
 
     def start(self) -> Session:
-        """A new interpreter. Its process dies with the *thread* that called this, so that must be one that stays.
+        """A new interpreter. Its process ends with the *thread* that called this, so that must be one that stays.
 
         (If this process is killed in the very millisecond in which bubblewrap sets up, an idle bwrap without any code
         in it may stay behind.)
         """
-        request_read, request_write = os.pipe()
-        reply_read, reply_write = os.pipe()
-        output_read, output_write = os.pipe()
-        info_read, info_write = os.pipe()
-        rules = filter_pipe() if self.kind == "bubblewrap" else None
-        limits = {**asdict(self.limits), "strict": self.kind == "bubblewrap", "processes": self._num_processes()}
-        arguments = [str(request_read), str(reply_write), json.dumps(limits)]
+        contained = self.kind == "bubblewrap"
+        limits = {**asdict(self.limits), "strict": contained, "processes": self._num_processes()}
+        rules = filter_pipe() if contained else None
+        requests, answers, output, info = (os.pipe() for _ in range(4))  # each: the end to read, the end to write
+        ours = (requests[1], answers[0], output[0], info[0])
+        inherited = [requests[0], answers[1], info[1], *([] if rules is None else [rules])]
         folder: tempfile.TemporaryDirectory[str] | None = None
         try:
-            if self.kind == "bubblewrap":
-                command = [*bubblewrap_command(self.python, self.limits.disk_mib, info_write, rules), self.python]
-                arguments.append("contained")
-                cwd = "/"
+            if contained:
+                command = bubblewrap_command(self.python, self.limits.disk_mib, info[1], rules)
+                environment, cwd = _ENVIRONMENT, "/"
             else:
-                command = [self.python]
-                arguments.append("plain")
                 folder = tempfile.TemporaryDirectory(prefix="llmrl-python-", ignore_cleanup_errors=True)
-                cwd = folder.name
+                command, cwd = [], folder.name
+                environment = {**_ENVIRONMENT, "HOME": cwd, "TMPDIR": cwd}
+            arguments = [str(requests[0]), str(answers[1]), json.dumps(limits), "contained" if contained else "plain"]
             process = subprocess.Popen(
-                [*command, *self._options, "-c", self._worker, *arguments],
+                [*command, self.python, *self._options, "-c", self._worker, *arguments],
                 stdin=subprocess.DEVNULL,
-                stdout=output_write,
-                stderr=output_write,
-                pass_fds=(request_read, reply_write, info_write, *([] if rules is None else [rules])),
-                env=_ENVIRONMENT if folder is None else {**_ENVIRONMENT, "HOME": cwd, "TMPDIR": cwd},
+                stdout=output[1],
+                stderr=output[1],
+                pass_fds=inherited,
+                env=environment,
                 cwd=cwd,
                 start_new_session=True,
             )
         except BaseException:
-            for descriptor in (request_write, reply_read, output_read, info_read):
+            for descriptor in ours:
                 os.close(descriptor)
             if folder is not None:
                 folder.cleanup()
             raise
         finally:
-            for descriptor in (request_read, reply_write, output_write, info_write, rules):
-                if descriptor is not None:
-                    os.close(descriptor)
-        return Session(process, request_write, reply_read, output_read, info_read, self.limits, folder)
+            for descriptor in (*inherited, output[1]):
+                os.close(descriptor)
+        return Session(process, ours, self.limits, folder)
 
     def _num_processes(self) -> int:
-        """The limit as the kernel counts: with user namespaces those of the sandbox, otherwise all of this user."""
+        """The limit as the kernel counts: processes of the sandbox with user namespaces, otherwise all of this user."""
         own = self.limits.processes + 2  # bubblewrap's
-        if self.kind == "bubblewrap" and (_is_root() or _kernel() >= (5, 14)):
+        kernel = tuple(int(part) for part in re.findall(r"\d+", platform.release())[:2])
+        if self.kind == "bubblewrap" and (_is_root() or kernel >= (5, 14)):
             return own
-        others = _num_tasks_of_user()
+        others, user = 0, os.geteuid()
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it ended in the meantime
+                others += len(os.listdir(folder / "task")) if folder.stat().st_uid == user else 0
         return own + others if others else 1 << 20  # not Linux: they cannot be counted, so they are not limited
 
 
 @cache
 def check_bubblewrap(python: str) -> None:
-    """Runs nothing in a sandbox, once for each interpreter, so that a fault of the machine is no fault of a rollout."""
+    """Runs an empty program in a sandbox, once for each interpreter, so that a machine without is found early."""
     if sys.platform != "linux" or shutil.which("bwrap") is None:
         raise MissingDependencyError(
             "Sandbox: needs the program bwrap (bubblewrap, Linux only), which was not found; run scripts/setup, or "
@@ -178,26 +177,20 @@ def check_bubblewrap(python: str) -> None:
 
 
 def bubblewrap_command(python: str, disk_mib: int, info: int | None = None, rules: int | None = None) -> list[str]:
-    """Everything before the interpreter. For root there are two of it: the outer one shows a new user the files.
+    """The command line up to the interpreter. Root runs two bubblewraps: the outer one shows an unused uid the files.
 
-    ``info`` is the descriptor on which bubblewrap says which process is the first of the sandbox; from ``rules`` it
-    reads the filter of system calls.
+    ``info`` is the descriptor on which bubblewrap reports the first process of the sandbox; from ``rules`` it reads the
+    filter of system calls.
     """
     bwrap, options = _bubblewrap()
     view = _view(python)
-    command = [
-        "/bin/sh",
-        "-c",
-        _FIRST_TO_GO,
-        bwrap,
-        "--die-with-parent",
-        *([] if info is None else ["--info-fd", str(info)]),
-    ]
+    command = ["/bin/sh", "-c", _OOM_FIRST, bwrap, "--die-with-parent"]
+    command += [] if info is None else ["--info-fd", str(info)]
     if _is_root():
         user = _FIRST_USER + next(_users) % _NUM_USERS
-        # A process namespace here too: the first process of it ends all others, whoever they belong to.
+        # A process namespace here too: the end of its first process ends all others, of any user.
         command += ["--unshare-pid", "--dir", "/tmp", *view, "--dev-bind", "/dev", "/dev", "--bind", "/proc", "/proc"]
-        command += ["--", python, "-I", "-S", "-c", _STEP_DOWN, str(user), bwrap, "--die-with-parent"]
+        command += ["--", python, "-I", "-S", "-c", _DROP_ROOT, str(user), bwrap, "--die-with-parent"]
     command += ["--new-session", "--unshare-user", "--unshare-all", "--cap-drop", "ALL"]
     command += ["--uid", "1000", "--gid", "1000", "--hostname", "sandbox"]
     command += [] if rules is None else ["--seccomp", str(rules)]
@@ -247,23 +240,7 @@ def _view(python: str) -> tuple[str, ...]:
 
 @cache
 def _is_root() -> bool:
-    """With the capabilities that it takes to become somebody else: CAP_SETGID, CAP_SETUID, CAP_SYS_ADMIN."""
+    """Whether this process may become another user: CAP_SETGID, CAP_SETUID and CAP_SYS_ADMIN."""
     status = Path("/proc/self/status").read_text()
     effective = int(re.search(r"CapEff:\s*(\w+)", status)[1], 16)  # type: ignore[index]
     return os.geteuid() == 0 and all(effective >> number & 1 for number in (6, 7, 21))
-
-
-def _kernel() -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", platform.release())[:2])
-
-
-def _num_tasks_of_user() -> int:
-    """Processes and threads that the user of this process has now."""
-    count, user = 0, os.geteuid()
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if folder.stat().st_uid == user:
-                count += len(os.listdir(folder / "task"))
-        except OSError:  # it ended in the meantime
-            continue
-    return count

@@ -1,13 +1,29 @@
-"""What an interpreter in a sandbox may use."""
+"""The limits of an interpreter, and the processes of its sandbox as the host measures and stops them.
+
+The host looks through the sandbox's own /proc and sends signals by its entries, so that no process number can be
+mistaken for another.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import mmap
+import os
+import signal
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 from llmrl.errors import ConfigError, near
 
-__all__ = ["Limits"]
+__all__ = ["Limits", "Processes"]
+
+_FIRST, _WORKER = "1", "2"  # the numbers in the sandbox: bubblewrap's own process, the interpreter
+_INODE_KIB = 2  # of the kernel's memory, for a file without contents
+_FEW_DESCRIPTORS = 8  # a process with no more cannot hold much in sockets
+_SETTLE_S, _STOP_S = 0.02, 1.0  # for the interpreter to wait for its next call; for all to stop
+_PAGE_KIB = mmap.PAGESIZE // 1024
 
 
 @dataclass(frozen=True)
@@ -21,27 +37,142 @@ class Limits:
     memory_mib: int = 512  # address space of one process; with disk_mib, what all together use
     cpu_s: int = 60  # processor time of one process, over all calls of a conversation
     processes: int = 64  # processes and threads
-    output_kib: int = 64  # what is kept of a call's output; code that writes 256 times that is stopped
+    output_kib: int = 64  # of a call's output that is kept; code that writes 256 times that is stopped
     file_mib: int = 16  # one file
     disk_mib: int = 64  # all files, 2 KiB for each one's name; these are kept in memory
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"Limits: {field.name} must be a whole number of at least 1: got {value!r}.")
-        if self.memory_mib < 64:
-            raise ConfigError(
-                f"Limits: memory_mib must be at least 64, which Python itself needs: got {self.memory_mib}."
-            )
+            value, least = getattr(self, field.name), 64 if field.name == "memory_mib" else 1  # Python itself needs 64
+            if type(value) is not int or value < least:
+                raise ConfigError(f"Limits: {field.name} must be a whole number of at least {least}: got {value!r}.")
 
     @classmethod
     def of(cls, given: Limits | Mapping[str, int] | None) -> Limits:
-        """The bounds that are given, by name or whole; the others are the defaults. Raises ConfigError."""
+        """The given limits, whole or by name; the others are the defaults. Raises ConfigError."""
         if isinstance(given, cls):
             return given
         known = [field.name for field in fields(cls)]
         for name in given or {}:
             if name not in known:
-                raise ConfigError(f"Limits: {name!r} is none of {', '.join(known)}.{near(name, known)}")
+                raise ConfigError(f"Limits: {name!r} must be one of {', '.join(known)}.{near(name, known)}")
         return cls(**(given or {}))
+
+
+class Processes:
+    """All processes in the namespace below ``first``, bubblewrap's process as the host numbers it.
+
+    Made before the sandbox runs any code. Raises OSError where the host cannot see them.
+    """
+
+    def __init__(self, first: int):
+        pid = str(first)
+        while children := Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            pid = children[0]  # each has one child, the last is the interpreter
+        self._proc = _open(f"/proc/{pid}/root/proc")
+        self._files = _open(f"/proc/{pid}/root/tmp")
+        self._worker = _open(_WORKER, self._proc)
+
+    def close(self) -> None:
+        """Closes the descriptors, which keep the namespace alive."""
+        for descriptor in (self._proc, self._files, self._worker):
+            os.close(descriptor)
+
+    def excess(self, limits: Limits) -> str | None:
+        """The limit that all processes together exceed, in words; None if there is none."""
+        disk = os.fstatvfs(self._files)
+        inodes_kib = (disk.f_files - disk.f_ffree) * _INODE_KIB
+        if inodes_kib > limits.disk_mib << 10:
+            return f"it made more than {(limits.disk_mib << 10) // _INODE_KIB} files"
+        total_mib = limits.memory_mib + limits.disk_mib
+        left_kib = (total_mib << 10) - inodes_kib - (disk.f_blocks - disk.f_bfree) * disk.f_frsize // 1024
+        pids = self._pids()
+        left_kib -= self._socket_kib(pids)
+        # Resident sizes count shared pages in every process: quick to read, and never too small.
+        if sum(map(self._resident_kib, pids)) <= left_kib or sum(map(self._proportional_kib, pids)) <= left_kib:
+            return None
+        return f"its processes, files and sockets took more than {total_mib} MiB of memory together"
+
+    def stop(self) -> bool:
+        """Stops the interpreter and ends every other process; False if they do not within a second."""
+        deadline = time.monotonic() + _SETTLE_S
+        while self._state(_WORKER)[0] == "R" and time.monotonic() < deadline:
+            time.sleep(0.0002)
+        self._signal(self._worker, signal.SIGSTOP)
+        deadline = time.monotonic() + _STOP_S
+        while True:
+            others = [pid for pid in self._pids() if pid not in (_FIRST, _WORKER) and not self._ended(pid)]
+            for pid in others:
+                with contextlib.suppress(OSError):
+                    descriptor = _open(pid, self._proc)
+                    self._signal(descriptor, signal.SIGKILL)
+                    os.close(descriptor)
+            if not others and (self._ended(_WORKER) or self._state(_WORKER)[0] == "T"):
+                return True
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.0002)
+
+    def resume(self) -> None:
+        """Lets the interpreter go on."""
+        self._signal(self._worker, signal.SIGCONT)
+
+    def _pids(self) -> list[str]:
+        return [name for name in os.listdir(self._proc) if name.isdigit()]
+
+    def _signal(self, descriptor: int, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(descriptor, number)
+
+    def _state(self, pid: str) -> tuple[str, int]:
+        """The letter of its first thread's state, and its number of threads."""
+        fields = self._read(pid, "stat").rpartition(")")[2].split()
+        return (fields[0], int(fields[17])) if fields else ("X", 0)
+
+    def _ended(self, pid: str) -> bool:
+        state, threads = self._state(pid)
+        return state in "ZX" and threads <= 1
+
+    def _resident_kib(self, pid: str) -> int:
+        fields = self._read(pid, "statm").split()
+        return int(fields[1]) * _PAGE_KIB if fields else 0
+
+    def _proportional_kib(self, pid: str) -> int:
+        """Resident memory with the process's part of shared pages."""
+        for line in self._read(pid, "smaps_rollup").splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1])
+        return self._resident_kib(pid)
+
+    def _socket_kib(self, pids: list[str]) -> int:
+        """The memory that their sockets can hold."""
+        found = set()
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                folder = _open(f"{pid}/fd", self._proc)
+                try:
+                    names = os.listdir(folder)
+                    for name in names if len(names) > _FEW_DESCRIPTORS else ():
+                        with contextlib.suppress(OSError):
+                            if (target := os.readlink(name, dir_fd=folder)).startswith("socket:"):
+                                found.add(target)
+                finally:
+                    os.close(folder)
+        return len(found) * int(Path("/proc/sys/net/core/wmem_default").read_text()) // 1024 if found else 0
+
+    def _read(self, pid: str, name: str) -> str:
+        """The beginning of a file of /proc; empty for a process that ended."""
+        try:
+            descriptor = os.open(f"{pid}/{name}", os.O_RDONLY, dir_fd=self._proc)
+        except OSError:
+            return ""
+        try:
+            return os.read(descriptor, 4096).decode("utf-8", "replace")
+        except OSError:
+            return ""
+        finally:
+            os.close(descriptor)
+
+
+def _open(path: str, folder: int | None = None) -> int:
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY, dir_fd=folder)

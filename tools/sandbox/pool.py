@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from llmrl.errors import ConfigError, DeadlineError
 from llmrl.tools.sandbox.launch import Sandbox
@@ -18,16 +20,16 @@ __all__ = ["InterpreterPool"]
 
 _LOG = logging.getLogger(__name__)
 _START_S = 30.0  # for an interpreter to start on a busy machine
-_WAS_CLOSED = "InterpreterPool: was closed while a call was waiting."
-_END_S = 60.0  # for thousands of processes to end on one
+_CLOSE_S = 5.0  # for running calls to end
+_REAP_S = 60.0  # for thousands of processes to end on a busy machine
 
 
 class InterpreterPool:
     """Runs code, each conversation's in an interpreter of its own that keeps what the code defines.
 
-    At least ``spare`` interpreters stand ready, and as many as were in use at once before, so that a batch of new
-    conversations does not wait for theirs to start. There are never more than ``max_interpreters`` in use: the
-    one that was idle for longest gives way, and its conversation is told. Nothing is started before the first call.
+    At least ``spare`` interpreters are ready, and as many as were in use at once before, so that a batch of new
+    conversations does not wait for theirs to start. At most ``max_interpreters`` are in use: beyond that the one that
+    was idle for longest is ended, and its conversation's next result says so. Nothing is started before the first call.
 
     >>> pool = InterpreterPool(Sandbox("subprocess"))
     >>> deadline = time.monotonic() + 30
@@ -50,11 +52,11 @@ class InterpreterPool:
         self.counters = {"started": 0, "evicted": 0, "killed": 0}
         self._changed = threading.Condition()
         self._slots: OrderedDict[Hashable, _Slot] = OrderedDict()  # least recently used first
-        self._spares: deque[Session | BaseException] = deque()
-        self._dying: list[Session] = []
+        self._ready: deque[Session | Exception] = deque()  # started and not in use; an error of a start
+        self._killed: list[Session] = []  # not reaped yet
         self._in_use = 0
         self._peak = 0
-        self._waiting = 0  # calls that need an interpreter and found none ready
+        self._waiting = 0  # calls that wait for a start
         self._closed = False
         self._launcher: threading.Thread | None = None
         self._process = os.getpid()
@@ -66,123 +68,104 @@ class InterpreterPool:
 
         Raises   SessionError if no interpreter could be started, DeadlineError if none was free in time
         """
-        key = object() if conversation is None else conversation
-        slot = self._enter(key)
-        try:
+        with self._slot(conversation) as slot:
             if not slot.lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
                 raise DeadlineError("InterpreterPool: the call before it in the conversation did not end in time.")
             try:
                 if slot.session is None:
-                    self._take(slot, deadline)
+                    self._fill(slot, deadline)
                 lost, slot.lost = slot.lost, None
                 result = slot.session.run(code, deadline=deadline, fresh=fresh)
                 if not slot.session.alive:
-                    self._drop(slot)
+                    self._empty(slot)
                 return replace(result, lost_before=lost)
             finally:
                 slot.lock.release()
-        finally:
-            if conversation is None:
-                self.end(key)
-            self._leave(slot)
 
     def warm_up(self, count: int, deadline: float) -> None:
-        """Waits until ``count`` interpreters stand ready, and keeps as many from now on."""
+        """Waits until ``count`` interpreters are ready, and keeps as many from now on."""
         if count > self.max_interpreters:
             raise ConfigError(
                 f"InterpreterPool: must not exceed max_interpreters={self.max_interpreters}: got {count}."
             )
         with self._changed:
             self.spare = max(self.spare, count)
-            self._ensure_launcher()
-            self._changed.notify_all()
-            while len(self._spares) < count:
-                if not self._changed.wait(max(0.0, deadline - time.monotonic())):
-                    raise DeadlineError(f"InterpreterPool: {count} interpreters must start in time.")
-            spares = list(self._spares)
-            failed = [session for session in spares if isinstance(session, BaseException)]
+            self._notify_launcher()
+            self._wait(lambda: len(self._ready) >= count, deadline, f"{count} interpreters did not start")
+            failed = [entry for entry in self._ready if isinstance(entry, Exception)]
             for error in failed:
-                self._spares.remove(error)
+                self._ready.remove(error)
+            sessions = [entry for entry in self._ready if isinstance(entry, Session)]
         if failed:
             raise failed[0]
-        for session in spares:
-            session.wait_ready(deadline)  # type: ignore[union-attr]
+        for session in sessions:
+            session.wait_ready(deadline)
 
     def end(self, conversation: Hashable) -> None:
-        """The conversation is over: its interpreter is killed."""
+        """Kills the interpreter of a conversation that is over."""
         with self._changed:
             slot = self._slots.pop(conversation, None)
             if slot is not None:
                 slot.ended = True
                 if slot.users == 0:
-                    self._drop(slot)
+                    self._empty(slot)
 
     def close(self) -> None:
         """Kills every interpreter and waits, a minute at most, until calls and all their processes have ended."""
-        deadline = time.monotonic() + 5.0
         with self._changed:
             self._closed = True
             for slot in self._slots.values():
                 if slot.users == 0:
-                    self._drop(slot)
+                    self._empty(slot)
                 elif slot.session is not None:
-                    slot.session.terminate()  # its call ends, and frees it
-            while self._spares:
-                self._bury(self._spares.popleft())
+                    slot.session.terminate()  # its call ends, and empties the slot
+            while self._ready:
+                self._kill(self._ready.popleft())
             self._changed.notify_all()
-            while self._in_use and self._changed.wait(max(0.0, deadline - time.monotonic())):
-                pass
+            self._changed.wait_for(lambda: not self._in_use, _CLOSE_S)
             launcher = self._launcher
         if launcher is not None and launcher is not threading.current_thread():
-            launcher.join(timeout=_END_S)
+            launcher.join(timeout=_REAP_S)
             if launcher.is_alive():
-                left = [session.process.pid for session in self._dying]
-                _LOG.warning("interpreter pool: processes %s have not ended %g s after they were killed", left, _END_S)
+                left = [session.process.pid for session in self._killed]
+                _LOG.warning("interpreter pool: processes %s still run %g s after they were killed", left, _REAP_S)
 
-    def _enter(self, key: Hashable) -> _Slot:
+    @contextlib.contextmanager
+    def _slot(self, conversation: Hashable) -> Iterator[_Slot]:
+        """The conversation's slot, in use inside the block."""
+        key = object() if conversation is None else conversation
         with self._changed:
             if self._closed:
                 raise ConfigError("InterpreterPool: must not be closed: got a call after close().")
             if self._launcher is not None and self._process != os.getpid():
-                raise ConfigError(
-                    "InterpreterPool: must not be used before and after a fork; make one in each process."
-                )
+                raise ConfigError("InterpreterPool: must be made after a fork: got a call in a forked process.")
             slot = self._slots.setdefault(key, _Slot())
             self._slots.move_to_end(key)
             slot.users += 1
-            return slot
+        try:
+            yield slot
+        finally:
+            with self._changed:
+                slot.users -= 1
+                if conversation is None:
+                    self.end(key)
+                elif slot.users == 0 and (slot.ended or self._closed):
+                    self._empty(slot)
+                self._changed.notify_all()
 
-    def _leave(self, slot: _Slot) -> None:
+    def _fill(self, slot: _Slot, deadline: float) -> None:
+        """Gives the slot an interpreter, within the bound."""
         with self._changed:
-            slot.users -= 1
-            if slot.users == 0 and (slot.ended or self._closed):
-                self._drop(slot)
-            self._changed.notify_all()
-
-    def _take(self, slot: _Slot, deadline: float) -> None:
-        """Gives the slot a ready interpreter, within the bound."""
-        with self._changed:
-            while self._in_use >= self.max_interpreters:
-                idle = next((slot for slot in self._slots.values() if slot.users == 0 and slot.session), None)
-                if idle is not None:
-                    idle.lost = "others needed its place"
-                    self.counters["evicted"] += 1
-                    self._drop(idle)
-                elif not self._changed.wait(max(0.0, deadline - time.monotonic())):
-                    raise DeadlineError(f"InterpreterPool: all {self.max_interpreters} interpreters were busy.")
+            self._wait(self._has_room, deadline, f"all {self.max_interpreters} interpreters were busy")
             self._in_use += 1
             self._peak = max(self._peak, self._in_use)
             self._waiting += 1
-            self._ensure_launcher()
-            self._changed.notify_all()
+            self._notify_launcher()
+            session: Session | Exception | None = None
             try:
-                while not self._spares:
-                    if self._closed:
-                        raise DeadlineError(_WAS_CLOSED)
-                    if not self._changed.wait(max(0.0, deadline - time.monotonic())):
-                        raise DeadlineError("InterpreterPool: no interpreter was started in time.")
-                session = self._spares.popleft()
-                if isinstance(session, BaseException):
+                self._wait(lambda: self._ready, deadline, "no interpreter was started")
+                session = self._ready.popleft()
+                if isinstance(session, Exception):
                     raise session
             except BaseException:
                 self._in_use -= 1
@@ -191,67 +174,88 @@ class InterpreterPool:
                 self._waiting -= 1
         try:
             session.wait_ready(min(deadline, time.monotonic() + _START_S))
-            with self._changed:  # `close` ends what it finds in a slot
-                if self._closed:
-                    raise DeadlineError(_WAS_CLOSED)
+            with self._changed:  # `close` ends the interpreters that it finds in slots
+                self._check_open()
                 slot.session = session
         except BaseException:
             with self._changed:
                 self._in_use -= 1
-                self._bury(session)
+                self._kill(session)
             raise
 
-    def _drop(self, slot: _Slot) -> None:
+    def _has_room(self) -> bool:
+        """Whether one more interpreter may be in use; ends the one that was idle for longest where that is needed."""
+        if self._in_use >= self.max_interpreters:
+            idle = next((slot for slot in self._slots.values() if slot.users == 0 and slot.session), None)
+            if idle is None:
+                return False
+            idle.lost = "others needed its place"
+            self.counters["evicted"] += 1
+            self._empty(idle)
+        return True
+
+    def _wait(self, condition: Callable[[], Any], deadline: float, problem: str) -> None:
+        """Waits for a condition that others change; holds the lock. Raises DeadlineError."""
+        timeout_s = max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX))
+        if not self._changed.wait_for(lambda: self._closed or condition(), timeout_s):
+            raise DeadlineError(f"InterpreterPool: {problem} in time.")
+        self._check_open()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise DeadlineError("InterpreterPool: was closed while a call was waiting.")
+
+    def _empty(self, slot: _Slot) -> None:
         with self._changed:
             if slot.session is not None:
-                self._bury(slot.session)
+                self._kill(slot.session)
                 slot.session = None
                 self._in_use -= 1
                 self.counters["killed"] += 1
                 self._changed.notify_all()
 
-    def _bury(self, session: Session | BaseException) -> None:
+    def _kill(self, session: Session | Exception) -> None:
         if isinstance(session, Session):
             session.kill()
-            self._dying.append(session)
+            self._killed.append(session)
 
-    def _ensure_launcher(self) -> None:
+    def _notify_launcher(self) -> None:
         if self._launcher is None:
             self._process = os.getpid()
             self._launcher = threading.Thread(target=self._launch, name="interpreter pool", daemon=True)
             self._launcher.start()
+        self._changed.notify_all()
 
     def _launch(self) -> None:
-        """The one thread that starts interpreters, because they die with the thread that did; it also buries them."""
+        """Starts interpreters in one thread, because they end with the thread that started them; also reaps them."""
         while True:
             with self._changed:
-                self._dying = [session for session in self._dying if not session.reaped()]
-                if self._closed and not self._dying and not self._in_use:
+                self._killed = [session for session in self._killed if not session.reaped()]
+                if self._closed and not self._killed and not self._in_use:
                     return
-                standing = self._peak - self._in_use
-                wanted = max(self._waiting, min(max(self.spare, standing), self.max_interpreters - self._in_use))
-                if self._closed or len(self._spares) >= wanted:
-                    self._changed.wait(0.01 if self._dying or self._closed else None)
+                kept = min(max(self.spare, self._peak - self._in_use), self.max_interpreters - self._in_use)
+                if self._closed or len(self._ready) >= max(self._waiting, kept):
+                    self._changed.wait(0.01 if self._killed or self._closed else None)
                     continue
             try:
-                session: Session | BaseException = self.sandbox.start()
+                session: Session | Exception = self.sandbox.start()
             except Exception as error:
                 session = error
             with self._changed:
                 if self._closed:
-                    self._bury(session)
+                    self._kill(session)
                 else:
-                    self._spares.append(session)
+                    self._ready.append(session)
                     self.counters["started"] += 1
                 self._changed.notify_all()
 
 
 @dataclass(eq=False)
 class _Slot:
-    """A conversation's place: its interpreter, if it has one now."""
+    """The place of a conversation: its interpreter, if it has one now."""
 
     session: Session | None = None
-    lost: str | None = None
+    lost: str | None = None  # why it has none any more, for its next result
     users: int = 0  # calls that run or wait
     ended: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)

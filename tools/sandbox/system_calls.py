@@ -1,9 +1,9 @@
-"""The system calls that code in a sandbox may not make, as the filter that bubblewrap installs (seccomp).
+"""The system calls that a sandbox refuses, as the filter that bubblewrap installs (seccomp).
 
 They are of three kinds: memory that no limit counts (System V segments and queues, files in memory), ways to another
-process or out of a stop (tracing, timers with a signal of one's choice), and parts of the kernel that computing never
-needs and that faults are found in most, sockets of all families but local ones among them: not every family belongs to
-a network namespace. Each answers as a kernel that lacks it.
+process or out of a stop (tracing, timers with a chosen signal), and parts of the kernel that computing never needs and
+that have most faults, among them sockets of all families but local ones: some families belong to no network namespace.
+A refused call fails as on a kernel without it.
 """
 
 from __future__ import annotations
@@ -39,23 +39,20 @@ _REFUSED = {
     "pidfd_getfd": (438, 438),
     "timer_create": (222, 107),
 }
-# name: its number on both, which argument is looked at, its value, whether it must or must not be that one, the error
+# name: its number on both, the argument that is compared, its value, whether it must be that one, the error
 _CONDITIONAL = {
-    "socket": ((41, 198), 0, socket.AF_UNIX, "must", errno.EAFNOSUPPORT),
-    "socketpair": ((53, 199), 0, socket.AF_UNIX, "must", errno.EAFNOSUPPORT),
-    "setsockopt": ((54, 208), 2, 7, "must not", errno.EPERM),  # SO_SNDBUF: what a socket holds is memory
-    "fcntl": ((72, 25), 1, 10, "must not", errno.EINVAL),  # F_SETSIG: could send SIGCONT
+    "socket": ((41, 198), 0, socket.AF_UNIX, True, errno.EAFNOSUPPORT),
+    "socketpair": ((53, 199), 0, socket.AF_UNIX, True, errno.EAFNOSUPPORT),
+    "setsockopt": ((54, 208), 2, 7, False, errno.EPERM),  # SO_SNDBUF: what a socket holds is memory
+    "fcntl": ((72, 25), 1, 10, False, errno.EINVAL),  # F_SETSIG: could send SIGCONT
 }
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # the column above, the kernel's AUDIT_ARCH
 _X32 = 0x40000000  # x86_64 calls by other numbers
 
 _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000
-_ARCHITECTURE, _NUMBER, _ARGUMENTS = (
-    4,
-    0,
-    16,
-)  # offsets in what the filter sees; an argument has 8 bytes, low half first
+# Offsets in the record that the filter reads; an argument has 8 bytes, low half first.
+_ARCHITECTURE, _NUMBER, _ARGUMENTS = 4, 0, 16
 
 
 def filter_pipe() -> int | None:
@@ -78,8 +75,8 @@ def _program(machine: str) -> list[tuple[int, int, int, int]]:
     ]
     for numbers in _REFUSED.values():
         program += [(_EQUAL, 0, 1, numbers[column]), refuse]
-    for numbers, argument, value, rule, error in _CONDITIONAL.values():
+    for numbers, argument, value, required, error in _CONDITIONAL.values():
         ends = [(_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _REFUSE | error)]
         program += [(_EQUAL, 0, 4, numbers[column]), (_LOAD, 0, 0, _ARGUMENTS + 8 * argument)]
-        program += [(_EQUAL, 0, 1, value), *(ends if rule == "must" else reversed(ends))]
+        program += [(_EQUAL, 0, 1, value), *(ends if required else reversed(ends))]
     return [*program, (_RETURN, 0, 0, _ALLOW)]

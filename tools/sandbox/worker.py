@@ -1,15 +1,14 @@
-"""Runs inside of the sandbox: takes code from one pipe, runs it in one namespace, answers on another pipe.
+"""Runs inside the sandbox: reads code from one pipe, runs it in one namespace, answers on another pipe.
 
-Code that is to begin anew ("fresh") runs in a process forked for it, so that nothing that it does to modules stays.
-
-It is started as text (``python -c``), so it uses the standard library alone. A frame is four bytes of length and JSON.
+"Fresh" code runs in a process forked for it, so that nothing that it does to modules stays. The file is started as text
+(``python -c``), so it imports the standard library alone. A message is one line of JSON.
 
     host -> worker   {"id": ..., "code": ..., "fresh": bool}
-    worker -> host   {"ready": true} once, then for each request {"id": ..., "error": traceback or null}
+    worker -> host   {"id": "ready", "error": null} once, then for each request {"id": ..., "error": traceback or null}
 
-What the code writes goes to the output pipe, file descriptors 1 and 2. The code runs in this process and could find the
-reply pipe; all it could gain is a wrong answer to the call that is running, because an answer must repeat the random id
-of its request. Arguments: request pipe, reply pipe, limits as JSON, and whether this is a process namespace of its own.
+Output of the code goes to the output pipe, file descriptors 1 and 2. The code runs in this process and could find the
+reply pipe. All that it could gain is a wrong answer to its own call: an answer must repeat the random id of its
+request. Arguments: request pipe, reply pipe, limits as JSON, and "contained" in a process namespace of its own.
 """
 
 import ast
@@ -38,11 +37,12 @@ def serve(requests: int, replies: int, limits: dict[str, int], contained: bool) 
     set_limits(limits)
     for descriptor in (requests, replies):
         os.set_inheritable(descriptor, False)
-    keep = sys.modules["__main__"]  # this module; the code gets one of its own under that name
+    own_module = sys.modules["__main__"]  # kept alive: the code gets a module of its own under that name
     namespace = new_namespace()
-    send(replies, {"ready": True})
+    stream = io.BufferedReader(io.FileIO(requests, closefd=False))
+    send(replies, "ready", None)
     number = 0
-    while (request := receive_or_end(requests)) is not None:
+    while request := receive(stream):
         number += 1
         if request["fresh"]:
             error = run_apart(request["code"], f"<code {number}>", limits, close=(requests, replies))
@@ -57,8 +57,8 @@ def serve(requests: int, replies: int, limits: dict[str, int], contained: bool) 
             sys.settrace(None)
         if contained:
             end_children()
-        send(replies, {"id": request["id"], "error": error})
-    del keep
+        send(replies, request["id"], error)
+    del own_module
 
 
 def run_apart(code: str, name: str, limits: dict[str, int], close: tuple[int, ...]) -> str | None:
@@ -73,17 +73,17 @@ def run_apart(code: str, name: str, limits: dict[str, int], close: tuple[int, ..
         try:
             error = run(code, name, new_namespace(), limits)
             if getpid() == own_pid:
-                send(answer, {"error": error})
+                send(answer, "", error)
         finally:
             _exit(0)
     os.close(answer)
-    # Processes that it leaves may hold the pipe open; its own end is told apart where the system can.
+    # Processes that the code leaves behind may hold the pipe open: the end of its own process is watched as well.
     watched = [answers, *([os.pidfd_open(pid)] if hasattr(os, "pidfd_open") else [])]
     data = b""
-    while len(data) < 4 or len(data) < 4 + int.from_bytes(data[:4], "big"):
+    while not data.endswith(b"\n") and len(data) <= MAX_ANSWER:
         ready = select.select(watched, [], [])[0]
         more = os.read(answers, 65536) if answers in ready else b""
-        if not more or len(data) > MAX_ANSWER:
+        if not more:
             break
         data += more
     for descriptor in watched:
@@ -91,7 +91,7 @@ def run_apart(code: str, name: str, limits: dict[str, int], close: tuple[int, ..
     os.kill(pid, signal.SIGKILL)  # where it has not ended by itself
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     try:
-        error = json.loads(data[4:])["error"]
+        error = json.loads(data)["error"]
     except (ValueError, TypeError, KeyError):
         _exit(status if status >= 0 else 128 - status)
     return error if error is None else str(error)
@@ -185,43 +185,24 @@ def end_children() -> None:
     """Processes that the code started end with the call."""
     try:
         os.kill(-1, signal.SIGKILL)  # all of this namespace but the first process and this one
-    except ProcessLookupError:
-        return
-    try:
         while True:
             os.waitpid(-1, 0)
-    except ChildProcessError:
+    except (ProcessLookupError, ChildProcessError):
         pass
 
 
-def send(descriptor: int, message: dict) -> None:
-    data = dumps(message).encode()
-    data = len(data).to_bytes(4, "big") + data
+def send(descriptor: int, request_id: str, error: str | None) -> None:
+    data = dumps({"id": request_id, "error": error}).encode() + b"\n"
     while data:
         data = data[write(descriptor, data) :]
 
 
-def receive_or_end(descriptor: int) -> dict | None:
-    """The next request; ends at once where the pipe was spoiled, because the host stops what is idle."""
+def receive(stream: io.BufferedReader) -> dict:
+    """The next request; ends this process where there is none, or where the code spoiled the pipe."""
     try:
-        return receive(descriptor)
+        return json.loads(stream.readline())
     except BaseException:
         _exit(1)
-
-
-def receive(descriptor: int) -> dict | None:
-    header = read(descriptor, 4)
-    return json.loads(read(descriptor, int.from_bytes(header, "big"))) if header else None
-
-
-def read(descriptor: int, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        more = os.read(descriptor, size - len(data))
-        if not more:
-            return b""
-        data += more
-    return data
 
 
 if __name__ == "__main__":

@@ -158,7 +158,7 @@ def computed(text: str) -> None:
 
 def bound(text: str) -> None:
     with contextlib.suppress(ToolError):
-        Signature(_tool, "f").bind({"number": text, "values": text}, error=ToolError)
+        Signature(_tool, "f").bind({"number": text, "values": text})
 
 
 def _tool(number: int, values: list[int]) -> None:

@@ -18,7 +18,6 @@ from llmrl.data.llm.non_tensor import column
 from llmrl.envs.llm import ChatEnv, DatasetChatEnv
 from llmrl.envs.llm.transforms import RewardFunction, load_reward
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError
-from llmrl.tools import calls
 
 
 def scores(fn, completions, say, *, columns=None, **options):
@@ -243,7 +242,7 @@ def test_coroutines_of_all_batches_share_one_event_loop(say):
 
 
 def test_a_coroutine_that_blocks_its_loop_costs_the_batch_and_the_next_one_is_scored(say, monkeypatch):
-    monkeypatch.setattr(calls, "GRACE_S", 0.1)
+    monkeypatch.setattr("llmrl.concurrency.deadline.GRACE_S", 0.1)
     release = threading.Event()
 
     async def blocks(completion):

@@ -8,12 +8,12 @@ import sys
 import pytest
 from tensordict import TensorDict
 
+from llmrl.concurrency.deadline import ThreadRunner
 from llmrl.data.llm.non_tensor import column
 from llmrl.envs.llm import ChatEnv
 from llmrl.envs.llm.rewards import CodeReward, JudgeReward
 from llmrl.envs.llm.transforms import make_rewards
 from llmrl.errors import ConfigError
-from llmrl.tools.calls import ThreadRunner
 
 
 @pytest.fixture

@@ -192,7 +192,7 @@ with WorkerPool(Path({reward_process.__file__!r}), [{settings!r}], size=1, who="
         time.sleep(0.01)
 
 
-RUN_REWARD = "calls.ThreadRunner('reward').run(calls.Calls([keeps_the_lock]), timeout_s=0.1)"
+RUN_REWARD = "deadline.ThreadRunner('reward').run(deadline.Calls([keeps_the_lock]), timeout_s=0.1)"
 RUN_TOOL = "ToolRunner([keeps_the_lock], timeout_s=0.1).run([ToolCall('keeps_the_lock', {}, id='0')])"
 
 
@@ -201,14 +201,15 @@ def test_a_function_in_a_thread_that_keeps_the_lock_ends_the_run_with_its_place(
     """Regression: it stopped the run for ever, and nothing said where."""
     script = f"""
 import ctypes
-from llmrl.tools import ToolCall, ToolRunner, calls
-calls.STUCK_S = 0.5
+from llmrl.concurrency import deadline
+from llmrl.tools import ToolCall, ToolRunner
+deadline.STUCK_S = 0.5
 
 def keeps_the_lock():
     '''Sleeps.'''
     ctypes.PyDLL(None).sleep(1000)
 
-assert [outcome.value for outcome in calls.ThreadRunner("reward").run(calls.Calls([list]), timeout_s=0.1)] == [[]]
+assert [outcome.value for outcome in deadline.ThreadRunner("reward").run(deadline.Calls([list]), timeout_s=0.1)] == [[]]
 {run}
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)

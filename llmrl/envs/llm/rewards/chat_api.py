@@ -126,7 +126,7 @@ class ChatAPI:
 
 
 class _Refused(Exception):
-    """A status that is no success."""
+    """An HTTP status of failure."""
 
     def __init__(self, message: str, status: int, after_s: float | None):
         super().__init__(message)

@@ -18,7 +18,7 @@ __all__ = ["BrowserTransform"]
 class BrowserTransform(ToolTransform):
     """A `ToolTransform` with a browser: navigate, click, type, extract and scroll, in a page of the conversation's own.
 
-    Raises  ConfigError for a domain that is no plain host name; MissingDependencyError without Playwright
+    Raises  ConfigError for a domain that is not a plain host name; MissingDependencyError without Playwright
 
     allowed_domains  exact host names: of pages, of what they load and of redirects, no sub-domain implied; None: all
     headless         False shows the window

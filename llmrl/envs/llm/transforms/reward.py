@@ -1,6 +1,6 @@
 """Scores turns with the user's own plain function, and keeps a failing one from spoiling or stopping the run.
 
-What the policy said comes from `completions`, calls are made by `llmrl.tools.calls` or, in a process, by
+What the policy said comes from `completions`, calls are made by `llmrl.concurrency.deadline` or, in a process, by
 `reward_process`; advantages and the dropping of
 unscored rows are MCAdvantage's. A reward that failed is NaN: neither zero nor an exception in the middle of a batch,
 but a row that is ignored and counted.
@@ -18,6 +18,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 from torch import Tensor
 
+from llmrl.concurrency.deadline import AsyncRunner, Calls, Outcome, ThreadRunner
 from llmrl.data.llm.non_tensor import column_values
 from llmrl.data.specs import Composite, Unbounded
 from llmrl.envs.llm.completions import completion_texts, tokenizer_of
@@ -27,7 +28,6 @@ from llmrl.envs.llm.transforms.reward_process import SHOWN, ProcessRunner, plain
 from llmrl.envs.llm.transforms.reward_source import Parameters, Reward, load_reward, runs_apart
 from llmrl.envs.specs import DONE_KEYS
 from llmrl.errors import ConfigError, ShapeError, near
-from llmrl.tools.calls import AsyncRunner, Calls, Outcome, ThreadRunner
 
 if TYPE_CHECKING:
     from llmrl.envs.base import EnvBase

@@ -17,10 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from llmrl.concurrency.deadline import AsyncRunner, Calls, Outcome, ThreadRunner
 from llmrl.concurrency.worker_process import WorkerPool, serve
 from llmrl.errors import ConfigError, DeadlineError, WorkerError
 from llmrl.loading import load_function
-from llmrl.tools.calls import AsyncRunner, Calls, Outcome, ThreadRunner
 
 __all__ = ["ProcessRunner", "plain_number", "plain_numbers"]
 
@@ -101,12 +101,13 @@ def _serve() -> None:
     runner = (AsyncRunner if asynchronous else ThreadRunner)("reward", concurrency)
 
     def handle(request: Any, reply: Callable[[Any], None]) -> None:
-        def told(number: int, outcome: Outcome) -> None:
+        def on_outcome(number: int, outcome: Outcome) -> None:
             reply([number, outcome.value, outcome.error, calls.retried])
 
         arguments, retries = request
         convert = plain_numbers if batched else plain_number
-        calls = Calls([partial(fn, *args, **named) for args, named in arguments], retries, convert=convert, told=told)
+        rows = [partial(fn, *args, **named) for args, named in arguments]
+        calls = Calls(rows, retries, convert=convert, on_outcome=on_outcome)
         runner.run(calls, timeout_s=None)
 
     serve(handle)

@@ -1,6 +1,7 @@
 """`UserTurn`: a plain function that answers the model between its turns: a simulated user, a critic, a game.
 
-How messages become ids is `tool_messages`' and the wrapper's part, how calls run at the same time `llmrl.tools.calls`'.
+How messages become ids is `tool_messages`' and the wrapper's part, running the calls that of
+`llmrl.concurrency.deadline`.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from tensordict import TensorDictBase
 
+from llmrl.concurrency.deadline import AsyncRunner, Calls, Outcome, ThreadRunner
 from llmrl.data.llm.non_tensor import column_values
 from llmrl.data.specs import Composite, Unbounded
 from llmrl.envs.llm.transforms.dataloading import DataLoadingPrimer
 from llmrl.envs.llm.transforms.tool_messages import append_messages
 from llmrl.envs.transforms.base import Transform, innermost
 from llmrl.errors import ConfigError, MissingKeyError, near
-from llmrl.tools.calls import AsyncRunner, Calls, Outcome, ThreadRunner
 
 if TYPE_CHECKING:
     from llmrl.envs.base import EnvBase

@@ -1,8 +1,7 @@
-"""Runs calls of a user's function, in threads or as coroutines, with one deadline for all and an outcome for each.
+"""Runs users' functions, in threads or as coroutines, with one deadline for all and an outcome for each.
 
-What is called and what the outcomes mean is the caller's part. A call that never returns is left behind: Python cannot
-stop a thread, but nothing that it does later is looked at, and the process can end all the same. One that keeps the
-interpreter's lock stops every thread: a minute after the deadline the process ends, and says where it stood.
+Python cannot stop a thread: a call that never returns stays in a daemon thread and its result is dropped. A call that
+holds the interpreter's lock stops every thread; `watch_lock` then ends the process with the stack of each.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
@@ -25,13 +24,13 @@ __all__ = ["AsyncRunner", "Calls", "Outcome", "ThreadRunner", "watch_lock"]
 
 GRACE_S = 1.0  # for coroutines to notice that they are cancelled
 STUCK_S = 60.0  # after a deadline, for any thread to run at all
-_watched: dict[object, float] = {}  # what is waited for in this process, and until when, of `time.monotonic`
+_watched: dict[object, float] = {}  # each watched call's end, of `time.monotonic`
 _watched_lock = threading.Lock()
 
 
 @dataclass
 class Outcome:
-    """What came of one call: ``done`` with a value or an error's traceback, or not done in time."""
+    """The result of one call: ``done`` with a value or an error's traceback, or not done in time."""
 
     value: Any = None
     error: str | None = None
@@ -41,8 +40,8 @@ class Outcome:
 class Calls:
     """Calls without arguments, taken in order; one that raises is tried ``retries`` times more.
 
-    ``convert`` makes an outcome's value of what a call returned; ``told`` hears of each outcome, in the thread that
-    made the call. After ``close`` no call is started and no outcome changes.
+    ``convert`` turns what a call returned into the outcome's value. ``on_outcome`` is called with the number and the
+    outcome of each call, in the thread that made it. After ``close`` no call is started and no outcome changes.
     """
 
     def __init__(
@@ -50,74 +49,42 @@ class Calls:
         calls: list[Callable[[], Any]],
         retries: int = 0,
         *,
-        convert: Callable[[Any], Any] | None = None,
-        told: Callable[[int, Outcome], None] | None = None,
+        convert: Callable[[Any], Any] = lambda value: value,
+        on_outcome: Callable[[int, Outcome], None] | None = None,
     ):
         self.calls = calls
         self.retries = retries
-        self._convert, self._told = convert, told
         self.retried = 0
         self.finished = threading.Event()
+        self._convert, self._on_outcome = convert, on_outcome
         self._outcomes = [Outcome() for _ in calls]
         self._lock = threading.Lock()
         self._next = 0
         self._left = len(calls)
         self._closed = False
 
-    def take(self) -> int | None:
-        """The number of the next call to make; None where there is none."""
-        with self._lock:
-            if self._closed or self._next == len(self.calls):
-                return None
-            self._next += 1
-            return self._next - 1
-
     def run(self) -> None:
         """Makes calls until there are none left."""
-        while (number := self.take()) is not None:
-            for again in reversed(range(self.retries + 1)):
-                try:
-                    value = self._converted(self.calls[number]())
-                except (Exception, SystemExit):  # the boundary to the user's code
-                    if not (again and self._retry()):
-                        self.finish(number, Outcome(error=traceback.format_exc(), done=True))
-                        break
-                else:
-                    self.finish(number, Outcome(value, done=True))
-                    break
+        for attempt in self._attempts():
+            with attempt:
+                attempt.value = self._convert(attempt.call())
 
     async def run_async(self) -> None:
         """`run` for calls that return awaitables."""
-        while (number := self.take()) is not None:
-            for again in reversed(range(self.retries + 1)):
-                try:
-                    value = self._converted(await _awaitable(self.calls[number]))
-                except (Exception, SystemExit):
-                    if not (again and self._retry()):
-                        self.finish(number, Outcome(error=traceback.format_exc(), done=True))
-                        break
-                else:
-                    self.finish(number, Outcome(value, done=True))
-                    break
+        for attempt in self._attempts():
+            with attempt:
+                attempt.value = self._convert(await attempt.call())
 
     def close(self) -> list[Outcome]:
-        """What came of the calls by now, for good."""
+        """The final outcomes of all calls."""
         with self._lock:
             self._closed = True
             return self._outcomes
 
-    def _retry(self) -> bool:
-        with self._lock:
-            self.retried += not self._closed
-            return not self._closed
-
-    def _converted(self, value: Any) -> Any:
-        return value if self._convert is None else self._convert(value)
-
     def finish(self, number: int, outcome: Outcome) -> None:
-        """Says what came of a call that was taken, or made elsewhere."""
-        if self._told is not None:
-            self._told(number, outcome)
+        """Records the outcome of a call, also of one that was made elsewhere."""
+        if self._on_outcome is not None:
+            self._on_outcome(number, outcome)
         with self._lock:
             if self._closed:
                 return
@@ -126,9 +93,48 @@ class Calls:
             if self._left == 0:
                 self.finished.set()
 
+    def _attempts(self) -> Iterator[_Attempt]:
+        while (number := self._take()) is not None:
+            for left in reversed(range(self.retries + 1)):
+                attempt = _Attempt(self.calls[number])
+                yield attempt
+                if attempt.error is None or not left or not self._retry():
+                    self.finish(number, Outcome(attempt.value, attempt.error, done=True))
+                    break
+
+    def _take(self) -> int | None:
+        with self._lock:
+            if self._closed or self._next == len(self.calls):
+                return None
+            self._next += 1
+            return self._next - 1
+
+    def _retry(self) -> bool:
+        with self._lock:
+            self.retried += not self._closed
+            return not self._closed
+
+
+class _Attempt:
+    """One try of a call. As a context manager it keeps the error of the user's code."""
+
+    def __init__(self, call: Callable[[], Any]):
+        self.call = call
+        self.value: Any = None
+        self.error: str | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> bool:
+        if isinstance(error, Exception | SystemExit):  # sys.exit() in a reward must not end the run
+            self.error = "".join(traceback.format_exception(error))
+            return True
+        return False
+
 
 class ThreadRunner:
-    """Makes calls in ``concurrency`` threads, or in the calling one where there is nothing to gain from others.
+    """Makes calls in ``concurrency`` threads, or in the calling one where neither deadline nor concurrency is asked.
 
     >>> runner = ThreadRunner("example", concurrency=2)
     >>> [outcome.value for outcome in runner.run(Calls([lambda: 1, lambda: 2]), timeout_s=10)]
@@ -139,7 +145,8 @@ class ThreadRunner:
     def __init__(self, name: str, concurrency: int = 1):
         self.name = name
         self.concurrency = concurrency
-        self._workers: list[_Worker] = []
+        self._batches: SimpleQueue[Calls | None] = SimpleQueue()
+        self._num_threads = 0
 
     def run(self, calls: Calls, *, timeout_s: float | None) -> list[Outcome]:
         """The outcomes, after all calls were made or ``timeout_s`` seconds."""
@@ -148,22 +155,29 @@ class ThreadRunner:
         if timeout_s is None and self.concurrency == 1:
             calls.run()
             return calls.close()
-        while len(self._workers) < min(self.concurrency, len(calls.calls)):
-            self._workers.append(_Worker(self.name))
+        wanted = min(self.concurrency, len(calls.calls))
+        for _ in range(self._num_threads, wanted):
+            threading.Thread(target=_serve, args=[self._batches], name=self.name, daemon=True).start()
+        self._num_threads = max(self._num_threads, wanted)
         with _lock_watched(timeout_s):
-            for worker in self._workers:
-                worker.start(calls.run)
+            for _ in range(wanted):
+                self._batches.put(calls)
             in_time = calls.finished.wait(timeout_s)
         outcomes = calls.close()
         if not in_time:
-            self.close()  # threads end once their calls return; which ones hang cannot be told
+            self.close()  # other threads for the next batch: some of these hang
         return outcomes
 
     def close(self) -> None:
-        """Lets the threads end."""
-        for worker in self._workers:
-            worker.close()
-        self._workers = []
+        """Ends the threads once their calls return."""
+        for _ in range(self._num_threads):
+            self._batches.put(None)
+        self._batches, self._num_threads = SimpleQueue(), 0
+
+
+def _serve(batches: SimpleQueue[Calls | None]) -> None:
+    while (calls := batches.get()) is not None:
+        calls.run()
 
 
 class AsyncRunner:
@@ -180,27 +194,24 @@ class AsyncRunner:
     def __init__(self, name: str, concurrency: int):
         self.name = name
         self.concurrency = concurrency
-        self._loop: BackgroundLoop | None = None
+        self._loop = BackgroundLoop(name)
 
     def run(self, calls: Calls, *, timeout_s: float | None) -> list[Outcome]:
         """The outcomes, after all calls were made or ``timeout_s`` seconds; those that are late are cancelled."""
         if not calls.calls:
             return []
-        if self._loop is None:
-            self._loop = BackgroundLoop(self.name)
         limit = float("inf") if timeout_s is None else time.monotonic() + timeout_s + 2 * GRACE_S
         try:
             with _lock_watched(timeout_s):
                 self._loop.run(self._all(calls, timeout_s), deadline=limit)
-        except TimeoutError:  # a coroutine that blocks the loop: another loop for the calls to come
-            self._loop = None
+        except TimeoutError:  # a coroutine blocks the loop: another loop for the next batch
+            self._loop = BackgroundLoop(self.name)
         return calls.close()
 
     def close(self) -> None:
-        """Ends the loop."""
-        if self._loop is not None:
-            self._loop.close()
-            self._loop = None
+        """Ends the loop; the next calls start another one."""
+        self._loop.close()
+        self._loop = BackgroundLoop(self.name)
 
     async def _all(self, calls: Calls, timeout_s: float | None) -> None:
         workers = [asyncio.ensure_future(calls.run_async()) for _ in range(min(self.concurrency, len(calls.calls)))]
@@ -210,28 +221,6 @@ class AsyncRunner:
             for worker in late:
                 worker.cancel()
             await asyncio.wait(late, timeout=GRACE_S)
-
-
-class _Worker:
-    """One daemon thread that runs what it is given in turn."""
-
-    def __init__(self, name: str):
-        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        threading.Thread(target=self._loop, name=name, daemon=True).start()
-
-    def start(self, task: Callable[[], None]) -> None:
-        self._tasks.put(task)
-
-    def close(self) -> None:
-        self._tasks.put(None)
-
-    def _loop(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            task()
-
-
-async def _awaitable(call: Callable[[], Awaitable[Any]]) -> Any:
-    return await call()
 
 
 @contextlib.contextmanager
@@ -245,10 +234,10 @@ def _lock_watched(timeout_s: float | None) -> Iterator[None]:
 
 
 def watch_lock(key: object, deadline: float | None) -> None:
-    """Ends this process where no thread of it runs for `STUCK_S` seconds after the deadline; with None, no more.
+    """Ends this process if none of its threads runs for `STUCK_S` seconds after the deadline; None ends the watch.
 
-    Only C code that keeps the interpreter's lock does that, and only C code can notice: the timer of `faulthandler`, of
-    which there is one for all that is waited for. It writes where each thread stands.
+    Only C code that holds the interpreter's lock stops all threads, and only C code can notice: the timer of
+    `faulthandler`, of which a process has one. It writes the stack of each thread.
     """
     with _watched_lock:
         if deadline is not None:
