@@ -12,7 +12,7 @@ from tensordict import TensorDict
 
 from llmrl.data.llm.non_tensor import column
 from llmrl.envs.llm import ChatEnv, CountdownEnv, CountdownRewardParser
-from llmrl.envs.llm.countdown import countdown_correct, countdown_problems
+from llmrl.envs.llm.tasks.countdown import countdown_correct, countdown_problems
 from llmrl.errors import ConfigError, DataError, MissingKeyError
 
 
@@ -79,8 +79,8 @@ def test_a_local_file_in_the_public_columns_is_read_and_a_bad_row_named(tmp_path
     assert td.get("target").tolist() == [5, 6, 7]
     assert "6 out of the numbers 1, 5" in td["history"].prompt.to_chats()[1][1]["content"]
     for row, message in (
-        ({"numbers": [1], "target": 1}, "row 2 must have the columns nums and target.*numbers, target"),
-        ({"nums": "12", "target": "x"}, "row 2 has '12' and 'x'"),
+        ({"numbers": [1], "target": 1}, "row 2 .*must have the columns nums and target.*numbers, target"),
+        ({"nums": "12", "target": "x"}, "row 2 .*has '12' and 'x'"),
         ({"nums": [], "target": 1}, "nums must be a list of whole numbers"),
     ):
         with pytest.raises(DataError, match=message):

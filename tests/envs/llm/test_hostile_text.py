@@ -20,15 +20,15 @@ from llmrl.data.llm import parsers
 from llmrl.data.llm.codec import codec_for
 from llmrl.data.llm.templates import find_template
 from llmrl.envs.llm.answers import code_block, extract_tags, last_boxed, normalize_answer
-from llmrl.envs.llm.big_sums import big_sums_reward
 from llmrl.envs.llm.completions import trim_markers
-from llmrl.envs.llm.countdown import countdown_correct
-from llmrl.envs.llm.gsm8k import GSM8KRewardParser
-from llmrl.envs.llm.ifeval.checks import CHECKS
-from llmrl.envs.llm.ifeval.evaluation import Instructions, evaluate
-from llmrl.envs.llm.math import MATHRewardParser
-from llmrl.envs.llm.mlgym import command_of
 from llmrl.envs.llm.rewards import JudgeReward
+from llmrl.envs.llm.tasks.countdown import countdown_correct
+from llmrl.envs.llm.tasks.gsm8k import GSM8KRewardParser
+from llmrl.envs.llm.tasks.ifeval import Instructions, evaluate
+from llmrl.envs.llm.tasks.ifeval_checks import CHECKS
+from llmrl.envs.llm.tasks.math import MATHRewardParser
+from llmrl.envs.llm.tasks.mlgym import command_of
+from llmrl.envs.llm.tasks.sums import sums_reward
 from llmrl.envs.llm.tool_calls import (
     AnyFormat,
     DeepSeekFormat,
@@ -207,7 +207,7 @@ READERS: dict[str, tuple[Callable[[str], Any], list[str]]] = {
     "gsm8k": (lambda text: GSM8KRewardParser().score(text, "36"), ANSWERS),
     "math": (mathematics, LATEX),
     "countdown": (lambda text: countdown_correct(text, [1, 2], 3), ["\\times", "$", "(", "1+"]),
-    "sums": (lambda text: big_sums_reward(text, "36"), ["<answer>", "1", "</answer>", " "]),
+    "sums": (lambda text: sums_reward(text, "36"), ["<answer>", "1", "</answer>", " "]),
     "judge": (judged, ["score", "score: ", "1", ".", "<think>"]),
     "markers": (lambda text: trim_markers(text, ("<|im_end|>", "<pad>")), ["<|im_end|>", "<pad>"]),
     "calculator": (computed, ["1+", "(", "**", "9"]),

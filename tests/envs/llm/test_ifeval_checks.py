@@ -7,9 +7,14 @@ import time
 import pytest
 
 from llmrl.envs.llm.ifeval import CHECKS, Instructions, Verdict, evaluate
-from llmrl.envs.llm.ifeval.checks import NEEDS_LANGUAGE
-from llmrl.envs.llm.ifeval.evaluation import _PARAMETERS
-from llmrl.envs.llm.ifeval.language import count_capital_words, count_sentences, count_words, is_language
+from llmrl.envs.llm.tasks.ifeval import _PARAMETERS
+from llmrl.envs.llm.tasks.ifeval_checks import (
+    NEEDS_LANGUAGE,
+    count_capital_words,
+    count_sentences,
+    count_words,
+    is_language,
+)
 
 ENGLISH = "the quick brown fox jumps over the lazy dog, and then it goes home to sleep for the whole night."
 GERMAN = "Der schnelle braune Fuchs springt gerne über den faulen Hund und geht danach wieder nach Hause."

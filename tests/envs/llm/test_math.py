@@ -11,7 +11,7 @@ from tensordict import TensorDict
 
 from llmrl.data.llm.non_tensor import column
 from llmrl.envs.llm import ChatEnv, MATHEnv, MATHRewardParser
-from llmrl.envs.llm.math_equality import MathEquality
+from llmrl.envs.llm.tasks.math import MathEquality
 from llmrl.errors import DataError, MissingDependencyError
 
 pytest.importorskip("math_verify")

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
-from llmrl.envs.llm.answers.blocks import code_block
+from llmrl.envs.llm.answers import code_block
 from llmrl.errors import ConfigError, DataError
 from llmrl.strict_json import parse_json
 from llmrl.tools.python import PythonTool
