@@ -101,7 +101,7 @@ class MLGymWrapper(TransformedEnv):
             tokenizer=tokenizer,
             device=device,
         )
-        self.turns = _GymTurns(gyms, score or first_score, reward_wrong_format or 0.0, tokenizer, env._renderer)
+        self.turns = _GymTurns(gyms, score or first_score, reward_wrong_format or 0.0, tokenizer, env.renderer)
         super().__init__(env, self.turns)
 
     @property

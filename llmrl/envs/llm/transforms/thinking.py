@@ -114,7 +114,7 @@ class AddThinkingPrompt(Transform):
 
     def set_container(self, container: EnvBase) -> None:
         super().set_container(container)
-        self._renderer = getattr(innermost(container), "_renderer", None)
+        self._renderer = getattr(innermost(container), "renderer", None)
 
     def _set_seed(self, seed: int) -> None:
         self._seed, self._drawn = seed, 0

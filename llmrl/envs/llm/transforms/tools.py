@@ -159,7 +159,7 @@ class ToolTransform(Transform):
             self.tokenizer = getattr(container, "tokenizer", None)
         if self._asked_format == "auto":
             self.format = call_format("auto", _template_of(self.tokenizer))
-        self._renderer = getattr(innermost(container), "_renderer", None)
+        self._renderer = getattr(innermost(container), "renderer", None)
 
     def _reset_env_preprocess(self, td: TensorDictBase | None) -> TensorDictBase | None:
         if not self.declare:
