@@ -1,8 +1,7 @@
 """`ChatEnv`: a conversation as an environment, and `DatasetChatEnv`: one that starts from the rows of a dataset.
 
-The state is the conversation so far; the action is what the policy adds to it. Everything else (rewards, tools, turn
-limits, prompts from data) is a transform. What a prompt looks like to a model is the renderer's part, sampling the
-policy's.
+The state is the conversation so far; the action is what the policy adds to it. Rewards, tools, turn limits and prompts
+from data are transforms.
 """
 
 from __future__ import annotations
@@ -19,20 +18,19 @@ from llmrl.data.llm.dataset_files import declared_tools, load_rows, to_prompt
 from llmrl.data.llm.non_tensor import column_values
 from llmrl.data.specs import Composite, NonTensor
 from llmrl.envs.base import EnvBase
+from llmrl.envs.llm.options import ConversationOptions, options_of
 from llmrl.envs.llm.transforms.dataloading import DataLoadingPrimer
 from llmrl.envs.transforms.step_counter import StepCounter
 from llmrl.envs.transforms.transformed_env import TransformedEnv
 from llmrl.envs.utils import present_keys
-from llmrl.errors import ConfigError, DataError, MissingKeyError, near
+from llmrl.errors import ConfigError, DataError, MissingKeyError
 from llmrl.modules.llm.policies.containers import ChatHistory, LogProbs, Masks, Text, Tokens
-from llmrl.modules.llm.rendering import Renderer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["ChatEnv", "DatasetChatEnv"]
 
-MODES = ("history", "text", "tokens")
 Message = dict[str, Any]
 
 
@@ -73,11 +71,7 @@ class ChatEnv(EnvBase):
         data_key: str | None = None,
         device: torch.device | str | None = None,
     ):
-        if input_mode not in MODES:
-            raise ConfigError(
-                f"ChatEnv: input_mode must be one of {', '.join(MODES)}: got "
-                f"{input_mode!r}.{near(str(input_mode), MODES)}"
-            )
+        options = options_of(ConversationOptions, locals())
         batch_size = torch.Size(
             (1,) if batch_size is None else (batch_size,) if isinstance(batch_size, int) else batch_size
         )
@@ -85,21 +79,10 @@ class ChatEnv(EnvBase):
             raise ConfigError(
                 f"ChatEnv: batch_size must be the number of conversations, as in [8]: got {list(batch_size)}."
             )
-        if input_mode != "history" and tokenizer is None:
-            raise ConfigError(f"ChatEnv: input_mode={input_mode!r} renders the prompt at reset and needs a tokenizer.")
         super().__init__(device=device, batch_size=batch_size, batch_locked=False)
-        self.input_mode = input_mode
-        self.system_prompt = system_prompt
-        self.tokenizer = tokenizer
-        self.system_role = system_role
-        self.user_role = user_role
-        self.policy_role = policy_role
-        self.data_key = "query" if data_key is None else data_key
-        self._renderer = (
-            Renderer(tokenizer, template_kwargs=template_kwargs)
-            if tokenizer is not None and input_mode != "history"
-            else None
-        )
+        self.options = options
+        self.input_mode, self.data_key, self.tokenizer = options.input_mode, options.data_key, tokenizer
+        self.renderer = options.make_renderer()
         self.observation_spec = self._view_spec("prompt")
         self.action_spec = self._view_spec("full")
         # What a conversation starts from, and what a policy may leave of its turns for the next prompt.
@@ -133,6 +116,7 @@ class ChatEnv(EnvBase):
         >>> env.reset()["group_id"].tolist()
         [0, 0]
         """
+        options = options_of(ConversationOptions, locals())
         primer = DataLoadingPrimer(
             dataloader,
             primers=primers,
@@ -141,15 +125,7 @@ class ChatEnv(EnvBase):
             device=device,
             group_repeats=group_repeats,
         )
-        env = cls(
-            input_mode=input_mode,
-            batch_size=primer.batch_size,
-            system_prompt=system_prompt,
-            tokenizer=tokenizer,
-            template_kwargs=template_kwargs,
-            data_key=data_key,
-            device=device,
-        )
+        env = cls(batch_size=primer.batch_size, device=device, **vars(options))
         return TransformedEnv(env, primer)
 
     def _view_spec(self, field: str) -> Composite:
@@ -214,12 +190,12 @@ class ChatEnv(EnvBase):
             )
         letters = torch.randint(ord("a"), ord("z") + 1, (td.batch_size.numel(), 8), generator=generator).tolist()
         answers = ["".join(map(chr, row)) for row in letters]
-        td.set(self.input_mode, answered(view, answers, self.tokenizer, self.policy_role))
+        td.set(self.input_mode, answered(view, answers, self.tokenizer, self.options.policy_role))
         return True
 
     def _chat(self, query: Any) -> list[Message]:
         if isinstance(query, str):
-            chat = [{"role": self.user_role, "content": query}]
+            chat = [{"role": self.options.user_role, "content": query}]
         elif isinstance(query, (list, tuple)) and query and all(isinstance(m, Mapping) for m in query):
             chat = [dict(message) for message in query]
         elif isinstance(query, History):
@@ -229,16 +205,17 @@ class ChatEnv(EnvBase):
                 f"ChatEnv.reset: {self.data_key!r} must be a string, a list of messages or a History: got "
                 f"{query!r:.80}."
             )
-        if self.system_prompt is not None and chat[0]["role"] != self.system_role:
-            chat.insert(0, {"role": self.system_role, "content": self.system_prompt})
+        options = self.options
+        if options.system_prompt is not None and chat[0]["role"] != options.system_role:
+            chat.insert(0, {"role": options.system_role, "content": options.system_prompt})
         return chat
 
     def _prompt(self, chats: list[list[Message]]) -> ChatHistory | Text | Tokens:
         if self.input_mode == "history":
             return ChatHistory.from_rows({"prompt": History.from_chats(chats)})
         if self.input_mode == "text":
-            return Text.from_rows({"prompt": self._renderer.codec.render(chats, add_generation_prompt=True)})
-        return Tokens.from_rows({"prompt": [ids.to(self.device) for ids in self._renderer.prompt_ids(chats)]})
+            return Text.from_rows({"prompt": self.renderer.codec.render(chats, add_generation_prompt=True)})
+        return Tokens.from_rows({"prompt": [ids.to(self.device) for ids in self.renderer.prompt_ids(chats)]})
 
 
 class DatasetChatEnv(TransformedEnv):
@@ -292,6 +269,9 @@ class DatasetChatEnv(TransformedEnv):
         ray_backend: bool = False,
         dataloader_actor_name: str | None = None,
     ):
+        if system_prompt is None:
+            system_prompt = self.SYSTEM_PROMPT
+        options = options_of(ConversationOptions, locals())
         if ray_backend or dataloader_actor_name is not None:
             raise ConfigError(
                 f"{type(self).__name__}: rows are read in this process: ray_backend must be False and "
@@ -300,19 +280,16 @@ class DatasetChatEnv(TransformedEnv):
             )
         if batch_size_dl < 1:
             raise ConfigError(f"{type(self).__name__}: batch_size_dl must be at least 1: got {batch_size_dl}.")
-        rows: Sequence[Any] = (
-            load_rows(dataset, split=split or "train", name=name) if isinstance(dataset, (str, Path)) else dataset
-        )
-        rows = list(rows)
+        rows = load_rows(dataset, split=split or "train", name=name) if isinstance(dataset, (str, Path)) else dataset
         if collate_fn is not None:
-            rows = list(collate_fn(rows))
+            rows = list(collate_fn(list(rows)))
         else:
             rows = [
                 to_prompt(row, number=number, prompt_column=prompt_column, answer_column=answer_column)
-                for number, row in enumerate(checked_rows(rows, type(self).__name__), 1)
+                for number, row in enumerate(checked_rows(list(rows), type(self).__name__), 1)
             ]
-        if data_key not in (None, "query"):
-            rows = [{data_key if key == "query" else key: value for key, value in row.items()} for row in rows]
+        if options.data_key != "query":
+            rows = [{options.data_key if key == "query" else key: value for key, value in row.items()} for row in rows]
         self.primer = DataLoadingPrimer(
             rows,
             primers=primers,
@@ -326,16 +303,7 @@ class DatasetChatEnv(TransformedEnv):
             rank=rank,
             world_size=world_size,
         )
-        env = ChatEnv(
-            input_mode=input_mode,
-            batch_size=self.primer.batch_size,
-            system_prompt=self.SYSTEM_PROMPT if system_prompt is None else system_prompt,
-            tokenizer=tokenizer,
-            template_kwargs=template_kwargs,
-            data_key=data_key,
-            device=device,
-        )
-        super().__init__(env, self.primer)
+        super().__init__(ChatEnv(batch_size=self.primer.batch_size, device=device, **vars(options)), self.primer)
         if max_steps is not None:
             self.append_transform(StepCounter(max_steps=max_steps))
 

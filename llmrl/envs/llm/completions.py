@@ -18,6 +18,7 @@ from llmrl.data.llm.chat import History
 from llmrl.data.llm.codec import codec_for
 from llmrl.data.llm.non_tensor import column_values
 from llmrl.data.llm.templates import find_template
+from llmrl.envs.llm.options import MODES
 from llmrl.envs.specs import DONE_KEYS
 from llmrl.envs.td_ops import shallow_copy
 from llmrl.envs.transforms.base import Transform, innermost
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from llmrl.modules.llm.rendering import Renderer
 
 __all__ = ["ScoringTransform", "completion_texts", "tokenizer_of", "trim_markers"]
-
-VIEWS = ("history", "text", "tokens")
 
 
 class ScoringTransform(Transform):
@@ -88,7 +87,7 @@ def completion_texts(
     """
     # The content of a history comes without the white space that the template writes.
     lead = "" if tokenizer is None or as_drawn else _around_answers(tokenizer)[0]
-    history, text, tokens = (td.get(view, None) if mode in (None, view) else None for view in VIEWS)
+    history, text, tokens = (td.get(view, None) if mode in (None, view) else None for view in MODES)
     texts: Iterable[str]
     if history is not None and (response := history.get("response", None)) is not None:
         texts = map(_content, response.to_chats())
@@ -111,8 +110,8 @@ def completion_texts(
 
 def check_view(mode: str | None, who: str) -> None:
     """Raises ConfigError where a scorer is to read an unknown view."""
-    if mode not in (None, *VIEWS):
-        raise ConfigError(f"{who}: input_mode must be one of {', '.join(VIEWS)}: got {mode!r}.")
+    if mode not in (None, *MODES):
+        raise ConfigError(f"{who}: input_mode must be one of {', '.join(MODES)}: got {mode!r}.")
 
 
 def tokenizer_of(transform: Transform) -> Any | None:
@@ -123,7 +122,7 @@ def tokenizer_of(transform: Transform) -> Any | None:
 
 def renderer_of(env: EnvBase) -> Renderer | None:
     """The renderer of the chat env below the transforms; None where it keeps a history."""
-    return getattr(innermost(env), "_renderer", None)
+    return getattr(innermost(env), "renderer", None)
 
 
 def special_tokens(tokenizer: Any | None) -> tuple[str, ...]:

@@ -9,7 +9,8 @@ import torch
 from tensordict import TensorDictBase
 
 from llmrl.data.llm.chat import History
-from llmrl.envs.llm.completions import VIEWS, completion_texts, renderer_of, special_tokens, tokenizer_of, trim_markers
+from llmrl.envs.llm.completions import completion_texts, renderer_of, special_tokens, tokenizer_of, trim_markers
+from llmrl.envs.llm.options import MODES
 from llmrl.envs.llm.transforms.new_record import begin_anew
 from llmrl.envs.llm.transforms.prompt_stream import row_seeds
 from llmrl.envs.llm.transforms.tool_messages import append_messages
@@ -123,7 +124,7 @@ class AddThinkingPrompt(Transform):
         self._seed, self._drawn = state["seed"], state["drawn"]
 
     def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
-        view = next((name for name in VIEWS if next_td.get(name, None) is not None), None)
+        view = next((name for name in MODES if next_td.get(name, None) is not None), None)
         if view is None:
             raise MissingKeyError(
                 f"AddThinkingPrompt: there must be a conversation in 'next': keys present: {present_keys(next_td)}."

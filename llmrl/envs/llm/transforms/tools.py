@@ -11,7 +11,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -22,15 +22,16 @@ from llmrl.data.llm.dataset_files import declared_tools
 from llmrl.data.llm.non_tensor import column, column_values
 from llmrl.data.llm.templates import find_template
 from llmrl.data.specs import Composite, NonTensor, Unbounded
-from llmrl.envs.llm.completions import VIEWS, completion_texts, renderer_of, special_tokens, trim_markers
-from llmrl.envs.llm.tool_calls import CallFormat, ParsedCall, call_format
+from llmrl.envs.llm.completions import completion_texts, renderer_of, special_tokens, trim_markers
+from llmrl.envs.llm.options import MODES, ToolOptions
+from llmrl.envs.llm.tool_calls import ParsedCall, call_format
 from llmrl.envs.llm.tool_calls.base import call_from_object
 from llmrl.envs.llm.transforms.tool_messages import append_messages, restate_answers
 from llmrl.envs.llm.transforms.tool_use import COUNTS, added_tool_use, no_tool_use, tool_use_spec
 from llmrl.envs.td_ops import present_keys, shallow_copy
 from llmrl.envs.transforms.base import Transform
 from llmrl.envs.transforms.step_counter import StepCounter
-from llmrl.errors import ConfigError, MissingKeyError
+from llmrl.errors import ConfigError, MissingKeyError, near
 from llmrl.modules.llm.engines import StopReason
 from llmrl.modules.llm.policies.containers import decode_rows
 from llmrl.tools import Tool, ToolCall, ToolResult, load_tool
@@ -77,6 +78,8 @@ class ToolTransform(Transform):
             model writes raises: a malformed call, an unknown tool, an exception, a timeout are answered with a message
 
     tools               tools, typed functions, or names as `load_tool` takes them
+    tokenizer           for "auto" and to read tokens; by default the env's
+    options             the fields of `ToolOptions`:
     format              of the calls: a name as `call_format` takes it, or a `CallFormat`; "auto": that of the chat
                         template, else by the form of each call
     timeout_s           of one call, where the tool has none of its own
@@ -87,7 +90,6 @@ class ToolTransform(Transform):
     declare             True passes the schemas through the chat template; default: where templates teach ``format``.
                         Otherwise put :meth:`instructions` into the system prompt
     role                of the messages
-    tokenizer           for "auto" and to read tokens; by default the env's
 
     A call in the last turn that `StepCounter` allows, or beside an end that the env sees, is not run: its answer would
     not be read. Calls inside ``<think>`` blocks do not count. Two of these in one env share the counts and the end.
@@ -105,36 +107,26 @@ class ToolTransform(Transform):
         self,
         tools: Sequence[Tool | Callable[..., Any] | str],
         *,
-        format: str | CallFormat = "auto",
-        timeout_s: float = 10.0,
-        max_calls_per_turn: int = 8,
-        max_result_chars: int = 4000,
-        max_tool_turns: int | None = None,
-        max_concurrency: int = 64,
-        end_without_call: bool = True,
-        declare: bool | None = None,
-        role: str = "tool",
         tokenizer: PreTrainedTokenizerBase | None = None,
+        **options: Any,
     ):
         if isinstance(tools, (str, Mapping)) or not isinstance(tools, Sequence) or not tools:
             raise ConfigError(f"{type(self).__name__}: tools must be a list of at least one tool: got {tools!r:.80}.")
-        for name, value in (("max_calls_per_turn", max_calls_per_turn), ("max_tool_turns", max_tool_turns)):
-            if value is not None and value < 1:
-                raise ConfigError(f"{type(self).__name__}: {name} must be at least 1: got {value}.")
+        known = [option.name for option in fields(ToolOptions)]
+        for name in options:
+            if name not in known:
+                raise ConfigError(f"{type(self).__name__}: {name!r} is not one of its arguments.{near(name, known)}")
         super().__init__()
-        self.format = call_format(format, _template_of(tokenizer))
-        self._asked_format = format
-        self.max_calls_per_turn = max_calls_per_turn
-        self.max_tool_turns = max_tool_turns
-        self.end_without_call = end_without_call
-        self.role = role
+        self.options = ToolOptions(**options)
+        self.format = call_format(self.options.format, _template_of(tokenizer))
         self.tokenizer = tokenizer
         self.runner = ToolRunner(
             [load_tool(tool) if isinstance(tool, str) else tool for tool in tools],
-            timeout_s=timeout_s,
-            max_result_chars=max_result_chars,
-            max_concurrency=max_concurrency,
+            timeout_s=self.options.timeout_s,
+            max_result_chars=self.options.max_result_chars,
+            max_concurrency=self.options.max_concurrency,
         )
+        declare = self.options.declare
         self.declare = self.format.in_templates if declare is None else declare
         self.counters: dict[str, float] = {**dict.fromkeys(COUNTS, 0), "seconds": 0.0}
         self._schemas = self.runner.schemas()
@@ -161,7 +153,7 @@ class ToolTransform(Transform):
         super().set_container(container)
         if self.tokenizer is None:
             self.tokenizer = getattr(container, "tokenizer", None)
-        if self._asked_format == "auto":
+        if self.options.format == "auto":
             self.format = call_format("auto", _template_of(self.tokenizer))
         self._renderer = renderer_of(container)
 
@@ -204,8 +196,8 @@ class ToolTransform(Transform):
         over_B = self._over(td, next_td)
         cut_B = _cut_off(td).to(over_B.device)
         spent_B = torch.zeros_like(over_B)  # rows that have had as many turns with calls as they may
-        if self.max_tool_turns is not None:
-            spent_B = (before.get("tool_turns") >= self.max_tool_turns).flatten()
+        if self.options.max_tool_turns is not None:
+            spent_B = (before.get("tool_turns") >= self.options.max_tool_turns).flatten()
         # Of several tool transforms the first counts turns, and each adds to the counts of those before it.
         use = before if peers[0] is self else next_td.get("tool_use")
         answers = self._answers(td)
@@ -243,13 +235,14 @@ class ToolTransform(Transform):
                 for place, call in enumerate([] if is_cut else parsed)
             ]
             found = [(call, call_id) for call, call_id in calls if mine(call.name)]
-            run = [] if is_skipped else found[: self.max_calls_per_turn]
+            run = [] if is_skipped else found[: self.options.max_calls_per_turn]
             counts = {"calls": len(found), "not_run": len(found) - len(run)}
             turns.append(_Turn(calls, run, structured is not None, counts))
         return turns
 
     def _run(self, turns: list[_Turn], ids: list[int]) -> None:
         """Runs the calls of all rows; writes the messages and the counts of each turn."""
+        role, limit = self.options.role, self.options.max_calls_per_turn
         owned = [
             (turn, ToolCall(call.name, call.arguments, call_id, (self._scope, number), call.error))
             for turn, number in zip(turns, ids, strict=True)
@@ -259,13 +252,15 @@ class ToolTransform(Transform):
         for (turn, _), result in zip(owned, results, strict=True):
             content = _STAND_INS.sub("\ufffd", self._content(result, len(turn.messages) + 1))
             name = {"name": result.call.name} if result.call.name else {}
-            turn.messages.append({"role": self.role, "content": content, **name, "tool_call_id": result.call.id})
+            turn.messages.append(
+                {"role": self.options.role, "content": content, **name, "tool_call_id": result.call.id}
+            )
             for count, value in ((result.status, 1), ("cut", result.cut > 0), ("seconds", result.duration_s)):
                 turn.counts[count] = turn.counts.get(count, 0) + value
         for turn in turns:
             if turn.messages and (left := turn.counts["not_run"]):
-                text = f"Error: {left} more calls of this turn were not run: at most {self.max_calls_per_turn} are."
-                turn.messages.append({"role": self.role, "content": text})
+                text = f"Error: {left} more calls of this turn were not run: at most {limit} are."
+                turn.messages.append({"role": role, "content": text})
 
     def _append(self, next_td: TensorDictBase, turns: list[_Turn], answers: list[str]) -> None:
         """Appends the messages to the prompts, and gives answers the form in which their template takes calls."""
@@ -277,7 +272,7 @@ class ToolTransform(Transform):
                 said[row] = fields
         if said:
             restate_answers(next_td, said)
-        view = next(view for view in VIEWS if next_td.get(view, None) is not None)
+        view = next(view for view in MODES if next_td.get(view, None) is not None)
         append_messages(next_td, view, [turn.messages for turn in turns], self._renderer, said)
 
     def _structured(self, td: TensorDictBase) -> list[list[ParsedCall] | None]:
@@ -336,7 +331,7 @@ class ToolTransform(Transform):
     def _end_conversations(self, next_td: TensorDictBase, called_B: Tensor, cut_B: Tensor, spent_B: Tensor) -> None:
         going_on_B = ~next_td.get("done").flatten()
         truncated_B, terminated_B = called_B & spent_B, torch.zeros_like(called_B)
-        if self.end_without_call:
+        if self.options.end_without_call:
             truncated_B = truncated_B | cut_B
             terminated_B = ~called_B & ~cut_B
         ends = {"truncated": truncated_B, "terminated": terminated_B, "done": truncated_B | terminated_B}
