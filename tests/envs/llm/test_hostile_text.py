@@ -74,13 +74,8 @@ LATEX = ["\\boxed{", "\\text{", "\\text{}", "\\frac{", "\\frac{1}{", "}", "1", "
 FENCES = ["```", "```\n", "```python\n", "```text\n", "````\n", "\n```", "x\n"]
 DEEPSEEK_CALLS = ["<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"]
 DEEPSEEK_CALLS += ["<｜tool▁calls▁end｜>"]
-DEEPSEEK = [
-    "<｜User｜>",
-    "<｜Assistant｜>",
-    *DEEPSEEK_CALLS,
-    "function<｜tool▁sep｜>f\n```json\n",
-    "\n```<｜tool▁call▁end｜>",
-]
+DEEPSEEK = ["<｜User｜>", "<｜Assistant｜>", *DEEPSEEK_CALLS]
+DEEPSEEK += ["function<｜tool▁sep｜>f\n```json\n", "\n```<｜tool▁call▁end｜>"]
 OUTPUTS = ["<｜tool▁outputs▁begin｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>", "<｜tool▁outputs▁end｜>"]
 HARMONY = ["<|start|>", "<|channel|>", " to=functions.f", "<|constrain|>", "<|message|>", "<|call|>", "<|end|>", "{}"]
 MISTRAL = ["[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "{}", '[{"name"', "f"]
@@ -88,15 +83,8 @@ HERMES = ["<tool_call>", "</tool_call>", '{"name": "f"}', "{", '"']
 FUNCTION = ["<function=", "<function=f>", "<parameter=", "<parameter=a>", "</parameter>", "</function>"]
 LLAMA = ["<|python_tag|>", '{"name": "f"', '{"name": "f", "parameters": {}}', "; ", "\n", "{"]
 TAGGED = ["<tool", "<tool>", '<tool name="', "</tool>", "{", "f", "\n"]
-CHATML = [
-    "<|im_start|>user\n",
-    "<|im_start|>assistant\n",
-    "<|im_end|>",
-    "<tool_response>\n",
-    "\n</tool_response>\n",
-    *HERMES[:3],
-]
-
+CHATML = ["<|im_start|>user\n", "<|im_start|>assistant\n", "<|im_end|>", "<tool_response>\n", "\n</tool_response>\n"]
+CHATML += HERMES[:3]
 RESPONSES = ["<tool_response>\n", "\n</tool_response>", "\n</tool_response>\n", "a"]
 
 FORMATS = [
@@ -203,10 +191,10 @@ READERS: dict[str, tuple[Callable[[str], Any], list[str]]] = {
     "boxed": (last_boxed, LATEX),
     "code_block": (code_block, FENCES),
     "mlgym": (command_of, [*FENCES, *ANSWERS[:2]]),
-    "normalize": (normalize_answer, LATEX),
+    "normalize": (normalize_answer, [*LATEX, "9**9**9", "1e999999999", "9^9^9^9", "7" * 400 + "/"]),
     "gsm8k": (lambda text: GSM8KRewardParser().score(text, "36"), ANSWERS),
     "math": (mathematics, LATEX),
-    "countdown": (lambda text: countdown_correct(text, [1, 2], 3), ["\\times", "$", "(", "1+"]),
+    "countdown": (lambda text: countdown_correct(text, [1, 2], 3), ["\\times", "$", "(", "1+", "45**67**", "9^9^"]),
     "sums": (lambda text: sums_reward(text, "36"), ["<answer>", "1", "</answer>", " "]),
     "judge": (judged, ["score", "score: ", "1", ".", "<think>"]),
     "markers": (lambda text: trim_markers(text, ("<|im_end|>", "<pad>")), ["<|im_end|>", "<pad>"]),
