@@ -27,7 +27,7 @@ from llmrl.envs.transforms.step_counter import StepCounter
 from llmrl.envs.transforms.transformed_env import TransformedEnv
 from llmrl.envs.utils import stack_steps
 from llmrl.errors import ConfigError, ShapeError
-from llmrl.modules.llm.policies.own_tokens import mark_whole_record
+from llmrl.modules.llm.token_stream import mark_whole_record
 from llmrl.weight_update import WeightPublisher
 
 __all__ = ["LLMCollector"]

@@ -21,10 +21,10 @@ from torch import Tensor
 from llmrl.collectors.llm.batches import cat_rows, take_rows
 from llmrl.data.llm.non_tensor import column
 from llmrl.envs.base import EnvBase
-from llmrl.envs.llm.chat import carried_views
+from llmrl.envs.llm.chat import next_prompt
 from llmrl.errors import ConfigError, MissingKeyError, RolloutError, ShapeError
 from llmrl.modules.llm.policies.containers import LogProbs
-from llmrl.modules.llm.policies.own_tokens import mark_turn
+from llmrl.modules.llm.token_stream import mark_turn
 
 __all__ = ["Conversations", "Stepper", "run_apart", "run_in_step", "truncate"]
 
@@ -164,7 +164,7 @@ class Stepper:
             self.counters["failed"] += 1
         yes = torch.ones(1, 1, dtype=torch.bool, device=td.device)
         ended = {"done": yes, "terminated": ~yes, "truncated": yes.clone()}
-        entries = {**carried_views(td), **ended, "reward": torch.full((1, 1, 1), torch.nan, device=td.device)}
+        entries = {**next_prompt(td), **ended, "reward": torch.full((1, 1, 1), torch.nan, device=td.device)}
         td.set("next", TensorDict._new_unsafe(entries, batch_size=td.batch_size, device=td.device))
         td.set(_FAILED, yes)
         return td

@@ -19,8 +19,8 @@ from llmrl.data.llm.codec import codec_for
 from llmrl.data.llm.non_tensor import column_values
 from llmrl.data.llm.templates import find_template
 from llmrl.errors import MissingKeyError, TemplateError
-from llmrl.modules.llm.policies.containers import decode_rows, entries
-from llmrl.modules.llm.policies.modes import unpadded_rows
+from llmrl.modules.llm.policies.containers import decode_rows
+from llmrl.modules.llm.policies.rows import entries, unpadded_rows
 
 if TYPE_CHECKING:
     from llmrl.envs.transforms.base import Transform

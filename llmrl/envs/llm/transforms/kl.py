@@ -23,7 +23,7 @@ from llmrl.envs.transforms.base import Transform
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError
 from llmrl.modules.llm.log_probs import with_predecessor
 from llmrl.modules.llm.policies.containers import LogProbs
-from llmrl.modules.llm.policies.own_tokens import own_part, response_part
+from llmrl.modules.llm.token_stream import own_part, response_part
 
 __all__ = ["GEN", "REF", "KLComputation", "Reduction", "check_different"]
 
@@ -146,7 +146,7 @@ class KLComputation(Transform):
             attention = td.get(("masks", "all_attention_mask"), None, as_list=True)
             attention = pad_rows(attention) if isinstance(attention, list) else attention
             attended_BT = torch.ones_like(mask_BT) if attention is None else attention.to(mask_BT.device)
-            own_BT = response_part(td, mask_BT, lengths) if pays == "turn" else own_part(td, mask_BT, lengths)
+            own_BT = response_part(td, mask_BT, lengths) if pays == "turn" else own_part(td, mask_BT)
             paid_BT = with_predecessor(mask_BT if own_BT is None else mask_BT & own_BT, attended_BT)
             next_td.set(self.reward_key, self._reward(next_td, kl_BT, paid_BT, lengths))
         if lengths is None:
