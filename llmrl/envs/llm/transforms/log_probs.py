@@ -1,13 +1,13 @@
-"""Log-probs of what the policy wrote under another model: a frozen copy, an engine, or the policy without its adapter.
+"""Log-probs of the policy's tokens under another model: a frozen copy, an engine, or the policy without its adapter.
 
 They are taken from the ids that were sampled, never from text that is tokenised again, and laid out as those ids are.
-What is made of them is `kl`'s part, or that of a loss with ``kl_to_ref_coeff``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -30,6 +30,19 @@ __all__ = ["RetrieveLogProb", "adapter_off"]
 
 FullKey = tuple[str, str]
 Scorer = LLMWrapperBase | Engine
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoringOptions:
+    """Arguments that `RetrieveLogProb` and the transforms which contain one share."""
+
+    assistant_only: bool = True
+    tokenizer_kwargs: Mapping[str, Any] | None = None
+    detach: bool = True
+    device: torch.device | str | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    padding_side: Literal["left", "right"] = "left"
+    temperature: float | None = None
 
 
 class RetrieveLogProb(Transform):
