@@ -24,7 +24,8 @@ from llmrl.envs.transforms.step_counter import StepCounter
 from llmrl.envs.transforms.transformed_env import TransformedEnv
 from llmrl.envs.utils import present_keys
 from llmrl.errors import ConfigError, DataError, MissingKeyError
-from llmrl.modules.llm.policies.containers import ChatHistory, LogProbs, Masks, Text, Tokens
+from llmrl.modules.llm.policies.containers import CONTAINERS, ChatHistory, Text, Tokens
+from llmrl.modules.llm.token_stream import TokenStream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -86,10 +87,10 @@ class ChatEnv(EnvBase):
         self.observation_spec = self._view_spec("prompt")
         self.action_spec = self._view_spec("full")
         # What a conversation starts from, and what a policy may leave of its turns for the next prompt.
-        views = ((Text, "prompt"), (Tokens, "prompt"), (LogProbs, "prompt"), (Masks, "prompt_assistant_mask"))
+        views = {"text": "prompt", "tokens": "prompt", "log_probs": "prompt", "masks": "prompt_assistant_mask"}
         carried = {
-            name: container.default_spec(batch_size, [field])
-            for name, (container, field) in zip(_BLANKS, views, strict=True)
+            name: CONTAINERS[name].default_spec(batch_size, [field])
+            for name, field in views.items()
             if name != input_mode
         }
         self.state_spec = Composite({**carried, self.data_key: NonTensor(shape=batch_size)}, shape=batch_size)
@@ -145,7 +146,7 @@ class ChatEnv(EnvBase):
                 f"TensorDict({self.data_key}=..., batch_size={list(self.batch_size)}), or add a DataLoadingPrimer."
             )
         out = TensorDict._new_unsafe(
-            {key: value for key, value in td.items() if key not in ("_reset", "next", *_VIEWS)},
+            {key: value for key, value in td.items() if key not in ("_reset", "next", *CONTAINERS)},
             batch_size=td.batch_size,
             device=self.device,
         )
@@ -162,24 +163,19 @@ class ChatEnv(EnvBase):
                 f"ChatEnv.step: the policy must write {(self.input_mode, 'full')!r}, the conversation with its turn: "
                 f"{self.input_mode!r} has {' and '.join(fields) or 'nothing'}."
             )
-        return TensorDict._new_unsafe(carried_views(td), batch_size=td.batch_size, device=self.device)
+        return TensorDict._new_unsafe(next_prompt(td), batch_size=td.batch_size, device=self.device)
 
     def _blank(self, old: TensorDictBase, new: TensorDictBase) -> None:
-        count = new.batch_size.numel()
         key = self.data_key
-        if key in _VIEWS and key not in new.keys() and is_non_tensor(old.get(key, None)) and len(new) == len(old):
-            new.set(key, _VIEWS[key].from_rows({}, new.batch_size))  # what the user said is in the prompt now
-        for name, blanks in _BLANKS.items():
-            view = old.get(name, None)
-            if view is None or is_non_tensor(view) or name in new.keys():
-                continue
-            if getattr(view, "padded", False) and new.batch_size != old.batch_size:
-                raise ConfigError(
-                    "ChatEnv: a new conversation cannot start beside padded ones that go on: use pad_output=False, or "
-                    "reset all rows once all of them have ended."
-                )
-            columns = {field: [blank] * count for field, blank in blanks.items() if view.rows(field) is not None}
-            new.set(name, type(view).from_rows(columns, new.batch_size))
+        if key in CONTAINERS and key not in new.keys() and is_non_tensor(old.get(key, None)) and len(new) == len(old):
+            new.set(key, CONTAINERS[key].from_rows({}, new.batch_size))  # what the user said is in the prompt now
+        missing = CONTAINERS.keys() - new.keys()
+        text = old.get("text", None)
+        if "text" in missing and not (text is None or is_non_tensor(text)) and text.rows("prompt") is not None:
+            new.set("text", Text.from_rows({"prompt": [""] * len(new)}, new.batch_size))
+        if (stream := TokenStream.read(old)) is not None:
+            empty = stream.cut(range(len(old))).select([0] * len(new))
+            empty.write(new, only=missing)
 
     def _continue_randomly(self, td: TensorDictBase, generator: torch.Generator | None) -> bool:
         view = td.get(self.input_mode, None)
@@ -356,48 +352,16 @@ def answered(
     return type(view).from_rows({"prompt": prompts, "response": responses, "full": fulls}, view.batch_size)
 
 
-def carried_views(td: TensorDictBase) -> dict[str, Any]:
-    """The views of the next turn's prompt: what is ``full`` now. References, whatever the length of the conversation.
+def next_prompt(td: TensorDictBase) -> dict[str, Any]:
+    """The views of the next turn's prompt: what is ``full`` now, without padding.
 
-    Writes  (view, "prompt") for history, text, tokens and log_probs; ("masks", "prompt_assistant_mask" and, where
-            padded, "prompt_attention_mask"); ("tokens", "covered")
+    Writes  (view, "prompt") for history and text, and the token stream
     """
-    views: dict[str, Any] = {}
+    out = TensorDict._new_unsafe({}, batch_size=td.batch_size)
     if (history := td.get("history", None)) is not None and (full := history.get("full", None)) is not None:
-        views["history"] = ChatHistory.from_rows({"prompt": full})
+        out.set("history", ChatHistory.from_rows({"prompt": full}, td.batch_size))
     if (text := td.get("text", None)) is not None and (texts := text.rows("full")) is not None:
-        views["text"] = Text.from_rows({"prompt": texts})
-    for name, container, fields in _STREAMS:
-        if (view := td.get(name, None)) is None:
-            continue
-        padded = bool(view.padded)
-        columns = {
-            to: (view.get(field, None) if padded else view.rows(field))
-            for field, to in fields.items()
-            if padded or to != "prompt_attention_mask"
-        }
-        columns = {field: values for field, values in columns.items() if values is not None}
-        if columns:
-            views[name] = (container.from_padded if padded else container.from_rows)(columns, td.batch_size)
-    return views
-
-
-_VIEWS = {"history": ChatHistory, "text": Text, "tokens": Tokens, "log_probs": LogProbs, "masks": Masks}
-
-# A conversation that has just begun, in the views that only a policy writes.
-_BLANKS: dict[str, dict[str, Any]] = {
-    "text": {"prompt": ""},
-    "tokens": {"prompt": torch.empty(0, dtype=torch.int64), "covered": torch.tensor(0)},
-    "log_probs": {"prompt": torch.empty(0), "plain": torch.empty(0)},
-    "masks": {"prompt_assistant_mask": torch.empty(0, dtype=torch.bool)},
-}
-
-_STREAMS: tuple[tuple[str, Any, dict[str, str]], ...] = (
-    ("tokens", Tokens, {"full": "prompt", "covered": "covered"}),
-    ("log_probs", LogProbs, {"full": "prompt", "plain": "plain"}),
-    (
-        "masks",
-        Masks,
-        {"all_assistant_mask": "prompt_assistant_mask", "all_attention_mask": "prompt_attention_mask"},
-    ),
-)
+        out.set("text", Text.from_rows({"prompt": texts}, td.batch_size))
+    if (stream := TokenStream.read(td, finished=True)) is not None:
+        stream.write(out)
+    return dict(out.items())

@@ -23,8 +23,8 @@ from llmrl.envs.specs import DONE_KEYS
 from llmrl.envs.td_ops import shallow_copy
 from llmrl.envs.transforms.base import Transform, innermost
 from llmrl.errors import ConfigError, MissingKeyError, TemplateError
-from llmrl.modules.llm.policies.containers import decode_rows, entries
-from llmrl.modules.llm.policies.modes import unpadded_rows
+from llmrl.modules.llm.policies.containers import decode_rows
+from llmrl.modules.llm.policies.rows import entries, unpadded_rows
 
 if TYPE_CHECKING:
     from llmrl.envs.base import EnvBase

@@ -2,12 +2,11 @@
 
 from llmrl.data.ragged.padding import as_nested_tensor, as_padded_tensor
 from llmrl.envs.llm.transforms.dataloading import DataLoadingPrimer, EndOfData
-from llmrl.envs.llm.transforms.kl import KLComputation
+from llmrl.envs.llm.transforms.kl import KLComputation, KLRewardTransform, RetrieveKL
 from llmrl.envs.llm.transforms.length import LengthPenalty, MaskTruncated, OverlongShaping
 from llmrl.envs.llm.transforms.log_probs import RetrieveLogProb
 from llmrl.envs.llm.transforms.policy_version import PolicyVersion
 from llmrl.envs.llm.transforms.ready_tools import BrowserTransform, MCPToolTransform, PythonInterpreter
-from llmrl.envs.llm.transforms.retrieve_kl import KLRewardTransform, RetrieveKL
 from llmrl.envs.llm.transforms.reward import RewardFunction, load_reward, make_rewards
 from llmrl.envs.llm.transforms.template import TemplateTransform
 from llmrl.envs.llm.transforms.thinking import AddThinkingPrompt

@@ -13,7 +13,7 @@ from llmrl.envs.td_ops import present_keys, shallow_copy
 from llmrl.envs.transforms.base import Transform
 from llmrl.errors import ConfigError, MissingKeyError
 from llmrl.modules.llm.engines import StopReason
-from llmrl.modules.llm.policies.containers import entries
+from llmrl.modules.llm.policies.rows import entries
 
 __all__ = ["LengthPenalty", "MaskTruncated", "OverlongShaping"]
 

@@ -10,8 +10,8 @@ from tensordict import NestedKey, TensorDictBase
 from llmrl.data.llm.chat import History
 from llmrl.data.llm.non_tensor import column, column_values
 from llmrl.data.specs import Composite, NonTensor
-from llmrl.envs.llm.transforms.new_record import begin_anew
 from llmrl.envs.llm.transforms.tokenizer import check_pairs
+from llmrl.envs.llm.transforms.tool_messages import begin_anew
 from llmrl.envs.td_ops import present_keys, shallow_copy
 from llmrl.envs.transforms.base import Keys, Transform
 from llmrl.errors import MissingKeyError

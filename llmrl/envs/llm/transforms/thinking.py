@@ -11,14 +11,13 @@ from tensordict import TensorDictBase
 from llmrl.data.llm.chat import History
 from llmrl.envs.llm.completions import completion_texts, renderer_of, special_tokens, tokenizer_of, trim_markers
 from llmrl.envs.llm.options import MODES
-from llmrl.envs.llm.transforms.new_record import begin_anew
 from llmrl.envs.llm.transforms.prompt_stream import row_seeds
-from llmrl.envs.llm.transforms.tool_messages import append_messages
+from llmrl.envs.llm.transforms.tool_messages import append_messages, begin_anew
 from llmrl.envs.td_ops import present_keys
 from llmrl.envs.transforms.base import Transform
 from llmrl.errors import ConfigError, MissingKeyError
 from llmrl.modules.llm.policies.containers import ChatHistory, Text, Tokens
-from llmrl.modules.llm.policies.modes import unpadded_rows
+from llmrl.modules.llm.policies.rows import unpadded_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -19,7 +19,7 @@ from llmrl.data.specs import Categorical, Composite, NonTensor, Unbounded
 from llmrl.envs.td_ops import present_keys, shallow_copy
 from llmrl.envs.transforms.base import Keys, Transform
 from llmrl.errors import ConfigError, DataError, MissingKeyError, ShapeError
-from llmrl.modules.llm.policies.containers import entries
+from llmrl.modules.llm.policies.rows import entries
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
