@@ -77,7 +77,7 @@ def extract_tags(text: str) -> tuple[str | None, str | None]:
 
 
 def last_boxed(text: str) -> str | None:
-    """What the last ``\\boxed{}`` holds, its own braces included; None where there is no box.
+    """The content of the last ``\\boxed{}``, its own braces included; None without a box.
 
     >>> last_boxed(r"so \\boxed{3}, or rather \\boxed{\\frac{1}{2}}.")
     '\\\\frac{1}{2}'

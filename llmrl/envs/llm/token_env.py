@@ -214,8 +214,6 @@ class LLMHashingEnv(EnvBase):
     vocab_size      None: the tokenizer's
     hashing_module  (int64[*B, 2] of the hash before and the token) -> int64[*B, 1]; None: `prefix_hash`
 
-    Different prefixes have different hashes but for accidents of 1 in 2^63.
-
     >>> from llmrl.testing import tiny_tokenizer
     >>> env = LLMHashingEnv(tokenizer=tiny_tokenizer())
     >>> ids = tiny_tokenizer()("2 + 2 =", return_tensors="pt")["input_ids"]

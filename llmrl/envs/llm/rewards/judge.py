@@ -196,21 +196,16 @@ class ChatAPI:
         """The text of the answer; ``body`` is the rest of the request: model, temperature and so on."""
         request = json.dumps({"messages": list(messages), **body}).encode()
         for attempt in range(self.retries + 1):
-            wait_s = (
-                self.backoff_s * 2**attempt * random.uniform(0.5, 1.5)
-            )  # so that the rows do not ask again at the same moment
             with self._lock:
                 self.counters["requests"] += 1
                 self.counters["retries"] += attempt > 0
             try:
                 return self._once(request)
-            except _Refused as refused:
-                if refused.status not in _WORTH_ANOTHER_TRY:
-                    raise ConfigError(str(refused)) from None
-                failure: Exception = RolloutError(str(refused))
-                wait_s = refused.after_s or wait_s
             except (DeadlineError, RolloutError) as error:
                 failure = error
+            # Spread, so that the rows of a batch do not ask again at the same moment.
+            spread_s = self.backoff_s * 2**attempt * random.uniform(0.5, 1.5)
+            wait_s = getattr(failure, "after_s", None) or spread_s
             if attempt == self.retries or self._closed.wait(min(wait_s, self.timeout_s)):
                 raise failure
         raise AssertionError("unreachable: the last attempt returns or raises")
@@ -220,62 +215,47 @@ class ChatAPI:
         self._closed.set()
 
     def _once(self, request: bytes) -> str:
-        end = time.monotonic() + self.timeout_s
+        end, data = time.monotonic() + self.timeout_s, bytearray()
         call = urllib.request.Request(self.url, data=request, headers=self._headers, method="POST")
+        late = DeadlineError(f"ChatAPI: {self.url} must answer within timeout_s = {self.timeout_s}: it did not.")
         try:
             with urllib.request.urlopen(call, timeout=self.timeout_s) as response:
-                data = self._read(response, end)
+                while chunk := response.read1(1 << 16):  # a socket's own timeout starts anew with every byte
+                    data += chunk
+                    if time.monotonic() > end:
+                        raise late
+                    if len(data) > MAX_REPLY:
+                        raise RolloutError(f"ChatAPI: {self.url} must answer with at most {MAX_REPLY >> 20} MiB.")
+        except DeadlineError:
+            raise
         except urllib.error.HTTPError as error:
             raise self._refused(error) from None
         except TimeoutError:
-            raise self._late() from None
+            raise late from None
         except (OSError, http.client.HTTPException) as error:  # URLError is an OSError
-            if isinstance(getattr(error, "reason", None), TimeoutError):
-                raise self._late() from None
-            raise RolloutError(f"ChatAPI: {self.url} must answer: {getattr(error, 'reason', None) or error}.") from None
-        return self._text(data)
-
-    def _read(self, response: http.client.HTTPResponse, end: float) -> bytes:
-        data = bytearray()
-        while chunk := response.read1(1 << 16):  # a socket's own timeout starts anew with every byte
-            data += chunk
-            if time.monotonic() > end:
-                raise self._late()
-            if len(data) > MAX_REPLY:
-                raise RolloutError(f"ChatAPI: {self.url} must answer with at most {MAX_REPLY >> 20} MiB.")
-        return bytes(data)
-
-    def _text(self, data: bytes) -> str:
+            reason = getattr(error, "reason", None)
+            if isinstance(reason, TimeoutError):
+                raise late from None
+            raise RolloutError(f"ChatAPI: {self.url} must answer: {reason or error}.") from None
         try:
             text = parse_json(data.decode())["choices"][0]["message"]["content"]
         except (ValueError, KeyError, IndexError, TypeError):
             text = None
         if not isinstance(text, str):
-            got = data[:120].decode(errors="replace")
+            got = bytes(data[:120]).decode(errors="replace")
             raise RolloutError(f"ChatAPI: {self.url} must answer with choices[0].message.content: got {got!r}.")
         return text
 
-    def _late(self) -> DeadlineError:
-        return DeadlineError(f"ChatAPI: {self.url} must answer within timeout_s = {self.timeout_s}: it did not.")
-
-    def _refused(self, error: urllib.error.HTTPError) -> _Refused:
+    def _refused(self, error: urllib.error.HTTPError) -> ConfigError | RolloutError:
+        """A RolloutError with ``after_s``, the seconds to wait, for a status that may pass, else a ConfigError."""
         with error:
             try:
                 said = error.read(500).decode(errors="replace")
             except (OSError, http.client.HTTPException):
                 said = ""
-        after = error.headers.get("Retry-After") or ""
-        return _Refused(
-            f"ChatAPI: {self.url} must accept the request: got status {error.code} {error.reason}: {said!r:.300}",
-            error.code,
-            float(after) if after.isdigit() else None,
-        )
-
-
-class _Refused(Exception):
-    """An HTTP status that reports an error."""
-
-    def __init__(self, message: str, status: int, after_s: float | None):
-        super().__init__(message)
-        self.status = status
-        self.after_s = after_s
+        message = f"ChatAPI: {self.url} must accept the request: got status {error.code} {error.reason}: {said!r:.300}"
+        if error.code not in _WORTH_ANOTHER_TRY:
+            return ConfigError(message)
+        refused, after = RolloutError(message), error.headers.get("Retry-After") or ""
+        refused.after_s = float(after) if after.isdigit() else None
+        return refused

@@ -35,7 +35,7 @@ _EXPRESSION = re.compile(r"[\d+\-*/()\s\u00d7\u00b7\u00f7\u2212]+")
 
 
 def countdown_correct(expression: str, numbers: Sequence[int], target: int) -> bool:
-    """Whether ``expression`` makes ``target`` by + - * / and parentheses, with each of ``numbers`` at most once.
+    """True if ``expression`` makes ``target`` by + - * / and parentheses, with each of ``numbers`` at most once.
 
     An equals sign and the text after it are ignored; powers, floor division and decimals are not allowed.
 

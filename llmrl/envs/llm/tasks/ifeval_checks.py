@@ -218,7 +218,7 @@ def _occurrences(keyword: str, response: str) -> int:
 
 
 def _brackets(line: str) -> int:
-    """How often a bracket opens and then closes. (A regular expression takes quadratic time where none closes.)"""
+    """Number of brackets that open and then close. (A regular expression takes quadratic time where none closes.)"""
     count, start = 0, line.find("[")
     while start >= 0 and (end := line.find("]", start)) >= 0:
         count, start = count + 1, line.find("[", end)
@@ -226,7 +226,7 @@ def _brackets(line: str) -> int:
 
 
 def _filled(parts: list[str]) -> int | None:
-    """How many parts have text; None where one in the middle has none."""
+    """Number of parts with text; None where one in the middle has none."""
     if any(not part.strip() for part in parts[1:-1]):
         return None
     return sum(bool(part.strip()) for part in parts)

@@ -45,26 +45,15 @@ class MLGymWrapper(TransformedEnv):
 
     Reads   the policy's turn; the command is in its last fenced block outside thinking
     Calls   ``gym.reset() -> (observation, info)``; ``gym.step(command)`` -> (observation, reward, done, info), or with
-            terminated and truncated in place of done; all rows at the same time, each gym by one thread
+            terminated and truncated in place of done. An observation of None stands for ``task_args.description``
     Writes  ("next", view, "prompt")  one user message more: the observation, or the fault in the format
-            ("next", "reward")        float32[B, 1, 1]: the gym's, and ``score`` of the info that ends the episode;
-                                      ``reward_wrong_format`` where there was no command; NaN where the gym failed
+            ("next", "reward")        float32[B, 1, 1]: the gym's, plus ``score(info)`` at the end (None: the first
+                                      number of the newest entry of ``info["score"]``, for scores to be maximised);
+                                      ``reward_wrong_format`` (None: 0) without a command; NaN where the gym failed
             ("next", "exit_status")   str [B], the gym's own; "" while there is none
-            ("next", "terminated" | "truncated" | "done")  the gym's; truncated where it failed, or at its own limit of
-                                      steps (exit_status "max_steps")
+            ("next", "terminated" | "truncated" | "done")  the gym's; truncated where it failed, or at "max_steps"
             "gym_slot"                int64[B]: the number of the conversation's gym
-    Raises  ConfigError without a gym, or for one without a description; RolloutError where more conversations are to
-            start than gyms are free, or one steps that has none
-
-    envs                 one gym, or a list: the batch size
-    score                of the last step's info; None: the first number of the newest entry of ``info["score"]``.
-                         Scores on the way, which a model may ask for, earn nothing. A task whose score is better when
-                         lower needs a function of its own
-    reward_wrong_format  None: 0
-    system_prompt        None: the format of commands
-
-    A gym's first observation may be None: then its ``task_args.description`` is the first message. A gym that
-    raised is reset before it is used again (``counters["failed"]``, ``first_error``).
+    Raises  ConfigError without a gym or a description; RolloutError for more conversations than free gyms
 
     >>> class Shell:
     ...     def reset(self):

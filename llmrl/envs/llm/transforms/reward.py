@@ -62,7 +62,7 @@ class RewardFunction(ScoringTransform):
     Reads   the response as text (see `completion_texts`), ``answer_key``, and the columns that ``fn`` names
     Calls   ``fn(completion: str, answer: str | None, ...)`` per row; with ``batched=True`` (or ``fn.batched``) once, on
             lists of all rows. Further parameters are dataset columns by name, a tensor's row as a tensor; ``**kwargs``
-            receives every column that is no tensor. ``fn`` may be a coroutine function, or a name that `load_reward`
+            receives every column that is not a tensor. ``fn`` may be a coroutine function, or a name that `load_reward`
             takes. ``concurrency`` (or ``fn.concurrency``) rows are scored at a time: by default one, of a coroutine
             function 64
     Writes  "reward"          float32[B, 1, 1]  += weight * value, in the ``next`` tensordict
@@ -71,8 +71,8 @@ class RewardFunction(ScoringTransform):
             known; ShapeError where ``fn`` returns something else than a number per row
 
     A row is NaN where ``fn`` raised (``retries`` times more than once), returned None or NaN, a number that is infinite
-    or with its weight beyond 1e17, or was not done ``deadline_s`` seconds after its batch began; rows that were done by
-    then keep their values. ``counters`` counts each kind; ``first_error`` keeps the first traceback.
+    or with its weight beyond 1e17, or was not done ``deadline_s`` seconds after its batch began. ``counters`` counts
+    each kind; ``first_error`` keeps the first traceback.
 
     With ``process`` (default: where ``fn`` is a name outside of llmrl) the function runs in a process that is killed at
     the deadline; its module is imported in both processes, its variables are the other's. Otherwise it runs in a thread

@@ -34,9 +34,7 @@ class TemplateTransform(Transform):
             in_keys_inv   History [B, M], for the env; default ("history", "full")
     Raises  TemplateError for an unknown template, one without a parser, or text that holds no message
 
-    tokenizer           its own template is used unless one of the next two is given
-    chat_template       jinja text; chat_template_name: a registered template, whose parser reads the text back
-    template_kwargs     handed to the template
+    ``chat_template`` (jinja text) or ``chat_template_name`` (registered, with its parser) replace the tokenizer's own.
 
     Where the text of a later turn does not begin with that of the turn before (the parser strips white space, the
     template drops thinking), the turn starts a new training record.

@@ -48,20 +48,13 @@ class AddThinkingPrompt(Transform):
                           {"role", "content": prompt} more, open too where the role is "assistant"
             ("next", "reward")  float32[B, 1, 1]  0 in these rows with ``zero_reward``; NaN (it failed) stays
             ("next", "terminated" | "done")       False in these rows with ``undo_done``
-    Raises  ConfigError for settings that contradict each other; MissingKeyError without a conversation in ``next``, or
-            without a tokenizer where ids are edited
+    Raises  ConfigError for settings that contradict each other; MissingKeyError without a conversation in ``next``
 
-    cond            (row of ``next``, batch size []) -> bool; True where the model is to think again
-    prompt          the text; None: the first of a built-in list, in the first person where ``egocentric``
-    random_prompt   draw from that list, by `set_seed`
-    role            of the message that is appended
-    zero_reward     None: as ``edit_last_turn``
-    egocentric      None: where the role is "assistant"
-    tokenizer       None: the env's
+    ``prompt`` None: the first of a built-in list, in the first person where ``egocentric`` (None: where the role is
+    "assistant"), or with ``random_prompt`` a draw of it by `set_seed`. ``zero_reward`` None: as ``edit_last_turn``.
 
-    A conversation that a limit has ended stays ended, and as it is. An edited turn differs from the sampled one: it
-    starts a new record (docs/keys.md), in which it is part of the prompt and not trained; messages of the env after it
-    are dropped. An appended message is one more part of the stream.
+    A conversation that a limit has ended stays ended. An edited turn starts a new record (docs/keys.md), in which it is
+    part of the prompt; messages of the env after it are dropped. An appended message continues the stream.
 
     >>> from llmrl.envs.llm import ChatEnv
     >>> from llmrl.testing import ScriptedPolicy

@@ -37,14 +37,11 @@ class Tokenizer(Transform):
             in_keys_inv   str [B], for the env
     Raises  ConfigError without a tokenizer, or for one that cannot pad and has to; MissingKeyError for an absent entry,
             at a step or with ``missing_tolerance=False``; ShapeError for rows that differ in length with
-            ``padding=False``; DataError for what is no string
+            ``padding=False``; DataError for an entry that is not a string
 
-    tokenizer            the tokenizer itself, or its name or path; there is no default
     additional_tokens    added as special tokens, to a copy of the tokenizer: ``transform.tokenizer``
-    add_special_tokens, skip_special_tokens  in tokenising and in decoding
     padding              True: to the longest row; "max_length": to ``max_length``; False: rows must be of one length
     max_length           longer rows are cut at their end
-    missing_tolerance    an entry that a reset does not have is left out
     call_before_reset    tokenise the input of a reset, for an env that starts from ids, and nothing at a step
     use_raw_nontensor    a subclass's `_apply_transform` gets the NonTensorStack itself instead of a list of strings
 

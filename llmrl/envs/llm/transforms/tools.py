@@ -67,32 +67,19 @@ class ToolTransform(Transform):
     Reads   the policy's turn: ("history" | "text" | "tokens", "response"), or the last message of "full" where there
             is no response, and "stop_reason" int64[B] where it is there
     Calls   the tools, for all rows at the same time, each call with its deadline; a conversation's calls in their order
-    Writes  at reset  "tools" NonTensor [B]: the schemas, which the chat template's own ``tools`` declares
-                      "conversation_id" int64[B]: counts conversations; "tool_use": see `tool_metrics`
+    Writes  at reset  "tools" NonTensor [B]: the schemas, for the chat template; "conversation_id" int64[B]; "tool_use"
             at step   ("next", view, "prompt"): one message {"role", "content", "name", "tool_call_id"} per call more
-                      ("next", "tool_use"): the counts so far
-                      ("next", "terminated" | "truncated" | "done") bool[B, 1]: a turn without a call ends the
-                      conversation; so does one that was cut off, and one more than ``max_tool_turns`` with calls: both
-                      as truncated
-    Raises  ConfigError for settings that cannot be used; MissingKeyError for a batch that no reset made. Nothing that a
-            model writes raises: a malformed call, an unknown tool, an exception, a timeout are answered with a message
+                      ("next", "tool_use"): the counts so far, see `tool_metrics`
+                      ("next", "terminated" | "truncated" | "done") bool[B, 1]: a turn without a call terminates the
+                      conversation; one cut off, or with calls beyond ``max_tool_turns``, truncates it
+    Raises  ConfigError for unusable settings; MissingKeyError for a batch that no reset made. Nothing that a model
+            writes raises: a malformed call, an unknown tool, an exception, a timeout are answered with a message
 
-    tools               tools, typed functions, or names as `load_tool` takes them
-    tokenizer           for "auto" and to read tokens; by default the env's
-    options             the fields of `ToolOptions`:
-    format              of the calls: a name as `call_format` takes it, or a `CallFormat`; "auto": that of the chat
-                        template, else by the form of each call
-    timeout_s           of one call, where the tool has none of its own
-    max_calls_per_turn  calls beyond are not run, and the model is told so
-    max_result_chars    of one answer; the middle of a longer one is cut, with a notice
-    max_tool_turns      turns whose calls are answered; None: no limit but the env's
-    end_without_call    False leaves the end of a conversation to the env and its other transforms
-    declare             True passes the schemas through the chat template; default: where templates teach ``format``.
-                        Otherwise put :meth:`instructions` into the system prompt
-    role                of the messages
+    ``tools`` are tools, typed functions, or names as `load_tool` takes them; ``tokenizer`` None: the env's; ``options``
+    are the fields of `ToolOptions`. Schemas that are not declared belong into the system prompt (:meth:`instructions`).
 
-    A call in the last turn that `StepCounter` allows, or beside an end that the env sees, is not run: its answer would
-    not be read. Calls inside ``<think>`` blocks do not count. Two of these in one env share the counts and the end.
+    A call in the last turn that `StepCounter` allows is not run: its answer would not be read. Calls inside ``<think>``
+    blocks do not count. Two of these in one env share the counts and the end.
 
     >>> from llmrl.envs.llm import ChatEnv
     >>> from llmrl.testing import ScriptedPolicy
