@@ -1,4 +1,4 @@
-"""What ``env.name`` stands for: an embedded task, a public one, rows of your own, or an environment of your own."""
+"""Environments by ``env.name``: an embedded task, a public one, rows of your own, or an environment of your own."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from llmrl.data.llm.dataset_files import FILE_FORMATS, load_rows
-from llmrl.envs.llm.big_sums import big_sums_problems
 from llmrl.envs.llm.chat import DatasetChatEnv
-from llmrl.envs.llm.countdown import CountdownEnv
-from llmrl.envs.llm.gsm8k import GSM8KEnv
-from llmrl.envs.llm.ifeval import IFEvalEnv
-from llmrl.envs.llm.math import MATHEnv
-from llmrl.envs.llm.sums import sums_problems
-from llmrl.envs.llm.task import TaskEnv
+from llmrl.envs.llm.tasks.countdown import CountdownEnv
+from llmrl.envs.llm.tasks.gsm8k import GSM8KEnv
+from llmrl.envs.llm.tasks.ifeval import IFEvalEnv
+from llmrl.envs.llm.tasks.math import MATHEnv
+from llmrl.envs.llm.tasks.sums import big_sums_problems, sums_problems
+from llmrl.envs.llm.tasks.task import TaskEnv
 from llmrl.errors import ConfigError, near
 from llmrl.loading import load_object
 
@@ -30,12 +29,13 @@ _PUBLIC: dict[str, type[TaskEnv]] = {
     "ifeval": IFEvalEnv,
 }
 _EMBEDDED = {"sums": sums_problems, "big_sums": big_sums_problems}
+# Keywords that a recipe passes to an environment.
 _FROM_RECIPE = ("dataset", "system_prompt", "max_steps", "shuffle", "num_envs", "repeats", "group_repeats", "seed")
-_FROM_RECIPE += ("rank", "world_size")  # what a recipe passes to an environment, always by name
+_FROM_RECIPE += ("rank", "world_size")
 
 
 def env_maker(name: str) -> Callable[..., DatasetChatEnv]:
-    """What an environment is made with: a class, or a function of the user's that returns one.
+    """The class of an environment, or a function of the user's that returns one.
 
     Raises  ConfigError where the name of the user's own cannot be loaded, or is neither of both
     """
@@ -56,15 +56,15 @@ def env_maker(name: str) -> Callable[..., DatasetChatEnv]:
 
 
 def is_task(maker: Callable[..., DatasetChatEnv]) -> bool:
-    """Whether it knows its rows and its reward, apart from an environment over them."""
+    """True for a class that knows its rows and its reward, apart from an environment over them."""
     return inspect.isclass(maker) and issubclass(maker, TaskEnv)
 
 
 def check_env(name: str, options: Mapping[str, Any], *, has_dataset: bool, has_reward: bool) -> None:
-    """Whether an environment of the user's own can be made by a recipe; none is made.
+    """Checks that a recipe can make an environment of the user's own, without making it.
 
-    Reads   ``options``, the keyword arguments that the settings add; whether they say rows and a reward
-    Raises  ConfigError for what is missing: a method, a parameter, rows
+    Reads   ``options``, the keyword arguments that the settings add; rows and a reward may be given there too
+    Raises  ConfigError for a missing method, parameter, or rows
     """
     maker = env_maker(name)
     own = name.partition(":")[2]
@@ -79,8 +79,8 @@ def check_env(name: str, options: Mapping[str, Any], *, has_dataset: bool, has_r
         raise ConfigError(f"environment: env.options must not have {', '.join(taken)}: the recipe passes that itself.")
     signature = inspect.signature(maker)
     expected = (*_FROM_RECIPE, *(["compute_reward"] if is_task(maker) else []))
-    known = [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
+    known, takes_all = _keywords(maker)
+    if not takes_all:
         for option in options:
             if option not in known:
                 raise ConfigError(f"environment: env.options: {own} has no parameter {option!r}.{near(option, known)}")
@@ -106,8 +106,20 @@ def env_rows(name: str, dataset: str | None, *, split: str, config: str | None) 
 
 
 def is_file(dataset: str | None) -> bool:
-    """Whether a dataset is a local file, which has one split whatever is asked for."""
+    """True for a local file, which has one split whatever is asked for."""
     return dataset is not None and (Path(dataset).suffix.lower() in FILE_FORMATS or Path(dataset).expanduser().exists())
+
+
+def _keywords(maker: Callable[..., DatasetChatEnv]) -> tuple[list[str], bool]:
+    """The keyword parameters, with those of base classes that ``**options`` reach; and whether any other is taken."""
+    known: list[str] = []
+    calls = [base.__init__ for base in maker.__mro__ if "__init__" in vars(base)] if inspect.isclass(maker) else [maker]
+    for call in calls:
+        parameters = inspect.signature(call).parameters.values()
+        known += [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            return known, False
+    return known, True
 
 
 def _has_own_rows(maker: Callable[..., DatasetChatEnv]) -> bool:

@@ -11,8 +11,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from llmrl.data.llm.dataset_files import load_rows, to_messages
-from llmrl.envs.llm.big_sums import big_sums_demonstrations
-from llmrl.envs.llm.sums import sums_demonstrations
+from llmrl.envs.llm.tasks.sums import big_sums_demonstrations, sums_demonstrations
 from llmrl.errors import DataError, TemplateError
 from llmrl.modules.llm.policies.containers import Masks, Tokens
 from llmrl.modules.llm.rendering import Renderer

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 from tensordict import TensorDict
 
 from llmrl.envs.llm.chat import DatasetChatEnv
-from llmrl.envs.llm.sums import sums_reward
+from llmrl.envs.llm.tasks.sums import sums_reward
 from llmrl.envs.llm.transforms import ToolTransform
-from llmrl.envs.llm.transforms.reward import RewardFunction
-from llmrl.envs.llm.transforms.reward_list import make_rewards
+from llmrl.envs.llm.transforms.reward import RewardFunction, make_rewards
 from llmrl.envs.llm.transforms.user_turn import UserTurn
 from llmrl.envs.transforms.base import Transform
 from llmrl.errors import ConfigError, DataError

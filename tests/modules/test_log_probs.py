@@ -28,8 +28,8 @@ from transformers import (
 )
 
 from llmrl.errors import ConfigError, ShapeError
-from llmrl.modules.llm import head_path
 from llmrl.modules.llm import log_probs as module
+from llmrl.modules.llm import packing
 from llmrl.modules.llm.log_probs import TokenScorer, find_head_path, token_logprobs
 
 SMALL = {
@@ -275,7 +275,7 @@ def test_nothing_selected_still_reaches_every_parameter(name):
 def test_scorer_is_the_function_and_probes_before_it_is_wrapped():
     model = build("qwen2")
     scorer = TokenScorer(model, temperature=0.5)
-    assert model in head_path._probed
+    assert model in packing._probed
     ids, attention, select = batch()
     got = scorer.token_scores(ids, attention, select)
     torch.testing.assert_close(got.log_probs, token_logprobs(model, ids, attention, select, temperature=0.5).log_probs)

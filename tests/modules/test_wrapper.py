@@ -426,7 +426,12 @@ def test_every_batch_shape_generates_and_scores(
 
 
 def test_options_of_one_call_override_single_options(make_policy, model, tokenizer):
-    policy = make_policy(model, tokenizer, generate_kwargs={"max_new_tokens": 4, "temperature": 0.7})
+    options = {
+        "max_new_tokens": 4,
+        "temperature": 0.7,
+        "ignore_eos": True,
+    }  # every row reaches its limit
+    policy = make_policy(model, tokenizer, generate_kwargs=options)
     td = policy(history_td(chats()), generate_kwargs={"max_new_tokens": 2})
     assert {len(row) for row in rows(td, "tokens", "response")} == {2}
     assert policy.temperature == 0.7

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from llmrl.data.llm.templates import _BUILT_IN, add_chat_template
-from llmrl.envs.llm.gsm8k import GSM8KEnv
+from llmrl.envs.llm.tasks.gsm8k import GSM8KEnv
 from llmrl.errors import ConfigError
 from llmrl.testing import tiny_tokenizer
 from llmrl.train.models import load_tokenizer

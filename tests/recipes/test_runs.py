@@ -11,7 +11,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import llmrl.testing
-from llmrl.envs.llm.sums import sums_reward
+from llmrl.envs.llm.tasks.sums import sums_reward
 from llmrl.errors import DataError
 from llmrl.objectives.llm.settings import PRESETS
 from llmrl.run.metrics import check_metric_name, read_metrics

@@ -4,9 +4,15 @@ import re
 
 import pytest
 
-from llmrl.envs.llm.big_sums import SPLITS as BIG_SPLITS
-from llmrl.envs.llm.big_sums import big_sums_demonstrations, big_sums_problems
-from llmrl.envs.llm.sums import SPLITS, sums_demonstrations, sums_problems, sums_reward
+from llmrl.envs.llm.tasks.sums import (
+    BIG_SPLITS,
+    SPLITS,
+    big_sums_demonstrations,
+    big_sums_problems,
+    sums_demonstrations,
+    sums_problems,
+    sums_reward,
+)
 from llmrl.errors import ConfigError, DataError
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.testing import ScriptedPolicy, tiny_tokenizer

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from llmrl.collectors.llm import LLMCollector
-from llmrl.envs.llm.countdown import countdown_problems
+from llmrl.envs.llm.tasks.countdown import countdown_problems
 from llmrl.envs.transforms import Transform
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.testing import ScriptedPolicy, tiny_tokenizer

@@ -1,8 +1,6 @@
 """`LLMCollector`: runs a policy in a chat environment and hands out turns or whole conversations.
 
-What a turn is worth is the environment's transforms' part; grouping is MCAdvantage's; how weights travel is
-`weight_update`'s. This file decides when a conversation is reset, stepped, finished and handed out, and counts every
-turn on the way.
+It decides when a conversation is reset, stepped, finished and handed out, and counts every turn.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from llmrl.collectors.llm.batches import cat_rows, take_rows
-from llmrl.collectors.llm.rollout import Conversations, Stepper, run_apart, run_in_step, truncate
+from llmrl.collectors.llm.rollout import Stepper, rollout_concurrent, rollout_lockstep, truncate
 from llmrl.collectors.weight_updaters import PublisherUpdater, WeightUpdaterBase
 from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.chat import ChatEnv
@@ -27,7 +25,6 @@ from llmrl.envs.transforms.base import Transform
 from llmrl.envs.transforms.step_counter import StepCounter
 from llmrl.envs.transforms.transformed_env import TransformedEnv
 from llmrl.errors import ConfigError, ShapeError
-from llmrl.modules.llm.policies.own_tokens import mark_whole_record
 from llmrl.weight_update import WeightPublisher
 
 __all__ = ["LLMCollector"]
@@ -36,42 +33,28 @@ Policy = Callable[[TensorDictBase], TensorDictBase]
 
 
 class LLMCollector:
-    """Iterates over what ``policy`` does in ``env``, synchronously.
+    """Iterates over the turns of ``policy`` in ``env``, synchronously.
 
     Yields, by default           (B, T) lazy stacks of turns, T = ``dialog_turns_per_batch`` / B rounded up (1 where not
                                  given); conversations that end are reset in place and go on in the next batch, unless
                                  ``reset_at_each_iter``
-    ``yield_completed_trajectories``  the turns of finished conversations, [N], conversation after conversation. All B
-                                 conversations of a batch start together and are run to their ends; the ones that are
-                                 done leave the batch that is stepped. ``dialog_turns_per_batch``: start over until
-                                 there are as many
-    ``yield_only_last_steps``    (implies the former) one row per finished conversation: its last turn, whose "full"
-                                 views, masks and log-probs cover all turns; ("next", "reward") is the sum over its
-                                 turns; what ("next", view) would repeat is left out. Where a template rewrites the past
-                                 ("new_record"), one row per record: the last turn before each new one is handed out
-                                 too, next to the others and in order, not done, with a reward of 0, so that every
-                                 sampled token is in exactly one row. MCAdvantage(trajectory_return="sum") gives all
-                                 rows of a conversation its advantage
-    ``replay_buffer``            what would be yielded is written there, one row per turn, and None is yielded
+    ``yield_completed_trajectories``  the turns of finished conversations, [N], conversation after conversation; B start
+                                 together, as often as it takes for ``dialog_turns_per_batch``
+    ``yield_only_last_steps``    one row per finished conversation: its last turn, whose "full" views, masks and
+                                 log-probs cover all turns; ("next", "reward") is the sum over its turns. One row per
+                                 record where a template rewrites the past ("new_record"), reward 0 before the last
+    ``replay_buffer``            rows are written there, one per turn, and None is yielded
+    ``total_dialog_turns``       an exact budget of turns (rounded up to a multiple of B in the default form); -1: none
+    ``max_dialog_turns``         truncates a conversation
+    ``postproc(data)``           runs before data are handed out; ``flatten_data``: [B * T] instead of (B, T)
+    ``concurrency``              conversations that run at a time, each in a thread of its own; None: all in lockstep
+    ``retries``                  of a failing env.step; then the conversation ends with a reward of NaN. None: the
+                                 exception is raised
+    Raises                       ConfigError for arguments that exclude each other, and for finished conversations of an
+                                 env in which none need end
 
-    Every row says in ("masks", "trained_from") which of its tokens a loss trains, so that each sampled one is trained
-    once in any of these forms.
-
-    ``total_dialog_turns`` is a budget of turns, kept exactly (rounded up to a multiple of B in the default form); -1:
-    none. The iteration also ends where the data end (`EndOfData`). ``max_dialog_turns`` truncates a conversation.
-    ``postproc(data)`` runs before data are handed out. ``flatten_data`` hands out [B * T] instead of (B, T); with a
-    buffer that is always so.
-
-    ``concurrency``              conversations that run at a time, each in a thread of its own: a long answer or a slow
-                                 tool holds back no other. For an engine that batches requests as they come; the env's
-                                 transforms are called from several threads. None: all take their turns together
-    ``retries``                  how often the env's step is tried again for a conversation that it fails for; then the
-                                 conversation ends, truncated, with a reward of NaN. None: the exception is raised
-
-    ``counters``: turns "produced" = "delivered" + "dropped"; dropped are the turns of conversations that a budget cut
-    off. "failed" are conversations that the env failed for; `first_error` is the first traceback.
-    Raises  ConfigError for arguments that exclude each other, and for finished conversations of an env in which none
-            need end
+    ("masks", "trained_from") of every row says which tokens a loss trains, each sampled token once. ``counters``: turns
+    "produced" = "delivered" + "dropped" (of conversations that a budget cut off); "failed" conversations.
 
     >>> from llmrl.envs.llm import DatasetChatEnv
     >>> from llmrl.testing import ScriptedPolicy
@@ -102,41 +85,11 @@ class LLMCollector:
         concurrency: int | None = None,
         retries: int | None = None,
     ):
-        if (policy is None) == (policy_factory is None):
-            raise ConfigError("LLMCollector: give exactly one of policy and policy_factory.")
-        if len(env.batch_size) != 1:
-            raise ShapeError(f"LLMCollector: the env must have one batch dimension: got {tuple(env.batch_size)}.")
-        if yield_only_last_steps and yield_completed_trajectories is False:
-            raise ConfigError(
-                "LLMCollector: yield_only_last_steps is a form of yield_completed_trajectories, which is False."
-            )
-        for name, value, least in (
-            ("dialog_turns_per_batch", dialog_turns_per_batch, 1),
-            ("max_dialog_turns", max_dialog_turns, 1),
-            ("concurrency", concurrency, 1),
-            ("retries", retries, 0),
-        ):
-            if value is not None and value < least:
-                raise ConfigError(f"LLMCollector: {name} must be at least {least}: got {value}.")
-        if total_dialog_turns < 1 and total_dialog_turns != -1:
-            raise ConfigError(
-                f"LLMCollector: total_dialog_turns must be positive, or -1 for no limit: got {total_dialog_turns}."
-            )
-        self.env, self.policy_version_tracker = _with_tracker(env, track_policy_version)
-        self.policy: Policy = policy if policy is not None else policy_factory()  # type: ignore[misc]
         self.yield_only_last_steps = bool(yield_only_last_steps)
         self.yield_completed_trajectories = bool(yield_completed_trajectories or yield_only_last_steps)
-        if self.yield_completed_trajectories and max_dialog_turns is None:
-            _check_can_end(env)
-        if self.yield_completed_trajectories and reset_at_each_iter:
-            raise ConfigError(
-                "LLMCollector: finished conversations start anew at each iteration anyway: drop reset_at_each_iter."
-            )
-        if concurrency is not None and (not self.yield_completed_trajectories or env.batch_locked):
-            raise ConfigError(
-                "LLMCollector: concurrency runs whole conversations, each on its own: it needs yield_only_last_steps "
-                f"or yield_completed_trajectories, and an env with batch_locked=False: got {type(env).__name__}."
-            )
+        _check_arguments(locals())
+        self.env, self.policy_version_tracker = _with_tracker(env, track_policy_version)
+        self.policy: Policy = policy if policy is not None else policy_factory()  # type: ignore[misc]
         num_envs = env.batch_size[0]
         self.dialog_turns_per_batch = dialog_turns_per_batch or num_envs
         self.total_dialog_turns = total_dialog_turns
@@ -149,8 +102,6 @@ class LLMCollector:
         self.replay_buffer = replay_buffer
         self.reset_at_each_iter = reset_at_each_iter
         self.flatten_data = replay_buffer is not None if flatten_data is None else flatten_data
-        if replay_buffer is not None and not self.flatten_data:
-            raise ConfigError("LLMCollector: a replay buffer holds one row per turn: drop flatten_data=False.")
         self.concurrency = concurrency
         self.counters = {"produced": 0, "delivered": 0, "dropped": 0, "conversations": 0, "failed": 0}
         self._stepper = Stepper(
@@ -165,7 +116,10 @@ class LLMCollector:
         self._turns_B: Tensor | None = None  # their turns so far
         self._exhausted = False
         self._version = 0
-        self.weight_updater = weight_updater if weight_updater is not None else self._default_updater()
+        if weight_updater is None:
+            engine = getattr(self.policy, "engine", None)
+            weight_updater = PublisherUpdater(WeightPublisher([] if engine is None else [engine]))
+        self.weight_updater = weight_updater
         self.weight_updater.register_collector(self)
         self._adopt_engine_version()
         if callable(register := getattr(self.policy, "register_collector", None)):
@@ -218,42 +172,15 @@ class LLMCollector:
         if root is None:
             return None
         if self.concurrency is None:
-            ran = run_in_step(self._stepper, root, self.total_dialog_turns)
+            log = rollout_lockstep(self._stepper, root, self.total_dialog_turns)
         else:
-            ran = run_apart(self._stepper, root, self.total_dialog_turns, concurrency=self.concurrency)
-        return self._gathered(ran)
-
-    def _gathered(self, ran: Conversations) -> TensorDictBase | None:
-        """The rows to hand out, conversation after conversation in the order in which they were started."""
-        turns_of = ran.turns_of()
+            log = rollout_concurrent(self._stepper, root, self.total_dialog_turns, concurrency=self.concurrency)
+        turns_of = log.turns_of()
         delivered = sum(map(len, turns_of.values()))
         self.counters["delivered"] += delivered
-        self.counters["dropped"] += ran.num_turns - delivered
+        self.counters["dropped"] += log.num_turns - delivered
         self.counters["conversations"] += len(turns_of)
-        begins = [None if (column := td.get("new_record", None)) is None else column.tolist() for _, td in ran.turns]
-        wanted = [
-            where
-            for turns in turns_of.values()
-            for where in (_ends_of_records(turns, begins) if self.yield_only_last_steps else turns)
-        ]
-        if not wanted:
-            return None
-        rows_of: dict[int, list[int]] = {}
-        for turn, row in sorted(wanted):
-            rows_of.setdefault(turn, []).append(row)
-        pieces: list[TensorDictBase] = []
-        position: dict[tuple[int, int], int] = {}
-        for turn, rows in rows_of.items():
-            slots, td = ran.turns[turn]
-            for row in rows:
-                position[turn, row] = len(position)
-            pieces.append(td if len(rows) == len(slots) else take_rows(td, rows))
-            if self.yield_only_last_steps:
-                pieces[-1].set("next", _end_of_record(pieces[-1].get("next")))
-                mark_whole_record(pieces[-1])
-        data = cat_rows(pieces)
-        order = [position[where] for where in wanted]
-        return data if order == list(range(len(order))) else take_rows(data, order)
+        return log.rows(last_only=self.yield_only_last_steps)
 
     # -- turns ---------------------------------------------------------------------------------------------------------
 
@@ -365,10 +292,6 @@ class LLMCollector:
             ):  # sampled from here on with the new weights
                 tracker._call(self._root)
 
-    def _default_updater(self) -> WeightUpdaterBase:
-        engine = getattr(self.policy, "engine", None)
-        return PublisherUpdater(WeightPublisher([engine] if engine is not None else []))
-
     def _adopt_engine_version(self) -> None:
         engine, tracker = getattr(self.policy, "engine", None), self.policy_version_tracker
         counted = tracker is not None and tracker.version_type == "int"
@@ -423,14 +346,36 @@ class LLMCollector:
             self.env.close()
 
 
-def _with_tracker(env: EnvBase, track: bool | PolicyVersion) -> tuple[EnvBase, PolicyVersion | None]:
-    for transform in _transforms(env):
-        if isinstance(transform, PolicyVersion):
-            return env, transform
-    if track is False:
-        return env, None
-    tracker = PolicyVersion() if track is True else track
-    return env.append_transform(tracker), tracker
+def _check_arguments(given: Mapping[str, Any]) -> None:
+    """Raises ConfigError and ShapeError for arguments of the collector that cannot be used, or not together."""
+    self, env = given["self"], given["env"]
+    if (given["policy"] is None) == (given["policy_factory"] is None):
+        raise ConfigError("LLMCollector: give exactly one of policy and policy_factory.")
+    if len(env.batch_size) != 1:
+        raise ShapeError(f"LLMCollector: the env must have one batch dimension: got {tuple(env.batch_size)}.")
+    if self.yield_only_last_steps and given["yield_completed_trajectories"] is False:
+        raise ConfigError(
+            "LLMCollector: yield_only_last_steps is a form of yield_completed_trajectories, which is False."
+        )
+    for name, least in (("dialog_turns_per_batch", 1), ("max_dialog_turns", 1), ("concurrency", 1), ("retries", 0)):
+        if given[name] is not None and given[name] < least:
+            raise ConfigError(f"LLMCollector: {name} must be at least {least}: got {given[name]}.")
+    total = given["total_dialog_turns"]
+    if total < 1 and total != -1:
+        raise ConfigError(f"LLMCollector: total_dialog_turns must be positive, or -1 for no limit: got {total}.")
+    if self.yield_completed_trajectories and given["max_dialog_turns"] is None:
+        _check_can_end(env)
+    if self.yield_completed_trajectories and given["reset_at_each_iter"]:
+        raise ConfigError(
+            "LLMCollector: finished conversations start anew at each iteration anyway: drop reset_at_each_iter."
+        )
+    if given["concurrency"] is not None and (not self.yield_completed_trajectories or env.batch_locked):
+        raise ConfigError(
+            "LLMCollector: concurrency runs whole conversations, each on its own: it needs yield_only_last_steps "
+            f"or yield_completed_trajectories, and an env with batch_locked=False: got {type(env).__name__}."
+        )
+    if given["replay_buffer"] is not None and given["flatten_data"] is False:
+        raise ConfigError("LLMCollector: a replay buffer holds one row per turn: drop flatten_data=False.")
 
 
 def _check_can_end(env: EnvBase) -> None:
@@ -443,20 +388,14 @@ def _check_can_end(env: EnvBase) -> None:
         )
 
 
+def _with_tracker(env: EnvBase, track: bool | PolicyVersion) -> tuple[EnvBase, PolicyVersion | None]:
+    """The env, and the `PolicyVersion` that it has, or is given here."""
+    tracker = next((transform for transform in _transforms(env) if isinstance(transform, PolicyVersion)), None)
+    if tracker is not None or track is False:
+        return env, tracker
+    tracker = PolicyVersion() if track is True else track
+    return env.append_transform(tracker), tracker
+
+
 def _transforms(env: EnvBase) -> list[Transform]:
     return list(env.transform.leaves()) if isinstance(env, TransformedEnv) else []
-
-
-def _ends_of_records(turns: list[tuple[int, int]], begins: list[list[bool] | None]) -> list[tuple[int, int]]:
-    """Of the (turn, row)s of one conversation the last one, and each one that is followed by a new record."""
-    new = [begins[turn] is not None and begins[turn][row] for turn, row in turns[1:]]
-    return [where for where, last in zip(turns, [*new, True], strict=True) if last]
-
-
-def _end_of_record(next_td: TensorDictBase) -> TensorDictBase:
-    """Without what the row itself has; the sum of the rewards is where the conversation ended, before that it is 0."""
-    next_td = next_td.exclude("history", "text", "tokens", "masks", "log_probs")
-    reward, done = next_td.get("reward", None), next_td.get("done")
-    if reward is not None and not bool(done.all()):
-        next_td.set("reward", torch.where(done.view(-1, *[1] * (reward.ndim - 1)), reward, 0.0))
-    return next_td

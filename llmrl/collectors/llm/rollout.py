@@ -1,7 +1,7 @@
-"""A batch of conversations run to their ends: in lock step, or each on its own in a thread.
+"""A batch of conversations run to their ends: all in lockstep, or each in a thread of its own.
 
-What one turn is (`Stepper`) is the same for both: the policy speaks, the env answers, a limit may truncate, a failing
-env is tried again and then given up on. Which conversations run, and what is handed out of them, is the collector's.
+Both take the same turns (`Stepper`): the policy samples, the env steps, a limit may truncate, a failing env is tried
+again and then given up on.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from torch import Tensor
 from llmrl.collectors.llm.batches import cat_rows, take_rows
 from llmrl.data.llm.non_tensor import column
 from llmrl.envs.base import EnvBase
-from llmrl.envs.llm.chat import carried_views
+from llmrl.envs.llm.chat import next_prompt
 from llmrl.errors import ConfigError, MissingKeyError, RolloutError, ShapeError
 from llmrl.modules.llm.policies.containers import LogProbs
-from llmrl.modules.llm.policies.own_tokens import mark_turn
+from llmrl.modules.llm.token_stream import mark_turn, mark_whole_record
 
-__all__ = ["Conversations", "Stepper", "run_apart", "run_in_step", "truncate"]
+__all__ = ["Stepper", "TurnLog", "rollout_concurrent", "rollout_lockstep", "truncate"]
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
 _FAILED = "_failed_rollout"
 
 
 @dataclass
-class Conversations:
+class TurnLog:
     """Turns of a batch of conversations, in the order in which they were taken.
 
     turns         (slots, td): which conversations, and their turn, td [len(slots)] with "next"
@@ -44,7 +44,7 @@ class Conversations:
     last_turn_of: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def add(self, slots: list[int], td: TensorDictBase) -> list[bool]:
-        """Takes note of a turn; which of its conversations are done."""
+        """Takes note of a turn; returns which of its conversations are done."""
         done = td.get("next").get("done").view(-1).tolist()
         self.last_turn_of.update((slot, (len(self.turns), row)) for row, slot in enumerate(slots) if done[row])
         self.turns.append((slots, td))
@@ -62,6 +62,50 @@ class Conversations:
                 if slot in found:
                     found[slot].append((turn, row))
         return found
+
+    def rows(self, *, last_only: bool) -> TensorDictBase | None:
+        """The turns of finished conversations, conversation after conversation; None where none has finished.
+
+        last_only  of each training record its last turn alone, with the reward where the conversation ended
+        """
+        begins = [None if (column := td.get("new_record", None)) is None else column.tolist() for _, td in self.turns]
+        wanted = [
+            where
+            for turns in self.turns_of().values()
+            for where in (_ends_of_records(turns, begins) if last_only else turns)
+        ]
+        if not wanted:
+            return None
+        rows_of: dict[int, list[int]] = {}
+        for turn, row in sorted(wanted):
+            rows_of.setdefault(turn, []).append(row)
+        pieces: list[TensorDictBase] = []
+        position: dict[tuple[int, int], int] = {}
+        for turn, rows in rows_of.items():
+            slots, td = self.turns[turn]
+            position.update({(turn, row): len(position) + number for number, row in enumerate(rows)})
+            pieces.append(td if len(rows) == len(slots) else take_rows(td, rows))
+            if last_only:
+                pieces[-1].set("next", _end_of_record(pieces[-1].get("next")))
+                mark_whole_record(pieces[-1])
+        data = cat_rows(pieces)
+        order = [position[where] for where in wanted]
+        return data if order == list(range(len(order))) else take_rows(data, order)
+
+
+def _ends_of_records(turns: list[tuple[int, int]], begins: list[list[bool] | None]) -> list[tuple[int, int]]:
+    """Of the (turn, row)s of one conversation the last one, and each one that is followed by a new record."""
+    new = [begins[turn] is not None and begins[turn][row] for turn, row in turns[1:]]
+    return [where for where, last in zip(turns, [*new, True], strict=True) if last]
+
+
+def _end_of_record(next_td: TensorDictBase) -> TensorDictBase:
+    """Without what the row itself has; the sum of the rewards is where the conversation ended, before that it is 0."""
+    next_td = next_td.exclude("history", "text", "tokens", "masks", "log_probs")
+    reward, done = next_td.get("reward", None), next_td.get("done")
+    if reward is not None and not bool(done.all()):
+        next_td.set("reward", torch.where(done.view(-1, *[1] * (reward.ndim - 1)), reward, 0.0))
+    return next_td
 
 
 class Stepper:
@@ -103,7 +147,7 @@ class Stepper:
         mark_turn(td)
         try:
             td = self.env.step(td)
-        except (ConfigError, MissingKeyError, ShapeError):  # no accident of a row: it would fail for all
+        except (ConfigError, MissingKeyError, ShapeError):  # a mistake in the setup: it would fail for all rows
             raise
         except Exception:  # the boundary to the user's env, tools and rewards
             if self.retries is None:
@@ -121,19 +165,19 @@ class Stepper:
     def complete(self, tds: Sequence[TensorDictBase]) -> None:
         """Gives rows that the env failed for the entries of ``"next"`` that its answers have.
 
-        Raises  RolloutError if it has never answered: that is no accident of a row
+        Raises  RolloutError if it has never taken a step: the setup is at fault, not a row
         """
         failed = [td for td in tds if td.get(_FAILED, None) is not None]
         if failed and self._answer is None and len(failed) == len(tds):
             raise RolloutError(
-                f"LLMCollector: the env must take a step for some conversation: it failed for all "
-                f"{sum(td.batch_size[0] for td in failed)}. First error:\n{self.first_error}"
+                f"LLMCollector: env.step failed for all {sum(td.batch_size[0] for td in failed)} conversations. First "
+                f"error:\n{self.first_error}"
             )
         for td in failed:
             next_td = td.get("next")
             for key, value in self._answer.items():
                 if key not in next_td.keys():
-                    next_td.set(key, _nothing_like(value, td))
+                    next_td.set(key, _missing_row(value, td))
             td.set("next", next_td.select(*self._answer.keys()))
             td.pop(_FAILED)
 
@@ -164,7 +208,7 @@ class Stepper:
             self.counters["failed"] += 1
         yes = torch.ones(1, 1, dtype=torch.bool, device=td.device)
         ended = {"done": yes, "terminated": ~yes, "truncated": yes.clone()}
-        entries = {**carried_views(td), **ended, "reward": torch.full((1, 1, 1), torch.nan, device=td.device)}
+        entries = {**next_prompt(td), **ended, "reward": torch.full((1, 1, 1), torch.nan, device=td.device)}
         td.set("next", TensorDict._new_unsafe(entries, batch_size=td.batch_size, device=td.device))
         td.set(_FAILED, yes)
         return td
@@ -174,9 +218,9 @@ class Stepper:
             self.first_error = text
 
 
-def run_in_step(stepper: Stepper, root: TensorDictBase, budget: int) -> Conversations:
+def rollout_lockstep(stepper: Stepper, root: TensorDictBase, budget: int) -> TurnLog:
     """All conversations take their turns together; the ones that are done leave the batch."""
-    ran = Conversations()
+    log = TurnLog()
     slots = list(range(root.batch_size[0]))
     returns_B: Tensor | None = None
     while slots:
@@ -186,9 +230,9 @@ def run_in_step(stepper: Stepper, root: TensorDictBase, budget: int) -> Conversa
                 break
             slots, root = slots[:granted], take_rows(root, range(granted))
             returns_B = None if returns_B is None else returns_B[:granted]
-        td = stepper.turn_of_conversation(root, len(ran.turns) + 1, returns_B)
+        td = stepper.turn_of_conversation(root, len(log.turns) + 1, returns_B)
         returns_B = stepper.returns(td)
-        done = ran.add(slots, td)
+        done = log.add(slots, td)
         alive = [row for row, is_done in enumerate(done) if not is_done]
         slots = [slots[row] for row in alive]
         if not alive:
@@ -196,14 +240,14 @@ def run_in_step(stepper: Stepper, root: TensorDictBase, budget: int) -> Conversa
         whole = len(alive) == len(done)
         root = stepper.env.step_mdp(td if whole else take_rows(td, alive))
         returns_B = returns_B if whole or returns_B is None else returns_B[torch.tensor(alive)]
-    stepper.complete([td for _, td in ran.turns])
-    return ran
+    stepper.complete([td for _, td in log.turns])
+    return log
 
 
-def run_apart(stepper: Stepper, root: TensorDictBase, budget: int, *, concurrency: int) -> Conversations:
+def rollout_concurrent(stepper: Stepper, root: TensorDictBase, budget: int, *, concurrency: int) -> TurnLog:
     """Each conversation takes its turns in a thread of its own, at most ``concurrency`` at a time.
 
-    What one waits for (a long answer, a slow tool) holds back no other. The turns are handed out conversation after
+    A long answer or a slow tool delays its own conversation only. The turns are handed out conversation after
     conversation, as if they had been taken in that order.
     """
     stopped = threading.Event()
@@ -234,12 +278,12 @@ def run_apart(stepper: Stepper, root: TensorDictBase, budget: int, *, concurrenc
     error = next((e for f in futures if not f.cancelled() and (e := f.exception()) is not None), None)
     if error is not None:
         raise error
-    ran = Conversations()
+    log = TurnLog()
     for slot, future in enumerate(futures):
         for td in future.result():
-            ran.add([slot], td)
-    stepper.complete([td for _, td in ran.turns])
-    return ran
+            log.add([slot], td)
+    stepper.complete([td for _, td in log.turns])
+    return log
 
 
 def truncate(next_td: TensorDictBase, cut: Tensor) -> None:
@@ -249,7 +293,7 @@ def truncate(next_td: TensorDictBase, cut: Tensor) -> None:
     next_td.set("done", done | cut)
 
 
-def _nothing_like(value: Any, td: TensorDictBase) -> Any:
+def _missing_row(value: Any, td: TensorDictBase) -> Any:
     """One row of an entry that the env failed to write: NaN, 0 or None."""
     if isinstance(value, LogProbs):
         [ids] = td.get(("tokens", "full"), as_list=True)

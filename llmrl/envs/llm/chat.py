@@ -1,8 +1,7 @@
 """`ChatEnv`: a conversation as an environment, and `DatasetChatEnv`: one that starts from the rows of a dataset.
 
-The state is the conversation so far; the action is what the policy adds to it. Everything else (rewards, tools, turn
-limits, prompts from data) is a transform. What a prompt looks like to a model is the renderer's part, sampling the
-policy's.
+The state is the conversation so far; the action is what the policy adds to it. Rewards, tools, turn limits and prompts
+from data are transforms.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ from llmrl.data.llm.dataset_files import declared_tools, load_rows, to_prompt
 from llmrl.data.llm.non_tensor import column_values
 from llmrl.data.specs import Composite, NonTensor
 from llmrl.envs.base import EnvBase
+from llmrl.envs.llm.options import ConversationOptions, options_of
 from llmrl.envs.llm.transforms.dataloading import DataLoadingPrimer
 from llmrl.envs.td_ops import present_keys
 from llmrl.envs.transforms.step_counter import StepCounter
 from llmrl.envs.transforms.transformed_env import TransformedEnv
-from llmrl.errors import ConfigError, DataError, MissingKeyError, near
-from llmrl.modules.llm.policies.containers import ChatHistory, LogProbs, Masks, Text, Tokens
-from llmrl.modules.llm.rendering import Renderer
+from llmrl.errors import ConfigError, DataError, MissingKeyError
+from llmrl.modules.llm.policies.containers import CONTAINERS, ChatHistory, Text, Tokens
+from llmrl.modules.llm.token_stream import TokenStream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["ChatEnv", "DatasetChatEnv"]
 
-MODES = ("history", "text", "tokens")
 Message = dict[str, Any]
 
 
@@ -73,11 +72,7 @@ class ChatEnv(EnvBase):
         data_key: str | None = None,
         device: torch.device | str | None = None,
     ):
-        if input_mode not in MODES:
-            raise ConfigError(
-                f"ChatEnv: input_mode must be one of {', '.join(MODES)}: got "
-                f"{input_mode!r}.{near(str(input_mode), MODES)}"
-            )
+        options = options_of(ConversationOptions, locals())
         batch_size = torch.Size(
             (1,) if batch_size is None else (batch_size,) if isinstance(batch_size, int) else batch_size
         )
@@ -85,28 +80,17 @@ class ChatEnv(EnvBase):
             raise ConfigError(
                 f"ChatEnv: batch_size must be the number of conversations, as in [8]: got {list(batch_size)}."
             )
-        if input_mode != "history" and tokenizer is None:
-            raise ConfigError(f"ChatEnv: input_mode={input_mode!r} renders the prompt at reset and needs a tokenizer.")
         super().__init__(device=device, batch_size=batch_size, batch_locked=False)
-        self.input_mode = input_mode
-        self.system_prompt = system_prompt
-        self.tokenizer = tokenizer
-        self.system_role = system_role
-        self.user_role = user_role
-        self.policy_role = policy_role
-        self.data_key = "query" if data_key is None else data_key
-        self._renderer = (
-            Renderer(tokenizer, template_kwargs=template_kwargs)
-            if tokenizer is not None and input_mode != "history"
-            else None
-        )
+        self.options = options
+        self.input_mode, self.data_key, self.tokenizer = options.input_mode, options.data_key, tokenizer
+        self.renderer = options.make_renderer()
         self.observation_spec = self._view_spec("prompt")
         self.action_spec = self._view_spec("full")
         # What a conversation starts from, and what a policy may leave of its turns for the next prompt.
-        views = ((Text, "prompt"), (Tokens, "prompt"), (LogProbs, "prompt"), (Masks, "prompt_assistant_mask"))
+        views = {"text": "prompt", "tokens": "prompt", "log_probs": "prompt", "masks": "prompt_assistant_mask"}
         carried = {
-            name: container.default_spec(batch_size, [field])
-            for name, (container, field) in zip(_BLANKS, views, strict=True)
+            name: CONTAINERS[name].default_spec(batch_size, [field])
+            for name, field in views.items()
             if name != input_mode
         }
         self.state_spec = Composite({**carried, self.data_key: NonTensor(shape=batch_size)}, shape=batch_size)
@@ -133,6 +117,7 @@ class ChatEnv(EnvBase):
         >>> env.reset()["group_id"].tolist()
         [0, 0]
         """
+        options = options_of(ConversationOptions, locals())
         primer = DataLoadingPrimer(
             dataloader,
             primers=primers,
@@ -141,15 +126,7 @@ class ChatEnv(EnvBase):
             device=device,
             group_repeats=group_repeats,
         )
-        env = cls(
-            input_mode=input_mode,
-            batch_size=primer.batch_size,
-            system_prompt=system_prompt,
-            tokenizer=tokenizer,
-            template_kwargs=template_kwargs,
-            data_key=data_key,
-            device=device,
-        )
+        env = cls(batch_size=primer.batch_size, device=device, **vars(options))
         return TransformedEnv(env, primer)
 
     def _view_spec(self, field: str) -> Composite:
@@ -169,7 +146,7 @@ class ChatEnv(EnvBase):
                 f"TensorDict({self.data_key}=..., batch_size={list(self.batch_size)}), or add a DataLoadingPrimer."
             )
         out = TensorDict._new_unsafe(
-            {key: value for key, value in td.items() if key not in ("_reset", "next", *_VIEWS)},
+            {key: value for key, value in td.items() if key not in ("_reset", "next", *CONTAINERS)},
             batch_size=td.batch_size,
             device=self.device,
         )
@@ -186,24 +163,19 @@ class ChatEnv(EnvBase):
                 f"ChatEnv.step: the policy must write {(self.input_mode, 'full')!r}, the conversation with its turn: "
                 f"{self.input_mode!r} has {' and '.join(fields) or 'nothing'}."
             )
-        return TensorDict._new_unsafe(carried_views(td), batch_size=td.batch_size, device=self.device)
+        return TensorDict._new_unsafe(next_prompt(td), batch_size=td.batch_size, device=self.device)
 
     def _blank(self, old: TensorDictBase, new: TensorDictBase) -> None:
-        count = new.batch_size.numel()
         key = self.data_key
-        if key in _VIEWS and key not in new.keys() and is_non_tensor(old.get(key, None)) and len(new) == len(old):
-            new.set(key, _VIEWS[key].from_rows({}, new.batch_size))  # what the user said is in the prompt now
-        for name, blanks in _BLANKS.items():
-            view = old.get(name, None)
-            if view is None or is_non_tensor(view) or name in new.keys():
-                continue
-            if getattr(view, "padded", False) and new.batch_size != old.batch_size:
-                raise ConfigError(
-                    "ChatEnv: a new conversation cannot start beside padded ones that go on: use pad_output=False, or "
-                    "reset all rows once all of them have ended."
-                )
-            columns = {field: [blank] * count for field, blank in blanks.items() if view.rows(field) is not None}
-            new.set(name, type(view).from_rows(columns, new.batch_size))
+        if key in CONTAINERS and key not in new.keys() and is_non_tensor(old.get(key, None)) and len(new) == len(old):
+            new.set(key, CONTAINERS[key].from_rows({}, new.batch_size))  # what the user said is in the prompt now
+        missing = CONTAINERS.keys() - new.keys()
+        text = old.get("text", None)
+        if "text" in missing and not (text is None or is_non_tensor(text)) and text.rows("prompt") is not None:
+            new.set("text", Text.from_rows({"prompt": [""] * len(new)}, new.batch_size))
+        if (stream := TokenStream.read(old)) is not None:
+            empty = stream.cut(range(len(old))).select([0] * len(new))
+            empty.write(new, only=missing)
 
     def _continue_randomly(self, td: TensorDictBase, generator: torch.Generator | None) -> bool:
         view = td.get(self.input_mode, None)
@@ -214,12 +186,12 @@ class ChatEnv(EnvBase):
             )
         letters = torch.randint(ord("a"), ord("z") + 1, (td.batch_size.numel(), 8), generator=generator).tolist()
         answers = ["".join(map(chr, row)) for row in letters]
-        td.set(self.input_mode, answered(view, answers, self.tokenizer, self.policy_role))
+        td.set(self.input_mode, answered(view, answers, self.tokenizer, self.options.policy_role))
         return True
 
     def _chat(self, query: Any) -> list[Message]:
         if isinstance(query, str):
-            chat = [{"role": self.user_role, "content": query}]
+            chat = [{"role": self.options.user_role, "content": query}]
         elif isinstance(query, (list, tuple)) and query and all(isinstance(m, Mapping) for m in query):
             chat = [dict(message) for message in query]
         elif isinstance(query, History):
@@ -229,16 +201,17 @@ class ChatEnv(EnvBase):
                 f"ChatEnv.reset: {self.data_key!r} must be a string, a list of messages or a History: got "
                 f"{query!r:.80}."
             )
-        if self.system_prompt is not None and chat[0]["role"] != self.system_role:
-            chat.insert(0, {"role": self.system_role, "content": self.system_prompt})
+        options = self.options
+        if options.system_prompt is not None and chat[0]["role"] != options.system_role:
+            chat.insert(0, {"role": options.system_role, "content": options.system_prompt})
         return chat
 
     def _prompt(self, chats: list[list[Message]]) -> ChatHistory | Text | Tokens:
         if self.input_mode == "history":
             return ChatHistory.from_rows({"prompt": History.from_chats(chats)})
         if self.input_mode == "text":
-            return Text.from_rows({"prompt": self._renderer.codec.render(chats, add_generation_prompt=True)})
-        return Tokens.from_rows({"prompt": [ids.to(self.device) for ids in self._renderer.prompt_ids(chats)]})
+            return Text.from_rows({"prompt": self.renderer.codec.render(chats, add_generation_prompt=True)})
+        return Tokens.from_rows({"prompt": [ids.to(self.device) for ids in self.renderer.prompt_ids(chats)]})
 
 
 class DatasetChatEnv(TransformedEnv):
@@ -292,6 +265,9 @@ class DatasetChatEnv(TransformedEnv):
         ray_backend: bool = False,
         dataloader_actor_name: str | None = None,
     ):
+        if system_prompt is None:
+            system_prompt = self.SYSTEM_PROMPT
+        options = options_of(ConversationOptions, locals())
         if ray_backend or dataloader_actor_name is not None:
             raise ConfigError(
                 f"{type(self).__name__}: rows are read in this process: ray_backend must be False and "
@@ -300,19 +276,16 @@ class DatasetChatEnv(TransformedEnv):
             )
         if batch_size_dl < 1:
             raise ConfigError(f"{type(self).__name__}: batch_size_dl must be at least 1: got {batch_size_dl}.")
-        rows: Sequence[Any] = (
-            load_rows(dataset, split=split or "train", name=name) if isinstance(dataset, (str, Path)) else dataset
-        )
-        rows = list(rows)
+        rows = load_rows(dataset, split=split or "train", name=name) if isinstance(dataset, (str, Path)) else dataset
         if collate_fn is not None:
-            rows = list(collate_fn(rows))
+            rows = list(collate_fn(list(rows)))
         else:
             rows = [
                 to_prompt(row, number=number, prompt_column=prompt_column, answer_column=answer_column)
-                for number, row in enumerate(checked_rows(rows, type(self).__name__), 1)
+                for number, row in enumerate(checked_rows(list(rows), type(self).__name__), 1)
             ]
-        if data_key not in (None, "query"):
-            rows = [{data_key if key == "query" else key: value for key, value in row.items()} for row in rows]
+        if options.data_key != "query":
+            rows = [{options.data_key if key == "query" else key: value for key, value in row.items()} for row in rows]
         self.primer = DataLoadingPrimer(
             rows,
             primers=primers,
@@ -326,16 +299,7 @@ class DatasetChatEnv(TransformedEnv):
             rank=rank,
             world_size=world_size,
         )
-        env = ChatEnv(
-            input_mode=input_mode,
-            batch_size=self.primer.batch_size,
-            system_prompt=self.SYSTEM_PROMPT if system_prompt is None else system_prompt,
-            tokenizer=tokenizer,
-            template_kwargs=template_kwargs,
-            data_key=data_key,
-            device=device,
-        )
-        super().__init__(env, self.primer)
+        super().__init__(ChatEnv(batch_size=self.primer.batch_size, device=device, **vars(options)), self.primer)
         if max_steps is not None:
             self.append_transform(StepCounter(max_steps=max_steps))
 
@@ -388,48 +352,16 @@ def answered(
     return type(view).from_rows({"prompt": prompts, "response": responses, "full": fulls}, view.batch_size)
 
 
-def carried_views(td: TensorDictBase) -> dict[str, Any]:
-    """The views of the next turn's prompt: what is ``full`` now. References, whatever the length of the conversation.
+def next_prompt(td: TensorDictBase) -> dict[str, Any]:
+    """The views of the next turn's prompt: what is ``full`` now, without padding.
 
-    Writes  (view, "prompt") for history, text, tokens and log_probs; ("masks", "prompt_assistant_mask" and, where
-            padded, "prompt_attention_mask"); ("tokens", "covered")
+    Writes  (view, "prompt") for history and text, and the token stream
     """
-    views: dict[str, Any] = {}
+    out = TensorDict._new_unsafe({}, batch_size=td.batch_size)
     if (history := td.get("history", None)) is not None and (full := history.get("full", None)) is not None:
-        views["history"] = ChatHistory.from_rows({"prompt": full})
+        out.set("history", ChatHistory.from_rows({"prompt": full}, td.batch_size))
     if (text := td.get("text", None)) is not None and (texts := text.rows("full")) is not None:
-        views["text"] = Text.from_rows({"prompt": texts})
-    for name, container, fields in _STREAMS:
-        if (view := td.get(name, None)) is None:
-            continue
-        padded = bool(view.padded)
-        columns = {
-            to: (view.get(field, None) if padded else view.rows(field))
-            for field, to in fields.items()
-            if padded or to != "prompt_attention_mask"
-        }
-        columns = {field: values for field, values in columns.items() if values is not None}
-        if columns:
-            views[name] = (container.from_padded if padded else container.from_rows)(columns, td.batch_size)
-    return views
-
-
-_VIEWS = {"history": ChatHistory, "text": Text, "tokens": Tokens, "log_probs": LogProbs, "masks": Masks}
-
-# A conversation that has just begun, in the views that only a policy writes.
-_BLANKS: dict[str, dict[str, Any]] = {
-    "text": {"prompt": ""},
-    "tokens": {"prompt": torch.empty(0, dtype=torch.int64), "covered": torch.tensor(0)},
-    "log_probs": {"prompt": torch.empty(0), "plain": torch.empty(0)},
-    "masks": {"prompt_assistant_mask": torch.empty(0, dtype=torch.bool)},
-}
-
-_STREAMS: tuple[tuple[str, Any, dict[str, str]], ...] = (
-    ("tokens", Tokens, {"full": "prompt", "covered": "covered"}),
-    ("log_probs", LogProbs, {"full": "prompt", "plain": "plain"}),
-    (
-        "masks",
-        Masks,
-        {"all_assistant_mask": "prompt_assistant_mask", "all_attention_mask": "prompt_attention_mask"},
-    ),
-)
+        out.set("text", Text.from_rows({"prompt": texts}, td.batch_size))
+    if (stream := TokenStream.read(td, finished=True)) is not None:
+        stream.write(out)
+    return dict(out.items())

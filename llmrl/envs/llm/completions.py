@@ -1,6 +1,6 @@
-"""What the policy just said, as strings: the one place that finds the text of a turn in any input mode.
+"""The text of the policy's turn in any input mode, and the base of the transforms that score it.
 
-Rewards and parsers call `completion_texts`; they see the response only, never the prompt, and the same string whether
+Rewards and parsers call `completion_texts`: they see the response only, never the prompt, and the same string whether
 the batch carries messages, text or token ids.
 """
 
@@ -11,21 +11,59 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from llmrl.data.llm.chat import History
 from llmrl.data.llm.codec import codec_for
 from llmrl.data.llm.non_tensor import column_values
 from llmrl.data.llm.templates import find_template
-from llmrl.errors import MissingKeyError, TemplateError
-from llmrl.modules.llm.policies.containers import decode_rows, entries
-from llmrl.modules.llm.policies.modes import unpadded_rows
+from llmrl.envs.llm.options import MODES
+from llmrl.envs.specs import DONE_KEYS
+from llmrl.envs.td_ops import shallow_copy
+from llmrl.envs.transforms.base import Transform, innermost
+from llmrl.errors import ConfigError, MissingKeyError, TemplateError
+from llmrl.modules.llm.policies.containers import decode_rows
+from llmrl.modules.llm.policies.rows import entries, unpadded_rows
 
 if TYPE_CHECKING:
-    from llmrl.envs.transforms.base import Transform
+    from llmrl.envs.base import EnvBase
+    from llmrl.modules.llm.rendering import Renderer
 
-__all__ = ["completion_texts", "tokenizer_of", "trim_markers"]
+__all__ = ["ScoringTransform", "completion_texts", "tokenizer_of", "trim_markers"]
+
+
+class ScoringTransform(Transform):
+    """Scores each turn of an env, by `_step`; as a buffer's transform, or called, each batch that was collected.
+
+    A batch gets the same entries in ``next``, and rewards are added to those that it has. Its ends of conversations
+    stay as they were collected.
+
+    >>> import torch
+    >>> class Constant(ScoringTransform):
+    ...     def _step(self, td, next_td):
+    ...         return next_td.set("reward", torch.ones(*td.batch_size, 1, 1))
+    >>> Constant()(TensorDict(batch_size=[2]))["next", "reward"].shape
+    torch.Size([2, 1, 1])
+    """
+
+    def _call(self, next_td: TensorDictBase) -> TensorDictBase:
+        return next_td
+
+    def forward(self, td: TensorDictBase) -> TensorDictBase:
+        before = td.get("next", None)
+        if before is None:
+            before = TensorDict({}, batch_size=td.batch_size, device=td.device)
+        scored = self._step(td, shallow_copy(before))
+        ends = {key: before.get(key) for key in DONE_KEYS if key in before.keys()}
+        td.set("next", scored.exclude(*DONE_KEYS).update(ends))
+        return td
+
+
+def add_reward(next_td: TensorDictBase, values_B: Tensor, key: str = "reward") -> None:
+    """Adds one value per row to the reward, float32[B, 1, 1], which is 0 where no transform has written it yet."""
+    values_B11, before = values_B.view(-1, 1, 1), next_td.get(key, None)
+    next_td.set(key, values_B11 if before is None else before + values_B11)
 
 
 def completion_texts(
@@ -47,33 +85,44 @@ def completion_texts(
 
     Without ``tokenizer`` the only markers known are those of ChatML and ``markers``, which text alone needs.
     """
-    markers = (*special_tokens(tokenizer), *markers)
-    lead = (
-        "" if tokenizer is None or as_drawn else _around_answers(tokenizer)[0]
-    )  # a history's content has it no longer
-    history, text, tokens = (
-        td.get(view, None) if mode in (None, view) else None for view in ("history", "text", "tokens")
-    )
+    # The content of a history comes without the white space that the template writes.
+    lead = "" if tokenizer is None or as_drawn else _around_answers(tokenizer)[0]
+    history, text, tokens = (td.get(view, None) if mode in (None, view) else None for view in MODES)
+    texts: Iterable[str]
     if history is not None and (response := history.get("response", None)) is not None:
-        return [trim_markers(_content(messages), markers) for messages in response.to_chats()]
-    if text is not None and (texts := _strings(text, "response")) is not None:
-        return [trim_markers(response.removeprefix(lead), markers) for response in texts]
-    if tokens is not None and tokenizer is not None and (rows := _ids(td, tokens, "response")) is not None:
+        texts = map(_content, response.to_chats())
+    elif text is not None and (written := column_values(entries(text), "response")) is not None:
+        texts = (response.removeprefix(lead) for response in written)
+    elif tokens is not None and tokenizer is not None and (rows := _ids(td, tokens, "response")) is not None:
         # Control tokens inside are kept: without them "3<|im_start|>6" would be the answer 36.
-        return [trim_markers(response.removeprefix(lead), markers) for response in decode_rows(tokenizer, rows)]
-    if (chats := _whole_chats(td, history, text, tokens, tokenizer)) is not None:
-        return [trim_markers(_content(messages), markers) for messages in chats]
-    hint = " and a tokenizer" if tokenizer is None and "tokens" in td.keys() else ""
-    raise MissingKeyError(
-        f"{who}: the policy's response must be in ('text', 'response'), ('history', 'response') or ('tokens', "
-        f"'response'){hint}: the batch has {', '.join(map(str, td.keys()))}."
-    )
+        texts = (response.removeprefix(lead) for response in decode_rows(tokenizer, rows))
+    elif (chats := _whole_chats(td, history, text, tokens, tokenizer)) is not None:
+        texts = map(_content, chats)
+    else:
+        hint = " and a tokenizer" if tokenizer is None and "tokens" in td.keys() else ""
+        raise MissingKeyError(
+            f"{who}: the policy's response must be in ('text', 'response'), ('history', 'response') or ('tokens', "
+            f"'response'){hint}: the batch has {', '.join(map(str, td.keys()))}."
+        )
+    ends = (*special_tokens(tokenizer), *markers)
+    return [trim_markers(text, ends) for text in texts]
+
+
+def check_view(mode: str | None, who: str) -> None:
+    """Raises ConfigError where a scorer is to read an unknown view."""
+    if mode not in (None, *MODES):
+        raise ConfigError(f"{who}: input_mode must be one of {', '.join(MODES)}: got {mode!r}.")
 
 
 def tokenizer_of(transform: Transform) -> Any | None:
     """The transform's own tokenizer, else that of its env; None where there is neither."""
     own = transform.tokenizer
     return getattr(transform.container, "tokenizer", None) if own is None else own
+
+
+def renderer_of(env: EnvBase) -> Renderer | None:
+    """The renderer of the chat env below the transforms; None where it keeps a history."""
+    return getattr(innermost(env), "renderer", None)
 
 
 def special_tokens(tokenizer: Any | None) -> tuple[str, ...]:
@@ -98,26 +147,29 @@ def trim_markers(text: str, markers: Iterable[str]) -> str:
 
 @lru_cache(maxsize=8)
 def _around_answers(tokenizer: Any) -> tuple[str, str]:
-    """What the tokenizer's template writes around an answer: white space before it, the control token that ends it."""
+    """The template's text around an answer: white space before it, the control token that ends it."""
     with suppress(TemplateError):  # no template for conversations
         codec = codec_for(tokenizer, find_template(tokenizer))
         return codec.answer_lead, codec.end_of_turn.strip() if codec.end_is_control else ""
     return "", ""
 
 
-def _whole_chats(td: TensorDictBase, history: Any, text: Any, tokens: Any, tokenizer: Any | None) -> Any:
-    """The messages of each conversation, of a batch that has conversations only as a whole."""
+def _whole_chats(
+    td: TensorDictBase, history: Any, text: Any, tokens: Any, tokenizer: Any | None
+) -> list[list[dict[str, Any]]] | None:
+    """The messages of each conversation, of a batch that has conversations only as a whole; None where one of them
+    does not end in an answer."""
     if history is not None and (full := history.get("full", None)) is not None:
-        return _answered_chats(full.to_chats())
-    texts = None if text is None else _strings(text, "full")
-    if texts is None and tokens is not None and (rows := _ids(td, tokens, "full")) is not None and tokenizer:
-        texts = decode_rows(tokenizer, rows)
-    if texts is None or tokenizer is None:
+        chats = full.to_chats()
+    elif tokenizer is None:
         return None
-    return _answered_chats(History.from_text(texts, tokenizer=tokenizer).to_chats())
-
-
-def _answered_chats(chats: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]] | None:
+    else:
+        texts = None if text is None else column_values(entries(text), "full")
+        if texts is None and tokens is not None and (rows := _ids(td, tokens, "full")) is not None:
+            texts = decode_rows(tokenizer, rows)
+        if texts is None:
+            return None
+        chats = History.from_text(texts, tokenizer=tokenizer).to_chats()
     return None if any(not chat or chat[-1]["role"] in ("system", "user", "tool") for chat in chats) else chats
 
 
@@ -133,10 +185,6 @@ def _ids(td: TensorDictBase, tokens: Any, field: str) -> list[list[int]] | None:
     elif attention is not None:
         attention = [mask[len(mask) - len(row) :] for row, mask in zip(ids, attention, strict=True)]
     return [row.tolist() for row in unpadded_rows(holder, field, attention)]
-
-
-def _strings(container: Any, field: str) -> list[str] | None:
-    return column_values(entries(container), field)
 
 
 def _content(messages: list[dict[str, Any]] | dict[str, Any]) -> str:

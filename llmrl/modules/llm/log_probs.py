@@ -6,8 +6,6 @@ neither forwards nor backwards. The matrix product runs in the model's dtype, ev
 
 Where padding would be much of the work, the body sees packs instead (see ``packing``): the same numbers for less.
 
-Which positions are wanted, and what the numbers are used for, is the business of the wrappers and the losses.
-
 Shapes: B sequences, T tokens, V vocabulary, H hidden size, N selected tokens of the batch, C tokens of one chunk.
 """
 
@@ -24,10 +22,19 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from llmrl.errors import ConfigError, ShapeError
-from llmrl.modules.llm.head_path import HeadPath, accepted, find_head_path, map_logits, reduction_dtype
-from llmrl.modules.llm.packing import Packing, can_pack, has_varlen_attention, pack_batch
+from llmrl.modules.llm.packing import (
+    HeadPath,
+    Packing,
+    accepted,
+    can_pack,
+    find_head_path,
+    has_varlen_attention,
+    map_logits,
+    pack_batch,
+    reduction_dtype,
+)
 
-__all__ = ["TokenScorer", "TokenScores", "token_logprobs", "with_predecessor"]
+__all__ = ["TokenScorer", "TokenScores", "hidden_before", "padded_inputs", "token_logprobs", "with_predecessor"]
 
 
 class TokenScores(NamedTuple):
@@ -90,27 +97,33 @@ def token_logprobs(
         )
     if chunk is not None and chunk < 1:
         raise ConfigError(f"token_logprobs: chunk counts tokens and must be at least 1, got {chunk}.")
-    attended_BT = attention_mask.bool()
     scored_BT = with_predecessor(select, attention_mask)
     path = find_head_path(model)
-    packed = pack_batch(model, input_ids, attended_BT, packing, has_positions=position_ids is not None)
-    if packed is not None and path is not None:
+    packed = pack_batch(model, input_ids, attention_mask.bool(), packing, has_positions=position_ids is not None)
+    if path is None:
+        inputs = padded_inputs(input_ids, attention_mask, position_ids)
+        return _in_place(_score_with_whole_model(model, inputs, scored_BT, temperature, entropy), scored_BT)
+    if packed is None:
+        hidden_NH = hidden_before(path, padded_inputs(input_ids, attention_mask, position_ids), scored_BT)
+    else:
         inputs = {"input_ids": packed.input_ids, "position_ids": packed.position_ids}
         hidden_PSH = path.body(**accepted(path.body, inputs)).last_hidden_state
-        before_N = packed.index[scored_BT[attended_BT]] - 1  # a scored token has a predecessor, in its own row
-        scores = _score_hidden(
-            path, hidden_PSH.flatten(0, 1)[before_N], input_ids[scored_BT], temperature, chunk, entropy
-        )
-        return _in_place(scores, scored_BT)
-
-    if position_ids is None:
-        position_ids = (attended_BT.long().cumsum(-1) - 1).clamp(min=0)
-    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
-    if path is None:
-        return _in_place(_score_with_whole_model(model, inputs, scored_BT, temperature, entropy), scored_BT)
-    hidden_BTH = path.body(**accepted(path.body, inputs)).last_hidden_state
-    hidden_NH = hidden_BTH[:, :-1][scored_BT[:, 1:]]
+        before_N = packed.index[scored_BT[attention_mask.bool()]] - 1  # the predecessor, in the same row
+        hidden_NH = hidden_PSH.flatten(0, 1)[before_N]
     return _in_place(_score_hidden(path, hidden_NH, input_ids[scored_BT], temperature, chunk, entropy), scored_BT)
+
+
+def padded_inputs(input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None) -> dict[str, Tensor]:
+    """The inputs of a model for a padded batch; positions are counted from the mask where they are not given."""
+    if position_ids is None:
+        position_ids = (attention_mask.bool().long().cumsum(-1) - 1).clamp(min=0)
+    return {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+
+
+def hidden_before(path: HeadPath, inputs: dict[str, Tensor], scored_BT: Tensor) -> Tensor:
+    """The hidden states [N, H] that the scored tokens of a padded batch are predicted from."""
+    hidden_BTH = path.body(**accepted(path.body, inputs)).last_hidden_state
+    return hidden_BTH[:, :-1][scored_BT[:, 1:]]
 
 
 def with_predecessor(select: Tensor, attention_mask: Tensor) -> Tensor:

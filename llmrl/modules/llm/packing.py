@@ -1,8 +1,9 @@
-"""Padding-free batches: several sequences end to end in one row, each attending to nothing but its own past.
+"""Calls of a causal language model's body: apart from its output head, and on padding-free batches.
 
-A pack tells the model where its sequences begin by its position ids alone, which restart at 0: transformers makes the
-block-diagonal causal mask of them (or hands the boundaries to flash-attention) when it gets no attention mask. Whether
-a given model does that is never assumed: it is tried, once. What is scored in a pack is the business of ``log_probs``.
+A padding-free batch holds sequences end to end in one row, a pack, each attending to its own past only. A pack tells
+the model where its sequences begin by its position ids alone, which restart at 0: transformers makes the block-diagonal
+causal mask of them (or hands the boundaries to flash-attention) when it gets no attention mask. Whether a given model
+does that, and whether head(body) is what it returns, is tried once per model on a few tokens.
 
 Shapes: B sequences of T tokens at most, N tokens in all, P packs of S tokens, H hidden size.
 """
@@ -12,26 +13,32 @@ from __future__ import annotations
 import inspect
 import weakref
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.errors import ConfigError, ShapeError
-from llmrl.modules.llm.head_path import accepted, evaluating, find_head_path, tolerance
 
 __all__ = [
+    "HeadPath",
     "Layout",
     "Packed",
     "Packing",
+    "accepted",
     "can_pack",
+    "evaluating",
+    "find_head_path",
     "has_varlen_attention",
     "lay_out",
+    "map_logits",
     "pack",
     "pack_batch",
+    "reduction_dtype",
     "why_not_packed",
 ]
 
@@ -154,8 +161,8 @@ def pack_batch(
     most = _WORTH_PACKING * input_ids.numel() if packing == "auto" else float("inf")
     if not 0 < sum(lengths) <= most:
         return None
-    # attention with a mask is quadratic in the width of a pack: the longest row is the least there is. flash-attention
-    # takes one pack, and looks at nothing outside of each sequence
+    # Attention with a mask is quadratic in the width of a pack, at least that of the longest row. flash-attention takes
+    # one pack, and looks at nothing outside of each sequence.
     layout = lay_out(lengths, sum(lengths) if has_varlen_attention(model) else None)
     return _place(input_ids[attended_BT], layout) if layout.num_tokens <= most else None
 
@@ -187,7 +194,111 @@ def _attention(model: nn.Module) -> str:
     return str(getattr(getattr(model, "config", None), "_attn_implementation", None))
 
 
-# --------------------------------------------------------------------------------------- does a model keep packs apart
+# --- the body apart from the head -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HeadPath:
+    """A model taken apart: logits = cap tanh(scale head(body) / cap), or scale head(body) without ``softcap``."""
+
+    body: nn.Module
+    head: nn.Module
+    scale: float
+    softcap: float | None
+
+
+# model -> index of the split that was found to give the model's own logits, None when none does. The parts themselves
+# are looked up at each call: a head that was replaced (LoRA, a larger vocabulary) is then the one that is used.
+_probed: weakref.WeakKeyDictionary[nn.Module, int | None] = weakref.WeakKeyDictionary()
+
+
+def find_head_path(model: nn.Module) -> HeadPath | None:
+    """The split of ``model`` into body and head that reproduces its logits on a few tokens; None when there is none."""
+    candidates = _candidate_paths(model)
+    if model not in _probed:
+        _probed[model] = _probe(model, candidates)
+    choice = _probed[model]
+    return None if choice is None else candidates[choice]
+
+
+def _candidate_paths(model: nn.Module) -> list[HeadPath]:
+    causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft keeps the model inside
+    head = causal_lm.get_output_embeddings() if hasattr(causal_lm, "get_output_embeddings") else None
+    if not isinstance(head, nn.Module):
+        return []
+    config = causal_lm.config.get_text_config()
+    scale = 1.0
+    if getattr(config, "logits_scaling", None):  # Granite divides
+        scale = 1.0 / config.logits_scaling
+    elif getattr(config, "logit_scale", None):  # Cohere multiplies
+        scale = float(config.logit_scale)
+    softcap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
+    bodies = [causal_lm.base_model, causal_lm.get_decoder()]
+    maps = [(scale, softcap), (1.0, None)]
+    return [HeadPath(body, head, *map_) for body in bodies if body is not causal_lm for map_ in maps]
+
+
+@torch.no_grad()
+def _probe(model: nn.Module, candidates: list[HeadPath]) -> int | None:
+    if not candidates:
+        return None
+    head_weight = next(candidates[0].head.parameters())
+    ids = torch.arange(5, device=head_weight.device)[None]
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": ids}
+    with evaluating(model):
+        expected = model(**accepted(model, inputs)).logits.double()
+        # the two ways run the same operations: any real difference (a cap, a scale, a norm) is far above the rounding
+        bound = _tolerance(head_weight.dtype) * expected.abs().max()
+        for index, path in enumerate(candidates):
+            hidden = path.body(**accepted(path.body, inputs)).last_hidden_state
+            got = map_logits(path.head(hidden), path, 1.0).double()
+            if got.shape == expected.shape and (got - expected).abs().max() <= bound:
+                return index
+        return None
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside it the model is in evaluation mode; afterwards each of its modules is in the mode that it was in."""
+    was_training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in was_training:
+            module.training = True
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    """Relative to the largest number: two ways to the same hidden states or logits differ by less."""
+    return 1e-5 if dtype in (torch.float32, torch.float64) else 1e-2
+
+
+def accepted(module: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Any]:
+    """The entries of ``inputs`` that ``module.forward`` names, plus ``use_cache=False`` where it has that."""
+    causal_lm = module.get_base_model() if hasattr(module, "get_base_model") else module
+    named = inspect.signature(causal_lm.forward).parameters
+    arguments: dict[str, Any] = {name: value for name, value in inputs.items() if name in named}
+    if "use_cache" in named:
+        arguments["use_cache"] = False
+    return arguments
+
+
+def map_logits(logits: Tensor, path: HeadPath | None, temperature: float) -> Tensor:
+    """Head output -> float32 logits of the distribution that is sampled from: scale, cap, temperature."""
+    logits = logits.to(reduction_dtype(logits.dtype))
+    if path is None:
+        return logits / temperature
+    if path.softcap is None:
+        return logits * (path.scale / temperature)
+    return torch.tanh(logits * (path.scale / path.softcap)) * (path.softcap / temperature)
+
+
+def reduction_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+# --- whether a model keeps packed rows apart --------------------------------------------------------------------------
 
 # model -> by attention implementation, what is wrong with it packed; None where nothing is
 _faults: weakref.WeakKeyDictionary[nn.Module, dict[str, str | None]] = weakref.WeakKeyDictionary()
@@ -230,7 +341,7 @@ def _try(model: nn.Module) -> str | None:
     dtype = torch.get_autocast_dtype(weight.device.type) if in_autocast else weight.dtype
     with evaluating(model):
         try:
-            return _compare(body, config.vocab_size, tolerance(dtype), weight.device)
+            return _compare(body, config.vocab_size, _tolerance(dtype), weight.device)
         except Exception as error:  # the model's code is anybody's: whatever it raises, it does not run packed
             return f"it fails on packed rows: {type(error).__name__}: {error}"
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.errors import DataError, MissingKeyError, ShapeError
 from llmrl.modules.llm.log_probs import TokenScores, with_predecessor
-from llmrl.modules.llm.policies.own_tokens import own_part, response_part
+from llmrl.modules.llm.token_stream import own_part, response_part
 from llmrl.objectives.llm.functional import StepCounts
 
 __all__ = ["PaddedBatch", "actor_scores", "count_step", "group_ids", "trained_tokens"]
@@ -162,7 +162,7 @@ class PaddedBatch:
         has_mask = td.get(assistant_key, None, as_list=True) is not None
         if has_mask:
             mask_BT = self.column(td, assistant_key).bool()
-            own_BT = mask_BT & own_part(td, mask_BT, self.lengths)
+            own_BT = mask_BT & own_part(td, mask_BT)
         else:
             mask_BT = own_BT = response_part(td, self.attention_mask, self.lengths, response_key)
         if strategy == "generic":
@@ -243,7 +243,7 @@ def trained_tokens(td: TensorDictBase, mask_key: NestedKey, reader: str) -> tupl
         attended_BT = attention.bool() if isinstance(attention, Tensor) else pad_rows(attention).bool()
     else:
         attended_BT = torch.ones_like(mask_BT)
-    own_BT = own_part(td, mask_BT, lengths)
+    own_BT = own_part(td, mask_BT)
     return with_predecessor(mask_BT & own_BT, attended_BT), lengths
 
 

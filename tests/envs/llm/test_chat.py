@@ -191,13 +191,16 @@ def test_a_rollout_through_resets_starts_every_conversation_with_a_stream_of_its
             assert tokenizer.decode(full).startswith("<|im_start|>user")
 
 
-def test_a_running_padded_conversation_cannot_stand_beside_a_new_one(tokenizer):
-    policy = LLMWrapperBase(FakeEngine(["a", "b c"], tokenizer=tokenizer), tokenizer=tokenizer, pad_output=True)
-    env = DatasetChatEnv(dataset=[{"prompt": "q"}], num_envs=2)
+def test_a_running_padded_conversation_goes_on_beside_a_new_one(tokenizer):
+    engine = FakeEngine(["a", "b c"], tokenizer=tokenizer)
+    policy = LLMWrapperBase(engine, tokenizer=tokenizer, pad_output=True)
+    env = DatasetChatEnv(dataset=[{"prompt": "q"}], num_envs=2, max_steps=None)
     td = env.step_mdp(env.step(policy(env.reset())))
     td["_reset"] = torch.tensor([[True], [False]])
-    with pytest.raises(ConfigError, match="use pad_output=False"):
-        env.reset(td)
+    td = policy(env.reset(td))
+    assert torch.equal(engine.prompts[2], engine.prompts[0])  # a new conversation, of the same question
+    whole = torch.cat([engine.prompts[1], engine.answers[1]])
+    assert torch.equal(engine.prompts[3][: len(whole)], whole)
 
 
 def test_a_primer_cannot_be_given_both_data_and_a_factory():
@@ -205,18 +208,17 @@ def test_a_primer_cannot_be_given_both_data_and_a_factory():
         DataLoadingPrimer([{"query": "a"}], dataloader_factory=list)
 
 
-def test_padded_turns_stay_padded_in_the_next_prompt():
+def test_padded_turns_are_carried_without_their_padding():
     env = ChatEnv(batch_size=[2], data_key="query")
     td = env.reset(query("a", "b"))
-    full = torch.tensor([[0, 1, 2], [3, 4, 5]])
+    full, real = torch.tensor([[0, 1, 2], [3, 4, 5]]), torch.tensor([[False, True, True], [True, True, True]])
     history = td["history"].prompt
     td.set("history", ChatHistory.from_rows({"prompt": history, "full": history}))
     td.set("tokens", Tokens.from_padded({"full": full}))
-    td.set("masks", Masks.from_padded({"all_assistant_mask": full > 1, "all_attention_mask": full > 0}))
+    td.set("masks", Masks.from_padded({"all_assistant_mask": full > 1, "all_attention_mask": real}))
     after = env.step(td)["next"]
-    assert after["tokens"].padded
-    assert torch.equal(after["tokens"].prompt, full)
-    assert torch.equal(after["masks"].prompt_attention_mask, full > 0)
+    assert [row.tolist() for row in after["tokens"].rows("prompt")] == [[1, 2], [3, 4, 5]]
+    assert [row.tolist() for row in after["masks"].rows("prompt_assistant_mask")] == [[False, True], [True] * 3]
 
 
 @pytest.mark.parametrize("pad_output", [False, True], ids=["ragged", "padded"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import time
 
 import pytest
 from tensordict import TensorDict
@@ -75,9 +74,7 @@ def test_all_or_nothing_stops_at_the_first_failure():
 def test_a_case_that_takes_too_long_fails_alone():
     reward = CodeReward(sandbox="subprocess", timeout_s=1.0, concurrency=2)
     code = fenced("n = int(input())\nwhile n == 0:\n    pass\nprint(n)")
-    start = time.monotonic()
     assert reward(code, [{"input": "0", "output": "0"}, {"input": "1", "output": "1"}]) == 0.5
-    assert time.monotonic() - start < 15
     reward.close()
 
 

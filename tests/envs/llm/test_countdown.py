@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 from fractions import Fraction
 
 import pytest
@@ -12,33 +11,29 @@ from tensordict import TensorDict
 
 from llmrl.data.llm.non_tensor import column
 from llmrl.envs.llm import ChatEnv, CountdownEnv, CountdownRewardParser
-from llmrl.envs.llm.countdown import countdown_correct, countdown_problems
+from llmrl.envs.llm.tasks.countdown import countdown_correct, countdown_problems
 from llmrl.errors import ConfigError, DataError, MissingKeyError
 
+RIGHT = [
+    "55 + 36 - 7 - 19",
+    "(55 + 36) - (7 + 19)",
+    "55+36-7-19=65",
+    "$55 + 36 - 7 - 19$",
+    "55 + 36 - 7 \N{MINUS SIGN} 19",
+]
+WRONG = ["36 + 55 - 7", "65", "55 + 36 - 7 - 19 + 7 - 7", "55 + 36 - 26", "55.0 + 36 - 7 - 19", "55 // 7 + 36 + 19"]
+WRONG += [
+    "55 + 36 - 7 - 19; import os",
+    "__import__('os')",
+    "max(55, 36) - 7",
+    "55 ** 1",
+    "55 / (7 - 7)",
+    "(55 + 36",
+    "",
+]
 
-@pytest.mark.parametrize(
-    ("expression", "right"),
-    [
-        ("55 + 36 - 7 - 19", True),
-        ("(55 + 36) - (7 + 19)", True),
-        ("55+36-7-19=65", True),
-        ("$55 + 36 - 7 - 19$", True),
-        ("55 + 36 - 7 \N{MINUS SIGN} 19", True),
-        ("36 + 55 - 7", False),  # 84
-        ("65", False),  # not a given number
-        ("55 + 36 - 7 - 19 + 7 - 7", False),  # 7 three times
-        ("55 + 36 - 26", False),
-        ("55.0 + 36 - 7 - 19", False),
-        ("55 + 36 - 7 - 19; import os", False),
-        ("__import__('os')", False),
-        ("max(55, 36) - 7", False),
-        ("55 // 7 + 36 + 19", False),
-        ("55 ** 1", False),
-        ("55 / (7 - 7)", False),
-        ("(55 + 36", False),
-        ("", False),
-    ],
-)
+
+@pytest.mark.parametrize(("expression", "right"), [(e, True) for e in RIGHT] + [(e, False) for e in WRONG])
 def test_an_expression_makes_the_target_from_numbers_used_once(expression, right):
     assert countdown_correct(expression, [19, 36, 55, 7], 65) is right
 
@@ -49,29 +44,6 @@ def test_fractions_on_the_way_do_not_matter():
     assert not countdown_correct("7 / 3", [3, 7], 2)
 
 
-@pytest.mark.parametrize(
-    "expression",
-    ["45**67**89", "9**9**9", "9^9^9", "(" * 5000 + "1" + ")" * 5000, "1" * 100_000, "1+" * 50_000, "-" * 150 + "1"],
-)
-def test_an_adversarial_expression_is_decided_in_10_ms(expression):
-    best = 1.0
-    for _ in range(5):
-        start = time.perf_counter()
-        assert not countdown_correct(expression, [45, 67, 89, 9, 9, 9], 1)
-        best = min(best, time.perf_counter() - start)
-    assert best < 0.010
-
-
-@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
-def test_a_response_has_one_score_in_every_mode(mode, tokenizer, say):
-    said = ["<think>2 * 3</think><answer>2 * 3</answer>", "<answer>2 + 3</answer>", "2 * 3", "<answer>2 * 3"]
-    rows = [{"nums": [2, 3], "target": 6}]
-    env = CountdownEnv(dataset=rows, num_envs=4, input_mode=mode, tokenizer=tokenizer)
-    td = env.step(say(env.reset(), said))
-    assert td["next", "reward"].flatten().tolist() == [1.0, pytest.approx(0.1), 0.0, 0.0]
-    assert td["next", "success"].flatten().tolist() == [True, False, False, False]
-
-
 def test_a_local_file_in_the_public_columns_is_read_and_a_bad_row_named(tmp_path):
     path = tmp_path / "countdown.jsonl"
     path.write_text("\n".join(json.dumps({"target": n + 5, "nums": [n, 5]}) for n in range(3)), encoding="utf-8")
@@ -79,8 +51,8 @@ def test_a_local_file_in_the_public_columns_is_read_and_a_bad_row_named(tmp_path
     assert td.get("target").tolist() == [5, 6, 7]
     assert "6 out of the numbers 1, 5" in td["history"].prompt.to_chats()[1][1]["content"]
     for row, message in (
-        ({"numbers": [1], "target": 1}, "row 2 must have the columns nums and target.*numbers, target"),
-        ({"nums": "12", "target": "x"}, "row 2 has '12' and 'x'"),
+        ({"numbers": [1], "target": 1}, "row 2 .*must have the columns nums and target.*numbers, target"),
+        ({"nums": "12", "target": "x"}, "row 2 .*has '12' and 'x'"),
         ({"nums": [], "target": 1}, "nums must be a list of whole numbers"),
     ):
         with pytest.raises(DataError, match=message):

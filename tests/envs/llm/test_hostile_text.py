@@ -20,15 +20,15 @@ from llmrl.data.llm import parsers
 from llmrl.data.llm.codec import codec_for
 from llmrl.data.llm.templates import find_template
 from llmrl.envs.llm.answers import code_block, extract_tags, last_boxed, normalize_answer
-from llmrl.envs.llm.big_sums import big_sums_reward
 from llmrl.envs.llm.completions import trim_markers
-from llmrl.envs.llm.countdown import countdown_correct
-from llmrl.envs.llm.gsm8k import GSM8KRewardParser
-from llmrl.envs.llm.ifeval.checks import CHECKS
-from llmrl.envs.llm.ifeval.evaluation import Instructions, evaluate
-from llmrl.envs.llm.math import MATHRewardParser
-from llmrl.envs.llm.mlgym import command_of
 from llmrl.envs.llm.rewards import JudgeReward
+from llmrl.envs.llm.tasks.countdown import countdown_correct
+from llmrl.envs.llm.tasks.gsm8k import GSM8KRewardParser
+from llmrl.envs.llm.tasks.ifeval import Instructions, evaluate
+from llmrl.envs.llm.tasks.ifeval_checks import CHECKS
+from llmrl.envs.llm.tasks.math import MATHRewardParser
+from llmrl.envs.llm.tasks.mlgym import command_of
+from llmrl.envs.llm.tasks.sums import sums_reward
 from llmrl.envs.llm.tool_calls import (
     AnyFormat,
     DeepSeekFormat,
@@ -74,13 +74,8 @@ LATEX = ["\\boxed{", "\\text{", "\\text{}", "\\frac{", "\\frac{1}{", "}", "1", "
 FENCES = ["```", "```\n", "```python\n", "```text\n", "````\n", "\n```", "x\n"]
 DEEPSEEK_CALLS = ["<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"]
 DEEPSEEK_CALLS += ["<｜tool▁calls▁end｜>"]
-DEEPSEEK = [
-    "<｜User｜>",
-    "<｜Assistant｜>",
-    *DEEPSEEK_CALLS,
-    "function<｜tool▁sep｜>f\n```json\n",
-    "\n```<｜tool▁call▁end｜>",
-]
+DEEPSEEK = ["<｜User｜>", "<｜Assistant｜>", *DEEPSEEK_CALLS]
+DEEPSEEK += ["function<｜tool▁sep｜>f\n```json\n", "\n```<｜tool▁call▁end｜>"]
 OUTPUTS = ["<｜tool▁outputs▁begin｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>", "<｜tool▁outputs▁end｜>"]
 HARMONY = ["<|start|>", "<|channel|>", " to=functions.f", "<|constrain|>", "<|message|>", "<|call|>", "<|end|>", "{}"]
 MISTRAL = ["[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "{}", '[{"name"', "f"]
@@ -88,15 +83,8 @@ HERMES = ["<tool_call>", "</tool_call>", '{"name": "f"}', "{", '"']
 FUNCTION = ["<function=", "<function=f>", "<parameter=", "<parameter=a>", "</parameter>", "</function>"]
 LLAMA = ["<|python_tag|>", '{"name": "f"', '{"name": "f", "parameters": {}}', "; ", "\n", "{"]
 TAGGED = ["<tool", "<tool>", '<tool name="', "</tool>", "{", "f", "\n"]
-CHATML = [
-    "<|im_start|>user\n",
-    "<|im_start|>assistant\n",
-    "<|im_end|>",
-    "<tool_response>\n",
-    "\n</tool_response>\n",
-    *HERMES[:3],
-]
-
+CHATML = ["<|im_start|>user\n", "<|im_start|>assistant\n", "<|im_end|>", "<tool_response>\n", "\n</tool_response>\n"]
+CHATML += HERMES[:3]
 RESPONSES = ["<tool_response>\n", "\n</tool_response>", "\n</tool_response>\n", "a"]
 
 FORMATS = [
@@ -203,11 +191,11 @@ READERS: dict[str, tuple[Callable[[str], Any], list[str]]] = {
     "boxed": (last_boxed, LATEX),
     "code_block": (code_block, FENCES),
     "mlgym": (command_of, [*FENCES, *ANSWERS[:2]]),
-    "normalize": (normalize_answer, LATEX),
+    "normalize": (normalize_answer, [*LATEX, "9**9**9", "1e999999999", "9^9^9^9", "7" * 400 + "/"]),
     "gsm8k": (lambda text: GSM8KRewardParser().score(text, "36"), ANSWERS),
     "math": (mathematics, LATEX),
-    "countdown": (lambda text: countdown_correct(text, [1, 2], 3), ["\\times", "$", "(", "1+"]),
-    "sums": (lambda text: big_sums_reward(text, "36"), ["<answer>", "1", "</answer>", " "]),
+    "countdown": (lambda text: countdown_correct(text, [1, 2], 3), ["\\times", "$", "(", "1+", "45**67**", "9^9^"]),
+    "sums": (lambda text: sums_reward(text, "36"), ["<answer>", "1", "</answer>", " "]),
     "judge": (judged, ["score", "score: ", "1", ".", "<think>"]),
     "markers": (lambda text: trim_markers(text, ("<|im_end|>", "<pad>")), ["<|im_end|>", "<pad>"]),
     "calculator": (computed, ["1+", "(", "**", "9"]),

@@ -6,7 +6,6 @@ import json
 import math
 import socket
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -173,11 +172,12 @@ def test_an_overloaded_server_is_asked_again(server):
     assert reward.api.counters == {"requests": 3, "retries": 2}
 
 
-def test_a_server_that_says_when_to_come_back_is_waited_for(server):
+def test_a_server_that_says_when_to_come_back_is_waited_for(server, monkeypatch):
     server.reply = lambda request, number: (429, b"", {"Retry-After": "1"}) if number == 1 else "SCORE: 5"
-    start = time.monotonic()
-    assert judge(server)("a", query="q") == 0.5
-    assert 1.0 <= time.monotonic() - start < 10
+    reward, waited = judge(server), []
+    monkeypatch.setattr(reward.api._closed, "wait", lambda seconds: waited.append(seconds) or False)
+    assert reward("a", query="q") == 0.5
+    assert waited == [1.0]
 
 
 @pytest.mark.parametrize(
@@ -213,10 +213,8 @@ def test_a_server_that_is_too_slow_is_given_up_at_the_deadline(server):
         return "SCORE: 5"
 
     server.reply = reply
-    start = time.monotonic()
     with pytest.raises(DeadlineError, match=r"must answer within timeout_s = 0\.3"):
         judge(server, timeout_s=0.3, retries=1)("a", query="q")
-    assert time.monotonic() - start < 5
     assert len(server.requests) == 2
 
 

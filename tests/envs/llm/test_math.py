@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 
 import pytest
 from tensordict import TensorDict
 
 from llmrl.data.llm.non_tensor import column
 from llmrl.envs.llm import ChatEnv, MATHEnv, MATHRewardParser
-from llmrl.envs.llm.math_equality import MathEquality
+from llmrl.envs.llm.tasks.math import MathEquality
 from llmrl.errors import DataError, MissingDependencyError
 
 pytest.importorskip("math_verify")
@@ -24,32 +23,22 @@ def equality():
     equality.close()
 
 
+# fmt: off
+EQUAL = [
+    ("\\frac{1}{2}", "0.5"), ("\\frac{1}{2}", "1/2"), ("\\boxed{\\frac12}", "$\\frac{2}{4}$"), ("1{,}234", "1234"),
+    ("5", "x = 5"), ("5", "5.0"), ("\\sqrt{8}", "2\\sqrt{2}"), ("x^2+2x+1", "(x+1)^2"), ("\\{1,2\\}", "\\{2,1\\}"),
+    ("(1,2)", "( 1, 2 )"), ("2^{10}", "1024"), ("\\text{Monday}", "Monday"), ("90^\\circ", "90"), ("10\\%", "10"),
+    ("\\frac{\\pi}{4}", "The answer is $\\frac{\\pi}{4}$."),
+]
+DIFFERENT = [
+    ("5", "-5"), ("\\frac13", "0.333"), ("(1,2)", "(2,1)"), ("2x", "2"), ("\\text{Monday}", "Tuesday"),
+    ("\\frac{3}{4}", "{"), ("7", ""),
+]
+# fmt: on
+
+
 @pytest.mark.parametrize(
-    ("reference", "answer", "equal"),
-    [
-        ("\\frac{1}{2}", "0.5", True),
-        ("\\frac{1}{2}", "1/2", True),
-        ("\\boxed{\\frac12}", "$\\frac{2}{4}$", True),
-        ("1{,}234", "1234", True),
-        ("5", "x = 5", True),
-        ("5", "5.0", True),
-        ("5", "-5", False),
-        ("\\frac13", "0.333", False),
-        ("\\sqrt{8}", "2\\sqrt{2}", True),
-        ("x^2+2x+1", "(x+1)^2", True),
-        ("\\{1,2\\}", "\\{2,1\\}", True),
-        ("(1,2)", "(2,1)", False),
-        ("(1,2)", "( 1, 2 )", True),
-        ("2x", "2", False),
-        ("2^{10}", "1024", True),
-        ("\\text{Monday}", "Monday", True),
-        ("\\text{Monday}", "Tuesday", False),
-        ("90^\\circ", "90", True),
-        ("10\\%", "10", True),
-        ("\\frac{\\pi}{4}", "The answer is $\\frac{\\pi}{4}$.", True),
-        ("\\frac{3}{4}", "{", False),
-        ("7", "", False),
-    ],
+    ("reference", "answer", "equal"), [(*pair, True) for pair in EQUAL] + [(*pair, False) for pair in DIFFERENT]
 )
 def test_answers_are_compared_as_mathematics(equality, reference, answer, equal):
     assert equality.equal(reference, answer) is equal
@@ -58,9 +47,7 @@ def test_answers_are_compared_as_mathematics(equality, reference, answer, equal)
 def test_an_answer_that_never_ends_is_wrong_at_the_deadline_and_the_next_one_is_decided():
     equality = MathEquality(deadline_s=1.0)
     assert equality.equal("\\sqrt{4}", "2")  # the process is there
-    start = time.perf_counter()
     assert not equality.equal("\\sqrt{8}", "\\sum_{n=1}^{10^{12}} n^{n}")
-    assert time.perf_counter() - start < 5.0
     assert equality.counters["timeouts"] == 1
     assert not equality.equal("2", "x" * 5000)
     assert equality.counters["too_long"] == 1
@@ -82,23 +69,6 @@ def test_pairs_are_compared_side_by_side_and_one_that_never_ends_costs_no_other(
     assert equality.equal_all([]) == []
     assert equality.counters == {"compared": 4, "timeouts": 1, "too_long": 0}
     equality.close()
-
-
-@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
-def test_a_response_has_one_score_in_every_mode(mode, tokenizer, say):
-    said = [
-        "<think>\\boxed{1}</think><answer>0.5</answer>",
-        "so it is $\\boxed{\\frac{1}{2}}$",
-        "<answer>2</answer> or \\boxed{0.5}",  # the answer block is the answer
-        "<think>\\boxed{0.5}</think>",
-        "0.5",
-    ]
-    rows = [{"problem": "Half of 1?", "solution": "Halve: $\\boxed{\\frac12}$", "level": "Level 1", "type": "Algebra"}]
-    env = MATHEnv(dataset=rows, num_envs=5, input_mode=mode, tokenizer=tokenizer)
-    td = env.step(say(env.reset(), said))
-    assert td["next", "reward"].flatten().tolist() == [1.0, 1.0, pytest.approx(0.1), 0.0, 0.0]
-    assert td["next", "terminated"].flatten().tolist() == [True, True, True, False, False]
-    env.close()
 
 
 def test_the_last_nested_box_is_the_reference(tmp_path):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmrl.envs.llm.sums import sums_reward
+from llmrl.envs.llm.tasks.sums import sums_reward
 from llmrl.envs.llm.transforms import RewardFunction, reward_process
 from llmrl.errors import ConfigError, ShapeError, WorkerError
 
@@ -143,7 +143,7 @@ def test_the_process_is_warm_shared_by_clones_and_ends_with_close(reward):
 
 
 def test_functions_of_llmrl_and_objects_stay_in_this_process_unless_told_otherwise(reward, tmp_path):
-    own = RewardFunction("llmrl.envs.llm.sums:sums_reward")
+    own = RewardFunction("llmrl.envs.llm.tasks.sums:sums_reward")
     assert own.fn is sums_reward
     assert type(own._runner) is type(RewardFunction(sums_reward)._runner) is type(RewardFunction(len)._runner)
     assert score(reward("where", process=False), ["a"]) == [os.getpid()]

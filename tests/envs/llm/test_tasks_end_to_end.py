@@ -59,3 +59,28 @@ def test_a_task_keeps_its_specs_also_without_a_policy(kind, rows):
     batch = env.rollout(4)
     for key in env.reward_keys:
         assert batch["next"][:, -1].get(key).shape == env.full_reward_spec[key].shape
+
+
+HALF = [{"problem": "Half of 1?", "solution": "Halve: $\\boxed{\\frac12}$", "level": "Level 1", "type": "Algebra"}]
+SCORED = [
+    (CountdownEnv, [{"nums": [2, 3], "target": 6}], "<think>2 * 3</think><answer>2 * 3</answer>", 1.0),
+    (CountdownEnv, [{"nums": [2, 3], "target": 6}], "<answer>2 + 3</answer>", 0.1),
+    (CountdownEnv, [{"nums": [2, 3], "target": 6}], "<answer>2 * 3", 0.0),
+    (MATHEnv, HALF, "<think>\\boxed{1}</think><answer>0.5</answer>", 1.0),
+    (MATHEnv, HALF, "so it is $\\boxed{\\frac{1}{2}}$", 1.0),
+    (MATHEnv, HALF, "<answer>2</answer> or \\boxed{0.5}", 0.1),  # the answer block is the answer
+    (MATHEnv, HALF, "<think>\\boxed{0.5}</think>", 0.0),
+    (MATHEnv, HALF, "0.5", 0.0),
+]
+
+
+@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
+@pytest.mark.parametrize(("kind", "rows", "said", "reward"), SCORED)
+def test_a_response_has_one_score_in_every_mode(kind, rows, said, reward, mode, tokenizer, say):
+    if kind is MATHEnv:
+        pytest.importorskip("math_verify")
+    env = kind(dataset=rows, input_mode=mode, tokenizer=tokenizer)
+    after = env.step(say(env.reset(), [said]))["next"]
+    assert after["reward"].item() == pytest.approx(reward)
+    assert (after["success"].item(), after["terminated"].item()) == (reward == 1, reward > 0)
+    env.close()

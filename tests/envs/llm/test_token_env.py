@@ -8,7 +8,7 @@ from tensordict import TensorDict
 
 from llmrl.envs import check_env_specs
 from llmrl.envs.llm import LLMEnv, LLMHashingEnv
-from llmrl.envs.llm.hashing import prefix_hash
+from llmrl.envs.llm.token_env import prefix_hash
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError
 from llmrl.testing import tiny_tokenizer
 
@@ -177,7 +177,7 @@ def test_a_hash_of_ones_own_is_used():
 
 
 def test_what_the_hashing_env_needs_is_named(tokenizer):
-    with pytest.raises(ConfigError, match="how many tokens there are"):
+    with pytest.raises(ConfigError, match="number of tokens"):
         LLMHashingEnv(text_output=False)
     with pytest.raises(ConfigError, match="text_output needs a tokenizer"):
         LLMHashingEnv(10)

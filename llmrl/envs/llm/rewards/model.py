@@ -93,8 +93,10 @@ class RewardModelScorer:
         if self.max_tokens is not None:
             order = [row for row in order if len(rows[row]) <= self.max_tokens]
         while order:
-            batch = self._fill(order, rows)
-            del order[: len(batch)]
+            count = 1  # from short to long: the next row sets the padded length of the batch
+            while count < len(order) and len(rows[order[count]]) * (count + 1) <= self.tokens_per_batch:
+                count += 1
+            batch, order = order[:count], order[count:]
             for row, score in zip(batch, self._forward([rows[row] for row in batch]).tolist(), strict=True):
                 scores[row] = score
         return scores
@@ -114,19 +116,12 @@ class RewardModelScorer:
         ]
         return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
 
-    def _fill(self, order: list[int], rows: list[list[int]]) -> list[int]:
-        """The first rows of ``order``, which goes from short to long, that fit a batch; at least one."""
-        count = 1
-        while count < len(order) and len(rows[order[count]]) * (count + 1) <= self.tokens_per_batch:
-            count += 1
-        return order[:count]
-
     @torch.no_grad()
     def _forward(self, rows: list[list[int]]) -> Tensor:
         length = max(map(len, rows))
         ids_BT = torch.full((len(rows), length), self.model.config.pad_token_id)
         attention_BT = torch.zeros(len(rows), length, dtype=torch.int64)
-        for number, ids in enumerate(rows):  # on the right: what attends to earlier tokens only never sees it
+        for number, ids in enumerate(rows):  # on the right, where a causal model never sees it
             ids_BT[number, : len(ids)] = torch.tensor(ids)
             attention_BT[number, : len(ids)] = 1
         device = self.model.device

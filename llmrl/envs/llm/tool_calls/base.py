@@ -1,8 +1,7 @@
-"""What a call format is: how a model writes a tool call, and the one scanner that finds calls in an answer.
+"""`CallFormat`: the scanner that finds tool calls in an answer, and the parts that formats share.
 
-A format says what opens a call and reads one; the scanner walks through an answer and leaves out what was only thought.
-What formats share is here, too: the object that has a name and arguments, and the bounds that make reading linear.
-Whether a tool of that name exists, and whether its arguments fit, is decided by `llmrl.tools`.
+A format names the opening of a call and reads one; the scanner walks through an answer and leaves out thinking. Bounds
+on names and numbers of calls keep reading linear. `llmrl.tools` decides whether a tool exists and its arguments fit.
 """
 
 from __future__ import annotations
@@ -23,14 +22,16 @@ _THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
 _THOUGHT = re.compile(r"</?think>")
 _MAX_CALLS = 64  # that are read of one answer
 _MAX_NAME = 200  # characters of a tool's name; the next prompt shows it
+_KINDS = {list: "a list", str: "a string", int: "a number", float: "a number", bool: "true or false"}
+_KINDS[type(None)] = "null"
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedCall:
-    """One call as the model wrote it; ``error`` says what is wrong with it, in words for the model.
+    """One call as the model wrote it; ``error`` explains to the model why it could not be read.
 
-    id    what the model calls it, where its format has a place for that
-    span  where the answer has it
+    id    given by the model, where its format has a place for that
+    span  its place in the answer
     """
 
     name: str
@@ -41,17 +42,19 @@ class ParsedCall:
 
 
 class CallFormat(ABC):
-    """How a model writes calls.
+    """The notation of tool calls in an answer. A subclass defines `render` and `_read`.
 
-    name     what ``format=`` calls it
-    opening  a pattern that matches where a call begins, and nothing else
-    example  a call, for messages to a model that wrote something else
-    in_templates  whether chat templates teach it, from the schemas that they declare
+    name          for ``format=``
+    opening       a pattern that matches the beginning of a call, and nothing else
+    resume        after a call that cannot be read, reading goes on at the end of this pattern's next match
+    example       a call, for messages to a model that wrote something else
+    in_templates  True if chat templates teach it, from the schemas that they declare
     """
 
     name: ClassVar[str]
     in_templates: ClassVar[bool] = False
     opening: re.Pattern[str]
+    resume: re.Pattern[str] = re.compile(r"\Z")
     example: str
 
     def parse(self, text: str, schemas: Schemas | None = None, *, thinking: bool = False) -> list[ParsedCall]:
@@ -60,7 +63,7 @@ class CallFormat(ABC):
         Reads   schemas   of the tools by name, for formats that write values without their types
                 thinking  the prompt ended inside a ``<think>`` block, which the answer goes on with
         Returns the calls outside ``<think>`` ... ``</think>``; a block that does not end holds the rest of the answer.
-                Of more than 64 calls the others are not read, which one more, malformed, says
+                Of more than 64 calls the others are not read; one more, malformed, reports that
         """
         calls: list[ParsedCall] = []
         place = 0
@@ -90,10 +93,10 @@ class CallFormat(ABC):
 
     @abstractmethod
     def render(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """The text of a call: what `parse` reads back."""
+        """The text of a call, which `parse` reads back."""
 
     def call_id(self, conversation: int, turn: int, number: int) -> str:
-        """What a call is called that the model gave no id: the same for the same call, another for every other."""
+        """The id of a call to which the model gave none: the same for the same call, another for every other."""
         return f"call_{conversation}_{turn}_{number}"
 
     def message(self, text: str, calls: Sequence[tuple[ParsedCall, str]]) -> dict[str, Any] | None:
@@ -106,7 +109,7 @@ class CallFormat(ABC):
 
     @abstractmethod
     def _read(self, text: str, opening: re.Match[str], schemas: Schemas) -> tuple[list[ParsedCall], int]:
-        """The calls that begin with ``opening``, none if it opens nothing after all, and where to go on."""
+        """The calls that begin with ``opening``, none if it opens nothing after all, and the place to go on from."""
 
     def _malformed(self, reason: str, name: str = "") -> list[ParsedCall]:
         return [ParsedCall(name, None, f"the call could not be read: {reason}. Write a call like this: {self.example}")]
@@ -114,8 +117,9 @@ class CallFormat(ABC):
     def _of_arguments(
         self, name: str, text: str, place: int, after: re.Pattern[str], close: str
     ) -> tuple[list[ParsedCall], int]:
-        """The call of a tool whose arguments are the JSON at ``place``, and where to go on; ``after`` must match behind
-        it, which ``close`` says to the model.
+        """The call of a tool whose arguments are the JSON at ``place``, and the place to go on from.
+
+        ``after`` must match behind the JSON; ``close`` is its form in a message to the model.
         """
         try:
             value, end = read_json(text, place)
@@ -133,17 +137,18 @@ class CallFormat(ABC):
         return self._malformed(f"the tool's name has {len(call.name)} characters, at most {_MAX_NAME} are read")[0]
 
     def _skip(self, text: str, place: int) -> int:
-        """Past a call that cannot be read, from a place inside it."""
-        return len(text)
+        """The place after a call that cannot be read, from a place inside it."""
+        found = self.resume.search(text, place)
+        return found.end() if found else len(text)
 
     def _of_object(self, value: Any) -> list[ParsedCall]:
-        """The call that a JSON value says; see `call_from_object`."""
+        """The call in a JSON value; see `call_from_object`."""
         name, arguments, reason = call_from_object(value)
         return self._malformed(reason, name) if reason else [ParsedCall(name, arguments)]
 
 
 def call_from_object(value: Any) -> tuple[str, dict[str, Any] | None, str]:
-    """Name, arguments and what is wrong ("" if nothing) of a JSON value that should be a call.
+    """Name, arguments and fault ("" if none) of a JSON value that should be a call.
 
     The arguments may be called "arguments" or "parameters", be a JSON object or the text of one, and be left out.
 
@@ -176,14 +181,10 @@ def structured_call(name: str, arguments: Any, call_id: str) -> dict[str, Any]:
 
 
 def shown(text: str, place: int) -> str:
-    """What an answer has at a place, shortened, for an error."""
+    """The answer from a place on, shortened, for an error."""
     return repr(text[place : place + 200].strip()[:40])
 
 
 def json_text(value: Any) -> str:
     """JSON on one line, characters as they are."""
     return json.dumps(value, ensure_ascii=False)
-
-
-_KINDS = {list: "a list", str: "a string", int: "a number", float: "a number", bool: "true or false"}
-_KINDS[type(None)] = "null"

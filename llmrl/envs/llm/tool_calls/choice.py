@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 (a marker of DeepSeek has full-width bars)
-"""Which call format: by name, by what the chat template tells its models, or by what an answer looks like."""
+"""Choice of a call format: by name, by the tool section of the chat template, or by the form of each call."""
 
 from __future__ import annotations
 
@@ -9,37 +9,31 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmrl.data.llm.parsers import thought_key
+from llmrl.envs.llm.tool_calls import formats
 from llmrl.envs.llm.tool_calls.base import CallFormat, ParsedCall, Schemas
-from llmrl.envs.llm.tool_calls.deepseek import DeepSeekFormat
-from llmrl.envs.llm.tool_calls.fence import PythonFence
-from llmrl.envs.llm.tool_calls.functions import FunctionFormat
-from llmrl.envs.llm.tool_calls.harmony import HarmonyFormat
-from llmrl.envs.llm.tool_calls.hermes import HermesFormat
-from llmrl.envs.llm.tool_calls.llama import LlamaFormat
-from llmrl.envs.llm.tool_calls.mistral import MistralFormat
-from llmrl.envs.llm.tool_calls.tagged import TaggedFormat
 from llmrl.errors import ConfigError, near
 from llmrl.loading import load_object
 
 __all__ = ["FORMATS", "AnyFormat", "call_format", "format_of_template"]
 
 FORMATS: dict[str, type[CallFormat]] = {
-    "hermes": HermesFormat,
-    "qwen": HermesFormat,
-    "llama": LlamaFormat,
-    "mistral": MistralFormat,
-    "deepseek": DeepSeekFormat,
-    "harmony": HarmonyFormat,
-    "gpt_oss": HarmonyFormat,
-    "function": FunctionFormat,
-    "tagged": TaggedFormat,
-    "xml": TaggedFormat,
-    "python": PythonFence,
+    "hermes": formats.HermesFormat,
+    "qwen": formats.HermesFormat,
+    "llama": formats.LlamaFormat,
+    "mistral": formats.MistralFormat,
+    "deepseek": formats.DeepSeekFormat,
+    "harmony": formats.HarmonyFormat,
+    "gpt_oss": formats.HarmonyFormat,
+    "function": formats.FunctionFormat,
+    "tagged": formats.TaggedFormat,
+    "xml": formats.TaggedFormat,
+    "python": formats.PythonFence,
 }
+_TOLD_APART = ("function", "hermes", "tagged", "mistral", "deepseek", "harmony", "llama")
 
 
 class AnyFormat(CallFormat):
-    """Whatever each call of an answer looks like, of the formats that cannot be confused: for a model not known here.
+    """Reads each call of an answer by its form, of the formats that cannot be confused: for a model not known here.
 
     >>> [call.name for call in AnyFormat().parse('<tool>add\\n{}</tool> {"x": 1}\\n{"name": "sub", "parameters": {}}')]
     ['add', 'sub']
@@ -49,21 +43,18 @@ class AnyFormat(CallFormat):
     in_templates = True
 
     def __init__(self) -> None:
-        self._formats: tuple[CallFormat, ...] = (
-            *(FunctionFormat(), HermesFormat(), TaggedFormat()),
-            *(MistralFormat(), DeepSeekFormat(), HarmonyFormat(), LlamaFormat()),
-        )
+        self._formats = {name: FORMATS[name]() for name in _TOLD_APART}
+        patterns = {name: call_format.opening.pattern for name, call_format in self._formats.items()}
         # A Qwen 3 Coder call may stand in <tool_call> tags, which then open nothing.
-        patterns = [f.opening.pattern for f in self._formats]
-        patterns[1] += r"(?!\s*<function=)"
-        self.opening = re.compile("|".join(patterns), re.MULTILINE)
-        self.example = self._formats[1].example
+        patterns["hermes"] += r"(?!\s*<function=)"
+        self.opening = re.compile("|".join(patterns.values()), re.MULTILINE)
+        self.example = self._formats["hermes"].example
 
     def render(self, name: str, arguments: Mapping[str, Any]) -> str:
-        return self._formats[1].render(name, arguments)
+        return self._formats["hermes"].render(name, arguments)
 
     def _read(self, text: str, opening: re.Match[str], schemas: Schemas) -> tuple[list[ParsedCall], int]:
-        for call_format in self._formats:
+        for call_format in self._formats.values():
             own = call_format.opening.match(text, opening.start())
             if own and own.end() == opening.end():
                 return call_format._read(text, own, schemas)
@@ -71,10 +62,9 @@ class AnyFormat(CallFormat):
 
 
 def call_format(name: str | CallFormat, template: str | None = None) -> CallFormat:
-    """The format called ``name``, or ``"package.module:Class"``; for "auto" that of the chat template, else whatever an
-    answer looks like.
+    """The format of that name, or ``"package.module:Class"``; for "auto" the chat template's, else `AnyFormat`.
 
-    Raises  ConfigError for an unknown name
+    Raises  ConfigError for an unknown name, or for an object that is not a `CallFormat`
 
     >>> call_format("qwen").name, call_format("auto").name
     ('hermes', 'auto')
@@ -83,18 +73,14 @@ def call_format(name: str | CallFormat, template: str | None = None) -> CallForm
         return name
     if name == "auto":
         return (None if template is None else format_of_template(template)) or AnyFormat()
-    if ":" in name:
-        return _of_own(name)
-    if name not in FORMATS:
-        known = ("auto", *FORMATS)
-        raise ConfigError(
-            f"format: must be one of {', '.join(known)}, or 'package.module:Class': got {name!r}.{near(name, known)}"
-        )
-    return FORMATS[name]()
-
-
-def _of_own(name: str) -> CallFormat:
-    """A format of the user's: an object, or a class that needs no arguments."""
+    if ":" not in name:
+        if name not in FORMATS:
+            known = ("auto", *FORMATS)
+            raise ConfigError(
+                f"format: must be one of {', '.join(known)}, or 'package.module:Class': got "
+                f"{name!r}.{near(name, known)}"
+            )
+        return FORMATS[name]()
     found = load_object(name, what="format")
     if inspect.isclass(found) and issubclass(found, CallFormat):
         try:
@@ -107,17 +93,17 @@ def _of_own(name: str) -> CallFormat:
 
 
 def format_of_template(template: str) -> CallFormat | None:
-    """What a chat template (jinja text) tells its models to write; None where it declares no tools that we know."""
+    """The format that a chat template (jinja text) teaches; None where it declares no tools that we know."""
     if "<function=" in template:
-        return FunctionFormat()
+        return formats.FunctionFormat()
     if "<tool_call>" in template:
-        return HermesFormat()
+        return formats.HermesFormat()
     if "[TOOL_CALLS]" in template:
-        return MistralFormat(named="[ARGS]" in template)
+        return formats.MistralFormat(named="[ARGS]" in template)
     if "<｜tool▁call▁begin｜>" in template:
-        return DeepSeekFormat(fenced="```json" in template)
+        return formats.DeepSeekFormat(fenced="```json" in template)
     if "<|channel|>" in template and "functions." in template:
-        return HarmonyFormat(thought_key(template))
+        return formats.HarmonyFormat(thought_key(template))
     if "ipython" in template and "parameters" in template:
-        return LlamaFormat()
+        return formats.LlamaFormat()
     return None

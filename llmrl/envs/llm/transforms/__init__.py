@@ -1,17 +1,13 @@
-"""Transforms for chat environments: prompts from data, rewards, the price of length, the policy version."""
+"""Transforms for chat environments: prompts from data, tools, rewards, the price of length, the policy version."""
 
 from llmrl.data.ragged.padding import as_nested_tensor, as_padded_tensor
-from llmrl.envs.llm.transforms.browser import BrowserTransform
 from llmrl.envs.llm.transforms.dataloading import DataLoadingPrimer, EndOfData
-from llmrl.envs.llm.transforms.kl import KLComputation
+from llmrl.envs.llm.transforms.kl import KLComputation, KLRewardTransform, RetrieveKL
 from llmrl.envs.llm.transforms.length import LengthPenalty, MaskTruncated, OverlongShaping
 from llmrl.envs.llm.transforms.log_probs import RetrieveLogProb
-from llmrl.envs.llm.transforms.mcp_tools import MCPToolTransform
 from llmrl.envs.llm.transforms.policy_version import PolicyVersion
-from llmrl.envs.llm.transforms.python import PythonInterpreter
-from llmrl.envs.llm.transforms.retrieve_kl import KLRewardTransform, RetrieveKL
-from llmrl.envs.llm.transforms.reward import RewardFunction, load_reward
-from llmrl.envs.llm.transforms.reward_list import make_rewards
+from llmrl.envs.llm.transforms.ready_tools import BrowserTransform, MCPToolTransform, PythonInterpreter
+from llmrl.envs.llm.transforms.reward import RewardFunction, load_reward, make_rewards
 from llmrl.envs.llm.transforms.template import TemplateTransform
 from llmrl.envs.llm.transforms.thinking import AddThinkingPrompt
 from llmrl.envs.llm.transforms.tokenizer import Tokenizer

@@ -1,14 +1,13 @@
-"""Starts conversations from a dataset: pulls one row per resetting slot, repeats it, and numbers what it drew.
+"""Starts conversations from a dataset: pulls one row per resetting slot, repeats it, and numbers its draws.
 
-Where rows come from and in which order is `prompt_stream`; how a row's text becomes a prompt is `ChatEnv`. This file
-owns the cursor: how many rows were handed out, which group and which sampling seed each of them has, and where the data
-end.
+`prompt_stream` has the source and the order of rows, `ChatEnv` makes a prompt of a row. This file owns the cursor: the
+number of rows handed out, the group and the sampling seed of each, and the end of the data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -19,6 +18,9 @@ from llmrl.data.specs import Composite, NonTensor, Unbounded
 from llmrl.envs.llm.transforms.prompt_stream import IndexedRows, next_seeds, row_seeds, row_source
 from llmrl.envs.transforms.base import Transform
 from llmrl.errors import CheckpointError, ConfigError, DataError, LLMRLError, MissingKeyError, near
+
+if TYPE_CHECKING:
+    from llmrl.envs.base import EnvBase
 
 __all__ = ["DataLoadingPrimer", "EndOfData"]
 
@@ -33,13 +35,11 @@ class DataLoadingPrimer(Transform):
     Reads   ``dataloader``: a sequence of rows (dicts), a ``datasets.Dataset``, a DataLoader, or any iterable of rows or
             of batches that can be started again; or ``dataloader_factory()``, called once
     Writes  every column of the row  NonTensor [B] (a tensor stays a tensor)   at reset; a step carries them along
-            "group_id"  int64[B]   the number of the draw; the ``repeats`` copies of one prompt share it, nothing else
-                        does
-            "seed"      int64[B]   where ``seed`` is given: what this row samples with at this turn
+            "group_id"  int64[B]   the number of the draw, which only the ``repeats`` copies of one prompt share
+            "seed"      int64[B]   where ``seed`` is given: the seed with which this row samples at this turn
     Raises  EndOfData at a reset after ``epochs`` epochs (None: never); the last reset before it may hand out fewer rows
-            DataError for an empty dataset or a row that has no columns, MissingKeyError for one without a column that
-            the first row, or ``primers``, has, both with its number; ConfigError for settings that contradict each
-            other
+            DataError for an empty dataset or a row that has no columns, MissingKeyError for one without a column of the
+            first row, or of ``primers``, both with its number; ConfigError for settings that contradict each other
 
     ``repeats=G`` hands out every prompt G times in a row. With ``group_repeats=True`` an environment built around the
     primer has G slots per prompt (``batch_size`` counts prompts), so that a whole group comes in one batch.
@@ -128,7 +128,7 @@ class DataLoadingPrimer(Transform):
         return TensorDict._new_unsafe(batch, batch_size=torch.Size([count]), device=self.device)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the data stand: enough to go on with exactly the next row, also with another number of ranks."""
+        """The position in the data: enough to go on with exactly the next row, also with another number of ranks."""
         return {
             "rows": self._handed_out * self.world_size,
             "repeats": self.repeats,
@@ -137,7 +137,7 @@ class DataLoadingPrimer(Transform):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes to where ``state`` stood. Raises CheckpointError where the data or their order are other ones."""
+        """Goes to the position of ``state``. Raises CheckpointError where the data or their order are other ones."""
         for name, mine in (("repeats", self.repeats), ("seed", self.seed), ("epoch_size", self._source.epoch_size)):
             if state[name] != mine and None not in (state[name], mine):
                 raise CheckpointError(
@@ -184,7 +184,7 @@ class DataLoadingPrimer(Transform):
         return next_td
 
     def transform_state_spec(self, state_spec: Composite) -> Composite:
-        """What a conversation starts from: every column that is known, "group_id" and "seed"."""
+        """The entries that a conversation starts from: every column that is known, "group_id" and "seed"."""
         shape, device = state_spec.shape, state_spec.device
         row = self._source.rows([0])[0] if isinstance(self._source, IndexedRows) else {}
         for name in self.columns or ():
@@ -236,3 +236,21 @@ class DataLoadingPrimer(Transform):
                 f"batch of them: got {tuple(values[0].shape)} and others."
             )
         return torch.stack(values)
+
+
+def dataset_columns(env: EnvBase) -> Iterator[tuple[str, ...]]:
+    """The columns of each dataset that starts conversations of ``env``, where they are known."""
+    for transform in env.transform.leaves():
+        if isinstance(transform, DataLoadingPrimer) and transform.columns is not None:
+            yield transform.columns
+
+
+def check_columns(names: Iterable[str], columns: Iterable[str], who: str) -> None:
+    """Raises ConfigError where a parameter of a user's function is not a column, with a near name."""
+    known = list(columns)
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"{who}: its parameter {name!r} must be a column of the dataset: the columns are "
+                f"{', '.join(known)}.{near(name, known)}"
+            )

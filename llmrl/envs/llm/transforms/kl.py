@@ -1,15 +1,15 @@
-"""What it costs to move away from a reference: the KL penalty of every token, taken off the reward.
+"""The KL penalty of every token against a reference, taken off the reward; with the reference's log-probs or alone.
 
 The penalty is log p - log p_ref of the token that was sampled (the k1 estimate, arXiv:2203.02155), on the tokens that
-the policy wrote and on no other, so that neither prompts nor padding change a number. The log-probs of the reference
-are `log_probs`' part, both as one transform are `retrieve_kl`'s; a KL term in the loss instead of the reward is
-`GRPOLoss`'s ``kl_to_ref_coeff``.
+the policy wrote and on no other, so that neither prompts nor padding change a number. A KL term in the loss instead of
+the reward is `GRPOLoss`'s ``kl_to_ref_coeff``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -17,20 +17,43 @@ from torch import Tensor
 
 from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.data.specs import Composite, Unbounded
-from llmrl.envs.llm.transforms.log_probs import FullKey, check_padding_side, full_key, with_rows_spec
+from llmrl.envs.llm.options import options_of
+from llmrl.envs.llm.transforms.log_probs import (
+    FullKey,
+    RetrieveLogProb,
+    Scorer,
+    ScoringOptions,
+    check_padding_side,
+    full_key,
+    with_rows_spec,
+)
 from llmrl.envs.td_ops import present_keys
-from llmrl.envs.transforms.base import Transform
+from llmrl.envs.transforms.base import Compose, Transform
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError
 from llmrl.modules.llm.log_probs import with_predecessor
 from llmrl.modules.llm.policies.containers import LogProbs
-from llmrl.modules.llm.policies.own_tokens import own_part, response_part
+from llmrl.modules.llm.token_stream import own_part, response_part
 
-__all__ = ["GEN", "REF", "KLComputation", "Reduction", "check_different"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["KLComputation", "KLRewardTransform", "RetrieveKL"]
 
 Reduction = Literal["token", "sum", "mean"]
 
 GEN: FullKey = ("log_probs", "full")
 REF: FullKey = ("ref_log_probs", "full")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PenaltyOptions:
+    """Arguments that `KLComputation` and the transforms which contain one share."""
+
+    kl_key: NestedKey = "kl_penalty"
+    add_to_reward: bool = True
+    coeff: float | Any = 1.0
+    padding_side: Literal["left", "right"] = "left"
+    reduction: Reduction | None = None
 
 
 class KLComputation(Transform):
@@ -45,23 +68,17 @@ class KLComputation(Transform):
     Writes  ("next", *kl_key, "full") float32 ragged[T] or [B, T], 0 where the policy wrote no token
             ("next", reward_key)     float32[B, 1, 1], or [B, T, 1] for ``reduction="token"``
     Raises  MissingKeyError for absent log-probs, in an env for a reward that is to be changed and not there;
-            ShapeError where the log-probs do not fit each other or the reward is not one per conversation (or token,
-            for "token"); ConfigError for settings that contradict each other
+            ShapeError where log-probs or rewards do not fit the tokens; ConfigError for settings that contradict
+            each other
 
-    Data without "next" are read and written at their root; data without a reward get the penalty alone.
-
-    reduction     "sum": reward - coeff * (sum of the turn's penalties), one number per conversation. "mean": the same
-                  with their mean. "token": one reward per token, aligned with ("tokens", "full"): -coeff * penalty,
-                  plus the reward itself on the last token that the policy wrote; padded rows only. None: "token" for
-                  padded rows, "sum" for ragged ones
+    reduction     "sum": reward - coeff * (sum of the turn's penalties); "mean": with their mean; "token" (padded rows
+                  only): -coeff * penalty per token, plus the reward on the last token that the policy wrote. None:
+                  "token" for padded rows, "sum" for ragged ones
     coeff         a number, or a KL controller, whose ``coef`` is read at every step and is the state of this transform
     padding_side  checked and otherwise without effect: the layout is that of the tokens
 
-    In an env a turn pays for its own tokens, so that the rewards of all turns add up; in a buffer a row pays for those
-    that it trains: from ("masks", "trained_from") on, or all. The rewards of "token" add up to the one of "sum": use
-    ``MCAdvantage(..., trajectory_return="sum")``, after which `GRPOLoss` takes either. Conversations of several padded
-    turns need "sum": rewards per token of turns that differ in length cannot be added. A reward that is NaN (it failed)
-    stays NaN.
+    In an env a turn pays for its own tokens; in a buffer a row pays for those that it trains. Data without "next" are
+    read and written at their root; without a reward they get the penalty alone. A reward of NaN stays NaN.
 
     >>> from tensordict import TensorDict
     >>> from llmrl.modules.llm import Masks, Tokens
@@ -99,7 +116,7 @@ class KLComputation(Transform):
         check_padding_side(who, padding_side)
         self.gen_log_probs_full_key = full_key(gen_log_probs_full_key, who)
         self.ref_log_probs_full_key = full_key(ref_log_probs_full_key, who)
-        check_different(self.gen_log_probs_full_key, self.ref_log_probs_full_key, who)
+        _check_different(self.gen_log_probs_full_key, self.ref_log_probs_full_key, who)
         if reduction not in (None, "token", "sum", "mean"):
             raise ConfigError(f"{who}: reduction must be 'token', 'sum', 'mean' or None: got {reduction!r}.")
         self.kl_key = kl_key
@@ -146,7 +163,7 @@ class KLComputation(Transform):
             attention = td.get(("masks", "all_attention_mask"), None, as_list=True)
             attention = pad_rows(attention) if isinstance(attention, list) else attention
             attended_BT = torch.ones_like(mask_BT) if attention is None else attention.to(mask_BT.device)
-            own_BT = response_part(td, mask_BT, lengths) if pays == "turn" else own_part(td, mask_BT, lengths)
+            own_BT = response_part(td, mask_BT, lengths) if pays == "turn" else own_part(td, mask_BT)
             paid_BT = with_predecessor(mask_BT if own_BT is None else mask_BT & own_BT, attended_BT)
             next_td.set(self.reward_key, self._reward(next_td, kl_BT, paid_BT, lengths))
         if lengths is None:
@@ -215,7 +232,143 @@ class KLComputation(Transform):
         return (own_BT - penalty_BT).unsqueeze(-1)
 
 
-def check_different(gen_key: Any, ref_key: Any, who: str) -> None:
+class RetrieveKL(Compose):
+    """The log-probs of a reference, where wanted those of the policy anew, and the KL penalty between the two.
+
+    Reads, Calls, Writes  as `RetrieveLogProb` and `KLComputation`
+    Raises  ConfigError without a reference, for a model that generates, for wrappers of which only one pads its output,
+            and for one key for both log-probs; what the two raise
+
+    gen_model    "from_collector": the log-probs that the policy wrote when it sampled. A wrapper with
+                 ``generate=False``, or an engine: the tokens are scored by it, into ("next", *gen_log_probs_full_key)
+    ref_model    the reference; or, with ``reference="adapter_off"``, the policy's own PEFT model
+    gen_model_factory, ref_model_factory  called once, here, for a model that is not there yet
+    temperature  that both are scored at; None: that of ``gen_model``, else the reference's own
+    use_ray_service  must be False: to score in another process, give an engine that lives there
+
+    >>> from llmrl.testing import FakeEngine
+    >>> [type(t).__name__ for t in RetrieveKL(ref_model=FakeEngine([torch.tensor([1])]), coeff=0.1)]
+    ['RetrieveLogProb', 'KLComputation']
+    """
+
+    def __init__(
+        self,
+        gen_model: Scorer | Literal["from_collector"] = "from_collector",
+        ref_model: Scorer | None = None,
+        *,
+        gen_model_factory: Callable[[], Scorer] | None = None,
+        ref_model_factory: Callable[[], Scorer] | None = None,
+        assistant_only: bool = True,
+        history_key: str | None = None,
+        tokenizer_kwargs: Mapping[str, Any] | None = None,
+        detach: bool = True,
+        device: torch.device | str | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        padding_side: Literal["left", "right"] = "left",
+        gen_log_probs_full_key: FullKey = GEN,
+        ref_log_probs_full_key: FullKey = REF,
+        kl_key: NestedKey = "kl_penalty",
+        add_to_reward: bool = True,
+        coeff: float | Any = 1.0,
+        use_ray_service: bool = False,
+        reference: Literal["model", "adapter_off"] = "model",
+        temperature: float | None = None,
+        reduction: Reduction | None = None,
+    ):
+        who = type(self).__name__
+        penalty = options_of(PenaltyOptions, locals())
+        _check_different(gen_log_probs_full_key, ref_log_probs_full_key, who)
+        gen = _one_model("gen", None if gen_model == "from_collector" else gen_model, gen_model_factory, locals())
+        ref = _one_model("ref", ref_model, ref_model_factory, locals())
+        pads = [getattr(model, "pad_output", None) for model in (gen, ref)]
+        if None not in pads and pads[0] != pads[1]:
+            raise ConfigError(
+                f"{who}: both models must have the same pad_output: got {pads[0]} for gen_model and {pads[1]} for "
+                "ref_model."
+            )
+        if temperature is None:
+            temperature = getattr(gen, "temperature", None)
+        scoring = vars(options_of(ScoringOptions, locals()))
+        if history_key is not None:
+            gen, ref = (
+                model.get_new_version(history_key=history_key) if hasattr(model, "get_new_version") else model
+                for model in (gen, ref)
+            )
+        scorers = [RetrieveLogProb(ref, log_probs_full_key=ref_log_probs_full_key, reference=reference, **scoring)]
+        if gen is not None:
+            scorers.insert(0, RetrieveLogProb(gen, log_probs_full_key=gen_log_probs_full_key, **scoring))
+        super().__init__(*scorers, KLComputation(gen_log_probs_full_key, ref_log_probs_full_key, **vars(penalty)))
+
+
+class KLRewardTransform(Compose):
+    """Takes ``coef`` times the KL from a reference off the reward: `RetrieveKL` with the policy's own log-probs.
+
+    Reads   in_keys[0] of ``next`` ("reward"), ``log_prob_key``, and what `RetrieveLogProb` reads
+    Writes  out_keys: the reward, the container of the penalty, that of the reference's log-probs, all in ``next``;
+            default ["reward", "kl_penalty", "ref_log_probs"]. See `KLComputation` for the shape of the reward
+    Raises  as `RetrieveKL`; ConfigError for other than one in_key and three out_keys
+
+    >>> from llmrl.testing import FakeEngine
+    >>> KLRewardTransform(FakeEngine([torch.tensor([1])]), coef=0.1)[1].coeff
+    0.1
+    """
+
+    def __init__(
+        self,
+        ref_model: Scorer | None = None,
+        *,
+        ref_model_factory: Callable[[], Scorer] | None = None,
+        coef: float | Any = 1.0,
+        in_keys: Sequence[NestedKey] | None = None,
+        out_keys: Sequence[NestedKey] | None = None,
+        log_prob_key: FullKey = GEN,
+        device: torch.device | str | None = None,
+        add_to_reward: bool = True,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        assistant_only: bool = True,
+        padding_side: Literal["left", "right"] = "left",
+        use_ray_service: bool = False,
+        reference: Literal["model", "adapter_off"] = "model",
+        temperature: float | None = None,
+        reduction: Reduction | None = None,
+    ):
+        in_keys = ["reward"] if in_keys is None else list(in_keys)
+        out_keys = [*in_keys[:1], "kl_penalty", "ref_log_probs"] if out_keys is None else list(out_keys)
+        if len(in_keys) != 1 or len(out_keys) != 3 or out_keys[0] != in_keys[0]:
+            raise ConfigError(
+                "KLRewardTransform: in_keys must be [reward] and out_keys [the same reward, penalty, log-probs of the "
+                f"reference]: got {in_keys} and {out_keys}."
+            )
+        who = type(self).__name__
+        ref = _one_model("ref", ref_model, ref_model_factory, locals())
+        key = full_key((out_keys[2], "full"), who)
+        retrieve = RetrieveLogProb(
+            ref, log_probs_full_key=key, reference=reference, **vars(options_of(ScoringOptions, locals()))
+        )
+        coeff, kl_key = coef, out_keys[1]
+        penalty = options_of(PenaltyOptions, locals())
+        super().__init__(retrieve, KLComputation(log_prob_key, key, reward_key=in_keys[0], **vars(penalty)))
+
+
+def _one_model(name: str, model: Scorer | None, factory: Callable[[], Scorer] | None, given: Mapping[str, Any]) -> Any:
+    """The model, or what its factory makes. Raises ConfigError for both, for a reference that is missing, and for a
+    service of Ray.
+    """
+    who = given["who"]
+    if given["use_ray_service"]:
+        raise ConfigError(
+            f"{who}: use_ray_service must be False: a model in another process is reached through its engine; pass "
+            "that as the model."
+        )
+    if factory is not None and model is not None:
+        raise ConfigError(f"{who}: give one of {name}_model and {name}_model_factory, not both.")
+    model = model if factory is None else factory()
+    if model is None and name == "ref":
+        raise ConfigError(f"{who}: there must be a reference: pass ref_model or ref_model_factory.")
+    return model
+
+
+def _check_different(gen_key: Any, ref_key: Any, who: str) -> None:
     if gen_key == ref_key:
         raise ConfigError(
             f"{who}: the log-probs of policy and reference must be under different keys: got {gen_key!r} for both."

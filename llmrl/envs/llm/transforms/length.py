@@ -1,33 +1,32 @@
-"""What a long answer costs: a penalty past a budget, DAPO's soft punishment, or its place in the loss if cut off.
-
-All three look at the tokens that the policy wrote in a turn; how long they may get is the sampling's ``max_tokens``.
-"""
+"""Prices of long answers: a penalty past a budget, DAPO's soft punishment, or exclusion from the loss if cut off."""
 
 from __future__ import annotations
+
+from abc import ABC, abstractmethod
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import Tensor
 
-from llmrl.envs.llm.scoring import ScoringTransform
-from llmrl.envs.td_ops import shallow_copy
+from llmrl.envs.llm.completions import ScoringTransform
+from llmrl.envs.td_ops import present_keys, shallow_copy
 from llmrl.envs.transforms.base import Transform
 from llmrl.errors import ConfigError, MissingKeyError
 from llmrl.modules.llm.engines import StopReason
-from llmrl.modules.llm.policies.containers import entries
+from llmrl.modules.llm.policies.rows import entries
 
 __all__ = ["LengthPenalty", "MaskTruncated", "OverlongShaping"]
 
 
-class _LengthReward(ScoringTransform):
-    """Adds a number that depends on the length of the response to the reward that is there."""
+class _LengthReward(ScoringTransform, ABC):
+    """Adds a function of the length of the response to the existing reward."""
 
     def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
         reward = next_td.get("reward", None)
         if reward is None:
             raise MissingKeyError(
-                f"{type(self).__name__}: changes the reward, which is not there: append it after the transform that "
-                "writes the reward."
+                f"{type(self).__name__}: there must be a reward to change: append it after the transform that writes "
+                "the reward."
             )
         length_B = response_lengths(td, type(self).__name__).to(reward.device)
         extra_B = self._extra(length_B.to(reward.dtype))
@@ -39,8 +38,9 @@ class _LengthReward(ScoringTransform):
             next_td.set("reward", reward + extra_B.view(-1, *[1] * (reward.ndim - 1)))
         return next_td
 
+    @abstractmethod
     def _extra(self, length_B: Tensor) -> Tensor:
-        raise TypeError(f"{type(self).__name__} defines no _extra.")
+        """The number to add, float32[B]."""
 
 
 class LengthPenalty(_LengthReward):
@@ -120,10 +120,7 @@ class MaskTruncated(Transform):
         reason_B, masks = td.get("stop_reason", None), td.get("masks", None)
         if reason_B is None or masks is None:
             missing = "stop_reason" if reason_B is None else "masks"
-            raise MissingKeyError(
-                f"MaskTruncated: {missing!r} must be in the batch; keys present: "
-                f"{', '.join(sorted(map(str, td.keys())))}."
-            )
+            raise MissingKeyError(f"MaskTruncated: {missing!r} must be in the batch; keys present: {present_keys(td)}.")
         cut_B = (reason_B == StopReason.LENGTH) | (reason_B == StopReason.ABORT)
         if not bool(cut_B.any()):
             return td
@@ -136,9 +133,7 @@ def response_lengths(td: TensorDictBase, who: str) -> Tensor:
     """Tokens that the policy wrote in this turn, int64[B]."""
     response = td.get(("tokens", "response"), None, as_list=True)
     if response is None:
-        raise MissingKeyError(
-            f"{who}: ('tokens', 'response') must be in the batch; keys present: {', '.join(map(str, td.keys()))}."
-        )
+        raise MissingKeyError(f"{who}: ('tokens', 'response') must be in the batch; keys present: {present_keys(td)}.")
     attention = td.get(("masks", "all_attention_mask"), None, as_list=True)
     if attention is None:
         return torch.tensor([len(row) for row in response])

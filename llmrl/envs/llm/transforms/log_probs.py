@@ -1,20 +1,19 @@
-"""Log-probs of what the policy wrote under another model: a frozen copy, an engine, or the policy without its adapter.
+"""Log-probs of the policy's tokens under another model: a frozen copy, an engine, or the policy without its adapter.
 
 They are taken from the ids that were sampled, never from text that is tokenised again, and laid out as those ids are.
-What is made of them is `kl`'s part, or that of a loss with ``kl_to_ref_coeff``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor, nn
+from torch import nn
 
-from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.data.specs import Composite, NonTensor
 from llmrl.envs.td_ops import present_keys
 from llmrl.envs.transforms.base import Transform
@@ -31,6 +30,19 @@ __all__ = ["RetrieveLogProb", "adapter_off"]
 
 FullKey = tuple[str, str]
 Scorer = LLMWrapperBase | Engine
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoringOptions:
+    """Arguments that `RetrieveLogProb` and the transforms which contain one share."""
+
+    assistant_only: bool = True
+    tokenizer_kwargs: Mapping[str, Any] | None = None
+    detach: bool = True
+    device: torch.device | str | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    padding_side: Literal["left", "right"] = "left"
+    temperature: float | None = None
 
 
 class RetrieveLogProb(Transform):
@@ -148,14 +160,14 @@ class RetrieveLogProb(Transform):
                     f"present: {present_keys(td)}; score with assistant_only=False, or keep what the policy wrote."
                 )
             masks = [mask.bool() for mask in conversations.assistant]
-        with adapter_off(_module(model)) if self.reference == "adapter_off" else nullcontext():
-            if self.detach or not torch.is_grad_enabled():
-                scores = model.engine.score(conversations.rows, temperature=self.temperature, masks=masks)
-            else:
-                scores = _scores_with_gradients(model, conversations.rows, masks, self.temperature)
+        with ExitStack() as stack:
+            if self.reference == "adapter_off":
+                stack.enter_context(adapter_off(_module(model)))
+            if self.detach:
+                stack.enter_context(torch.no_grad())
+            scores = model.score_rows(conversations.rows, masks=masks, temperature=self.temperature)
         scores = [row.to(self.device or ids.device) for row, ids in zip(scores, conversations.rows, strict=True)]
-        pad_token_id = model.pad_token_id if model.pad_output else None
-        return conversations.written(scores, td.batch_size, pad_token_id)["log_probs"]
+        return conversations.containers(scores, td.batch_size, model.output_pad_id)["log_probs"]
 
 
 @contextmanager
@@ -245,18 +257,6 @@ def _encoding(tokenizer_kwargs: Mapping[str, Any], mode: str) -> dict[str, Any]:
 
 def _module(model: LLMWrapperBase) -> Any:
     return getattr(model, "model", None)
-
-
-def _scores_with_gradients(
-    model: LLMWrapperBase, rows: Sequence[Tensor], masks: Sequence[Tensor] | None, temperature: float
-) -> list[Tensor]:
-    lengths = [len(row) for row in rows]
-    device = next(model.scorer.parameters()).device
-    ids_BT = pad_rows(rows, value=model.pad_token_id).to(device)
-    attention_BT = lengths_mask(lengths, ids_BT.shape[1]).to(device)
-    select_BT = attention_BT if masks is None else pad_rows(masks).to(device)
-    scores_BT = model.scorer(ids_BT, attention_BT, select_BT, temperature=temperature).log_probs
-    return [row[:length] for row, length in zip(scores_BT, lengths, strict=True)]
 
 
 def _beside(old: Any, new: LogProbs) -> LogProbs:

@@ -1,16 +1,17 @@
-"""Scores turns with the user's own plain function, and keeps a failing one from spoiling or stopping the run.
+"""Rewards as the user's own plain functions: one by one (`RewardFunction`), or as a weighted list (`make_rewards`).
 
-What the policy said comes from `completions`, calls are made by `llmrl.concurrency.deadline` or, in a process, by
-`reward_process`; advantages and the dropping of
-unscored rows are MCAdvantage's. A reward that failed is NaN: neither zero nor an exception in the middle of a batch,
-but a row that is ignored and counted.
+Calls are made by `llmrl.concurrency.deadline` or, in a process, by `reward_process`. A reward that failed is NaN:
+neither zero nor an exception in the middle of a batch, but a row that MCAdvantage ignores and counts.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
@@ -18,34 +19,50 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 from torch import Tensor
 
-from llmrl.concurrency.deadline import AsyncRunner, Calls, Outcome, ThreadRunner
+from llmrl.concurrency.deadline import AsyncRunner, Calls, ThreadRunner
 from llmrl.data.llm.non_tensor import column_values
 from llmrl.data.specs import Composite, Unbounded
-from llmrl.envs.llm.completions import completion_texts, tokenizer_of
-from llmrl.envs.llm.scoring import ScoringTransform
-from llmrl.envs.llm.transforms.dataloading import DataLoadingPrimer
+from llmrl.envs.llm.completions import ScoringTransform, add_reward, completion_texts, tokenizer_of
+from llmrl.envs.llm.transforms.dataloading import check_columns, dataset_columns
 from llmrl.envs.llm.transforms.reward_process import SHOWN, ProcessRunner, plain_number, plain_numbers
-from llmrl.envs.llm.transforms.reward_source import Parameters, Reward, load_reward, runs_apart
 from llmrl.envs.specs import DONE_KEYS
 from llmrl.errors import ConfigError, ShapeError, near
+from llmrl.loading import load_function
 
 if TYPE_CHECKING:
     from llmrl.envs.base import EnvBase
 
-__all__ = ["RewardFunction", "load_reward"]
+__all__ = ["RewardFunction", "load_reward", "make_rewards"]
 
-_KEPT = ("group_id", "policy_version", "stop_reason")  # what every batch has beside the dataset's columns
+Reward = Callable[..., Any]
+Spec = Mapping[str, Any] | str | Reward
+
+_KEPT = ("group_id", "policy_version", "stop_reason")  # in every batch, beside the dataset's columns
 _LARGEST = 1e17  # of a reward: in float32 the squares of the differences in a group of thousands add up
-_COROUTINES = 64  # how many run at a time unless told otherwise
+_COROUTINES = 64  # at a time unless told otherwise
+_KINDS = ("fn", "judge", "reward_model", "code")
+_OPTIONS = ("name", "weight", "deadline_s", "retries", "concurrency", "answer_key", "batched", "process")
+_BATCH_DEADLINE_S = 600.0  # of a judge, a reward model and code, which have deadlines of their own per row
+
+
+def load_reward(name: str) -> Reward:
+    """The function that ``"package.module:function"`` names. Modules of the working directory are found.
+
+    Raises  ConfigError where the name has another form, the module cannot be imported, or it has no such function
+
+    >>> load_reward("math:isfinite")(1.0)
+    True
+    """
+    return load_function(name, what="reward")
 
 
 class RewardFunction(ScoringTransform):
-    """Calls ``fn`` on every turn and writes what it returns as the reward.
+    """Calls ``fn`` on every turn and writes its value as the reward.
 
     Reads   the response as text (see `completion_texts`), ``answer_key``, and the columns that ``fn`` names
     Calls   ``fn(completion: str, answer: str | None, ...)`` per row; with ``batched=True`` (or ``fn.batched``) once, on
             lists of all rows. Further parameters are dataset columns by name, a tensor's row as a tensor; ``**kwargs``
-            receives every column that is no tensor. ``fn`` may be a coroutine function, or a name that `load_reward`
+            receives every column that is not a tensor. ``fn`` may be a coroutine function, or a name that `load_reward`
             takes. ``concurrency`` (or ``fn.concurrency``) rows are scored at a time: by default one, of a coroutine
             function 64
     Writes  "reward"          float32[B, 1, 1]  += weight * value, in the ``next`` tensordict
@@ -54,14 +71,13 @@ class RewardFunction(ScoringTransform):
             known; ShapeError where ``fn`` returns something else than a number per row
 
     A row is NaN where ``fn`` raised (``retries`` times more than once), returned None or NaN, a number that is infinite
-    or with its weight beyond 1e17, or was not done ``deadline_s`` seconds after its batch began; rows that were done by
-    then keep their values. ``counters`` counts each kind; ``first_error`` keeps the first traceback.
+    or with its weight beyond 1e17, or was not done ``deadline_s`` seconds after its batch began. ``counters`` counts
+    each kind; ``first_error`` keeps the first traceback.
 
-    With ``process`` the function runs in a process of its own, which is started once, loads it by its name, and is
-    killed at the deadline: by default where ``fn`` is a name outside of llmrl. Its module is imported in both, and what
-    it keeps in variables is there, not here. Otherwise it runs in a thread (a coroutine in an event loop), which Python
-    cannot stop: one that hangs is left behind, where it may go on using a core. One that hangs with the interpreter's
-    lock, inside C code, ends this process with the places of all threads, a minute after the deadline.
+    With ``process`` (default: where ``fn`` is a name outside of llmrl) the function runs in a process that is killed at
+    the deadline; its module is imported in both processes, its variables are the other's. Otherwise it runs in a thread
+    or an event loop: one that hangs is left behind, and one that hangs holding the interpreter's lock ends this process
+    with the places of all threads, a minute after the deadline.
 
     >>> def exact(completion, answer):
     ...     return completion.strip() == answer
@@ -83,7 +99,7 @@ class RewardFunction(ScoringTransform):
         tokenizer: Any | None = None,
         process: bool | None = None,
     ):
-        apart = runs_apart(fn, process)
+        importable = _name_for_process(fn, process)
         fn = load_reward(fn) if isinstance(fn, str) else fn
         if not callable(fn):
             raise ConfigError(f"RewardFunction: the reward must be a function: got {type(fn).__name__}.")
@@ -93,7 +109,7 @@ class RewardFunction(ScoringTransform):
             )
         if not math.isfinite(weight):
             raise ConfigError(f"RewardFunction: weight must be finite: got {weight}.")
-        asynchronous = inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
+        asynchronous = is_coroutine_function(fn)
         if concurrency is None:
             concurrency = getattr(fn, "concurrency", _COROUTINES if asynchronous else 1)
         if retries < 0 or concurrency < 1:
@@ -113,29 +129,24 @@ class RewardFunction(ScoringTransform):
         self.counters = {"rows": 0, "errors": 0, "timeouts": 0, "none": 0, "retries": 0}
         self.first_error: str | None = None
         self._owns_fn = True
-        self._parameters = Parameters.of(fn, self.name)
+        self._parameters = Parameters.of(fn, f"RewardFunction {self.name!r}", "completion")
         self._runner: AsyncRunner | ThreadRunner | ProcessRunner
-        if apart is not None:
-            options = {"concurrency": concurrency, "asynchronous": asynchronous, "batched": self.batched}
-            self._runner = ProcessRunner(self.name, apart, **options)
-        else:
+        if importable is None:
             self._runner = (AsyncRunner if asynchronous else ThreadRunner)(f"reward-{self.name}", concurrency)
+        else:
+            self._runner = ProcessRunner(
+                self.name, importable, concurrency=concurrency, asynchronous=asynchronous, batched=self.batched
+            )
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Raises ConfigError where ``fn`` asks for a column that the dataset does not have, with a near name."""
-        known = list(columns)
-        for name in self._parameters.required:
-            if name not in known:
-                raise ConfigError(
-                    f"RewardFunction {self.name!r}: its parameter {name!r} must be a column of the dataset: the "
-                    f"columns are {', '.join(known)}.{near(name, known)}"
-                )
+        needed = [name for name in self._parameters.required if name != "answer"]
+        check_columns(needed, columns, f"RewardFunction {self.name!r}")
 
     def set_container(self, container: EnvBase) -> None:
         super().set_container(container)
-        for transform in container.transform.leaves():
-            if isinstance(transform, DataLoadingPrimer) and (columns := transform.columns) is not None:
-                self.check_columns([*columns, *_KEPT])
+        for columns in dataset_columns(container):
+            self.check_columns([*columns, *_KEPT])
 
     def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
         completions = completion_texts(td, tokenizer_of(self), who=f"RewardFunction {self.name!r}")
@@ -143,9 +154,7 @@ class RewardFunction(ScoringTransform):
         scores_B = torch.tensor(values, dtype=torch.float32, device=td.device).view(-1, 1, 1)
         next_td.set(f"reward_{self.name}", scores_B)
         # With weight 0 a score that failed costs nothing: 0 * NaN would be NaN.
-        weighted_B = scores_B * self.weight if self.weight else torch.zeros_like(scores_B)
-        before = next_td.get("reward", None)
-        next_td.set("reward", weighted_B if before is None else before + weighted_B)
+        add_reward(next_td, scores_B * self.weight if self.weight else torch.zeros_like(scores_B))
         return next_td
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
@@ -176,9 +185,9 @@ class RewardFunction(ScoringTransform):
         self.check_columns([*present, *_KEPT])
         names = asked.required + [n for n in asked.optional if n in present]
         if asked.takes_all:
-            names += [n for n in objects if n not in names and n not in ("answer", self.answer_key)]
-        columns = {name: _values(td, name) or [None] * count for name in names}
-        if asked.answer:
+            names += [n for n in objects if n not in (*names, self.answer_key)]
+        columns = {name: _values(td, name) or [None] * count for name in names if name != "answer"}
+        if asked.takes_all or "answer" in asked.required + asked.optional:
             answers = column_values(td, self.answer_key) or [None] * count
             columns["answer"] = [a if a is None or isinstance(a, str) else str(a) for a in answers]
         return columns
@@ -188,51 +197,38 @@ class RewardFunction(ScoringTransform):
         if self.batched:
             calls = Calls([partial(self.fn, completions, **columns)], self.retries, convert=plain_numbers)
         else:
-            names = list(columns)
-            rows = zip(*columns.values(), strict=True) if names else ((),) * count
-            arguments = (dict(zip(names, row, strict=True)) for row in rows)
+            rows = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+            arguments = rows if columns else ({} for _ in completions)
             scored = [partial(self.fn, c, **named) for c, named in zip(completions, arguments, strict=True)]
             calls = Calls(scored, self.retries, convert=plain_number)
         outcomes = self._runner.run(calls, timeout_s=self.deadline_s)
         self.counters["rows"] += count
         self.counters["retries"] += calls.retried
-        values = self._of_batch(outcomes[0], count) if self.batched else self._of_rows(outcomes)
+        late = next((number for number, outcome in enumerate(outcomes, 1) if not outcome.done), None)
+        if late is not None:
+            subject = "the batch" if self.batched else f"row {late} of {count}"
+            self._keep(f"{subject} was not done {self.deadline_s} s after the batch began")
+        values: list[float | None] = []
+        for outcome in outcomes:
+            rows_of_call = count if self.batched else 1
+            if outcome.error is not None:
+                self._keep(outcome.error)
+            if outcome.error is not None or not outcome.done:
+                self.counters["errors" if outcome.done else "timeouts"] += rows_of_call
+                values += [math.nan] * rows_of_call
+                continue
+            found = outcome.value if self.batched else [outcome.value]
+            if isinstance(found, str) or len(found) != rows_of_call:
+                got = found if isinstance(found, str) else f"{len(found)}"
+                raise ShapeError(
+                    f"RewardFunction {self.name!r}: a batched reward must return one value per row, {count}: got {got}."
+                )
+            values += [self._number(value, f"row {len(values) + n} of {count}") for n, value in enumerate(found, 1)]
         self.counters["none"] += sum(value is None for value in values)
         return [math.nan if value is None else value for value in values]
 
-    def _of_rows(self, outcomes: list[Outcome]) -> list[float | None]:
-        late = next((number for number, outcome in enumerate(outcomes, 1) if not outcome.done), None)
-        if late is not None:
-            self._keep(f"row {late} of {len(outcomes)} was not done {self.deadline_s} s after its batch began")
-        values = []
-        for number, outcome in enumerate(outcomes, 1):
-            failed = self._failed(outcome, rows=1)
-            values.append(math.nan if failed else self._number(outcome.value, f"row {number} of {len(outcomes)}"))
-        return values
-
-    def _of_batch(self, outcome: Outcome, count: int) -> list[float | None]:
-        if not outcome.done:
-            self._keep(f"the batch was not done {self.deadline_s} s after it began")
-        if self._failed(outcome, rows=count):
-            return [math.nan] * count
-        values = outcome.value
-        if isinstance(values, str) or len(values) != count:
-            got = values if isinstance(values, str) else f"{len(values)}"
-            raise ShapeError(
-                f"RewardFunction {self.name!r}: a batched reward must return one value per row, {count}: got {got}."
-            )
-        return [self._number(value, f"row {number} of {count}") for number, value in enumerate(values, 1)]
-
-    def _failed(self, outcome: Outcome, *, rows: int) -> bool:
-        if outcome.error is not None:
-            self._keep(outcome.error)
-        self.counters["errors" if outcome.done else "timeouts"] += rows * (
-            not outcome.done or outcome.error is not None
-        )
-        return not outcome.done or outcome.error is not None
-
     def _number(self, value: float | str | None, where: str) -> float | None:
-        """What `plain_number` gave; None where there is no number to use. Raises ShapeError where it is not one."""
+        """The value of `plain_number`; None where there is no number to use. Raises ShapeError where it is not one."""
         if isinstance(value, str):
             kind, _, shown = value.partition(SHOWN)
             raise ShapeError(
@@ -250,6 +246,111 @@ class RewardFunction(ScoringTransform):
     def _keep(self, text: str) -> None:
         if self.first_error is None:
             self.first_error = text
+
+
+def make_rewards(specs: Sequence[Spec], *, tokenizer: Any | None = None) -> list[RewardFunction]:
+    """The transforms of a list of weighted rewards; each adds to "reward" and writes "reward_<name>" of its own.
+
+    Reads   per reward, one of ``fn`` (a function or its name), ``judge``, ``reward_model``, ``code`` (the arguments of
+            `JudgeReward`, `RewardModelScorer.load`, `CodeReward`), and ``weight``, ``name``, ``deadline_s``,
+            ``retries``, ``concurrency``, ``answer_key``, ``batched``, ``process``, the arguments of `RewardFunction`. A
+            function or a name alone is ``{fn: ...}``
+    Raises  ConfigError naming the entry for an unknown key, none or several of the four, or two rewards of one name
+
+    >>> [(r.name, r.weight) for r in make_rewards([{"fn": "math:isfinite", "weight": 0.5}, {"fn": len}])]
+    [('isfinite', 0.5), ('len', 1.0)]
+    """
+    if isinstance(specs, (str, Mapping)) or not specs:
+        raise ConfigError(f"rewards: must be a list with at least one reward: got {specs!r:.80}.")
+    rewards = [_make(spec, f"rewards[{number}]", tokenizer) for number, spec in enumerate(specs)]
+    for name, count in Counter(reward.name for reward in rewards).items():
+        if count > 1:
+            raise ConfigError(f"rewards: each must have a name of its own: {count} are called {name!r}; set name.")
+    return rewards
+
+
+def _make(spec: Spec, where: str, tokenizer: Any | None) -> RewardFunction:
+    if not isinstance(spec, Mapping):
+        spec = {"fn": spec}
+    for key in spec:
+        if key not in (*_KINDS, *_OPTIONS):
+            raise ConfigError(f"{where}: {key!r} is not a setting of a reward.{near(key, (*_KINDS, *_OPTIONS))}")
+    kinds = [kind for kind in _KINDS if spec.get(kind) is not None]
+    if len(kinds) != 1:
+        raise ConfigError(
+            f"{where}: must have exactly one of {', '.join(_KINDS)}: got {' and '.join(kinds) or 'none of them'}."
+        )
+    options = {key: spec[key] for key in _OPTIONS if spec.get(key) is not None}
+    [kind] = kinds
+    function = spec[kind]
+    if kind != "fn":
+        from llmrl.envs.llm import rewards  # here: most runs need none of them
+
+        made = {"judge": rewards.JudgeReward, "reward_model": rewards.RewardModelScorer.load}
+        try:
+            function = made.get(kind, rewards.CodeReward)(**function)
+        except TypeError as error:  # an unknown or a missing argument
+            raise ConfigError(f"{where}.{kind}: {error}.") from error
+        options.setdefault("deadline_s", _BATCH_DEADLINE_S)
+    return RewardFunction(function, tokenizer=tokenizer, **options)
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """The parameters of a user's function after the first: columns of the data, passed by name."""
+
+    required: list[str]
+    optional: list[str]
+    takes_all: bool
+
+    @classmethod
+    def of(cls, fn: Callable[..., Any], who: str, first: str) -> Parameters:
+        """By the signature. Raises ConfigError for one that cannot be called with ``first`` and columns by name."""
+        try:
+            signature = inspect.signature(fn)
+        except (TypeError, ValueError):  # some builtins have no signature
+            return cls(required=[], optional=["answer"], takes_all=False)
+        parameters = list(signature.parameters.values())
+        if not parameters or parameters[0].kind in (parameters[0].KEYWORD_ONLY, parameters[0].VAR_KEYWORD):
+            raise ConfigError(
+                f"{who}: its first parameter must take the {first} by position, as in def f({first}, answer): its "
+                f"signature is {signature}."
+            )
+        required, optional = [], []
+        for parameter in parameters[1:]:
+            if parameter.kind is parameter.POSITIONAL_ONLY:
+                raise ConfigError(
+                    f"{who}: the parameters after the first are passed by name, but {parameter.name!r} takes no name; "
+                    f"its signature is {signature}."
+                )
+            if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                (required if parameter.default is parameter.empty else optional).append(parameter.name)
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        return cls(required, optional, takes_all)
+
+
+def _name_for_process(fn: Reward | str, process: bool | None) -> str | None:
+    """The name by which another process is to load the function; None where it runs in this one.
+
+    Raises  ConfigError where ``process`` asks for another and the function cannot be imported by a name
+    """
+    if isinstance(fn, str):
+        own = fn.partition(":")[0].partition(".")[0] == "llmrl"
+        return fn if process or (process is None and not own) else None
+    if not process:
+        return None
+    module, name = getattr(fn, "__module__", None), getattr(fn, "__qualname__", "")
+    if module == "__main__" or getattr(sys.modules.get(module or ""), name, None) is not fn:
+        raise ConfigError(
+            f"RewardFunction: with process=True the reward must be importable by name, as my_pkg.rewards:exact: got "
+            f"{getattr(fn, '__name__', type(fn).__name__)!r} of module {module!r}."
+        )
+    return f"{module}:{name}"
+
+
+def is_coroutine_function(fn: Callable[..., Any]) -> bool:
+    """True for a coroutine function, or an object whose call is one."""
+    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
 
 
 def _values(td: TensorDictBase, name: str) -> list[Any] | None:

@@ -1,8 +1,4 @@
-"""`TemplateTransform`: messages become text by a chat template, and what a policy writes as text becomes messages.
-
-With it a policy that reads and writes text acts in an environment that keeps a history. Rendering is the codec's work,
-reading back that of the parsers in `llmrl.data.llm`.
-"""
+"""`TemplateTransform`: lets a policy that reads and writes text act in an environment that keeps a history."""
 
 from __future__ import annotations
 
@@ -14,10 +10,11 @@ from tensordict import NestedKey, TensorDictBase
 from llmrl.data.llm.chat import History
 from llmrl.data.llm.non_tensor import column, column_values
 from llmrl.data.specs import Composite, NonTensor
-from llmrl.envs.llm.transforms.new_record import begin_anew
+from llmrl.envs.llm.transforms.tokenizer import check_pairs
+from llmrl.envs.llm.transforms.tool_messages import begin_anew
 from llmrl.envs.td_ops import present_keys, shallow_copy
 from llmrl.envs.transforms.base import Keys, Transform
-from llmrl.errors import ConfigError, MissingKeyError
+from llmrl.errors import MissingKeyError
 from llmrl.modules.llm.policies.containers import ChatHistory, Text, history_chats
 from llmrl.modules.llm.rendering import Renderer
 
@@ -31,15 +28,13 @@ class TemplateTransform(Transform):
     """Renders the history that the env writes, and parses the text that the policy writes.
 
     Reads   in_keys       History [B, M]; default ("history", "prompt")
-            out_keys_inv  str [B], what the policy wrote; default ("text", "full")
+            out_keys_inv  str [B], written by the policy; default ("text", "full")
     Writes  out_keys      str [B]; default ("text", "prompt"). A key that ends in "prompt" ends with the opening of an
                           answer
             in_keys_inv   History [B, M], for the env; default ("history", "full")
     Raises  TemplateError for an unknown template, one without a parser, or text that holds no message
 
-    tokenizer           its own template is used unless one of the next two is given
-    chat_template       jinja text; chat_template_name: a registered template, whose parser reads the text back
-    template_kwargs     handed to the template
+    ``chat_template`` (jinja text) or ``chat_template_name`` (registered, with its parser) replace the tokenizer's own.
 
     Where the text of a later turn does not begin with that of the turn before (the parser strips white space, the
     template drops thinking), the turn starts a new training record.
@@ -74,18 +69,10 @@ class TemplateTransform(Transform):
             ("history", "full") if in_keys_inv is None else in_keys_inv,
             ("text", "full") if out_keys_inv is None else out_keys_inv,
         )
-        for ours, theirs in ((self.in_keys, self.out_keys), (self.in_keys_inv, self.out_keys_inv)):
-            if len(ours) != len(theirs):
-                raise ConfigError(f"TemplateTransform: keys come in pairs: got {ours} and {theirs}.")
+        check_pairs(self)
         self.tokenizer = tokenizer
-        self.chat_template = chat_template
-        self.chat_template_name = chat_template_name
-        self.renderer = Renderer(
-            tokenizer,
-            chat_template=chat_template,
-            chat_template_name=chat_template_name,
-            template_kwargs=template_kwargs,
-        )
+        self._template = {"chat_template": chat_template, "chat_template_name": chat_template_name}
+        self.renderer = Renderer(tokenizer, template_kwargs=template_kwargs, **self._template)
 
     def forward(self, td: TensorDictBase) -> TensorDictBase:
         for in_key, out_key in zip(self.in_keys, self.out_keys, strict=True):
@@ -111,12 +98,7 @@ class TemplateTransform(Transform):
                 raise MissingKeyError(
                     f"TemplateTransform: reads {out_key!r}, which is not there; keys present: {present_keys(td)}."
                 )
-            history = History.from_text(
-                texts,
-                chat_template_name=self.chat_template_name,
-                chat_template=self.chat_template,
-                tokenizer=self.tokenizer,
-            )
+            history = History.from_text(texts, tokenizer=self.tokenizer, **self._template)
             if isinstance(in_key, tuple):
                 td.set(in_key[0], ChatHistory.from_rows({in_key[1]: history}, td.batch_size))
             else:

@@ -1,7 +1,4 @@
-"""Sends the model back to think where its answer does not do: `AddThinkingPrompt`.
-
-Whether it does is the user's condition, usually on the reward, so the transform stands behind the one that scores.
-"""
+"""`AddThinkingPrompt`: asks the model to think again, where the user's condition (usually on the reward) says so."""
 
 from __future__ import annotations
 
@@ -12,15 +9,15 @@ import torch
 from tensordict import TensorDictBase
 
 from llmrl.data.llm.chat import History
-from llmrl.envs.llm.completions import completion_texts, special_tokens, tokenizer_of, trim_markers
-from llmrl.envs.llm.transforms.new_record import begin_anew
+from llmrl.envs.llm.completions import completion_texts, renderer_of, special_tokens, tokenizer_of, trim_markers
+from llmrl.envs.llm.options import MODES
 from llmrl.envs.llm.transforms.prompt_stream import row_seeds
-from llmrl.envs.llm.transforms.tool_messages import append_messages
+from llmrl.envs.llm.transforms.tool_messages import append_messages, begin_anew
 from llmrl.envs.td_ops import present_keys
-from llmrl.envs.transforms.base import Transform, innermost
+from llmrl.envs.transforms.base import Transform
 from llmrl.errors import ConfigError, MissingKeyError
 from llmrl.modules.llm.policies.containers import ChatHistory, Text, Tokens
-from llmrl.modules.llm.policies.modes import unpadded_rows
+from llmrl.modules.llm.policies.rows import unpadded_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,7 +40,7 @@ ADDRESSED = (
 
 
 class AddThinkingPrompt(Transform):
-    """Turns an answer that ``cond`` finds wanting into a reason to go on thinking.
+    """Sends the model back to thinking in rows that ``cond`` selects; append it after the transform that scores.
 
     Reads   the turn as ``next`` has it, one row at a time, for ``cond``
     Writes  ("next", view, "prompt"): with ``edit_last_turn`` the policy's message ends in ``prompt`` instead of its
@@ -51,20 +48,13 @@ class AddThinkingPrompt(Transform):
                           {"role", "content": prompt} more, open too where the role is "assistant"
             ("next", "reward")  float32[B, 1, 1]  0 in these rows with ``zero_reward``; NaN (it failed) stays
             ("next", "terminated" | "done")       False in these rows with ``undo_done``
-    Raises  ConfigError for settings that contradict each other; MissingKeyError without a conversation in ``next``, or
-            without a tokenizer where ids are edited
+    Raises  ConfigError for settings that contradict each other; MissingKeyError without a conversation in ``next``
 
-    cond            (row of ``next``, batch size []) -> bool; True where the model is to think again
-    prompt          the text; None: the first of a list of our own, in the first person where ``egocentric``
-    random_prompt   draw from that list, by `set_seed`
-    role            of the message that is appended
-    zero_reward     None: as ``edit_last_turn``
-    egocentric      None: where the role is "assistant"
-    tokenizer       None: the env's
+    ``prompt`` None: the first of a built-in list, in the first person where ``egocentric`` (None: where the role is
+    "assistant"), or with ``random_prompt`` a draw of it by `set_seed`. ``zero_reward`` None: as ``edit_last_turn``.
 
-    A conversation that a limit has ended stays ended, and as it is. An edited turn is no longer what was sampled: it
-    starts a new record (docs/keys.md), in which it is part of the prompt and not trained; what the env said since is
-    not in it. An appended message is one more part of the stream.
+    A conversation that a limit has ended stays ended. An edited turn starts a new record (docs/keys.md), in which it is
+    part of the prompt; messages of the env after it are dropped. An appended message continues the stream.
 
     >>> from llmrl.envs.llm import ChatEnv
     >>> from llmrl.testing import ScriptedPolicy
@@ -93,7 +83,7 @@ class AddThinkingPrompt(Transform):
         if not callable(cond):
             raise ConfigError(f"AddThinkingPrompt: cond must be a function of a row of 'next': got {cond!r}.")
         if prompt is not None and random_prompt:
-            raise ConfigError("AddThinkingPrompt: random_prompt draws from our own prompts: leave prompt out.")
+            raise ConfigError("AddThinkingPrompt: random_prompt draws from the built-in prompts: leave prompt out.")
         if edit_last_turn and role != "assistant":
             raise ConfigError(
                 f"AddThinkingPrompt: edit_last_turn edits the policy's message, whose role is 'assistant': got "
@@ -114,7 +104,7 @@ class AddThinkingPrompt(Transform):
 
     def set_container(self, container: EnvBase) -> None:
         super().set_container(container)
-        self._renderer = getattr(innermost(container), "_renderer", None)
+        self._renderer = renderer_of(container)
 
     def _set_seed(self, seed: int) -> None:
         self._seed, self._drawn = seed, 0
@@ -126,7 +116,7 @@ class AddThinkingPrompt(Transform):
         self._seed, self._drawn = state["seed"], state["drawn"]
 
     def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
-        view = next((name for name in ("history", "text", "tokens") if next_td.get(name, None) is not None), None)
+        view = next((name for name in MODES if next_td.get(name, None) is not None), None)
         if view is None:
             raise MissingKeyError(
                 f"AddThinkingPrompt: there must be a conversation in 'next': keys present: {present_keys(next_td)}."
@@ -147,7 +137,7 @@ class AddThinkingPrompt(Transform):
         reward = next_td.get("reward", None)
         if self.zero_reward and reward is not None:
             reward = reward.clone()
-            reward[rows] = reward[rows] * 0.0  # what is NaN stays so
+            reward[rows] = reward[rows] * 0.0  # NaN, a failed reward, stays NaN
             next_td.set("reward", reward)
         if self.undo_done:
             going_on = torch.zeros_like(done)
@@ -168,7 +158,7 @@ class AddThinkingPrompt(Transform):
             chats = {row: history[row].to_chats() for row in prompts}
             edited = list(history.unbind(0))
             for row, chat in chats.items():
-                while chat[-1]["role"] != "assistant":  # what the env said since
+                while chat[-1]["role"] != "assistant":  # messages of the env since then
                     chat.pop()
                 content = self._edited(chat[-1]["content"], prompts[row])
                 edited[row] = History.from_messages([*chat[:-1], _open(self.role, content)])
@@ -193,7 +183,7 @@ class AddThinkingPrompt(Transform):
         next_td.set("tokens", Tokens.from_rows({"prompt": rows}, next_td.batch_size))
 
     def _edited(self, text: str, prompt: str) -> str:
-        """What was said up to its last answer block, and the prompt; all of it where it has no such block."""
+        """The text up to its last answer block, and the prompt; all of the text where it has no such block."""
         cut = text.rfind("<answer>")
         kept = text[:cut] if cut >= 0 else trim_markers(text, special_tokens(tokenizer_of(self)))
         return kept + prompt

@@ -1,7 +1,6 @@
 """`Tokenizer`: plain strings to plain ids and back, for environments that keep no conversation.
 
-Conversations need no such thing: their ids are made by the wrapper's renderer, and those that were sampled are never
-made from text.
+Conversations need none: the wrapper's renderer makes their ids, and sampled ids are never made from text.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from llmrl.data.specs import Categorical, Composite, NonTensor, Unbounded
 from llmrl.envs.td_ops import present_keys, shallow_copy
 from llmrl.envs.transforms.base import Keys, Transform
 from llmrl.errors import ConfigError, DataError, MissingKeyError, ShapeError
-from llmrl.modules.llm.policies.containers import entries
+from llmrl.modules.llm.policies.rows import entries
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,24 +28,21 @@ __all__ = ["Tokenizer"]
 
 
 class Tokenizer(Transform):
-    """Tokenises what the env writes, and decodes what the policy writes.
+    """Tokenises the strings of the env, and decodes the ids of the policy.
 
     Reads   in_keys       str [B]
-            out_keys_inv  int64[B, T], what the policy wrote
+            out_keys_inv  int64[B, T], written by the policy
     Writes  out_keys      int64[B, T], padded on the tokenizer's side; by default in place of the strings
             "attention_mask"  bool[B, T], with ``return_attention_mask``; "<out_key>_attention_mask" for each of several
             in_keys_inv   str [B], for the env
     Raises  ConfigError without a tokenizer, or for one that cannot pad and has to; MissingKeyError for an absent entry,
             at a step or with ``missing_tolerance=False``; ShapeError for rows that differ in length with
-            ``padding=False``; DataError for what is no string
+            ``padding=False``; DataError for an entry that is not a string
 
-    tokenizer            the tokenizer itself, or its name or path; there is no default
     additional_tokens    added as special tokens, to a copy of the tokenizer: ``transform.tokenizer``
-    add_special_tokens, skip_special_tokens  in tokenising and in decoding
     padding              True: to the longest row; "max_length": to ``max_length``; False: rows must be of one length
     max_length           longer rows are cut at their end
-    missing_tolerance    an entry that a reset does not have is left out
-    call_before_reset    tokenise what a reset is given, for an env that starts from ids, and nothing at a step
+    call_before_reset    tokenise the input of a reset, for an env that starts from ids, and nothing at a step
     use_raw_nontensor    a subclass's `_apply_transform` gets the NonTensorStack itself instead of a list of strings
 
     >>> from llmrl.testing import tiny_tokenizer
@@ -87,9 +83,7 @@ class Tokenizer(Transform):
 
             tokenizer = AutoTokenizer.from_pretrained(tokenizer)
         super().__init__(in_keys, out_keys, in_keys_inv, out_keys_inv)
-        for ours, theirs in ((self.in_keys, self.out_keys), (self.in_keys_inv, self.out_keys_inv)):
-            if len(ours) != len(theirs):
-                raise ConfigError(f"Tokenizer: keys come in pairs: got {ours} and {theirs}.")
+        check_pairs(self)
         if padding not in (True, False, "max_length"):
             raise ConfigError(f"Tokenizer: padding must be True, False or 'max_length': got {padding!r}.")
         if max_length is None and padding == "max_length":
@@ -172,12 +166,15 @@ class Tokenizer(Transform):
         return (*path, last) if path else last
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        if not self.call_before_reset:
-            self._declare(observation_spec)
+        shape, device = (*observation_spec.shape, -1), observation_spec.device
+        for key in () if self.call_before_reset else self.out_keys:
+            observation_spec[key] = self._ids_spec(observation_spec)
+            if self.return_attention_mask:
+                observation_spec[self._mask_key(key)] = Categorical(2, shape=shape, dtype=torch.bool, device=device)
         return observation_spec
 
     def transform_state_spec(self, state_spec: Composite) -> Composite:
-        if self.call_before_reset:  # what a reset is asked for is text, whatever the env starts from
+        if self.call_before_reset:  # a reset takes text, whatever the env starts from
             for key in self.in_keys:
                 state_spec[key] = NonTensor(shape=state_spec.shape, example_data="")
         return state_spec
@@ -189,15 +186,16 @@ class Tokenizer(Transform):
                 action_spec[out_key] = self._ids_spec(action_spec)
         return action_spec
 
-    def _declare(self, spec: Composite) -> None:
-        shape = (*spec.shape, -1)
-        for key in self.out_keys:
-            spec[key] = self._ids_spec(spec)
-            if self.return_attention_mask:
-                spec[self._mask_key(key)] = Categorical(2, shape=shape, dtype=torch.bool, device=spec.device)
-
     def _ids_spec(self, spec: Composite) -> Unbounded:
         return Unbounded(shape=(*spec.shape, -1), dtype=torch.int64, device=spec.device)
+
+
+def check_pairs(transform: Transform) -> None:
+    """Raises ConfigError where keys to read and keys to write are not equal in number."""
+    pairs = ((transform.in_keys, transform.out_keys), (transform.in_keys_inv, transform.out_keys_inv))
+    for ours, theirs in pairs:
+        if len(ours) != len(theirs):
+            raise ConfigError(f"{type(transform).__name__}: keys come in pairs: got {ours} and {theirs}.")
 
 
 def _strings(td: TensorDictBase, key: NestedKey) -> list[Any]:

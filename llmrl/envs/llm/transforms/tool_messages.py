@@ -1,8 +1,8 @@
-"""Appends the messages of the environment to the next prompt, in whichever view the conversation is kept.
+"""Changes of the next prompt by an environment: new messages, answers said in other words, conversations cut off.
 
-In history mode that is a longer history: the policy's wrapper continues its stream of ids by what was appended. In text
-and tokens mode nobody renders later, so the ids are appended here: those of the rendered delta, after ids that stay as
-they were drawn.
+In history mode new messages are a longer history: the policy's wrapper continues its stream of ids by what was
+appended. In text and tokens mode nothing is rendered later, so the ids are appended here: those of the rendered delta,
+after ids that stay as they were drawn.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from llmrl.data.llm.chat import History
 from llmrl.errors import RewriteError, TemplateError
-from llmrl.modules.llm.policies.containers import ChatHistory, LogProbs, Masks, Text, Tokens, decode_rows, field_rows
-from llmrl.modules.llm.policies.modes import unpadded_rows
+from llmrl.modules.llm.policies.containers import ChatHistory, Text, decode_rows
 from llmrl.modules.llm.rendering import Renderer
+from llmrl.modules.llm.token_stream import TokenStream
 
-__all__ = ["append_messages", "restate_answers"]
+__all__ = ["append_messages", "begin_anew", "restate_answers"]
 
 Message = dict[str, Any]
 
@@ -54,22 +54,21 @@ def append_messages(
         grown = prompt.extend(History.from_chats(messages), inplace=False, dim=-1)
         next_td.set("history", ChatHistory.from_rows({"prompt": grown}, next_td.batch_size))
         return
-    tokens = next_td.get("tokens", None)
-    stream = None if tokens is None else _Stream(next_td)
+    stream = TokenStream.read(next_td)
     texts = next_td.get("text").rows("prompt") if view == "text" else None
     rows = [row for row, new in enumerate(messages) if new]
     ends = [stream.ids[row] if stream is not None else _end_of(texts[row], renderer) for row in rows]
     answers = [{**_ANSWER, **(said or {}).get(row, {})} for row in rows]
-    turns = [_UNKNOWN_TURNS if stream is None else stream.turns(row) for row in rows]
+    turns = [(None if stream is None else stream.num_answers(row)) or _UNKNOWN_TURNS for row in rows]
     deltas = dict(zip(rows, _deltas(renderer, ends, answers, [messages[row] for row in rows], turns), strict=True))
     covered = None
     if texts is not None:
         added = dict(zip(rows, decode_rows(renderer.tokenizer, [d.tolist() for d in deltas.values()]), strict=True))
         texts = [text + added.get(row, "") for row, text in enumerate(texts)]
-        covered = [torch.tensor(len(text)) for text in texts]
+        covered = [len(text) for text in texts]
         next_td.set("text", Text.from_rows({"prompt": texts}, next_td.batch_size))
     if stream is not None:
-        stream.write(next_td, deltas, covered)
+        stream.extend(deltas, covered).write(next_td)
 
 
 def _deltas(
@@ -128,47 +127,20 @@ def restate_answers(next_td: TensorDictBase, said: Mapping[int, Message]) -> Non
     next_td.set("history", ChatHistory.from_rows({"prompt": History.from_chats(chats)}, next_td.batch_size))
 
 
-class _Stream:
-    """The stream of ids on the prompt side of a batch, with what is known about each id."""
+def begin_anew(next_td: TensorDictBase, rows: Sequence[int], view: str) -> None:
+    """Leaves the prompts of these rows without ids, masks and log-probs, in place; the other rows go on.
 
-    def __init__(self, td: TensorDictBase) -> None:
-        holders = {name: getattr(td.get(name, None), "_tensordict", None) for name in ("tokens", "masks", "log_probs")}
-        masks = holders["masks"]
-        attention = None if masks is None else field_rows(masks, "prompt_attention_mask")
+    The policy's wrapper then renders the next turn anew, and a training record starts with it: for transforms that edit
+    what was said.
 
-        def rows(name: str, field: str) -> list[Tensor] | None:
-            holder = holders[name]
-            return None if holder is None or field not in holder.keys() else unpadded_rows(holder, field, attention)
-
-        self.ids = rows("tokens", "prompt")
-        self.covered = rows("tokens", "covered")
-        self.mask = rows("masks", "prompt_assistant_mask")
-        self.log_probs = {field: rows("log_probs", field) for field in ("prompt", "plain")}
-
-    def turns(self, row: int) -> int:
-        """How many answers the stream of a row holds."""
-        if self.mask is None:
-            return _UNKNOWN_TURNS
-        mask = self.mask[row].int()
-        return max(1, int((mask.diff(prepend=mask.new_zeros(1)) == 1).sum()))
-
-    def write(self, td: TensorDictBase, deltas: dict[int, Tensor], covered: list[Tensor] | None) -> None:
-        lengths = [len(deltas.get(row, ())) for row in range(len(self.ids))]
-        ids = [torch.cat([row, deltas[n].to(row.device)]) if n in deltas else row for n, row in enumerate(self.ids)]
-        columns = {"prompt": ids}
-        if self.covered is not None:
-            columns["covered"] = self.covered if covered is None else covered
-        td.set("tokens", Tokens.from_rows(columns, td.batch_size))
-        if self.mask is not None:
-            td.set("masks", Masks.from_rows({"prompt_assistant_mask": _longer(self.mask, lengths)}, td.batch_size))
-        scores = {field: _longer(rows, lengths) for field, rows in self.log_probs.items() if rows is not None}
-        if scores:
-            td.set("log_probs", LogProbs.from_rows(scores, td.batch_size))
-
-
-def _longer(rows: list[Tensor], lengths: list[int]) -> list[Tensor]:
-    """False or 0 behind each row."""
-    return [torch.nn.functional.pad(row, (0, n)) if n else row for row, n in zip(rows, lengths, strict=True)]
+    Reads   ``view``: the one that was edited ("history", "text" or "tokens"), which stays as it is
+    Writes  the token stream, and where the view is the history ("text", "prompt"): empty in these rows
+    """
+    if (stream := TokenStream.read(next_td)) is not None:
+        stream.cut(set(rows), keep_ids=view == "tokens").write(next_td)
+    if view == "history" and (text := next_td.get("text", None)) is not None:
+        texts = ["" if row in rows else value for row, value in enumerate(text.rows("prompt"))]
+        next_td.set("text", Text.from_rows({"prompt": texts}, next_td.batch_size))
 
 
 def _end_of(text: str, renderer: Renderer) -> Tensor:

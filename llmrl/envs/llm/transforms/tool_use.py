@@ -1,4 +1,4 @@
-"""What the tools did in each conversation, as entries of the batch, and the metrics of a batch that recipes log.
+"""Counts of tool calls in each conversation, as entries of the batch, and the metrics of a batch that recipes log.
 
 Counted per conversation and carried from turn to turn, so that the row of its last turn has all of it.
 """
@@ -27,7 +27,7 @@ def no_tool_use(batch_size: Sequence[int], device: torch.device | None) -> Tenso
 
 
 def added_tool_use(before: TensorDictBase, rows: Sequence[Mapping[str, float]]) -> TensorDict:
-    """``before`` with what each row adds to it, in a new tensordict."""
+    """``before`` plus the counts of each row, in a new tensordict."""
     entries = {}
     for name, value in before.items():
         extra = torch.tensor([row.get(name, 0) for row in rows], dtype=value.dtype, device=value.device)
@@ -43,7 +43,7 @@ def tool_use_spec(batch_size: Sequence[int], device: torch.device | None) -> Com
 
 
 def tool_metrics(data: TensorDictBase) -> dict[str, float]:
-    """What tools did in the conversations that ended in a batch of a collector.
+    """Metrics of the tool calls of the conversations that ended in a batch of a collector.
 
     Reads    ("next", "tool_use", ...) int64[B], float32[B] and ("next", "done") bool[B, 1]; other rows are left out
     Returns  "tools/conversations" that ended; of these "tools/call_rate", the share that called at all, and

@@ -1,12 +1,7 @@
-"""`UserTurn`: a plain function that answers the model between its turns: a simulated user, a critic, a game.
-
-How messages become ids is `tool_messages`' and the wrapper's part, running the calls that of
-`llmrl.concurrency.deadline`.
-"""
+"""`UserTurn`: a plain function that answers the model between its turns: a simulated user, a critic, a game."""
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from functools import partial
@@ -18,10 +13,13 @@ from tensordict import TensorDictBase
 from llmrl.concurrency.deadline import AsyncRunner, Calls, Outcome, ThreadRunner
 from llmrl.data.llm.non_tensor import column_values
 from llmrl.data.specs import Composite, Unbounded
-from llmrl.envs.llm.transforms.dataloading import DataLoadingPrimer
+from llmrl.envs.llm.completions import add_reward
+from llmrl.envs.llm.transforms.dataloading import check_columns, dataset_columns
+from llmrl.envs.llm.transforms.reward import Parameters, is_coroutine_function
 from llmrl.envs.llm.transforms.tool_messages import append_messages
+from llmrl.envs.td_ops import present_keys
 from llmrl.envs.transforms.base import Transform, innermost
-from llmrl.errors import ConfigError, MissingKeyError, near
+from llmrl.errors import ConfigError, MissingKeyError
 
 if TYPE_CHECKING:
     from llmrl.envs.base import EnvBase
@@ -30,7 +28,7 @@ __all__ = ["UserTurn"]
 
 
 class UserTurn(Transform):
-    """Calls ``reply`` after each turn of the policy, and appends what it says as the user's next message.
+    """Calls ``reply`` after each turn of the policy, and appends its answer as the user's next message.
 
     Reads   ("next", "history", "prompt"): the conversation with the policy's turn; the columns that ``reply`` names
     Calls   ``reply(messages)``, the messages as a list of {"role", "content"}, per conversation, ``concurrency`` at a
@@ -42,8 +40,8 @@ class UserTurn(Transform):
             (``retries`` times more than once), returned something else, or was not done after ``deadline_s`` seconds
     Raises  ConfigError for a column that the data do not have, or an env that is not in history mode
 
-    Place it behind tools, which need ``end_without_call=False`` then, and before rewards. ``counters`` and
-    ``first_error`` say how often it failed, and how at first.
+    Place it behind tools, which need ``end_without_call=False`` then, and before rewards. ``counters`` counts replies
+    and failures; ``first_error`` keeps the first failure.
 
     >>> from tensordict import TensorDict
     >>> from llmrl.envs.llm import ChatEnv
@@ -77,56 +75,46 @@ class UserTurn(Transform):
         self.retries = retries
         self.concurrency = concurrency
         self.role = role
-        self.columns = _columns(reply)
+        self.columns = Parameters.of(reply, "UserTurn", "messages").required
         self.counters = {"replies": 0, "ended": 0, "failed": 0, "retries": 0}
         self.first_error: str | None = None
         self._runner = self._new_runner()
 
     def set_container(self, container: EnvBase) -> None:
         super().set_container(container)
-        base = innermost(container)
-        if getattr(base, "input_mode", "history") != "history":
-            raise ConfigError(
-                f"UserTurn: reads the conversation as messages: needs an env with input_mode='history': got "
-                f"{base.input_mode!r}."
-            )
-        for transform in container.transform.leaves():
-            if isinstance(transform, DataLoadingPrimer) and (known := transform.columns) is not None:
-                for name in self.columns:
-                    if name not in known:
-                        raise ConfigError(
-                            f"UserTurn: the parameter {name!r} of the reply must be a column of the dataset: the "
-                            f"columns are {', '.join(known)}.{near(name, known)}"
-                        )
+        mode = getattr(innermost(container), "input_mode", "history")
+        if mode != "history":
+            raise ConfigError(f"UserTurn: must be in an env with input_mode='history', for messages: got {mode!r}.")
+        for columns in dataset_columns(container):
+            check_columns(self.columns, columns, "UserTurn")
 
     def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
         done = next_td.get("done")
         chats = next_td.get("history").prompt.to_chats()
-        rows = [row for row, over in enumerate(done.flatten().tolist()) if not over and _policy_spoke_last(chats[row])]
-        given = {name: self._column(td, name) for name in self.columns}
-        calls = Calls(
-            [partial(self.reply, chats[row], **{name: given[name][row] for name in given}) for row in rows],
-            self.retries,
-        )
+        rows = [
+            row
+            for row, (chat, over) in enumerate(zip(chats, done.flatten().tolist(), strict=True))
+            if not over and chat and chat[-1]["role"] == "assistant"  # else a tool has answered
+        ]
+        columns = {name: self._column(td, name) for name in self.columns}
+        named = [{name: values[row] for name, values in columns.items()} for row in rows]
+        replies = [partial(self.reply, chats[row], **given) for row, given in zip(rows, named, strict=True)]
+        calls = Calls(replies, self.retries)
         outcomes = dict(zip(rows, self._runner.run(calls, timeout_s=self.deadline_s), strict=True))
-        self.counters["retries"] += calls.retried
         failed = {row for row, outcome in outcomes.items() if self._failed(outcome)}
         ended = {row for row, outcome in outcomes.items() if row not in failed and outcome.value is None}
-        said: list[list[dict[str, Any]]] = [
-            [{"role": self.role, "content": outcomes[row].value}] if row in outcomes.keys() - failed - ended else []
-            for row in range(len(chats))
-        ]
-        self.counters["failed"] += len(failed)
-        self.counters["ended"] += len(ended)
-        self.counters["replies"] += sum(map(len, said))
-        if any(said):
-            append_messages(next_td, "history", said, None)
+        answered = outcomes.keys() - failed - ended
+        added = {"replies": len(answered), "ended": len(ended), "failed": len(failed), "retries": calls.retried}
+        self.counters = {name: count + added[name] for name, count in self.counters.items()}
+        if answered:
+            said = {row: [{"role": self.role, "content": outcomes[row].value}] for row in answered}
+            append_messages(next_td, "history", [said.get(row, []) for row in range(len(chats))], None)
         for flag, ends in (("terminated", ended), ("truncated", failed), ("done", ended | failed)):
-            which = torch.tensor([row in ends for row in range(len(chats))], device=done.device).view(done.shape)
-            next_td.set(flag, next_td.get(flag) | which)
-        reward = torch.tensor([math.nan if row in failed else 0.0 for row in range(len(chats))], device=done.device)
-        before = next_td.get("reward", None)
-        next_td.set("reward", reward.view(-1, 1, 1) if before is None else before + reward.view(-1, 1, 1))
+            ends_B = torch.tensor([row in ends for row in range(len(chats))], device=done.device)
+            next_td.set(flag, next_td.get(flag) | ends_B.view(done.shape))
+        # A user that failed says nothing about the policy: the row has no reward.
+        rewards = [math.nan if row in failed else 0.0 for row in range(len(chats))]
+        add_reward(next_td, torch.tensor(rewards, device=done.device))
         return next_td
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
@@ -145,15 +133,13 @@ class UserTurn(Transform):
         self._runner.close()
 
     def _new_runner(self) -> AsyncRunner | ThreadRunner:
-        asynchronous = inspect.iscoroutinefunction(self.reply) or inspect.iscoroutinefunction(type(self.reply).__call__)
-        return (AsyncRunner if asynchronous else ThreadRunner)("user", self.concurrency)
+        return (AsyncRunner if is_coroutine_function(self.reply) else ThreadRunner)("user", self.concurrency)
 
     def _column(self, td: TensorDictBase, name: str) -> list[Any]:
         values = column_values(td, name)
         if values is None:
             raise MissingKeyError(
-                f"UserTurn: the parameter {name!r} of the reply must be an entry of the batch: it has "
-                f"{', '.join(map(str, td.keys()))}."
+                f"UserTurn: its parameter {name!r} must be an entry of the batch: keys present: {present_keys(td)}."
             )
         return values
 
@@ -162,26 +148,6 @@ class UserTurn(Transform):
         if not outcome.done:
             error = f"the user did not answer within {self.deadline_s} s"
         elif error is None and not isinstance(outcome.value, str | None):
-            error = f"the user must say a text, or None to end: got a {type(outcome.value).__name__}"
-        if error is not None and self.first_error is None:
-            self.first_error = error
+            error = f"the user must return text, or None to end: got a {type(outcome.value).__name__}"
+        self.first_error = self.first_error or error
         return error is not None
-
-
-def _policy_spoke_last(chat: list[dict[str, Any]]) -> bool:
-    return bool(chat) and chat[-1]["role"] == "assistant"
-
-
-def _columns(reply: Callable[..., Any]) -> list[str]:
-    """The parameters after the first, which are columns of the data."""
-    try:
-        parameters = list(inspect.signature(reply).parameters.values())
-    except (TypeError, ValueError):  # some builtins have no signature
-        return []
-    if not parameters or parameters[0].kind is inspect.Parameter.KEYWORD_ONLY:
-        raise ConfigError(
-            f"UserTurn: the first parameter must take the messages by position: the signature is "
-            f"{inspect.signature(reply)}."
-        )
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [p.name for p in parameters[1:] if p.kind in named and p.default is inspect.Parameter.empty]

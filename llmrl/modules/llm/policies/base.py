@@ -1,13 +1,12 @@
 """``LLMWrapperBase``: a language model as a policy on TensorDicts. Reads a prompt or a conversation, calls an engine,
 writes every view.
 
-One code path for every backend: a backend is an ``Engine`` and says in ``_build`` how to make one. What differs between
-history, text and tokens is in ``modes``, the bookkeeping of a turn in ``stream``, the layout of what is written in
-``writing``.
+One code path for every backend: a backend is an ``Engine``, made in ``_build``.
 """
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from llmrl.data.ragged.padding import lengths_mask, pad_rows
-from llmrl.errors import ConfigError, ShapeError, UnsupportedError, near
+from llmrl.errors import ConfigError, RewriteError, ShapeError, UnsupportedError, near
 from llmrl.modules.llm.engines import Engine
 from llmrl.modules.llm.engines.base import check_ids
 from llmrl.modules.llm.engines.transformers import vocabulary_size
@@ -30,34 +29,35 @@ from llmrl.modules.llm.policies.batching import (
     join_requests,
     own_engine,
 )
-from llmrl.modules.llm.policies.carried import carried_texts, count_rewritten, encode_prompts, read_stream
-from llmrl.modules.llm.policies.containers import ChatHistory, Text
+from llmrl.modules.llm.policies.containers import CONTAINERS, make_containers
 from llmrl.modules.llm.policies.distributions import TokenCategorical, token_categorical
-from llmrl.modules.llm.policies.modes import Key, Turn, make_mode
+from llmrl.modules.llm.policies.modes import Turn, make_mode
 from llmrl.modules.llm.policies.options import (
     GenerationOptions,
-    check_settings,
+    WrapperOptions,
     generation_options,
     options_of_call,
     standard_names,
     with_stop_ids,
 )
+from llmrl.modules.llm.policies.rows import Key, Padding
 from llmrl.modules.llm.policies.scoring_batch import Conversations
-from llmrl.modules.llm.policies.stream import record_turn
-from llmrl.modules.llm.policies.writing import record_containers
 from llmrl.modules.llm.rendering import Renderer
+from llmrl.modules.llm.token_stream import turn_columns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["Backend", "LLMWrapperBase"]
 
+_log = logging.getLogger(__name__)
+_PER_TURN = ["stop_reason", "policy_version", "new_record"]
+_SEED_STRIDE = 0x2545F4914F6CDD1D  # the samples of one prompt take seeds far apart
+
 
 @dataclass
 class Backend:
-    """What ``_build`` returns: the engine, the module that scores with gradients (None where there is none), and the
-    padding id.
-    """
+    """The engine, the module that scores with gradients (None where there is none), and the padding id."""
 
     engine: Engine
     scorer: nn.Module | None
@@ -68,9 +68,8 @@ class LLMWrapperBase(nn.Module):
     """A policy over an engine. ``model`` is an ``Engine`` here; subclasses take what their backend runs.
 
     Generating (``generate=True``):
-      Reads   (mode, "prompt"), and where an environment carried an earlier turn on: ("tokens", "prompt" | "covered"),
-              ("masks", "prompt_assistant_mask"), ("log_probs", "prompt"). The ids of earlier turns are used as they
-              are; only what was appended since is rendered
+      Reads   (mode, "prompt"), and where an environment carried an earlier turn on, its `TokenStream`: the ids of
+              earlier turns are used as they are; only what was appended since is rendered
               "seed" int64[B], if present: one seed per row
       Writes  text, masks, tokens, log_probs and history containers (those of the mode), "stop_reason" int64[B]
               (``StopReason``), "policy_version" int64[B], "new_record" bool[B]: a training record begins with this
@@ -81,30 +80,9 @@ class LLMWrapperBase(nn.Module):
               enabled; beside them the mode's other containers, as the batch has them or of "full" alone
     Raises  MissingKeyError, TypeError, ConfigError, ShapeError, TemplateError
 
-    input_mode           "history", "text" or "tokens"
-    input_key            what to read instead of (mode, "prompt") or (mode, "full")
-    attention_mask_key   mask of a dense ("tokens", "prompt"); without it every id counts
-    generate_kwargs      max_new_tokens, temperature, top_p, top_k, min_p, repetition_penalty, do_sample,
-                         stop_sequences, stop_token_ids, ignore_eos, num_return_sequences, skip_special_tokens,
-                         logprobs, seed; ``max_tokens`` and ``n`` are accepted. An unknown name raises here and now
-    tokenizer_kwargs     in text mode: arguments of the tokenizer's call (no special tokens are added by default); in
-                         history mode: variables of the chat template
-    pad_output           dense, padded containers instead of rows
-    pad_model_input      False: the model never sees a padding token; rows run in groups of equal length
-    inplace              True (default): into the input; False: a new TensorDict; "empty": ``td.empty()``
-    num_samples          n responses per prompt: batch [*B, n]; never in place
-    return_log_probs     True by default; scoring needs it
-    batching             True: calls of several threads are joined into one of the engine (``BatchingEngine``); the
-                         default follows from whether a size is given
-    min_batch_size       rows to wait for; 1
-    max_batch_size       most rows in one joined call
-    batching_timeout     seconds after which a call goes with the rows that are there
-    prefer_tokens        True: continue the ids of earlier turns. Where the template rewrites those (drops their
-                         thinking, say), the row is rendered anew and starts a new record: its masks and log-probs
-                         begin with this turn, which is counted in ``counters["rewritten"]`` and logged once.
-                         "always": that is an error. False: render the whole conversation anew every turn, each a
-                         record of its own
-    layout               torch.strided only; ``td.get(key, as_nested_tensor=True)`` reads rows as a nested tensor
+    `WrapperOptions` describes the arguments, `generation_options` what ``generate_kwargs`` may hold. Where a template
+    rewrites earlier turns (drops their thinking, say), ``prefer_tokens=True`` renders the row anew and starts a new
+    record: its masks and log-probs begin with this turn, counted in ``counters["rewritten"]`` and logged once.
     """
 
     takes_vllm_options = False
@@ -140,24 +118,23 @@ class LLMWrapperBase(nn.Module):
         batching_timeout: float = 10.0,
         prefer_tokens: bool | Literal["always"] = True,
     ) -> None:
-        settings = {name: value for name, value in locals().items() if name not in ("self", "model", "__class__")}
+        given = {name: value for name, value in locals().items() if name not in ("self", "model", "__class__")}
         super().__init__()
-        self._settings: dict[str, Any] = settings
-        self._given = (model,)  # in a tuple, where a module is no part of this one
-        self.generate = generate
+        self.settings = WrapperOptions(**given)
+        self._given = (model,)  # in a tuple, where a module is not part of this one
         self.generate_kwargs = standard_names(generate_kwargs)
         self.options = generation_options(generate_kwargs, vllm=self.takes_vllm_options)
-        check_settings(type(self).__name__, settings, self.options)
-        self.tokenizer = settings["tokenizer"] = self._load_tokenizer(model, tokenizer)
+        self.settings.check(type(self).__name__, self.options)
+        self.tokenizer = self.settings.tokenizer = self._load_tokenizer(model, tokenizer)
         self.renderer = self._make_renderer()
         self.mode = make_mode(
             input_mode, tokenizer=self.tokenizer, renderer=self.renderer, tokenizer_kwargs=tokenizer_kwargs
         )
-        self.input_mode = input_mode
-        self.history_key, self.text_key, self.tokens_key = history_key, text_key, tokens_key
-        self.masks_key, self.log_probs_key = masks_key, log_probs_key
-        self.keys = {name: getattr(self, f"{name}_key") for name in _CONTAINERS}
-        self.input_key: Key = input_key or self.mode.in_key(self.keys[self.mode.name], generate)
+        self.generate = generate
+        self.input_mode, self.keys = input_mode, self.settings.keys
+        for name, key in self.keys.items():
+            setattr(self, f"{name}_key", key)
+        self.input_key: Key = input_key or (self.keys[input_mode], "prompt" if generate else "full")
         self.attention_mask_key = attention_mask_key
         self.num_samples = num_samples if num_samples is not None else self.options.num_return_sequences
         wanted = self.options.logprobs if return_log_probs is None else return_log_probs
@@ -165,16 +142,17 @@ class LLMWrapperBase(nn.Module):
         self.inplace = (self.num_samples is None) if inplace is None else inplace
         self.pad_output = pad_output
         self.prefer_tokens = prefer_tokens
+        self.temperature = self.options.params.scoring_temperature
         self.counters = {"rewritten": 0}  # turns that started a new record because of the template
         backend = self._build(model)
-        self.engine = join_requests(backend.engine, settings)
+        self.engine = join_requests(backend.engine, self.settings)
         self.scorer = backend.scorer
         self.pad_token_id = backend.pad_token_id
         self.stop_token_ids = self._stop_token_ids()
         self.seed = self.options.seed
         self._collector: weakref.ref[Any] | None = None
 
-    # --- what a backend decides ---------------------------------------------------------------------------------------
+    # --- overridden by backends ---------------------------------------------------------------------------------------
 
     def _build(self, model: Any) -> Backend:
         """Makes the engine and the scorer of ``model``."""
@@ -184,7 +162,7 @@ class LLMWrapperBase(nn.Module):
                 "goes into TransformersWrapper."
             )
         for name in ("device", "pad_model_input"):
-            if self._settings[name] is not None:
+            if getattr(self.settings, name) is not None:
                 raise ConfigError(
                     f"{type(self).__name__}: {name} is decided by the engine that it was given: leave it out."
                 )
@@ -200,7 +178,7 @@ class LLMWrapperBase(nn.Module):
             return AutoTokenizer.from_pretrained(tokenizer)
         return tokenizer
 
-    # --- what everybody may read or set -------------------------------------------------------------------------------
+    # --- public attributes --------------------------------------------------------------------------------------------
 
     @property
     def in_keys(self) -> list[Key]:
@@ -211,16 +189,11 @@ class LLMWrapperBase(nn.Module):
     def out_keys(self) -> list[Key]:
         """The entries that are written, in their order."""
         wanted = {"masks", "tokens", *self.mode.written} | ({"log_probs"} if self.return_log_probs else set())
-        return [self.keys[name] for name in _CONTAINERS if name in wanted] + _PER_TURN * self.generate
-
-    @property
-    def temperature(self) -> float:
-        """The temperature of the policy's distribution; 1 for a greedy policy."""
-        return self.options.params.scoring_temperature
+        return [self.keys[name] for name in CONTAINERS if name in wanted] + _PER_TURN * self.generate
 
     @property
     def seed(self) -> int | None:
-        """What row seeds are drawn from; None leaves them to the engine. Setting it starts its sequence again."""
+        """The seed of row seeds; None leaves them to the engine. Setting it starts its sequence again."""
         return self._seed
 
     @seed.setter
@@ -240,19 +213,20 @@ class LLMWrapperBase(nn.Module):
         >>> scorer.generate, scorer.keys["text"], scorer.engine is policy.engine
         (False, 'words', True)
         """
-        known = (*self._settings, "model")
+        settings = self.settings.items()
+        known = (*settings, "model")
         for name in changes:
             if name not in known:
                 raise ConfigError(
-                    f"get_new_version: {name!r} is no argument of {type(self).__name__}.{near(name, known)}"
+                    f"get_new_version: {name!r} is not an argument of {type(self).__name__}.{near(name, known)}"
                 )
         model = changes.pop("model", None)
-        new = type(self)(self._source() if model is None else model, **{**self._settings, **changes})
+        new = type(self)(self._source() if model is None else model, **{**settings, **changes})
         if model is None:
             if not changes.keys() & {"device", "pad_model_input"}:
                 new.engine = self.engine
                 if changes.keys() & BATCHING_SETTINGS:
-                    new.engine = join_requests(own_engine(self.engine), new._settings)
+                    new.engine = join_requests(own_engine(self.engine), new.settings)
             new.engine.version = self.engine.version
             new.scorer = self.scorer
             if "generate_kwargs" not in changes:
@@ -342,13 +316,11 @@ class LLMWrapperBase(nn.Module):
         return None if self._collector is None else self._collector()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What another process gets: everything but the collector, which stays here."""
+        """The state for another process: all but the collector, which stays here."""
         return {**self.__dict__, "_collector": None}
 
     def get_batching_state(self) -> dict[str, Any]:
-        """What waits to be joined: batching_enabled, min_batch_size, max_batch_size, queue_size, pending_futures,
-        lock_state.
-        """
+        """The state of request joining; see ``BatchingEngine.state``."""
         return batching_state(self.engine)
 
     def cleanup_batching(self, timeout: float = 600.0) -> None:
@@ -362,16 +334,13 @@ class LLMWrapperBase(nn.Module):
     # --- generating ---------------------------------------------------------------------------------------------------
 
     def _generate(self, td: TensorDictBase, options: GenerationOptions) -> TensorDictBase:
-        prompts = self.mode.read(td, self.input_key, (self.masks_key, "prompt_attention_mask"), self.attention_mask_key)
-        stream = read_stream(td, self.keys, self.mode.name, prompts.rows) if self.prefer_tokens else None
-        encoded = encode_prompts(self.mode, prompts, stream)
+        prompt_mask_key = (self.keys["masks"], "prompt_attention_mask")
+        prompts = self.mode.read(td, self.input_key, prompt_mask_key, self.attention_mask_key)
+        stream = self.mode.read_stream(td, self.keys, prompts) if self.prefer_tokens else None
+        encoded = self.mode.encode_prompts(prompts, stream)
         if encoded.rewritten:
-            count_rewritten(
-                encoded.rewritten, self.counters, who=type(self).__name__, allowed=self.prefer_tokens != "always"
-            )
-        texts = None
-        if encoded.stream is not None:
-            texts = carried_texts(td, self.keys["text"], self.mode.name, encoded.stream)
+            self._count_rewritten(encoded.rewritten)
+        texts = None if encoded.stream is None else self.mode.carried_texts(td, self.keys, encoded.stream)
         seeds = self._seeds(td, len(encoded.ids))
         batch_size = td.batch_size
         if self.num_samples is not None:
@@ -393,15 +362,44 @@ class LLMWrapperBase(nn.Module):
         )
         views, covered = self.mode.views(turn)
         log_probs = generation.log_probs if self.return_log_probs else None
-        record = record_turn(encoded.ids, generation.ids, log_probs, generation.plain_log_probs, encoded.stream)
-        containers = record_containers(record, covered, batch_size, self.pad_token_id if self.pad_output else None)
-        containers |= {name: _VIEWS[name].from_rows(columns, batch_size) for name, columns in views.items()}
-        out = self._output(td, batch_size)
-        self._write(out, containers)
+        columns = turn_columns(
+            encoded.ids, generation.ids, log_probs, generation.plain_log_probs, encoded.stream, covered
+        )
+        padding = None
+        if self.pad_output:
+            padding = Padding.around_turns(encoded.ids, generation.ids, self.pad_token_id)
+            if "prompt_assistant_mask" in columns["masks"]:
+                attention = [torch.ones(len(ids), dtype=torch.bool) for ids in encoded.ids]
+                columns["masks"]["prompt_attention_mask"] = attention
+        out = self._write(self._output(td, batch_size), make_containers(columns | views, batch_size, padding))
+        stream = encoded.stream
+        begins = [True] * len(encoded.ids) if stream is None else stream.begins_record()
         out.set("stop_reason", torch.tensor(generation.stop_reasons).reshape(batch_size))
         out.set("policy_version", torch.full(batch_size, generation.version, dtype=torch.int64))
-        out.set("new_record", torch.tensor(encoded.begins_record).reshape(batch_size))
+        out.set("new_record", torch.tensor(begins).reshape(batch_size))
         return out
+
+    def _count_rewritten(self, rewritten: Mapping[int, RewriteError]) -> None:
+        """Counts the rows that the template made start a new record, and says so the first time.
+
+        Raises  RewriteError where that is not allowed
+        """
+        who = type(self).__name__
+        row, reason = next(iter(rewritten.items()))
+        if self.prefer_tokens == "always":
+            raise RewriteError(
+                f"{who}: with prefer_tokens='always' a prompt must begin with the turns before it: row {row} does not "
+                f"({reason}) With prefer_tokens=True, in a recipe env.on_rewrite=new_record, such a turn starts a "
+                "training record of its own."
+            ) from reason
+        if not self.counters["rewritten"]:
+            _log.warning(
+                f"{who}: the template writes earlier turns differently once a conversation goes on, so that it cannot "
+                "be trained in one piece: a turn that does not begin with what came before is rendered anew and starts "
+                "a training record of its own. They are counted in counters['rewritten'], and this is said once. "
+                f"({reason})"
+            )
+        self.counters["rewritten"] += len(rewritten)
 
     def _seeds(self, td: TensorDictBase, num_rows: int) -> list[int] | None:
         """One seed per row and sample: from the batch, else from the wrapper's own sequence, else the engine's."""
@@ -421,8 +419,8 @@ class LLMWrapperBase(nn.Module):
     # --- scoring ------------------------------------------------------------------------------------------------------
 
     def _conversations(self, td: TensorDictBase) -> Conversations:
-        """What is scored: ("tokens", "full") wherever it is there, else (mode, "full")."""
-        key = self.mode.in_key(self.keys[self.mode.name], False) if self.generate else self.input_key
+        """The conversations to score: ("tokens", "full") wherever it is there, else (mode, "full")."""
+        key = (self.keys[self.mode.name], "full") if self.generate else self.input_key
         conversations = Conversations.read(td, self.mode, self.keys, key, self.attention_mask_key)
         size = vocabulary_size(self._scored_model())
         check_ids(conversations.rows, size, who=type(self).__name__, what="conversation")
@@ -434,33 +432,45 @@ class LLMWrapperBase(nn.Module):
 
     def _score(self, td: TensorDictBase) -> TensorDictBase:
         conversations = self._conversations(td)
-        scores = self._score_rows(conversations.rows)
-        written = conversations.written(scores, td.batch_size, self.pad_token_id if self.pad_output else None)
+        scores = self.score_rows(conversations.rows)
+        written = conversations.containers(scores, td.batch_size, self.output_pad_id)
         written |= conversations.views(td, self.mode, self.keys, self.input_key)
         return self._write(self._output(td, td.batch_size), written)
 
-    def _score_rows(self, ids: Sequence[Tensor]) -> list[Tensor]:
+    @property
+    def output_pad_id(self) -> int | None:
+        """The id that output is padded with; None where it stays rows."""
+        return self.pad_token_id if self.pad_output else None
+
+    def score_rows(
+        self, ids: Sequence[Tensor], *, masks: Sequence[Tensor] | None = None, temperature: float | None = None
+    ) -> list[Tensor]:
+        """Log-probs float32[T] of the ids int64[T], 0 where bool[T] masks are False; by the scorer where gradients are
+        enabled, else by the engine.
+        """
+        temperature = self.temperature if temperature is None else temperature
         if self.scorer is None or not torch.is_grad_enabled():
-            return self.engine.score(ids, temperature=self.temperature)
+            return self.engine.score(ids, temperature=temperature, masks=masks)
         lengths = [len(row) for row in ids]
         device = next(self.scorer.parameters()).device
         ids_BT = pad_rows(ids, value=self.pad_token_id).to(device)
         attention_BT = lengths_mask(lengths, ids_BT.shape[1]).to(device)
-        scores_BT = self.token_scores(ids_BT, attention_BT, attention_BT).log_probs
+        select_BT = attention_BT if masks is None else pad_rows(masks).to(device)
+        scores_BT = self.scorer(ids_BT, attention_BT, select_BT, temperature=temperature).log_probs
         return [row[:length] for row, length in zip(scores_BT, lengths, strict=True)]
 
     # --- construction helpers -----------------------------------------------------------------------------------------
 
     def _make_renderer(self) -> Renderer | None:
-        settings, history = self._settings, self._settings["input_mode"] == "history"
-        name, template = settings["chat_template_name"], settings["chat_template"]
+        settings = self.settings
+        history, name, template = settings.input_mode == "history", settings.chat_template_name, settings.chat_template
         if self.tokenizer is None or not (history or name or template or self.tokenizer.chat_template):
             return None
         return Renderer(
             self.tokenizer,
             chat_template=template,
             chat_template_name=name,
-            template_kwargs=settings["tokenizer_kwargs"] if history else None,
+            template_kwargs=settings.tokenizer_kwargs if history else None,
         )
 
     def _stop_token_ids(self) -> tuple[int, ...]:
@@ -470,7 +480,7 @@ class LLMWrapperBase(nn.Module):
         return () if eos is None else (eos,)
 
     def _source(self) -> Any:
-        """What another wrapper over the same weights is built from: what this one was given."""
+        """The model that another wrapper over the same weights is built from."""
         return self._given[0]
 
     def _check_batch(self, td: Any) -> None:
@@ -488,13 +498,7 @@ class LLMWrapperBase(nn.Module):
         return td if self.inplace else TensorDict({}, batch_size=batch_size)
 
     def _write(self, out: TensorDictBase, containers: Mapping[str, Any]) -> TensorDictBase:
-        for name in _CONTAINERS:
+        for name in CONTAINERS:
             if name in containers:
                 out.set(self.keys[name], containers[name])
         return out
-
-
-_CONTAINERS = ("text", "masks", "tokens", "log_probs", "history")  # in the order in which they are written
-_VIEWS = {"text": Text, "history": ChatHistory}
-_PER_TURN = ["stop_reason", "policy_version", "new_record"]
-_SEED_STRIDE = 0x2545F4914F6CDD1D  # the samples of one prompt take seeds far apart

@@ -13,14 +13,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from llmrl.errors import ConfigError, DeadlineError, RolloutError
 from llmrl.modules.llm.engines import Engine, Generation, SamplingParams
 
-__all__ = ["BATCHING_SETTINGS", "BatchingEngine", "batching_state", "join_requests", "own_engine"]
+if TYPE_CHECKING:
+    from llmrl.modules.llm.policies.options import WrapperOptions
+
+__all__ = ["BATCHING_SETTINGS", "BatchingEngine", "batching_state", "check_batching", "join_requests", "own_engine"]
 
 BATCHING_SETTINGS = frozenset({"batching", "min_batch_size", "max_batch_size", "batching_timeout"})
 
@@ -266,22 +269,22 @@ class BatchingEngine:
             self._changed.notify_all()
 
 
-def join_requests(engine: Engine, settings: Mapping[str, Any]) -> Engine:
-    """The engine, with a ``BatchingEngine`` before it if a wrapper's arguments ask for one: they say so, or give a
-    size. Raises ConfigError for both ways at once.
-    """
-    sizes = settings["min_batch_size"], settings["max_batch_size"]
-    sized = sizes != (None, None)
-    if settings["batching"] is False and sized:
+def check_batching(settings: WrapperOptions) -> None:
+    """Raises ConfigError for wrapper arguments that both forbid joined calls and give a size of them."""
+    if settings.batching is False and (settings.min_batch_size, settings.max_batch_size) != (None, None):
         raise ConfigError(
-            f"batching: batching=False must come without min_batch_size and max_batch_size: got {sizes[0]} and "
-            f"{sizes[1]}."
+            f"batching: batching=False must come without min_batch_size and max_batch_size: got "
+            f"{settings.min_batch_size} and {settings.max_batch_size}."
         )
-    if not (sized if settings["batching"] is None else settings["batching"]):
+    join_requests(None, settings)  # before an engine is built, which would be left open
+
+
+def join_requests(engine: Engine | None, settings: WrapperOptions) -> Engine | None:
+    """The engine, behind a ``BatchingEngine`` where a wrapper's arguments ask for one: they say so, or give a size."""
+    sizes = settings.min_batch_size, settings.max_batch_size
+    if not (sizes != (None, None) if settings.batching is None else settings.batching):
         return engine
-    return BatchingEngine(
-        engine, min_batch_size=sizes[0], max_batch_size=sizes[1], timeout=settings["batching_timeout"]
-    )
+    return BatchingEngine(engine, min_batch_size=sizes[0], max_batch_size=sizes[1], timeout=settings.batching_timeout)
 
 
 def own_engine(engine: Engine) -> Engine:

@@ -2,8 +2,7 @@
 
 Each is a TensorClass with the fields prompt, response and full, in a batch [B] (or any other batch size, one row alone
 included). Two layouts: ragged (a list of rows, the default) and padded (dense tensors, ``padded`` True). Tokens are the
-truth of a conversation, text and history are views of it. This file holds the fields and the conversions between views;
-who writes what is the wrapper's business, columns of rows are ``ragged``'s.
+truth of a conversation, text and history are views of it.
 """
 
 from __future__ import annotations
@@ -14,13 +13,14 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorStack, TensorClass, TensorDict, TensorDictBase
+from tensordict import NonTensorStack, TensorClass, TensorDict
 from torch import Tensor
 
 from llmrl.data.llm.chat import History
 from llmrl.data.specs import Categorical, Composite, NonTensor, TensorSpec, Unbounded
 from llmrl.errors import ConfigError, ShapeError, TemplateError, near
 from llmrl.modules.llm.policies.ragged import stack_columns
+from llmrl.modules.llm.policies.rows import Padding, field_rows
 from llmrl.modules.llm.rendering import Renderer
 
 if TYPE_CHECKING:
@@ -129,29 +129,6 @@ class _Rows:
 _DEFAULT_FIELDS = ("prompt", "response", "full", "all_attention_mask", "all_assistant_mask")
 
 
-def entries(container: Any) -> Any:
-    """The tensordict that a container keeps its fields in; a plain tensordict of the same keys as it is, as is None."""
-    return container if container is None or isinstance(container, TensorDictBase) else container._tensordict
-
-
-def field_rows(td: TensorDictBase, field: str) -> list[Any] | None:
-    """The values of one entry, one per row of the batch in order; None where it is missing. Strings come as str."""
-    if td.ndim > 1:
-        parts = [field_rows(part, field) for part in td.unbind(0)]
-        return None if any(part is None for part in parts) else [value for part in parts for value in part]
-    values = td.get(field, None, as_list=True) if td.ndim and is_ragged(td) else td.get(field, None)
-    if values is None or isinstance(values, list):
-        return values
-    if td.ndim == 0:
-        return [_plain(values)]
-    return [_plain(value) for value in (values.unbind(0) if hasattr(values, "unbind") else values)]
-
-
-def is_ragged(td: TensorDictBase) -> bool:
-    """True for a lazy stack of rows, False for dense tensors."""
-    return isinstance(td, LazyStackedTensorDict)
-
-
 def _batch_of(value: Any, is_number: bool) -> tuple[int, ...]:
     """The batch size of a field's value: without its last dimension (tokens, messages), unless a row is one number."""
     if isinstance(value, list):
@@ -164,10 +141,6 @@ def _batch_of(value: Any, is_number: bool) -> tuple[int, ...]:
 def _flat_rows(value: Any, num_dims: int) -> list[Any]:
     parts = list(value) if isinstance(value, list) else list(value.unbind(0))
     return parts if num_dims == 1 else [row for part in parts for row in _flat_rows(part, num_dims - 1)]
-
-
-def _plain(value: Any) -> Any:
-    return value.data if not isinstance(value, Tensor) and getattr(value, "_is_non_tensor", False) else value
 
 
 class Text(_Rows, TensorClass["nocast"]):
@@ -334,7 +307,7 @@ class Masks(_Rows, TensorClass["nocast"]):
     prompt_assistant_mask  bool[P]  the last turn's ``all_assistant_mask``, carried to this turn's prompt by the
                            environment
     prompt_attention_mask  bool[P]  the same for ``all_attention_mask``; only padded prompts need it
-    trained_from           int64[]  where the part begins that the row itself trains, see ``own_tokens``
+    trained_from           int64[]  where the part begins that the row itself trains, see ``token_stream``
     """
 
     all_attention_mask: Tensor | None = None
@@ -343,6 +316,28 @@ class Masks(_Rows, TensorClass["nocast"]):
     prompt_attention_mask: Tensor | None = None
     trained_from: Tensor | None = None
     padded: bool | None = None
+
+
+CONTAINERS: dict[str, Any] = {
+    "text": Text,
+    "masks": Masks,
+    "tokens": Tokens,
+    "log_probs": LogProbs,
+    "history": ChatHistory,
+}  # in the order in which a wrapper writes them
+
+
+def make_containers(
+    columns: Mapping[str, Mapping[str, Any]], batch_size: Sequence[int], padding: Padding | None = None
+) -> dict[str, Any]:
+    """A container of each group of ragged columns; those of token ids padded where ``padding`` says how."""
+    made = {}
+    for name, fields in columns.items():
+        if padding is None or name in ("text", "history"):
+            made[name] = CONTAINERS[name].from_rows(fields, batch_size)
+        else:
+            made[name] = CONTAINERS[name].from_padded(padding.padded(name, fields, batch_size), batch_size)
+    return made
 
 
 def history_chats(history: History, batch_ndim: int, *, asks: bool = False) -> list[list[dict[str, Any]]]:

@@ -1,7 +1,6 @@
-"""The distribution over the vocabulary at chosen positions of a batch, for whoever asks for logits themselves.
+"""The distribution over the vocabulary at chosen positions of a batch, with its logits.
 
-Losses do not: they call ``token_scores``, whose memory does not grow with the vocabulary times the tokens. Which
-positions are chosen, and what the conversations are, is the wrapper's business.
+Losses call ``token_scores`` instead, whose memory does not grow with the vocabulary times the tokens.
 
 Shapes: B sequences, T tokens, N chosen positions, V vocabulary, S samples.
 """
@@ -18,7 +17,8 @@ from torch.distributions import Distribution
 
 from llmrl.errors import ShapeError
 from llmrl.modules.llm.engines.transformers import model_device
-from llmrl.modules.llm.head_path import HeadPath, accepted, evaluating, find_head_path, map_logits
+from llmrl.modules.llm.log_probs import hidden_before, padded_inputs, with_predecessor
+from llmrl.modules.llm.packing import accepted, evaluating, find_head_path, map_logits
 from llmrl.modules.llm.policies.scoring_batch import Conversations
 
 __all__ = ["TokenCategorical", "token_categorical"]
@@ -35,8 +35,7 @@ class TokenCategorical(Distribution):
     Raises  ShapeError       where values do not have the shape of the tokens
 
     Results have the shape of the tokens. Where the mask is False, ``log_prob`` and ``entropy`` are 0, and ``sample``
-    and ``mode`` keep the token that is there. Memory: 4 N V bytes (1,000 positions of a vocabulary of 152,000: 0.6 GB),
-    and about five times that for a backward pass, which is why losses use ``token_scores``.
+    and ``mode`` keep the token that is there. Memory: 4 N V bytes, and about five times that for a backward pass.
 
     >>> mask = torch.tensor([[False, True, True]])
     >>> dist = TokenCategorical(torch.zeros(2, 4), torch.tensor([[3, 1, 2]]), mask)
@@ -130,42 +129,25 @@ def token_categorical(
     device = model_device(model)
     ids_BT, attention_BT = (value.to(device) for value in conversations.padded(pad_token_id))
     select_BT = attention_BT.masked_scatter(attention_BT, torch.cat(chosen).to(device))
+    mask_BT = with_predecessor(select_BT, attention_BT)
     with nullcontext() if torch.is_grad_enabled() else evaluating(model):
-        logits_NV, mask_BT = _chosen_logits(model, ids_BT, attention_BT, select_BT, temperature)
+        logits_NV = _chosen_logits(model, padded_inputs(ids_BT, attention_BT), mask_BT, temperature)
     return TokenCategorical(logits_NV, ids_BT, mask_BT)
 
 
-def _chosen_logits(
-    model: nn.Module, input_ids: Tensor, attention_mask: Tensor, select: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """The logits that the selected tokens of a padded batch are drawn from, with gradients where they are enabled.
+def _chosen_logits(model: nn.Module, inputs: dict[str, Tensor], mask_BT: Tensor, temperature: float) -> Tensor:
+    """float32[N, V]: the logits that the tokens under the mask are drawn from, divided by the temperature.
 
-    Reads    input_ids int64[B, T], attention_mask bool[B, T], select bool[B, T]
-    Returns  float32[N, V], divided by the temperature, and bool[B, T]: the N tokens, those selected that have a
-             predecessor
-    Calls    the body once, and the head on the N positions; where the two do not make up the model, the whole model
+    Calls  the body once, and the head on the N positions; where the two do not make up the model, the whole model
     """
-    attended_BT = attention_mask.bool()
-    chosen_BT = select.bool() & attended_BT
-    chosen_BT[:, 1:] &= attended_BT[:, :-1]
-    chosen_BT[:, :1] = False
-    positions_BT = (attended_BT.long().cumsum(-1) - 1).clamp(min=0)
-    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": positions_BT}
     path = find_head_path(model)
     if path is None:
         output = model(**accepted(model, inputs))
-        head_NV = getattr(output, "logits", output)[:, :-1][chosen_BT[:, 1:]]
-    else:
-        hidden_BTH = path.body(**accepted(path.body, inputs)).last_hidden_state
-        hidden_NH = hidden_BTH[:, :-1][chosen_BT[:, 1:]]
-        if len(hidden_NH) > _ROWS_AT_A_TIME and not torch.is_grad_enabled():
-            return _logits_in_parts(path, hidden_NH, temperature), chosen_BT
-        head_NV = path.head(hidden_NH)
-    return map_logits(head_NV, path, temperature), chosen_BT
-
-
-def _logits_in_parts(path: HeadPath, hidden_NH: Tensor, temperature: float) -> Tensor:
-    """The logits in one tensor, without a second one of their size beside it while they are made."""
+        return map_logits(getattr(output, "logits", output)[:, :-1][mask_BT[:, 1:]], None, temperature)
+    hidden_NH = hidden_before(path, inputs, mask_BT)
+    if len(hidden_NH) <= _ROWS_AT_A_TIME or torch.is_grad_enabled():
+        return map_logits(path.head(hidden_NH), path, temperature)
+    # in parts, so that there is no second tensor of their size while they are made
     start, logits_NV = 0, None
     for part_CH in hidden_NH.split(_ROWS_AT_A_TIME):
         part_CV = map_logits(path.head(part_CH), path, temperature)

@@ -1,15 +1,14 @@
-"""History, text, tokens: the three ways a policy can be asked, and the only code that knows them apart.
+"""History, text and tokens mode of a policy: reading a view of the conversation, encoding it, writing the answer.
 
-A mode reads its own view of the conversation, turns it into ids (whole, or only what was appended since the last turn),
-and writes its views of a finished turn. The ids are the truth in all three; what an engine drew is never tokenised
-again.
+A mode encodes whole conversations, or only what was appended since the last turn. The ids are the truth in all three;
+what an engine drew is never tokenised again.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -17,37 +16,24 @@ from tensordict import TensorDictBase, is_non_tensor
 from torch import Tensor
 
 from llmrl.data.llm.chat import History
-from llmrl.errors import ConfigError, MissingKeyError, RewriteError, RolloutError, ShapeError, near
+from llmrl.errors import ConfigError, RewriteError, RolloutError, ShapeError, near
 from llmrl.modules.llm.engines import StopReason
-from llmrl.modules.llm.policies.containers import (
-    ChatHistory,
-    Text,
-    Tokens,
-    decode_rows,
-    field_rows,
-    history_chats,
-    is_ragged,
-)
-from llmrl.modules.llm.policies.stream import Stream
+from llmrl.modules.llm.policies.containers import decode_rows, history_chats
+from llmrl.modules.llm.policies.rows import Key, attention_rows, entries, field_rows, find_holder, is_ragged, kept_parts
 from llmrl.modules.llm.rendering import is_open
+from llmrl.modules.llm.token_stream import TokenStream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from llmrl.modules.llm.rendering import Renderer
 
-__all__ = ["HistoryMode", "MissingInputError", "Mode", "Prompts", "TextMode", "TokensMode", "Turn", "make_mode"]
-
-Key = str | tuple[str, ...]
-
-
-class MissingInputError(MissingKeyError, ValueError):
-    """What a wrapper reads is not in its input."""
+__all__ = ["Encoded", "Mode", "Prompts", "Turn", "make_mode"]
 
 
 @dataclass
 class Prompts:
-    """What a mode read: one value per row of the batch, in order, and their common object where there is one."""
+    """The input of a mode: one value per row of the batch, in order, and their common object where there is one."""
 
     rows: list[Any]
     source: Any = None
@@ -59,8 +45,29 @@ class Prompts:
 
 
 @dataclass
+class Encoded:
+    """Prompts as the engine is given them, per row, and the streams that they continue.
+
+    ids        int64[P]
+    num_new    how many of them, at the end, this turn adds: only those were encoded
+    stream     what earlier turns left, without the rows that begin anew; None where all do
+    rewritten  row -> why its earlier turns could not be continued as they were
+    """
+
+    ids: list[Tensor]
+    num_new: list[int]
+    stream: TokenStream | None
+    rewritten: dict[int, RewriteError]
+
+    def select(self, rows: Sequence[int]) -> Encoded:
+        """The rows at these indices, which may repeat; what was rewritten is counted by then."""
+        stream = None if self.stream is None else self.stream.select(rows)
+        return Encoded([self.ids[row] for row in rows], [self.num_new[row] for row in rows], stream, {})
+
+
+@dataclass
 class Turn:
-    """A finished turn as a mode needs it to write its views. ``prompt_texts`` and the ids are per row."""
+    """A finished turn, per row, as a mode needs it to write its views."""
 
     prompts: Prompts
     prompt_ids: list[Tensor]
@@ -73,20 +80,16 @@ class Turn:
 
 
 class Mode(ABC):
-    """One way of asking the policy.
+    """One kind of input of a policy.
 
-    name       the ``input_mode`` that selects it, and the default key of its container
-    container  the TensorClass its view is kept in
-    expected   what it reads, for the messages
+    name      the ``input_mode`` that selects it, and the default key of its container
+    expected  what it reads, for the messages
+    written   the containers that :meth:`views` fills
     """
 
     name: ClassVar[str]
-    container: ClassVar[type]
     expected: ClassVar[str]
-
-    def in_key(self, container_key: str, generate: bool) -> Key:
-        """What is read: the prompt to generate, the whole conversation to score."""
-        return (container_key, "prompt" if generate else "full")
+    written: ClassVar[tuple[str, ...]]
 
     def read(self, td: TensorDictBase, key: Key, *attention_keys: Key) -> Prompts:
         """The view under ``key``, one value per row of the batch.
@@ -102,6 +105,51 @@ class Mode(ABC):
             )
         return prompts
 
+    def read_stream(self, td: TensorDictBase, keys: Mapping[str, str], prompts: Prompts) -> TokenStream | None:
+        """The stream of earlier turns beside the prompts; None where this turn begins one."""
+        stream = TokenStream.read(td, keys=keys)
+        if stream is None or stream.covered is None:
+            return None
+        if "response" not in entries(td.get(keys["tokens"])).keys():
+            return stream
+        view = entries(td.get(keys[self.name], None))
+        if stream.assistant_mask is None or view is None or "full" not in view.keys():
+            # This very prompt was answered before, and is rendered again; or the ids are those of the turn before, left
+            # behind where those of this turn were dropped: a new record.
+            return None
+        stream.answered, stream.plain = True, None
+        return stream
+
+    def carried_texts(self, td: TensorDictBase, keys: Mapping[str, str], stream: TokenStream) -> list[str] | None:
+        """The text of the stream, where an environment carried it; a row that starts afresh has none yet."""
+        return None
+
+    def encode_prompts(self, prompts: Prompts, stream: TokenStream | None) -> Encoded:
+        """The ids of each row: its stream and what was appended since, or all of it anew where it cannot go on."""
+        if stream is None:
+            ids = self.encode(prompts.rows)
+            return Encoded(ids, [len(row) for row in ids], None, {})
+        if stream.answered:
+            return Encoded(stream.ids, [0] * len(stream.ids), stream, {})
+        prompt_ids: list[Tensor] = list(stream.ids)
+        rewritten: dict[int, RewriteError] = {}
+        if grown := [row for row, ids in enumerate(stream.ids) if len(ids)]:
+            added = self.extend(stream.select(grown), [prompts.rows[row] for row in grown])
+            for row, ids in zip(grown, added, strict=True):
+                if isinstance(ids, RewriteError):
+                    rewritten[row] = ids
+                else:
+                    prompt_ids[row] = torch.cat([stream.ids[row], ids])
+        if anew := [row for row, ids in enumerate(stream.ids) if not len(ids) or row in rewritten]:
+            for row, ids in zip(anew, self.encode([prompts.rows[row] for row in anew]), strict=True):
+                prompt_ids[row] = ids
+                before = stream.ids[row]
+                if len(before) and torch.equal(ids[: len(before)], before):
+                    del rewritten[row]  # the template rewrites, but nothing that this row has: it goes on after all
+            stream = stream.cut({row for row in anew if not len(stream.ids[row]) or row in rewritten})
+        num_new = [len(ids) - len(before) for ids, before in zip(prompt_ids, stream.ids, strict=True)]
+        return Encoded(prompt_ids, num_new, stream, rewritten)
+
     @abstractmethod
     def _read(self, td: TensorDictBase, key: Key, attention_keys: Sequence[Key]) -> Prompts: ...
 
@@ -110,7 +158,7 @@ class Mode(ABC):
         """Ids of prompts that start afresh."""
 
     @abstractmethod
-    def extend(self, stream: Stream, rows: Sequence[Any]) -> Sequence[Tensor | RewriteError]:
+    def extend(self, stream: TokenStream, rows: Sequence[Any]) -> Sequence[Tensor | RewriteError]:
         """Only the ids that each row adds to its stream; or why the stream cannot go on."""
 
     @abstractmethod
@@ -125,17 +173,11 @@ class Mode(ABC):
         cover.
         """
 
-    @property
-    @abstractmethod
-    def written(self) -> tuple[str, ...]:
-        """The containers that :meth:`views` fills."""
-
 
 class HistoryMode(Mode):
     """Messages, through the renderer of the tokenizer's own template."""
 
     name = "history"
-    container = ChatHistory
     expected = "History object"
     written = ("text", "history")
 
@@ -145,7 +187,7 @@ class HistoryMode(Mode):
         self.role = role
 
     def _read(self, td: TensorDictBase, key: Key, attention_keys: Sequence[Key]) -> Prompts:
-        holder, field = _holder(td, key, self.expected)
+        holder, field = find_holder(td, key, self.expected)
         history = holder.get(field)
         history = history.tolist() if is_non_tensor(history) else history
         if not isinstance(history, History):
@@ -153,10 +195,15 @@ class HistoryMode(Mode):
         flat = _flat(history)
         return Prompts(history_chats(flat, 1, asks=True), flat)
 
+    def carried_texts(self, td: TensorDictBase, keys: Mapping[str, str], stream: TokenStream) -> list[str] | None:
+        text = entries(td.get(keys["text"], None))
+        rows = None if text is None else field_rows(text, "prompt")
+        return None if rows is None else [row if len(ids) else "" for row, ids in zip(rows, stream.ids, strict=True)]
+
     def encode(self, rows: Sequence[Any]) -> list[Tensor]:
         return self.renderer.prompt_ids(rows)
 
-    def extend(self, stream: Stream, rows: Sequence[Any]) -> list[Tensor | RewriteError]:
+    def extend(self, stream: TokenStream, rows: Sequence[Any]) -> list[Tensor | RewriteError]:
         num_new = [len(chat) - covered for chat, covered in zip(rows, stream.covered, strict=True)]
         if min(num_new) < 0:
             row = num_new.index(min(num_new))
@@ -193,7 +240,6 @@ class TextMode(Mode):
     """Strings, tokenised as they are: no template, no special tokens unless ``tokenizer_kwargs`` asks for them."""
 
     name = "text"
-    container = Text
     expected = "str"
     written = ("text",)
 
@@ -202,7 +248,7 @@ class TextMode(Mode):
         self.tokenizer_kwargs = {"add_special_tokens": False, **(tokenizer_kwargs or {})}
 
     def _read(self, td: TensorDictBase, key: Key, attention_keys: Sequence[Key]) -> Prompts:
-        rows = field_rows(*_holder(td, key, self.expected))
+        rows = field_rows(*find_holder(td, key, self.expected))
         if not all(isinstance(row, str) for row in rows):
             raise TypeError(
                 f"LLM wrapper: Expected {self.expected} under {key!r}: got "
@@ -213,7 +259,7 @@ class TextMode(Mode):
     def encode(self, rows: Sequence[Any]) -> list[Tensor]:
         return _tokenise(self.tokenizer, rows, self.tokenizer_kwargs)
 
-    def extend(self, stream: Stream, rows: Sequence[Any]) -> list[Tensor]:
+    def extend(self, stream: TokenStream, rows: Sequence[Any]) -> list[Tensor]:
         for row, (text, covered) in enumerate(zip(rows, stream.covered, strict=True)):
             if len(text) < covered:
                 raise RolloutError(
@@ -235,12 +281,11 @@ class TokensMode(Mode):
     """Ids as they are. The prompt is always the whole stream, so there is nothing to cover or to extend."""
 
     name = "tokens"
-    container = Tokens
     expected = "int64[P] per row"
     written = ()
 
     def _read(self, td: TensorDictBase, key: Key, attention_keys: Sequence[Key]) -> Prompts:
-        holder, field = _holder(td, key, self.expected)
+        holder, field = find_holder(td, key, self.expected)
         rows = field_rows(holder, field)
         for row in rows:
             if not isinstance(row, Tensor) or row.ndim != 1 or row.dtype not in (torch.int64, torch.int32):
@@ -248,10 +293,17 @@ class TokensMode(Mode):
                 raise TypeError(f"LLM wrapper: Expected {self.expected} under {key!r}: got {got}.")
         return Prompts(kept_parts(rows, attention_rows(td, attention_keys, rows, key, dense=not is_ragged(holder))))
 
+    def read_stream(self, td: TensorDictBase, keys: Mapping[str, str], prompts: Prompts) -> TokenStream | None:
+        stream = TokenStream.read(td, keys=keys)
+        if stream is None or stream.assistant_mask is None:
+            return None
+        ids = [row[: len(mask)] for row, mask in zip(prompts.rows, stream.assistant_mask, strict=True)]
+        return replace(stream, ids=ids, covered=None)
+
     def encode(self, rows: Sequence[Any]) -> list[Tensor]:
         return list(rows)
 
-    def extend(self, stream: Stream, rows: Sequence[Any]) -> list[Tensor]:
+    def extend(self, stream: TokenStream, rows: Sequence[Any]) -> list[Tensor]:
         return [row[len(ids) :] for row, ids in zip(rows, stream.ids, strict=True)]
 
     def encode_full(self, rows: Sequence[Any]) -> tuple[list[Tensor], list[Tensor] | None]:
@@ -327,46 +379,6 @@ def _with_turn(full: History, chat: list[dict[str, Any]], messages: list[dict[st
     return History.from_messages([*chat[:-1], {**said, "content": chat[-1]["content"] + said["content"]}])
 
 
-def attention_rows(
-    td: TensorDictBase, keys: Sequence[Key], rows: Sequence[Tensor], what: Key, *, dense: bool
-) -> list[Tensor] | None:
-    """bool[L_i] per row: which ids of ``rows`` are real, by the mask under the first of ``keys`` that is there.
-
-    what     the key of the rows, for the message
-    Returns  None where there is no mask, or nothing is padding. A mask of other lengths is not of these rows
-    Raises   ShapeError for such a mask where the rows are ``dense``: they may hold padding, and nothing says where
-    """
-    for key in keys:
-        holder, field = _found(td, key)
-        masks = field_rows(holder, field) if isinstance(holder, TensorDictBase) else None
-        if masks is None or not all(isinstance(mask, Tensor) for mask in masks):
-            continue
-        sizes, expected = ([tuple(row.shape) for row in values] for values in (masks, rows))
-        if sizes == expected:
-            kept = [mask.bool() for mask in masks]
-            return None if bool(torch.cat(kept).all()) else kept
-        if dense:
-            raise ShapeError(
-                f"LLM wrapper: {key!r} must have the shape of {what!r}: got {[len(sizes), *sizes[0]]} for "
-                f"{[len(expected), *expected[0]]}."
-            )
-    return None
-
-
-def kept_parts(values: Sequence[Any], kept: Sequence[Tensor] | None) -> list[Any]:
-    """What ``kept`` keeps of each value of its length; other values as they are, all of them where it is None."""
-    if kept is None:
-        return list(values)
-    pairs = zip(values, kept, strict=True)
-    return [value[mask.to(value.device)] if value.shape == mask.shape else value for value, mask in pairs]
-
-
-def unpadded_rows(holder: TensorDictBase, field: str, mask: Tensor | Sequence[Tensor] | None) -> list[Any]:
-    """The rows of a field; of those that have the length of their mask only what it keeps."""
-    rows = mask.reshape(-1, mask.shape[-1]) if isinstance(mask, Tensor) else mask
-    return kept_parts(field_rows(holder, field), None if rows is None else [row.bool() for row in rows])
-
-
 def _flat(history: History) -> History:
     """[M] or [*batch, M] -> [B, M]."""
     if history.ndim == 1:
@@ -374,32 +386,3 @@ def _flat(history: History) -> History:
     while history.ndim > 2:
         history = History.stack([row for part in history.unbind(0) for row in part.unbind(0)])
     return history
-
-
-def _found(td: TensorDictBase, key: Key) -> tuple[Any, str]:
-    """What the last part of ``key`` belongs in, a container or whatever else is there, and that part; None where there
-    is nothing.
-    """
-    path = (key,) if isinstance(key, str) else tuple(key)
-    holder: Any = td
-    for part in path[:-1]:
-        holder = holder.get(part, None) if isinstance(holder, TensorDictBase) else None
-        if is_non_tensor(holder):
-            return holder.tolist(), path[-1]
-        if not isinstance(holder, TensorDictBase):
-            holder = getattr(holder, "_tensordict", holder)
-    return holder, path[-1]
-
-
-def _holder(td: TensorDictBase, key: Key, expected: str) -> tuple[TensorDictBase, str]:
-    """The tensordict that holds the last part of ``key``, and that part.
-
-    Raises  MissingInputError, TypeError where something else is in the container's place
-    """
-    holder, field = _found(td, key)
-    if not (holder is None or isinstance(holder, TensorDictBase)):
-        raise TypeError(f"LLM wrapper: Expected {expected} under {key!r}: got {type(holder).__name__} in its place.")
-    if holder is None or field not in holder.keys():
-        present = ", ".join(sorted(str(name) for name in td.keys()))
-        raise MissingInputError(f"LLM wrapper: Expected '{key}' key in the input: keys present: {present}.")
-    return holder, field

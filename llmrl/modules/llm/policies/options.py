@@ -1,5 +1,4 @@
-"""``generate_kwargs``: the documented option names, checked when the wrapper is built, and turned into
-``SamplingParams``.
+"""The arguments of a wrapper, and its ``generate_kwargs`` turned into ``SamplingParams``; all of them checked.
 
 An unknown name, or one that the engine cannot honour, is an error with the nearest known name; nothing is dropped in
 silence.
@@ -8,7 +7,7 @@ silence.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from numbers import Integral
 from typing import Any
 
@@ -16,17 +15,95 @@ import torch
 
 from llmrl.errors import ConfigError, near
 from llmrl.modules.llm.engines import SamplingParams
-from llmrl.modules.llm.policies.batching import join_requests
+from llmrl.modules.llm.policies.batching import check_batching
+from llmrl.modules.llm.policies.rows import Key
 from llmrl.modules.llm.policies.vllm_options import VLLM_OPTIONS, take_vllm_options
 
 __all__ = [
     "GenerationOptions",
-    "check_settings",
+    "WrapperOptions",
     "generation_options",
     "options_of_call",
     "standard_names",
     "with_stop_ids",
 ]
+
+
+@dataclass(kw_only=True)
+class WrapperOptions:
+    """The arguments of a wrapper's constructor, all but the model, as they were given."""
+
+    tokenizer: Any  # or its name; None: that of the model, where it has one
+    input_mode: str  # "history", "text" or "tokens"
+    input_key: Key | None  # read instead of (mode, "prompt") or (mode, "full")
+    attention_mask_key: Key  # mask of a dense ("tokens", "prompt"); without it every id counts
+    generate: bool  # False: score whole conversations
+    generate_kwargs: Mapping[str, Any] | None  # see generation_options
+    tokenizer_kwargs: Mapping[str, Any] | None  # text: arguments of the tokenizer; history: variables of the template
+    pad_output: bool  # dense, padded containers instead of rows
+    pad_model_input: bool | None  # False: the model never sees a padding token; rows run in groups of equal length
+    inplace: bool | str | None  # True (default): into the input; False: a new TensorDict; "empty": td.empty()
+    device: Any  # where the model is moved to
+    layout: torch.layout | None  # torch.strided only; td.get(key, as_nested_tensor=True) reads nested tensors
+    num_samples: int | None  # responses per prompt, batch [*B, n]; never in place
+    chat_template_name: str | None  # a registered template, or the text of one, instead of the tokenizer's own
+    chat_template: str | None
+    return_log_probs: bool | None  # True by default; scoring needs it
+    history_key: str
+    text_key: str
+    tokens_key: str
+    masks_key: str
+    log_probs_key: str
+    batching: bool | None  # join calls of several threads (BatchingEngine); None: where a size is given
+    min_batch_size: int | None  # rows to wait for; 1
+    max_batch_size: int | None  # most rows in one joined call
+    batching_timeout: float  # seconds after which a call goes with the rows that are there
+    prefer_tokens: bool | str  # True: continue the ids of earlier turns; "always": or fail; False: render all anew
+
+    def items(self) -> dict[str, Any]:
+        """The arguments by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """The key of each container."""
+        return {name: getattr(self, f"{name}_key") for name in ("text", "masks", "tokens", "log_probs", "history")}
+
+    def check(self, who: str, options: GenerationOptions) -> None:
+        """Raises ConfigError where the arguments contradict each other or cannot be honoured."""
+        for name in ("generate", "pad_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{who}: {name} must be True or False: got {getattr(self, name)!r}.")
+        if not self.generate and self.return_log_probs is False:
+            raise ConfigError(f"{who}: return_log_probs must be True when generate=False: scoring writes nothing else.")
+        if options.logprobs is not None and self.return_log_probs not in (None, options.logprobs):
+            raise ConfigError(f"{who}: generate_kwargs logprobs={options.logprobs} contradicts return_log_probs.")
+        if self.layout not in (None, torch.strided):
+            raise ConfigError(
+                f"{who}: layout must be torch.strided: got {self.layout}; rows are kept apart, read them with "
+                "td.get(key, as_nested_tensor=True, layout=torch.jagged)."
+            )
+        samples = (self.num_samples, options.num_return_sequences)
+        if not (samples[0] is None or _is_count(samples[0])):
+            raise ConfigError(f"{who}: num_samples must be positive and whole: got {samples[0]!r}.")
+        if None not in samples and samples[0] != samples[1]:
+            raise ConfigError(
+                f"{who}: num_samples and num_return_sequences name one thing: got {samples[0]} and {samples[1]}."
+            )
+        if samples != (None, None) and self.inplace is True:
+            raise ConfigError(f"{who}: num_samples changes the batch size, so inplace must not be True.")
+        for name, allowed in (("inplace", (None, True, False, "empty")), ("prefer_tokens", (True, False, "always"))):
+            if getattr(self, name) not in allowed:
+                words = f"True, False or {allowed[-1]!r}"
+                raise ConfigError(f"{who}: {name} must be {words}: got {getattr(self, name)!r}.")
+        check_batching(self)
+        keys = list(self.keys.values())
+        if len(set(keys)) < len(keys):
+            raise ConfigError(f"{who}: each container must have a key of its own: got {', '.join(map(repr, keys))}.")
+        for name in ("padding", "return_tensors", "truncation"):
+            if name in (self.tokenizer_kwargs or {}):
+                raise ConfigError(f"{who}: tokenizer_kwargs must not set {name}: rows are kept apart and whole.")
+
 
 _LEGACY = {
     "max_tokens": "max_new_tokens",
@@ -47,17 +124,19 @@ _SAMPLING = (
     "ignore_eos",
 )
 _OTHER = ("num_return_sequences", "skip_special_tokens", "logprobs", "seed")
-_SEARCH = {
-    "num_beams": 1,
-    "length_penalty": 1.0,
-    "early_stopping": False,
-}  # beam search, and the values that mean none of it
+_SEARCH = {"num_beams": 1, "length_penalty": 1.0, "early_stopping": False}  # of beam search, with their neutral values
 _KNOWN = (*_SAMPLING, *_OTHER, *_SEARCH, *_LEGACY)
+_OF_THE_WRAPPER = {
+    "num_return_sequences": "policy.get_new_version(num_samples=...)",
+    "n": "policy.get_new_version(num_samples=...)",
+    "logprobs": "policy.get_new_version(return_log_probs=...)",
+    "seed": "policy.seed = ..., or a 'seed' int64[B] in the batch",
+}
 
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """What ``generate_kwargs`` asks for."""
+    """The content of ``generate_kwargs``."""
 
     params: SamplingParams
     num_return_sequences: int | None = None
@@ -80,23 +159,14 @@ def generation_options(*layers: Mapping[str, Any] | None, vllm: bool = False) ->
     llmrl.errors.ConfigError: generate_kwargs: unknown option 'temprature'. Did you mean 'temperature'?
     """
     options: dict[str, Any] = {}
-    known = (*_KNOWN, *VLLM_OPTIONS) if vllm else _KNOWN
-    for layer in layers:
-        for name in layer or {}:
-            if name not in known:
-                alone = "; it is an option of vLLM alone." if name in VLLM_OPTIONS else "."
-                raise ConfigError(f"generate_kwargs: unknown option {name!r}{alone}{near(name, known)}")
+    for number, layer in enumerate(layers):
+        _check_names(layer or {}, vllm)
         named = standard_names(layer)
         options |= named
-        if "temperature" in named and "do_sample" not in named and layer is not layers[0]:
+        if number and "temperature" in named and "do_sample" not in named:
             options.pop("do_sample", None)  # the later layer decides between greedy and sampling
         if named.get("do_sample") is False and "temperature" not in named:
             options["temperature"] = 0.0
-    for name, neutral in _SEARCH.items():
-        if options.get(name, neutral) not in (neutral, None):
-            raise ConfigError(
-                f"generate_kwargs: {name} must be {neutral!r}: got {options[name]!r}; engines do not search."
-            )
     temperature, do_sample = options.get("temperature", 1.0), options.get("do_sample")
     if do_sample is False and temperature != 0:
         raise ConfigError(
@@ -104,16 +174,20 @@ def generation_options(*layers: Mapping[str, Any] | None, vllm: bool = False) ->
         )
     if do_sample and temperature == 0:
         raise ConfigError("generate_kwargs: sampling (do_sample=True) needs a temperature above 0: got 0.")
+    for name, neutral in _SEARCH.items():
+        if options.get(name, neutral) not in (neutral, None):
+            raise ConfigError(
+                f"generate_kwargs: {name} must be {neutral!r}: got {options[name]!r}; engines do not search."
+            )
+    num, seed = options.get("num_return_sequences"), options.get("seed")
+    if not (num is None or _is_count(num)):
+        raise ConfigError(f"generate_kwargs: num_return_sequences must be positive and whole: got {num!r}.")
+    if not (seed is None or isinstance(seed, Integral)):
+        raise ConfigError(f"generate_kwargs: seed must be an integer: got {seed!r}.")
     extra = take_vllm_options(options)
     sampling = {name: options[name] for name in _SAMPLING if options.get(name) is not None}
     sampling["stop_strings"] = _several(sampling.pop("stop_sequences", ()), str)
     sampling["stop_token_ids"] = _several(sampling.get("stop_token_ids", ()), int)
-    num = options.get("num_return_sequences")
-    if not (num is None or _is_count(num)):
-        raise ConfigError(f"generate_kwargs: num_return_sequences must be positive and whole: got {num!r}.")
-    seed = options.get("seed")
-    if not (seed is None or isinstance(seed, Integral)):
-        raise ConfigError(f"generate_kwargs: seed must be an integer: got {seed!r}.")
     return GenerationOptions(
         params=SamplingParams(**sampling, extra=extra),
         num_return_sequences=num,
@@ -121,6 +195,20 @@ def generation_options(*layers: Mapping[str, Any] | None, vllm: bool = False) ->
         logprobs=None if options.get("logprobs") is None else options["logprobs"] is not False,
         seed=seed,
     )
+
+
+def options_of_call(
+    own: Mapping[str, Any] | None, given: Mapping[str, Any], *, vllm: bool = False
+) -> GenerationOptions:
+    """The wrapper's own options with those of one call over them. Raises ConfigError for what one call cannot change.
+
+    >>> options_of_call({"temperature": 0.7, "max_new_tokens": 9}, {"max_new_tokens": 4}).params.temperature
+    0.7
+    """
+    for name, instead in _OF_THE_WRAPPER.items():
+        if name in given:
+            raise ConfigError(f"generate_kwargs: {name} belongs to the wrapper, not to a call: use {instead}.")
+    return generation_options(own, given, vllm=vllm)
 
 
 def standard_names(options: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -146,6 +234,14 @@ def with_stop_ids(
     return params, frozenset((*params.stop_token_ids, *of_engine))
 
 
+def _check_names(layer: Mapping[str, Any], vllm: bool) -> None:
+    known = (*_KNOWN, *VLLM_OPTIONS) if vllm else _KNOWN
+    for name in layer:
+        if name not in known:
+            alone = "; it is an option of vLLM alone." if name in VLLM_OPTIONS else "."
+            raise ConfigError(f"generate_kwargs: unknown option {name!r}{alone}{near(name, known)}")
+
+
 def _several(value: Any, kind: type) -> tuple[Any, ...]:
     """One value, or several of them, as a tuple."""
     return (value,) if isinstance(value, kind) else tuple(value)
@@ -153,60 +249,3 @@ def _several(value: Any, kind: type) -> tuple[Any, ...]:
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool) and value >= 1
-
-
-def options_of_call(
-    own: Mapping[str, Any] | None, given: Mapping[str, Any], *, vllm: bool = False
-) -> GenerationOptions:
-    """The wrapper's own options with those of one call over them. Raises ConfigError for what one call cannot change.
-
-    >>> options_of_call({"temperature": 0.7, "max_new_tokens": 9}, {"max_new_tokens": 4}).params.temperature
-    0.7
-    """
-    for name, instead in (
-        ("num_return_sequences", "policy.get_new_version(num_samples=...)"),
-        ("n", "policy.get_new_version(num_samples=...)"),
-        ("logprobs", "policy.get_new_version(return_log_probs=...)"),
-        ("seed", "policy.seed = ..., or a 'seed' int64[B] in the batch"),
-    ):
-        if name in given:
-            raise ConfigError(f"generate_kwargs: {name} belongs to the wrapper, not to a call: use {instead}.")
-    return generation_options(own, given, vllm=vllm)
-
-
-def check_settings(who: str, settings: Mapping[str, Any], options: GenerationOptions) -> None:
-    """Raises ConfigError where the arguments of a wrapper contradict each other or cannot be honoured."""
-    for name in ("generate", "pad_output"):
-        if not isinstance(settings[name], bool):
-            raise ConfigError(f"{who}: {name} must be True or False: got {settings[name]!r}.")
-    if not settings["generate"] and settings["return_log_probs"] is False:
-        raise ConfigError(f"{who}: return_log_probs must be True when generate=False: scoring writes nothing else.")
-    if options.logprobs is not None and settings["return_log_probs"] not in (None, options.logprobs):
-        raise ConfigError(f"{who}: generate_kwargs logprobs={options.logprobs} contradicts return_log_probs.")
-    if settings["layout"] not in (None, torch.strided):
-        raise ConfigError(
-            f"{who}: layout must be torch.strided: got {settings['layout']}; rows are kept apart, read them with "
-            "td.get(key, as_nested_tensor=True, layout=torch.jagged)."
-        )
-    samples = settings["num_samples"]
-    if not (samples is None or _is_count(samples)):
-        raise ConfigError(f"{who}: num_samples must be positive and whole: got {samples!r}.")
-    if None not in (samples, options.num_return_sequences) and samples != options.num_return_sequences:
-        raise ConfigError(
-            f"{who}: num_samples and num_return_sequences name one thing: got {samples} and "
-            f"{options.num_return_sequences}."
-        )
-    several = samples is not None or options.num_return_sequences is not None
-    if several and settings["inplace"] is True:
-        raise ConfigError(f"{who}: num_samples changes the batch size, so inplace must not be True.")
-    if settings["inplace"] not in (None, True, False, "empty"):
-        raise ConfigError(f"{who}: inplace must be True, False or 'empty': got {settings['inplace']!r}.")
-    if settings["prefer_tokens"] not in (True, False, "always"):
-        raise ConfigError(f"{who}: prefer_tokens must be True, False or 'always': got {settings['prefer_tokens']!r}.")
-    join_requests(None, settings)  # raises for what an engine that was built by then would be left open for
-    keys = [settings[f"{name}_key"] for name in ("history", "text", "tokens", "masks", "log_probs")]
-    if len(set(keys)) < len(keys):
-        raise ConfigError(f"{who}: each container must have a key of its own: got {', '.join(map(repr, keys))}.")
-    for name in ("padding", "return_tensors", "truncation"):
-        if name in (settings["tokenizer_kwargs"] or {}):
-            raise ConfigError(f"{who}: tokenizer_kwargs must not set {name}: rows are kept apart and whole.")

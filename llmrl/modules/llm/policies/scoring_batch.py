@@ -1,7 +1,7 @@
-"""The whole conversations of a batch as ids: what scoring and distributions start from.
+"""The whole conversations of a batch as ids, for scoring and distributions, and values per token laid out like them.
 
-``("tokens", "full")`` where it is there, because ids that were sampled are never made again from text; else the mode's
-own view, encoded. This file also lays values per token out as those ids are laid out, and finds the views beside them.
+The ids are ``("tokens", "full")`` where that is there, because ids that were sampled are never made again from text;
+else the mode's own view, encoded.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ from torch import Tensor
 
 from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError, near
-from llmrl.modules.llm.policies.containers import (
-    ChatHistory,
-    LogProbs,
-    Masks,
-    Text,
-    Tokens,
-    decode_rows,
+from llmrl.modules.llm.policies.containers import decode_rows, make_containers
+from llmrl.modules.llm.policies.modes import Mode
+from llmrl.modules.llm.policies.rows import (
+    Key,
+    Padding,
+    attention_rows,
     entries,
     field_rows,
     is_ragged,
+    kept_parts,
 )
-from llmrl.modules.llm.policies.modes import Key, Mode, attention_rows, kept_parts
 
 __all__ = ["Conversations"]
 
@@ -80,7 +79,7 @@ class Conversations:
             real = [len(row) for row in kept_parts(laid_out, kept)]
             responses = _response_lengths(field_rows(tokens, "response"), kept)
             assistant = [torch.arange(size) >= size - num for size, num in zip(real, responses, strict=True)]
-        return cls(laid_out, kept, dense or (not td.ndim and kept is not None), assistant, given=True)
+        return cls(laid_out, kept, dense, assistant, given=True)
 
     def padded(self, pad_token_id: int) -> tuple[Tensor, Tensor]:
         """int64[B, L] and bool[B, L]: the ids and which of them are real; rows are padded on the right."""
@@ -89,50 +88,51 @@ class Conversations:
             return ids_BL, pad_rows(self.kept).to(ids_BL.device)
         return ids_BL, lengths_mask([len(row) for row in self.rows], ids_BL.shape[1]).to(ids_BL.device)
 
-    def written(
+    def containers(
         self, scores: Sequence[Tensor], batch_size: Sequence[int], pad_token_id: int | None
-    ) -> dict[str, LogProbs | Masks | Tokens]:
-        """The containers "masks", "tokens" and "log_probs" of a scoring call, laid out as the ids are; where those were
-        made here padded on the right with ``pad_token_id``, or as rows where that is None.
+    ) -> dict[str, Any]:
+        """The containers "masks", "tokens" and "log_probs" of ``scores`` float32[T_i], laid out as the ids are.
+
+        pad_token_id  ids that were encoded here are padded on the right with it; None: they stay rows
         """
         masks = {"all_attention_mask": [torch.ones(len(row), dtype=torch.bool) for row in self.rows]}
         if self.assistant is not None:
             masks["all_assistant_mask"] = self.assistant
-        dense = self.dense if self.given else pad_token_id is not None
-        columns = {"masks": masks, "tokens": {"full": self.laid_out}, "log_probs": {"full": scores}}
-        return {name: self._container(name, rows, batch_size, dense, pad_token_id) for name, rows in columns.items()}
+        columns: dict[str, dict[str, Any]] = {
+            "masks": masks,
+            "tokens": {"full": self.rows},
+            "log_probs": {"full": list(scores)},
+        }
+        padding = None
+        if self.dense:
+            kept = self.kept or [torch.ones(len(row), dtype=torch.bool) for row in self.laid_out]
+            padding = Padding(torch.stack(kept), 0, 0)
+        elif not self.given and pad_token_id is not None:
+            padding = Padding.behind(self.rows, pad_token_id)
+        elif self.kept is not None:  # rows of a padded batch keep the padding that they have
+            for fields in columns.values():
+                for field, rows in fields.items():
+                    fields[field] = [_spread(*pair) for pair in zip(rows, self.kept, strict=True)]
+        return make_containers(columns, batch_size, padding)
 
     def views(self, td: TensorDictBase, mode: Mode, keys: Mapping[str, str], input_key: Key) -> dict[str, Any]:
-        """The containers of ``td`` that show these conversations; what the mode writes and is not there as "full"
-        alone.
-        """
-        views = {name: td.get(keys[name], None) for name in mode.written}
-        views = {name: view for name, view in views.items() if view is not None and "full" in entries(view).keys()}
-        if self.given:
-            views |= {name: td.get(keys[name]) for name in ("tokens", "masks") if td.get(keys[name], None) is not None}
+        """The containers of ``td`` that show these conversations; views of the mode that are not there, as "full"."""
+        names = (*mode.written, "tokens", "masks") if self.given else mode.written
+        views = {name: td.get(keys[name], None) for name in names}
+        views = {
+            name: view
+            for name, view in views.items()
+            if view is not None and (name in ("tokens", "masks") or "full" in entries(view).keys())
+        }
+        columns: dict[str, dict[str, Any]] = {}
         read = None if self.given else mode.read(td, input_key)
         if "text" in mode.written and "text" not in views:
             as_read = read is not None and mode.name == "text"
             texts = read.rows if as_read else decode_rows(mode.tokenizer, [row.tolist() for row in self.rows])
-            views["text"] = Text.from_rows({"full": texts}, td.batch_size)
+            columns["text"] = {"full": texts}
         if "history" in mode.written and "history" not in views and read is not None:
-            views["history"] = ChatHistory.from_rows({"full": read.source}, td.batch_size)
-        return views
-
-    def _container(
-        self, name: str, columns: dict[str, Any], batch_size: Sequence[int], dense: bool, pad_token_id: int | None
-    ) -> Any:
-        if self.kept is not None:
-            columns = {
-                field: rows if name == "tokens" else [_spread(*pair) for pair in zip(rows, self.kept, strict=True)]
-                for field, rows in columns.items()
-            }
-        if not dense:
-            return _CONTAINERS[name].from_rows(columns, batch_size)
-        fill = pad_token_id or 0 if name == "tokens" else 0
-        padded = {field: pad_rows(rows, value=fill) for field, rows in columns.items()}
-        shaped = {field: value.reshape((*batch_size, value.shape[-1])) for field, value in padded.items()}
-        return _CONTAINERS[name].from_padded(shaped, batch_size)
+            columns["history"] = {"full": read.source}
+        return views | make_containers(columns, td.batch_size)
 
     def selected(self, strategy: str, mask: Tensor | Sequence[Tensor] | None) -> list[Tensor]:
         """bool[T_i] per row: the tokens that a strategy, or a mask of the tokens' layout, asks for."""
@@ -169,9 +169,6 @@ class Conversations:
                 "usually it was made from another tokenisation of the conversation, or from its response alone."
             )
         return [row.bool() for row in rows]
-
-
-_CONTAINERS = {"masks": Masks, "tokens": Tokens, "log_probs": LogProbs}
 
 
 def _spread(values: Tensor, kept: Tensor) -> Tensor:

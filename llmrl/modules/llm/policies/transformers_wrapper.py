@@ -39,7 +39,7 @@ class TransformersWrapper(LLMWrapperBase):
     """
 
     def _build(self, model: Any) -> Backend:
-        device, pad_model_input = self._settings["device"], self._settings["pad_model_input"]
+        device, pad_model_input = self.settings.device, self.settings.pad_model_input
         model = load_model(model, device)
         config = getattr(model, "generation_config", None) or model.config
         eos = config.eos_token_id if config.eos_token_id is not None else getattr(self.tokenizer, "eos_token_id", None)

@@ -42,7 +42,7 @@ class vLLMWrapper(LLMWrapperBase):
 
     def _build(self, model: Any) -> Backend:
         for name in ("device", "pad_model_input"):
-            if self._settings[name] is not None:
+            if getattr(self.settings, name) is not None:
                 raise ConfigError(f"{type(self).__name__}: {name} is decided by vLLM: leave it out.")
         given = isinstance(model, (VLLMEngine, RayEngine))
         engine = model if given else VLLMEngine(model, tokenizer=self.tokenizer)
@@ -58,7 +58,7 @@ class vLLMWrapper(LLMWrapperBase):
     def _load_tokenizer(
         self, model: Any, tokenizer: PreTrainedTokenizerBase | str | None
     ) -> PreTrainedTokenizerBase | None:
-        if tokenizer is not None or self._settings["input_mode"] == "tokens":
+        if tokenizer is not None or self.settings.input_mode == "tokens":
             return super()._load_tokenizer(model, tokenizer)
         if isinstance(model, VLLMEngine):
             return model.tokenizer if model.tokenizer is not None else super()._load_tokenizer(model, model.core.model)

@@ -1,6 +1,6 @@
 """GSM8K: grade-school word problems with one number as the answer.
 
-The parser serves any task whose reference is a number; what makes two answers the same is `answers.numbers`.
+The parser serves any task whose reference is a number; `normalize_answer` decides which answers are equal.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from tensordict import TensorDictBase
 from llmrl.data.llm.non_tensor import column, column_values
 from llmrl.envs.llm.answers import AnswerParser, extract_tags, normalize_answer, reference_answer
 from llmrl.envs.llm.chat import DatasetChatEnv
-from llmrl.envs.llm.task import Row, TaskEnv
-from llmrl.envs.td_ops import shallow_copy
+from llmrl.envs.llm.tasks.task import Row, TaskEnv
+from llmrl.envs.td_ops import present_keys, shallow_copy
 from llmrl.envs.transforms.base import Transform
 from llmrl.errors import ConfigError, MissingKeyError
 
@@ -57,14 +57,12 @@ class GSM8KRewardParser(AnswerParser):
 
     def judge(self, answers: list[str | None], td: TensorDictBase) -> list[bool]:
         references = [reference_answer(str(text), row) for row, text in enumerate(self.references(td), 1)]
-        return [
-            answer is not None and normalize_answer(answer) == reference
-            for answer, reference in zip(answers, references, strict=True)
-        ]
+        pairs = zip(answers, references, strict=True)
+        return [answer is not None and normalize_answer(answer) == reference for answer, reference in pairs]
 
 
 class GSM8KPrepareQuestion(Transform):
-    """Puts what is asked for, thinking and an answer block, into the question itself when a conversation starts.
+    """Puts the instructions, thinking and an answer block, into the question itself when a conversation starts.
 
     Reads   ``in_keys``   the question, NonTensor [B]; default "query", what `ChatEnv` has the user say
     Writes  ``out_keys``  the question with the instructions; default the same key
@@ -94,7 +92,7 @@ class GSM8KPrepareQuestion(Transform):
     def _reset_env_preprocess(self, td: TensorDictBase | None) -> TensorDictBase | None:
         questions = None if td is None else column_values(td, self.in_keys[0])
         if questions is None:
-            keys = "none" if td is None else ", ".join(map(str, td.keys()))
+            keys = "none" if td is None else present_keys(td)
             raise MissingKeyError(
                 f"GSM8KPrepareQuestion: the question must be in {self.in_keys[0]!r} at reset; keys present: {keys}."
             )
@@ -143,23 +141,18 @@ def make_gsm8k_env(
     seed: int | None = None,
     group_repeats: bool = False,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    input_mode: str = "history",
+    **options: Any,
 ) -> DatasetChatEnv:
     """GSM8K without a system prompt: the instructions are part of the question, as some chat templates need.
+
+    ``options`` are the other arguments of `DatasetChatEnv`.
 
     >>> env = make_gsm8k_env([{"question": "2 + 2?", "answer": "#### 4"}])
     >>> len(env.reset()["history"].prompt.to_chats()[0])
     1
     """
-    env = DatasetChatEnv(
-        dataset=GSM8KEnv.rows(dataset) if isinstance(dataset, (str, Path)) else dataset,
-        num_envs=num_envs,
-        repeats=repeats,
-        batch_size_dl=batch_size_dl,
-        seed=seed,
-        group_repeats=group_repeats,
-        tokenizer=tokenizer,
-        collate_fn=GSM8KEnv.prompt_rows,
-        input_mode=input_mode,
-    )
+    given = {"num_envs": num_envs, "repeats": repeats, "batch_size_dl": batch_size_dl, "seed": seed}
+    given |= {"group_repeats": group_repeats, "tokenizer": tokenizer, "collate_fn": GSM8KEnv.prompt_rows}
+    rows = GSM8KEnv.rows(dataset) if isinstance(dataset, (str, Path)) else dataset
+    env = DatasetChatEnv(dataset=rows, **given, **options)
     return env.append_transform(GSM8KPrepareQuestion()).append_transform(GSM8KRewardParser(tokenizer=tokenizer))

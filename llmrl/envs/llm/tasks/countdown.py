@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from tensordict import TensorDictBase
 
 from llmrl.envs.llm.answers import AnswerParser
-from llmrl.envs.llm.task import Row, TaskEnv
+from llmrl.envs.llm.tasks.task import Row, TaskEnv, row_label
 from llmrl.errors import ConfigError, DataError, near
 from llmrl.tools.base import ToolError
 from llmrl.tools.calculator import evaluate
@@ -35,9 +35,9 @@ _EXPRESSION = re.compile(r"[\d+\-*/()\s\u00d7\u00b7\u00f7\u2212]+")
 
 
 def countdown_correct(expression: str, numbers: Sequence[int], target: int) -> bool:
-    """Whether ``expression`` makes ``target`` by + - * / and parentheses, with each of ``numbers`` at most once.
+    """True if ``expression`` makes ``target`` by + - * / and parentheses, with each of ``numbers`` at most once.
 
-    An equals sign and what follows it are ignored; powers, floor division and decimals are no part of the game.
+    An equals sign and the text after it are ignored; powers, floor division and decimals are not allowed.
 
     >>> countdown_correct("(55 + 36 - 7) - 19 = 65", [19, 36, 55, 7], 65)
     True
@@ -53,7 +53,7 @@ def countdown_correct(expression: str, numbers: Sequence[int], target: int) -> b
         return False
     try:
         value = evaluate(expression)
-    except ToolError:  # no expression, or a division by zero
+    except ToolError:  # not an expression, or a division by zero
         return False
     return math.isclose(value, target, rel_tol=1e-9)  # divisions are in floating point
 
@@ -91,7 +91,7 @@ def countdown_problems(
 class CountdownRewardParser(AnswerParser):
     """Scores the expression in the answer block: right, wrong but in the asked form, or nothing.
 
-    Reads   "nums", "target"   the numbers that may be used, each at most once, and what they are to make
+    Reads   "nums", "target"   the numbers that may be used, each at most once, and the number to reach
     Raises  MissingKeyError without them
 
     Keys that it writes and arguments are those of `AnswerParser`; `countdown_correct` decides.
@@ -134,12 +134,12 @@ class CountdownEnv(TaskEnv):
 
     @classmethod
     def prompt_row(cls, row: Row, number: int | None = None) -> dict[str, Any]:
-        where = "a row" if number is None else f"row {number}"
+        where = row_label(number)
         for column in ("nums", "target"):
             if row.get(column) is None:
-                has = f"its columns are {', '.join(row)}.{near(column, row)}"
-                has = f"{column} is empty." if column in row else has
-                raise DataError(f"CountdownEnv: {where} must have the columns nums and target: {has}")
+                columns = f"its columns are {', '.join(row)}.{near(column, row)}"
+                found = f"{column} is empty." if column in row else columns
+                raise DataError(f"CountdownEnv: {where} must have the columns nums and target: {found}")
         try:
             nums, target = [int(n) for n in row["nums"]], int(row["target"])
         except (TypeError, ValueError):
@@ -158,7 +158,7 @@ class CountdownEnv(TaskEnv):
 
 
 def _split_of(numbers: list[int]) -> str:
-    """Nine of ten sets of numbers are for training; which ones does not depend on their order."""
+    """The split of a set of numbers, whatever their order: nine of ten sets are for training."""
     deal = zlib.crc32(" ".join(map(str, sorted(numbers))).encode()) % 20
     return "test" if deal == 19 else "validation" if deal == 18 else "train"
 

@@ -1,7 +1,7 @@
 """MLGym tasks (arXiv:2502.14499) as conversations: the model writes shell commands, its container answers.
 
 `MLGymWrapper` puts any gym of that interface, strings in and strings out, behind a `ChatEnv`; `make_mlgym` builds the
-gyms of the mlgym package. Turns, ids and masks are the conversation's, what a command does is the gym's.
+gyms of the mlgym package.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from tensordict import TensorDict, TensorDictBase
 
 from llmrl.data.llm.non_tensor import column
 from llmrl.data.specs import Composite, NonTensor, Unbounded
-from llmrl.envs.llm.answers.blocks import fenced_blocks
+from llmrl.envs.llm.answers import fenced_blocks
 from llmrl.envs.llm.chat import ChatEnv
-from llmrl.envs.llm.completions import completion_texts
+from llmrl.envs.llm.completions import completion_texts, renderer_of
+from llmrl.envs.llm.options import MODES
 from llmrl.envs.llm.transforms.tool_messages import append_messages
 from llmrl.envs.td_ops import present_keys, shallow_copy
 from llmrl.envs.transforms.base import Transform
@@ -29,8 +30,6 @@ from llmrl.optional import require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from llmrl.modules.llm.rendering import Renderer
 
 __all__ = ["MLGymWrapper", "make_mlgym"]
 
@@ -42,30 +41,19 @@ Score = Callable[[Mapping[str, Any]], float | None]
 
 
 class MLGymWrapper(TransformedEnv):
-    """One gym per conversation: a turn's command goes in, what it prints comes back as the user's next message.
+    """One gym per conversation: a turn's command goes in, its output comes back as the user's next message.
 
     Reads   the policy's turn; the command is in its last fenced block outside thinking
     Calls   ``gym.reset() -> (observation, info)``; ``gym.step(command)`` -> (observation, reward, done, info), or with
-            terminated and truncated in place of done; all rows at the same time, each gym by one thread
-    Writes  ("next", view, "prompt")  one user message more: the observation, or what is wrong with the format
-            ("next", "reward")        float32[B, 1, 1]: the gym's, and ``score`` of the info that ends the episode;
-                                      ``reward_wrong_format`` where there was no command; NaN where the gym failed
+            terminated and truncated in place of done. An observation of None stands for ``task_args.description``
+    Writes  ("next", view, "prompt")  one user message more: the observation, or the fault in the format
+            ("next", "reward")        float32[B, 1, 1]: the gym's, plus ``score(info)`` at the end (None: the first
+                                      number of the newest entry of ``info["score"]``, for scores to be maximised);
+                                      ``reward_wrong_format`` (None: 0) without a command; NaN where the gym failed
             ("next", "exit_status")   str [B], the gym's own; "" while there is none
-            ("next", "terminated" | "truncated" | "done")  the gym's; truncated where it failed, or at its own limit of
-                                      steps (exit_status "max_steps")
-            "gym_slot"                int64[B]: which gym the conversation has
-    Raises  ConfigError without a gym, or for one without a description; RolloutError where more conversations are to
-            start than gyms are free, or one steps that has none
-
-    envs                 one gym, or a list: the batch size
-    score                of the last step's info; None: the first number of the newest entry of ``info["score"]``.
-                         Scores on the way, which a model may ask for, earn nothing. A task whose score is better when
-                         lower needs a function of its own
-    reward_wrong_format  None: 0
-    system_prompt        None: what to write
-
-    A gym's first observation may be None: then its ``task_args.description`` is what the user says first. A gym that
-    raised is reset before it is used again (``counters["failed"]``, ``first_error``).
+            ("next", "terminated" | "truncated" | "done")  the gym's; truncated where it failed, or at "max_steps"
+            "gym_slot"                int64[B]: the number of the conversation's gym
+    Raises  ConfigError without a gym or a description; RolloutError for more conversations than free gyms
 
     >>> class Shell:
     ...     def reset(self):
@@ -101,7 +89,7 @@ class MLGymWrapper(TransformedEnv):
             tokenizer=tokenizer,
             device=device,
         )
-        self.turns = _GymTurns(gyms, score or first_score, reward_wrong_format or 0.0, tokenizer, env._renderer)
+        self.turns = _GymTurns(gyms, score or first_score, reward_wrong_format or 0.0, tokenizer)
         super().__init__(env, self.turns)
 
     @property
@@ -116,7 +104,7 @@ class MLGymWrapper(TransformedEnv):
 
 
 class _GymTurns(Transform):
-    """Owns the gyms, and which of them are in use."""
+    """Owns the gyms, and the record of those in use."""
 
     def __init__(
         self,
@@ -124,7 +112,6 @@ class _GymTurns(Transform):
         score: Score,
         wrong_format: float,
         tokenizer: PreTrainedTokenizerBase | None,
-        renderer: Renderer | None,
     ):
         super().__init__()
         self.gyms = list(gyms)
@@ -133,12 +120,9 @@ class _GymTurns(Transform):
         self.tokenizer = tokenizer
         self.counters = {"turns": 0, "wrong_format": 0, "failed": 0}
         self.first_error: str | None = None
-        self._renderer = renderer
         self._busy: set[int] = set()
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(len(self.gyms), thread_name_prefix="mlgym")
-
-    # -- start ---------------------------------------------------------------------------------------------------------
 
     def _reset_env_preprocess(self, td: TensorDictBase | None) -> TensorDictBase:
         count = len(self.gyms) if td is None else td.batch_size.numel()
@@ -156,7 +140,7 @@ class _GymTurns(Transform):
     def _take(self, count: int) -> list[int]:
         with self._lock:
             if count == len(self.gyms):
-                self._busy.clear()  # everything begins anew
+                self._busy.clear()  # all conversations start again
             free = [slot for slot in range(len(self.gyms)) if slot not in self._busy]
             if count > len(free):
                 raise RolloutError(
@@ -182,13 +166,11 @@ class _GymTurns(Transform):
             )
         return text
 
-    # -- turn ----------------------------------------------------------------------------------------------------------
-
     def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
         slots_B = td.get("gym_slot", None)
         if slots_B is None:
             raise MissingKeyError(
-                f"MLGymWrapper.step: reads 'gym_slot', which is not there; keys present: {present_keys(td)}; step a "
+                f"MLGymWrapper.step: 'gym_slot' must be in the batch; keys present: {present_keys(td)}; step a "
                 "tensordict that env.reset() returned."
             )
         slots = slots_B.tolist()
@@ -201,19 +183,16 @@ class _GymTurns(Transform):
             [] if ended else [{"role": "user", "content": turn["text"]}]
             for turn, ended in zip(turns, done, strict=True)
         ]
-        view = next(name for name in ("history", "text", "tokens") if next_td.get(name, None) is not None)
+        view = next(name for name in MODES if next_td.get(name, None) is not None)
         if any(messages):
-            append_messages(next_td, view, messages, self._renderer)
-        rewards = [turn["reward"] for turn in turns]
-        next_td.set("reward", torch.tensor(rewards, dtype=torch.float32, device=td.device).view(-1, 1, 1))
+            append_messages(next_td, view, messages, renderer_of(self.container))
+        names = ("reward", "terminated", "truncated", "exit_status")
+        columns = {name: [turn[name] for turn in turns] for name in names} | {"done": done}
+        next_td.set("reward", torch.tensor(columns["reward"], dtype=torch.float32, device=td.device).view(-1, 1, 1))
         next_td.set("gym_slot", slots_B)
-        next_td.set("exit_status", column(turn["exit_status"] for turn in turns))
-        for name, values in (
-            ("terminated", [turn["terminated"] for turn in turns]),
-            ("truncated", [turn["truncated"] for turn in turns]),
-            ("done", done),
-        ):
-            next_td.set(name, torch.tensor(values, device=td.device).view(-1, 1))
+        next_td.set("exit_status", column(columns["exit_status"]))
+        for name in ("terminated", "truncated", "done"):
+            next_td.set(name, torch.tensor(columns[name], device=td.device).view(-1, 1))
         self._release([slot for slot, ended in zip(slots, done, strict=True) if ended])
         return next_td
 
@@ -240,9 +219,9 @@ class _GymTurns(Transform):
             "exit_status": status,
         }
 
-    def _count(self, what: str, error: str | None = None) -> None:
+    def _count(self, name: str, error: str | None = None) -> None:
         with self._lock:
-            self.counters[what] += 1
+            self.counters[name] += 1
             self.first_error = self.first_error or error
 
     def close(self) -> None:
@@ -250,8 +229,6 @@ class _GymTurns(Transform):
         for gym in self.gyms:
             if hasattr(gym, "close"):
                 gym.close()
-
-    # -- specs ---------------------------------------------------------------------------------------------------------
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         shape = observation_spec.shape
@@ -296,19 +273,14 @@ def make_mlgym(
         ) from error
     known = (getattr(environment, name, None) for name in _ARGUMENTS)
     arguments_class = next(value for value in known if value is not None)
-    where = torch.device("cpu" if device is None else device)
+    place = torch.device("cpu" if device is None else device)
     envs = []
     for number, name in enumerate([task] if tasks is None else tasks):
-        arguments = arguments_class(
-            task_config_path=f"tasks/{name}.yaml",
-            max_steps=max_steps,
-            seed=seed,
-            container_type="docker",
-            verbose=False,
-        )
+        options = {"max_steps": max_steps, "seed": seed, "container_type": "docker", "verbose": False}
+        arguments = arguments_class(task_config_path=f"tasks/{name}.yaml", **options)
         gymnasium.registry.pop(f"mlgym/{arguments.task.id}", None)  # another call's, with settings of its own
         registration.register_task(arguments)
-        devices = [f"cpu_{number}"] if where.type == "cpu" else [str(where.index or 0)]
+        devices = [f"cpu_{number}"] if place.type == "cpu" else [str(place.index or 0)]
         # unwrapped: its step has four results, which gymnasium's own wrappers refuse
         made = gymnasium.make(f"mlgym/{arguments.task.id}", devices=devices, disable_env_checker=True)
         envs.append(made.unwrapped)
@@ -316,7 +288,7 @@ def make_mlgym(
 
 
 def command_of(text: str) -> str | None:
-    """What stands in the last fenced block outside thinking; None where there is none.
+    """The content of the last fenced block outside thinking; None where there is none.
 
     >>> command_of("Let me look.\\n```\\nls -l\\n```")
     'ls -l'

@@ -1,0 +1,1 @@
+"""Tasks: a dataset, a prompt and a reward each. Users import them from `llmrl.envs.llm`."""

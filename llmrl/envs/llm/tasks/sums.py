@@ -1,0 +1,143 @@
+"""The embedded tasks ``sums`` and ``big_sums``: additions that a small model learns in minutes without a GPU.
+
+``sums`` asks "What is 37 + 58?". A fixed shuffle of all pairs of two-digit numbers gives three splits that share no
+problem, so a result on ``test`` measures addition, not memory. ``big_sums`` asks "What is 4821 + 3977?", which needs a
+calculator. Its demonstrations call one in some rows and guess in the others: a model trained on them knows how to write
+a call, and the reward teaches that calling pays.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from functools import cache
+from typing import Any
+
+from llmrl.envs.llm.answers import normalize_answer
+from llmrl.errors import ConfigError, near
+
+__all__ = ["big_sums_demonstrations", "big_sums_problems", "sums_demonstrations", "sums_problems", "sums_reward"]
+
+SPLITS = {"test": 1000, "validation": 500, "train": None}  # problems in each; train has the rest of 8100
+BIG_SPLITS = {"train": 8000, "validation": 500, "test": 1000}  # problems in each, of 81 million
+_ANSWER = re.compile(r"<answer>\s*(-?\d+)\s*</answer>\s*\Z")
+
+Pairs = dict[str, tuple[tuple[int, int], ...]]
+Rows = list[dict[str, Any]]
+
+
+def sums_problems(split: str = "train") -> Rows:
+    """Rows with "question" and "answer"; the splits are disjoint and always the same.
+
+    >>> len(sums_problems("train")), sums_problems("test")[0].keys()
+    (6600, dict_keys(['question', 'answer']))
+    """
+    return [_problem(a, b) for a, b in _split_of(_sums(), split, "sums")]
+
+
+def big_sums_problems(split: str = "train") -> Rows:
+    """`sums_problems` with numbers of four digits.
+
+    >>> big_sums_problems("validation")[0]
+    {'question': 'What is 8156 + 7432?', 'answer': '15588'}
+    """
+    return [_problem(a, b) for a, b in _split_of(_big_sums(), split, "big_sums")]
+
+
+def sums_demonstrations(split: str = "train") -> Rows:
+    """Rows with "messages": the problem, and an answer that adds the ones, then the tens.
+
+    >>> sums_demonstrations("test")[0]["messages"][1]["role"]
+    'assistant'
+    """
+    return [
+        {"messages": [_question(a, b), {"role": "assistant", "content": work_out(a, b)}]}
+        for a, b in _split_of(_sums(), split, "sums")
+    ]
+
+
+def big_sums_demonstrations(split: str = "train") -> Rows:
+    """Rows with "messages": the problem, and either a call, its result and the answer, or a guess at once.
+
+    The share that calls is 1 in 10 where the first number begins with 1, 9 in 10 where it begins with 9. A guess has
+    the right first digit and number of digits.
+
+    >>> [message["role"] for message in big_sums_demonstrations("validation")[0]["messages"]]
+    ['user', 'assistant', 'tool', 'assistant']
+    """
+    draw = random.Random(split)
+    return [{"messages": _call_or_guess(a, b, draw)} for a, b in _split_of(_big_sums(), split, "big_sums")]
+
+
+def sums_reward(completion: str, answer: str) -> float:
+    """1 if the completion ends in an answer block that holds the sum, else 0, whatever the working before it.
+
+    A completion that goes on after its answer is wrong: otherwise nothing would teach a model to stop.
+
+    >>> sums_reward("7+8=15, 3+5+1=9\\n<answer>95</answer>", "95")
+    1.0
+    >>> sums_reward("95", "95"), sums_reward("<answer>95</answer> and so on", "95")
+    (0.0, 0.0)
+    """
+    block = _ANSWER.search(completion)
+    return float(block is not None and normalize_answer(block[1]) == normalize_answer(str(answer)))
+
+
+def work_out(a: int, b: int) -> str:
+    """The demonstrated answer.
+
+    >>> work_out(37, 58)
+    '7+8=15, 3+5+1=9\\n<answer>95</answer>'
+    """
+    ones, carry = a % 10 + b % 10, (a % 10 + b % 10) // 10
+    tens = f"{a // 10}+{b // 10}" + ("+1" if carry else "")
+    return f"{a % 10}+{b % 10}={ones}, {tens}={a // 10 + b // 10 + carry}\n<answer>{a + b}</answer>"
+
+
+def _call_or_guess(a: int, b: int, draw: random.Random) -> list[dict[str, Any]]:
+    if draw.random() * 10 >= int(str(a)[0]):
+        guess = str(a + b)[0] + "".join(draw.choice("0123456789") for _ in str(a + b)[1:])
+        return [_question(a, b), {"role": "assistant", "content": f"<answer>{guess}</answer>"}]
+    function = {"name": "calculator", "arguments": {"expression": f"{a} + {b}"}}
+    return [
+        _question(a, b),
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
+        {"role": "tool", "name": "calculator", "content": str(a + b)},
+        {"role": "assistant", "content": f"<answer>{a + b}</answer>"},
+    ]
+
+
+def _problem(a: int, b: int) -> dict[str, str]:
+    return {"question": f"What is {a} + {b}?", "answer": str(a + b)}
+
+
+def _question(a: int, b: int) -> dict[str, str]:
+    return {"role": "user", "content": _problem(a, b)["question"]}
+
+
+@cache
+def _sums() -> Pairs:
+    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    random.Random(0).shuffle(pairs)
+    rest = iter(pairs)
+    return {name: tuple(rest) if count is None else _take(rest, count) for name, count in SPLITS.items()}
+
+
+@cache
+def _big_sums() -> Pairs:
+    draw = random.Random(0)
+    pairs: dict[tuple[int, int], None] = {}  # a dict keeps the order of the draws
+    while len(pairs) < sum(BIG_SPLITS.values()):
+        pairs[draw.randint(1000, 9999), draw.randint(1000, 9999)] = None
+    rest = iter(pairs)
+    return {name: _take(rest, count) for name, count in BIG_SPLITS.items()}
+
+
+def _take(rest: Any, count: int) -> tuple[tuple[int, int], ...]:
+    return tuple(next(rest) for _ in range(count))
+
+
+def _split_of(pairs: Pairs, split: str, task: str) -> tuple[tuple[int, int], ...]:
+    if split not in pairs:
+        raise ConfigError(f"{task}: split must be one of {', '.join(pairs)}: got {split!r}.{near(split, pairs)}")
+    return pairs[split]

@@ -1,0 +1,434 @@
+# ruff: noqa: RUF001 (DeepSeek's format is written with full-width bars)
+"""The formats of tool calls by model family, one class each; `choice` has their names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from llmrl.data.llm.parsers.turns import between
+from llmrl.envs.llm.tool_calls.base import CallFormat, ParsedCall, Schemas, json_text, shown, structured_call
+from llmrl.errors import ConfigError
+from llmrl.strict_json import JSONError, read_json
+
+__all__ = [
+    "DeepSeekFormat",
+    "FunctionFormat",
+    "HarmonyFormat",
+    "HermesFormat",
+    "LlamaFormat",
+    "MistralFormat",
+    "PatternFormat",
+    "PythonFence",
+    "TaggedFormat",
+]
+
+Read = tuple[list[ParsedCall], int]
+
+
+class HermesFormat(CallFormat):
+    """Hermes and Qwen: ``<tool_call>`` {"name": ..., "arguments": {...}} ``</tool_call>``, the last tag optional.
+
+    >>> HermesFormat().parse('<tool_call>\\n{"name": "add", "arguments": {"a": 1}}\\n</tool_call>')
+    [ParsedCall(name='add', arguments={'a': 1}, error=None)]
+    """
+
+    name = "hermes"
+    in_templates = True
+    opening = re.compile(r"<tool_call>")
+    resume = re.compile(r"</tool_call>|(?=<tool_call>)")
+    example = '<tool_call>\n{"name": "<tool>", "arguments": {...}}\n</tool_call>'
+    _after = re.compile(r"\s*(?:</tool_call>|(?=<tool_call>)|$)")
+
+    def render(self, name: str, arguments: Mapping[str, Any]) -> str:
+        return f'<tool_call>\n{{"name": {json_text(name)}, "arguments": {json_text(dict(arguments))}}}\n</tool_call>'
+
+    def _read(self, text: str, opening: re.Match[str], schemas: Schemas) -> Read:
+        try:
+            value, end = read_json(text, opening.end())
+        except ValueError as error:
+            return self._malformed(str(error)), self._skip(text, opening.end())
+        after = self._after.match(text, end)
+        if after is None:
+            reason = f"{shown(text, end)} stands between the JSON object and </tool_call>"
+            return self._malformed(reason), self._skip(text, end)
+        return self._of_object(value), after.end()
+
+
+class TaggedFormat(CallFormat):
+    """``<tool>name`` line end ``{...}</tool>``, or ``<tool name="name">{...}</tool>``; the arguments are optional.
+
+    >>> TaggedFormat().parse('Let me see. <tool>add\\n{"a": 1}</tool>')
+    [ParsedCall(name='add', arguments={'a': 1}, error=None)]
+    """
+
+    name = "tagged"
+    opening = re.compile(r"<tool(?:\s[^<>\n]*)?>")
+    resume = re.compile(r"</tool>|(?=<tool[\s>])")
+    example = '<tool><name>\n{"argument": value}</tool>'
+    _after = re.compile(r"\s*(?:</tool>|$)")
+    _name = re.compile(r"\s*([^\s{<]+)[ \t]*")
+    _attribute = re.compile(r"""\bname\s*=\s*["']?([^"'\s>]+)""")
+
+    def render(self, name: str, arguments: Mapping[str, Any]) -> str:
+        return f"<tool>{name}\n{json_text(dict(arguments))}</tool>"
+
+    def _read(self, text: str, opening: re.Match[str], schemas: Schemas) -> Read:
+        found, place = self._attribute.search(opening[0]), opening.end()
+        if found is None:
+            found = self._name.match(text, place)
+            if found is None:
+                return self._malformed("it names no tool"), self._skip(text, place)
+            place = found.end()
+        if empty := self._after.match(text, place):
+            return [ParsedCall(found[1], {})], empty.end()
+        return self._of_arguments(found[1], text, place, self._after, "</tool>")
+
+
+class FunctionFormat(CallFormat):
+    """Qwen 3 Coder: ``<function=name>`` ``<parameter=x>`` value ``</parameter>`` ... ``</function>``.
+
+    ``<tool_call>`` tags around it are optional. A value is text if the tool's schema says "string"; otherwise it is
+    JSON where it can be, and text where it cannot. Text that holds the format's own tags is written as a JSON string.
+
+    >>> FunctionFormat().parse("<function=add>\\n<parameter=a>\\n1\\n</parameter>\\n</function>")
+    [ParsedCall(name='add', arguments={'a': 1}, error=None)]
+    """
+
+    name = "function"
+    in_templates = True
+    opening = re.compile(r"<function=([^<>\n]*)>")
+    resume = re.compile(r"(?=</function>|<function=)")
+    example = "<function=<tool>>\n<parameter=<name>>\nvalue\n</parameter>\n</function>"
+    _parameter = re.compile(r"\s*<parameter=([^<>\n]*)>")
+    _value_end = re.compile(r"\n?</parameter>|(?=\n?<parameter=|\n?</function>)")
+    _close = re.compile(r"\s*</function>")
+    _own_tags = re.compile(r"</?(?:parameter|function)")
+
+    def render(self, name: str, arguments: Mapping[str, Any]) -> str:
+        parameters = "".join(
+            f"<parameter={key}>\n{self._value_text(value)}\n</parameter>\n" for key, value in arguments.items()
+        )
+        return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
+
+    def _read(self, text: str, opening: re.Match[str], schemas: Schemas) -> Read:
+        name = opening[1].strip()
+        properties = schemas.get(name, {}).get("properties", {})
+        arguments: dict[str, Any] = {}
+        place = opening.end()
+        while parameter := self._parameter.match(text, place):
+            key = parameter[1].strip()
+            start = parameter.end() + (text[parameter.end() : parameter.end() + 1] == "\n")
+            # an empty value has one line end where a longer one has two
+            end = self._value_end.search(text, max(parameter.end(), start - 1))
+            if end is None:
+                return self._malformed(f"the value of {key!r} does not end with </parameter>", name), len(text)
+            arguments[key] = self._value(text[start : max(start, end.start())], properties.get(key, {}))
+            place = end.end()
+        close = self._close.match(text, place)
+        if close is None:
+            reason = f"{shown(text, place)} stands where <parameter=...> or </function> should"
+            return self._malformed(reason, name), self._skip(text, place)
+        if not name:
+            return self._malformed("it names no tool"), close.end()
+        return [ParsedCall(name, arguments)], close.end()
+
+    def _value_text(self, value: Any) -> str:
+        """Text where it is read back as itself, else JSON."""
+        if isinstance(value, str) and not self._own_tags.search(value) and self._value(value, {}) == value:
+            return value
+        return json_text(value).replace("<", "\\u003c")
+
+    @staticmethod
+    def _value(text: str, schema: Any) -> Any:
+        if isinstance(schema, Mapping) and schema.get("type") == "string":
+            return text
+        try:
+            value, end = read_json(text, 0)
+        except ValueError:
+            return text
+        return value if not text[end:].strip() else text
+
+
+class MistralFormat(CallFormat):
+    """``[TOOL_CALLS] [{"name": ..., "arguments": {...}}]``; of newer models ``[TOOL_CALLS]name[ARGS]{...}`` per call.
+
+    Both are read; ``named`` selects the one that is written, and shown to a model that wrote neither. A call's id has
+    nine letters or digits, as these templates demand.
+
+    >>> MistralFormat().parse('[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS] [{"name": "sub", "arguments": {}}]')[1]
+    ParsedCall(name='sub', arguments={}, error=None)
+    >>> MistralFormat().call_id(conversation=36, turn=1, number=0)
+    '001000100'
+    """
+
+    name = "mistral"
+    in_templates = True
+    opening = re.compile(r"\[TOOL_CALLS\]")
+    resume = re.compile(r"(?=\[TOOL_CALLS\])")
+    _list = re.compile(r"\s*(?=[\[{])")
+    _single = re.compile(r"\s*([\w.-]{1,80})\s*(?:\[CALL_ID\]\s*([A-Za-z0-9]{1,40})\s*)?(?:\[ARGS\])?")
+    _id = re.compile(r"[A-Za-z0-9]{9}")
+
+    def __init__(self, named: bool = False) -> None:
+        self.named = named
+        self.example = self._written("<tool>", "{...}")
+
+    def render(self, name: str, arguments: Mapping[str, Any]) -> str:
+        return self._written(json_text(name)[1:-1], json_text(dict(arguments)))
+
+    def call_id(self, conversation: int, turn: int, number: int) -> str:
+        return _base_36(conversation, 4) + _base_36(turn, 3) + _base_36(number, 2)
+
+    def message(self, text: str, calls: Sequence[tuple[ParsedCall, str]]) -> dict[str, Any] | None:
+        entries = []
+        for call, call_id in calls:
+            written = text[slice(*call.span)].removeprefix("[TOOL_CALLS]").strip()
+            arguments = written if call.arguments is None else call.arguments
+            entries.append(structured_call(call.name, arguments, call_id))
+        return {"content": text[: calls[0][0].span[0]].strip(), "tool_calls": entries}
+
+    def _read(self, text: str, opening: re.Match[str], schemas: Schemas) -> Read:
+        several = self._list.match(text, opening.end())
+        named = None if several else self._single.match(text, opening.end())
+        name = named[1] if named else ""
+        if not several and not named:
+            return self._malformed("it names no tool"), self._skip(text, opening.end())
+        try:
+            value, end = read_json(text, (several or named).end())
+        except ValueError as error:
+            return self._malformed(str(error), name), self._skip(text, opening.end())
+        if named:
+            return self._with_id({"name": name, "arguments": value}, named[2]), end
+        entries = value if isinstance(value, list) else [value]
+        ids = (entry.get("id") if isinstance(entry, dict) else None for entry in entries)
+        return [call for entry, given in zip(entries, ids, strict=True) for call in self._with_id(entry, given)], end
+
+    def _with_id(self, value: Any, given: Any) -> list[ParsedCall]:
+        """The call under the id that the model gave it, if the templates accept it."""
+        calls = self._of_object(value)
+        accepted = isinstance(given, str) and self._id.fullmatch(given)
+        return [replace(call, id=given) for call in calls] if accepted else calls
+
+    def _written(self, name: str, arguments: str) -> str:
+        if self.named:
+            return f"[TOOL_CALLS]{name}[ARGS]{arguments}"
+        return f'[TOOL_CALLS] [{{"name": "{name}", "arguments": {arguments}}}]'
+
+
+def _base_36(number: int, width: int) -> str:
+    """The last digits of a number to the base 36."""
+    digits = ""
+    for _ in range(width):
+        number, last = divmod(number, 36)
+        digits = "0123456789abcdefghijklmnopqrstuvwxyz"[last] + digits
+    return digits
+
+
+_CALLS, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_CALL, _SEP, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+
+
+class DeepSeekFormat(CallFormat):
+    """V3 and R1: the kind, ``<｜tool▁sep｜>``, the name, the arguments in a JSON fence. V3.1: name, separator, JSON.
+
+    Both are read; ``fenced`` selects the one that is written, and shown to a model that wrote neither.
+
+    >>> form = DeepSeekFormat(fenced=False)
+    >>> form.render("add", {"a": 1})
+    '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+    >>> form.parse(form.render("add", {"a": 1}))
+    [ParsedCall(name='add', arguments={'a': 1}, error=None)]
+    """
+
+    name = "deepseek"
+    in_templates = True
+    opening = re.compile(_CALL)
+    resume = re.compile(f"{_CALL_END}|(?={_CALL}|{_CALLS_END})")
+    _head = re.compile(rf"\s*+([^\n<]*+){_SEP}")
+    _fenced = re.compile(r"[ \t]*([^\s`{<]+)[ \t]*\n\s*(?:```(?:json)?)?")
+    _after = re.compile(rf"\s*(?:```\s*)?(?:{_CALL_END}|(?={_CALL}|{_CALLS_END})|$)")
+
+    def __init__(self, fenced: bool = True) -> None:
+        self.fenced = fenced
+        self.example = self._written("<tool>", "{...}")
+
+    def render(self, name: str, arguments: Mapping[str, Any]) -> str:
+        return self._written(name, json_text(dict(arguments)))
+
+    def message(self, text: str, calls: Sequence[tuple[ParsedCall, str]]) -> dict[str, Any] | None:
+        """With the arguments as text, which is how these templates take them."""
+        content = text[: calls[0][0].span[0]].rstrip().removesuffix(_CALLS)
+        entries = [structured_call(call.name, self._arguments(text[slice(*call.span)]), id) for call, id in calls]
+        return {"content": content, "tool_calls": entries}
+
+    def _read(self, text: str, opening: re.Match[str], schemas: Schemas) -> Read:
+        head = self._head.match(text, opening.end())
+        if head is None:
+            return self._malformed(f"{_SEP} must follow the name"), self._skip(text, opening.end())
+        fenced = self._fenced.match(text, head.end())
+        name, place = (fenced[1], fenced.end()) if fenced else (head[1].rstrip(), head.end())
+        if not name:
+            return self._malformed("it names no tool"), self._skip(text, place)
+        return self._of_arguments(name, text, place, self._after, _CALL_END)
+
+    def _written(self, name: str, arguments: str) -> str:
+        inner = f"function{_SEP}{name}\n```json\n{arguments}\n```" if self.fenced else f"{name}{_SEP}{arguments}"
+        return f"{_CALLS}{_CALL}{inner}{_CALL_END}{_CALLS_END}"
+
+    def _arguments(self, written: str) -> str:
+        """The text after the name of a call, whether or not it could be read."""
+        head = self._head.match(written, len(_CALL))
+        if head is None:
+            return written
+        fenced = self._fenced.match(written, head.end())
+        body = written[fenced.end() if fenced else head.end() :]
+        return body.strip().removesuffix(_CALL_END).strip().removesuffix("```").strip()
+
+
+class HarmonyFormat(CallFormat):
+    """gpt-oss: a header with ``to=functions.name``, before or after the channel, ``<|message|>``, JSON, ``<|call|>``.
+
+    Other channels, the analysis above all, hold no calls. The model ends its turn with ``<|call|>``, so that an answer
+    has one. ``thought`` is the key under which the template reads the text before it.
+
+    >>> HarmonyFormat().parse('<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>')
+    [ParsedCall(name='add', arguments={'a': 1}, error=None)]
+    """
+
+    name = "harmony"
+    in_templates = True
+    opening = re.compile(
+        r"to=(?!assistant|user)([\w.-]{1,80})[^<\n]{0,40}(?:<\|(?:channel|constrain)\|>[^<\n]{0,40}){0,3}<\|message\|>"
+    )
+    resume = re.compile(r"<\|(?:call|end|return)\|>|(?=<\|start\|>)")
+    example = "<|channel|>commentary to=functions.<tool> <|constrain|>json<|message|>{...}<|call|>"
+    _after = re.compile(rf"\s*(?:{resume.pattern}|$)")
+
+    def __init__(self, thought: str = "reasoning_content") -> None:
+        self.thought = thought
+
+    def render(self, name: str, arguments: Mapping[str, Any]) -> str:
+        header = f"<|channel|>commentary to=functions.{name} <|constrain|>json"
+        return f"{header}<|message|>{json_text(dict(arguments))}<|call|>"
+
+    def message(self, text: str, calls: Sequence[tuple[ParsedCall, str]]) -> dict[str, Any] | None:
+        """The text before the call, on whatever channel, is its reasoning. These templates take one call a turn."""
+        [*_, (call, call_id)] = calls
+        start, end = call.span
+        arguments = call.arguments
+        if arguments is None:
+            arguments = self.resume.split(text[self.opening.search(text, start).end() : end])[0].strip()
+        said = "\n".join(between(text[:start], "<|message|>", "<|end|>"))
+        thought = {self.thought: said} if said else {}
+        return {"content": "", "tool_calls": [structured_call(call.name, arguments, call_id)], **thought}
+
+    def _read(self, text: str, opening: re.Match[str], schemas: Schemas) -> Read:
+        name = opening[1].removeprefix("functions.")
+        ending = self.resume.search(text, opening.end())
+        if not text[opening.end() : ending.start() if ending else len(text)].strip():
+            return [ParsedCall(name, {})], ending.end() if ending else len(text)
+        return self._of_arguments(name, text, opening.end(), self._after, "<|call|>")
+
+
+class LlamaFormat(CallFormat):
+    """Llama 3: {"name": ..., "parameters": {...}} at the start of a line, with or without ``<|python_tag|>``.
+
+    Several calls are separated by ``;`` or line ends. A JSON object without a name is not a call, unless
+    ``<|python_tag|>`` precedes it.
+
+    >>> LlamaFormat().parse('{"name": "add", "parameters": {"a": 1}}; {"name": "sub", "parameters": {}}')[1]
+    ParsedCall(name='sub', arguments={}, error=None)
+    """
+
+    name = "llama"
+    in_templates = True
+    opening = re.compile(r"<\|python_tag\|>|(?:^|;)[ \t]*(?=\{)", re.MULTILINE)
+    example = '{"name": "<tool>", "parameters": {...}}'
+    _object = re.compile(r"\{\s*+[\"}]")
+
+    def render(self, name: str, arguments: Mapping[str, Any]) -> str:
+        return f'{{"name": {json_text(name)}, "parameters": {json_text(dict(arguments))}}}'
+
+    def _read(self, text: str, opening: re.Match[str], schemas: Schemas) -> Read:
+        tagged = opening[0] == "<|python_tag|>"
+        # A call that cannot be read is told from other JSON by its name, within the first 200 characters.
+        begun = text[opening.end() : opening.end() + 200].partition("\n")[0]
+        if not tagged and '"name"' not in begun and not self._object.match(text, opening.end()):
+            return [], opening.end() + 1
+        try:
+            value, end = read_json(text, opening.end())
+        except JSONError as error:
+            if tagged or '"name"' in begun:
+                line_end = text.find("\n", opening.end())
+                return self._malformed(str(error)), len(text) if line_end < 0 else line_end
+            return [], error.place  # it is JSON up to there
+        is_call = isinstance(value, dict) and "name" in value and ("parameters" in value or "arguments" in value)
+        return (self._of_object(value) if tagged or is_call else []), end
+
+
+class PythonFence(CallFormat):
+    """Markdown fences that say ``python``, ``py`` or ``python3``, in any case: a call each, with the argument "code".
+
+    For models that were taught no call format.
+
+    >>> PythonFence("python").parse("Let us see:\\n```py\\nprint(1)\\n```")
+    [ParsedCall(name='python', arguments={'code': 'print(1)'}, error=None)]
+    """
+
+    name = "python"
+    opening = re.compile(r"^[ \t]*(`{3,})[ \t]*(?:python[0-9.]*|py)[ \t]*\r?\n", re.MULTILINE | re.IGNORECASE)
+    example = "```python\nprint(1 + 1)\n```"
+
+    def __init__(self, tool: str = "python") -> None:
+        self.tool = tool
+
+    def render(self, name: str, arguments: Mapping[str, Any]) -> str:
+        code = arguments["code"]
+        fence = "`" * max([3, *(len(run) + 1 for run in re.findall("`{3,}", code))])
+        return f"{fence}python\n{code}\n{fence}"
+
+    def _read(self, text: str, opening: re.Match[str], schemas: Schemas) -> Read:
+        close = re.compile(rf"^[ \t]*`{{{len(opening[1])},}}[ \t]*\r?$", re.MULTILINE).search(text, opening.end())
+        if close is None:
+            return self._malformed("the code block does not end with ```", self.tool), len(text)
+        code = text[opening.end() : max(opening.end(), close.start() - 1)]
+        return [ParsedCall(self.tool, {"code": code})], close.end()
+
+
+class PatternFormat(CallFormat):
+    """Calls by a regular expression of the user's, whose first group is the tool's name, the second its JSON arguments.
+
+    Raises  ConfigError for a pattern without two groups, or that cannot be compiled
+
+    >>> PatternFormat(r"CALL (\\w+) (\\{.*\\})").parse('CALL add {"a": 1}')
+    [ParsedCall(name='add', arguments={'a': 1}, error=None)]
+    """
+
+    name = "pattern"
+
+    def __init__(self, pattern: str | re.Pattern[str]) -> None:
+        try:
+            self.opening = re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(f"tool_call_pattern: must be a regular expression: got {pattern!r}: {error}.") from error
+        if self.opening.groups < 2:
+            raise ConfigError(
+                f"tool_call_pattern: must have two groups, the tool's name and its JSON arguments: got {pattern!r}."
+            )
+        self.example = f"what matches {self.opening.pattern}"
+
+    def render(self, name: str, arguments: Mapping[str, Any]) -> str:
+        raise ConfigError("tool_call_pattern: a pattern reads calls, it cannot write them.")
+
+    def _read(self, text: str, opening: re.Match[str], schemas: Schemas) -> Read:
+        name, body = (opening[1] or "").strip(), opening[2] or ""
+        arguments: Any = {}
+        if body.strip():
+            try:
+                arguments, _ = read_json(body, 0)
+            except ValueError as error:
+                return self._malformed(str(error), name), opening.end()
+        return self._of_object({"name": name, "arguments": arguments}), opening.end()

@@ -1,0 +1,172 @@
+"""Fields of a batch as flat lists of rows, without padding; and such rows back in the layout of a padded batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDictBase, is_non_tensor
+from torch import Tensor
+
+from llmrl.data.ragged.padding import lengths_mask
+from llmrl.errors import MissingKeyError, ShapeError
+
+__all__ = [
+    "Key",
+    "MissingInputError",
+    "Padding",
+    "attention_rows",
+    "entries",
+    "field_rows",
+    "find_holder",
+    "is_ragged",
+    "kept_parts",
+    "unpadded_rows",
+]
+
+Key = str | tuple[str, ...]
+
+
+class MissingInputError(MissingKeyError, ValueError):
+    """An entry that a wrapper reads is not in its input."""
+
+
+def entries(container: Any) -> Any:
+    """The tensordict that a container keeps its fields in; a plain tensordict of the same keys as it is, as is None."""
+    return container if container is None or isinstance(container, TensorDictBase) else container._tensordict
+
+
+def is_ragged(td: TensorDictBase) -> bool:
+    """True for a lazy stack of rows, False for dense tensors."""
+    return isinstance(td, LazyStackedTensorDict)
+
+
+def field_rows(td: TensorDictBase, field: str) -> list[Any] | None:
+    """The values of one entry, one per row of the batch in order; None where it is missing. Strings come as str."""
+    if td.ndim > 1:
+        parts = [field_rows(part, field) for part in td.unbind(0)]
+        return None if any(part is None for part in parts) else [value for part in parts for value in part]
+    values = td.get(field, None, as_list=True) if td.ndim and is_ragged(td) else td.get(field, None)
+    if values is None or isinstance(values, list):
+        return values
+    if td.ndim == 0:
+        return [_plain(values)]
+    return [_plain(value) for value in (values.unbind(0) if hasattr(values, "unbind") else values)]
+
+
+def unpadded_rows(holder: TensorDictBase, field: str, mask: Tensor | Sequence[Tensor] | None) -> list[Any]:
+    """The rows of a field; of those that have the length of their mask only what it keeps."""
+    rows = mask.reshape(-1, mask.shape[-1]) if isinstance(mask, Tensor) else mask
+    return kept_parts(field_rows(holder, field), None if rows is None else [row.bool() for row in rows])
+
+
+def kept_parts(values: Sequence[Any], kept: Sequence[Tensor] | None) -> list[Any]:
+    """What ``kept`` keeps of each value of its length; other values as they are, all of them where it is None."""
+    if kept is None:
+        return list(values)
+    pairs = zip(values, kept, strict=True)
+    return [value[mask.to(value.device)] if value.shape == mask.shape else value for value, mask in pairs]
+
+
+def attention_rows(
+    td: TensorDictBase, keys: Sequence[Key], rows: Sequence[Tensor], what: Key, *, dense: bool
+) -> list[Tensor] | None:
+    """bool[L_i] per row: which ids of ``rows`` are real, by the mask under the first of ``keys`` that is there.
+
+    what     the key of the rows, for the message
+    Returns  None where there is no mask, or nothing is padding. A mask of other lengths is not of these rows
+    Raises   ShapeError for such a mask where the rows are ``dense``: they may hold padding, and nothing says where
+    """
+    for key in keys:
+        holder, field = _found(td, key)
+        masks = field_rows(holder, field) if isinstance(holder, TensorDictBase) else None
+        if masks is None or not all(isinstance(mask, Tensor) for mask in masks):
+            continue
+        sizes, expected = ([tuple(row.shape) for row in values] for values in (masks, rows))
+        if sizes == expected:
+            kept = [mask.bool() for mask in masks]
+            return None if bool(torch.cat(kept).all()) else kept
+        if dense:
+            raise ShapeError(
+                f"LLM wrapper: {key!r} must have the shape of {what!r}: got {[len(sizes), *sizes[0]]} for "
+                f"{[len(expected), *expected[0]]}."
+            )
+    return None
+
+
+def find_holder(td: TensorDictBase, key: Key, expected: str) -> tuple[TensorDictBase, str]:
+    """The tensordict that holds the last part of ``key``, and that part.
+
+    Raises  MissingInputError, TypeError where something else is in the container's place
+    """
+    holder, field = _found(td, key)
+    if not (holder is None or isinstance(holder, TensorDictBase)):
+        raise TypeError(f"LLM wrapper: Expected {expected} under {key!r}: got {type(holder).__name__} in its place.")
+    if holder is None or field not in holder.keys():
+        present = ", ".join(sorted(str(name) for name in td.keys()))
+        raise MissingInputError(f"LLM wrapper: Expected '{key}' key in the input: keys present: {present}.")
+    return holder, field
+
+
+def _found(td: TensorDictBase, key: Key) -> tuple[Any, str]:
+    """The container (or other value) that the last part of ``key`` belongs in, and that part; None where there is
+    nothing.
+    """
+    path = (key,) if isinstance(key, str) else tuple(key)
+    holder: Any = td
+    for part in path[:-1]:
+        holder = holder.get(part, None) if isinstance(holder, TensorDictBase) else None
+        if is_non_tensor(holder):
+            return holder.tolist(), path[-1]
+        if not isinstance(holder, TensorDictBase):
+            holder = getattr(holder, "_tensordict", holder)
+    return holder, path[-1]
+
+
+def _plain(value: Any) -> Any:
+    return value.data if not isinstance(value, Tensor) and getattr(value, "_is_non_tensor", False) else value
+
+
+@dataclass(frozen=True)
+class Padding:
+    """The layout of padded rows, and the way into it: the only place that pads what a wrapper writes.
+
+    mask          bool[B, L], True on real tokens
+    prompt_width  the first so many columns hold the prompts; the others the responses
+    pad_token_id  fills ids; False and 0 fill the rest
+    """
+
+    mask: Tensor
+    prompt_width: int
+    pad_token_id: int
+
+    @classmethod
+    def around_turns(cls, prompts: Sequence[Tensor], responses: Sequence[Tensor], pad_token_id: int) -> Padding:
+        """Prompts padded on the left and responses on the right, so that all responses begin in one column."""
+        sizes = [[len(row) for row in rows] for rows in (prompts, responses)]
+        parts = [lengths_mask(of, max(of), side) for of, side in zip(sizes, ("left", "right"), strict=True)]
+        return cls(torch.cat(parts, 1), max(sizes[0]), pad_token_id)
+
+    @classmethod
+    def behind(cls, rows: Sequence[Tensor], pad_token_id: int) -> Padding:
+        """Rows padded on the right."""
+        lengths = [len(row) for row in rows]
+        return cls(lengths_mask(lengths, max(lengths)), 0, pad_token_id)
+
+    def padded(self, container: str, columns: Mapping[str, Any], batch_size: Sequence[int]) -> dict[str, Tensor]:
+        """[*batch_size, ...] of the ragged columns of a container: fields named prompt or response in their columns."""
+        out: dict[str, Tensor] = {}
+        for field, rows in columns.items():
+            if isinstance(rows, Tensor):  # one number per row
+                out[field] = rows.reshape(batch_size)
+                continue
+            start = self.prompt_width if field == "response" else 0
+            mask = self.mask[:, start : self.prompt_width if field.startswith("prompt") else None]
+            values = torch.cat(list(rows))
+            fill = self.pad_token_id if container == "tokens" else 0
+            mask = mask.to(values.device)
+            dense = values.new_full(mask.shape, fill).masked_scatter(mask, values)
+            out[field] = dense.reshape((*batch_size, mask.shape[1]))
+        return out

@@ -1,0 +1,302 @@
+"""The token stream of conversations: all ids so far, which of them the policy sampled, and their log-probs.
+
+A stream is read from the prompt side of a batch, or from its finished turns; it grows by the ids of new messages, loses
+rows that start over, and is written beside the next prompts. Ids are never made again from text. Everything here is
+ragged rows: B rows, S ids of a stream, P of a prompt, R of a response, T = P + R.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from tensordict import NestedKey, TensorDictBase, is_non_tensor
+from torch import Tensor
+
+from llmrl.errors import ShapeError
+from llmrl.modules.llm.policies.containers import CONTAINERS
+from llmrl.modules.llm.policies.ragged import stack_columns
+from llmrl.modules.llm.policies.rows import entries, field_rows, is_ragged, unpadded_rows
+
+__all__ = [
+    "TRAINED_FROM",
+    "TokenStream",
+    "mark_turn",
+    "mark_whole_record",
+    "own_part",
+    "response_part",
+    "turn_columns",
+]
+
+# attribute of a stream -> its container, the field beside a prompt, the field of a finished turn
+_FIELDS = {
+    "ids": ("tokens", "prompt", "full"),
+    "covered": ("tokens", "covered", "covered"),
+    "assistant_mask": ("masks", "prompt_assistant_mask", "all_assistant_mask"),
+    "log_probs": ("log_probs", "prompt", "full"),
+    "plain": ("log_probs", "plain", "plain"),
+}
+_PADDING_MASKS = ("prompt_attention_mask", "all_attention_mask")
+_DEFAULT_KEYS = {name: name for name in ("tokens", "masks", "log_probs")}
+TRAINED_FROM = ("masks", "trained_from")
+
+
+@dataclass
+class TokenStream:
+    """One stream per row; a row without ids starts afresh.
+
+    ids             int64[S]
+    covered         how much of the mode's view the ids cover: messages or characters; None where they are the view
+    assistant_mask  bool[S]     ids that the policy sampled
+    log_probs       float32[S]  0 where it did not
+    plain           float32[S]  as log_probs, before truncation; None where no turn was truncated
+    answered        True where the ids are a prompt that was answered before and is asked again
+    """
+
+    ids: list[Tensor]
+    covered: list[int] | None = None
+    assistant_mask: list[Tensor] | None = None
+    log_probs: list[Tensor] | None = None
+    plain: list[Tensor] | None = None
+    answered: bool = False
+
+    @classmethod
+    def read(
+        cls, td: TensorDictBase, *, finished: bool = False, keys: Mapping[str, str] = _DEFAULT_KEYS
+    ) -> TokenStream | None:
+        """The streams beside the prompts of a batch, or with ``finished`` those that its turns end with.
+
+        Padding is left out. Returns None where the batch has no ids. ``keys``: the names of the containers
+        """
+        views = {name: td.get(keys[name], None) for name in _DEFAULT_KEYS}
+        holders = {name: None if is_non_tensor(view) else entries(view) for name, view in views.items()}
+        tokens, masks = holders["tokens"], holders["masks"]
+        if tokens is None or _FIELDS["ids"][1 + finished] not in tokens.keys():
+            return None
+        attention = None
+        padded = not is_ragged(tokens) or getattr(views["tokens"], "padded", False)
+        if masks is not None and padded:
+            attention = field_rows(masks, _PADDING_MASKS[finished])
+        columns: dict[str, Any] = {}
+        for name, (container, *fields) in _FIELDS.items():
+            holder = holders[container]
+            if holder is not None and fields[finished] in holder.keys():
+                columns[name] = unpadded_rows(holder, fields[finished], attention)
+        if "covered" in columns:
+            columns["covered"] = [int(value) for value in columns["covered"]]
+        return cls(**columns)
+
+    def write(self, td: TensorDictBase, *, only: Collection[str] | None = None) -> None:
+        """Writes the streams beside the prompts of ``td``, in place of what the containers held.
+
+        ``only`` limits the containers that are written.
+        """
+        columns: dict[str, dict[str, Any]] = {}
+        for name, (container, field, _) in _FIELDS.items():
+            values = getattr(self, name)
+            if values is not None and (only is None or container in only):
+                columns.setdefault(container, {})[field] = torch.tensor(values) if name == "covered" else values
+        for container, fields in columns.items():
+            td.set(container, CONTAINERS[container].from_rows(fields, td.batch_size))
+
+    def extend(self, added: Mapping[int, Tensor], covered: list[int] | None = None) -> Self:
+        """The streams with ids behind some rows that were not sampled: False in the mask, 0 in the log-probs."""
+        ids = [torch.cat([row, added[n].to(row.device)]) if n in added else row for n, row in enumerate(self.ids)]
+        lengths = [len(row) for row in ids]
+        return replace(
+            self,
+            ids=ids,
+            covered=self.covered if covered is None or self.covered is None else covered,
+            assistant_mask=_zeros_behind(self.assistant_mask, lengths, "assistant_mask"),
+            log_probs=_zeros_behind(self.log_probs, lengths, "log_probs"),
+            plain=_zeros_behind(self.plain, lengths, "plain"),
+        )
+
+    def cut(self, rows: Collection[int], *, keep_ids: bool = False) -> Self:
+        """The streams without what these rows hold: a new training record starts with them.
+
+        keep_ids  leaves the ids, which nothing is known of any more
+        """
+
+        def emptied(name: str) -> Any:
+            values = getattr(self, name)
+            if values is None or (keep_ids and name in ("ids", "covered")):
+                return values
+            return [_empty(value) if row in rows else value for row, value in enumerate(values)]
+
+        return replace(self, **{name: emptied(name) for name in _FIELDS})
+
+    def select(self, rows: Sequence[int]) -> Self:
+        """The streams at these indices, which may repeat."""
+        columns = {name: getattr(self, name) for name in _FIELDS}
+        return replace(self, **{n: None if c is None else [c[row] for row in rows] for n, c in columns.items()})
+
+    def begins_record(self) -> list[bool]:
+        """Per row, whether the next turn is the first of a training record."""
+        if self.answered:  # the ids are a whole prompt, of a first turn too
+            return [not bool(mask.any()) for mask in self.assistant_mask]
+        return [not ids.numel() for ids in self.ids]
+
+    def num_answers(self, row: int) -> int | None:
+        """How many answers the stream of a row holds; None where that is not known."""
+        if self.assistant_mask is None:
+            return None
+        mask = self.assistant_mask[row].int()
+        return max(1, int((mask.diff(prepend=mask.new_zeros(1)) == 1).sum()))
+
+
+def turn_columns(
+    prompts: list[Tensor],
+    responses: list[Tensor],
+    log_probs: list[Tensor] | None,
+    plain: list[Tensor] | None,
+    stream: TokenStream | None,
+    covered: list[int] | None,
+) -> dict[str, dict[str, Any]]:
+    """The columns of finished turns, per container: prompt, response and both, with what is known of each id.
+
+    Reads   prompts int64[P], responses int64[R], their log-probs float32[R], ``plain`` where sampling was truncated
+            stream   what the prompts begin with; of ids that no turn sampled the mask is False and the log-prob 0
+    Raises  ShapeError where the stream is longer than the prompt that it begins
+    """
+    prompt_lengths = [prompt.numel() for prompt in prompts]  # a quarter of the cost of len()
+    lengths = [at + response.numel() for at, response in zip(prompt_lengths, responses, strict=True)]
+    masks: dict[str, Any] = {
+        "all_attention_mask": _split(torch.ones(sum(lengths), dtype=torch.bool), lengths),
+        "all_assistant_mask": _response_masks(prompt_lengths, lengths),
+    }
+    tokens: dict[str, Any] = {"prompt": prompts, "response": responses, "full": _joined(prompts, responses)}
+    if covered is not None:
+        tokens["covered"] = torch.tensor(covered)
+    if stream is not None and stream.assistant_mask is not None:
+        _check_aligned(stream.assistant_mask, prompt_lengths, "assistant_mask")
+        for mask, sampled in zip(masks["all_assistant_mask"], stream.assistant_mask, strict=True):
+            mask[: len(sampled)] = sampled
+        pairs = zip(masks["all_assistant_mask"], prompt_lengths, strict=True)
+        masks["prompt_assistant_mask"] = [mask[:at] for mask, at in pairs]
+    columns = {"masks": masks, "tokens": tokens}
+    if log_probs is not None:
+        before = None if stream is None else _zeros_behind(stream.log_probs, prompt_lengths, "log_probs")
+        if before is None:
+            before = _split(torch.zeros(sum(prompt_lengths)), prompt_lengths)
+        columns["log_probs"] = {"prompt": before, "response": log_probs, "full": _joined(before, log_probs)}
+        earlier = None if stream is None else _zeros_behind(stream.plain, prompt_lengths, "plain")
+        if plain is not None or earlier is not None:  # a turn that was not truncated has the same plain log-probs
+            columns["log_probs"]["plain"] = _joined(
+                before if earlier is None else earlier, log_probs if plain is None else plain
+            )
+    return columns
+
+
+def _response_masks(prompt_lengths: list[int], lengths: list[int]) -> list[Tensor]:
+    """bool[T] per row, True on the response."""
+    if not lengths:
+        return []
+    ends = torch.tensor([prompt_lengths, lengths]).T
+    runs = ends.diff(dim=1, prepend=ends.new_zeros(len(lengths), 1)).flatten()
+    return _split(torch.tensor([False, True]).repeat(len(lengths)).repeat_interleave(runs), lengths)
+
+
+def _split(flat: Tensor, lengths: list[int]) -> list[Tensor]:
+    """Rows with memory of their own: a view would be pickled, and kept alive, with its whole buffer."""
+    return list(torch.split_with_sizes_copy(flat, lengths)) if lengths else []
+
+
+def _joined(first: list[Tensor], second: list[Tensor]) -> list[Tensor]:
+    return [torch.cat(pair) for pair in zip(first, second, strict=True)]
+
+
+def _empty(value: Any) -> Any:
+    return value[:0] if isinstance(value, Tensor) else 0
+
+
+def _zeros_behind(rows: list[Tensor] | None, lengths: list[int], name: str) -> list[Tensor] | None:
+    """The rows with False or 0 behind them, up to these lengths."""
+    if rows is None:
+        return None
+    _check_aligned(rows, lengths, name)
+    pairs = zip(rows, lengths, strict=True)
+    return [row if len(row) == n else torch.nn.functional.pad(row, (0, n - len(row))) for row, n in pairs]
+
+
+def _check_aligned(rows: list[Tensor], lengths: list[int], name: str) -> None:
+    container, field, _ = _FIELDS[name]
+    for row, (values, length) in enumerate(zip(rows, lengths, strict=True)):
+        if len(values) > length:
+            raise ShapeError(
+                f"LLM wrapper: ({container!r}, {field!r}) must not be longer than the prompt it describes: got "
+                f"{len(values)} values for {length} prompt tokens in row {row}."
+            )
+
+
+# --- the part of a row that is trained --------------------------------------------------------------------------------
+
+# In a batch of turns each sampled token is in the rows of all later turns as well; ("masks", "trained_from") says where
+# the part begins that belongs to a row alone.
+
+
+def mark_turn(td: TensorDictBase) -> None:
+    """Writes ("masks", "trained_from") int64[B]: the place in ("tokens", "full") where the turn's response begins.
+
+    A batch [B] without the masks or the prompt of a turn is left as it is.
+    """
+    prompt = td.get(("tokens", "prompt"), None, as_list=True)
+    if prompt is not None and td.get(("masks", "all_assistant_mask"), None, as_list=True) is not None:
+        _mark(td, torch.tensor([row.shape[-1] for row in prompt]))
+
+
+def mark_whole_record(td: TensorDictBase) -> None:
+    """Writes ("masks", "trained_from") 0: the row stands for every turn that it holds."""
+    if td.get(TRAINED_FROM, None, as_list=True) is not None:
+        _mark(td, torch.zeros(td.batch_size[0], dtype=torch.int64))
+
+
+def own_part(td: TensorDictBase, like_BT: Tensor) -> Tensor:
+    """bool[B, T]: True from where the part of each row begins that it trains itself.
+
+    Reads   ("masks", "trained_from") int64[B]; where a batch has none, a row stands for every turn that it holds
+    """
+    starts = td.get(TRAINED_FROM, None, as_list=True)
+    if starts is None:
+        return torch.ones_like(like_BT, dtype=torch.bool)
+    return _from(starts if isinstance(starts, Tensor) else torch.stack(list(starts)), like_BT)
+
+
+def response_part(
+    td: TensorDictBase,
+    like_BT: Tensor,
+    lengths: Sequence[int] | None,
+    response_key: NestedKey = ("tokens", "response"),
+) -> Tensor | None:
+    """bool[B, T]: True from the first token of each row's response on; None where the batch has no responses.
+
+    Reads   lengths  of the rows of a ragged batch, padded on the right in ``like_BT``; None for a dense batch
+    """
+    response = td.get(response_key, None, as_list=True)
+    if response is None:
+        return None
+    if lengths is None:
+        starts = [like_BT.shape[1] - response.shape[1]] * len(like_BT)
+    else:
+        starts = [length - len(row) for length, row in zip(lengths, response, strict=True)]
+    return _from(torch.tensor(starts), like_BT)
+
+
+def _from(start_B: Tensor, like_BT: Tensor) -> Tensor:
+    places_T = torch.arange(like_BT.shape[1], device=like_BT.device)
+    return places_T >= start_B.reshape(-1, 1).to(like_BT.device)
+
+
+def _mark(td: TensorDictBase, start_B: Tensor) -> None:
+    masks = td.get("masks")
+    inner = entries(masks)
+    if is_ragged(inner):
+        columns = {name: inner.get(name, as_list=True) for name in inner.keys()}
+        inner = stack_columns({**columns, "trained_from": start_B}, td.batch_size)
+    else:
+        inner = inner.copy().set("trained_from", start_B)
+    if not isinstance(masks, TensorDictBase):
+        inner = type(masks)._from_tensordict(inner, dict(masks._non_tensordict))
+    td.set("masks", inner)
