@@ -310,7 +310,7 @@ class LLMCollector:
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the collection stands: the env's data cursor, the version, the counters.
+        """The position of the collection: the env's data cursor, the version, the counters.
 
         Between batches of whole conversations that is everything. In the default form conversations are on their way;
         they are not part of the state, and new ones take their place.

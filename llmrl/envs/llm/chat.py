@@ -309,7 +309,7 @@ class DatasetChatEnv(TransformedEnv):
 
 
 def checked_rows(rows: Sequence[Any], who: str) -> Sequence[Mapping[str, Any]]:
-    """The rows themselves. Raises DataError with the number of one that is no mapping."""
+    """The rows themselves. Raises DataError with the number of one that is not a mapping."""
     for number, row in enumerate(rows, 1):
         if not isinstance(row, Mapping):
             raise DataError(

@@ -38,7 +38,7 @@ __all__ = ["TokenScorer", "TokenScores", "hidden_before", "padded_inputs", "toke
 
 
 class TokenScores(NamedTuple):
-    """What a model says about the selected tokens of a padded batch; 0 (False) where a token was not selected.
+    """Scores of the selected tokens of a padded batch; 0 (False) where a token was not selected.
 
     ``log_probs``  float32[B, T]          log p(token t | tokens before t), with grad
     ``entropy``    float32[B, T] or None  entropy of the distribution that token t was drawn from, with grad

@@ -57,7 +57,7 @@ class RetrieveLogProb(Transform):
                                              data without "next"
     Raises  ConfigError for a model that generates, one that is neither a wrapper nor an engine, or one without the
             adapter that is to be off, and where the default key would replace what was sampled with;
-            MissingKeyError where nothing says which tokens the policy wrote
+            MissingKeyError where it is not known which tokens the policy wrote
 
     model               a wrapper with ``generate=False``, or an engine
     log_probs_full_key  (name, "full"); default (the wrapper's ``log_probs_key``, "full"), for an engine
