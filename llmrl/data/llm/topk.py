@@ -11,7 +11,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 
-from llmrl.data.llm.group_keys import row_values
+from llmrl.data.ragged.tensordicts import row_values
 from llmrl.data.replay_buffers.rows import Row, from_rows, pack, to_rows, unpack
 from llmrl.errors import DataError, MissingKeyError
 

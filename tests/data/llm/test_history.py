@@ -26,7 +26,7 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 
 
 def materialised(history: History) -> list[bool]:
-    return [row._members is not None for row in history._tensordict.tensordicts]
+    return [row.source is None for row in history._tensordict.tensordicts]
 
 
 # Shape, fields, indexing
@@ -391,11 +391,14 @@ def test_what_is_no_text_is_named(text):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"tokenize": False, "return_dict": True}, "return_dict is about ids"),
-        ({"tokenize": False, "return_tensors": "pt"}, "return_tensors is about ids"),
-        ({"tokenize": False, "return_assistant_tokens_mask": True}, "return_assistant_tokens_mask is about ids"),
-        ({"padding": True}, "padding is about ids"),
-        ({"truncation": True}, "truncation is about ids"),
+        ({"tokenize": False, "return_dict": True}, "return_dict requires tokenize=True"),
+        ({"tokenize": False, "return_tensors": "pt"}, "return_tensors requires tokenize=True"),
+        (
+            {"tokenize": False, "return_assistant_tokens_mask": True},
+            "return_assistant_tokens_mask requires tokenize=True",
+        ),
+        ({"padding": True}, "padding requires tokenize=True"),
+        ({"truncation": True}, "truncation requires tokenize=True"),
         ({"tokenize": True, "padding": "max_length"}, "padding must be True or False: got 'max_length'"),
         ({"tokenize": True, "truncation": "longest_first"}, "truncation must be True or False"),
     ],
@@ -411,7 +414,7 @@ def test_a_misspelt_argument_is_refused_instead_of_handed_to_the_template(tokeni
     history, tokenizer = History.from_chats(CHATS), tiny_tokenizer(template="qwen3")
     with pytest.raises(ConfigError, match=r"'enable_thinkng'.*Did you mean 'enable_thinking'"):
         history.apply_chat_template(tokenizer=tokenizer, tokenize=tokenize, enable_thinkng=False)
-    with pytest.raises(ConfigError, match="'max_length', which its text never speaks of"):
+    with pytest.raises(ConfigError, match="does not use the variable 'max_length'"):
         history.apply_chat_template(tokenizer=tokenizer, tokenize=True, truncation=True, max_length=5)
     thoughtless = history.apply_chat_template(tokenizer=tokenizer, tokenize=False, enable_thinking=False)
     assert thoughtless[0].endswith("<think>\n\n</think>\n\n")
