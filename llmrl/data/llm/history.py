@@ -79,7 +79,7 @@ class History(TensorClass["nocast"]):
 
     @classmethod
     def from_messages(cls, messages: Sequence[Message]) -> History:
-        """One conversation -> [M]. The dicts are copied, not kept. Raises DataError for what is no message."""
+        """One conversation -> [M], as `from_chats`."""
         return cls._of(copy_messages(messages, "History.from_messages"), 1)
 
     @classmethod
@@ -109,10 +109,10 @@ class History(TensorClass["nocast"]):
         Reads   the format of ``chat_template``, else of ``chat_template_name``, else of the tokenizer's template, else
                 ChatML
         Raises  TemplateError if the format has no parser, if that fails, or if a text holds no message; DataError for
-                what is no text
+                other objects than text
 
-        A message whose end marker is missing has ``is_complete`` False. For people and tools only: nothing that trains
-        reads ids from here.
+        A message whose end marker is missing has ``is_complete`` False. For people and tools: training never reads ids
+        from here.
 
         >>> History.from_text("<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHel").is_complete
         [True, False]
@@ -137,17 +137,13 @@ class History(TensorClass["nocast"]):
         Raises   a ShapeError that is a RuntimeError too, otherwise
         """
         _check_history(history, "append")
-        if not self.ndim:
-            raise GrowthError(
-                "History.append: a history must have a dimension to append to: got one message; unsqueeze(0) it."
-            )
         if history.ndim != self.ndim - 1:
             raise GrowthError(
-                f"History.append: the new history must have {self.ndim - 1} dimensions, one fewer than this one: got "
-                f"{history.ndim}; index it, or unsqueeze this one, or use extend."
+                f"History.append: the new history must have one dimension fewer than this one: got {history.ndim} and "
+                f"{self.ndim}; index it, or unsqueeze this one, or use extend."
             )
-        new, depth = history._nested, self._depth(dim)
-        return self._grown(join(self._nested, wrap(new, depth), depth, "append"), inplace)
+        depth = self._depth(dim)
+        return self._grown(wrap(history._nested, depth), depth, "append", inplace)
 
     def extend(self, history: History, *, inplace: bool = True, dim: int = 0) -> History:
         """Adds messages to each conversation (``dim=-1``), or conversations to the batch (``dim=0``).
@@ -162,7 +158,7 @@ class History(TensorClass["nocast"]):
                 f"History.extend: The new history to extend with must have the dimensions of this one, at least one: "
                 f"got {history.ndim} and {self.ndim}; unsqueeze the shorter one, or use append."
             )
-        return self._grown(join(self._nested, history._nested, self._depth(dim), "extend"), inplace)
+        return self._grown(history._nested, self._depth(dim), "extend", inplace)
 
     # Reading
 
@@ -242,7 +238,7 @@ class History(TensorClass["nocast"]):
         """
         return Composite({name: NonTensor(shape=tuple(shape)) for name in FIELDS}, shape=tuple(shape), data_cls=cls)
 
-    # The tensorclass, told about the nested lists underneath
+    # The tensorclass over nested lists
 
     def __getitem__(self, index: Any) -> History:
         found = index_rows(self._nested, index, self.ndim)
@@ -275,7 +271,8 @@ class History(TensorClass["nocast"]):
             raise ShapeError(f"History: dim must be in [{-self.ndim}, {self.ndim}): got {dim}.")
         return dim % self.ndim
 
-    def _grown(self, nested: Any, inplace: bool) -> History:
+    def _grown(self, new: Any, depth: int, method: str, inplace: bool) -> History:
+        nested = join(self._nested, new, depth, method)
         if not inplace:
             return type(self)._of(nested, self.ndim)
         if self._tensordict.is_locked:
@@ -321,7 +318,7 @@ def _init(
 
 
 def _repr(self: History) -> str:
-    """The shape and the first messages, which is what one looks for in a debugger or a TensorDict."""
+    """The shape and the first messages."""
     return f"History({list(self.shape)}, {_SHORT.repr(self._nested)})"
 
 

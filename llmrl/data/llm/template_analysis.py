@@ -1,7 +1,7 @@
-"""Static check of whether a chat template reads message contents, and the shape of a conversation.
+"""Static analysis of chat templates: whether one reads message contents, and the shape of a conversation.
 
 A template that only writes contents treats all conversations of one shape alike: what was found for stand-ins holds for
-each of them. The check is static and errs on one side: what it does not know counts as reading.
+each of them. An expression that the analysis does not know counts as reading.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NOTHING, _PARTS, _TEXT = range(3)  # what of the messages a value holds: nothin
 
 
 def shape_of(value: Any, key: str = "") -> Any:
-    """What a template that does not read contents can tell apart: types, keys, roles, names, which texts are empty."""
+    """The part of a value that a template reads without reading contents: types, keys, roles, names, empty texts."""
     if isinstance(value, str):
         return value if key in (*_EXACT, *_STRUCTURE) or not value or value.isspace() else None
     if key in _EXACT:
@@ -73,7 +73,7 @@ def stand_ins(chat: Sequence[Message]) -> list[Message]:
 
 @lru_cache(maxsize=64)
 def reads_contents(jinja: str) -> bool:
-    """Whether what a template writes may depend on more of a conversation than its shape and its texts, unchanged.
+    """Whether a template's output may depend on more of a conversation than its shape and its texts, unchanged.
 
     >>> reads_contents("{% for m in messages %}{{ m.role ~ m.content | trim }}{% endfor %}")
     False
@@ -243,7 +243,7 @@ class _Walk:
 
 
 def _items(node: nodes.Node) -> nodes.Node | None:
-    """What an expression takes the key-value pairs of; None where it does something else."""
+    """The mapping whose key-value pairs an expression takes; None for other expressions."""
     if isinstance(node, nodes.Filter) and node.name == "items":
         return node.node
     if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr) and node.node.attr == "items":

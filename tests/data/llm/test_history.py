@@ -150,7 +150,7 @@ def test_shapes_that_do_not_fit_are_explained():
     history = History.from_chats(CHATS)
     with pytest.raises(ShapeError, match="unsqueeze"):
         History(role="user", content="a").append(History(role="user", content="b"))
-    with pytest.raises(ShapeError, match="one fewer than this one: got 0"):
+    with pytest.raises(ShapeError, match="one dimension fewer than this one: got 0 and 2"):
         history.append(History(role="user", content="b"))
     with pytest.raises(ShapeError, match="The new history to extend"):
         history.extend(history[0])
