@@ -39,7 +39,8 @@ class MessageStack(LazyRows):
     @property
     def messages(self) -> Sequence[Message]:
         """The messages, shared: to be read only."""
-        return [read_message(row) for row in self._rows] if self.source is None else self.source
+        source = self.source
+        return [read_message(row) for row in self._rows] if source is None else source
 
     @property
     def device(self) -> None:
@@ -146,6 +147,8 @@ def join_message(fields: Mapping[str, Any]) -> Message:
 
 def unstack_messages(td: Any) -> Any:
     """Messages of a collection of any number of dimensions, as nested lists; a single message for none."""
+    if isinstance(td, MessageStack):
+        return td.messages
     td = inner(td)
     if isinstance(td, MessageStack):
         return td.messages
