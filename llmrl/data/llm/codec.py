@@ -253,7 +253,7 @@ def codec_for(
 
 
 def _differs(value: Any, other: Any) -> bool:
-    """Whether a string inside a JSON-like value was escaped; media, which are not strings, are not compared."""
+    """True if a string inside a JSON-like value was escaped; media, which are not strings, are not compared."""
     if isinstance(value, Mapping):
         return any(_differs(item, new) for item, new in zip(value.values(), other.values(), strict=True))
     if isinstance(value, (list, tuple)):

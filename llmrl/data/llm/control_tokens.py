@@ -102,7 +102,7 @@ class ControlTokens:
         return self._find_markers.sub(lambda match: self._stand_ins[match.group()], value)
 
     def quotes(self, text: str) -> bool:
-        """Whether a text holds stand-ins, and so has to be encoded by :meth:`encode_quoting`."""
+        """True for a text that holds stand-ins, and so has to be encoded by `encode_quoting`."""
         return not text.isascii() and self._find_stand_ins.search(text) is not None
 
     def encode_quoting(self, texts: Sequence[str]) -> list[tuple[list[int], Encoding, Callable[[int], int], int]]:

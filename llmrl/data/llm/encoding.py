@@ -134,7 +134,7 @@ class Encoding:
         return rows
 
     def _process(self, chats: Sequence[Chat]) -> list[dict[str, Tensor]]:
-        """What the processor makes of each conversation, such as "pixel_values", beside ids and masks."""
+        """Ids and masks of each conversation, and the processor's own entries, such as "pixel_values"."""
         codec = self._codec
         if self.return_mask and not self.template.marks_generation:
             raise TemplateError(

@@ -110,7 +110,7 @@ class SpanFinder:
         return skeleton.spans([content.strip() for content in contents], text) if found is None else found
 
     def _skeleton(self, roles: tuple[str, ...], tools: Tools | None) -> _Skeleton | None:
-        """What the template writes around contents; None if that is not simply in their order."""
+        """The text around contents; None if the template does more than write them in their order."""
         *roles, prompt = roles
         stand_ins = [chr(_STAND_IN + index) for index in range(len(roles))]
         chat = [{"role": role, "content": stand_in} for role, stand_in in zip(roles, stand_ins, strict=True)]
@@ -218,7 +218,7 @@ class SpanFinder:
 
 
 class _Skeleton:
-    """What a template writes around the contents of one sequence of roles."""
+    """The text that a template writes around the contents of one sequence of roles."""
 
     __slots__ = ("_margins", "_pieces")
 
@@ -241,7 +241,7 @@ class _Skeleton:
 
 
 def only_contents(chats: Sequence[Chat]) -> bool:
-    """Whether every message is a role and a content, as nearly all are."""
+    """True if every message is a role and a content, as nearly all are."""
     return all(len(message) == 2 for chat in chats for message in chat)
 
 
@@ -285,7 +285,7 @@ def _first_token_from(encoding: Encoding, position: int, text_length: int) -> in
 
 
 def common_prefix_length(first: str, second: str) -> int:
-    """How many leading characters two texts share."""
+    """The number of leading characters that two texts share."""
     low, high = 0, min(len(first), len(second))
     while low < high:  # halving: comparing slices is faster than comparing characters
         middle = (low + high + 1) // 2

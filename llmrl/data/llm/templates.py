@@ -55,7 +55,7 @@ class ChatTemplate:
 
     @property
     def marks_generation(self) -> bool:
-        """Whether the template says itself which text the assistant writes."""
+        """True if generation blocks in the template mark the text that the assistant writes."""
         return _GENERATION_BLOCK.search(self.jinja) is not None
 
 
