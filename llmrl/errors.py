@@ -1,28 +1,8 @@
-"""The error tree of llmrl, and the spelling help that its messages use. Messages are written where the fault is seen.
+"""The errors of llmrl, and the spelling help that their messages use.
 
-Every class is also the standard-library error that it refines, so an ``except ValueError`` written for it still works::
-
-    LLMRLError
-    ├── ConfigError             ValueError    a setting that cannot be run
-    ├── DataError               ValueError    a data file, column, row or checkpoint that cannot be read or trained on
-    ├── TemplateError           ValueError    a chat template, or what it did to a conversation
-    ├── RewriteError            ValueError    a TemplateError: it writes the past differently once messages follow
-    ├── ShapeError              ValueError    tensors that do not fit each other
-    ├── SpecIndexError          IndexError    a ShapeError: an index that a spec of this shape does not have
-    ├── MissingKeyError         KeyError      a TensorDict entry that the reader needs
-    ├── MissingDependencyError  ImportError   an extra that is not installed
-    ├── WeightSyncError         RuntimeError  weights that did not arrive, or not whole
-    ├── RolloutError            RuntimeError  a conversation that could not be finished
-    ├── TrainingError           ArithmeticError  a loss or a gradient that is not a number
-    ├── DeadlineError           TimeoutError  a wait that ran past its deadline
-    ├── WorkerError             ConnectionError  another process that ended, or cannot be reached
-    ├── UnsupportedError        NotImplementedError  what this backend cannot do, by its nature
-    ├── RunFolderError          OSError       a run's folder that cannot be made or written, or is in use
-    └── CheckpointError         RuntimeError  a checkpoint that could not be written, or does not fit the run
-
-A message reads *who: what must hold: got X, expected Y; what to do*. To add a class: subclass `LLMRLError` and the
-standard-library error, add it above and to ``__all__``, and keep it constructible from its message alone, because Ray
-and multiprocessing pickle errors to carry them home.
+Every class is also the standard-library error that it refines, so an ``except ValueError`` written for it still works.
+A message reads *who: what must hold: got X, expected Y; what to do*. A new class must be constructible from its message
+alone, because Ray and multiprocessing pickle errors to carry them home.
 """
 
 from __future__ import annotations
@@ -54,7 +34,7 @@ __all__ = [
 
 
 class LLMRLError(Exception):
-    """Everything that llmrl raises on purpose."""
+    """Base class of the errors that llmrl raises on purpose."""
 
 
 class ConfigError(LLMRLError, ValueError):
@@ -109,7 +89,7 @@ class TrainingError(LLMRLError, ArithmeticError):
 
 
 class DeadlineError(LLMRLError, TimeoutError):
-    """A wait ran past its deadline; the message names who was waited for."""
+    """A wait ran past its deadline; the message names what was waited for."""
 
 
 class WorkerError(LLMRLError, ConnectionError):

@@ -1,7 +1,4 @@
-"""From ``"package.module:name"``, as settings write it, to the object: the one door to what users bring themselves.
-
-What the object must be able to do is said by those who use it: tools, rewards, users, environments, call formats.
-"""
+"""Loads objects of users (tools, rewards, environments, call formats) that settings name "package.module:name"."""
 
 from __future__ import annotations
 
@@ -22,12 +19,10 @@ _MAX_LISTED = 12
 
 
 def load_object(name: str, *, what: str) -> Any:
-    """The object that ``"package.module:name"`` names; ``what`` it is to be, for the messages.
+    """The object that ``"package.module:name"`` names, also of a module in the working directory.
 
-    Modules of the working directory are found.
-
-    Raises  ConfigError where the name has another form, the module is not there or cannot be imported, or it has no
-            such object; with the nearest name that is there
+    ``what`` names the object in messages.
+    Raises  ConfigError where the name has another form, the module cannot be found or imported, or has no such object
 
     >>> load_object("math:pi", what="number")
     3.141592653589793
@@ -49,7 +44,7 @@ def load_object(name: str, *, what: str) -> Any:
 
 
 def load_function(name: str, *, what: str) -> Callable[..., Any]:
-    """The same for what is to be called. Raises ConfigError also where it cannot be."""
+    """As `load_object`. Raises ConfigError also for an object that cannot be called."""
     function = load_object(name, what=what)
     if not callable(function):
         raise ConfigError(f"{what}: {name!r} must be a function: it is of type {type(function).__name__}.")
@@ -81,14 +76,14 @@ def _import(module_name: str, what: str) -> ModuleType:
         raise ConfigError(
             f"{what}: there is no module {missing!r}, neither installed nor in {os.getcwd()}.{_near_module(missing)}"
         ) from None
-    except Exception as error:  # the user's code: whatever it raises, the setting cannot be used
+    except Exception as error:  # the user's code may raise anything
         raise ConfigError(f"{what}: importing {module_name!r} failed: {_reason(error)}.") from error
 
 
 def _reason(error: Exception) -> str:
-    """The exception, and the line of the user's that raised it."""
+    """The exception, and the line of the user's code that raised it."""
     if isinstance(error, SyntaxError):
-        return f"{type(error).__name__}: {error}"  # which names the line
+        return f"{type(error).__name__}: {error}"  # its text names the line
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
     place = f", at {frames[-1].filename}:{frames[-1].lineno}" if len(frames) > 1 else ""
     return f"{type(error).__name__}: {error}{place}"

@@ -1,4 +1,4 @@
-"""The one door to optional dependencies. Which package belongs to which extra is written in pyproject.toml."""
+"""Imports optional dependencies, or raises with the pip extra to install."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ __all__ = ["require"]
 
 
 def require(module: str, *, extra: str, used_by: str) -> ModuleType:
-    """Imports an optional dependency at the place of its use, or says what to install.
+    """Imports an optional dependency at the place of its use; of a dotted name, the innermost module.
 
-    Returns  the module; for a dotted name, the innermost one
-    Raises   MissingDependencyError if the package is not installed. A package that is there but broken (a missing
-             sub-module, a missing dependency of its own) raises its own error, which says more than ours could.
+    Raises   MissingDependencyError if the package is not installed. A package that is installed but broken (a missing
+             sub-module, a missing dependency of its own) raises its own error.
 
     >>> require("json", extra="none", used_by="this example").dumps([1])
     '[1]'

@@ -1,5 +1,6 @@
-"""Reads JSON that a model, a server or a data file wrote: whatever is wrong with it is a `JSONError`, found in time
-linear in what was read. The standard reader raises RecursionError as well, and counts lines from the start of the text.
+"""Reads JSON that a model, a server or a file wrote: every fault is a `JSONError`, found in time linear in the text.
+
+The standard reader also raises RecursionError, and counts lines from the start of the text.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _LONGEST_ESCAPE = 16  # before the end of a window a fault may be that of the cu
 
 
 class JSONError(ValueError):
-    """Text that is not JSON, or not JSON to go on with; ``place`` is the character where that was seen."""
+    """Text that is not usable JSON; ``place`` is the character of the fault."""
 
     def __init__(self, reason: str, place: int):
         super().__init__(reason)
@@ -25,7 +26,7 @@ class JSONError(ValueError):
 
 
 def read_json(text: str, place: int = 0) -> tuple[Any, int]:
-    """The JSON value at ``place``, after white space, and where it ends. NaN and Infinity are not JSON.
+    """The JSON value at ``place``, after white space, and its end. NaN and Infinity are not JSON.
 
     Raises  JSONError with a short reason: also for more than `MAX_DEPTH` levels, an integer of more digits than Python
             converts, and half of a surrogate pair, which no tokenizer takes
@@ -45,11 +46,10 @@ def read_json(text: str, place: int = 0) -> tuple[Any, int]:
         except json.JSONDecodeError as error:
             cut = error.msg.startswith("Unterminated string") or error.pos > len(window) - _LONGEST_ESCAPE
             if is_all or not cut:
-                raise _error(error, window, start) from None
-        except RecursionError:
-            raise JSONError(_TOO_DEEP, start + _place_of_depth(window)) from None
-        except ValueError as error:  # a constant, or too many digits
-            raise JSONError(_short(error), start + 1) from None
+                shown = window[error.pos : error.pos + _MAX_SHOWN].partition("\n")[0]
+                raise JSONError(f"invalid JSON at {shown!r} ({error.msg})", start + error.pos) from None
+        except (RecursionError, ValueError) as error:
+            raise _unusable(error, window, start, start + 1) from None
         else:
             if is_all or end < len(window):
                 _check(value, start + end)
@@ -70,10 +70,8 @@ def parse_json(text: str) -> Any:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         raise JSONError(str(error), error.pos) from None
-    except RecursionError:
-        raise JSONError(_TOO_DEEP, _place_of_depth(text)) from None
-    except ValueError as error:
-        raise JSONError(_short(error), 0) from None
+    except (RecursionError, ValueError) as error:
+        raise _unusable(error, text, 0, 0) from None
     _check(value, 0)
     return value
 
@@ -98,23 +96,16 @@ def _check(value: Any, place: int) -> None:
         level = inner
 
 
-def _place_of_depth(text: str) -> int:
-    """Where the text is nested too deeply, given that it is JSON up to there."""
+def _unusable(error: Exception, text: str, start: int, place: int) -> JSONError:
+    """For text that Python's reader gives up on: nested too deeply, a constant, or an integer of too many digits."""
+    if not isinstance(error, RecursionError):
+        return JSONError("an integer has too many digits" if "digits" in str(error) else str(error), place)
     depth = 0
     for match in _BRACKET.finditer(text):
         depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(match[0], 0)
         if depth > MAX_DEPTH:
-            return match.start()
-    return len(text)
-
-
-def _error(error: json.JSONDecodeError, window: str, start: int) -> JSONError:
-    shown = window[error.pos : error.pos + _MAX_SHOWN].partition("\n")[0]
-    return JSONError(f"invalid JSON at {shown!r} ({error.msg})", start + error.pos)
-
-
-def _short(error: ValueError) -> str:
-    return "an integer has too many digits" if "digits" in str(error) else str(error)
+            return JSONError(_TOO_DEEP, start + match.start())
+    return JSONError(_TOO_DEEP, start + len(text))
 
 
 def _no_constant(name: str) -> Any:

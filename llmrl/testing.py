@@ -1,7 +1,7 @@
-"""Stand-ins that make tests fast and offline: a tokenizer trained in the process and a small random model.
+"""Test doubles for offline tests: a tokenizer trained in the process, a small random model, scripted answers.
 
-Nothing is downloaded and nothing touches the global random state. What they stand in for is a Qwen model: byte-level
-BPE with single digits, ChatML with Qwen's special tokens, a causal language model of the Transformers library.
+Nothing is downloaded and nothing touches the global random state. They stand in for a Qwen model: byte-level BPE with
+single digits, ChatML with Qwen's special tokens, a causal language model of the Transformers library.
 """
 
 from __future__ import annotations
@@ -131,9 +131,7 @@ def tiny_model(
              architecture  "qwen2", "qwen3", "llama", "mistral", "gpt2", "gemma", "gemma2", "gemma3_text" (both with a
                            window of 8 tokens), "mixtral", "qwen2_moe" or "qwen3_moe" (four experts)
              heads         attention heads; half as many key/value heads (one, if odd) where the family shares them
-    Raises   ConfigError for another architecture, or if ``hidden_size`` is no multiple of ``2 * heads``
-
-    The global random state is left as it was.
+    Raises   ConfigError for another architecture, or unless ``hidden_size`` is a multiple of ``2 * heads``
 
     >>> model = tiny_model(hidden_size=16, heads=2)
     >>> model(torch.tensor([[1, 2, 3]])).logits.shape[:2]
@@ -149,38 +147,41 @@ def tiny_model(
     if hidden_size % (2 * heads):
         raise ConfigError(f"tiny_model: hidden_size must be a multiple of 2 * heads = {2 * heads}: got {hidden_size}.")
     tokenizer = tiny_tokenizer() if tokenizer is None else tokenizer
-    common = {
-        "vocab_size": len(tokenizer) if vocab_size is None else vocab_size,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": None,
-    }
-    if architecture == "gpt2":
-        sizes = {"n_embd": hidden_size, "n_layer": layers, "n_head": heads, "n_positions": 2048}
-        sizes |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    else:
-        sizes = {
-            "hidden_size": hidden_size,
-            "intermediate_size": 2 * hidden_size,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": heads // 2 if heads % 2 == 0 else 1,
-            "head_dim": hidden_size // heads,
-            "max_position_embeddings": 32768,
-        }
-        sizes |= _FAMILY_SETTINGS.get(architecture, {})
-        if "layer_types" in sizes:
-            sizes["layer_types"] = (sizes["layer_types"] * layers)[:layers]
-    config = AutoConfig.for_model(architecture, **common, **sizes)
+    config = AutoConfig.for_model(
+        architecture,
+        vocab_size=len(tokenizer) if vocab_size is None else vocab_size,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        **_sizes(architecture, hidden_size, layers, heads),
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return model.eval()
 
 
+def _sizes(architecture: str, hidden_size: int, layers: int, heads: int) -> dict[str, Any]:
+    if architecture == "gpt2":
+        sizes = {"n_embd": hidden_size, "n_layer": layers, "n_head": heads, "n_positions": 2048}
+        return sizes | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    sizes = {
+        "hidden_size": hidden_size,
+        "intermediate_size": 2 * hidden_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2 if heads % 2 == 0 else 1,
+        "head_dim": hidden_size // heads,
+        "max_position_embeddings": 32768,
+        **_FAMILY_SETTINGS.get(architecture, {}),
+    }
+    if "layer_types" in sizes:
+        sizes["layer_types"] = (sizes["layer_types"] * layers)[:layers]
+    return sizes
+
+
 class FakeEngine:
-    """An ``Engine`` that answers from a script and costs nothing: what wrappers, environments and losses are tested
-    with.
+    """An ``Engine`` that answers from a script, for tests of wrappers, environments and losses.
 
     answers  strings or int64[R] id rows, handed out row by row and call by call, from the start again when they run
              out; or a function from prompt ids int64[P] to a string or ids. A string is tokenised and ended with the
@@ -232,9 +233,7 @@ class FakeEngine:
     def score(
         self, sequences: Sequence[Tensor], *, temperature: float = 1.0, masks: Sequence[Tensor] | None = None
     ) -> list[Tensor]:
-        """The same log-probs for the same ids, whatever the temperature; 0 for the first token and where a mask is
-        False.
-        """
+        """A function of the ids alone; 0 for the first token and where a mask is False."""
         scores = _fake_log_probs(sequences)
         for row in scores:
             row[:1] = 0.0

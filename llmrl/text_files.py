@@ -1,4 +1,4 @@
-"""Tells why a file is not UTF-8 text, by its first bytes or by the line that cannot be decoded, and what to do."""
+"""Explains why a file is not UTF-8 text, by its first bytes or the line that cannot be decoded, and the remedy."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ _BEGINNINGS = {
 
 
 def why_not_text(path: Path, *, by_line: bool = False) -> str | None:
-    """What is wrong with the encoding of a file and the remedy; None where its first bytes, or with ``by_line`` all of
-    its lines, are UTF-8.
-    """
+    """The fault and the remedy; None where the first bytes of the file, or with ``by_line`` all lines, are UTF-8."""
     with path.open("rb") as file:
         head = file.read(4)
         for beginning, (kind, remedy) in _BEGINNINGS.items():

@@ -17,16 +17,10 @@ CLASSES = [
 def test_every_error_is_also_a_standard_library_error_and_survives_pickling(cls):
     assert len(cls.__bases__) == 2
     assert cls.__bases__[1].__module__ == "builtins"
+    assert cls.__name__ in errors.__all__
     error = pickle.loads(pickle.dumps(cls("who: what must hold: got 1, expected 2.")))
     assert type(error) is cls
     assert str(error) == "who: what must hold: got 1, expected 2."
-
-
-@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
-def test_the_module_docstring_draws_every_class_with_its_parent(cls):
-    row = next(line for line in errors.__doc__.splitlines() if f" {cls.__name__} " in line)
-    assert row.split()[2] == cls.__bases__[1].__name__
-    assert cls.__name__ in errors.__all__
 
 
 def test_a_missing_key_error_reads_as_a_sentence():

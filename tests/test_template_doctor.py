@@ -91,7 +91,7 @@ def test_template_that_rewrites_the_past_is_said_and_is_fine_for_one_turn(tmp_pa
 
 def test_tools_that_are_ignored_and_an_empty_list_that_is_not_are_found(tmp_path: Path):
     ignoring = diagnose(saved(tmp_path / "ignoring", CHATML), tools=True)
-    assert "never speaks of tools" in detail(ignoring, "tools")
+    assert "does not use tools" in detail(ignoring, "tools")
     assert found(ignoring)["tool calls"] is False
     mentioning = diagnose(saved(tmp_path / "mentioning", "{# tools come later #}" + CHATML), tools=True)
     assert "are not shown to the model" in detail(mentioning, "tools")

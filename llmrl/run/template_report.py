@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from llmrl.data.llm.dataset_files import load_rows, to_messages
-from llmrl.data.llm.template_text import render_text
-from llmrl.data.llm.templates import find_template, template_names
+from llmrl.data.llm.templates import find_template, render_text, template_names
 from llmrl.errors import DataError, TemplateError, near
 from llmrl.modules.llm.rendering import Rendered, Renderer
 from llmrl.run.console import Sample, make_console, print_conversations

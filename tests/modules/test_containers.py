@@ -118,11 +118,11 @@ def test_a_batch_stays_columns_until_a_row_is_asked_for():
     td = make_batch()
     stack = td["tokens"]._tensordict
     td.get(("tokens", "full"), as_list=True), td[1:], td[MASK], td.copy(), td["tokens"].rows("full"), td.keys()
-    assert stack._columns is not None
+    assert stack.own_columns() is not None
     assert isinstance(stack, RaggedStack)
     assert isinstance(stack[1:], RaggedStack)
     stack.unbind(0)
-    assert stack._columns is None
+    assert stack.own_columns() is None
 
 
 def test_clones_do_not_share_memory_and_copies_do():

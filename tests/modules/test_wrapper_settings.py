@@ -151,7 +151,7 @@ def test_legacy_option_names(tokenizer):
         ({"generate": "no"}, "generate must be True or False: got 'no'"),
         ({"num_samples": True}, "num_samples must be positive and whole: got True"),
         ({"text_key": "history"}, "each container must have a key of its own"),
-        ({"tokenizer_kwargs": {"tools_given": True}}, "never speaks of"),
+        ({"tokenizer_kwargs": {"tools_given": True}}, "does not use the variable"),
     ],
 )
 def test_settings_that_cannot_be_honoured_are_errors(tokenizer, options, message):

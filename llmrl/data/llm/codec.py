@@ -1,9 +1,7 @@
 """One tokenizer and one template: messages -> text -> ids, with the spans that the assistant wrote.
 
-The text is the work of `llmrl.data.llm.template_text`, where the assistant's part of it is that of
-`llmrl.data.llm.spans`. This file adds the end-of-turn text, which belongs to the assistant's span, and the tokenizer.
-Control tokens inside messages are left to `llmrl.data.llm.control_tokens`, streams of ids to
-`llmrl.modules.llm.rendering`.
+The text is rendered by `llmrl.data.llm.templates` and the assistant's part of it found by `llmrl.data.llm.spans`;
+control tokens that messages quote are escaped by `llmrl.data.llm.control_tokens`.
 """
 
 from __future__ import annotations
@@ -14,15 +12,14 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from llmrl.data.llm.control_tokens import ControlTokens
-from llmrl.data.llm.masks import Span, end_span, token_span
-from llmrl.data.llm.span_cache import only_contents
-from llmrl.data.llm.spans import SpanFinder
-from llmrl.data.llm.template_text import REFUSALS, Chat, Tools, rendered
-from llmrl.data.llm.templates import ChatTemplate, check_variables
+from llmrl.data.llm.spans import Span, SpanFinder, end_span, only_contents, token_span
+from llmrl.data.llm.templates import REFUSALS, Chat, ChatTemplate, Tools, check_variables, render
 from llmrl.errors import TemplateError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+__all__ = ["ChatCodec", "codec_for"]
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _STAND_IN = 0x100000  # private-use plane B: marks the place of the content in a probe
@@ -35,8 +32,8 @@ class ChatCodec:
             template             from ``find_template``
             include_end_of_turn  whether the end-of-turn text belongs to the assistant's span
             template_kwargs      passed to the template by name, such as ``enable_thinking``
-    Raises  TemplateError if the template cannot render a user's turn and an assistant's answer, ConfigError if it never
-            speaks of one of ``template_kwargs``
+    Raises  TemplateError if the template cannot render a user's turn and an assistant's answer, ConfigError for
+            ``template_kwargs`` that it does not use
 
     ``end_of_turn`` is what follows the assistant's content up to its control token (``"<|im_end|>"``), ``""`` if the
     template has none. ``answer_lead`` and ``answer_trail`` are the white space that it writes between the generation
@@ -65,6 +62,8 @@ class ChatCodec:
             self._controls.forbidden = self.end_of_turn.strip()
         self._finder = SpanFinder(template, self._kwargs, self.end_of_turn, end_is_control=self.end_is_control)
 
+    # Messages -> text
+
     def render(
         self,
         chats: Sequence[Chat],
@@ -75,7 +74,28 @@ class ChatCodec:
     ) -> list[str]:
         """The text of each conversation, escaped: to be given to :meth:`encode`."""
         chats, tools = self._controls.escape(chats), self._escaped_tools(tools)
-        return self._render(chats, add_generation_prompt, tools, continue_final_message)
+        options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        return self._render(chats, tools, **options)[0]
+
+    def render_with_spans(
+        self, chats: Sequence[Chat], *, add_generation_prompt: bool = False, tools: Tools | None = None
+    ) -> tuple[list[str], list[list[Span]]]:
+        """The text of each conversation, escaped, and the character spans of its assistant messages.
+
+        Raises  TemplateError naming the conversation and the message whose span cannot be found
+        """
+        chats, tools = self._controls.escape(chats), self._escaped_tools(tools)
+        blocks = None
+        if self._marks_generation and not add_generation_prompt and not only_contents(chats):
+            texts, blocks = self._render(chats, tools, return_assistant_tokens_mask=True)  # no skeleton would fit
+        else:
+            texts, _ = self._render(chats, tools, add_generation_prompt=add_generation_prompt)
+        found = self._finder.find(chats, texts, blocks, tools, add_generation_prompt=add_generation_prompt)
+        spans = [
+            [end_span(text, span, self.end_of_turn, include=self.include_end_of_turn) for span in row]
+            for text, row in zip(texts, found, strict=True)
+        ]
+        return texts, spans
 
     def refuse_markers(self, chats: Sequence[Chat]) -> None:
         """Raises TemplateError if a message spells a control token: for those who tokenise without :meth:`encode`."""
@@ -87,32 +107,8 @@ class ChatCodec:
                         f"{index} of conversation {row} does; remove them."
                     )
 
-    def render_with_spans(
-        self, chats: Sequence[Chat], *, add_generation_prompt: bool = False, tools: Tools | None = None
-    ) -> tuple[list[str], list[list[Span]]]:
-        """The text of each conversation, escaped, and the character spans of its assistant messages.
-
-        Raises  TemplateError naming the conversation and the message whose span cannot be found
-        """
-        chats, tools = self._controls.escape(chats), self._escaped_tools(tools)
-        blocks: Sequence[list[Span] | None] = [None] * len(chats)
-        if self._marks_generation and not add_generation_prompt and not only_contents(chats):
-            texts, blocks = self._render_with_blocks(chats, tools)  # no skeleton would fit
-        else:
-            texts = self._render(chats, add_generation_prompt, tools)
-        found = self._finder.find(chats, texts, blocks, tools, add_generation_prompt=add_generation_prompt)
-        spans = [
-            [end_span(text, span, self.end_of_turn, include=self.include_end_of_turn) for span in row]
-            for text, row in zip(texts, found, strict=True)
-        ]
-        return texts, spans
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of escaped texts, in one call of the tokenizer."""
-        return self.encode_with_spans(texts, None)[0]
-
     def escape(self, content: str) -> str:
-        """What a message says, to be written without the template and given to :meth:`encode`."""
+        """A message's content, to be written without the template and given to :meth:`encode`."""
         return self._controls.escape_value(content, "a message")
 
     def open_answer(self, content: str) -> str:
@@ -120,12 +116,18 @@ class ChatCodec:
         return self.answer_lead + self.escape(content) if content else ""
 
     def content_of(self, answer: str, *, begins: bool, ends: bool) -> str:
-        """What an answer says, without the white space that the template writes around contents itself.
+        """An answer without the white space that the template writes around contents itself.
 
         Reads   ``begins``: whether it follows the generation prompt; ``ends``: whether the end of turn followed it
         """
         answer = answer.removeprefix(self.answer_lead) if begins else answer
         return answer.removesuffix(self.answer_trail) if ends else answer
+
+    # Text -> ids
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of escaped texts, in one call of the tokenizer."""
+        return self.encode_with_spans(texts, None)[0]
 
     def encode_with_spans(
         self, texts: Sequence[str], spans: Sequence[Sequence[Span]] | None
@@ -134,20 +136,24 @@ class ChatCodec:
 
         One call of the tokenizer, and one more for texts that quote control tokens.
         """
+        quoting = [row for row, text in enumerate(texts) if self._controls.quotes(text)]
         try:
-            return self._encode_with_spans(texts, spans)
-        except (TypeError, UnicodeError) as error:
-            raise self._not_encoded(texts, error) from error
+            return self._encode_quoting(texts, spans, quoting) if quoting else self._encode(texts, spans)
+        except (TypeError, UnicodeError) as error:  # the tokenizer takes no half of a surrogate pair
+            for row, text in enumerate(texts):
+                if found := _SURROGATE.search(text):
+                    raise TemplateError(
+                        f"ChatCodec: a message must be text that can be encoded: conversation {row} holds half of a "
+                        f"surrogate pair, {found[0]!r}, in {text[max(0, found.start() - 40) : found.end()]!r}; remove "
+                        "it."
+                    ) from error
+            raise
 
-    def _encode_with_spans(
+    def _encode(
         self, texts: Sequence[str], spans: Sequence[Sequence[Span]] | None
     ) -> tuple[list[list[int]], list[list[Span]]]:
         if not texts:
             return [], []
-        if not texts:
-            return [], []
-        if quoting := [row for row, text in enumerate(texts) if self._controls.quotes(text)]:
-            return self._encode_quoting(texts, spans, quoting)
         batch = self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)
         ids, encodings = batch["input_ids"], batch.encodings
         if spans is None:
@@ -160,40 +166,30 @@ class ChatCodec:
             [token_span(encodings[row], span, len(text)) for span in spans[row]] for row, text in enumerate(texts)
         ]
 
-    def _not_encoded(self, texts: Sequence[str], error: Exception) -> Exception:
-        """What to raise where the tokenizer failed: it takes no half of a surrogate pair."""
-        for row, text in enumerate(texts):
-            if found := _SURROGATE.search(text):
-                return TemplateError(
-                    f"ChatCodec: a message must be text that can be encoded: conversation {row} holds half of a "
-                    f"surrogate pair, {found[0]!r}, in {text[max(0, found.start() - 40) : found.end()]!r}; remove it."
-                )
-        return error
+    def _encode_quoting(
+        self, texts: Sequence[str], spans: Sequence[Sequence[Span]] | None, quoting: Sequence[int]
+    ) -> tuple[list[list[int]], list[list[Span]]]:
+        """The same where the rows ``quoting`` quote control tokens."""
+        others = [row for row in range(len(texts)) if row not in set(quoting)]
+        ids, found = self._encode(
+            [texts[row] for row in others], None if spans is None else [spans[row] for row in others]
+        )
+        all_ids, all_spans = dict(zip(others, ids, strict=True)), dict(zip(others, found, strict=spans is not None))
+        for row, quoted in zip(quoting, self._controls.encode_quoting([texts[row] for row in quoting]), strict=True):
+            all_ids[row], encoding, place, length = quoted
+            if spans is not None:
+                moved = [(place(start), place(end)) for start, end in spans[row]]
+                all_spans[row] = [token_span(encoding, span, length) for span in moved]
+        rows = range(len(texts))
+        return [all_ids[row] for row in rows], [] if spans is None else [all_spans[row] for row in rows]
 
-    # What the template does
+    # The template
 
     def _render(
-        self,
-        chats: Sequence[Chat],
-        add_generation_prompt: bool,
-        tools: Tools | None,
-        continue_final_message: bool = False,
-    ) -> list[str]:
-        options = {
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-        }
-        return self._written(chats, tools, options)[0]
-
-    def _render_with_blocks(
-        self, chats: Sequence[Chat], tools: Tools | None
-    ) -> tuple[list[str], list[list[Span] | None]]:
-        """Texts, and the characters inside the template's generation blocks."""
-        return self._written(chats, tools, {"return_assistant_tokens_mask": True})
-
-    def _written(self, chats: Sequence[Chat], tools: Tools | None, options: dict[str, bool]) -> tuple[Any, Any]:
+        self, chats: Sequence[Chat], tools: Tools | None, **options: bool
+    ) -> tuple[list[str], list[list[Span]]]:
         try:
-            return rendered(chats, tools, chat_template=self.template.jinja, **options, **self._kwargs)
+            return render(chats, tools, chat_template=self.template.jinja, **options, **self._kwargs)
         except REFUSALS as error:
             asks = options.get("add_generation_prompt", False)
             raise TemplateError(
@@ -205,17 +201,14 @@ class ChatCodec:
         """Names the first conversation that does not render, and the message with which it stops rendering."""
         for row, chat in enumerate(chats):
             for length in range(1, len(chat) + 1):
+                options = {"add_generation_prompt": add_generation_prompt and length == len(chat), **self._kwargs}
                 try:
-                    self._render_one(chat[:length], add_generation_prompt and length == len(chat), tools)
+                    render([chat[:length]], tools, chat_template=self.template.jinja, **options)
                 except REFUSALS:
                     message = chat[length - 1]
                     role = message.get("role") if isinstance(message, Mapping) else type(message).__name__
                     return f" (conversation {row}, message {length - 1}, role {role!r})."
         return "."
-
-    def _render_one(self, chat: Chat, add_generation_prompt: bool, tools: Tools | None) -> str:
-        options = {"add_generation_prompt": add_generation_prompt, **self._kwargs}
-        return rendered([chat], tools, chat_template=self.template.jinja, **options)[0][0]
 
     def _escaped_tools(self, tools: Tools | None) -> Tools | None:
         return [self._controls.escape_value(tool, "a tool's description") for tool in tools] if tools else None
@@ -224,7 +217,8 @@ class ChatCodec:
         """White space before and after the assistant's content, and what follows it up to the first control token."""
         stand_in = chr(_STAND_IN)
         probe = [{"role": "user", "content": "question"}, {"role": "assistant", "content": stand_in}]
-        [text], [prompt] = self._render([probe], False, None), self._render([probe[:1]], True, None)
+        [text], _ = self._render([probe], None, add_generation_prompt=False)
+        [prompt], _ = self._render([probe[:1]], None, add_generation_prompt=True)
         if text.count(stand_in) != 1:
             raise TemplateError(
                 f"ChatCodec: template {self.template.name!r} must write the assistant's content once: it wrote it "
@@ -240,7 +234,7 @@ class ChatCodec:
     def _check_blocks(self, probe: list[dict[str, str]], text: str) -> None:
         """Raises TemplateError unless the generation blocks hold the assistant's content and not the user's."""
         asked, answered = (text.index(message["content"]) for message in probe)
-        blocks = self._render_with_blocks([probe], None)[1][0] or ()
+        blocks = self._render([probe], None, return_assistant_tokens_mask=True)[1][0] or ()
         inside = [any(start <= place < end for start, end in blocks) for place in (asked, answered)]
         if inside != [False, True]:
             held = " and ".join(what for what, is_in in zip(("question", "answer"), inside, strict=True) if is_in)
@@ -248,23 +242,6 @@ class ChatCodec:
                 f"ChatCodec: the generation blocks of template {self.template.name!r} must hold what the assistant "
                 f"says and nothing that others say: of a question and an answer they hold {held or 'neither'}."
             )
-
-    def _encode_quoting(
-        self, texts: Sequence[str], spans: Sequence[Sequence[Span]] | None, quoting: Sequence[int]
-    ) -> tuple[list[list[int]], list[list[Span]]]:
-        """:meth:`encode_with_spans` where some rows quote control tokens."""
-        others = [row for row in range(len(texts)) if row not in set(quoting)]
-        ids, found = self._encode_with_spans(
-            [texts[row] for row in others], None if spans is None else [spans[row] for row in others]
-        )
-        all_ids, all_spans = dict(zip(others, ids, strict=True)), dict(zip(others, found, strict=spans is not None))
-        for row, quoted in zip(quoting, self._controls.encode_quoting([texts[row] for row in quoting]), strict=True):
-            all_ids[row], encoding, place, length = quoted
-            if spans is not None:
-                moved = [(place(start), place(end)) for start, end in spans[row]]
-                all_spans[row] = [token_span(encoding, span, length) for span in moved]
-        rows = range(len(texts))
-        return [all_ids[row] for row in rows], [] if spans is None else [all_spans[row] for row in rows]
 
 
 @lru_cache(maxsize=8)
@@ -276,7 +253,7 @@ def codec_for(
 
 
 def _differs(value: Any, other: Any) -> bool:
-    """Whether a string inside a JSON-like value was escaped; media, which are no strings, are not compared."""
+    """True if a string inside a JSON-like value was escaped; media, which are not strings, are not compared."""
     if isinstance(value, Mapping):
         return any(_differs(item, new) for item, new in zip(value.values(), other.values(), strict=True))
     if isinstance(value, (list, tuple)):

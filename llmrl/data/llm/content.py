@@ -9,16 +9,11 @@ from typing import Any
 
 from llmrl.errors import DataError, near
 
-_MEDIA = ("url", "data", "mime_type", "name", "size")
-_ALLOWED: dict[str, tuple[str, ...]] = {
-    "text": ("text",),
-    **dict.fromkeys(("image", "audio", "video", "file"), _MEDIA),
-    "function_call": ("function_name", "function_args"),
-}
-_NEEDED: dict[str, tuple[str, ...]] = {  # one of these must be there
-    "text": ("text",),
-    **dict.fromkeys(("image", "audio", "video", "file"), ("url", "data")),
-    "function_call": ("function_name",),
+# Per type, the fields of which exactly one must be given, and those that may be given besides.
+_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "text": (("text",), ()),
+    **dict.fromkeys(("image", "audio", "video", "file"), (("url", "data"), ("mime_type", "name", "size"))),
+    "function_call": (("function_name",), ("function_args",)),
 }
 
 
@@ -52,22 +47,23 @@ class ContentBase:
     function_args: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        if self.type not in _ALLOWED:
+        if self.type not in _FIELDS:
             raise DataError(
-                f"ContentBase: type must be one of {', '.join(_ALLOWED)}: got {self.type!r}.{near(self.type, _ALLOWED)}"
+                f"ContentBase: type must be one of {', '.join(_FIELDS)}: got {self.type!r}.{near(self.type, _FIELDS)}"
             )
+        needed, others = _FIELDS[self.type]
         given = [field.name for field in fields(self) if field.name != "type" and getattr(self, field.name) is not None]
-        wrong = [name for name in given if name not in _ALLOWED[self.type]]
+        wrong = [name for name in given if name not in (*needed, *others)]
         if wrong:
             raise DataError(
-                f"ContentBase: a part of type {self.type!r} has the fields {', '.join(_ALLOWED[self.type])}: got "
+                f"ContentBase: a part of type {self.type!r} has the fields {', '.join((*needed, *others))}: got "
                 f"{', '.join(wrong)}."
             )
-        found = [name for name in _NEEDED[self.type] if name in given]
+        found = [name for name in needed if name in given]
         if len(found) != 1:
             raise DataError(
-                f"ContentBase: a part of type {self.type!r} needs {' or '.join(_NEEDED[self.type])}: got "
-                f"{' and '.join(found) or 'neither' if len(_NEEDED[self.type]) > 1 else 'none'}."
+                f"ContentBase: a part of type {self.type!r} needs exactly one of {', '.join(needed)}: got "
+                f"{' and '.join(found) or 'none'}."
             )
 
     def to_part(self) -> dict[str, Any]:

@@ -1,9 +1,8 @@
-"""Control tokens spelled out inside messages: kept as the characters they are.
+"""Keeps control tokens that are spelled out inside messages plain text: no user, tool or model can open a turn.
 
 Before a message reaches the template, every special token written in it is replaced by one private-use character, its
 stand-in. When the text is tokenised the two change places: a copy of the tokenizer knows the stand-ins as the control
-tokens, and the quoted marker is plain text to it, between its neighbours. The ids decode to what was written, and none
-of them is a control id: no user, tool or model can open a turn by quoting a marker.
+tokens, and the quoted marker is plain text to it. The ids decode to what was written, and none of them is a control id.
 """
 
 from __future__ import annotations
@@ -29,11 +28,10 @@ _FIRST_STAND_IN = 0xF0000  # supplementary private-use plane A: no text that mea
 class ControlTokens:
     """The special tokens of one tokenizer, and the escape that keeps them out of messages.
 
-    ``markers`` is the structure of the template. What of it is no special token of this tokenizer cannot be escaped:
-    nothing could tell a quoted one from a real one. So a message that holds it is refused, unless the assistant wrote
-    it: then it is part of an answer, and no other turn can begin there.
-    ``forbidden`` is text that must not be in any message: an end-of-turn marker that is no token of its own. Empty by
-    default.
+    ``markers`` is the structure of the template. A marker that is not a special token of this tokenizer cannot be
+    escaped: a quoted one could not be told from a real one. So a message that holds it is refused, unless the assistant
+    wrote it: then it is part of an answer, and no other turn can begin there.
+    ``forbidden`` is text that must not be in any message: an end-of-turn marker that is not a token of its own.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, markers: Sequence[str] = ()) -> None:
@@ -53,14 +51,14 @@ class ControlTokens:
         self._find_any = re.compile(f"{self._find_markers.pattern}|{self._find_stand_ins.pattern}")
 
     def first(self, text: str) -> tuple[int, int] | None:
-        """Where the first control token in a text begins and ends; None if there is none."""
+        """The span of the first control token in a text; None if there is none."""
         match = self._find_markers.search(text)
         return match.span() if match else None
 
     def escape(self, chats: Sequence[Sequence[Message]]) -> Sequence[Sequence[Message]]:
-        """Conversations whose strings spell no control token; the very same objects where none did.
+        """Conversations whose strings spell no control token; the same objects where none did.
 
-        Raises  TemplateError naming a message that is no mapping, or holds text that cannot be escaped
+        Raises  TemplateError naming a message that is not a mapping, or holds text that cannot be escaped
         """
         if not self._may_hold_markers(chats):
             return chats
@@ -104,14 +102,14 @@ class ControlTokens:
         return self._find_markers.sub(lambda match: self._stand_ins[match.group()], value)
 
     def quotes(self, text: str) -> bool:
-        """Whether a text holds stand-ins, and so has to be encoded by :meth:`encode_quoting`."""
+        """True for a text that holds stand-ins, and so has to be encoded by `encode_quoting`."""
         return not text.isascii() and self._find_stand_ins.search(text) is not None
 
     def encode_quoting(self, texts: Sequence[str]) -> list[tuple[list[int], Encoding, Callable[[int], int], int]]:
         """Encodes escaped texts that hold stand-ins, in one call.
 
-        Returns  per text its ids, the encoding of the text that was tokenised, where in that text a position of the
-                 escaped one is, and its length
+        Returns  per text its ids, the encoding of the text that was tokenised, a function from positions of the escaped
+                 text to those of that one, and its length
         Raises   TemplateError if the tokenizer has no plain ids for a marker that a message quotes
         """
         tokenizer, real_ids = self._quoting
@@ -150,7 +148,7 @@ class ControlTokens:
         return tokenizer, {tokenizer.token_to_id(mark): convert(marker) for mark, marker in self._markers.items()}
 
     def _swapped(self, text: str) -> tuple[str, Callable[[int], int]]:
-        """The text with markers and stand-ins in each other's places, and where a position of the text is in it."""
+        """The text with markers and stand-ins exchanged, and a function from its positions to those of the new text."""
         parts, places, moved, at = [], [0], [0], 0
         for match in self._find_any.finditer(text):
             found = match.group()
@@ -166,7 +164,7 @@ class ControlTokens:
         return "".join([*parts, text[at:]]), place
 
     def _may_hold_markers(self, chats: Sequence[Sequence[Message]]) -> bool:
-        """A quick first look at everything at once: most batches hold no marker."""
+        """A quick check of everything at once: most batches hold no marker."""
         strings: list[str] = []
         for row, chat in enumerate(chats):
             for index, message in enumerate(chat):

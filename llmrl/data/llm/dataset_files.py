@@ -1,7 +1,7 @@
-"""Reads a dataset that somebody has (a local file or a hub name) into rows, and rows into conversations or prompts.
+"""Reads a dataset (a local file or a name on the hub) into rows, and rows into conversations or prompts.
 
-`load_rows` opens the file. `to_messages` turns a row into the conversation that SFT trains on, `to_prompt` into the
-prompt and reference answer that an environment starts from. The columns decide, row by row:
+`to_messages` turns a row into the conversation that SFT trains on, `to_prompt` into the prompt and reference answer
+that an environment starts from. The columns decide, row by row:
 
 | columns of the row | as a conversation | as a prompt |
 |---|---|---|
@@ -13,7 +13,6 @@ A prompt column is ``prompt``, ``question``, ``query``, ``problem`` or ``instruc
 ``answer``, ``reference``, ``solution``, ``ground_truth`` or ``target``; GSM8K's ``question`` and ``answer`` are one
 such pair. Other names are given as arguments. A column ``tools`` (a list of schemas, or JSON text) is declared to the
 model: it comes under "tools" in the first message, where rendering looks. Rows are counted from 1 in every message.
-Tokenising and filtering by length belong to the recipes.
 """
 
 from __future__ import annotations
@@ -56,14 +55,13 @@ def load_rows(
         rows = _load_hub(str(source), split=split, name=name)
     if len(rows) == 0:
         raise DataError(f"load_rows: a dataset must have at least one row: {source} has none.")
-    if columns:
-        known = list(rows[0])
-        for column in columns:
-            if column not in known:
-                raise DataError(
-                    f"load_rows: {source} must have the column {column!r}: its columns are "
-                    f"{', '.join(known)}.{near(column, known)}"
-                )
+    known = list(rows[0])
+    for column in columns or ():
+        if column not in known:
+            raise DataError(
+                f"load_rows: {source} must have the column {column!r}: its columns are {', '.join(known)}."
+                f"{near(column, known)}"
+            )
     return rows
 
 
@@ -96,7 +94,8 @@ def to_messages(
         raise DataError(
             f"to_messages: a conversation to train on must have an assistant turn: {where} has only {roles}."
         )
-    messages = _with_system(messages, system_prompt)
+    if system_prompt is not None and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system_prompt}, *messages]
     if tools := declared_tools(row.get("tools"), where):
         messages[0] = {**messages[0], "tools": tools}
     return messages
@@ -109,11 +108,10 @@ def to_prompt(
     prompt_column: str | None = None,
     answer_column: str | None = None,
 ) -> dict[str, Any]:
-    """What an environment starts a conversation from: the row, with ``query`` and, where there is a reference,
-    ``answer``.
+    """The start of an environment's conversation.
 
-    Returns  a new dict: "query" is a string, or a list of messages where the row has one; "answer" is a string; the
-             other columns are kept under their names, for reward functions that ask for them
+    Returns  a new dict: "query" is a string, or a list of messages where the row has one; "answer", where there is a
+             reference, is a string; the other columns are kept under their names, for reward functions
     Raises   DataError naming the row (``number``) for a missing column, or a prompt without any message
 
     >>> to_prompt({"problem": "2 + 2?", "solution": 4, "level": "easy"})
@@ -122,7 +120,9 @@ def to_prompt(
     where = _where(number)
     reference: Any = None
     if prompt_column is None and row.get("messages") is not None:
-        query, reference, used = *_split_messages(_checked(row["messages"], "messages", where)), {"messages"}
+        query, used = _checked(row["messages"], "messages", where), {"messages"}
+        if query[-1]["role"] == "assistant":
+            query, reference = query[:-1], query[-1]["content"]
         if not query:
             raise DataError(f"to_prompt: a prompt must have at least one message: {where} has only an assistant turn.")
     else:
@@ -186,20 +186,17 @@ def _csv_rows(path: Path) -> list[Row]:
     limit = csv.field_size_limit(sys.maxsize)  # of the module; as long as the longest conversation
     try:
         with path.open(encoding="utf-8-sig", newline="") as lines:
-            reader = csv.DictReader(lines)
-            rows = []
-            try:
-                for number, row in enumerate(reader, 1):
-                    if None in row:
-                        raise DataError(
-                            f"load_rows: a row must have as many fields as the header: row {number} of {path}, which "
-                            f"ends in line {reader.line_num}, has {len(row[None])} more; put a field with commas in "
-                            "quotes."
-                        )
-                    rows.append(row)
-            except csv.Error as error:
-                raise DataError(f"load_rows: {path}, line {reader.line_num} must be CSV: {error}.") from error
+            reader, rows = csv.DictReader(lines), []
+            for row in reader:
+                rows.append(row)
+                if None in row:
+                    raise DataError(
+                        f"load_rows: a row must have as many fields as the header: row {len(rows)} of {path}, which "
+                        f"ends in line {reader.line_num}, has {len(row[None])} more; put a field with commas in quotes."
+                    )
             return rows
+    except csv.Error as error:
+        raise DataError(f"load_rows: {path}, line {reader.line_num} must be CSV: {error}.") from error
     finally:
         csv.field_size_limit(limit)
 
@@ -300,19 +297,7 @@ def declared_tools(tools: Any, where: str) -> list[Any]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Parquet gives objects at one place the union of their fields, too: arguments that a call never had."""
+    """Parquet gives objects at one place the union of their fields, and so arguments that a call never had."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, (list, tuple)) else value
-
-
-def _split_messages(messages: list[Message]) -> tuple[list[Message], str | None]:
-    if messages[-1]["role"] == "assistant":
-        return messages[:-1], messages[-1]["content"]
-    return messages, None
-
-
-def _with_system(messages: list[Message], system_prompt: str | None) -> list[Message]:
-    if system_prompt is None or messages[0]["role"] == "system":
-        return messages
-    return [{"role": "system", "content": system_prompt}, *messages]

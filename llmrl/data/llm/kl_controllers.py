@@ -1,4 +1,4 @@
-"""Weights of a KL penalty that follow, or do not follow, the divergence that was measured."""
+"""Weights of a KL penalty, constant or following the divergence that was measured."""
 
 from __future__ import annotations
 
@@ -14,10 +14,18 @@ __all__ = ["AdaptiveKLController", "ConstantKLController"]
 
 
 class _Controller:
-    """A weight ``coef``, which ``model`` owns where there is one."""
+    """A weight ``coef``, which is also the attribute ``kl_coef`` of ``model`` where there is one."""
 
-    coef: float
-    model: Any | None
+    def __init__(self, coef: float | None, model: Any | None) -> None:
+        if model is not None and not hasattr(model, "kl_coef"):
+            raise ConfigError(
+                f"{type(self).__name__}: the model must own the weight: {type(model).__name__} has no attribute "
+                "'kl_coef'."
+            )
+        if coef is None and model is None:
+            raise ConfigError(f"{type(self).__name__}: give kl_coef, or a model that has it.")
+        self.model = model
+        self._set(model.kl_coef if coef is None else coef)
 
     def _set(self, coef: float) -> None:
         self.coef = float(coef)
@@ -44,16 +52,10 @@ class ConstantKLController(_Controller):
     """
 
     def __init__(self, *, kl_coef: float | None = None, model: Any | None = None):
-        _check_owner(self, model)
-        if kl_coef is None:
-            if model is None:
-                raise ConfigError("ConstantKLController: give kl_coef, or a model that has it.")
-            kl_coef = model.kl_coef
-        self.model = model
-        self._set(kl_coef)
+        super().__init__(kl_coef, model)
 
     def update(self, values: Tensor | Sequence[float]) -> None:
-        """Takes notice of the KL rewards of a batch, and leaves the weight alone."""
+        """Leaves the weight as it is, whatever the KL rewards of a batch."""
 
 
 class AdaptiveKLController(_Controller):
@@ -76,11 +78,9 @@ class AdaptiveKLController(_Controller):
         for name, value in (("init_kl_coef", init_kl_coef), ("target", target), ("horizon", horizon)):
             if not value > 0:
                 raise ConfigError(f"AdaptiveKLController: {name} must be above 0: got {value}.")
-        _check_owner(self, model)
         self.target = target
         self.horizon = horizon
-        self.model = model
-        self._set(init_kl_coef)
+        super().__init__(init_kl_coef, model)
 
     def update(self, values: Tensor | Sequence[float]) -> None:
         """Moves the weight by the KL rewards of a batch; an empty or non-finite one is an error."""
@@ -93,11 +93,3 @@ class AdaptiveKLController(_Controller):
         kl = -float(values.mean()) / self.coef
         error = min(0.2, max(-0.2, kl / self.target - 1))
         self._set(self.coef * (1 + error * values.numel() / self.horizon))
-
-
-def _check_owner(controller: object, model: Any | None) -> None:
-    if model is not None and not hasattr(model, "kl_coef"):
-        raise ConfigError(
-            f"{type(controller).__name__}: the model must own the weight: {type(model).__name__} has no attribute "
-            "'kl_coef'."
-        )

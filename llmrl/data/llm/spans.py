@@ -1,25 +1,39 @@
-"""Which characters of a rendered conversation the assistant wrote: one span per assistant message.
+"""The assistant's part of a rendered conversation: character spans, token spans, and the masks made of them.
 
-Three ways, in this order: the same roles around stand-ins for the contents, which needs no further rendering; the
-template's generation blocks; rendering what came before a turn. Texts are escaped by then: no message can spell a
-control token. Tokens are the work of `llmrl.data.llm.codec`.
+A span is a half-open pair of positions, one per assistant message. Spans are found from what the template does, never
+by searching for the answer's text and never from token values. Texts are escaped by then: no message can spell a
+control token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
-from typing import Any
+from itertools import chain, pairwise
+from typing import TYPE_CHECKING, Any
 
-from llmrl.data.llm.masks import Span, common_prefix_length
-from llmrl.data.llm.span_cache import Skeleton
-from llmrl.data.llm.template_text import REFUSALS, Chat, Tools, rendered
-from llmrl.data.llm.templates import ChatTemplate
+import numpy as np
+import torch
+
+from llmrl.data.llm.templates import REFUSALS, Chat, ChatTemplate, Tools, render
 from llmrl.errors import TemplateError
 
-__all__ = ["SpanFinder"]
+if TYPE_CHECKING:
+    from tokenizers import Encoding
+    from torch import Tensor
 
-_CONTENT_STAND_IN = 0x100000  # private-use plane B: marks the place of a content in a skeleton
+__all__ = [
+    "Span",
+    "SpanFinder",
+    "common_prefix_length",
+    "end_span",
+    "rows_to_tensors",
+    "spans_to_masks",
+    "token_span",
+]
+
+Span = tuple[int, int]
+
+_STAND_IN = 0x100000  # private-use plane B: marks the place of a content in a skeleton
 _MAX_SKELETONS = 512
 
 
@@ -28,39 +42,42 @@ class SpanFinder:
 
     Reads  variables       what the template is rendered with
            end_of_turn     what follows an answer, and ``end_is_control``, whether that is a control token
+
+    Three ways are tried in this order: the template's text around stand-in contents (its skeleton), which needs no
+    further rendering; the template's generation blocks; rendering what precedes a turn.
     """
 
     def __init__(
         self, template: ChatTemplate, variables: Mapping[str, Any], end_of_turn: str, *, end_is_control: bool
     ) -> None:
         self._template = template
-        self._marks_generation = template.marks_generation
         self._kwargs = variables
         self._end_of_turn = end_of_turn
         self._end_is_control = end_is_control
-        self._skeletons: dict[tuple[str, ...], Skeleton | None] = {}
+        self._skeletons: dict[tuple[str, ...], _Skeleton | None] = {}
 
     def find(
         self,
         chats: Sequence[Chat],
         texts: Sequence[str],
-        blocks: Sequence[list[Span] | None],
+        blocks: Sequence[list[Span]] | None,
         tools: Tools | None,
         *,
         add_generation_prompt: bool,
     ) -> list[list[Span]]:
-        """Half-open character spans per conversation; ``blocks`` are its generation blocks where they are known.
+        """Character spans per conversation; ``blocks`` are the generation blocks of its text where they are known.
 
         Raises  TemplateError naming the conversation and the message whose span cannot be found
         """
-        skeletons = self._skeletons if tools is None else {}
+        marks_generation = self._template.marks_generation
+        skeletons = self._skeletons if tools is None else {}  # the text of tools is part of a skeleton
         spans = []
         for row, (chat, text) in enumerate(zip(chats, texts, strict=True)):
             found = None
-            if blocks[row] is None:
+            if blocks is None:
                 found = self._from_skeleton(chat, text, skeletons, add_generation_prompt, tools)
-            if found is None and self._marks_generation:
-                found = self._from_blocks(chat, row, tools, blocks[row])
+            if found is None and marks_generation:
+                found = self._from_blocks(chat, row, tools, None if blocks is None else blocks[row])
             elif found is None:
                 found = self._from_prefixes(chat, text, row, tools)
             spans.append(found)
@@ -70,56 +87,52 @@ class SpanFinder:
         self,
         chat: Chat,
         text: str,
-        skeletons: dict[tuple[str, ...], Skeleton | None],
+        skeletons: dict[tuple[str, ...], _Skeleton | None],
         add_generation_prompt: bool,
         tools: Tools | None,
     ) -> list[Span] | None:
         """Spans by comparison with the same roles around stand-in contents; None if the template did anything else."""
+        if not only_contents([chat]):
+            return None
         try:
-            contents = [message["content"] for message in chat if len(message) == 2]
+            contents = [message["content"] for message in chat]
             roles = (*[message["role"] for message in chat], "+" if add_generation_prompt else "")
         except KeyError:
-            return None
-        if len(contents) != len(chat):
             return None
         if roles not in skeletons:
             if len(skeletons) >= _MAX_SKELETONS:
                 skeletons.clear()
             skeletons[roles] = self._skeleton(roles, tools)
         skeleton = skeletons[roles]
-        if skeleton is None:
+        if skeleton is None or not all(isinstance(content, str) for content in contents):
             return None
-        try:
-            found = skeleton.spans(contents, text)
-            return skeleton.spans([content.strip() for content in contents], text) if found is None else found
-        except (AttributeError, TypeError):  # a content that is no string
-            return None
+        found = skeleton.spans(contents, text)
+        return skeleton.spans([content.strip() for content in contents], text) if found is None else found
 
-    def _skeleton(self, roles: tuple[str, ...], tools: Tools | None) -> Skeleton | None:
-        """What the template writes around contents; None if that is not simply in their order."""
+    def _skeleton(self, roles: tuple[str, ...], tools: Tools | None) -> _Skeleton | None:
+        """The text around contents; None if the template does more than write them in their order."""
         *roles, prompt = roles
-        stand_ins = [chr(_CONTENT_STAND_IN + index) for index in range(len(roles))]
+        stand_ins = [chr(_STAND_IN + index) for index in range(len(roles))]
         chat = [{"role": role, "content": stand_in} for role, stand_in in zip(roles, stand_ins, strict=True)]
         try:
             text = self._render(chat, bool(prompt), tools)
             places = [text.index(stand_in) for stand_in in stand_ins]
             if places != sorted(places) or any(text.count(stand_in) != 1 for stand_in in stand_ins):
                 return None
-            spans = self._from_blocks(chat, 0, tools) if self._marks_generation else None
-            if spans is None:
+            if self._template.marks_generation:
+                spans = self._from_blocks(chat, 0, tools)
+            else:
                 spans = self._from_prefixes(chat, text, 0, tools)
         except REFUSALS:
             return None
         turns = [index for index, role in enumerate(roles) if role == "assistant"]
-        leads, trails = [], []
+        margins = []
         for turn, (start, end) in zip(turns, spans, strict=True):
             if not start <= places[turn] < end:
                 return None
-            leads.append(places[turn] - start)
-            trails.append(end - places[turn] - 1)
-        cuts = [-1, *places, len(text)]
-        pieces = [text[left + 1 : right] for left, right in pairwise(cuts)]
-        return Skeleton(pieces, turns, leads, trails)
+            margins.append((turn, places[turn] - start, end - places[turn] - 1))
+        pieces = [text[left + 1 : right] for left, right in pairwise([-1, *places, len(text)])]
+        return _Skeleton(pieces, margins)
 
     def _from_blocks(self, chat: Chat, row: int, tools: Tools | None, blocks: list[Span] | None = None) -> list[Span]:
         """Spans of the template's generation blocks, one per assistant message."""
@@ -139,10 +152,6 @@ class SpanFinder:
                 )
             spans.append((new[0][0], new[-1][1]))
         return spans
-
-    def _blocks(self, chat: Chat, tools: Tools | None) -> list[Span]:
-        options = {"return_assistant_tokens_mask": True, **self._kwargs}
-        return rendered([chat], tools, chat_template=self._template.jinja, **options)[1][0]
 
     def _from_prefixes(self, chat: Chat, text: str, row: int, tools: Tools | None) -> list[Span]:
         """Spans by rendering what came before: a turn starts where its generation prompt ends in the whole text.
@@ -176,14 +185,14 @@ class SpanFinder:
         return spans
 
     def _start_from_prefix(self, chat: Chat, turn: int, text: str, row: int, tools: Tools | None) -> int:
-        """Where the generation prompt of a turn ends, or what the whole text has of it."""
+        """The end of a turn's generation prompt, or of what the whole text has of it."""
         try:
             prompt = self._render(chat[:turn], True, tools)
             if text.startswith(prompt):
                 return len(prompt)
-            # A prompt that goes on (with an opened thought) where the text has none: up to what any answer follows. The
-            # answer itself may begin as the prompt goes on, "<think>" and "<tool_call>" do.
-            probe = {"role": "assistant", "content": chr(_CONTENT_STAND_IN)}
+            # A prompt may go on (with an opened thought) where the text does not: then the turn starts where any answer
+            # does. The answer itself may begin as the prompt goes on, "<think>" and "<tool_call>" do.
+            probe = {"role": "assistant", "content": chr(_STAND_IN)}
             other = self._render([*chat[:turn], probe], False, tools)
             before = self._render(chat[:turn], False, tools)
         except REFUSALS as error:
@@ -199,6 +208,110 @@ class SpanFinder:
             f"writes: message {turn} of conversation {row} is not, {reason}; put {{% generation %}} blocks in it."
         )
 
+    def _blocks(self, chat: Chat, tools: Tools | None) -> list[Span]:
+        options = {"return_assistant_tokens_mask": True, **self._kwargs}
+        return render([chat], tools, chat_template=self._template.jinja, **options)[1][0]
+
     def _render(self, chat: Chat, add_generation_prompt: bool, tools: Tools | None) -> str:
         options = {"add_generation_prompt": add_generation_prompt, **self._kwargs}
-        return rendered([chat], tools, chat_template=self._template.jinja, **options)[0][0]
+        return render([chat], tools, chat_template=self._template.jinja, **options)[0][0]
+
+
+class _Skeleton:
+    """The text that a template writes around the contents of one sequence of roles."""
+
+    __slots__ = ("_margins", "_pieces")
+
+    def __init__(self, pieces: list[str], margins: list[tuple[int, int, int]]) -> None:
+        self._pieces = pieces  # one more than messages
+        self._margins = margins  # per assistant message: its index, characters of the span before and after the content
+
+    def spans(self, contents: list[str], text: str) -> list[Span] | None:
+        """The assistant's spans if ``text`` is exactly the contents in the skeleton, else None."""
+        parts = [self._pieces[0]]
+        for content, piece in zip(contents, self._pieces[1:], strict=True):
+            parts += (content, piece)
+        if "".join(parts) != text:
+            return None
+        place, places = 0, []
+        for part in parts:
+            places.append(place)
+            place += len(part)
+        return [(places[2 * turn + 1] - lead, places[2 * turn + 2] + trail) for turn, lead, trail in self._margins]
+
+
+def only_contents(chats: Sequence[Chat]) -> bool:
+    """True if every message is a role and a content, as nearly all are."""
+    return all(len(message) == 2 for chat in chats for message in chat)
+
+
+def end_span(text: str, span: Span, end_of_turn: str, *, include: bool) -> Span:
+    """Moves the end of a character span to just after (``include``) or just before the end-of-turn text.
+
+    Templates close their generation block before the marker, after it, or after the newline that follows it: all three
+    give the same span here.
+    """
+    start, end = span
+    if not end_of_turn:
+        return span
+    if text.startswith(end_of_turn, end):
+        return start, end + len(end_of_turn) * include
+    inside = text.rfind(end_of_turn, start, end)
+    if inside >= 0 and not text[inside + len(end_of_turn) : end].strip():
+        return start, inside + len(end_of_turn) * include
+    return span
+
+
+def token_span(encoding: Encoding, span: Span, text_length: int) -> Span:
+    """The tokens whose first character lies in a character span.
+
+    A token that begins before the span and reaches into it is left out: no generation could have drawn it there.
+    """
+    return _first_token_from(encoding, span[0], text_length), _first_token_from(encoding, span[1], text_length)
+
+
+def _first_token_from(encoding: Encoding, position: int, text_length: int) -> int:
+    """Index of the first token that begins at ``position`` or later."""
+    for char in range(position, text_length):  # one step, but for characters that belong to no token
+        token = encoding.char_to_token(char)
+        if token is None:
+            continue
+        if char > position or encoding.token_to_chars(token)[0] >= position:
+            return token
+        while token < len(encoding) and encoding.token_to_chars(token)[0] < position:
+            token += 1
+        return token
+    return len(encoding)
+
+
+def common_prefix_length(first: str, second: str) -> int:
+    """The number of leading characters that two texts share."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:  # halving: comparing slices is faster than comparing characters
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if first[low:middle] == second[low:middle] else (low, middle - 1)
+    return low
+
+
+def rows_to_tensors(rows: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Lists of ids -> int64[T_i]. One buffer is filled and then cut, which is faster than one tensor per list."""
+    if not rows:
+        return []
+    lengths = [len(row) for row in rows]
+    flat = np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=sum(lengths))
+    return [
+        row.clone() for row in torch.from_numpy(flat).split(lengths)
+    ]  # a view would be pickled with its whole buffer
+
+
+def spans_to_masks(spans: Sequence[Sequence[Span]], lengths: Sequence[int]) -> list[Tensor]:
+    """Token spans per row -> bool[T_i], True inside the spans."""
+    if not lengths:
+        return []
+    flat = np.zeros(sum(lengths), dtype=np.bool_)
+    offset = 0
+    for row, length in zip(spans, lengths, strict=True):
+        for start, end in row:
+            flat[offset + start : offset + end] = True
+        offset += length
+    return [row.clone() for row in torch.from_numpy(flat).split(list(lengths))]

@@ -1,9 +1,8 @@
-"""Chat templates: the table of registered families, and the one rule that chooses a template for a tokenizer.
+"""Chat templates: the registered families, the rule that chooses one for a tokenizer, and the text that they write.
 
 A template is jinja text in the dialect of the Transformers library; what the assistant writes stands between
-``{% generation %}`` and ``{% endgeneration %}``. The tokenizer's own template wins over a guess, and what you
-registered for its model over both. The built-in texts are the files of ``llmrl.chat_templates``; rendering is left to
-`llmrl.data.llm.codec`, reading to the parsers.
+``{% generation %}`` and ``{% endgeneration %}``. The tokenizer's own template is preferred to a guess, and a template
+that the user registered for the model to both. The built-in texts are the files of ``llmrl.chat_templates``.
 """
 
 from __future__ import annotations
@@ -15,15 +14,28 @@ from functools import partial
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
+from jinja2.exceptions import TemplateError as JinjaError
+from transformers.utils.chat_template_utils import render_jinja_template
+
 from llmrl.data.llm import parsers
 from llmrl.errors import ConfigError, TemplateError, near
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+__all__ = ["Chat", "ChatTemplate", "Message", "Tools", "add_chat_template", "find_template", "render_text"]
+
 Message = dict[str, Any]  # {"role": str, "content": str, ...} as in the chat format of the Transformers library
+Chat = Sequence[Message]
+Tools = Sequence[Mapping[str, Any] | Callable[..., Any]]
 Parser = Callable[[str], Any]  # text -> list[Message], or a History
 
+REFUSALS = (
+    JinjaError,
+    TypeError,
+    KeyError,
+    ValueError,
+)  # of a template, for a conversation it does not support
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -39,21 +51,14 @@ class ChatTemplate:
     special_tokens: tuple[str, ...] = ()  # control tokens of the family's tokenizers that the format uses, its end last
     text_markers: tuple[str, ...] = ()  # structure that is ordinary text to those tokenizers: refused inside messages
     rewrites: str = ""  # what it writes differently once the conversation goes on; "" if a longer one begins with it
+    recognised_by: tuple[str, ...] = ()  # control tokens by which another template is known to write the same format
 
     @property
     def marks_generation(self) -> bool:
-        """Whether the template says itself which text the assistant writes."""
+        """True if generation blocks in the template mark the text that the assistant writes."""
         return _GENERATION_BLOCK.search(self.jinja) is not None
 
 
-# Formats that a tokenizer's own template gives away by its control tokens, whatever else it does.
-_RECOGNISED = {
-    "chatml_format": ("<|im_start|>", "<|im_end|>"),
-    "llama3": ("<|start_header_id|>", "<|eot_id|>"),
-    "gemma": ("<start_of_turn>", "<end_of_turn>"),
-    "deepseek": parsers.DEEPSEEK_TOKENS[1:3],
-    "gpt_oss": ("<|channel|>", "<|message|>", "<|return|>"),
-}
 # One object each: templates are compared, and kept, by what they hold.
 _PARSE_THINKING = partial(parsers.parse_gpt_oss, thought="thinking")
 _ANSWER_THINKING = partial(parsers.read_gpt_oss_answer, thought="thinking")
@@ -154,13 +159,12 @@ def find_template(
 
 
 def check_variables(template: ChatTemplate, variables: Mapping[str, Any] | None) -> None:
-    """Raises ConfigError for a variable that a template never speaks of: it would change nothing, without a word."""
+    """Raises ConfigError for a variable that a template does not use, and that would have no effect."""
     for name in variables or ():
         if not re.search(rf"\b{re.escape(name)}\b", template.jinja):
             words = sorted(set(re.findall(r"[a-z]\w+", template.jinja)))
             raise ConfigError(
-                f"template_kwargs: a variable must be one that template {template.name!r} reads: got {name!r}, which "
-                f"its text never speaks of.{near(name, words)}"
+                f"template_kwargs: template {template.name!r} does not use the variable {name!r}.{near(name, words)}"
             )
 
 
@@ -170,72 +174,140 @@ def template_names() -> list[str]:
 
 
 def _unregistered(name: str, jinja: str) -> ChatTemplate:
-    """A row for a template that comes as text. A format that its control tokens give away can be read back."""
+    """A row for a template that comes as text. A format that is recognised by its control tokens can be read back."""
     for row in _TEMPLATES.values():
         if row.jinja == jinja:
             return row
-    for family, tokens in _RECOGNISED.items():
-        if all(token in jinja for token in tokens) and not _OTHER_CHATML.search(jinja):
-            row = _BUILT_IN[family]
+    for row in _BUILT_IN.values():
+        tokens = row.recognised_by
+        if tokens and all(token in jinja for token in tokens) and not _OTHER_CHATML.search(jinja):
             parse, answer = row.parse, row.answer
-            if family == "gpt_oss" and parsers.thought_key(jinja) == "thinking":
+            if row.name == "gpt_oss" and parsers.thought_key(jinja) == "thinking":
                 parse, answer = _PARSE_THINKING, _ANSWER_THINKING
             return ChatTemplate(name, jinja, parse, answer, special_tokens=row.special_tokens)
     return ChatTemplate(name, jinja)
 
 
-def _add_built_in(
-    name: str,
-    parse: Parser,
-    keywords: Sequence[str] = (),
-    special_tokens: Sequence[str] = (),
-    text_markers: Sequence[str] = (),
-    rewrites: str = "",
-    answer: Callable[[str], Message] | None = None,
-) -> None:
+def render(chats: Sequence[Chat], tools: Tools | None, **options: Any) -> tuple[list[str], list[list[tuple[int, int]]]]:
+    """Texts as the Transformers library renders them, and with ``return_assistant_tokens_mask`` its generation blocks.
+
+    With ``tools`` None, each conversation has the tools that its first message declares under ``"tools"``.
+    Raises  ValueError for tools, or calls of them, in a template that jinja would leave them out of without a word
+    """
+    declared = [chat[0].get("tools") if tools is None and len(chat) else None for chat in chats]
+    jinja = options["chat_template"]
+    if "tools" not in jinja and (tools or any(declared)):
+        raise ValueError("it does not use tools; describe them in the system message instead")
+    if "tool_calls" not in jinja and any(message.get("tool_calls") for chat in chats for message in chat):
+        raise ValueError("it does not use tool_calls: the calls of a message would be lost; write them as content")
+    if not any(declared):
+        return render_jinja_template(conversations=chats, tools=tools, **options)
+    texts, blocks = [], []
+    for chat, own in zip(chats, declared, strict=True):
+        text, found = render_jinja_template(conversations=[chat], tools=own or None, **options)
+        texts += text
+        blocks += found
+    return texts, blocks
+
+
+def render_text(
+    template: ChatTemplate,
+    chats: Sequence[Chat],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    add_generation_prompt: bool = False,
+    continue_final_message: bool = False,
+    tools: Tools | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """The text of each conversation as the template writes it, nothing escaped: to be shown, not to be tokenised.
+
+    Raises  TemplateError if the template refuses a conversation, ConfigError for ``template_kwargs`` it does not use
+    """
+    check_variables(template, template_kwargs)
+    holder = getattr(tokenizer, "tokenizer", tokenizer)  # a processor holds its tokenizer
+    special_tokens = holder.special_tokens_map if holder is not None else {}
+    try:
+        return render(
+            chats,
+            tools,
+            chat_template=template.jinja,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **{**special_tokens, **(template_kwargs or {})},
+        )[0]
+    except REFUSALS as error:
+        raise TemplateError(
+            f"render_text: template {template.name!r} must render the conversation: {error}."
+        ) from error
+
+
+# The table of families. A keyword that is longer wins: "llama3" before "llama".
+
+
+def _family(name: str, parse: Parser, keywords: Sequence[str] = (), **fields: Any) -> None:
     jinja = resources.files("llmrl.chat_templates").joinpath(f"{name}.jinja").read_text("utf-8")
-    row = ChatTemplate(
-        name, jinja, parse, answer, tuple(keywords), tuple(special_tokens), tuple(text_markers), rewrites
-    )
-    _BUILT_IN[name] = _TEMPLATES[name] = row
+    _BUILT_IN[name] = _TEMPLATES[name] = ChatTemplate(name, jinja, parse, keywords=tuple(keywords), **fields)
 
 
 _CHATML = ("<|im_start|>", "<|im_end|>")
 _ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 
-# A keyword that is longer wins: "llama3" before "llama".
-_add_built_in("chatml_format", parsers.parse_chatml, special_tokens=_CHATML)
-_add_built_in("qwen", parsers.parse_chatml, ["qwen"], _CHATML)
-_add_built_in(
+_family("chatml_format", parsers.parse_chatml, special_tokens=_CHATML, recognised_by=_CHATML)
+_family("qwen", parsers.parse_chatml, ["qwen"], special_tokens=_CHATML)
+_family(
     "qwen3",
     parsers.parse_qwen3,
     ["qwen3", "qwen-3"],
-    _CHATML,
+    special_tokens=_CHATML,
     rewrites="only the answers after the last question keep their thinking, or an empty block in its place",
 )
-_add_built_in("llama", parsers.parse_llama, ["llama"], ["<s>", "</s>"], ["[INST]", "[/INST]", "<<SYS>>", "<</SYS>>"])
-_add_built_in(
+_family(
+    "llama",
+    parsers.parse_llama,
+    ["llama"],
+    special_tokens=("<s>", "</s>"),
+    text_markers=("[INST]", "[/INST]", "<<SYS>>", "<</SYS>>"),
+)
+_family(
     "llama3",
     parsers.parse_llama3,
     ["llama-3", "llama3"],
-    ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+    special_tokens=("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    recognised_by=("<|start_header_id|>", "<|eot_id|>"),
 )
-_add_built_in(
+_family(
     "mistral",
     parsers.parse_mistral,
     ["mistral", "mixtral", "ministral"],
-    ["<s>", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[INST]", "[/INST]", "</s>"],
+    special_tokens=("<s>", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[INST]", "[/INST]", "</s>"),
 )
-_add_built_in("gemma", parsers.parse_gemma, ["gemma"], ["<bos>", "<start_of_turn>", "<end_of_turn>"])
-_add_built_in("phi", parsers.parse_phi, ["phi-3", "phi3"], [*_ROLES, "<|end|>"])
-_add_built_in("deepseek", parsers.parse_deepseek, ["deepseek"], parsers.DEEPSEEK_TOKENS)
-_add_built_in("falcon", parsers.parse_falcon, ["falcon"], ["<|endoftext|>"], _ROLES)
-_add_built_in("dialogpt", parsers.parse_dialogpt, ["dialogpt"], ["<|endoftext|>"])
-_add_built_in(
+_family(
+    "gemma",
+    parsers.parse_gemma,
+    ["gemma"],
+    special_tokens=("<bos>", "<start_of_turn>", "<end_of_turn>"),
+    recognised_by=("<start_of_turn>", "<end_of_turn>"),
+)
+_family("phi", parsers.parse_phi, ["phi-3", "phi3"], special_tokens=(*_ROLES, "<|end|>"))
+_family(
+    "deepseek",
+    parsers.parse_deepseek,
+    ["deepseek"],
+    special_tokens=parsers.DEEPSEEK_TOKENS,
+    recognised_by=parsers.DEEPSEEK_TOKENS[1:3],
+)
+_family("falcon", parsers.parse_falcon, ["falcon"], special_tokens=("<|endoftext|>",), text_markers=_ROLES)
+_family("dialogpt", parsers.parse_dialogpt, ["dialogpt"], special_tokens=("<|endoftext|>",))
+_family(
     "gpt_oss",
     parsers.parse_gpt_oss,
     ["gpt-oss", "gpt_oss"],
-    ["<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|call|>", "<|end|>", "<|return|>"],
-    rewrites="an answer that is not the last ends with another marker, and what was thought up to it is dropped",
     answer=parsers.read_gpt_oss_answer,
+    special_tokens=(
+        *("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"),
+        *("<|call|>", "<|end|>", "<|return|>"),
+    ),
+    rewrites="an answer that is not the last ends with another marker, and what was thought up to it is dropped",
+    recognised_by=("<|channel|>", "<|message|>", "<|return|>"),
 )

@@ -1,4 +1,4 @@
-"""`TopKRewardSelector`: of all answers to a prompt, only the best go into a buffer."""
+"""`TopKRewardSelector`: writes the best answers to each prompt into a buffer, and drops the others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 
-from llmrl.data.llm.group_keys import row_values
+from llmrl.data.ragged.tensordicts import row_values
 from llmrl.data.replay_buffers.rows import Row, from_rows, pack, to_rows, unpack
 from llmrl.errors import DataError, MissingKeyError
 
@@ -26,7 +26,7 @@ class _Conversation(NamedTuple):
 
 
 class TopKRewardSelector:
-    """Holds the conversations of a prompt back until enough turns are there, then writes the best ones.
+    """Holds the conversations of a prompt back until it has enough turns, then writes the best ones.
 
     Reads   prompt_key   B strings, or int64[B]; of a conversation of several turns, the prompt of the first
             rewards_key  float[B, ...]; what a conversation got is the sum over its turns
@@ -63,18 +63,12 @@ class TopKRewardSelector:
         *,
         max_queued_prompts: int = 1024,
     ):
-        if topk_size < 1 or total_dialog_turns < 2:
+        if total_dialog_turns < 2 or not 1 <= topk_size <= total_dialog_turns or max_queued_prompts < 1:
             raise ValueError(
-                "TopKRewardSelector: topk_size must be at least 1 and total_dialog_turns at least 2, because nothing "
-                f"is above the median of one: got {topk_size} and {total_dialog_turns}."
+                "TopKRewardSelector: total_dialog_turns must be at least 2 (of one, nothing is above the median), "
+                "topk_size between 1 and that, and max_queued_prompts at least 1: got "
+                f"{total_dialog_turns}, {topk_size} and {max_queued_prompts}."
             )
-        if topk_size > total_dialog_turns:
-            raise ValueError(
-                f"TopKRewardSelector: topk_size must not be above total_dialog_turns: got {topk_size} of "
-                f"{total_dialog_turns}."
-            )
-        if max_queued_prompts < 1:
-            raise ValueError(f"TopKRewardSelector: max_queued_prompts must be at least 1: got {max_queued_prompts}.")
         self.total_dialog_turns = total_dialog_turns
         self.topk_size = topk_size
         self.prompt_key = prompt_key

@@ -1,7 +1,7 @@
-"""Ragged rows that lie in somebody else's memory until they are read: what a buffer of conversations hands out.
+"""Ragged rows that stay in the memory of their owner, a replay buffer, until they are read.
 
-Most of a sample is read once, and padded: a copy that only serves to be copied again would be half of the work. Whoever
-holds ``BorrowedRows`` (``RaggedStack``) never shows the tensors: it asks for ``copies``, or for the padded batch.
+Most of a sample is read once, and padded: a copy that is only copied again would be half of the work. The holder of
+``BorrowedRows`` (`RaggedStack`) never hands out the tensors: it asks for ``copies``, or for the padded batch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from llmrl.data.ragged.padding import pad_rows
 
 __all__ = ["BorrowedRows", "copy_rows", "rows_form"]
 
-# What numpy copies row by row in two thirds of the time that torch takes: a row is a view, and theirs are cheaper.
+# numpy copies these row by row in two thirds of the time that torch takes, because its views are cheaper.
 _ARRAYS = {torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64}
 
 Form = tuple[torch.dtype, torch.device, torch.Size | None]
@@ -48,7 +48,7 @@ class BorrowedRows:
         return copy_rows(self._rows, self._form)
 
     def padded(self, value: float, side: str) -> Tensor:
-        """Tensor[B, T, ...] as of ``pad_rows``: the one copy that a reader who pads has to pay for."""
+        """Tensor[B, T, ...] as of ``pad_rows``, with a single copy."""
         rows, form = self._rows, self._form
         if form is None or form[2] is None or form[0] not in _ARRAYS or form[1].type != "cpu":
             return pad_rows(rows, value=value, side=side)
@@ -62,13 +62,13 @@ class BorrowedRows:
         return torch.from_numpy(out)
 
     def __reduce__(self) -> Any:
-        return BorrowedRows, (self.copies(), self._form)  # also a copy.copy is nobody's memory
+        return BorrowedRows, (self.copies(), self._form)  # also a copy.copy has its own memory
 
 
 def rows_form(rows: Sequence[Tensor]) -> Form | None:
-    """What rows have in common if one kernel can copy them all: dtype, device, and the shape after the first dimension.
+    """The common dtype, device and shape after the first dimension of rows that one kernel can copy.
 
-    The shape is None for rows without dimensions. None for rows that do not go together.
+    The shape is None for rows without dimensions. None for rows that differ.
     """
     kinds = {(type(row), row.dtype, row.device, row.layout, row.ndim) for row in rows}
     if len(kinds) != 1:

@@ -1,4 +1,4 @@
-"""Ragged rows and padded tensors, one into the other. Which key is padded on which side is the reader's business."""
+"""Ragged rows to padded tensors, and back. Callers choose the side and the value of the padding."""
 
 from __future__ import annotations
 
@@ -32,13 +32,7 @@ def pad_rows(rows: Sequence[Tensor], *, value: float = 0, side: Side = "right", 
     _check_side("pad_rows", side)
     if not rows:
         raise ShapeError("pad_rows: there must be at least one row: got none.")
-    first = rows[0]
-    tails = {row.shape[1:] for row in rows}
-    if not first.ndim or len(tails) != 1 or len({row.dtype for row in rows}) != 1:
-        raise ShapeError(
-            "pad_rows: rows must be tensors[T_i, ...] that differ in nothing but T_i: got "
-            f"{sorted({f'{row.dtype} {list(row.shape)}' for row in rows})[:8]}."
-        )
+    _check_rows("pad_rows", rows)
     longest = max(row.shape[0] for row in rows)
     if length is not None:
         if longest > length:
@@ -47,7 +41,7 @@ def pad_rows(rows: Sequence[Tensor], *, value: float = 0, side: Side = "right", 
     padded = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value, padding_side=side)
     missing = longest - padded.shape[1]
     if missing:
-        filler = padded.new_full((len(rows), missing, *first.shape[1:]), value)
+        filler = padded.new_full((len(rows), missing, *rows[0].shape[1:]), value)
         padded = torch.cat([padded, filler] if side == "right" else [filler, padded], dim=1)
     return padded
 
@@ -105,12 +99,7 @@ def as_nested_tensor(rows: Sequence[Tensor] | Sequence[TensorDictBase]) -> Tenso
     """
 
     def nested(tensors: list[Tensor]) -> Tensor:
-        kinds = {(tensor.dtype, tensor.shape[1:]) for tensor in tensors if tensor.ndim}
-        if len(kinds) != 1 or not all(tensor.ndim for tensor in tensors):
-            raise ShapeError(
-                "as_nested_tensor: rows must be tensors[T_i, ...] that differ in nothing but T_i: got "
-                f"{sorted({f'{t.dtype} {list(t.shape)}' for t in tensors})[:8]}."
-            )
+        _check_rows("as_nested_tensor", tensors)
         return torch.nested.as_nested_tensor(tensors, layout=torch.jagged)
 
     return _by_entry("as_nested_tensor", rows, nested, batch_size=[len(rows)])
@@ -133,8 +122,7 @@ def as_padded_tensor(
                 f"as_padded_tensor: every row must have dim {dim}: got {[t.ndim for t in tensors][:8]} dims."
             )
         together = pad_rows([tensor.movedim(dim, 0) for tensor in tensors])  # [B, T, ...]
-        rows_first = together.movedim(1, dim + 1 if dim >= 0 else dim)
-        return rows_first.movedim(0, stack_dim)
+        return together.movedim(1, dim + 1 if dim >= 0 else dim).movedim(0, stack_dim)
 
     return _by_entry("as_padded_tensor", rows, padded, batch_size=[len(rows)] if stack_dim == 0 else [])
 
@@ -142,21 +130,28 @@ def as_padded_tensor(
 def _by_entry(
     who: str, rows: Sequence[Any], stack: Callable[[list[Tensor]], Tensor], batch_size: list[int]
 ) -> Tensor | TensorDictBase:
-    rows = list(rows)
     if not rows:
         raise ShapeError(f"{who}: there must be at least one row: got none.")
     if not isinstance(rows[0], TensorDictBase):
-        return stack(rows)
-    keys = list(rows[0].keys())
-    if any(set(row.keys()) != set(keys) for row in rows):
+        return stack(list(rows))
+    if len({frozenset(row.keys()) for row in rows}) > 1:
         found = sorted({", ".join(sorted(row.keys())) for row in rows})
         raise ShapeError(f"{who}: all rows must have the same entries: got {' and '.join(found[:4])}.")
-    columns = {key: [row.get(key) for row in rows] for key in keys}
-    stacked = {
-        key: torch.stack(values) if is_non_tensor(values[0]) else _by_entry(who, values, stack, batch_size)
-        for key, values in columns.items()
-    }
+    stacked = {}
+    for key in rows[0].keys():
+        values = [row.get(key) for row in rows]
+        is_data = is_non_tensor(values[0])
+        stacked[key] = torch.stack(values) if is_data else _by_entry(who, values, stack, batch_size)
     return TensorDict(stacked, batch_size=batch_size)
+
+
+def _check_rows(who: str, rows: Sequence[Tensor]) -> None:
+    kinds = {(row.dtype, row.shape[1:]) for row in rows}
+    if not all(row.ndim for row in rows) or len(kinds) != 1:
+        raise ShapeError(
+            f"{who}: rows must be tensors[T_i, ...] that differ in nothing but T_i: got "
+            f"{sorted({f'{row.dtype} {list(row.shape)}' for row in rows})[:8]}."
+        )
 
 
 def _check_side(who: str, side: str) -> None:

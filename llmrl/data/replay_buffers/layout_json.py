@@ -45,6 +45,10 @@ __all__ = [
 ]
 
 _PACKAGES = ("llmrl", "tensordict")  # their modules may be imported for a name in a file
+_MOVED = {  # modules of classes of rows, by where they were when earlier dumps were written
+    "llmrl.data.llm.message_stack": "llmrl.data.ragged.messages",
+    "llmrl.modules.llm.policies.ragged": "llmrl.data.ragged.stack",
+}
 _MAPPINGS = (dict, OrderedDict)
 _SEQUENCES = (list, tuple, set, frozenset)
 _CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in (*_MAPPINGS, *_SEQUENCES)}
@@ -218,6 +222,7 @@ def find_class(name: str, fits: Callable[[type], bool]) -> type:
     Raises  CheckpointError if it is not there, or is none that ``fits``
     """
     module, _, path = name.partition(":")
+    module = _MOVED.get(module, module)
     try:
         if module.partition(".")[0] in _PACKAGES:
             importlib.import_module(module)

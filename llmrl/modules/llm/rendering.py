@@ -11,10 +11,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from llmrl.data.llm.codec import ChatCodec
-from llmrl.data.llm.content_use import conversation_shape, reads_contents, stand_ins
-from llmrl.data.llm.masks import Span, common_prefix_length, rows_to_tensors, spans_to_masks
-from llmrl.data.llm.template_text import Chat, Tools
-from llmrl.data.llm.templates import find_template
+from llmrl.data.llm.spans import Span, common_prefix_length, rows_to_tensors, spans_to_masks
+from llmrl.data.llm.template_analysis import conversation_shape, reads_contents, stand_ins
+from llmrl.data.llm.templates import Chat, Tools, find_template
 from llmrl.errors import RewriteError, TemplateError
 
 if TYPE_CHECKING:

@@ -111,11 +111,11 @@ def test_part_is_written_as_processors_read_it(part: ContentBase, expected: dict
     [
         ({"type": "imaeg", "url": "x"}, "type must be one of text, image.*got 'imaeg'.*Did you mean 'image'"),
         ({"type": "text", "url": "x"}, "a part of type 'text' has the fields text: got url"),
-        ({"type": "text"}, "needs text: got none"),
-        ({"type": "image"}, "needs url or data: got neither"),
-        ({"type": "image", "url": "x", "data": b"y"}, "needs url or data: got url and data"),
+        ({"type": "text"}, "exactly one of text: got none"),
+        ({"type": "image"}, "one of url, data: got none"),
+        ({"type": "image", "url": "x", "data": b"y"}, "one of url, data: got url and data"),
         ({"type": "image", "url": "x", "text": "y"}, "got text"),
-        ({"type": "function_call", "function_args": {}}, "needs function_name: got none"),
+        ({"type": "function_call", "function_args": {}}, "one of function_name: got none"),
     ],
 )
 def test_part_whose_fields_do_not_fit_its_type_is_refused(fields: dict[str, Any], message: str):

@@ -105,7 +105,7 @@ def test_the_queue_is_bounded(caplog):
 def test_what_makes_no_sense_is_refused():
     with pytest.raises(ValueError, match="at least 2"):
         TopKRewardSelector(1, 1)
-    with pytest.raises(ValueError, match="3 of 2"):
+    with pytest.raises(ValueError, match="got 2, 3 and 1024"):
         TopKRewardSelector(2, 3)
     with pytest.raises(DataError, match="True in 0 of 2"):
         TopKRewardSelector(2, 1).inv(batch(["p"] * 2, [0.0, 1.0], done=[False, False]))

@@ -166,7 +166,7 @@ def test_containers_that_hold_columns_stay_columns():
     assert batch["text"].rows("full") == ["one", "three"]
     assert batch["tokens"].padded is False
     for stack in (given["tokens"]._tensordict, batch["tokens"]._tensordict):
-        assert stack._columns is not None  # no row was built on the way in or out
+        assert stack.own_columns() is not None  # no row was built on the way in or out
     ids(given)[0].clear()
     given.get(("tokens", "full"), as_list=True)[0].fill_(-1)
     batch.get(("tokens", "full"), as_list=True)[0].fill_(-1)

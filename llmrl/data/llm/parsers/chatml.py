@@ -1,36 +1,36 @@
-"""ChatML text -> messages, with the tool markup that Qwen's models write. A view for people, never for training.
+"""ChatML text, with the tool markup and the thinking that Qwen's models write.
 
-The markers are the only structure that is read: contents come back character for character. What this cannot tell is
-whether a marker in the text was written as a control token or as ordinary characters; token streams can.
+The markers are the only structure that is read: contents come back character for character. A marker that was written
+as ordinary characters cannot be told from a control token here; token streams can.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any
 
-from llmrl.data.llm.parsers.turns import read_call
+from llmrl.data.llm.parsers.turns import Message, read_call
 
 _START, _END, _END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 _TOOL_CALL = re.compile(r"\n?<tool_call>\n?(.*?)\n?</tool_call>", re.DOTALL)
 _RESPONSE = "<tool_response>\n"
 _RESPONSE_END = re.compile(r"\n</tool_response>(?=\n?\Z|\n?<tool_response>\n)\n?")
 
+_THINKING = re.compile(r"<think>\n(.*?)\n</think>\n\n", re.DOTALL)
+_BEFORE_CALLS = re.compile(r"<think>\n(.*?)\n</think>\n", re.DOTALL)  # the line end before a call belongs to the call
 
-def parse_chatml(text: str) -> list[dict[str, Any]]:
+
+def parse_chatml(text: str) -> list[Message]:
     """Reads a ChatML conversation.
 
     Reads    text  turns between ``<|im_start|>role\\n`` and ``<|im_end|>``; ``<|endoftext|>`` ends a turn as well
-    Returns  messages; the last carries ``"is_complete": False`` if its end marker is missing. A trailing generation
-             prompt (``<|im_start|>assistant\\n`` and nothing else) is no message. ``<tool_call>`` blocks of the
-             assistant become ``"tool_calls"``, ``<tool_response>`` blocks of a user turn become ``"tool"`` messages
-
-    A tool call whose body is not a JSON object stays in the content as it was written.
+    Returns  messages, without one for a trailing generation prompt. ``<tool_call>`` blocks of the assistant become
+             ``"tool_calls"`` (one whose body is not a JSON object stays in the content), ``<tool_response>`` blocks of
+             a user turn become ``"tool"`` messages
 
     >>> parse_chatml("<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHel")
     [{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Hel', 'is_complete': False}]
     """
-    messages: list[dict[str, Any]] = []
+    messages: list[Message] = []
     turns = text.split(_START)[1:]
     for index, turn in enumerate(turns):
         role, _, body = turn.partition("\n")
@@ -51,14 +51,36 @@ def parse_chatml(text: str) -> list[dict[str, Any]]:
     return messages
 
 
-def _assistant_message(content: str) -> dict[str, Any]:
+def parse_qwen3(text: str) -> list[Message]:
+    """Reads a Qwen 3 conversation: as ChatML, with the thinking of an answer apart in ``"reasoning_content"``.
+
+    An empty block is left out. A block that does not end, or does not begin the answer, stays in the content.
+
+    >>> parse_qwen3("<|im_start|>assistant\\n<think>\\n2+2\\n</think>\\n\\n4<|im_end|>")
+    [{'role': 'assistant', 'content': '4', 'reasoning_content': '2+2'}]
+    """
+    messages = parse_chatml(text)
+    for message in messages:
+        if message["role"] != "assistant":
+            continue
+        thinking = _THINKING.match(message["content"])
+        if not thinking and "tool_calls" in message:
+            thinking = _BEFORE_CALLS.fullmatch(message["content"])
+        if thinking:
+            message["content"] = message["content"][thinking.end() :]
+            if thinking[1]:
+                message["reasoning_content"] = thinking[1]
+    return messages
+
+
+def _assistant_message(content: str) -> Message:
     """The assistant's text and, apart from it, the tool calls written at its end."""
     calls = []
     end = len(content)
     while (match := _last_call(content, end)) and (call := read_call(match.group(1), "arguments")):
         calls.append(call)
         end = match.start()
-    message: dict[str, Any] = {"role": "assistant", "content": content[:end]}
+    message: Message = {"role": "assistant", "content": content[:end]}
     if calls:
         message["tool_calls"] = calls[::-1]
     return message

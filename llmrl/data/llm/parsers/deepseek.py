@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
-from llmrl.data.llm.parsers.turns import between, make_call
+from llmrl.data.llm.parsers.turns import Message, between, make_call
 from llmrl.strict_json import JSONError, parse_json
 
 DEEPSEEK_TOKENS = (
@@ -32,17 +31,14 @@ _HEAD = re.compile(r"\n?<｜tool▁call▁begin｜>function<｜tool▁sep｜>([^
 _CALL_END = "\n```<｜tool▁call▁end｜>"
 
 
-def parse_deepseek(text: str) -> list[dict[str, Any]]:
+def parse_deepseek(text: str) -> list[Message]:
     """Reads a DeepSeek V3 conversation. A tool call that is not JSON stays in the content as it was written.
-
-    Returns  messages; the last carries ``"is_complete": False`` if an answer's end marker is missing. A question has
-             none: it is complete
 
     >>> parse_deepseek("<｜begin▁of▁sentence｜>Be brief.<｜User｜>Hi<｜Assistant｜>")
     [{'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': 'Hi'}]
     """
     system, *pieces = _TURN.split(text.removeprefix(_BEGIN))
-    messages: list[dict[str, Any]] = []
+    messages: list[Message] = []
     if system and pieces:
         messages.append({"role": "system", "content": system})
     for index in range(0, len(pieces), 2):
@@ -60,9 +56,9 @@ def parse_deepseek(text: str) -> list[dict[str, Any]]:
     return messages
 
 
-def _answer(body: str) -> dict[str, Any]:
+def _answer(body: str) -> Message:
     content, end, _ = body.partition(_END)
-    message: dict[str, Any] = {"role": "assistant", "content": content}
+    message: Message = {"role": "assistant", "content": content}
     said, opened, calls = content.partition(_CALLS)
     if opened and calls.endswith(_CALLS_END) and (found := _calls(calls.removesuffix(_CALLS_END))):
         message |= {"content": said, "tool_calls": found}
@@ -71,7 +67,7 @@ def _answer(body: str) -> dict[str, Any]:
     return message
 
 
-def _calls(text: str) -> list[dict[str, Any]] | None:
+def _calls(text: str) -> list[Message] | None:
     """The calls that a text consists of; None if there is anything else in it."""
     found = []
     place = 0

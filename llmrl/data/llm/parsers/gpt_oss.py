@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from llmrl.data.llm.parsers.turns import make_call
+from llmrl.data.llm.parsers.turns import Message, make_call
 from llmrl.strict_json import JSONError, parse_json
 
 _TURN = re.compile(
@@ -18,15 +18,15 @@ _INSTRUCTIONS = "# Instructions\n\n"
 
 
 def thought_key(jinja: str) -> str:
-    """Where a template of this format reads an answer's analysis: OpenAI's own in "thinking"."""
+    """The key under which a template of this format reads an answer's analysis: OpenAI's own in "thinking"."""
     return "thinking" if "reasoning_content" not in jinja and "thinking" in jinja else "reasoning_content"
 
 
-def read_gpt_oss_answer(text: str, *, thought: str = "reasoning_content") -> dict[str, Any]:
-    """What a model wrote after ``<|start|>assistant``, without its last control token, as fields of its message.
+def read_gpt_oss_answer(text: str, *, thought: str = "reasoning_content") -> Message:
+    """An answer after ``<|start|>assistant``, without its last control token, as fields of its message.
 
-    The final channel is the content, the analysis before it stands apart. An answer with a call, one that only says
-    something on the commentary channel, and one that is no harmony at all stay as they were written.
+    The final channel is the content, the analysis before it stands apart. An answer with a call, one that uses only the
+    commentary channel, and one that is not in this format stay as they were written.
 
     >>> read_gpt_oss_answer("<|channel|>analysis<|message|>2+2<|end|><|start|>assistant<|channel|>final<|message|>4")
     {'content': '4', 'reasoning_content': '2+2'}
@@ -41,7 +41,7 @@ def read_gpt_oss_answer(text: str, *, thought: str = "reasoning_content") -> dic
     return {key: value for key, value in messages[0].items() if key not in ("role", "is_complete")}
 
 
-def parse_gpt_oss(text: str, *, thought: str = "reasoning_content") -> list[dict[str, Any]]:
+def parse_gpt_oss(text: str, *, thought: str = "reasoning_content") -> list[Message]:
     """Reads a harmony conversation. A tool call that is not JSON stays in the content as it was written.
 
     Returns  messages: the developer's instructions as the system message, the analysis that precedes an answer or a
@@ -52,7 +52,7 @@ def parse_gpt_oss(text: str, *, thought: str = "reasoning_content") -> list[dict
     >>> parse_gpt_oss("<|start|>assistant<|channel|>final<|message|>4<|return|>")
     [{'role': 'assistant', 'content': '4'}]
     """
-    messages: list[dict[str, Any]] = []
+    messages: list[Message] = []
     reasoning = last_called = ""
     pieces = _TURN.split(text)
     for index in range(1, len(pieces), 4):
@@ -64,7 +64,7 @@ def parse_gpt_oss(text: str, *, thought: str = "reasoning_content") -> list[dict
         if channel == "analysis":
             reasoning = f"{reasoning}\n{content}" if reasoning else content
             continue
-        message: dict[str, Any] = {"role": role, "content": content}
+        message: Message = {"role": role, "content": content}
         if role == "developer":
             message = {"role": "system", "content": content.removeprefix(_INSTRUCTIONS)}
         elif role.startswith("functions."):

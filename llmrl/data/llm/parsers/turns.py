@@ -1,4 +1,4 @@
-"""What most formats share: a text cut into turns, each opened by a header and closed by an end marker."""
+"""Helpers of the parsers: text cut into turns, each opened by a header and closed by an end marker; tool calls."""
 
 from __future__ import annotations
 
@@ -11,19 +11,13 @@ from llmrl.strict_json import JSONError, parse_json
 Message = dict[str, Any]
 
 
-def read_turns(
-    text: str,
-    header: re.Pattern[str],
-    ends: Sequence[str],
-    roles: dict[str, str],
-) -> list[Message]:
+def read_turns(text: str, header: re.Pattern[str], ends: Sequence[str], roles: dict[str, str]) -> list[Message]:
     """Reads a conversation whose turns begin with a header and end with one of several markers.
 
     Reads    header  matches what opens a turn; its first group is the role as the format names it
              ends    markers that close a turn; the first one found counts
              roles   the format's names of roles that are called otherwise here
-    Returns  messages with the contents as they stand; the last carries ``"is_complete": False`` if nothing closes it. A
-             trailing header of the assistant with nothing after it is a generation prompt, and no message
+    Returns  messages with the contents as they stand, without one for a trailing generation prompt
 
     >>> read_turns("[user]Hi;[bot]Hel", re.compile(r"\\[(\\w+)\\]"), (";",), {"bot": "assistant"})
     [{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Hel', 'is_complete': False}]
@@ -34,20 +28,13 @@ def read_turns(
         role, body = roles.get(pieces[index], pieces[index]), pieces[index + 1]
         if not body and role == "assistant" and index == len(pieces) - 2:
             break
-        messages.append(close_turn(role, body, ends))
+        end = min((place for marker in ends if (place := body.find(marker)) >= 0), default=None)
+        messages.append({"role": role, "content": body[:end]} | ({"is_complete": False} if end is None else {}))
     return messages
 
 
-def close_turn(role: str, body: str, ends: Sequence[str]) -> Message:
-    """A message from what stands after its header, up to its end marker if there is one."""
-    end = min((place for marker in ends if (place := body.find(marker)) >= 0), default=-1)
-    if end < 0:
-        return {"role": role, "content": body, "is_complete": False}
-    return {"role": role, "content": body[:end]}
-
-
 def read_call(text: str, arguments: str) -> Message | None:
-    """A tool call from a JSON object with "name" and an entry for the arguments; None if the text is no such thing.
+    """A tool call from a JSON object with "name" and an entry for the arguments; None for any other text.
 
     >>> read_call('{"name": "add", "parameters": {"a": 1}}', "parameters")
     {'type': 'function', 'function': {'name': 'add', 'arguments': {'a': 1}}}
@@ -62,7 +49,7 @@ def read_call(text: str, arguments: str) -> Message | None:
 
 
 def between(text: str, opening: str, closing: str) -> list[str]:
-    """What stands between each opening and the closing marker after it, in time linear in the text.
+    """The text between each opening and the closing marker after it, in time linear in the text.
 
     >>> between("[a] b] [c] [d", "[", "]")
     ['a', 'c']

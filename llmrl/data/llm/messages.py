@@ -1,6 +1,6 @@
-"""Nested lists of messages, indexed, joined and taken apart as a tensor's rows are: what `History` is made of.
+"""Messages, and nested lists of them that are indexed, joined and taken apart as a tensor's rows are.
 
-``ndim`` counts the levels of nesting; the innermost level lists messages.
+``ndim`` counts the levels of nesting; the innermost level lists messages. `History` is a tensorclass over such lists.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from typing import Any
 import torch
 
 from llmrl.data.llm.content import plain_content
-from llmrl.data.llm.message_stack import join_message, split_message
 from llmrl.data.llm.templates import Message
+from llmrl.data.ragged.messages import join_message, split_message
 from llmrl.errors import DataError, ShapeError
 
-PADDING_ROLE = "<none>"  # a message of this role only fills a dense batch; it is never rendered
+__all__ = ["GrowthError", "copy_messages", "index_rows", "join", "pick_field", "to_chats", "wrap", "zip_fields"]
+
+_PADDING_ROLE = "<none>"  # a message of this role only fills a dense batch; it is never rendered
 
 
 class GrowthError(ShapeError, RuntimeError):
@@ -23,24 +25,26 @@ class GrowthError(ShapeError, RuntimeError):
 
 
 def copy_messages(chat: Iterable[Message], who: str) -> list[Message]:
-    """Copies of one conversation's messages. Raises DataError naming what is none."""
+    """Copies of one conversation's messages. Raises DataError naming an entry that is not a message."""
     messages = list(chat)
-    refused = [m for m in messages if not isinstance(m, (dict, Mapping)) or "role" not in m]  # a dict is soon known
-    if not refused:
-        return [dict(message) for message in messages]
-    [wrong, *_] = refused
-    got = f"the keys {list(wrong)}" if isinstance(wrong, Mapping) else f"{wrong!r:.60}"
-    raise DataError(f"{who}: a conversation must be a list of dicts with 'role' and 'content': got {got} in it.")
+    for message in messages:
+        if not isinstance(message, (dict, Mapping)) or "role" not in message:  # dict first: the check is quicker
+            got = f"the keys {list(message)}" if isinstance(message, Mapping) else f"{message!r:.60}"
+            raise DataError(
+                f"{who}: a conversation must be a list of dicts with 'role' and 'content': got {got} in it."
+            )
+    return [dict(message) for message in messages]
 
 
 def pick_field(nested: Any, ndim: int, name: str) -> Any:
+    """One field of every message, as nested lists."""
     if ndim:
         return [pick_field(row, ndim - 1, name) for row in nested]
     return split_message(nested)[name] if name in ("is_complete", "extra") else nested.get(name)
 
 
 def zip_fields(columns: dict[str, Any], ndim: int) -> Any:
-    """Columns of nested lists -> nested lists of messages. A column that is no list holds for every message."""
+    """The inverse of `pick_field`, of all fields at once. A column that is not a list holds for every message."""
     if not ndim:
         return join_message(columns)
     length = len(columns["role"])
@@ -55,9 +59,10 @@ def zip_fields(columns: dict[str, Any], ndim: int) -> Any:
 
 
 def to_chats(nested: Any, ndim: int) -> list[Any]:
+    """Copies in the chat format of the Transformers library, without padding messages."""
     if ndim > 1:
         return [to_chats(row, ndim - 1) for row in nested]
-    chat = [dict(message) for message in nested if message["role"] != PADDING_ROLE]
+    chat = [dict(message) for message in nested if message["role"] != _PADDING_ROLE]
     for message in chat:
         message.pop("is_complete", None)
         content = message.get("content")
@@ -66,9 +71,9 @@ def to_chats(nested: Any, ndim: int) -> list[Any]:
     return chat
 
 
-def wrap(nested: Any, depth: int, ndim: int) -> Any:
+def wrap(nested: Any, depth: int) -> Any:
     """Nested lists with a new dimension of size one at ``depth``."""
-    return [nested] if depth == 0 else [wrap(row, depth - 1, ndim - 1) for row in nested]
+    return [nested] if depth == 0 else [wrap(row, depth - 1) for row in nested]
 
 
 def join(nested: Any, new: Any, depth: int, method: str) -> Any:
@@ -97,29 +102,29 @@ def index_rows(nested: Any, index: Any, ndim: int) -> tuple[Any, int] | None:
     if not index:
         return nested, ndim
     first, rest = index[0], index[1:]
-    if isinstance(first, torch.Tensor) and not isinstance(first.tolist(), list):
-        first = int(first)
+    if isinstance(first, torch.Tensor) and not first.ndim:
+        first = first.item()
     if isinstance(first, bool):
         return None
     if isinstance(first, int):
         return index_rows(nested[first], rest, ndim - 1)
-    if isinstance(first, slice):
-        rows = nested[first]
-    else:
-        picks = first.tolist() if hasattr(first, "tolist") else list(first)
-        if any(isinstance(pick, list) for pick in picks):
-            return None
-        if picks and isinstance(picks[0], bool):
-            if len(picks) != len(nested):
-                raise ShapeError(
-                    f"History: a mask must have an entry for each of {len(nested)} rows: got {len(picks)}."
-                )
-            picks = [position for position, keep in enumerate(picks) if keep]
-        rows = [nested[pick] for pick in picks]
-    if not rest:
-        return rows, ndim
+    rows = nested[first] if isinstance(first, slice) else _pick_rows(nested, first)
+    if rows is None or not rest:
+        return None if rows is None else (rows, ndim)
     found = [index_rows(row, rest, ndim - 1) for row in rows]
     if any(row is None for row in found):
         return None
     inner = found[0][1] if found else ndim - 1 - sum(isinstance(part, int) for part in rest)
     return [row[0] for row in found], inner + 1
+
+
+def _pick_rows(nested: Any, index: Any) -> list[Any] | None:
+    """The rows of a list or tensor of numbers, or of a mask; None for an index of several dimensions."""
+    picks = index.tolist() if hasattr(index, "tolist") else list(index)
+    if any(isinstance(pick, list) for pick in picks):
+        return None
+    if not picks or not isinstance(picks[0], bool):
+        return [nested[pick] for pick in picks]
+    if len(picks) != len(nested):
+        raise ShapeError(f"History: a mask must have an entry for each of {len(nested)} rows: got {len(picks)}.")
+    return [row for row, keep in zip(nested, picks, strict=True) if keep]

@@ -1,7 +1,7 @@
-"""Static check of whether a chat template reads message contents, and the shape of a conversation.
+"""Static analysis of chat templates: whether one reads message contents, and the shape of a conversation.
 
 A template that only writes contents treats all conversations of one shape alike: what was found for stand-ins holds for
-each of them. The check is static and errs on one side: what it does not know counts as reading.
+each of them. An expression that the analysis does not know counts as reading.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ _STRUCTURE = ("tool_calls", "function")  # hold more of the message rather than 
 _TYPE_TESTS = ("string", "none", "defined", "undefined", "mapping", "iterable", "sequence", "boolean", "number")
 _TYPE_TESTS += ("true", "false", "integer", "float")
 _WRITING_FILTERS = ("trim", "string", "tojson", "safe", "default", "d")
+_HOLDERS = (nodes.Or, nodes.And, nodes.List, nodes.Tuple, nodes.Dict, nodes.Pair, nodes.Keyword)
 _GENERATION_TAGS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 _STAND_IN = "\U00100000"  # private-use plane B
 
@@ -31,7 +32,7 @@ _NOTHING, _PARTS, _TEXT = range(3)  # what of the messages a value holds: nothin
 
 
 def shape_of(value: Any, key: str = "") -> Any:
-    """What a template that does not read contents can tell apart: types, keys, roles, names, which texts are empty."""
+    """The part of a value that a template reads without reading contents: types, keys, roles, names, empty texts."""
     if isinstance(value, str):
         return value if key in (*_EXACT, *_STRUCTURE) or not value or value.isspace() else None
     if key in _EXACT:
@@ -73,7 +74,7 @@ def stand_ins(chat: Sequence[Message]) -> list[Message]:
 
 @lru_cache(maxsize=64)
 def reads_contents(jinja: str) -> bool:
-    """Whether what a template writes may depend on more of a conversation than its shape and its texts, unchanged.
+    """Whether a template's output may depend on more of a conversation than its shape and its texts, unchanged.
 
     >>> reads_contents("{% for m in messages %}{{ m.role ~ m.content | trim }}{% endfor %}")
     False
@@ -106,36 +107,39 @@ class _Walk:
 
     def statements(self, body: Sequence[nodes.Node]) -> None:
         for node in body:
-            if isinstance(node, nodes.Output):
-                self._levels(node.nodes)
-            elif isinstance(node, nodes.If):
-                self._level(node.test)
-                self.statements([*node.body, *node.elif_, *node.else_])
-            elif isinstance(node, nodes.For):
-                self._loop(node)
-            elif isinstance(node, nodes.Assign):
-                self._bind(node.target, self._level(node.node))
-            elif isinstance(node, nodes.AssignBlock) and node.filter is None:
-                self._bind(node.target, _TEXT)
-                self.statements(node.body)
-            elif isinstance(node, nodes.Macro):
-                self._levels(node.defaults)
-                self.statements(node.body)
-            elif isinstance(node, nodes.ExprStmt):
-                self._level(node.node)
-            elif not isinstance(node, (nodes.Break, nodes.Continue)):
-                raise _ReadsError
+            match node:
+                case nodes.Output():
+                    self._levels(node.nodes)
+                case nodes.If():
+                    self._level(node.test)
+                    self.statements([*node.body, *node.elif_, *node.else_])
+                case nodes.For():
+                    self._bind(node.target, level := self._iterated(node.iter))
+                    self._bind(nodes.Name("loop", "store"), level)
+                    self._levels([node.test] if node.test is not None else [])
+                    self.statements([*node.body, *node.else_])
+                case nodes.Assign():
+                    self._bind(node.target, self._level(node.node))
+                case nodes.AssignBlock(filter=None):
+                    self._bind(node.target, _TEXT)
+                    self.statements(node.body)
+                case nodes.Macro():
+                    self._levels(node.defaults)
+                    self.statements(node.body)
+                case nodes.ExprStmt():
+                    self._level(node.node)
+                case nodes.Break() | nodes.Continue():
+                    pass
+                case _:
+                    raise _ReadsError
 
-    def _loop(self, node: nodes.For) -> None:
-        if (pairs := _items(node.iter)) is not None:
-            level = _TEXT if self._level(pairs) else _NOTHING
-        elif (level := self._level(node.iter)) == _TEXT:  # letter by letter, if it is a string
+    def _iterated(self, iterable: nodes.Node) -> int:
+        match iterable:
+            case nodes.Filter(name="items", node=mapping) | nodes.Call(node=nodes.Getattr(attr="items", node=mapping)):
+                return _TEXT if self._level(mapping) else _NOTHING
+        if (level := self._level(iterable)) == _TEXT:  # letter by letter, if it is a string
             raise _ReadsError
-        self._bind(node.target, level)
-        self._bind(nodes.Name("loop", "store"), level)
-        if node.test is not None:
-            self._level(node.test)
-        self.statements([*node.body, *node.else_])
+        return level
 
     def _bind(self, target: nodes.Node, level: int) -> None:
         if isinstance(target, nodes.Tuple):
@@ -148,38 +152,49 @@ class _Walk:
         return max([self._level(node) for node in expressions], default=_NOTHING)
 
     def _level(self, node: nodes.Node) -> int:
-        """What of the messages the value of an expression holds."""
-        children = list(node.iter_child_nodes())
-        if isinstance(node, (nodes.Const, nodes.TemplateData)):
-            return _NOTHING
-        if isinstance(node, nodes.Name):
-            return self.names.get(node.name, _NOTHING)
-        if isinstance(node, nodes.Getattr):
-            return self._field(node.node, node.attr)
-        if isinstance(node, nodes.Getitem):
-            return self._item(node)
-        if isinstance(node, nodes.Call):
-            return self._call(node)
-        if isinstance(node, nodes.Filter):
-            return self._filter(node)
-        if isinstance(node, nodes.Compare):
-            return self._compare(node)
-        if isinstance(node, nodes.Test):
-            if self._levels(children) and node.name not in _TYPE_TESTS:
-                raise _ReadsError
-            return _NOTHING
-        if isinstance(node, nodes.Not):
-            self._level(node.node)
-            return _NOTHING
-        if isinstance(node, nodes.CondExpr):
-            self._level(node.test)
-            return self._levels([branch for branch in (node.expr1, node.expr2) if branch is not None])
-        if isinstance(node, (nodes.Concat, nodes.Add)):
-            return _TEXT if self._levels(children) else _NOTHING
-        known = (nodes.Or, nodes.And, nodes.List, nodes.Tuple, nodes.Dict, nodes.Pair, nodes.Keyword)
-        if self._levels(children) and not isinstance(node, known):
+        """The part of the messages that the value of an expression holds."""
+        match node:
+            case nodes.Const() | nodes.TemplateData():
+                return _NOTHING
+            case nodes.Name():
+                return self.names.get(node.name, _NOTHING)
+            case nodes.Getattr():
+                return self._field(node.node, node.attr)
+            case nodes.Getitem(arg=nodes.Const(value=str(name))):
+                return self._field(node.node, name)
+            case nodes.Getitem():
+                level = self._level(node.node)
+                if level != _TEXT and not self._levels(list(node.arg.iter_child_nodes()) or [node.arg]):
+                    return level
+            case nodes.Call():
+                return self._call(node)
+            case nodes.Filter():
+                return self._filter(node)
+            case nodes.Compare():
+                return self._compare(node)
+            case nodes.CondExpr():
+                self._level(node.test)
+                return self._levels([branch for branch in (node.expr1, node.expr2) if branch is not None])
+            case _:
+                return self._combination(node)
+        raise _ReadsError
+
+    def _combination(self, node: nodes.Node) -> int:
+        level = self._levels(list(node.iter_child_nodes()))
+        match node:
+            case nodes.Not():
+                return _NOTHING
+            case nodes.Test() if node.name in _TYPE_TESTS:
+                return _NOTHING
+            case nodes.Concat() | nodes.Add():
+                return _TEXT if level else _NOTHING
+            case (
+                nodes.Or() | nodes.And() | nodes.List() | nodes.Tuple() | nodes.Dict() | nodes.Pair() | nodes.Keyword()
+            ):
+                return level
+        if level:
             raise _ReadsError
-        return self._levels(children)
+        return _NOTHING
 
     def _field(self, holder: nodes.Node, name: Any) -> int:
         level = self._level(holder)
@@ -188,14 +203,6 @@ class _Walk:
         if not level or name in _EXACT:
             return _NOTHING
         return _PARTS if level == _PARTS and name in _STRUCTURE else _TEXT
-
-    def _item(self, node: nodes.Getitem) -> int:
-        if isinstance(node.arg, nodes.Const) and isinstance(node.arg.value, str):
-            return self._field(node.node, node.arg.value)
-        level = self._level(node.node)
-        if level == _TEXT or self._levels(list(node.arg.iter_child_nodes()) or [node.arg]):
-            raise _ReadsError
-        return level
 
     def _call(self, node: nodes.Call) -> int:
         given = [*node.args, *node.kwargs]
@@ -229,23 +236,12 @@ class _Walk:
         raise _ReadsError
 
     def _compare(self, node: nodes.Compare) -> int:
-        others = [operand.expr for operand in node.ops]
-        level = self._levels([node.expr, *others])
-        if level and len(others) == 1:
-            [operand] = node.ops
-            emptiness = operand.op in ("eq", "ne") and getattr(operand.expr, "value", 0) in (None, "")
-            has_key = operand.op in ("in", "notin") and not self._level(node.expr) and level == _PARTS
-            if emptiness or has_key:
-                return _NOTHING
-        if level:
-            raise _ReadsError
-        return _NOTHING
-
-
-def _items(node: nodes.Node) -> nodes.Node | None:
-    """What an expression takes the key-value pairs of; None where it does something else."""
-    if isinstance(node, nodes.Filter) and node.name == "items":
-        return node.node
-    if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr) and node.node.attr == "items":
-        return node.node.node
-    return None
+        level = self._levels([node.expr, *[operand.expr for operand in node.ops]])
+        if not level:
+            return _NOTHING
+        match node.ops:
+            case [nodes.Operand(op="eq" | "ne", expr=nodes.Const(value=None | ""))]:
+                return _NOTHING  # a comparison with emptiness
+            case [nodes.Operand(op="in" | "notin")] if level == _PARTS and not self._level(node.expr):
+                return _NOTHING  # a question for a key
+        raise _ReadsError

@@ -1,11 +1,18 @@
+"""Ragged rows: padding and its inverse, and stacks that build their rows when one is read."""
+
 from __future__ import annotations
+
+import pickle
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmrl.data.ragged.messages import MessageStack
 from llmrl.data.ragged.padding import lengths_mask, pad_rows, unpad_rows
+from llmrl.data.ragged.stack import RaggedStack
+from llmrl.data.replay_buffers.layout_json import find_class
 from llmrl.errors import ShapeError
 
 ROWS = [torch.tensor([1, 2, 3]), torch.tensor([4]), torch.tensor([], dtype=torch.int64)]
@@ -79,3 +86,31 @@ def test_rows_that_do_not_fit_are_refused(call, message):
 def test_an_unknown_side_is_refused():
     with pytest.raises(ValueError, match="'middle'"):
         pad_rows(ROWS, side="middle")
+
+
+@pytest.mark.parametrize(
+    "stack",
+    [
+        RaggedStack.from_columns({"ids": ROWS, "role": ["a", "b", "c"]}, 3),
+        MessageStack.from_messages([{"role": role, "content": None} for role in "abc"]),
+    ],
+    ids=["columns", "messages"],
+)
+def test_a_stack_answers_without_building_rows_and_goes_on_as_an_ordinary_one(stack):
+    stack.lock_()
+    assert (stack.is_locked, stack.batch_size, stack.names, stack.device) == (True, (3,), [None], None)
+    assert "role" in stack.keys()
+    assert stack[1:].source is not None
+    assert stack.source is not None, "a row was built"
+    assert [row.is_locked for row in stack.tensordicts] == [True] * 3
+    assert stack.source is None
+    stack.unlock_()
+    stack.tensordicts[0].set("x", torch.ones(()))
+    assert stack.get("role").tolist() == ["a", "b", "c"]
+    assert pickle.loads(pickle.dumps(stack)).get("role").tolist() == ["a", "b", "c"]
+
+
+def test_dumps_of_before_name_the_same_classes():
+    names = {"llmrl.data.llm.message_stack:MessageStack": MessageStack}
+    names["llmrl.modules.llm.policies.ragged:RaggedStack"] = RaggedStack
+    assert {name: find_class(name, lambda cls: True) for name in names} == names

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmrl.data.llm.content_use import conversation_shape, reads_contents, stand_ins
+from llmrl.data.llm.template_analysis import conversation_shape, reads_contents, stand_ins
 from llmrl.data.llm.templates import _BUILT_IN
 
 LOOP = "{%% for m in messages %%}%s{%% endfor %%}"

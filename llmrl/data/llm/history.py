@@ -1,0 +1,366 @@
+"""`History`: conversations in the chat format, as a tensorclass that batches, slices and renders.
+
+A History is a view for people, tools and environments; what is trained is the stream of token ids, which is never
+rebuilt from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from reprlib import Repr
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import TensorClass
+
+from llmrl.data.llm.encoding import Encoding
+from llmrl.data.llm.messages import (
+    GrowthError,
+    copy_messages,
+    index_rows,
+    join,
+    pick_field,
+    to_chats,
+    wrap,
+    zip_fields,
+)
+from llmrl.data.llm.templates import ChatTemplate, Message, Tools, find_template
+from llmrl.data.ragged.messages import FIELDS, stack_messages, unstack_messages
+from llmrl.data.specs import Composite, NonTensor
+from llmrl.errors import ConfigError, DataError, ShapeError, TemplateError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+__all__ = ["History"]
+
+
+class History(TensorClass["nocast"]):
+    """Conversations: the last batch dimension counts messages, the ones before it count conversations.
+
+    Fields  role, content   a string per message; ``content`` may also be a list of parts, or None
+            is_complete     False for a message that was cut off
+            tool_calls      the calls an assistant message makes, in the format of the Transformers library
+            tool_responses  what they returned, for templates that want it there
+            extra           a dict with every other key of the message
+
+    ``History(role="user", content="Hi")`` is one message (batch size []), lists make a conversation [M], lists of lists
+    a batch [B, M] whose conversations may differ in length ([B, -1]). Messages are shared between histories and never
+    changed; appending costs as much as copying a list. There are no tensors, so a History has no device.
+
+    >>> history = History.from_chats([[{"role": "user", "content": "Hi"}], [{"role": "user", "content": "Hello"}]])
+    >>> answer = History(role=["assistant", "assistant"], content=["Hi!", "Hello!"])
+    >>> history.append(answer).shape
+    torch.Size([2, 2])
+    >>> history[..., -1].content
+    ['Hi!', 'Hello!']
+    """
+
+    role: str
+    content: Any
+    is_complete: bool = True
+    tool_calls: Any = None
+    tool_responses: Any = None
+    extra: Any = None
+
+    # Construction (``__init__`` is set below: a tensorclass generates its own)
+
+    @classmethod
+    def from_chats(cls, chats: Sequence[Sequence[Message]] | Sequence[Message]) -> History:
+        """Lists of messages -> [B, M], or [B, -1] if they differ in length; one list of messages -> [M].
+
+        The dicts are copied, not kept. Raises DataError for a message without a role.
+        """
+        chats = list(chats)
+        if chats and isinstance(chats[0], Mapping):
+            return cls._of(copy_messages(chats, "History.from_chats"), 1)
+        return cls._of([copy_messages(chat, "History.from_chats") for chat in chats], 2)
+
+    @classmethod
+    def from_messages(cls, messages: Sequence[Message]) -> History:
+        """One conversation -> [M], as `from_chats`."""
+        return cls._of(copy_messages(messages, "History.from_messages"), 1)
+
+    @classmethod
+    def stack(cls, rows: Sequence[History], dim: int = 0) -> History:
+        """Histories of one number of dimensions -> one with a new first dimension; lengths may differ.
+
+        Raises  ShapeError if the numbers of dimensions differ, or for another ``dim``
+        """
+        ndims = {row.ndim for row in rows}
+        if dim != 0 or len(ndims) != 1:
+            raise ShapeError(
+                f"History.stack: histories of one number of dimensions are stacked along dim 0: got dim {dim} and "
+                f"{sorted(ndims)} dimensions."
+            )
+        return cls._of([row._nested for row in rows], ndims.pop() + 1)
+
+    @classmethod
+    def from_text(
+        cls,
+        text: str | Sequence[str],
+        chat_template_name: str | None = None,
+        chat_template: str | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> History:
+        """Reads rendered text back: a string -> [M], a list of strings -> [B, -1].
+
+        Reads   the format of ``chat_template``, else of ``chat_template_name``, else of the tokenizer's template, else
+                ChatML
+        Raises  TemplateError if the format has no parser, if that fails, or if a text holds no message; DataError for
+                other objects than text
+
+        A message whose end marker is missing has ``is_complete`` False. For people and tools: training never reads ids
+        from here.
+
+        >>> History.from_text("<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHel").is_complete
+        [True, False]
+        """
+        row = find_template(tokenizer, chat_template_name, template=chat_template)
+        if row.parse is None:
+            raise TemplateError(
+                f"History.from_text: template {row.name!r} must have an inverse parser: got none; give one to "
+                "add_chat_template, or name a template that has one."
+            )
+        texts = [text] if isinstance(text, str) or not isinstance(text, Iterable) else list(text)
+        chats = [copy_messages(_parsed(row, part), f"the parser of template {row.name!r}") for part in texts]
+        return cls._of(chats[0], 1) if isinstance(text, str) else cls._of(chats, 2)
+
+    # Growing
+
+    def append(self, history: History, *, inplace: bool = True, dim: int = -1) -> History:
+        """Adds one message to each conversation (``dim=-1``), or one conversation to the batch (``dim=0``).
+
+        Reads    history  one dimension fewer than self, of the shape of self without ``dim``
+        Returns  self if ``inplace``, else a new History
+        Raises   a ShapeError that is a RuntimeError too, otherwise
+        """
+        _check_history(history, "append")
+        if history.ndim != self.ndim - 1:
+            raise GrowthError(
+                f"History.append: the new history must have one dimension fewer than this one: got {history.ndim} and "
+                f"{self.ndim}; index it, or unsqueeze this one, or use extend."
+            )
+        depth = self._depth(dim)
+        return self._grown(wrap(history._nested, depth), depth, "append", inplace)
+
+    def extend(self, history: History, *, inplace: bool = True, dim: int = 0) -> History:
+        """Adds messages to each conversation (``dim=-1``), or conversations to the batch (``dim=0``).
+
+        Reads    history  as many dimensions as self
+        Returns  self if ``inplace``, else a new History
+        Raises   a ShapeError that is a RuntimeError too, otherwise
+        """
+        _check_history(history, "extend")
+        if not self.ndim or history.ndim != self.ndim:
+            raise GrowthError(
+                f"History.extend: The new history to extend with must have the dimensions of this one, at least one: "
+                f"got {history.ndim} and {self.ndim}; unsqueeze the shorter one, or use append."
+            )
+        return self._grown(history._nested, self._depth(dim), "extend", inplace)
+
+    # Reading
+
+    def to_chats(self) -> list[Any]:
+        """Messages as dicts: a list for [M], lists of lists for [B, M]; padding messages are left out.
+
+        The dicts are copies, without ``is_complete``: ready for ``tokenizer.apply_chat_template``.
+        """
+        if not self.ndim:
+            raise ShapeError(
+                "History.to_chats: a conversation must have a dimension of messages: got one; unsqueeze(0) it."
+            )
+        return to_chats(self._nested, self.ndim)
+
+    def apply_chat_template(
+        self,
+        *,
+        tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        chat_template_name: str | None = None,
+        continue_final_message: bool = False,
+        tokenize: bool | None = None,
+        padding: bool = False,
+        truncation: bool = False,
+        return_tensors: str | None = None,
+        return_dict: bool | None = None,
+        return_assistant_tokens_mask: bool = False,
+        include_end_of_turn: bool = True,
+        tools: Tools | None = None,
+        **template_kwargs: Any,
+    ) -> Any:
+        """Writes the conversations as a model reads them.
+
+        Reads    tokenizer        its own template is used unless ``chat_template`` or ``chat_template_name`` is given;
+                                  may be left out for text. A processor, for content that is more than text
+                 continue_final_message  leave the last message open, for a model to write on
+                 padding, truncation     pad the rows of a batch to one length, on the tokenizer's side; cut them at
+                                  ``tokenizer.model_max_length``
+                 template_kwargs  handed to the template
+        Returns  text by default: a string for [M], a list for [B, M]. Ids with ``tokenize``, which masks,
+                 ``return_tensors="pt"`` and dicts imply: int64[T] for [M], a list for [B, M], int64[B, T] with
+                 ``padding``. With ``return_dict`` "input_ids" int64[T], "attention_mask" bool[T], a processor's own
+                 entries, and with ``return_assistant_tokens_mask`` "assistant_masks" bool[T] (True where the assistant
+                 wrote the token, its end-of-turn token included): a lazy stack of B rows, dense with ``padding``
+        Raises   TemplateError if the conversation does not fit the template, ConfigError for arguments that exclude
+                 each other
+        """
+        if self.ndim > 2:
+            raise ShapeError(
+                f"History.apply_chat_template: a batch must have shape [M] or [B, M]: got {list(self.shape)}."
+            )
+        chats = self.to_chats()
+        encoding = Encoding(
+            tokenizer=tokenizer,
+            template=find_template(tokenizer, chat_template_name, template=chat_template),
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tokenize=tokenize,
+            padding=padding,
+            truncation=truncation,
+            return_tensors=return_tensors,
+            return_dict=return_assistant_tokens_mask if return_dict is None else return_dict,
+            return_mask=return_assistant_tokens_mask,
+            include_end_of_turn=include_end_of_turn,
+            tools=tools,
+            template_kwargs=template_kwargs,
+        )
+        return encoding.encode(chats) if self.ndim == 2 else encoding.encode([chats])[0]
+
+    @classmethod
+    def default_spec(cls, shape: Sequence[int] = (-1,)) -> Composite:
+        """The spec of a History of this shape: strings and other Python objects, which have no dtype.
+
+        >>> History.default_spec((2, 3)).shape
+        torch.Size([2, 3])
+        """
+        return Composite({name: NonTensor(shape=tuple(shape)) for name in FIELDS}, shape=tuple(shape), data_cls=cls)
+
+    # The tensorclass over nested lists
+
+    def __getitem__(self, index: Any) -> History:
+        found = index_rows(self._nested, index, self.ndim)
+        if found is None:  # an index that lists cannot answer, such as None or a mask of two dimensions
+            return type(self)._from_tensordict(self._tensordict[index])
+        return type(self)._of(*found)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in FIELDS:
+            object.__setattr__(self, name, value)
+            return
+        columns = {field: getattr(self, field) for field in FIELDS} | {name: value}
+        self.__dict__["_tensordict"] = stack_messages(zip_fields(columns, self.ndim), self.ndim)
+
+    @classmethod
+    def _of(cls, nested: Any, ndim: int) -> History:
+        """A History over nested lists of messages, which it keeps."""
+        self = cls.__new__(cls)
+        self.__dict__["_tensordict"] = stack_messages(nested, ndim)
+        self.__dict__["_non_tensordict"] = {}
+        return self
+
+    @property
+    def _nested(self) -> Any:
+        """Nested lists of the messages themselves: to be read, not to be changed."""
+        return unstack_messages(self._tensordict)
+
+    def _depth(self, dim: int) -> int:
+        if not -self.ndim <= dim < self.ndim:
+            raise ShapeError(f"History: dim must be in [{-self.ndim}, {self.ndim}): got {dim}.")
+        return dim % self.ndim
+
+    def _grown(self, new: Any, depth: int, method: str, inplace: bool) -> History:
+        nested = join(self._nested, new, depth, method)
+        if not inplace:
+            return type(self)._of(nested, self.ndim)
+        if self._tensordict.is_locked:
+            raise RuntimeError(
+                "History: a locked history must not be changed in place; unlock_() it, or pass inplace=False."
+            )
+        self.__dict__["_tensordict"] = stack_messages(nested, self.ndim)
+        return self
+
+
+def _init(
+    self: History,
+    role: Any,
+    content: Any = None,
+    is_complete: Any = True,
+    tool_calls: Any = None,
+    tool_responses: Any = None,
+    extra: Any = None,
+    *,
+    batch_size: Sequence[int] | int | None = None,
+    device: Any = None,
+    names: Sequence[str] | None = None,
+) -> None:
+    """A message, a conversation or a batch, by the nesting of ``role``; the shape is read from it.
+
+    ``batch_size`` is checked against it, ``device`` is accepted and means nothing, ``names`` must be None.
+    """
+    if names is not None:
+        raise ConfigError(f"History: its dimensions have no names: got names={names!r}.")
+    ndim = 0
+    probe = role
+    while isinstance(probe, (list, tuple)):
+        ndim, probe = ndim + 1, probe[0] if probe else ""
+    columns = dict(zip(FIELDS, (role, content, is_complete, tool_calls, tool_responses, extra), strict=True))
+    self.__dict__["_tensordict"] = stack_messages(zip_fields(columns, ndim), ndim)
+    self.__dict__["_non_tensordict"] = {}
+    if batch_size is not None:
+        expected = torch.Size([batch_size] if isinstance(batch_size, int) else batch_size)
+        if expected != self.batch_size:
+            raise ShapeError(
+                f"History: batch_size must be the nesting of role: got {list(expected)} for {list(self.batch_size)}."
+            )
+
+
+def _repr(self: History) -> str:
+    """The shape and the first messages."""
+    return f"History({list(self.shape)}, {_SHORT.repr(self._nested)})"
+
+
+_SHORT = Repr()
+_SHORT.maxstring, _SHORT.maxdict = 60, 8
+
+
+def _column(self: History, name: str) -> Any:
+    """One field of every message: a value, a list, or nested lists."""
+    return pick_field(self._nested, self.ndim, name)
+
+
+def _parsed(row: ChatTemplate, text: str) -> Any:
+    """The messages that a template's parser reads in a text; it may be a user's, and raise anything."""
+    if not isinstance(text, str):
+        raise DataError(f"History.from_text: must be given text: got {type(text).__name__}.")
+    try:
+        messages = row.parse(text)
+    except Exception as error:
+        raise TemplateError(
+            f"History.from_text: the parser of template {row.name!r} must read the text: got {type(error).__name__} "
+            f"({error}) for {text[:80]!r}."
+        ) from error
+    if isinstance(messages, History):
+        messages = messages._nested
+    if not messages:
+        raise TemplateError(f"History.from_text: text must hold a message of template {row.name!r}: got {text[:80]!r}.")
+    return messages
+
+
+def _check_history(history: Any, method: str) -> None:
+    if not isinstance(history, History):
+        raise TypeError(
+            f"History.{method}: must be given a History: got {type(history).__name__}; History(role=..., content=...) "
+            "is one message, History.from_messages([...]) a conversation."
+        )
+
+
+# A tensorclass generates ``__init__`` and serves fields from its TensorDict; over the lists both are faster. Its
+# ``__repr__`` fails where a batch begins with a conversation of no messages.
+_init.__qualname__ = "History.__init__"  # what Python's own errors call it
+History.__init__ = _init
+History.__repr__ = _repr
+for _name in FIELDS:
+    setattr(History, _name, property(partial(_column, name=_name)))
