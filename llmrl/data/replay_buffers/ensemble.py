@@ -1,4 +1,4 @@
-"""Several buffers, sampled as one. Which of them a batch comes from, and how parts are joined: ``ensemble_parts``."""
+"""Several buffers, sampled as one."""
 
 from __future__ import annotations
 
@@ -9,24 +9,16 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from llmrl.data.replay_buffers.arguments import near_names
 from llmrl.data.replay_buffers.buffer import ReplayBuffer
-from llmrl.data.replay_buffers.ensemble_parts import (
-    SamplerEnsemble,
-    StorageEnsemble,
-    WriterEnsemble,
-    by_member,
-    index_of,
-    join,
-    members_at,
-    refused,
-    same_schema,
-    split_index,
-)
-from llmrl.data.replay_buffers.samplers import Sampler
-from llmrl.data.replay_buffers.saving import check_transforms
+from llmrl.data.replay_buffers.checkpointers import default_for
+from llmrl.data.replay_buffers.members import by_member, index_of, members_at, refused, split_index
+from llmrl.data.replay_buffers.samplers import Sampler, SamplerEnsemble
+from llmrl.data.replay_buffers.saving import load_transforms, transform_states
+from llmrl.data.replay_buffers.storages import StorageEnsemble
+from llmrl.data.replay_buffers.storages.ensemble import join, same_schema
 from llmrl.data.replay_buffers.tensordict import TensorDictReplayBuffer, with_info
-from llmrl.data.replay_buffers.transforms import load_transform, transform_state
+from llmrl.data.replay_buffers.utils import near_names
+from llmrl.data.replay_buffers.writers import WriterEnsemble
 
 __all__ = ["ReplayBufferEnsemble"]
 
@@ -42,7 +34,7 @@ class ReplayBufferEnsemble(ReplayBuffer):
 
     Without a ``collate_fn`` the batch is dense if the rows of all members have one fixed schema (tensor storages with
     equal keys, shapes and dtypes; samplers of one kind; no transforms or ``collate_fn`` of their own), and a lazy stack
-    of tensordicts otherwise (a list of parts, for rows that are no tensordicts): that depends on the members, never on
+    of tensordicts otherwise (a list of parts, for rows that are not tensordicts): that depends on the members, never on
     the draw. ``collate_fn=torch.stack`` makes it dense where transforms have made the rows equal.
 
     ``info`` is a tensordict; ``info["index", "buffer_ids"]`` and ``info["index", "index"]`` say where each row is from,
@@ -90,7 +82,7 @@ class ReplayBufferEnsemble(ReplayBuffer):
             for member in rbs:
                 if not isinstance(member, ReplayBuffer) or isinstance(member, ReplayBufferEnsemble):
                     raise TypeError(
-                        "ReplayBufferEnsemble: members are replay buffers, and no ensembles: got a "
+                        "ReplayBufferEnsemble: members are replay buffers, and not ensembles: got a "
                         f"{type(member).__name__}."
                     )
             self._members = rbs
@@ -111,6 +103,7 @@ class ReplayBufferEnsemble(ReplayBuffer):
             samplers,
             WriterEnsemble(*self._member_parts("_writer")),
         )
+        self._views[0].checkpointer = default_for(self._views[0])
         super().__init__(transform=transform, batch_size=batch_size, collate_fn=collate_fn)
         if generator is not None:
             self.set_rng(generator)
@@ -188,7 +181,7 @@ class ReplayBufferEnsemble(ReplayBuffer):
         infos = []
         for number, (_, info) in parts:
             rows = info["index"].shape[:1]
-            index = index_of(number, storage.storages[number], info["index"])
+            index = index_of(number, storage.storages[number].trailing, info["index"])
             infos.append(TensorDict._new_unsafe({"index": index}, batch_size=rows))
             for key, value in info.items():
                 if key != "index" and isinstance(value, Tensor) and value.shape[:1] == rows:
@@ -204,7 +197,7 @@ class ReplayBufferEnsemble(ReplayBuffer):
                 data = with_info(data, {"index": member_info["index"]})
             data = member._transform(data)
             if isinstance(data, TensorDictBase) and isinstance(index := data.get("index", None), Tensor):
-                data.set("index", index_of(number, member._storage, index, data.device))
+                data.set("index", index_of(number, member._storage.trailing, index, data.device))
             parts.append(data)
         return self._transform(self._joined(parts, self._dense() and self._equal_samplers()))
 
@@ -265,12 +258,10 @@ class _Transforms:
         return self._member._transform(data)
 
     def state_dict(self) -> list[Any]:
-        return [transform_state(stage.transform) for stage in self._member._stages]
+        return transform_states(self._member._stages)
 
     def load_state_dict(self, state: list[Any]) -> None:
-        check_transforms(len(state), self._member._stages)
-        for stage, part in zip(self._member._stages, state, strict=True):
-            load_transform(stage.transform, part)
+        load_transforms(self._member._stages, state)
 
 
 def _build_members(

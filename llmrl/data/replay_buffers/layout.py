@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from llmrl.data.ragged.lazy_copy import BorrowedRows, copy_rows, rows_form
 from llmrl.data.replay_buffers.lazy_rows import DeferredStack
-from llmrl.data.replay_buffers.pytree import is_leaf, is_tree, know_classes
+from llmrl.data.replay_buffers.utils import is_leaf, is_tree, register_dataclasses
 
 _EMPTY = torch.Size([])
 
@@ -104,7 +104,7 @@ class Tree(NamedTuple):
 
 
 def _tree(spec: pytree.TreeSpec, children: tuple[Any, ...]) -> Tree:
-    know_classes(spec)  # this may be another process, which has not seen them yet
+    register_dataclasses(spec)  # this may be another process, which has not seen them yet
     return Tree(spec, children)
 
 

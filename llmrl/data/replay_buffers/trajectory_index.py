@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from llmrl.data.replay_buffers.storages import Storage
-from llmrl.data.replay_buffers.write_journal import WriteLog
+from llmrl.data.replay_buffers.write_journal import WriteJournal
 from llmrl.errors import MissingKeyError
 
 Key = str | tuple[str, ...]
@@ -53,7 +53,7 @@ class TrajectoryIndex:
         self._end_key = end_key
         self._given = None if trajectories is None and ends is None else _flat(trajectories, ends)
         self._given_ends = ends is not None
-        self.log = WriteLog()
+        self.journal = WriteJournal()
         self.streams = 1
         self.length = 0  # T
         self._size = 1  # time steps that the ring holds, all streams side by side
@@ -116,7 +116,7 @@ class TrajectoryIndex:
 
         Raises: MissingKeyError if there is no entry that tells boundaries, RuntimeError if it is not one value per row.
         """
-        changes = self.log.take(storage)
+        changes = self.journal.take(storage)
         if self._given is not None and changes is not None and changes[0].size:
             self._outdated = True
         if self._outdated:
@@ -130,13 +130,13 @@ class TrajectoryIndex:
             if changes is None or not self._append(storage, changes[0]) or not self._agrees(storage, changes[1]):
                 self._rebuild(storage)
         except BaseException:
-            self.log.forget()
+            self.journal.forget()
             raise
         return True
 
     def forget(self) -> None:
         """The rows are all others: what comes next is read as a whole."""
-        self.log.forget()
+        self.journal.forget()
         self.length, self._outdated = 0, False
 
     def __getstate__(self) -> dict[str, object]:
@@ -151,7 +151,7 @@ class TrajectoryIndex:
         self._boundary = self._find_boundary(storage)
         self.streams, cells = storage.columns, len(storage)
         self._size = storage.max_size // self.streams
-        self._oldest = storage.ring.cursor // self.streams if storage.is_full else 0
+        self._oldest = storage.counters.cursor // self.streams if storage.is_full else 0
         self._ages = _room(self._ages, cells)
         self.length = 0
         total = cells // self.streams
@@ -175,7 +175,7 @@ class TrajectoryIndex:
             or written[0] != int(self.at(np.int64(self.length)))
             or not np.array_equal(written, expected)
             or len(storage) != length * streams
-            or storage.ring.cursor != (written[-1] + 1) % capacity
+            or storage.counters.cursor != (written[-1] + 1) % capacity
         ):
             return False
         self._ages = _room(self._ages, len(storage))

@@ -43,7 +43,7 @@ class _Seen(NamedTuple):
     mutations: int
 
 
-class WriteLog:
+class WriteJournal:
     """Collects positions that were written or replaced, until ``take`` asks for them."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class WriteLog:
 
         None if the rows may all be others: at the first call, with another storage, after a load.
         """
-        ring = storage.ring
+        ring = storage.counters
         seen = self._seen if storage is self._storage else None
         written, replaced = self._written, self._replaced
         noted = written.count + replaced.count

@@ -8,12 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmrl.data.replay_buffers.fork_guard import OneProcess
 from llmrl.data.replay_buffers.grid_index import flat_cells
-from llmrl.data.replay_buffers.reductions import check_reduction, reduced
 from llmrl.data.replay_buffers.samplers.base import Sampler
 from llmrl.data.replay_buffers.samplers.sum_tree import SumTree
 from llmrl.data.replay_buffers.storages import Storage
+from llmrl.data.replay_buffers.utils import ProcessLocal, check_reduction, reduced
 from llmrl.data.replay_buffers.write_journal import flat_positions
 from llmrl.errors import CheckpointError, DataError
 
@@ -21,7 +20,7 @@ _FIRST_PRIORITY = 1.0
 _WAITING_ROWS = 4096  # written rows that may wait for their priority
 
 
-class PrioritizedSampler(OneProcess, Sampler):
+class PrioritizedSampler(ProcessLocal, Sampler):
     """Draws row i, with replacement, with probability ``(p_i + eps)^alpha`` over the sum of that for all rows.
 
     ``sample`` also gives ``"priority_weight"``, the importance weight ``(mass_i / smallest mass)^-beta``: at most 1.
