@@ -17,14 +17,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from llmrl.data.replay_buffers.checkpointers import default_for
-from llmrl.data.replay_buffers.grid_index import (
-    coordinates,
-    flat_cells,
-    num_cells,
-    select_cells,
-    shape_cells,
-    time_first,
-)
+from llmrl.data.replay_buffers.grid_index import coordinates, flat_cells, select_cells, shape_cells, time_first
 from llmrl.data.replay_buffers.layout import set_entry
 from llmrl.data.replay_buffers.prefetch import Prefetcher
 from llmrl.data.replay_buffers.samplers import SLICE_END, RandomSampler, Sampler
@@ -92,15 +85,15 @@ class ReplayBuffer:
             raise ValueError(f"ReplayBuffer: batch_size must be at least 1: got {batch_size}.")
         if prefetch and batch_size is None:
             raise ValueError("ReplayBuffer: prefetch prepares batches of a known size: give batch_size too.")
-        if dim_extend is not None and dim_extend < 0:
-            raise ValueError(f"ReplayBuffer: dim_extend counts from the first dimension: got {dim_extend}.")
         if pin_memory and not torch.accelerator.is_available():
             raise ValueError("ReplayBuffer: pin_memory prepares copies to an accelerator: this machine has none.")
         self._given = (storage, sampler, writer, checkpointer, generator, shared)
         self._collate_fn = collate_fn
         self._pin_memory = pin_memory
         self._batch_size = batch_size
-        self._dim_extend = dim_extend
+        self._dim_extend: int | None = None
+        if dim_extend is not None:
+            self.dim_extend = dim_extend
         self._write_transform = write_transform
         self._stages: list[Stage] = []
         self._prefetcher = Prefetcher(prefetch, prefetch_timeout_s) if prefetch else None
@@ -114,9 +107,9 @@ class ReplayBuffer:
 
     def _build_parts(self) -> None:
         storage, sampler, writer, checkpointer, generator, shared = self._given
-        self._storage = _build("storage", storage, Storage, lambda: ListStorage(1000))
-        self._sampler = _build("sampler", sampler, Sampler, RandomSampler)
-        self._writer = _build("writer", writer, Writer, self._default_writer)
+        self._storage = _build("storage", ListStorage(1000) if storage is None else storage, Storage)
+        self._sampler = _build("sampler", RandomSampler if sampler is None else sampler, Sampler)
+        self._writer = _build("writer", self._default_writer if writer is None else writer, Writer)
         if self._sampler.drop_last and self._batch_size is None:
             raise ValueError("ReplayBuffer: a sampler with drop_last needs batch_size at construction.")
         if checkpointer is not None:
@@ -152,7 +145,7 @@ class ReplayBuffer:
 
     @property
     def write_count(self) -> int:
-        """How many rows were ever written."""
+        """The number of rows ever written."""
         return self._writer.write_count
 
     @property
@@ -224,12 +217,12 @@ class ReplayBuffer:
             if isinstance(where, Tensor) and where.ndim > 1:
                 dims = where.ndim - 1
                 data, where = tree_map(lambda leaf: leaf.flatten(0, dims), data), where.reshape(-1)
-            if not isinstance(where, int) and self._storage.count(data) != num_cells(where):
+            positions = torch.arange(where.start, where.stop) if isinstance(where, slice) else where
+            if isinstance(positions, Tensor) and self._storage.count(data) != len(positions):
                 raise DataError(
                     f"ReplayBuffer: one row per position is needed: got {self._storage.count(data)} rows for "
-                    f"{num_cells(where)} positions."
+                    f"{len(positions)} positions."
                 )
-            positions = torch.arange(where.start, where.stop) if isinstance(where, slice) else where
             data = self._writer.as_stored(data, positions)
             self._rewind()
             self._storage.set(where, data, set_cursor=False)
@@ -262,13 +255,9 @@ class ReplayBuffer:
         return coordinates(index, storage.trailing) if storage.trailing else index
 
     def _invert(self, data: Any) -> Any:
-        if self._write_transform is not None:
-            data = self._write_transform(data)
-            if data is None:
-                return None
-        for stage in reversed(self._stages):
-            if stage.write is not None:
-                data = stage.write(data)
+        for write in (self._write_transform, *[stage.write for stage in reversed(self._stages)]):
+            if write is not None:
+                data = write(data)
                 if data is None:
                     return None
         return data
@@ -312,7 +301,7 @@ class ReplayBuffer:
         return self._transform(data)
 
     def __iter__(self) -> Iterator[Any]:
-        """Batches until the sampler's pass ends; for ever, with a sampler that has no passes (see ``epoch``)."""
+        """Batches until the sampler's pass ends; endless with a sampler that has no passes (see ``epoch``)."""
         if self._batch_size is None:
             raise RuntimeError("ReplayBuffer: iterating needs a batch_size at construction: got none.")
         ran_out = False
@@ -321,14 +310,7 @@ class ReplayBuffer:
             yield data
 
     def epoch(self) -> Iterator[Any]:
-        """The batches of one pass; with a sampler that has no passes, as many as there would be in one.
-
-        >>> buffer = ReplayBuffer(batch_size=4)
-        >>> buffer.extend(torch.arange(10)).shape
-        torch.Size([10])
-        >>> [len(batch) for batch in buffer.epoch()]
-        [4, 4, 4]
-        """
+        """The batches of one pass; with a sampler that has no passes, as many as there would be in one."""
         batches = iter(self)
         if type(self._sampler).ran_out is not Sampler.ran_out or self._batch_size is None:
             yield from batches
@@ -389,25 +371,22 @@ class ReplayBuffer:
         return select_cells(index, storage.shape, "ReplayBuffer", self.dim_extend if storage.ndim > 1 else 0)
 
     def _cells(self, index: int | Tensor) -> int | Tensor:
-        on_grid = self._storage.trailing and isinstance(index, Tensor)
-        return flat_cells(index, self._storage.trailing) if on_grid else index
+        trailing = self._storage.trailing
+        return flat_cells(index, trailing) if trailing and isinstance(index, Tensor) else index
 
     # --- parts ---
 
     def set_storage(self, storage: Storage) -> Storage:
-        """Replaces the storage and returns the previous one; the sampler keeps its state, counters are the storage's.
-
-        No other thread may use the buffer meanwhile.
-        """
-        return self._exchange("_storage", _build("storage", storage, Storage, None))
+        """Replaces the storage, with its counters, and returns the previous one. Not while other threads use it."""
+        return self._exchange("_storage", _build("storage", storage, Storage))
 
     def set_sampler(self, sampler: Sampler) -> Sampler:
         """Replaces the sampler and returns the previous one."""
-        return self._exchange("_sampler", _build("sampler", sampler, Sampler, None))
+        return self._exchange("_sampler", _build("sampler", sampler, Sampler))
 
     def set_writer(self, writer: Writer) -> Writer:
         """Replaces the writer and returns the previous one."""
-        return self._exchange("_writer", _build("writer", writer, Writer, None))
+        return self._exchange("_writer", _build("writer", writer, Writer))
 
     def _exchange(self, name: str, part: Any) -> Any:
         with self._storage.lock:
@@ -424,7 +403,7 @@ class ReplayBuffer:
             self._storage.checkpointer = default_for(self._storage)
 
     def set_rng(self, generator: torch.Generator) -> None:
-        """What the sampler draws from, from now on."""
+        """Gives the sampler another generator."""
         self._at_rest(self._sampler.set_rng, generator)
 
     def append_transform(self, transform: Any, *, invert: bool = False) -> Self:
@@ -437,10 +416,7 @@ class ReplayBuffer:
         return self
 
     def share(self, shared: bool = True) -> None:
-        """Lets other processes use the rows; call it before the buffer is handed to them.
-
-        Raises: UnsupportedError if the storage or its rows cannot be shared; ValueError with ``prefetch``.
-        """
+        """Lets other processes use the rows; to be called before the hand-over. Raises: UnsupportedError."""
         if shared and self._prefetcher is not None:
             raise ValueError("ReplayBuffer: prefetch belongs to one process: leave it out of a shared buffer.")
         if shared:
@@ -465,10 +441,8 @@ class ReplayBuffer:
 
     def _rewind(self) -> None:
         """Forgets the batches that are prepared ahead and puts the sampler back to where the caller is."""
-        if self._prefetcher is not None:
-            bookmark = self._prefetcher.clear()
-            if bookmark is not None:
-                self._sampler.go_back(bookmark)
+        if self._prefetcher is not None and (bookmark := self._prefetcher.clear()) is not None:
+            self._sampler.go_back(bookmark)
 
     def close(self) -> None:
         """Ends the prefetching threads, if there are any."""
@@ -482,17 +456,11 @@ class ReplayBuffer:
         return self._at_rest(parts_state, self._parts(), self._stages)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over a state; the buffer must have been built with the same kinds of parts.
-
-        Raises: CheckpointError, or DataError for rows that do not fit, with nothing changed.
-        """
+        """Takes over a state of a buffer with parts of the same kinds, or raises with nothing changed."""
         self._at_rest(load_parts_state, state, self._parts(), self._stages)
 
     def dumps(self, path: str | Path) -> None:
-        """Writes the buffer to the directory ``path``: completely, or not at all.
-
-        An older dump there is replaced once the new one is whole.
-        """
+        """Writes the buffer to the directory ``path`` and replaces an older dump, completely or not at all."""
         self._at_rest(dump_parts, Path(path), self._parts(), self._stages)
 
     def loads(self, path: str | Path) -> None:
@@ -521,9 +489,7 @@ class ReplayBuffer:
         )
 
 
-def _build(what: str, part: Any, base: type, default: Callable[[], Any] | None) -> Any:
-    if part is None and default is not None:
-        return default()
+def _build(what: str, part: Any, base: type) -> Any:
     built = part() if not isinstance(part, base) and callable(part) else part
     if not isinstance(built, base):
         raise TypeError(

@@ -26,7 +26,7 @@ class Counters:
     """One int64 tensor, so that it can lie in memory that several processes map. The storage's lock guards it.
 
     ``mutations`` never goes back: a reader that remembers it knows whether the rows are still those that it saw,
-    whichever process changed them.
+    also if another process has changed them.
 
     >>> counters = Counters()
     >>> counters.length, counters.cursor = 3, 3

@@ -218,7 +218,7 @@ def write_object(value: Any, path: Path) -> None:
 
 
 def read_object(path: Path) -> Any:
-    """What ``write_object`` wrote. Raises  CheckpointError as ``object_from``, and for a link that leads elsewhere"""
+    """Reads what ``write_object`` wrote. Raises  CheckpointError, also for a link that leads elsewhere"""
     if not path.resolve().is_relative_to(path.parent.resolve()):
         raise CheckpointError(f"{path} must be a file of the dump: it is a link to {path.resolve()}; copy the file.")
     return object_from(path.read_bytes(), str(path))

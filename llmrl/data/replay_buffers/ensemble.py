@@ -30,18 +30,14 @@ class ReplayBufferEnsemble(ReplayBuffer):
     ``collate_fns``, one per member). ``p``, ``sample_from_all`` and ``num_buffer_sampled`` are those of
     `SamplerEnsemble`; every draw of a member gives ``batch_size / num_buffer_sampled`` rows. Each part passes through
     the transforms of its member, then ``collate_fn`` joins the list of parts, then the ensemble's own ``transform``
-    runs. ``generator`` is what the members, and the rows of all of them, are drawn from.
+    runs. Members, and the rows of all of them, are drawn from ``generator``.
 
-    Without a ``collate_fn`` the batch is dense if the rows of all members have one fixed schema (tensor storages with
-    equal keys, shapes and dtypes; samplers of one kind; no transforms or ``collate_fn`` of their own), and a lazy stack
-    of tensordicts otherwise (a list of parts, for rows that are not tensordicts): that depends on the members, never on
-    the draw. ``collate_fn=torch.stack`` makes it dense where transforms have made the rows equal.
-
+    Without a ``collate_fn`` the batch is dense if the rows of all members have one fixed schema and pass through no
+    transforms, and a lazy stack otherwise (a list of parts, for rows that are not tensordicts), whatever is drawn.
     ``info`` is a tensordict; ``info["index", "buffer_ids"]`` and ``info["index", "index"]`` say where each row is from,
     and so does the entry ``"index"`` of a batch of tensordicts. ``update_priority`` takes such an index.
-
-    ``ensemble[i]`` is a member, ``ensemble[1:]`` an ensemble of some of them, ``ensemble[:]`` the ensemble itself, and
-    ``ensemble[:, :3]`` are rows of every member; ``len`` counts members. Rows are written to members: ``ensemble[i]``.
+    ``ensemble[i]`` is a member, ``ensemble[1:]`` an ensemble of some, and ``ensemble[:, :3]`` are rows of every member;
+    ``len`` counts members. Rows are written to members.
 
     >>> from llmrl.data.replay_buffers import LazyTensorStorage
     >>> members = [TensorDictReplayBuffer(storage=LazyTensorStorage(10)) for _ in range(2)]

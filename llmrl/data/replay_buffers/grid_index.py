@@ -61,12 +61,6 @@ def _are_coordinates(index: Any, ndim: int) -> bool:
     return isinstance(index, Tensor) and index.dtype is torch.int64 and index.ndim == 2 and index.shape[1] == ndim
 
 
-def num_cells(where: Where) -> int:
-    if isinstance(where, slice):
-        return where.stop - where.start
-    return 1 if isinstance(where, int) else where.numel()
-
-
 def coordinates(cells: Tensor, trailing: Sequence[int]) -> Tensor:
     """Positions int64[N] as coordinates int64[N, ndim], time first; unchanged on a grid of one dimension."""
     if not trailing:

@@ -3,7 +3,7 @@
 A batch is a tree (tensordicts, tensorclasses, lazy stacks) over flat entries. ``take_apart`` separates the two: a
 ``Layout`` (the tree, comparable with ``==``) and one *column* per entry. Storages keep columns, or rows of them
 (``rows.py``), and never look inside a tensordict again; ``put_together`` is the way back. This is the one file that
-knows how tensordict stores its entries. What is kept, where, and for how long is the storages' business.
+knows how tensordict stores its entries.
 """
 
 from __future__ import annotations
@@ -427,7 +427,7 @@ def _wrap_data(values: Sequence[Any]) -> list[NonTensorData]:
 
 
 def ragged_column(root: Any, path: Sequence[str]) -> int | None:
-    """The number of the column that holds a ragged entry of rows of this tree; None where there is no such entry."""
+    """The number of the column that holds a ragged entry of rows of this tree; else None."""
     return _find_ragged(root, list(path), count())
 
 

@@ -101,7 +101,7 @@ class MemberRows(NamedTuple):
 
 
 def by_member(index: TensorDictBase, values: Tensor | None = None) -> Iterator[MemberRows]:
-    """What an index of an ensemble names, member by member."""
+    """The rows that an index of an ensemble names, member by member."""
     ids, positions = index["buffer_ids"], index["index"]
     for number in ids.unique().tolist():
         where = ids == number

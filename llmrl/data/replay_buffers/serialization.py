@@ -287,7 +287,7 @@ def object_bytes(value: Any, who: str) -> bytes:
 
 
 def object_from(data: bytes, who: str) -> Any:
-    """What ``object_bytes`` was given, read without running code for it. Raises: CheckpointError."""
+    """The value that ``object_bytes`` was given, read without running code for it. Raises: CheckpointError."""
     try:
         return torch.load(io.BytesIO(data), weights_only=True)
     except Exception as error:

@@ -129,7 +129,7 @@ def tree_map(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def num_rows(data: Any) -> int:
-    """How many rows a batch holds: the leading size, which all entries share; a list holds rows one by one."""
+    """The number of rows of a batch: the leading size, which all entries share; a list holds rows one by one."""
     if isinstance(data, list):
         return len(data)
     if isinstance(data, Tensor) or is_tensor_collection(data):

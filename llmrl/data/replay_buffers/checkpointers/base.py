@@ -118,7 +118,7 @@ class StorageCheckpointerBase:
         return content, manifest["ring"]
 
     def _encode(self, content: Any, where: dict[str, Any]) -> Encoded:
-        """What is written, and what the manifest says of its layout; ``where`` is ``shift`` and ``is_full``."""
+        """The content to write and the manifest's note on its layout; ``where`` is ``shift`` and ``is_full``."""
         return content, {"name": "rows"}
 
     @contextmanager

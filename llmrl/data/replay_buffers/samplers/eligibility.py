@@ -14,7 +14,7 @@ from llmrl.errors import DataError
 
 
 class Eligibility:
-    """``max_age`` in policy versions and ``max_uses`` per row; None is no limit.
+    """``max_age`` in policy versions and ``max_uses`` per row; None sets no limit.
 
     A row's age is the current version less its entry ``version_key``. The current version is what was last set, or
     else the newest of any row written so far. A row that is overwritten starts again with no uses; one that is replaced
@@ -42,12 +42,12 @@ class Eligibility:
         return self._newest if self.version is None else self.version
 
     def mask(self, storage: Storage) -> np.ndarray:
-        """Which rows may be drawn, bool[len(storage)]."""
+        """True for rows that may be drawn, bool[len(storage)]."""
         self._refresh(storage)
         return ~(self._too_old(len(storage)) | self._used_up(len(storage)))
 
     def uses_left(self, positions: np.ndarray) -> np.ndarray:
-        """How often each row may still be drawn; for use with ``max_uses``."""
+        """The draws that each row has left; for use with ``max_uses``."""
         return self.max_uses - self._uses[positions]
 
     def use(self, positions: np.ndarray) -> None:

@@ -74,7 +74,7 @@ class SamplerEnsemble(Members, Sampler):
         return self._ran_out
 
     def set_rng(self, generator: torch.Generator) -> None:
-        """What the members are drawn from, and all of their rows."""
+        """Gives the ensemble and all members one generator."""
         super().set_rng(generator)
         for sampler in self.samplers:
             sampler.set_rng(generator)

@@ -16,7 +16,7 @@ _ABSENT, _WAITING, _DRAWN = 0, 1, 2
 
 
 class Mark(NamedTuple):
-    """Where a pass was."""
+    """A place in a pass."""
 
     epoch: Epoch
     place: int
@@ -71,7 +71,7 @@ class Epoch:
         self.left -= waiting.size
 
     def waiting(self) -> np.ndarray:
-        """What is still to be handed out, in order."""
+        """The positions still to be handed out, in order."""
         rest = self._order[self._place :]
         return rest if self._status is None else rest[self._status[rest] == _WAITING]
 

@@ -43,19 +43,16 @@ class SliceSampler(Sampler):
 
     A batch of N rows is ``num_slices`` slices of ``N / num_slices`` rows, or slices of ``slice_len`` rows: give exactly
     one of the two. The rows come flat, slice after slice; ``batch.view(num_slices, -1)`` is the usual next step.
-
     Trajectories end where ``traj_key`` (or ``trajectory_key``) changes, or where ``end_key`` is True; the default is
     the first entry there is of ``("collector", "traj_ids")``, ``"episode"`` and ``("next", "done")`` (an end). For data
     that does not change, ``trajectories`` (ids) or ``ends`` (bool), one per row, say it instead, with
     ``cache_values=True``. A full ring goes on from its end to its start, and is cut where the next row goes.
 
-    ``strict_length``: trajectories shorter than a slice are passed over; else they come whole. ``span`` lets slices
-    begin before their trajectory and end behind it by up to so many rows (True: all but one), or a pair for left and
-    right; what is outside is left out. ``compile`` and ``use_gpu`` change nothing.
-
-    *Writes* into the sample ``"slice_end"``, True on the last row of every slice; and, into that of a
-    ``TensorDictReplayBuffer`` (of another buffer: into the info), ``truncated_key``, True there too, ``done`` beside it
-    likewise, and ``terminated`` as stored. ``truncated_key=None`` leaves these three alone.
+    ``strict_length`` passes over trajectories shorter than a slice; else they come whole. ``span`` lets slices reach
+    over the ends of their trajectory by so many rows (True: all but one), or a pair for left and right; what is outside
+    is left out. *Writes* ``"slice_end"``, True on the last row of every slice, and, into the sample of a
+    ``TensorDictReplayBuffer`` (else the info), ``truncated_key`` and ``done``, True there too, and ``terminated``;
+    ``truncated_key=None`` leaves these three alone. ``compile`` and ``use_gpu`` change nothing.
 
     >>> from tensordict import TensorDict
     >>> from llmrl.data.replay_buffers import LazyTensorStorage, ReplayBuffer

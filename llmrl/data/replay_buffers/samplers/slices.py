@@ -21,7 +21,7 @@ Slices = tuple[np.ndarray, np.ndarray]  # last cells and lengths, int64[N] each
 
 
 class Cut(NamedTuple):
-    """How slices are cut: ``length`` rows, of which ``left`` may lie before the trajectory and ``right`` behind it.
+    """Cuts slices of ``length`` rows, of which ``left`` may lie before the trajectory and ``right`` behind it.
 
     What lies outside is left out, so such slices are shorter. ``strict``: trajectories shorter than ``length`` have no
     slices; else, and if none fits otherwise, they have one, which is the whole trajectory.
@@ -38,7 +38,7 @@ class Cut(NamedTuple):
         return self.strict and not self.left and not self.right
 
     def count(self, rows: np.ndarray) -> np.ndarray:
-        """How many slices trajectories of so many rows have."""
+        """The number of slices of trajectories of so many rows."""
         fitting = np.maximum(rows - self.length + 1 + self.left + self.right, 0)
         return np.where(rows >= self.length, fitting, 0) if self.strict else np.maximum(fitting, 1)
 
@@ -53,7 +53,7 @@ class Cut(NamedTuple):
 def slices_at(
     index: TrajectoryIndex, cut: Cut, cells: np.ndarray, behind: np.ndarray | int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Whether a slice ends so many rows ``behind`` each cell (0: at it), and its length."""
+    """True where a slice ends so many rows ``behind`` each cell (0: at it), and its length."""
     rows = index.rows_up_to(cells)
     lengths = np.minimum(rows, cut.length - behind)
     if cut.plain:
@@ -68,7 +68,7 @@ def slices_at(
 
 
 def slices_from(index: TrajectoryIndex, cut: Cut, cells: np.ndarray) -> np.ndarray:
-    """Whether a slice begins at each cell; slices that begin before their trajectory are left out."""
+    """True where a slice begins at the cell; slices that begin before their trajectory are left out."""
     if cut.strict and not cut.right:
         return index.same(cells, cut.length - 1)
     before, after = index.rows_up_to(cells) - 1, index.rows_from(cells, cut.length)

@@ -63,7 +63,7 @@ class FilteredSampler(Sampler):
 
 
 class RandomSampler(FilteredSampler):
-    """Every row is as likely as any other at every draw. It has no passes: iterating over it does not end.
+    """Every row is as likely as any other at every draw. It has no passes, so iterating over it does not end.
 
     ``max_age`` leaves out rows whose ``version_key`` is more than that many policy versions behind ``sampler.version``
     (set by the trainer, or else the newest of any row so far). With ``max_uses`` a row is drawn at most so often until

@@ -58,7 +58,7 @@ class Storage(ABC):
     def set(self, index: Index, data: Any, *, set_cursor: bool = True) -> None:
         """Writes one row (int) or a batch of rows, growing by at most one gap-free run.
 
-        Where the next row of a writer goes stays as it is, whatever ``set_cursor`` says: that is the writer's business.
+        The writer's cursor stays as it is, whatever ``set_cursor`` says.
         """
 
     @abstractmethod
@@ -66,7 +66,7 @@ class Storage(ABC):
         """A copy of one row (int) or of a batch of rows. Raises: IndexError where there is none."""
 
     def count(self, data: Any) -> int:
-        """How many rows ``data`` holds when it is given to ``extend``."""
+        """The number of rows that ``extend`` would write."""
         return num_rows(data)
 
     def batch(self, index: slice | Tensor) -> Any:
@@ -99,7 +99,7 @@ class Storage(ABC):
         self.counters.changed()
 
     def contains(self, index: int | Tensor) -> bool | Tensor:
-        """Whether there is a row at the position(s)."""
+        """True where there is a row at the position(s)."""
         if isinstance(index, Tensor):
             return (index >= -len(self)) & (index < len(self))
         return -len(self) <= index < len(self)
@@ -112,7 +112,7 @@ class Storage(ABC):
 
     @property
     def columns(self) -> int:
-        """How many parallel streams there are: 1 unless ``ndim`` is larger."""
+        """The number of parallel streams: 1 unless ``ndim`` is larger."""
         return prod(self.trailing)
 
     @property
@@ -141,7 +141,7 @@ class Storage(ABC):
         self.set(cells, data)
 
     def __contains__(self, index: int | Tensor) -> bool:
-        """Whether there is a row at the position, or at all of them."""
+        """True if there is a row at the position, or at all of them."""
         there = self.contains(index)
         return bool(there.all()) if isinstance(there, Tensor) else there
 
@@ -149,7 +149,7 @@ class Storage(ABC):
         """Raises: UnsupportedError, always: samplers see writes in the storage's counters."""
         raise UnsupportedError(
             f"{type(self).__name__}: nothing needs to be attached: a sampler sees in the storage's counters that rows "
-            "were written, by whichever buffer or process; to say which rows of a buffer were changed, call its "
+            "were written, by any buffer or process; to say which rows of a buffer were changed, call its "
             "mark_update(index)."
         )
 
@@ -202,7 +202,7 @@ class Storage(ABC):
         self.restore(state["content"], state["ring"])
 
     def snapshot(self, *, copy: bool = True) -> tuple[Any, dict[str, Any]]:
-        """What a checkpoint holds: the rows in the order of positions ([T, E, ...] on a grid) and the counters.
+        """The content of a checkpoint: the rows in the order of positions ([T, E, ...] on a grid) and the counters.
 
         The rows are None if there are none. They are a copy, unless the caller neither changes nor keeps them and says
         so by ``copy=False``: rows may exceed the memory.

@@ -74,7 +74,7 @@ class StorageEnsemble(Members, Storage):
 
     @property
     def lock(self) -> Any:
-        """Excludes whoever uses one of the members; taken in one order, wherever they stand in the ensemble."""
+        """All members' locks, taken in one order wherever they stand in the ensemble."""
         locks = {id(storage.lock): storage.lock for storage in self.storages}
         return _all_of(sorted(locks.values(), key=lambda lock: (str(getattr(lock, "path", "")), id(lock))))
 
@@ -111,7 +111,7 @@ class StorageEnsemble(Members, Storage):
 
 
 def same_schema(storages: Sequence[Storage]) -> bool:
-    """True if rows of all storages have the same fixed keys, shapes and dtypes, whichever rows they are."""
+    """True if rows of all storages have the same fixed keys, shapes and dtypes."""
     layouts = []
     for storage in storages:
         schema = storage._known_schema() if isinstance(storage, TensorStorage) else None

@@ -25,7 +25,7 @@ _SPARSE = 4  # a block is given up once less than a quarter of its rows is left:
 
 
 class RowList(Storage):
-    """What storages of any objects and of tensordicts share: a list, a size, a device, and the memory behind rows."""
+    """A list of rows with a size, a device, and the memory behind the rows; see the two storages below."""
 
     def __init__(self, max_size: int | None, device: torch.device | str | None) -> None:
         super().__init__()

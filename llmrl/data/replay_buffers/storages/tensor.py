@@ -175,7 +175,7 @@ class TensorStorage(Storage):
 
     @property
     def folder(self) -> Path | None:
-        """Where the files are that processes share; None if they do not."""
+        """The folder of the files that processes share; None if they do not."""
         return None if self._folder is None else self._folder.path
 
     def share(self) -> None:
@@ -337,9 +337,9 @@ class LazyTensorStorage(TensorStorage):
     """The same, allocated at the first write from the shapes and dtypes of its rows, for ``max_size`` rows.
 
     ``device="auto"`` is the device of the first data. With ``ndim`` larger than 1, ``max_size`` counts cells and is
-    rounded up to whole time steps. ``shared_init`` shares the storage from the start: whichever process writes first
+    rounded up to whole time steps. ``shared_init`` shares the storage from the start: the process that writes first
     allocates for all. Shared memory is given back when this storage ends; with ``cleanup_memmap=False`` it stays for
-    the other processes until somebody removes its files, which are in ``storage.folder``.
+    the other processes until its files are removed, which are in ``storage.folder``.
 
     >>> from tensordict import TensorDict
     >>> storage = LazyTensorStorage(100)

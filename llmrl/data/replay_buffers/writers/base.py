@@ -17,7 +17,7 @@ from llmrl.data.replay_buffers.storages import Storage
 
 
 class Writer(StateFile, ABC):
-    """Puts rows into the storage that it was registered with. The cursor and the counts are the storage's ring.
+    """Puts rows into the storage that it was registered with. The cursor and the counts are the storage's counters.
 
     ``compilable`` changes nothing: a buffer's ``add`` and ``extend`` run eagerly, also inside of compiled functions.
     """
@@ -36,12 +36,12 @@ class Writer(StateFile, ABC):
 
     @property
     def cursor(self) -> int:
-        """Where the next row goes."""
+        """The position of the next row."""
         return self.storage.counters.cursor
 
     @property
     def write_count(self) -> int:
-        """How many rows were ever written."""
+        """The number of rows ever written."""
         return self.storage.counters.write_count
 
     @abstractmethod

@@ -25,7 +25,7 @@ class WriterEnsemble(Members, Writer):
 
     @property
     def write_count(self) -> int:
-        """How many rows were ever written, to all members."""
+        """The number of rows ever written, to all members."""
         return sum(writer.write_count for writer in self.writers)
 
     add, extend, empty, cursor = refused("add"), refused("extend"), refused("empty"), property(refused("cursor"))

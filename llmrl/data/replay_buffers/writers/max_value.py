@@ -23,7 +23,7 @@ class TensorDictMaxValueWriter(ProcessLocal, Writer):
     ones that came first stay. *Writes* each row's position into its entry ``"index"``. *Returns* the position of every
     row after the call: -1 in a batch, None for a single row, if it is not in the storage then.
 
-    Raises: MissingKeyError without ``rank_key``, DataError for a rank that is NaN, RuntimeError for rows that are no
+    Raises: MissingKeyError without ``rank_key``, DataError for a rank that is NaN, RuntimeError for rows that are not
     tensordicts, ValueError for a storage with several dimensions. Nothing is written then. The ranks are kept by one
     process.
 
@@ -126,7 +126,7 @@ class TensorDictMaxValueWriter(ProcessLocal, Writer):
         return ranks.tolist()
 
     def _know_ranks(self) -> None:
-        """Reads the ranks of rows that were there before the writer, or that somebody else has replaced since."""
+        """Reads the ranks of rows that were there before the writer, or were replaced since."""
         storage = self.storage
         if storage.counters.mutations == self._seen:
             return
