@@ -28,14 +28,13 @@ PUBLIC = {
     "llmrl.envs.transforms.rb_transforms": "MultiStepTransform NextStateReconstructor",
     "llmrl.envs.transforms.crop": "RandomCropTensorDict",
     "llmrl.data.replay_buffers.samplers": "RandomSampler SamplerWithoutReplacement SliceSampler "
-    "SliceSamplerWithoutReplacement PrioritizedSampler PrioritizedSliceSampler",
+    "SliceSamplerWithoutReplacement PrioritizedSampler PrioritizedSliceSampler SamplerEnsemble",
     "llmrl.data.replay_buffers.storages": "ListStorage LazyStackStorage LazyTensorStorage LazyMemmapStorage "
-    "TensorStorage",
+    "TensorStorage StorageEnsemble",
     "llmrl.data.replay_buffers.writers": "RoundRobinWriter TensorDictRoundRobinWriter TensorDictMaxValueWriter "
-    "ImmutableDatasetWriter",
+    "ImmutableDatasetWriter WriterEnsemble",
     "llmrl.data.replay_buffers.prioritized": "PrioritizedReplayBuffer TensorDictPrioritizedReplayBuffer",
     "llmrl.data.replay_buffers.ensemble": "ReplayBufferEnsemble",
-    "llmrl.data.replay_buffers.ensemble_parts": "SamplerEnsemble StorageEnsemble WriterEnsemble",
     "llmrl.data.replay_buffers.proxy": "BufferProxy",
     "llmrl.data.replay_buffers.ray_buffer": "RayReplayBuffer",
     "llmrl.data.replay_buffers.remote": "RemoteBuffer RemoteTensorDictReplayBuffer",

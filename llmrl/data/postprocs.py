@@ -1,7 +1,7 @@
 """Rewards over several steps: n-step returns and rewards spread over a trajectory, on whole batches at once.
 
 Batches have time last. Trajectories end where ``done`` is True, where a mask begins to be False, and at the last row.
-The sums are in ``segments.py``; the same on the way into a buffer is `llmrl.envs.transforms.MultiStepTransform`.
+The same on the way into a buffer is `llmrl.envs.transforms.MultiStepTransform`.
 """
 
 from __future__ import annotations
@@ -31,27 +31,16 @@ class MultiStep(nn.Module):
              [*B, T], or shaped as the flags where a row has several; what was there as
              ``("next", "original_reward")`` and ``("next", "original_done")``, for each of the reward and done keys
     Returns  a shallow copy: the batch that is given stays as it is
-    Raises   ConfigError for gamma outside of (0, 1] or n_steps below 1; MissingKeyError; ShapeError
+    Raises   ConfigError, MissingKeyError, ShapeError
     Source   Sutton 1988, doi:10.1007/BF00115009; Hessel et al. 2018, arXiv:1710.02298
 
-    A value target is ``reward + gamma * (not done) * value(next)``: done is that of the row that ``"next"`` comes from,
-    so a target never reaches past an end. Rows where the mask is False belong to no trajectory: they keep their values
-    and get ``nonterminal`` False.
-
-    ``reward_keys``, ``done_key`` (what ends a trajectory) and ``done_keys`` (whose unmoved values are kept, by default
-    that one) are keys under ``"next"``. Where a row has several flags (agents) and they differ, all entries of
-    ``"next"`` must have these dimensions too.
+    A value target is ``reward + gamma * (not done) * value(next)``. Rows where the mask is False keep their values and
+    get ``nonterminal`` False. ``reward_keys``, ``done_key`` and ``done_keys`` are keys under ``"next"``.
 
     >>> from tensordict import TensorDict
-    >>> batch = TensorDict(
-    ...     next=TensorDict(obs=torch.arange(1, 5), reward=torch.ones(4, 1), batch_size=[4]), batch_size=[4]
-    ... )
-    >>> batch["next", "done"] = torch.tensor([False, False, True, False]).unsqueeze(-1)
-    >>> out = MultiStep(gamma=0.5, n_steps=2)(batch)
-    >>> out["next", "reward"].flatten().tolist(), out["next", "obs"].tolist()
-    ([1.5, 1.5, 1.0, 1.0], [2, 3, 3, 4])
-    >>> out["next", "done"].flatten().tolist()
-    [False, True, True, False]
+    >>> following = TensorDict(reward=torch.ones(3, 1), done=torch.tensor([[False], [True], [False]]), batch_size=[3])
+    >>> MultiStep(gamma=0.5, n_steps=2)(TensorDict(next=following, batch_size=[3]))["next", "reward"].flatten()
+    tensor([1.5000, 1.0000, 1.0000])
     """
 
     def __init__(

@@ -3,8 +3,7 @@
 *Flat* keeps the root observations of a trajectory and, after its last row, one more: the last ``"next"``. *Nested* is
 the same with one row per trajectory, *h5* with one group per trajectory. Each pair is an identity, bit for bit, on any
 rows: where a trajectory ends is read from the observations (the next root differs), not only from the done flags, and
-an entry whose ``"next"`` is not what the following root holds is kept twice. Where the codecs run, and what is written
-to which file, is the business of ``replay_buffers/checkpointers``.
+an entry whose ``"next"`` is not what the following root holds is kept twice.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ INFO, ROOT, ENDS = "_ted", "_root", "_ends"  # what a codec adds: its notes, roo
 
 
 class _Encoder(ABC):
-    """What the codecs from TED have in common: they want to know where the ring begins.
+    """A codec from TED, which has to know where the ring begins.
 
     ``done_keys`` and ``reward_keys`` are entries of ``"next"`` that are stored once, at the root; a name stands for
     every entry of that name (default: done, terminated, truncated; reward). ``done_key`` marks the ends that are there
@@ -102,9 +101,7 @@ class _Encoder(ABC):
                 moved.append(list(key))
             elif key not in shifted:
                 entries[("next", *key)] = value
-        for key in entries:
-            if any(key[:length] in entries for length in range(1, len(key))):
-                raise DataError(f"{type(self).__name__}: {key} of 'next' and of the root would overlap; rename one.")
+        self._check_overlap(entries)
         unmarked = int((ends & ~marked).sum())
         told = done is not None and not unmarked and list(self.done_key[1:]) in moved
         notes = {
@@ -136,6 +133,11 @@ class _Encoder(ABC):
         if own:
             raise DataError(f"{who}: the codec uses these names itself: got rows with entries {sorted(own)}; rename.")
 
+    def _check_overlap(self, entries: dict[Key, Tensor]) -> None:
+        for key in entries:
+            if any(key[:length] in entries for length in range(1, len(key))):
+                raise DataError(f"{type(self).__name__}: {key} of 'next' and of the root would overlap; rename one.")
+
     def _notes_into(self, out: TensorDict, notes: dict[str, Any], shift: int, is_full: bool) -> TensorDict:
         for name, value in ((self.shift_key, int(shift)), (self.is_full_key, bool(is_full)), (INFO, notes)):
             out.set_non_tensor(name, value)
@@ -148,7 +150,7 @@ class TED2Flat(_Encoder):
     Reads    a TensorDict [T, *E] in TED, time first, as a storage keeps it
     Returns  a TensorDict [] with entries [T * E, ...], stream after stream; done flags and rewards are at the root.
              ``shift_key`` and ``is_full_key`` hold the arguments
-    Raises   DataError if the rows are no TED
+    Raises   DataError if the rows are not TED
 
     ``shift`` is the place in the ring of the oldest row, for a buffer that is full (``is_full``); a checkpointer fills
     both in when the codec is a save hook.
@@ -179,7 +181,7 @@ class TED2Nested(_Encoder):
 
     Reads    a TensorDict [T, *E] in TED, time first, as a storage keeps it
     Returns  a TensorDict [number of trajectories] of nested (jagged) tensors
-    Raises   DataError if the rows are no TED
+    Raises   DataError if the rows are not TED
 
     >>> rows = TensorDict(
     ...     obs=torch.arange(3),
@@ -303,7 +305,7 @@ class Nested2TED:
 
 
 class H5Split:
-    """Nested tensors as one group per trajectory, ``traj_000``, ``traj_001``, ...; what is no tensor stays outside.
+    """Nested tensors as one group per trajectory, ``traj_000``, ``traj_001``, ...; other entries stay outside.
 
     >>> nested = TensorDict(obs=torch.nested.nested_tensor_from_jagged(torch.arange(5), torch.tensor([0, 2, 5])))
     >>> nested.batch_size = [2]

@@ -1,7 +1,7 @@
-"""Where trajectories end in rows that follow each other in time, and sums and counts that stop there.
+"""Ends of trajectories in rows that follow each other in time, and sums and counts that stop there.
 
 Plain functions over ``ends``, bool[..., T] with time last: True at the last row of a trajectory. The last row of all is
-an end whether marked or not. Who writes the marks, and what is done with the pieces, is the callers' business.
+an end whether marked or not.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from llmrl.data.replay_buffers.checkpointers import (
     TensorStorageCheckpointer,
 )
 from llmrl.data.replay_buffers.ensemble import ReplayBufferEnsemble
-from llmrl.data.replay_buffers.ensemble_parts import SamplerEnsemble, StorageEnsemble, WriterEnsemble
 from llmrl.data.replay_buffers.prioritized import PrioritizedReplayBuffer, TensorDictPrioritizedReplayBuffer
 from llmrl.data.replay_buffers.ray_buffer import RayReplayBuffer
 from llmrl.data.replay_buffers.remote import RemoteBuffer, RemoteTensorDictReplayBuffer
@@ -20,6 +19,7 @@ from llmrl.data.replay_buffers.samplers import (
     PrioritizedSliceSampler,
     RandomSampler,
     Sampler,
+    SamplerEnsemble,
     SamplerWithoutReplacement,
     SliceSampler,
     SliceSamplerWithoutReplacement,
@@ -30,6 +30,7 @@ from llmrl.data.replay_buffers.storages import (
     LazyTensorStorage,
     ListStorage,
     Storage,
+    StorageEnsemble,
     TensorStorage,
 )
 from llmrl.data.replay_buffers.tensordict import TensorDictReplayBuffer
@@ -39,6 +40,7 @@ from llmrl.data.replay_buffers.writers import (
     TensorDictMaxValueWriter,
     TensorDictRoundRobinWriter,
     Writer,
+    WriterEnsemble,
 )
 
 __all__ = [

@@ -1,70 +1,50 @@
 """The replay buffer: rows go in through transforms and a writer, batches come out by a sampler through transforms.
 
 The parts do the work: a storage keeps rows (``storages``), a writer decides where they go (``writers``), a sampler
-which ones come back (``samplers``). ``parts`` builds and exchanges them, ``cells`` says what an index means, ``saving``
-what a directory holds. This file joins them under the storage's lock.
+which ones come back (``samplers``). This file joins them under the storage's lock.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.context import get_spawning_popen
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.base import is_tensor_collection
 from torch import Tensor
 
-from llmrl.data.replay_buffers.grid_index import (
-    coordinates,
-    flat_cells,
-    num_cells,
-    select_cells,
-    shape_cells,
-    time_first,
-)
+from llmrl.data.replay_buffers.checkpointers import default_for
+from llmrl.data.replay_buffers.grid_index import coordinates, flat_cells, select_cells, shape_cells, time_first
 from llmrl.data.replay_buffers.layout import set_entry
-from llmrl.data.replay_buffers.parts import BufferParts
-from llmrl.data.replay_buffers.pytree import tree_map
-from llmrl.data.replay_buffers.samplers import SLICE_END, Sampler
+from llmrl.data.replay_buffers.prefetch import Prefetcher
+from llmrl.data.replay_buffers.samplers import SLICE_END, RandomSampler, Sampler
 from llmrl.data.replay_buffers.saving import dump_parts, load_parts, load_parts_state, part_names, parts_state
+from llmrl.data.replay_buffers.storages import ListStorage, Storage
 from llmrl.data.replay_buffers.storages.base import read_entry
+from llmrl.data.replay_buffers.utils import Stage, as_stage, near_names, tree_map
+from llmrl.data.replay_buffers.writers import RoundRobinWriter, Writer
 from llmrl.errors import DataError
 
 Index = int | slice | range | Sequence[int] | Tensor | tuple[Any, ...]
 
 
-class ReplayBuffer(BufferParts):
-    """Keeps rows and hands out batches of them.
+class ReplayBuffer:
+    """Keeps rows and hands out batches of them: copies in, copies out.
 
-    ``storage``, ``sampler`` and ``writer`` are instances, or callables without arguments that build one; the defaults
-    are ``ListStorage(1000)``, ``RandomSampler()`` and ``RoundRobinWriter()``. With ``delayed_init`` callables are
-    called at the first use, which may be in another process that was handed the buffer.
+    ``storage``, ``sampler`` and ``writer`` are instances, or callables without arguments that build one, with
+    ``delayed_init`` at the first use. ``transform`` (or ``transform_factory``) is a callable that runs on every batch
+    that is read; its method ``inv``, if it has one, runs on what is written and may return ``None`` to keep it back.
+    ``write_transform`` runs on writes only, before the others. ``collate_fn`` makes a batch of what the storage returns
+    for several rows.
 
-    ``transform`` (or ``transform_factory``, a callable that builds it) is any callable: it runs on every batch that is
-    read. If it also has a method ``inv``, that runs on everything that is written, and may return ``None`` to keep it
-    back, in which case nothing is written. A plain function runs on reads only; ``write_transform`` is a function that
-    runs on what is written, before the others. ``collate_fn`` turns what the storage returns for several rows (a list
-    of rows, for a list) into a batch; by default tensors and tensordicts that come in a list are stacked.
-    ``pin_memory`` puts batches in memory that an accelerator copies from.
-
-    What goes in is copied, what comes out is a copy, and objects that were passed in are not changed. ``add``,
-    ``extend`` and ``sample`` may be called from several threads. ``prefetch`` is the number of batches that threads
-    prepare ahead; it changes when a batch is made, never which: a write makes the batches that are waiting anew, and a
-    batch that takes longer than ``prefetch_timeout_s`` raises ``DeadlineError``.
-
-    A storage with ``ndim`` dimensions is written by batches whose time is dimension ``dim_extend``, the last of the
-    grid by default: [E, T]. ``buffer[...]`` sees [E, T] too, ``buffer.storage[...]`` sees [T, E], and positions are
-    coordinates int64[N, ndim], time first.
-
-    ``share`` (or ``shared=True``) lets other processes that are handed the buffer write and read the same rows; with a
-    ``LazyMemmapStorage`` they always may. Each process has its own sampler. ``generator`` is what the sampler draws
-    from. ``state_dict`` holds everything including the generator's state and the place in the current pass: a buffer
-    that loads it goes on with the same batches.
-
-    ``add``, ``extend`` and ``sample`` run eagerly inside of compiled functions, whatever ``compilable`` says.
+    ``prefetch`` batches are prepared ahead by threads: the same batches, earlier; one that takes longer than
+    ``prefetch_timeout_s`` raises ``DeadlineError``. On a storage with ``ndim`` dimensions, time is dimension
+    ``dim_extend`` of a batch (default: the last of the grid), and positions are coordinates int64[N, ndim], time first.
+    ``shared`` rows are written and read by other processes too; each has its own sampler, which draws from
+    ``generator``. A buffer that loads a ``state_dict`` goes on with the same batches. ``compilable`` changes nothing.
 
     >>> from tensordict import TensorDict
     >>> from llmrl.data.replay_buffers import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
@@ -74,6 +54,117 @@ class ReplayBuffer(BufferParts):
     >>> [len(batch) for batch in buffer]
     [4, 2]
     """
+
+    _default_writer: type[Writer] = RoundRobinWriter
+
+    @near_names
+    def __init__(
+        self,
+        *,
+        storage: Storage | Callable[[], Storage] | None = None,
+        sampler: Sampler | Callable[[], Sampler] | None = None,
+        writer: Writer | Callable[[], Writer] | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        pin_memory: bool = False,
+        prefetch: int | None = None,
+        prefetch_timeout_s: float = 600.0,
+        transform: Any = None,
+        transform_factory: Callable[[], Any] | None = None,
+        write_transform: Callable[[Any], Any] | None = None,
+        batch_size: int | None = None,
+        dim_extend: int | None = None,
+        checkpointer: Any = None,
+        generator: torch.Generator | None = None,
+        shared: bool = False,
+        compilable: bool | None = None,
+        delayed_init: bool | None = None,
+    ) -> None:
+        if transform is not None and transform_factory is not None:
+            raise TypeError("ReplayBuffer: transform and transform_factory exclude each other: got both.")
+        if batch_size is not None and batch_size < 1:
+            raise ValueError(f"ReplayBuffer: batch_size must be at least 1: got {batch_size}.")
+        if prefetch and batch_size is None:
+            raise ValueError("ReplayBuffer: prefetch prepares batches of a known size: give batch_size too.")
+        if pin_memory and not torch.accelerator.is_available():
+            raise ValueError("ReplayBuffer: pin_memory prepares copies to an accelerator: this machine has none.")
+        self._given = (storage, sampler, writer, checkpointer, generator, shared)
+        self._collate_fn = collate_fn
+        self._pin_memory = pin_memory
+        self._batch_size = batch_size
+        self._dim_extend: int | None = None
+        if dim_extend is not None:
+            self.dim_extend = dim_extend
+        self._write_transform = write_transform
+        self._stages: list[Stage] = []
+        self._prefetcher = Prefetcher(prefetch, prefetch_timeout_s) if prefetch else None
+        self._iterator: Iterator[Any] | None = None
+        if transform_factory is not None:
+            transform = transform_factory()
+        if transform is not None:
+            self._stages.append(as_stage(transform))
+        if not delayed_init:
+            self._build_parts()
+
+    def _build_parts(self) -> None:
+        storage, sampler, writer, checkpointer, generator, shared = self._given
+        self._storage = _build("storage", ListStorage(1000) if storage is None else storage, Storage)
+        self._sampler = _build("sampler", RandomSampler if sampler is None else sampler, Sampler)
+        self._writer = _build("writer", self._default_writer if writer is None else writer, Writer)
+        if self._sampler.drop_last and self._batch_size is None:
+            raise ValueError("ReplayBuffer: a sampler with drop_last needs batch_size at construction.")
+        if checkpointer is not None:
+            self._storage.checkpointer = checkpointer() if isinstance(checkpointer, type) else checkpointer
+        self._connect()
+        if generator is not None:
+            self._sampler.set_rng(generator)
+        if shared:
+            self.share()
+        self._given = ()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_storage", "_sampler", "_writer") and self.__dict__.get("_given"):
+            self._build_parts()  # delayed_init: this is the first use
+            return self.__dict__[name]
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}.")
+
+    @property
+    def storage(self) -> Storage:
+        return self._storage
+
+    @property
+    def sampler(self) -> Sampler:
+        return self._sampler
+
+    @property
+    def writer(self) -> Writer:
+        return self._writer
+
+    @property
+    def batch_size(self) -> int | None:
+        return self._batch_size
+
+    @property
+    def write_count(self) -> int:
+        """The number of rows ever written."""
+        return self._writer.write_count
+
+    @property
+    def dim_extend(self) -> int:
+        """The dimension of a batch that is time; set once, by default the last one that counts rows."""
+        return self._storage.ndim - 1 if self._dim_extend is None else self._dim_extend
+
+    @dim_extend.setter
+    def dim_extend(self, value: int) -> None:
+        if self._dim_extend is not None:
+            raise RuntimeError(f"ReplayBuffer: dim_extend is set once: it is {self._dim_extend}, got {value}.")
+        if value < 0:
+            raise ValueError(f"ReplayBuffer: dim_extend counts from the first dimension: got {value}.")
+        self._dim_extend = value
+
+    @property
+    def transforms(self) -> tuple[Any, ...]:
+        """The transforms in the order in which they run on reads."""
+        return tuple(stage.transform for stage in self._stages)
 
     # --- writes ---
 
@@ -93,7 +184,7 @@ class ReplayBuffer(BufferParts):
                 return torch.empty(0, dtype=torch.int64)
             if self._storage.ndim > 1:
                 return self._extend(tree_map(lambda leaf: leaf.unsqueeze(self.dim_extend), made))
-            if made is not data and _batch_dims(made) > _batch_dims(data):
+            if made is not data and getattr(made, "batch_dims", 0) > getattr(data, "batch_dims", 0):
                 return self._extend(made)
             self._rewind()
             index = self._writer.add(made)
@@ -126,12 +217,12 @@ class ReplayBuffer(BufferParts):
             if isinstance(where, Tensor) and where.ndim > 1:
                 dims = where.ndim - 1
                 data, where = tree_map(lambda leaf: leaf.flatten(0, dims), data), where.reshape(-1)
-            if not isinstance(where, int) and self._storage.count(data) != num_cells(where):
+            positions = torch.arange(where.start, where.stop) if isinstance(where, slice) else where
+            if isinstance(positions, Tensor) and self._storage.count(data) != len(positions):
                 raise DataError(
                     f"ReplayBuffer: one row per position is needed: got {self._storage.count(data)} rows for "
-                    f"{num_cells(where)} positions."
+                    f"{len(positions)} positions."
                 )
-            positions = torch.arange(where.start, where.stop) if isinstance(where, slice) else where
             data = self._writer.as_stored(data, positions)
             self._rewind()
             self._storage.set(where, data, set_cursor=False)
@@ -147,15 +238,11 @@ class ReplayBuffer(BufferParts):
 
     def update_priority(self, index: int | Tensor, priority: float | Tensor) -> None:
         """Tells the sampler how much the rows at ``index`` matter."""
-        with self._storage.lock:
-            self._rewind()
-            self._sampler.update_priority(self._cells(index), priority)
+        self._at_rest(lambda: self._sampler.update_priority(self._cells(index), priority))
 
     def mark_update(self, index: int | Tensor) -> None:
         """Tells the sampler that the rows at ``index`` were changed."""
-        with self._storage.lock:
-            self._rewind()
-            self._sampler.mark_update(self._cells(index))
+        self._at_rest(lambda: self._sampler.mark_update(self._cells(index)))
 
     def _extend(self, data: Any) -> Tensor:
         storage, dim = self._storage, self.dim_extend
@@ -168,13 +255,9 @@ class ReplayBuffer(BufferParts):
         return coordinates(index, storage.trailing) if storage.trailing else index
 
     def _invert(self, data: Any) -> Any:
-        if self._write_transform is not None:
-            data = self._write_transform(data)
-            if data is None:
-                return None
-        for stage in reversed(self._stages):
-            if stage.write is not None:
-                data = stage.write(data)
+        for write in (self._write_transform, *[stage.write for stage in reversed(self._stages)]):
+            if write is not None:
+                data = write(data)
                 if data is None:
                     return None
         return data
@@ -218,7 +301,7 @@ class ReplayBuffer(BufferParts):
         return self._transform(data)
 
     def __iter__(self) -> Iterator[Any]:
-        """Batches until the sampler's pass ends; for ever, with a sampler that has no passes (see ``epoch``)."""
+        """Batches until the sampler's pass ends; endless with a sampler that has no passes (see ``epoch``)."""
         if self._batch_size is None:
             raise RuntimeError("ReplayBuffer: iterating needs a batch_size at construction: got none.")
         ran_out = False
@@ -227,14 +310,7 @@ class ReplayBuffer(BufferParts):
             yield data
 
     def epoch(self) -> Iterator[Any]:
-        """The batches of one pass; with a sampler that has no passes, as many as there would be in one.
-
-        >>> buffer = ReplayBuffer(batch_size=4)
-        >>> buffer.extend(torch.arange(10)).shape
-        torch.Size([10])
-        >>> [len(batch) for batch in buffer.epoch()]
-        [4, 4, 4]
-        """
+        """The batches of one pass; with a sampler that has no passes, as many as there would be in one."""
         batches = iter(self)
         if type(self._sampler).ran_out is not Sampler.ran_out or self._batch_size is None:
             yield from batches
@@ -295,40 +371,101 @@ class ReplayBuffer(BufferParts):
         return select_cells(index, storage.shape, "ReplayBuffer", self.dim_extend if storage.ndim > 1 else 0)
 
     def _cells(self, index: int | Tensor) -> int | Tensor:
-        on_grid = self._storage.trailing and isinstance(index, Tensor)
-        return flat_cells(index, self._storage.trailing) if on_grid else index
+        trailing = self._storage.trailing
+        return flat_cells(index, trailing) if trailing and isinstance(index, Tensor) else index
+
+    # --- parts ---
+
+    def set_storage(self, storage: Storage) -> Storage:
+        """Replaces the storage, with its counters, and returns the previous one. Not while other threads use it."""
+        return self._exchange("_storage", _build("storage", storage, Storage))
+
+    def set_sampler(self, sampler: Sampler) -> Sampler:
+        """Replaces the sampler and returns the previous one."""
+        return self._exchange("_sampler", _build("sampler", sampler, Sampler))
+
+    def set_writer(self, writer: Writer) -> Writer:
+        """Replaces the writer and returns the previous one."""
+        return self._exchange("_writer", _build("writer", writer, Writer))
+
+    def _exchange(self, name: str, part: Any) -> Any:
+        with self._storage.lock:
+            self._rewind()
+            previous = getattr(self, name)
+            setattr(self, name, part)
+            if name != "_sampler":
+                self._connect()
+            return previous
+
+    def _connect(self) -> None:
+        self._writer.register_storage(self._storage)
+        if self._storage.checkpointer is None:
+            self._storage.checkpointer = default_for(self._storage)
+
+    def set_rng(self, generator: torch.Generator) -> None:
+        """Gives the sampler another generator."""
+        self._at_rest(self._sampler.set_rng, generator)
+
+    def append_transform(self, transform: Any, *, invert: bool = False) -> Self:
+        """Adds a transform after the others; ``invert`` swaps what it does on reads and on writes."""
+        return self.insert_transform(len(self._stages), transform, invert=invert)
+
+    def insert_transform(self, index: int, transform: Any, *, invert: bool = False) -> Self:
+        """Adds a transform before position ``index``."""
+        self._at_rest(self._stages.insert, index, as_stage(transform, invert=invert))
+        return self
+
+    def share(self, shared: bool = True) -> None:
+        """Lets other processes use the rows; to be called before the hand-over. Raises: UnsupportedError."""
+        if shared and self._prefetcher is not None:
+            raise ValueError("ReplayBuffer: prefetch belongs to one process: leave it out of a shared buffer.")
+        if shared:
+            with self._storage.lock:
+                self._storage.share()
+        elif self._storage.shared:
+            raise RuntimeError("ReplayBuffer: rows that processes share stay shared: got share(False).")
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._prefetcher is not None:
+            if get_spawning_popen() is not None:
+                raise RuntimeError("ReplayBuffer: a buffer with prefetch stays in its process: got a hand-over.")
+            with self._storage.lock:
+                self._rewind()
+        return {**self.__dict__, "_iterator": None}
+
+    def _at_rest(self, change: Callable[..., Any], *arguments: Any) -> Any:
+        """``change(*arguments)`` under the lock, with nothing prepared ahead."""
+        with self._storage.lock:
+            self._rewind()
+            return change(*arguments)
+
+    def _rewind(self) -> None:
+        """Forgets the batches that are prepared ahead and puts the sampler back to where the caller is."""
+        if self._prefetcher is not None and (bookmark := self._prefetcher.clear()) is not None:
+            self._sampler.go_back(bookmark)
+
+    def close(self) -> None:
+        """Ends the prefetching threads, if there are any."""
+        if self._prefetcher is not None:
+            self._at_rest(self._prefetcher.close)
 
     # --- state ---
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that decides what the buffer does next, as copies."""
-        with self._storage.lock:
-            self._rewind()
-            return parts_state(self._parts(), self._stages)
+        return self._at_rest(parts_state, self._parts(), self._stages)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over a state; the buffer must have been built with the same kinds of parts.
-
-        Raises: CheckpointError, or DataError for rows that do not fit, with nothing changed.
-        """
-        with self._storage.lock:
-            self._rewind()
-            load_parts_state(state, self._parts(), self._stages)
+        """Takes over a state of a buffer with parts of the same kinds, or raises with nothing changed."""
+        self._at_rest(load_parts_state, state, self._parts(), self._stages)
 
     def dumps(self, path: str | Path) -> None:
-        """Writes the buffer to the directory ``path``: completely, or not at all.
-
-        An older dump there is replaced once the new one is whole.
-        """
-        with self._storage.lock:
-            self._rewind()
-            dump_parts(Path(path), self._parts(), self._stages)
+        """Writes the buffer to the directory ``path`` and replaces an older dump, completely or not at all."""
+        self._at_rest(dump_parts, Path(path), self._parts(), self._stages)
 
     def loads(self, path: str | Path) -> None:
         """Reads what ``dumps`` wrote into a buffer built with the same kinds of parts. Runs no code of it."""
-        with self._storage.lock:
-            self._rewind()
-            load_parts(Path(path), self._parts(), self._stages)
+        self._at_rest(load_parts, Path(path), self._parts(), self._stages)
 
     save = dump = dumps
     load = loads
@@ -352,5 +489,10 @@ class ReplayBuffer(BufferParts):
         )
 
 
-def _batch_dims(data: Any) -> int:
-    return data.batch_dims if is_tensor_collection(data) else 0
+def _build(what: str, part: Any, base: type) -> Any:
+    built = part() if not isinstance(part, base) and callable(part) else part
+    if not isinstance(built, base):
+        raise TypeError(
+            f"ReplayBuffer: {what} must be a {base.__name__} or a callable that builds one: got {type(built).__name__}."
+        )
+    return built

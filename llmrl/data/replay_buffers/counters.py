@@ -1,8 +1,4 @@
-"""The counters of a buffer: how many rows there are, where the next one goes, and how much was ever written.
-
-They are one int64 tensor, so that they can lie in memory that several processes map. A storage owns its ring; the
-writer moves the cursor, the storage the length. Who may touch them when is the business of the storage's lock.
-"""
+"""The counters of a storage: how many rows there are, where the next one goes, and how much was ever written."""
 
 from __future__ import annotations
 
@@ -13,30 +9,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_WORDS, _MUTATIONS = 5, 3
+_WORDS = 5
 
 
 def _word(place: int, doc: str) -> property:
-    def get(ring: Ring) -> int:
-        return ring._view[place]
+    def get(counters: Counters) -> int:
+        return counters._view[place]
 
-    def put(ring: Ring, value: int) -> None:
-        ring._view[place] = value
+    def put(counters: Counters, value: int) -> None:
+        counters._view[place] = value
 
     return property(get, put, doc=doc)
 
 
-class Ring:
-    """``length``, ``cursor``, ``write_count`` and ``mutations`` as one int64 tensor.
+class Counters:
+    """One int64 tensor, so that it can lie in memory that several processes map. The storage's lock guards it.
 
-    ``mutations`` counts every change of the content (write, replacement, load, empty) and never goes back: whoever
-    remembers it knows whether the rows are still those that it saw, whichever process changed them.
+    ``mutations`` never goes back: a reader that remembers it knows whether the rows are still those that it saw,
+    also if another process has changed them.
 
-    >>> ring = Ring()
-    >>> ring.length, ring.cursor = 3, 3
-    >>> ring
-    Ring(length=3, cursor=3, write_count=0)
+    >>> counters = Counters()
+    >>> counters.length, counters.cursor = 3, 3
+    >>> counters
+    Counters(length=3, cursor=3, write_count=0)
     """
+
+    length = _word(0, "How many rows (cells, if the storage has several dimensions) there are.")
+    cursor = _word(1, "Where the next row goes.")
+    write_count = _word(2, "How many rows were ever written by a writer.")
+    mutations = _word(3, "How often the content was changed: by a write, replacement, load or empty.")
+    allocated = _word(4, "Not 0 once some process has allocated the columns of a shared storage.")
 
     def __init__(self) -> None:
         self._pid = os.getpid()
@@ -47,14 +49,8 @@ class Ring:
         self.words = words
         self._view = memoryview(words.numpy())  # an access by this costs a tenth of one by the tensor
 
-    length = _word(0, "How many rows (cells, if the storage has several dimensions) there are.")
-    cursor = _word(1, "Where the next row goes.")
-    write_count = _word(2, "How many rows were ever written by a writer.")
-    mutations = _word(_MUTATIONS, "How often the content was changed.")
-    allocated = _word(4, "Not 0 once some process has allocated the columns of a shared storage.")
-
     def changed(self) -> None:
-        self._view[_MUTATIONS] += 1
+        self._view[3] += 1
 
     # --- several processes ---
 
@@ -63,14 +59,13 @@ class Ring:
         return self._path is not None
 
     def share(self, path: Path) -> None:
-        """Moves the counters into the file ``path``; a pickled ring maps the same file, or is a copy before."""
-        words = _map_words(path, create=True)
-        words.copy_(self.words)
-        self._map(words)
+        """Moves the counters into the file ``path``, which pickled counters map too; before, they are copies."""
+        path.write_bytes(bytes(self.words.numpy()))
         self._path = path
+        self._map(_map_file(path))
 
     def check_writable(self, who: str) -> None:
-        """Raises in a forked process, whose writes nobody else would see."""
+        """Raises in a forked process, whose writes would stay in its private copy of the memory."""
         if self._path is None and os.getpid() != self._pid:
             raise RuntimeError(
                 f"{who}: rows written by a forked process stay in its private copy of the memory: got a write in "
@@ -84,7 +79,7 @@ class Ring:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._pid = os.getpid()
         self._path = state["path"]
-        self._map(state["words"] if self._path is None else _map_words(self._path, create=False))
+        self._map(state["words"] if self._path is None else _map_file(self._path))
 
     # --- state ---
 
@@ -96,15 +91,13 @@ class Ring:
         self.changed()
 
     def __repr__(self) -> str:
-        return f"Ring(length={self.length}, cursor={self.cursor}, write_count={self.write_count})"
+        return f"Counters(length={self.length}, cursor={self.cursor}, write_count={self.write_count})"
 
 
-def _map_words(path: Path, *, create: bool) -> Tensor:
-    if create:
-        path.write_bytes(bytes(8 * _WORDS))
-    elif not path.exists():
+def _map_file(path: Path) -> Tensor:
+    if not path.exists():
         raise RuntimeError(
-            f"Ring: the counters of a shared buffer are a file of its owner: {path} does not exist (any more); the "
+            f"Counters: the counters of a shared buffer are a file of its owner: {path} does not exist (any more); the "
             "owner must live, on this machine, as long as others use the buffer."
         )
     return torch.from_file(str(path), shared=True, size=_WORDS, dtype=torch.int64)

@@ -1,42 +1,48 @@
-"""Writing a directory so that a reader finds the old content or the new one, never half of it.
+"""Checkpoint folders: replaced as a whole, with a checksum of every file.
 
     path/
       checkpoint.current    the name of the version that counts, one line
-      checkpoint.7/         its files
+      checkpoint.7/         its files and their manifest.json
 
 A version is written to ``checkpoint.8.draft``, flushed to the disk and renamed; then ``checkpoint.current`` is
-replaced, which is one atomic step; then older versions are removed. Nothing else that lies in ``path`` is touched. What
-is in a version is the writer's business. `StateFile` is for what has no directory of its own to replace: a part of one.
+replaced, which is one atomic step; then older versions are removed. Nothing else that lies in ``path`` is touched. A
+sub-folder with a manifest of its own vouches for its files; the outer manifest lists only that manifest.
 """
 
 from __future__ import annotations
 
-import io
+import hashlib
+import json
 import os
 import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
-import torch
-
+from llmrl.data.replay_buffers.serialization import object_bytes, object_from
 from llmrl.errors import CheckpointError
 
 __all__ = [
+    "MANIFEST",
     "StateFile",
     "current_directory",
-    "object_bytes",
-    "object_from",
+    "read_manifest",
     "read_object",
     "replace_directory",
+    "write_manifest",
     "write_object",
 ]
 
+MANIFEST = "manifest.json"
 _POINTER = "checkpoint.current"
 _VERSION = re.compile(r"checkpoint\.(\d+)(\.draft)?")
+
+
+# --- the folder ---
 
 
 @contextmanager
@@ -60,15 +66,19 @@ def replace_directory(path: str | Path) -> Iterator[Path]:
             f"{path} must be a directory, or not exist: it is a file; choose another path."
         ) from error
     number = 1 + max((int(_VERSION.fullmatch(name)[1]) for name in _versions(path)), default=0)
-    version, draft = path / f"checkpoint.{number}", path / f"checkpoint.{number}.draft"
+    complete, draft = path / f"checkpoint.{number}", path / f"checkpoint.{number}.draft"
     draft.mkdir()
     try:
         yield draft
         for folder, _, names in os.walk(draft):
             for name in (*names, "."):
                 _flush(Path(folder) / name)
-        draft.rename(version)
-        _point_to(path, version.name)
+        draft.rename(complete)
+        pointer = path / f"{_POINTER}.draft"
+        pointer.write_text(complete.name + "\n")
+        _flush(pointer)
+        pointer.replace(path / _POINTER)
+        _flush(path)
     except BaseException as error:
         shutil.rmtree(draft, ignore_errors=True)
         if isinstance(error, OSError):
@@ -77,68 +87,8 @@ def replace_directory(path: str | Path) -> Iterator[Path]:
             ) from error
         raise
     for name in _versions(path):
-        if name != version.name:
+        if name != complete.name:
             shutil.rmtree(path / name, ignore_errors=True)
-
-
-class StateFile:
-    """For parts of a buffer whose state is small: ``dumps`` and ``loads`` for what has ``state_dict``."""
-
-    def dumps(self, path: str | Path) -> None:
-        """Writes the state to the directory ``path``."""
-        Path(path).mkdir(parents=True, exist_ok=True)
-        write_object(self.state_dict(), Path(path) / "state.pt")
-
-    def loads(self, path: str | Path) -> None:
-        """Reads what ``dumps`` wrote."""
-        self.load_state_dict(read_object(Path(path) / "state.pt"))
-
-
-def write_object(value: Any, path: Path) -> None:
-    """``torch.save``, with the operating system's own error where the disk is full. Raises  as ``object_bytes``"""
-    path.write_bytes(object_bytes(value, path.name))
-
-
-def read_object(path: Path) -> Any:
-    """What ``write_object`` wrote. Raises  as ``object_from``"""
-    return object_from(path.read_bytes(), str(path))
-
-
-def object_bytes(value: Any, who: str) -> bytes:
-    """What ``object_from`` gives back.
-
-    Raises  CheckpointError, in the name of ``who``, for what could only be read by running code
-    """
-    buffer = io.BytesIO()
-    try:
-        torch.save(value, buffer)
-        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
-    except Exception as error:
-        raise CheckpointError(
-            f"{who}: a dump must hold tensors, numbers, strings, None, lists, tuples, dicts, tensordicts and "
-            f"tensorclasses: got {_refused(buffer.getvalue(), error)}; store what it is made of, or keep it out of the "
-            "dump."
-        ) from error
-    return buffer.getvalue()
-
-
-def object_from(data: bytes, who: str) -> Any:
-    """The value, without running code for it. Raises  CheckpointError, in the name of ``who``, where that takes code"""
-    try:
-        return torch.load(io.BytesIO(data), weights_only=True)
-    except Exception as error:
-        raise CheckpointError(
-            f"{who} must hold data, as dumps writes it: got {_refused(data, error)}; load another dump."
-        ) from error
-
-
-def _refused(data: bytes, error: Exception) -> str:
-    """The classes and functions that reading would call; the error if none can be named."""
-    try:
-        names = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data)))
-    except Exception:  # a pickle that torch did not write, or half of one
-        names = ""
-    return names or ("what only code could read" if isinstance(error, UnpicklingError) else str(error))
 
 
 def current_directory(path: str | Path) -> Path:
@@ -151,7 +101,7 @@ def current_directory(path: str | Path) -> Path:
     if not path.is_dir():
         raise CheckpointError(f"{path} must be a directory that dumps wrote: there is none; check the path.")
     if not pointer.exists():
-        return path  # a part of a larger write, or not ours: that is for the reader to find out
+        return path  # a part of a larger write, or a folder of other origin: the reader of its manifest finds out
     name = pointer.read_text().strip()
     if not _VERSION.fullmatch(name) or not (path / name).is_dir():
         raise CheckpointError(
@@ -164,17 +114,124 @@ def _versions(path: Path) -> list[str]:
     return [entry.name for entry in path.iterdir() if _VERSION.fullmatch(entry.name) and entry.is_dir()]
 
 
-def _point_to(path: Path, name: str) -> None:
-    draft = path / f"{_POINTER}.draft"
-    draft.write_text(name + "\n")
-    _flush(draft)
-    draft.replace(path / _POINTER)
-    _flush(path)
-
-
 def _flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# --- the manifest ---
+
+
+def write_manifest(folder: Path, kind: str, number: int, content: dict[str, Any]) -> None:
+    """Closes ``folder``: no file in it may change from now on.
+
+    ``kind`` and ``number`` name the format and its version.
+    """
+    manifest = {"format": kind, "format_version": number, "llmrl": _llmrl_version(), **content}
+    manifest["files"] = {
+        file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": _digest(file)}
+        for file in _files(folder)
+    }
+    manifest["checksum"] = _own_digest(manifest)
+    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in manifest.items()]
+    (folder / MANIFEST).write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def read_manifest(who: str, folder: Path, kind: str, number: int) -> dict[str, Any]:
+    """The manifest of a folder in which every file is what was written.
+
+    Raises  CheckpointError that names the file, if one is missing, too short, changed or outside of the folder, or if
+            the format is another
+    """
+    file = folder / MANIFEST
+    try:
+        manifest = json.loads(file.read_bytes())
+        if not isinstance(manifest, dict):
+            raise ValueError("it is not a JSON object")
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{who}: {folder} must be a checkpoint of llmrl: it has no {MANIFEST}; check the path, or load it with "
+            "what wrote it."
+        ) from error
+    except (ValueError, OSError) as error:
+        raise _damaged(who, file, f"it cannot be read ({error})") from error
+    if (manifest.get("format"), manifest.get("format_version")) != (kind, number):
+        raise CheckpointError(
+            f"{who}: {folder} must hold {kind} in format version {number}: got {manifest.get('format')} in version "
+            f"{manifest.get('format_version')}, written by llmrl {manifest.get('llmrl')}; check the path, or load it "
+            "with that version, ``torch.save`` its state_dict() there and give that to load_state_dict here."
+        )
+    if manifest.get("checksum") != _own_digest(manifest):
+        raise _damaged(who, file, "it was changed")
+    for name, expected in manifest["files"].items():
+        part = folder / name
+        if not part.resolve().is_relative_to(folder.resolve()):
+            raise _damaged(who, part, "it lies outside of the checkpoint")
+        if not part.is_file():
+            raise _damaged(who, part, "it is missing")
+        size = part.stat().st_size
+        if size != expected["bytes"]:
+            raise _damaged(who, part, f"it has {size} bytes, expected {expected['bytes']}")
+        if _digest(part) != expected["sha256"]:
+            raise _damaged(who, part, "its checksum differs")
+    return manifest
+
+
+@cache
+def _llmrl_version() -> str:
+    return version("llmrl")
+
+
+def _damaged(who: str, file: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"{who}: the checkpoint is damaged: {file}: {what}; load an older one, or copy it again.")
+
+
+def _files(folder: Path) -> list[Path]:
+    found: list[Path] = []
+    for entry in sorted(folder.iterdir()):
+        if entry.is_dir():
+            found += [entry / MANIFEST] if (entry / MANIFEST).exists() else _files(entry)
+        elif entry.name != MANIFEST:
+            found.append(entry)
+    return found
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _own_digest(manifest: dict[str, Any]) -> str:
+    rest = {name: value for name, value in manifest.items() if name != "checksum"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+# --- states ---
+
+
+def write_object(value: Any, path: Path) -> None:
+    """``torch.save``, with the operating system's own error where the disk is full; see ``object_bytes``."""
+    path.write_bytes(object_bytes(value, path.name))
+
+
+def read_object(path: Path) -> Any:
+    """Reads what ``write_object`` wrote. Raises  CheckpointError, also for a link that leads elsewhere"""
+    if not path.resolve().is_relative_to(path.parent.resolve()):
+        raise CheckpointError(f"{path} must be a file of the dump: it is a link to {path.resolve()}; copy the file.")
+    return object_from(path.read_bytes(), str(path))
+
+
+class StateFile:
+    """``dumps`` and ``loads`` for parts of a buffer that have a small ``state_dict``."""
+
+    def dumps(self, path: str | Path) -> None:
+        """Writes the state to the directory ``path``."""
+        Path(path).mkdir(parents=True, exist_ok=True)
+        write_object(self.state_dict(), Path(path) / "state.pt")
+
+    def loads(self, path: str | Path) -> None:
+        """Reads what ``dumps`` wrote."""
+        self.load_state_dict(read_object(Path(path) / "state.pt"))

@@ -1,4 +1,4 @@
-"""Several buffers, sampled as one. Which of them a batch comes from, and how parts are joined: ``ensemble_parts``."""
+"""Several buffers, sampled as one."""
 
 from __future__ import annotations
 
@@ -9,24 +9,16 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from llmrl.data.replay_buffers.arguments import near_names
 from llmrl.data.replay_buffers.buffer import ReplayBuffer
-from llmrl.data.replay_buffers.ensemble_parts import (
-    SamplerEnsemble,
-    StorageEnsemble,
-    WriterEnsemble,
-    by_member,
-    index_of,
-    join,
-    members_at,
-    refused,
-    same_schema,
-    split_index,
-)
-from llmrl.data.replay_buffers.samplers import Sampler
-from llmrl.data.replay_buffers.saving import check_transforms
+from llmrl.data.replay_buffers.checkpointers import default_for
+from llmrl.data.replay_buffers.members import by_member, index_of, members_at, refused, split_index
+from llmrl.data.replay_buffers.samplers import Sampler, SamplerEnsemble
+from llmrl.data.replay_buffers.saving import load_transforms, transform_states
+from llmrl.data.replay_buffers.storages import StorageEnsemble
+from llmrl.data.replay_buffers.storages.ensemble import join, same_schema
 from llmrl.data.replay_buffers.tensordict import TensorDictReplayBuffer, with_info
-from llmrl.data.replay_buffers.transforms import load_transform, transform_state
+from llmrl.data.replay_buffers.utils import near_names
+from llmrl.data.replay_buffers.writers import WriterEnsemble
 
 __all__ = ["ReplayBufferEnsemble"]
 
@@ -38,18 +30,14 @@ class ReplayBufferEnsemble(ReplayBuffer):
     ``collate_fns``, one per member). ``p``, ``sample_from_all`` and ``num_buffer_sampled`` are those of
     `SamplerEnsemble`; every draw of a member gives ``batch_size / num_buffer_sampled`` rows. Each part passes through
     the transforms of its member, then ``collate_fn`` joins the list of parts, then the ensemble's own ``transform``
-    runs. ``generator`` is what the members, and the rows of all of them, are drawn from.
+    runs. Members, and the rows of all of them, are drawn from ``generator``.
 
-    Without a ``collate_fn`` the batch is dense if the rows of all members have one fixed schema (tensor storages with
-    equal keys, shapes and dtypes; samplers of one kind; no transforms or ``collate_fn`` of their own), and a lazy stack
-    of tensordicts otherwise (a list of parts, for rows that are no tensordicts): that depends on the members, never on
-    the draw. ``collate_fn=torch.stack`` makes it dense where transforms have made the rows equal.
-
+    Without a ``collate_fn`` the batch is dense if the rows of all members have one fixed schema and pass through no
+    transforms, and a lazy stack otherwise (a list of parts, for rows that are not tensordicts), whatever is drawn.
     ``info`` is a tensordict; ``info["index", "buffer_ids"]`` and ``info["index", "index"]`` say where each row is from,
     and so does the entry ``"index"`` of a batch of tensordicts. ``update_priority`` takes such an index.
-
-    ``ensemble[i]`` is a member, ``ensemble[1:]`` an ensemble of some of them, ``ensemble[:]`` the ensemble itself, and
-    ``ensemble[:, :3]`` are rows of every member; ``len`` counts members. Rows are written to members: ``ensemble[i]``.
+    ``ensemble[i]`` is a member, ``ensemble[1:]`` an ensemble of some, and ``ensemble[:, :3]`` are rows of every member;
+    ``len`` counts members. Rows are written to members.
 
     >>> from llmrl.data.replay_buffers import LazyTensorStorage
     >>> members = [TensorDictReplayBuffer(storage=LazyTensorStorage(10)) for _ in range(2)]
@@ -90,7 +78,7 @@ class ReplayBufferEnsemble(ReplayBuffer):
             for member in rbs:
                 if not isinstance(member, ReplayBuffer) or isinstance(member, ReplayBufferEnsemble):
                     raise TypeError(
-                        "ReplayBufferEnsemble: members are replay buffers, and no ensembles: got a "
+                        "ReplayBufferEnsemble: members are replay buffers, and not ensembles: got a "
                         f"{type(member).__name__}."
                     )
             self._members = rbs
@@ -111,6 +99,7 @@ class ReplayBufferEnsemble(ReplayBuffer):
             samplers,
             WriterEnsemble(*self._member_parts("_writer")),
         )
+        self._views[0].checkpointer = default_for(self._views[0])
         super().__init__(transform=transform, batch_size=batch_size, collate_fn=collate_fn)
         if generator is not None:
             self.set_rng(generator)
@@ -188,7 +177,7 @@ class ReplayBufferEnsemble(ReplayBuffer):
         infos = []
         for number, (_, info) in parts:
             rows = info["index"].shape[:1]
-            index = index_of(number, storage.storages[number], info["index"])
+            index = index_of(number, storage.storages[number].trailing, info["index"])
             infos.append(TensorDict._new_unsafe({"index": index}, batch_size=rows))
             for key, value in info.items():
                 if key != "index" and isinstance(value, Tensor) and value.shape[:1] == rows:
@@ -204,7 +193,7 @@ class ReplayBufferEnsemble(ReplayBuffer):
                 data = with_info(data, {"index": member_info["index"]})
             data = member._transform(data)
             if isinstance(data, TensorDictBase) and isinstance(index := data.get("index", None), Tensor):
-                data.set("index", index_of(number, member._storage, index, data.device))
+                data.set("index", index_of(number, member._storage.trailing, index, data.device))
             parts.append(data)
         return self._transform(self._joined(parts, self._dense() and self._equal_samplers()))
 
@@ -265,12 +254,10 @@ class _Transforms:
         return self._member._transform(data)
 
     def state_dict(self) -> list[Any]:
-        return [transform_state(stage.transform) for stage in self._member._stages]
+        return transform_states(self._member._stages)
 
     def load_state_dict(self, state: list[Any]) -> None:
-        check_transforms(len(state), self._member._stages)
-        for stage, part in zip(self._member._stages, state, strict=True):
-            load_transform(stage.transform, part)
+        load_transforms(self._member._stages, state)
 
 
 def _build_members(

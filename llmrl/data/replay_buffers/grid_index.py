@@ -15,7 +15,7 @@ import torch
 from tensordict.base import is_tensor_collection
 from torch import Tensor
 
-from llmrl.data.replay_buffers.pytree import is_leaf, tree_leaves, tree_map
+from llmrl.data.replay_buffers.utils import is_leaf, tree_leaves, tree_map
 from llmrl.errors import ShapeError
 
 Where = int | slice | Tensor
@@ -59,12 +59,6 @@ def select_cells(index: Any, shape: Sequence[int], who: str, time_dim: int = 0) 
 
 def _are_coordinates(index: Any, ndim: int) -> bool:
     return isinstance(index, Tensor) and index.dtype is torch.int64 and index.ndim == 2 and index.shape[1] == ndim
-
-
-def num_cells(where: Where) -> int:
-    if isinstance(where, slice):
-        return where.stop - where.start
-    return 1 if isinstance(where, int) else where.numel()
 
 
 def coordinates(cells: Tensor, trailing: Sequence[int]) -> Tensor:

@@ -3,7 +3,7 @@
 A batch is a tree (tensordicts, tensorclasses, lazy stacks) over flat entries. ``take_apart`` separates the two: a
 ``Layout`` (the tree, comparable with ``==``) and one *column* per entry. Storages keep columns, or rows of them
 (``rows.py``), and never look inside a tensordict again; ``put_together`` is the way back. This is the one file that
-knows how tensordict stores its entries. What is kept, where, and for how long is the storages' business.
+knows how tensordict stores its entries.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from llmrl.data.ragged.lazy_copy import BorrowedRows, copy_rows, rows_form
 from llmrl.data.replay_buffers.lazy_rows import DeferredStack
-from llmrl.data.replay_buffers.pytree import is_leaf, is_tree, know_classes
+from llmrl.data.replay_buffers.utils import is_leaf, is_tree, register_dataclasses
 
 _EMPTY = torch.Size([])
 
@@ -104,7 +104,7 @@ class Tree(NamedTuple):
 
 
 def _tree(spec: pytree.TreeSpec, children: tuple[Any, ...]) -> Tree:
-    know_classes(spec)  # this may be another process, which has not seen them yet
+    register_dataclasses(spec)  # this may be another process, which has not seen them yet
     return Tree(spec, children)
 
 
@@ -427,7 +427,7 @@ def _wrap_data(values: Sequence[Any]) -> list[NonTensorData]:
 
 
 def ragged_column(root: Any, path: Sequence[str]) -> int | None:
-    """The number of the column that holds a ragged entry of rows of this tree; None where there is no such entry."""
+    """The number of the column that holds a ragged entry of rows of this tree; else None."""
     return _find_ragged(root, list(path), count())
 
 

@@ -1,4 +1,4 @@
-"""A lazy stack whose rows are built when somebody first looks at one. What a row is built from is ``layout.py``'s."""
+"""A lazy stack that builds its rows on first access."""
 
 from __future__ import annotations
 

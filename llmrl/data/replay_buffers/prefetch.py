@@ -23,7 +23,7 @@ class Prefetcher:
 
     Rows are drawn and copied in the caller's thread, one batch after the other; what threads do is the collating and
     the transforms, which must therefore bear to run beside each other. Each draw notes the sampler's bookmark before
-    it: ``clear`` returns that of the oldest batch nobody has taken, so going back to it and drawing gives the same.
+    it: ``clear`` returns that of the oldest batch still waiting, so going back to it and drawing gives the same.
     """
 
     def __init__(self, depth: int, timeout_s: float) -> None:

@@ -1,4 +1,4 @@
-"""A replay buffer in another process, as it is seen from here. How that is reached: ``remote``, ``ray_buffer``.
+"""A proxy of a replay buffer in another process; the ways there are ``remote`` and ``ray_buffer``.
 
 What is asked there is a function of the buffer; what comes back is its result, or the error that it raised, with the
 traceback of the other process as a note.
@@ -24,7 +24,7 @@ Answer = tuple[bool, Any]
 
 
 def answer(make: Callable[..., Any], *arguments: Any, **keywords: Any) -> Answer:
-    """Whether ``make(*arguments)`` returned, and what; else the error. Runs in the buffer's process."""
+    """``(True, result)`` of ``make(*arguments)``, or ``(False, error)``. Runs in the buffer's process."""
     try:
         return True, make(*arguments, **keywords)
     except Exception as error:
@@ -33,7 +33,7 @@ def answer(make: Callable[..., Any], *arguments: Any, **keywords: Any) -> Answer
 
 
 def check_arguments(arguments: Iterable[Any]) -> None:
-    """What a buffer in another process is built with. Raises RuntimeError for a storage that would be copied there."""
+    """Raises RuntimeError for a storage that would be copied to the other process."""
     for argument in arguments:
         if isinstance(argument, Storage):
             argument.check_hand_over()
@@ -60,7 +60,7 @@ class BufferProxy(ABC):
     Batches are copies, whatever the storage. ``set_sampler`` and the like take a callable that builds the part there,
     as the constructor does, and return None: the part that is replaced stays behind.
 
-    Raises: DeadlineError if there is no answer in time (the call may still be carried out); WorkerError if the other
+    Raises: DeadlineError without an answer in time (the call may still be carried out); WorkerError if the other
     process ended. Both name it.
     """
 
@@ -124,7 +124,7 @@ class BufferProxy(ABC):
 
     @property
     def write_count(self) -> int:
-        """How many rows were ever written, by whomever."""
+        """The number of rows ever written, by any process."""
         return self.apply(getattr, "write_count")
 
     def __iter__(self) -> Iterator[Any]:

@@ -24,7 +24,7 @@ class RayReplayBuffer(BufferProxy):
     ``name``, ...). The first call waits until Ray has placed the actor.
 
     The object may be handed to other actors and tasks, which then use the same buffer. ``close`` ends the actor, and so
-    does Ray once nobody refers to it: rows that are to be kept are saved before, by ``dumps`` or ``state_dict``.
+    does Ray once no reference is left: rows that are to be kept are saved before, by ``dumps`` or ``state_dict``.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ def _ray(module: str = "ray") -> Any:
 
 
 class _Host:
-    """What runs in the actor."""
+    """The actor's side."""
 
     def where(self) -> str:
         ray = _ray()

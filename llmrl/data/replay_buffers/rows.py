@@ -1,4 +1,4 @@
-"""Single rows of batches, taken out by copy and joined by copy. The tree they hang on is ``layout.py``'s business."""
+"""Single rows of batches, taken out by copy and joined by copy."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def to_rows(batch: TensorDictBase | Sequence[Any], device: torch.device | None =
     """Copies of the rows of a batch, or of a list of single rows, that share no memory with it.
 
     Rows of one batch share one kernel per entry and so one block of memory, which lives as long as any of them
-    (``storages/blocks.py``).
+    (``storages/row_list.py``).
     """
     if isinstance(batch, list | tuple):
         parts = take_rows_apart(batch, device=device)

@@ -1,6 +1,6 @@
 """A buffer on disk: a directory with one folder per part, written completely or not at all.
 
-manifest.json   the parts, and a checksum of every file (``checkpointers/manifest.py``)
+manifest.json   the parts, and a checksum of every file (``directory.py``)
 storage/        what the storage's checkpointer writes, with a manifest of its own
 sampler/        their states
 writer/
@@ -14,9 +14,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmrl.data.replay_buffers.checkpointers.manifest import read_manifest, write_manifest
-from llmrl.data.replay_buffers.directory import current_directory, read_object, replace_directory, write_object
-from llmrl.data.replay_buffers.transforms import Stage, load_transform, transform_state
+from llmrl.data.replay_buffers.directory import (
+    current_directory,
+    read_manifest,
+    read_object,
+    replace_directory,
+    write_manifest,
+    write_object,
+)
+from llmrl.data.replay_buffers.utils import Stage, load_transform, transform_state
 from llmrl.errors import CheckpointError
 
 _FORMAT, _FORMAT_VERSION = "llmrl.buffer", 4
@@ -28,17 +34,21 @@ def dump_parts(path: Path, parts: dict[str, Any], stages: Sequence[Stage]) -> No
     with replace_directory(path) as folder:
         for name, part in parts.items():
             part.dumps(folder / name)
-        write_object(_states(stages), folder / _TRANSFORMS)
+        write_object(transform_states(stages), folder / _TRANSFORMS)
         write_manifest(folder, _FORMAT, _FORMAT_VERSION, {"parts": part_names(parts), "transforms": len(stages)})
 
 
 def load_parts(path: Path, parts: dict[str, Any], stages: Sequence[Stage]) -> None:
     """Reads what ``dump_parts`` wrote into parts of the same kinds.
 
-    Raises: CheckpointError, with nothing changed, if the directory is none, damaged or of other parts, or does not fit.
+    Raises: CheckpointError, with nothing changed, if the directory is missing, damaged or of other parts, or does not
+    fit.
     """
     folder = current_directory(path)
     manifest = read_manifest("ReplayBuffer", folder, _FORMAT, _FORMAT_VERSION)
+    absent = [name for name in parts if not any(file.startswith(f"{name}/") for file in manifest["files"])]
+    if absent:
+        raise CheckpointError(f"ReplayBuffer: {folder} must list the files of every part: got none of {absent}.")
     _check_kinds(manifest["parts"], parts, manifest["transforms"], stages)
     states = read_object(folder / _TRANSFORMS)
     _load(parts, stages, lambda name, part: part.loads(folder / name), states)
@@ -47,16 +57,14 @@ def load_parts(path: Path, parts: dict[str, Any], stages: Sequence[Stage]) -> No
 def parts_state(parts: dict[str, Any], stages: Sequence[Stage]) -> dict[str, Any]:
     """The states of parts and transforms, as copies."""
     states = {name: part.state_dict() for name, part in parts.items()}
-    return {**states, "parts": part_names(parts), "transforms": _states(stages)}
+    return {**states, "parts": part_names(parts), "transforms": transform_states(stages)}
 
 
 def load_parts_state(state: dict[str, Any], parts: dict[str, Any], stages: Sequence[Stage]) -> None:
     """Takes over what ``parts_state`` returned. Raises: CheckpointError or DataError, with nothing changed."""
     missing = {*parts, "parts", "transforms"} - state.keys()
     if missing:
-        raise CheckpointError(
-            f"ReplayBuffer: this is no state of a buffer: it lacks {sorted(missing)}, and holds {sorted(state)}."
-        )
+        raise CheckpointError(f"ReplayBuffer: not a buffer state: missing keys {sorted(missing)}, got {sorted(state)}.")
     _check_kinds(state["parts"], parts, len(state["transforms"]), stages)
     _load(parts, stages, lambda name, part: part.load_state_dict(state[name]), state["transforms"])
 
@@ -67,25 +75,33 @@ def _load(
     """Everything or nothing. The storage, which is all or nothing itself, comes last: its rows need no second copy."""
     small = {name: part for name, part in parts.items() if name != "storage"}
     before = {name: part.state_dict() for name, part in small.items()}
-    transforms_before = copy.deepcopy(_states(stages))
+    transforms_before = copy.deepcopy(transform_states(stages))
     try:
         for name, part in small.items():
             load(name, part)
-        for stage, state in zip(stages, transforms, strict=True):
-            load_transform(stage.transform, state)
+        load_transforms(stages, transforms)
         load("storage", parts["storage"])
     except BaseException as error:
         for name, part in small.items():
             part.load_state_dict(before[name])
-        for stage, state in zip(stages, transforms_before, strict=True):
-            load_transform(stage.transform, state)
+        load_transforms(stages, transforms_before)
         if type(error) is KeyError:
             raise CheckpointError(f"ReplayBuffer: the state is damaged: it lacks {error}.") from error
         raise
 
 
-def _states(stages: Sequence[Stage]) -> list[Any]:
+def transform_states(stages: Sequence[Stage]) -> list[Any]:
     return [transform_state(stage.transform) for stage in stages]
+
+
+def load_transforms(stages: Sequence[Stage], states: Sequence[Any]) -> None:
+    if len(states) != len(stages):
+        raise CheckpointError(
+            f"ReplayBuffer: a state is loaded into a buffer with the same transforms: got {len(states)}, expected "
+            f"{len(stages)}."
+        )
+    for stage, state in zip(stages, states, strict=True):
+        load_transform(stage.transform, state)
 
 
 def part_names(parts: dict[str, Any]) -> dict[str, str]:
@@ -93,17 +109,10 @@ def part_names(parts: dict[str, Any]) -> dict[str, str]:
 
 
 def _check_kinds(names: dict[str, str], parts: dict[str, Any], num_transforms: int, stages: Sequence[Stage]) -> None:
-    expected = part_names(parts)
-    if names != expected:
+    expected = {**part_names(parts), "transforms": len(stages)}
+    got = {**names, "transforms": num_transforms}
+    if got != expected:
         raise CheckpointError(
-            f"ReplayBuffer: what was saved is loaded into the same parts: got {names}, expected {expected}."
-        )
-    check_transforms(num_transforms, stages)
-
-
-def check_transforms(saved: int, stages: Sequence[Stage]) -> None:
-    if saved != len(stages):
-        raise CheckpointError(
-            f"ReplayBuffer: a state is loaded into a buffer with the same transforms: got {saved}, expected "
-            f"{len(stages)}."
+            f"ReplayBuffer: what was saved is loaded into the same parts and transforms: got {got}, expected "
+            f"{expected}."
         )

@@ -1,9 +1,9 @@
-"""Where trajectories begin and end in a storage, kept up to date at the cost of what was written.
+"""The trajectories of a storage: where they begin and end, kept up to date at the cost of what was written.
 
 What is kept is one number per row: its *age*, how many rows of its trajectory there were up to and with it. Ages never
 change while rows are only written, and they answer everything: two rows of one stream are of one trajectory if their
 ages differ as much as their times do. The ring is respected: the newest row at the physical end goes on at the start,
-and rows that were overwritten are gone from their trajectory. What is drawn from it is the samplers' business.
+and rows that were overwritten are gone from their trajectory.
 
 Legend: T time, E parallel streams (``storage.columns``); cell ``t * E + e`` of the storage. ``time`` counts rows of a
 stream from 0, the oldest.
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from llmrl.data.replay_buffers.storages import Storage
-from llmrl.data.replay_buffers.write_journal import WriteLog
+from llmrl.data.replay_buffers.write_journal import WriteJournal
 from llmrl.errors import MissingKeyError
 
 Key = str | tuple[str, ...]
@@ -53,7 +53,7 @@ class TrajectoryIndex:
         self._end_key = end_key
         self._given = None if trajectories is None and ends is None else _flat(trajectories, ends)
         self._given_ends = ends is not None
-        self.log = WriteLog()
+        self.journal = WriteJournal()
         self.streams = 1
         self.length = 0  # T
         self._size = 1  # time steps that the ring holds, all streams side by side
@@ -81,21 +81,21 @@ class TrajectoryIndex:
         return there % (self._size * self.streams) if self._oldest else there
 
     def rows_up_to(self, cells: np.ndarray) -> np.ndarray:
-        """How many rows of its trajectory there are up to and with each cell."""
+        """The number of rows of its trajectory up to and with each cell."""
         return np.minimum(self._ages[cells], self.time(cells) + 1)
 
     def same(self, cells: np.ndarray, steps: np.ndarray | int) -> np.ndarray:
-        """Whether the trajectory of each cell goes on for that many steps."""
+        """True where the trajectory of a cell goes on for that many steps."""
         inside = self.time(cells) + steps < self.length
         there = np.where(inside, self.ahead(cells, steps), cells)
         return inside & (self._ages[there] - self._ages[cells] == steps)
 
     def is_last(self, cells: np.ndarray) -> np.ndarray:
-        """Whether each cell is the last of its trajectory so far."""
+        """True for the last cell of each trajectory so far."""
         return ~self.same(cells, 1)
 
     def rows_from(self, cells: np.ndarray, limit: int) -> np.ndarray:
-        """How many rows of its trajectory there are from each cell on, with it; at most ``limit`` are counted."""
+        """The number of rows of its trajectory from each cell on, with it; at most ``limit`` are counted."""
         rows = np.ones(cells.size, dtype=np.int64)
         step = 1 << max(limit - 1, 1).bit_length() - 1
         while step:
@@ -114,9 +114,9 @@ class TrajectoryIndex:
     def update(self, storage: Storage) -> bool:
         """Takes note of what was written since the last call; True if anything was.
 
-        Raises: MissingKeyError if there is no entry that tells boundaries, RuntimeError if it is not one value per row.
+        Raises: MissingKeyError without an entry that tells boundaries, RuntimeError if it is not one value per row.
         """
-        changes = self.log.take(storage)
+        changes = self.journal.take(storage)
         if self._given is not None and changes is not None and changes[0].size:
             self._outdated = True
         if self._outdated:
@@ -130,13 +130,13 @@ class TrajectoryIndex:
             if changes is None or not self._append(storage, changes[0]) or not self._agrees(storage, changes[1]):
                 self._rebuild(storage)
         except BaseException:
-            self.log.forget()
+            self.journal.forget()
             raise
         return True
 
     def forget(self) -> None:
         """The rows are all others: what comes next is read as a whole."""
-        self.log.forget()
+        self.journal.forget()
         self.length, self._outdated = 0, False
 
     def __getstate__(self) -> dict[str, object]:
@@ -151,7 +151,7 @@ class TrajectoryIndex:
         self._boundary = self._find_boundary(storage)
         self.streams, cells = storage.columns, len(storage)
         self._size = storage.max_size // self.streams
-        self._oldest = storage.ring.cursor // self.streams if storage.is_full else 0
+        self._oldest = storage.counters.cursor // self.streams if storage.is_full else 0
         self._ages = _room(self._ages, cells)
         self.length = 0
         total = cells // self.streams
@@ -175,7 +175,7 @@ class TrajectoryIndex:
             or written[0] != int(self.at(np.int64(self.length)))
             or not np.array_equal(written, expected)
             or len(storage) != length * streams
-            or storage.ring.cursor != (written[-1] + 1) % capacity
+            or storage.counters.cursor != (written[-1] + 1) % capacity
         ):
             return False
         self._ages = _room(self._ages, len(storage))
@@ -205,7 +205,7 @@ class TrajectoryIndex:
         self.length = first + times.size
 
     def _agrees(self, storage: Storage, replaced: np.ndarray) -> bool:
-        """Whether the boundaries around rows that were replaced are where they were."""
+        """True if the boundaries around rows that were replaced are where they were."""
         if not replaced.size:
             return True
         replaced = np.unique(replaced[replaced < self.cells])
@@ -268,7 +268,7 @@ class TrajectoryIndex:
 
 
 def _changes(read: Callable[[np.ndarray], np.ndarray], before: np.ndarray, cells: np.ndarray) -> np.ndarray:
-    """Where the value at ``cells`` differs from that at ``before``; neighbours are read once."""
+    """True where the value at ``cells`` differs from that at ``before``; neighbours are read once."""
     if cells.ndim == 2:  # [T, E], and before is the same one step earlier
         values = read(np.concatenate([before[:1], cells]).reshape(-1)).reshape(-1, cells.shape[1])
         return values[1:] != values[:-1]

@@ -1,7 +1,7 @@
-"""What was written into a storage since one last looked. For samplers that keep something about every row.
+"""A journal of writes into a storage, for samplers that keep something about every row.
 
 Two sources agree here: what the buffer told the sampler (``add``, ``extend``, ``mark_update``), and the counters of
-the storage (``ring.py``), which also move when another process writes. What to do about it is the sampler's business.
+the storage, which also move when another process writes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llmrl.data.replay_buffers.storages import Storage
 
-_LIMIT = 1 << 16  # noted rows; a process that only writes must not collect positions for ever
+_LIMIT = 1 << 16  # noted rows; a process that only writes must not collect positions without end
 _NONE = np.empty(0, dtype=np.int64)
 
 
@@ -43,7 +43,7 @@ class _Seen(NamedTuple):
     mutations: int
 
 
-class WriteLog:
+class WriteJournal:
     """Collects positions that were written or replaced, until ``take`` asks for them."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class WriteLog:
 
         None if the rows may all be others: at the first call, with another storage, after a load.
         """
-        ring = storage.ring
+        ring = storage.counters
         seen = self._seen if storage is self._storage else None
         written, replaced = self._written, self._replaced
         noted = written.count + replaced.count
@@ -81,20 +81,20 @@ class WriteLog:
             return None
         if written.parts is not None and written.count >= now.write_count - seen.write_count >= 0:
             if now.mutations != seen.mutations and not noted:
-                return None  # changed by somebody who did not say where
+                return None  # changed without a note of where
             return written.joined(), replaced.joined()
         run = _run(seen, now, storage.max_size)
         return None if run is None else (run, replaced.joined())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {}  # a copy, in whichever process, has seen nothing
+        return {}  # a copy has seen nothing
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.forget()
 
 
 def _run(seen: _Seen, now: _Seen, size: int) -> np.ndarray | None:
-    """The positions that a ring wrote between two states of its counters; None if it was no ring, or wrote all."""
+    """The positions that a ring wrote between two states of its counters; None if it wrote all, or was not a ring."""
     delta = now.write_count - seen.write_count
     if (
         not 0 < delta < size

@@ -137,17 +137,17 @@ def test_every_change_of_the_content_moves_the_count_of_mutations():
     )
     for storage in (LazyTensorStorage(4), LazyStackStorage(4), ListStorage(4)):
         buffer = ReplayBuffer(storage=storage)
-        seen = [storage.ring.mutations]
+        seen = [storage.counters.mutations]
         for change in changes:
             change(buffer)
-            seen.append(storage.ring.mutations)
+            seen.append(storage.counters.mutations)
         assert seen == sorted(set(seen))
 
 
 def test_counters_do_not_overflow():
     buffer = ReplayBuffer(storage=LazyTensorStorage(4))
     buffer.extend(rows(1, 2, 3))
-    buffer.storage.ring.write_count = 2**40
+    buffer.storage.counters.write_count = 2**40
     buffer.extend(rows(4, 5))
     assert buffer.write_count == 2**40 + 2
 

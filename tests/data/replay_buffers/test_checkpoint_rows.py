@@ -115,13 +115,14 @@ def test_python_values_in_a_list_come_back(content):
 def test_objects_that_are_not_data_are_refused_when_they_are_dumped(value, name, tmp_path):
     for row in (value, {"a": [torch.ones(2), value]}, TensorDict(a=NonTensorData((value, torch.ones(1))))):
         storage = ListStorage(2)
+        storage.checkpointer = ListStorageCheckpointer()
         storage.set(slice(0, 1), ["first"])
         storage.dumps(tmp_path)
         storage.set(slice(1, 2), [row])
         with pytest.raises(CheckpointError, match=name):
             storage.dumps(tmp_path)
         other = ListStorage(2)
-        other.loads(tmp_path)
+        ListStorageCheckpointer().loads(other, tmp_path)
         assert other[:] == ["first"]
         other.load_state_dict(storage.state_dict())  # in memory, anything goes
         assert len(other) == 2
@@ -200,14 +201,14 @@ def test_every_layout_gives_back_steps_with_flags_of_any_shape_and_place(make, s
     storage.prepare(tuple(rows.batch_size[1:]))
     storage.set(slice(0, rows.numel()), rows.flatten(0, dims - 1))
     if full:
-        storage.ring.cursor = data.draw(st.integers(0, 5)) % rows.batch_size[0] * storage.columns
+        storage.counters.cursor = data.draw(st.integers(0, 5)) % rows.batch_size[0] * storage.columns
     names = {} if make is TensorStorageCheckpointer else {"done_keys": data.draw(st.sampled_from([None, ["end"]]))}
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as path:
         warnings.simplefilter("ignore", UserWarning)
         make(**names).dumps(storage, path)
         make().loads(other, path)
     assert same_value(other[:], storage[:])
-    assert other.ring.state() == storage.ring.state()
+    assert other.counters.state() == storage.counters.state()
 
 
 def test_keys_with_dots_slashes_and_case_never_share_a_file(tmp_path):

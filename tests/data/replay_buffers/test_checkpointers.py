@@ -25,6 +25,7 @@ from llmrl.data.replay_buffers.checkpointers import (
     StorageCheckpointerBase,
     StorageEnsembleCheckpointer,
     TensorStorageCheckpointer,
+    default_for,
 )
 from llmrl.data.replay_buffers.checkpointers.containers import H5Container
 from llmrl.data.replay_buffers.directory import current_directory, replace_directory
@@ -94,7 +95,7 @@ def test_22_frames_at_a_time_into_a_ring_of_100_come_back_after_each_write(make,
         buffer.dumps(tmp_path)
         other.loads(tmp_path)
         assert_same(other[:], buffer[:])
-        assert other.storage.ring.state() == buffer.storage.ring.state()
+        assert other.storage.counters.state() == buffer.storage.counters.state()
     assert len(buffer) == (102 if envs == 3 else 100)
     buffer.extend(rollout(0, 3, envs))
     other.extend(rollout(0, 3, envs))
@@ -150,7 +151,7 @@ def test_the_codecs_are_hooks(tmp_path):
     storage, other = LazyTensorStorage(20), LazyTensorStorage(20)
     rows = rollout(0, 20, episode=50)
     storage.set(slice(0, 20), torch.cat([rows[15:], rows[:15]]))  # a ring of which the oldest row is at 5
-    storage.ring.cursor = 5
+    storage.counters.cursor = 5
     for part in (storage, other):
         part.checkpointer = TensorStorageCheckpointer()
         part.register_save_hook(TED2Flat())
@@ -159,7 +160,7 @@ def test_the_codecs_are_hooks(tmp_path):
     other.loads(tmp_path)
     assert (current_directory(tmp_path) / "obs.memmap").stat().st_size == (20 + 1) * 4
     assert_same(other[:], storage[:])
-    assert other.ring.cursor == 5
+    assert other.counters.cursor == 5
 
 
 def test_a_hook_changes_what_is_written_and_what_is_read(tmp_path):
@@ -306,7 +307,7 @@ def test_every_file_that_is_damaged_is_named_and_the_storage_stays(make, tmp_pat
     storage, other = LazyTensorStorage(100), LazyTensorStorage(100)
     storage.set(slice(0, 14), rollout(0, 14))
     other.set(slice(0, 5), rollout(50, 5))
-    before, ring = other[:], other.ring.state()
+    before, ring = other[:], other.counters.state()
     make().dumps(storage, tmp_path)
     for file in sorted(current_directory(tmp_path).iterdir()):
         whole = file.read_bytes()
@@ -318,7 +319,7 @@ def test_every_file_that_is_damaged_is_named_and_the_storage_stays(make, tmp_pat
             with pytest.raises(CheckpointError, match=f"{file.name}.*(load an older one|check the path)"):
                 make().loads(other, tmp_path)
             assert_same(other[:], before)
-            assert other.ring.state() == ring
+            assert other.counters.state() == ring
             file.write_bytes(whole)
     make().loads(other, tmp_path)
     assert_same(other[:], storage[:])
@@ -360,7 +361,7 @@ def test_a_class_that_cannot_be_found_is_named(tmp_path):
     TensorStorageCheckpointer().dumps(storage, tmp_path)
     manifest = current_directory(tmp_path) / "manifest.json"
     content = json.loads(manifest.read_text().replace(f"{History.__module__}:History", "llmrl.nowhere:History"))
-    from llmrl.data.replay_buffers.checkpointers.manifest import _own_digest
+    from llmrl.data.replay_buffers.directory import _own_digest
 
     content["checksum"] = _own_digest(content)
     manifest.write_text(json.dumps(content))
@@ -404,4 +405,9 @@ def test_members_of_an_ensemble_are_saved_and_loaded_together_or_not_at_all(tmp_
 def test_every_checkpointer_is_one_of_a_kind():
     for make in [*ALL, ListStorageCheckpointer, StorageEnsembleCheckpointer]:
         assert issubclass(make, StorageCheckpointerBase)
-    assert isinstance(TensorStorage(torch.zeros(2)).checkpointer, StorageCheckpointerBase)
+    storages = TensorStorage(torch.zeros(2)), ListStorage(), StorageEnsemble(ListStorage())
+    assert [type(default_for(storage)) for storage in storages] == [
+        TensorStorageCheckpointer, ListStorageCheckpointer, StorageEnsembleCheckpointer
+    ]  # fmt: skip
+    with pytest.raises(RuntimeError, match="default_for"):
+        ListStorage().dumps("unused")

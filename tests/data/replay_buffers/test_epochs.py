@@ -304,3 +304,38 @@ def test_rows_that_a_writer_ranks_are_drawn_once_per_pass_too():
     buffer.extend(TensorDict(score=torch.tensor([0.0, 5.0, 0.5]), batch_size=[3]))  # 5 takes the place of 1
     assert [batch["score"].item() for batch in buffer] == [2.0]
     assert [batch["score"].item() for batch in buffer] == [3.0, 5.0, 2.0]
+
+
+# --- samplers of a storage ---
+
+
+def filled(count: int) -> ListStorage:
+    storage = ListStorage(100)
+    storage.set(slice(0, count), list(range(count)))
+    return storage
+
+
+def test_uniform_draws_reach_every_row_about_equally_often():
+    sampler = RandomSampler()
+    sampler.set_rng(torch.Generator().manual_seed(0))
+    index, info = sampler.sample(filled(8), 8000)
+    assert index.dtype == torch.int64
+    assert info == {}
+    assert (torch.bincount(index, minlength=8) - 1000).abs().max() < 150
+    assert not sampler.ran_out
+
+
+def test_without_shuffling_a_pass_is_the_order_of_positions():
+    sampler = SamplerWithoutReplacement(shuffle=False)
+    storage = filled(5)
+    draws = [sampler.sample(storage, 2)[0].tolist() for _ in range(4)]
+    assert draws == [[0, 1], [2, 3], [4], [0, 1]]
+
+
+def test_a_pass_whose_rows_were_all_overwritten_has_ended():
+    sampler = SamplerWithoutReplacement(shuffle=False)
+    storage = filled(3)
+    sampler.sample(storage, 2)
+    assert not sampler.ran_out
+    sampler.extend(torch.tensor([2]))
+    assert sampler.ran_out

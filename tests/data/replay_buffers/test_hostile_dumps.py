@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import base64
+import hashlib
 import io
 import json
 import os
@@ -26,8 +26,8 @@ from llmrl.data.replay_buffers import (
     SamplerWithoutReplacement,
     StorageEnsemble,
 )
-from llmrl.data.replay_buffers.checkpointers.manifest import MANIFEST, write_manifest
-from llmrl.data.replay_buffers.directory import current_directory
+from llmrl.data.replay_buffers.checkpointers import default_for
+from llmrl.data.replay_buffers.directory import MANIFEST, _own_digest, current_directory, write_manifest
 from llmrl.errors import CheckpointError
 
 
@@ -97,18 +97,6 @@ def edit(folder: Path, change: Callable[[Any], Any]) -> None:
     file.write_text(json.dumps(walk(json.loads(file.read_text()))))
 
 
-def fill(file: Path, content: bytes) -> Callable[[dict[str, Any]], None]:
-    """Writes the file, and gives its size to whatever refers to it."""
-    assert file.exists()
-    file.write_bytes(content)
-
-    def resize(node: dict[str, Any]) -> None:
-        if node.get("file") == file.name:
-            node["shape"] = [len(content)]
-
-    return resize
-
-
 def replace_state(name: str) -> Callable[[Path, bytes, Payload], None]:
     def replace(folder: Path, content: bytes, payload: Payload) -> None:
         assert (folder / name).exists()
@@ -117,28 +105,28 @@ def replace_state(name: str) -> Callable[[Path, bytes, Payload], None]:
     return replace
 
 
-def replace_values(folder: Path, content: bytes, payload: Payload) -> None:
-    file = min((folder / "storage").glob("*.pt"))
-    edit(folder, fill(file, content))
-
-
-def replace_fields(folder: Path, content: bytes, payload: Payload) -> None:
+def point_to(folder: Path, tag: str, content: bytes) -> None:
+    """Lets every value of this tag refer to bytes in a file of its own."""
+    (folder / "storage" / "planted.memmap").write_bytes(content)
     found = []
 
     def change(node: dict[str, Any]) -> None:
-        if "fields" in node:
+        if tag in node:
             found.append(node)
-            node["fields"] = {"shape": None, "object": base64.b64encode(content).decode()}
+            node[tag] = ["planted.memmap", "uint8", [len(content)], 0]
 
     edit(folder, change)
     assert found
 
 
+def replace_values(folder: Path, content: bytes, payload: Payload) -> None:
+    point_to(folder, "object", content)
+
+
 def replace_array(folder: Path, content: bytes, payload: Payload) -> None:
     buffer = io.BytesIO()
     np.save(buffer, np.array([payload], dtype=object), allow_pickle=True)
-    (file,) = [file for file in (folder / "storage").glob("*") if b"NUMPY" in file.read_bytes()]
-    edit(folder, fill(file, buffer.getvalue()))
+    point_to(folder, "array", buffer.getvalue())
 
 
 PLACES = {
@@ -146,7 +134,6 @@ PLACES = {
     "sampler": replace_state("sampler/state.pt"),
     "writer": replace_state("writer/state.pt"),
     "values": replace_values,
-    "fields of a tensorclass": replace_fields,
     "array": replace_array,
 }
 HOW = {
@@ -186,12 +173,13 @@ def test_nothing_that_an_hdf5_file_holds_is_executed(tmp_path):
     content = HOW["torch"]([Payload(ran)])
     folder = current_directory(dump)
     manifest = json.loads((folder / MANIFEST).read_text())
-    data = manifest["schema"]["groups"][0]["columns"][0]["data"]
-    data["shape"] = [len(content)]
+    (node,) = manifest["rows"]["list"]
+    name, _, shape = node["object"]
+    shape[:] = [len(content)]
     (folder / MANIFEST).write_text(json.dumps(manifest))
     with h5py.File(folder / "rows.h5", "a") as file:
-        del file[data["dataset"]]
-        file[data["dataset"]] = np.frombuffer(content, dtype=np.uint8)
+        del file[name]
+        file[name] = np.frombuffer(content, dtype=np.uint8)
     reseal(folder)
     refuse(storage, dump, ran)
 
@@ -199,6 +187,7 @@ def test_nothing_that_an_hdf5_file_holds_is_executed(tmp_path):
 def test_nothing_that_an_ensemble_of_storages_holds_is_executed(tmp_path):
     def ensemble() -> StorageEnsemble:
         members = StorageEnsemble(ListStorage(2), transforms=[Counting()])
+        members.checkpointer = default_for(members)
         members.storages[0].set(slice(0, 1), ["a"])
         return members
 
@@ -231,6 +220,105 @@ def test_a_name_in_a_dump_imports_no_module_of_anybody_else(tmp_path, monkeypatc
         reseal(current_directory(dump))
         refuse(buffer_of("mine"), dump, ran, match=f"{name}.*(before loading|load another one)")
     assert "planted" not in sys.modules
+
+
+def rename_file(folder: Path, outside: Path) -> None:
+    edit(folder, lambda node: node.update(tensor=[str(outside), *node["tensor"][1:]]) if "tensor" in node else None)
+    reseal(folder)
+
+
+def list_file(folder: Path, outside: Path) -> None:
+    """The checksums vouch for the file too."""
+    rename_file(folder, outside)
+    for where in (folder / "storage", folder):
+        manifest = json.loads((where / MANIFEST).read_text())
+        for name in manifest["files"]:
+            digest = hashlib.sha256((where / name).read_bytes()).hexdigest()
+            manifest["files"][name] = {"bytes": (where / name).stat().st_size, "sha256": digest}
+        if where.name == "storage":
+            digest = hashlib.sha256(outside.read_bytes()).hexdigest()
+            manifest["files"][str(outside)] = {"bytes": outside.stat().st_size, "sha256": digest}
+        manifest["checksum"] = _own_digest(manifest)
+        (where / MANIFEST).write_text(json.dumps(manifest))
+
+
+def link_file(folder: Path, outside: Path) -> None:
+    (file,) = (folder / "storage").glob("*.memmap")
+    file.unlink()
+    file.symlink_to(outside)
+    reseal(folder)
+
+
+def link_state(folder: Path, outside: Path) -> None:
+    (folder / "sampler" / "state.pt").rename(outside)
+    (folder / "sampler" / "state.pt").symlink_to(outside)
+    reseal(folder)
+
+
+def link_part(folder: Path, outside: Path) -> None:
+    outside.unlink()
+    (folder / "sampler").rename(outside)
+    (folder / "sampler").symlink_to(outside)
+
+
+@pytest.mark.parametrize("name", [rename_file, list_file, link_file, link_state, link_part])
+def test_a_file_outside_of_the_dump_is_not_read(name, tmp_path):
+    dump, outside = tmp_path / "dump", tmp_path / "outside"
+    buffer_of(torch.ones(3)).dumps(dump)
+    outside.write_bytes(bytes(12))
+    name(current_directory(dump), outside)
+    refuse(buffer_of("mine"), dump, tmp_path / "ran", match="must|outside")
+
+
+@pytest.mark.parametrize("kind", ["link", "external data", "virtual data"])
+def test_an_hdf5_file_that_leads_to_another_file_is_not_followed(kind, tmp_path):
+    h5py = pytest.importorskip("h5py")
+    dump, outside = tmp_path / "dump", tmp_path / "outside.h5"
+    storage = ListStorage(4)
+    storage.checkpointer = H5StorageCheckpointer(checkpoint_file="rows.h5")
+    storage.set(slice(0, 1), [torch.ones(3)])
+    with pytest.warns(UserWarning, match="stored as they are"):
+        storage.dumps(dump)
+    folder = current_directory(dump)
+    (node,) = json.loads((folder / MANIFEST).read_text())["rows"]["list"]
+    name = node["tensor"][0]
+    with h5py.File(outside, "w") as file:
+        file["secret"] = np.zeros(3, dtype=np.float32)
+    with h5py.File(folder / "rows.h5", "a") as file:
+        del file[name]
+        if kind == "link":
+            file[name] = h5py.ExternalLink(str(outside), "secret")
+        elif kind == "external data":
+            file.create_dataset(name, (3,), "f4", external=[(str(outside), 0, 12)])
+        else:
+            layout = h5py.VirtualLayout((3,), "f4")
+            layout[:] = h5py.VirtualSource(str(outside), "secret", shape=(3,))
+            file.create_virtual_dataset(name, layout)
+    reseal(folder)
+    refuse(storage, dump, tmp_path / "ran", match="must lie in this file")
+
+
+def break_off(node: dict[str, Any]) -> None:
+    if "columns" in node:
+        node["columns"].pop()
+
+
+def unknown_tag(node: dict[str, Any]) -> None:
+    if "tensor" in node:
+        node["eval"] = node.pop("tensor")
+
+
+def too_long(node: dict[str, Any]) -> None:
+    if "tensor" in node:
+        node["tensor"][2] = [10**6]
+
+
+@pytest.mark.parametrize("change", [break_off, unknown_tag, too_long])
+def test_a_manifest_that_dumps_does_not_write_loads_nothing(change, tmp_path):
+    buffer_of(Answer(torch.ones(2), source=None), torch.ones(3)).dumps(tmp_path)
+    edit(current_directory(tmp_path), change)
+    reseal(current_directory(tmp_path))
+    refuse(buffer_of("mine"), tmp_path, tmp_path / "ran")
 
 
 def test_a_transform_or_a_field_that_is_not_data_is_refused_when_it_is_dumped(tmp_path):

@@ -84,7 +84,7 @@ class Rows:
                     assert torch.equal(got.get(key), expected.get(key)), (key, numbers)
 
 
-class Ring:
+class Counters:
     """The oracle: a row number per cell, in the order of cells, and the counters."""
 
     def __init__(self, capacity: int, columns: int) -> None:
@@ -120,7 +120,7 @@ class Model:
         self.rows = Rows(ragged=storage == "lazy stack")
         self.streams = STREAMS[ndim]
         self.columns = max(1, len(list(itertools.product(*map(range, self.streams)))))
-        self.ring = Ring(CAPACITY[ndim], self.columns)
+        self.counters = Counters(CAPACITY[ndim], self.columns)
         self.buffer = self.build()
         self.numbers = itertools.count(1)
         self.trajectories = [itertools.count(1000 * column) for column in range(self.columns)]
@@ -150,19 +150,19 @@ class Model:
             self.write(1 + a % (CAPACITY[self.ndim] // self.columns + 3), add=False)
         elif name == "empty":
             self.buffer.empty(empty_write_count=bool(a % 2))
-            written = 0 if a % 2 else self.ring.written
-            self.ring = Ring(self.ring.capacity, self.columns)
-            self.ring.written = written
-        elif not self.ring.cells:
+            written = 0 if a % 2 else self.counters.written
+            self.counters = Counters(self.counters.capacity, self.columns)
+            self.counters.written = written
+        elif not self.counters.cells:
             with pytest.raises(RuntimeError):
                 self.buffer.sample(2)
         elif name == "set":
             self.replace(a, b)
         elif name == "read":
-            cells = [(a + 3 * step) % len(self.ring.cells) for step in range(1 + b % 4)]
+            cells = [(a + 3 * step) % len(self.counters.cells) for step in range(1 + b % 4)]
             self.check_rows(self.buffer[self.index(cells)], cells)
         elif name == "prioritize" and "prioritized" in self.sampler:
-            cells = sorted({a % len(self.ring.cells), b % len(self.ring.cells)})
+            cells = sorted({a % len(self.counters.cells), b % len(self.counters.cells)})
             self.buffer.update_priority(self.index(cells), torch.tensor([0.25 + cell for cell in cells]))
         elif name == "sample":
             self.sample(2 * (1 + a % 3) if "slice" in self.sampler else 1 + a % 5)
@@ -187,20 +187,20 @@ class Model:
             given = given.reshape(steps, *self.streams).permute(*range(1, self.ndim), 0).clone()
             given = given[..., 0].clone() if add else given
         index = self.buffer.add(given) if add else self.buffer.extend(given)
-        expected = self.index(self.ring.write(flat))
+        expected = self.index(self.counters.write(flat))
         assert torch.equal(torch.as_tensor(index).reshape(expected.shape), expected)
         spoil(given)
 
     def replace(self, a: int, b: int) -> None:
-        cells = sorted({a % len(self.ring.cells), b % len(self.ring.cells)})
+        cells = sorted({a % len(self.counters.cells), b % len(self.counters.cells)})
         numbers = [next(self.numbers) for _ in cells]
         for number, cell in zip(numbers, cells, strict=True):
-            self.rows.trajectory[number] = self.rows.trajectory[self.ring.cells[cell]]
+            self.rows.trajectory[number] = self.rows.trajectory[self.counters.cells[cell]]
         given = self.rows.many(numbers)
         self.buffer[self.index(cells)] = given
         spoil(given)
         for cell, number in zip(cells, numbers, strict=True):
-            self.ring.cells[cell] = number
+            self.counters.cells[cell] = number
 
     def sample(self, size: int) -> None:
         data, info = self.buffer.sample(size, return_info=True)
@@ -208,7 +208,7 @@ class Model:
         ends = info["slice_end"].tolist() if "slice" in self.sampler else []  # before the rows are overwritten
         self.check_rows(data, cells)
         if self.sampler == "epochs":
-            ring = self.ring
+            ring = self.counters
             if not ring.left:
                 ring.left = set(range(len(ring.cells)))
             assert len(set(cells)) == len(cells) == min(size, len(ring.left))
@@ -240,8 +240,8 @@ class Model:
         (_, first), (_, second) = self.buffer.sample(2, return_info=True), other.sample(2, return_info=True)
         assert torch.equal(first["index"], second["index"])
         if self.sampler == "epochs":
-            self.ring.left = self.ring.left or set(range(len(self.ring.cells)))
-            self.ring.left -= set(self.cells(first["index"]))
+            self.counters.left = self.counters.left or set(range(len(self.counters.cells)))
+            self.counters.left -= set(self.cells(first["index"]))
         self.buffer = other
 
     # --- the comparisons ---
@@ -262,7 +262,7 @@ class Model:
         return cells.tolist()
 
     def check_rows(self, data: TensorDict, cells: list[int]) -> None:
-        self.rows.check(data, [self.ring.cells[cell] for cell in cells])
+        self.rows.check(data, [self.counters.cells[cell] for cell in cells])
         spoil(data)
 
     def check_slices(self, cells: list[int], ends: list[bool], size: int) -> None:
@@ -279,8 +279,8 @@ class Model:
                 begin = position + 1
         runs = []
         for cut in slices:
-            steps = self.ring.stream(cut[0] % self.columns)
-            ids = [self.rows.trajectory[self.ring.cells[cell]] for cell in steps]
+            steps = self.counters.stream(cut[0] % self.columns)
+            ids = [self.rows.trajectory[self.counters.cells[cell]] for cell in steps]
             first = steps.index(cut[0])
             assert cut == steps[first : first + len(cut)]
             assert len(set(ids[first : first + len(cut)])) == 1
@@ -292,18 +292,18 @@ class Model:
             assert len(set(runs)) == len(runs)
 
     def check_counters(self) -> None:
-        assert len(self.buffer) == len(self.ring.cells)
-        assert self.buffer.write_count == self.ring.written
-        assert self.buffer.writer.cursor == self.ring.cursor
+        assert len(self.buffer) == len(self.counters.cells)
+        assert self.buffer.write_count == self.counters.written
+        assert self.buffer.writer.cursor == self.counters.cursor
 
     def check_content(self) -> None:
-        if self.ring.cells:
+        if self.counters.cells:
             content = self.buffer.storage[:].reshape(-1) if self.ndim > 1 else self.buffer[:]
             self.check_rows(content if not isinstance(content, list) else lazy_stack(content), self.all_cells())
             self.check_rows(self.buffer[self.index(self.all_cells())], self.all_cells())
 
     def all_cells(self) -> list[int]:
-        return list(range(len(self.ring.cells)))
+        return list(range(len(self.counters.cells)))
 
 
 def spoil(value) -> None:

@@ -195,10 +195,8 @@ def test_errors_of_the_buffer_come_home_as_they_are(make):
 def test_an_answer_that_does_not_come_in_time_names_the_actor(make):
     buffer = make()
     buffer.timeout_s = 0.2
-    began = time.monotonic()
     with pytest.raises(DeadlineError, match=r"Ray actor \w+ \(process \d+ on .*timeout_s=0\.2"):
         buffer.apply(lambda _: threading.Event().wait(3.0))
-    assert time.monotonic() - began < 3.0
     with pytest.raises(DeadlineError, match=r"not placed yet.*remote_config"):
         make(remote_config={"num_cpus": 64}, timeout_s=1.0)
 

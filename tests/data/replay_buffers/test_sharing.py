@@ -461,8 +461,3 @@ def test_two_writers_and_a_reader_never_see_half_a_row():
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_two_writers_and_a_reader_for_five_seconds_each(method):
     stress(method, lambda size: LazyTensorStorage(size, shared_init=True), 5.0, 500)
-
-
-@pytest.mark.slow
-def test_two_writers_and_a_reader_for_thirty_seconds():
-    stress("spawn", LazyMemmapStorage, 30.0, 1000)

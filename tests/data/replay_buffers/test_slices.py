@@ -18,7 +18,7 @@ from llmrl.data.replay_buffers import (
     SliceSamplerWithoutReplacement,
     TensorStorage,
 )
-from llmrl.data.replay_buffers.samplers.slicer import Cut, Slicer
+from llmrl.data.replay_buffers.samplers.slices import Cut, every_slice
 from llmrl.data.replay_buffers.trajectory_index import TrajectoryIndex
 from llmrl.errors import MissingKeyError
 
@@ -52,16 +52,10 @@ def runs_of(ids: list[int], cells: list[int]) -> list[list[int]]:
     return [[cells[i] for i in group] for _, group in itertools.groupby(range(len(ids)), key=lambda i: ids[i])]
 
 
-def slicer(**arguments) -> Slicer:
-    index = TrajectoryIndex("test", **arguments)
-    return Slicer("test", index, num_slices=None, slice_len=2, truncated_key=None, strict_length=True, span=False)
-
-
-def pieces(parts: Slicer, cut: Cut, size: int) -> Counter:
-    last, lengths = parts.every(cut)
-    streams = parts.index.streams
+def pieces(index: TrajectoryIndex, cut: Cut, size: int) -> Counter:
+    last, lengths = every_slice(index, cut)
     return Counter(
-        tuple((cell - back * streams) % size for back in range(length - 1, -1, -1))
+        tuple((cell - back * index.streams) % size for back in range(length - 1, -1, -1))
         for cell, length in zip(last.tolist(), lengths.tolist(), strict=True)
     )
 
@@ -81,7 +75,7 @@ BOTH = ({"traj_key": "episode"}, {"end_key": ("next", "done")})
 
 def check_exhaustively(capacity: int, lengths: range, cuts: list[Cut], keys=BOTH) -> None:
     """Every length of the ring, every cursor, every partition, every cut; boundaries by every key."""
-    sources = [slicer(**key) for key in keys]
+    indices = [TrajectoryIndex("test", **key) for key in keys]
     for length in lengths:
         storage = LazyTensorStorage(capacity)
         cursors = range(capacity) if length == capacity else [length]
@@ -93,14 +87,13 @@ def check_exhaustively(capacity: int, lengths: range, cuts: list[Cut], keys=BOTH
                 time = [(cell - oldest) % capacity for cell in range(length)]
                 done = torch.tensor([[ends[t]] for t in time])
                 storage.set(slice(0, length), rows([ids[t] for t in time], next=TensorDict(done=done)))
-                storage.ring.cursor = cursor % capacity
-                for parts in sources:
-                    parts.index.forget()
-                    parts.index.update(storage)
-                    parts._all = None
+                storage.counters.cursor = cursor % capacity
+                for index in indices:
+                    index.forget()
+                    index.update(storage)
                     for cut in cuts:
                         found = Counter()
-                        for piece, count in pieces(parts, cut, capacity).items():
+                        for piece, count in pieces(index, cut, capacity).items():
                             found[tuple(time[cell] for cell in piece)] += count
                         assert found == expected[cut], (ids, cursor, cut)
 
@@ -180,7 +173,7 @@ def test_the_index_follows_any_writes_as_if_it_were_made_anew(streams):
                     first = max(0, len(column) - capacity)
                     cells = [time % capacity * streams + stream for time in range(first, len(column))]
                     expected += all_windows(runs_of(column[first:], cells), cut)
-                assert pieces(sampler._slicer, cut, capacity * streams) == expected
+                assert pieces(sampler._index, cut, capacity * streams) == expected
 
 
 def test_what_is_read_between_two_samples_is_what_was_written():

@@ -20,6 +20,7 @@ from llmrl.data.replay_buffers import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
+from llmrl.data.replay_buffers.checkpointers import default_for
 from llmrl.data.replay_buffers.layout import put_rows_together, put_together, take_apart
 from llmrl.errors import CheckpointError, DataError, ShapeError
 from llmrl.modules.llm.policies import containers
@@ -479,8 +480,8 @@ def test_tensordicts_without_entries_come_back(make, row, tmp_path):
     storage.set(0, row)
     storage.set(slice(1, 3), torch.stack([row, row]))
     by_state.load_state_dict(storage.state_dict())
-    storage.dumps(tmp_path)
-    by_file.loads(tmp_path)
+    default_for(storage).dumps(storage, tmp_path)
+    default_for(by_file).loads(by_file, tmp_path)
     for one in (storage, by_state, by_file):
         assert len(one) == 3
         for found in (one.get(2), one.get(slice(0, 3))[0], one.get(torch.tensor([1, 2]))[1]):
@@ -524,7 +525,7 @@ def test_rows_are_set_and_read_by_every_kind_of_index(make):
             wrong(torch.ones(7, dtype=torch.bool))
     with pytest.raises(RuntimeError, match="without gaps"):
         storage.set([7], rows(1))
-    assert storage.ring.cursor == 0
+    assert storage.counters.cursor == 0
 
 
 def test_a_grid_is_written_by_its_places():

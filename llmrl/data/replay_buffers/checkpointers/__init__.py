@@ -1,7 +1,7 @@
 """Storages on disk: checked, atomic, and compact where rows are steps of trajectories."""
 
 from llmrl.data.replay_buffers.checkpointers.base import StorageCheckpointerBase
-from llmrl.data.replay_buffers.checkpointers.ensemble import StorageEnsembleCheckpointer
+from llmrl.data.replay_buffers.checkpointers.ensemble import StorageEnsembleCheckpointer, default_for
 from llmrl.data.replay_buffers.checkpointers.named import (
     FlatStorageCheckpointer,
     H5StorageCheckpointer,
@@ -18,4 +18,5 @@ __all__ = [
     "StorageCheckpointerBase",
     "StorageEnsembleCheckpointer",
     "TensorStorageCheckpointer",
+    "default_for",
 ]

@@ -1,24 +1,23 @@
-"""What a checkpointer is: it writes the rows and counters of a storage to a directory, and reads them back.
+"""The checkpointer: writes the rows and counters of a storage to a directory, and reads them back.
 
     dumps   storage.snapshot() -> save hooks -> layout -> files, manifest -> one atomic step (``directory.py``)
     loads   manifest, checksums -> files -> layout -> load hooks -> storage.restore()
 
-A checkpoint says itself which layout and container it has, so any checkpointer reads what any other one wrote; the
-classes differ in what they write.
+A checkpoint names its own layout and container, so any checkpointer reads what any other one wrote; the classes differ
+in what they write.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmrl.data.replay_buffers.checkpointers.containers import Container, FileContainer, H5Container
-from llmrl.data.replay_buffers.checkpointers.content import read_content, write_content
-from llmrl.data.replay_buffers.checkpointers.manifest import read_manifest, write_manifest
-from llmrl.data.replay_buffers.directory import current_directory, replace_directory
+from llmrl.data.replay_buffers.directory import current_directory, read_manifest, replace_directory, write_manifest
+from llmrl.data.replay_buffers.serialization import decode, encode
 from llmrl.data.ted import Flat2TED, H5Combine, Nested2TED
 from llmrl.errors import CheckpointError, DataError
 
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StorageCheckpointerBase"]
 
-FORMAT, FORMAT_VERSION = "llmrl.storage", 2
+FORMAT, FORMAT_VERSION = "llmrl.storage", 3
 
 Hook = Callable[[Any], Any]
 Encoded = tuple[Any, dict[str, Any]]
@@ -41,7 +40,7 @@ _DECODERS: dict[str, Hook] = {
 
 
 class StorageCheckpointerBase:
-    """Writes rows as they are, a raw file per entry, under a manifest with the schema and a checksum of every file.
+    """Writes rows as they are, a raw file per entry, under a manifest with the layout and a checksum of every file.
 
     Only rows that were written are saved, and equal rows give equal files. A path can be written again and again, also
     one that holds the storage's own memory-mapped files; a kill at any moment leaves the old checkpoint or the new one.
@@ -70,48 +69,47 @@ class StorageCheckpointerBase:
 
         Raises  CheckpointError if a hook returns nothing, rows hold what a dump cannot, or ``path`` cannot be written
         """
-        content, ring = storage.snapshot(copy=bool(self._save_hooks))  # a hook may write into what it gets
+        content, counters = storage.snapshot(copy=bool(self._save_hooks))  # a hook may write into what it gets
         layout: dict[str, Any] = {"name": "rows"}
         if content is not None:
-            where = _oldest(ring)
+            # The oldest row of a full ring is where the next one goes; the codecs begin there.
+            is_full = counters["length"] >= counters["max_size"]
+            where = {"shift": counters["cursor"] // prod(counters["trailing"]) if is_full else 0, "is_full": is_full}
             for hook in self._save_hooks:
                 content = hook(content, **where) if getattr(hook, "takes_ring", False) else hook(content)
                 self._check_hook(hook, content)
             content, layout = self._encode(content, where)
         with replace_directory(path) as folder:
             with self._open(folder) as (container, name):
-                schema = write_content(content, container)
-            notes = {"storage": type(storage).__name__, "ring": ring, "layout": layout, "container": name}
-            write_manifest(folder, FORMAT, FORMAT_VERSION, {**notes, "schema": schema})
+                rows = encode(content, container.put)
+            notes = {"storage": type(storage).__name__, "ring": counters, "layout": layout, "container": name}
+            write_manifest(folder, FORMAT, FORMAT_VERSION, {**notes, "rows": rows})
 
     def loads(self, storage: Storage, path: str | Path) -> None:
         """Replaces the content of ``storage`` by what ``dumps`` wrote to ``path``.
 
-        Raises  CheckpointError, with the storage unchanged, if the checkpoint is damaged, is none, or does not fit
+        Raises  CheckpointError, with the storage unchanged, if the checkpoint is missing, damaged, or does not fit
         """
-        self.restore(storage, *self.read(path), path)
-
-    def restore(self, storage: Storage, content: Any, ring: dict[str, Any], path: str | Path) -> None:
-        """Gives ``storage`` what was read from ``path``."""
+        content, counters = self._read(path)
         try:
-            storage.restore(content, ring)
+            storage.restore(content, counters)
         except DataError as error:
             raise CheckpointError(
                 f"{type(self).__name__}: the rows in {path} must fit the storage they are loaded into: {error} Load "
                 "them into one that was built and filled alike, or that is new."
             ) from error
 
-    def read(self, path: str | Path) -> tuple[Any, dict[str, Any]]:
-        """What a storage's ``restore`` takes, from a checkpoint in which every file is what was written."""
-        who = type(self).__name__
+    def _read(self, path: str | Path) -> tuple[Any, dict[str, Any]]:
         folder = current_directory(path)
-        manifest = read_manifest(who, folder, FORMAT, FORMAT_VERSION)
-        name = manifest["container"]
+        manifest = read_manifest(type(self).__name__, folder, FORMAT, FORMAT_VERSION)
+        name, files = manifest["container"], manifest["files"]
         if name is None:
-            content = read_content(manifest["schema"], FileContainer(folder))
+            content = decode(manifest["rows"], FileContainer(folder, files).get)
+        elif name not in files:
+            raise CheckpointError(f"{folder}: the rows must lie in a file of the checkpoint: got {name!r}.")
         else:
             with H5Container.open(folder / name, "r") as container:
-                content = read_content(manifest["schema"], container)
+                content = decode(manifest["rows"], container.get)
         if content is not None:
             content = _DECODERS[manifest["layout"]["name"]](content)
             for hook in self._load_hooks:
@@ -120,20 +118,15 @@ class StorageCheckpointerBase:
         return content, manifest["ring"]
 
     def _encode(self, content: Any, where: dict[str, Any]) -> Encoded:
-        """What is written, and what the manifest says of its layout; ``where`` is ``shift`` and ``is_full``."""
+        """The content to write and the manifest's note on its layout; ``where`` is ``shift`` and ``is_full``."""
         return content, {"name": "rows"}
 
     @contextmanager
     def _open(self, folder: Path) -> Iterator[tuple[Container, str | None]]:
         """The container to write to, and the name of its file if it is one."""
-        yield FileContainer(folder), None
+        with closing(FileContainer(folder)) as container:
+            yield container, None
 
     def _check_hook(self, hook: Hook, content: Any) -> None:
         if content is None:
             raise CheckpointError(f"{type(self).__name__}: a hook must return the content: got None from {hook!r}.")
-
-
-def _oldest(ring: dict[str, Any]) -> dict[str, Any]:
-    """Where the oldest row of the ring is, along time, and whether there is anything before it."""
-    is_full = ring["length"] >= ring["max_size"]
-    return {"shift": ring["cursor"] // prod(ring["trailing"]) if is_full else 0, "is_full": is_full}

@@ -1,7 +1,7 @@
-"""Where the tensors of a checkpoint lie: a raw file each, or all in one HDF5 file. What they mean is in ``content.py``.
+"""Containers for the tensors of a checkpoint: raw files, or one HDF5 file.
 
-A *reference* is JSON: the name of the file or dataset, dtype and shape. Names are made of the keys, joined by dots (or
-slashes); a dot or slash in a key is percent-encoded as in a URL, so that different keys never share a name.
+Names are made of the keys, joined by dots (or slashes); a dot or slash in a key is percent-encoded as in a URL, so that
+different keys never share a name. A *reference* is JSON: ``[name, dtype, shape]``, and the offset in a raw file.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -19,43 +19,67 @@ from urllib.parse import quote
 import torch
 from torch import Tensor
 
+from llmrl.data.replay_buffers.serialization import ITEM, find_dtype
 from llmrl.errors import CheckpointError
 from llmrl.optional import require
 
 __all__ = ["Container", "FileContainer", "H5Container"]
 
-Reference = dict[str, Any]
+_ALIGNMENT = 16  # of tensors that follow others in a file: any dtype can be mapped there
+_MOST_OPEN_FILES = 128
 
 
 class Container(Protocol):
-    """Takes tensors by name and gives them back; ``suffix`` says what the bytes are to whoever looks at the files."""
+    """Takes tensors under the keys that lead to them, and gives them back."""
 
-    def put(self, path: Sequence[str], tensor: Tensor, suffix: str = ".memmap") -> Reference: ...
+    def put(self, path: Sequence[str], tensor: Tensor) -> Any: ...
 
-    def get(self, reference: Reference) -> Tensor: ...
+    def get(self, reference: Any) -> Tensor: ...
 
 
 class FileContainer:
-    """One file per tensor in a folder: its elements in row-major order, little-endian, and nothing else."""
+    """One file per key: the elements of its tensors in row-major order, little-endian; those of a list in order.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._taken: set[str] = set()
+    ``files`` are the names that may be read. Tensors are mapped to memory; changing one does not change its file.
+    """
 
-    def put(self, path: Sequence[str], tensor: Tensor, suffix: str = ".memmap") -> Reference:
-        name = _free_name(".".join(map(_escape, path)) + suffix, self._taken)
-        with (self.folder / name).open("wb") as file:
-            file.write(memoryview(_as_bytes(tensor).numpy()))
-        return {"file": name, **_describe(tensor)}
+    def __init__(self, folder: Path, files: Collection[str] = ()) -> None:
+        self.folder, self._files = folder, files
+        self._names: dict[tuple[str, ...], str] = {}
+        self._open: dict[str, Any] = {}
+        self._mapped: dict[str, Tensor] = {}
 
-    def get(self, reference: Reference) -> Tensor:
-        """The tensor, read from the file when it is looked at; changing it does not change the file."""
-        dtype, shape = _dtype(reference), reference["shape"]
+    def put(self, path: Sequence[str], tensor: Tensor) -> Any:
+        name = self._names.get(tuple(path))
+        if name is None:
+            keys = [_escape(key) for key in path if key != ITEM]
+            name = self._names[tuple(path)] = _free_name(".".join(keys), self._names.values(), ".memmap")
+        if name not in self._open:
+            if len(self._open) == _MOST_OPEN_FILES:
+                self.close()
+            self._open[name] = (self.folder / name).open("ab")
+        file, data = self._open[name], _as_bytes(tensor)
+        file.write(bytes(-file.tell() % _ALIGNMENT))
+        offset = file.tell()
+        file.write(memoryview(data.numpy()))
+        return [name, *_describe(tensor), offset]
+
+    def close(self) -> None:
+        while self._open:
+            self._open.popitem()[1].close()
+
+    def get(self, reference: Any) -> Tensor:
+        name, dtype, shape, offset = reference
+        if name not in self._files:
+            raise CheckpointError(f"{self.folder}: a tensor must lie in a file of the checkpoint: got {name!r}.")
+        dtype = find_dtype(dtype)
         size = prod(shape) * dtype.itemsize
         if not size:
             return torch.empty(shape, dtype=dtype)
-        path = self.folder / reference["file"]
-        return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8).view(dtype).view(shape)
+        if name not in self._mapped:
+            file = self.folder / name
+            self._mapped[name] = torch.from_file(str(file), False, file.stat().st_size, dtype=torch.uint8)
+        return self._mapped[name].narrow(0, offset, size).view(dtype).view(shape)
 
 
 class H5Container:
@@ -72,8 +96,12 @@ class H5Container:
         with h5py.File(path, mode) as file:
             yield cls(file, options or {})
 
-    def put(self, path: Sequence[str], tensor: Tensor, suffix: str = ".memmap") -> Reference:
-        name = _free_name("/".join(map(_escape, path)), self._taken)
+    def put(self, path: Sequence[str], tensor: Tensor) -> Any:
+        keys = [key if key == ITEM else _escape(key) for key in path]
+        if ITEM in path:  # an item may be a tensor or a group: each is a group with a dataset of this name
+            keys.append(ITEM)
+        name = _free_name("/".join(keys), self._taken)
+        self._taken.add(name)
         tensor = tensor.detach().cpu()
         try:
             array = tensor.numpy()
@@ -83,24 +111,18 @@ class H5Container:
         if not options and array.nbytes > shutil.disk_usage(Path(self._file.filename).parent).free:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)  # HDF5 does not survive a full disk
         self._file.create_dataset(name, data=array, **options)
-        return {"dataset": name, **_describe(tensor)}
+        return [name, *_describe(tensor)]
 
-    def get(self, reference: Reference) -> Tensor:
-        tensor = torch.from_numpy(self._file[reference["dataset"]][()].reshape(-1))
-        return tensor.view(_dtype(reference)).view(reference["shape"])
+    def get(self, reference: Any) -> Tensor:
+        name, dtype, shape = reference
+        data = self._file[name]
+        if data.file.filename != self._file.filename or data.external or data.is_virtual:
+            raise CheckpointError(f"{self._file.filename}: {name!r} must lie in this file: it is a link to another.")
+        return torch.from_numpy(data[()].reshape(-1)).view(find_dtype(dtype)).view(shape)
 
 
-def _describe(tensor: Tensor) -> Reference:
-    return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
-
-
-def _dtype(reference: Reference) -> torch.dtype:
-    dtype = getattr(torch, reference["dtype"], None)
-    if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(
-            f"a checkpoint holds {reference['dtype']!r}, which this torch ({torch.__version__}) lacks."
-        )
-    return dtype
+def _describe(tensor: Tensor) -> list[Any]:
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
@@ -114,13 +136,11 @@ def _escape(name: str) -> str:
     return quote(name, safe="").replace(".", "%2E").replace("~", "%7E")
 
 
-def _free_name(name: str, taken: set[str]) -> str:
+def _free_name(name: str, taken: Collection[str], suffix: str = "") -> str:
     """The name, shortened to what file systems take, and different from others also where case does not count."""
-    head, dot, tail = name.rpartition(".") if "/" not in name else (name, "", "")
-    head = head[:180] or "value"
-    candidate, number = f"{head}{dot}{tail}", 1
-    while candidate.lower() in taken:
+    head, number, lower = name[:180] or "value", 1, {other.lower() for other in taken}
+    candidate = head + suffix
+    while candidate.lower() in lower:
         number += 1
-        candidate = f"{head}~{number}{dot}{tail}"
-    taken.add(candidate.lower())
+        candidate = f"{head}~{number}{suffix}"
     return candidate

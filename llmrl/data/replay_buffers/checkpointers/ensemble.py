@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from llmrl.data.replay_buffers.checkpointers.base import Hook, StorageCheckpointerBase
-from llmrl.data.replay_buffers.checkpointers.manifest import read_manifest, write_manifest
-from llmrl.data.replay_buffers.directory import current_directory, read_object, replace_directory, write_object
-from llmrl.data.replay_buffers.transforms import load_transform, transform_state
+from llmrl.data.replay_buffers.checkpointers.named import ListStorageCheckpointer, TensorStorageCheckpointer
+from llmrl.data.replay_buffers.directory import (
+    current_directory,
+    read_manifest,
+    read_object,
+    replace_directory,
+    write_manifest,
+    write_object,
+)
+from llmrl.data.replay_buffers.storages import Storage, StorageEnsemble, TensorStorage
+from llmrl.data.replay_buffers.utils import load_transform, transform_state
 from llmrl.errors import UnsupportedError
 
-__all__ = ["StorageEnsembleCheckpointer"]
+__all__ = ["StorageEnsembleCheckpointer", "default_for"]
 
 _FORMAT, _FORMAT_VERSION = "llmrl.storage_ensemble", 2
 _TRANSFORMS = "transforms.pt"
@@ -31,20 +38,36 @@ class StorageEnsembleCheckpointer(StorageCheckpointerBase):
 
     register_load_hook = register_save_hook
 
-    def dumps(self, storage: Any, path: str | Path) -> None:
+    def dumps(self, storage: StorageEnsemble, path: str | Path) -> None:
         with replace_directory(path) as folder:
             for number, member in enumerate(storage.storages):
-                member.checkpointer.dumps(member, folder / str(number))
+                _checkpointer_of(member).dumps(member, folder / str(number))
             write_object([transform_state(transform) for transform in storage.transforms], folder / _TRANSFORMS)
             members = [type(member).__name__ for member in storage.storages]
             write_manifest(folder, _FORMAT, _FORMAT_VERSION, {"members": members})
 
-    def loads(self, storage: Any, path: str | Path) -> None:
+    def loads(self, storage: StorageEnsemble, path: str | Path) -> None:
         """Raises  CheckpointError, with every member unchanged, if one of them cannot be loaded"""
         folder = current_directory(path)
         manifest = read_manifest(type(self).__name__, folder, _FORMAT, _FORMAT_VERSION)
         states = read_object(folder / _TRANSFORMS)
         folders = [folder / str(number) for number in range(len(manifest["members"]))]
-        storage.restore_each(folders, lambda member, its: member.checkpointer.loads(member, its))
+        storage.restore_each(folders, lambda member, its: _checkpointer_of(member).loads(member, its))
         for transform, state in zip(storage.transforms, states, strict=True):
             load_transform(transform, state)
+
+
+def default_for(storage: Storage) -> StorageCheckpointerBase:
+    """A new checkpointer of the kind that suits the storage best.
+
+    >>> from llmrl.data.replay_buffers import LazyTensorStorage
+    >>> type(default_for(LazyTensorStorage(10))).__name__
+    'TensorStorageCheckpointer'
+    """
+    if isinstance(storage, StorageEnsemble):
+        return StorageEnsembleCheckpointer()
+    return TensorStorageCheckpointer() if isinstance(storage, TensorStorage) else ListStorageCheckpointer()
+
+
+def _checkpointer_of(member: Storage) -> StorageCheckpointerBase:
+    return default_for(member) if member.checkpointer is None else member.checkpointer

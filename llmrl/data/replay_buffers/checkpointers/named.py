@@ -1,4 +1,4 @@
-"""The named checkpointers: the same writer with another layout of the rows, or another container."""
+"""The named checkpointers: another layout of the rows, or another container."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class _StepsCheckpointer(StorageCheckpointerBase):
         self._warned = False
 
     def _encode(self, content: Any, where: dict[str, Any]) -> Encoded:
-        """Rows by the codec; as they are if they are no TED. What was not saved is said once, and in the manifest."""
+        """Rows by the codec, or as they are if they are not TED; the manifest and one warning say so."""
         try:
             encoded = self._codec(content, **where)
         except DataError as error:
@@ -86,9 +86,9 @@ class _StepsCheckpointer(StorageCheckpointerBase):
 class FlatStorageCheckpointer(_StepsCheckpointer):
     """Steps in TED with each observation stored once (see `TED2Flat`): up to half the space.
 
-    ``done_keys`` and ``reward_keys`` are the entries of ``"next"`` that are no observations. Rows that do not follow
+    ``done_keys`` and ``reward_keys`` are the entries of ``"next"`` that are not observations. Rows that do not follow
     each other, or ends that ``done`` does not mark, cost space and are counted in the manifest, but come back
-    unchanged; rows that are no TED are stored as they are.
+    unchanged; rows that are not TED are stored as they are.
     """
 
     _layout, _codec_class = "flat", TED2Flat

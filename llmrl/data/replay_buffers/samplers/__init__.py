@@ -1,9 +1,10 @@
-"""Which rows the next batch holds."""
+"""Samplers: which rows the next batch holds."""
 
 from llmrl.data.replay_buffers.samplers.base import Sampler
+from llmrl.data.replay_buffers.samplers.ensemble import SamplerEnsemble
 from llmrl.data.replay_buffers.samplers.prioritized import PrioritizedSampler
-from llmrl.data.replay_buffers.samplers.slicer import SLICE_END
-from llmrl.data.replay_buffers.samplers.slices import (
+from llmrl.data.replay_buffers.samplers.slice_samplers import (
+    SLICE_END,
     PrioritizedSliceSampler,
     SliceSampler,
     SliceSamplerWithoutReplacement,
@@ -17,6 +18,7 @@ __all__ = [
     "PrioritizedSliceSampler",
     "RandomSampler",
     "Sampler",
+    "SamplerEnsemble",
     "SamplerWithoutReplacement",
     "SliceSampler",
     "SliceSamplerWithoutReplacement",

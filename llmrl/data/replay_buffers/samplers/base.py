@@ -1,4 +1,4 @@
-"""What a sampler is: it picks the positions of the next batch, from its own generator."""
+"""The sampler: it picks the positions of the next batch, from its own generator."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Sampler(StateFile, ABC):
         self.generator.set_state(state["generator"])
 
     def bookmark(self) -> Any:
-        """Where the draws are. Costs as little as can be: unlike a state, it is good only until rows are written."""
+        """The place in the draws; cheaper than a state, but good only until rows are written."""
         return self.state_dict()
 
     def go_back(self, bookmark: Any) -> None:

@@ -1,7 +1,4 @@
-"""Which rows may be drawn at all: not those of too old a policy, and none more often than asked for.
-
-A filter for samplers that draw rows one by one: it counts uses and reads versions; the sampler draws.
-"""
+"""A filter for samplers: leaves out rows of too old a policy, and rows that were drawn often enough."""
 
 from __future__ import annotations
 
@@ -11,14 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmrl.data.replay_buffers.samplers.base import Sampler
 from llmrl.data.replay_buffers.storages import Storage
-from llmrl.data.replay_buffers.write_journal import WriteLog
+from llmrl.data.replay_buffers.write_journal import WriteJournal
 from llmrl.errors import DataError
 
 
 class Eligibility:
-    """``max_age`` in policy versions and ``max_uses`` per row; None is no limit.
+    """``max_age`` in policy versions and ``max_uses`` per row; None sets no limit.
 
     A row's age is the current version less its entry ``version_key``. The current version is what was last set, or
     else the newest of any row written so far. A row that is overwritten starts again with no uses; one that is replaced
@@ -34,7 +30,7 @@ class Eligibility:
         self.max_age = max_age
         self.max_uses = max_uses
         self.version_key = version_key
-        self.log = WriteLog()
+        self.journal = WriteJournal()
         self.version: int | None = None
         self._newest: int | None = None
         self._uses = np.zeros(0, dtype=np.int64)
@@ -46,12 +42,12 @@ class Eligibility:
         return self._newest if self.version is None else self.version
 
     def mask(self, storage: Storage) -> np.ndarray:
-        """Which rows may be drawn, bool[len(storage)]."""
+        """True for rows that may be drawn, bool[len(storage)]."""
         self._refresh(storage)
         return ~(self._too_old(len(storage)) | self._used_up(len(storage)))
 
     def uses_left(self, positions: np.ndarray) -> np.ndarray:
-        """How often each row may still be drawn; for use with ``max_uses``."""
+        """The draws that each row has left; for use with ``max_uses``."""
         return self.max_uses - self._uses[positions]
 
     def use(self, positions: np.ndarray) -> None:
@@ -73,7 +69,7 @@ class Eligibility:
         )
 
     def empty(self) -> None:
-        self.log.forget()
+        self.journal.forget()
         self._uses, self._versions, self._loaded = self._uses[:0], self._versions[:0], False
 
     def state_dict(self) -> dict[str, Any]:
@@ -95,12 +91,12 @@ class Eligibility:
         try:
             self._take_note(storage)
         except BaseException:
-            self.log.forget()
+            self.journal.forget()
             self._loaded = True  # the uses are right, the versions are to be read again
             raise
 
     def _take_note(self, storage: Storage) -> None:
-        length, changes = len(storage), self.log.take(storage)
+        length, changes = len(storage), self.journal.take(storage)
         if changes is None:
             keep = self._uses[:length] if self._loaded else self._uses[:0]
             self._uses = _resized(keep, length)
@@ -143,55 +139,6 @@ class Eligibility:
         if self.max_uses is None:
             return np.zeros(length, dtype=bool)
         return self._uses[:length] >= self.max_uses
-
-
-class FilteredSampler(Sampler):
-    """A sampler with the limits of ``Eligibility``; ``_eligible`` is None where none was asked for."""
-
-    def __init__(self, max_age: int | None, max_uses: int | None, version_key: str | tuple[str, ...]) -> None:
-        limited = max_age is not None or max_uses is not None
-        self._eligible = Eligibility(type(self).__name__, max_age, max_uses, version_key) if limited else None
-
-    @property
-    def version(self) -> int | None:
-        """The current policy version, which ages are counted from: as set, or the newest of any row seen so far."""
-        return None if self._eligible is None else self._eligible.current_version
-
-    @version.setter
-    def version(self, version: int | None) -> None:
-        if self._eligible is None or self._eligible.max_age is None:
-            raise RuntimeError(f"{type(self).__name__}: a version is for a sampler with max_age: this one has none.")
-        self._eligible.version = version
-
-    def extend(self, index: int | Tensor) -> None:
-        if self._eligible is not None:
-            self._eligible.log.note(index)
-
-    def mark_update(self, index: int | Tensor) -> None:
-        if self._eligible is not None:
-            self._eligible.log.note_replaced(index)
-
-    def empty(self) -> None:
-        if self._eligible is not None:
-            self._eligible.empty()
-
-    def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
-        return state if self._eligible is None else {**state, "eligible": self._eligible.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        if self._eligible is not None and "eligible" in state:
-            self._eligible.load_state_dict(state["eligible"])
-
-    def bookmark(self) -> Any:
-        return self.generator.get_state(), None if self._eligible is None else self._eligible.bookmark()
-
-    def go_back(self, bookmark: Any) -> None:
-        generator, uses = bookmark
-        self.generator.set_state(generator)
-        if self._eligible is not None:
-            self._eligible.go_back(uses)
 
 
 def _resized(values: np.ndarray, size: int) -> np.ndarray:

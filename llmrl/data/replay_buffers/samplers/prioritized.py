@@ -8,12 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmrl.data.replay_buffers.fork_guard import OneProcess
 from llmrl.data.replay_buffers.grid_index import flat_cells
-from llmrl.data.replay_buffers.reductions import check_reduction, reduced
 from llmrl.data.replay_buffers.samplers.base import Sampler
 from llmrl.data.replay_buffers.samplers.sum_tree import SumTree
 from llmrl.data.replay_buffers.storages import Storage
+from llmrl.data.replay_buffers.utils import ProcessLocal, check_reduction, reduced
 from llmrl.data.replay_buffers.write_journal import flat_positions
 from llmrl.errors import CheckpointError, DataError
 
@@ -21,7 +20,7 @@ _FIRST_PRIORITY = 1.0
 _WAITING_ROWS = 4096  # written rows that may wait for their priority
 
 
-class PrioritizedSampler(OneProcess, Sampler):
+class PrioritizedSampler(ProcessLocal, Sampler):
     """Draws row i, with replacement, with probability ``(p_i + eps)^alpha`` over the sum of that for all rows.
 
     ``sample`` also gives ``"priority_weight"``, the importance weight ``(mass_i / smallest mass)^-beta``: at most 1.
@@ -73,7 +72,7 @@ class PrioritizedSampler(OneProcess, Sampler):
 
     def _clear(self) -> None:
         self._tree = SumTree(self.max_capacity)
-        self._priorities = np.full(self.max_capacity, np.nan)  # NaN: there is no row
+        self._priorities = np.full(self.max_capacity, np.nan)  # NaN where a row is missing
         self._num_rows = 0
         self._largest: float | None = None  # None: to be looked up
         self._written: list[np.ndarray] = []  # rows whose priority is still to be set
@@ -114,12 +113,12 @@ class PrioritizedSampler(OneProcess, Sampler):
     @property
     def default_priority(self) -> float:
         if self._largest is None:
-            largest = np.fmax.reduce(self._priorities)  # NaN only if there is no row
+            largest = np.fmax.reduce(self._priorities)  # NaN only if the buffer is empty
             self._largest = _FIRST_PRIORITY if np.isnan(largest) else float(largest)
         return self._largest
 
     def probabilities(self) -> Tensor:
-        """How likely each row is to be the next one drawn, float64[rows]."""
+        """The probability of each row at the next draw, float64[rows]."""
         self._flush()
         return torch.from_numpy(self._tree.masses[: self._num_rows] / self._tree.total)
 
@@ -180,7 +179,7 @@ class PrioritizedSampler(OneProcess, Sampler):
 
         ``priority`` is one number, or [N, ...]: what follows N is reduced. A position of -1 is passed over; of equal
         positions the last counts. Raises: RuntimeError for another number of priorities, DataError for one that is
-        negative or not finite, IndexError where there is no row. Nothing is changed then.
+        negative or not finite, IndexError for a missing row. Nothing is changed then.
         """
         self._check_process()
         where = np.asarray(_flat(index, storage), dtype=np.int64).reshape(-1)
@@ -198,7 +197,7 @@ class PrioritizedSampler(OneProcess, Sampler):
         self._set(where, values, masses)
 
     def _is_all_written(self, where: np.ndarray) -> bool:
-        """Whether these are the rows that wait for a priority, which they need not get first; lets them go then."""
+        """True if these are the rows that wait for their first priority, which then need not be set."""
         if len(self._written) != 1 or self.max_priority_within_buffer or not np.array_equal(self._written[0], where):
             return False
         self._written, self._num_written = [], 0

@@ -2,8 +2,7 @@
 
 Every level sums sixteen neighbours of the level below, up to one of at most 4096 sums, which is searched directly:
 three levels for a million rows. Sums are always made anew from what is below them, so they do not drift; minima when
-the smallest mass is asked for. What a mass
-stands for is the sampler's business.
+the smallest mass is asked for.
 """
 
 from __future__ import annotations

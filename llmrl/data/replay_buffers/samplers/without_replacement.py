@@ -1,4 +1,4 @@
-"""Passes over the rows: each row once per pass."""
+"""Draws without replacement: each row once per pass."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmrl.data.replay_buffers.samplers.eligibility import FilteredSampler
-from llmrl.data.replay_buffers.samplers.passes import Passes
+from llmrl.data.replay_buffers.samplers.epoch import EpochSampler
+from llmrl.data.replay_buffers.samplers.uniform import FilteredSampler
 from llmrl.data.replay_buffers.storages import Storage
-from llmrl.data.replay_buffers.write_journal import WriteLog
+from llmrl.data.replay_buffers.write_journal import WriteJournal
 
 
-class SamplerWithoutReplacement(Passes, FilteredSampler):
+class SamplerWithoutReplacement(EpochSampler, FilteredSampler):
     """Draws every row exactly once per pass, in random order (``shuffle=False``: in the order of positions).
 
     A pass is one permutation of the rows that were there when it began. Rows written meanwhile join the next pass: new
@@ -37,7 +37,7 @@ class SamplerWithoutReplacement(Passes, FilteredSampler):
         version_key: str | tuple[str, ...] = "policy_version",
     ) -> None:
         super().__init__(drop_last, shuffle, max_age=max_age, max_uses=max_uses, version_key=version_key)
-        self._log = WriteLog()
+        self._journal = WriteJournal()
         self._loaded = False  # the pass is of a loaded state: the rows are known to be those it was made for
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
@@ -67,7 +67,7 @@ class SamplerWithoutReplacement(Passes, FilteredSampler):
 
     def _drop_overwritten(self, storage: Storage) -> None:
         """Rows that another process wrote; those of this one have left the pass already."""
-        changes, loaded = self._log.take(storage), self._loaded
+        changes, loaded = self._journal.take(storage), self._loaded
         self._loaded = False
         if changes is not None:
             self._epoch.drop(changes[0])
@@ -76,17 +76,17 @@ class SamplerWithoutReplacement(Passes, FilteredSampler):
 
     def extend(self, index: int | Tensor) -> None:
         super().extend(index)
-        self._log.note(index)
+        self._journal.note(index)
 
     def mark_update(self, index: int | Tensor) -> None:
         super().mark_update(index)
-        self._log.note_replaced(index)  # a row that is replaced in place stays in the pass
+        self._journal.note_replaced(index)  # a row that is replaced in place stays in the pass
 
     def empty(self) -> None:
         super().empty()
-        self._log.forget()
+        self._journal.forget()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._log.forget()
+        self._journal.forget()
         self._loaded = True

@@ -1,4 +1,4 @@
-"""What a storage is: rows at integer positions. Where the next row goes is the writer's business."""
+"""The storage: rows at integer positions."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import torch
 from tensordict.base import is_tensor_collection
 from torch import Tensor
 
-from llmrl.data.replay_buffers.counters import Ring
+from llmrl.data.replay_buffers.counters import Counters
 from llmrl.data.replay_buffers.grid_index import select_cells, shape_cells, time_first
-from llmrl.data.replay_buffers.pytree import num_rows, part, tree_map
+from llmrl.data.replay_buffers.utils import num_rows, part, tree_map
 from llmrl.errors import CheckpointError, MissingKeyError, UnsupportedError, near
 
 Key = str | tuple[str, ...]
@@ -48,9 +48,9 @@ class Storage(ABC):
     trailing: tuple[int, ...] = ()  # the sizes of the grid's dimensions after time; likewise
 
     def __init__(self) -> None:
-        self.ring = Ring()
+        self.counters = Counters()
         self.lock: AbstractContextManager[Any] = threading.RLock()
-        self._checkpointer: Any = None
+        self.checkpointer: Any = None  # what dumps and loads use; a buffer sets the default
 
     # --- rows ---
 
@@ -58,7 +58,7 @@ class Storage(ABC):
     def set(self, index: Index, data: Any, *, set_cursor: bool = True) -> None:
         """Writes one row (int) or a batch of rows, growing by at most one gap-free run.
 
-        Where the next row of a writer goes stays as it is, whatever ``set_cursor`` says: that is the writer's business.
+        The writer's cursor stays as it is, whatever ``set_cursor`` says.
         """
 
     @abstractmethod
@@ -66,7 +66,7 @@ class Storage(ABC):
         """A copy of one row (int) or of a batch of rows. Raises: IndexError where there is none."""
 
     def count(self, data: Any) -> int:
-        """How many rows ``data`` holds when it is given to ``extend``."""
+        """The number of rows that ``extend`` would write."""
         return num_rows(data)
 
     def batch(self, index: slice | Tensor) -> Any:
@@ -86,20 +86,20 @@ class Storage(ABC):
         return True
 
     def __len__(self) -> int:
-        return self.ring.length
+        return self.counters.length
 
     @property
     def is_full(self) -> bool:
-        return self.ring.length >= self.max_size
+        return self.counters.length >= self.max_size
 
     def empty(self) -> None:
         """Forgets all rows; what was allocated and the schema stay."""
-        self.ring.check_writable(type(self).__name__)
-        self.ring.length = 0
-        self.ring.changed()
+        self.counters.check_writable(type(self).__name__)
+        self.counters.length = 0
+        self.counters.changed()
 
     def contains(self, index: int | Tensor) -> bool | Tensor:
-        """Whether there is a row at the position(s)."""
+        """True where there is a row at the position(s)."""
         if isinstance(index, Tensor):
             return (index >= -len(self)) & (index < len(self))
         return -len(self) <= index < len(self)
@@ -112,7 +112,7 @@ class Storage(ABC):
 
     @property
     def columns(self) -> int:
-        """How many parallel streams there are: 1 unless ``ndim`` is larger."""
+        """The number of parallel streams: 1 unless ``ndim`` is larger."""
         return prod(self.trailing)
 
     @property
@@ -141,18 +141,15 @@ class Storage(ABC):
         self.set(cells, data)
 
     def __contains__(self, index: int | Tensor) -> bool:
-        """Whether there is a row at the position, or at all of them."""
+        """True if there is a row at the position, or at all of them."""
         there = self.contains(index)
         return bool(there.all()) if isinstance(there, Tensor) else there
 
     def attach(self, buffer: Any) -> None:
-        """Nothing is told of writes by being attached: samplers see them in the storage's counters (``ring.py``).
-
-        Raises: UnsupportedError, always.
-        """
+        """Raises: UnsupportedError, always: samplers see writes in the storage's counters."""
         raise UnsupportedError(
             f"{type(self).__name__}: nothing needs to be attached: a sampler sees in the storage's counters that rows "
-            "were written, by whichever buffer or process; to say which rows of a buffer were changed, call its "
+            "were written, by any buffer or process; to say which rows of a buffer were changed, call its "
             "mark_update(index)."
         )
 
@@ -161,7 +158,7 @@ class Storage(ABC):
     @property
     def shared(self) -> bool:
         """True if other processes may read and write these rows."""
-        return self.ring.shared
+        return self.counters.shared
 
     def share(self) -> None:
         """Moves the rows to memory that other processes can map. Has to come before the hand-over."""
@@ -196,8 +193,8 @@ class Storage(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """The rows and the counters, as copies."""
-        content, ring = self.snapshot()
-        return {"content": content, "ring": ring}
+        content, counters = self.snapshot()
+        return {"content": content, "ring": counters}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replaces everything by a state, which is copied. Raises as ``restore`` does, with nothing changed."""
@@ -205,30 +202,30 @@ class Storage(ABC):
         self.restore(state["content"], state["ring"])
 
     def snapshot(self, *, copy: bool = True) -> tuple[Any, dict[str, Any]]:
-        """What a checkpoint holds: the rows in the order of positions ([T, E, ...] on a grid) and the counters.
+        """The content of a checkpoint: the rows in the order of positions ([T, E, ...] on a grid) and the counters.
 
         The rows are None if there are none. They are a copy, unless the caller neither changes nor keeps them and says
         so by ``copy=False``: rows may exceed the memory.
         """
-        return (self._all_rows(copy) if len(self) else None), self._counters()
+        return (self._all_rows(copy) if len(self) else None), self._counter_state()
 
-    def restore(self, content: Any, ring_state: dict[str, Any]) -> None:
+    def restore(self, content: Any, counters: dict[str, Any]) -> None:
         """Replaces everything by what ``snapshot`` gave, which is copied.
 
         Raises: CheckpointError, with nothing changed, if it was made with another number of dimensions or does not fit.
         """
-        self._check_keys("snapshot", ring_state, self._counters().keys())
-        if ring_state["ndim"] != self.ndim:
+        self._check_keys("snapshot", counters, self._counter_state().keys())
+        if counters["ndim"] != self.ndim:
             raise CheckpointError(
                 f"{type(self).__name__}: a snapshot is restored into a storage of as many dimensions: got ndim="
-                f"{ring_state['ndim']}, expected {self.ndim}."
+                f"{counters['ndim']}, expected {self.ndim}."
             )
-        length, before, rows_before = ring_state["length"], self.ring.length, dict(self.__dict__)
+        length, before, rows_before = counters["length"], self.counters.length, dict(self.__dict__)
         try:
-            self.prepare(tuple(ring_state["trailing"]))
-            self.check_state(length, ring_state["max_size"])
+            self.prepare(tuple(counters["trailing"]))
+            self.check_state(length, counters["max_size"])
             self._forget()
-            self.ring.length = 0
+            self.counters.length = 0
             if length:
                 rows = time_first(content, 0, self.ndim)[0]
                 if self.count(rows) != length:
@@ -239,60 +236,51 @@ class Storage(ABC):
                 self.set(slice(0, length), rows)
         except BaseException:
             self.__dict__.update(rows_before)
-            self.ring.length = before
+            self.counters.length = before
             raise
-        self.ring.load(ring_state)
+        self.counters.load(counters)
 
     def check_state(self, length: int, max_size: int) -> None:
-        """Raises if a saved ring cannot go on here: it is too long, or was full at another size."""
+        """Raises if a saved state cannot go on here: it is too long, or was full at another size."""
         if length > self.max_size or (length >= max_size and max_size != self.max_size):
             raise CheckpointError(
                 f"{type(self).__name__}: the state must be of a storage of the same size: got {length} rows of "
                 f"max_size {max_size}, expected max_size {self.max_size}."
             )
 
-    @property
-    def checkpointer(self) -> Any:
-        """What ``dumps`` and ``loads`` use; may be replaced by another one of ``checkpointers``."""
-        if self._checkpointer is None:
-            self._checkpointer = self._default_checkpointer()
-        return self._checkpointer
-
-    @checkpointer.setter
-    def checkpointer(self, checkpointer: Any) -> None:
-        self._checkpointer = checkpointer
-
-    def _default_checkpointer(self) -> Any:
-        from llmrl.data.replay_buffers.checkpointers import ListStorageCheckpointer  # they import storages
-
-        return ListStorageCheckpointer()
-
     def register_save_hook(self, hook: Callable[[Any], Any]) -> None:
         """``hook`` changes the content on its way to the disk."""
-        self.checkpointer.register_save_hook(hook)
+        self._required_checkpointer().register_save_hook(hook)
 
     def register_load_hook(self, hook: Callable[[Any], Any]) -> None:
         """``hook`` changes the content on its way from the disk."""
-        self.checkpointer.register_load_hook(hook)
+        self._required_checkpointer().register_load_hook(hook)
 
     def dumps(self, path: str | Path) -> None:
-        """Writes the rows and counters to the directory ``path``."""
+        """Writes the rows and counters to the directory ``path``, by ``checkpointer``."""
         with self.lock:
-            self.checkpointer.dumps(self, path)
+            self._required_checkpointer().dumps(self, path)
 
     def loads(self, path: str | Path) -> None:
         """Reads what ``dumps`` wrote."""
         with self.lock:
-            self.checkpointer.loads(self, path)
+            self._required_checkpointer().loads(self, path)
 
-    def _counters(self) -> dict[str, Any]:
-        return {**self.ring.state(), "max_size": self.max_size, "ndim": self.ndim, "trailing": list(self.trailing)}
+    def _required_checkpointer(self) -> Any:
+        if self.checkpointer is None:
+            raise RuntimeError(
+                f"{type(self).__name__}: a checkpointer writes and reads the rows: got none, which a buffer would have "
+                "set; set storage.checkpointer = checkpointers.default_for(storage)."
+            )
+        return self.checkpointer
+
+    def _counter_state(self) -> dict[str, Any]:
+        return {**self.counters.state(), "max_size": self.max_size, "ndim": self.ndim, "trailing": list(self.trailing)}
 
     def _check_keys(self, what: str, state: dict[str, Any], expected: Set[str]) -> None:
         if missing := expected - state.keys():
             raise CheckpointError(
-                f"{type(self).__name__}: this is no {what} of a storage: it lacks {sorted(missing)}, and holds "
-                f"{sorted(state)}."
+                f"{type(self).__name__}: not a storage {what}: missing keys {sorted(missing)}, got {sorted(state)}."
             )
 
     # --- for sub-classes ---

@@ -1,4 +1,4 @@
-"""Rows in a Python list, which grows as they come. What may be a row, and how rows are read, is the storages' business.
+"""Storages of rows in a Python list, which grows as they come: of any objects, and of tensordicts of any length.
 
 A tensordict is kept as its ``Row`` (``rows.py``), anything else as it is.
 """
@@ -6,22 +6,26 @@ A tensordict is kept as its ``Row`` (``rows.py``), anything else as it is.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from tensordict import LazyStackedTensorDict, NonTensorData
 from tensordict.base import is_tensor_collection
 from torch import Tensor
 
 from llmrl.data.replay_buffers.layout import Layout
-from llmrl.data.replay_buffers.pytree import is_leaf, tree_map
-from llmrl.data.replay_buffers.rows import Row, copy_row, with_layouts
-from llmrl.data.replay_buffers.storages.base import Storage, row_limit
-from llmrl.data.replay_buffers.storages.row_memory import Blocks
+from llmrl.data.replay_buffers.rows import Row, copy_row, from_rows, single_rows, to_row, to_row_like, to_rows
+from llmrl.data.replay_buffers.storages.base import Index, Storage, row_limit
+from llmrl.data.replay_buffers.utils import is_leaf, split, tree_map
+from llmrl.errors import DataError
+
+_SPARSE = 4  # a block is given up once less than a quarter of its rows is left: memory is bounded, and copies are rare
 
 
 class RowList(Storage):
-    """What storages of any objects and of tensordicts share: a list, a size, a device, and the memory behind rows."""
+    """A list of rows with a size, a device, and the memory behind the rows; see the two storages below."""
 
     def __init__(self, max_size: int | None, device: torch.device | str | None) -> None:
         super().__init__()
@@ -31,7 +35,7 @@ class RowList(Storage):
 
     def _forget(self) -> None:
         self._rows: list[Any] = []
-        self._blocks = Blocks()
+        self._blocks: list[_Block | None] = []  # of the row at each position; None: the row has its own memory
 
     def empty(self) -> None:
         super().empty()
@@ -42,14 +46,212 @@ class RowList(Storage):
         """The equal layout that earlier rows have, so that equal ones need no comparing."""
 
     def _put(self, where: Sequence[int], rows: list[Any]) -> None:
-        self.ring.check_writable(type(self).__name__)
+        self.counters.check_writable(type(self).__name__)
         self._check_run(where, len(rows))
-        _place(self._rows, where, with_layouts(rows, self._known))
-        for position in self._blocks.write(where):
+        _place(self._rows, where, self._with_known_layouts(rows))
+        for position in self._note_block(where):
             row = self._rows[position]
             self._rows[position] = copy_row(row) if type(row) is Row else copy_object(row)
-        self.ring.length = len(self._rows)
-        self.ring.changed()
+        self.counters.length = len(self._rows)
+        self.counters.changed()
+
+    def _with_known_layouts(self, rows: list[Any]) -> list[Any]:
+        """The rows with the layouts that earlier ones have; rows of one write mostly share one layout object."""
+        seen: dict[int, Layout] = {}
+        out = []
+        for row in rows:
+            if type(row) is Row:
+                layout = seen.get(id(row.layout))
+                if layout is None:
+                    layout = seen[id(row.layout)] = self._known(row.layout)
+                if layout is not row.layout:
+                    row = row._replace(layout=layout)
+            out.append(row)
+        return out
+
+    def _note_block(self, where: Sequence[int]) -> list[int]:
+        """Notes which rows were written together; returns those that hold on to too much memory.
+
+        Rows of one write share one block of memory per entry, because one copy is much faster than many. The block
+        lives as long as any of its rows: a writer that keeps one row of every batch would keep all batches. Rows of a
+        block that is mostly overwritten are to be copied again: each then has memory of its own.
+        """
+        blocks = self._blocks
+        block = _Block(where) if len(where) > 1 else None
+        end = where.stop if isinstance(where, range) else max(where, default=-1) + 1
+        blocks.extend([None] * (end - len(blocks)))
+        if isinstance(where, range):
+            replaced = blocks[where.start : where.stop]
+            blocks[where.start : where.stop] = [block] * len(where)
+        else:
+            replaced = [blocks[position] for position in set(where)]
+            for position in where:
+                blocks[position] = block
+        sparse: list[int] = []
+        for old, count in Counter(replaced).items():
+            if old is None:
+                continue
+            old.left -= count
+            if 0 < old.left * _SPARSE < old.size:
+                sparse += {position for position in old.where if blocks[position] is old}
+        for position in sparse:
+            blocks[position] = None
+        return sparse
+
+
+class ListStorage(RowList):
+    """Python objects in a list, up to ``max_size`` of them (default: no limit).
+
+    Tensors and tensordicts are copied on the way in and out, also inside dicts, lists, tuples and dataclasses, and are
+    moved to ``device`` if one is given. Any other object is kept by reference, and dumped only if it is data.
+
+    >>> storage = ListStorage(3)
+    >>> storage.set(0, "a string")
+    >>> storage.set(slice(1, 3), [30, None])
+    >>> storage.get(slice(0, 3))
+    ['a string', 30, None]
+    """
+
+    def __init__(
+        self, max_size: int | None = None, *, compilable: bool = False, device: torch.device | str | None = None
+    ) -> None:
+        super().__init__(max_size, device)
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._layouts: deque[Layout] = deque(maxlen=8)  # the latest; rows of many shapes have many
+
+    def set(self, index: Index, data: Any, *, set_cursor: bool = True) -> None:
+        index = self._places_at(index)
+        if isinstance(index, int):
+            self._put([index], [self._kept(data)])
+        elif isinstance(data, Tensor):
+            self._put(positions(index, self.max_size), list(copy_object(data, self.device).unbind(0)))
+        elif _is_row(data) and data.batch_dims:
+            self._put(positions(index, self.max_size), to_rows(data, self.device))
+        else:
+            self._put(positions(index, self.max_size), [self._kept(row) for row in split(data)])
+
+    def get(self, index: Index) -> Any:
+        index = self._rows_at(index)
+        if isinstance(index, int):
+            return _single(self._rows[index])
+        rows = [self._rows[position] for position in positions(index, len(self))]
+        if all([type(row) is Row for row in rows]):
+            return single_rows(rows)
+        return [_single(row) for row in rows]
+
+    def batch(self, index: slice | Tensor) -> Any:
+        """Tensors stacked, tensordicts stacked (lazily if they differ), anything else as a list."""
+        rows = [self._rows[position] for position in positions(index, len(self))]
+        kinds = {type(row) for row in rows}
+        if len(kinds) == 1 and issubclass(next(iter(kinds)), Tensor):
+            return torch.stack(rows)
+        if kinds != {Row}:
+            return [_single(row) for row in rows]
+        layout = rows[0].layout
+        if layout.dense and all([row.layout is layout for row in rows]):
+            return from_rows(rows)
+        return LazyStackedTensorDict.maybe_dense_stack(single_rows(rows))
+
+    def _kept(self, value: Any) -> Any:
+        """A copy of one object in the form in which it is stored."""
+        return to_row(value, self.device) if _is_row(value) else copy_object(value, self.device)
+
+    def _known(self, layout: Layout) -> Layout:
+        for known in self._layouts:
+            if known == layout:
+                return known
+        self._layouts.append(layout)
+        return layout
+
+
+class LazyStackStorage(RowList):
+    """Tensordicts whose entries may differ in shape from row to row, up to ``max_size`` of them (default: no limit).
+
+    ``get`` returns a batch in the form in which the rows were written: a dense tensordict whose ragged containers are
+    lazy stacks comes back as such, single rows and lazy stacks come back as one lazy stack. Once rows of different
+    layouts were written (other keys, or another shape of a dense entry), every batch is a lazy stack of single rows,
+    whatever rows it holds; ``empty`` starts anew. ``stack_dim`` is where a lazy stack has its row dimension. Tensors
+    are copied, detached, and moved to ``device`` if given; Python values (strings, messages) are kept by reference.
+
+    >>> from tensordict import TensorDict
+    >>> storage = LazyStackStorage(10)
+    >>> storage.set(0, TensorDict(ids=torch.arange(3)))
+    >>> storage.set(1, TensorDict(ids=torch.arange(5)))
+    >>> [ids.tolist() for ids in storage.get(slice(0, 2)).get("ids", as_list=True)]
+    [[0, 1, 2], [0, 1, 2, 3, 4]]
+    """
+
+    def __init__(
+        self,
+        max_size: int | None = None,
+        *,
+        stack_dim: int = 0,
+        device: torch.device | str | None = None,
+        compilable: bool = False,
+    ) -> None:
+        super().__init__(max_size, device)
+        self.stack_dim = stack_dim
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._layout: Layout | None = None  # of all rows, as long as they have one
+        self._mixed = False
+
+    def count(self, data: Any) -> int:
+        if isinstance(data, list):
+            return len(data)
+        if not is_tensor_collection(data) or not data.batch_dims:
+            raise DataError(
+                "LazyStackStorage: a batch is a tensordict with a batch dimension, or a list of tensordicts: got "
+                f"{_describe(data)}."
+            )
+        return data.batch_size[0]
+
+    def set(self, index: Index, data: Any, *, set_cursor: bool = True) -> None:
+        index = self._places_at(index)
+        if isinstance(index, int) and self._layout is not None and self.device is None:
+            row = to_row_like(data, self._layout)
+            if row is not None:
+                return self._put([index], [row])
+        singles = [data] if isinstance(index, int) else data
+        if isinstance(singles, list):
+            for row in singles:
+                if not is_tensor_collection(row):
+                    raise DataError(f"LazyStackStorage: a row must be a tensordict: got {_describe(row)}.")
+        self._put(positions(index, self.max_size), to_rows(singles, self.device))
+
+    def get(self, index: Index) -> Any:
+        index = self._rows_at(index)
+        return single_rows([self._rows[index]])[0] if isinstance(index, int) else self.batch(index)
+
+    def batch(self, index: slice | Tensor) -> Any:
+        rows = [self._rows[position] for position in positions(index, len(self))]
+        if not rows:
+            raise IndexError(f"LazyStackStorage: the index must name a row: got {index} of {len(self)} rows.")
+        return from_rows(rows, lazy=self._mixed, stack_dim=self.stack_dim)
+
+    def _all_rows(self, copy: bool) -> Any:
+        return from_rows(self._rows, lazy=self._mixed)
+
+    def _known(self, layout: Layout) -> Layout:
+        if self._layout is None:
+            self._layout = layout
+        if layout == self._layout:
+            return self._layout
+        self._mixed = True
+        return layout
+
+
+class _Block:
+    """The rows of one write."""
+
+    __slots__ = ("left", "size", "where")
+
+    def __init__(self, where: Sequence[int]) -> None:
+        self.where = where
+        self.size = self.left = len(where) if isinstance(where, range) else len(set(where))
 
 
 def copy_object(value: Any, device: torch.device | None = None) -> Any:
@@ -83,3 +285,17 @@ def _place(held: list[Any], where: Sequence[int], rows: Sequence[Any]) -> None:
             held[position] = row
         else:
             held.append(row)
+
+
+def _is_row(value: Any) -> bool:
+    return is_tensor_collection(value) and not isinstance(value, NonTensorData)
+
+
+def _single(row: Any) -> Any:
+    return single_rows([row])[0] if type(row) is Row else copy_object(row)
+
+
+def _describe(value: Any) -> str:
+    if is_tensor_collection(value):
+        return f"a {type(value).__name__} with batch size {list(value.batch_size)}"
+    return f"a {type(value).__name__}"

@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from llmrl.data.replay_buffers.layout import Branch, Layout, TensorLeaf, Tree, Wrapped
+from llmrl.data.replay_buffers.layout import Branch, Layout, Leaf, Messages, TensorLeaf, Tree, Wrapped
 from llmrl.data.replay_buffers.storages.base import Key, missing_entry
 
 
@@ -23,8 +23,8 @@ class Schema:
         self._single = [getattr(kind, "shape", None) for kind in layout.kinds]
         self._num_rows, self._batched = -1, []
         self._column_of: dict[tuple[str, ...], int] = {}
-        numbers = _numbered(layout.root, count())
-        self.names = frozenset(numbers if isinstance(numbers, dict) else ())  # of the outermost entries
+        self._numbers = _numbered(layout.root, count())
+        self.names = frozenset(self._numbers if isinstance(self._numbers, dict) else ())  # of the outermost entries
 
     def match(self, data: Any, num_rows: int | None) -> list[Tensor] | None:
         """The columns of a plain tensordict or tensor that has this schema and ``num_rows`` rows (None: is one row).
@@ -44,19 +44,16 @@ class Schema:
         """The number of the column that holds an entry."""
         path = (key,) if isinstance(key, str) else tuple(key)
         if path not in self._column_of:
-            self._column_of[path] = self._find(who, path)
+            numbers = self._numbers
+            for depth, name in enumerate(path):
+                known = list(numbers) if isinstance(numbers, dict) else []
+                if name not in known:
+                    raise missing_entry(who, path, path[:depth], known)
+                numbers = numbers[name]
+            if not isinstance(numbers, int):
+                raise missing_entry(who, (*path, "..."), path, list(numbers))
+            self._column_of[path] = numbers
         return self._column_of[path]
-
-    def _find(self, who: str, path: tuple[str, ...]) -> int:
-        numbers = _numbered(self.layout.root, count())
-        for depth, name in enumerate(path):
-            known = list(numbers) if isinstance(numbers, dict) else []
-            if name not in known:
-                raise missing_entry(who, path, path[:depth], known)
-            numbers = numbers[name]
-        if not isinstance(numbers, int):
-            raise missing_entry(who, (*path, "..."), path, list(numbers))
-        return numbers
 
 
 def _collect(node: Any, value: Any, expected: list[Any], columns: list[Tensor]) -> bool:
@@ -85,3 +82,36 @@ def _numbered(node: Any, numbers: Iterator[int]) -> Any:
     if type(node) is Tree:
         return pytree.tree_unflatten([_numbered(child, numbers) for child in node.children], node.spec)
     return next(numbers)
+
+
+def difference(expected: Any, got: Any, path: tuple[str, ...] = ()) -> str:
+    """The first way in which two trees of layouts differ, in words that name the key."""
+    where = repr(path[0] if len(path) == 1 else path) if path else "the row"
+    if type(expected) is Wrapped and type(got) is Wrapped and expected.cls is got.cls:
+        return difference(expected.inner, got.inner, path)
+    if type(expected) is not Branch or type(got) is not Branch:
+        return f"{where}: got {_describe(got)}, expected {_describe(expected)}"
+    for what, names, others in (("unknown", got.names, expected.names), ("missing", expected.names, got.names)):
+        for name in names:
+            if name not in others:
+                return f"{what} key {(*path, name) if path else name!r}"
+    for name, child in zip(expected.names, expected.children, strict=True):
+        other = got.children[got.names.index(name)]
+        if child != other:
+            return difference(child, other, (*path, name))
+    return (
+        f"{where}: got batch size {list(got.batch_size)} after the row dimension and device {got.device}, expected "
+        f"{list(expected.batch_size)} and {expected.device}"
+    )
+
+
+def _describe(node: Any) -> str:
+    if type(node) is TensorLeaf:
+        return f"{str(node.dtype).removeprefix('torch.')}{list(node.shape)} per row"
+    if type(node) is Tree:
+        return f"a {node.spec.type.__name__ if node.spec.type else 'tree'} of {len(node.children)} entries"
+    if type(node) is Wrapped:
+        return node.cls.__name__
+    if isinstance(node, Leaf):
+        return {Leaf.DATA: "a Python value", Leaf.RAGGED: "a ragged entry"}.get(node, "a tensordict")
+    return {Messages: "a conversation", Branch: "a tensordict"}.get(type(node), "a lazy stack")

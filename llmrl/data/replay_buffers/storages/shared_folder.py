@@ -1,7 +1,6 @@
-"""Tensors in files of one folder, which any process of the machine can map: what a shared storage is made of.
+"""Tensors in files of one folder, which any process of the machine can map.
 
-A folder under /dev/shm is memory and nothing else; one on a disk may be larger than memory. What the tensors mean is
-the storage's business.
+A folder under /dev/shm is memory and nothing else; one on a disk may be larger than memory.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class SharedFolder:
         return path
 
     def find(self, name: str) -> Path:
-        """The path of a file, whichever process wrote it."""
+        """The path of a file, also if another process wrote it."""
         return self.path / f"{_PREFIX}{name}"
 
     def check_space(self, num_bytes: int) -> None:

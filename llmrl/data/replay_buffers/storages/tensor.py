@@ -23,13 +23,12 @@ from llmrl.data.replay_buffers.layout import (
     take_apart,
     take_rows_apart,
 )
-from llmrl.data.replay_buffers.layout_difference import difference
-from llmrl.data.replay_buffers.layout_json import layout_from_json, layout_to_json
 from llmrl.data.replay_buffers.process_lock import ProcessLock
-from llmrl.data.replay_buffers.pytree import is_leaf, is_tree, num_rows, tree_map
+from llmrl.data.replay_buffers.serialization import decode, encode
 from llmrl.data.replay_buffers.storages.base import Index, Key, Storage, row_limit
-from llmrl.data.replay_buffers.storages.schema import Schema
+from llmrl.data.replay_buffers.storages.schema import Schema, difference
 from llmrl.data.replay_buffers.storages.shared_folder import SharedFolder
+from llmrl.data.replay_buffers.utils import is_leaf, is_tree, num_rows, tree_map
 from llmrl.errors import CheckpointError, DataError, UnsupportedError
 
 _SCHEMA_FILE = "schema.json"
@@ -75,7 +74,7 @@ class TensorStorage(Storage):
         if self.device is not None:
             columns = [column if isinstance(column, list) else column.to(self.device) for column in columns]
         self._hold(layout, columns)
-        self.ring.length = size if filled else 0
+        self.counters.length = size if filled else 0
 
     def _begin(self, who: str, max_size: int, device: torch.device | str | None, ndim: int) -> None:
         super().__init__()
@@ -94,7 +93,7 @@ class TensorStorage(Storage):
     # --- rows ---
 
     def set(self, index: Index, data: Any, *, set_cursor: bool = True) -> None:
-        self.ring.check_writable(type(self).__name__)
+        self.counters.check_writable(type(self).__name__)
         index = self._places_at(index)
         if type(index) is slice:
             count, first, end = index.stop - index.start, index.start, index.stop
@@ -105,7 +104,7 @@ class TensorStorage(Storage):
             new = index[index >= len(self)].unique() if end > len(self) else index[:0]
             first = end - len(new)  # the new ones are all from here on, unless they leave a gap
         leaves = self._leaves(data, count)
-        self._check_place(first, end, self.ring.length)
+        self._check_place(first, end, self.counters.length)
         columns = self._columns if count is not None and count > self._few else self._arrays
         where = index.numpy(force=True) if isinstance(index, Tensor) else index  # numpy takes a tensor [1] for a number
         for column, leaf in zip(columns, leaves, strict=True):
@@ -117,10 +116,9 @@ class TensorStorage(Storage):
                 column[index] = leaf.detach()
             else:
                 column[index.to(column.device)] = leaf.detach().to(column.device)
-        ring = self.ring
-        if end > ring.length:
-            ring.length = end
-        ring.changed()
+        if end > self.counters.length:
+            self.counters.length = end
+        self.counters.changed()
 
     def get(self, index: Index) -> Any:
         return self.batch(self._rows_at(index))
@@ -177,7 +175,7 @@ class TensorStorage(Storage):
 
     @property
     def folder(self) -> Path | None:
-        """Where the files are that processes share; None if they do not."""
+        """The folder of the files that processes share; None if they do not."""
         return None if self._folder is None else self._folder.path
 
     def share(self) -> None:
@@ -204,20 +202,20 @@ class TensorStorage(Storage):
         except BaseException:
             self._folder = None
             raise
-        self.ring.share(folder.file("ring.int64"))
-        self.ring.allocated = self._schema is not None
+        self.counters.share(folder.file("counters.int64"))
+        self.counters.allocated = self._schema is not None
         self.lock = ProcessLock(folder.file("lock"))
 
     def _known_schema(self) -> Schema | None:
         """The schema, also if another process has fixed it."""
-        if self._schema is None and self.ring.allocated:
+        if self._schema is None and self.counters.allocated:
             file = self._folder.find(_SCHEMA_FILE)
             try:
                 state = json.loads(file.read_bytes())
             except ValueError as error:
                 raise CheckpointError(f"{type(self).__name__}: {file} must be its schema: got {error}.") from error
             self._trailing, self._max_size = tuple(state["trailing"]), state["max_size"]
-            layout = layout_from_json(state["layout"])
+            layout = decode(state["layout"], _no_tensors)
             columns = [
                 self._folder.map(f"column_{number}.bin", (self._max_size, *kind.shape), kind.dtype)
                 for number, kind in enumerate(layout.kinds)
@@ -235,13 +233,6 @@ class TensorStorage(Storage):
         super().__setstate__(state)
         if self._schema is not None:
             self._hold(self._schema.layout, self._columns)
-
-    # --- state ---
-
-    def _default_checkpointer(self) -> Any:
-        from llmrl.data.replay_buffers.checkpointers import TensorStorageCheckpointer  # they import storages
-
-        return TensorStorageCheckpointer()
 
     # --- how ---
 
@@ -298,7 +289,7 @@ class TensorStorage(Storage):
             devices = [leaf.device if isinstance(leaf, Tensor) else None for leaf in leaves]
             with self.lock:
                 self._hold(layout, self._allocate(layout, devices))
-                self.ring.allocated = self.shared
+                self.counters.allocated = self.shared
         elif layout != schema.layout:
             raise DataError(
                 f"{type(self).__name__}: rows must have the schema of the first write: "
@@ -330,7 +321,7 @@ class TensorStorage(Storage):
             self._folder.allocate(f"column_{number}.bin", (self.max_size, *kind.shape), kind.dtype)
             for number, kind in enumerate(layout.kinds)
         ]
-        state = {"layout": layout_to_json(layout), "max_size": self.max_size, "trailing": self.trailing}
+        state = {"layout": encode(layout, _no_tensors), "max_size": self.max_size, "trailing": self.trailing}
         self._folder.file(_SCHEMA_FILE).write_text(json.dumps(state))
         return columns
 
@@ -346,9 +337,9 @@ class LazyTensorStorage(TensorStorage):
     """The same, allocated at the first write from the shapes and dtypes of its rows, for ``max_size`` rows.
 
     ``device="auto"`` is the device of the first data. With ``ndim`` larger than 1, ``max_size`` counts cells and is
-    rounded up to whole time steps. ``shared_init`` shares the storage from the start: whichever process writes first
+    rounded up to whole time steps. ``shared_init`` shares the storage from the start: the process that writes first
     allocates for all. Shared memory is given back when this storage ends; with ``cleanup_memmap=False`` it stays for
-    the other processes until somebody removes its files, which are in ``storage.folder``.
+    the other processes until its files are removed, which are in ``storage.folder``.
 
     >>> from tensordict import TensorDict
     >>> storage = LazyTensorStorage(100)
@@ -417,6 +408,10 @@ class LazyMemmapStorage(TensorStorage):
             )
         self._begin("LazyMemmapStorage", max_size, device, ndim)
         self._share(SharedFolder("LazyMemmapStorage", scratch_dir, existsok=existsok, cleanup=auto_cleanup))
+
+
+def _no_tensors(*reference: Any) -> Any:
+    raise CheckpointError("the layout of shared rows must hold no tensors: got one in a field of a tensorclass.")
 
 
 def _dimensions(who: str, ndim: int) -> int:

@@ -1,9 +1,13 @@
-"""Where the next row goes."""
+"""Writers: where the next row goes."""
 
-from llmrl.data.replay_buffers.writers.base import Writer
-from llmrl.data.replay_buffers.writers.immutable import ImmutableDatasetWriter
+from llmrl.data.replay_buffers.writers.base import (
+    ImmutableDatasetWriter,
+    RoundRobinWriter,
+    TensorDictRoundRobinWriter,
+    Writer,
+)
+from llmrl.data.replay_buffers.writers.ensemble import WriterEnsemble
 from llmrl.data.replay_buffers.writers.max_value import TensorDictMaxValueWriter
-from llmrl.data.replay_buffers.writers.round_robin import RoundRobinWriter, TensorDictRoundRobinWriter
 
 __all__ = [
     "ImmutableDatasetWriter",
@@ -11,4 +15,5 @@ __all__ = [
     "TensorDictMaxValueWriter",
     "TensorDictRoundRobinWriter",
     "Writer",
+    "WriterEnsemble",
 ]

@@ -1,18 +1,23 @@
-"""What a writer is: it decides where in the storage the next rows go, and counts them."""
+"""Writers: they decide where in the storage the next rows go, and count them."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from llmrl.data.replay_buffers.directory import StateFile
+from llmrl.data.replay_buffers.grid_index import coordinates
+from llmrl.data.replay_buffers.layout import with_entry
 from llmrl.data.replay_buffers.storages import Storage
 
 
 class Writer(StateFile, ABC):
-    """Puts rows into the storage that it was registered with. The cursor and the counts are the storage's ring.
+    """Puts rows into the storage that it was registered with. The cursor and the counts are the storage's counters.
 
     ``compilable`` changes nothing: a buffer's ``add`` and ``extend`` run eagerly, also inside of compiled functions.
     """
@@ -31,13 +36,13 @@ class Writer(StateFile, ABC):
 
     @property
     def cursor(self) -> int:
-        """Where the next row goes."""
-        return self.storage.ring.cursor
+        """The position of the next row."""
+        return self.storage.counters.cursor
 
     @property
     def write_count(self) -> int:
-        """How many rows were ever written."""
-        return self.storage.ring.write_count
+        """The number of rows ever written."""
+        return self.storage.counters.write_count
 
     @abstractmethod
     def add(self, data: Any) -> int:
@@ -53,13 +58,136 @@ class Writer(StateFile, ABC):
 
     def empty(self, empty_write_count: bool = True) -> None:
         """Starts again at the first position."""
-        self.storage.ring.cursor = 0
+        self.storage.counters.cursor = 0
         if empty_write_count:
-            self.storage.ring.write_count = 0
+            self.storage.counters.write_count = 0
 
     def state_dict(self) -> dict[str, Any]:
         return {"cursor": self.cursor, "write_count": self.write_count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.storage.ring.cursor = state["cursor"]
-        self.storage.ring.write_count = state["write_count"]
+        self.storage.counters.cursor = state["cursor"]
+        self.storage.counters.write_count = state["write_count"]
+
+
+class RoundRobinWriter(Writer):
+    """Writes at a cursor that wraps at the size of the storage: the newest ``max_size`` rows stay.
+
+    In a batch longer than the storage the later rows win, and positions repeat.
+
+    >>> from llmrl.data.replay_buffers import ListStorage
+    >>> writer, storage = RoundRobinWriter(), ListStorage(5)
+    >>> writer.register_storage(storage)
+    >>> writer.extend(list(range(12))).tolist()
+    [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
+    >>> storage.get(slice(0, 5)), writer.cursor
+    ([10, 11, 7, 8, 9], 2)
+    """
+
+    def add(self, data: Any) -> int:
+        storage = self.storage
+        ring, index = storage.counters, storage.counters.cursor
+        storage.set(index, self.as_stored(data, index))
+        ring.cursor = (index + 1) % storage.max_size
+        ring.write_count += 1
+        return index
+
+    def extend(self, data: Any) -> Tensor:
+        storage = self.storage
+        ring, size, count = storage.counters, storage.max_size, storage.count(data)
+        if not count:
+            raise RuntimeError(f"{type(self).__name__}: a batch must have at least one row: got none.")
+        start = ring.cursor
+        end = start + count
+        index = np.arange(start, end)  # torch.arange takes as long as the checks of a batch
+        index = torch.from_numpy(index if end <= size else index % size)
+        data = self.as_stored(data, index)
+        if end <= size:
+            storage.set(slice(start, end), data)
+        else:
+            self._wrap(start, count, data)
+        ring.cursor = end % size
+        ring.write_count += count
+        return index
+
+    def _wrap(self, start: int, count: int, data: Any) -> None:
+        storage = self.storage
+        size = storage.max_size
+        skip = max(0, count - size)  # rows that later ones of the same batch would replace
+        start = (start + skip) % size
+        head = size - start
+        runs = [
+            (slice(start, size), storage.part(data, skip, skip + head)),
+            (slice(0, count - skip - head), storage.part(data, skip + head, count)),
+        ]
+        if skip:  # a storage that is not full has no gap if it is filled from its beginning
+            runs.reverse()
+        for run, rows in runs:
+            if run.stop > run.start:
+                storage.set(run, rows)
+
+
+class TensorDictRoundRobinWriter(RoundRobinWriter):
+    """The same for tensordicts, and writes each row's position into its entry ``"index"``.
+
+    A storage whose schema is fixed without that entry, as of an allocation, keeps the rows without it.
+    """
+
+    def as_stored(self, data: Any, index: int | Tensor) -> Any:
+        return with_index(data, index, self.storage)
+
+
+class ImmutableDatasetWriter(Writer):
+    """Refuses every write: RuntimeError.
+
+    >>> from llmrl.data.replay_buffers import ReplayBuffer, TensorStorage
+    >>> import torch
+    >>> buffer = ReplayBuffer(storage=TensorStorage(torch.arange(5)), writer=ImmutableDatasetWriter(), batch_size=2)
+    >>> len(buffer)
+    5
+    >>> buffer.add(torch.tensor(5))
+    Traceback (most recent call last):
+    RuntimeError: ImmutableDatasetWriter: a data set is not written to: got add; copy its rows into another buffer.
+    """
+
+    def add(self, data: Any) -> NoReturn:
+        self._refuse("add")
+
+    def extend(self, data: Any) -> NoReturn:
+        self._refuse("extend")
+
+    def as_stored(self, data: Any, index: Any) -> NoReturn:
+        self._refuse("rows to replace others")
+
+    def empty(self, empty_write_count: bool = True) -> NoReturn:
+        self._refuse("empty")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise RuntimeError(
+            f"{type(self).__name__}: a data set is not written to: got {what}; copy its rows into another buffer."
+        )
+
+
+def with_index(data: Any, index: int | Tensor, storage: Storage) -> Any:
+    """The rows (int: one row) with an entry ``"index"``: a position per row, or coordinates on a grid.
+
+    It is expanded to what a row has inside; rows of a schema that lacks it go without. The caller's rows stay as they
+    are.
+    """
+    if not storage.may_have("index"):
+        if isinstance(data, list):
+            return [row.exclude("index") for row in data]
+        return data.exclude("index") if "index" in data.keys() else data
+    return _with_index(data, index, storage.trailing)
+
+
+def _with_index(data: Any, index: int | Tensor, trailing: Sequence[int]) -> Any:
+    if isinstance(data, list):
+        return [_with_index(row, position, trailing) for row, position in zip(data, index.tolist(), strict=True)]
+    single = isinstance(index, int)
+    where = coordinates(torch.full((), index) if single else index, trailing)
+    inside = data.batch_size if single else data.batch_size[1:]
+    if inside:
+        rows, after = where.shape[: 0 if single else 1], where.shape[0 if single else 1 :]
+        where = where.view(*rows, *[1] * len(inside), *after).expand(*rows, *inside, *after)
+    return with_entry(data, "index", where)

@@ -1,4 +1,4 @@
-"""The best rows stay: a writer that keeps those of the highest rank."""
+"""A writer that keeps the top-k rows by rank."""
 
 from __future__ import annotations
 
@@ -9,23 +9,21 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from llmrl.data.replay_buffers.fork_guard import OneProcess
-from llmrl.data.replay_buffers.reductions import check_reduction, reduced
 from llmrl.data.replay_buffers.storages import Storage
 from llmrl.data.replay_buffers.storages.base import read_entry
-from llmrl.data.replay_buffers.writers.base import Writer
-from llmrl.data.replay_buffers.writers.round_robin import with_index
+from llmrl.data.replay_buffers.utils import ProcessLocal, check_reduction, reduced
+from llmrl.data.replay_buffers.writers.base import Writer, with_index
 from llmrl.errors import DataError
 
 
-class TensorDictMaxValueWriter(OneProcess, Writer):
+class TensorDictMaxValueWriter(ProcessLocal, Writer):
     """Keeps the ``max_size`` tensordicts with the highest rank: their entry ``rank_key``, one number by ``reduction``.
 
     Once the storage is full, a row takes the place of the lowest one if its rank is higher. Of rows of equal rank the
     ones that came first stay. *Writes* each row's position into its entry ``"index"``. *Returns* the position of every
     row after the call: -1 in a batch, None for a single row, if it is not in the storage then.
 
-    Raises: MissingKeyError without ``rank_key``, DataError for a rank that is NaN, RuntimeError for rows that are no
+    Raises: MissingKeyError without ``rank_key``, DataError for a rank that is NaN, RuntimeError for rows that are not
     tensordicts, ValueError for a storage with several dimensions. Nothing is written then. The ranks are kept by one
     process.
 
@@ -54,7 +52,7 @@ class TensorDictMaxValueWriter(OneProcess, Writer):
         # A heap of (rank, -number of the write, position): the first is the one to be replaced next.
         self._heap: list[tuple[float, int, int]] = []
         self._written = 0
-        self._seen: int | None = None  # the state of the storage (``Ring.mutations``) that the heap is of
+        self._seen: int | None = None  # the state of the storage (``Counters.mutations``) that the heap is of
 
     def register_storage(self, storage: Storage) -> None:
         if storage.ndim > 1:
@@ -102,9 +100,9 @@ class TensorDictMaxValueWriter(OneProcess, Writer):
             rows = data if single else data[torch.tensor([holder[position] for position in positions.tolist()])]
             where = int(positions) if single else positions
             storage.set(where, with_index(rows, where, storage))
-            self._seen = storage.ring.mutations
-            storage.ring.cursor = len(storage) % size
-            storage.ring.write_count += len(holder)
+            self._seen = storage.counters.mutations
+            storage.counters.cursor = len(storage) % size
+            storage.counters.write_count += len(holder)
         self._heap, self._written = heap, written
         return torch.tensor(index)
 
@@ -128,16 +126,16 @@ class TensorDictMaxValueWriter(OneProcess, Writer):
         return ranks.tolist()
 
     def _know_ranks(self) -> None:
-        """Reads the ranks of rows that were there before the writer, or that somebody else has replaced since."""
+        """Reads the ranks of rows that were there before the writer, or were replaced since."""
         storage = self.storage
-        if storage.ring.mutations == self._seen:
+        if storage.counters.mutations == self._seen:
             return
         length = len(storage)
         ranks = self._reduced(storage.entry(self.rank_key, torch.arange(length)), length) if length else []
         numbers = {position: number for _, number, position in self._heap}
         self._heap = [(rank, numbers.get(position, -position), position) for position, rank in enumerate(ranks)]
         heapq.heapify(self._heap)
-        self._written, self._seen = max(self._written, length), storage.ring.mutations
+        self._written, self._seen = max(self._written, length), storage.counters.mutations
 
     def empty(self, empty_write_count: bool = True) -> None:
         super().empty(empty_write_count)

@@ -1,0 +1,115 @@
+"""Members of an ensemble, addressed by number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn, Self
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from llmrl.errors import CheckpointError
+
+
+class Members:
+    """A part of an ensemble: one storage, sampler or writer per member. ``len`` counts members."""
+
+    _members: tuple[Any, ...]
+
+    def of(self, where: Sequence[int]) -> Self:
+        """The ensemble of some of the members."""
+        return type(self)(*[self._members[number] for number in where])
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __getitem__(self, index: Any) -> Any:
+        where = members_at(index, len(self), type(self).__name__)
+        if isinstance(where, int):
+            return self._members[where]
+        return self if len(where) == len(self) else self.of(where)
+
+    def _checked(self, members: Sequence[Any], kind: type) -> tuple[Any, ...]:
+        who = type(self).__name__
+        if not members:
+            raise ValueError(f"{who}: an ensemble has at least one member: got none.")
+        for member in members:
+            if not isinstance(member, kind) or isinstance(member, Members):
+                raise TypeError(
+                    f"{who}: members are of type {kind.__name__}, and not ensembles: got a {type(member).__name__}."
+                )
+        return tuple(members)
+
+    def _pairs(self, states: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+        if len(states) != len(self):
+            raise CheckpointError(
+                f"{type(self).__name__}: a state is loaded into as many members: got one of {len(states)}, expected "
+                f"{len(self)}."
+            )
+        return zip(self._members, states, strict=True)
+
+
+def refused(what: str) -> Callable[..., NoReturn]:
+    """A method that an ensemble does not have."""
+
+    def refuse(self: Any, *arguments: Any, **keywords: Any) -> NoReturn:
+        raise RuntimeError(f"{type(self).__name__}: rows are written to a member: got {what}; use ensemble[i].")
+
+    return refuse
+
+
+def split_index(index: Any) -> tuple[Any, Any]:
+    """The index of members, and that of their rows (None if there is none)."""
+    if not isinstance(index, tuple):
+        return index, None
+    return index[0], None if len(index) == 1 else index[1] if len(index) == 2 else index[1:]
+
+
+def members_at(index: Any, count: int, who: str) -> int | list[int]:
+    """The member (a number), or the members (a list of them), that an index means.
+
+    Raises: IndexError outside of the members; RuntimeError for a tensor of several dimensions; TypeError for anything
+    that is not an integer, such as a float.
+    """
+    where = index
+    if index is not Ellipsis and not isinstance(index, slice):
+        where = np.asarray(index)
+        if where.ndim > 1:
+            raise RuntimeError(f"{who}: members are named by one dimension of numbers: got {list(where.shape)}.")
+        if where.size and where.dtype.kind not in ("iub" if where.ndim else "iu"):
+            raise TypeError(f"{who}: members are named by integers: got {index!r}.")
+        where = where if where.size else slice(0)
+    try:
+        found = np.arange(count)[where]
+    except IndexError:
+        raise IndexError(
+            f"{who}: numbers of members lie below {count}, and a mask has an entry for each: got {index}."
+        ) from None
+    if not found.size:
+        raise IndexError(f"{who}: an ensemble has at least one member: got {index} of {count}.")
+    return found.tolist()
+
+
+class MemberRows(NamedTuple):
+    """Some rows of one member."""
+
+    number: int
+    positions: Tensor
+    values: Any
+
+
+def by_member(index: TensorDictBase, values: Tensor | None = None) -> Iterator[MemberRows]:
+    """The rows that an index of an ensemble names, member by member."""
+    ids, positions = index["buffer_ids"], index["index"]
+    for number in ids.unique().tolist():
+        where = ids == number
+        yield MemberRows(number, positions[where], None if values is None else values[where])
+
+
+def index_of(number: int, trailing: Sequence[int], positions: Tensor, device: torch.device | None = None) -> TensorDict:
+    """The rows of one member, as a sample names them, as part of an ensemble's index."""
+    shape = positions.shape[: positions.ndim - bool(trailing)]
+    ids = torch.full(shape, number, dtype=torch.int64, device=positions.device)
+    return TensorDict._new_unsafe({"buffer_ids": ids, "index": positions}, batch_size=shape, device=device)

@@ -1,0 +1,310 @@
+"""Values of a buffer as JSON and tensors, and back: the content of checkpoints, and the layout of shared rows.
+
+Scalars and text are themselves in JSON; anything else is an object with a tag. Tensors go to ``put``, which returns a
+JSON reference. Classes are named by module and looked up when they are read: in llmrl, tensordict, and what is imported
+already. Devices are not kept: tensors come back in the memory of the CPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from pickle import UnpicklingError
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, TensorDict, is_tensorclass
+from tensordict.base import is_tensor_collection
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from llmrl.data.replay_buffers.layout import Layout, Leaf, put_rows_together, put_together, take_apart
+from llmrl.data.replay_buffers.utils import is_leaf
+from llmrl.errors import CheckpointError
+
+__all__ = ["ITEM", "decode", "encode", "object_bytes", "object_from"]
+
+Put = Callable[[tuple[str, ...], Tensor], Any]
+Get = Callable[[Any], Tensor]
+
+ITEM = "~"  # in a path, where keys lead through a sequence
+
+_PACKAGES = ("llmrl", "tensordict")  # their modules may be imported for a name in a file
+_MOVED = {  # modules of row classes in dumps that were written before they moved
+    "llmrl.data.llm.message_stack": "llmrl.data.ragged.messages",
+    "llmrl.modules.llm.policies.ragged": "llmrl.data.ragged.stack",
+}
+_SCALARS = (str, int, float, bool, type(None))
+_MAPPINGS = {"dict": dict, "OrderedDict": OrderedDict}
+_SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+
+
+# --- out ---
+
+
+def encode(value: Any, put: Put, path: tuple[str, ...] = ()) -> Any:
+    """``value`` as JSON, with its tensors given to ``put`` under the keys that lead to them.
+
+    Raises: CheckpointError for what could only be read by running code, naming it.
+    """
+    kind = type(value)
+    if kind in _SCALARS:
+        return value
+    if kind in _SEQUENCES.values():
+        return {kind.__name__: [encode(entry, put, (*path, ITEM)) for entry in value]}
+    if kind in _MAPPINGS.values() and all(type(key) in _SCALARS for key in value):
+        return {kind.__name__: [[key, encode(entry, put, (*path, str(key)))] for key, entry in value.items()]}
+    if isinstance(value, Tensor):
+        return _encode_tensor(value, put, path)
+    if isinstance(value, type) and _is_row_class(value):
+        return {"class": _class_name(value)}
+    if is_tensor_collection(value):
+        return _encode_collection(value, put, path)
+    if kind is bytes:
+        return {"bytes": put(path, _as_tensor(value))}
+    if _is_array(value):
+        file = io.BytesIO()
+        np.lib.format.write_array(file, np.asarray(value), allow_pickle=False)
+        return {"array": put(path, _as_tensor(file.getvalue())), "scalar": kind is not np.ndarray}
+    if kind is torch.Size:
+        return {"size": list(value)}
+    if kind is Leaf:
+        return {"leaf": value.value}
+    if kind is torch.device:
+        return {"device": str(value)}
+    if kind is torch.dtype:
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, pytree.TreeSpec):
+        return {"spec": encode(pytree.tree_unflatten([0] * value.num_leaves, value), put, path)}
+    if _is_record(value):
+        entries = value if isinstance(value, tuple) else [getattr(value, field.name) for field in fields(value)]
+        return {"class": _class_name(kind), "entries": [encode(entry, put, (*path, ITEM)) for entry in entries]}
+    return {"object": put(path, _as_tensor(object_bytes(value, f"the entry {'.'.join(path)!r} of the rows")))}
+
+
+def _encode_tensor(value: Tensor, put: Put, path: tuple[str, ...]) -> Any:
+    if value.is_nested and value.layout is torch.jagged:
+        lengths = (*path[:-1], f"{path[-1] if path else ''}.lengths")
+        return {"jagged": [put(path, value.values()), put(lengths, value.offsets().diff())]}
+    if value.is_nested or value.layout is not torch.strided:
+        return {"object": put(path, _as_tensor(object_bytes(value, f"the entry {'.'.join(path)!r} of the rows")))}
+    return {"tensor": put(path, value)}
+
+
+def _encode_collection(value: Any, put: Put, path: tuple[str, ...]) -> Any:
+    if type(value) is NonTensorData:
+        return {"data": encode(value.data, put, path), "batch_size": list(value.batch_size)}
+    if type(value) is TensorDict:
+        return {
+            "tensordict": [[name, encode(entry, put, (*path, name))] for name, entry in sorted(value.items())],
+            "batch_size": list(value.batch_size),
+            "names": list(value.names) if value._has_names() else None,
+            "device": value.device is not None,
+        }
+    if hasattr(type(value), "from_message"):  # one message of a conversation
+        return {"message": _class_name(type(value)), "value": encode(value.message, put, path)}
+    value = value if value.device is None else value.to("cpu")
+    rows = len(value) if value.batch_dims else None
+    layout, columns = take_apart(value, stacked=rows is not None)
+    nodes = [encode(column, put, (*path, str(number))) for number, column in enumerate(columns)]
+    return {"rows": rows, "layout": encode(layout, put), "columns": nodes}
+
+
+def _as_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def _is_array(value: Any) -> bool:
+    """True for a numpy array or number that holds no Python objects."""
+    plain = type(value) is np.ndarray or (isinstance(value, np.generic) and type(value) is value.dtype.type)
+    return plain and not value.dtype.hasobject
+
+
+def _is_record(value: Any) -> bool:
+    """True for a named tuple or dataclass that has its fields and no other state."""
+    if not _is_record_class(type(value)):
+        return False
+    names = set() if isinstance(value, tuple) else {field.name for field in fields(value)}
+    return getattr(value, "__dict__", {}).keys() <= names and all(hasattr(value, name) for name in names)
+
+
+def _is_record_class(cls: type) -> bool:
+    if issubclass(cls, tuple):
+        return bool(getattr(cls, "_fields", ()))
+    return is_dataclass(cls) and not is_tensorclass(cls) and cls.__new__ is object.__new__
+
+
+def _is_row_class(cls: type) -> bool:
+    return is_tensorclass(cls) or hasattr(cls, "from_columns") or hasattr(cls, "from_messages")
+
+
+def _class_name(cls: type) -> str:
+    name = f"{cls.__module__}:{cls.__qualname__}"
+    _find_class(name, lambda found: found is cls)
+    return name
+
+
+# --- back ---
+
+
+def decode(node: Any, get: Get) -> Any:
+    """The value that ``encode`` was given; ``get`` takes the references of ``put``. Runs no code that a file names.
+
+    Raises: CheckpointError for anything that ``encode`` does not write.
+    """
+    try:
+        return _decode(node, get)
+    except (AttributeError, IndexError, KeyError, RuntimeError, StopIteration, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"a dump must hold values as dumps writes them: got {type(error).__name__} ({error}); load another one."
+        ) from error
+
+
+def _decode(node: Any, get: Get) -> Any:
+    if not isinstance(node, dict):
+        return node
+    tag, content = next(iter(node.items()))
+    if tag in _SEQUENCES:
+        return _SEQUENCES[tag]([_decode(entry, get) for entry in content])
+    if tag in _MAPPINGS:
+        return _MAPPINGS[tag]([(key, _decode(entry, get)) for key, entry in content])
+    return _DECODERS[tag](node, get)
+
+
+def _decode_jagged(node: Any, get: Get) -> Tensor:
+    values, lengths = map(get, node["jagged"])
+    return torch.nested.as_nested_tensor(list(values.split(lengths.tolist())), layout=torch.jagged)
+
+
+def _decode_array(node: Any, get: Get) -> Any:
+    file = io.BytesIO(get(node["array"]).numpy().tobytes())
+    try:
+        array = np.lib.format.read_array(file, allow_pickle=False)
+    except ValueError as error:
+        raise CheckpointError(f"an array of a dump must be of plain numbers or text: {error}") from error
+    return array[()] if node["scalar"] else array
+
+
+def _decode_tensordict(node: Any, get: Get) -> TensorDict:
+    entries = {name: _decode(entry, get) for name, entry in node["tensordict"]}
+    device = torch.device("cpu") if node["device"] else None
+    return TensorDict(entries, batch_size=node["batch_size"], device=device, names=node["names"])
+
+
+def _decode_collection(node: Any, get: Get) -> Any:
+    layout, columns = _decode(node["layout"], get), [_decode(column, get) for column in node["columns"]]
+    if not isinstance(layout, Layout) or len(columns) != len(layout.kinds):
+        raise ValueError(f"a layout of {len(columns)} columns is needed")
+    if node["rows"] is not None:
+        return put_together(layout, columns, node["rows"])
+    columns = [column.unsqueeze(0) if isinstance(column, Tensor) else [column] for column in columns]
+    return put_rows_together(layout, columns, 1)[0]
+
+
+def _decode_class(node: Any, get: Get) -> Any:
+    if "entries" not in node:
+        return _find_class(node["class"], _is_row_class)
+    cls = _find_class(node["class"], _is_record_class)
+    entries = [_decode(entry, get) for entry in node["entries"]]
+    if issubclass(cls, tuple):
+        return tuple.__new__(cls, entries)
+    out = object.__new__(cls)  # a constructor would be code that the file asks for
+    for field, entry in zip(fields(cls), entries, strict=True):
+        object.__setattr__(out, field.name, entry)
+    return out
+
+
+def _decode_message(node: Any, get: Get) -> Any:
+    cls = _find_class(node["message"], lambda cls: hasattr(cls, "from_message"))
+    return cls.from_message(_decode(node["value"], get))
+
+
+_DECODERS: dict[str, Callable[[Any, Get], Any]] = {
+    "tensor": lambda node, get: get(node["tensor"]),
+    "jagged": _decode_jagged,
+    "bytes": lambda node, get: get(node["bytes"]).numpy().tobytes(),
+    "array": _decode_array,
+    "size": lambda node, get: torch.Size(node["size"]),
+    "leaf": lambda node, get: Leaf(node["leaf"]),
+    "device": lambda node, get: torch.device(node["device"]),
+    "dtype": lambda node, get: find_dtype(node["dtype"]),
+    "spec": lambda node, get: pytree.tree_structure(_decode(node["spec"], get), is_leaf=is_leaf),
+    "class": _decode_class,
+    "message": _decode_message,
+    "data": lambda node, get: NonTensorData(_decode(node["data"], get), batch_size=node["batch_size"]),
+    "tensordict": _decode_tensordict,
+    "rows": _decode_collection,
+    "object": lambda node, get: object_from(get(node["object"]).numpy().tobytes(), "a value of the rows"),
+}
+
+
+def find_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"a checkpoint holds {name!r}, which this torch ({torch.__version__}) lacks.")
+    return dtype
+
+
+def _find_class(name: str, fits: Callable[[type], bool]) -> type:
+    """The class of that name. Imports none but our own modules, and runs nothing to look it up."""
+    module, _, path = name.partition(":")
+    module = _MOVED.get(module, module)
+    try:
+        if module.partition(".")[0] in _PACKAGES:
+            importlib.import_module(module)
+        found: Any = sys.modules[module]
+        for part in path.split("."):
+            found = vars(found)[part]
+    except (ImportError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the class {name} of rows in a dump cannot be found ({error!r}); define it at the top of a module, and "
+            "import that before loading."
+        ) from error
+    if not (isinstance(found, type) and fits(found)):
+        raise CheckpointError(f"a dump must name a class of rows where it has {name}; load another one.")
+    return found
+
+
+# --- Python values that JSON does not hold ---
+
+
+def object_bytes(value: Any, who: str) -> bytes:
+    """``value`` by ``torch.save``.
+
+    Raises: CheckpointError, in the name of ``who``, for what could only be read by running code.
+    """
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"{who}: a dump must hold tensors, numbers, strings, None, lists, tuples, dicts, tensordicts and "
+            f"tensorclasses: got {_refused(file.getvalue(), error)}; store what it is made of, or keep it out of the "
+            "dump."
+        ) from error
+    return file.getvalue()
+
+
+def object_from(data: bytes, who: str) -> Any:
+    """The value that ``object_bytes`` was given, read without running code for it. Raises: CheckpointError."""
+    try:
+        return torch.load(io.BytesIO(data), weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"{who} must hold data, as dumps writes it: got {_refused(data, error)}; load another dump."
+        ) from error
+
+
+def _refused(data: bytes, error: Exception) -> str:
+    """The classes and functions that reading would call; the error if none can be named."""
+    try:
+        names = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data)))
+    except Exception:  # a pickle that torch did not write, or half of one
+        names = ""
+    return names or ("what only code could read" if isinstance(error, UnpicklingError) else str(error))

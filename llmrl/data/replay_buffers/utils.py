@@ -1,0 +1,227 @@
+"""Small parts that every module of the buffers may use: keywords, transforms, trees of rows, reductions, processes."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import is_dataclass
+from multiprocessing.context import get_spawning_popen
+from typing import Any, NamedTuple, TypeVar
+
+from tensordict.base import is_tensor_collection
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from llmrl.errors import near
+
+Init = TypeVar("Init", bound=Callable[..., None])
+
+
+# --- keywords of constructors ---
+
+
+def near_names(init: Init) -> Init:
+    """For the constructor at the end of a chain, which gets every keyword that the others do not know.
+
+    Raises: TypeError for one that it does not know either, with the nearest of those that the chain has.
+    """
+    own = inspect.signature(init).parameters
+
+    @functools.wraps(init)
+    def checked(self: Any, *arguments: Any, **keywords: Any) -> None:
+        for name in keywords:
+            if name not in own:
+                who = type(self)
+                raise TypeError(
+                    f"{who.__name__}: an argument must be one that it has: got {name!r}.{near(name, _known(who))}"
+                )
+        init(self, *arguments, **keywords)
+
+    return checked  # type: ignore[return-value]
+
+
+def _known(cls: type) -> Iterator[str]:
+    """The names of the arguments of a class, up to the constructor that hands nothing on."""
+    for base in cls.__mro__:
+        if "__init__" in vars(base):
+            _, *arguments = inspect.signature(base.__init__).parameters.values()
+            yield from (each.name for each in arguments if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD))
+            if not any(each.kind is each.VAR_KEYWORD for each in arguments):
+                return
+
+
+# --- transforms ---
+
+
+class Stage(NamedTuple):
+    """A transform with what it does on reads and on writes; ``None`` where it does nothing."""
+
+    transform: Any
+    read: Callable[[Any], Any] | None
+    write: Callable[[Any], Any] | None
+
+
+def as_stage(transform: Any, *, invert: bool = False) -> Stage:
+    """Finds the two directions of a transform.
+
+    Reads run ``forward`` where there is one (through the call, for an ``nn.Module``), else the callable itself; writes
+    run ``inv`` where there is one.
+    """
+    if hasattr(transform, "eval") and hasattr(transform, "train"):
+        transform.eval()
+        read = transform
+    else:
+        read = getattr(transform, "forward", transform)
+    if not callable(read):
+        raise TypeError(f"ReplayBuffer: a transform must be callable: got {type(transform).__name__}.")
+    write = getattr(transform, "inv", None)
+    return Stage(transform, write, read) if invert else Stage(transform, read, write)
+
+
+def transform_state(transform: Any) -> Any:
+    """The transform's ``state_dict()``, or ``None`` if it has none."""
+    return transform.state_dict() if hasattr(transform, "state_dict") else None
+
+
+def load_transform(transform: Any, state: Any) -> None:
+    if state is not None:
+        transform.load_state_dict(state)
+
+
+# --- rows that are trees: dicts, tuples, lists and dataclasses of tensors, tensordicts and Python values ---
+
+
+def is_tree(value: Any) -> bool:
+    """True for a container whose entries are rows, or columns of them; dataclasses count."""
+    if isinstance(value, dict | tuple | list):
+        return True
+    if isinstance(value, type) or not is_dataclass(value) or is_tensor_collection(value):
+        return False
+    _register_dataclass(type(value))
+    return True
+
+
+def register_dataclasses(spec: pytree.TreeSpec) -> None:
+    """Lets trees of this form be built in a process that has met none of their dataclasses."""
+    if is_dataclass(spec.type):
+        _register_dataclass(spec.type)
+    for child in spec.children():
+        register_dataclasses(child)
+
+
+def _register_dataclass(cls: type) -> None:
+    if cls not in pytree.SUPPORTED_NODES:
+        pytree.register_dataclass(cls)
+
+
+def is_leaf(value: Any) -> bool:
+    return not is_tree(value)
+
+
+def tree_leaves(value: Any) -> list[Any]:
+    return pytree.tree_leaves(value, is_leaf=is_leaf)
+
+
+def tree_map(function: Callable[[Any], Any], value: Any) -> Any:
+    return pytree.tree_map(function, value, is_leaf=is_leaf)
+
+
+def num_rows(data: Any) -> int:
+    """The number of rows of a batch: the leading size, which all entries share; a list holds rows one by one."""
+    if isinstance(data, list):
+        return len(data)
+    if isinstance(data, Tensor) or is_tensor_collection(data):
+        shape = data.shape
+        if not shape:
+            raise RuntimeError("extend: a batch has a leading dimension that counts rows: got a scalar; use add.")
+        return shape[0]
+    if is_tree(data):
+        sizes = {num_rows(leaf) for leaf in tree_leaves(data)}
+        if len(sizes) != 1:
+            raise RuntimeError(
+                f"extend: all entries of a {type(data).__name__} must have one leading size: got {sorted(sizes)}."
+            )
+        return sizes.pop()
+    if isinstance(data, Iterable) and hasattr(data, "__len__"):
+        return len(data)
+    raise RuntimeError(f"extend: a batch is a tensor, tensordict, list, dict or tuple: got {type(data).__name__}.")
+
+
+def part(data: Any, start: int, end: int) -> Any:
+    """The rows ``start .. end - 1`` of a batch."""
+    if isinstance(data, list) or is_leaf(data):
+        return data[start:end]
+    return tree_map(lambda leaf: leaf[start:end], data)
+
+
+def split(data: Any) -> list[Any]:
+    """The single rows of a batch."""
+    if isinstance(data, Tensor) or is_tensor_collection(data):
+        return list(data.unbind(0))
+    if isinstance(data, list) or not is_tree(data):
+        return list(data)
+    leaves, spec = pytree.tree_flatten(data, is_leaf=is_leaf)
+    rows = zip(*[split(leaf) for leaf in leaves], strict=True)
+    return [pytree.tree_unflatten(list(row), spec) for row in rows]
+
+
+# --- several numbers of a row as one ---
+
+_REDUCTIONS = {
+    "max": lambda values: values.amax(1),
+    "min": lambda values: values.amin(1),
+    "median": lambda values: values.median(1).values,
+    "mean": lambda values: values.mean(1),
+    "sum": lambda values: values.sum(1),
+}
+
+
+def check_reduction(who: str, name: str) -> str:
+    """``name``, if it is that of a reduction; else ValueError."""
+    if name not in _REDUCTIONS:
+        raise ValueError(
+            f"{who}: reduction must be one of {', '.join(_REDUCTIONS)}: got {name!r}.{near(str(name), _REDUCTIONS)}"
+        )
+    return name
+
+
+def reduced(values: Tensor, name: str) -> Tensor:
+    """``values``, [N, ...], as one number per row: [N]."""
+    return _REDUCTIONS[name](values.reshape(len(values), -1))
+
+
+# --- state of one process ---
+
+
+class ProcessLocal:
+    """Refuses use in a forked process and the way to a spawned one, where changes would be lost silently.
+
+    A copy, and an object that is unpickled from elsewhere (an actor that was built with it), belongs to the process
+    that it arrives in. ``_kept`` names what would be lost.
+    """
+
+    _kept: str
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pid = os.getpid()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"{type(self).__name__}: {self._kept} are kept by the process that made them: got process "
+                f"{os.getpid()}, expected {self._pid}; changes made in a forked process would be lost."
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        if get_spawning_popen() is not None:
+            raise RuntimeError(
+                f"{type(self).__name__}: {self._kept} are kept by one process and cannot be handed to another: leave "
+                "the buffer in one, behind RemoteTensorDictReplayBuffer or RayReplayBuffer."
+            )
+        return self.__dict__
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _pid=os.getpid())
