@@ -303,15 +303,15 @@ class MCAdvantage(Transform):
     def _write_rows(self, groups: list[list[Trajectory]]) -> TensorDictBase | None:
         if not groups:
             return None
-        longest = max(len(member.flat_rewards) for group in groups for member in group)
+        flat = [[member.flat_rewards for member in group] for group in groups]
+        longest = max(len(rewards) for group in flat for rewards in group)
         size = max(map(len, groups))  # smaller than grpo_size only where candidates failed
         rewards_NGK = torch.full((len(groups), size, longest), torch.nan, dtype=torch.float64)
         absent_NGK = torch.ones_like(rewards_NGK, dtype=torch.bool)
-        for n, group in enumerate(groups):
-            for g, member in enumerate(group):
-                flat = member.flat_rewards
-                rewards_NGK[n, g, : len(flat)] = flat
-                absent_NGK[n, g, : len(flat)] = False
+        for n, group in enumerate(flat):
+            for g, rewards in enumerate(group):
+                rewards_NGK[n, g, : len(rewards)] = rewards
+                absent_NGK[n, g, : len(rewards)] = False
         advantage_NGK, keep_NG = self._advantages(rewards_NGK, absent_NGK)
         rows: list[Row] = []
         advantages: list[Tensor] = []  # one per row
