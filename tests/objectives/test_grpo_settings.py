@@ -1,7 +1,8 @@
-"""Settings of GRPOLoss that mean nothing together are refused, and presets say in words what they are."""
+"""Settings of GRPOLoss: refused combinations, one name per setting, presets in words."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from typing import get_args
@@ -10,8 +11,9 @@ import pytest
 from torch import nn
 
 from llmrl.errors import ConfigError
-from llmrl.objectives.llm import PRESETS, GRPOLoss
+from llmrl.objectives.llm import PRESETS, GRPOLoss, GRPOSettings
 from llmrl.objectives.llm.groups import Scale
+from llmrl.train.grpo_config import AlgorithmSettings
 
 
 @pytest.mark.parametrize(
@@ -65,3 +67,17 @@ def test_presets_differ_from_each_other():
     words = PRESETS["gspo"].describe(loss={"kl_to_ref_coeff": 0.01})
     assert words["ratio"] == "sequence, clip [0.9997, 1.0004]; engine correction: rho <= 2 (token)"
     assert words["kl"] == "0.01 x k3 to the reference"
+
+
+def test_a_setting_has_one_name_from_the_recipe_to_the_loss():
+    names = {field.name for field in dataclasses.fields(GRPOSettings)}
+    assert set(AlgorithmSettings.model_fields) - {"scale"} <= names
+    for preset in PRESETS.values():
+        assert GRPOSettings.from_keywords(**preset.loss) == preset.settings
+        assert GRPOSettings.from_keywords(**preset.settings.keywords()) == preset.settings
+
+
+def test_the_former_name_of_the_aggregation_is_read_from_files():
+    assert AlgorithmSettings.model_validate({"loss": "seq-mean"}).aggregation == "seq-mean"
+    with pytest.raises(ValueError, match="loss"):
+        AlgorithmSettings.model_validate({"loss": "token", "aggregation": "seq-mean"})

@@ -109,9 +109,9 @@ class Categorical(_Numbers):
     def _bound(self, device: torch.device) -> int:
         return torch.iinfo(torch.int64).max if self._width == -1 else self._width
 
-    def _sample(self, shape: Size, generator: torch.Generator | None) -> Tensor:
+    def _sample(self, shape: Size, generator: torch.Generator | None, device: torch.device) -> Tensor:
         self._known()
-        return super()._sample(shape, generator)
+        return super()._sample(shape, generator, device)
 
     def _count(self, use_mask: bool) -> int | float:
         return float("inf") if self._width == -1 else super()._count(use_mask)
@@ -174,8 +174,10 @@ class MultiCategorical(_Numbers):
         """The mask with the groups one after the other in its last dim."""
         if self._mask is None:
             return None
-        lead = self._full_shape(())[:-1]
-        return _end_to_end(self._mask if self.shape else self._mask.unsqueeze(0), self._group_sizes(), lead)
+        sizes, mask = self._group_sizes(), self._mask if self.shape else self._mask.unsqueeze(0)
+        mask = mask.expand((*mask.shape[:-2], len(sizes), mask.shape[-1]))
+        ends = torch.cat([mask[..., group, :size] for group, size in enumerate(sizes)], -1)
+        return ends.expand((*self._full_shape(())[:-1], sum(sizes)))  # a view: the mask is stored unexpanded
 
     def split(self) -> tuple[Categorical, ...]:
         """One spec per group."""
@@ -295,7 +297,7 @@ class _OneHots(LeafSpec):
             value = value.to(torch.uint8)
         return self._pack([part.argmax(-1) for part in value.split(self.groups, -1)])
 
-    def _sample(self, shape: Size, generator: torch.Generator | None) -> Tensor:
+    def _sample(self, shape: Size, generator: torch.Generator | None, device: torch.device) -> Tensor:
         return self._hot(self._numbers.rand(shape[: len(shape) - len(self.shape)], generator=generator))
 
     def _invalid(self, value: Tensor) -> Tensor:
@@ -424,11 +426,6 @@ class MultiOneHot(_OneHots):
         """The number of choices of each group."""
         return self.groups
 
-    @property
-    def mask(self) -> Tensor | None:
-        held = self._numbers._mask
-        return None if held is None else _end_to_end(held, self.groups, self._full_shape(())[:-1])
-
     def to_categorical_spec(self) -> MultiCategorical:
         return self._without_singleton(super().to_categorical_spec())
 
@@ -442,14 +439,6 @@ class MultiOneHot(_OneHots):
         """One spec per group."""
         specs = [numbers.to_one_hot_spec() for numbers in self._numbers.split()]
         return tuple(spec.to(self.dtype) for spec in specs)
-
-
-def _end_to_end(mask: Tensor, sizes: Sequence[int], lead: Size) -> Tensor:
-    """The masks of all groups, unexpanded [..., group, choice], one after the other in one dim: a view of shape lead +
-    [sum of sizes]."""
-    mask = mask.expand((*mask.shape[:-2], len(sizes), mask.shape[-1]))
-    parts = [mask[..., group, :size] for group, size in enumerate(sizes)]
-    return torch.cat(parts, -1).expand((*lead, sum(sizes)))
 
 
 def _lead(spec: _OneHots, shape: Sequence[int] | int | None, width: int) -> tuple[int, ...]:

@@ -41,8 +41,7 @@ class Discrete(LeafSpec):
     def _bound(self, device: torch.device) -> int | Tensor:
         return self._width if self._counts is None else self._counts.to(device)
 
-    def _sample(self, shape: Size, generator: torch.Generator | None) -> Tensor:
-        device = self.device if generator is None else generator.device
+    def _sample(self, shape: Size, generator: torch.Generator | None, device: torch.device) -> Tensor:
         if self._mask is None and self._counts is None:
             return torch.randint(self._width, shape, generator=generator, device=device)
         counts = self._bound(device) if self._mask is None else self._mask.to(device).sum(-1)

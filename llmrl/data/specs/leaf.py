@@ -49,7 +49,7 @@ class LeafSpec(TensorSpec):
 
     # -- what a domain defines -----------------------------------------------------------------------------------------
 
-    def _sample(self, shape: Size, generator: torch.Generator | None) -> Tensor:
+    def _sample(self, shape: Size, generator: torch.Generator | None, device: torch.device) -> Tensor:
         raise NotImplementedError
 
     def _outside(self, value: Tensor) -> Tensor | None:
@@ -80,7 +80,8 @@ class LeafSpec(TensorSpec):
         size = self._full_shape(shape)
         if 0 in size:
             return torch.zeros(size, dtype=self.dtype, device=self.device)
-        return self._sample(size, generator).to(self.device, self.dtype)
+        device = self.device if generator is None else generator.device
+        return self._sample(size, generator, device).to(self.device, self.dtype)
 
     def _filled(self, number: int, shape: Size) -> Tensor:
         return self.project(torch.full(self._full_shape(shape), number, dtype=self.dtype, device=self.device))

@@ -156,9 +156,8 @@ class BoundedContinuous(Bounded):
 
     _domain = "continuous"
 
-    def _sample(self, shape: Size, generator: torch.Generator | None) -> Tensor:
+    def _sample(self, shape: Size, generator: torch.Generator | None, device: torch.device) -> Tensor:
         dtype = self.dtype if self.dtype.is_floating_point else torch.float64
-        device = self.device if generator is None else generator.device
         low, high = self._low.to(device, dtype), self._high.to(device, dtype)
         unit = torch.rand(shape, generator=generator, dtype=dtype, device=device)
         value = low * (1 - unit) + high * unit
@@ -179,8 +178,7 @@ class BoundedDiscrete(Bounded):
         outside = super()._outside(value)
         return outside | (value != value.round()) if value.is_floating_point() else outside
 
-    def _sample(self, shape: Size, generator: torch.Generator | None) -> Tensor:
-        device = self.device if generator is None else generator.device
+    def _sample(self, shape: Size, generator: torch.Generator | None, device: torch.device) -> Tensor:
         low, high = self._low.to(device, torch.int64), self._high.to(device, torch.int64)
         width = high - low + 1  # wraps to 0 or below where more than 2**63 numbers are in the domain
         drawn = torch.empty(shape, dtype=torch.int64, device=device)
@@ -215,9 +213,8 @@ class UnboundedContinuous(Unbounded):
 
     _domain = "continuous"
 
-    def _sample(self, shape: Size, generator: torch.Generator | None) -> Tensor:
+    def _sample(self, shape: Size, generator: torch.Generator | None, device: torch.device) -> Tensor:
         dtype = self.dtype if self.dtype.is_floating_point or self.dtype.is_complex else torch.get_default_dtype()
-        device = self.device if generator is None else generator.device
         return torch.randn(shape, generator=generator, dtype=dtype, device=device)
 
 
@@ -226,8 +223,7 @@ class UnboundedDiscrete(Unbounded):
 
     _domain = "discrete"
 
-    def _sample(self, shape: Size, generator: torch.Generator | None) -> Tensor:
-        device = self.device if generator is None else generator.device
+    def _sample(self, shape: Size, generator: torch.Generator | None, device: torch.device) -> Tensor:
         drawn = torch.empty(shape, dtype=torch.int64, device=device)
         if self.dtype == torch.bool or self.dtype.is_floating_point:
             return drawn.random_(0, 2, generator=generator)

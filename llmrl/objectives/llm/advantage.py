@@ -190,17 +190,18 @@ class MCAdvantage(Transform):
         rows, size = td.batch_size[0], self.group_size
         if isinstance(rewards, list) or not rows or rows % size or rewards.shape[0] != rows:
             return None
-        ids_B = self._group_numbers(td)
-        order_B = torch.argsort(ids_B, stable=True)
-        sorted_NG = ids_B[order_B].view(-1, size)
-        if not torch.equal(sorted_NG[:, 0], sorted_NG[:, -1]):
-            return None
-        if self._queue and self._queue.knows(self._groups(td)):
+        groups = self._groups(td)
+        numbers: dict[Group, int] = {}
+        number_B = torch.tensor([numbers.setdefault(group, len(numbers)) for group in groups])
+        order_B = torch.argsort(number_B, stable=True)
+        sorted_NG = number_B[order_B].view(-1, size)
+        if not torch.equal(sorted_NG[:, 0], sorted_NG[:, -1]) or (self._queue and self._queue.knows(groups)):
             return None
         return rewards.reshape(rows, -1), order_B.view(-1, size)
 
     def _write_batch(self, td: TensorDict, rewards_BK: Tensor, order_NG: Tensor) -> TensorDictBase | None:
         order_B = order_NG.flatten().to(rewards_BK.device)
+        # float64: a group of close rewards would lose its digits in the difference to the mean
         rewards_NGK = rewards_BK.detach().to(torch.float64)[order_B].view(*order_NG.shape, -1)
         self._count_ended(self._returns(rewards_NGK).flatten(), len(rewards_BK))
         advantage_NGK, keep_NG = self._advantages(rewards_NGK)
@@ -218,19 +219,6 @@ class MCAdvantage(Transform):
             return td
         advantages = self._whitened(td, list(td.get(self.advantage_key)))
         return _with_entry(td, self.advantage_key, torch.stack(advantages))
-
-    def _group_numbers(self, td: TensorDictBase) -> Tensor:
-        """int64[B], equal for rows of one group."""
-        prompts = self._prompts(td)
-        versions = None if self.policy_version_key is None else td.get(self.policy_version_key, None)
-        if isinstance(prompts, Tensor) and (versions is None or isinstance(versions, Tensor)):
-            prompts_B = prompts.reshape(len(prompts), -1)
-            if prompts_B.shape[1] == 1:
-                prompts_B = prompts_B[:, 0]
-                if versions is None or bool((versions == versions.flatten()[0]).all()):
-                    return prompts_B
-        numbers: dict[Group, int] = {}
-        return torch.tensor([numbers.setdefault(group, len(numbers)) for group in self._groups(td)])
 
     # --- anything else: trajectory by trajectory ---
 
@@ -303,15 +291,15 @@ class MCAdvantage(Transform):
     def _write_rows(self, groups: list[list[Trajectory]]) -> TensorDictBase | None:
         if not groups:
             return None
-        longest = max(len(member.flat_rewards) for group in groups for member in group)
+        flat = [[member.flat_rewards for member in group] for group in groups]
+        longest = max(len(rewards) for group in flat for rewards in group)
         size = max(map(len, groups))  # smaller than grpo_size only where candidates failed
         rewards_NGK = torch.full((len(groups), size, longest), torch.nan, dtype=torch.float64)
         absent_NGK = torch.ones_like(rewards_NGK, dtype=torch.bool)
-        for n, group in enumerate(groups):
-            for g, member in enumerate(group):
-                flat = member.flat_rewards
-                rewards_NGK[n, g, : len(flat)] = flat
-                absent_NGK[n, g, : len(flat)] = False
+        for n, group in enumerate(flat):
+            for g, rewards in enumerate(group):
+                rewards_NGK[n, g, : len(rewards)] = rewards
+                absent_NGK[n, g, : len(rewards)] = False
         advantage_NGK, keep_NG = self._advantages(rewards_NGK, absent_NGK)
         rows: list[Row] = []
         advantages: list[Tensor] = []  # one per row
@@ -365,12 +353,13 @@ class MCAdvantage(Transform):
             missing_NG = absent_NGK.all(-1)
         failed_NG = broken_NGK.any(-1)
         num_failed = int(failed_NG.sum())
-        if num_failed:
+        if num_failed:  # one broken reward makes the whole trajectory absent: its other rewards are not to be trusted
             rewards_NGK = rewards_NGK.masked_fill(failed_NG.unsqueeze(-1), torch.nan)
         failed_NG = failed_NG | missing_NG
         keep_N = size - failed_NG.sum(1) >= self.min_group_size
         returns_NG = self._returns(rewards_NGK)
         values_NC = rewards_NGK.flatten(1) if self.trajectory_return is None else returns_NG
+        # compared, not subtracted: a std of equal rewards can be a rounding error above 0
         equal_N = values_NC.nan_to_num(torch.inf).amin(1) >= values_NC.nan_to_num(-torch.inf).amax(1)
         self.counters["zero_variance"] += int((equal_N & keep_N).sum())
         if self.on_zero_variance == "drop":

@@ -214,9 +214,8 @@ class GRPOLoss(LossModule):
         if settings.entropy:
             terms["loss_entropy"] = -settings.entropy * aggregate(scores.entropy)
         for name, coefficient, other_BT in self._kl_targets(td, batch, mask_BT, behaviour_BT):
-            kl_BT = fn.kl_estimate(
-                log_prob_BT, other_BT.to(log_prob_BT), mask_BT, settings.kl_estimator, log_ratio_BT=token_log_ratio_BT
-            )
+            kind = settings.kl_estimator
+            kl_BT = fn.kl_estimate(log_prob_BT, other_BT, mask_BT, kind, log_ratio_BT=token_log_ratio_BT)
             terms[f"loss_kl_to_{name}"] = coefficient * aggregate(kl_BT)
             measured[f"kl_to_{name}"] = kl_BT.detach()
         metrics = _step_metrics(
@@ -286,10 +285,10 @@ class GRPOLoss(LossModule):
         self, td: TensorDictBase, batch: PaddedBatch, mask_BT: Tensor, behaviour_BT: Tensor
     ) -> Iterator[tuple[str, float, Tensor]]:
         """Name, coefficient and log-probs of each policy that the loss holds the current one close to."""
-        key = self.tensor_keys.ref_log_prob
         if self.settings.kl is not None:
-            missing = "Couldn't find the ref log-prob"
-            yield "ref", self.settings.kl, batch.finite(td, key, mask_BT, missing=missing, remedy="score it again")
+            key, missing = self.tensor_keys.ref_log_prob, "Couldn't find the ref log-prob"
+            reference_BT = batch.finite(td, key, mask_BT, missing=missing, remedy="score it again")
+            yield "ref", self.settings.kl, reference_BT.to(behaviour_BT)
         if self.settings.kl_inference is not None:
             yield "inference", self.settings.kl_inference, behaviour_BT
 
