@@ -42,7 +42,7 @@ from llmrl.train.rollout_engine import Sampler
 from llmrl.train.run import Run
 from llmrl.train.step_rollouts import StepRollouts, select_training_columns
 from llmrl.train.tasks import Task, eval_rows, training_rows
-from llmrl.train.updater import Updater, step_metrics
+from llmrl.train.updater import make_updater, step_metrics
 
 if TYPE_CHECKING:
     from llmrl.envs.llm import DatasetChatEnv
@@ -85,15 +85,7 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
     advantage_settings, loss_settings = grpo_settings(config, exact=engine.exact)
     check_processes(config, session.world_size, advantage_settings)
     actor = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs=sampling, generate=False)
-    updater = Updater(
-        session,
-        actor.scorer,
-        config.optim,
-        steps=config.steps,
-        tokens_per_microbatch=config.tokens_per_microbatch,
-        packing=config.packing,
-    )
-    actor.scorer = updater.scorer  # as it is wrapped for several processes
+    updater = make_updater(config, session, actor, steps=config.steps)
     loss = GRPOLoss(actor, **loss_settings)
     reference = None
     if config.grpo.kl:  # against a frozen copy of the model that the run started from, not of the checkpoint

@@ -36,7 +36,7 @@ from llmrl.train.settings import EvalSettings
 from llmrl.train.sft_config import SFTConfig
 from llmrl.train.sft_data import tokenize_chats
 from llmrl.train.tasks import Task, eval_rows
-from llmrl.train.updater import Updater, step_metrics
+from llmrl.train.updater import make_updater, step_metrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -72,15 +72,7 @@ def train(config: SFTConfig, session: Session, run: Run) -> None:
     policy = TransformersWrapper(model, tokenizer=tokenizer, generate=False)
     task = Task(config.env, tokenizer) if config.env else None
     evaluator, stop_evaluator = make_evaluators(config, session, task, policy, model) if task else (None, None)
-    updater = Updater(
-        session,
-        policy.scorer,
-        config.optim,
-        steps=steps,
-        tokens_per_microbatch=config.tokens_per_microbatch,
-        packing=config.packing,
-    )
-    policy.scorer = updater.scorer  # as it is wrapped for several processes
+    updater = make_updater(config, session, policy, steps=steps)
     loss = SFTLoss(policy)
     buffer = ReplayBuffer(
         storage=LazyStackStorage(len(chats)),

