@@ -333,9 +333,10 @@ def _checked(arguments: dict[str, Any]) -> dict[str, Any]:
     for name in required:
         if name not in given:
             raise ToolError(f"browser: {action} needs {name!r}: got {', '.join(map(repr, given))}.")
-    for name in given:
-        if name not in ("action", *required, *optional):
-            known = (*required, *optional)
+    known = (*required, *optional)
+    for name, value in given.items():
+        # A model may write arguments of other actions, as long as they are the schema's defaults.
+        if name not in ("action", *known) and value != BrowserTool.parameters["properties"][name]["default"]:
             raise ToolError(f"browser: {action} takes no {name!r}: known are {', '.join(known)}.{near(name, known)}")
     return given
 
@@ -356,7 +357,7 @@ def _host_name(host: Any) -> str:
 
 
 def _environment() -> dict[str, str | float | bool]:
-    """What the browser's process gets of the environment: no secrets of the training run."""
+    """The environment of the browser process: no secrets of the training run."""
     return {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "TMPDIR", "DISPLAY") if name in os.environ}
 
 

@@ -153,10 +153,11 @@ def _broken_answer(line: bytes) -> tuple[int | str | None, str]:
         return number, f"it is not JSON: {error}"
     if not isinstance(given, dict) or "method" in given or type(given.get("id")) not in (int, str):
         return None, ""
-    said = given.get("error", given.get("result"))
-    if isinstance(said, dict) and isinstance(said.get("message"), str):
-        return given["id"], said["message"]
-    return given["id"], f"its {'error' if 'error' in given else 'result'} is {said!r:.200}"
+    kind = "error" if "error" in given else "result"
+    content = given.get(kind)
+    if isinstance(content, dict) and isinstance(content.get("message"), str):
+        return given["id"], content["message"]
+    return given["id"], f"its {kind} is {content!r:.200}"
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

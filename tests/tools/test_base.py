@@ -58,22 +58,19 @@ def test_the_signature_and_the_docstring_are_the_schema():
         """
         return ""
 
-    assert as_tool(lookup).schema() == {
-        "type": "function",
-        "function": {
-            "name": "lookup",
-            "description": "The weather of a city.\n\nIn the next days.",
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "city": {"type": "string", "description": "its name, in English"},
-                    "days": {"type": "integer", "default": 3, "description": "how many"},
-                    "unit": {"type": "string", "enum": ["C", "F"], "default": "C"},
-                },
-                "required": ["city"],
-                "additionalProperties": False,
-            },
+    schema = as_tool(lookup).schema()
+    function = schema["function"]
+    assert (schema["type"], function["name"]) == ("function", "lookup")
+    assert function["description"] == "The weather of a city.\n\nIn the next days."
+    assert function["parameters"] == {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "description": "its name, in English"},
+            "days": {"type": "integer", "default": 3, "description": "how many"},
+            "unit": {"type": "string", "enum": ["C", "F"], "default": "C"},
         },
+        "required": ["city"],
+        "additionalProperties": False,
     }
 
 
@@ -222,26 +219,21 @@ class Counter:
         type(self).closed += 1
 
 
-def test_an_object_serves_all_conversations_and_is_closed_once():
+@pytest.mark.parametrize(
+    ("target", "counts", "closed_at_end", "closed"),
+    [(Counter(), ["1", "2", "3", "4"], 0, 1), (Counter, ["1", "2", "1", "1"], 1, 3)],
+    ids=["an object serves all conversations", "of a class each conversation has an object"],
+)
+def test_objects_are_closed_at_the_end_of_their_conversation_or_with_the_tool(target, counts, closed_at_end, closed):
     Counter.closed = 0
-    made = as_tool(Counter())
+    made = as_tool(target)
     assert (made.name, made.description) == ("counter", "Counts its calls.")
-    assert [call(made, {}, "a"), call(made, {"step": 5}, "b")] == ["1", "6"]
+    found = [call(made, {}, "a"), call(made, {}, "a"), call(made, {}, "b")]
     made.end("a")
-    assert Counter.closed == 0
+    assert Counter.closed == closed_at_end
+    assert [*found, call(made, {}, "a")] == counts
     made.close()
-    assert Counter.closed == 1
-
-
-def test_of_a_class_each_conversation_has_its_own_object_until_it_ends():
-    Counter.closed = 0
-    made = as_tool(Counter)
-    assert [call(made, {}, "a"), call(made, {}, "a"), call(made, {}, "b")] == ["1", "2", "1"]
-    made.end("a")
-    assert Counter.closed == 1
-    assert call(made, {}, "a") == "1"
-    made.close()
-    assert Counter.closed == 3
+    assert Counter.closed == closed
 
 
 def test_a_class_whose_constructor_needs_arguments_is_refused():

@@ -160,16 +160,16 @@ def check_bubblewrap(python: str) -> None:
             timeout=30,
             cwd="/",
         )
-        said = done.stderr.strip() or f"exit code {done.returncode}"
+        output = done.stderr.strip() or f"exit code {done.returncode}"
         works = done.stdout.strip() == "started"
     except subprocess.TimeoutExpired:
-        works, said = False, "it did not end within 30 s"
+        works, output = False, "it did not end within 30 s"
     finally:
         if rules is not None:
             os.close(rules)
     if not works:
         raise UnsupportedError(
-            f"Sandbox: bubblewrap must be able to start {python}: got: {said}. Usually user namespaces are turned off: "
+            f"Sandbox: bubblewrap must be able to start {python}: got: {output}. Usually user namespaces are off: "
             "in a container start it with --security-opt seccomp=unconfined (or --privileged); on Ubuntu 24.04 set "
             "sysctl kernel.apparmor_restrict_unprivileged_userns=0. sandbox='subprocess' works without them, but gives "
             "the code the rights of this process."

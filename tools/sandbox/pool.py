@@ -92,13 +92,11 @@ class InterpreterPool:
             self.spare = max(self.spare, count)
             self._notify_launcher()
             self._wait(lambda: len(self._ready) >= count, deadline, f"{count} interpreters did not start")
-            failed = [entry for entry in self._ready if isinstance(entry, Exception)]
-            for error in failed:
-                self._ready.remove(error)
-            sessions = [entry for entry in self._ready if isinstance(entry, Session)]
-        if failed:
-            raise failed[0]
-        for session in sessions:
+            started = list(self._ready)
+            self._ready = deque(entry for entry in started if isinstance(entry, Session))
+        for session in started:
+            if isinstance(session, Exception):
+                raise session
             session.wait_ready(deadline)
 
     def end(self, conversation: Hashable) -> None:
