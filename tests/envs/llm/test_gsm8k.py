@@ -179,5 +179,5 @@ def test_the_instructions_can_stand_in_the_question_for_templates_without_a_syst
 
 def test_a_question_that_is_not_there_is_named():
     env = ChatEnv(batch_size=[1]).append_transform(GSM8KPrepareQuestion(in_keys=["question"], out_keys=["query"]))
-    with pytest.raises(MissingKeyError, match="question must be in .question.; keys present: 'qestion'"):
+    with pytest.raises(MissingKeyError, match=r"question must be in .question.; keys present: 'qestion'"):
         env.reset(TensorDict(qestion=column(["a"]), batch_size=[1]))

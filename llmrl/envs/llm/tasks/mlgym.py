@@ -107,11 +107,7 @@ class _GymTurns(Transform):
     """Owns the gyms, and the record of those in use."""
 
     def __init__(
-        self,
-        gyms: Sequence[Any],
-        score: Score,
-        wrong_format: float,
-        tokenizer: PreTrainedTokenizerBase | None,
+        self, gyms: Sequence[Any], score: Score, wrong_format: float, tokenizer: PreTrainedTokenizerBase | None
     ):
         super().__init__()
         self.gyms = list(gyms)
