@@ -8,16 +8,15 @@ import pytest
 import torch
 
 from llmrl.collectors.llm import LLMCollector
-from llmrl.data.llm.chat import History
 from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer
-from llmrl.envs import StepCounter, Transform
+from llmrl.envs import StepCounter
 from llmrl.envs.llm import DatasetChatEnv
 from llmrl.envs.llm.transforms import RewardFunction
 from llmrl.errors import ConfigError, RolloutError, ShapeError
 from llmrl.modules.llm.policies import TransformersWrapper
-from llmrl.modules.llm.policies.containers import ChatHistory
 from llmrl.objectives.llm import MCAdvantage
 from llmrl.testing import ScriptedPolicy, tiny_model, tiny_tokenizer
+from tests.support.conversations import AskAgain, length, talks_for
 
 ROWS = [{"query": f"q{n}", "answer": str(n)} for n in range(6)]
 PATIENCE_S = 20.0  # a test that would wait for ever fails after so long
@@ -27,44 +26,11 @@ def name_of(chat):
     return chat[0]["content"]
 
 
-class AskAgain(Transform):
-    """The user says "Go on." until the policy says "stop"; ``hook(chats)`` runs before that."""
-
-    def __init__(self, hook=None):
-        super().__init__()
-        self.hook = hook
-
-    def _step(self, td, next_td):
-        prompt = next_td["history"].prompt
-        chats = prompt.to_chats()
-        if self.hook is not None:
-            self.hook(chats)
-        more = History.from_chats([[{"role": "user", "content": "Go on."}]] * len(chats))
-        next_td["history"] = ChatHistory.from_rows({"prompt": prompt.extend(more, inplace=False, dim=-1)})
-        stop = torch.tensor([chat[-1]["content"].startswith("stop") for chat in chats]).view(-1, 1)
-        next_td["done"], next_td["terminated"] = next_td["done"] | stop, stop
-        return next_td
-
-
-def length(completion):
-    return float(len(completion))
-
-
 def dialogs(hook=None, *, num_envs=3, repeats=None, max_steps=6, **options):
     env = DatasetChatEnv(
         dataset=ROWS, shuffle=False, num_envs=num_envs, repeats=repeats, max_steps=max_steps, **options
     )
     return env.append_transform(AskAgain(hook)).append_transform(RewardFunction(length, deadline_s=None))
-
-
-def talks_for(turns):
-    """A policy whose conversation about q<n> ends in its turn ``turns[n]``."""
-
-    def reply(chat):
-        turn = 1 + sum(message["role"] == "assistant" for message in chat)
-        return "stop" if turn == turns[int(name_of(chat)[1:])] else "more" + "!" * turn
-
-    return ScriptedPolicy(reply)
 
 
 def collect(env, policy, **options):

@@ -10,50 +10,20 @@ from tensordict import TensorDict
 
 from llmrl.collectors.llm import LLMCollector
 from llmrl.collectors.llm.batches import take_rows
-from llmrl.data.llm.chat import History
 from llmrl.envs import StepCounter, Transform
 from llmrl.envs.llm import ChatEnv, DatasetChatEnv
 from llmrl.envs.llm.transforms import DataLoadingPrimer, PolicyVersion, RewardFunction
 from llmrl.errors import ConfigError, ShapeError, WeightSyncError
 from llmrl.modules.llm.policies.base import LLMWrapperBase
-from llmrl.modules.llm.policies.containers import ChatHistory
 from llmrl.testing import FakeEngine, ScriptedPolicy, tiny_tokenizer
+from tests.support.conversations import AskAgain, length, talks_for
 
 ROWS = [{"query": f"q{n}", "answer": str(n)} for n in range(12)]
-
-
-class AskAgain(Transform):
-    """The user answers every turn with "Go on."; a conversation whose last word is "stop" ends."""
-
-    def _step(self, td, next_td):
-        prompt = next_td["history"].prompt
-        last = [chat[-1]["content"] for chat in prompt.to_chats()]
-        more = History.from_chats([[{"role": "user", "content": "Go on."}]] * len(last))
-        next_td["history"] = ChatHistory.from_rows({"prompt": prompt.extend(more, inplace=False, dim=-1)})
-        if (tokens := td.get("tokens", None)) is not None and tokens.rows("full") is not None:
-            assert next_td["tokens"].rows("prompt") is not None
-        stop = torch.tensor([text.startswith("stop") for text in last]).view(-1, 1)
-        next_td["done"], next_td["terminated"] = next_td["done"] | stop, stop
-        return next_td
-
-
-def length(completion):
-    return float(len(completion))
 
 
 def dialog_env(num_envs=3, max_steps=6, **options):
     env = DatasetChatEnv(dataset=ROWS, shuffle=False, num_envs=num_envs, max_steps=max_steps, **options)
     return env.append_transform(AskAgain()).append_transform(RewardFunction(length, deadline_s=None))
-
-
-def talks_for(turns):
-    """A policy whose conversation about q<n> ends in its turn ``turns[n]``."""
-
-    def reply(chat):
-        turn = 1 + sum(message["role"] == "assistant" for message in chat)
-        return "stop" if turn == turns[int(chat[0]["content"][1:])] else "more" + "!" * turn
-
-    return ScriptedPolicy(reply)
 
 
 def conserved(counters):

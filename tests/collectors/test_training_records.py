@@ -11,41 +11,18 @@ from hypothesis import strategies as st
 from torch import nn
 
 from llmrl.collectors.llm import LLMCollector
-from llmrl.data.llm.chat import History
 from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
-from llmrl.envs import Transform
 from llmrl.envs.llm import DatasetChatEnv
 from llmrl.envs.llm.transforms import RewardFunction
-from llmrl.modules.llm import ChatHistory, LLMWrapperBase, TransformersWrapper
+from llmrl.modules.llm import LLMWrapperBase, TransformersWrapper
 from llmrl.objectives.llm import GRPOLoss, MCAdvantage, SFTLoss, count_step
 from llmrl.objectives.llm.group_advantage import group_advantage
-from llmrl.testing import FakeEngine, tiny_model, tiny_tokenizer
+from llmrl.testing import tiny_model, tiny_tokenizer
+from tests.support.conversations import AskAgain, Recorder
 
 ROWS = [{"query": f"q{n}", "answer": str(n)} for n in range(6)]
 THINKING = "<think>\nhm\n</think>\n\n"
 TOKENIZER = tiny_tokenizer(template="qwen3")
-
-
-class AskAgain(Transform):
-    """The user answers every turn with "Go on."; a conversation whose last word is "stop" ends."""
-
-    def _step(self, td, next_td):
-        prompt = next_td["history"].prompt
-        last = [chat[-1]["content"] for chat in prompt.to_chats()]
-        more = History.from_chats([[{"role": "user", "content": "Go on."}]] * len(last))
-        next_td["history"] = ChatHistory.from_rows({"prompt": prompt.extend(more, inplace=False, dim=-1)})
-        stop = torch.tensor(["stop" in text for text in last]).view(-1, 1)
-        next_td["done"], next_td["terminated"] = next_td["done"] | stop, stop
-        return next_td
-
-
-class Recorder(FakeEngine):
-    """Keeps the (prompt, drawn ids) of every row."""
-
-    def generate(self, prompts, params, *, seeds=None):
-        generation = super().generate(prompts, params, seeds=seeds)
-        self.drawn = [*getattr(self, "drawn", []), *zip(prompts, generation.ids, strict=True)]
-        return generation
 
 
 def dialogs(answers, *, reward=None, num_envs=2, repeats=None, pad_output=False, tokenizer=TOKENIZER, **options):
@@ -125,7 +102,7 @@ def test_every_sampled_token_is_in_exactly_one_record_as_the_engine_drew_it(pad_
     ids, masks = column(batch, "tokens", "full"), column(batch, "masks", "all_assistant_mask")
     log_probs = column(batch, "log_probs", "full")
     trained = [0] * len(batch)
-    for prompt, response in policy.engine.drawn:  # the queries differ, so that no two conversations share a prompt
+    for prompt, response, _ in policy.engine.drawn:  # the queries differ, so that no two conversations share a prompt
         start, end = len(prompt), len(prompt) + len(response)
         seen = torch.cat([prompt, response])
         [row] = [
@@ -154,7 +131,7 @@ FORMS = {
 def test_every_drawn_token_is_trained_once_whatever_the_form_of_the_rows(form, answers, pad_output):
     collector, policy = dialogs(answers, pad_output=pad_output, **FORMS[form])
     batch = collector.next().reshape(-1)
-    drawn = sum(len(response) for _, response in policy.engine.drawn)
+    drawn = sum(len(response) for _, response, _ in policy.engine.drawn)
     losses = [GRPOLoss(nn.Identity(), masking_strategy=name) for name in ("sft", "rlhf", "generic")]
     counts = [loss.count_step(batch).tokens for loss in [*losses, SFTLoss(nn.Identity())]]
     assert [*counts, count_step(batch).tokens] == [drawn] * 5
@@ -164,7 +141,7 @@ def test_rows_that_went_through_a_buffer_train_each_drawn_token_once():
     buffer = ReplayBuffer(storage=LazyStackStorage(6), sampler=SamplerWithoutReplacement(), batch_size=6)
     collector, policy = dialogs(["one", "two", "six"], **FORMS["flat turns"], replay_buffer=buffer)
     collector.next()
-    drawn = sum(len(response) for _, response in policy.engine.drawn)
+    drawn = sum(len(response) for _, response, _ in policy.engine.drawn)
     assert GRPOLoss(nn.Identity(), masking_strategy="rlhf").count_step(buffer.sample()).tokens == drawn
 
 
@@ -176,7 +153,7 @@ def test_the_last_turn_of_a_rollout_stands_for_every_turn():
     policy = LLMWrapperBase(Recorder(["one", "two", "six"], tokenizer=TOKENIZER), tokenizer=TOKENIZER)
     env = DatasetChatEnv(dataset=ROWS, shuffle=False, num_envs=2).append_transform(AskAgain())
     turns = env.rollout(3, policy)
-    drawn = sum(len(response) for _, response in policy.engine.drawn)
+    drawn = sum(len(response) for _, response, _ in policy.engine.drawn)
     assert GRPOLoss(nn.Identity()).count_step(turns[:, -1]).tokens == drawn
 
 
@@ -242,7 +219,7 @@ def test_records_get_the_advantage_of_their_conversation_and_gradients_reach_the
     for row in kept.unbind(0):
         assert row["advantage"].item() == pytest.approx(wanted[tuple(row["tokens"].full.tolist())])
     counts = loss.count_step(kept)
-    assert counts.tokens == sum(len(response) for _, response in policy.engine.drawn)
+    assert counts.tokens == sum(len(response) for _, response, _ in policy.engine.drawn)
     loss(kept, counts).loss_objective.backward()
     whole = [parameter.grad.clone() for parameter in model.parameters()]
     assert all(grad.isfinite().all() for grad in whole)

@@ -1,8 +1,20 @@
-"""What runs on a vLLM engine is skipped, with the reason, where vLLM is not installed."""
+"""The tiny tokenizer and model; tests of a vLLM engine are skipped where vLLM is not installed."""
 
 from importlib.util import find_spec
 
 import pytest
+
+from llmrl.testing import tiny_model, tiny_tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return tiny_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer):
+    return tiny_model(tokenizer, hidden_size=32, heads=1)  # vLLM on a CPU needs heads of at least 32
 
 
 def pytest_runtest_setup(item):

@@ -8,16 +8,11 @@ from tensordict import TensorDict
 
 from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.modules.llm import Tokens, TransformersWrapper
-from llmrl.testing import tiny_model, tiny_tokenizer
+from llmrl.testing import tiny_model
 
 FAMILIES = ["gpt2", "llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "mixtral", "qwen2_moe"]
 LENGTHS = (3, 11, 6)
 NEW_TOKENS = 12  # prompts and responses are longer than the window of the Gemma models
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tiny_tokenizer()
 
 
 def sharpened(model, factor=4.0):

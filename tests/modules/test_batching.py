@@ -20,7 +20,7 @@ from llmrl.errors import ConfigError, DeadlineError
 from llmrl.modules.llm import ChatHistory, LLMWrapperBase, SamplingParams, Tokens, TransformersWrapper
 from llmrl.modules.llm.engines import Engine, Generation, StopReason
 from llmrl.modules.llm.policies.batching import BatchingEngine
-from llmrl.testing import FakeEngine, tiny_model, tiny_tokenizer
+from llmrl.testing import FakeEngine, tiny_model
 
 POISON = 666
 DEADLINE_S = 20.0  # of every wait in this file: reached only when something hangs
@@ -341,11 +341,6 @@ def history_td(*questions, batch_size=None):
     prompt = History.from_chats(chats) if len(batch_size) else History.from_messages(chats[0])
     container = ChatHistory.from_rows({"prompt": prompt}) if len(batch_size) else ChatHistory(prompt=prompt)
     return TensorDict({"history": container}, batch_size)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tiny_tokenizer()
 
 
 def test_policies_in_threads_share_calls_and_keep_their_shapes(tokenizer):

@@ -19,11 +19,6 @@ from llmrl.testing import tiny_tokenizer
 LENGTHS = [3, 1, 4, 1, 5]
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tiny_tokenizer()
-
-
 def conversation(question, answer=None):
     chat = [{"role": "user", "content": question}]
     return chat if answer is None else [*chat, {"role": "assistant", "content": answer}]

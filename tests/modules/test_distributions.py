@@ -12,14 +12,9 @@ from llmrl.modules.llm import ChatHistory, LLMWrapperBase, Masks, Tokens, Transf
 from llmrl.modules.llm.policies import distributions
 from llmrl.modules.llm.policies.base import Backend
 from llmrl.modules.llm.policies.distributions import TokenCategorical
-from llmrl.testing import FakeEngine, tiny_model, tiny_tokenizer
+from llmrl.testing import FakeEngine, tiny_model
 
 TEMPERATURE = 0.7
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tiny_tokenizer()
 
 
 @pytest.fixture(scope="module")

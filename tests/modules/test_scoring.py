@@ -15,14 +15,9 @@ from llmrl.envs.llm.completions import _ids
 from llmrl.envs.llm.transforms.length import response_lengths
 from llmrl.errors import MissingKeyError, ShapeError
 from llmrl.modules.llm import ChatHistory, LLMWrapperBase, Masks, Text, Tokens, TransformersWrapper
-from llmrl.testing import FakeEngine, tiny_model, tiny_tokenizer
+from llmrl.testing import FakeEngine, tiny_model
 
 ROWS = [torch.arange(3, 8), torch.arange(10, 22)]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tiny_tokenizer()
 
 
 @pytest.fixture(scope="module")

@@ -14,24 +14,9 @@ from llmrl.envs.llm import ChatEnv
 from llmrl.envs.utils import step_mdp
 from llmrl.modules.llm import ChatHistory, LLMWrapperBase, TokenScores
 from llmrl.objectives.llm import GRPOLoss
-from llmrl.testing import FakeEngine, tiny_tokenizer
+from tests.support.conversations import Recorder
 
 NUM = 1000
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tiny_tokenizer()
-
-
-class Recorder(FakeEngine):
-    """A FakeEngine that keeps what it was asked and what it drew, a (prompt, ids, log-probs) per row."""
-
-    def generate(self, prompts, params, *, seeds=None):
-        generation = super().generate(prompts, params, seeds=seeds)
-        rows = zip(prompts, generation.ids, generation.log_probs, strict=True)
-        self.drawn = [*getattr(self, "drawn", []), *(tuple(value.clone() for value in row) for row in rows)]
-        return generation
 
 
 class Actor(nn.Module):

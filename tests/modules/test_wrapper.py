@@ -21,29 +21,8 @@ from llmrl.modules.llm import (
 )
 from llmrl.modules.llm.policies import LLMWrapperBase
 from llmrl.modules.llm.rendering import Renderer
-from llmrl.testing import FakeEngine, ScriptedPolicy, tiny_model, tiny_tokenizer
-
-QUESTIONS = ["Hi", "What is 12 + 30?", "Think step by step."]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tiny_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def model(tokenizer):
-    return tiny_model(tokenizer, hidden_size=32, heads=1)  # vLLM on a CPU needs heads of at least 32
-
-
-def chats(questions=QUESTIONS):
-    return [[{"role": "user", "content": question}] for question in questions]
-
-
-def history_td(conversations):
-    return TensorDict(
-        {"history": ChatHistory.from_rows({"prompt": History.from_chats(conversations)})}, [len(conversations)]
-    )
+from llmrl.testing import FakeEngine, ScriptedPolicy, tiny_tokenizer
+from tests.support.conversations import QUESTIONS, chats, fake_policy, history_td, rows
 
 
 def input_td(mode, tokenizer, questions=QUESTIONS):
@@ -81,14 +60,6 @@ def make_policy(model, tokenizer, request):
     yield make
     if engine is not None:
         engine.close()
-
-
-def fake_policy(tokenizer, answers, **options):
-    return LLMWrapperBase(FakeEngine(answers, tokenizer=tokenizer), tokenizer=tokenizer, **options)
-
-
-def rows(td, *key):
-    return td.get(key, as_list=True)
 
 
 # --- what is written --------------------------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ from llmrl.modules.llm import ChatHistory, StopReason, Tokens, TransformersWrapp
 from llmrl.modules.llm.engines.vllm import adapter
 from llmrl.modules.llm.policies import LLMWrapperBase
 from llmrl.modules.llm.policies.options import generation_options
-from llmrl.testing import FakeEngine, tiny_model, tiny_tokenizer
+from llmrl.testing import FakeEngine, tiny_tokenizer
+from tests.support.conversations import chats, fake_policy, history_td, rows
 
 # name -> a value to start from, another one; what a backend decides is left out
 ARGUMENTS = {
@@ -44,35 +45,6 @@ ARGUMENTS = {
     "batching_timeout": (0.01, 1.0),
     "prefer_tokens": (False, True),
 }
-QUESTIONS = ["Hi", "What is 12 + 30?", "Think step by step."]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tiny_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def model(tokenizer):
-    return tiny_model(tokenizer, hidden_size=32, heads=1)
-
-
-def chats(questions=QUESTIONS):
-    return [[{"role": "user", "content": question}] for question in questions]
-
-
-def history_td(conversations):
-    return TensorDict(
-        {"history": ChatHistory.from_rows({"prompt": History.from_chats(conversations)})}, [len(conversations)]
-    )
-
-
-def fake_policy(tokenizer, answers, **options):
-    return LLMWrapperBase(FakeEngine(answers, tokenizer=tokenizer), tokenizer=tokenizer, **options)
-
-
-def rows(td, *key):
-    return td.get(key, as_list=True)
 
 
 # --- a new version, a copy --------------------------------------------------------------------------------------------

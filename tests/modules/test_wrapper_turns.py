@@ -9,34 +9,8 @@ from tensordict import TensorDict
 from llmrl.data.llm.chat import History
 from llmrl.errors import RolloutError
 from llmrl.modules.llm import ChatHistory, LogProbs, Masks, Text, Tokens
-from llmrl.modules.llm.policies import LLMWrapperBase
 from llmrl.modules.llm.rendering import Renderer
-from llmrl.testing import FakeEngine, tiny_tokenizer
-
-QUESTIONS = ["Hi", "What is 12 + 30?", "Think step by step."]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tiny_tokenizer()
-
-
-def chats(questions=QUESTIONS):
-    return [[{"role": "user", "content": question}] for question in questions]
-
-
-def history_td(conversations):
-    return TensorDict(
-        {"history": ChatHistory.from_rows({"prompt": History.from_chats(conversations)})}, [len(conversations)]
-    )
-
-
-def fake_policy(tokenizer, answers, **options):
-    return LLMWrapperBase(FakeEngine(answers, tokenizer=tokenizer), tokenizer=tokenizer, **options)
-
-
-def rows(td, *key):
-    return td.get(key, as_list=True)
+from tests.support.conversations import chats, fake_policy, history_td, rows
 
 
 def carried(td, *, tool=None):

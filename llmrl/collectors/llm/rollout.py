@@ -136,7 +136,7 @@ class Stepper:
         self._lock = threading.Lock()
 
     def claim(self, wanted: int, budget: int) -> int:
-        """How many of ``wanted`` turns the budget still allows; they count as produced from here on."""
+        """The number of ``wanted`` turns that the budget still allows; they count as produced from here on."""
         with self._lock:
             granted = wanted if budget < 0 else max(0, min(wanted, budget - self.counters["produced"]))
             self.counters["produced"] += granted

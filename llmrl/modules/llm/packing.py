@@ -49,7 +49,7 @@ _WORTH_PACKING = 0.8  # "auto" packs a batch where at most this share of its pad
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Which pack each sequence is in: sequence i is at [starts[i] : starts[i] + lengths[i]] of the flattened packs."""
+    """The place of each sequence: i is at [starts[i] : starts[i] + lengths[i]] of the flattened packs."""
 
     lengths: Sequence[int]
     starts: Sequence[int]
@@ -168,7 +168,7 @@ def pack_batch(
 
 
 def can_pack(model: nn.Module, packing: Packing) -> bool:
-    """Whether batches of this model may be packed, as far as the model is concerned.
+    """True where this model keeps packed rows apart and ``packing`` is not "off".
 
     Raises  ConfigError for "on" if the model cannot be packed, and for a ``packing`` that is none
     """
@@ -305,7 +305,7 @@ _faults: weakref.WeakKeyDictionary[nn.Module, dict[str, str | None]] = weakref.W
 
 
 def why_not_packed(model: nn.Module) -> str | None:
-    """Why the rows of a batch cannot be laid end to end for this model; None where they can.
+    """The reason that rows cannot be laid end to end for this model; None where they can.
 
     Calls  the model's body three times on a few tokens, once per model and attention implementation: packed rows must
            get the hidden states of padded ones, and must not change with what is beside them
@@ -342,7 +342,7 @@ def _try(model: nn.Module) -> str | None:
     with evaluating(model):
         try:
             return _compare(body, config.vocab_size, _tolerance(dtype), weight.device)
-        except Exception as error:  # the model's code is anybody's: whatever it raises, it does not run packed
+        except Exception as error:  # third-party code: any error means that it does not run packed
             return f"it fails on packed rows: {type(error).__name__}: {error}"
 
 

@@ -1,8 +1,6 @@
-"""Messages -> token streams: what is trained, what the engine is prompted with, and what a turn adds.
+"""Messages rendered as token ids: conversations with the mask of trained tokens, prompts, and the ids of new messages.
 
-A conversation is one growing stream of ids. Ids that an engine drew are never computed again from text:
-`Renderer.extend` returns only what the environment's new messages add. Text, spans and escapes are the work of
-`llmrl.data.llm.codec`.
+Ids that an engine drew are never computed again from text: `Renderer.extend` returns only what new messages add.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True)
 class TemplateReport:
-    """What a template does to training, measured on a short conversation."""
+    """The effect of a template on training, measured on a short conversation."""
 
     trained_share: float  # of the tokens of a question and its answer, how many are trained
     stop_token_trained: bool  # whether the model learns to end its turn
@@ -116,7 +114,7 @@ class Renderer:
         return [Rendered(*row) for row in zip(rows_to_tensors(ids), masks, token_spans, strict=True)]
 
     def prompt_texts(self, chats: Sequence[Chat], *, tools: Tools | None = None) -> list[str]:
-        """What :meth:`prompt_ids` encodes, escaped."""
+        """The texts that :meth:`prompt_ids` encodes, escaped."""
         heads, opened = _without_open(chats)
         texts = self.codec.render(heads, add_generation_prompt=True, tools=tools)
         return [text + self.codec.open_answer(begun or "") for text, begun in zip(texts, opened, strict=True)]
@@ -147,7 +145,7 @@ class Renderer:
         add_generation_prompt: bool = True,
         tools: Tools | None = None,
     ) -> list[Tensor]:
-        """What the last ``new[i]`` messages of conversation i add to its stream of ids.
+        """The ids that the last ``new[i]`` messages of conversation i add to its stream.
 
         Reads    ids[i]  int64[T_i], the stream of ``chats[i]`` without its last ``new[i]`` messages, as it was drawn
                  tools   what the prompt was rendered with
@@ -159,10 +157,6 @@ class Renderer:
 
         An unfinished last message of the assistant's (see :meth:`prompt_ids`) is left open; where the stream holds it
         already, nothing is added.
-
-        The new messages are rendered after a short stand-in for what came before where that is known to equal rendering
-        everything: it is tried once per shape of a conversation (its roles, how many messages), for templates that only
-        write contents. For a template that reads them (splits off thinking) everything is rendered, every turn.
         """
         rows = self.try_extend(ids, chats, new, add_generation_prompt=add_generation_prompt, tools=tools)
         for row in rows:
@@ -277,10 +271,10 @@ class Renderer:
         return self._after(chat[:covered], chat[covered:], checked=True, **options)
 
     def _anchor_suffices(self, chat: Chat, covered: int, add_generation_prompt: bool, tools: Tools | None) -> bool:
-        """Whether new messages are written after a short stand-in for what came before as in the whole conversation.
+        """True where new messages are written after a short stand-in for the past as after the whole conversation.
 
-        Found out once per shape of a conversation, with another text in each message. A template that reads texts can
-        tell more apart than shapes.
+        Rendering then costs O(new messages). Tried once per shape of a conversation (its roles, their number), with
+        another text in each message; a template that reads texts (splits off thinking) can tell more apart than shapes.
         """
         if self._reads_contents:
             return False
@@ -309,7 +303,7 @@ class Renderer:
         add_generation_prompt: bool = True,
         tools: Tools | None = None,
     ) -> _Extension:
-        """What is written after a conversation when messages follow. Raises RewriteError if that changes its text.
+        """The text after a conversation when messages follow. Raises RewriteError if that changes its own text.
 
         With ``checked`` also if it changes the prompt that the last answer was drawn after.
         """
@@ -331,7 +325,7 @@ class Renderer:
         return _Extension(after[cut:], 0, after_assistant)
 
     def _cut(self, text: str, after_assistant: bool) -> int:
-        """Where the stream of a rendered conversation ends: after the end-of-turn text if an assistant spoke last."""
+        """The end of the stream in a rendered conversation: behind the end-of-turn text if an assistant spoke last."""
         if not after_assistant:
             return len(text)
         end = text.rfind(self.codec.end_of_turn) if self.codec.end_of_turn else -1
@@ -398,7 +392,7 @@ def _without_open(chats: Sequence[Chat]) -> tuple[list[Chat], list[str | None]]:
 
 
 def is_open(chat: Chat) -> bool:
-    """Whether a conversation ends in an unfinished message of the assistant's, for the model to go on with.
+    """True where a conversation ends in an unfinished message of the assistant's, for the model to go on with.
 
     >>> question, begun = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is"}
     >>> is_open([question, begun]), is_open([question, {**begun, "is_complete": False}])

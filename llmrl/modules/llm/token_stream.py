@@ -140,7 +140,7 @@ class TokenStream:
         return [not ids.numel() for ids in self.ids]
 
     def num_answers(self, row: int) -> int | None:
-        """How many answers the stream of a row holds; None where that is not known."""
+        """The number of answers that the stream of a row holds; None where that is not known."""
         if self.assistant_mask is None:
             return None
         mask = self.assistant_mask[row].int()

@@ -22,7 +22,7 @@ Row = Mapping[str, Any]
 
 
 class RowSource(Protocol):
-    """Where rows come from."""
+    """A source of rows, addressed by position."""
 
     epoch_size: int | None  # None until the end of the first epoch has been seen
 
@@ -30,10 +30,10 @@ class RowSource(Protocol):
         """The rows at increasing positions of the stream; shorter than asked only where the stream has ended."""
 
     def number(self, position: int) -> int:
-        """Which row of the data, from 1, stands at a position that was read: for messages."""
+        """The number of the row, from 1, at a position that was read: for messages."""
 
     def close(self) -> None:
-        """Lets go of whatever reading has opened; another read opens it again."""
+        """Closes what reading has opened; another read opens it again."""
 
 
 class IndexedRows:

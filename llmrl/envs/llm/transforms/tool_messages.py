@@ -24,7 +24,7 @@ __all__ = ["append_messages", "begin_anew", "restate_answers"]
 
 Message = dict[str, Any]
 
-# What a delta is rendered after. The ids that it continues are the conversation's own, whatever these words are.
+# A delta is rendered behind these words; the ids that it continues are the conversation's own.
 _ANSWERS = "assistant"
 _SYSTEM, _QUESTION, _ANSWER = (
     {"role": role, "content": words} for role, words in (("system", "rule"), ("user", "question"), (_ANSWERS, "answer"))
@@ -78,7 +78,7 @@ def _deltas(
     messages: Sequence[Sequence[Message]],
     turns: Sequence[int],
 ) -> list[Tensor]:
-    """What the messages add after a stand-in for the conversation, the same after all that it may have been."""
+    """The ids that messages add behind a stand-in for the conversation: the same behind each kind of past."""
     rows = list(zip(answers, messages, turns, strict=True))
     pasts = [
         [[_QUESTION, answer] for answer, _, _ in rows],
@@ -100,7 +100,7 @@ def _deltas(
         found = deltas if found is None else found
         if not all(map(torch.equal, deltas, found)):
             raise TemplateError(
-                "append_messages: in text and tokens mode a template must write new messages whatever came before: "
+                "append_messages: in text and tokens mode a template must write new messages alike after any past: "
                 f"template {renderer.template.name!r} writes them in another way after {turns[0]} turns or a system "
                 "message; use input_mode='history'."
             )

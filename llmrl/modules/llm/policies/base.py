@@ -144,11 +144,7 @@ class LLMWrapperBase(nn.Module):
         self.prefer_tokens = prefer_tokens
         self.temperature = self.options.params.scoring_temperature
         self.counters = {"rewritten": 0}  # turns that started a new record because of the template
-        backend = self._build(model)
-        self.engine = join_requests(backend.engine, self.settings)
-        self.scorer = backend.scorer
-        self.pad_token_id = backend.pad_token_id
-        self.stop_token_ids = self._stop_token_ids()
+        self._set_backend(self._build(model))
         self.seed = self.options.seed
         self._collector: weakref.ref[Any] | None = None
 
@@ -204,7 +200,7 @@ class LLMWrapperBase(nn.Module):
     def get_new_version(self, **changes: Any) -> Self:
         """This wrapper with some constructor arguments changed and everything else kept; engine and weights are shared.
 
-        Raises  ConfigError for a name that is no argument of the constructor
+        Raises  ConfigError for a name that is not an argument of the constructor
 
         >>> from llmrl.testing import FakeEngine, tiny_tokenizer
         >>> tokenizer = tiny_tokenizer()
@@ -269,21 +265,14 @@ class LLMWrapperBase(nn.Module):
     ) -> TokenCategorical:
         """The distributions that the tokens of whole conversations are drawn from, at the policy's temperature.
 
-        The one call that keeps logits: 4 bytes times the vocabulary for every chosen token. A loss wants
-        :meth:`token_scores`, log-probs alone ``get_new_version(generate=False)``.
-
         Reads    ("tokens", "full") with its masks if present, else (mode, "full"), encoded
         Returns  a categorical over the vocabulary, float32, for [*B, T] tokens (rows padded on the right), with
-                 gradients where they are enabled
-        Raises   UnsupportedError, a NotImplementedError, where the backend has no logits; ConfigError, MissingKeyError,
-                 ShapeError
+                 gradients where they are enabled; 4 bytes times the vocabulary for every chosen token
+        Raises   UnsupportedError where the backend has no logits; ConfigError, MissingKeyError, ShapeError
 
-        masking_strategy  "generic": every token; "rlhf" and "sft": what the assistant wrote, by the assistant mask, or
-                          the response where there is no such mask. As in the losses
-        mask              bool, shaped like ("tokens", "full"), rows where those are rows: chosen by hand, instead of a
-                          strategy
-
-        A conversation's first token follows nothing, and is never chosen.
+        masking_strategy  "generic": every token but a conversation's first; "rlhf" and "sft": what the assistant wrote,
+                          by the assistant mask, or the response where there is no such mask
+        mask              bool, shaped like ("tokens", "full"): chosen by hand, instead of a strategy
         """
         model = self._scored_model()
         if model is None:
@@ -427,7 +416,7 @@ class LLMWrapperBase(nn.Module):
         return conversations
 
     def _scored_model(self) -> nn.Module | None:
-        """The language model in this process, whatever the scorer was wrapped in; None where there is none."""
+        """The language model in this process, without what the scorer was wrapped in; None where it is elsewhere."""
         return getattr(getattr(self.scorer, "module", self.scorer), "model", None)
 
     def _score(self, td: TensorDictBase) -> TensorDictBase:
@@ -473,11 +462,13 @@ class LLMWrapperBase(nn.Module):
             template_kwargs=settings.tokenizer_kwargs if history else None,
         )
 
-    def _stop_token_ids(self) -> tuple[int, ...]:
-        if self.renderer is not None:
-            return tuple(self.renderer.stop_token_ids)
+    def _set_backend(self, backend: Backend) -> None:
+        self.engine = join_requests(backend.engine, self.settings)
+        self.scorer = backend.scorer
+        self.pad_token_id = backend.pad_token_id
         eos = getattr(self.tokenizer, "eos_token_id", None)
-        return () if eos is None else (eos,)
+        own = () if eos is None else (eos,)
+        self.stop_token_ids: tuple[int, ...] = own if self.renderer is None else tuple(self.renderer.stop_token_ids)
 
     def _source(self) -> Any:
         """The model that another wrapper over the same weights is built from."""

@@ -1,8 +1,7 @@
 """``BatchingEngine``: the requests of several threads as one call of the engine behind it.
 
-There is no thread of its own: of the requests that may share a call, the thread of the oldest makes it, for all of
-them. So nothing has to be started or joined, and a thread that is interrupted leaves nothing behind. What a request
-holds is ids; reading and writing TensorDicts stays with the thread that asked, whatever its batch shape.
+It has no thread of its own: of the requests that may share a call, the thread of the oldest makes it, for all of them.
+So nothing has to be started or joined, and a thread that is interrupted leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,7 @@ __all__ = ["BATCHING_SETTINGS", "BatchingEngine", "batching_state", "check_batch
 
 BATCHING_SETTINGS = frozenset({"batching", "min_batch_size", "max_batch_size", "batching_timeout"})
 
-_LOOK_AROUND_S = 1.0  # longest sleep before a waiting thread checks that whoever it waits for still lives
+_LOOK_AROUND_S = 1.0  # longest sleep before a waiting thread checks that the calling thread is alive
 
 
 class BatchingEngine:
@@ -45,7 +44,7 @@ class BatchingEngine:
     >>> import torch
     >>> from llmrl.testing import FakeEngine, tiny_tokenizer
     >>> engine = BatchingEngine(FakeEngine(["Yes."], tokenizer=tiny_tokenizer()), min_batch_size=2, timeout=0.01)
-    >>> len(engine.generate([torch.tensor([1, 2])], SamplingParams()).ids)  # nobody came within the timeout
+    >>> len(engine.generate([torch.tensor([1, 2])], SamplingParams()).ids)  # alone within the timeout
     1
     """
 
@@ -75,7 +74,7 @@ class BatchingEngine:
     def _reset(self) -> None:
         self._changed = threading.Condition()
         self._queue: list[_Request] = []  # in the order of arrival
-        self._caller: threading.Thread | None = None  # who is using the engine
+        self._caller: threading.Thread | None = None  # the thread that is using the engine
         self._taken: list[_Request] = []  # the requests of the call that is running
         self._joining = True
 
@@ -138,19 +137,19 @@ class BatchingEngine:
         return getattr(self.engine, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What another process gets: the settings and the engine, with nobody waiting."""
+        """The state for another process: the settings and the engine, without requests."""
         return {name: self.__dict__[name] for name in ("engine", "min_batch_size", "max_batch_size", "timeout")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._reset()
 
-    # --- what the wrapper offers to its user --------------------------------------------------------------------------
+    # --- ending and showing -------------------------------------------------------------------------------------------
 
     def drain(self, timeout: float = 600.0) -> None:
-        """Stops joining: what waits goes at once, and this returns when all of it was answered.
+        """Ends the joining: requests that wait go at once, later ones go one by one.
 
-        Later requests are answered one by one. Raises DeadlineError after ``timeout`` seconds.
+        Returns when all were answered. Raises DeadlineError after ``timeout`` seconds.
         """
         end = time.monotonic() + timeout
         with self._changed:
@@ -167,8 +166,9 @@ class BatchingEngine:
                 self._free_if_dead()
 
     def state(self) -> dict[str, Any]:
-        """What waits now: ``queue_size`` requests for a call, ``pending_futures`` for their answer. ``lock_state`` is
-        "locked" while a thread uses the engine, else "unlocked".
+        """The settings, and what waits now: ``queue_size`` requests for a call, ``pending_futures`` for their answer.
+
+        ``lock_state`` is "locked" while a thread uses the engine, else "unlocked".
         """
         with self._changed:
             return {
@@ -192,14 +192,19 @@ class BatchingEngine:
                 self._queue.append(request)
                 self._changed.notify_all()
                 while not request.answered and (batch := self._take(request)) is None:
-                    self._changed.wait(request.patience())
+                    left = request.deadline - time.monotonic()
+                    self._changed.wait(min(left, _LOOK_AROUND_S) if left > 0 else _LOOK_AROUND_S)
                     self._free_if_dead()
-                    request.fail_if_orphaned()
+                    if not request.answered and request.caller is not None and not request.caller.is_alive():
+                        name = request.caller.name
+                        raise RolloutError(f"batching: thread {name} ended without an answer to this request.")
             if not request.answered:
                 _answer(batch)
         finally:
             self._leave(request)
-        return request.outcome()
+        if request.error is not None:
+            raise request.error
+        return request.answer
 
     def _leave(self, request: _Request) -> None:
         """Answered, failed or interrupted: what this thread held is given back, what it left undone waits again."""
@@ -221,21 +226,17 @@ class BatchingEngine:
         now = time.monotonic()
         first = min(self._queue, key=lambda waiting: waiting.deadline)
         if first.kind != request.kind and first.deadline <= now:
-            return None  # those that have waited too long go before those that found company
+            return None  # requests past their deadline go before those of other kinds
         same = [waiting for waiting in self._queue if waiting.kind == request.kind]
         if same[0] is not request:
             return None
-        if not self._joining:
-            batch, full = [request], True
-        else:
-            batch = [request]
-            num_rows = request.num_rows
-            for waiting in same[1:]:
-                if self.max_batch_size is not None and num_rows + waiting.num_rows > self.max_batch_size:
-                    break
-                batch.append(waiting)
-                num_rows += waiting.num_rows
-            full = num_rows >= self.min_batch_size or len(batch) < len(same)
+        batch, num_rows = [request], request.num_rows
+        for waiting in same[1:] if self._joining else ():
+            if self.max_batch_size is not None and num_rows + waiting.num_rows > self.max_batch_size:
+                break
+            batch.append(waiting)
+            num_rows += waiting.num_rows
+        full = not self._joining or num_rows >= self.min_batch_size or len(batch) < len(same)
         if not full and request.deadline > now:
             return None
         self._caller, self._taken = threading.current_thread(), batch
@@ -246,7 +247,7 @@ class BatchingEngine:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Nobody else uses the engine inside the block."""
+        """Exclusive use of the engine inside the block."""
         with self._changed:
             while self._caller is not None:
                 self._changed.wait(_LOOK_AROUND_S)
@@ -263,7 +264,7 @@ class BatchingEngine:
         return len(self._queue) + sum(not taken.answered for taken in self._taken)
 
     def _free_if_dead(self) -> None:
-        """A thread that ended without giving the engine back (in another process, say) does not hold it for ever."""
+        """Takes the engine from a thread that ended without giving it back, as one of the process before a fork."""
         if self._caller is not None and not self._caller.is_alive():
             self._caller, self._taken = None, []
             self._changed.notify_all()
@@ -317,22 +318,7 @@ class _Request:
     caller: threading.Thread | None = None
     answered: bool = False
     answer: Any = None
-    error: Exception | None = field(default=None)
-
-    def outcome(self) -> Any:
-        if self.error is not None:
-            raise self.error
-        return self.answer
-
-    def patience(self) -> float:
-        """Seconds to sleep: up to the deadline where it decides, otherwise until somebody says that things changed."""
-        left = self.deadline - time.monotonic()
-        return min(left, _LOOK_AROUND_S) if left > 0 else _LOOK_AROUND_S
-
-    def fail_if_orphaned(self) -> None:
-        if not self.answered and self.caller is not None and not self.caller.is_alive():
-            self.error = RolloutError(f"batching: thread {self.caller.name} ended without an answer to this request.")
-            self.answered = True
+    error: Exception | None = None
 
 
 def _answer(batch: list[_Request]) -> None:

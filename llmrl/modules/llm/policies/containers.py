@@ -30,7 +30,7 @@ __all__ = ["ChatHistory", "LogProbs", "Masks", "Text", "Tokens"]
 
 
 class _Rows:
-    """How every container is built from rows and read back as rows.
+    """Building a container from rows, and reading it back as rows.
 
     The plain constructor takes a whole batch too: what the fields have before their last dimension (of tokens, of
     messages; strings have none) is the batch size, where none is given.
@@ -83,8 +83,7 @@ class _Rows:
         return cls._from_tensordict(TensorDict(dict(columns), batch_size=batch_size), {"padded": True})
 
     def rows(self, field: str) -> list[Any] | None:
-        """The field as a flat list with one value per row of the batch, whatever the batch size; None where it is not
-        set.
+        """The field as a flat list with one value per row of the batch; None where it is not set.
 
         >>> Text.from_rows({"prompt": ["a", "b"]}).rows("prompt")
         ['a', 'b']
@@ -240,7 +239,7 @@ class ChatHistory(_Rows, TensorClass["nocast"]):
         return Tokens.from_rows(columns, self.batch_size)
 
     def to_text(self, tokenizer: PreTrainedTokenizerBase | Renderer) -> Text:
-        """What :meth:`to_tokens` gives, as text: ``full == prompt + response``."""
+        """The text of :meth:`to_tokens`: ``full == prompt + response``."""
         renderer = _renderer(tokenizer)
         return self.to_tokens(renderer).to_text(renderer.tokenizer)
 
@@ -252,8 +251,7 @@ class Tokens(_Rows, TensorClass["nocast"]):
     response  int64[R]  right-padded where ``padded``
     full      int64[T]
     covered   int64[]   how much of the mode's own view ``full`` covers: messages in history mode, characters in text
-              mode. What the
-                        environment appends to the view beyond that is what the next turn adds to the stream
+                        mode; the next turn adds to the stream what the environment appends beyond that
     padded    bool      the layout of the three
     """
 
@@ -299,7 +297,7 @@ class LogProbs(_Rows, TensorClass["nocast"]):
 
 
 class Masks(_Rows, TensorClass["nocast"]):
-    """Which tokens are what, aligned with ``tokens.full`` (the ``prompt_`` masks with ``tokens.prompt``).
+    """Masks of tokens, aligned with ``tokens.full`` (the ``prompt_`` masks with ``tokens.prompt``).
 
     all_attention_mask     bool[T]  True on real tokens
     all_assistant_mask     bool[T]  True on tokens that the policy sampled, in any turn so far; from bookkeeping, never

@@ -336,7 +336,7 @@ def make_mode(
 def _text_views(
     tokenizer: PreTrainedTokenizerBase, turn: Turn, prompt_texts: list[str] | None
 ) -> tuple[list[str], dict[str, list[str]]]:
-    """What each response says without its end-of-turn token, and the text container's columns."""
+    """The text of each response without its end-of-turn token, and the text container's columns."""
     bodies: list[list[int]] = []
     ends: list[int | None] = []
     for ids, reason in zip(turn.response_ids, turn.stop_reasons, strict=True):

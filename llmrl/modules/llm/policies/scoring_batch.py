@@ -178,7 +178,7 @@ def _spread(values: Tensor, kept: Tensor) -> Tensor:
 
 
 def _response_lengths(responses: Sequence[Tensor], kept: Sequence[Tensor] | None) -> list[int]:
-    """How many ids at the end of each row are its response, without padding."""
+    """The number of ids at the end of each row that are its response, without padding."""
     if kept is None:
         return [len(row) for row in responses]
     return [int(mask[len(mask) - len(row) :].sum()) for row, mask in zip(responses, kept, strict=True)]

@@ -66,7 +66,7 @@ class TransformersWrapper(LLMWrapperBase):
 
     @property
     def model(self) -> PreTrainedModel:
-        """The language model itself, whatever the scorer was wrapped in."""
+        """The language model itself, without what the scorer was wrapped in."""
         return self._scored_model()
 
     def _source(self) -> PreTrainedModel:

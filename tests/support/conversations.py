@@ -1,0 +1,75 @@
+"""Conversations, scripted policies and an environment that goes on, shared by the tests of wrappers and collectors."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDict
+
+from llmrl.data.llm.chat import History
+from llmrl.envs import Transform
+from llmrl.modules.llm import ChatHistory, LLMWrapperBase
+from llmrl.testing import FakeEngine, ScriptedPolicy
+
+QUESTIONS = ["Hi", "What is 12 + 30?", "Think step by step."]
+
+
+def chats(questions=QUESTIONS):
+    return [[{"role": "user", "content": question}] for question in questions]
+
+
+def history_td(conversations):
+    prompt = ChatHistory.from_rows({"prompt": History.from_chats(conversations)})
+    return TensorDict({"history": prompt}, [len(conversations)])
+
+
+def fake_policy(tokenizer, answers, **options):
+    return LLMWrapperBase(FakeEngine(answers, tokenizer=tokenizer), tokenizer=tokenizer, **options)
+
+
+def rows(td, *key):
+    return td.get(key, as_list=True)
+
+
+def length(completion):
+    return float(len(completion))
+
+
+def talks_for(turns):
+    """A policy whose conversation about q<n> ends in its turn ``turns[n]``."""
+
+    def reply(chat):
+        turn = 1 + sum(message["role"] == "assistant" for message in chat)
+        return "stop" if turn == turns[int(chat[0]["content"][1:])] else "more" + "!" * turn
+
+    return ScriptedPolicy(reply)
+
+
+class AskAgain(Transform):
+    """The user says "Go on." until the policy says "stop"; ``hook(chats)`` runs before that."""
+
+    def __init__(self, hook=None):
+        super().__init__()
+        self.hook = hook
+
+    def _step(self, td, next_td):
+        prompt = next_td["history"].prompt
+        chats = prompt.to_chats()
+        if self.hook is not None:
+            self.hook(chats)
+        more = History.from_chats([[{"role": "user", "content": "Go on."}]] * len(chats))
+        next_td["history"] = ChatHistory.from_rows({"prompt": prompt.extend(more, inplace=False, dim=-1)})
+        if (tokens := td.get("tokens", None)) is not None and tokens.rows("full") is not None:
+            assert next_td["tokens"].rows("prompt") is not None
+        stop = torch.tensor(["stop" in chat[-1]["content"] for chat in chats]).view(-1, 1)
+        next_td["done"], next_td["terminated"] = next_td["done"] | stop, stop
+        return next_td
+
+
+class Recorder(FakeEngine):
+    """A FakeEngine that keeps what it was asked and what it drew, a (prompt, ids, log-probs) per row."""
+
+    def generate(self, prompts, params, *, seeds=None):
+        generation = super().generate(prompts, params, seeds=seeds)
+        rows = zip(prompts, generation.ids, generation.log_probs, strict=True)
+        self.drawn = [*getattr(self, "drawn", []), *(tuple(value.clone() for value in row) for row in rows)]
+        return generation
