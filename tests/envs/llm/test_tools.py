@@ -365,6 +365,7 @@ def test_instructions_hold_the_schemas_and_the_format_for_a_system_prompt():
         ({"tools": [add], "max_calls_per_turn": 0}, "max_calls_per_turn must be at least 1"),
         ({"tools": [add], "max_tool_turns": 0}, "max_tool_turns must be at least 1"),
         ({"tools": [add], "timeout_s": 0}, "timeout_s must be positive"),
+        ({"tools": [add], "max_tool_turn": 1}, "Did you mean 'max_tool_turns'"),
     ],
 )
 def test_settings_that_cannot_be_used_are_refused(arguments, message):
