@@ -123,6 +123,11 @@ def check_view(mode: str | None, who: str) -> None:
         raise ConfigError(f"{who}: input_mode must be one of {', '.join(MODES)}: got {mode!r}.")
 
 
+def view_of(td: TensorDictBase) -> str | None:
+    """The view in which a batch holds its conversations: "history", "text" or "tokens"; None without any."""
+    return next((view for view in MODES if td.get(view, None) is not None), None)
+
+
 def tokenizer_of(transform: Transform) -> Any | None:
     """The transform's own tokenizer, else that of its env; None where there is neither."""
     own = transform.tokenizer

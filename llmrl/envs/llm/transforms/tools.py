@@ -22,8 +22,8 @@ from llmrl.data.llm.dataset_files import declared_tools
 from llmrl.data.llm.non_tensor import column, column_values
 from llmrl.data.llm.templates import find_template
 from llmrl.data.specs import Composite, NonTensor, Unbounded
-from llmrl.envs.llm.completions import completion_texts, renderer_of, special_tokens, trim_markers
-from llmrl.envs.llm.options import MODES, ToolOptions, check_keywords
+from llmrl.envs.llm.completions import completion_texts, renderer_of, special_tokens, trim_markers, view_of
+from llmrl.envs.llm.options import ToolOptions, check_keywords
 from llmrl.envs.llm.tool_calls import ParsedCall, call_format
 from llmrl.envs.llm.tool_calls.base import call_from_object
 from llmrl.envs.llm.transforms.tool_messages import append_messages, restate_answers
@@ -256,8 +256,7 @@ class ToolTransform(Transform):
                 said[row] = fields
         if said:
             restate_answers(next_td, said)
-        view = next(view for view in MODES if next_td.get(view, None) is not None)
-        append_messages(next_td, view, [turn.messages for turn in turns], self._renderer, said)
+        append_messages(next_td, view_of(next_td), [turn.messages for turn in turns], self._renderer, said)
 
     def _structured(self, td: TensorDictBase) -> list[list[ParsedCall] | None]:
         """The calls of turns that have them apart from their text, as those of an API do."""
