@@ -1,7 +1,4 @@
-"""Batches of trajectories that follow each other, cut into one row per trajectory.
-
-Where trajectories end is found in `llmrl.data.ted_utils`; collectors of chats hand out whole conversations already.
-"""
+"""Batches of trajectories that follow each other, cut into one row per trajectory."""
 
 from __future__ import annotations
 
@@ -28,15 +25,12 @@ def split_trajectories(
     Reads    a batch [*B, T], time last: integers under ``trajectory_key`` whose change ends a trajectory, where they
              are there; else the flags ``("next", done_key)``. The last row of time is always an end
     Writes   the mask, bool[N, T_max], True on steps of the trajectory; where there were no ids, ids from 0 on
-    Returns  a new batch [N, T_max], T_max the length of the longest trajectory; tensors are 0 behind the end of a
-             trajectory, other entries repeat the last one. With ``as_nested`` a batch [N] of jagged tensors, without a
-             mask
-    Raises   MissingKeyError without ids and flags; ShapeError where a step has several of them, or an entry has
-             another shape from step to step
+    Returns  a new batch [N, T_max]; tensors are 0 behind the end of a trajectory, other entries repeat the last one.
+             With ``as_nested`` a batch [N] of jagged tensors, without a mask
+    Raises   MissingKeyError without ids and flags; ShapeError where they, or entries, change their shape
 
     prefix          where ids and mask are: default "collector", or the root of a batch with "traj_ids" there
-    trajectory_key  default ``(prefix, "traj_ids")``; the mask is beside it unless a prefix is given
-    done_key        default "done"
+    trajectory_key  default ``(prefix, "traj_ids")``; the mask is beside it unless a prefix is given; done_key: "done"
 
     >>> from tensordict import TensorDict
     >>> batch = TensorDict(step=torch.tensor([0, 1, 0, 1, 2]), traj_ids=torch.tensor([7, 7, 8, 8, 8]), batch_size=[5])
@@ -60,8 +54,7 @@ def split_trajectories(
     ends = trajectory_ends(ids=ids) if ids is not None else trajectory_ends(done=flags)
     rows = segment_ids(ends.reshape(-1))
     flat = td.reshape(-1)
-    if ids is None:
-        flat = flat.copy().set(ids_key, rows)
+    flat = flat if ids is not None else flat.copy().set(ids_key, rows)
     lengths = torch.bincount(rows)
     starts = lengths.cumsum(0) - lengths
     if as_nested:

@@ -22,12 +22,7 @@ __all__ = ["check_env", "env_maker", "env_rows", "is_file", "is_task"]
 
 Row = Mapping[str, Any]
 
-_PUBLIC: dict[str, type[TaskEnv]] = {
-    "gsm8k": GSM8KEnv,
-    "math": MATHEnv,
-    "countdown": CountdownEnv,
-    "ifeval": IFEvalEnv,
-}
+_PUBLIC: dict[str, type[TaskEnv]] = {"gsm8k": GSM8KEnv, "math": MATHEnv, "countdown": CountdownEnv, "ifeval": IFEvalEnv}
 _EMBEDDED = {"sums": sums_problems, "big_sums": big_sums_problems}
 # Keywords that a recipe passes to an environment.
 _FROM_RECIPE = ("dataset", "system_prompt", "max_steps", "shuffle", "num_envs", "repeats", "group_repeats", "seed")

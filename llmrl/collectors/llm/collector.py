@@ -35,23 +35,19 @@ Policy = Callable[[TensorDictBase], TensorDictBase]
 class LLMCollector:
     """Iterates over the turns of ``policy`` in ``env``, synchronously.
 
-    Yields, by default           (B, T) lazy stacks of turns, T = ``dialog_turns_per_batch`` / B rounded up (1 where not
-                                 given); conversations that end are reset in place and go on in the next batch, unless
-                                 ``reset_at_each_iter``
-    ``yield_completed_trajectories``  the turns of finished conversations, [N], conversation after conversation; B start
-                                 together, as often as it takes for ``dialog_turns_per_batch``
+    Yields, by default           (B, T) lazy stacks of turns, T = ``dialog_turns_per_batch`` / B rounded up, or 1;
+                                 conversations that end are reset in place, or all of them ``reset_at_each_iter``
+    ``yield_completed_trajectories``  the turns of finished conversations, [N], conversation after conversation
     ``yield_only_last_steps``    one row per finished conversation: its last turn, whose "full" views, masks and
                                  log-probs cover all turns; ("next", "reward") is the sum over its turns. One row per
                                  record where a template rewrites the past ("new_record"), reward 0 before the last
-    ``replay_buffer``            rows are written there, one per turn, and None is yielded
+    ``replay_buffer``            gets the rows, one per turn, and None is yielded
     ``total_dialog_turns``       an exact budget of turns (rounded up to a multiple of B in the default form); -1: none
     ``max_dialog_turns``         truncates a conversation
     ``postproc(data)``           runs before data are handed out; ``flatten_data``: [B * T] instead of (B, T)
     ``concurrency``              conversations that run at a time, each in a thread of its own; None: all in lockstep
-    ``retries``                  of a failing env.step; then the conversation ends with a reward of NaN. None: the
-                                 exception is raised
-    Raises                       ConfigError for arguments that exclude each other, and for finished conversations of an
-                                 env in which none need end
+    ``retries``                  of a failing env.step; then the reward is NaN. None: the exception is raised
+    Raises                       ConfigError for arguments that exclude each other, or an env whose turns need not end
 
     ("masks", "trained_from") of every row says which tokens a loss trains, each sampled token once. ``counters``: turns
     "produced" = "delivered" + "dropped" (of conversations that a budget cut off); "failed" conversations.
@@ -59,8 +55,7 @@ class LLMCollector:
     >>> from llmrl.envs.llm import DatasetChatEnv
     >>> from llmrl.testing import ScriptedPolicy
     >>> env = DatasetChatEnv(dataset=[{"question": "2 + 2?", "answer": "4"}], num_envs=2)
-    >>> policy = ScriptedPolicy(["4", "5"])
-    >>> collector = LLMCollector(env, policy=policy, total_dialog_turns=4, yield_only_last_steps=True)
+    >>> collector = LLMCollector(env, policy=ScriptedPolicy(["4"]), total_dialog_turns=4, yield_only_last_steps=True)
     >>> [len(batch) for batch in collector], collector.counters["delivered"]
     ([2, 2], 4)
     """

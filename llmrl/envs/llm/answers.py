@@ -19,10 +19,16 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
-from llmrl.data.llm.non_tensor import column_values
 from llmrl.data.specs import Categorical, Composite, Unbounded
-from llmrl.envs.llm.completions import ScoringTransform, add_reward, check_view, completion_texts, tokenizer_of
-from llmrl.errors import ConfigError, DataError, MissingKeyError
+from llmrl.envs.llm.completions import (
+    ScoringTransform,
+    add_reward,
+    check_view,
+    completion_texts,
+    required_column,
+    tokenizer_of,
+)
+from llmrl.errors import ConfigError, DataError
 
 __all__ = [
     "AnswerParser",
@@ -324,14 +330,7 @@ class AnswerParser(ScoringTransform, ABC):
 
     def references(self, td: TensorDictBase, key: str | None = None) -> list[Any]:
         """A column of the batch, by default the reference. Raises MissingKeyError where it is missing."""
-        key = key or self.answer_key
-        values = column_values(td, key)
-        if values is None:
-            raise MissingKeyError(
-                f"{type(self).__name__}: the reference must be in {key!r}: the batch has "
-                f"{', '.join(map(str, td.keys()))}."
-            )
-        return values
+        return required_column(td, key or self.answer_key, type(self).__name__, "the reference")
 
     def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
         texts = completion_texts(

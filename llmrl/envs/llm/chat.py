@@ -7,6 +7,7 @@ from data are transforms.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -265,25 +266,14 @@ class DatasetChatEnv(TransformedEnv):
         ray_backend: bool = False,
         dataloader_actor_name: str | None = None,
     ):
-        if system_prompt is None:
-            system_prompt = self.SYSTEM_PROMPT
+        system_prompt = self.SYSTEM_PROMPT if system_prompt is None else system_prompt
         options = options_of(ConversationOptions, locals())
-        if ray_backend or dataloader_actor_name is not None:
-            raise ConfigError(
-                f"{type(self).__name__}: rows are read in this process: ray_backend must be False and "
-                f"dataloader_actor_name None: got {ray_backend} and {dataloader_actor_name!r}; share rows between "
-                "processes with rank and world_size."
-            )
-        if batch_size_dl < 1:
-            raise ConfigError(f"{type(self).__name__}: batch_size_dl must be at least 1: got {batch_size_dl}.")
+        _check_loader(type(self).__name__, ray_backend, dataloader_actor_name, batch_size_dl)
         rows = load_rows(dataset, split=split or "train", name=name) if isinstance(dataset, (str, Path)) else dataset
-        if collate_fn is not None:
-            rows = list(collate_fn(list(rows)))
-        else:
-            rows = [
-                to_prompt(row, number=number, prompt_column=prompt_column, answer_column=answer_column)
-                for number, row in enumerate(checked_rows(list(rows), type(self).__name__), 1)
-            ]
+        if collate_fn is None:
+            columns = {"prompt_column": prompt_column, "answer_column": answer_column}
+            collate_fn = partial(_to_prompts, who=type(self).__name__, **columns)
+        rows = list(collate_fn(list(rows)))
         if options.data_key != "query":
             rows = [{options.data_key if key == "query" else key: value for key, value in row.items()} for row in rows]
         self.primer = DataLoadingPrimer(
@@ -306,6 +296,21 @@ class DatasetChatEnv(TransformedEnv):
     def reset_dataloader(self) -> None:
         """Starts again at the first row of the first epoch."""
         self.primer.reset_dataloader()
+
+
+def _check_loader(who: str, ray_backend: bool, dataloader_actor_name: str | None, batch_size_dl: int) -> None:
+    """Raises ConfigError for arguments of a data loader that cannot be honoured."""
+    if ray_backend or dataloader_actor_name is not None:
+        raise ConfigError(
+            f"{who}: ray_backend must be False and dataloader_actor_name None: got {ray_backend} and "
+            f"{dataloader_actor_name!r}; share rows between processes with rank and world_size."
+        )
+    if batch_size_dl < 1:
+        raise ConfigError(f"{who}: batch_size_dl must be at least 1: got {batch_size_dl}.")
+
+
+def _to_prompts(rows: Sequence[Any], *, who: str, **columns: str | None) -> list[dict[str, Any]]:
+    return [to_prompt(row, number=number, **columns) for number, row in enumerate(checked_rows(rows, who), 1)]
 
 
 def checked_rows(rows: Sequence[Any], who: str) -> Sequence[Mapping[str, Any]]:

@@ -20,7 +20,7 @@ from llmrl.data.llm.non_tensor import column_values
 from llmrl.data.llm.templates import find_template
 from llmrl.envs.llm.options import MODES
 from llmrl.envs.specs import DONE_KEYS
-from llmrl.envs.td_ops import shallow_copy
+from llmrl.envs.td_ops import present_keys, shallow_copy
 from llmrl.envs.transforms.base import Transform, innermost
 from llmrl.errors import ConfigError, MissingKeyError, TemplateError
 from llmrl.modules.llm.policies.containers import decode_rows
@@ -108,10 +108,24 @@ def completion_texts(
     return [trim_markers(text, ends) for text in texts]
 
 
+def required_column(td: TensorDictBase | None, key: str, who: str, noun: str) -> list[Any]:
+    """The values of an entry, one per row. Raises MissingKeyError where it is missing."""
+    values = None if td is None else column_values(td, key)
+    if values is None:
+        keys = "none" if td is None else present_keys(td)
+        raise MissingKeyError(f"{who}: {noun} must be in {key!r}; keys present: {keys}.")
+    return values
+
+
 def check_view(mode: str | None, who: str) -> None:
     """Raises ConfigError where a scorer is to read an unknown view."""
     if mode not in (None, *MODES):
         raise ConfigError(f"{who}: input_mode must be one of {', '.join(MODES)}: got {mode!r}.")
+
+
+def view_of(td: TensorDictBase) -> str | None:
+    """The view in which a batch holds its conversations: "history", "text" or "tokens"; None without any."""
+    return next((view for view in MODES if td.get(view, None) is not None), None)
 
 
 def tokenizer_of(transform: Transform) -> Any | None:

@@ -5,7 +5,8 @@ Constructors keep their documented keywords; `options_of` reads the records from
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from llmrl.envs.llm.tool_calls import CallFormat
 
-__all__ = ["MODES", "ConversationOptions", "ToolOptions", "options_of"]
+__all__ = ["MODES", "ConversationOptions", "ToolOptions", "check_keywords", "options_of"]
 
 MODES = ("history", "text", "tokens")
 Record = TypeVar("Record")
@@ -106,3 +107,11 @@ def options_of(record: type[Record], arguments: Mapping[str, Any]) -> Record:
     """
     names = {field.name for field in fields(record)}
     return record(**{name: value for name, value in arguments.items() if name in names})
+
+
+def check_keywords(given: Iterable[str], receiver: type, who: str) -> None:
+    """Raises ConfigError for the name of a forwarded option that the constructor of ``receiver`` does not take."""
+    known = [name for name in inspect.signature(receiver).parameters if name != "self"]
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"{who}: {name!r} is not one of its arguments.{near(name, known)}")

@@ -15,6 +15,7 @@ from torch import Tensor
 from llmrl.data.llm.non_tensor import column, column_values
 from llmrl.data.specs import Categorical, Composite, NonTensor, TensorSpec, Unbounded
 from llmrl.envs.base import EnvBase
+from llmrl.envs.llm.options import check_keywords
 from llmrl.envs.llm.transforms.dataloading import DataLoadingPrimer
 from llmrl.envs.llm.transforms.prompt_stream import next_seeds
 from llmrl.envs.llm.transforms.tokenizer import Tokenizer
@@ -134,6 +135,7 @@ class LLMEnv(EnvBase):
         >>> env.reset().get("text").tolist()
         ['1 + 1 =', '1 + 1 =']
         """
+        check_keywords(options, cls, f"{cls.__name__}.from_dataloader")
         primer = DataLoadingPrimer(
             dataloader,
             dataloader_factory=dataloader_factory,

@@ -71,9 +71,9 @@ def token_logprobs(
     Raises   ShapeError if the three tensors differ in shape, ConfigError for a temperature or chunk not above 0, for
              packing="on" with position_ids or with a model that cannot be packed
 
-    ``chunk`` is the number of tokens whose logits exist at a time; the default follows from the vocabulary.
-    ``packing`` lays the rows end to end instead of padding them, with the same result to rounding: "auto" where the
-    model keeps packed rows apart (tried once, see `why_not_packed`) and at least a fifth of the tokens is saved.
+    chunk    tokens whose logits exist at a time; the default follows from the vocabulary
+    packing  lays the rows end to end, with the same result to rounding; "auto": where the model keeps packed rows apart
+             (`why_not_packed`) and at least a fifth of the tokens is saved
 
     >>> from transformers import Qwen2Config, Qwen2ForCausalLM
     >>> config = Qwen2Config(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
@@ -81,9 +81,8 @@ def token_logprobs(
     >>> model = Qwen2ForCausalLM(config)
     >>> ids = torch.tensor([[5, 6, 7, 8]])
     >>> response = torch.tensor([[False, False, True, True]])
-    >>> scores = token_logprobs(model, ids, torch.ones_like(ids), response)
-    >>> scores.log_probs.shape, scores.log_probs.lt(0).tolist()
-    (torch.Size([1, 4]), [[False, False, True, True]])
+    >>> token_logprobs(model, ids, torch.ones_like(ids), response).log_probs.lt(0).tolist()
+    [[False, False, True, True]]
     """
     if not (input_ids.shape == attention_mask.shape == select.shape) or input_ids.ndim != 2:
         raise ShapeError(

@@ -125,6 +125,12 @@ def test_missing_references_and_wrong_arguments_are_named(say):
         env.step(say(env.reset(TensorDict(query=column(["a"]), batch_size=[1])), ["4"]))
     with pytest.raises(ConfigError, match="input_mode must be"):
         GSM8KRewardParser(input_mode="txt")
+    for wrong, message in (
+        ({"shufle": True}, "Did you mean 'shuffle'"),
+        ({"prompt_column": "a"}, "prompt_column cannot"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            GSM8KEnv(dataset=[{"question": "a", "answer": "#### 1"}], **wrong)
 
 
 def test_the_environment_reads_a_local_file_and_ends_after_one_turn(tmp_path, say):
@@ -179,5 +185,5 @@ def test_the_instructions_can_stand_in_the_question_for_templates_without_a_syst
 
 def test_a_question_that_is_not_there_is_named():
     env = ChatEnv(batch_size=[1]).append_transform(GSM8KPrepareQuestion(in_keys=["question"], out_keys=["query"]))
-    with pytest.raises(MissingKeyError, match="question must be in 'question' at reset; keys present: 'qestion'"):
+    with pytest.raises(MissingKeyError, match=r"question must be in .question.; keys present: 'qestion'"):
         env.reset(TensorDict(qestion=column(["a"]), batch_size=[1]))

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 (the markers of DeepSeek have full-width bars)
-"""Whatever a model writes is read in linear time and without an exception: every parser, reward and check of its text.
+"""Hostile text is read in linear time and without an exception by every parser, reward and check.
 
 The strings are those that scanners take quadratic time for, with a limit on processor time that linear ones stay far
 below: a quadratic one takes minutes for a million characters.

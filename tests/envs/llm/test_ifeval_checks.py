@@ -1,4 +1,4 @@
-"""The 25 instructions of IFEval, each on responses for which the public definition says what counts."""
+"""The 25 instructions of IFEval, each on responses that the public definition decides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Long answers: what they cost, and leaving the ones that were cut off out of the loss."""
+"""Long answers: their price, and the exclusion of answers that were cut off from the loss."""
 
 from __future__ import annotations
 

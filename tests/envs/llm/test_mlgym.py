@@ -85,7 +85,7 @@ def test_the_score_is_paid_once_at_the_end():
     assert td["next", "reward"].item() == 0.75
     assert td["next", "terminated"].item()
     assert td["next"].get("exit_status").tolist() == ["submitted"]
-    assert last(td)["role"] == "assistant"  # nobody would read an answer
+    assert last(td)["role"] == "assistant"  # an answer would not be read
 
 
 def test_a_limit_of_the_gym_truncates():

@@ -1,4 +1,4 @@
-"""Environments of flat text and ids: what a step appends, when it ends, and which number a prefix has."""
+"""Environments of flat text and ids: steps, ends, and the numbers of prefixes."""
 
 from __future__ import annotations
 

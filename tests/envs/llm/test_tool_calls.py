@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 (the markers of DeepSeek have full-width bars)
-"""Calls in what models write: every format reads back what it writes, and nothing that a model writes can raise."""
+"""Formats of tool calls: each reads back what it writes, and no text can make one raise."""
 
 from __future__ import annotations
 

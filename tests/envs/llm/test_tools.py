@@ -1,4 +1,4 @@
-"""ToolTransform: which calls run, what the model is told, when a conversation is over, and what is counted."""
+"""ToolTransform: calls that run, answers to the model, ends of conversations, and counts."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ def test_a_tool_keeps_what_belongs_to_a_conversation_until_its_end():
     assert set(diary.lines) == {0}
 
 
-def test_conversations_that_nobody_ended_do_not_pile_up():
+def test_conversations_that_were_never_ended_do_not_pile_up():
     diary = Diary()
     env = ChatEnv(batch_size=[128]).append_transform(ToolTransform([diary]))
     for _ in range(6):  # reset again and again in the middle
@@ -365,6 +365,7 @@ def test_instructions_hold_the_schemas_and_the_format_for_a_system_prompt():
         ({"tools": [add], "max_calls_per_turn": 0}, "max_calls_per_turn must be at least 1"),
         ({"tools": [add], "max_tool_turns": 0}, "max_tool_turns must be at least 1"),
         ({"tools": [add], "timeout_s": 0}, "timeout_s must be positive"),
+        ({"tools": [add], "max_tool_turn": 1}, "Did you mean 'max_tool_turns'"),
     ],
 )
 def test_settings_that_cannot_be_used_are_refused(arguments, message):

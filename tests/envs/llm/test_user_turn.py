@@ -1,4 +1,4 @@
-"""Somebody who answers between the turns: when he is asked, what becomes of what he says, and what if he fails."""
+"""UserTurn: messages between the turns of the policy, ends of conversations, and failures of the user."""
 
 import threading
 
@@ -26,7 +26,7 @@ def talk(user, replies, *, rows=ROWS, turns=4):
         td = env.step_mdp(td)
 
 
-def test_what_the_user_says_is_the_next_message_until_he_has_nothing_to_say():
+def test_a_reply_is_the_next_message_and_none_ends_the_conversation():
     asked = []
 
     def reply(messages):
@@ -40,7 +40,7 @@ def test_what_the_user_says_is_the_next_message_until_he_has_nothing_to_say():
     assert not steps[-1]["next", "truncated"].any()
 
 
-def test_he_is_not_asked_where_the_conversation_is_over():
+def test_the_user_is_not_asked_once_the_conversation_is_over():
     asked = []
     steps, chats = talk(UserTurn(lambda messages: asked.append(1) or "more"), ["x"], rows=ROWS[:1], turns=2)
     assert len(asked) == 1, "the second turn is the last"
@@ -48,7 +48,7 @@ def test_he_is_not_asked_where_the_conversation_is_over():
     assert chats[0][-1]["role"] == "assistant"
 
 
-def test_he_may_know_the_columns_of_the_row():
+def test_a_reply_may_read_the_columns_of_the_row():
     def reply(messages, answer):
         return None if messages[-1]["content"] == answer else f"no, {answer}"
 
@@ -74,7 +74,7 @@ def test_users_are_asked_at_the_same_time_and_may_be_coroutines():
 
 
 @pytest.mark.parametrize("value", [3, ["more"], RuntimeError("gone")])
-def test_where_he_fails_the_conversation_has_no_reward_and_the_others_go_on(value):
+def test_a_failed_reply_leaves_its_conversation_without_reward_and_the_others_alone(value):
     def reply(messages, answer):
         if answer == "2":
             return None
@@ -93,7 +93,7 @@ def test_where_he_fails_the_conversation_has_no_reward_and_the_others_go_on(valu
     assert user.counters == {"replies": 0, "ended": 1, "failed": 1, "retries": int(isinstance(value, Exception))}
 
 
-def test_one_who_never_answers_costs_his_deadline():
+def test_a_reply_that_never_comes_fails_at_the_deadline():
     never = threading.Event()
     user = UserTurn(lambda messages: never.wait(60) and None, deadline_s=0.2)
     [step], _ = talk(user, ["x"])
@@ -102,7 +102,7 @@ def test_one_who_never_answers_costs_his_deadline():
     assert user.first_error == "the user did not answer within 0.2 s"
 
 
-def test_a_conversation_of_ids_is_no_list_of_messages():
+def test_a_conversation_of_ids_is_refused():
     env = ChatEnv(batch_size=[1], input_mode="tokens", tokenizer=tiny_tokenizer())
     with pytest.raises(ConfigError, match=r"input_mode='history'.*got 'tokens'"):
         env.append_transform(UserTurn(lambda messages: None))

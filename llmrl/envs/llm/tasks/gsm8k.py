@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDictBase
 
-from llmrl.data.llm.non_tensor import column, column_values
+from llmrl.data.llm.non_tensor import column
 from llmrl.envs.llm.answers import AnswerParser, extract_tags, normalize_answer, reference_answer
 from llmrl.envs.llm.chat import DatasetChatEnv
+from llmrl.envs.llm.completions import required_column
 from llmrl.envs.llm.tasks.task import Row, TaskEnv
-from llmrl.envs.td_ops import present_keys, shallow_copy
+from llmrl.envs.td_ops import shallow_copy
 from llmrl.envs.transforms.base import Transform
-from llmrl.errors import ConfigError, MissingKeyError
+from llmrl.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -90,12 +91,7 @@ class GSM8KPrepareQuestion(Transform):
             )
 
     def _reset_env_preprocess(self, td: TensorDictBase | None) -> TensorDictBase | None:
-        questions = None if td is None else column_values(td, self.in_keys[0])
-        if questions is None:
-            keys = "none" if td is None else present_keys(td)
-            raise MissingKeyError(
-                f"GSM8KPrepareQuestion: the question must be in {self.in_keys[0]!r} at reset; keys present: {keys}."
-            )
+        questions = required_column(td, self.in_keys[0], "GSM8KPrepareQuestion.reset", "the question")
         td = shallow_copy(td)
         td.set(self.out_keys[0], column(f"{self.INSTRUCTIONS}\n\nQuestion: {question}" for question in questions))
         return td

@@ -19,10 +19,17 @@ from torch import Tensor
 from llmrl.data.llm.non_tensor import column_values
 from llmrl.data.specs import Composite, Unbounded
 from llmrl.envs.llm.answers import end_where, find_blocks
-from llmrl.envs.llm.completions import ScoringTransform, add_reward, check_view, completion_texts, tokenizer_of
+from llmrl.envs.llm.completions import (
+    ScoringTransform,
+    add_reward,
+    check_view,
+    completion_texts,
+    required_column,
+    tokenizer_of,
+)
 from llmrl.envs.llm.tasks.ifeval_checks import CHECKS, NEEDS_LANGUAGE
 from llmrl.envs.llm.tasks.task import Row, TaskEnv, row_label
-from llmrl.errors import ConfigError, DataError, MissingKeyError, near
+from llmrl.errors import ConfigError, DataError, near
 from llmrl.modules.llm.engines import StopReason
 from llmrl.optional import require
 
@@ -254,13 +261,10 @@ class IfEvalScorer(ScoringTransform):
         return reward_spec
 
     def _instructions(self, td: TensorDictBase) -> list[Instructions]:
-        names, arguments = (column_values(td, key) for key in (self.instruction_ids_key, self.keyword_args_key))
-        if names is None or arguments is None:
-            missing = self.instruction_ids_key if names is None else self.keyword_args_key
-            raise MissingKeyError(
-                f"IfEvalScorer: the instructions must be in {missing!r}: the batch has "
-                f"{', '.join(map(str, td.keys()))}."
-            )
+        names, arguments = (
+            required_column(td, key, "IfEvalScorer", "the instructions")
+            for key in (self.instruction_ids_key, self.keyword_args_key)
+        )
         keys = column_values(td, self.id_key) or [None] * len(names)
         return [
             Instructions.of(ids, kwargs, f"row {row} of the batch" if key is None else f"the row with key {key}")

@@ -19,8 +19,7 @@ from llmrl.data.llm.non_tensor import column
 from llmrl.data.specs import Composite, NonTensor, Unbounded
 from llmrl.envs.llm.answers import fenced_blocks
 from llmrl.envs.llm.chat import ChatEnv
-from llmrl.envs.llm.completions import completion_texts, renderer_of
-from llmrl.envs.llm.options import MODES
+from llmrl.envs.llm.completions import completion_texts, renderer_of, view_of
 from llmrl.envs.llm.transforms.tool_messages import append_messages
 from llmrl.envs.td_ops import present_keys, shallow_copy
 from llmrl.envs.transforms.base import Transform
@@ -107,11 +106,7 @@ class _GymTurns(Transform):
     """Owns the gyms, and the record of those in use."""
 
     def __init__(
-        self,
-        gyms: Sequence[Any],
-        score: Score,
-        wrong_format: float,
-        tokenizer: PreTrainedTokenizerBase | None,
+        self, gyms: Sequence[Any], score: Score, wrong_format: float, tokenizer: PreTrainedTokenizerBase | None
     ):
         super().__init__()
         self.gyms = list(gyms)
@@ -183,9 +178,8 @@ class _GymTurns(Transform):
             [] if ended else [{"role": "user", "content": turn["text"]}]
             for turn, ended in zip(turns, done, strict=True)
         ]
-        view = next(name for name in MODES if next_td.get(name, None) is not None)
         if any(messages):
-            append_messages(next_td, view, messages, renderer_of(self.container))
+            append_messages(next_td, view_of(next_td), messages, renderer_of(self.container))
         names = ("reward", "terminated", "truncated", "exit_status")
         columns = {name: [turn[name] for turn in turns] for name in names} | {"done": done}
         next_td.set("reward", torch.tensor(columns["reward"], dtype=torch.float32, device=td.device).view(-1, 1, 1))

@@ -63,8 +63,7 @@ class KLComputation(Transform):
                                      policy wrote; "plain" instead where sampling was cut to some tokens
             ref_log_probs_full_key   float32 ragged[T] or [B, T]   of ``next``
             ("masks", "all_assistant_mask")  bool, likewise        the tokens that count; without it all do
-            ("tokens", "response"), ("masks", "trained_from")      the part of the conversation that a row pays for
-            ("next", reward_key)     float32[B, 1, 1]              with ``add_to_reward``
+            ("tokens", "response"), ("masks", "trained_from"), ("next", reward_key) float32[B, 1, 1]
     Writes  ("next", *kl_key, "full") float32 ragged[T] or [B, T], 0 where the policy wrote no token
             ("next", reward_key)     float32[B, 1, 1], or [B, T, 1] for ``reduction="token"``
     Raises  MissingKeyError for absent log-probs, in an env for a reward that is to be changed and not there;
@@ -75,28 +74,9 @@ class KLComputation(Transform):
                   only): -coeff * penalty per token, plus the reward on the last token that the policy wrote. None:
                   "token" for padded rows, "sum" for ragged ones
     coeff         a number, or a KL controller, whose ``coef`` is read at every step and is the state of this transform
-    padding_side  checked and otherwise without effect: the layout is that of the tokens
 
     In an env a turn pays for its own tokens; in a buffer a row pays for those that it trains. Data without "next" are
     read and written at their root; without a reward they get the penalty alone. A reward of NaN stays NaN.
-
-    >>> from tensordict import TensorDict
-    >>> from llmrl.modules.llm import Masks, Tokens
-    >>> rows = lambda *values: [torch.tensor(row) for row in values]
-    >>> td = TensorDict(
-    ...     tokens=Tokens.from_rows({"response": rows([5, 6])}),
-    ...     masks=Masks.from_rows({"all_assistant_mask": rows([False, True, True])}),
-    ...     log_probs=LogProbs.from_rows({"full": rows([0.0, -1.0, -2.0])}),
-    ...     next=TensorDict(
-    ...         ref_log_probs=LogProbs.from_rows({"full": rows([0.0, -1.5, -3.0])}),
-    ...         reward=torch.ones(1, 1, 1),
-    ...         batch_size=[1],
-    ...     ),
-    ...     batch_size=[1],
-    ... )
-    >>> td = KLComputation(coeff=0.5)(td)
-    >>> td.get(("next", "kl_penalty", "full"), as_list=True)[0].tolist(), td["next", "reward"].item()
-    ([0.0, 0.5, 1.0], 0.25)
     """
 
     def __init__(

@@ -55,37 +55,23 @@ class RetrieveLogProb(Transform):
     Writes  ("next", *log_probs_full_key)    float32, as ("tokens", "full"): [t] = log p(token t | tokens before t);
                                              with ``assistant_only`` 0 where the policy wrote no token; at the root of
                                              data without "next"
-    Raises  ConfigError for a model that generates, one that is neither a wrapper nor an engine, or one without the
-            adapter that is to be off, and where the default key would replace what was sampled with;
-            MissingKeyError where it is not known which tokens the policy wrote
+    Raises  ConfigError for a model that cannot score, or a key that holds what the policy sampled with; MissingKeyError
+            where it is not known which tokens the policy wrote
 
     model               a wrapper with ``generate=False``, or an engine
     log_probs_full_key  (name, "full"); default (the wrapper's ``log_probs_key``, "full"), for an engine
                         ("ref_log_probs", "full"), which `GRPOLoss` and `SFTLoss` read
-    tokenizer, tokenizer_kwargs  instead of the wrapper's, for conversations that have no ids. In history mode what
-                        ``History.apply_chat_template`` takes: ``chat_template``, ``chat_template_name``, and variables
-                        of the template
-    device              of what is written; None: of the tokens
-    padding_side        checked and otherwise without effect: the layout is that of the tokens
-    reference           "adapter_off": ``model`` is the policy's own PEFT model, scored without its adapter. No other
-                        thread may run that model meanwhile
-    temperature         of the distribution; None: the wrapper's own. It should be the one that was sampled with
+    tokenizer, tokenizer_kwargs  for conversations without ids; arguments of ``History.apply_chat_template``
+    device              of what is written; None: of the tokens. ``padding_side`` has no effect
+    reference           "adapter_off": ``model`` is the policy's own PEFT model, scored without its adapter; no other
+                        thread may run it meanwhile
+    temperature         of sampling; None: the wrapper's own
 
-    In an env it scores each turn; in a buffer, each batch that is sampled. The rows of an env cost a forward pass over
-    the conversation so far: where only the last turn is trained, score in the buffer.
+    In an env it scores each turn, a forward pass over the conversation so far; in a buffer, each batch that is sampled.
 
-    >>> from tensordict import TensorDict
-    >>> from llmrl.modules.llm import LLMWrapperBase, Masks, Tokens
     >>> from llmrl.testing import FakeEngine
-    >>> rows = lambda *values: [torch.tensor(row) for row in values]
-    >>> td = TensorDict(
-    ...     tokens=Tokens.from_rows({"full": rows([3, 4, 5], [3, 6])}),
-    ...     masks=Masks.from_rows({"all_assistant_mask": rows([False, True, True], [False, True])}),
-    ...     batch_size=[2],
-    ... )
-    >>> td = RetrieveLogProb(FakeEngine([torch.tensor([1])]))(td)
-    >>> [row.tolist() for row in td.get(("ref_log_probs", "full"), as_list=True)]
-    [[0.0, -0.625, -0.75], [0.0, -0.875]]
+    >>> RetrieveLogProb(FakeEngine([torch.tensor([1])])).log_probs_full_key
+    ('ref_log_probs', 'full')
     """
 
     def __init__(

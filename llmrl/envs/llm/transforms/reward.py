@@ -206,8 +206,8 @@ class RewardFunction(ScoringTransform):
         self.counters["retries"] += calls.retried
         late = next((number for number, outcome in enumerate(outcomes, 1) if not outcome.done), None)
         if late is not None:
-            subject = "the batch" if self.batched else f"row {late} of {count}"
-            self._keep(f"{subject} was not done {self.deadline_s} s after the batch began")
+            subject = "the call" if self.batched else f"row {late} of {count}"
+            self._keep(f"{subject} was not done {self.deadline_s} s after its batch began")
         values: list[float | None] = []
         for outcome in outcomes:
             rows_of_call = count if self.batched else 1

@@ -9,8 +9,14 @@ import torch
 from tensordict import TensorDictBase
 
 from llmrl.data.llm.chat import History
-from llmrl.envs.llm.completions import completion_texts, renderer_of, special_tokens, tokenizer_of, trim_markers
-from llmrl.envs.llm.options import MODES
+from llmrl.envs.llm.completions import (
+    completion_texts,
+    renderer_of,
+    special_tokens,
+    tokenizer_of,
+    trim_markers,
+    view_of,
+)
 from llmrl.envs.llm.transforms.prompt_stream import row_seeds
 from llmrl.envs.llm.transforms.tool_messages import append_messages, begin_anew
 from llmrl.envs.td_ops import present_keys
@@ -116,7 +122,7 @@ class AddThinkingPrompt(Transform):
         self._seed, self._drawn = state["seed"], state["drawn"]
 
     def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
-        view = next((name for name in MODES if next_td.get(name, None) is not None), None)
+        view = view_of(next_td)
         if view is None:
             raise MissingKeyError(
                 f"AddThinkingPrompt: there must be a conversation in 'next': keys present: {present_keys(next_td)}."

@@ -11,7 +11,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -22,8 +22,8 @@ from llmrl.data.llm.dataset_files import declared_tools
 from llmrl.data.llm.non_tensor import column, column_values
 from llmrl.data.llm.templates import find_template
 from llmrl.data.specs import Composite, NonTensor, Unbounded
-from llmrl.envs.llm.completions import completion_texts, renderer_of, special_tokens, trim_markers
-from llmrl.envs.llm.options import MODES, ToolOptions
+from llmrl.envs.llm.completions import completion_texts, renderer_of, special_tokens, trim_markers, view_of
+from llmrl.envs.llm.options import ToolOptions, check_keywords
 from llmrl.envs.llm.tool_calls import ParsedCall, call_format
 from llmrl.envs.llm.tool_calls.base import call_from_object
 from llmrl.envs.llm.transforms.tool_messages import append_messages, restate_answers
@@ -31,7 +31,7 @@ from llmrl.envs.llm.transforms.tool_use import COUNTS, added_tool_use, no_tool_u
 from llmrl.envs.td_ops import present_keys, shallow_copy
 from llmrl.envs.transforms.base import Transform
 from llmrl.envs.transforms.step_counter import StepCounter
-from llmrl.errors import ConfigError, MissingKeyError, near
+from llmrl.errors import ConfigError, MissingKeyError
 from llmrl.modules.llm.engines import StopReason
 from llmrl.modules.llm.policies.containers import decode_rows
 from llmrl.tools import Tool, ToolCall, ToolResult, load_tool
@@ -99,10 +99,7 @@ class ToolTransform(Transform):
     ):
         if isinstance(tools, (str, Mapping)) or not isinstance(tools, Sequence) or not tools:
             raise ConfigError(f"{type(self).__name__}: tools must be a list of at least one tool: got {tools!r:.80}.")
-        known = [option.name for option in fields(ToolOptions)]
-        for name in options:
-            if name not in known:
-                raise ConfigError(f"{type(self).__name__}: {name!r} is not one of its arguments.{near(name, known)}")
+        check_keywords(options, ToolOptions, type(self).__name__)
         super().__init__()
         self.options = ToolOptions(**options)
         self.format = call_format(self.options.format, _template_of(tokenizer))
@@ -259,8 +256,7 @@ class ToolTransform(Transform):
                 said[row] = fields
         if said:
             restate_answers(next_td, said)
-        view = next(view for view in MODES if next_td.get(view, None) is not None)
-        append_messages(next_td, view, [turn.messages for turn in turns], self._renderer, said)
+        append_messages(next_td, view_of(next_td), [turn.messages for turn in turns], self._renderer, said)
 
     def _structured(self, td: TensorDictBase) -> list[list[ParsedCall] | None]:
         """The calls of turns that have them apart from their text, as those of an API do."""

@@ -11,15 +11,13 @@ import torch
 from tensordict import TensorDictBase
 
 from llmrl.concurrency.deadline import AsyncRunner, Calls, Outcome, ThreadRunner
-from llmrl.data.llm.non_tensor import column_values
 from llmrl.data.specs import Composite, Unbounded
-from llmrl.envs.llm.completions import add_reward
+from llmrl.envs.llm.completions import add_reward, required_column
 from llmrl.envs.llm.transforms.dataloading import check_columns, dataset_columns
 from llmrl.envs.llm.transforms.reward import Parameters, is_coroutine_function
 from llmrl.envs.llm.transforms.tool_messages import append_messages
-from llmrl.envs.td_ops import present_keys
 from llmrl.envs.transforms.base import Transform, innermost
-from llmrl.errors import ConfigError, MissingKeyError
+from llmrl.errors import ConfigError
 
 if TYPE_CHECKING:
     from llmrl.envs.base import EnvBase
@@ -96,7 +94,7 @@ class UserTurn(Transform):
             for row, (chat, over) in enumerate(zip(chats, done.flatten().tolist(), strict=True))
             if not over and chat and chat[-1]["role"] == "assistant"  # else a tool has answered
         ]
-        columns = {name: self._column(td, name) for name in self.columns}
+        columns = {name: required_column(td, name, "UserTurn", f"its parameter {name!r}") for name in self.columns}
         named = [{name: values[row] for name, values in columns.items()} for row in rows]
         replies = [partial(self.reply, chats[row], **given) for row, given in zip(rows, named, strict=True)]
         calls = Calls(replies, self.retries)
@@ -134,14 +132,6 @@ class UserTurn(Transform):
 
     def _new_runner(self) -> AsyncRunner | ThreadRunner:
         return (AsyncRunner if is_coroutine_function(self.reply) else ThreadRunner)("user", self.concurrency)
-
-    def _column(self, td: TensorDictBase, name: str) -> list[Any]:
-        values = column_values(td, name)
-        if values is None:
-            raise MissingKeyError(
-                f"UserTurn: its parameter {name!r} must be an entry of the batch: keys present: {present_keys(td)}."
-            )
-        return values
 
     def _failed(self, outcome: Outcome) -> bool:
         error = outcome.error

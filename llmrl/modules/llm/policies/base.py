@@ -144,11 +144,7 @@ class LLMWrapperBase(nn.Module):
         self.prefer_tokens = prefer_tokens
         self.temperature = self.options.params.scoring_temperature
         self.counters = {"rewritten": 0}  # turns that started a new record because of the template
-        backend = self._build(model)
-        self.engine = join_requests(backend.engine, self.settings)
-        self.scorer = backend.scorer
-        self.pad_token_id = backend.pad_token_id
-        self.stop_token_ids = self._stop_token_ids()
+        self._set_backend(self._build(model))
         self.seed = self.options.seed
         self._collector: weakref.ref[Any] | None = None
 
@@ -466,11 +462,13 @@ class LLMWrapperBase(nn.Module):
             template_kwargs=settings.tokenizer_kwargs if history else None,
         )
 
-    def _stop_token_ids(self) -> tuple[int, ...]:
-        if self.renderer is not None:
-            return tuple(self.renderer.stop_token_ids)
+    def _set_backend(self, backend: Backend) -> None:
+        self.engine = join_requests(backend.engine, self.settings)
+        self.scorer = backend.scorer
+        self.pad_token_id = backend.pad_token_id
         eos = getattr(self.tokenizer, "eos_token_id", None)
-        return () if eos is None else (eos,)
+        own = () if eos is None else (eos,)
+        self.stop_token_ids: tuple[int, ...] = own if self.renderer is None else tuple(self.renderer.stop_token_ids)
 
     def _source(self) -> Any:
         """The model that another wrapper over the same weights is built from."""
