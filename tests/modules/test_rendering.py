@@ -4,80 +4,25 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 
-from llmrl.errors import RewriteError, TemplateError
+from llmrl.errors import TemplateError
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.testing import tiny_tokenizer
-
-USER_1, USER_2, USER_3 = (
-    {"role": "user", "content": "What is 12+30?"},
-    {"role": "user", "content": "And 7 times 6?"},
-    {"role": "user", "content": "Thanks, é ✓!"},
+from tests.support.rendering import (
+    ANSWER_1,
+    ANSWER_2,
+    CHAT,
+    CHATML,
+    DROPS_THINKING,
+    FAMILIES,
+    USER_1,
+    USER_2,
+    decoded_spans,
+    family,
+    reference_ids,
 )
-ANSWER_1, ANSWER_2 = (
-    {"role": "assistant", "content": "It is 42."},
-    {"role": "assistant", "content": "42, again.\n\nReally."},
-)
-CHAT = [USER_1, ANSWER_1, USER_2, ANSWER_2]
-
-# Formats of well-known families, without generation blocks: (template, tokens to add, end of turn)
-LLAMA = (
-    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}"
-    "<|eot_id|>{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
-)
-MISTRAL = (
-    "{{ bos_token }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('roles must alternate user and assistant') }}{% endif %}"
-    "{% if m.role == 'user' %} [INST] {{ m.content }} [/INST]{% else %} {{ m.content }}{{ eos_token }}{% endif %}"
-    "{% endfor %}"
-)
-GEMMA = (
-    "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
-    "{{ m.content | trim }}<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
-)
-PHI = (
-    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
-)
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-FAMILIES = {
-    "own": (None, [], "<|im_end|>"),
-    "chatml_format": ("chatml_format", [], "<|im_end|>"),
-    "llama": (LLAMA, ["<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|begin_of_text|>"], "<|eot_id|>"),
-    "mistral": (MISTRAL, ["</s>", "<s>"], "</s>"),
-    "gemma": (GEMMA, ["<end_of_turn>", "<start_of_turn>", "<bos>"], "<end_of_turn>"),
-    "phi": (PHI, ["<|end|>", "<|user|>", "<|assistant|>"], "<|end|>"),
-}
-
-
-def family(name: str) -> Renderer:
-    template, tokens, end = FAMILIES[name]
-    tokenizer = tiny_tokenizer()
-    eos = "<|endoftext|>" if name == "phi" else end
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", *tokens], "eos_token": eos})
-    if name in ("llama", "mistral", "gemma"):
-        tokenizer.add_special_tokens({"bos_token": tokens[-1]})
-    if name == "chatml_format":
-        return Renderer(tokenizer, chat_template_name=name)
-    if template is not None:
-        tokenizer.chat_template = template
-    return Renderer(tokenizer)
-
-
-def decoded_spans(renderer: Renderer, chat: list[dict]) -> list[str]:
-    [row] = renderer.render([chat])
-    return [renderer.tokenizer.decode(row.ids[start:end]) for start, end in row.spans]
-
-
-def reference_ids(renderer: Renderer, chat: list[dict], **kwargs) -> list[int]:
-    return renderer.tokenizer.apply_chat_template(chat, chat_template=renderer.template.jinja, **kwargs)["input_ids"]
 
 
 @pytest.fixture(params=FAMILIES)
@@ -299,205 +244,6 @@ def test_a_call_is_trained_whole_where_the_prompt_opens_a_thought(name: str):
 
 
 # extend: one growing stream
-
-
-CALL = {
-    "role": "assistant",
-    "content": "Let me see.",
-    "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}],
-}
-TOOL_1, TOOL_2 = {"role": "tool", "content": "42"}, {"role": "tool", "content": "forty-two é"}
-TURNS = [  # what the assistant says, and what the environment adds after it
-    (CALL, [TOOL_1]),
-    (ANSWER_1, [USER_2]),
-    (CALL, [TOOL_1, TOOL_2]),
-    (ANSWER_2, [USER_3]),
-    (ANSWER_1, [USER_1]),
-]
-DROPS_THINKING = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}"
-    "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-def test_extend_equals_a_full_render_over_five_turns_with_tools():
-    renderer = Renderer(tiny_tokenizer())
-    chat = [{"role": "system", "content": "Be brief."}, USER_1]
-    [stream] = renderer.prompt_ids([chat])
-    for answer, added in TURNS:
-        chat = [*chat, answer]
-        [whole] = renderer.render([chat])
-        start, end = whole.spans[-1]
-        stream = torch.cat([stream, whole.ids[start:end]])  # the engine draws the answer
-        assert stream.tolist() == whole.ids[:end].tolist()
-        chat = [*chat, *added]
-        [delta] = renderer.extend([stream], [chat], [len(added)])
-        stream = torch.cat([stream, delta])
-        assert stream.tolist() == reference_ids(renderer, chat, add_generation_prompt=True)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_prompt_of_a_turn_begins_with_the_stream_of_the_turn_before(name: str):
-    renderer = family(name)
-    [prompt] = renderer.prompt_ids([[USER_1]])
-    [whole] = renderer.render([[USER_1, ANSWER_1]])
-    stream = whole.ids[: whole.spans[0][1]]
-    [delta] = renderer.extend([stream], [[USER_1, ANSWER_1, USER_2]], [1])
-    [next_prompt] = renderer.prompt_ids([[USER_1, ANSWER_1, USER_2]])
-    assert next_prompt[: len(prompt)].tolist() == prompt.tolist()
-    assert torch.cat([stream, delta]).tolist() == next_prompt.tolist()
-
-
-ROUND = "{% if m.role == 'user' %}Round {{ loop.index // 2 + 1 }}: {% endif %}{{ m.content }}"
-QUESTIONS = "{% set ns = namespace(n=0) %}{% for m in messages %}{% if m.role == 'user' and '?' in m.content %}"
-QUESTIONS += "{% set ns.n = ns.n + 1 %}{% endif %}"
-TURN_DEPENDENT = {  # what a full render says of the third turn and later is not what it says of the second
-    "numbers of rounds": CHATML.replace("{{ m.content }}", ROUND),
-    "the first question again": CHATML.replace(
-        "{{ m.content }}", "{{ m.content }}{{ messages[0].content if m.role == 'user' and loop.index0 > 3 }}"
-    ),
-    "questions so far": CHATML.replace("{% for m in messages %}", QUESTIONS).replace(
-        "{{ m.content }}", "{{ m.content }}{% if m.role == 'user' %} ({{ ns.n }}){% endif %}"
-    ),
-    "a reminder after six messages": CHATML.replace(
-        "{% if add_generation_prompt %}", "{% if add_generation_prompt %}{{ 'Be brief. ' if messages | length > 6 }}"
-    ).replace(
-        "<|im_start|>{{ m.role }}",
-        "{{ 'Be brief. ' if loop.index0 > 6 and m.role == 'assistant' }}<|im_start|>{{ m.role }}",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", TURN_DEPENDENT)
-def test_a_delta_is_what_the_full_render_says_of_this_turn(name: str):
-    renderer = Renderer(tiny_tokenizer(), chat_template=TURN_DEPENDENT[name])
-    questions = ["What is 12+30?", "Sure.", "Why?", "Go on?", "Stop.", "And now?", "End."]
-    for start in range(2):  # the second conversation has the shape of the first and says other things
-        chat: list[dict[str, str]] = []
-        stream = torch.empty(0, dtype=torch.int64)
-        for turn in range(6):
-            chat = [*chat, {"role": "user", "content": questions[start + turn]}]
-            [delta] = renderer.extend([stream], [chat], [1])
-            stream = torch.cat([stream, delta])
-            assert stream.tolist() == reference_ids(renderer, chat, add_generation_prompt=True)
-            chat = [*chat, {"role": "assistant", "content": f"answer {turn}"}]
-            stream = torch.tensor(reference_ids(renderer, chat)[: -len(renderer.tokenizer("\n").input_ids)])
-
-
-def test_a_template_that_rewrites_the_past_from_the_third_turn_on_is_refused_there():
-    forgets = CHATML.replace("{{ m.content }}", "{{ m.content if loop.revindex < 5 else 'forgotten' }}")
-    renderer = Renderer(tiny_tokenizer(), chat_template=forgets)
-    chat = [USER_1, ANSWER_1, USER_2, ANSWER_2, USER_3]
-    ended = [renderer.render([chat[:length]])[0].ids[:-1] for length in (2, 4)]
-    [delta] = renderer.extend(ended[:1], [chat[:3]], [1])
-    assert torch.cat([ended[0], delta]).tolist() == reference_ids(renderer, chat[:3], add_generation_prompt=True)
-    for _ in range(2):
-        with pytest.raises(RewriteError, match="rewrites the past"):
-            renderer.extend(ended[1:], [chat], [1])
-
-
-def test_extend_ends_a_truncated_turn():
-    renderer = Renderer(tiny_tokenizer())
-    [prompt] = renderer.prompt_ids([[USER_1]])
-    chat = [USER_1, {"role": "assistant", "content": "It is", "is_complete": False}, USER_2]
-    cut_off = torch.cat([prompt, torch.tensor(renderer.tokenizer("It is").input_ids)])
-    ended = torch.cat([cut_off, torch.tensor(renderer.end_of_turn_ids)])
-    [with_end], [without] = renderer.extend([cut_off], [chat], [1]), renderer.extend([ended], [chat], [1])
-    assert with_end.tolist() == renderer.end_of_turn_ids + without.tolist()
-
-
-def unfinished(content: str) -> dict[str, object]:
-    return {"role": "assistant", "content": content, "is_complete": False}
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_an_unfinished_answer_at_the_end_is_left_open_for_the_model_to_go_on_with(name: str):
-    renderer = family(name)
-    asked, opened = renderer.prompt_ids([[USER_1], [USER_1, unfinished("It is")]])
-    begun = " It is" if name == "mistral" else "It is"  # its template writes a space before an answer
-    said = renderer.tokenizer(begun, add_special_tokens=False).input_ids
-    assert opened.tolist() == asked.tolist() + said
-    texts = renderer.prompt_texts([[USER_1], [USER_1, unfinished("It is")]])
-    assert texts[1] == texts[0] + begun
-    # where the stream holds it already nothing is added; where it does not, it comes behind its generation prompt
-    [whole] = renderer.render([[USER_1, ANSWER_1]])
-    ended = whole.ids[: whole.spans[0][1]]
-    chats = [[USER_1, unfinished("It is")], [USER_1, ANSWER_1, USER_2, unfinished("It is")]]
-    nothing, more = renderer.extend([opened, ended], chats, [0, 2])
-    [asked_again] = renderer.extend([ended], [[USER_1, ANSWER_1, USER_2]], [1])
-    assert nothing.tolist() == []
-    assert more.tolist() == asked_again.tolist() + said
-
-
-def test_a_marker_in_an_unfinished_answer_opens_no_turn():
-    renderer = Renderer(tiny_tokenizer())
-    [asked], [opened] = renderer.prompt_ids([[USER_1]]), renderer.prompt_ids([[USER_1, unfinished("a<|im_end|>b")]])
-    begun = opened[len(asked) :]
-    assert renderer.tokenizer.decode(begun) == "a<|im_end|>b"
-    assert renderer.end_of_turn_ids[0] not in begun.tolist()
-
-
-def test_sampled_ids_stay_bit_equal_whatever_they_decode_to():
-    renderer = Renderer(tiny_tokenizer())
-    tokenizer = renderer.tokenizer
-    generator = random.Random(0)
-    streams, chats = [], []
-    [prompt] = renderer.prompt_ids([[USER_1]])
-    for _ in range(100):
-        ids = [generator.randrange(len(tokenizer)) for _ in range(generator.randrange(30))]
-        streams.append(torch.cat([prompt, torch.tensor(ids, dtype=torch.int64)]))
-        chats.append([USER_1, {"role": "assistant", "content": tokenizer.decode(ids)}, USER_2])
-    before = [stream.clone() for stream in streams]
-    deltas = renderer.extend(streams, chats, [1] * 100)
-    assert all(torch.equal(stream, kept) for stream, kept in zip(streams, before, strict=True))
-    expected = tokenizer("\n<|im_start|>user\nAnd 7 times 6?<|im_end|>\n<|im_start|>assistant\n").input_ids
-    for stream, delta in zip(streams, deltas, strict=True):
-        ends = stream[-1].item() == renderer.end_of_turn_ids[0]
-        assert delta.tolist() == ([] if ends else renderer.end_of_turn_ids) + expected
-
-
-def test_extend_from_nothing_is_the_prompt():
-    renderer = Renderer(tiny_tokenizer())
-    [delta] = renderer.extend([torch.empty(0, dtype=torch.int64)], [[USER_1]], [1])
-    assert delta.tolist() == renderer.prompt_ids([[USER_1]])[0].tolist()
-    with pytest.raises(TemplateError, match="fewer messages"):
-        renderer.extend([torch.tensor([1])], [[USER_1]], [1])
-
-
-def test_template_that_drops_thinking_is_refused_and_reported():
-    renderer = Renderer(tiny_tokenizer(), chat_template=DROPS_THINKING)
-    thinking = {"role": "assistant", "content": "<think>hm</think>42."}
-    with pytest.raises(TemplateError, match="rewrites the past"):
-        renderer.extend([torch.tensor([1, 2])], [[USER_1, thinking, USER_2]], [1])
-    renderer.extend([torch.tensor([1, 2])], [[USER_1, ANSWER_1, USER_2]], [1])  # nothing to drop, nothing rewritten
-    with pytest.raises(TemplateError, match="rewrites the past"):  # and the good case is not remembered for the bad one
-        renderer.extend([torch.tensor([1, 2])], [[USER_1, thinking, USER_2]], [1])
-    report = renderer.check()
-    assert not report.prefix_preserving
-    assert "with thinking" in report.reason
-    assert Renderer(tiny_tokenizer()).check().prefix_preserving
-
-
-def test_open_generation_prompt_cannot_be_followed_by_a_message():
-    renderer = Renderer(tiny_tokenizer())
-    [prompt] = renderer.prompt_ids([[USER_1]])
-    with pytest.raises(TemplateError, match="must be answered"):
-        renderer.extend([prompt], [[USER_1, USER_2]], [1])
-
-
-def test_extend_renders_only_what_is_new(monkeypatch: pytest.MonkeyPatch):
-    renderer = Renderer(tiny_tokenizer())
-    chat = [USER_1, ANSWER_1] * 50
-    stream = renderer.render([chat])[0].ids[:-1]
-    renderer.extend([stream], [[*chat, USER_2]], [1])  # the pattern is verified once
-    lengths = []
-    render = renderer.codec.render
-    monkeypatch.setattr(
-        renderer.codec, "render", lambda chats, **kw: lengths.extend(map(len, chats)) or render(chats, **kw)
-    )
-    renderer.extend([stream], [[*chat, USER_3]], [1])
-    assert max(lengths) <= 4
 
 
 def test_prompts_do_not_share_memory():

@@ -25,6 +25,7 @@ from llmrl.errors import ConfigError, MissingKeyError, ShapeError
 from llmrl.modules.llm import ChatHistory, LLMWrapperBase, LogProbs, Masks, Tokens, TransformersWrapper
 from llmrl.objectives.llm import GRPOLoss, MCAdvantage
 from llmrl.testing import FakeEngine, ScriptedPolicy, tiny_model, tiny_tokenizer
+from tests.support.conversations import AskAgain
 
 TOKENIZER = tiny_tokenizer()
 QUERIES = ["Hi", "What is two and two, and why?", "2+2"]
@@ -102,14 +103,9 @@ def test_the_reference_scores_the_sampled_ids_in_every_mode_at_the_temperature_o
     env = chat_env(mode, One(), RetrieveKL(ref_model=reference, coeff=0.5))
     td = one_turn(env, policy)
     kept = td.get(("masks", "all_attention_mask"), as_list=True)
-    columns = [
-        [row[mask] for row, mask in zip(td.get(key, as_list=True), kept, strict=True)]
-        for key in (("tokens", "full"), ("masks", "all_assistant_mask"), ("log_probs", "full"))
-    ]
-    columns += [
-        [row[mask] for row, mask in zip(td.get(("next", name, "full"), as_list=True), kept, strict=True)]
-        for name in ("ref_log_probs", "kl_penalty")
-    ]
+    keys = [("tokens", "full"), ("masks", "all_assistant_mask"), ("log_probs", "full")]
+    keys += [("next", "ref_log_probs", "full"), ("next", "kl_penalty", "full")]
+    columns = [[row[mask] for row, mask in zip(td.get(key, as_list=True), kept, strict=True)] for key in keys]
     totals = td["next", "reward"].sum((1, 2))
     assert td["next", "reward"].shape == ((3, *td["tokens"].full.shape[1:], 1) if pad_output else (3, 1, 1))
     for row, (ids, wrote, gen, ref, kl) in enumerate(zip(*columns, strict=True)):
@@ -225,22 +221,12 @@ def test_a_reward_that_is_not_one_per_conversation_is_refused_where_one_is_neede
         KLComputation(reduction=reduction)(td)
 
 
-class GoOn(Transform):
-    """The user says "Go on." after every turn."""
-
-    def _step(self, td, next_td):
-        prompt = next_td["history"].prompt
-        more = History.from_chats([[{"role": "user", "content": "Go on."}]] * next_td.batch_size[0])
-        next_td["history"] = ChatHistory.from_rows({"prompt": prompt.extend(more, inplace=False, dim=-1)})
-        return next_td
-
-
 @pytest.mark.parametrize("gen", ["from_collector", "scored anew"])
 def test_a_turn_pays_for_its_own_tokens_so_that_the_turns_of_a_conversation_add_up(models, gen):
     model, other = models
     policy, reference = policy_of(model), wrapper(other)
     given = "from_collector" if gen == "from_collector" else wrapper(model)
-    env = chat_env("history", One(), RetrieveKL(given, reference, coeff=0.5), GoOn())
+    env = chat_env("history", One(), RetrieveKL(given, reference, coeff=0.5), AskAgain())
     first = one_turn(env, policy)
     second = env.step(policy(env.step_mdp(first)))
     [kl] = second[:1].get(("next", "kl_penalty", "full"), as_list=True)
@@ -278,12 +264,8 @@ def test_a_buffer_scores_what_it_samples(models):
     buffer = ReplayBuffer(storage=LazyStackStorage(8), batch_size=3, transform=RetrieveLogProb(reference))
     buffer.extend(one_turn(chat_env("history", One()), policy_of(model)))
     sample = buffer.sample()
-    pairs = zip(
-        sample.get(("log_probs", "full"), as_list=True),
-        sample.get(("next", "ref_log_probs", "full"), as_list=True),
-        strict=True,
-    )
-    for gen, ref in pairs:
+    keys = (("log_probs", "full"), ("next", "ref_log_probs", "full"))
+    for gen, ref in zip(*(sample.get(key, as_list=True) for key in keys), strict=True):
         torch.testing.assert_close(gen, ref, atol=2e-5, rtol=0)
 
 
@@ -354,7 +336,7 @@ def test_tokenizer_kwargs_are_what_apply_chat_template_takes(models):
 def test_rows_of_turns_in_a_buffer_pay_for_their_own_tokens(models):
     model, other = models
     policy = policy_of(model)
-    env = chat_env("history", One(), RetrieveLogProb(wrapper(other, log_probs_key="ref_log_probs")), GoOn())
+    env = chat_env("history", One(), RetrieveLogProb(wrapper(other, log_probs_key="ref_log_probs")), AskAgain())
     env = env.append_transform(DataLoadingPrimer([{"query": q} for q in QUERIES], batch_size=[3]))
     collector = LLMCollector(env, policy=policy, dialog_turns_per_batch=6, flatten_data=True, reset_at_each_iter=True)
     rows_of_turns = KLComputation(coeff=0.5)(collector.next())
@@ -390,12 +372,8 @@ def test_the_policy_without_its_adapter_is_the_base_model(models):
             if "lora_B" in name:
                 parameter.normal_(generator=torch.Generator().manual_seed(0))
     trained = one_turn(env, policy_of(model))
-    for ids, ref, kl in zip(
-        trained.get(("tokens", "full"), as_list=True),
-        trained.get(("next", "ref_log_probs", "full"), as_list=True),
-        trained.get(("next", "kl_penalty", "full"), as_list=True),
-        strict=True,
-    ):
+    keys = (("tokens", "full"), ("next", "ref_log_probs", "full"), ("next", "kl_penalty", "full"))
+    for ids, ref, kl in zip(*(trained.get(key, as_list=True) for key in keys), strict=True):
         wrote = ref != 0
         assert kl[wrote].abs().max() > 1e-2
         expected = torch.cat([torch.zeros(1), by_hand(models[0], ids, 1.0)])  # the base's, whatever the adapter says
@@ -489,34 +467,25 @@ def test_what_is_missing_is_named():
 def test_settings_that_contradict_each_other_are_refused(models):
     model, other = models
     scorer, engine = wrapper(other), FakeEngine(["4"], tokenizer=TOKENIZER)
-    with pytest.raises(ConfigError, match=r"got generate=True; give model\.get_new_version"):
-        RetrieveLogProb(policy_of(model))
-    with pytest.raises(ConfigError, match="both models must have the same pad_output"):
-        RetrieveKL(wrapper(model, pad_output=True), scorer)
-    with pytest.raises(ConfigError, match="under different keys"):
-        RetrieveKL(ref_model=scorer, ref_log_probs_full_key=("log_probs", "full"))
-    with pytest.raises(ConfigError, match="under different keys"):
-        KLComputation(("a", "full"), ("a", "full"))
-    with pytest.raises(ConfigError, match="there must be a reference"):
-        RetrieveKL()
-    with pytest.raises(ConfigError, match="not both"):
-        RetrieveKL(ref_model=scorer, ref_model_factory=lambda: scorer)
-    with pytest.raises(ConfigError, match="use_ray_service must be False"):
-        KLRewardTransform(scorer, use_ray_service=True)
-    with pytest.raises(ConfigError, match="wrap it in TransformersWrapper"):
-        RetrieveLogProb(other)
-    with pytest.raises(ConfigError, match="got an engine alone"):
-        RetrieveLogProb(engine, detach=False)
-    with pytest.raises(ConfigError, match="padding_side"):
-        KLComputation(padding_side="top")
-    with pytest.raises(ConfigError, match=r"a key of log-probs is \(name, 'full'\)"):
-        RetrieveLogProb(engine, log_probs_full_key="ref")
-    with pytest.raises(ConfigError, match="reduction"):
-        KLComputation(reduction="max")
-    with pytest.raises(ConfigError, match="out_keys"):
-        KLRewardTransform(scorer, in_keys=["reward", "other"])
-    built = RetrieveKL(ref_model_factory=lambda: scorer)
-    assert built[0].model is scorer
+    wrong = {
+        "got generate=True": lambda: RetrieveLogProb(policy_of(model)),
+        "must have the same pad_output": lambda: RetrieveKL(wrapper(model, pad_output=True), scorer),
+        "under different keys": lambda: RetrieveKL(ref_model=scorer, ref_log_probs_full_key=("log_probs", "full")),
+        "different keys: got .'a'": lambda: KLComputation(("a", "full"), ("a", "full")),
+        "must be a reference": RetrieveKL,
+        "not both": lambda: RetrieveKL(ref_model=scorer, ref_model_factory=lambda: scorer),
+        "use_ray_service must be False": lambda: KLRewardTransform(scorer, use_ray_service=True),
+        "wrap it in TransformersWrapper": lambda: RetrieveLogProb(other),
+        "got an engine alone": lambda: RetrieveLogProb(engine, detach=False),
+        "padding_side": lambda: KLComputation(padding_side="top"),
+        r"is \(name, 'full'\)": lambda: RetrieveLogProb(engine, log_probs_full_key="ref"),
+        "reduction": lambda: KLComputation(reduction="max"),
+        "out_keys": lambda: KLRewardTransform(scorer, in_keys=["reward", "other"]),
+    }
+    for words, make in wrong.items():
+        with pytest.raises(ConfigError, match=words):
+            make()
+    assert RetrieveKL(ref_model_factory=lambda: scorer)[0].model is scorer
 
 
 def test_a_text_policy_without_ids_has_no_log_probs_to_compare():

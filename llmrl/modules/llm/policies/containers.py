@@ -8,8 +8,8 @@ truth of a conversation, text and history are views of it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -163,11 +163,9 @@ class Text(_Rows, TensorClass["nocast"]):
             raise ShapeError(
                 "Text.to_tokens: Padding is not yet supported: rows stay apart, pad what you read from them."
             )
-        columns = self._parts()
-        sizes = [len(rows) for rows in columns.values()]
-        texts = [text for rows in columns.values() for text in rows]
-        ids = _tensors(tokenizer(texts, add_special_tokens=False)["input_ids"]) if texts else []
-        encoded = dict(zip(columns, _cut(ids, sizes), strict=True))
+        encoded = _converted(
+            self._parts(), lambda texts: _tensors(tokenizer(texts, add_special_tokens=False)["input_ids"])
+        )
         if encoded.keys() == {"prompt", "response"}:
             encoded["full"] = [torch.cat(pair) for pair in zip(*encoded.values(), strict=True)]
         return Tokens.from_rows(encoded, self.batch_size)
@@ -175,13 +173,11 @@ class Text(_Rows, TensorClass["nocast"]):
     def to_history(self, tokenizer: PreTrainedTokenizerBase, *, chat_template_name: str | None = None) -> ChatHistory:
         """Parses each field back into messages (``History.from_text``)."""
 
+        def parse(texts: list[str]) -> list[Any]:
+            return History.from_text(texts, chat_template_name=chat_template_name, tokenizer=tokenizer).to_chats()
+
         columns = {name: self.rows(name) for name in ("prompt", "full")}
-        columns = {name: texts for name, texts in columns.items() if texts is not None}
-        texts = [text for rows in columns.values() for text in rows]
-        if not texts:
-            return ChatHistory.from_rows({}, self.batch_size)
-        parsed = History.from_text(texts, chat_template_name=chat_template_name, tokenizer=tokenizer).to_chats()
-        chats = dict(zip(columns, _cut(parsed, [len(rows) for rows in columns.values()]), strict=True))
+        chats = _converted({name: texts for name, texts in columns.items() if texts}, parse)
         if len(chats) == 2:
             chats["prompt"] = [_without_opening(*pair) for pair in zip(chats["prompt"], chats["full"], strict=True)]
             pairs = zip(chats["prompt"], chats["full"], strict=True)
@@ -268,9 +264,7 @@ class Tokens(_Rows, TensorClass["nocast"]):
         """
         if self.padded:
             raise ShapeError("Tokens.to_text: padded tokens cannot be decoded without their masks: use ragged ones.")
-        columns = self._parts()
-        texts = decode_rows(tokenizer, [row.tolist() for rows in columns.values() for row in rows])
-        decoded = dict(zip(columns, _cut(texts, [len(rows) for rows in columns.values()]), strict=True))
+        decoded = _converted(self._parts(), lambda ids: decode_rows(tokenizer, [row.tolist() for row in ids]))
         if decoded.keys() == {"prompt", "response"}:
             decoded["full"] = [prompt + response for prompt, response in zip(*decoded.values(), strict=True)]
         return Text.from_rows(decoded, self.batch_size)
@@ -371,10 +365,11 @@ def decode_rows(tokenizer: PreTrainedTokenizerBase, rows: list[list[int]]) -> li
     return tokenizer.batch_decode(rows, skip_special_tokens=False)
 
 
-def _cut(values: list[Any], sizes: Sequence[int]) -> list[list[Any]]:
-    """Consecutive pieces of these sizes."""
-    ends = list(accumulate(sizes))
-    return [values[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+def _converted(columns: Mapping[str, list[Any]], convert: Callable[[list[Any]], list[Any]]) -> dict[str, list[Any]]:
+    """The columns with their values converted, all in one call."""
+    values = [value for rows in columns.values() for value in rows]
+    results = iter(convert(values) if values else ())
+    return {name: list(islice(results, len(rows))) for name, rows in columns.items()}
 
 
 def _beyond(prompt: Tensor, full: Tensor, row: int) -> Tensor:
