@@ -46,29 +46,23 @@ def test_messages_survive_the_file(tmp_path, suffix):
     assert [to_messages(row) for row in loaded] == [[USER, call], [USER, ASSISTANT]]
 
 
-def test_files_that_cannot_be_read_are_named(tmp_path):
-    with pytest.raises(DataError, match=r"dataset file must exist: .*nothing.jsonl"):
-        load_rows(tmp_path / "nothing.jsonl")
-    path = tmp_path / "broken.jsonl"
-    path.write_text('{"a": 1}\n{"a": ', encoding="utf-8")
-    with pytest.raises(DataError, match=r"broken.jsonl, line 2 must be JSON"):
-        load_rows(path)
-    path.write_text("[1]\n", encoding="utf-8")
-    with pytest.raises(DataError, match="line 1 must hold an object"):
-        load_rows(path)
-    path.write_text("\n", encoding="utf-8")
-    with pytest.raises(DataError, match="at least one row"):
-        load_rows(path)
-    other = tmp_path / "data.txt"
-    other.write_text("x", encoding="utf-8")
-    with pytest.raises(DataError, match=r"must end in one of .jsonl"):
-        load_rows(other)
-    bad = tmp_path / "bad.parquet"
-    bad.write_text("x", encoding="utf-8")
-    with pytest.raises(DataError, match="cannot be read as Parquet"):
-        load_rows(bad)
-    with pytest.raises(DataError, match=r"row 1 of .* is 3"):
-        load_rows(write(tmp_path / "list.json", [3]))
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("nothing.jsonl", None, r"dataset file must exist: .*nothing.jsonl"),
+        ("broken.jsonl", '{"a": 1}\n{"a": ', r"broken.jsonl, line 2 must be JSON"),
+        ("list.jsonl", "[1]\n", "line 1 must hold an object"),
+        ("empty.jsonl", "\n", "at least one row"),
+        ("data.txt", "x", "must end in one of .jsonl"),
+        ("bad.parquet", "x", "cannot be read as Parquet"),
+        ("list.json", "[3]", r"row 1 of .* is 3"),
+    ],
+)
+def test_files_that_cannot_be_read_are_named(tmp_path, name, text, message):
+    if text is not None:
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    with pytest.raises(DataError, match=message):
+        load_rows(tmp_path / name)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv"])
@@ -123,10 +117,9 @@ def test_a_missing_column_lists_the_ones_there_are(tmp_path):
         load_rows(path, columns=["question", "anwser"])
 
 
-def test_a_dataset_of_the_hub_library_is_a_sequence_of_rows(tmp_path):
+def test_a_dataset_of_the_hub_library_is_a_sequence_of_rows():
     datasets = pytest.importorskip("datasets")
-    data = datasets.Dataset.from_list(ROWS)
-    assert [to_prompt(row)["query"] for row in data] == ["1 + 1?", "2 + 2?"]
+    assert [to_prompt(row)["query"] for row in datasets.Dataset.from_list(ROWS)] == ["1 + 1?", "2 + 2?"]
 
 
 @pytest.mark.parametrize(

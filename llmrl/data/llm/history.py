@@ -27,6 +27,7 @@ from llmrl.data.llm.messages import (
 )
 from llmrl.data.llm.templates import ChatTemplate, Message, Tools, find_template
 from llmrl.data.ragged.messages import FIELDS, stack_messages, unstack_messages
+from llmrl.data.ragged.tensordicts import fill, inner, rewrap
 from llmrl.data.specs import Composite, NonTensor
 from llmrl.errors import ConfigError, DataError, ShapeError, TemplateError
 
@@ -243,7 +244,7 @@ class History(TensorClass["nocast"]):
     def __getitem__(self, index: Any) -> History:
         found = index_rows(self._nested, index, self.ndim)
         if found is None:  # an index that lists cannot answer, such as None or a mask of two dimensions
-            return type(self)._from_tensordict(self._tensordict[index])
+            return rewrap(self, inner(self)[index])
         return type(self)._of(*found)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -251,20 +252,19 @@ class History(TensorClass["nocast"]):
             object.__setattr__(self, name, value)
             return
         columns = {field: getattr(self, field) for field in FIELDS} | {name: value}
-        self.__dict__["_tensordict"] = stack_messages(zip_fields(columns, self.ndim), self.ndim)
+        fill(self, stack_messages(zip_fields(columns, self.ndim), self.ndim))
 
     @classmethod
     def _of(cls, nested: Any, ndim: int) -> History:
         """A History over nested lists of messages, which it keeps."""
         self = cls.__new__(cls)
-        self.__dict__["_tensordict"] = stack_messages(nested, ndim)
-        self.__dict__["_non_tensordict"] = {}
+        fill(self, stack_messages(nested, ndim))
         return self
 
     @property
     def _nested(self) -> Any:
         """Nested lists of the messages themselves: to be read, not to be changed."""
-        return unstack_messages(self._tensordict)
+        return unstack_messages(inner(self))
 
     def _depth(self, dim: int) -> int:
         if not -self.ndim <= dim < self.ndim:
@@ -275,11 +275,11 @@ class History(TensorClass["nocast"]):
         nested = join(self._nested, new, depth, method)
         if not inplace:
             return type(self)._of(nested, self.ndim)
-        if self._tensordict.is_locked:
+        if inner(self).is_locked:
             raise RuntimeError(
                 "History: a locked history must not be changed in place; unlock_() it, or pass inplace=False."
             )
-        self.__dict__["_tensordict"] = stack_messages(nested, self.ndim)
+        fill(self, stack_messages(nested, self.ndim))
         return self
 
 
@@ -307,8 +307,7 @@ def _init(
     while isinstance(probe, (list, tuple)):
         ndim, probe = ndim + 1, probe[0] if probe else ""
     columns = dict(zip(FIELDS, (role, content, is_complete, tool_calls, tool_responses, extra), strict=True))
-    self.__dict__["_tensordict"] = stack_messages(zip_fields(columns, ndim), ndim)
-    self.__dict__["_non_tensordict"] = {}
+    fill(self, stack_messages(zip_fields(columns, ndim), ndim))
     if batch_size is not None:
         expected = torch.Size([batch_size] if isinstance(batch_size, int) else batch_size)
         if expected != self.batch_size:

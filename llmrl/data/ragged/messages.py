@@ -147,9 +147,7 @@ def join_message(fields: Mapping[str, Any]) -> Message:
 
 def unstack_messages(td: Any) -> Any:
     """Messages of a collection of any number of dimensions, as nested lists; a single message for none."""
-    if isinstance(td, MessageStack):
-        return td.messages
-    td = inner(td)
+    td = td if isinstance(td, MessageStack) else inner(td)
     if isinstance(td, MessageStack):
         return td.messages
     if not td.batch_dims:

@@ -28,6 +28,7 @@ from llmrl.errors import ShapeError
 __all__ = [
     "column",
     "column_values",
+    "fill",
     "inner",
     "new_tensordict",
     "non_tensor",
@@ -51,6 +52,12 @@ def new_tensordict(
 def inner(collection: Any) -> TensorDictBase:
     """The tensordict of a tensorclass; a tensordict itself."""
     return collection if isinstance(collection, TensorDictBase) else collection._tensordict
+
+
+def fill(collection: Any, td: TensorDictBase) -> None:
+    """Makes a tensordict the content of a tensorclass object, which may be one that ``__new__`` returned."""
+    collection.__dict__["_tensordict"] = td
+    collection.__dict__.setdefault("_non_tensordict", {})
 
 
 def rewrap(like: C, td: TensorDictBase) -> C:

@@ -52,22 +52,6 @@ def test_tokenizer_with_several_templates():
     assert find_template(tokenizer, "rag").jinja == "R"
 
 
-def test_registered_template_is_found_by_keyword_and_reads_back():
-    def parse(text: str) -> History:
-        turns = [turn.split("]", 1) for turn in text.replace("</s>", "").split("[")[1:]]
-        return lazy_stack([History(role=role, content=content) for role, content in turns])
-
-    add_chat_template("bracket", TEMPLATE, parse, ["Bracket"])
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = None
-    tokenizer.name_or_path = "org/my-BRACKET-7b"
-    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-    history = History.from_chats([chat])
-    [text] = history.apply_chat_template(tokenizer=tokenizer, add_generation_prompt=False)
-    assert text == "[user]Hi</s>[assistant]Hello</s>"
-    assert History.from_text(text, chat_template_name="bracket").to_chats() == chat
-
-
 def test_registered_template_is_taken_by_keyword_where_the_tokenizer_has_one_of_its_own():
     tokenizer = tiny_tokenizer()
     tokenizer.name_or_path = "org/My-Bracket-7b"
@@ -82,16 +66,26 @@ def test_registered_template_is_taken_by_keyword_where_the_tokenizer_has_one_of_
     assert find_template(tokenizer).jinja == tokenizer.chat_template
 
 
-def test_same_template_twice_is_fine_another_under_its_name_is_not():
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("bracket", TEMPLATE + " "), "'bracket' is taken"),
+        (("silent", "{{ messages }}"), "must mark what the assistant writes"),
+        (("other", TEMPLATE, "parse"), "inverse_parser must be a function"),
+        (("other", TEMPLATE, None, ["", "other"]), "an empty one is in every name"),
+    ],
+)
+def test_what_cannot_be_registered_is_refused_the_same_template_twice_is_fine(arguments, message):
     add_chat_template("bracket", TEMPLATE)
     add_chat_template("bracket", TEMPLATE)
-    with pytest.raises(ValueError, match="'bracket' is taken"):
-        add_chat_template("bracket", TEMPLATE + " ")
+    with pytest.raises(TemplateError, match=message):
+        add_chat_template(*arguments)
 
 
-def test_template_without_generation_block_is_refused():
-    with pytest.raises(ValueError, match="generation"):
-        add_chat_template("silent", "{{ messages }}")
+def test_one_keyword_needs_no_list():
+    """Regression: a string was taken letter by letter, and chosen for nearly every model."""
+    add_chat_template("bracket", TEMPLATE, model_family_keywords="Bracket")
+    assert find_template(None, "bracket").keywords == ("bracket",)
 
 
 @pytest.mark.parametrize(
@@ -118,12 +112,6 @@ def test_unknown_name_lists_the_known_ones():
         find_template(None, "qwn")
 
 
-def test_template_without_parser_cannot_be_read_back():
-    add_chat_template("bracket", TEMPLATE)
-    with pytest.raises(TemplateError, match="inverse parser"):
-        History.from_text("[user]Hi</s>", chat_template_name="bracket")
-
-
 @pytest.mark.parametrize(
     ("model", "name"),
     [
@@ -148,9 +136,12 @@ def test_family_is_guessed_only_where_the_tokenizer_has_no_template(model: str, 
     assert find_template(tokenizer).jinja == TEMPLATE
 
 
-def test_your_keyword_goes_before_a_built_in_one():
+def test_your_keyword_goes_before_a_built_in_one_whatever_the_case():
     add_chat_template("bracket", TEMPLATE, model_family_keywords=["qwen"])
-    assert find_template(without_template("Qwen/Qwen3-0.6B")).name == "bracket"
+    tokenizer = without_template("Qwen/Qwen3-0.6B")
+    assert find_template(tokenizer).name == "bracket"
+    [text] = History.from_chats([[{"role": "user", "content": "Hi"}]]).apply_chat_template(tokenizer=tokenizer)
+    assert text == "[user]Hi</s>[assistant]"
 
 
 def test_built_in_template_can_be_replaced_by_yours():
@@ -200,19 +191,12 @@ def test_a_parser_that_fails_is_named_with_the_text():
     def parse(text: str) -> History:
         return lazy_stack([History(role="user", content=turn) for turn in text.split("[user]")[1:]])
 
+    add_chat_template("silent", TEMPLATE + " ")
+    with pytest.raises(TemplateError, match="inverse parser"):
+        History.from_text("[user]Hi</s>", chat_template_name="silent")
     add_chat_template("bracket", TEMPLATE, parse)
     assert History.from_text(["[user]a[user]b"], chat_template_name="bracket").content == [["a", "b"]]
     with pytest.raises(
         TemplateError, match=r"the parser of template 'bracket' must read the text: got RuntimeError .*'no'"
     ):
         History.from_text("no", chat_template_name="bracket")
-    with pytest.raises(TemplateError, match="inverse_parser must be a function"):
-        add_chat_template("other bracket", TEMPLATE, "parse")
-
-
-def test_one_keyword_needs_no_list_and_an_empty_one_is_refused():
-    """Regression: a string was taken letter by letter, and chosen for nearly every model."""
-    add_chat_template("bracket", TEMPLATE, model_family_keywords="Bracket")
-    assert find_template(None, "bracket").keywords == ("bracket",)
-    with pytest.raises(TemplateError, match="an empty one is in every name"):
-        add_chat_template("other bracket", TEMPLATE, model_family_keywords=["", "other"])
