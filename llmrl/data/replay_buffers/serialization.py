@@ -13,6 +13,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
+from functools import cache
 from pickle import UnpicklingError
 from typing import Any
 
@@ -106,7 +107,7 @@ def _encode_collection(value: Any, put: Put, path: tuple[str, ...]) -> Any:
             "names": list(value.names) if value._has_names() else None,
             "device": value.device is not None,
         }
-    if hasattr(type(value), "from_message"):  # one message of a conversation
+    if _is_message_class(type(value)):  # one message of a conversation
         return {"message": _class_name(type(value)), "value": encode(value.message, put, path)}
     value = value if value.device is None else value.to("cpu")
     rows = len(value) if value.batch_dims else None
@@ -143,6 +144,11 @@ def _is_row_class(cls: type) -> bool:
     return is_tensorclass(cls) or hasattr(cls, "from_columns") or hasattr(cls, "from_messages")
 
 
+def _is_message_class(cls: type) -> bool:
+    return hasattr(cls, "from_message")
+
+
+@cache
 def _class_name(cls: type) -> str:
     name = f"{cls.__module__}:{cls.__qualname__}"
     _find_class(name, lambda found: found is cls)
@@ -220,7 +226,7 @@ def _decode_class(node: Any, get: Get) -> Any:
 
 
 def _decode_message(node: Any, get: Get) -> Any:
-    cls = _find_class(node["message"], lambda cls: hasattr(cls, "from_message"))
+    cls = _find_class(node["message"], _is_message_class)
     return cls.from_message(_decode(node["value"], get))
 
 
@@ -250,6 +256,7 @@ def find_dtype(name: str) -> torch.dtype:
     return dtype
 
 
+@cache
 def _find_class(name: str, fits: Callable[[type], bool]) -> type:
     """The class of that name. Imports none but our own modules, and runs nothing to look it up."""
     module, _, path = name.partition(":")

@@ -23,6 +23,7 @@ from llmrl.data.replay_buffers.samplers.slices import (
     Slices,
     accepted,
     every_slice,
+    marks_like,
     propose_slices,
     slice_rows,
     slices_from,
@@ -164,7 +165,7 @@ class SliceSampler(Sampler):
         _, keys, present = self._flags
         stored = {name: storage.entry(keys[name], positions) for name in present}
         flag = next(iter(stored.values())) if stored else ends.unsqueeze(1)
-        mark = ends.to(flag.device).view(-1, *[1] * (flag.ndim - 1)).expand(flag.shape)
+        mark = marks_like(flag, cut, ends)
         for name in ("truncated", "done"):  # True at the end of every slice; terminated is what is stored
             info[keys[name]] = stored[name].logical_or(mark) if name in stored else mark.clone()
         if "terminated" in stored:

@@ -7,6 +7,7 @@ that cell the slice would end if the trajectory went on: what lies outside of th
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -123,11 +124,32 @@ def accepted(number: int, most: int, propose: Callable[[int], tuple[np.ndarray, 
 
 def slice_rows(index: TrajectoryIndex, cut: Cut, last: np.ndarray, lengths: np.ndarray) -> tuple[Tensor, Tensor]:
     """The positions of the slices' rows, int64[N], slice after slice; True on the last row of each, bool[N]."""
-    steps = np.arange(1 - cut.length, 1)
-    ends = torch.zeros(last.size, cut.length, dtype=torch.bool)
-    ends[:, -1] = True
+    steps, ends = _form(last.size, cut.length)
     cells = index.ahead(last[:, None], steps)
     if cut.plain:
-        return torch.from_numpy(cells.reshape(-1)), ends.flatten()
+        return torch.from_numpy(cells.reshape(-1)), ends.clone()
     inside = torch.from_numpy(steps + lengths[:, None] > 0)
-    return torch.from_numpy(cells)[inside], ends[inside]
+    return torch.from_numpy(cells)[inside], ends.view(inside.shape)[inside]
+
+
+def marks_like(flag: Tensor, cut: Cut, ends: Tensor) -> Tensor:
+    """``ends``, bool[N], in the shape and on the device of ``flag``, [N, 1, ...]; not to be written to."""
+    if cut.plain:
+        return _plain_marks(len(ends) // cut.length, cut.length, flag.shape, flag.device)
+    return ends.to(flag.device).view(-1, *[1] * (flag.ndim - 1)).expand(flag.shape)
+
+
+# Batches of one size share these, which cost as much as the slices themselves.
+
+
+@lru_cache(maxsize=16)
+def _form(number: int, length: int) -> tuple[np.ndarray, Tensor]:
+    ends = torch.zeros(number, length, dtype=torch.bool)
+    ends[:, -1] = True
+    return np.arange(1 - length, 1), ends.flatten()
+
+
+@lru_cache(maxsize=16)
+def _plain_marks(number: int, length: int, shape: torch.Size, device: torch.device) -> Tensor:
+    ends = _form(number, length)[1].to(device)
+    return ends.view(-1, *[1] * (len(shape) - 1)).expand(shape)
