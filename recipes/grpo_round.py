@@ -28,7 +28,7 @@ from llmrl.train.env_metrics import env_metrics
 from llmrl.train.grpo_config import GRPOConfig
 from llmrl.train.models import load_model
 from llmrl.train.plan import grpo_settings
-from llmrl.train.rollout_engine import Sampler
+from llmrl.train.rollout_engine import RolloutEngine
 from llmrl.train.step_rollouts import StepRollouts, slim
 from llmrl.train.tasks import Task
 from llmrl.train.updater import Updater
@@ -80,7 +80,7 @@ class GRPORound:
         tokenizer = task.tokenizer
         self.config, self.session, self.model, self.tokenizer = config, session, model, tokenizer
         options = config.sampling.model_dump(exclude={"max_tokens"}) | {"max_new_tokens": config.sampling.max_tokens}
-        self.sampler = Sampler(config, session, model, tokenizer, options)
+        self.sampler = RolloutEngine(config, session, model, tokenizer, options)
         self.policy = self.sampler.policy
         advantage_settings, loss_settings = grpo_settings(config, exact=self.sampler.exact)
         _check_processes(config, session.world_size, advantage_settings)
@@ -210,7 +210,7 @@ class GRPORound:
             return self.collector.rollout()
 
     def _store(self, data: TensorDictBase) -> None:
-        self.sampler.adopt_probes(data.get(("tokens", "full"), as_list=True))
+        self.sampler.set_probe_sequences(data.get(("tokens", "full"), as_list=True))
         self.buffer.extend(slim(self._unfinished.inv(data)))
 
     def _send(self) -> dict[str, float]:
@@ -218,7 +218,7 @@ class GRPORound:
         if not self._unsent:
             return {}
         clock = time.perf_counter()
-        proof = self.sampler.push(self.collector, self.updater.scorer)
+        proof = self.sampler.push(self.updater.scorer)
         self._unsent = False
         return proof | {"time/sync": time.perf_counter() - clock}
 
@@ -267,7 +267,7 @@ class GRPORound:
         samplers = state["samplers"]
         self.buffer.sampler.load_state_dict(samplers[self.session.rank % len(samplers)])
         self.advantage.load_state_dict(state["advantage"])
-        self.sampler.adopt_probes(state["probes"])
+        self.sampler.set_probe_sequences(state["probes"])
 
 
 def _check_processes(config: GRPOConfig, world_size: int, advantage: Mapping[str, Any]) -> None:
