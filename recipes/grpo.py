@@ -38,7 +38,7 @@ from llmrl.train.evaluation import Evaluator
 from llmrl.train.grpo_config import GRPOConfig
 from llmrl.train.models import load_model, load_tokenizer
 from llmrl.train.plan import grpo_plan, grpo_settings
-from llmrl.train.rollout_engine import Sampler
+from llmrl.train.rollout_engine import RolloutEngine
 from llmrl.train.run import Run
 from llmrl.train.step_rollouts import StepRollouts, select_training_columns
 from llmrl.train.tasks import Task, eval_rows, training_rows
@@ -81,7 +81,7 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
     # The model that is trained, and the engine that samples: by the same weights, or (vLLM) by a copy of them.
     model = load_model(run.source, tokenizer, runs=run.runs, checked=run.resume).to(session.device)
     sampling = config.sampling.model_dump(exclude={"max_tokens"}) | {"max_new_tokens": config.sampling.max_tokens}
-    engine = Sampler(config, session, model, tokenizer, sampling)
+    engine = RolloutEngine(config, session, model, tokenizer, sampling)
     advantage_settings, loss_settings = grpo_settings(config, exact=engine.exact)
     check_processes(config, session.world_size, advantage_settings)
     actor = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs=sampling, generate=False)

@@ -67,7 +67,7 @@ PUBLIC = {
     "llmrl.collectors": "WeightUpdaterBase",
     "llmrl.collectors.llm": "LLMCollector vLLMUpdater",
     "llmrl.collectors.llm.weight_update": "vLLMUpdater VLLMWeightSyncScheme VLLMWeightSender VLLMWeightReceiver",
-    "llmrl.weight_update": "WeightPublisher WeightReceiver WeightGroups LazyWeight SyncProbe weight_groups "
+    "llmrl.weight_update": "publish WeightReceiver WeightGroups LazyWeight SyncProbe weight_groups "
     "merged_weights adapter_folder",
     "llmrl.modules.llm.backends.vllm": "LLMOnDevice make_vllm_worker stateless_init_process_group vLLMWorker",
     "llmrl.tools": "Tool FunctionTool ToolCall ToolResult ToolError ToolTimeout ToolRunner tool as_tool load_tool",

@@ -1,5 +1,5 @@
 """Collectors run a policy in an environment and hand out what happened; those for chats are in `collectors.llm`."""
 
-from llmrl.collectors.weight_updaters import PublisherUpdater, VanillaWeightUpdater, WeightUpdaterBase
+from llmrl.collectors.weight_updaters import EngineUpdater, VanillaWeightUpdater, WeightUpdaterBase
 
-__all__ = ["PublisherUpdater", "VanillaWeightUpdater", "WeightUpdaterBase"]
+__all__ = ["EngineUpdater", "VanillaWeightUpdater", "WeightUpdaterBase"]

@@ -1,8 +1,4 @@
-"""Weight updaters: what a collector calls when the trainer has new weights. Adapters over `llmrl.weight_update`.
-
-How weights travel and when a set of them is whole is the publisher's part. An updater says where they come from and
-which workers get them, and tells its collector afterwards, so that the policy version moves once per update.
-"""
+"""Weight updaters: what a collector calls when the trainer has new weights. Faces of `llmrl.weight_update.publish`."""
 
 from __future__ import annotations
 
@@ -14,15 +10,16 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from llmrl.errors import WeightSyncError
-from llmrl.weight_update import WeightPublisher
+from llmrl.weight_update import WeightGroups, publish
+from llmrl.weight_update.publish import check_engine
 
-__all__ = ["PublisherUpdater", "VanillaWeightUpdater", "WeightUpdaterBase"]
+__all__ = ["EngineUpdater", "VanillaWeightUpdater", "WeightUpdaterBase"]
 
-Weights = Mapping[str, Tensor] | None
+Weights = nn.Module | TensorDictBase | Mapping[str, Tensor] | WeightGroups
 
 
 class VersionedCollector(Protocol):
-    """What an updater needs of its collector."""
+    """The method that an updater calls on its collector."""
 
     def increment_version(self) -> None: ...
 
@@ -40,13 +37,13 @@ class WeightUpdaterBase(ABC):
         self.collector: VersionedCollector | None = None
 
     @abstractmethod
-    def _sync_weights_with_worker(self, *, worker_id: Any, server_weights: Weights) -> None:
+    def _sync_weights_with_worker(self, *, worker_id: Any, server_weights: Any) -> None:
         """Makes the worker hold ``server_weights``, all or nothing."""
 
-    def _get_server_weights(self) -> Weights:
+    def _get_server_weights(self) -> Any:
         return None
 
-    def _maybe_map_weights(self, server_weights: Weights) -> Weights:
+    def _maybe_map_weights(self, server_weights: Any) -> Any:
         return server_weights
 
     def all_worker_ids(self) -> Sequence[Any] | None:
@@ -57,15 +54,13 @@ class WeightUpdaterBase(ABC):
         self.collector = collector
 
     def push_weights(
-        self,
-        policy_or_weights: nn.Module | TensorDictBase | Mapping[str, Tensor] | None = None,
-        worker_ids: Any | Sequence[Any] | None = None,
+        self, policy_or_weights: Weights | None = None, worker_ids: Any | Sequence[Any] | None = None
     ) -> None:
-        """Sends weights to ``worker_ids`` (None: all), then moves the collector's policy version.
+        """Sends weights to ``worker_ids`` (None: all), then tells the collector.
 
-        Reads   a module (its state dict), a TensorDict or a mapping of named tensors; None: ``_get_server_weights()``
+        Reads   a module, a TensorDict, a mapping of named tensors, or groups; None: ``_get_server_weights()``
         """
-        weights = named_tensors(policy_or_weights) if policy_or_weights is not None else self._get_server_weights()
+        weights = self._get_server_weights() if policy_or_weights is None else self._as_weights(policy_or_weights)
         weights = self._maybe_map_weights(weights)
         ids = self.all_worker_ids() if worker_ids is None else worker_ids
         for worker_id in ids if isinstance(ids, Sequence) and not isinstance(ids, str) else [ids]:
@@ -73,16 +68,26 @@ class WeightUpdaterBase(ABC):
         if self.collector is not None:
             self.collector.increment_version()
 
+    def _as_weights(self, given: Weights) -> Any:
+        return named_tensors(given)
 
-class PublisherUpdater(WeightUpdaterBase):
-    """Pushes through a `WeightPublisher` to engines in this process."""
 
-    def __init__(self, publisher: WeightPublisher):
+class EngineUpdater(WeightUpdaterBase):
+    """Publishes to one engine, the collector's own by default."""
+
+    def __init__(self, engine: Any = None):
         super().__init__()
-        self.publisher = publisher
+        self._engine = None if engine is None else check_engine(engine, type(self).__name__)
+        self._metadata: Mapping[str, Any] | None = None
 
-    def _sync_weights_with_worker(self, *, worker_id: Any, server_weights: Weights) -> None:
-        self.publisher.publish(server_weights)
+    def register_collector(self, collector: VersionedCollector) -> None:
+        super().register_collector(collector)
+        if self._engine is None:
+            self._engine = getattr(getattr(collector, "policy", None), "engine", None)
+
+    def _sync_weights_with_worker(self, *, worker_id: Any, server_weights: Any) -> None:
+        if self._engine is not None:  # a policy without an engine has nothing to update
+            publish(server_weights, self._engine, metadata=self._metadata)
 
 
 class VanillaWeightUpdater(WeightUpdaterBase):
@@ -103,10 +108,10 @@ class VanillaWeightUpdater(WeightUpdaterBase):
         self.weight_getter = weight_getter
         self.policy_weights = named_tensors(policy_weights)
 
-    def _get_server_weights(self) -> Weights:
+    def _get_server_weights(self) -> Mapping[str, Tensor] | None:
         return named_tensors(self.weight_getter()) if self.weight_getter is not None else None
 
-    def _sync_weights_with_worker(self, *, worker_id: Any, server_weights: Weights) -> None:
+    def _sync_weights_with_worker(self, *, worker_id: Any, server_weights: Mapping[str, Tensor] | None) -> None:
         if server_weights is None:
             raise WeightSyncError(
                 "VanillaWeightUpdater: weights to copy must be given, to the call or by a weight_getter: got neither."
@@ -123,10 +128,8 @@ class VanillaWeightUpdater(WeightUpdaterBase):
             self.policy_weights[name].detach().copy_(tensor)
 
 
-def named_tensors(weights: nn.Module | TensorDictBase | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The weights as a flat mapping of dotted names, sharing memory with what was given."""
+def named_tensors(weights: Any) -> Any:
+    """A module or a TensorDict as a flat mapping of dotted names that shares its memory; anything else as it is."""
     if isinstance(weights, nn.Module):
         return weights.state_dict()
-    if isinstance(weights, TensorDictBase):
-        return dict(weights.flatten_keys(".").items())
-    return weights
+    return dict(weights.flatten_keys(".").items()) if isinstance(weights, TensorDictBase) else weights

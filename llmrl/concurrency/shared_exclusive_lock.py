@@ -1,4 +1,4 @@
-"""``Gate``: who may be inside an engine at the same time. Requests share it; new weights have it to themselves."""
+"""Shared/exclusive FIFO lock with deadlines: requests share it, weight updates hold it exclusively."""
 
 from __future__ import annotations
 
@@ -9,74 +9,77 @@ from contextlib import contextmanager
 
 from llmrl.errors import DeadlineError
 
-__all__ = ["Gate"]
+__all__ = ["SharedExclusiveLock"]
 
 
-class Gate:
-    """Lets those in together who come with equal keys, in the order in which they come.
+class SharedExclusiveLock:
+    """Holders with equal keys share the lock; a key that equals no other (``object()``) makes an exclusive holder.
 
-    Whoever finds others with another key inside, or waiting, waits behind them: a stream of requests never keeps an
-    update out. A key of one's own (``object()``) is to be alone. A thread must not come twice.
+    Access is granted in the order of arrival, so a stream of shared holders never starves an exclusive one. A thread
+    must not acquire it twice.
 
-    >>> gate = Gate()
-    >>> with gate.holding("request", time.monotonic() + 1, "generating"):
-    ...     gate.num_inside
+    >>> lock = SharedExclusiveLock("Engine")
+    >>> with lock.holding("request", time.monotonic() + 1, "generating"):
+    ...     lock.num_holders
     1
     """
 
-    def __init__(self) -> None:
+    def __init__(self, who: str) -> None:
+        self._who = who
         self._changed = threading.Condition()
-        self._waiting: list[_Ticket] = []  # in the order of arrival
+        self._waiting: list[list[Hashable]] = []  # one-element lists with the keys, compared by identity, by arrival
         self._key: Hashable = None
-        self.num_inside = 0
+        self.num_holders = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Threads that have asked for the lock and do not hold it yet."""
+        return len(self._waiting)
 
     @contextmanager
     def holding(
         self, key: Hashable, end: float, phase: str, when_waiting: Callable[[], None] | None = None
     ) -> Iterator[None]:
-        """Inside the block. ``when_waiting`` is called where others have to be waited for, once nobody new comes in.
+        """Holds the lock inside the block. ``when_waiting`` is called if there are holders to wait for, after later
+        arrivals have begun to queue.
 
-        Raises  DeadlineError, naming ``phase``, where that cannot begin by ``end``
+        Raises  DeadlineError, naming ``phase``, where the lock is not granted by ``end`` (of `time.monotonic`)
         """
-        ticket = _Ticket(key)
+        ticket = [key]
         with self._changed:
             self._waiting.append(ticket)
-            must_wait = not self._may_enter(ticket)
+            must_wait = not self._is_granted(ticket)
         try:
             if must_wait and when_waiting is not None:
                 when_waiting()
-            self._enter(ticket, end, phase)
+            with self._changed:
+                while not self._is_granted(ticket):
+                    left = end - time.monotonic()
+                    if left <= 0:
+                        raise DeadlineError(
+                            f"{self._who}: {phase} must begin before its deadline: {self.num_holders} other calls were "
+                            "still under way."
+                        )
+                    self._changed.wait(min(left, threading.TIMEOUT_MAX))
+                self._key = key
+                self.num_holders += 1
         finally:
             with self._changed:
-                self._waiting.remove(ticket)
+                self._waiting = [other for other in self._waiting if other is not ticket]
                 self._changed.notify_all()
         try:
             yield
         finally:
             with self._changed:
-                self.num_inside -= 1
+                self.num_holders -= 1
                 self._changed.notify_all()
 
-    def _enter(self, ticket: _Ticket, end: float, phase: str) -> None:
-        with self._changed:
-            while not self._may_enter(ticket):
-                left = end - time.monotonic()
-                if left <= 0:
-                    raise DeadlineError(
-                        f"VLLMEngine: {phase} must begin before its deadline: {self.num_inside} other calls were still "
-                        "under way."
-                    )
-                self._changed.wait(min(left, threading.TIMEOUT_MAX))
-            self._key = ticket.key
-            self.num_inside += 1
-
-    def _may_enter(self, ticket: _Ticket) -> bool:
-        if self.num_inside and self._key != ticket.key:
+    def _is_granted(self, ticket: list[Hashable]) -> bool:
+        if self.num_holders and self._key != ticket[0]:
             return False
-        ahead = self._waiting[: self._waiting.index(ticket)]
-        return all(other.key == ticket.key for other in ahead)
-
-
-class _Ticket:
-    def __init__(self, key: Hashable) -> None:
-        self.key = key
+        for other in self._waiting:
+            if other is ticket:
+                return True
+            if other != ticket:
+                return False
+        raise AssertionError("a ticket waits until it is granted or given up")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from llmrl.collectors.llm import LLMCollector
     from llmrl.modules.llm.log_probs import TokenScorer
     from llmrl.train.distributed import Session
-    from llmrl.train.rollout_engine import Sampler
+    from llmrl.train.rollout_engine import RolloutEngine
 
 __all__ = ["RolloutSource", "RolloutsAhead"]
 
@@ -34,7 +34,13 @@ class RolloutSource:
     """
 
     def __init__(
-        self, collector: LLMCollector, engine: Sampler, scorer: TokenScorer, session: Session, *, ahead: bool = False
+        self,
+        collector: LLMCollector,
+        engine: RolloutEngine,
+        scorer: TokenScorer,
+        session: Session,
+        *,
+        ahead: bool = False,
     ):
         self._collector, self._engine, self._scorer, self._session = collector, engine, scorer, session
         self._ahead = RolloutsAhead(collector, session) if ahead else None
@@ -53,7 +59,7 @@ class RolloutSource:
     def take(self) -> TensorDictBase:
         """This step's rollouts. The first ones of a run are what engine and trainer are compared on from then on."""
         data = self._ahead.take() if self._ahead else self.sample()
-        self._engine.adopt_probes(data.get(("tokens", "full"), as_list=True))
+        self._engine.set_probe_sequences(data.get(("tokens", "full"), as_list=True))
         return data
 
     def sample(self) -> TensorDictBase:
@@ -81,7 +87,7 @@ class RolloutSource:
         if self._ahead:
             self._ahead.wait()
         clock = time.perf_counter()
-        proof = self._engine.push(self._collector, self._scorer)
+        proof = self._engine.push(self._scorer)
         return proof | {"time/sync": time.perf_counter() - clock}
 
     def idle(self, seconds: float) -> dict[str, float]:
@@ -124,7 +130,7 @@ class RolloutSource:
             self._ahead.restore(ahead["batches"][self._session.rank], before)
             collector = ahead["collector"]
         self._collector.load_state_dict(collector)
-        self._engine.adopt_probes(state["probes"])
+        self._engine.set_probe_sequences(state["probes"])
 
     def close(self) -> None:
         """Ends what still samples, an engine of its own, and the environment."""

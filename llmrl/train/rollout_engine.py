@@ -1,8 +1,4 @@
-"""What samples during a run: the trainer's own weights, or a vLLM engine with a copy of them.
-
-Which engine a policy has, whether new weights must be sent to it, and the proof that they arrived: the round
-(`grpo_round`) only says when.
-"""
+"""The engine that samples during a run: the trainer's own weights, or a vLLM engine with a copy of them."""
 
 from __future__ import annotations
 
@@ -20,28 +16,26 @@ from llmrl.errors import WeightSyncError
 from llmrl.modules.llm.engines import VLLMEngine
 from llmrl.modules.llm.log_probs import TokenScorer
 from llmrl.modules.llm.policies import LLMWrapperBase, TransformersWrapper, vLLMWrapper
-from llmrl.train.checkpointing import named_weights
 from llmrl.train.distributed import Session
 from llmrl.train.grpo_config import GRPOConfig
 from llmrl.train.plan import has_own_process, samples_exactly
-from llmrl.weight_update import SyncProbe, weight_groups
+from llmrl.weight_update import SyncProbe, publish
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from llmrl.collectors.llm import LLMCollector
-
-__all__ = ["Sampler"]
+__all__ = ["RolloutEngine"]
 
 _NUM_PROBES, _PROBE_TOKENS = 4, 64
 _BOUND = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # engine and trainer round differently, by their precision
 
 
-class Sampler:
-    """The policy that samples, and its weights.
+class RolloutEngine:
+    """The policy that samples, and the way of new weights to its engine.
 
-    ``policy``  what the collector asks; it shares the trainer's module where there is one process and no sharding
+    ``policy``  for the collector; it shares the trainer's module where there is one process and no sharding
     ``exact``   its log-probs are the trainer's to float32 rounding
+    ``probes``  the sequences that engine and trainer are compared on; none before the first rollouts, or without vLLM
     """
 
     def __init__(
@@ -63,14 +57,19 @@ class Sampler:
         }
         self.policy: LLMWrapperBase
         if self.is_vllm:
-            shares = bool(settings.max_staleness) and session.device.type == "cpu"
-            with _half_the_threads() if shares else nullcontext():
+            engine_options: dict[str, Any] = {}
+            if session.low_precision:
+                engine_options["dtype"] = "bfloat16"
+            if settings.kv_cache_gb is not None:
+                engine_options["kv_cache_memory_bytes"] = int(settings.kv_cache_gb * 2**30)
+            overlaps = bool(settings.max_staleness) and session.device.type == "cpu"
+            with _half_the_threads() if overlaps else nullcontext():
                 engine = VLLMEngine(
                     model,
                     tokenizer=tokenizer,
                     own_process=has_own_process(config, session),
                     seed=config.seed,
-                    **_engine_options(config, session),
+                    **engine_options,
                 )
             self.policy = vLLMWrapper(engine, **wrapping)
         else:
@@ -80,37 +79,34 @@ class Sampler:
         self._temperature = config.sampling.temperature
         self._probe: SyncProbe | None = None
 
-    def adopt_probes(self, sequences: Sequence[Tensor]) -> None:
-        """The first sequences that were sampled are what engine and trainer are compared on from then on."""
+    def set_probe_sequences(self, sequences: Sequence[Tensor]) -> None:
+        """Compares engine and trainer on the first of ``sequences`` from now on. Only the first call counts."""
         if self.is_vllm and self._probe is None:
             chosen = [ids[:_PROBE_TOKENS] for ids in sequences if len(ids) > 1][:_NUM_PROBES]
             self._probe = SyncProbe(chosen, bound=self._bound) if chosen else None
 
     @property
     def probes(self) -> list[Tensor]:
-        """The sequences that engine and trainer are compared on; none before the first rollouts, or without vLLM."""
         return [] if self._probe is None else self._probe.sequences
 
-    def push(self, collector: LLMCollector, scorer: TokenScorer) -> dict[str, float]:
+    def push(self, scorer: TokenScorer) -> dict[str, float]:
         """New weights to the engine, and the proof: "mismatch/probe", the mean |log-prob difference| on the probes.
 
         Raises  WeightSyncError if they do not arrive, or the difference is above ``rollout.probe_bound``
         """
-        if not self.is_vllm:
-            collector.update_policy_weights_(named_weights(self.model) if self.session.sharded else None)
-            return {}
-        collector.update_policy_weights_(weight_groups(self.model))
+        engine = self.policy.engine
+        shares_module = not self.is_vllm and not self.session.sharded
+        version = publish(None if shares_module else self.model, engine)
         if self._probe is None:
             return {}
-        engine = self.policy.engine
         theirs, mine = partial(engine.score, temperature=self._temperature), partial(self._score, scorer)
         try:
-            return {"mismatch/probe": self._probe(theirs, mine, version=engine.version)}
+            return {"mismatch/probe": self._probe(theirs, mine, version=version)}
         except WeightSyncError as error:
             raise WeightSyncError(f"{error} The bound is rollout.probe_bound.") from None
 
     def _score(self, scorer: TokenScorer, sequences: Sequence[Tensor]) -> list[Tensor]:
-        """What the trainer says of each token after those before it; all ranks do it in step."""
+        """The trainer's log-prob of each token after those before it; all ranks do it in step."""
         scores = []
         for ids in sequences:
             ids_1T = ids[None].to(self.session.device)
@@ -128,8 +124,8 @@ class Sampler:
 def _half_the_threads() -> Iterator[None]:
     """Processes started inside compute with half of this one's threads.
 
-    Where both compute at the same time on one CPU, two that take every core cost both a third of their speed. The one
-    that updates keeps all: it is what the other waits for, and alone on the CPU once the rollouts are there.
+    Where both compute at the same time on one CPU, two that take every core cost both a third of their speed. The
+    trainer keeps all: the engine waits for it, and it is alone on the CPU once the rollouts are there.
     """
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // 2))
@@ -139,12 +135,3 @@ def _half_the_threads() -> Iterator[None]:
         del os.environ["OMP_NUM_THREADS"]
         if before is not None:
             os.environ["OMP_NUM_THREADS"] = before
-
-
-def _engine_options(config: GRPOConfig, session: Session) -> dict[str, Any]:
-    options: dict[str, Any] = {}
-    if session.low_precision:
-        options["dtype"] = "bfloat16"
-    if config.rollout.kv_cache_gb is not None:
-        options["kv_cache_memory_bytes"] = int(config.rollout.kv_cache_gb * 2**30)
-    return options

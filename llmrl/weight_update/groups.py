@@ -1,7 +1,6 @@
 """A model's weights, whole, a group at a time: the trainer never holds a second copy of the model.
 
-Where parameters are sharded (FSDP2) each group is gathered when it is asked for, and freed when the next one is. Who
-takes the groups is not known here; `lora` makes groups of merged weights.
+Where parameters are sharded (FSDP2) each group is gathered when it is asked for, and freed when the next one is.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ __all__ = ["LazyWeight", "WeightGroups", "weight_groups", "whole"]
 
 @dataclass(frozen=True)
 class LazyWeight:
-    """What a weight is, and how to have it: ``make`` returns it, as often as it is called."""
+    """A weight that is made on demand: ``make`` returns it, as often as it is called."""
 
     dtype: torch.dtype
     shape: torch.Size

@@ -1,7 +1,6 @@
-"""What an engine is given of a model with adapters (peft): weights with the adapters merged in, or the adapters alone.
+"""Weights of a model with adapters (peft) for an engine: complete with the adapters merged in, or the adapters alone.
 
-Neither touches the model: layers are merged in copies, one at a time. Which of the two an engine takes is the engine's
-part.
+Neither changes the model: layers are merged in copies, one at a time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The proof that an engine has the trainer's weights: both score the same tokens.
 
-How either scores is the caller's part: a scorer is a function. A checksum shows that bytes arrived; only this shows
-that the engine computes with them.
+A checksum shows that bytes arrived; only this shows that the engine computes with them.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer
 from llmrl.envs.llm import DatasetChatEnv
 from llmrl.envs.llm.transforms import RewardFunction
 from llmrl.modules.llm import VLLMEngine, vLLMWrapper
-from llmrl.modules.llm.engines.vllm.adapter import load_vllm
+from llmrl.modules.llm.engines.vllm.compat import load_vllm
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.objectives.llm import MCAdvantage
 from llmrl.testing import tiny_model, tiny_tokenizer

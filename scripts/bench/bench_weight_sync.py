@@ -2,7 +2,7 @@
 
     python scripts/bench/bench_weight_sync.py [--parameters 100_000_000] [--repeats 8] [--hidden 512]
 
-The transport alone is the one by which a vLLM engine in its own process is updated: a shared block, checksums on both
+The transport alone is the one by which a vLLM engine in its own process is updated: a shared buffer, checksums on both
 sides, calls between the processes; in vLLM's place stands a process that copies each tensor into its own parameters.
 Where vLLM is installed a real engine follows, over a model of width ``--hidden``: its loading, which fuses and packs
 what it is given, is then part of the time. Beside the times: how much private memory an update adds to each process, at
@@ -27,9 +27,9 @@ from table import Row, add_json_option, print_table, write_rows
 from timing import best
 from torch import Tensor
 
-from llmrl.modules.llm.engines.vllm.shared_memory_buffer import Placed, SharedBlock
+from llmrl.modules.llm.engines.vllm.shared_memory import SharedBuffer, StoredTensor
 from llmrl.modules.llm.engines.vllm.transfer import SharedMemory
-from llmrl.modules.llm.engines.vllm.weight_spec import WeightSet
+from llmrl.modules.llm.engines.weights import WeightSet
 
 
 def private_bytes(process: int | str = "self") -> int:
@@ -69,20 +69,20 @@ def layers(parameters: int) -> dict[str, Tensor]:
 
 
 def worker(pipe: Connection, shapes: dict[str, torch.Size]) -> None:
-    """What a vLLM worker does with a block, with plain parameters in place of a model."""
+    """The part of a vLLM worker, with plain parameters in place of a model."""
     torch.set_num_threads(1)
     own = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    block: SharedBlock | None = None
+    buffer: SharedBuffer | None = None
     while True:
         method, arguments = pipe.recv()
         answer: Any = None
         if method == "llmrl_open_transfer":
-            block = SharedBlock.open(**arguments["init_info"])
+            buffer = SharedBuffer.open(**arguments["init_info"])
         elif method == "llmrl_receive":
-            entries = [Placed(*entry) for entry in arguments["placed"]]
-            answer = [entry.name for entry in entries if not block.is_intact(entry)]
+            entries = [StoredTensor(*entry) for entry in arguments["stored"]]
+            answer = [entry.name for entry in entries if not buffer.is_intact(entry)]
             for entry in entries:
-                own[entry.name].copy_(block.read(entry))
+                own[entry.name].copy_(buffer.read(entry))
         elif method == "llmrl_finish":
             answer = {}
         elif method == "sum":

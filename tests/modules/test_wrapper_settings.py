@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from llmrl.data.llm.chat import History
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError
 from llmrl.modules.llm import ChatHistory, StopReason, Tokens, TransformersWrapper, vLLMWrapper
-from llmrl.modules.llm.engines.vllm import adapter
+from llmrl.modules.llm.engines.vllm.core import request_options
 from llmrl.modules.llm.policies import LLMWrapperBase
 from llmrl.modules.llm.policies.options import generation_options
 from llmrl.testing import FakeEngine, tiny_tokenizer
@@ -306,7 +306,7 @@ def test_options_of_vllm_are_known_to_its_wrapper_alone(tokenizer, model):
     params = generation_options(handed_on | neutral | {"ignore_eos": True}, vllm=True).params
     assert dict(params.extra) == handed_on
     assert (params.ignore_eos, params.truncates) == (True, True)
-    request = adapter.request(params, stop_token_ids=(9,))
+    request = request_options(params, stop_token_ids=(9,))
     assert {name: request[name] for name in handed_on} == handed_on
     assert request["stop_token_ids"] == []
     with pytest.raises(ConfigError, match="unknown option 'min_tokens'; it is an option of vLLM alone"):

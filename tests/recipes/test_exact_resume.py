@@ -11,8 +11,8 @@ from llmrl.run import cli
 from llmrl.run.checkpoint import CHECKSUMS, _seal
 from llmrl.run.config import dump_config
 from llmrl.run.run_dir import RunDir
-from llmrl.train.checkpointing import named_weights
-from llmrl.train.rollout_engine import Sampler
+from llmrl.train.rollout_engine import RolloutEngine
+from llmrl.weight_update import publish
 
 WAITED = ("async/trainer_idle", "async/engine_idle")  # measures of time
 OPTIM = {"lr": 1e-2, "schedule": "cosine", "warmup": 2, "weight_decay": 0.1}
@@ -70,7 +70,7 @@ def test_grpo_is_resumed_exactly(place, grpo, same, changes):
     same_weights(place, 6)
 
 
-class CopySampler(Sampler):
+class EngineWithCopy(RolloutEngine):
     """Samples with a copy of the trainer's weights, as an engine in its own process does, by Transformers."""
 
     def __init__(self, config, session, model, tokenizer, options):
@@ -79,8 +79,8 @@ class CopySampler(Sampler):
             copy.deepcopy(model), tokenizer=tokenizer, generate_kwargs=options, prefer_tokens="always"
         )
 
-    def push(self, collector, scorer):
-        collector.update_policy_weights_(named_weights(self.model))
+    def push(self, scorer):
+        publish(self.model, self.policy.engine)
         return {}
 
 
@@ -93,7 +93,7 @@ class CopySampler(Sampler):
     ],
 )
 def test_overlapped_grpo_is_resumed_exactly(place, grpo, same, monkeypatch, changes):
-    monkeypatch.setattr("llmrl.recipes.grpo.Sampler", CopySampler)
+    monkeypatch.setattr("llmrl.recipes.grpo.RolloutEngine", EngineWithCopy)
     changes |= {"optim": OPTIM, "rollout": {"engine": "vllm", "max_staleness": 1}}
     settings = place.recipe("run", grpo, steps=5, checkpoint={"every": 2, "keep": 5}, **changes)
     assert place.run("grpo", settings, "--name", "straight").code == 0

@@ -8,7 +8,7 @@ import torch
 from llmrl.errors import ConfigError, ShapeError, WeightSyncError
 from llmrl.modules.llm.engines import TransformersEngine
 from llmrl.testing import tiny_model, tiny_tokenizer
-from llmrl.weight_update import SyncProbe, WeightPublisher
+from llmrl.weight_update import SyncProbe, publish
 
 IDS = [torch.tensor([1, 2, 3]), torch.tensor([4, 5])]
 
@@ -54,7 +54,7 @@ def test_it_tells_an_engine_with_the_trainers_weights_from_one_without():
     probe = SyncProbe(IDS, bound=1e-3)
     with pytest.raises(WeightSyncError, match="does not have these weights"):
         probe(engine.score, trainer.score)
-    version = WeightPublisher([engine]).publish(trainer.model.state_dict())
+    version = publish(trainer.model, engine)
     assert probe(engine.score, trainer.score, version=version) < 1e-6
     with torch.no_grad():  # one tensor that did not arrive
         engine.model.model.layers[0].mlp.down_proj.weight.mul_(0.5)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from llmrl.collectors.llm.batches import cat_rows, take_rows
 from llmrl.collectors.llm.rollout import Stepper, rollout_concurrent, rollout_lockstep, truncate
-from llmrl.collectors.weight_updaters import PublisherUpdater, WeightUpdaterBase
+from llmrl.collectors.weight_updaters import EngineUpdater, WeightUpdaterBase
 from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.chat import ChatEnv
 from llmrl.envs.llm.transforms.dataloading import EndOfData
@@ -25,7 +25,6 @@ from llmrl.envs.transforms.base import Transform
 from llmrl.envs.transforms.step_counter import StepCounter
 from llmrl.envs.transforms.transformed_env import TransformedEnv
 from llmrl.errors import ConfigError, ShapeError
-from llmrl.weight_update import WeightPublisher
 
 __all__ = ["LLMCollector"]
 
@@ -110,13 +109,13 @@ class LLMCollector:
         self._root: TensorDictBase | None = None  # the default form: conversations on their way
         self._turns_B: Tensor | None = None  # their turns so far
         self._exhausted = False
-        self._version = 0
-        if weight_updater is None:
-            engine = getattr(self.policy, "engine", None)
-            weight_updater = PublisherUpdater(WeightPublisher([] if engine is None else [engine]))
-        self.weight_updater = weight_updater
+        self.weight_updater = EngineUpdater() if weight_updater is None else weight_updater
         self.weight_updater.register_collector(self)
-        self._adopt_engine_version()
+        tracker = self.policy_version_tracker
+        counted = tracker.version if tracker is not None and tracker.version_type == "int" else 0
+        # The engine's version as it was last read; without an engine, the number of updates.
+        self._version: int = counted if self._engine is None else self._engine.version
+        self._set_tracker()
         if callable(register := getattr(self.policy, "register_collector", None)):
             register(self)
 
@@ -146,6 +145,8 @@ class LLMCollector:
     def _collect(self) -> TensorDictBase | None:
         if self._exhausted or self._left() == 0:
             return None
+        if self._engine is not None and self._engine.version != self._version:
+            self.increment_version()  # the engine was updated without the weight updater
         return self._finished_conversations() if self.yield_completed_trajectories else self._turns()
 
     # -- whole conversations -------------------------------------------------------------------------------------------
@@ -260,8 +261,11 @@ class LLMCollector:
 
     @property
     def policy_version(self) -> int | str:
-        """The version of the weights that sample now."""
-        return self._version if self.policy_version_tracker is None else self.policy_version_tracker.version
+        """The version of the weights that sample now: the engine's, or the tracker's where that is a uuid."""
+        tracker = self.policy_version_tracker
+        if tracker is not None and tracker.version_type == "uuid":
+            return tracker.version
+        return self._version if self._engine is None else self._engine.version
 
     def update_policy_weights_(self, weights: nn.Module | TensorDictBase | Mapping[str, Tensor] | None = None) -> None:
         """Hands new weights to the policy's engine, all or nothing, and moves the policy version with them.
@@ -273,29 +277,25 @@ class LLMCollector:
         self.weight_updater.push_weights(weights)
 
     def increment_version(self) -> None:
-        """Moves the policy version without weights: called by the weight updater after each update."""
-        engine = getattr(self.policy, "engine", None)
-        self._version = self._version + 1 if engine is None else engine.version
+        """Called after each update: reads the engine's version, or counts where the policy has no engine."""
+        self._version = self._version + 1 if self._engine is None else self._engine.version
         tracker = self.policy_version_tracker
-        if tracker is not None:
-            if tracker.version_type == "int":
-                tracker.set_version(self._version)
-            else:
-                tracker.increment_version()
-            if (
-                self._root is not None and "policy_version" in self._root.keys()
-            ):  # sampled from here on with the new weights
-                tracker._call(self._root)
+        if tracker is None:
+            return
+        if tracker.version_type == "uuid":
+            tracker.increment_version()
+        self._set_tracker()
+        if self._root is not None and "policy_version" in self._root.keys():
+            tracker._call(self._root)  # conversations under way are sampled with the new weights from here on
 
-    def _adopt_engine_version(self) -> None:
-        engine, tracker = getattr(self.policy, "engine", None), self.policy_version_tracker
-        counted = tracker is not None and tracker.version_type == "int"
-        if engine is not None:
-            self._version = engine.version
-            if counted and tracker.version != engine.version:
-                tracker.set_version(engine.version)
-        elif counted:
-            self._version = tracker.version
+    def _set_tracker(self) -> None:
+        tracker = self.policy_version_tracker
+        if tracker is not None and tracker.version_type == "int" and tracker.version != self._version:
+            tracker.set_version(self._version)
+
+    @property
+    def _engine(self) -> Any | None:
+        return getattr(self.policy, "engine", None)
 
     @property
     def first_error(self) -> str | None:
@@ -312,7 +312,7 @@ class LLMCollector:
         """
         return {
             "env": self.env.state_dict(),
-            "version": self._version,
+            "version": self._version if self._engine is None else self._engine.version,
             "counters": dict(self.counters),
             "exhausted": self._exhausted,
         }
@@ -324,14 +324,9 @@ class LLMCollector:
         self._exhausted = state["exhausted"]
         self._root = self._turns_B = None
         self._version = state["version"]
-        engine = getattr(self.policy, "engine", None)
-        if engine is not None:
-            engine.version = self._version
-        if isinstance(self.weight_updater, PublisherUpdater):
-            self.weight_updater.publisher.version = self._version
-        tracker = self.policy_version_tracker
-        if tracker is not None and tracker.version_type == "int" and tracker.version != self._version:
-            tracker.set_version(self._version)  # the env's state has what it was when that was saved
+        if self._engine is not None:
+            self._engine.version = self._version
+        self._set_tracker()  # the env's state has what it was when that was saved
 
     def shutdown(self, close_env: bool = True) -> None:
         """Ends the collection; closes the environment, and with it what its transforms hold."""

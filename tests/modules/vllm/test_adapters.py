@@ -8,7 +8,8 @@ import torch
 from llmrl.errors import UnsupportedError, WeightSyncError
 from llmrl.modules.llm.engines import SamplingParams, TransformersEngine, VLLMEngine
 from llmrl.testing import tiny_model, tiny_tokenizer
-from llmrl.weight_update import SyncProbe, adapter_folder, merged_weights
+from llmrl.weight_update import SyncProbe, adapter_folder, merged_weights, publish
+from tests.support.vllm import assert_rows_close, stepped, trainer_log_probs
 
 pytestmark = pytest.mark.vllm
 peft = pytest.importorskip("peft")
@@ -31,28 +32,18 @@ def adapted(**options):
     )
 
 
-def stepped(model, seed):
-    """The model after something like an optimizer step on its adapter."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    return model.eval()
-
-
 def scorer(model):
     return TransformersEngine(model, eos_token_ids=(), pad_token_id=0).score
 
 
 def test_an_engine_takes_one_adapter_after_the_other(base):
-    model = stepped(adapted(), 0)
+    model = stepped(adapted(), size=0.1).eval()
     engine = VLLMEngine(base, eos_token_ids=(), max_model_len=128, skip_tokenizer_init=True, enable_lora=True)
     try:
         with model.disable_adapter():
             PROBE(engine.score, scorer(model))
         for version in (1, 2, 3):
-            stepped(model, version)
+            stepped(model, version, size=0.1)
             before = {name: value.clone() for name, value in model.state_dict().items()}
             with pytest.raises(WeightSyncError, match="does not have these weights"):
                 PROBE(engine.score, scorer(model))
@@ -61,14 +52,12 @@ def test_an_engine_takes_one_adapter_after_the_other(base):
             assert PROBE(engine.score, scorer(model), version=version) < 1e-5  # the folder is gone
             drawn = engine.generate(PROMPTS, SamplingParams(max_new_tokens=5))
             assert drawn.version == engine.version == version
-            full = [torch.cat(row) for row in zip(PROMPTS, drawn.ids, strict=True)]
-            for prompt, said, right in zip(PROMPTS, drawn.log_probs, scorer(model)(full), strict=True):
-                torch.testing.assert_close(said, right[len(prompt) :], atol=1e-4, rtol=0)
+            assert_rows_close(drawn.log_probs, trainer_log_probs(model, PROMPTS, drawn))
             assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
         refused = pytest.raises(
             WeightSyncError, match=r"adapter 4 could not be loaded: .*the one before goes on serving"
         )
-        with adapter_folder(stepped(adapted(r=64), 9)) as folder, refused:  # vLLM takes a rank of 16
+        with adapter_folder(stepped(adapted(r=64), 9, size=0.1)) as folder, refused:  # vLLM takes a rank of 16
             engine.update_adapter(folder, version=4)
         PROBE(engine.score, scorer(model))
         assert engine.version == 3
@@ -80,13 +69,13 @@ def test_an_engine_takes_one_adapter_after_the_other(base):
 
 
 def test_an_engine_without_adapters_takes_merged_weights_and_the_trainer_keeps_its_own(base):
-    model = stepped(adapted(use_rslora=True), 0)
+    model = stepped(adapted(use_rslora=True), size=0.1).eval()
     engine = VLLMEngine(base, eos_token_ids=(), max_model_len=128, skip_tokenizer_init=True)
     try:
         for version in (1, 2):
-            stepped(model, version)
+            stepped(model, version, size=0.1)
             before = {name: value.clone() for name, value in model.state_dict().items()}
-            engine.update_weights(merged_weights(model, max_bytes=1 << 15), version=version)
+            assert publish(model if version == 1 else merged_weights(model, max_bytes=1 << 15), engine) == version
             assert PROBE(engine.score, scorer(model), version=version) < 1e-5
             after = model.state_dict()
             assert before.keys() == after.keys()

@@ -121,7 +121,7 @@ def test_a_local_worker_generates_takes_weights_and_takes_broadcasts(folder):
         assert call(vLLMWorker.check_weights_changed) == [False]  # they are kept until all are there
         call(vLLMWorker.apply_weights)
         assert call(vLLMWorker.check_weights_changed) == [True]
-        engine.core._empty_prefix_cache(0.0)
+        engine.core.llm.reset_prefix_cache()
         PROBE(engine.score, reference.score)
     finally:
         engine.close()

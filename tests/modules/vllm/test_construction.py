@@ -1,24 +1,22 @@
-"""What is decided before an engine runs: versions, arguments, servers that are none. Needs no vLLM."""
+"""What is decided before an engine runs: versions, arguments, request options. Most of it needs no vLLM."""
 
 from __future__ import annotations
 
 import inspect
 import os
-import socket
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from llmrl.errors import ConfigError, DeadlineError, MissingDependencyError, RolloutError
+from llmrl.errors import ConfigError, MissingDependencyError, RolloutError
 from llmrl.modules.llm import vLLMWrapper
-from llmrl.modules.llm.engines import SamplingParams, StopReason, VLLMEngine
-from llmrl.modules.llm.engines.vllm import adapter
-from llmrl.modules.llm.engines.vllm.process_isolation import environment
+from llmrl.modules.llm.engines import AsyncVLLMEngine, SamplingParams, StopReason, VLLMEngine
+from llmrl.modules.llm.engines.vllm import compat
+from llmrl.modules.llm.engines.vllm.compat import environment
+from llmrl.modules.llm.engines.vllm.core import request_options, stop_reason
 from llmrl.testing import tiny_model, tiny_tokenizer
 
 
@@ -49,7 +47,7 @@ def taking(names):
 
 
 def test_a_version_is_accepted_for_what_it_has():
-    assert adapter.missing_capabilities(some_vllm()) == []
+    assert compat.missing_capabilities(some_vllm()) == []
 
 
 def test_what_a_version_lacks_is_named():
@@ -57,29 +55,31 @@ def test_what_a_version_lacks_is_named():
         def generate(self, prompts, sampling_params): ...
         def reset_prefix_cache(self): ...
 
-    missing = adapter.missing_capabilities(some_vllm(LLM=OldLLM, EngineArgs=lambda logprobs_mode: None))
+    missing = compat.missing_capabilities(some_vllm(LLM=OldLLM, EngineArgs=lambda logprobs_mode: None))
     assert missing[:2] == ["LLM.generate(use_tqdm=)", "LLM.collective_rpc"]
     assert "EngineArgs(worker_extension_cls=)" in missing
     assert "EngineArgs(logprobs_mode=)" not in missing
 
 
-def test_a_version_outside_is_an_error_with_the_table(monkeypatch):
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.9.0"))
-    with pytest.raises(MissingDependencyError, match=r"vllm 0.9.0 lacks: LLM.generate, (?s:.*)0.32 +tried, all of it"):
-        adapter.load_vllm()
-
-
-def test_a_version_whose_inside_is_another_is_an_error_with_the_table(monkeypatch):
+@pytest.mark.parametrize(
+    ("vllm", "message"),
+    [
+        (SimpleNamespace(__version__="0.9.0"), r"vllm 0.9.0 lacks: LLM.generate, (?s:.*)0.32 +tried, all of it"),
+        (some_vllm(__version__="0.31"), r"0\.31 lacks: vllm\.model_executor\.(?s:.*)0\.32 +tried, all of"),
+    ],
+    ids=["outside", "inside"],
+)
+def test_another_version_is_an_error_with_the_table(monkeypatch, vllm, message):
     for name in [name for name in sys.modules if name.startswith("vllm.")]:
         monkeypatch.delitem(sys.modules, name)  # parts of the real one, if a test before imported them
-    monkeypatch.setitem(sys.modules, "vllm", some_vllm(__version__="0.31"))
-    with pytest.raises(MissingDependencyError, match=r"0\.31 lacks: vllm\.model_executor\.(?s:.*)0\.32 +tried, all of"):
-        adapter.load_vllm()
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    with pytest.raises(MissingDependencyError, match=message):
+        compat.load_vllm()
 
 
 @pytest.mark.vllm
 def test_the_installed_version_has_all_that_is_looked_for():
-    assert adapter.missing_capabilities(adapter.load_vllm(own_process=True), own_process=True) == []
+    assert compat.missing_capabilities(compat.load_vllm(own_process=True), own_process=True) == []
 
 
 @pytest.mark.vllm
@@ -123,7 +123,7 @@ def test_an_engine_that_works_says_nothing(tmp_path):
 def test_a_missing_vllm_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(ImportError):
-        adapter.load_vllm()
+        compat.load_vllm()
 
 
 def test_the_environment_is_put_back_and_what_the_user_set_stays(monkeypatch):
@@ -137,32 +137,24 @@ def test_the_environment_is_put_back_and_what_the_user_set_stays(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("finish", "cause", "reason"),
+    ("finish", "cause", "ids", "reason"),
     [
-        ("stop", 7, StopReason.EOS),
-        ("stop", None, StopReason.EOS),
-        ("stop", "END", StopReason.STOP_STRING),
-        ("length", None, StopReason.LENGTH),
-        ("abort", None, StopReason.ABORT),
+        ("stop", 7, [5, 6], StopReason.EOS),
+        ("stop", None, [5, 6], StopReason.EOS),
+        ("stop", "END", [5, 6], StopReason.STOP_STRING),
+        ("stop", "im_end", [5, 7], StopReason.EOS),  # a stop id whose text holds a stop string
+        ("length", None, [5, 7], StopReason.LENGTH),
+        ("abort", None, [5, 6], StopReason.ABORT),
     ],
 )
-def test_finish_reasons(finish, cause, reason):
-    assert adapter.stop_reason(finish, cause, [5, 6], [7]) is reason
-
-
-def test_a_stop_id_whose_text_holds_a_stop_string_is_a_natural_end():
-    assert adapter.stop_reason("stop", "im_end", [5, 7], [7]) is StopReason.EOS
-    assert adapter.stop_reason("length", None, [5, 7], [7]) is StopReason.LENGTH
-
-
-@pytest.mark.parametrize("finish", ["error", "repetition", None])
-def test_another_end_is_no_response(finish):
+def test_finish_reasons(finish, cause, ids, reason):
+    assert stop_reason(finish, cause, ids, [7]) is reason
     with pytest.raises(RolloutError, match="must end by stop, length or abort"):
-        adapter.stop_reason(finish, None, [5], [7])
+        stop_reason("error", cause, ids, [7])
 
 
 def test_greedy_requests_are_not_truncated_and_repeated_stop_ids_are_sent_once():
-    options = adapter.request(SamplingParams(temperature=0.0, top_k=5, stop_token_ids=(3, 2)), stop_token_ids=(2, 9))
+    options = request_options(SamplingParams(temperature=0.0, top_k=5, stop_token_ids=(3, 2)), stop_token_ids=(2, 9))
     assert (options["temperature"], options["top_k"], options["stop_token_ids"]) == (0.0, 0, [2, 9, 3])
 
 
@@ -181,57 +173,15 @@ def test_wrong_settings_are_refused_before_an_engine_is_built():
         vLLMWrapper("no/such/model", tokenizer=tiny_tokenizer(), min_batch_size=3, max_batch_size=2)
 
 
-# --- servers that are none --------------------------------------------------------------------------------------------
-
-
-def test_a_server_that_is_not_there_is_named():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    with pytest.raises(RolloutError, match=f"{url}/v1/models must be reachable"):
-        VLLMEngine(url)
-
-
-def test_a_server_that_does_not_answer_ends_in_the_deadline():
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
-        with pytest.raises(DeadlineError, match=r"must answer within 0\.2 s"):
-            VLLMEngine(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.2)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("llmrl-vllm-server")]
-
-
-def test_a_server_of_something_else_is_refused():
-    class Other(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200)
-            self.send_header("Content-Length", "2")
-            self.end_headers()
-            self.wfile.write(b"{}")
-
-        def log_message(self, *arguments):
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Other) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            with pytest.raises(ConfigError, match="must be a server started by vllm serve: its answers lack 'data'"):
-                VLLMEngine(f"http://127.0.0.1:{server.server_port}")
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-def test_a_url_must_be_one():
-    with pytest.raises(ConfigError, match="http://host:port"):
-        VLLMEngine("http://")
-
-
-def test_a_closed_engine_says_so():
-    engine = VLLMEngine.__new__(VLLMEngine)
-    engine.core, engine._half_loaded = SimpleNamespace(close=lambda: None), False
-    engine.close()
-    engine.close()
-    with pytest.raises(RolloutError, match=r"close\(\) was called"):
-        engine.generate([torch.tensor([1])], SamplingParams())
+def test_settings_that_cannot_be_run_are_refused():
+    for settings, message in (
+        ({"timeout_s": 0}, "timeout_s must be positive: got 0"),
+        ({"connect_s": 0}, "connect_s must be positive: got 0"),
+        ({"weight_backend": "ncl"}, "Did you mean 'nccl'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            VLLMEngine("http://localhost:1", **settings)
+    with pytest.raises(ConfigError, match="in_flight must be 'finish' or 'abort': got 'drop'"):
+        AsyncVLLMEngine("model", in_flight="drop")
+    with pytest.raises(ConfigError, match="own_process can only be set where the engine is built"):
+        AsyncVLLMEngine("http://localhost:1")

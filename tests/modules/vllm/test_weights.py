@@ -1,29 +1,38 @@
-"""Weights into a vLLM engine of this process: that it runs what was sent, whole, or what it ran before."""
+"""Weights into a vLLM engine, given as tensors in this process or through a shared buffer into its workers: it computes
+with what was sent, whole, or with what it had before; what is damaged or missing is named.
+
+The workers here are those of an engine in this process, which answer the same calls as those of another one.
+"""
 
 from __future__ import annotations
 
 import copy
+import os
+import time
 
 import pytest
 import torch
 
-from llmrl.errors import RolloutError, WeightSyncError
+from llmrl.errors import ConfigError, RolloutError, UnsupportedError, WeightSyncError
 from llmrl.modules.llm.engines import SamplingParams, TransformersEngine, VLLMEngine
+from llmrl.modules.llm.engines.vllm import worker
+from llmrl.modules.llm.engines.vllm.core import NothingLoadedError
+from llmrl.modules.llm.engines.vllm.shared_memory import SharedBuffer
+from llmrl.modules.llm.engines.vllm.transfer import NCCL, CudaIPC, SharedMemory, TransferCache
+from llmrl.modules.llm.engines.weights import WeightSet
 from llmrl.testing import tiny_model, tiny_tokenizer
-from llmrl.weight_update import WeightPublisher
+from llmrl.weight_update import SyncProbe, publish, weight_groups
+from tests.support.vllm import assert_rows_close, left_in_memory, trainer_log_probs
+from tests.support.vllm import stepped as stepped_by
 
 pytestmark = pytest.mark.vllm
 PROMPTS = [torch.tensor(ids) for ids in ([1, 2, 3], [70, 8, 9, 10, 400, 12], [5] * 20)]
 SAMPLING = SamplingParams(max_new_tokens=8)
+PROBE = SyncProbe(PROMPTS, bound=1e-4)
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tiny_tokenizer()
-
-
-def make_model(tokenizer, architecture, tied):
-    model = tiny_model(tokenizer, architecture=architecture, heads=2)
+def make_model(architecture, tied):
+    model = tiny_model(tiny_tokenizer(), architecture=architecture, heads=2)
     config = copy.deepcopy(model.config)
     config.tie_word_embeddings = tied
     with torch.random.fork_rng(devices=[]):
@@ -31,118 +40,124 @@ def make_model(tokenizer, architecture, tied):
         return type(model)(config).eval()
 
 
-@pytest.fixture(scope="module", params=[("qwen2", True), ("qwen2", False), ("llama", True)], ids=str)
-def pair(tokenizer, request):
-    """A trainer's model, and an engine that began with its weights."""
-    model = make_model(tokenizer, *request.param)
+@pytest.fixture(scope="module", params=[("qwen2", False), ("gemma", True), ("llama", True)], ids=str)
+def pair(request):
+    """A trainer's model, and an engine in this process that began with its weights."""
+    model = make_model(*request.param)
     engine = VLLMEngine(model, eos_token_ids=(), seed=0, max_model_len=128)
     yield model, engine
     engine.close()
 
 
-def stepped(model, seed):
-    """The model after something like an optimizer step on every weight."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
-    return model
+@pytest.fixture
+def model(pair):
+    return stepped(pair[0])
 
 
-def largest_difference(model, engine, temperature=1.0):
-    """Between what the engine says of what it draws and a full forward of the trainer's model; and of its scoring."""
-    params = SamplingParams(max_new_tokens=8, temperature=temperature)
-    drawn = engine.generate(PROMPTS, params)
+@pytest.fixture
+def engine(pair):
+    return pair[1]
+
+
+def stepped(model):
+    return stepped_by(model, time.monotonic_ns())
+
+
+def scorer(model):
+    return TransformersEngine(model, eos_token_ids=(), pad_token_id=0).score
+
+
+def agree(model, engine, temperature=1.0):
+    """Whether the engine says of what it draws, and of any ids, what a full forward of the trainer's model says."""
+    drawn = engine.generate(PROMPTS, SamplingParams(max_new_tokens=8, temperature=temperature))
+    assert_rows_close(drawn.log_probs, trainer_log_probs(model, PROMPTS, drawn, temperature))
     full = [torch.cat(row) for row in zip(PROMPTS, drawn.ids, strict=True)]
-    expected = TransformersEngine(model, eos_token_ids=(), pad_token_id=0).score(full, temperature=temperature)
-    scored = engine.score(full, temperature=temperature)
-    rows = zip(PROMPTS, drawn.log_probs, scored, expected, strict=True)
-    return max(
-        max((said - right[len(prompt) :]).abs().max().item(), (score - right).abs().max().item())
-        for prompt, said, score, right in rows
-    )
+    assert_rows_close(engine.score(full, temperature=temperature), scorer(model)(full, temperature=temperature))
+    return True
 
 
-def test_log_probs_equal_the_trainers_before_and_after_twenty_updates(pair):
-    model, engine = pair
-    assert largest_difference(model, engine) < 1e-4
+def send(engine, weights, buffer_bytes=1 << 26, transfer=None):
+    """Through shared memory, which an engine in this process does not use by itself."""
+    transfer = SharedMemory(buffer_bytes).connect(engine.core.call_workers) if transfer is None else transfer
+    transfer.send(engine._weight_spec().weight_set(weights), time.monotonic() + 60)
+    engine.core.llm.reset_prefix_cache()
+    return transfer
+
+
+# --- given as tensors -------------------------------------------------------------------------------------------------
+
+
+def test_log_probs_equal_the_trainers_before_and_after_many_updates(model, engine):
+    publish(model, engine)
+    assert agree(model, engine)
     old = copy.deepcopy(model)
-    for version in range(engine.version + 1, engine.version + 21):
-        engine.update_weights(stepped(model, version).state_dict(), version=version)
+    for _ in range(8):
+        version = publish(stepped(model).state_dict(), engine)
         assert engine.generate(PROMPTS, SAMPLING).version == version
-        assert largest_difference(model, engine) < 1e-4
+        assert agree(model, engine)
     for temperature in (0.5, 1.3):
-        assert largest_difference(model, engine, temperature) < 1e-4
-    assert largest_difference(old, engine) > 0.1  # the bound means something: other weights are far from it
+        assert agree(model, engine, temperature)
+    with pytest.raises(WeightSyncError, match="does not have these weights"):  # the bound means something
+        PROBE(engine.score, scorer(old))
 
 
-def test_the_head_of_a_tied_model_follows_its_embedding(pair):
+def test_the_head_of_a_tied_model_follows_its_embedding(model, engine):
     """vLLM keeps a packed copy of the head on a CPU. Only the embedding is changed: all of the difference is there."""
-    model, engine = pair
+    publish(model, engine)
     before = engine.score(PROMPTS)
     with torch.no_grad():
         model.get_input_embeddings().weight.mul_(1.5)
-    engine.update_weights(model.state_dict(), version=engine.version + 1)
-    after = engine.score(PROMPTS)
-    assert max((a - b).abs().max() for a, b in zip(after, before, strict=True)) > 0.01
-    assert largest_difference(model, engine) < 1e-4
+    publish(model.state_dict(), engine)
+    assert max((a - b).abs().max() for a, b in zip(engine.score(PROMPTS), before, strict=True)) > 0.01
+    assert agree(model, engine)
 
 
-def test_a_prompt_seen_before_is_not_answered_from_the_old_weights(pair):
-    model, engine = pair
-    long = torch.arange(1, 100)  # several blocks of the prefix cache
+def test_a_prompt_seen_before_is_not_answered_from_the_old_weights(model, engine):
+    long = [torch.arange(1, 100)]  # several blocks of the prefix cache
     params = SamplingParams(max_new_tokens=1, temperature=0.0)
-    engine.generate([long], params)
-    engine.update_weights(stepped(model, 99).state_dict(), version=engine.version + 1)
-    reference = TransformersEngine(model, eos_token_ids=(), pad_token_id=0).generate([long], params)
-    again = engine.generate([long], params)
+    engine.generate(long, params)
+    publish(model.state_dict(), engine)
+    reference = TransformersEngine(model, eos_token_ids=(), pad_token_id=0).generate(long, params)
+    again = engine.generate(long, params)
     assert again.ids[0].tolist() == reference.ids[0].tolist()
-    torch.testing.assert_close(again.log_probs[0], reference.log_probs[0], atol=1e-4, rtol=0)
+    assert_rows_close(again.log_probs, reference.log_probs)
 
 
-def test_one_name_of_tied_weights_is_enough(pair):
-    model, engine = pair
-    weights = stepped(model, 7).state_dict()
+def test_one_name_of_tied_weights_is_enough(model, engine):
+    weights = model.state_dict()
     if model.config.tie_word_embeddings:
         for alone in ("lm_head.weight", "model.embed_tokens.weight"):
             sent = {k: v for k, v in weights.items() if k == alone or "norm" in k or "layers" in k}
-            engine.update_weights(sent, version=engine.version + 1)
-            assert largest_difference(model, engine) < 1e-4
+            publish(sent, engine)
+            assert agree(model, engine)
     else:
         with pytest.raises(WeightSyncError, match=r"missing lm_head.weight"):
-            engine.update_weights({k: v for k, v in weights.items() if k != "lm_head.weight"}, version=10**6)
-        engine.update_weights(weights, version=engine.version + 1)
+            publish({k: v for k, v in weights.items() if k != "lm_head.weight"}, engine)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda w: w | {"model.nrom.weight": w["model.norm.weight"]}, "Did you mean 'model.norm.weight'"),
-        (lambda w: {k: v for k, v in w.items() if "q_proj.weight" not in k}, "missing model.layers.0.self_attn.q_proj"),
-        (lambda w: w | {"model.norm.weight": torch.ones(3)}, r"keep its shape: got \(3,\), expected \(64,\)"),
-        (lambda w: w | {"model.norm.weight": torch.ones(64).long()}, "must hold torch.float32 .* got torch.int64"),
+        (lambda w: w | {"model.norm.weight": torch.ones(64).long()}, r"must hold torch.float32 .* got torch.int64"),
         (lambda w: w | {"model.norm.weight": torch.ones(64, device="meta")}, "got torch.float32 on meta"),
         (lambda w: None, "weights must be given"),
     ],
-    ids=["unknown", "missing", "shape", "kind", "empty", "none"],
+    ids=["unknown", "kind", "empty", "none"],
 )
-def test_what_is_not_whole_is_refused_and_the_old_version_serves(pair, change, message):
-    model, engine = pair
-    engine.update_weights(model.state_dict(), version=engine.version + 1)
-    version, before = engine.version, engine.generate(PROMPTS, SAMPLING, seeds=[1, 2, 3])
+def test_a_set_that_is_not_whole_is_refused_and_the_old_version_serves(model, engine, change, message):
+    version = publish(model.state_dict(), engine)
     with pytest.raises(WeightSyncError, match=message):
-        engine.update_weights(change(stepped(copy.deepcopy(model), 3).state_dict()), version=version + 1)
-    after = engine.generate(PROMPTS, SAMPLING, seeds=[1, 2, 3])
-    assert (engine.version, after.version) == (version, version)
-    assert [row.tolist() for row in after.log_probs] == [row.tolist() for row in before.log_probs]
+        publish(change(stepped(copy.deepcopy(model)).state_dict()), engine)
+    assert engine.generate(PROMPTS, SAMPLING).version == engine.version == version
+    assert agree(model, engine)
 
 
-def test_an_update_that_broke_off_serves_nothing_until_a_whole_one_came(pair, monkeypatch):
-    model, engine = pair
-    engine.update_weights(model.state_dict(), version=engine.version + 1)
-    version, worker = engine.version, engine.core.llm.llm_engine.model_executor.driver_worker.worker
-    load = type(worker.model_runner.get_model()).load_weights
-    sent = stepped(copy.deepcopy(model), 11)
+def test_an_update_that_failed_in_the_middle_serves_nothing_until_a_whole_one_came(model, engine, monkeypatch):
+    version = publish(model.state_dict(), engine)
+    kind = type(engine.core.llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model())
+    load = kind.load_weights
+    new = stepped(copy.deepcopy(model))
 
     def half(self, weights):
         sent = list(weights)
@@ -151,30 +166,246 @@ def test_an_update_that_broke_off_serves_nothing_until_a_whole_one_came(pair, mo
             raise RuntimeError("no memory left")
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(worker.model_runner.get_model()), "load_weights", half)
+        patch.setattr(kind, "load_weights", half)
         with pytest.raises(WeightSyncError, match=r"version .* could not be loaded: RuntimeError: no memory left"):
-            engine.update_weights(sent.state_dict(), version=version + 1)
+            publish(new.state_dict(), engine)
     for call in (lambda: engine.generate(PROMPTS, SAMPLING), lambda: engine.score(PROMPTS)):
-        with pytest.raises(RolloutError, match="update broke off in the middle"):
+        with pytest.raises(RolloutError, match="update failed in the middle"):
             call()
     assert engine.version == version
-    engine.update_weights(sent.state_dict(), version=version + 2)
-    assert largest_difference(sent, engine) < 1e-4
+    publish(new.state_dict(), engine)
+    assert agree(new, engine)
 
 
-def test_a_publisher_moves_the_version_of_the_engine(pair):
-    model, engine = pair
-    publisher = WeightPublisher([engine])
-    assert publisher.publish(stepped(model, 5).state_dict()) == engine.version
-    assert largest_difference(model, engine) < 1e-4
-    with pytest.raises(WeightSyncError, match="names must be those of the model"):
-        publisher.publish({"weight": torch.zeros(2)})
-
-
-def test_weights_of_another_precision_are_cast_to_the_engines(pair):
-    model, engine = pair
+def test_weights_of_another_precision_are_cast_to_the_engines(model, engine):
     half = {name: value.bfloat16() for name, value in model.state_dict().items()}
-    engine.update_weights(half, version=engine.version + 1)
+    publish(half, engine)
     rounded = copy.deepcopy(model)
     rounded.load_state_dict({name: value.float() for name, value in half.items()})
-    assert largest_difference(rounded, engine) < 1e-4
+    assert agree(rounded, engine)
+
+
+def test_a_failure_between_groups_leaves_what_serves_and_the_other_groups_are_made(model, engine):
+    """Ranks that gather with this one must not wait for ever."""
+    version, made = publish(model, engine), []
+    groups = weight_groups(model, max_bytes=1)
+
+    class Groups:
+        def __init__(self):
+            self.metadata = {**groups.metadata, "unknown": (torch.float32, torch.Size([1]))}
+
+        def __iter__(self):
+            for group in groups:
+                made.extend(group)
+                yield group
+
+    with pytest.raises(WeightSyncError, match="unknown names unknown"):
+        publish(Groups(), engine)
+    assert made == list(groups.metadata)
+    assert engine.version == version
+    assert agree(model, engine)
+
+
+# --- through shared memory --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("buffer_bytes", [128, 40_000, 200_000, 1 << 26])
+def test_the_engine_scores_as_the_trainer_whatever_fits_into_the_buffer(model, engine, buffer_bytes):
+    """From one tensor at a time to all of them at once. Before the update they differ."""
+    with pytest.raises(WeightSyncError, match="does not have these weights"):
+        PROBE(engine.score, scorer(model))
+    transfer = send(engine, model.state_dict(), buffer_bytes)
+    assert PROBE(engine.score, scorer(model)) < 1e-5
+    buffer = transfer._buffer
+    for _ in range(3):  # the same buffer serves
+        send(engine, stepped(model).state_dict(), transfer=transfer)
+        PROBE(engine.score, scorer(model))
+    assert transfer._buffer is buffer
+    assert not os.path.exists(buffer.path)
+
+
+@pytest.mark.parametrize("max_bytes", [1, 50_000])
+def test_groups_arrive_like_all_of_it(model, engine, max_bytes):
+    send(engine, weight_groups(model, max_bytes=max_bytes), 40_000)
+    PROBE(engine.score, scorer(model))
+
+
+@pytest.mark.parametrize(("patched", "buffer_bytes"), [("copy_pending", 128), ("repack_tied", 1 << 26)])
+def test_without_a_patch_of_vllm_the_probe_fails(model, engine, monkeypatch, patched, buffer_bytes):
+    """The query projection waits in vLLM for key and value, which come into the same memory later; a tied head keeps
+    its old packed copy.
+    """
+    if patched == "repack_tied" and not model.config.tie_word_embeddings:
+        patched, buffer_bytes = "copy_pending", 40_000
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, patched, lambda *arguments: None)
+        send(engine, model.state_dict(), buffer_bytes)
+        with pytest.raises(WeightSyncError, match="the engine must score as the trainer does"):
+            PROBE(engine.score, scorer(model))
+    send(engine, model.state_dict(), buffer_bytes)
+    PROBE(engine.score, scorer(model))
+
+
+def test_a_flipped_bit_is_named_and_nothing_of_the_half_is_loaded(model, engine, monkeypatch):
+    send(engine, model.state_dict())
+    old, victim, write = copy.deepcopy(model), "model.layers.1.mlp.down_proj.weight", SharedBuffer.write
+
+    def damaging(self, name, tensor, *, offset):
+        stored = write(self, name, tensor, offset=offset)
+        if name == victim:
+            self.bytes[offset + tensor.nbytes // 2] ^= 4
+        return stored
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SharedBuffer, "write", damaging)
+        with pytest.raises(NothingLoadedError, match=rf"{victim} must arrive as it was sent: worker 0 .*Nothing was"):
+            send(engine, stepped(model).state_dict())
+        assert PROBE(engine.score, scorer(old)) < 1e-5  # the old weights, all of them
+        with pytest.raises(WeightSyncError, match=victim) as caught:
+            send(engine, model.state_dict(), 40_000)  # others went before
+        assert not isinstance(caught.value, NothingLoadedError)
+    send(engine, model.state_dict())
+    PROBE(engine.score, scorer(model))
+
+
+@pytest.mark.parametrize(
+    ("loads", "finding"), [(lambda t: [], "was not loaded"), (lambda t: [2 * t], "is not what was sent")]
+)
+def test_a_weight_that_vllm_passes_over_or_changes_is_named(model, engine, monkeypatch, loads, finding):
+    kind = type(engine.core.llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model())
+    load, name = kind.load_weights, "model.norm.weight"
+
+    def wrong(self, weights):
+        return load(self, ((n, value) for n, t in weights for value in (loads(t) if n == name else [t])))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "load_weights", wrong)
+        with pytest.raises(WeightSyncError, match=rf"in worker 0 {name} {finding} \(1 in all\)"):
+            send(engine, model.state_dict())
+    send(engine, model.state_dict())
+    PROBE(engine.score, scorer(model))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda name, tensor: {} if name == "model.norm.weight" else {name: tensor}, "announced and did not come"),
+        (lambda name, tensor: {name: tensor.half()}, r"must be what was announced: got torch.float16"),
+    ],
+    ids=["missing", "dtype"],
+)
+def test_groups_that_are_not_what_they_announced_are_named(model, engine, change, message):
+    groups = weight_groups(model, max_bytes=1)
+
+    class Groups:
+        metadata = groups.metadata
+
+        def __iter__(self):
+            for group in groups:
+                yield {n: t for name, tensor in group.items() for n, t in change(name, tensor).items()}
+
+    with pytest.raises(WeightSyncError, match=message):
+        send(engine, Groups())
+    send(engine, model.state_dict())
+    PROBE(engine.score, scorer(model))
+
+
+def test_a_buffer_that_workers_cannot_open_changes_nothing_and_leaves_no_file(model, engine):
+    def call(method, end, **arguments):
+        raise FileNotFoundError(2, "No such file or directory", arguments["init_info"]["path"])
+
+    with pytest.raises(NothingLoadedError, match=r"No such file or directory: '/dev/shm/llmrl-weights-.*Nothing was"):
+        send(engine, model.state_dict(), transfer=SharedMemory().connect(call))
+    assert left_in_memory() == []
+
+
+def test_too_little_shared_memory_is_used_as_it_is_and_none_is_an_error(model, engine, monkeypatch):
+    create = SharedBuffer.create
+    largest = max(tensor.nbytes for tensor in model.state_dict().values())
+    room = 2 * largest
+
+    def scarce(size):
+        if size > room:
+            raise OSError(28, "No space left on device")
+        return create(size)
+
+    monkeypatch.setattr(SharedBuffer, "create", scarce)
+    transfer = send(engine, model.state_dict())
+    assert largest <= transfer._buffer.size <= room
+    PROBE(engine.score, scorer(model))
+    room = largest - 1
+    with pytest.raises(NothingLoadedError, match=r"embed_tokens.weight needs .* No space left on device.*--shm-size"):
+        send(engine, model.state_dict())
+    PROBE(engine.score, scorer(model))
+
+
+# --- transfers and their settings -------------------------------------------------------------------------------------
+
+
+def test_a_transfer_is_kept_until_it_fails_or_other_settings_are_asked_for():
+    opened, closed = [], []
+
+    class Settings:
+        def __init__(self, name):
+            self.name = name
+
+        def connect(self, call):
+            opened.append(self.name)
+            return self
+
+        def send(self, weights, end):
+            if weights is None:
+                raise WeightSyncError("failed")
+
+        def close(self):
+            closed.append(self.name)
+
+    first, second = Settings("first"), Settings("second")
+    transfers = TransferCache(None)
+    for settings in (first, first, second):
+        transfers.send(WeightSet({}, []), 0.0, settings)
+    assert (opened, closed) == (["first", "second"], ["first"])
+    with pytest.raises(WeightSyncError, match="failed"):
+        transfers.send(None, 0.0, second)
+    assert closed == ["first", "second"]
+    transfers.close()
+    assert closed == ["first", "second"]
+
+
+def test_a_backend_that_does_not_reach_the_engine_is_refused_before_anything_is_sent(model, engine):
+    version = engine.version
+    for backend, message in (("shared_memory", "does not reach an engine in this process"), ("ncl", "mean 'nccl'")):
+        with pytest.raises(ConfigError, match=message):
+            engine.update_weights(model.state_dict(), version=version + 1, backend=backend)
+    if not torch.cuda.is_available():
+        for settings in (NCCL(), CudaIPC()):
+            transfer = settings.connect(engine.core.call_workers)
+            with pytest.raises(UnsupportedError, match="moves weights between GPUs, and there is none here"):
+                transfer.send(WeightSet({}, []), 0.0)
+            transfer.close()
+    with pytest.raises(ConfigError, match="num_workers must be at least 1: got 0"):
+        NCCL(num_workers=0)
+
+
+def test_vllms_own_transfers_are_given_what_they_ask_for():
+    """As far as that shows without a GPU: their settings, and the calls of vLLM's client in their order."""
+    calls = []
+    transfer = NCCL(num_workers=3, master_address="10.0.0.1", master_port=29501).connect(
+        lambda method, end, **arguments: calls.append((method, arguments)) or []
+    )
+    info = transfer._make_info()
+    found = (info.backend, info.rank, info.master_address, info.master_port, info.world_size, info.packed)
+    assert found == ("nccl", 0, "10.0.0.1", 29501, 4, True)
+    assert NCCL().connect(None)._make_info().master_port > 0
+    info = CudaIPC(buffer_bytes=1 << 20).connect(None)._make_info()
+    assert (info.backend, info.packed, info.packed_buffer_size_bytes) == ("ipc", True, 1 << 20)
+    transfer.init_weight_transfer_engine({"world_size": 4})
+    transfer.start_weight_update()
+    transfer.update_weights({"names": []})
+    transfer.finish_weight_update("5")
+    assert calls == [
+        ("llmrl_open_transfer", {"backend": "nccl", "init_info": {"world_size": 4}}),
+        ("llmrl_start", {}),
+        ("update_weights", {"update_info": {"names": []}}),
+        ("finish_weight_update", {}),
+    ]

@@ -1,38 +1,32 @@
-"""``vLLMUpdater``: what a collector over a vLLM engine calls when the trainer has new weights.
-
-The engine does the work (`VLLMEngine.update_weights`). This says which engine, what a complete set of weights is, and
-what is sent of a module: groups, so that a sharded one is gathered piece by piece, or the merged weights of adapters.
-"""
+"""The documented names over `llmrl.weight_update.publish` for vLLM: a collector's updater, and the scheme."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any, Literal
 
 import torch
-from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from llmrl.collectors.weight_updaters import VersionedCollector, WeightUpdaterBase
+from llmrl.collectors.weight_updaters import EngineUpdater, VersionedCollector, Weights, named_tensors
 from llmrl.errors import ConfigError, WeightSyncError
-from llmrl.modules.llm.engines.vllm.nccl_transfer import NCCL
-from llmrl.weight_update import WeightGroups, WeightPublisher, merged_weights, weight_groups
+from llmrl.modules.llm.engines.vllm.transfer import NCCL
+from llmrl.weight_update import WeightGroups, publish
+from llmrl.weight_update.publish import as_weights, check_engine
 
-__all__ = ["EngineInterfaceError", "as_weights", "check_engine", "vLLMUpdater"]
+__all__ = ["VLLMWeightReceiver", "VLLMWeightSender", "VLLMWeightSyncScheme", "vLLMUpdater"]
 
 Metadata = Mapping[str, tuple[torch.dtype, torch.Size]]
 
 
-class EngineInterfaceError(ConfigError, TypeError):
-    """What was given as an engine is none."""
+class vLLMUpdater(EngineUpdater):
+    """Pushes weights to the vLLM engine of a collector's policy, or to the one given. A module is sent in groups, so
+    that a sharded one is gathered piece by piece; adapters are merged in copies.
 
-
-class vLLMUpdater(WeightUpdaterBase):
-    """Pushes weights to the vLLM engine of a collector's policy, or to the one given.
-
-    master_address, master_port  where the trainer's GPU is found, for a broadcast by NCCL; without an address weights
-                                 go as the engine is set to take them, through shared memory by default
-    model_metadata               {name: (dtype, shape)}: what is pushed must be among it
+    master_address, master_port  of the trainer's GPU, for a broadcast by NCCL; without an address weights go as the
+                                 engine is set to take them, through shared memory by default
+    model_metadata               {name: (dtype, shape)} that a push must contain
     vllm_tp_size                 workers of the engine, for the broadcast
     engine                       anything with ``update_weights(weights, *, version)``; None: the collector's
 
@@ -58,17 +52,11 @@ class vLLMUpdater(WeightUpdaterBase):
         super().__init__()
         if vllm_tp_size is not None and vllm_tp_size < 1:
             raise ConfigError(f"vLLMUpdater: vllm_tp_size must be at least 1: got {vllm_tp_size}.")
-        self._broadcast = None
-        if master_address is not None:
-            self._broadcast = NCCL(vllm_tp_size or 1, master_address, master_port)
-        elif master_port is not None:
-            raise ConfigError("vLLMUpdater: master_port says nothing without master_address: got it alone.")
-        self._metadata: Metadata | None = None
-        self._engine: Any = None
+        self._broadcast = _broadcast("vLLMUpdater", vllm_tp_size or 1, master_address, master_port)
         self.init(model_metadata, engine=engine)
 
     def init(self, model_metadata: Metadata | None = None, *, engine: Any = None) -> None:
-        """Says what a set of weights is, and to which engine it goes. None: as it was."""
+        """Sets what a push must contain, and the engine that it goes to. None: as it was."""
         if model_metadata is not None:
             self._metadata = dict(model_metadata)
         if engine is not None:
@@ -77,7 +65,7 @@ class vLLMUpdater(WeightUpdaterBase):
                 engine.weight_backend = self._broadcast
 
     def maybe_init_group(self) -> None:
-        """Nothing to be done: connections are opened by the first push."""
+        """Does nothing: connections are opened by the first push."""
 
     @staticmethod
     def get_model_metadata(model: nn.Module) -> Metadata:
@@ -85,57 +73,146 @@ class vLLMUpdater(WeightUpdaterBase):
         return as_weights(model).metadata
 
     def register_collector(self, collector: VersionedCollector) -> None:
-        super().register_collector(collector)
+        self.collector = collector
         if self._engine is None and (policy := getattr(collector, "policy", None)) is not None:
             self.init(engine=getattr(policy, "engine", policy))
 
-    def push_weights(
-        self,
-        policy_or_weights: nn.Module | TensorDictBase | Mapping[str, Tensor] | WeightGroups | None = None,
-        worker_ids: Any | Sequence[Any] | None = None,
-    ) -> None:
-        """Sends weights, whole or not at all, then moves the collector's policy version.
-
-        Reads   a module (sharded, or with adapters that are merged in copies), a TensorDict, named tensors, or groups
-        Raises  WeightSyncError where there is no engine yet, or they are not those of the metadata
-        """
-        super().push_weights(as_weights(policy_or_weights), worker_ids)
+    def _as_weights(self, given: Weights) -> Any:
+        return as_weights(given) if isinstance(given, nn.Module) else named_tensors(given)
 
     def _sync_weights_with_worker(self, *, worker_id: Any, server_weights: Any) -> None:
-        del worker_id  # there is one engine
         if self._engine is None:
             raise WeightSyncError(
                 "vLLMUpdater: there must be an engine to push to: register a collector, or init(engine=...)."
             )
-        if server_weights is not None and self._metadata is not None:
-            self._check(server_weights)
-        WeightPublisher([self._engine]).publish(server_weights)
-
-    def _check(self, weights: Mapping[str, Tensor] | WeightGroups) -> None:
-        found = weights.metadata if isinstance(weights, WeightGroups) else _metadata(weights)
-        for name, what in found.items():
-            if self._metadata.get(name, what) != what:
-                raise WeightSyncError(f"vLLMUpdater: {name} must be {self._metadata[name]}: got {what}.")
-        if missing := [name for name in self._metadata if name not in found]:
-            raise WeightSyncError(f"vLLMUpdater: {missing[0]} must be pushed too: got {len(found)} others.")
+        super()._sync_weights_with_worker(worker_id=worker_id, server_weights=server_weights)
 
 
-def as_weights(given: Any) -> Any:
-    """What is sent of a module; anything else as it is."""
-    if not isinstance(given, nn.Module):
-        return given
-    return merged_weights(given) if hasattr(given, "get_base_model") else weight_groups(given)
+class VLLMWeightSyncScheme:
+    """Settings of the way from a trainer into vLLM engines; makes the sender, and a receiver for each engine.
+
+    master_address, master_port  of the trainer's GPU, for a broadcast by NCCL, to one engine; without an address as
+                                 each engine is set to take them, through shared memory by default
+    gpus_per_replica             workers of one engine
+    num_replicas                 engines that must have registered before weights are sent
+    strategy                     "state_dict" or "tensordict": accepted for both forms of weights
+    device                       the trainer's GPU, for the broadcast
+
+    >>> from llmrl.testing import FakeEngine, tiny_tokenizer
+    >>> engine, model = FakeEngine(["x"], tokenizer=tiny_tokenizer()), nn.Linear(2, 1)
+    >>> scheme = VLLMWeightSyncScheme()
+    >>> sender, receiver = scheme.create_sender(), scheme.create_receiver(engine)
+    >>> sender.register_worker(0, receiver)
+    >>> sender.update_weights(model.state_dict())
+    >>> engine.version, sorted(engine.weights)
+    (1, ['bias', 'weight'])
+    """
+
+    def __init__(
+        self,
+        master_address: str | None = None,
+        master_port: int | None = None,
+        gpus_per_replica: int = 1,
+        num_replicas: int = 1,
+        strategy: Literal["tensordict", "state_dict"] = "tensordict",
+        device: int | str = 0,
+    ):
+        for name, value in (("gpus_per_replica", gpus_per_replica), ("num_replicas", num_replicas)):
+            if value < 1:
+                raise ConfigError(f"VLLMWeightSyncScheme: {name} must be at least 1: got {value}.")
+        if strategy not in ("tensordict", "state_dict"):
+            raise ConfigError(f"VLLMWeightSyncScheme: strategy is 'tensordict' or 'state_dict': got {strategy!r}.")
+        self.weight_backend = _broadcast("VLLMWeightSyncScheme", gpus_per_replica, master_address, master_port)
+        if self.weight_backend is not None and num_replicas > 1:
+            raise ConfigError(
+                f"VLLMWeightSyncScheme: a broadcast from {master_address} reaches the workers of one engine: got "
+                f"num_replicas={num_replicas}; give each engine a weight_backend of its own."
+            )
+        self.num_replicas, self.strategy, self.device = num_replicas, strategy, device
+
+    def create_sender(self) -> VLLMWeightSender:
+        return VLLMWeightSender(self)
+
+    def create_receiver(self, vllm_engine: Any) -> VLLMWeightReceiver:
+        """The receiver in front of ``vllm_engine``. Raises TypeError for an object without an engine's methods."""
+        return VLLMWeightReceiver(self, vllm_engine)
 
 
-def check_engine(engine: Any, who: str) -> Any:
-    """The engine. Raises TypeError for what has not its methods."""
-    if not callable(getattr(engine, "update_weights", None)) or not hasattr(engine, "version"):
-        raise EngineInterfaceError(
-            f"{who}: an engine must implement RLvLLMEngine interface (update_weights(weights, *, version), version): "
-            f"got {type(engine).__name__}."
-        )
-    return engine
+class VLLMWeightReceiver:
+    """Gives what it is sent to one engine."""
+
+    def __init__(self, scheme: VLLMWeightSyncScheme, vllm_engine: Any):
+        self.engine = check_engine(vllm_engine, "VLLMWeightReceiver")
+        if scheme.weight_backend is not None:
+            self.engine.weight_backend = scheme.weight_backend
+
+    @property
+    def version(self) -> int:
+        return self.engine.version
+
+    def init_all_workers_group(self, model_metadata: Metadata | None = None) -> None:
+        """Does nothing: connections are opened by the first update, which describes what it sends."""
+
+    def update_weights(self, weights: Mapping[str, Tensor] | WeightGroups | None, *, version: int) -> None:
+        """Publishes them to the engine."""
+        publish(weights, self.engine, version)
+
+    takes_groups = True  # `publish` puts them together for an engine that does not
 
 
-def _metadata(weights: Mapping[str, Tensor]) -> Metadata:
-    return {name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()}
+class VLLMWeightSender:
+    """Sends the weights of one model to every receiver that registered, all under one version."""
+
+    def __init__(self, scheme: VLLMWeightSyncScheme):
+        self._scheme = scheme
+        self._receivers: dict[int, VLLMWeightReceiver] = {}
+        self._model: nn.Module | None = None
+        self._metadata: Metadata | None = None
+
+    @property
+    def version(self) -> int:
+        """The newest version of any receiver's engine."""
+        return max((receiver.version for receiver in self._receivers.values()), default=0)
+
+    def register_model(self, model: nn.Module) -> None:
+        """Sets the model whose weights are sent when none are given."""
+        self._model = model
+
+    def register_worker(self, worker_idx: int, receiver: VLLMWeightReceiver) -> None:
+        """Adds a receiver, or replaces the one of that number."""
+        self._receivers[worker_idx] = check_engine(receiver, "VLLMWeightSender")
+
+    def init_all_workers_group(self, model_metadata: Metadata, vllm_engine: Any = None) -> None:
+        """Sets what an update must contain; an engine, if given, is registered as worker 0."""
+        self._metadata = dict(model_metadata)
+        if vllm_engine is not None:
+            self.register_worker(0, self._scheme.create_receiver(vllm_engine))
+
+    @torch.no_grad()
+    def update_weights(self, weights: Weights | None = None) -> None:
+        """Sends ``weights``, or those of the registered model; returns when every engine has them.
+
+        Reads   a module (sharded, or with adapters that are merged in copies), a TensorDict, named tensors, or groups
+        Raises  WeightSyncError  without weights, with fewer receivers than ``num_replicas``, or where they lack
+                something of the metadata: no engine was updated; and where one refuses
+        """
+        source = self._model if weights is None else weights
+        if source is None:
+            raise WeightSyncError("VLLMWeightSender: weights must be given, or a model registered: got neither.")
+        if len(self._receivers) < self._scheme.num_replicas:
+            raise WeightSyncError(
+                f"VLLMWeightSender: {self._scheme.num_replicas} engines must have registered: got "
+                f"{len(self._receivers)}; no engine was updated."
+            )
+        version = self.version + 1
+        source = as_weights(source) if isinstance(source, nn.Module) else named_tensors(source)
+        broadcasts = self._scheme.weight_backend is not None and torch.cuda.is_available()
+        with torch.cuda.device(self._scheme.device) if broadcasts else nullcontext():
+            for receiver in self._receivers.values():
+                publish(source, receiver, version, metadata=self._metadata)
+
+
+def _broadcast(who: str, num_workers: int, address: str | None, port: int | None) -> NCCL | None:
+    if address is None and port is not None:
+        raise ConfigError(f"{who}: master_port requires master_address.")
+    return None if address is None else NCCL(num_workers, address, port)

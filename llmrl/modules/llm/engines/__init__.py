@@ -1,4 +1,4 @@
-"""Engines: what turns prompt ids into sampled ids. The protocol is in ``base``, one file per backend."""
+"""Engines: prompt ids in, sampled ids out. The protocol is in ``base``, one file per backend."""
 
 from llmrl.modules.llm.engines.base import Engine, Generation, SamplingParams, StopReason
 from llmrl.modules.llm.engines.transformers import TransformersEngine

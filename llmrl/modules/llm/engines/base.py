@@ -1,8 +1,6 @@
-"""What a generation engine is: token ids in, sampled token ids with their log-probs out.
+"""The engine protocol: token ids in, sampled ids with their log-probs out; and the values that cross it.
 
-This file holds the protocol and the three values that cross it (``SamplingParams``, ``Generation``, ``StopReason``).
-Messages, templates, tensordicts and masks are the wrapper's business (``policies``); an engine knows ids only, so an
-adapter is small.
+An engine knows ids only: messages, templates, tensordicts and masks belong to the wrapper (``policies``).
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ __all__ = ["Engine", "Generation", "SamplingParams", "StopReason", "check_ids"]
 
 
 class StopReason(IntEnum):
-    """Why a generation ended. ``EOS`` and ``STOP_STRING`` are natural ends, ``LENGTH`` is a truncation.
+    """The end of a generation. ``EOS`` and ``STOP_STRING`` are natural ends, ``LENGTH`` is a truncation.
 
     ``TOOL`` marks a turn handed to a tool, ``ABORT`` one that was cut from outside: never a natural stop.
 
@@ -44,7 +42,7 @@ class StopReason(IntEnum):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one call samples. The defaults are the model's own distribution: no truncation, temperature 1.
+    """Sampling options of one call. The defaults are the model's own distribution: no truncation, temperature 1.
 
     ``temperature == 0`` and ``do_sample=False`` both mean greedy. Order: repetition penalty, temperature, top-k, top-p,
     min-p.
@@ -69,7 +67,7 @@ class SamplingParams:
     stop_strings: tuple[str, ...] = ()
     do_sample: bool = True
     ignore_eos: bool = False  # the engine's own end-of-sequence ids end nothing
-    extra: tuple[tuple[str, Any], ...] = ()  # what one engine alone knows and draws by, as (name, value)
+    extra: tuple[tuple[str, Any], ...] = ()  # options of one engine alone, as (name, value)
 
     def __post_init__(self) -> None:
         for names, kind, rule in (
@@ -117,7 +115,7 @@ class SamplingParams:
 
 @dataclass
 class Generation:
-    """What an engine drew, row by row, in the order of the prompts.
+    """The answer of an engine, row by row, in the order of the prompts.
 
     ids             list of int64[R_i]   as drawn, the stop token included; a prompt is never part of it
     log_probs       list of float32[R_i] of the distribution that was sampled from, first token included
@@ -135,7 +133,7 @@ class Generation:
 
 @runtime_checkable
 class Engine(Protocol):
-    """The seam between the wrapper and whatever runs the model.
+    """Runs a model for the wrapper.
 
     ``generate``       prompts: int64[P_i] each; ``seeds``: one int per row, or None for fresh ones. A row's sample is a
                        function of its prompt, its seed and the weights, never of the rows beside it.

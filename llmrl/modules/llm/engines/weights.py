@@ -1,16 +1,134 @@
-"""Whether a set of weights can replace those of a model, whole: checked before the first one is written."""
+"""A complete set of weights for an engine, checked against its model before the first one is written."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from llmrl.errors import WeightSyncError, near
 
-__all__ = ["check_weights", "unsaved_buffers"]
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+__all__ = ["WeightGroups", "WeightSet", "WeightSpec", "check_weights", "unsaved_buffers"]
+
+Metadata = Mapping[str, tuple[torch.dtype, torch.Size]]
+
+
+class WeightGroups(Protocol):
+    """Weights that are made group by group; ``metadata`` describes all of them beforehand."""
+
+    @property
+    def metadata(self) -> Metadata: ...
+
+    def __iter__(self) -> Iterator[Mapping[str, Tensor]]: ...
+
+
+@dataclass(frozen=True)
+class WeightSet:
+    """A complete set of weights, named as in a checkpoint. ``groups`` can be iterated once."""
+
+    metadata: Metadata
+    groups: Iterable[Mapping[str, Tensor]]
+
+    def pairs(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and tensors. Raises WeightSyncError where they differ from ``metadata``."""
+        left = dict(self.metadata)
+        for group in self.groups:
+            for name, tensor in group.items():
+                expected = left.pop(name, None)
+                if expected != (tensor.dtype, tensor.shape):
+                    raise WeightSyncError(
+                        f"VLLMEngine: {name} must be what was announced: got {tensor.dtype} {tuple(tensor.shape)}, "
+                        f"expected {expected}."
+                    )
+                yield name, tensor
+        if left:
+            raise WeightSyncError(
+                f"VLLMEngine: every weight must be sent: {next(iter(left))} was announced and did not come."
+            )
+
+
+class WeightSpec:
+    """Names, shapes and kinds of the weights of one model configuration.
+
+    vLLM fuses, packs and renames what it loads, so its own parameters cannot be compared with what is sent. The Hugging
+    Face model of the same configuration can, and costs nothing on the meta device.
+
+    >>> from llmrl.testing import tiny_model, tiny_tokenizer
+    >>> model = tiny_model(tiny_tokenizer(), architecture="gemma")
+    >>> spec = WeightSpec(model.config)
+    >>> metadata = spec.weight_set(model.state_dict()).metadata
+    >>> "model.embed_tokens.weight" in metadata, "lm_head.weight" in metadata  # tied weights are sent once
+    (True, False)
+    >>> spec.weight_set({**model.state_dict(), "lm_haed.weight": torch.zeros(2)})
+    Traceback (most recent call last):
+        ...
+    llmrl.errors.WeightSyncError: VLLMEngine: every weight must have its place: got unknown names lm_haed.weight. Did
+    you mean 'lm_head.weight'? Nothing was updated.
+    """
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            self._model: nn.Module = AutoModelForCausalLM.from_config(config)
+        self.unsaved_buffers = unsaved_buffers(self._model)
+        names: dict[int, str] = {}
+        self._stored_name = {}  # name -> its name in a checkpoint, which stores tied weights once
+        self._own: dict[str, Tensor] = {}
+        for name, tensor in self._model.state_dict(keep_vars=True).items():
+            stored = self._stored_name[name] = names.setdefault(id(tensor), name)
+            # Tied names share one storage here too, which is how check_weights recognises them.
+            self._own[name] = (
+                torch.empty(1, dtype=tensor.dtype).expand(tensor.shape) if stored == name else self._own[stored]
+            )
+
+    def weight_set(self, weights: Mapping[str, Tensor] | WeightGroups) -> WeightSet:
+        """``weights``, which must be all of the model, named as in a checkpoint and not copied. Groups are checked by
+        their metadata; none is made.
+
+        Raises  WeightSyncError naming what is unknown, missing, misshapen, tied but different, or of another kind
+        """
+        groups = None if isinstance(weights, Mapping) else weights
+        if groups is not None:
+            weights = {
+                name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in groups.metadata.items()
+            }
+            self._check_tied_once(weights)
+        check_weights(self._own, weights, who="VLLMEngine")
+        for name, tensor in weights.items():
+            empty = tensor.is_meta and groups is None
+            if empty or tensor.dtype.is_floating_point != self._own[name].is_floating_point():
+                raise WeightSyncError(
+                    f"VLLMEngine: {name} must hold {self._own[name].dtype} or another type of its kind: got "
+                    f"{tensor.dtype}{' on meta' if empty else ''}. Nothing was updated."
+                )
+        renamed = self._renamed(weights)
+        metadata = {name: (tensor.dtype, tensor.shape) for name, tensor in renamed.items()}
+        return WeightSet(metadata, [renamed] if groups is None else map(self._renamed, groups))
+
+    def _check_tied_once(self, names: Iterable[str]) -> None:
+        """Whether two names of a tied weight are equal is unknown before groups are made, so only one may be there."""
+        seen: dict[str, str] = {}
+        for name in names:
+            other = seen.setdefault(self._stored_name.get(name, name), name)
+            if other != name:
+                raise WeightSyncError(
+                    f"VLLMEngine: {other} and {name} are tied in this model, and groups must hold one of them. Nothing "
+                    "was updated."
+                )
+
+    def _renamed(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Named as in a checkpoint: reverts what the Transformers library renames and merges when it loads one."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        stored = {self._stored_name[name]: tensor.detach() for name, tensor in weights.items()}
+        return revert_weight_conversion(self._model, stored)
 
 
 def check_weights(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, who: str = "TransformersEngine") -> None:
@@ -23,13 +141,12 @@ def check_weights(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, w
             f"{who}: every weight must have its place: got unknown names {_some(unknown)}."
             f"{near(unknown[0], own)} Nothing was updated."
         )
-    aliases: dict[tuple[Any, ...], list[str]] = {}
+    tied: dict[tuple[Any, ...], list[str]] = {}
     for name, tensor in own.items():
-        aliases.setdefault(
-            (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else (name,), []
-        ).append(name)
+        storage = (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else (name,)
+        tied.setdefault(storage, []).append(name)
     missing = []
-    for names in aliases.values():
+    for names in tied.values():
         given = [name for name in names if name in weights]
         if not given:
             missing.append(names[0])

@@ -61,7 +61,11 @@ class vLLMWrapper(LLMWrapperBase):
         if tokenizer is not None or self.settings.input_mode == "tokens":
             return super()._load_tokenizer(model, tokenizer)
         if isinstance(model, VLLMEngine):
-            return model.tokenizer if model.tokenizer is not None else super()._load_tokenizer(model, model.core.model)
+            return (
+                model.tokenizer
+                if model.tokenizer is not None
+                else super()._load_tokenizer(model, model.core.info.model)
+            )
         if isinstance(model, RayEngine):
             return super()._load_tokenizer(model, model.model)
         if isinstance(model, str) and model.startswith(("http://", "https://")):

@@ -1,4 +1,4 @@
-"""``RayEngine``: a vLLM engine in a Ray actor, wherever Ray has room for it, behind the methods of every engine."""
+"""`RayEngine`: a vLLM engine in a Ray actor, behind the methods of every engine."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["RayEngine"]
 
 
 class _Actor(VLLMEngine):
-    """The engine in its actor, where attributes cannot be read from outside."""
+    """The engine in its actor, whose attributes are read and set through methods."""
 
-    def limits(self) -> tuple[int, tuple[int, ...]]:
-        return self.max_length, self.eos_token_ids
+    def get(self, name: str) -> Any:
+        return getattr(self, name)
 
-    def names_to_leave_out(self) -> frozenset[str]:
-        return self.unsaved_buffers
+    def set_version(self, version: int) -> None:
+        self.version = version
 
 
 class RayEngine:
@@ -46,14 +46,26 @@ class RayEngine:
         if num_gpus is not None:
             settings = {"tensor_parallel_size": num_gpus} | settings
         self._actor = self._ray.remote(_Actor).options(num_gpus=num_gpus or 0).remote(model, **settings)
-        self.version: int = 0
         try:
-            self.max_length: int
-            self.eos_token_ids: tuple[int, ...]
-            self.max_length, self.eos_token_ids = self._ask("limits")
+            self.max_length: int = self._ask("get", "max_length")
+            self.eos_token_ids: tuple[int, ...] = self._ask("get", "eos_token_ids")
         except BaseException:
             self.close()
             raise
+
+    @property
+    def version(self) -> int:
+        """The version of the weights in the actor."""
+        return self._ask("get", "version")
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._ask("set_version", version)
+
+    @property
+    def unsaved_buffers(self) -> frozenset[str]:
+        """As `VLLMEngine.unsaved_buffers`."""
+        return self._ask("get", "unsaved_buffers")
 
     def check(self, params: SamplingParams) -> None:
         """Raises ConfigError for options that the engine cannot honour."""
@@ -71,20 +83,14 @@ class RayEngine:
         """As `VLLMEngine.score`."""
         return self._ask("score", list(sequences), temperature=temperature, masks=masks)
 
-    @property
-    def unsaved_buffers(self) -> frozenset[str]:
-        """As `VLLMEngine.unsaved_buffers`."""
-        return self._ask("names_to_leave_out")
-
     def update_weights(self, weights: Mapping[str, Tensor] | None, *, version: int) -> None:
-        """As `VLLMEngine.update_weights`. Groups are put together first: the object store takes them whole."""
+        """As `VLLMEngine.update_weights`, of whole weights."""
         if weights is None:
             raise WeightSyncError("RayEngine: weights must be given: the actor holds its own copy of the model.")
         if not isinstance(weights, Mapping):
             weights = {name: tensor for group in weights for name, tensor in group.items()}
         stored = self._ray.put({name: tensor.detach().cpu() for name, tensor in weights.items()})
         self._ask("update_weights", stored, version=version)
-        self.version = version
 
     def close(self) -> None:
         """Ends the engine and its actor. A second call does nothing."""

@@ -5,20 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from llmrl.errors import ConfigError, WeightSyncError
-from llmrl.modules.llm.backends.vllm.process_group import stateless_init_process_group
+from llmrl.modules.llm.backends.vllm.ray_engine import RayEngine
 from llmrl.modules.llm.engines.vllm.engine import VLLMEngine
-from llmrl.modules.llm.engines.vllm.shared_memory_buffer import checksum
+from llmrl.modules.llm.engines.vllm.shared_memory import checksum
 from llmrl.modules.llm.engines.vllm.worker import WorkerExtension
+from llmrl.optional import require
 
-if TYPE_CHECKING:
-    from llmrl.modules.llm.backends.vllm.ray_engine import RayEngine
-
-__all__ = ["LLMOnDevice", "make_vllm_worker", "vLLMWorker"]
+__all__ = ["LLMOnDevice", "make_vllm_worker", "stateless_init_process_group", "vLLMWorker"]
 
 
 class LLMOnDevice(VLLMEngine):
@@ -49,8 +48,8 @@ def make_vllm_worker(
 ) -> VLLMEngine | RayEngine:
     """A vLLM engine over the model ``model_name``, to be given to `vLLMWrapper`.
 
-    devices             the GPUs to use; num_devices: how many, wherever they are. Not both
-    make_ray_worker     True: in a Ray actor, which Ray gives its GPUs; False: beside this process
+    devices             the GPUs to use; num_devices: their number, wherever they are. Not both
+    make_ray_worker     True: in a Ray actor, which Ray gives its GPUs; False: on this machine
     enforce_eager       no graphs, no compiling
     enable_fp32_output  logits in float32. vLLM has no switch for the head alone, so the whole model computes in float32
     settings            of `VLLMEngine`
@@ -70,8 +69,6 @@ def make_vllm_worker(
         settings["dtype"] = "float32"
     count = num_devices if numbers is None else len(numbers)
     if make_ray_worker:
-        from llmrl.modules.llm.backends.vllm.ray_engine import RayEngine
-
         return RayEngine(model_name, num_gpus=count, **settings)
     if count is not None and numbers is None:
         settings = {"own_process": True, "tensor_parallel_size": count} | settings
@@ -79,7 +76,7 @@ def make_vllm_worker(
 
 
 class vLLMWorker(WorkerExtension):
-    """The functions of vLLM's worker when somebody else drives the update, tensor by tensor over a process group.
+    """The methods of vLLM's worker for a trainer that sends weights itself, tensor by tensor over a process group.
 
     Named as ``worker_extension_cls``. An engine's own ``update_weights`` needs none of this, and is faster.
     """
@@ -94,7 +91,7 @@ class vLLMWorker(WorkerExtension):
         self._llmrl_before = vLLMWorker._checksums(self)
 
     def update_weight(self: Any, name: str, dtype_name: str, shape: Sequence[int]) -> None:
-        """Takes part in a broadcast of rank 0, and keeps what came."""
+        """Takes part in a broadcast of rank 0, and keeps the tensor."""
         if getattr(self, "_llmrl_group", None) is None:
             raise WeightSyncError("vLLMWorker: init_weight_update_group must come before update_weight: it did not.")
         dtype = getattr(torch, dtype_name.removeprefix("torch."))
@@ -103,16 +100,54 @@ class vLLMWorker(WorkerExtension):
         self._llmrl_received[name] = weight
 
     def apply_weights(self: Any) -> None:
-        """Loads what was kept, which must be a complete set, and lets it go."""
+        """Loads and releases what was kept, which must be a complete set."""
         received, self._llmrl_received = self._llmrl_received, {}
         WorkerExtension.llmrl_load_weights(self, received.items())
 
     def check_weights_changed(self: Any) -> bool:
-        """Whether any parameter is another one than when the group was joined."""
+        """Whether any parameter has changed since the group was joined."""
         return vLLMWorker._checksums(self) != self._llmrl_before
 
     def _checksums(self: Any) -> dict[str, int]:
         return {name: checksum(value) for name, value in self.model_runner.get_model().named_parameters()}
+
+
+def stateless_init_process_group(
+    master_address: str,
+    master_port: int,
+    rank: int,
+    world_size: int,
+    device: torch.device | str | int | None = None,
+) -> Any:
+    """Joins a group of ``world_size``, a trainer and an engine's workers, beside the default group of
+    ``torch.distributed``; waits until all have joined.
+
+    Returns  on a GPU vLLM's NCCL communicator; where ``device`` is None or the CPU, a group with the same ``broadcast``
+             that goes through the store at ``master_address``: for small things
+    Raises   ConfigError for a rank outside of the group
+    """
+    who = "stateless_init_process_group"
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"{who}: rank must be within 0..{world_size - 1}: got {rank}.")
+    if device is None or torch.device(device).type == "cpu":
+        groups = require("vllm.distributed.utils", extra="vllm", used_by=who)
+        return _StoreGroup(groups.StatelessProcessGroup.create(master_address, master_port, rank, world_size))
+    nccl = require("vllm.distributed.weight_transfer.nccl_common", extra="vllm", used_by=who)
+    return nccl.stateless_init_process_group(master_address, master_port, rank, world_size, device)
+
+
+class _StoreGroup:
+    """vLLM's group of metadata, with ``broadcast`` in place like that of a communicator."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self.rank, self.world_size = group.rank, group.world_size
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        """Every rank has the tensor of ``src`` afterwards."""
+        found = self._group.broadcast(tensor, src=src)
+        if self.rank != src:
+            tensor.copy_(found)
 
 
 def _number(device: torch.device | int) -> int:

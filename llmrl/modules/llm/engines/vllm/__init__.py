@@ -1,6 +1,5 @@
 """vLLM as an engine: in this process, in one of its own, or behind a URL. vLLM is imported when an engine is built."""
 
-from llmrl.modules.llm.engines.vllm.engine import VLLMEngine
-from llmrl.modules.llm.engines.vllm.engine_async import AsyncVLLMEngine
+from llmrl.modules.llm.engines.vllm.engine import AsyncVLLMEngine, VLLMEngine
 
 __all__ = ["AsyncVLLMEngine", "VLLMEngine"]

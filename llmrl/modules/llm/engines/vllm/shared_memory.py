@@ -1,130 +1,142 @@
-"""The worker's half of the shared-memory transfer: vLLM's interface for taking weights, over a block of this machine.
-
-vLLM's worker calls it as it calls its own transfers: start, update once per filled part of the block, finish. Filling
-the block is the trainer's half (``transfer``), what the bytes mean is ``block``'s. vLLM is imported when the class is
-asked for.
-"""
+"""A buffer of memory that processes of one machine share, and tensors written into it and read out of it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
-from types import ModuleType
-from typing import Any
+import mmap
+import os
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from llmrl.modules.llm.engines.vllm.reload_patches import copy_waiting, repack_tied, set_kernels_aside
-from llmrl.modules.llm.engines.vllm.shared_memory_buffer import Placed, SharedBlock, checksum
-from llmrl.optional import require
+__all__ = ["SharedBuffer", "StoredTensor", "checksum", "padded_size"]
 
-__all__ = ["BACKEND", "register"]
-
-BACKEND = "llmrl_shared_memory"
-_SPOTS = 8  # loaded parameters that are compared with what was sent
+_SHARED_MEMORY = Path("/dev/shm")
+_ALIGNMENT = 64
+_CHUNK = 1 << 20  # bytes copied at a time: small enough to be summed before they leave the cache
 
 
-def register() -> None:
-    """Makes the transfer known to vLLM's factory in this process, as `BACKEND`. A second call does nothing."""
-    factory = _vllm("vllm.distributed.weight_transfer.factory").WeightTransferEngineFactory
-    try:
-        factory.register_engine(BACKEND, engine_class())
-    except ValueError as error:
-        if "already registered" not in str(error):
+class StoredTensor(NamedTuple):
+    """A tensor in a buffer, in a form that any message can carry.
+
+    dtype     torch's name of it
+    offset    of its first byte in the buffer
+    checksum  the sum, modulo 2^64, of the 64-bit words it was written as
+    """
+
+    name: str
+    dtype: str
+    shape: list[int]
+    offset: int
+    checksum: int
+
+
+class SharedBuffer:
+    """``size`` bytes, mapped into this process; every process that maps the same path sees the same bytes.
+
+    The path exists from `create` until `unlink`. After that the memory lives as long as a process has it mapped, so
+    once every peer has opened it nothing is left behind, however the processes end.
+
+    >>> buffer = SharedBuffer.create(1 << 12)
+    >>> peer = SharedBuffer.open(buffer.path, buffer.size)
+    >>> buffer.unlink()
+    >>> stored = buffer.write("weight", torch.arange(3.0), offset=64)
+    >>> peer.read(stored), peer.is_intact(stored)
+    (tensor([0., 1., 2.]), True)
+    >>> peer.bytes[64] += 1
+    >>> buffer.is_intact(stored)
+    False
+    """
+
+    def __init__(self, path: str, handle: int, size: int) -> None:
+        self.path, self.size = path, size
+        # Pages are mapped now where the system can, so that the first update does not pay for it.
+        memory = mmap.mmap(handle, size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+        self.bytes = torch.frombuffer(memory, dtype=torch.uint8)  # unmapped with the last tensor that views it
+
+    @classmethod
+    def create(cls, size: int) -> SharedBuffer:
+        """A new buffer, in memory where the system has a folder for that. Raises OSError where there is no room."""
+        folder = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK) else None
+        handle, path = tempfile.mkstemp(prefix=f"llmrl-weights-{os.getpid()}-", dir=folder)
+        try:
+            # All of it is reserved now: a process that runs out of shared memory later is killed by SIGBUS.
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(handle, 0, size)
+            else:
+                os.truncate(handle, size)
+            return cls(path, handle, size)
+        except BaseException:
+            os.unlink(path)
             raise
+        finally:
+            os.close(handle)
+
+    @classmethod
+    def open(cls, path: str, size: int) -> SharedBuffer:
+        """The buffer that another process created. Raises OSError where it does not exist."""
+        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return cls(path, handle, size)
+        finally:
+            os.close(handle)
+
+    def unlink(self) -> None:
+        """Removes the path; a second call does nothing."""
+        Path(self.path).unlink(missing_ok=True)
+
+    def write(self, name: str, tensor: Tensor, *, offset: int) -> StoredTensor:
+        """Copies ``tensor`` to ``offset``, a multiple of 64, where `padded_size` of its bytes must be free."""
+        source = tensor.detach().reshape(-1).view(torch.uint8)
+        end = offset + source.numel()
+        self.bytes[end : offset + padded_size(source.numel())] = 0
+        total = 0
+        for start in range(0, source.numel(), _CHUNK):
+            chunk = source[start : start + _CHUNK]
+            first = offset + start
+            self.bytes[first : first + chunk.numel()].copy_(chunk)
+            total += _sum_words(self.bytes[first : first + -(-chunk.numel() // 8) * 8])
+        return StoredTensor(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset, _signed(total))
+
+    def read(self, stored: StoredTensor) -> Tensor:
+        """The tensor as a view of the buffer: later writes show in it."""
+        dtype = getattr(torch, stored.dtype)
+        count = torch.Size(stored.shape).numel()
+        return self.bytes[stored.offset : stored.offset + count * dtype.itemsize].view(dtype).view(stored.shape)
+
+    def is_intact(self, stored: StoredTensor) -> bool:
+        """Whether the bytes are still those that were written."""
+        return checksum(self.read(stored)) == stored.checksum
 
 
-@cache
-def engine_class() -> type:
-    """The class that vLLM's factory builds, a ``WeightTransferEngine``."""
-    base = _vllm("vllm.distributed.weight_transfer.base")
-    reload = _vllm("vllm.model_executor.model_loader.reload")
-
-    @dataclass
-    class InitInfo(base.WeightTransferInitInfo):
-        path: str
-        size: int
-
-    @dataclass
-    class UpdateInfo(base.WeightTransferUpdateInfo):
-        placed: list[Placed]
-
-    class SharedMemoryWeightTransferEngine(base.WeightTransferEngine):
-        """Loads weights out of a shared block, as many at a time as the trainer has put there.
-
-        The block is mapped once and kept. Tensors look into it, so nothing is held twice; only what vLLM has not
-        finished with is copied before the trainer writes there again.
-        """
-
-        init_info_cls = InitInfo
-        update_info_cls = UpdateInfo
-
-        def init_transfer_engine(self, init_info: InitInfo) -> None:
-            self.block = SharedBlock.open(init_info.path, init_info.size)
-
-        def start_weight_update(self) -> None:
-            self.began = False
-            self.sent: dict[str, Placed] = {}
-            self.unmet = {name.replace(".base_layer.", ".") for name, _ in self.model.named_parameters()}
-
-        def damaged(self, placed: Sequence[Placed]) -> list[str]:
-            """The names of those whose bytes here are not those that were written."""
-            return [entry.name for entry in placed if not self.block.is_intact(entry)]
-
-        def update_weights(self, update_info: dict[str, Any]) -> None:
-            self.receive_weights(self.parse_update_info(update_info))
-            if self.device.type != "cpu":
-                torch.accelerator.synchronize()
-
-        @torch.no_grad()
-        def receive_weights(self, update_info: UpdateInfo) -> None:
-            if not self.began:
-                self.put_back = set_kernels_aside(self.model)
-                reload.initialize_layerwise_reload(self.model)
-                self.began = True
-            try:
-                loaded = self.model.load_weights((entry.name, self.block.read(entry)) for entry in update_info.placed)
-                copy_waiting(self.model, self.block.bytes)
-            except BaseException:
-                self.finalize()  # puts back the layers that wait
-                raise
-            self.sent |= {entry.name: entry for entry in update_info.placed}
-            self.unmet = set() if loaded is None else self.unmet - loaded
-
-        def finish_weight_update(self) -> None:
-            if self.began:
-                self.finalize()
-                repack_tied(self.model)
-
-        def finalize(self) -> None:
-            try:
-                reload.finalize_layerwise_reload(self.model, self.model_config)
-            finally:
-                self.put_back()
-
-        def not_loaded(self) -> list[str]:
-            """The parameters of vLLM's model that nothing sent has reached."""
-            return sorted(self.unmet) if self.model_config.quantization is None else []
-
-        def differing(self) -> list[str]:
-            """Of a few parameters that vLLM keeps as they are sent (vectors), those that are now something else."""
-            kept = [
-                (entry, parameter)
-                for name, parameter in self.model.named_parameters()
-                if (entry := self.sent.get(name)) is not None
-                and parameter.ndim == 1
-                and list(parameter.shape) == list(entry.shape)
-                and str(parameter.dtype) == f"torch.{entry.dtype}"
-            ]
-            few = kept[:: max(len(kept) // _SPOTS, 1)]
-            return [entry.name for entry, parameter in few if checksum(parameter) != entry.checksum]
-
-        def shutdown(self) -> None:
-            self.block = None
-
-    return SharedMemoryWeightTransferEngine
+def padded_size(size: int) -> int:
+    """``size`` bytes, rounded up so that the next tensor is aligned."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _vllm(module: str) -> ModuleType:
-    return require(module, extra="vllm", used_by="VLLMEngine")
+def checksum(tensor: Tensor) -> int:
+    """The sum of a contiguous tensor's bits, read as 64-bit words modulo 2^64, the last one filled up with zeros.
+
+    One flipped bit always changes it. Cheap enough to be computed whenever a weight is moved.
+    """
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    if flat.storage_offset() % 8:
+        flat = flat.clone()  # a view as 64-bit words must start at one
+    whole = flat.numel() // 8 * 8
+    total = _sum_words(flat[:whole])
+    if whole < flat.numel():
+        last = torch.zeros(8, dtype=torch.uint8, device=flat.device)
+        last[: flat.numel() - whole] = flat[whole:]
+        total += _sum_words(last)
+    return _signed(total)
+
+
+def _sum_words(flat: Tensor) -> int:
+    return int(flat.view(torch.int64).sum())
+
+
+def _signed(total: int) -> int:
+    """A Python integer modulo 2^64, as a signed 64-bit integer."""
+    return (total + (1 << 63)) % (1 << 64) - (1 << 63)

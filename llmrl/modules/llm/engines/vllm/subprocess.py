@@ -1,8 +1,8 @@
-"""vLLM in a process of its own, asked by any number of threads: every row is a request that joins the running batch.
+"""A `Core` in a process of its own: vLLM's ``AsyncLLM``, which batches the requests of any number of threads.
 
-vLLM's ``AsyncLLM`` lives in one event loop, which runs in a thread here. Whatever a caller waits for ends with the
-answer, with its deadline, or with the death of the process, whichever comes first: vLLM itself would leave a caller
-waiting for the answer of a dead process in most calls that are no request.
+``AsyncLLM`` lives in one event loop, which runs in a thread here. Every wait ends with the answer, with its deadline,
+or with the death of the process, whichever comes first: vLLM itself leaves a caller waiting for the answer of a dead
+process in most calls that are not requests.
 """
 
 from __future__ import annotations
@@ -15,44 +15,46 @@ import os
 import signal
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from llmrl.concurrency.background_loop import BackgroundLoop
-from llmrl.errors import DeadlineError, LLMRLError, RolloutError
-from llmrl.modules.llm.engines.vllm import adapter
-from llmrl.modules.llm.engines.vllm.in_process import LocalCore
-from llmrl.modules.llm.engines.vllm.process_monitor import (
+from llmrl.concurrency.process_monitor import (
     LogTail,
-    await_end,
-    fate,
+    process_state,
     remove_shared_memory,
     shared_memory_of,
+    wait_for_exit,
 )
-from llmrl.modules.llm.engines.vllm.transfer import NothingLoadedError, Settings, SharedMemory, Transfers
-from llmrl.modules.llm.engines.vllm.weight_spec import WeightSet
+from llmrl.errors import DeadlineError, LLMRLError, RolloutError, WeightSyncError
+from llmrl.modules.llm.engines.vllm import compat
+from llmrl.modules.llm.engines.vllm.core import (
+    Completion,
+    CoreInfo,
+    LoadedAdapter,
+    LogitTemperature,
+    NothingLoadedError,
+    completion_of_output,
+)
 
-__all__ = ["AsyncCore"]
+__all__ = ["SubprocessCore"]
 
 _STARTED_S = 120.0  # for the first answer of an engine that says that it is up
-_LOOP_S = 10.0  # for what the loop does by itself
+_LOOP_S = 10.0  # for work of the loop itself
 _CLOSING_S = 30.0  # for the process to end its own workers; killed earlier, it leaves those and shared memory behind
-_RESUMED_S = 2.0  # for the engine to go on; it may have stopped answering
-_LAST_WORDS_S = 4.0  # for a process that vLLM calls dead to be gone
+_RESUMED_S = 2.0  # for the engine to resume; it may have stopped answering
+_EXIT_S = 4.0  # for a process that vLLM calls dead to be gone
 T = TypeVar("T")
 
 
-class AsyncCore(LocalCore):
+class SubprocessCore:
     """Requests to one ``AsyncLLM``, which belongs to this object.
 
-    Scoring under another temperature than 1 waits until no row is being drawn, and new rows wait for it: that
-    temperature is a setting of the whole engine.
+    Scoring under another temperature waits until no row is being drawn, and new rows wait for it: that temperature is a
+    setting of the whole engine.
     """
-
-    own_process = True
-    owned = True
 
     def __init__(self, build: Callable[[], Any]) -> None:
         self._closing = False
@@ -60,46 +62,56 @@ class AsyncCore(LocalCore):
         self._drawing: set[_Call] = set()
         self._shared: set[Path] = set()  # files of the process, which it removes unless it is killed
         self._loop = BackgroundLoop("llmrl-vllm")
-        self._transfers = Transfers(self._call)
-        self._loop.run(self._listen(), time.monotonic() + _LOOP_S)
+        self._loop.run(self._open_log(), time.monotonic() + _LOOP_S)
         try:
             with self._log.inherited():
                 self.llm = build()
         except BaseException as error:
-            if not isinstance(error, LLMRLError):  # which is about what was asked, and comes before there is a process
+            if not isinstance(error, LLMRLError):  # errors of ours precede the process
                 error.add_note(f"The engine's process: {self._log.lines()}")
-            self._loop.run(self._leave(), time.monotonic() + _LOOP_S)
+            self._loop.run(self._close_log(), time.monotonic() + _LOOP_S)
             self._loop.close()
             raise
-        self._processes = adapter.processes(self.llm)
-        atexit.register(_close, weakref.ref(self))
+        self._processes = compat.processes(self.llm)
+        atexit.register(_close_at_exit, weakref.ref(self))
         try:
-            self._loop.run(self._watch(), time.monotonic() + _LOOP_S)
-            self._adopt(self.llm.vllm_config, self.llm.tokenizer)
-            self._call("llmrl_prepare", time.monotonic() + _STARTED_S)
+            self._loop.run(self._watch_processes(), time.monotonic() + _LOOP_S)
+            config = self.llm.vllm_config
+            self.info = CoreInfo.of_vllm(config, self.llm.tokenizer, place="subprocess")
+            self._adapter = LoadedAdapter(enabled=config.lora_config is not None)
+            self._make_request = compat.request_factory()
+            self._temperature = LogitTemperature(self.call_workers, concurrent=True)
+            self.call_workers("llmrl_prepare", time.monotonic() + _STARTED_S)
             self._shared = set().union(*(shared_memory_of(process.pid) for process in self._processes))
         except BaseException:
             self.close()
             raise
 
-    def _turn(self, temperature: float) -> Hashable:
-        return 1.0 if temperature == 1.0 else object()
-
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def _run(
-        self, prompts: Sequence[list[int]], options: Sequence[Mapping[str, Any]], phase: str, end: float
-    ) -> list[Any]:
-        call = _Call(prompts, self._requests(options))
-        if phase == "generating":
-            self._drawing.add(call)
-        try:
-            return self._wait(lambda: self._answers(call), f"{phase} {len(prompts)} rows", end)
-        finally:
-            self._drawing.discard(call)
+    def complete(
+        self,
+        prompts: Sequence[list[int]],
+        options: Sequence[Mapping[str, Any]],
+        *,
+        temperature: float,
+        phase: str,
+        end: float,
+    ) -> list[Completion]:
+        """One completion per prompt: each is a request that joins the running batch."""
+        requests = [self._make_request(**{"detokenize": "stop" in option, **option}) for option in options]
+        call = _Call(prompts, requests)
+        with self._temperature.held(temperature, phase, end):
+            if phase == "generating":
+                self._drawing.add(call)
+            try:
+                outputs = self._wait(lambda: self._outputs(call), f"{phase} {len(prompts)} rows", end)
+            finally:
+                self._drawing.discard(call)
+        return [completion_of_output(*row) for row in zip(outputs, prompts, options, strict=True)]
 
-    async def _answers(self, call: _Call) -> list[Any]:
-        rows = [asyncio.ensure_future(self._answer(call, row)) for row in range(len(call.prompts))]
+    async def _outputs(self, call: _Call) -> list[Any]:
+        rows = [asyncio.ensure_future(self._output(call, row)) for row in range(len(call.prompts))]
         try:
             return await asyncio.gather(*rows)
         finally:
@@ -107,17 +119,17 @@ class AsyncCore(LocalCore):
                 row.cancel()  # takes the request out of the engine
             await asyncio.gather(*rows, return_exceptions=True)
 
-    async def _answer(self, call: _Call, row: int) -> Any:
+    async def _output(self, call: _Call, row: int) -> Any:
         if call.aborted:
             return None
         name = f"llmrl-{next(self._numbers)}"
         call.names.append(name)
-        prompt = adapter.tokens(call.prompts[row])
-        answers = self.llm.generate(prompt, call.requests[row], name, lora_request=self._adapter)
-        return [answer async for answer in answers][-1]
+        prompt = compat.tokens_prompt(call.prompts[row])
+        outputs = self.llm.generate(prompt, call.requests[row], name, lora_request=self._adapter.request)
+        return [output async for output in outputs][-1]
 
     def abort(self) -> int:
-        """Ends what is being drawn, with what it has; how many requests that were."""
+        """Ends what is being drawn, with what it has; the number of requests."""
         return self._wait(self._abort, "aborting requests", time.monotonic() + _STARTED_S)
 
     async def _abort(self) -> int:
@@ -131,9 +143,22 @@ class AsyncCore(LocalCore):
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
+    def call_workers(self, method: str, end: float, **arguments: Any) -> list[Any]:
+        return self._wait(lambda: self.llm.collective_rpc(method, kwargs=arguments), f"answering {method}", end)
+
+    @contextlib.contextmanager
+    def updating(self, version: int, end: float) -> Iterator[bool]:
+        """Pauses the engine between two of its steps."""
+        with self._paused(end):
+            yield True
+            if not self._wait(self.llm.reset_prefix_cache, "emptying the prefix cache", end):
+                raise WeightSyncError("VLLMEngine: the prefix cache must be emptied after an update: vLLM refused.")
+            label = getattr(self.llm, "update_weight_version", None)
+            if label is not None:
+                self._wait(lambda: label(str(version)), f"labelling version {version}", end)
+
     @contextlib.contextmanager
     def _paused(self, end: float) -> Iterator[None]:
-        """Between two steps of the engine, with nothing under way."""
         try:
             try:
                 pause = partial(self.llm.pause_generation, mode="wait", clear_cache=False)
@@ -141,59 +166,48 @@ class AsyncCore(LocalCore):
             except (RolloutError, DeadlineError) as error:
                 raise NothingLoadedError(f"{error} Nothing was updated.") from error
             yield
-        finally:  # also where it did not answer: it may have heard
-            with contextlib.suppress(RolloutError, DeadlineError):  # which was said already, or is by the next request
+        finally:  # also where pausing was not answered: the engine may have done it
+            with contextlib.suppress(RolloutError, DeadlineError):  # the first error counts; the next request fails too
                 self._wait(self.llm.resume_generation, "resuming", time.monotonic() + _RESUMED_S)
 
-    def check_backend(self, backend: Settings | None) -> None:
-        """Every one will do."""
-
-    def _send(self, weights: WeightSet, end: float, backend: Settings | None) -> None:
-        self._transfers.send(weights, end, SharedMemory() if backend is None else backend)
-
-    def _add_adapter(self, lora: Any, end: float) -> None:
-        self._wait(lambda: self.llm.add_lora(lora), "loading an adapter", end)
-
-    def _remove_adapter(self, lora: Any, end: float) -> None:
-        self._wait(lambda: self.llm.remove_lora(lora.lora_int_id), "removing an adapter", end)
-
-    def _empty_prefix_cache(self, end: float) -> bool:
-        return self._wait(self.llm.reset_prefix_cache, "emptying the prefix cache", end)
-
-    def _label(self, version: int, end: float) -> None:
-        label = getattr(self.llm, "update_weight_version", None)
-        if label is not None:
-            self._wait(lambda: label(str(version)), f"labelling version {version}", end)
-
-    def _call(self, name: str, end: float, **arguments: Any) -> list[Any]:
-        return self._wait(lambda: self.llm.collective_rpc(name, kwargs=arguments), f"answering {name}", end)
+    def set_adapter(self, folder: Path, *, version: int, end: float) -> None:
+        with self._paused(end):
+            self._adapter.replace(
+                partial(compat.lora_request, folder, version),
+                lambda request: self._wait(lambda: self.llm.add_lora(request), "loading an adapter", end),
+                lambda number: self._wait(lambda: self.llm.remove_lora(number), "removing an adapter", end),
+                version,
+            )
 
     # --- waiting ------------------------------------------------------------------------------------------------------
 
     def _wait(self, ask: Callable[[], Awaitable[T]], phase: str, end: float) -> T:
-        """What ``ask`` says; it is called in the loop.
+        """The result of ``ask``, which is called in the loop.
 
         Raises  DeadlineError at ``end``; RolloutError where the process died, the engine was closed, or vLLM fails
         """
+        closed = RolloutError(f"VLLMEngine: the engine was closed while {phase}.")
         try:
-            return self._loop.run(self._answer_or_death(ask), end)
+            return self._loop.run(self._result_or_death(ask), end)
         except TimeoutError as error:
             raise DeadlineError(
-                f"VLLMEngine: {phase} must end before its deadline: {self._whereabouts()} {self._log.lines()}"
+                f"VLLMEngine: {phase} must end before its deadline: {self._process_states()} {self._log.lines()}"
             ) from error
         except LLMRLError as error:
-            raise self._closed(phase) from error
+            raise closed from error
         except Exception as error:
             if self._closing:
-                raise self._closed(phase) from error
-            if self._is_dead(error):
-                raise RolloutError(
-                    f"VLLMEngine: the engine's process must live while it is {phase}: {self._whereabouts()} "
-                    f"{self._log.lines()}\nrestart() begins a new one."
-                ) from None
-            raise RolloutError(f"VLLMEngine: {phase} failed: {type(error).__name__}: {error}") from error
+                raise closed from error
+            if not isinstance(error, _DiedError) and type(error).__name__ != "EngineDeadError":
+                raise RolloutError(f"VLLMEngine: {phase} failed: {type(error).__name__}: {error}") from error
+            for process in self._processes:
+                wait_for_exit(process, _EXIT_S)
+            raise RolloutError(
+                f"VLLMEngine: the engine's process died while {phase}: {self._process_states()} "
+                f"{self._log.lines()}\nrestart() begins a new one."
+            ) from None
 
-    async def _answer_or_death(self, ask: Callable[[], Awaitable[T]]) -> T:
+    async def _result_or_death(self, ask: Callable[[], Awaitable[T]]) -> T:
         task = asyncio.ensure_future(ask())
         try:
             await asyncio.wait({task, self._death}, return_when=asyncio.FIRST_COMPLETED)
@@ -203,23 +217,18 @@ class AsyncCore(LocalCore):
         finally:
             task.cancel()
 
-    def _is_dead(self, error: Exception) -> bool:
-        if not isinstance(error, _DiedError) and type(error).__name__ != "EngineDeadError":
-            return False
-        for process in self._processes:
-            await_end(process, _LAST_WORDS_S)
-        return True
+    def _process_states(self) -> str:
+        return " ".join(
+            f"process {process.pid} ({process.name}) {process_state(process)}." for process in self._processes
+        )
 
-    def _closed(self, phase: str) -> RolloutError:
-        return RolloutError(f"VLLMEngine: the engine must be open: close() was called while it was {phase}.")
+    async def _open_log(self) -> None:
+        self._log = LogTail(asyncio.get_running_loop(), compat.NOISE)
 
-    def _whereabouts(self) -> str:
-        return " ".join(f"process {process.pid} ({process.name}) {fate(process)}." for process in self._processes)
+    async def _close_log(self) -> None:
+        self._log.close()
 
-    async def _listen(self) -> None:
-        self._log = LogTail(asyncio.get_running_loop(), adapter.NOISE)
-
-    async def _watch(self) -> None:
+    async def _watch_processes(self) -> None:
         loop = asyncio.get_running_loop()
         self._death: asyncio.Future[None] = loop.create_future()
         for process in self._processes:
@@ -232,39 +241,38 @@ class AsyncCore(LocalCore):
         if not self._death.done():
             self._death.set_result(None)
 
-    # --- the end ------------------------------------------------------------------------------------------------------
+    # --- closing ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Ends the process, and whatever waits for it."""
+        """Ends the process, and all calls that wait for it."""
+        if self._closing:
+            return
         self._closing = True
-        self._transfers.close()
         for process in self._processes:
             if process.exitcode is None:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGCONT)  # one that was stopped could not end by itself
+                    os.kill(process.pid, signal.SIGCONT)  # a stopped process could not end by itself
         with contextlib.suppress(LLMRLError, TimeoutError):
-            self._loop.run(self._stop_listening(), time.monotonic() + _LOOP_S)
+            self._loop.run(self._stop_output_handler(), time.monotonic() + _LOOP_S)
         self.llm.engine_core.shutdown(timeout=_CLOSING_S)
         self.llm.shutdown()
         with contextlib.suppress(LLMRLError, TimeoutError):
-            self._loop.run(self._leave(self.llm), time.monotonic() + _LOOP_S)
+            self._loop.run(self._release(), time.monotonic() + _LOOP_S)
         self._loop.close()
         remove_shared_memory(self._shared)
 
-    async def _stop_listening(self) -> None:
-        adapter.stop_listening(self.llm)
+    async def _stop_output_handler(self) -> None:
+        compat.stop_output_handler(self.llm)
 
-    async def _leave(self, llm: Any | None = None) -> None:
-        if llm is not None:
-            self._note_death()
-            adapter.destroy_sockets(llm)
+    async def _release(self) -> None:
+        self._note_death()
+        compat.destroy_sockets(self.llm)
         self._log.close()
 
 
-def _close(reference: Callable[[], AsyncCore | None]) -> None:
-    """At the end of this process, of an engine that nobody has closed."""
+def _close_at_exit(reference: Callable[[], SubprocessCore | None]) -> None:
     core = reference()
-    if core is not None and not core._closing:
+    if core is not None:
         core.close()
 
 

@@ -1,108 +1,111 @@
-"""What runs inside vLLM's worker processes: loading weights, and the temperature under which prompts are scored.
+"""The part of llmrl that runs inside vLLM's worker processes: loading weights, scaling logits.
 
 vLLM mixes ``WorkerExtension`` into its worker when it is named as ``worker_extension_cls``; in this process its methods
-are called with the worker as ``self`` instead, so an ``LLM`` that somebody else built has them too. Nothing here knows
-of versions, requests or the trainer: that is the engine's part.
+are called with the worker as ``self`` instead, so an ``LLM`` that was built elsewhere has them too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from types import ModuleType
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from llmrl.concurrency import parent_watchdog
-from llmrl.modules.llm.engines.vllm import shared_memory
-from llmrl.modules.llm.engines.vllm.reload_patches import repack_tied, set_kernels_aside
-from llmrl.modules.llm.engines.vllm.shared_memory_buffer import Placed
-from llmrl.optional import require
+from llmrl.modules.llm.engines.vllm.compat import (
+    copy_pending,
+    repack_tied,
+    skip_compiled_rank_count,
+    vllm_module,
+    without_expert_kernels,
+)
+from llmrl.modules.llm.engines.vllm.shared_memory import SharedBuffer, StoredTensor, checksum
+from llmrl.modules.llm.engines.vllm.transfer import SHARED_MEMORY
 
-__all__ = ["EXTENSION", "WorkerExtension"]
+__all__ = ["WorkerExtension"]
 
-EXTENSION = f"{__name__}.WorkerExtension"
+_NUM_COMPARED = 8  # loaded parameters that are compared with what was sent
 
-parent_watchdog.follow()  # here, because importing this file is the first that vLLM lets us do in a process of its own
+parent_watchdog.follow()  # here, because vLLM runs nothing of ours in its own process before it imports this file
 
 
 class WorkerExtension:
     """The calls that llmrl makes into a worker. ``self`` is vLLM's worker; every name begins with ``llmrl_``."""
 
     def llmrl_prepare(self: Any) -> None:
-        """On a CPU: takes the compiler out of the first log-prob. vLLM counts the rank of every sampled token in a
-        kernel compiled on first use (6 to 40 s); nothing here reads ranks.
-        """
-        current_platform = _vllm("vllm.platforms").current_platform
-        sampler = _vllm("vllm.v1.sample.sampler")
-        count = getattr(sampler, "batched_count_greater_than", None)
-        plain = getattr(count, "_torchdynamo_orig_callable", None)
-        if current_platform.is_cpu() and plain is not None:
-            sampler.batched_count_greater_than = plain
+        """Called once, when the engine is up."""
+        skip_compiled_rank_count()
 
     def llmrl_why_not_loadable(self: Any) -> str:
-        """What keeps this model from being given new weights; empty where nothing does."""
+        """The reason why this model cannot be given new weights; empty where it can."""
         if self.vllm_config.lora_config is not None:
             return "it was built with enable_lora, and takes adapters in their place (update_adapter)"
         return ""
 
     def llmrl_load_weights(self: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replaces the model's weights by these, named as in a checkpoint. After an error a whole set can be loaded
-        again, and until then the weights are neither the old nor the new ones.
+        """Replaces the model's weights by these, named as in a checkpoint. After an error the weights are neither the
+        old nor the new ones, and a complete set can be loaded again.
         """
         model = self.model_runner.get_model()
-        put_back = set_kernels_aside(model)
+        attach_kernels = without_expert_kernels(model)
         try:
             self.reload_weights(weights_iterator=iter(weights))
         except BaseException:
-            self.reload_weights(weights_iterator=iter(()))  # puts back the layers that still wait for theirs
+            self.reload_weights(weights_iterator=iter(()))  # ends the reload of layers that are incomplete
             raise
         finally:
-            put_back()
+            attach_kernels()
         repack_tied(model)
 
     def llmrl_open_transfer(self: Any, backend: str, init_info: dict[str, Any]) -> None:
-        """Makes ``backend``, a name that vLLM's factory knows or ours, the way in which this worker takes weights."""
-        if backend == shared_memory.BACKEND:
-            shared_memory.register()
+        """Makes ``backend``, a name of ours or of vLLM's factory, the transfer by which this worker takes weights."""
+        factory = vllm_module("vllm.distributed.weight_transfer.factory").WeightTransferEngineFactory
+        if backend == SHARED_MEMORY:
+            try:
+                factory.register_engine(backend, _transfer_class())
+            except ValueError as error:
+                if "already registered" not in str(error):
+                    raise
         current = self.weight_transfer_engine
         if current is None or current.config.backend != backend:
             if current is not None:
                 current.shutdown()
-            config = _vllm("vllm.config.weight_transfer").WeightTransferConfig(backend=backend)
-            factory = _vllm("vllm.distributed.weight_transfer.factory").WeightTransferEngineFactory
+            config = vllm_module("vllm.config.weight_transfer").WeightTransferConfig(backend=backend)
             model = self.model_runner.get_model()
             worker = getattr(self, "worker", self)  # in this process ``self`` is a wrapper around it
             worker.weight_transfer_engine = factory.create_engine(config, self.vllm_config, self.device, model)
         self.init_weight_transfer_engine(init_info)
 
     def llmrl_start(self: Any) -> None:
-        """Begins an update; one that broke off is ended first."""
+        """Begins an update; an unfinished one is ended first."""
         if self._weight_update_active:
             self.finish_weight_update()
         self.start_weight_update()
 
-    def llmrl_receive(self: Any, placed: list[list[Any]]) -> list[str]:
-        """Loads what the trainer put into the block. Where something is damaged, its names: nothing is loaded then."""
-        entries = [Placed(*entry) for entry in placed]
-        damaged = self.weight_transfer_engine.damaged(entries)
+    def llmrl_receive(self: Any, stored: list[list[Any]]) -> list[str]:
+        """Loads what the trainer wrote into the buffer, or nothing where some of it is damaged; then its names."""
+        entries = [StoredTensor(*entry) for entry in stored]
+        buffer = self.weight_transfer_engine.buffer
+        damaged = [entry.name for entry in entries if not buffer.is_intact(entry)]
         if not damaged:
-            self.update_weights({"placed": entries})
+            self.update_weights({"stored": entries})
         return damaged
 
     def llmrl_finish(self: Any) -> dict[str, list[str]]:
         """Ends the update. What is wrong with the loaded model: {what: names of parameters}."""
         self.finish_weight_update()
-        transfer = self.weight_transfer_engine
-        return {"was not loaded": transfer.not_loaded(), "is not what was sent": transfer.differing()}
+        reload = self.weight_transfer_engine.reload
+        return {"was not loaded": reload.not_loaded(), "is not what was sent": reload.differing()}
 
     def llmrl_set_temperature(self: Any, temperature: float) -> int:
         """Divides the logits of everything that follows by ``temperature``, until it is set again. 1: as they were.
 
-        vLLM's log-probs of a prompt are of the plain logits, whatever the request's temperature. Returns how many
-        output heads were reached: 0 means that this model does not go through vLLM's own.
+        Returns the number of output heads that were reached: 0 where this model does not use vLLM's own.
         """
-        kind = _vllm("vllm.model_executor.layers.logits_processor").LogitsProcessor
+        kind = vllm_module("vllm.model_executor.layers.logits_processor").LogitsProcessor
         heads = [module for module in self.model_runner.get_model().modules() if isinstance(module, kind)]
         for head in heads:
             own = vars(head).setdefault("_llmrl_own_scale", head.scale)  # some models scale their logits by themselves
@@ -110,5 +113,99 @@ class WorkerExtension:
         return len(heads)
 
 
-def _vllm(module: str) -> ModuleType:
-    return require(module, extra="vllm", used_by="VLLMEngine")
+class _Reload:
+    """One update of a vLLM model, loaded part by part out of a shared buffer.
+
+    Tensors are views of the buffer, so nothing is held twice; only what vLLM still needs is copied before the trainer
+    writes there again.
+    """
+
+    def __init__(self, model: nn.Module, model_config: Any) -> None:
+        self._model, self._config = model, model_config
+        self._reload = vllm_module("vllm.model_executor.model_loader.reload")
+        self._attach_kernels: Any = None  # set by the first part
+        self._sent: dict[str, StoredTensor] = {}
+        self._unmet = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
+
+    @torch.no_grad()
+    def load(self, stored: list[StoredTensor], buffer: SharedBuffer) -> None:
+        if self._attach_kernels is None:
+            self._attach_kernels = without_expert_kernels(self._model)
+            self._reload.initialize_layerwise_reload(self._model)
+        try:
+            loaded = self._model.load_weights((entry.name, buffer.read(entry)) for entry in stored)
+            copy_pending(self._model, buffer.bytes)
+        except BaseException:
+            self._finalize()  # ends the reload of layers that are incomplete
+            raise
+        self._sent |= {entry.name: entry for entry in stored}
+        self._unmet = set() if loaded is None else self._unmet - loaded
+
+    def finish(self) -> None:
+        if self._attach_kernels is not None:
+            self._finalize()
+            repack_tied(self._model)
+
+    def _finalize(self) -> None:
+        try:
+            self._reload.finalize_layerwise_reload(self._model, self._config)
+        finally:
+            self._attach_kernels()
+
+    def not_loaded(self) -> list[str]:
+        """The parameters of vLLM's model that nothing sent has reached."""
+        return sorted(self._unmet) if self._config.quantization is None else []
+
+    def differing(self) -> list[str]:
+        """Of a few parameters that vLLM keeps as they are sent (vectors), those that are now something else."""
+        kept = [
+            (entry, parameter)
+            for name, parameter in self._model.named_parameters()
+            if (entry := self._sent.get(name)) is not None
+            and parameter.ndim == 1
+            and list(parameter.shape) == list(entry.shape)
+            and str(parameter.dtype) == f"torch.{entry.dtype}"
+        ]
+        compared = kept[:: max(len(kept) // _NUM_COMPARED, 1)]
+        return [entry.name for entry, parameter in compared if checksum(parameter) != entry.checksum]
+
+
+@cache
+def _transfer_class() -> type:
+    """The worker's half of the shared-memory transfer, a ``WeightTransferEngine`` for vLLM's factory."""
+    base = vllm_module("vllm.distributed.weight_transfer.base")
+
+    @dataclass
+    class InitInfo(base.WeightTransferInitInfo):
+        path: str
+        size: int
+
+    @dataclass
+    class UpdateInfo(base.WeightTransferUpdateInfo):
+        stored: list[StoredTensor]
+
+    class SharedMemoryWeightTransferEngine(base.WeightTransferEngine):
+        init_info_cls = InitInfo
+        update_info_cls = UpdateInfo
+
+        def init_transfer_engine(self, init_info: InitInfo) -> None:
+            self.buffer = SharedBuffer.open(init_info.path, init_info.size)
+
+        def start_weight_update(self) -> None:
+            self.reload = _Reload(self.model, self.model_config)
+
+        def update_weights(self, update_info: dict[str, Any]) -> None:
+            self.receive_weights(self.parse_update_info(update_info))
+            if self.device.type != "cpu":
+                torch.accelerator.synchronize()
+
+        def receive_weights(self, update_info: UpdateInfo) -> None:
+            self.reload.load(update_info.stored, self.buffer)
+
+        def finish_weight_update(self) -> None:
+            self.reload.finish()
+
+        def shutdown(self) -> None:
+            self.buffer = None
+
+    return SharedMemoryWeightTransferEngine

@@ -1,8 +1,4 @@
-"""HTTP to one server: a kept-alive connection per thread, errors that name the server, and a way to end every wait.
-
-A request has one deadline for all of it: a socket's own timeout begins anew with every byte that comes. What is asked,
-and what the answers mean, is ``server``'s part; whether the server lives is ``pulse``'s.
-"""
+"""HTTP to one server: a kept-alive connection per thread, one deadline for all of a request, and a health monitor."""
 
 from __future__ import annotations
 
@@ -14,16 +10,17 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
 from llmrl.errors import ConfigError, DeadlineError, RolloutError
 
-__all__ = ["Connections", "exchange"]
+__all__ = ["Connections", "HealthMonitor"]
 
 _LARGEST_ANSWER = 1 << 28  # bytes; the log-probs of a prompt of a million tokens are 100 MB
+_PERIOD_S = 1.0  # of the health monitor
 
 
 class Connections:
@@ -39,19 +36,15 @@ class Connections:
         self.url = url
         self._max_bytes = max_bytes
         self._prefix = parts.path.rstrip("/").removesuffix("/v1")
-        self._make = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._host, self._port = parts.hostname, parts.port
+        make = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._make = partial(make, parts.hostname, parts.port)
         self._mine = threading.local()
         self._open: list[http.client.HTTPConnection] = []
         self._interrupted: tuple[float, str] = (0.0, "")  # when, and why
         self._closed = False
 
-    def connect(self, timeout_s: float) -> tuple[http.client.HTTPConnection, str]:
-        """A connection that is the caller's, and what paths begin with."""
-        return self._make(self._host, self._port, timeout=timeout_s), self._prefix
-
     def interrupt(self, why: str) -> None:
-        """Ends what every thread waits for."""
+        """Ends the waits of all threads."""
         self._interrupted = (time.monotonic(), why)
         for connection in list(self._open):
             with contextlib.suppress(OSError, AttributeError):  # it may be closing, or not be open yet
@@ -60,7 +53,8 @@ class Connections:
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None, *, end: float) -> Any:
         """The decoded answer.
 
-        Raises  DeadlineError at ``end``, ConfigError (what was asked is refused), RolloutError, ValueError (no JSON)
+        Raises  DeadlineError at ``end``, ConfigError (the server refuses the request), RolloutError, ValueError (no
+                JSON)
         """
         payload = None if body is None else json.dumps(body)
         began = time.monotonic()
@@ -79,12 +73,12 @@ class Connections:
                 when, why = self._interrupted
                 if when > began:
                     raise RolloutError(
-                        f"VLLMEngine: {self.url} {why}, so {path} was given up; what it wrote is where it was started."
+                        f"VLLMEngine: gave up on {self.url}{path}: {why}; see the server's own log."
                     ) from error
-                if attempt == 2 or fresh:  # a server may close a connection that was idle; that is asked again, once
+                if attempt == 2 or fresh:  # a server may close an idle connection; that is asked again, once
                     raise RolloutError(
-                        f"VLLMEngine: {self.url}{path} must be reachable: {type(error).__name__}: {error}; what it "
-                        "wrote is where it was started."
+                        f"VLLMEngine: {self.url}{path} must be reachable: {type(error).__name__}: {error}; see the "
+                        "server's own log."
                     ) from error
         if status >= 400:
             kind = ConfigError if status < 500 else RolloutError
@@ -97,16 +91,23 @@ class Connections:
         try:
             return json.loads(text) if text.strip() else {}
         except RecursionError as error:
-            raise RolloutError(f"VLLMEngine: {self.url}{path} must answer in JSON of some depth: it nests.") from error
+            raise RolloutError(f"VLLMEngine: {self.url}{path} answered with JSON that nests too deeply.") from error
+
+    def check_health(self, seconds: float) -> None:
+        """Asks for ``/health`` over a connection of its own; any answer will do. Raises OSError, HTTPException."""
+        connection = self._make(timeout=seconds)
+        try:
+            _exchange(connection, "GET", f"{self._prefix}/health", end=time.monotonic() + seconds)
+        finally:
+            connection.close()
 
     def _exchange(self, method: str, path: str, payload: str | None, end: float) -> tuple[int, bytes]:
         connection = getattr(self._mine, "connection", None)
         if connection is None:
-            connection = self._mine.connection = self._make(self._host, self._port)
+            connection = self._mine.connection = self._make()
             self._open.append(connection)
-        return exchange(
-            connection, method, self._prefix + path, payload, end=end, max_bytes=self._max_bytes, check=self._check_open
-        )
+        path = self._prefix + path
+        return _exchange(connection, method, path, payload, end=end, max_bytes=self._max_bytes, sent=self._check_open)
 
     def _check_open(self) -> None:
         if self._closed:  # before there was a socket to be interrupted
@@ -121,9 +122,9 @@ class Connections:
             self._open.remove(connection)
 
     def interrupt_for_good(self) -> None:
-        """Ends what every thread waits for, now and later."""
+        """Ends the waits of all threads, now and later."""
         self._closed = True
-        self.interrupt("must stay open: close() was called")
+        self.interrupt("the engine was closed")
 
     def close(self) -> None:
         for connection in self._open:
@@ -131,7 +132,7 @@ class Connections:
         self._open.clear()
 
 
-def exchange(
+def _exchange(
     connection: http.client.HTTPConnection,
     method: str,
     path: str,
@@ -139,19 +140,19 @@ def exchange(
     *,
     end: float,
     max_bytes: int = _LARGEST_ANSWER,
-    check: Callable[[], None] = lambda: None,
+    sent: Callable[[], None] = lambda: None,
 ) -> tuple[int, bytes]:
     """The status and the answer, of which at most one byte more than ``max_bytes`` is read.
 
-    check   called once the request was sent
-    Raises  TimeoutError at ``end``, of `time.monotonic`, whatever has come by then; OSError, HTTPException
+    sent    called once the request was sent
+    Raises  TimeoutError at ``end``, of `time.monotonic`, however much has arrived; OSError, HTTPException
     """
     connection.timeout = _left(end)
     if connection.sock is not None:
         connection.sock.settimeout(connection.timeout)
     headers = {} if payload is None else {"Content-Type": "application/json"}
     connection.request(method, path, body=payload, headers=headers)
-    check()
+    sent()
     connection.response_class = partial(_response, end)
     response = connection.getresponse()
     return response.status, response.read(max_bytes + 1)
@@ -165,11 +166,12 @@ def _left(end: float) -> float:
 
 
 def _response(end: float, sock: socket.socket, *arguments: Any, **options: Any) -> http.client.HTTPResponse:
-    return http.client.HTTPResponse(_Readable(sock, end), *arguments, **options)
+    """A response whose reads all end by one deadline: a socket's own timeout begins anew with every byte."""
+    return http.client.HTTPResponse(_SocketWithDeadline(sock, end), *arguments, **options)
 
 
-class _Readable:
-    """What ``http.client`` asks of a socket to read an answer from."""
+class _SocketWithDeadline:
+    """The one method of a socket that ``http.client`` reads an answer through."""
 
     def __init__(self, sock: socket.socket, end: float) -> None:
         self._sock, self._end = sock, end
@@ -179,8 +181,6 @@ class _Readable:
 
 
 class _Reader(io.RawIOBase):
-    """Reads of one socket that all end by one deadline."""
-
     def __init__(self, sock: socket.socket, raw: Any, end: float) -> None:
         self._sock, self._raw, self._end = sock, raw, end
 
@@ -194,3 +194,47 @@ class _Reader(io.RawIOBase):
     def close(self) -> None:
         self._raw.close()
         super().close()
+
+
+class HealthMonitor:
+    """Interrupts requests to a server that has stopped answering ``/health``, long before their own deadlines.
+
+    A request may rightly take minutes without a byte, so health is asked beside it, once a second while a request is in
+    flight, in a thread that ends with the last one.
+
+    silence_s  the longest that ``/health`` may take
+    """
+
+    def __init__(self, connections: Connections, silence_s: float) -> None:
+        self._connections, self._silence_s = connections, silence_s
+        self._lock = threading.Lock()
+        self._num_waiting = 0
+        self._stop = threading.Event()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Marks a request as in flight."""
+        with self._lock:
+            self._num_waiting += 1
+            if self._num_waiting == 1:
+                self._stop = threading.Event()
+                threading.Thread(target=self._watch, args=[self._stop], name="llmrl-vllm-health", daemon=True).start()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_waiting -= 1
+                if not self._num_waiting:
+                    self._stop.set()
+
+    def _watch(self, stop: threading.Event) -> None:
+        while not stop.wait(_PERIOD_S):
+            problem = ""
+            try:
+                self._connections.check_health(self._silence_s)
+            except TimeoutError:
+                problem = f"the server must answer /health within {self._silence_s:g} s: it did not"
+            except (OSError, http.client.HTTPException) as error:
+                problem = f"the server must be reachable: /health ended in {type(error).__name__}: {error}"
+            if problem and not stop.is_set():
+                self._connections.interrupt(problem)

