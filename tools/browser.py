@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from llmrl.concurrency.background_loop import BackgroundLoop
-from llmrl.errors import ConfigError, LLMRLError, near
+from llmrl.errors import ConfigError, LLMRLError, did_you_mean
 from llmrl.optional import require
 from llmrl.tools.base import Tool, ToolError, ToolTimeout
 
@@ -329,7 +329,7 @@ class BrowserTool(Tool):
         """The action. Raises ToolError for one that is not known, or arguments that are not its own."""
         action = arguments.get("action")
         if not isinstance(action, str) or action not in self._needs:
-            hint = near(action, self._needs) if isinstance(action, str) else ""
+            hint = did_you_mean(action, self._needs) if isinstance(action, str) else ""
             raise ToolError(f"browser: action must be one of {', '.join(self._needs)}: got {action!r:.80}.{hint}")
         required, optional = self._needs[action]
         for name in required:
@@ -340,7 +340,7 @@ class BrowserTool(Tool):
             if name not in ("action", *required, *optional):
                 known = (*required, *optional)
                 raise ToolError(
-                    f"browser: {action} takes no {name!r}: known are {', '.join(known)}.{near(name, known)}"
+                    f"browser: {action} takes no {name!r}: known are {', '.join(known)}.{did_you_mean(name, known)}"
                 )
             kind = self.parameters["properties"][name]["type"]
             if not isinstance(value, kinds[kind]) or (kind == "integer" and isinstance(value, bool)):

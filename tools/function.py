@@ -13,7 +13,7 @@ from typing import Any
 from pydantic_core import to_json
 
 from llmrl.concurrency.background_loop import BackgroundLoop
-from llmrl.errors import ConfigError, near
+from llmrl.errors import ConfigError, did_you_mean
 from llmrl.tools.base import Tool, ToolError, ToolTimeout
 from llmrl.tools.schema import Signature, parse_docstring
 
@@ -181,7 +181,7 @@ def check_constructor(
     except TypeError as error:
         known = [key for key in signature.parameters if key not in ("self",)]
         unknown = [key for key in settings or {} if key not in known]
-        hint = near(unknown[0], known) if unknown else ""
+        hint = did_you_mean(unknown[0], known) if unknown else ""
         raise ConfigError(f"{who}: {cls.__name__}{signature}: {error}.{hint}") from None
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmrl.errors import ConfigError, near
+from llmrl.errors import ConfigError, did_you_mean
 from llmrl.tools.base import Status, Tool, ToolCall, ToolError, ToolResult
 from llmrl.tools.calls import watch_lock
 from llmrl.tools.function import as_tool
@@ -186,7 +186,9 @@ class ToolRunner:
         if call.name not in self.tools:
             known = ", ".join(self.tools) or "none"
             return self._answer(
-                call, f"There is no tool {call.name!r}.{near(str(call.name), self.tools)} Tools: {known}.", "unknown"
+                call,
+                f"There is no tool {call.name!r}.{did_you_mean(str(call.name), self.tools)} Tools: {known}.",
+                "unknown",
             )
         if not isinstance(call.arguments, dict | None):
             kind = type(call.arguments).__name__

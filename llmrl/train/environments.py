@@ -16,7 +16,7 @@ from llmrl.envs.llm.ifeval import IFEvalEnv
 from llmrl.envs.llm.math import MATHEnv
 from llmrl.envs.llm.sums import sums_problems
 from llmrl.envs.llm.task import TaskEnv
-from llmrl.errors import ConfigError, near
+from llmrl.errors import ConfigError, did_you_mean
 from llmrl.loading import load_object
 
 __all__ = ["check_env", "env_maker", "env_rows", "is_file", "is_task"]
@@ -83,7 +83,9 @@ def check_env(name: str, options: Mapping[str, Any], *, has_dataset: bool, has_r
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
         for option in options:
             if option not in known:
-                raise ConfigError(f"environment: env.options: {own} has no parameter {option!r}.{near(option, known)}")
+                raise ConfigError(
+                    f"environment: env.options: {own} has no parameter {option!r}.{did_you_mean(option, known)}"
+                )
         if lacking := [parameter for parameter in expected if parameter not in known]:
             raise ConfigError(
                 f"environment: {own} must take what a recipe passes, {', '.join(expected)}: {', '.join(lacking)} "

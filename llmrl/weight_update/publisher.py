@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from llmrl.errors import ConfigError, WeightSyncError, near
+from llmrl.errors import ConfigError, WeightSyncError, did_you_mean
 from llmrl.weight_update.groups import WeightGroups
 
 __all__ = ["WeightPublisher", "WeightReceiver"]
@@ -125,7 +125,7 @@ def _difference(expected: Metadata, found: Metadata) -> str:
     if missing or extra:
         parts = [f"missing {_some(missing)}"] if missing else []
         parts += [f"not expected {_some(extra)}"] if extra else []
-        hint = near(extra[0], missing) if extra else ""
+        hint = did_you_mean(extra[0], missing) if extra else ""
         return f"the names must be those of the model: {'; '.join(parts)}.{hint} No receiver was updated."
     name = next(name for name in expected if expected[name] != found[name])
     (dtype, shape), (got_dtype, got_shape) = expected[name], found[name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from llmrl.errors import ConfigError, near
+from llmrl.errors import ConfigError, did_you_mean
 
 __all__ = ["Limits"]
 
@@ -43,5 +43,5 @@ class Limits:
         known = [field.name for field in fields(cls)]
         for name in given or {}:
             if name not in known:
-                raise ConfigError(f"Limits: {name!r} is none of {', '.join(known)}.{near(name, known)}")
+                raise ConfigError(f"Limits: {name!r} is none of {', '.join(known)}.{did_you_mean(name, known)}")
         return cls(**(given or {}))

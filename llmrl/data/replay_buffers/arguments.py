@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from llmrl.errors import near
+from llmrl.errors import did_you_mean
 
 Init = TypeVar("Init", bound=Callable[..., None])
 
@@ -25,7 +25,8 @@ def near_names(init: Init) -> Init:
             if name not in own:
                 who = type(self)
                 raise TypeError(
-                    f"{who.__name__}: an argument must be one that it has: got {name!r}.{near(name, _known(who))}"
+                    f"{who.__name__}: an argument must be one that it has: got {name!r}."
+                    f"{did_you_mean(name, _known(who))}"
                 )
         init(self, *arguments, **keywords)
 

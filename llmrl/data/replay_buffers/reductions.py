@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from llmrl.errors import near
+from llmrl.errors import did_you_mean
 
 _REDUCTIONS = {
     "max": lambda values: values.amax(1),
@@ -19,7 +19,8 @@ def check_reduction(who: str, name: str) -> str:
     """``name``, if it is that of a reduction; else ValueError."""
     if name not in _REDUCTIONS:
         raise ValueError(
-            f"{who}: reduction must be one of {', '.join(_REDUCTIONS)}: got {name!r}.{near(str(name), _REDUCTIONS)}"
+            f"{who}: reduction must be one of {', '.join(_REDUCTIONS)}: got {name!r}."
+            f"{did_you_mean(str(name), _REDUCTIONS)}"
         )
     return name
 

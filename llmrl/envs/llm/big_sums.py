@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from llmrl.envs.llm.sums import sums_reward
-from llmrl.errors import ConfigError, near
+from llmrl.errors import ConfigError, did_you_mean
 
 __all__ = ["SPLITS", "big_sums_demonstrations", "big_sums_problems", "big_sums_reward"]
 
@@ -74,5 +74,7 @@ def _dealt() -> dict[str, tuple[tuple[int, int], ...]]:
 
 def _pairs(split: str) -> tuple[tuple[int, int], ...]:
     if split not in SPLITS:
-        raise ConfigError(f"big_sums: split must be one of {', '.join(SPLITS)}: got {split!r}.{near(split, SPLITS)}")
+        raise ConfigError(
+            f"big_sums: split must be one of {', '.join(SPLITS)}: got {split!r}.{did_you_mean(split, SPLITS)}"
+        )
     return _dealt()[split]

@@ -16,14 +16,14 @@ from tensordict import TensorDict, TensorDictBase, is_non_tensor
 
 from llmrl.data.llm.chat import History
 from llmrl.data.llm.dataset_files import declared_tools, load_rows, to_prompt
-from llmrl.data.llm.non_tensor import column_values
+from llmrl.data.ragged.tensordicts import column_values
 from llmrl.data.specs import Composite, NonTensor
 from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.transforms.dataloading import DataLoadingPrimer
 from llmrl.envs.transforms.step_counter import StepCounter
 from llmrl.envs.transforms.transformed_env import TransformedEnv
 from llmrl.envs.utils import present_keys
-from llmrl.errors import ConfigError, DataError, MissingKeyError, near
+from llmrl.errors import ConfigError, DataError, MissingKeyError, did_you_mean
 from llmrl.modules.llm.policies.containers import ChatHistory, LogProbs, Masks, Text, Tokens
 from llmrl.modules.llm.rendering import Renderer
 
@@ -76,7 +76,7 @@ class ChatEnv(EnvBase):
         if input_mode not in MODES:
             raise ConfigError(
                 f"ChatEnv: input_mode must be one of {', '.join(MODES)}: got "
-                f"{input_mode!r}.{near(str(input_mode), MODES)}"
+                f"{input_mode!r}.{did_you_mean(str(input_mode), MODES)}"
             )
         batch_size = torch.Size(
             (1,) if batch_size is None else (batch_size,) if isinstance(batch_size, int) else batch_size

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from llmrl.data.llm.chat import History
 from llmrl.data.llm.codec import codec_for
-from llmrl.data.llm.non_tensor import column_values
 from llmrl.data.llm.templates import find_template
+from llmrl.data.ragged.tensordicts import column_values
 from llmrl.errors import MissingKeyError, TemplateError
 from llmrl.modules.llm.policies.containers import decode_rows, entries
 from llmrl.modules.llm.policies.modes import unpadded_rows

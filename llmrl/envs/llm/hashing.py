@@ -13,7 +13,7 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
-from llmrl.data.llm.non_tensor import column
+from llmrl.data.ragged.tensordicts import column
 from llmrl.data.specs import Categorical, Composite, NonTensor, Unbounded
 from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.transforms.prompt_stream import next_seeds

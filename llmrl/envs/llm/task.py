@@ -16,7 +16,7 @@ import torch
 from llmrl.data.llm.dataset_files import REFERENCE_COLUMNS, load_rows, to_prompt
 from llmrl.envs.llm.chat import DatasetChatEnv, checked_rows
 from llmrl.envs.transforms.base import Transform
-from llmrl.errors import DataError, near
+from llmrl.errors import DataError, did_you_mean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -120,7 +120,7 @@ class TaskEnv(DatasetChatEnv):
             where = "a row" if number is None else f"row {number} of the dataset"
             raise DataError(
                 f"{cls.__name__}: {where} must have a reference column, one of {', '.join(REFERENCE_COLUMNS)}: its "
-                f"columns are {', '.join(row)}.{near('answer', row)}"
+                f"columns are {', '.join(row)}.{did_you_mean('answer', row)}"
             )
         return prompt
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 
-from llmrl.data.llm.non_tensor import column, column_values
+from llmrl.data.ragged.tensordicts import column, column_values
 from llmrl.data.specs import Categorical, Composite, NonTensor, TensorSpec, Unbounded
 from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.transforms.dataloading import DataLoadingPrimer

@@ -14,7 +14,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from llmrl.data.llm.non_tensor import column
+from llmrl.data.ragged.tensordicts import column
 from llmrl.envs.llm import ChatEnv, DatasetChatEnv
 from llmrl.envs.llm.transforms import RewardFunction, load_reward
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
-from llmrl.data.llm.non_tensor import column_values
+from llmrl.data.ragged.tensordicts import column_values
 from llmrl.data.specs import Categorical, Composite, Unbounded
 from llmrl.envs.llm.answers.blocks import Blocks, find_blocks
 from llmrl.envs.llm.completions import completion_texts, tokenizer_of

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from llmrl.envs.llm.ifeval.evaluation import Instructions
 from llmrl.envs.llm.ifeval.scorer import IfEvalScorer
 from llmrl.envs.llm.task import Row, TaskEnv
-from llmrl.errors import DataError, near
+from llmrl.errors import DataError, did_you_mean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,7 +42,7 @@ class IFEvalEnv(TaskEnv):
             if row.get(name) is None:
                 raise DataError(
                     f"IFEvalEnv: {where} must have the column {name!r}: its columns are {', '.join(row)}."
-                    f"{near(name, row)}"
+                    f"{did_you_mean(name, row)}"
                 )
         instructions = Instructions.of(row["instruction_id_list"], row["kwargs"], where)
         kept = {name: value for name, value in super().prompt_row(row, number).items() if name != "answer"}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmrl.envs.llm.ifeval.checks import CHECKS, NEEDS_LANGUAGE
-from llmrl.errors import DataError, near
+from llmrl.errors import DataError, did_you_mean
 from llmrl.optional import require
 
 __all__ = ["Instructions", "Verdict", "evaluate"]
@@ -92,7 +92,7 @@ def _arguments(name: str, given: Mapping[str, Any], where: str) -> dict[str, Any
     if name not in CHECKS:
         raise DataError(
             f"IFEval: an instruction must be one of the {len(CHECKS)} known ones: {where} has "
-            f"{name!r}.{near(name, CHECKS)}"
+            f"{name!r}.{did_you_mean(name, CHECKS)}"
         )
     arguments = {}
     for parameter in _PARAMETERS[name]:
@@ -101,7 +101,7 @@ def _arguments(name: str, given: Mapping[str, Any], where: str) -> dict[str, Any
             present = [key for key, value in given.items() if value is not None]
             raise DataError(
                 f"IFEval: the instruction {name!r} of {where} must have the argument {parameter!r}: it has "
-                f"{', '.join(present) or 'none'}.{near(parameter, present)}"
+                f"{', '.join(present) or 'none'}.{did_you_mean(parameter, present)}"
             )
         if parameter.endswith("relation") and value not in RELATIONS:
             raise DataError(

@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorClass, TensorDictBase
 from torch import Tensor
 
-from llmrl.data.llm.non_tensor import column_values
+from llmrl.data.ragged.tensordicts import column_values
 from llmrl.data.specs import Composite, Unbounded
 from llmrl.envs.llm.answers.blocks import find_blocks
 from llmrl.envs.llm.answers.parser import end_where

@@ -18,7 +18,7 @@ from llmrl.envs.llm.tool_calls.hermes import HermesFormat
 from llmrl.envs.llm.tool_calls.llama import LlamaFormat
 from llmrl.envs.llm.tool_calls.mistral import MistralFormat
 from llmrl.envs.llm.tool_calls.tagged import TaggedFormat
-from llmrl.errors import ConfigError, near
+from llmrl.errors import ConfigError, did_you_mean
 from llmrl.loading import load_object
 
 __all__ = ["FORMATS", "AnyFormat", "call_format", "format_of_template"]
@@ -88,7 +88,8 @@ def call_format(name: str | CallFormat, template: str | None = None) -> CallForm
     if name not in FORMATS:
         known = ("auto", *FORMATS)
         raise ConfigError(
-            f"format: must be one of {', '.join(known)}, or 'package.module:Class': got {name!r}.{near(name, known)}"
+            f"format: must be one of {', '.join(known)}, or 'package.module:Class': got {name!r}."
+            f"{did_you_mean(name, known)}"
         )
     return FORMATS[name]()
 

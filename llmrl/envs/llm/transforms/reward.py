@@ -18,7 +18,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 from torch import Tensor
 
-from llmrl.data.llm.non_tensor import column_values
+from llmrl.data.ragged.tensordicts import column_values
 from llmrl.data.specs import Composite, Unbounded
 from llmrl.envs.llm.completions import completion_texts, tokenizer_of
 from llmrl.envs.llm.scoring import ScoringTransform
@@ -26,7 +26,7 @@ from llmrl.envs.llm.transforms.dataloading import DataLoadingPrimer
 from llmrl.envs.llm.transforms.reward_process import SHOWN, ProcessRunner, plain_number, plain_numbers
 from llmrl.envs.llm.transforms.reward_source import Parameters, Reward, load_reward, runs_apart
 from llmrl.envs.specs import DONE_KEYS
-from llmrl.errors import ConfigError, ShapeError, near
+from llmrl.errors import ConfigError, ShapeError, did_you_mean
 from llmrl.tools.calls import AsyncRunner, Calls, Outcome, ThreadRunner
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class RewardFunction(ScoringTransform):
             if name not in known:
                 raise ConfigError(
                     f"RewardFunction {self.name!r}: its parameter {name!r} must be a column of the dataset: the "
-                    f"columns are {', '.join(known)}.{near(name, known)}"
+                    f"columns are {', '.join(known)}.{did_you_mean(name, known)}"
                 )
 
     def set_container(self, container: EnvBase) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from llmrl.envs.llm.transforms.reward import RewardFunction
 from llmrl.envs.llm.transforms.reward_source import Reward
-from llmrl.errors import ConfigError, near
+from llmrl.errors import ConfigError, did_you_mean
 
 __all__ = ["make_rewards"]
 
@@ -45,7 +45,9 @@ def _make(spec: Spec, where: str, tokenizer: Any | None) -> RewardFunction:
         spec = {"fn": spec}
     for key in spec:
         if key not in (*_KINDS, *_OPTIONS):
-            raise ConfigError(f"{where}: {key!r} is not a setting of a reward.{near(key, (*_KINDS, *_OPTIONS))}")
+            raise ConfigError(
+                f"{where}: {key!r} is not a setting of a reward.{did_you_mean(key, (*_KINDS, *_OPTIONS))}"
+            )
     kinds = [kind for kind in _KINDS if spec.get(kind) is not None]
     if len(kinds) != 1:
         raise ConfigError(

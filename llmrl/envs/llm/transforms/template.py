@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tensordict import NestedKey, TensorDictBase
 
 from llmrl.data.llm.chat import History
-from llmrl.data.llm.non_tensor import column, column_values
+from llmrl.data.ragged.tensordicts import column, column_values
 from llmrl.data.specs import Composite, NonTensor
 from llmrl.envs.llm.transforms.new_record import begin_anew
 from llmrl.envs.td_ops import present_keys, shallow_copy

@@ -18,8 +18,8 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from llmrl.data.llm.dataset_files import declared_tools
-from llmrl.data.llm.non_tensor import column, column_values
 from llmrl.data.llm.templates import find_template
+from llmrl.data.ragged.tensordicts import column, column_values
 from llmrl.data.specs import Composite, NonTensor, Unbounded
 from llmrl.envs.llm.completions import completion_texts, special_tokens, trim_markers
 from llmrl.envs.llm.tool_calls import CallFormat, ParsedCall, call_format

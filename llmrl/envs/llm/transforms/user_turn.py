@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from tensordict import TensorDictBase
 
-from llmrl.data.llm.non_tensor import column_values
+from llmrl.data.ragged.tensordicts import column_values
 from llmrl.data.specs import Composite, Unbounded
 from llmrl.envs.llm.transforms.dataloading import DataLoadingPrimer
 from llmrl.envs.llm.transforms.tool_messages import append_messages
 from llmrl.envs.transforms.base import Transform, innermost
-from llmrl.errors import ConfigError, MissingKeyError, near
+from llmrl.errors import ConfigError, MissingKeyError, did_you_mean
 from llmrl.tools.calls import AsyncRunner, Calls, Outcome, ThreadRunner
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class UserTurn(Transform):
                     if name not in known:
                         raise ConfigError(
                             f"UserTurn: the parameter {name!r} of the reply must be a column of the dataset: the "
-                            f"columns are {', '.join(known)}.{near(name, known)}"
+                            f"columns are {', '.join(known)}.{did_you_mean(name, known)}"
                         )
 
     def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llmrl.errors import WeightSyncError, near
+from llmrl.errors import WeightSyncError, did_you_mean
 
 __all__ = ["check_weights", "unsaved_buffers"]
 
@@ -21,7 +21,7 @@ def check_weights(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, w
     if unknown:
         raise WeightSyncError(
             f"{who}: every weight must have its place: got unknown names {_some(unknown)}."
-            f"{near(unknown[0], own)} Nothing was updated."
+            f"{did_you_mean(unknown[0], own)} Nothing was updated."
         )
     aliases: dict[tuple[Any, ...], list[str]] = {}
     for name, tensor in own.items():

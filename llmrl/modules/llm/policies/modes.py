@@ -17,7 +17,7 @@ from tensordict import TensorDictBase, is_non_tensor
 from torch import Tensor
 
 from llmrl.data.llm.chat import History
-from llmrl.errors import ConfigError, MissingKeyError, RewriteError, RolloutError, ShapeError, near
+from llmrl.errors import ConfigError, MissingKeyError, RewriteError, RolloutError, ShapeError, did_you_mean
 from llmrl.modules.llm.engines import StopReason
 from llmrl.modules.llm.policies.containers import (
     ChatHistory,
@@ -272,7 +272,7 @@ def make_mode(
     known = ("history", "text", "tokens")
     if name not in known:
         raise ConfigError(
-            f"LLM wrapper: input_mode must be one of {', '.join(known)}: got {name!r}.{near(name, known)}"
+            f"LLM wrapper: input_mode must be one of {', '.join(known)}: got {name!r}.{did_you_mean(name, known)}"
         )
     if name == "tokens":
         return TokensMode()

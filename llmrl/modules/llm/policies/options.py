@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from llmrl.errors import ConfigError, near
+from llmrl.errors import ConfigError, did_you_mean
 from llmrl.modules.llm.engines import SamplingParams
 from llmrl.modules.llm.policies.batching import join_requests
 from llmrl.modules.llm.policies.vllm_options import VLLM_OPTIONS, take_vllm_options
@@ -85,7 +85,7 @@ def generation_options(*layers: Mapping[str, Any] | None, vllm: bool = False) ->
         for name in layer or {}:
             if name not in known:
                 alone = "; it is an option of vLLM alone." if name in VLLM_OPTIONS else "."
-                raise ConfigError(f"generate_kwargs: unknown option {name!r}{alone}{near(name, known)}")
+                raise ConfigError(f"generate_kwargs: unknown option {name!r}{alone}{did_you_mean(name, known)}")
         named = standard_names(layer)
         options |= named
         if "temperature" in named and "do_sample" not in named and layer is not layers[0]:

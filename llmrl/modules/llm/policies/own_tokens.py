@@ -13,8 +13,8 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
+from llmrl.data.ragged.stack import RaggedStack
 from llmrl.modules.llm.policies.containers import entries, is_ragged
-from llmrl.modules.llm.policies.ragged import RaggedStack
 
 __all__ = ["TRAINED_FROM", "mark_turn", "mark_whole_record", "own_part", "response_part"]
 

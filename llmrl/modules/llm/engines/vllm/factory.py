@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from llmrl.errors import ConfigError, near
+from llmrl.errors import ConfigError, did_you_mean
 from llmrl.modules.llm.engines.vllm import adapter
 from llmrl.modules.llm.engines.vllm.in_process import LocalCore
 from llmrl.modules.llm.engines.vllm.nccl_transfer import NCCL, CudaIPC
@@ -72,7 +72,8 @@ def backend_of(given: str | Settings | None) -> Settings | None:
         return given
     if given not in _BACKENDS:
         raise ConfigError(
-            f"VLLMEngine: weight_backend must be one of {', '.join(_BACKENDS)}: got {given!r}.{near(given, _BACKENDS)}"
+            f"VLLMEngine: weight_backend must be one of {', '.join(_BACKENDS)}: got {given!r}."
+            f"{did_you_mean(given, _BACKENDS)}"
         )
     return _BACKENDS[given]
 
