@@ -99,22 +99,21 @@ class Session:
         self._drain(_Output(self._limits))  # output of threads since the last answer
         collected = _Output(self._limits)
         request_id = secrets.token_hex(16)
-        error: str | None
         status: Literal["ok", "error", "timeout"]
+        answered = False
         try:
             self._ask({"id": request_id, "code": code, "fresh": fresh}, deadline)
             error = self._answer(request_id, collected, deadline)
-            status = "ok" if error is None else "error"
-            if not self._stop():
-                self.kill()
+            status, answered = "ok" if error is None else "error", True
         except TimeoutError:
             status, error = "timeout", f"stopped after {time.monotonic() - started:.1f} s, its time was over"
-            self.kill()
         except _NoAnswer as failure:
             status, error = "error", str(failure)
-            self.kill()
         self._drain(collected)  # what was written before the answer is in the pipe by now
-        return Execution(status, collected.text(), error, time.monotonic() - started, lost_after=not self.alive)
+        duration_s = time.monotonic() - started
+        if not (answered and self._stop()):
+            self.kill()
+        return Execution(status, collected.text(), error, duration_s, lost_after=not self.alive)
 
     def kill(self) -> None:
         """Kills the whole process tree and closes the pipes to it; does not wait for its end."""
