@@ -29,7 +29,7 @@ __all__ = [
     "WeightSyncError",
     "WorkerError",
     "closest",
-    "near",
+    "did_you_mean",
 ]
 
 
@@ -118,12 +118,12 @@ def closest(name: str, known: Iterable[str]) -> str | None:
     return matches[0] if matches else None
 
 
-def near(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of an error message about an unknown name: a suggestion, or nothing where no known name is close.
 
-    >>> near("rewrad", ["reward", "done"])
+    >>> did_you_mean("rewrad", ["reward", "done"])
     " Did you mean 'reward'?"
-    >>> near("xyz", ["reward", "done"])
+    >>> did_you_mean("xyz", ["reward", "done"])
     ''
     """
     match = closest(name, known)

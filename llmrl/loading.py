@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from llmrl.errors import ConfigError, near
+from llmrl.errors import ConfigError, did_you_mean
 
 __all__ = ["load_function", "load_object", "split_name"]
 
@@ -39,7 +39,7 @@ def load_object(name: str, *, what: str) -> Any:
         own = [known for known in public if getattr(vars(module)[known], "__module__", None) == module_name]
         listed = ", ".join((own or public)[:_MAX_LISTED]) or "nothing"
         raise ConfigError(
-            f"{what}: module {module_name!r} has no {attribute!r}: it has {listed}.{near(attribute, public)}"
+            f"{what}: module {module_name!r} has no {attribute!r}: it has {listed}.{did_you_mean(attribute, public)}"
         ) from None
 
 
@@ -92,4 +92,4 @@ def _reason(error: Exception) -> str:
 def _near_module(missing: str) -> str:
     parent, _, leaf = missing.rpartition(".")
     folders = getattr(sys.modules.get(parent), "__path__", []) if parent else [os.getcwd()]
-    return near(leaf, [found.name for found in pkgutil.iter_modules(folders)])
+    return did_you_mean(leaf, [found.name for found in pkgutil.iter_modules(folders)])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from llmrl.data.llm.templates import find_template
 from llmrl.envs.llm.chat import answered
-from llmrl.errors import ConfigError, MissingKeyError, near
+from llmrl.errors import ConfigError, MissingKeyError, did_you_mean
 from llmrl.modules.llm.engines.base import Generation, SamplingParams, StopReason
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def tiny_model(
     if architecture not in _ARCHITECTURES:
         raise ConfigError(
             f"tiny_model: architecture must be one of {', '.join(_ARCHITECTURES)}: got {architecture!r}."
-            f"{near(architecture, _ARCHITECTURES)}"
+            f"{did_you_mean(architecture, _ARCHITECTURES)}"
         )
     if hidden_size % (2 * heads):
         raise ConfigError(f"tiny_model: hidden_size must be a multiple of 2 * heads = {2 * heads}: got {hidden_size}.")

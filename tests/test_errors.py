@@ -4,7 +4,7 @@ import pickle
 import pytest
 
 from llmrl import errors
-from llmrl.errors import LLMRLError, MissingDependencyError, MissingKeyError, near
+from llmrl.errors import LLMRLError, MissingDependencyError, MissingKeyError, did_you_mean
 
 CLASSES = [
     value
@@ -33,6 +33,6 @@ def test_a_missing_dependency_keeps_the_module_name_through_pickling():
 
 
 def test_near_suggests_only_what_is_close():
-    assert near("lerning_rate", ["learning_rate", "warmup"]) == " Did you mean 'learning_rate'?"
-    assert near("temperature", ["lr", "steps"]) == ""
-    assert near("lr", []) == ""
+    assert did_you_mean("lerning_rate", ["learning_rate", "warmup"]) == " Did you mean 'learning_rate'?"
+    assert did_you_mean("temperature", ["lr", "steps"]) == ""
+    assert did_you_mean("lr", []) == ""

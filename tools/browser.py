@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from llmrl.concurrency.background_loop import BackgroundLoop
-from llmrl.errors import ConfigError, LLMRLError, near
+from llmrl.errors import ConfigError, LLMRLError, did_you_mean
 from llmrl.optional import require
 from llmrl.tools.base import Tool, ToolError, ToolTimeout
 from llmrl.tools.schema import Signature
@@ -337,7 +337,9 @@ def _checked(arguments: dict[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         # A model may write arguments of other actions, as long as they are the schema's defaults.
         if name not in ("action", *known) and value != BrowserTool.parameters["properties"][name]["default"]:
-            raise ToolError(f"browser: {action} takes no {name!r}: known are {', '.join(known)}.{near(name, known)}")
+            raise ToolError(
+                f"browser: {action} takes no {name!r}: known are {', '.join(known)}.{did_you_mean(name, known)}"
+            )
     return given
 
 

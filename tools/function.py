@@ -12,7 +12,7 @@ from typing import Any
 from pydantic_core import to_json
 
 from llmrl.concurrency.background_loop import BackgroundLoop
-from llmrl.errors import ConfigError, near
+from llmrl.errors import ConfigError, did_you_mean
 from llmrl.tools.base import Tool, ToolTimeout
 from llmrl.tools.schema import Signature, parse_docstring
 
@@ -175,7 +175,7 @@ def check_constructor(
         signature.bind(**(settings or {}))
     except TypeError as error:
         unknown = [key for key in settings or {} if key not in signature.parameters]
-        hint = near(unknown[0], signature.parameters) if unknown else ""
+        hint = did_you_mean(unknown[0], signature.parameters) if unknown else ""
         raise ConfigError(f"{who}: {cls.__name__}{signature}: {error}.{hint}") from None
 
 

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from llmrl.errors import ConfigError, near
+from llmrl.errors import ConfigError, did_you_mean
 from llmrl.loading import load_object
 from llmrl.tools.base import Tool
 from llmrl.tools.function import as_tool, check_constructor
@@ -52,7 +52,7 @@ def _find(name: str, settings: Mapping[str, Any]) -> tuple[Any, bool]:
     if name not in BUILT_IN and ":" not in name:
         raise ConfigError(
             f"tool: must be one of {', '.join(sorted(BUILT_IN))}, or 'package.module:name': got {name!r}."
-            + near(name, BUILT_IN)
+            + did_you_mean(name, BUILT_IN)
         )
     target = load_object(BUILT_IN.get(name, name), what="tool")
     is_constructor = inspect.isclass(target) and (bool(settings) or issubclass(target, Tool))

@@ -16,7 +16,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from llmrl.concurrency.background_loop import BackgroundLoop
-from llmrl.errors import ConfigError, DeadlineError, LLMRLError, MissingDependencyError, near
+from llmrl.errors import ConfigError, DeadlineError, LLMRLError, MissingDependencyError, did_you_mean
 from llmrl.optional import require
 from llmrl.tools.base import Tool, ToolError, ToolTimeout
 from llmrl.tools.mcp_stdio import StdioServer
@@ -113,7 +113,7 @@ class MCPTool(Tool):
             servers.close()
             raise ConfigError(
                 f"MCPTool: the server must have the tool {tool!r}: it has {', '.join(known) or 'none'}."
-                f"{near(tool, known)}"
+                f"{did_you_mean(tool, known)}"
             )
         self.__dict__.update(known[tool].__dict__)
 
@@ -312,7 +312,7 @@ def _settings(name: str, given: Any) -> dict[str, Any]:
     if unknown := [key for key in given if key not in known]:
         raise ConfigError(
             f"MCPServers: server {name!r} has no setting {unknown[0]!r}: known are {', '.join(known)}."
-            f"{near(str(unknown[0]), known)}"
+            f"{did_you_mean(str(unknown[0]), known)}"
         )
     return dict(given)
 

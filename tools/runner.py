@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmrl.concurrency.deadline import watch_lock
-from llmrl.errors import ConfigError, near
+from llmrl.errors import ConfigError, did_you_mean
 from llmrl.tools.base import Status, Tool, ToolCall, ToolError, ToolResult
 from llmrl.tools.function import as_tool
 
@@ -138,7 +138,7 @@ class ToolRunner:
         if call.error is not None:
             return call.error, "malformed"
         if call.name not in self.tools:
-            hint, known = near(str(call.name), self.tools), ", ".join(self.tools) or "none"
+            hint, known = did_you_mean(str(call.name), self.tools), ", ".join(self.tools) or "none"
             return f"There is no tool {call.name!r}.{hint} Tools: {known}.", "unknown"
         if not isinstance(call.arguments, dict | None):
             kind = type(call.arguments).__name__

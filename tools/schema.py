@@ -17,7 +17,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, create_mod
 from pydantic.errors import PydanticUserError
 from pydantic.json_schema import GenerateJsonSchema
 
-from llmrl.errors import ConfigError, closest, near
+from llmrl.errors import ConfigError, closest, did_you_mean
 from llmrl.strict_json import JSONError, parse_json
 from llmrl.tools.base import ToolError
 
@@ -45,7 +45,7 @@ class Signature:
         if unknown := [name for name in described if name not in self._parameters]:
             raise ConfigError(
                 f"tool {tool_name!r}: the docstring describes {unknown[0]!r}, which is not an argument."
-                + near(unknown[0], self._parameters)
+                + did_you_mean(unknown[0], self._parameters)
             )
         hints = self._hints(function)
         fields: dict[str, Any] = {}

@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
-from llmrl.errors import ConfigError, near
+from llmrl.errors import ConfigError, did_you_mean
 
 __all__ = ["LossModule", "merge_outputs", "output_fields", "total_loss"]
 
@@ -41,7 +41,7 @@ class LossModule(nn.Module, abc.ABC):
             if name not in self.default_keys:
                 raise ConfigError(
                     f"{type(self).__name__}.set_keys: this loss has no key {name!r}; it reads "
-                    f"{', '.join(sorted(self.default_keys))}.{near(name, self.default_keys)}"
+                    f"{', '.join(sorted(self.default_keys))}.{did_you_mean(name, self.default_keys)}"
                 )
         vars(self.tensor_keys).update(keys)
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, SupportsFloat
 
-from llmrl.errors import ConfigError, DataError, near
+from llmrl.errors import ConfigError, DataError, did_you_mean
 from llmrl.optional import require
 from llmrl.run.run_dir import writing
 
@@ -92,7 +92,7 @@ def check_metric_name(name: str) -> None:
     llmrl.errors.ConfigError: metrics: 'rewards/mean' is not a metric. Did you mean 'reward/mean'?
     """
     if name not in METRICS and not any(re.fullmatch(family, name) for family in _FAMILIES):
-        raise ConfigError(f"metrics: {name!r} is not a metric.{near(name, [*METRICS, *_FAMILIES.values()])}")
+        raise ConfigError(f"metrics: {name!r} is not a metric.{did_you_mean(name, [*METRICS, *_FAMILIES.values()])}")
 
 
 class Mirror(Protocol):
@@ -232,7 +232,7 @@ def _make_mirror(mirror: str | Mirror, run_dir: Path, config: Mapping[str, Any] 
         return mirror
     if mirror not in _MIRRORS:
         known = ", ".join(_MIRRORS)
-        raise ConfigError(f"log: must name mirrors among {known}: got {mirror!r}.{near(mirror, _MIRRORS)}")
+        raise ConfigError(f"log: must name mirrors among {known}: got {mirror!r}.{did_you_mean(mirror, _MIRRORS)}")
     return _MIRRORS[mirror](run_dir, config)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmrl.data.llm.dataset_files import load_rows, to_messages
 from llmrl.data.llm.templates import find_template, render_text, template_names
-from llmrl.errors import DataError, TemplateError, near
+from llmrl.errors import DataError, TemplateError, did_you_mean
 from llmrl.modules.llm.rendering import Rendered, Renderer
 from llmrl.run.console import Finding, Sample, make_console, print_conversations, print_findings
 from llmrl.train.sft_data import marked_pieces
@@ -148,7 +148,8 @@ def _load_tokenizer(name: str) -> tuple[PreTrainedTokenizerBase, str]:
     except (OSError, ValueError) as error:
         raise DataError(
             f"llmrl template: must be a folder with a tokenizer, a registered template "
-            f"({', '.join(template_names())}) or a name on the hub: got {name!r}.{near(name, template_names())} "
+            f"({', '.join(template_names())}) or a name on the hub: got {name!r}."
+            f"{did_you_mean(name, template_names())} "
             f"({str(error).splitlines()[0]})"
         ) from error
     return tokenizer, f"{type(tokenizer).__name__} of {name}, {len(tokenizer)} tokens, eos {tokenizer.eos_token!r}"

@@ -15,7 +15,7 @@ from llmrl.envs.llm.tasks.ifeval import IFEvalEnv
 from llmrl.envs.llm.tasks.math import MATHEnv
 from llmrl.envs.llm.tasks.sums import big_sums_problems, sums_problems
 from llmrl.envs.llm.tasks.task import TaskEnv
-from llmrl.errors import ConfigError, near
+from llmrl.errors import ConfigError, did_you_mean
 from llmrl.loading import load_object
 
 __all__ = ["check_env", "env_maker", "env_rows", "is_file", "is_task"]
@@ -78,7 +78,9 @@ def check_env(name: str, options: Mapping[str, Any], *, has_dataset: bool, has_r
     if not takes_all:
         for option in options:
             if option not in known:
-                raise ConfigError(f"environment: env.options: {own} has no parameter {option!r}.{near(option, known)}")
+                raise ConfigError(
+                    f"environment: env.options: {own} has no parameter {option!r}.{did_you_mean(option, known)}"
+                )
         if lacking := [parameter for parameter in expected if parameter not in known]:
             raise ConfigError(
                 f"environment: {own} must take what a recipe passes, {', '.join(expected)}: {', '.join(lacking)} "

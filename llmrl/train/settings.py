@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from llmrl.errors import ConfigError, near
+from llmrl.errors import ConfigError, did_you_mean
 from llmrl.loading import load_function, split_name
 
 __all__ = [
@@ -121,7 +121,7 @@ def _one_of(known: tuple[str, ...], what: str) -> AfterValidator:
     def check(name: str) -> str:
         if name not in known and ":" not in name:
             listed = f"{', '.join(known)}, or package.module:name"
-            raise ValueError(f"{name!r} is not {what}: must be one of {listed}.{near(name, known)}")
+            raise ValueError(f"{name!r} is not {what}: must be one of {listed}.{did_you_mean(name, known)}")
         return name if name in known else _of_own(name)
 
     return AfterValidator(check)

@@ -112,5 +112,5 @@ def test_a_stack_answers_without_building_rows_and_goes_on_as_an_ordinary_one(st
 
 def test_dumps_of_before_name_the_same_classes():
     names = {"llmrl.data.llm.message_stack:MessageStack": MessageStack}
-    names["llmrl.modules.llm.policies.ragged:RaggedStack"] = RaggedStack
+    names["llmrl.data.ragged.stack:RaggedStack"] = RaggedStack
     assert {name: find_class(name, lambda cls: True) for name in names} == names

@@ -11,9 +11,9 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
 
 from llmrl.data.llm.chat import History
+from llmrl.data.ragged.stack import RaggedStack
 from llmrl.errors import ConfigError, ShapeError, TemplateError
 from llmrl.modules.llm import ChatHistory, LogProbs, Masks, Text, Tokens
-from llmrl.modules.llm.policies.ragged import RaggedStack
 from llmrl.testing import tiny_tokenizer
 
 LENGTHS = [3, 1, 4, 1, 5]

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 
 from llmrl.data.llm.chat import History
-from llmrl.data.llm.non_tensor import column
+from llmrl.data.ragged.tensordicts import column
 from llmrl.envs.llm import ChatEnv
 from llmrl.envs.utils import step_mdp
 from llmrl.errors import ConfigError

@@ -9,8 +9,8 @@ import torch
 from tensordict import TensorDict
 
 from llmrl.data.llm import History
-from llmrl.data.llm.non_tensor import column
 from llmrl.data.llm.templates import _BUILT_IN, find_template
+from llmrl.data.ragged.tensordicts import column
 from llmrl.envs.llm import ChatEnv
 from llmrl.envs.utils import step_mdp
 from llmrl.modules.llm import ChatHistory, LLMWrapperBase

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from llmrl.data.llm.chat import History
-from llmrl.data.llm.non_tensor import column
+from llmrl.data.ragged.tensordicts import column
 from llmrl.envs.llm import ChatEnv
 from llmrl.errors import ConfigError, RewriteError
 from llmrl.modules.llm import ChatHistory, LLMWrapperBase, Tokens

@@ -8,7 +8,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 from llmrl.data.llm.chat import History
-from llmrl.data.llm.non_tensor import column
+from llmrl.data.ragged.tensordicts import column
 from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 from llmrl.envs.llm import ChatEnv
 from llmrl.envs.utils import step_mdp

@@ -18,7 +18,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Literal
 
-from llmrl.errors import ConfigError, MissingDependencyError, UnsupportedError, near
+from llmrl.errors import ConfigError, MissingDependencyError, UnsupportedError, did_you_mean
 from llmrl.tools.sandbox.limits import Limits
 from llmrl.tools.sandbox.session import Session
 from llmrl.tools.sandbox.system_calls import filter_pipe
@@ -73,7 +73,9 @@ class Sandbox:
 
     def __init__(self, kind: Kind = "bubblewrap", limits: Limits | None = None, python: str | None = None):
         if kind not in KINDS:
-            raise ConfigError(f"Sandbox: kind must be one of {', '.join(KINDS)}: got {kind!r}.{near(str(kind), KINDS)}")
+            raise ConfigError(
+                f"Sandbox: kind must be one of {', '.join(KINDS)}: got {kind!r}.{did_you_mean(str(kind), KINDS)}"
+            )
         self.kind = kind
         self.limits = limits or Limits()
         self.python = os.path.abspath(python) if python else os.path.realpath(sys.executable)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from llmrl.errors import ConfigError, near
+from llmrl.errors import ConfigError, did_you_mean
 
 __all__ = ["Limits", "Processes"]
 
@@ -55,7 +55,7 @@ class Limits:
         known = [field.name for field in fields(cls)]
         for name in given or {}:
             if name not in known:
-                raise ConfigError(f"Limits: {name!r} must be one of {', '.join(known)}.{near(name, known)}")
+                raise ConfigError(f"Limits: {name!r} must be one of {', '.join(known)}.{did_you_mean(name, known)}")
         return cls(**(given or {}))
 
 

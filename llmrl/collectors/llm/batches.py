@@ -22,7 +22,7 @@ from tensordict import (
 from torch import Tensor
 
 from llmrl.data.llm.chat import History
-from llmrl.data.llm.non_tensor import column
+from llmrl.data.ragged.tensordicts import column
 from llmrl.errors import ShapeError
 from llmrl.modules.llm.policies.containers import ChatHistory, LogProbs, Masks, Text, Tokens
 

@@ -19,7 +19,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from llmrl.collectors.llm.batches import cat_rows, take_rows
-from llmrl.data.llm.non_tensor import column
+from llmrl.data.ragged.tensordicts import column
 from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.chat import next_prompt
 from llmrl.errors import ConfigError, MissingKeyError, RolloutError, ShapeError

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from llmrl.errors import DataError, near
+from llmrl.errors import DataError, did_you_mean
 
 # Per type, the fields of which exactly one must be given, and those that may be given besides.
 _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -49,7 +49,8 @@ class ContentBase:
     def __post_init__(self) -> None:
         if self.type not in _FIELDS:
             raise DataError(
-                f"ContentBase: type must be one of {', '.join(_FIELDS)}: got {self.type!r}.{near(self.type, _FIELDS)}"
+                f"ContentBase: type must be one of {', '.join(_FIELDS)}: got {self.type!r}."
+                f"{did_you_mean(self.type, _FIELDS)}"
             )
         needed, others = _FIELDS[self.type]
         given = [field.name for field in fields(self) if field.name != "type" and getattr(self, field.name) is not None]

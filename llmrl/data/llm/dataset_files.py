@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmrl.errors import DataError, near
+from llmrl.errors import DataError, did_you_mean
 from llmrl.strict_json import JSONError, parse_json
 from llmrl.text_files import why_not_text
 
@@ -60,7 +60,7 @@ def load_rows(
         if column not in known:
             raise DataError(
                 f"load_rows: {source} must have the column {column!r}: its columns are {', '.join(known)}."
-                f"{near(column, known)}"
+                f"{did_you_mean(column, known)}"
             )
     return rows
 
@@ -233,7 +233,8 @@ def _require(row: Row, column: str, where: str) -> Any:
     if value is None:
         what = "is empty" if column in row else "is missing"
         raise DataError(
-            f"dataset: the column {column!r} {what} in {where}: its columns are {', '.join(row)}.{near(column, row)}"
+            f"dataset: the column {column!r} {what} in {where}: its columns are {', '.join(row)}."
+            f"{did_you_mean(column, row)}"
         )
     return value
 
@@ -243,7 +244,7 @@ def _pick(row: Row, names: Iterable[str], what: str, where: str, *, or_messages:
         if row.get(column) is not None:
             return column
     expected = [*(["messages"] if or_messages else []), *names]
-    hint = next((h for column in row if (h := near(column, expected))), "")
+    hint = next((h for column in row if (h := did_you_mean(column, expected))), "")
     raise DataError(
         f"dataset: {where} must have a {what} column, one of {', '.join(expected)}: its columns are {', '.join(row)}."
         f"{hint} Otherwise name the column."

@@ -18,7 +18,7 @@ from jinja2.exceptions import TemplateError as JinjaError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from llmrl.data.llm import parsers
-from llmrl.errors import ConfigError, TemplateError, near
+from llmrl.errors import ConfigError, TemplateError, did_you_mean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -143,7 +143,7 @@ def find_template(
         known = sorted({*_TEMPLATES, *own_by_name})
         raise TemplateError(
             f"find_template: chat template must be registered: got {name!r}, known: {', '.join(known)}."
-            f"{near(name, known)}"
+            f"{did_you_mean(name, known)}"
         )
     if isinstance(own, dict):
         own = own.get("default")
@@ -164,7 +164,8 @@ def check_variables(template: ChatTemplate, variables: Mapping[str, Any] | None)
         if not re.search(rf"\b{re.escape(name)}\b", template.jinja):
             words = sorted(set(re.findall(r"[a-z]\w+", template.jinja)))
             raise ConfigError(
-                f"template_kwargs: template {template.name!r} does not use the variable {name!r}.{near(name, words)}"
+                f"template_kwargs: template {template.name!r} does not use the variable {name!r}."
+                f"{did_you_mean(name, words)}"
             )
 
 

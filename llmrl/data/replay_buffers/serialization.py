@@ -38,7 +38,7 @@ ITEM = "~"  # in a path, where keys lead through a sequence
 _PACKAGES = ("llmrl", "tensordict")  # their modules may be imported for a name in a file
 _MOVED = {  # modules of row classes in dumps that were written before they moved
     "llmrl.data.llm.message_stack": "llmrl.data.ragged.messages",
-    "llmrl.modules.llm.policies.ragged": "llmrl.data.ragged.stack",
+    "llmrl.data.ragged.stack": "llmrl.data.ragged.stack",
 }
 _SCALARS = (str, int, float, bool, type(None))
 _MAPPINGS = {"dict": dict, "OrderedDict": OrderedDict}

@@ -14,7 +14,7 @@ from tensordict.base import is_tensor_collection
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from llmrl.errors import near
+from llmrl.errors import did_you_mean
 
 Init = TypeVar("Init", bound=Callable[..., None])
 
@@ -35,7 +35,8 @@ def near_names(init: Init) -> Init:
             if name not in own:
                 who = type(self)
                 raise TypeError(
-                    f"{who.__name__}: an argument must be one that it has: got {name!r}.{near(name, _known(who))}"
+                    f"{who.__name__}: an argument must be one that it has: got {name!r}."
+                    f"{did_you_mean(name, _known(who))}"
                 )
         init(self, *arguments, **keywords)
 
@@ -182,7 +183,8 @@ def check_reduction(who: str, name: str) -> str:
     """``name``, if it is that of a reduction; else ValueError."""
     if name not in _REDUCTIONS:
         raise ValueError(
-            f"{who}: reduction must be one of {', '.join(_REDUCTIONS)}: got {name!r}.{near(str(name), _REDUCTIONS)}"
+            f"{who}: reduction must be one of {', '.join(_REDUCTIONS)}: got {name!r}."
+            f"{did_you_mean(str(name), _REDUCTIONS)}"
         )
     return name
 

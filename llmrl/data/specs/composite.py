@@ -21,7 +21,7 @@ from llmrl.data.specs.base import Mismatch, TensorSpec, as_device, combinations,
 from llmrl.data.specs.entries import MISSING, Entries, is_key, path_of
 from llmrl.data.specs.locking import Lockable
 from llmrl.data.specs.shape import ShapeOp, as_size, select
-from llmrl.errors import ConfigError, MissingKeyError, ShapeError, near
+from llmrl.errors import ConfigError, MissingKeyError, ShapeError, did_you_mean
 
 __all__ = ["Composite"]
 
@@ -95,7 +95,7 @@ class Composite(Lockable):
             known = [key if isinstance(key, str) else ".".join(key) for key in self.keys(include_nested=True)]
             name = item if isinstance(item, str) else ".".join(item)
             raise MissingKeyError(
-                f"Composite: {item!r} is not in it; keys present: {', '.join(known)}.{near(name, known)}"
+                f"Composite: {item!r} is not in it; keys present: {', '.join(known)}.{did_you_mean(name, known)}"
             )
         return found
 
@@ -129,7 +129,7 @@ class Composite(Lockable):
         if not isinstance(spec, TensorSpec):
             raise TypeError(
                 f"Composite: {name!r} must be a spec, a mapping of specs or None: got {type(spec).__name__}."
-                + near(name, _ARGUMENTS)
+                + did_you_mean(name, _ARGUMENTS)
             )
         if isinstance(spec, Composite):
             spec = self._adopted(spec)

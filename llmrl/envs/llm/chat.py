@@ -16,7 +16,7 @@ from tensordict import TensorDict, TensorDictBase, is_non_tensor
 
 from llmrl.data.llm.chat import History
 from llmrl.data.llm.dataset_files import declared_tools, load_rows, to_prompt
-from llmrl.data.llm.non_tensor import column_values
+from llmrl.data.ragged.tensordicts import column_values
 from llmrl.data.specs import Composite, NonTensor
 from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.options import ConversationOptions, options_of

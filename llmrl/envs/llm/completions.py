@@ -16,8 +16,8 @@ from torch import Tensor
 
 from llmrl.data.llm.chat import History
 from llmrl.data.llm.codec import codec_for
-from llmrl.data.llm.non_tensor import column_values
 from llmrl.data.llm.templates import find_template
+from llmrl.data.ragged.tensordicts import column_values
 from llmrl.envs.llm.options import MODES
 from llmrl.envs.specs import DONE_KEYS
 from llmrl.envs.td_ops import present_keys, shallow_copy

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from llmrl.errors import ConfigError, near
+from llmrl.errors import ConfigError, did_you_mean
 from llmrl.modules.llm.rendering import Renderer
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class ConversationOptions:
         if self.input_mode not in MODES:
             raise ConfigError(
                 f"ChatEnv: input_mode must be one of {', '.join(MODES)}: got "
-                f"{self.input_mode!r}.{near(str(self.input_mode), MODES)}"
+                f"{self.input_mode!r}.{did_you_mean(str(self.input_mode), MODES)}"
             )
         if self.input_mode != "history" and self.tokenizer is None:
             raise ConfigError(
@@ -114,4 +114,4 @@ def check_keywords(given: Iterable[str], receiver: type, who: str) -> None:
     known = [name for name in inspect.signature(receiver).parameters if name != "self"]
     for name in given:
         if name not in known:
-            raise ConfigError(f"{who}: {name!r} is not one of its arguments.{near(name, known)}")
+            raise ConfigError(f"{who}: {name!r} is not one of its arguments.{did_you_mean(name, known)}")

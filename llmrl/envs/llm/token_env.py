@@ -12,7 +12,7 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
-from llmrl.data.llm.non_tensor import column, column_values
+from llmrl.data.ragged.tensordicts import column, column_values
 from llmrl.data.specs import Categorical, Composite, NonTensor, TensorSpec, Unbounded
 from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.options import check_keywords

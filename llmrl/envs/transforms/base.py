@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Self
 from tensordict import NestedKey, TensorDict, TensorDictBase
 
 from llmrl.envs.td_ops import present_keys, shallow_copy
-from llmrl.errors import ConfigError, MissingKeyError, near
+from llmrl.errors import ConfigError, MissingKeyError, did_you_mean
 
 if TYPE_CHECKING:
     from llmrl.data.specs import Composite
@@ -117,7 +117,7 @@ class Transform:
         if td is not None or unknown:
             raise TypeError(
                 f"{type(self).__name__}: takes one tensordict, or {', '.join(keys) or 'nothing'} by name: got "
-                f"{', '.join(unknown or entries)}.{near(unknown[0], keys) if unknown else ''}"
+                f"{', '.join(unknown or entries)}.{did_you_mean(unknown[0], keys) if unknown else ''}"
             )
         td = self.forward(TensorDict({keys[name]: value for name, value in entries.items()}).auto_batch_size_(1))
         values = tuple(td.get(key) for key in self.out_keys)

@@ -11,7 +11,7 @@ from tensordict import TensorDict, TensorDictBase
 from llmrl.data.specs import Composite
 from llmrl.envs.base import EnvBase
 from llmrl.envs.transforms.base import Compose, Transform
-from llmrl.errors import ConfigError, near
+from llmrl.errors import ConfigError, did_you_mean
 
 __all__ = ["TransformedEnv"]
 
@@ -155,7 +155,7 @@ class TransformedEnv(EnvBase):
             known = {*dir(type(self)), *dir(self.base_env), *vars(self)}
             raise AttributeError(
                 f"{type(self).__name__} has no attribute {name!r}, and neither has its base env, "
-                f"{type(self.base_env).__name__}.{near(name, known)}"
+                f"{type(self.base_env).__name__}.{did_you_mean(name, known)}"
             ) from None
 
     def __repr__(self) -> str:

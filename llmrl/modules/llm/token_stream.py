@@ -15,9 +15,9 @@ import torch
 from tensordict import NestedKey, TensorDictBase, is_non_tensor
 from torch import Tensor
 
+from llmrl.data.ragged.stack import stack_columns
 from llmrl.errors import ShapeError
 from llmrl.modules.llm.policies.containers import CONTAINERS
-from llmrl.modules.llm.policies.ragged import stack_columns
 from llmrl.modules.llm.policies.rows import entries, field_rows, is_ragged, unpadded_rows
 
 __all__ = [

@@ -18,7 +18,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from llmrl.errors import ConfigError, DataError, MissingKeyError, near
+from llmrl.errors import ConfigError, DataError, MissingKeyError, did_you_mean
 
 __all__ = [
     "Aggregation",
@@ -365,5 +365,5 @@ def token_weights(
 
 def unknown(what: str, name: object, known: tuple[str, ...]) -> ConfigError:
     """The error for a name that is not one of ``known``."""
-    hint = near(name, known) if isinstance(name, str) else ""
+    hint = did_you_mean(name, known) if isinstance(name, str) else ""
     return ConfigError(f"{what}: expected one of {', '.join(map(repr, known))}, got {name!r}.{hint}")

@@ -10,7 +10,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict
 
 from llmrl.data.llm import TopKRewardSelector
-from llmrl.data.llm.non_tensor import column
+from llmrl.data.ragged.tensordicts import column
 from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer
 from llmrl.errors import DataError, MissingKeyError
 

@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 
 from llmrl.data.llm.chat import History
-from llmrl.data.llm.non_tensor import column
+from llmrl.data.ragged.tensordicts import column
 from llmrl.envs import check_env_specs
 from llmrl.envs.llm import ChatEnv, DatasetChatEnv, GSM8KEnv, make_gsm8k_env
 from llmrl.envs.llm.transforms import DataLoadingPrimer, EndOfData, PolicyVersion, RewardFunction

@@ -9,7 +9,7 @@ import shutil
 import pytest
 from tensordict import TensorDict
 
-from llmrl.data.llm.non_tensor import column
+from llmrl.data.ragged.tensordicts import column
 from llmrl.envs.llm import ChatEnv
 from llmrl.envs.llm.answers import code_block
 from llmrl.envs.llm.rewards import CodeReward

@@ -9,7 +9,7 @@ from fractions import Fraction
 import pytest
 from tensordict import TensorDict
 
-from llmrl.data.llm.non_tensor import column
+from llmrl.data.ragged.tensordicts import column
 from llmrl.envs.llm import ChatEnv, CountdownEnv, CountdownRewardParser
 from llmrl.envs.llm.tasks.countdown import countdown_correct, countdown_problems
 from llmrl.errors import ConfigError, DataError, MissingKeyError

@@ -7,7 +7,7 @@ import json
 import pytest
 from tensordict import TensorDict
 
-from llmrl.data.llm.non_tensor import column
+from llmrl.data.ragged.tensordicts import column
 from llmrl.envs.llm import ChatEnv, GSM8KEnv, GSM8KPrepareQuestion, GSM8KRewardParser, make_gsm8k_env
 from llmrl.envs.llm.answers import normalize_answer, reference_answer
 from llmrl.errors import ConfigError, DataError, MissingKeyError

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from llmrl.data.llm.non_tensor import column
+from llmrl.data.ragged.tensordicts import column
 from llmrl.envs.llm import ChatEnv, IFEvalEnv, IFEvalScoreData, IfEvalScorer
 from llmrl.envs.llm.ifeval import Instructions, evaluate
 from llmrl.errors import ConfigError, DataError, MissingDependencyError, MissingKeyError

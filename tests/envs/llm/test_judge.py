@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from tensordict import TensorDict
 
-from llmrl.data.llm.non_tensor import column
+from llmrl.data.ragged.tensordicts import column
 from llmrl.envs.llm import ChatEnv, DatasetChatEnv
 from llmrl.envs.llm.rewards import JudgeReward
 from llmrl.envs.llm.transforms import RewardFunction

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 
-from llmrl.data.llm.non_tensor import column
+from llmrl.data.ragged.tensordicts import column
 from llmrl.envs.llm import ChatEnv
 from llmrl.envs.llm.transforms import LengthPenalty, MaskTruncated, OverlongShaping, RewardFunction
 from llmrl.errors import ConfigError, MissingKeyError

@@ -8,7 +8,7 @@ import threading
 import pytest
 from tensordict import TensorDict
 
-from llmrl.data.llm.non_tensor import column
+from llmrl.data.ragged.tensordicts import column
 from llmrl.envs.llm import ChatEnv, MATHEnv, MATHRewardParser
 from llmrl.envs.llm.tasks.math import MathEquality
 from llmrl.errors import DataError, MissingDependencyError

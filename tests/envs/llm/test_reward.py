@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDict
 
 from llmrl.concurrency.deadline import ThreadRunner
-from llmrl.data.llm.non_tensor import column
+from llmrl.data.ragged.tensordicts import column
 from llmrl.envs.llm import ChatEnv, DatasetChatEnv
 from llmrl.envs.llm.rewards import CodeReward, JudgeReward
 from llmrl.envs.llm.transforms import RewardFunction, load_reward, make_rewards

@@ -14,7 +14,7 @@ from transformers import (
     Qwen2ForSequenceClassification,
 )
 
-from llmrl.data.llm.non_tensor import column
+from llmrl.data.ragged.tensordicts import column
 from llmrl.envs.llm import ChatEnv
 from llmrl.envs.llm.rewards import RewardModelScorer
 from llmrl.envs.llm.transforms import RewardFunction, make_rewards

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from llmrl.collectors.llm import LLMCollector
-from llmrl.data.llm.non_tensor import column
+from llmrl.data.ragged.tensordicts import column
 from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer
 from llmrl.envs import StepCounter, check_env_specs
 from llmrl.envs.llm import ChatEnv, DatasetChatEnv

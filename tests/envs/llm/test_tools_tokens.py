@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 
 from llmrl.collectors.llm import LLMCollector
-from llmrl.data.llm.non_tensor import column
+from llmrl.data.ragged.tensordicts import column
 from llmrl.envs.llm import ChatEnv, DatasetChatEnv
 from llmrl.envs.llm.tool_calls import DeepSeekFormat, HarmonyFormat, HermesFormat, MistralFormat
 from llmrl.envs.llm.transforms import ToolTransform

@@ -18,7 +18,7 @@ from torch import Tensor
 from llmrl.data.replay_buffers.counters import Counters
 from llmrl.data.replay_buffers.grid_index import select_cells, shape_cells, time_first
 from llmrl.data.replay_buffers.utils import num_rows, part, tree_map
-from llmrl.errors import CheckpointError, MissingKeyError, UnsupportedError, near
+from llmrl.errors import CheckpointError, MissingKeyError, UnsupportedError, did_you_mean
 
 Key = str | tuple[str, ...]
 Index = int | slice | range | Sequence[int] | Tensor  # a tensor of positions, or a mask
@@ -370,5 +370,5 @@ def missing_entry(who: str, path: tuple[str, ...], inside: tuple[str, ...], know
     where = f" under {inside!r}" if inside else ""
     return MissingKeyError(
         f"{who}: rows have no entry {path if len(path) > 1 else path[0]!r}; there is{where}: "
-        f"{', '.join(map(str, known)) or 'nothing with a key'}.{near(str(path[len(inside)]), map(str, known))}"
+        f"{', '.join(map(str, known)) or 'nothing with a key'}.{did_you_mean(str(path[len(inside)]), map(str, known))}"
     )

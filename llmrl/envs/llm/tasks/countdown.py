@@ -18,7 +18,7 @@ from tensordict import TensorDictBase
 
 from llmrl.envs.llm.answers import AnswerParser
 from llmrl.envs.llm.tasks.task import Row, TaskEnv, row_label
-from llmrl.errors import ConfigError, DataError, near
+from llmrl.errors import ConfigError, DataError, did_you_mean
 from llmrl.tools.base import ToolError
 from llmrl.tools.calculator import evaluate
 
@@ -73,7 +73,9 @@ def countdown_problems(
     dict_keys(['nums', 'target'])
     """
     if split not in SPLITS:
-        raise ConfigError(f"countdown_problems: split must be {', '.join(SPLITS)}: got {split!r}.{near(split, SPLITS)}")
+        raise ConfigError(
+            f"countdown_problems: split must be {', '.join(SPLITS)}: got {split!r}.{did_you_mean(split, SPLITS)}"
+        )
     least, most = (size, size) if isinstance(size, int) else size
     if not 2 <= least <= most or largest < 10:
         raise ConfigError(
@@ -137,7 +139,7 @@ class CountdownEnv(TaskEnv):
         where = row_label(number)
         for column in ("nums", "target"):
             if row.get(column) is None:
-                columns = f"its columns are {', '.join(row)}.{near(column, row)}"
+                columns = f"its columns are {', '.join(row)}.{did_you_mean(column, row)}"
                 found = f"{column} is empty." if column in row else columns
                 raise DataError(f"CountdownEnv: {where} must have the columns nums and target: {found}")
         try:

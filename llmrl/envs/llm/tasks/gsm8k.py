@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDictBase
 
-from llmrl.data.llm.non_tensor import column
+from llmrl.data.ragged.tensordicts import column
 from llmrl.envs.llm.answers import AnswerParser, extract_tags, normalize_answer, reference_answer
 from llmrl.envs.llm.chat import DatasetChatEnv
 from llmrl.envs.llm.completions import required_column

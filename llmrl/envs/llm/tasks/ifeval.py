@@ -16,7 +16,7 @@ import torch
 from tensordict import TensorClass, TensorDictBase
 from torch import Tensor
 
-from llmrl.data.llm.non_tensor import column_values
+from llmrl.data.ragged.tensordicts import column_values
 from llmrl.data.specs import Composite, Unbounded
 from llmrl.envs.llm.answers import end_where, find_blocks
 from llmrl.envs.llm.completions import (
@@ -29,7 +29,7 @@ from llmrl.envs.llm.completions import (
 )
 from llmrl.envs.llm.tasks.ifeval_checks import CHECKS, NEEDS_LANGUAGE
 from llmrl.envs.llm.tasks.task import Row, TaskEnv, row_label
-from llmrl.errors import ConfigError, DataError, near
+from llmrl.errors import ConfigError, DataError, did_you_mean
 from llmrl.modules.llm.engines import StopReason
 from llmrl.optional import require
 
@@ -112,7 +112,7 @@ def _arguments(name: str, given: Mapping[str, Any], where: str) -> dict[str, Any
     if name not in CHECKS:
         raise DataError(
             f"IFEval: an instruction must be one of the {len(CHECKS)} known ones: {where} has "
-            f"{name!r}.{near(name, CHECKS)}"
+            f"{name!r}.{did_you_mean(name, CHECKS)}"
         )
     arguments = {}
     for parameter in _PARAMETERS[name]:
@@ -121,7 +121,7 @@ def _arguments(name: str, given: Mapping[str, Any], where: str) -> dict[str, Any
             present = [key for key, value in given.items() if value is not None]
             raise DataError(
                 f"IFEval: the instruction {name!r} of {where} must have the argument {parameter!r}: it has "
-                f"{', '.join(present) or 'none'}.{near(parameter, present)}"
+                f"{', '.join(present) or 'none'}.{did_you_mean(parameter, present)}"
             )
         if parameter.endswith("relation") and value not in RELATIONS:
             raise DataError(
@@ -306,7 +306,7 @@ class IFEvalEnv(TaskEnv):
             if row.get(name) is None:
                 raise DataError(
                     f"IFEvalEnv: {where} must have the column {name!r}: its columns are {', '.join(row)}."
-                    f"{near(name, row)}"
+                    f"{did_you_mean(name, row)}"
                 )
         instructions = Instructions.of(row["instruction_id_list"], row["kwargs"], where)
         kept = {name: value for name, value in super().prompt_row(row, number).items() if name != "answer"}

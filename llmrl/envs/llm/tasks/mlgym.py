@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from llmrl.data.llm.non_tensor import column
+from llmrl.data.ragged.tensordicts import column
 from llmrl.data.specs import Composite, NonTensor, Unbounded
 from llmrl.envs.llm.answers import fenced_blocks
 from llmrl.envs.llm.chat import ChatEnv

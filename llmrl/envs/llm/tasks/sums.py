@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 from llmrl.envs.llm.answers import normalize_answer
-from llmrl.errors import ConfigError, near
+from llmrl.errors import ConfigError, did_you_mean
 
 __all__ = ["big_sums_demonstrations", "big_sums_problems", "sums_demonstrations", "sums_problems", "sums_reward"]
 
@@ -139,5 +139,7 @@ def _take(rest: Any, count: int) -> tuple[tuple[int, int], ...]:
 
 def _split_of(pairs: Pairs, split: str, task: str) -> tuple[tuple[int, int], ...]:
     if split not in pairs:
-        raise ConfigError(f"{task}: split must be one of {', '.join(pairs)}: got {split!r}.{near(split, pairs)}")
+        raise ConfigError(
+            f"{task}: split must be one of {', '.join(pairs)}: got {split!r}.{did_you_mean(split, pairs)}"
+        )
     return pairs[split]

@@ -11,7 +11,7 @@ from llmrl.data.llm.dataset_files import REFERENCE_COLUMNS, load_rows, to_prompt
 from llmrl.envs.llm.chat import DatasetChatEnv, checked_rows
 from llmrl.envs.llm.options import check_keywords
 from llmrl.envs.transforms.base import Transform
-from llmrl.errors import ConfigError, DataError, near
+from llmrl.errors import ConfigError, DataError, did_you_mean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -76,7 +76,7 @@ class TaskEnv(DatasetChatEnv):
         if "answer" not in prompt:
             raise DataError(
                 f"{cls.__name__}: {row_label(number)} must have a reference column, one of "
-                f"{', '.join(REFERENCE_COLUMNS)}: its columns are {', '.join(row)}.{near('answer', row)}"
+                f"{', '.join(REFERENCE_COLUMNS)}: its columns are {', '.join(row)}.{did_you_mean('answer', row)}"
             )
         return prompt
 

@@ -11,7 +11,7 @@ from typing import Any
 from llmrl.data.llm.parsers import thought_key
 from llmrl.envs.llm.tool_calls import formats
 from llmrl.envs.llm.tool_calls.base import CallFormat, ParsedCall, Schemas
-from llmrl.errors import ConfigError, near
+from llmrl.errors import ConfigError, did_you_mean
 from llmrl.loading import load_object
 
 __all__ = ["FORMATS", "AnyFormat", "call_format", "format_of_template"]
@@ -78,7 +78,7 @@ def call_format(name: str | CallFormat, template: str | None = None) -> CallForm
             known = ("auto", *FORMATS)
             raise ConfigError(
                 f"format: must be one of {', '.join(known)}, or 'package.module:Class': got "
-                f"{name!r}.{near(name, known)}"
+                f"{name!r}.{did_you_mean(name, known)}"
             )
         return FORMATS[name]()
     found = load_object(name, what="format")

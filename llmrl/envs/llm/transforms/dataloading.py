@@ -13,11 +13,11 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from llmrl.data.llm.non_tensor import column
+from llmrl.data.ragged.tensordicts import column
 from llmrl.data.specs import Composite, NonTensor, Unbounded
 from llmrl.envs.llm.transforms.prompt_stream import IndexedRows, next_seeds, row_seeds, row_source
 from llmrl.envs.transforms.base import Transform
-from llmrl.errors import CheckpointError, ConfigError, DataError, LLMRLError, MissingKeyError, near
+from llmrl.errors import CheckpointError, ConfigError, DataError, LLMRLError, MissingKeyError, did_you_mean
 
 if TYPE_CHECKING:
     from llmrl.envs.base import EnvBase
@@ -213,7 +213,8 @@ class DataLoadingPrimer(Transform):
             if missing := [name for name in self._names if name not in present]:
                 raise MissingKeyError(
                     f"DataLoadingPrimer: every row must have the column {missing[0]!r}: row "
-                    f"{self._source.number(draw)} has {', '.join(map(str, present))}.{near(missing[0], present)}"
+                    f"{self._source.number(draw)} has {', '.join(map(str, present))}."
+                    f"{did_you_mean(missing[0], present)}"
                 )
         return {name: self._column([by_draw[draw][name] for draw in draws]) for name in self._names}
 
@@ -252,5 +253,5 @@ def check_columns(names: Iterable[str], columns: Iterable[str], who: str) -> Non
         if name not in known:
             raise ConfigError(
                 f"{who}: its parameter {name!r} must be a column of the dataset: the columns are "
-                f"{', '.join(known)}.{near(name, known)}"
+                f"{', '.join(known)}.{did_you_mean(name, known)}"
             )

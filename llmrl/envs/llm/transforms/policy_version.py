@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from tensordict import TensorDictBase
 
-from llmrl.data.llm.non_tensor import column
+from llmrl.data.ragged.tensordicts import column
 from llmrl.data.specs import Composite, NonTensor, Unbounded
 from llmrl.envs.transforms.base import Transform
 from llmrl.errors import ConfigError

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmrl.envs.llm.tool_calls import CallFormat, PatternFormat, PythonFence
 from llmrl.envs.llm.transforms.tools import ToolTransform
-from llmrl.errors import ConfigError, near
+from llmrl.errors import ConfigError, did_you_mean
 from llmrl.tools import Tool, ToolResult
 from llmrl.tools.browser import BrowserTool
 from llmrl.tools.mcp_client import MCPServers
@@ -155,6 +155,6 @@ def _service(services: Mapping[str, Any] | None, name: str, namespace: str | Non
         known = list(services) if isinstance(services, Mapping) else []
         raise ConfigError(
             f"PythonInterpreter: services must hold a tool called {name!r}: got {known or services!r}."
-            f"{near(name, map(str, known))}"
+            f"{did_you_mean(name, map(str, known))}"
         )
     return tool

@@ -20,13 +20,13 @@ from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 from torch import Tensor
 
 from llmrl.concurrency.deadline import AsyncRunner, Calls, ThreadRunner
-from llmrl.data.llm.non_tensor import column_values
+from llmrl.data.ragged.tensordicts import column_values
 from llmrl.data.specs import Composite, Unbounded
 from llmrl.envs.llm.completions import ScoringTransform, add_reward, completion_texts, tokenizer_of
 from llmrl.envs.llm.transforms.dataloading import check_columns, dataset_columns
 from llmrl.envs.llm.transforms.reward_process import SHOWN, ProcessRunner, plain_number, plain_numbers
 from llmrl.envs.specs import DONE_KEYS
-from llmrl.errors import ConfigError, ShapeError, near
+from llmrl.errors import ConfigError, ShapeError, did_you_mean
 from llmrl.loading import load_function
 
 if TYPE_CHECKING:
@@ -274,7 +274,9 @@ def _make(spec: Spec, where: str, tokenizer: Any | None) -> RewardFunction:
         spec = {"fn": spec}
     for key in spec:
         if key not in (*_KINDS, *_OPTIONS):
-            raise ConfigError(f"{where}: {key!r} is not a setting of a reward.{near(key, (*_KINDS, *_OPTIONS))}")
+            raise ConfigError(
+                f"{where}: {key!r} is not a setting of a reward.{did_you_mean(key, (*_KINDS, *_OPTIONS))}"
+            )
     kinds = [kind for kind in _KINDS if spec.get(kind) is not None]
     if len(kinds) != 1:
         raise ConfigError(

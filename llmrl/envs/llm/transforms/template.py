@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tensordict import NestedKey, TensorDictBase
 
 from llmrl.data.llm.chat import History
-from llmrl.data.llm.non_tensor import column, column_values
+from llmrl.data.ragged.tensordicts import column, column_values
 from llmrl.data.specs import Composite, NonTensor
 from llmrl.envs.llm.transforms.tokenizer import check_pairs
 from llmrl.envs.llm.transforms.tool_messages import begin_anew

@@ -13,8 +13,8 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from llmrl.data.llm.non_tensor import column, column_values
 from llmrl.data.ragged.padding import lengths_mask, pad_rows
+from llmrl.data.ragged.tensordicts import column, column_values
 from llmrl.data.specs import Categorical, Composite, NonTensor, Unbounded
 from llmrl.envs.td_ops import present_keys, shallow_copy
 from llmrl.envs.transforms.base import Keys, Transform

@@ -19,8 +19,8 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from llmrl.data.llm.dataset_files import declared_tools
-from llmrl.data.llm.non_tensor import column, column_values
 from llmrl.data.llm.templates import find_template
+from llmrl.data.ragged.tensordicts import column, column_values
 from llmrl.data.specs import Composite, NonTensor, Unbounded
 from llmrl.envs.llm.completions import completion_texts, renderer_of, special_tokens, trim_markers, view_of
 from llmrl.envs.llm.options import ToolOptions, check_keywords

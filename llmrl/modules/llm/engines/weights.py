@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from llmrl.errors import WeightSyncError, near
+from llmrl.errors import WeightSyncError, did_you_mean
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -139,7 +139,7 @@ def check_weights(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, w
     if unknown:
         raise WeightSyncError(
             f"{who}: every weight must have its place: got unknown names {_some(unknown)}."
-            f"{near(unknown[0], own)} Nothing was updated."
+            f"{did_you_mean(unknown[0], own)} Nothing was updated."
         )
     tied: dict[tuple[Any, ...], list[str]] = {}
     for name, tensor in own.items():

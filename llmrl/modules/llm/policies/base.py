@@ -17,7 +17,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from llmrl.data.ragged.padding import lengths_mask, pad_rows
-from llmrl.errors import ConfigError, RewriteError, ShapeError, UnsupportedError, near
+from llmrl.errors import ConfigError, RewriteError, ShapeError, UnsupportedError, did_you_mean
 from llmrl.modules.llm.engines import Engine
 from llmrl.modules.llm.engines.base import check_ids
 from llmrl.modules.llm.engines.transformers import vocabulary_size
@@ -214,7 +214,7 @@ class LLMWrapperBase(nn.Module):
         for name in changes:
             if name not in known:
                 raise ConfigError(
-                    f"get_new_version: {name!r} is not an argument of {type(self).__name__}.{near(name, known)}"
+                    f"get_new_version: {name!r} is not an argument of {type(self).__name__}.{did_you_mean(name, known)}"
                 )
         model = changes.pop("model", None)
         new = type(self)(self._source() if model is None else model, **{**settings, **changes})

@@ -17,9 +17,9 @@ from tensordict import NonTensorStack, TensorClass, TensorDict
 from torch import Tensor
 
 from llmrl.data.llm.chat import History
+from llmrl.data.ragged.stack import stack_columns
 from llmrl.data.specs import Categorical, Composite, NonTensor, TensorSpec, Unbounded
-from llmrl.errors import ConfigError, ShapeError, TemplateError, near
-from llmrl.modules.llm.policies.ragged import stack_columns
+from llmrl.errors import ConfigError, ShapeError, TemplateError, did_you_mean
 from llmrl.modules.llm.policies.rows import Padding, field_rows
 from llmrl.modules.llm.rendering import Renderer
 
@@ -109,7 +109,9 @@ class _Rows:
         names = [name for name in every if name in _DEFAULT_FIELDS] if keys is None else keys
         unknown = [name for name in names if name not in every]
         if unknown:
-            raise ConfigError(f"{cls.__name__}.default_spec: unknown field {unknown[0]!r}.{near(unknown[0], every)}")
+            raise ConfigError(
+                f"{cls.__name__}.default_spec: unknown field {unknown[0]!r}.{did_you_mean(unknown[0], every)}"
+            )
         return Composite({name: cls._field_spec(name, shape) for name in names}, shape=shape)
 
     @classmethod

@@ -16,7 +16,7 @@ from tensordict import TensorDictBase, is_non_tensor
 from torch import Tensor
 
 from llmrl.data.llm.chat import History
-from llmrl.errors import ConfigError, RewriteError, RolloutError, ShapeError, near
+from llmrl.errors import ConfigError, RewriteError, RolloutError, ShapeError, did_you_mean
 from llmrl.modules.llm.engines import StopReason
 from llmrl.modules.llm.policies.containers import decode_rows, history_chats
 from llmrl.modules.llm.policies.rows import Key, attention_rows, entries, field_rows, find_holder, is_ragged, kept_parts
@@ -324,7 +324,7 @@ def make_mode(
     known = ("history", "text", "tokens")
     if name not in known:
         raise ConfigError(
-            f"LLM wrapper: input_mode must be one of {', '.join(known)}: got {name!r}.{near(name, known)}"
+            f"LLM wrapper: input_mode must be one of {', '.join(known)}: got {name!r}.{did_you_mean(name, known)}"
         )
     if name == "tokens":
         return TokensMode()

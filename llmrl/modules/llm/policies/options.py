@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from llmrl.errors import ConfigError, near
+from llmrl.errors import ConfigError, did_you_mean
 from llmrl.modules.llm.engines import SamplingParams
 from llmrl.modules.llm.policies.batching import check_batching
 from llmrl.modules.llm.policies.rows import Key
@@ -239,7 +239,7 @@ def _check_names(layer: Mapping[str, Any], vllm: bool) -> None:
     for name in layer:
         if name not in known:
             alone = "; it is an option of vLLM alone." if name in VLLM_OPTIONS else "."
-            raise ConfigError(f"generate_kwargs: unknown option {name!r}{alone}{near(name, known)}")
+            raise ConfigError(f"generate_kwargs: unknown option {name!r}{alone}{did_you_mean(name, known)}")
 
 
 def _several(value: Any, kind: type) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from llmrl.data.ragged.padding import lengths_mask, pad_rows
-from llmrl.errors import ConfigError, MissingKeyError, ShapeError, near
+from llmrl.errors import ConfigError, MissingKeyError, ShapeError, did_you_mean
 from llmrl.modules.llm.policies.containers import decode_rows, make_containers
 from llmrl.modules.llm.policies.modes import Mode
 from llmrl.modules.llm.policies.rows import (
@@ -139,7 +139,7 @@ class Conversations:
         if strategy not in _STRATEGIES:
             raise ConfigError(
                 f"get_dist: masking_strategy must be one of {', '.join(_STRATEGIES)}: got {strategy!r}."
-                f"{near(str(strategy), _STRATEGIES)}"
+                f"{did_you_mean(str(strategy), _STRATEGIES)}"
             )
         if mask is not None:
             return self._own_rows(mask)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from llmrl.errors import ConfigError, UnsupportedError, WeightSyncError, near
+from llmrl.errors import ConfigError, UnsupportedError, WeightSyncError, did_you_mean
 from llmrl.modules.llm.engines.vllm.compat import vllm_module
 from llmrl.modules.llm.engines.vllm.core import NothingLoadedError
 from llmrl.modules.llm.engines.vllm.shared_memory import SharedBuffer, StoredTensor, padded_size
@@ -377,7 +377,8 @@ def transfer_settings(given: str | TransferSettings | None, place: str = "subpro
     """
     if isinstance(given, str) and given not in _NAMED:
         raise ConfigError(
-            f"VLLMEngine: weight_backend must be one of {', '.join(_NAMED)}: got {given!r}.{near(given, _NAMED)}"
+            f"VLLMEngine: weight_backend must be one of {', '.join(_NAMED)}: got {given!r}."
+            f"{did_you_mean(given, _NAMED)}"
         )
     settings = _NAMED[given] if isinstance(given, str) else given
     if isinstance(settings, _REFUSED.get(place, ())):

@@ -1,1 +1,0 @@
-from llmrl.data.ragged.tensordicts import row_values  # noqa

@@ -1,1 +1,0 @@
-from llmrl.data.ragged.stack import RaggedStack, stack_columns  # noqa
