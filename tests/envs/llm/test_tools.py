@@ -15,22 +15,18 @@ from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer
 from llmrl.envs import StepCounter, check_env_specs
 from llmrl.envs.llm import ChatEnv, DatasetChatEnv
 from llmrl.envs.llm.tool_calls import HermesFormat, LlamaFormat
-from llmrl.envs.llm.transforms import PythonInterpreter, RewardFunction, ToolTransform, tool_metrics
+from llmrl.envs.llm.transforms import RewardFunction, ToolTransform, tool_metrics
 from llmrl.errors import ConfigError, MissingKeyError
 from llmrl.modules.llm.engines import StopReason
 from llmrl.modules.llm.policies.base import LLMWrapperBase
 from llmrl.modules.llm.policies.containers import ChatHistory
 from llmrl.objectives.llm import MCAdvantage
 from llmrl.testing import FakeEngine, ScriptedPolicy, tiny_tokenizer
-from llmrl.tools import Tool, ToolError
+from llmrl.tools import ToolError
+from tests.support.tool_env import Diary, add, queries, told
 
 render = HermesFormat().render
 WAIT_S = 20.0  # a bound on waits that end at once where the code is right
-
-
-def add(a: int, b: int) -> int:
-    """The sum of two numbers."""
-    return a + b
 
 
 def test_a_call_in_a_conversation_that_is_there_only_as_a_whole_is_run():
@@ -52,43 +48,11 @@ def long(length: int) -> str:
     return "x" * length
 
 
-class Diary(Tool):
-    """Remembers what each conversation wrote, and which conversations ended."""
-
-    name = "diary"
-    description = "Writes a line and shows all lines so far."
-    parameters = {"type": "object", "properties": {"line": {"type": "string"}}, "required": ["line"]}  # noqa: RUF012
-
-    def __init__(self):
-        self.lines: dict[int, list[str]] = {}
-        self.ended: list[int] = []
-
-    def call(self, arguments, *, conversation, deadline):
-        lines = self.lines.setdefault(conversation[1], [])
-        lines.append(arguments["line"])
-        return ", ".join(lines)
-
-    def end(self, conversation):
-        self.ended.append(conversation[1])
-        self.lines.pop(conversation[1], None)
-
-
-def queries(*texts):
-    return TensorDict(query=column(texts), batch_size=[len(texts)])
-
-
 def started(*answers, tools=(add,), **options):
     """The step of a batch whose rows say these answers, in an environment with these tools."""
     env = ChatEnv(batch_size=[len(answers)]).append_transform(ToolTransform(list(tools), **options))
     td = env.reset(queries(*["?"] * len(answers)))
     return env, env.step(ScriptedPolicy(list(answers))(td))
-
-
-def told(td, row=0):
-    """The messages that the environment added."""
-    chat = td["next", "history"].prompt.to_chats()[row]
-    last = max(number for number, message in enumerate(chat) if message["role"] == "assistant")
-    return chat[last + 1 :]
 
 
 def use(td, name):
@@ -477,74 +441,3 @@ def test_done_is_reached_whatever_the_model_does():
     batch = dataset_env(2, calls=(9,), max_steps=3).rollout(50, ScriptedPolicy([CALL]))
     assert batch.shape[1] == 3
     assert batch[:, -1]["next", "truncated"].all()
-
-
-# -- the interpreter ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def python_env():
-    made = []
-
-    def make(num, **options):
-        made.append(
-            ChatEnv(batch_size=[num]).append_transform(PythonInterpreter(sandbox="subprocess", timeout=60, **options))
-        )
-        return made[-1]
-
-    yield make
-    for env in made:
-        env.close()
-
-
-def fenced(code, word="python"):
-    return f"```{word}\n{code}\n```"
-
-
-def test_code_blocks_succeed_and_fail_in_the_documented_words(python_env):
-    env = python_env(3)
-    answers = [
-        f"One:\n{fenced('print(6 * 7)')}\nTwo:\n{fenced('print(1)' + chr(10) + '1 / 0', 'Py')}",
-        "No code.",
-        fenced("1"),
-    ]
-    td = env.step(ScriptedPolicy(answers)(env.reset(queries("x", "y", "z"))))
-    first, second = told(td, 0)
-    assert first == {
-        "role": "tool", "content": "Code block 1 executed successfully:\n42\n", "name": "python",
-        "tool_call_id": "call_0_0_0",
-    }  # fmt: skip
-    assert second["content"].startswith("Code block 2 failed:\n1\n"), "what was printed before the error is kept"
-    assert "ZeroDivisionError" in second["content"]
-    assert told(td, 1) == []
-    assert td["next", "done"].flatten().tolist() == [False, True, False]
-
-
-def test_a_persistent_interpreter_remembers_within_a_conversation_and_not_beyond(python_env):
-    env = python_env(2, persistent=True)
-    td = env.step(ScriptedPolicy([fenced("x = 1"), fenced("x = 2")])(env.reset(queries("a", "b"))))
-    td = env.step(ScriptedPolicy([fenced("print(x)")])(env.step_mdp(td)))
-    assert [told(td, row)[0]["content"] for row in range(2)] == [
-        "Code block 1 executed successfully:\n1\n",
-        "Code block 1 executed successfully:\n2\n",
-    ]
-    td = env.step(ScriptedPolicy([fenced("1 / 0")])(env.step_mdp(td)))
-    td = env.step(ScriptedPolicy([fenced("print(x)")])(env.step_mdp(td)))
-    assert told(td, 0)[0]["content"].endswith("\n1\n"), "an error does not end it"
-    td = env.step(ScriptedPolicy([fenced("print(x)")])(env.reset(queries("a", "b"))))
-    assert "NameError" in told(td, 0)[0]["content"]
-
-
-def test_environments_may_share_an_interpreter():
-    diary = Diary()
-    diary.name = "python_executor"
-    diary.parameters = {"type": "object", "properties": {"code": {"type": "string"}}}
-    diary.call = lambda arguments, *, conversation, deadline: arguments["code"].upper()
-    services = {"lab": {"python_executor": diary}}
-    env = ChatEnv(batch_size=[1]).append_transform(PythonInterpreter(services=services, namespace="lab"))
-    td = env.step(ScriptedPolicy([fenced("a")])(env.reset(queries("?"))))
-    assert told(td)[0]["content"] == "Code block 1 executed successfully:\nA"
-    with pytest.raises(ConfigError, match="Did you mean 'python_executor'"):
-        PythonInterpreter(services=services["lab"], service_name="python_executer")
-    with pytest.raises(ConfigError, match="namespace 'labs'"):
-        PythonInterpreter(services=services, namespace="labs")
