@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +78,7 @@ def weight_groups(model: nn.Module, *, max_bytes: int = 1 << 28) -> WeightGroups
     for name, value in model.state_dict(keep_vars=True).items():
         if id(value) not in seen:
             seen.add(id(value))
-            weights[name] = LazyWeight(value.dtype, value.shape, lambda value=value: whole(value))
+            weights[name] = LazyWeight(value.dtype, value.shape, partial(whole, value))
     return WeightGroups(weights, max_bytes=max_bytes)
 
 

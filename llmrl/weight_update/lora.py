@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,19 +47,17 @@ def merged_weights(model: nn.Module, *, max_bytes: int = 1 << 28) -> WeightGroup
         if in_layer and layer_name in layers:
             name, layer = f"{layer_name}.{leaf}", layers[layer_name]
             changed = _is_active(layer) and (leaf == "weight" or any(getattr(layer, "lora_bias", {}).values()))
-            make = (
-                (lambda layer=layer, leaf=leaf: _merged(layer, leaf)) if changed else lambda value=value: whole(value)
-            )
+            make = partial(_merged, layer, leaf) if changed else partial(whole, value)
         elif in_saved and saved_name in replaced:
             name, wrapper = f"{saved_name}.{saved_leaf}", replaced[saved_name]
             changed = bool(wrapper.active_adapters) and not wrapper.disable_adapters
             if changed:
                 value = wrapper.modules_to_save[wrapper.active_adapters[0]].get_parameter(saved_leaf)
-            make = lambda value=value: whole(value)  # noqa: E731
+            make = partial(whole, value)
         elif any(name.startswith(f"{prefix}.") for prefix in (*layers, *replaced)):
             continue  # of an adapter
         else:
-            changed, make = False, lambda value=value: whole(value)
+            changed, make = False, partial(whole, value)
         others = homes.setdefault(id(value), [])
         others.append((name, changed))
         if len(others) > 1:

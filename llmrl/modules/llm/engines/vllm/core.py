@@ -31,6 +31,7 @@ __all__ = [
     "LoadedAdapter",
     "LogitTemperature",
     "NothingLoadedError",
+    "Requests",
     "completion_of_output",
     "request_options",
     "stop_reason",
@@ -87,11 +88,26 @@ class CoreInfo:
         return cls(config.model_config.model, length, processed, reads_text, place, owned)
 
 
+@dataclass(frozen=True)
+class Requests:
+    """Prompts of one call with the options of each, as from `request_options`.
+
+    phase        "generating" or "scoring", for messages
+    end          the deadline, of `time.monotonic`
+    temperature  divides the logits that prompts are scored under
+    """
+
+    prompts: Sequence[list[int]]
+    options: Sequence[Mapping[str, Any]]
+    phase: str
+    end: float
+    temperature: float = 1.0
+
+
 class Core(Protocol):
     """One running vLLM. Every call ends by ``end`` (of `time.monotonic`) with an answer or an error.
 
-    ``complete``      one `Completion` per prompt, in their order; ``options`` as from `request_options`, for each;
-                      ``temperature`` divides the logits that prompts are scored under
+    ``complete``      one `Completion` per prompt, in their order
     ``call_workers``  calls a method of `WorkerExtension` in every worker; their answers
     ``updating``      no request runs inside the block; at its end the prefix cache is empty and the weights have the
                       label ``version``. Yields False where the workers are others than at the last update
@@ -103,15 +119,7 @@ class Core(Protocol):
     @property
     def info(self) -> CoreInfo: ...
 
-    def complete(
-        self,
-        prompts: Sequence[list[int]],
-        options: Sequence[Mapping[str, Any]],
-        *,
-        temperature: float,
-        phase: str,
-        end: float,
-    ) -> list[Completion]: ...
+    def complete(self, requests: Requests) -> list[Completion]: ...
 
     def call_workers(self, method: str, end: float, **arguments: Any) -> list[Any]: ...
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from llmrl.concurrency.shared_exclusive_lock import SharedExclusiveLock
 from llmrl.errors import ConfigError, LLMRLError, RolloutError, ShapeError, UnsupportedError, WeightSyncError
 from llmrl.modules.llm.engines.base import Generation, SamplingParams
-from llmrl.modules.llm.engines.vllm.core import SCORING, Core, NothingLoadedError, request_options
+from llmrl.modules.llm.engines.vllm.core import SCORING, Core, NothingLoadedError, Requests, request_options
 from llmrl.modules.llm.engines.vllm.factory import config_of, eos_ids, make_core
 from llmrl.modules.llm.engines.vllm.transfer import SharedMemory, TransferCache, TransferSettings, transfer_settings
 from llmrl.modules.llm.engines.weights import WeightGroups, WeightSet, WeightSpec
@@ -157,7 +157,7 @@ class VLLMEngine:
                 {**shared, "seed": _mixed(seed), "max_tokens": min(params.max_new_tokens, self.max_length - len(row))}
                 for row, seed in zip(rows, seeds, strict=True)
             ]
-            drawn = self.core.complete(rows, options, temperature=1.0, phase="generating", end=end)
+            drawn = self.core.complete(Requests(rows, options, "generating", end))
             plain = None
             if params.truncates:
                 # vLLM reports one kind of log-probs, those of the truncated distribution.
@@ -192,8 +192,7 @@ class VLLMEngine:
         return scores if masks is None else [row * mask for row, mask in zip(scores, masks, strict=True)]
 
     def _score(self, rows: list[list[int]], temperature: float, end: float) -> list[Tensor]:
-        options = [SCORING] * len(rows)
-        answers = self.core.complete(rows, options, temperature=temperature, phase="scoring", end=end)
+        answers = self.core.complete(Requests(rows, [SCORING] * len(rows), "scoring", end, temperature))
         scores = [answer.prompt_log_probs for answer in answers]
         if aborted := sum(score is None for score in scores):
             raise RolloutError(f"VLLMEngine: every sequence must be scored: {aborted} were aborted.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from llmrl.modules.llm.engines.vllm.core import (
     CoreInfo,
     LoadedAdapter,
     LogitTemperature,
+    Requests,
     completion_of_output,
 )
 from llmrl.modules.llm.engines.vllm.worker import WorkerExtension
@@ -51,24 +52,17 @@ class InProcessCore:
             self.close()
             raise
 
-    def complete(
-        self,
-        prompts: Sequence[list[int]],
-        options: Sequence[Mapping[str, Any]],
-        *,
-        temperature: float,
-        phase: str,
-        end: float,
-    ) -> list[Completion]:
+    def complete(self, requests: Requests) -> list[Completion]:
         """One completion per prompt. The global seed of torch stays as it was."""
-        requests = [self._make_request(**{"detokenize": "stop" in option, **option}) for option in options]
-        with self._temperature.held(temperature, phase, end):
+        phase = requests.phase
+        params = [self._make_request(**{"detokenize": "stop" in option, **option}) for option in requests.options]
+        with self._temperature.held(requests.temperature, phase, requests.end):
             first = int(self.llm.request_counter.counter)
             try:
-                with torch.random.fork_rng(devices=[]), self._checked_steps(phase, end):
+                with torch.random.fork_rng(devices=[]), self._checked_steps(phase, requests.end):
                     outputs = self.llm.generate(
-                        [{"prompt_token_ids": ids} for ids in prompts],
-                        requests,
+                        [{"prompt_token_ids": ids} for ids in requests.prompts],
+                        params,
                         use_tqdm=False,
                         lora_request=self._adapter.request,
                     )
@@ -80,7 +74,7 @@ class InProcessCore:
         found = {int(output.request_id) - first: output for output in outputs}  # aborted rows are absent
         return [
             completion_of_output(found.get(row), prompt, option)
-            for row, (prompt, option) in enumerate(zip(prompts, options, strict=True))
+            for row, (prompt, option) in enumerate(zip(requests.prompts, requests.options, strict=True))
         ]
 
     @contextlib.contextmanager

@@ -15,7 +15,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ import torch
 
 from llmrl.errors import ConfigError, LLMRLError, RolloutError, UnsupportedError, WeightSyncError
 from llmrl.modules.llm.engines.vllm.compat import EXTENSION
-from llmrl.modules.llm.engines.vllm.core import ABORTED, Completion, CoreInfo, NothingLoadedError, stop_reason
+from llmrl.modules.llm.engines.vllm.core import ABORTED, Completion, CoreInfo, NothingLoadedError, Requests, stop_reason
 from llmrl.modules.llm.engines.vllm.http import Connections, HealthMonitor
 
 __all__ = ["ServerCore", "served_model"]
@@ -90,28 +90,20 @@ class ServerCore:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def complete(
-        self,
-        prompts: Sequence[list[int]],
-        options: Sequence[Mapping[str, Any]],
-        *,
-        temperature: float,
-        phase: str,
-        end: float,
-    ) -> list[Completion]:
-        """One completion per prompt. ``temperature`` is 1: the server scores prompts under the plain logits."""
+    def complete(self, requests: Requests) -> list[Completion]:
+        """One completion per prompt. The temperature is 1: the server scores prompts under the plain logits."""
         futures: list[Future[Completion]] = []
         try:
             with self._monitor.watching():
-                for prompt, option in zip(prompts, options, strict=True):
-                    futures.append(self._pool.submit(self._complete_row, prompt, option, end))
+                for prompt, option in zip(requests.prompts, requests.options, strict=True):
+                    futures.append(self._pool.submit(self._complete_row, prompt, option, requests.end))
                 completions = [future.result() for future in futures]  # every request has its own deadline
-                self._check_label(end)
+                self._check_label(requests.end)
                 return completions
         except (CancelledError, RuntimeError) as error:
             if not self._closing:
                 raise
-            raise RolloutError(f"VLLMEngine: the engine was closed while {phase}.") from error
+            raise RolloutError(f"VLLMEngine: the engine was closed while {requests.phase}.") from error
         finally:
             for future in futures:
                 future.cancel()

@@ -15,7 +15,7 @@ import os
 import signal
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,6 +36,7 @@ from llmrl.modules.llm.engines.vllm.core import (
     LoadedAdapter,
     LogitTemperature,
     NothingLoadedError,
+    Requests,
     completion_of_output,
 )
 
@@ -89,26 +90,19 @@ class SubprocessCore:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def complete(
-        self,
-        prompts: Sequence[list[int]],
-        options: Sequence[Mapping[str, Any]],
-        *,
-        temperature: float,
-        phase: str,
-        end: float,
-    ) -> list[Completion]:
+    def complete(self, requests: Requests) -> list[Completion]:
         """One completion per prompt: each is a request that joins the running batch."""
-        requests = [self._make_request(**{"detokenize": "stop" in option, **option}) for option in options]
-        call = _Call(prompts, requests)
-        with self._temperature.held(temperature, phase, end):
+        phase, prompts, end = requests.phase, requests.prompts, requests.end
+        params = [self._make_request(**{"detokenize": "stop" in option, **option}) for option in requests.options]
+        call = _Call(prompts, params)
+        with self._temperature.held(requests.temperature, phase, end):
             if phase == "generating":
                 self._drawing.add(call)
             try:
                 outputs = self._wait(lambda: self._outputs(call), f"{phase} {len(prompts)} rows", end)
             finally:
                 self._drawing.discard(call)
-        return [completion_of_output(*row) for row in zip(outputs, prompts, options, strict=True)]
+        return [completion_of_output(*row) for row in zip(outputs, prompts, requests.options, strict=True)]
 
     async def _outputs(self, call: _Call) -> list[Any]:
         rows = [asyncio.ensure_future(self._output(call, row)) for row in range(len(call.prompts))]
@@ -125,7 +119,7 @@ class SubprocessCore:
         name = f"llmrl-{next(self._numbers)}"
         call.names.append(name)
         prompt = compat.tokens_prompt(call.prompts[row])
-        outputs = self.llm.generate(prompt, call.requests[row], name, lora_request=self._adapter.request)
+        outputs = self.llm.generate(prompt, call.params[row], name, lora_request=self._adapter.request)
         return [output async for output in outputs][-1]
 
     def abort(self) -> int:
@@ -279,8 +273,8 @@ def _close_at_exit(reference: Callable[[], SubprocessCore | None]) -> None:
 class _Call:
     """Rows that were asked for together, and the names of their requests so far."""
 
-    def __init__(self, prompts: Sequence[list[int]], requests: Sequence[Any]) -> None:
-        self.prompts, self.requests = prompts, requests
+    def __init__(self, prompts: Sequence[list[int]], params: Sequence[Any]) -> None:
+        self.prompts, self.params = prompts, params
         self.names: list[str] = []
         self.aborted = False
 
