@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tensordict import TensorDict
 
-from llmrl.data.llm.non_tensor import column
+from llmrl.data.ragged.tensordicts import column
 from llmrl.tools import Tool
 
 
