@@ -1,4 +1,4 @@
-"""What a replay buffer costs over its floor: the same rows in plain tensors and lists, in the same process.
+"""Time of a replay buffer over its floor: the same rows in plain tensors and lists, in the same process.
 
     python scripts/bench/bench_buffers.py
 

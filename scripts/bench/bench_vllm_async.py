@@ -139,9 +139,9 @@ def main() -> None:
     ):
         print(f"  {what:37} {taken:7.2f}")
     summary = [
-        Row(f"{name}: conversations on their own / lock step, tools one after the other", apart / in_turn, 1 / 3),
-        Row(f"{name}: conversations on their own / lock step, tools at once", apart / together),
-        Row(f"{name}: conversations on their own / the longest one's tools", apart / least),
+        Row(f"{name}: concurrent conversations / lock step, tools one after the other", apart / in_turn, 1 / 3),
+        Row(f"{name}: concurrent conversations / lock step, tools at once", apart / together),
+        Row(f"{name}: concurrent conversations / the longest one's tools", apart / least),
     ]
     print_table(summary)
     write_rows(summary, arguments.json)

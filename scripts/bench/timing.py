@@ -1,4 +1,4 @@
-"""How the benchmarks here take times: functions in turn, the fastest of each."""
+"""Timing for the benchmarks: functions in turn, the fastest run of each."""
 
 from __future__ import annotations
 
