@@ -178,3 +178,23 @@ def test_the_layers_are_those_that_are_enforced():
         name.removeprefix("llmrl.") for row in table.splitlines() for name in re.findall(r"[\w.]+", row.split("|")[1])
     }
     assert {name.removeprefix("llmrl.") for name in enforced} - named == {"llmrl"}
+
+
+def test_the_readme_shows_the_minimal_loop_as_it_is():
+    assert (ROOT / "recipes/grpo_minimal.py").read_text() in (ROOT / "README.md").read_text()
+
+
+def test_the_tree_of_the_readme_names_what_exists():
+    """Every name of the block, below the folders that it is indented under."""
+    tree = (ROOT / "README.md").read_text().partition("## Tree\n\n```text\n")[2].partition("```")[0]
+    folders: list[tuple[int, Path]] = []
+    missing = []
+    for line in tree.splitlines():
+        indent = len(line) - len(line.lstrip())
+        folders = [(depth, folder) for depth, folder in folders if depth < indent]
+        above = folders[-1][1] if folders else ROOT
+        for name in re.findall(r"[\w./]+", re.split(r"\s{3,}", line.strip())[0]):
+            missing += [] if (above / name).exists() else [f"{above.name}/{name}"]
+            folders.append((indent, above / name))
+    assert tree.strip()
+    assert missing == []
