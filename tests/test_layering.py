@@ -1,6 +1,7 @@
 """Imports point one way. The table is the one of AGENTS.md; a row may import the rows it names and itself."""
 
 import ast
+import graphlib
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -129,6 +130,12 @@ def test_every_other_package_is_a_dependency_and_extras_come_through_require(nam
     known = {line.partition(">")[0].partition("[")[0].replace("-", "_") for line in project["dependencies"]}
     used = {imported.partition(".")[0] for imported, _ in imports(name)} - set(sys.stdlib_module_names) - {"llmrl"}
     assert {PROVIDED_BY.get(package, package) for package in used} <= known
+
+
+def test_no_imports_go_in_a_circle_but_for_append_transform():
+    graph = {name: {found for found, _ in imports(name) if found in MODULES} - {name} for name in MODULES}
+    graph["llmrl.envs.base"].remove("llmrl.envs.transforms.transformed_env")  # append_transform wraps the env
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules
 
 
 def test_the_table_knows_no_module_that_is_gone():
