@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from llmrl.errors import WeightSyncError
 from llmrl.modules.llm.engines import VLLMEngine
@@ -112,6 +113,11 @@ class RolloutEngine:
             ids_1T = ids[None].to(self.session.device)
             everywhere = torch.ones_like(ids_1T, dtype=torch.bool)
             scores.append(scorer(ids_1T, everywhere, everywhere, temperature=self._temperature).log_probs[0])
+        # FSDP2 keeps the outermost parameters whole for a backward pass, which does not follow here; a checkpoint
+        # that is written now needs them as the optimizer knows them.
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
         return scores
 
     def close(self) -> None:
