@@ -115,7 +115,7 @@ class RolloutEngine:
             scores.append(scorer(ids_1T, everywhere, everywhere, temperature=self._temperature).log_probs[0])
         # FSDP2 keeps the outermost parameters whole for a backward pass, which does not follow here; a checkpoint
         # that is written now needs them as the optimizer knows them.
-        for module in self.model.modules():
+        for module in scorer.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
         return scores
