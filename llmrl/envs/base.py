@@ -15,7 +15,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from llmrl.data.specs import Composite
-from llmrl.envs.specs import DONE_KEYS, SpecHolder
+from llmrl.envs.specs import DONE_KEYS, EnvSpecs
 from llmrl.envs.step import next_seed, step_mdp
 from llmrl.envs.td_ops import fill_missing, present_keys, put_rows, shallow_copy, stack_steps
 from llmrl.envs.utils import check_env_specs
@@ -23,14 +23,13 @@ from llmrl.errors import ConfigError, MissingKeyError, RolloutError, ShapeError
 
 if TYPE_CHECKING:
     from llmrl.envs.transforms.base import Transform
-    from llmrl.envs.transforms.transformed_env import TransformedEnv
 
 __all__ = ["EnvBase"]
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
 
 
-class EnvBase(SpecHolder, abc.ABC):
+class EnvBase(EnvSpecs, abc.ABC):
     """An environment. A subclass writes ``_reset`` and ``_step`` and, so that it can be checked, its specs.
 
     ``_reset(td | None)``  gets the caller's tensordict; in a `batch_locked` env its ``"_reset"`` bool[*B, 1] (absent:
@@ -66,7 +65,7 @@ class EnvBase(SpecHolder, abc.ABC):
         batch_locked: bool = True,
     ):
         super().__init__(device, batch_size)
-        self._batch_locked = batch_locked
+        self.batch_locked = batch_locked
         self._row_action_spec: tuple[int, Composite] | None = None
         self._generator: torch.Generator | None = None
         self.is_closed = False
@@ -201,7 +200,12 @@ class EnvBase(SpecHolder, abc.ABC):
 
     def _carry(self, td: TensorDictBase, reset_td: TensorDictBase) -> TensorDictBase:
         self._blank(td, reset_td)
-        return _merged(td, reset_td)
+        if td.batch_size != reset_td.batch_size:  # the data ran out and fewer rows than asked for have started
+            return reset_td
+        out = shallow_copy(td, without=("_reset", "next"))
+        for key, value in reset_td.items():
+            out.set(key, value)
+        return out
 
     def _check_batch_size(self, td: TensorDictBase, what: str) -> None:
         if self.batch_locked and td.batch_size != self.batch_size:
@@ -328,13 +332,13 @@ class EnvBase(SpecHolder, abc.ABC):
 
     # -- transforms ----------------------------------------------------------------------------------------------------
 
-    def append_transform(self, transform: Transform) -> TransformedEnv:
+    def append_transform(self, transform: Transform) -> EnvBase:
         """This env with ``transform`` around it (and after those it has)."""
         from llmrl.envs.transforms.transformed_env import TransformedEnv  # it subclasses this class
 
         return TransformedEnv(self, transform)
 
-    def insert_transform(self, index: int, transform: Transform) -> TransformedEnv:
+    def insert_transform(self, index: int, transform: Transform) -> EnvBase:
         """This env with ``transform`` at ``index`` of its transforms; of a plain env, which has none, only 0 fits."""
         if index != 0:
             raise ConfigError(
@@ -343,10 +347,6 @@ class EnvBase(SpecHolder, abc.ABC):
         return self.append_transform(transform)
 
     # -- housekeeping --------------------------------------------------------------------------------------------------
-
-    @property
-    def batch_locked(self) -> bool:
-        return self._batch_locked
 
     def close(self) -> None:
         self.is_closed = True
@@ -385,15 +385,6 @@ def _complete_done(td: TensorDictBase, who: str) -> None:
 
 def _start_from(given: TensorDictBase | None, batch_size: torch.Size, without: tuple[str, ...]) -> TensorDictBase:
     return TensorDict._new_unsafe({}, batch_size=batch_size) if given is None else shallow_copy(given, without)
-
-
-def _merged(td: TensorDictBase, reset_td: TensorDictBase) -> TensorDictBase:
-    if td.batch_size != reset_td.batch_size:  # the data ran out and fewer rows than asked for have started
-        return reset_td
-    out = shallow_copy(td, without=("_reset", "next"))
-    for key, value in reset_td.items():
-        out.set(key, value)
-    return out
 
 
 def _device_of(policy: Any) -> torch.device | None:

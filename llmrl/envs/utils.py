@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,12 +20,10 @@ from tensordict import (
 )
 
 from llmrl.data.specs import Composite, NonTensor, TensorSpec, Unbounded
+from llmrl.envs.specs import EnvSpecs
 from llmrl.envs.step import step_mdp
 from llmrl.envs.td_ops import stack_steps
 from llmrl.errors import ConfigError, ShapeError
-
-if TYPE_CHECKING:
-    from llmrl.envs.base import EnvBase
 
 __all__ = ["check_env_specs", "make_composite_from_td", "step_mdp"]
 
@@ -69,7 +67,7 @@ def make_composite_from_td(
 
 
 def check_env_specs(
-    env: EnvBase,
+    env: EnvSpecs,
     return_contiguous: bool | None = None,
     check_dtype: bool = True,
     seed: int | None = None,
@@ -107,7 +105,7 @@ def check_env_specs(
 
 
 def _run_and_compare(
-    env: EnvBase,
+    env: EnvSpecs,
     tensordict: TensorDictBase | None,
     policy: Callable[[TensorDictBase], TensorDictBase] | None,
     num_steps: int,
@@ -163,7 +161,7 @@ def _undeclared(td: TensorDictBase, specs: list[Composite], prefix: tuple[str, .
 
 
 @contextmanager
-def _random_state_kept(env: EnvBase, seed: int | None) -> Iterator[None]:
+def _random_state_kept(env: EnvSpecs, seed: int | None) -> Iterator[None]:
     envs = [env]
     while (base := vars(envs[-1]).get("base_env")) is not None:
         envs.append(base)

@@ -1,7 +1,7 @@
 """`LeafSpec`: the base class of all specs of a single tensor.
 
-A leaf class adds its domain in five methods (`_sample`, `_outside`, `_nearest`, `_enumerate`, `_count`) and names the
-tensors that describe it in `_fields`; values, checks, conversion, shapes and equality are written here.
+A leaf class adds its domain in five methods (`_sample`, `_outside`, `_nearest`, `_enumerate`, `_entry_counts`) and
+names the tensors that describe it in `_fields`; the rest is written here.
 """
 
 from __future__ import annotations
@@ -63,8 +63,9 @@ class LeafSpec(TensorSpec):
     def _domain_text(self) -> str:
         return ""
 
-    def _count(self, use_mask: bool) -> int | float:
-        return math.inf
+    def _entry_counts(self, use_mask: bool) -> Sequence[int] | None:
+        """The number of values of each entry, of those among which they vary; None: infinite."""
+        return None
 
     # -- values --------------------------------------------------------------------------------------------------------
 
@@ -136,6 +137,10 @@ class LeafSpec(TensorSpec):
 
     def erase_memoize_cache(self) -> None:
         self.memoize_encode(self._memo is not None)
+
+    def _count(self, use_mask: bool) -> int | float:
+        counts = None if -1 in self.shape else self._entry_counts(use_mask)
+        return math.inf if counts is None else math.prod(counts) ** (self.shape.numel() // max(len(counts), 1))
 
     def _to_numpy(self, value: Tensor) -> np.ndarray:
         return value.detach().cpu().numpy()
@@ -267,11 +272,6 @@ def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
             return value.to(dtype)
     over = value >= limits.max  # as a double the largest int64 is one too large
     return value.clamp(min=limits.min).masked_fill(over, 0).to(dtype).masked_fill(over, limits.max)
-
-
-def count_values(counts: Sequence[int], shape: Size) -> int:
-    """The product of the counts of all entries of ``shape``, given those of a part that repeats."""
-    return math.prod(counts) ** (shape.numel() // max(len(counts), 1))
 
 
 def field_text(field: Tensor) -> str:

@@ -6,7 +6,6 @@ by ``domain``, as `pathlib.Path` picks its flavour.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, Self
 
@@ -15,7 +14,7 @@ import torch
 from torch import Size, Tensor
 
 from llmrl.data.specs.base import combinations
-from llmrl.data.specs.leaf import LeafSpec, cast, count_values, field_text
+from llmrl.data.specs.leaf import LeafSpec, cast, field_text
 from llmrl.errors import ConfigError
 
 __all__ = [
@@ -116,12 +115,11 @@ class Bounded(_Numeric):
         """The upper bound at the spec's shape: a view, size 1 where the spec has any size."""
         return self._expanded("_high")
 
-    def _count(self, use_mask: bool) -> int | float:
-        if self.domain == "continuous" or -1 in self.shape:
-            return math.inf
-        bounds = torch.broadcast_tensors(self._low, self._high)
-        lows, highs = (bound.flatten().tolist() for bound in bounds)
-        return count_values([int(high) - int(low) + 1 for low, high in zip(lows, highs, strict=True)], self.shape)
+    def _entry_counts(self, use_mask: bool) -> Sequence[int] | None:
+        if self.domain == "continuous":
+            return None
+        lows, highs = (bound.flatten().tolist() for bound in torch.broadcast_tensors(self._low, self._high))
+        return [int(high) - int(low) + 1 for low, high in zip(lows, highs, strict=True)]
 
     def _held(self, bound: Tensor, name: str) -> Tensor:
         held = bound.to(self.dtype)

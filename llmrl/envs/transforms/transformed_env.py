@@ -69,14 +69,6 @@ class TransformedEnv(EnvBase):
         return env
 
     @property
-    def batch_size(self) -> torch.Size:
-        return self.base_env.batch_size
-
-    @property
-    def batch_locked(self) -> bool:
-        return self.base_env.batch_locked
-
-    @property
     def device(self) -> torch.device | None:
         return self.base_env.device
 
