@@ -113,9 +113,6 @@ class TensorSpec(abc.ABC):
 
     def type_check(self, value: Any, key: NestedKey | None = None) -> None:
         """Raises TypeError where the kind of value or its dtype is another than the spec's; ``key`` is its name."""
-        self._assert_type(value, key)
-
-    def _assert_type(self, value: Any, key: NestedKey | None) -> None:
         path = () if key is None else (key,) if isinstance(key, str) else key
         found = [f"{m.name}: {m.text}" for m in self.mismatches(value, path) if m.kind in ("type", "dtype")]
         if found:
@@ -189,10 +186,10 @@ class TensorSpec(abc.ABC):
         return self._shaped(make(self.shape, self._kept, *args), len(self.shape) - self._kept)
 
     def expand(self, *shape: int | Sequence[int]) -> Self:
-        return self._reshaped(algebra.expand, of_arguments(shape))
+        return self._reshaped(algebra.resize, "expand", of_arguments(shape))
 
     def reshape(self, *shape: int | Sequence[int]) -> Self:
-        return self._reshaped(algebra.reshape, of_arguments(shape))
+        return self._reshaped(algebra.resize, "reshape", of_arguments(shape))
 
     view = reshape
 

@@ -294,7 +294,7 @@ class Composite(NamedSpec):
         if key is not None and is_tensor_collection(value) and not is_non_tensor(value):
             value = value.get(key, value)
         if spec is not None:
-            spec._assert_type(value, key)
+            TensorSpec.type_check(spec, value, key)
 
     def mismatches(self, value: Any, key: tuple[str, ...] = ()) -> Iterator[Mismatch]:
         if not is_tensor_collection(value):

@@ -232,18 +232,16 @@ class LeafSpec(TensorSpec):
 
     def __eq__(self, other: object) -> bool:
         same = super().__eq__(other)
-        return all(self._same_field(other, name) for name in self._fields) if same is True else same
+        if same is not True:
+            return same
+        pairs = [(getattr(self, name), getattr(other, name)) for name in self._fields]
+        # the specs have one shape, so size 1 broadcasts
+        return all(a is b if a is None or b is None else bool((a == b).all()) for a, b in pairs)
 
     __hash__ = None  # type: ignore[assignment]
 
     def _identity(self) -> tuple[Any, ...]:
         return self.shape, self.device, self.dtype
-
-    def _same_field(self, other: LeafSpec, name: str) -> bool:
-        mine, theirs = getattr(self, name), getattr(other, name)
-        if mine is None or theirs is None:
-            return mine is theirs
-        return bool((mine == theirs).all())  # the specs have one shape, so size 1 broadcasts
 
     def __repr__(self) -> str:
         domain = self._domain_text()

@@ -105,7 +105,7 @@ class _Stack(TensorSpec):
         return value.unbind(self.stack_dim - len(self.shape))
 
     def _rand(self, shape: Size, generator: torch.Generator | None) -> Any:
-        return self._join([spec.rand(shape, generator=generator) for spec in self.members], len(shape))
+        return self._join([spec._rand(shape, generator) for spec in self.members], len(shape))
 
     def _filled(self, number: int, shape: Size) -> Any:
         return self._join([spec._filled(number, shape) for spec in self.members], len(shape))

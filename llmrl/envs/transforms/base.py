@@ -252,11 +252,11 @@ class Compose(Transform):
             self.append(transform)
 
     def append(self, transform: Transform) -> None:
-        self.insert(len(self.transforms), transform)
+        self.insert(len(self), transform)
 
     def insert(self, index: int, transform: Transform) -> None:
         if not isinstance(transform, Transform):
-            raise ConfigError(f"Compose: members must be Transform instances: got {transform!r}.")
+            raise ConfigError(f"Compose: a member must be a Transform: got {transform!r}.")
         if transform is self or any(transform is leaf for leaf in self.leaves()):
             raise ConfigError(f"Compose: {transform!r} is already in it; insert transform.clone() to run it twice.")
         if self._container is not None:
