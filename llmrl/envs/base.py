@@ -17,9 +17,9 @@ from torch import Tensor
 from llmrl.data.specs import Composite
 from llmrl.envs.specs import DONE_KEYS, EnvSpecs
 from llmrl.envs.step import next_seed, step_mdp
-from llmrl.envs.td_ops import fill_missing, present_keys, put_rows, shallow_copy, stack_steps
+from llmrl.envs.td_ops import fill_missing, put_rows, required, shallow_copy, stack_steps
 from llmrl.envs.utils import check_env_specs
-from llmrl.errors import ConfigError, MissingKeyError, RolloutError, ShapeError
+from llmrl.errors import ConfigError, RolloutError, ShapeError
 
 if TYPE_CHECKING:
     from llmrl.envs.transforms.base import Transform
@@ -147,29 +147,21 @@ class EnvBase(EnvSpecs, abc.ABC):
         )
 
     def _transition(self, td: TensorDictBase) -> TensorDictBase:
-        roots = self._action_root_names()
         keys = td.keys()
-        for name in roots:
-            if name not in keys:
-                raise MissingKeyError(
-                    f"{type(self).__name__}.step: reads the action {name!r}, which is not there; keys present: "
-                    f"{present_keys(td)}; let the policy, or env.rand_action(td), write it first."
-                )
+        for name in self._action_root_names():
+            if name not in keys:  # asked for by name: reading a ragged one would build its rows
+                required(td, name, f"{type(self).__name__}.step", "let the policy, or env.rand_action(td), write it")
         next_td = self._step(td)
         if next_td is None or next_td is td:
             got = "None" if next_td is None else "the tensordict it was given"
-            raise RolloutError(
-                f"{type(self).__name__}._step: must return a new tensordict with the content of t+1: got {got}."
-            )
+            raise RolloutError(f"{type(self).__name__}._step: must return a new tensordict, of t+1: got {got}.")
         _complete_done(next_td, f"{type(self).__name__}._step")
         return next_td
 
     def _start(self, td: TensorDictBase | None) -> TensorDictBase:
         reset_td = self._reset(td)
         if reset_td is None:
-            raise RolloutError(
-                f"{type(self).__name__}._reset: must return a tensordict with the content of t = 0: got None."
-            )
+            raise RolloutError(f"{type(self).__name__}._reset: must return a tensordict, of t = 0: got None.")
         _complete_done(reset_td, f"{type(self).__name__}._reset")
         return reset_td
 
@@ -240,12 +232,9 @@ class EnvBase(EnvSpecs, abc.ABC):
         """
         if max_steps < 1:
             raise ConfigError(f"{type(self).__name__}.rollout: max_steps must be at least 1: got {max_steps}.")
-        if auto_reset:
-            td = self.reset(tensordict)
-        elif tensordict is None:
+        if not auto_reset and tensordict is None:
             raise ConfigError(f"{type(self).__name__}.rollout: auto_reset=False needs the tensordict to start from.")
-        else:
-            td = shallow_copy(tensordict)
+        td = self.reset(tensordict) if auto_reset else shallow_copy(tensordict)
         policy_device = _device_of(policy) if auto_cast_to_device else None
         resets = not (break_when_any_done or break_when_all_done)
         ever_done: Tensor | None = None
@@ -294,10 +283,8 @@ class EnvBase(EnvSpecs, abc.ABC):
             action = spec.rand(generator=self._generator)
         else:
             if self._row_action_spec is None or self._row_action_spec[0] != self.spec_version:
-                self._row_action_spec = (
-                    self.spec_version,
-                    spec[(0,) * len(self.batch_size)] if self.batch_size else spec,
-                )
+                row_spec = spec[(0,) * len(self.batch_size)] if self.batch_size else spec
+                self._row_action_spec = self.spec_version, row_spec
             action = self._row_action_spec[1].rand(tensordict.batch_size, generator=self._generator)
         for key in self.action_keys:
             tensordict.set(key, action.get(key))

@@ -118,8 +118,7 @@ def _replaced(old: Any, rows: Tensor, new: Any, reader: str) -> Any:
     if is_tensorclass(old):
         inner = _replaced(old._tensordict, rows, new._tensordict if is_tensorclass(new) else new, reader)
         return type(old)._from_tensordict(inner, dict(old._non_tensordict))
-    merged = _merged(_members(old), rows, _members(new))
-    return LazyStackedTensorDict.lazy_stack(merged, 0)
+    return LazyStackedTensorDict.lazy_stack(_merged(_members(old), rows, _members(new)), 0)
 
 
 def _members(value: Any) -> list[Any]:

@@ -271,9 +271,7 @@ def test_the_seed_fixes_random_actions_and_names_the_next_seed():
 
 def test_a_missing_action_names_the_key_the_reader_and_what_is_there():
     env = Walk()
-    with pytest.raises(
-        MissingKeyError, match=r"Walk.step: reads the action 'action'.*keys present: 'done', 'position'"
-    ):
+    with pytest.raises(MissingKeyError, match=r"Walk.step: reads 'action'.*keys present: 'done', 'position'"):
         env.step(env.reset())
 
 

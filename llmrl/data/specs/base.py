@@ -16,14 +16,14 @@ from tensordict import NestedKey
 from torch import Size, Tensor
 
 from llmrl.data.specs import shape as algebra
-from llmrl.data.specs.shape import ShapeOp, as_size, of_arguments
+from llmrl.data.specs.shape import Shape, ShapeOp, as_size, of_arguments
 from llmrl.errors import ConfigError, ShapeError
 
 __all__ = ["Mismatch", "TensorSpec"]
 
 _ENUMERABLE = 1 << 24
 
-ExtraShape = Sequence[int] | int | None
+Device = torch.device | str | int | None
 
 _METHODS = {
     getattr(torch, name): name
@@ -74,15 +74,15 @@ class TensorSpec(abc.ABC):
 
     # -- values --------------------------------------------------------------------------------------------------------
 
-    def rand(self, shape: ExtraShape = (), *, generator: torch.Generator | None = None) -> Any:
+    def rand(self, shape: Shape = (), *, generator: torch.Generator | None = None) -> Any:
         """A value drawn from the domain, of shape ``shape + self.shape``; always `is_in`."""
         return self._rand(as_size(shape), generator)
 
-    def zero(self, shape: ExtraShape = ()) -> Any:
+    def zero(self, shape: Shape = ()) -> Any:
         """Zeros of the right shape, dtype and device; where 0 is outside the domain, the nearest value in it."""
         return self._filled(0, as_size(shape))
 
-    def one(self, shape: ExtraShape = ()) -> Any:
+    def one(self, shape: Shape = ()) -> Any:
         """Ones of the right shape, dtype and device; where 1 is outside the domain, the nearest value in it."""
         return self._filled(1, as_size(shape))
 

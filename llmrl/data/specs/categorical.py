@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
+from llmrl.data.specs.base import Device, Shape
 from llmrl.data.specs.discrete import Discrete
 from llmrl.data.specs.leaf import LeafSpec
 from llmrl.data.specs.shape import ShapeOp, as_size, unexpanded
@@ -126,8 +127,8 @@ class Categorical(_Numbers):
     def __init__(
         self,
         n: int,
-        shape: Sequence[int] | int | None = (),
-        device: torch.device | str | int | None = None,
+        shape: Shape = (),
+        device: Device = None,
         dtype: torch.dtype = torch.int64,
         mask: Tensor | None = None,
     ):
@@ -180,8 +181,8 @@ class MultiCategorical(_Numbers):
     def __init__(
         self,
         nvec: Sequence[int] | Tensor | int,
-        shape: Sequence[int] | int | None = None,
-        device: torch.device | str | int | None = None,
+        shape: Shape = None,
+        device: Device = None,
         dtype: torch.dtype = torch.int64,
         mask: Tensor | None = None,
         remove_singleton: bool = True,
@@ -247,13 +248,7 @@ class _OneHots(_Choices):
 
     _numbers: _Numbers
 
-    def __init__(
-        self,
-        groups: Sequence[int],
-        shape: Sequence[int] | int | None,
-        device: torch.device | str | int | None,
-        dtype: torch.dtype,
-    ):
+    def __init__(self, groups: Sequence[int], shape: Shape, device: Device, dtype: torch.dtype):
         self.groups, width = tuple(groups), sum(groups)
         super().__init__((width,) if shape is None else shape, device, dtype)
         if self.shape[-1:] != (width,):
@@ -356,8 +351,8 @@ class OneHot(_OneHots):
     def __init__(
         self,
         n: int,
-        shape: Sequence[int] | int | None = None,
-        device: torch.device | str | int | None = None,
+        shape: Shape = None,
+        device: Device = None,
         dtype: torch.dtype = torch.bool,
         use_register: bool = False,
         mask: Tensor | None = None,
@@ -404,8 +399,8 @@ class MultiOneHot(_OneHots):
     def __init__(
         self,
         nvec: Sequence[int] | Tensor,
-        shape: Sequence[int] | int | None = None,
-        device: torch.device | str | int | None = None,
+        shape: Shape = None,
+        device: Device = None,
         dtype: torch.dtype = torch.bool,
         mask: Tensor | None = None,
     ):

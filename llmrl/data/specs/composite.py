@@ -17,7 +17,7 @@ from tensordict import (
 )
 from torch import Size
 
-from llmrl.data.specs.base import Mismatch, TensorSpec, as_device, combinations, fits, listing
+from llmrl.data.specs.base import Device, Mismatch, Shape, TensorSpec, as_device, combinations, fits, listing
 from llmrl.data.specs.entries import MISSING, NamedSpec, is_key, path_of
 from llmrl.data.specs.shape import ShapeOp, as_size, select
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError, did_you_mean
@@ -54,9 +54,9 @@ class Composite(NamedSpec):
         specs: Mapping[str, TensorSpec | Mapping[str, Any] | None] | None = None,
         /,
         *,
-        shape: Sequence[int] | int | None = None,
-        batch_size: Sequence[int] | int | None = None,
-        device: torch.device | str | int | None = None,
+        shape: Shape = None,
+        batch_size: Shape = None,
+        device: Device = None,
         data_cls: type | None = None,
         step_mdp_static: bool = False,
         names: Sequence[str | None] | None = None,

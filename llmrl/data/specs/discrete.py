@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Size, Tensor
 
-from llmrl.data.specs.base import combinations
+from llmrl.data.specs.base import Device, Shape, combinations
 from llmrl.data.specs.leaf import LeafSpec, cast, field_text
 from llmrl.errors import ConfigError
 
@@ -25,13 +25,7 @@ class Discrete(LeafSpec):
 
     _fields: ClassVar[dict[str, int]] = {"_counts": 0, "_mask": 1}
 
-    def __init__(
-        self,
-        width: int,
-        shape: Sequence[int] | int,
-        device: torch.device | str | int | None,
-        dtype: torch.dtype,
-    ):
+    def __init__(self, width: int, shape: Sequence[int] | int, device: Device, dtype: torch.dtype):
         super().__init__(shape, device, dtype)
         self._width = width
         self._counts: Tensor | None = None
@@ -102,11 +96,7 @@ class Binary(Discrete):
     """
 
     def __init__(
-        self,
-        n: int | None = None,
-        shape: Sequence[int] | int | None = None,
-        device: torch.device | str | int | None = None,
-        dtype: torch.dtype = torch.int8,
+        self, n: int | None = None, shape: Shape = None, device: Device = None, dtype: torch.dtype = torch.int8
     ):
         if n is None and shape is None:
             raise ConfigError("Binary: needs n, the length of the vector, or a shape that ends with it.")

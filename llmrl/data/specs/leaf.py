@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-from llmrl.data.specs.base import Mismatch, TensorSpec, as_device, fits
+from llmrl.data.specs.base import Device, Mismatch, Shape, TensorSpec, as_device, fits
 from llmrl.data.specs.shape import ShapeOp, as_size, empty, unexpanded
 from llmrl.errors import ConfigError, DataError, ShapeError
 
@@ -35,12 +35,7 @@ class LeafSpec(TensorSpec):
     _default_shape: ClassVar[tuple[int, ...]] = ()
     _memo: dict[Any, Tensor] | None = None
 
-    def __init__(
-        self,
-        shape: Sequence[int] | int | None,
-        device: torch.device | str | int | None,
-        dtype: torch.dtype | None,
-    ):
+    def __init__(self, shape: Shape, device: Device, dtype: torch.dtype | None):
         self.shape = as_size(shape, self._default_shape)
         if any(size < -1 for size in self.shape):
             raise ConfigError(f"{type(self).__name__}: a dim is a size, or -1 for any: got shape {tuple(self.shape)}.")

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-from llmrl.data.specs.base import combinations
+from llmrl.data.specs.base import Device, Shape, combinations
 from llmrl.data.specs.leaf import LeafSpec, cast, field_text
 from llmrl.errors import ConfigError
 
@@ -83,8 +83,8 @@ class Bounded(_Numeric):
         self,
         low: float | Tensor | Sequence[Any],
         high: float | Tensor | Sequence[Any],
-        shape: Sequence[int] | int | None = None,
-        device: torch.device | str | int | None = None,
+        shape: Shape = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
         domain: Domain | None = None,
     ):
@@ -197,11 +197,7 @@ class Unbounded(_Numeric):
     _default_shape = (1,)
 
     def __init__(
-        self,
-        shape: Sequence[int] | int | None = (1,),
-        device: torch.device | str | int | None = None,
-        dtype: torch.dtype | None = None,
-        domain: Domain | None = None,
+        self, shape: Shape = (1,), device: Device = None, dtype: torch.dtype | None = None, domain: Domain | None = None
     ):
         super().__init__(shape, device, self._settle(domain, dtype))
 

@@ -23,6 +23,8 @@ from torch import Size, Tensor
 
 from llmrl.errors import ShapeError, SpecIndexError
 
+Shape = Sequence[int] | int | None
+
 _STAND_INS = (7919, 7927, 7933, 7937)
 
 
@@ -76,7 +78,7 @@ def unexpanded(field: Tensor, lead: Size, owner: str) -> Tensor:
     return field
 
 
-def as_size(shape: Sequence[int] | int | None, default: Sequence[int] = ()) -> Size:
+def as_size(shape: Shape, default: Sequence[int] = ()) -> Size:
     """The size in ``3``, ``(2, 3)`` or ``torch.Size([2, 3])``; None is the default."""
     return Size(default if shape is None else (shape,) if isinstance(shape, int) else shape)
 
