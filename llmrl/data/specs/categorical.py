@@ -95,18 +95,18 @@ class _Numbers(Discrete, _Choices):
             raise ConfigError(f"{owner}: mask must be bool with at least one choice allowed everywhere: got {got}.")
         self._mask = field
 
-    def _vectors(self, value: Tensor, dtype: torch.dtype = torch.bool) -> Tensor:
+    def _vectors(self, value: Tensor) -> Tensor:
+        return self._hot(value, self._group_sizes(), torch.bool)
+
+    def _hot(self, value: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
         parts = [
             torch.zeros((*part.shape, size), dtype=dtype, device=part.device).scatter_(-1, part.unsqueeze(-1), 1)
-            for part, size in zip(self._parts(value), self._group_sizes(), strict=True)
+            for part, size in zip(value.unbind(-1) if self._grouped else (value,), sizes, strict=True)
         ]
         return torch.cat(parts, -1)
 
-    def _parts(self, value: Tensor) -> Sequence[Tensor]:
-        return value.unbind(-1) if self._grouped else (value,)
-
     def _joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """`_parts`, undone."""
+        """One entry per group as a value of the spec."""
         return torch.stack(list(parts), -1) if self._grouped else parts[0]
 
 
@@ -279,7 +279,10 @@ class _OneHots(_Choices):
         given = value if isinstance(value, Tensor) else torch.tensor(np.asarray(value))
         if given.dtype == torch.bool:
             return super()._encode(given)
-        return self._numbers._vectors(self._numbers.encode(given), self.dtype)
+        return self._hot(self._numbers.encode(given))
+
+    def _hot(self, numbers: Tensor) -> Tensor:
+        return self._numbers._hot(numbers, self.groups, self.dtype)
 
     def _argmax(self, value: Tensor) -> Tensor:
         if value.dtype == torch.bool:
@@ -289,8 +292,7 @@ class _OneHots(_Choices):
     _numbered = _argmax
 
     def _sample(self, shape: Size, generator: torch.Generator | None, device: torch.device) -> Tensor:
-        numbers = self._numbers.rand(shape[: len(shape) - len(self.shape)], generator=generator)
-        return self._numbers._vectors(numbers, self.dtype)
+        return self._hot(self._numbers.rand(shape[: len(shape) - len(self.shape)], generator=generator))
 
     def _outside(self, value: Tensor) -> Tensor:
         # A group is outside unless it is a single 1 among zeros, at a place that the mask allows.
@@ -304,13 +306,13 @@ class _OneHots(_Choices):
         scores = value.double().nan_to_num(0.0)
         if (mask := self.mask) is not None:
             scores = scores.masked_fill(~mask.to(value.device), -torch.inf)
-        return self._numbers._vectors(self._argmax(scores), self.dtype)
+        return self._hot(self._argmax(scores))
 
     def _count(self, use_mask: bool) -> int | float:
         return self._numbers._count(use_mask)
 
     def _enumerate(self, use_mask: bool) -> Tensor:
-        return self._numbers._vectors(self._numbers.enumerate(use_mask), self.dtype)
+        return self._hot(self._numbers.enumerate(use_mask))
 
     def _domain_text(self) -> str:
         text = f"one-hot over {' + '.join(str(size) for size in self.groups)}"

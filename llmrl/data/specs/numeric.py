@@ -102,8 +102,7 @@ class Bounded(_Numeric):
             raise ConfigError(
                 f"{type(self).__name__}: low must not exceed high: got low={low.tolist()}, high={high.tolist()}."
             )
-        self._low = self._field(self._held(low, "low"), "_low", "low")
-        self._high = self._field(self._held(high, "high"), "_high", "high")
+        self._low, self._high = self._bound(low, "low"), self._bound(high, "high")
 
     @property
     def low(self) -> Tensor:
@@ -121,13 +120,13 @@ class Bounded(_Numeric):
         lows, highs = (bound.flatten().tolist() for bound in torch.broadcast_tensors(self._low, self._high))
         return [int(high) - int(low) + 1 for low, high in zip(lows, highs, strict=True)]
 
-    def _held(self, bound: Tensor, name: str) -> Tensor:
+    def _bound(self, bound: Tensor, name: str) -> Tensor:
         held = bound.to(self.dtype)
         if not self.dtype.is_floating_point and not bool((held.to(bound.dtype) == bound).all()):
             raise ConfigError(
                 f"{type(self).__name__}: {name} must be a number that {self.dtype} holds: got {bound.tolist()}."
             )
-        return held
+        return self._field(held, f"_{name}", name)
 
     def _outside(self, value: Tensor) -> Tensor:
         low, high = self._low.to(value.device), self._high.to(value.device)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 
 from llmrl.data.postprocs import MultiStep
@@ -141,7 +141,7 @@ class NextStateReconstructor(Transform):
     ) -> None:
         if isinstance(keys, str) or not len(keys):
             raise ConfigError(f"NextStateReconstructor: keys must be a list of keys: got {keys!r}.")
-        super().__init__(in_keys=keys, out_keys=[("next", *_as_tuple(key)) for key in keys])
+        super().__init__(in_keys=keys, out_keys=[unravel_key(("next", key)) for key in keys])
         self.traj_key, self.done_key, self.step_count_key = traj_key, done_key, step_count_key
         self.end_key, self.fill_value, self.strict = end_key, fill_value, strict
 
@@ -183,10 +183,6 @@ class NextStateReconstructor(Transform):
         if key is None or not self.strict:
             return None if key is None else td.get(key, None)
         return required(td, key, "NextStateReconstructor")
-
-
-def _as_tuple(key: NestedKey) -> tuple[str, ...]:
-    return (key,) if isinstance(key, str) else tuple(key)
 
 
 def _per_row(value: Tensor) -> Tensor:

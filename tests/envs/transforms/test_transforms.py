@@ -37,29 +37,17 @@ class Log(Transform):
         super().__init__()
         self.name, self.log = name, log
 
-    def _call(self, next_td):
-        self.log.append(f"{self.name}._call")
-        return next_td
 
-    def _step(self, td, next_td):
-        self.log.append(f"{self.name}._step")
-        return next_td
+def logging(hook):
+    def run(self, *given):
+        self.log.append(f"{self.name}.{hook}")
+        return given[-1]
 
-    def _reset(self, td, reset_td):
-        self.log.append(f"{self.name}._reset")
-        return reset_td
+    return run
 
-    def _reset_env_preprocess(self, td):
-        self.log.append(f"{self.name}.preprocess")
-        return td
 
-    def forward(self, td):
-        self.log.append(f"{self.name}.forward")
-        return td
-
-    def inv(self, td):
-        self.log.append(f"{self.name}.inv")
-        return td
+for hook in ("_call", "_step", "_reset", "_reset_env_preprocess", "forward", "inv"):
+    setattr(Log, hook, logging(hook))
 
 
 class Scale(Transform):
@@ -85,7 +73,7 @@ def test_hooks_run_in_the_order_appended_and_inv_in_the_opposite_one():
     log: list[str] = []
     env = TransformedEnv(Echo(), Compose(Log("a", log), Log("b", log)))
     td = act(env)
-    assert log == ["a.preprocess", "b.preprocess", "a._reset", "b._reset"]
+    assert log == ["a._reset_env_preprocess", "b._reset_env_preprocess", "a._reset", "b._reset"]
     log.clear()
     env.step(td)
     assert log == ["b.inv", "a.inv", "a._step", "b._step"]
@@ -238,11 +226,8 @@ def test_public_attributes_come_from_the_base_env():
 
 
 def test_seed_state_and_close_reach_the_transforms():
-    class Counts(Transform):
-        seed, closed, count = None, 0, 5
-
-        def _set_seed(self, seed):
-            self.seed = seed
+    class Counts(Log):
+        count = 5
 
         def state_dict(self):
             return {"count": self.count}
@@ -250,12 +235,11 @@ def test_seed_state_and_close_reach_the_transforms():
         def load_state_dict(self, state):
             self.count = state["count"]
 
-        def close(self):
-            self.closed += 1
-
-    env, other = (TransformedEnv(Echo(), Compose(StepCounter(), Counts())) for _ in range(2))
+    for name in ("_set_seed", "close"):
+        setattr(Counts, name, lambda self, *given, name=name: self.log.append((name, *given)))
+    log = []
+    env, other = (TransformedEnv(Echo(), Compose(StepCounter(), Counts("", log))) for _ in range(2))
     env.set_seed(7)
-    assert env.transform[1].seed == 7
     env.transform[1].count = 9
     other.load_state_dict(env.state_dict())
     assert other.transform[1].count == 9
@@ -265,7 +249,7 @@ def test_seed_state_and_close_reach_the_transforms():
         StepCounter().load_state_dict({"count": 1})
     env.close()
     env.close()
-    assert env.transform[1].closed == 1
+    assert log == [("_set_seed", 7), ("close",)]
     assert env.base_env.is_closed
 
 
