@@ -15,22 +15,21 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from llmrl.data.specs import Composite
-from llmrl.envs.specs import DONE_KEYS, SpecHolder
+from llmrl.envs.specs import DONE_KEYS, EnvSpecs
 from llmrl.envs.step import next_seed, step_mdp
-from llmrl.envs.td_ops import fill_missing, present_keys, put_rows, shallow_copy, stack_steps
+from llmrl.envs.td_ops import fill_missing, put_rows, required, shallow_copy, stack_steps
 from llmrl.envs.utils import check_env_specs
-from llmrl.errors import ConfigError, MissingKeyError, RolloutError, ShapeError
+from llmrl.errors import ConfigError, RolloutError, ShapeError
 
 if TYPE_CHECKING:
     from llmrl.envs.transforms.base import Transform
-    from llmrl.envs.transforms.transformed_env import TransformedEnv
 
 __all__ = ["EnvBase"]
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
 
 
-class EnvBase(SpecHolder, abc.ABC):
+class EnvBase(EnvSpecs, abc.ABC):
     """An environment. A subclass writes ``_reset`` and ``_step`` and, so that it can be checked, its specs.
 
     ``_reset(td | None)``  gets the caller's tensordict; in a `batch_locked` env its ``"_reset"`` bool[*B, 1] (absent:
@@ -66,7 +65,7 @@ class EnvBase(SpecHolder, abc.ABC):
         batch_locked: bool = True,
     ):
         super().__init__(device, batch_size)
-        self._batch_locked = batch_locked
+        self.batch_locked = batch_locked
         self._row_action_spec: tuple[int, Composite] | None = None
         self._generator: torch.Generator | None = None
         self.is_closed = False
@@ -148,29 +147,21 @@ class EnvBase(SpecHolder, abc.ABC):
         )
 
     def _transition(self, td: TensorDictBase) -> TensorDictBase:
-        roots = self._action_root_names()
         keys = td.keys()
-        for name in roots:
-            if name not in keys:
-                raise MissingKeyError(
-                    f"{type(self).__name__}.step: reads the action {name!r}, which is not there; keys present: "
-                    f"{present_keys(td)}; let the policy, or env.rand_action(td), write it first."
-                )
+        for name in self._action_root_names():
+            if name not in keys:  # asked for by name: reading a ragged one would build its rows
+                required(td, name, f"{type(self).__name__}.step", "let the policy, or env.rand_action(td), write it")
         next_td = self._step(td)
         if next_td is None or next_td is td:
             got = "None" if next_td is None else "the tensordict it was given"
-            raise RolloutError(
-                f"{type(self).__name__}._step: must return a new tensordict with the content of t+1: got {got}."
-            )
+            raise RolloutError(f"{type(self).__name__}._step: must return a new tensordict, of t+1: got {got}.")
         _complete_done(next_td, f"{type(self).__name__}._step")
         return next_td
 
     def _start(self, td: TensorDictBase | None) -> TensorDictBase:
         reset_td = self._reset(td)
         if reset_td is None:
-            raise RolloutError(
-                f"{type(self).__name__}._reset: must return a tensordict with the content of t = 0: got None."
-            )
+            raise RolloutError(f"{type(self).__name__}._reset: must return a tensordict, of t = 0: got None.")
         _complete_done(reset_td, f"{type(self).__name__}._reset")
         return reset_td
 
@@ -201,7 +192,12 @@ class EnvBase(SpecHolder, abc.ABC):
 
     def _carry(self, td: TensorDictBase, reset_td: TensorDictBase) -> TensorDictBase:
         self._blank(td, reset_td)
-        return _merged(td, reset_td)
+        if td.batch_size != reset_td.batch_size:  # the data ran out and fewer rows than asked for have started
+            return reset_td
+        out = shallow_copy(td, without=("_reset", "next"))
+        for key, value in reset_td.items():
+            out.set(key, value)
+        return out
 
     def _check_batch_size(self, td: TensorDictBase, what: str) -> None:
         if self.batch_locked and td.batch_size != self.batch_size:
@@ -236,12 +232,9 @@ class EnvBase(SpecHolder, abc.ABC):
         """
         if max_steps < 1:
             raise ConfigError(f"{type(self).__name__}.rollout: max_steps must be at least 1: got {max_steps}.")
-        if auto_reset:
-            td = self.reset(tensordict)
-        elif tensordict is None:
+        if not auto_reset and tensordict is None:
             raise ConfigError(f"{type(self).__name__}.rollout: auto_reset=False needs the tensordict to start from.")
-        else:
-            td = shallow_copy(tensordict)
+        td = self.reset(tensordict) if auto_reset else shallow_copy(tensordict)
         policy_device = _device_of(policy) if auto_cast_to_device else None
         resets = not (break_when_any_done or break_when_all_done)
         ever_done: Tensor | None = None
@@ -290,10 +283,8 @@ class EnvBase(SpecHolder, abc.ABC):
             action = spec.rand(generator=self._generator)
         else:
             if self._row_action_spec is None or self._row_action_spec[0] != self.spec_version:
-                self._row_action_spec = (
-                    self.spec_version,
-                    spec[(0,) * len(self.batch_size)] if self.batch_size else spec,
-                )
+                row_spec = spec[(0,) * len(self.batch_size)] if self.batch_size else spec
+                self._row_action_spec = self.spec_version, row_spec
             action = self._row_action_spec[1].rand(tensordict.batch_size, generator=self._generator)
         for key in self.action_keys:
             tensordict.set(key, action.get(key))
@@ -328,13 +319,13 @@ class EnvBase(SpecHolder, abc.ABC):
 
     # -- transforms ----------------------------------------------------------------------------------------------------
 
-    def append_transform(self, transform: Transform) -> TransformedEnv:
+    def append_transform(self, transform: Transform) -> EnvBase:
         """This env with ``transform`` around it (and after those it has)."""
         from llmrl.envs.transforms.transformed_env import TransformedEnv  # it subclasses this class
 
         return TransformedEnv(self, transform)
 
-    def insert_transform(self, index: int, transform: Transform) -> TransformedEnv:
+    def insert_transform(self, index: int, transform: Transform) -> EnvBase:
         """This env with ``transform`` at ``index`` of its transforms; of a plain env, which has none, only 0 fits."""
         if index != 0:
             raise ConfigError(
@@ -343,10 +334,6 @@ class EnvBase(SpecHolder, abc.ABC):
         return self.append_transform(transform)
 
     # -- housekeeping --------------------------------------------------------------------------------------------------
-
-    @property
-    def batch_locked(self) -> bool:
-        return self._batch_locked
 
     def close(self) -> None:
         self.is_closed = True
@@ -385,15 +372,6 @@ def _complete_done(td: TensorDictBase, who: str) -> None:
 
 def _start_from(given: TensorDictBase | None, batch_size: torch.Size, without: tuple[str, ...]) -> TensorDictBase:
     return TensorDict._new_unsafe({}, batch_size=batch_size) if given is None else shallow_copy(given, without)
-
-
-def _merged(td: TensorDictBase, reset_td: TensorDictBase) -> TensorDictBase:
-    if td.batch_size != reset_td.batch_size:  # the data ran out and fewer rows than asked for have started
-        return reset_td
-    out = shallow_copy(td, without=("_reset", "next"))
-    for key, value in reset_td.items():
-        out.set(key, value)
-    return out
 
 
 def _device_of(policy: Any) -> torch.device | None:

@@ -11,26 +11,26 @@ from tensordict import NestedKey
 from llmrl.data.specs import Categorical, Composite, TensorSpec
 from llmrl.errors import ConfigError
 
-__all__ = ["DONE_KEYS", "SpecHolder"]
+__all__ = ["DONE_KEYS", "EnvSpecs"]
 
 DONE_KEYS = ("done", "terminated", "truncated")
 
 
 def _spec_property(part: str, *, leaf: bool = False) -> property:
     # Looked up at each access, so that a subclass that overrides _get_spec is asked.
-    def get(self: SpecHolder) -> TensorSpec:
+    def get(self: EnvSpecs) -> TensorSpec:
         spec = self._get_spec(part)
         keys = spec.leaf_keys if leaf else ()
         return spec[keys[0]] if len(keys) == 1 else spec
 
-    def set_(self: SpecHolder, spec: TensorSpec) -> None:
+    def set_(self: EnvSpecs, spec: TensorSpec) -> None:
         self._set_spec(part, spec)
 
     what = "the leaf if there is one, else the whole `Composite`; set it with either" if leaf else "a `Composite`"
     return property(get, set_, doc=f"The {part} spec: {what}.")
 
 
-class SpecHolder:
+class EnvSpecs:
     """Keeps the observation, state, action, reward and done specs of one batch size and device, locked.
 
     A part that was not set is an empty `Composite`; the done spec always has ``"done"``, ``"terminated"`` and

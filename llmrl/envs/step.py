@@ -10,8 +10,7 @@ from typing import Any
 
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase
 
-from llmrl.envs.td_ops import fill_missing, present_keys, shallow_copy
-from llmrl.errors import MissingKeyError
+from llmrl.envs.td_ops import fill_missing, required, shallow_copy
 
 __all__ = ["next_seed", "step_mdp"]
 
@@ -53,11 +52,7 @@ def _next_root(td: TensorDictBase, next_tree: _KeyTree, root_tree: _KeyTree | No
     if isinstance(td, LazyStackedTensorDict):
         rows = [_next_root(row, next_tree, root_tree) for row in td.tensordicts]
         return LazyStackedTensorDict.lazy_stack(rows, td.stack_dim)
-    next_td = td.get("next", None)
-    if next_td is None:
-        raise MissingKeyError(
-            f"step_mdp: reads 'next', which is not there; keys present: {present_keys(td)}; step the env first."
-        )
+    next_td = required(td, "next", "step_mdp", "step the env first")
     entries: dict[str, Any] = {}
     if root_tree is not None:
         for key, value in td.items():

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from tensordict import (
     LazyStackedTensorDict,
+    NestedKey,
     NonTensorData,
     NonTensorStack,
     TensorDict,
@@ -22,12 +23,22 @@ from torch import Tensor
 
 from llmrl.errors import MissingKeyError, ShapeError
 
-__all__ = ["fill_missing", "present_keys", "put_rows", "shallow_copy", "stack_steps"]
+__all__ = ["fill_missing", "present_keys", "put_rows", "required", "shallow_copy", "stack_steps"]
 
 
 def present_keys(td: TensorDictBase) -> str:
     """The root keys of ``td`` as an error message lists them."""
     return ", ".join(sorted(map(repr, td.keys()))) or "none"
+
+
+def required(td: TensorDictBase, key: NestedKey, reader: str, remedy: str = "") -> Any:
+    """``td[key]``. Raises MissingKeyError that names ``reader``, and what to do, where it is absent."""
+    value = td.get(key, None)
+    if value is None:
+        raise MissingKeyError(
+            f"{reader}: reads {key!r}, which is not there; keys present: {present_keys(td)}{remedy and '; ' + remedy}."
+        )
+    return value
 
 
 def shallow_copy(td: TensorDictBase, without: Collection[str] = ()) -> TensorDictBase:
@@ -107,8 +118,7 @@ def _replaced(old: Any, rows: Tensor, new: Any, reader: str) -> Any:
     if is_tensorclass(old):
         inner = _replaced(old._tensordict, rows, new._tensordict if is_tensorclass(new) else new, reader)
         return type(old)._from_tensordict(inner, dict(old._non_tensordict))
-    merged = _merged(_members(old), rows, _members(new))
-    return LazyStackedTensorDict.lazy_stack(merged, 0)
+    return LazyStackedTensorDict.lazy_stack(_merged(_members(old), rows, _members(new)), 0)
 
 
 def _members(value: Any) -> list[Any]:

@@ -17,8 +17,13 @@ from llmrl.data.specs.numeric import (
     UnboundedContinuous,
     UnboundedDiscrete,
 )
-from llmrl.data.specs.stacked import Stacked, StackedComposite
-from llmrl.data.specs.tools import check_no_exclusive_keys, consolidate_spec, contains_lazy_spec
+from llmrl.data.specs.stacked import (
+    Stacked,
+    StackedComposite,
+    check_no_exclusive_keys,
+    consolidate_spec,
+    contains_lazy_spec,
+)
 
 __all__ = [
     *_OLD_NAMES,

@@ -16,14 +16,14 @@ from tensordict import NestedKey
 from torch import Size, Tensor
 
 from llmrl.data.specs import shape as algebra
-from llmrl.data.specs.shape import ShapeOp, as_size, of_arguments
+from llmrl.data.specs.shape import Shape, ShapeOp, as_size, of_arguments
 from llmrl.errors import ConfigError, ShapeError
 
 __all__ = ["Mismatch", "TensorSpec"]
 
 _ENUMERABLE = 1 << 24
 
-ExtraShape = Sequence[int] | int | None
+Device = torch.device | str | int | None
 
 _METHODS = {
     getattr(torch, name): name
@@ -74,15 +74,15 @@ class TensorSpec(abc.ABC):
 
     # -- values --------------------------------------------------------------------------------------------------------
 
-    def rand(self, shape: ExtraShape = (), *, generator: torch.Generator | None = None) -> Any:
+    def rand(self, shape: Shape = (), *, generator: torch.Generator | None = None) -> Any:
         """A value drawn from the domain, of shape ``shape + self.shape``; always `is_in`."""
         return self._rand(as_size(shape), generator)
 
-    def zero(self, shape: ExtraShape = ()) -> Any:
+    def zero(self, shape: Shape = ()) -> Any:
         """Zeros of the right shape, dtype and device; where 0 is outside the domain, the nearest value in it."""
         return self._filled(0, as_size(shape))
 
-    def one(self, shape: ExtraShape = ()) -> Any:
+    def one(self, shape: Shape = ()) -> Any:
         """Ones of the right shape, dtype and device; where 1 is outside the domain, the nearest value in it."""
         return self._filled(1, as_size(shape))
 
@@ -113,9 +113,6 @@ class TensorSpec(abc.ABC):
 
     def type_check(self, value: Any, key: NestedKey | None = None) -> None:
         """Raises TypeError where the kind of value or its dtype is another than the spec's; ``key`` is its name."""
-        self._assert_type(value, key)
-
-    def _assert_type(self, value: Any, key: NestedKey | None) -> None:
         path = () if key is None else (key,) if isinstance(key, str) else key
         found = [f"{m.name}: {m.text}" for m in self.mismatches(value, path) if m.kind in ("type", "dtype")]
         if found:
@@ -189,10 +186,10 @@ class TensorSpec(abc.ABC):
         return self._shaped(make(self.shape, self._kept, *args), len(self.shape) - self._kept)
 
     def expand(self, *shape: int | Sequence[int]) -> Self:
-        return self._reshaped(algebra.expand, of_arguments(shape))
+        return self._reshaped(algebra.resize, "expand", of_arguments(shape))
 
     def reshape(self, *shape: int | Sequence[int]) -> Self:
-        return self._reshaped(algebra.reshape, of_arguments(shape))
+        return self._reshaped(algebra.resize, "reshape", of_arguments(shape))
 
     view = reshape
 

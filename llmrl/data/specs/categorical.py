@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
+from llmrl.data.specs.base import Device, Shape
 from llmrl.data.specs.discrete import Discrete
 from llmrl.data.specs.leaf import LeafSpec
 from llmrl.data.specs.shape import ShapeOp, as_size, unexpanded
@@ -22,35 +23,91 @@ from llmrl.errors import ConfigError, DataError, ShapeError
 __all__ = ["Categorical", "MultiCategorical", "MultiOneHot", "OneHot"]
 
 
-class _Numbers(Discrete):
-    # Base of the two specs of numbers, which are their own categorical form.
+class _Choices(LeafSpec):
+    # What both ways of writing have: a spec and its values in either of them, its own by default.
+
+    def to_categorical_spec(self) -> Any:
+        """The spec of the same choices written as numbers, mask included."""
+        return self
+
+    def to_one_hot_spec(self) -> Any:
+        """The spec of the same choices written as one-hot vectors (of several, one after the other), mask included."""
+        return self
+
+    def to_categorical(self, value: Tensor, safe: bool = True) -> Tensor:
+        """``value`` as the numbers of the choices; with ``safe`` it must be in the spec."""
+        if safe:
+            self.assert_is_in(value)
+        return self._numbered(value)
+
+    def to_one_hot(self, value: Tensor, safe: bool = True) -> Tensor:
+        """``value`` as one-hot vectors; with ``safe`` it must be in the spec."""
+        if safe:
+            self.assert_is_in(value)
+        return self._vectors(value)
+
+    def _numbered(self, value: Tensor) -> Tensor:
+        return value
+
+    def _vectors(self, value: Tensor) -> Tensor:
+        return value
+
+
+class _Numbers(Discrete, _Choices):
+    # Choices as numbers: a single one, or one per group in the last dim.
+
+    @property
+    @abc.abstractmethod
+    def _grouped(self) -> bool:
+        """Whether the last dim has an entry for each group."""
 
     @abc.abstractmethod
-    def to_one_hot_spec(self) -> _OneHots: ...
+    def _group_sizes(self) -> list[int]:
+        """The number of choices of each group."""
 
-    @abc.abstractmethod
-    def _grouped(self, mask: Tensor) -> Tensor:
-        """A mask as the field that `Discrete` keeps. Raises  ShapeError if it does not fit"""
+    @property
+    def mask(self) -> Tensor | None:
+        """The mask as it masks the one-hot form: the groups one after the other in its last dim, after the spec's dims
+        (size 1 where the spec has any size). A view."""
+        if self._mask is None:
+            return None
+        sizes, mask = self._group_sizes(), self._mask if self._grouped else self._mask.unsqueeze(-2)
+        mask = mask.expand((*mask.shape[:-2], len(sizes), mask.shape[-1]))
+        parts = torch.cat([mask[..., group, :size] for group, size in enumerate(sizes)], -1)
+        lead = self._full_shape(())[: len(self.shape) - self._grouped]
+        return parts.expand((*lead, sum(sizes)))  # a view: the mask is stored unexpanded
 
     def update_mask(self, mask: Tensor | None) -> None:
         """Sets the mask, in place; None allows everything."""
         if mask is None:
             self._mask = None
-        else:
-            self._set_mask(self._grouped(mask))
+            return
+        owner, sizes = type(self).__name__, self._group_sizes()
+        if not mask.ndim or mask.shape[-1] != sum(sizes):
+            raise ShapeError(
+                f"{owner}: the last dim of mask must be the number of choices, {sum(sizes)}: got {tuple(mask.shape)}."
+            )
+        rows = unexpanded(mask, mask.shape[:-1], owner)
+        parts = [torch.nn.functional.pad(part, (0, self._width - part.shape[-1])) for part in rows.split(sizes, -1)]
+        field = self._field(torch.stack(parts, -2) if self._grouped else parts[0], "_mask", "mask")
+        if mask.dtype != torch.bool or not bool(field.any(-1).all()):
+            got = mask.dtype if mask.dtype != torch.bool else "an entry where none of them is"
+            raise ConfigError(f"{owner}: mask must be bool with at least one choice allowed everywhere: got {got}.")
+        self._mask = field
 
-    def to_one_hot(self, value: Tensor, safe: bool = True) -> Tensor:
-        """``value`` as one-hot vectors; with ``safe`` it must be in the spec."""
-        return self.to_one_hot_spec()._hot(self.to_categorical(value, safe))
+    def _vectors(self, value: Tensor) -> Tensor:
+        return self._hot(value, self._group_sizes(), torch.bool)
 
-    def to_categorical_spec(self) -> Self:
-        return self
+    def _hot(self, value: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+        parts = [
+            torch.zeros((*part.shape, size), dtype=dtype, device=part.device).scatter_(-1, part.unsqueeze(-1), 1)
+            for part, size in zip(value.unbind(-1) if self._grouped else (value,), sizes, strict=True)
+        ]
+        return torch.cat(parts, -1)
 
-    def to_categorical(self, value: Tensor, safe: bool = True) -> Tensor:
-        """``value`` itself; with ``safe`` it must be in the spec."""
-        if safe:
-            self.assert_is_in(value)
-        return value
+    def _joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """One entry per group as a value of the spec."""
+        return torch.stack(list(parts), -1) if self._grouped else parts[0]
 
 
 class Categorical(_Numbers):
@@ -65,11 +122,13 @@ class Categorical(_Numbers):
     (tensor([0, 3]), torch.Size([5, 2, 4]))
     """
 
+    _grouped = False
+
     def __init__(
         self,
         n: int,
-        shape: Sequence[int] | int | None = (),
-        device: torch.device | str | int | None = None,
+        shape: Shape = (),
+        device: Device = None,
         dtype: torch.dtype = torch.int64,
         mask: Tensor | None = None,
     ):
@@ -79,18 +138,6 @@ class Categorical(_Numbers):
         self.n = n
         self.update_mask(mask)
 
-    def _grouped(self, mask: Tensor) -> Tensor:
-        if not mask.ndim or mask.shape[-1] != self.n:
-            raise ShapeError(
-                f"Categorical: mask must broadcast to shape + [n], {(*self.shape, self.n)}: got {tuple(mask.shape)}."
-            )
-        return mask
-
-    @property
-    def mask(self) -> Tensor | None:
-        """The mask at shape + [n]: a view, size 1 where the spec has any size."""
-        return None if self._mask is None else self._expanded("_mask")
-
     def set_provisional_n(self, n: int) -> None:
         """Sets the number of choices for now, in place, where ``n`` is -1."""
         if self.n != -1 or n < 1:
@@ -98,23 +145,23 @@ class Categorical(_Numbers):
         self._width = n
 
     def to_one_hot_spec(self) -> OneHot:
-        """The spec of the same choice written as a one-hot vector, mask included."""
-        self._known()
-        return OneHot(self._width, (*self.shape, self._width), self.device, mask=self.mask)
+        (n,) = self._group_sizes()
+        return OneHot(n, (*self.shape, n), self.device, mask=self.mask)
 
-    def _known(self) -> None:
+    def _group_sizes(self) -> list[int]:
         if self._width == -1:
             raise ConfigError("Categorical: the number of choices is not known (n=-1); call set_provisional_n first.")
+        return [self._width]
 
     def _bound(self, device: torch.device) -> int:
         return torch.iinfo(torch.int64).max if self._width == -1 else self._width
 
     def _sample(self, shape: Size, generator: torch.Generator | None, device: torch.device) -> Tensor:
-        self._known()
+        self._group_sizes()  # raises where the number is not known
         return super()._sample(shape, generator, device)
 
-    def _count(self, use_mask: bool) -> int | float:
-        return float("inf") if self._width == -1 else super()._count(use_mask)
+    def _entry_counts(self, use_mask: bool) -> Sequence[int] | None:
+        return None if self._width == -1 else super()._entry_counts(use_mask)
 
 
 class MultiCategorical(_Numbers):
@@ -134,14 +181,13 @@ class MultiCategorical(_Numbers):
     def __init__(
         self,
         nvec: Sequence[int] | Tensor | int,
-        shape: Sequence[int] | int | None = None,
-        device: torch.device | str | int | None = None,
+        shape: Shape = None,
+        device: Device = None,
         dtype: torch.dtype = torch.int64,
         mask: Tensor | None = None,
         remove_singleton: bool = True,
     ):
-        nvec = torch.as_tensor(nvec, dtype=torch.int64)
-        nvec = nvec if nvec.ndim else nvec.unsqueeze(0)
+        nvec = torch.atleast_1d(torch.as_tensor(nvec, dtype=torch.int64))
         if not nvec.numel() or bool((nvec < 1).any()):
             raise ConfigError(f"MultiCategorical: nvec counts choices and must be at least 1: got {nvec.tolist()}.")
         shape = as_size(shape, nvec.shape)
@@ -158,51 +204,25 @@ class MultiCategorical(_Numbers):
         """The number of choices of every entry, int64 at the spec's shape: a view, size 1 where that is any size."""
         return self._expanded("_counts")
 
-    def _grouped(self, mask: Tensor) -> Tensor:
-        sizes = self._group_sizes()
-        if not mask.ndim or mask.shape[-1] != sum(sizes):
-            raise ShapeError(
-                f"MultiCategorical: the last dim of mask must be the sum of the groups, {sum(sizes)}: got "
-                f"{tuple(mask.shape)}."
-            )
-        mask = unexpanded(mask, mask.shape[:-1], "MultiCategorical")
-        groups = [torch.nn.functional.pad(part, (0, self._width - part.shape[-1])) for part in mask.split(sizes, -1)]
-        return torch.stack(groups, -2) if self.shape else groups[0]
-
-    @property
-    def mask(self) -> Tensor | None:
-        """The mask with the groups one after the other in its last dim."""
-        if self._mask is None:
-            return None
-        sizes, mask = self._group_sizes(), self._mask if self.shape else self._mask.unsqueeze(0)
-        mask = mask.expand((*mask.shape[:-2], len(sizes), mask.shape[-1]))
-        ends = torch.cat([mask[..., group, :size] for group, size in enumerate(sizes)], -1)
-        return ends.expand((*self._full_shape(())[:-1], sum(sizes)))  # a view: the mask is stored unexpanded
-
     def split(self) -> tuple[Categorical, ...]:
         """One spec per group."""
-        mask = None if self._mask is None else self._expanded("_mask")
-        sizes = self._group_sizes()
-        if not self.shape:
-            return (Categorical(sizes[0], (), self.device, self.dtype, mask),)
-        masks = [None if mask is None else mask[..., group, :size] for group, size in enumerate(sizes)]
-        shape = self.shape[:-1]
-        return tuple(
-            Categorical(size, shape, self.device, self.dtype, part) for size, part in zip(sizes, masks, strict=True)
-        )
+        sizes, mask = self._group_sizes(), self.mask
+        masks = [None] * len(sizes) if mask is None else mask.split(sizes, -1)
+        pairs = zip(sizes, masks, strict=True)
+        return tuple(Categorical(size, self.shape[:-1], self.device, self.dtype, part) for size, part in pairs)
 
     def to_one_hot_spec(self) -> MultiOneHot:
-        """The spec of the same choices written as one-hot vectors, one after the other, mask included."""
         sizes = self._group_sizes()
         return MultiOneHot(sizes, (*self.shape[:-1], sum(sizes)), self.device, mask=self.mask)
 
-    def to_one_hot(self, value: Tensor, safe: bool = True) -> Tensor:
-        value = self.to_categorical(value, safe)
-        return self.to_one_hot_spec()._hot(value if self.shape else value.unsqueeze(-1))
+    @property
+    def _grouped(self) -> bool:
+        return bool(self.shape)
 
     def _group_sizes(self) -> list[int]:
-        held = self._counts if self.shape else self._counts.unsqueeze(0)
-        counts = held.expand((*held.shape[:-1], self.shape[-1] if self.shape else 1))
+        if not self._grouped:
+            return [int(self._counts)]
+        counts = self._counts.expand((*self._counts.shape[:-1], self.shape[-1]))
         if not counts.numel():
             return [self._width] * counts.shape[-1]
         rows = counts.reshape(-1, counts.shape[-1])
@@ -221,27 +241,24 @@ class MultiCategorical(_Numbers):
         return new
 
 
-class _OneHots(LeafSpec):
+class _OneHots(_Choices):
     # One or more one-hot vectors in the last dim. `_numbers` is the spec of the choices themselves.
 
     _kept = 1
 
-    def __init__(
-        self,
-        numbers: Categorical | MultiCategorical,
-        groups: Sequence[int],
-        shape: Sequence[int] | int | None,
-        device: torch.device | str | int | None,
-        dtype: torch.dtype,
-    ):
-        width = sum(groups)
+    _numbers: _Numbers
+
+    def __init__(self, groups: Sequence[int], shape: Shape, device: Device, dtype: torch.dtype):
+        self.groups, width = tuple(groups), sum(groups)
         super().__init__((width,) if shape is None else shape, device, dtype)
-        self.groups = tuple(groups)
-        self._numbers = numbers
+        if self.shape[-1:] != (width,):
+            raise ShapeError(
+                f"{type(self).__name__}: the last dim must be the number of choices, {width}: got {tuple(self.shape)}."
+            )
 
     def update_mask(self, mask: Tensor | None) -> None:
         """Sets the mask, in place; None allows everything."""
-        numbers = self._numbers.clone()
+        numbers = self._numbers.clone()  # copies of this spec share them
         numbers.update_mask(mask)
         self._numbers = numbers
 
@@ -251,23 +268,7 @@ class _OneHots(LeafSpec):
         return self._numbers.mask
 
     def to_categorical_spec(self) -> Any:
-        """The spec of the same choices written as numbers (int64), mask included."""
         return self._numbers.clone()
-
-    def to_categorical(self, value: Tensor, safe: bool = True) -> Tensor:
-        """``value`` as the numbers of the choices, int64; with ``safe`` it must be in the spec."""
-        if safe:
-            self.assert_is_in(value)
-        return self._argmax(value)
-
-    def to_one_hot_spec(self) -> Self:
-        return self
-
-    def to_one_hot(self, value: Tensor, safe: bool = True) -> Tensor:
-        """``value`` itself; with ``safe`` it must be in the spec."""
-        if safe:
-            self.assert_is_in(value)
-        return value
 
     def _to_numpy(self, value: Tensor) -> np.ndarray:
         """The numbers of the choices as an array."""
@@ -280,41 +281,30 @@ class _OneHots(LeafSpec):
             return super()._encode(given)
         return self._hot(self._numbers.encode(given))
 
-    def _pack(self, parts: Sequence[Tensor]) -> Tensor:
-        # A single choice has no dim for groups; several have one.
-        return parts[0] if isinstance(self._numbers, Categorical) else torch.stack(list(parts), -1)
-
     def _hot(self, numbers: Tensor) -> Tensor:
-        groups = [numbers] if isinstance(self._numbers, Categorical) else numbers.unbind(-1)
-        parts = [
-            torch.zeros((*part.shape, size), dtype=self.dtype, device=part.device).scatter_(-1, part.unsqueeze(-1), 1)
-            for part, size in zip(groups, self.groups, strict=True)
-        ]
-        return torch.cat(parts, -1)
+        return self._numbers._hot(numbers, self.groups, self.dtype)
 
     def _argmax(self, value: Tensor) -> Tensor:
         if value.dtype == torch.bool:
             value = value.to(torch.uint8)
-        return self._pack([part.argmax(-1) for part in value.split(self.groups, -1)])
+        return self._numbers._joined([part.argmax(-1) for part in value.split(self.groups, -1)])
+
+    _numbered = _argmax
 
     def _sample(self, shape: Size, generator: torch.Generator | None, device: torch.device) -> Tensor:
         return self._hot(self._numbers.rand(shape[: len(shape) - len(self.shape)], generator=generator))
 
-    def _invalid(self, value: Tensor) -> Tensor:
-        # bool, one entry per choice: not exactly one 1 among zeros, or one that is masked
-        bad = [
-            ((part != 0) & (part != 1)).any(-1) | ((part != 0).sum(-1) != 1) for part in value.split(self.groups, -1)
-        ]
-        return self._pack(bad) | self._numbers._outside(self._argmax(value))
-
     def _outside(self, value: Tensor) -> Tensor:
-        invalid = self._invalid(value)
-        return invalid if isinstance(self._numbers, Categorical) else invalid.any(-1)
+        # A group is outside unless it is a single 1 among zeros, at a place that the mask allows.
+        parts = value.split(self.groups, -1)
+        invalid = [((part != 0) & (part != 1)).any(-1) | ((part != 0).sum(-1) != 1) for part in parts]
+        outside = self._numbers._joined(invalid) | self._numbers._outside(self._argmax(value))
+        return outside.any(-1) if self._numbers._grouped else outside
 
     def _nearest(self, value: Tensor) -> Tensor:
         # The nearest one-hot vector has its 1 where the value is largest among what is allowed; the lowest of several.
         scores = value.double().nan_to_num(0.0)
-        if (mask := self._numbers.mask) is not None:
+        if (mask := self.mask) is not None:
             scores = scores.masked_fill(~mask.to(value.device), -torch.inf)
         return self._hot(self._argmax(scores))
 
@@ -363,14 +353,14 @@ class OneHot(_OneHots):
     def __init__(
         self,
         n: int,
-        shape: Sequence[int] | int | None = None,
-        device: torch.device | str | int | None = None,
+        shape: Shape = None,
+        device: Device = None,
         dtype: torch.dtype = torch.bool,
         use_register: bool = False,
         mask: Tensor | None = None,
     ):
-        lead = _lead(self, shape, n)
-        super().__init__(Categorical(n, lead, device, mask=mask), (n,), shape, device, dtype)
+        super().__init__((n,), shape, device, dtype)
+        self._numbers = Categorical(n, self.shape[:-1], device, mask=mask)
         self._register: list[Any] | None = [] if use_register else None
 
     @property
@@ -387,15 +377,15 @@ class OneHot(_OneHots):
         return np.asarray([self._register[number] for number in numbers.flatten()]).reshape(numbers.shape)
 
     def _encode(self, value: Any) -> Tensor:
-        return super()._encode(value if self._register is None else self._places(np.asarray(value)))
-
-    def _places(self, values: np.ndarray) -> np.ndarray:
-        new = [value for value in dict.fromkeys(values.flatten().tolist()) if value not in self._register]
+        if self._register is None:
+            return super()._encode(value)
+        values = np.asarray(value)
+        new = [one for one in dict.fromkeys(values.flatten().tolist()) if one not in self._register]
         if len(self._register) + len(new) > self.n:
             raise DataError(f"OneHot.encode: the register has {self.n} places and all are taken: got {new}.")
         self._register += new
-        places = [self._register.index(value) for value in values.flatten().tolist()]
-        return np.asarray(places, dtype=np.int64).reshape(values.shape)
+        places = [self._register.index(one) for one in values.flatten().tolist()]
+        return super()._encode(np.asarray(places, dtype=np.int64).reshape(values.shape))
 
 
 class MultiOneHot(_OneHots):
@@ -411,15 +401,14 @@ class MultiOneHot(_OneHots):
     def __init__(
         self,
         nvec: Sequence[int] | Tensor,
-        shape: Sequence[int] | int | None = None,
-        device: torch.device | str | int | None = None,
+        shape: Shape = None,
+        device: Device = None,
         dtype: torch.dtype = torch.bool,
         mask: Tensor | None = None,
     ):
-        groups = [int(size) for size in nvec]
-        lead = _lead(self, shape, sum(groups))
-        numbers = MultiCategorical(groups, (*lead, len(groups)), device, mask=mask, remove_singleton=False)
-        super().__init__(numbers, groups, shape, device, dtype)
+        super().__init__([int(size) for size in nvec], shape, device, dtype)
+        shape = (*self.shape[:-1], len(self.groups))
+        self._numbers = MultiCategorical(self.groups, shape, device, mask=mask, remove_singleton=False)
 
     @property
     def nvec(self) -> tuple[int, ...]:
@@ -429,20 +418,12 @@ class MultiOneHot(_OneHots):
     def to_categorical_spec(self) -> MultiCategorical:
         return self._without_singleton(super().to_categorical_spec())
 
-    def to_categorical(self, value: Tensor, safe: bool = True) -> Tensor:
-        return self._without_singleton(super().to_categorical(value, safe))
+    def _numbered(self, value: Tensor) -> Tensor:
+        return self._without_singleton(self._argmax(value))
 
     def _without_singleton(self, numbers: Any) -> Any:
         return numbers.squeeze(-1) if len(self.groups) == len(self.shape) == 1 else numbers
 
     def split(self) -> tuple[OneHot, ...]:
         """One spec per group."""
-        specs = [numbers.to_one_hot_spec() for numbers in self._numbers.split()]
-        return tuple(spec.to(self.dtype) for spec in specs)
-
-
-def _lead(spec: _OneHots, shape: Sequence[int] | int | None, width: int) -> tuple[int, ...]:
-    shape = as_size(shape, (width,))
-    if not shape or shape[-1] != width:
-        raise ShapeError(f"{type(spec).__name__}: the last dim must be the number of choices, {width}: got {shape}.")
-    return shape[:-1]
+        return tuple(numbers.to_one_hot_spec().to(self.dtype) for numbers in self._numbers.split())

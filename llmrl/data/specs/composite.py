@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -17,9 +17,8 @@ from tensordict import (
 )
 from torch import Size
 
-from llmrl.data.specs.base import Mismatch, TensorSpec, as_device, combinations, fits, listing
-from llmrl.data.specs.entries import MISSING, Entries, is_key, path_of
-from llmrl.data.specs.locking import Lockable
+from llmrl.data.specs.base import Device, Mismatch, Shape, TensorSpec, as_device, combinations, fits, listing
+from llmrl.data.specs.entries import MISSING, NamedSpec, is_key, path_of
 from llmrl.data.specs.shape import ShapeOp, as_size, select
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError, did_you_mean
 
@@ -29,7 +28,7 @@ _FORBIDDEN = ("shape", "device", "dtype", "space")
 _ARGUMENTS = ("shape", "batch_size", "device", "data_cls", "step_mdp_static", "names")
 
 
-class Composite(Lockable):
+class Composite(NamedSpec):
     """A tensordict's spec: names to specs, nested by tuples as in a tensordict. Made from a mapping, keywords, or both.
 
     ``shape`` (or ``batch_size``) is the batch size of the tensordict: every entry's shape begins with it; ``names``
@@ -55,9 +54,9 @@ class Composite(Lockable):
         specs: Mapping[str, TensorSpec | Mapping[str, Any] | None] | None = None,
         /,
         *,
-        shape: Sequence[int] | int | None = None,
-        batch_size: Sequence[int] | int | None = None,
-        device: torch.device | str | int | None = None,
+        shape: Shape = None,
+        batch_size: Shape = None,
+        device: Device = None,
         data_cls: type | None = None,
         step_mdp_static: bool = False,
         names: Sequence[str | None] | None = None,
@@ -99,16 +98,6 @@ class Composite(Lockable):
             )
         return found
 
-    def get(self, key: NestedKey, default: Any = None) -> Any:
-        """The entry, or ``default``."""
-        first, *rest = path_of(key)
-        found = self._entry(first)
-        if found is MISSING:
-            return default
-        if not rest:
-            return found
-        return found.get(tuple(rest), default) if isinstance(found, Composite) else default
-
     def __setitem__(self, key: NestedKey, spec: TensorSpec | Mapping[str, Any] | None) -> None:
         self._assert_unlocked()
         first, *rest = path_of(key)
@@ -132,27 +121,21 @@ class Composite(Lockable):
                 + did_you_mean(name, _ARGUMENTS)
             )
         if isinstance(spec, Composite):
-            spec = self._adopted(spec)
+            names = [*self.names, *spec.names[len(self.shape) :]]
+            shorter, renamed = len(spec.shape) < len(self.shape), self._dim_names is not None and names != spec.names
+            spec = spec.clone() if shorter or renamed else spec
+            if shorter:
+                spec._resize(self.shape)
+            if renamed:
+                spec._set_names(names)
         assert_begins(name, spec, self.shape)
-        if self._device is not None and spec.device != self._device:
-            if not isinstance(spec, Composite) or spec.device is not None:
-                raise RuntimeError(
-                    f"Composite: All devices must match: {name!r} is on {spec.device}, expected {self._device}; "
-                    "use .to()."
-                )
+        if self._device is None or spec.device == self._device:
+            return spec
+        if isinstance(spec, Composite) and spec.device is None:
             return spec.to(self._device)
-        return spec
-
-    def _adopted(self, spec: Composite) -> Composite:
-        names = [*self.names, *spec.names[len(self.shape) :]]
-        shorter, renamed = len(spec.shape) < len(self.shape), self._dim_names is not None and names != spec.names
-        if shorter or renamed:
-            spec = spec.clone()
-        if shorter:
-            spec._resize(self.shape)
-        if renamed:
-            spec._set_names(names)
-        return spec
+        raise RuntimeError(
+            f"Composite: All devices must match: {name!r} is on {spec.device}, expected {self._device}; use .to()."
+        )
 
     def set(self, key: NestedKey, spec: TensorSpec | Mapping[str, Any] | None) -> Self:
         """``self[key] = spec``. Returns self."""
@@ -166,20 +149,20 @@ class Composite(Lockable):
     def pop(self, key: NestedKey, default: Any = MISSING) -> Any:
         """Takes an entry out. Raises MissingKeyError if it is not there and no default is given."""
         self._assert_unlocked()
-        found = self.get(key, MISSING)
-        if found is MISSING:
-            return self[key] if default is MISSING else default
-        del self[key]
+        if default is not MISSING and key not in self:
+            return default
+        found = self[key]
+        self._drop(path_of(key))
         return found
 
     def _drop(self, path: Sequence[str]) -> bool:
         """Takes an entry out. Returns whether it was there."""
         self._assert_unlocked()
         first, *rest = path
-        if rest:
-            child = self._specs.get(first)
-            return isinstance(child, Composite) and child._drop(rest)
-        return self._specs.pop(first, MISSING) is not MISSING
+        if not rest:
+            return self._specs.pop(first, MISSING) is not MISSING
+        child = self._specs.get(first)
+        return isinstance(child, Composite) and child._drop(rest)
 
     def update(self, specs: Mapping[str, Any] | Composite) -> Self:
         """Sets every entry of ``specs``; where both have a nested `Composite`, updates it in turn. Returns self."""
@@ -190,25 +173,6 @@ class Composite(Lockable):
             else:
                 self[key] = spec
         return self
-
-    def __contains__(self, item: Any) -> bool:
-        """Whether a key is there; for a value, whether it `is_in`."""
-        return self.get(item, MISSING) is not MISSING if is_key(item) else self.is_in(item)
-
-    def keys(self, include_nested: bool = False, leaves_only: bool = False) -> KeysView[NestedKey]:
-        return Entries(self, include_nested, leaves_only).keys()
-
-    def values(self, include_nested: bool = False, leaves_only: bool = False) -> ValuesView[TensorSpec | None]:
-        return Entries(self, include_nested, leaves_only).values()
-
-    def items(self, include_nested: bool = False, leaves_only: bool = False) -> ItemsView[NestedKey, TensorSpec | None]:
-        return Entries(self, include_nested, leaves_only).items()
-
-    def __iter__(self) -> Iterator[NestedKey]:
-        return iter(self.keys())
-
-    def __len__(self) -> int:
-        return len(self._entry_names())
 
     def is_empty(self, recurse: bool = False) -> bool:
         """Whether it lacks entries; with ``recurse``, leaves however deep."""
@@ -223,8 +187,7 @@ class Composite(Lockable):
         given."""
         out = self.empty()
         for key in keys:
-            found = self.get(key, MISSING)
-            out[key] = (self[key] if default is MISSING else default) if found is MISSING else found
+            out[key] = self[key] if default is MISSING else self.get(key, default)
         return out
 
     # -- shape, device and names ---------------------------------------------------------------------------------------
@@ -319,12 +282,10 @@ class Composite(Lockable):
     # -- values --------------------------------------------------------------------------------------------------------
 
     def _rand(self, shape: Size, generator: torch.Generator | None) -> TensorDictBase:
-        entries = {key: spec.rand(shape, generator=generator) for key, spec in self._specified()}
-        return self._wrap(entries, self._full_shape(shape), self._device)
+        return self._made(lambda spec: spec.rand(shape, generator=generator), self._full_shape(shape))
 
     def _filled(self, number: int, shape: Size) -> TensorDictBase:
-        entries = {key: spec._filled(number, shape) for key, spec in self._specified()}
-        return self._wrap(entries, self._full_shape(shape), self._device)
+        return self._made(lambda spec: spec._filled(number, shape), self._full_shape(shape))
 
     def type_check(self, value: Any, key: NestedKey | None = None) -> None:
         """Raises TypeError where the kind of value or its dtype is another than the spec's; with ``key``, of that entry
@@ -333,7 +294,7 @@ class Composite(Lockable):
         if key is not None and is_tensor_collection(value) and not is_non_tensor(value):
             value = value.get(key, value)
         if spec is not None:
-            spec._assert_type(value, key)
+            TensorSpec.type_check(spec, value, key)
 
     def mismatches(self, value: Any, key: tuple[str, ...] = ()) -> Iterator[Mismatch]:
         if not is_tensor_collection(value):
@@ -437,6 +398,10 @@ class Composite(Lockable):
         new = object.__new__(type(self))
         vars(new).update(vars(self), _specs=specs, is_locked=False, _holders=(), _leaf_keys=None)
         return new
+
+    def _made(self, value: Callable[[TensorSpec], Any], batch_size: Sequence[int]) -> TensorDictBase:
+        entries = {name: value(spec) for name, spec in self._specified()}
+        return self._wrap(entries, batch_size, self._device)
 
     def _specified(self) -> list[tuple[str, TensorSpec]]:
         return [(name, spec) for name, spec in self._specs.items() if spec is not None]

@@ -5,15 +5,14 @@ It is the domain behind `Categorical`, `MultiCategorical` and `Binary`; one-hot 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 from torch import Size, Tensor
 
-from llmrl.data.specs.base import combinations
-from llmrl.data.specs.leaf import LeafSpec, cast, count_values, field_text
+from llmrl.data.specs.base import Device, Shape, combinations
+from llmrl.data.specs.leaf import LeafSpec, cast, field_text
 from llmrl.errors import ConfigError
 
 __all__ = ["Binary", "Discrete"]
@@ -26,13 +25,7 @@ class Discrete(LeafSpec):
 
     _fields: ClassVar[dict[str, int]] = {"_counts": 0, "_mask": 1}
 
-    def __init__(
-        self,
-        width: int,
-        shape: Sequence[int] | int,
-        device: torch.device | str | int | None,
-        dtype: torch.dtype,
-    ):
+    def __init__(self, width: int, shape: Sequence[int] | int, device: Device, dtype: torch.dtype):
         super().__init__(shape, device, dtype)
         self._width = width
         self._counts: Tensor | None = None
@@ -67,14 +60,10 @@ class Discrete(LeafSpec):
             number = _take(_nearest_allowed(self._mask.to(value.device)), number)
         return number.to(self.dtype)
 
-    def _count(self, use_mask: bool) -> int | float:
-        if -1 in self.shape:
-            return math.inf
+    def _entry_counts(self, use_mask: bool) -> Sequence[int]:
         if self._mask is not None and use_mask:
-            return count_values(self._mask.sum(-1).flatten().tolist(), self.shape)
-        if self._counts is not None:
-            return count_values(self._counts.flatten().tolist(), self.shape)
-        return count_values([self._width], self.shape)
+            return self._mask.sum(-1).flatten().tolist()
+        return [self._width] if self._counts is None else self._counts.flatten().tolist()
 
     def _enumerate(self, use_mask: bool) -> Tensor:
         numel = self.shape.numel()
@@ -86,15 +75,6 @@ class Discrete(LeafSpec):
         else:
             ranges = [torch.arange(self._width)] * numel
         return combinations(ranges, self.shape).to(self.device, self.dtype)
-
-    def _set_mask(self, mask: Tensor) -> None:
-        field = self._field(mask, "_mask", "mask")
-        if mask.dtype != torch.bool or not bool(field.any(-1).all()):
-            got = mask.dtype if mask.dtype != torch.bool else "an entry where none of them is"
-            raise ConfigError(
-                f"{type(self).__name__}: mask must be bool with at least one choice allowed everywhere: got {got}."
-            )
-        self._mask = field
 
     def _domain_text(self) -> str:
         if self._counts is None:
@@ -116,11 +96,7 @@ class Binary(Discrete):
     """
 
     def __init__(
-        self,
-        n: int | None = None,
-        shape: Sequence[int] | int | None = None,
-        device: torch.device | str | int | None = None,
-        dtype: torch.dtype = torch.int8,
+        self, n: int | None = None, shape: Shape = None, device: Device = None, dtype: torch.dtype = torch.int8
     ):
         if n is None and shape is None:
             raise ConfigError("Binary: needs n, the length of the vector, or a shape that ends with it.")

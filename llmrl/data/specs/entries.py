@@ -1,49 +1,136 @@
-"""The entries of a `Composite`: its keys, and the flat mapping behind its ``keys()``, ``values()`` and ``items()``."""
+"""`NamedSpec`: what a spec of named entries has whatever holds them: keys, the mapping's views, and the lock."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+import abc
+import weakref
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
+from typing import Any, Self
 
 from tensordict import NestedKey
 
-if TYPE_CHECKING:
-    from llmrl.data.specs.base import TensorSpec
-    from llmrl.data.specs.composite import Composite
+from llmrl.data.specs.base import TensorSpec
 
-__all__ = ["MISSING", "Entries", "is_key", "path_of"]
+__all__ = ["MISSING", "NamedSpec", "is_key", "path_of"]
 
 MISSING: Any = object()
 
 
-class Entries(Mapping[NestedKey, "TensorSpec | None"]):
-    """The entries of a composite, with those of nested ones under tuples if ``include_nested``."""
+class NamedSpec(TensorSpec):
+    """A spec of named entries. It refuses writes while it is locked, as a whole or as a part of another one."""
 
-    def __init__(self, spec: Composite, include_nested: bool, leaves_only: bool):
+    is_locked = False
+    _leaf_keys: tuple[NestedKey, ...] | None = None
+    _holders: tuple[weakref.ref[NamedSpec], ...] = ()
+    """The specs that it was locked as a part of."""
+
+    @abc.abstractmethod
+    def _entry(self, name: str) -> Any:
+        """The entry of that name, or MISSING."""
+
+    @abc.abstractmethod
+    def _entry_names(self) -> Sequence[str]: ...
+
+    def get(self, key: NestedKey, default: Any = None) -> Any:
+        """The entry, or ``default``."""
+        first, *rest = path_of(key)
+        found = self._entry(first)
+        if rest and found is not MISSING:
+            found = found.get(tuple(rest), MISSING) if isinstance(found, NamedSpec) else MISSING
+        return default if found is MISSING else found
+
+    def __contains__(self, item: Any) -> bool:
+        """Whether a key is there; for a value, whether it `is_in`."""
+        return self.get(item, MISSING) is not MISSING if is_key(item) else self.is_in(item)
+
+    def keys(self, include_nested: bool = False, leaves_only: bool = False) -> KeysView[NestedKey]:
+        return _Entries(self, include_nested, leaves_only).keys()
+
+    def values(self, include_nested: bool = False, leaves_only: bool = False) -> ValuesView[TensorSpec | None]:
+        return _Entries(self, include_nested, leaves_only).values()
+
+    def items(self, include_nested: bool = False, leaves_only: bool = False) -> ItemsView[NestedKey, TensorSpec | None]:
+        return _Entries(self, include_nested, leaves_only).items()
+
+    def __iter__(self) -> Iterator[NestedKey]:
+        return iter(self.keys())
+
+    def __len__(self) -> int:
+        return len(self._entry_names())
+
+    @property
+    def leaf_keys(self) -> tuple[NestedKey, ...]:
+        """The keys of all leaves, nested ones included; kept while the spec is locked with all that it holds."""
+        return tuple(self.keys(True, True)) if self._leaf_keys is None else self._leaf_keys
+
+    def lock_(self, recurse: bool = True) -> Self:
+        """Refuses writes from now on, also in nested ones if ``recurse``. Returns self."""
+        for part in self._parts(recurse):
+            part.is_locked = True
+            part._leaf_keys = tuple(part.keys(True, True)) if recurse else None
+            for child in part._locked_along(recurse):
+                others = [ref for ref in child._holders if (holder := ref()) is not None and holder is not part]
+                child._holders = (*others, weakref.ref(part))
+        return self
+
+    def unlock_(self, recurse: bool = True) -> Self:
+        """Allows writes again, also in nested ones if ``recurse``. Returns self.
+
+        Raises  RuntimeError for a part of another spec that is locked, which would go on answering for it
+        """
+        parts = self._parts(recurse)
+        for part in parts:
+            holders = [holder for ref in part._holders if (holder := ref()) is not None and holder.is_locked]
+            if not all(any(holder is other for other in parts) for holder in holders):
+                raise RuntimeError("Composite: cannot unlock a part of a locked spec; unlock_() the whole of it.")
+        for part in parts:
+            part.is_locked, part._leaf_keys = False, None
+        return self
+
+    def _locked_along(self, recurse: bool) -> Sequence[NamedSpec]:
+        """The specs that are locked and unlocked with this one."""
+        return [spec for spec in self._children() if recurse and isinstance(spec, NamedSpec)]
+
+    def _parts(self, recurse: bool) -> list[NamedSpec]:
+        return [self, *(part for child in self._locked_along(recurse) for part in child._parts(recurse))]
+
+    def _assert_unlocked(self) -> None:
+        if self.is_locked:
+            raise RuntimeError("Composite: cannot write to a locked spec; change a clone(), or unlock_() it.")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_holders": ()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if self.is_locked:  # holds the copies of what it held
+            self.lock_(recurse=self._leaf_keys is not None)
+
+
+class _Entries(Mapping[NestedKey, "TensorSpec | None"]):
+    # The flat mapping behind keys(), values() and items(); nested entries, if asked for, are under tuples.
+
+    def __init__(self, spec: NamedSpec, include_nested: bool, leaves_only: bool):
         self._spec, self._nested, self._leaves = spec, include_nested, leaves_only
 
     def __getitem__(self, key: NestedKey) -> TensorSpec | None:
         there = is_key(key) and (self._nested or len(path_of(key)) == 1)
         found = self._spec.get(key, MISSING) if there else MISSING
-        if found is MISSING or (self._leaves and _is_nested(found)):
+        if found is MISSING or (self._leaves and isinstance(found, NamedSpec)):
             raise KeyError(key)
         return found
 
     def __iter__(self) -> Iterator[NestedKey]:
         for name in self._spec._entry_names():
             entry = self._spec._entry(name)
-            nested = _is_nested(entry)
+            nested = isinstance(entry, NamedSpec)
             if not (nested and self._leaves):
                 yield name
             if nested and self._nested:
-                yield from ((name, *path_of(below)) for below in Entries(entry, True, self._leaves))
+                yield from ((name, *path_of(below)) for below in _Entries(entry, True, self._leaves))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
-
-
-def _is_nested(entry: Any) -> bool:
-    return hasattr(entry, "_entry_names")
 
 
 def is_key(item: Any) -> bool:
@@ -51,8 +138,6 @@ def is_key(item: Any) -> bool:
 
 
 def path_of(key: NestedKey) -> tuple[str, ...]:
-    if isinstance(key, str):
-        return (key,)
-    if not isinstance(key, tuple) or not key or not all(isinstance(part, str) for part in key):
+    if not is_key(key):
         raise TypeError(f"Composite: a key is a string or a tuple of strings: got {key!r}.")
-    return key
+    return (key,) if isinstance(key, str) else key

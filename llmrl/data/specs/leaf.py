@@ -1,7 +1,7 @@
 """`LeafSpec`: the base class of all specs of a single tensor.
 
-A leaf class adds its domain in five methods (`_sample`, `_outside`, `_nearest`, `_enumerate`, `_count`) and names the
-tensors that describe it in `_fields`; values, checks, conversion, shapes and equality are written here.
+A leaf class adds its domain in five methods (`_sample`, `_outside`, `_nearest`, `_enumerate`, `_entry_counts`) and
+names the tensors that describe it in `_fields`; the rest is written here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-from llmrl.data.specs.base import Mismatch, TensorSpec, as_device, fits
+from llmrl.data.specs.base import Device, Mismatch, Shape, TensorSpec, as_device, fits
 from llmrl.data.specs.shape import ShapeOp, as_size, empty, unexpanded
 from llmrl.errors import ConfigError, DataError, ShapeError
 
@@ -35,12 +35,7 @@ class LeafSpec(TensorSpec):
     _default_shape: ClassVar[tuple[int, ...]] = ()
     _memo: dict[Any, Tensor] | None = None
 
-    def __init__(
-        self,
-        shape: Sequence[int] | int | None,
-        device: torch.device | str | int | None,
-        dtype: torch.dtype | None,
-    ):
+    def __init__(self, shape: Shape, device: Device, dtype: torch.dtype | None):
         self.shape = as_size(shape, self._default_shape)
         if any(size < -1 for size in self.shape):
             raise ConfigError(f"{type(self).__name__}: a dim is a size, or -1 for any: got shape {tuple(self.shape)}.")
@@ -63,8 +58,9 @@ class LeafSpec(TensorSpec):
     def _domain_text(self) -> str:
         return ""
 
-    def _count(self, use_mask: bool) -> int | float:
-        return math.inf
+    def _entry_counts(self, use_mask: bool) -> Sequence[int] | None:
+        """The number of values of each entry, of those among which they vary; None: infinite."""
+        return None
 
     # -- values --------------------------------------------------------------------------------------------------------
 
@@ -136,6 +132,10 @@ class LeafSpec(TensorSpec):
 
     def erase_memoize_cache(self) -> None:
         self.memoize_encode(self._memo is not None)
+
+    def _count(self, use_mask: bool) -> int | float:
+        counts = None if -1 in self.shape else self._entry_counts(use_mask)
+        return math.inf if counts is None else math.prod(counts) ** (self.shape.numel() // max(len(counts), 1))
 
     def _to_numpy(self, value: Tensor) -> np.ndarray:
         return value.detach().cpu().numpy()
@@ -227,18 +227,16 @@ class LeafSpec(TensorSpec):
 
     def __eq__(self, other: object) -> bool:
         same = super().__eq__(other)
-        return all(self._same_field(other, name) for name in self._fields) if same is True else same
+        if same is not True:
+            return same
+        pairs = [(getattr(self, name), getattr(other, name)) for name in self._fields]
+        # the specs have one shape, so size 1 broadcasts
+        return all(a is b if a is None or b is None else bool((a == b).all()) for a, b in pairs)
 
     __hash__ = None  # type: ignore[assignment]
 
     def _identity(self) -> tuple[Any, ...]:
         return self.shape, self.device, self.dtype
-
-    def _same_field(self, other: LeafSpec, name: str) -> bool:
-        mine, theirs = getattr(self, name), getattr(other, name)
-        if mine is None or theirs is None:
-            return mine is theirs
-        return bool((mine == theirs).all())  # the specs have one shape, so size 1 broadcasts
 
     def __repr__(self) -> str:
         domain = self._domain_text()
@@ -267,11 +265,6 @@ def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
             return value.to(dtype)
     over = value >= limits.max  # as a double the largest int64 is one too large
     return value.clamp(min=limits.min).masked_fill(over, 0).to(dtype).masked_fill(over, limits.max)
-
-
-def count_values(counts: Sequence[int], shape: Size) -> int:
-    """The product of the counts of all entries of ``shape``, given those of a part that repeats."""
-    return math.prod(counts) ** (shape.numel() // max(len(counts), 1))
 
 
 def field_text(field: Tensor) -> str:

@@ -41,9 +41,6 @@ class _OldName:
     def __reduce__(self) -> str:
         return self.__name__
 
-    def __repr__(self) -> str:
-        return f"<deprecated name of {self._successor.__name__}>"
-
 
 _SUCCESSORS: dict[str, type[TensorSpec]] = {
     "BinaryDiscreteTensorSpec": Binary,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from tensordict import NonTensorData, NonTensorStack, is_non_tensor, is_tensor_collection
 from torch import Size
 
-from llmrl.data.specs.base import Mismatch, fits
+from llmrl.data.specs.base import Device, Mismatch, Shape, fits
 from llmrl.data.specs.leaf import LeafSpec
 from llmrl.errors import ConfigError
 
@@ -33,8 +33,8 @@ class NonTensor(LeafSpec):
 
     def __init__(
         self,
-        shape: Sequence[int] | int | None = (1,),
-        device: torch.device | str | int | None = None,
+        shape: Shape = (1,),
+        device: Device = None,
         dtype: torch.dtype | None = None,
         example_data: Any = None,
         batched: bool = False,

@@ -6,7 +6,6 @@ by ``domain``, as `pathlib.Path` picks its flavour.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, Self
 
@@ -14,8 +13,8 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-from llmrl.data.specs.base import combinations
-from llmrl.data.specs.leaf import LeafSpec, cast, count_values, field_text
+from llmrl.data.specs.base import Device, Shape, combinations
+from llmrl.data.specs.leaf import LeafSpec, cast, field_text
 from llmrl.errors import ConfigError
 
 __all__ = [
@@ -84,8 +83,8 @@ class Bounded(_Numeric):
         self,
         low: float | Tensor | Sequence[Any],
         high: float | Tensor | Sequence[Any],
-        shape: Sequence[int] | int | None = None,
-        device: torch.device | str | int | None = None,
+        shape: Shape = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
         domain: Domain | None = None,
     ):
@@ -103,8 +102,7 @@ class Bounded(_Numeric):
             raise ConfigError(
                 f"{type(self).__name__}: low must not exceed high: got low={low.tolist()}, high={high.tolist()}."
             )
-        self._low = self._field(self._held(low, "low"), "_low", "low")
-        self._high = self._field(self._held(high, "high"), "_high", "high")
+        self._low, self._high = self._bound(low, "low"), self._bound(high, "high")
 
     @property
     def low(self) -> Tensor:
@@ -116,20 +114,19 @@ class Bounded(_Numeric):
         """The upper bound at the spec's shape: a view, size 1 where the spec has any size."""
         return self._expanded("_high")
 
-    def _count(self, use_mask: bool) -> int | float:
-        if self.domain == "continuous" or -1 in self.shape:
-            return math.inf
-        bounds = torch.broadcast_tensors(self._low, self._high)
-        lows, highs = (bound.flatten().tolist() for bound in bounds)
-        return count_values([int(high) - int(low) + 1 for low, high in zip(lows, highs, strict=True)], self.shape)
+    def _entry_counts(self, use_mask: bool) -> Sequence[int] | None:
+        if self.domain == "continuous":
+            return None
+        lows, highs = (bound.flatten().tolist() for bound in torch.broadcast_tensors(self._low, self._high))
+        return [int(high) - int(low) + 1 for low, high in zip(lows, highs, strict=True)]
 
-    def _held(self, bound: Tensor, name: str) -> Tensor:
+    def _bound(self, bound: Tensor, name: str) -> Tensor:
         held = bound.to(self.dtype)
         if not self.dtype.is_floating_point and not bool((held.to(bound.dtype) == bound).all()):
             raise ConfigError(
                 f"{type(self).__name__}: {name} must be a number that {self.dtype} holds: got {bound.tolist()}."
             )
-        return held
+        return self._field(held, f"_{name}", name)
 
     def _outside(self, value: Tensor) -> Tensor:
         low, high = self._low.to(value.device), self._high.to(value.device)
@@ -199,11 +196,7 @@ class Unbounded(_Numeric):
     _default_shape = (1,)
 
     def __init__(
-        self,
-        shape: Sequence[int] | int | None = (1,),
-        device: torch.device | str | int | None = None,
-        dtype: torch.dtype | None = None,
-        domain: Domain | None = None,
+        self, shape: Shape = (1,), device: Device = None, dtype: torch.dtype | None = None, domain: Domain | None = None
     ):
         super().__init__(shape, device, self._settle(domain, dtype))
 

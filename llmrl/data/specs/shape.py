@@ -23,23 +23,7 @@ from torch import Size, Tensor
 
 from llmrl.errors import ShapeError, SpecIndexError
 
-__all__ = [
-    "ShapeOp",
-    "any_size",
-    "as_size",
-    "empty",
-    "expand",
-    "flatten",
-    "index",
-    "of_arguments",
-    "repeat",
-    "reshape",
-    "select",
-    "squeeze",
-    "unexpanded",
-    "unflatten",
-    "unsqueeze",
-]
+Shape = Sequence[int] | int | None
 
 _STAND_INS = (7919, 7927, 7933, 7937)
 
@@ -94,7 +78,7 @@ def unexpanded(field: Tensor, lead: Size, owner: str) -> Tensor:
     return field
 
 
-def as_size(shape: Sequence[int] | int | None, default: Sequence[int] = ()) -> Size:
+def as_size(shape: Shape, default: Sequence[int] = ()) -> Size:
     """The size in ``3``, ``(2, 3)`` or ``torch.Size([2, 3])``; None is the default."""
     return Size(default if shape is None else (shape,) if isinstance(shape, int) else shape)
 
@@ -104,16 +88,17 @@ def of_arguments(shape: Sequence[Any]) -> Size:
     return as_size(shape[0] if len(shape) == 1 else shape)
 
 
-def expand(shape: Size, kept: int, sizes: Size) -> ShapeOp:
-    text = f"expand to {tuple(sizes)}"
-    lead = _lead_sizes(shape, kept, sizes, text)
-    return ShapeOp(text, lambda t, tail: t.expand((*lead, *tail)))
-
-
-def reshape(shape: Size, kept: int, sizes: Size) -> ShapeOp:
-    text = f"reshape to {tuple(sizes)}"
-    lead = _lead_sizes(shape, kept, sizes, text)
-    return ShapeOp(text, lambda t, tail: t.reshape((*lead, *tail)))
+def resize(shape: Size, kept: int, method: str, sizes: Size) -> ShapeOp:
+    """``expand`` or ``reshape``, by name; dims that belong to the domain are repeated or -1 in ``sizes``."""
+    own, asked = shape[len(shape) - kept :], sizes[max(0, len(sizes) - kept) :]
+    text = f"{method} to {tuple(sizes)}"
+    if len(asked) < kept or any(size not in (-1, mine) for size, mine in zip(asked, own, strict=True)):
+        raise ShapeError(
+            f"spec: cannot {text} a spec of shape {tuple(shape)}: its last dim belongs to its domain and stays as it "
+            "is."
+        )
+    lead = sizes[: len(sizes) - kept]
+    return ShapeOp(text, lambda t, tail: getattr(t, method)((*lead, *tail)))
 
 
 def flatten(shape: Size, kept: int, start_dim: int, end_dim: int) -> ShapeOp:
@@ -186,16 +171,6 @@ def lead_dim(dim: int, shape: Size, kept: int, text: str) -> int:
     if dim % ndim >= ndim - kept:
         raise ShapeError(f"spec: cannot {text} a spec whose last dim belongs to its domain: it stays where it is.")
     return dim % ndim
-
-
-def _lead_sizes(shape: Size, kept: int, sizes: Size, text: str) -> Size:
-    own, asked = shape[len(shape) - kept :], sizes[max(0, len(sizes) - kept) :]
-    if len(asked) < kept or any(size not in (-1, mine) for size, mine in zip(asked, own, strict=True)):
-        raise ShapeError(
-            f"spec: cannot {text} a spec of shape {tuple(shape)}: its last dim belongs to its domain and stays as it "
-            "is."
-        )
-    return sizes[: len(sizes) - kept]
 
 
 def full_index(shape: Size, item: Any) -> tuple[Any, ...]:

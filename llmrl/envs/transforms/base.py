@@ -26,16 +26,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from tensordict import NestedKey, TensorDict, TensorDictBase
 
-from llmrl.envs.td_ops import present_keys, shallow_copy
-from llmrl.errors import ConfigError, MissingKeyError, did_you_mean
-
-if TYPE_CHECKING:
-    from llmrl.data.specs import Composite
-    from llmrl.envs.base import EnvBase
+from llmrl.data.specs import Composite
+from llmrl.envs.specs import EnvSpecs
+from llmrl.envs.td_ops import required, shallow_copy
+from llmrl.errors import ConfigError, did_you_mean
 
 __all__ = ["Compose", "Transform", "innermost"]
 
@@ -70,7 +68,7 @@ class Transform:
         self.out_keys = self.in_keys if out_keys is None else _as_keys(out_keys)
         self.in_keys_inv = _as_keys(in_keys_inv)
         self.out_keys_inv = self.in_keys_inv if out_keys_inv is None else _as_keys(out_keys_inv)
-        self._container: EnvBase | None = None
+        self._container: EnvSpecs | None = None
 
     # -- one entry -----------------------------------------------------------------------------------------------------
 
@@ -90,7 +88,7 @@ class Transform:
 
     def _reset(self, td: TensorDictBase, reset_td: TensorDictBase) -> TensorDictBase:
         if type(self)._call is Transform._call:
-            return self._map_entries(reset_td, required=False)  # a reward, say, is not there yet
+            return self._map_entries(reset_td, strict=False)  # a reward, say, is not there yet
         return self._call(reset_td)
 
     def _reset_env_preprocess(self, td: TensorDictBase | None) -> TensorDictBase | None:
@@ -152,19 +150,19 @@ class Transform:
     # -- where it stands -----------------------------------------------------------------------------------------------
 
     @property
-    def container(self) -> EnvBase | None:
+    def container(self) -> EnvSpecs | None:
         """The env that this transform was appended to; None in a buffer or on its own."""
         return self._container
 
     @property
-    def parent(self) -> EnvBase | None:
+    def parent(self) -> EnvSpecs | None:
         """The env as this transform sees it: the base env with the transforms before this one. None if unattached.
 
         Built at each access: read what is needed once, in ``set_container``, not at every step.
         """
         return None if self._container is None else self._container.env_below(self)
 
-    def set_container(self, container: EnvBase) -> None:
+    def set_container(self, container: EnvSpecs) -> None:
         """Called when the transform is put into an env. Raises ConfigError if it is in another one already."""
         if self._container is not None and self._container is not container:
             raise ConfigError(
@@ -194,15 +192,11 @@ class Transform:
         keys = f"in_keys={self.in_keys}, out_keys={self.out_keys}" if self.in_keys or self.out_keys else ""
         return f"{type(self).__name__}({keys})"
 
-    def _map_entries(self, td: TensorDictBase, required: bool = True) -> TensorDictBase:
+    def _map_entries(self, td: TensorDictBase, strict: bool = True) -> TensorDictBase:
         for in_key, out_key in self._pairs(self.in_keys, self.out_keys) if self.in_keys else ():
-            value = td.get(in_key, None)
+            value = required(td, in_key, type(self).__name__) if strict else td.get(in_key, None)
             if value is not None:
                 td.set(out_key, self._apply_transform(value))
-            elif required:
-                raise MissingKeyError(
-                    f"{type(self).__name__}: reads {in_key!r}, which is not there; keys present: {present_keys(td)}."
-                )
         return td
 
     def _pairs(self, in_keys: list[NestedKey], out_keys: list[NestedKey]) -> Iterator[tuple[NestedKey, NestedKey]]:
@@ -214,27 +208,31 @@ class Transform:
         return zip(in_keys, out_keys, strict=True)
 
 
-def innermost(env: EnvBase) -> EnvBase:
+def innermost(env: EnvSpecs) -> EnvSpecs:
     """The env itself, without the transforms around it."""
     while (inner := getattr(env, "base_env", None)) is not None:
         env = inner
     return env
 
 
-def _each_in_turn(hook: str) -> Callable[[Compose, Any], Any]:
-    """A method of `Compose` that hands its argument through ``hook`` of every member."""
+_DUE = {"_call": "next_td", "_step": "next_td", "_reset": "reset_td", "forward": "td"}
 
-    def run(self: Compose, value: Any) -> Any:
+
+def _each_in_turn(hook: str) -> Callable[..., Any]:
+    """A method of `Compose` that hands its last argument through ``hook`` of every member."""
+
+    def run(self: Compose, *arguments: Any) -> Any:
+        *before, value = arguments
         for transform in self.transforms:
-            value = getattr(transform, hook)(value)
+            value = getattr(transform, hook)(*before, value)
             if value is None:
-                raise _returned_none(transform, hook, _DUE.get(hook, "spec"))
+                raise ConfigError(
+                    f"{type(transform).__name__}.{hook}: must return {_DUE.get(hook, 'spec')}, got None; is a return "
+                    "missing?"
+                )
         return value
 
     return run
-
-
-_DUE = {"_call": "next_td", "forward": "td"}
 
 
 class Compose(Transform):
@@ -254,11 +252,11 @@ class Compose(Transform):
             self.append(transform)
 
     def append(self, transform: Transform) -> None:
-        self.insert(len(self.transforms), transform)
+        self.insert(len(self), transform)
 
     def insert(self, index: int, transform: Transform) -> None:
         if not isinstance(transform, Transform):
-            raise ConfigError(f"Compose: members must be Transform instances: got {transform!r}.")
+            raise ConfigError(f"Compose: a member must be a Transform: got {transform!r}.")
         if transform is self or any(transform is leaf for leaf in self.leaves()):
             raise ConfigError(f"Compose: {transform!r} is already in it; insert transform.clone() to run it twice.")
         if self._container is not None:
@@ -312,20 +310,8 @@ class Compose(Transform):
 
     _call = _each_in_turn("_call")
     forward = _each_in_turn("forward")
-
-    def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
-        for transform in self.transforms:
-            next_td = transform._step(td, next_td)
-            if next_td is None:
-                raise _returned_none(transform, "_step", "next_td")
-        return next_td
-
-    def _reset(self, td: TensorDictBase, reset_td: TensorDictBase) -> TensorDictBase:
-        for transform in self.transforms:
-            reset_td = transform._reset(td, reset_td)
-            if reset_td is None:
-                raise _returned_none(transform, "_reset", "reset_td")
-        return reset_td
+    _step = _each_in_turn("_step")
+    _reset = _each_in_turn("_reset")
 
     def _reset_env_preprocess(self, td: TensorDictBase | None) -> TensorDictBase | None:
         for transform in self.transforms:
@@ -345,7 +331,7 @@ class Compose(Transform):
     transform_reward_spec = _each_in_turn("transform_reward_spec")
     transform_done_spec = _each_in_turn("transform_done_spec")
 
-    def set_container(self, container: EnvBase) -> None:
+    def set_container(self, container: EnvSpecs) -> None:
         super().set_container(container)
         for transform in self.transforms:
             transform.set_container(container)
@@ -380,7 +366,3 @@ def _as_keys(keys: Keys | None) -> list[NestedKey]:
     if keys is None:
         return []
     return [keys] if isinstance(keys, (str, tuple)) else list(keys)
-
-
-def _returned_none(transform: Transform, hook: str, due: str) -> ConfigError:
-    return ConfigError(f"{type(transform).__name__}.{hook}: must return {due}, got None; is a return missing?")

@@ -9,9 +9,9 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from llmrl.data.ted_utils import expand_right
-from llmrl.envs.td_ops import present_keys
+from llmrl.envs.td_ops import required
 from llmrl.envs.transforms.base import Transform
-from llmrl.errors import ConfigError, MissingKeyError, ShapeError
+from llmrl.errors import ConfigError, ShapeError
 
 __all__ = ["RandomCropTensorDict"]
 
@@ -65,12 +65,7 @@ class RandomCropTensorDict(Transform):
         rows = td.batch_size[:dim] + td.batch_size[dim + 1 :]
         allowed = torch.ones(*rows, max(length - width + 1, 0), dtype=torch.bool, device=td.device)
         if self.mask_key is not None:
-            mask = td.get(self.mask_key, None)
-            if mask is None:
-                raise MissingKeyError(
-                    f"RandomCropTensorDict: reads {self.mask_key!r}, which is not there; keys present: "
-                    f"{present_keys(td)}."
-                )
+            mask = required(td, self.mask_key, "RandomCropTensorDict")
             valid = mask.reshape(td.batch_size).movedim(dim, -1).to(torch.int64)
             if length >= width:
                 allowed = valid.unfold(-1, width, 1).sum(-1) == width

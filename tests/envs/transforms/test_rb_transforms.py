@@ -118,13 +118,6 @@ def test_the_mask_of_a_stream_has_a_default_key_of_its_own():
 # --- the next observation, on the way out ---
 
 
-def slices_of(batch, slices, reconstructor):
-    """What a slice sampler makes of ``batch``, and the reconstructor of that."""
-    index = torch.cat([torch.arange(start, stop) for start, stop in slices])
-    ends = torch.cat([torch.arange(start, stop) == stop - 1 for start, stop in slices])
-    return reconstructor(batch[index].set("slice_end", ends))["next", "observation"].flatten().tolist()
-
-
 def compact_rows():
     """Two trajectories of four, the first of which never ends in done."""
     return TensorDict(
@@ -145,12 +138,28 @@ def same(left, right):
 nan = math.nan
 
 
-def test_slices_of_two_trajectories_end_in_nan():
-    assert same(slices_of(compact_rows(), [(0, 4), (4, 8)], NextStateReconstructor()), [1, 2, 3, nan, 5, 6, 7, nan])
+WHOLE, TWICE = [0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 0, 1, 2, 3]
 
 
-def test_two_slices_of_one_unfinished_trajectory_have_nan_at_the_join():
-    assert same(slices_of(compact_rows(), [(0, 4), (0, 4)], NextStateReconstructor()), [1, 2, 3, nan, 1, 2, 3, nan])
+@pytest.mark.parametrize(
+    ("picked", "ends", "options", "expected"),
+    [
+        (WHOLE, [3, 7], {}, [1, 2, 3, nan, 5, 6, 7, nan]),  # slices of two trajectories
+        (TWICE, [3, 7], {}, [1, 2, 3, nan, 1, 2, 3, nan]),  # two slices of one unfinished trajectory
+        (WHOLE, [], {}, [1, 2, 3, nan, 5, 6, 7, nan]),
+        ([2, 0, 1, 5, 6], [], {"step_count_key": ("collector", "step_count")}, [nan, 1, nan, 6, nan]),
+        (WHOLE, [], {"traj_key": None}, [1, 2, 3, 4, 5, 6, 7, nan]),
+    ],
+)
+def test_the_next_observation_is_that_of_the_next_step_of_the_trajectory_else_nan(picked, ends, options, expected):
+    rows = compact_rows()
+    rows["collector", "step_count"] = torch.tensor([0, 1, 2, 3] * 2).unsqueeze(-1)
+    rows = rows[torch.tensor(picked)]
+    if ends:
+        rows["slice_end"] = torch.zeros(8, dtype=torch.bool).index_fill(0, torch.tensor(ends), True)
+    out = NextStateReconstructor(**options)(rows)
+    assert same(out["next", "observation"].flatten().tolist(), expected)
+    assert ("next", "observation") not in rows.keys(True)  # what is given is not changed
 
 
 def test_a_plain_buffer_with_a_slice_sampler_never_crosses_a_join():
@@ -170,46 +179,13 @@ def test_a_plain_buffer_with_a_slice_sampler_never_crosses_a_join():
     assert joins == {(0, 0), (0, 4), (4, 0), (4, 4)}
 
 
-def test_a_whole_rollout_is_rebuilt_up_to_the_ends_of_its_trajectories():
-    out = NextStateReconstructor()(compact_rows())["next", "observation"].flatten().tolist()
-    assert same(out, [1, 2, 3, nan, 5, 6, 7, nan])
-
-
-def test_rows_at_random_are_told_apart_by_their_steps():
-    rows = compact_rows()
-    rows["collector", "step_count"] = torch.tensor([0, 1, 2, 3] * 2).unsqueeze(-1)
-    picked = rows[torch.tensor([2, 0, 1, 5, 6])]
-    reconstructor = NextStateReconstructor(step_count_key=("collector", "step_count"))
-    assert same(reconstructor(picked)["next", "observation"].flatten().tolist(), [nan, 1, nan, 6, nan])
-
-
-def test_without_a_trajectory_key_only_done_and_the_last_row_end():
-    rows = compact_rows().exclude("collector")
-    out = NextStateReconstructor(traj_key=None)(rows)["next", "observation"].flatten().tolist()
-    assert same(out, [1, 2, 3, 4, 5, 6, 7, nan])
-
-
-def test_the_sample_that_is_given_is_not_changed():
-    rows = compact_rows()
-    NextStateReconstructor()(rows)
-    assert ("next", "observation") not in rows.keys(True)
-
-
 def test_integers_need_a_fill_value():
     rows = compact_rows()
     rows["count"] = torch.arange(8)
     with pytest.raises(TypeError, match="fill_value=0"):
         NextStateReconstructor(["count"])(rows)
-    assert NextStateReconstructor(["count"], fill_value=-1)(rows)["next", "count"].tolist() == [
-        1,
-        2,
-        3,
-        -1,
-        5,
-        6,
-        7,
-        -1,
-    ]
+    out = NextStateReconstructor(["count"], fill_value=-1)(rows)
+    assert out["next", "count"].tolist() == [1, 2, 3, -1, 5, 6, 7, -1]
 
 
 def test_nested_keys_are_rebuilt_under_next():
@@ -306,17 +282,9 @@ def test_a_crop_that_is_saved_draws_the_same_windows_again():
     assert (crop(batch)["step"] == first).all()
 
 
-def test_trajectories_that_are_rows_of_a_buffer_are_cropped_at_reading():
-    obs = torch.randn(100, 50, 1)
-    data = TensorDict({"obs": obs[:-1], "next": {"obs": obs[1:]}}, [99, 50])
+@pytest.mark.parametrize(("rows", "shape"), [([99, 50], (128, 10, 1)), ([99], (10, 50, 1))])
+def test_rows_of_a_buffer_are_cropped_at_reading_along_the_last_dim_of_the_sample(rows, shape):
     buffer = ReplayBuffer(storage=LazyTensorStorage(1000))
-    buffer.extend(data)
+    buffer.extend(TensorDict({"obs": torch.randn(99, 50, 1)}, rows))
     buffer.append_transform(RandomCropTensorDict(sub_seq_len=10))
-    assert buffer.sample(128).batch_size == (128, 10)
-
-
-def test_steps_that_are_rows_of_a_buffer_are_cropped_along_the_sample():
-    data = TensorDict({"obs": torch.randn(99, 50, 1)}, [99])
-    buffer = ReplayBuffer(storage=LazyTensorStorage(1000), transform=RandomCropTensorDict(sub_seq_len=10))
-    buffer.extend(data)
-    assert buffer.sample(128)["obs"].shape == (10, 50, 1)
+    assert buffer.sample(128)["obs"].shape == shape
