@@ -195,12 +195,6 @@ def test_long_results_keep_head_and_tail_and_the_notice_counts_what_was_cut():
         assert (len(result.content), result.cut) == (1000, 0)
 
 
-def test_a_lone_surrogate_does_not_reach_the_tokenizer():
-    with ToolRunner([echo]) as runner:
-        (result,) = runner.run([ToolCall("echo", {"text": "a\ud800b"}, id="x")])
-    assert result.content.encode()
-
-
 def test_ended_conversations_and_closing_reach_every_tool_even_if_one_fails(caplog):
     class Bad(Gate):
         name = "bad"

@@ -56,13 +56,6 @@ def test_or_it_is_answered_by_a_message(role):
     assert not after["done"].item()
 
 
-def test_a_right_answer_is_left_alone():
-    after = answered(gsm8k(), RIGHT)
-    assert after["history"].prompt.to_chats()[0][-1]["content"] == RIGHT
-    assert after["reward"].item() == 1
-    assert after["done"].item()
-
-
 def test_rows_are_judged_one_by_one():
     after = answered(gsm8k(num_envs=2), WRONG, RIGHT)
     assert after["done"].flatten().tolist() == [False, True]

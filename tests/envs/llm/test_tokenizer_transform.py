@@ -91,12 +91,9 @@ def test_several_keys_have_a_mask_each(tokenizer):
     assert {"a_attention_mask", ("x", "b_attention_mask")} <= set(td.keys(True))
 
 
-def test_there_is_no_default_tokenizer_to_be_downloaded():
+def test_settings_and_values_that_cannot_be_used_are_refused(tokenizer):
     with pytest.raises(ConfigError, match="there is no default"):
         Tokenizer(["text"], ["ids"])
-
-
-def test_settings_and_values_that_cannot_be_used_are_refused(tokenizer):
     with pytest.raises(ConfigError, match="needs max_length"):
         Tokenizer(tokenizer=tokenizer, padding="max_length")
     with pytest.raises(ConfigError, match="keys come in pairs"):
