@@ -19,11 +19,6 @@ TEXTS = ["Hi", "What is 2+2?"]
 CHAT = [{"role": "user", "content": "What is 2+2?"}, {"role": "assistant", "content": "It is 4."}]
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tiny_tokenizer()
-
-
 def ids_of(tokenizer, text):
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 

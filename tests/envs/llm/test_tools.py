@@ -102,7 +102,6 @@ def test_a_turn_that_was_cut_off_calls_nothing_and_truncates():
     ("text", "status", "says"),
     [
         ("<tool_call>[1]</tool_call>", "malformed", "a call is a JSON object, not a list"),
-        ("<tool_call>5</tool_call>", "malformed", "not a number"),
         (render("ad", {"a": 1, "b": 2}), "unknown", "Did you mean 'add'?"),
         (render("add", {"a": 1}), "error", "b"),
         (render("add", {"a": 1, "bb": 2}), "error", "bb"),
@@ -316,12 +315,8 @@ def test_instructions_hold_the_schemas_and_the_format_for_a_system_prompt():
     [
         ({"tools": []}, "at least one tool"),
         ({"tools": "calculator"}, "must be a list"),
-        ({"tools": ["calculater"]}, "Did you mean 'calculator'"),
-        ({"tools": [add, add]}, "'add' twice"),
-        ({"tools": [add], "format": "hermess"}, "Did you mean 'hermes'"),
         ({"tools": [add], "max_calls_per_turn": 0}, "max_calls_per_turn must be at least 1"),
         ({"tools": [add], "max_tool_turns": 0}, "max_tool_turns must be at least 1"),
-        ({"tools": [add], "timeout_s": 0}, "timeout_s must be positive"),
         ({"tools": [add], "max_tool_turn": 1}, "Did you mean 'max_tool_turns'"),
     ],
 )
