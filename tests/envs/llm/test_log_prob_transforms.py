@@ -434,7 +434,6 @@ def test_the_specs_are_kept(models, mode):
     assert "kl_penalty" not in chat_env(mode, RetrieveLogProb(wrapper(other))).full_reward_spec
     engine = LLMWrapperBase(FakeEngine(["4"], tokenizer=TOKENIZER), tokenizer=TOKENIZER, generate=False)
     quiet = chat_env("history", RewardFunction(lambda completion: 1.0), RetrieveKL(ref_model=engine))
-
     policy = LLMWrapperBase(FakeEngine(["4"], tokenizer=TOKENIZER), tokenizer=TOKENIZER)
     check_env_specs(quiet, tensordict=TensorDict(query=QUERIES, batch_size=[3]), policy=policy)
 

@@ -89,9 +89,8 @@ class Score(Transform):
 
 
 def test_a_reward_that_failed_is_not_made_a_zero():
-    env = (
-        ChatEnv(batch_size=[2]).append_transform(Score(math.nan, 0.5)).append_transform(AddThinkingPrompt(lambda _: 1))
-    )
+    env = ChatEnv(batch_size=[2]).append_transform(Score(math.nan, 0.5))
+    env = env.append_transform(AddThinkingPrompt(lambda _: 1))
     td = env.reset(TensorDict(query="?", batch_size=[2]))
     reward = env.step(ScriptedPolicy(["a"])(td))["next", "reward"].flatten()
     assert reward[0].isnan()
