@@ -205,7 +205,7 @@ class _Connection:
             self._stop.set()
 
     def _is_closed(self, error: Any) -> bool:
-        """Whether the connection is closed. A server may use the same code for errors of its own."""
+        """True if the connection is closed; a server may use the same code for errors of its own."""
         return error.code == _mcp().types.CONNECTION_CLOSED and (self._server is None or not self._server.is_open)
 
     def _check_on(self, ready: asyncio.Future[Any], client: Any) -> None:

@@ -169,7 +169,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 async def _has_ended(process: asyncio.subprocess.Process) -> bool:
-    """Whether it ends in time. Not ``process.wait()``, which waits for children that hold its pipes as well."""
+    """True if the process ends in time; ``process.wait()`` would wait for children that hold its pipes as well."""
     deadline = time.monotonic() + _GRACE_S
     while process.returncode is None and time.monotonic() < deadline:
         await asyncio.sleep(0.01)

@@ -279,16 +279,13 @@ def own_address():
 
 @needs_chromium
 def test_long_pages_titles_and_addresses_are_shown_in_part(site):
-    tool = BrowserTool(["localhost"], max_chars=400)
     site.pages["/"] = f"""<p>{"word " * 5000}</p><script>
         document.title = "t".repeat(2e5); history.pushState(0, "", "/?" + "u".repeat(1e5)) </script>"""
-    try:
+    with contextlib.closing(BrowserTool(["localhost"], max_chars=400)) as tool:
         shown = act(tool, action="navigate", url=site.url())
         assert shown.startswith("t" * 100 + "...\nhttp://localhost:")
         assert "more characters" in shown
         assert len(shown) < 800
-    finally:
-        tool.close()
 
 
 @needs_chromium
@@ -309,8 +306,7 @@ def test_a_page_that_hangs_is_closed_and_the_next_call_has_another_one(browser, 
 def test_after_one_of_its_processes_was_killed_the_tool_works_again(site, what):
     """Regression: the conversation's tool failed for good."""
     site.pages["/"] = "<title>T</title>"
-    tool = BrowserTool(["localhost"])
-    try:
+    with contextlib.closing(BrowserTool(["localhost"])) as tool:
         act(tool, action="navigate", url=site.url())
         killed = [pid for pid, command in descendants(os.getpid()) if what in kinds(command)]
         assert killed
@@ -319,8 +315,6 @@ def test_after_one_of_its_processes_was_killed_the_tool_works_again(site, what):
         with contextlib.suppress(ToolError):
             act(tool, action="extract", deadline=time.monotonic() + 5)
         assert act(tool, action="navigate", url=site.url()).startswith("T\n")
-    finally:
-        tool.close()
 
 
 def kinds(command):
@@ -343,11 +337,10 @@ def kinds(command):
     ],
 )
 def test_wrong_arguments_are_said_without_starting_a_browser(arguments, says):
-    tool = BrowserTool(["localhost"])
-    with pytest.raises(ToolError, match=says):
-        act(tool, **arguments)
-    assert tool._browser is None
-    tool.close()
+    with contextlib.closing(BrowserTool(["localhost"])) as tool:
+        with pytest.raises(ToolError, match=says):
+            act(tool, **arguments)
+        assert tool._browser is None
 
 
 @needs_playwright

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -143,11 +144,8 @@ def test_closing_ends_the_server():
 
 
 def test_a_single_tool_can_be_named_in_a_configuration():
-    tool = load_tool("mcp", {"server": STDIO, "tool": "add"})
-    try:
+    with closing(load_tool("mcp", {"server": STDIO, "tool": "add"})) as tool:
         assert call(tool, a=1, b=2) == "3"
-    finally:
-        tool.close()
     with pytest.raises(ConfigError, match="Did you mean 'add'"):
         MCPTool(STDIO, "adds")
 

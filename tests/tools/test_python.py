@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 
 import pytest
 
@@ -182,8 +183,7 @@ def test_calls_of_one_conversation_from_two_threads_run_one_after_another(run):
 
 @pytest.mark.parametrize("kind", ["subprocess", best_kind()])
 def test_without_persistence_every_call_begins_anew(kind):
-    tool = PythonTool(sandbox=kind, persistent=False)
-    try:
+    with closing(PythonTool(sandbox=kind, persistent=False)) as tool:
         assert "starts anew" in tool.description
         spoil = "x = 1\nimport builtins, json, os, sys\nbuiltins.leaked = json.leaked = os.environ['LEAKED'] = 'here'\n"
         spoil += "json.dumps = os.read = os.fork = builtins.sorted = None\nsys.modules['leaked'] = json"
@@ -193,8 +193,6 @@ def test_without_persistence_every_call_begins_anew(kind):
         second = tool.execute(look, conversation="a", deadline=soon())
         assert second.output == "False False False False False 2\n"
         assert (first.lost_after, second.lost_before, tool.pool.counters["killed"]) == (False, None, 0)
-    finally:
-        tool.close()
 
 
 @pytest.mark.parametrize(
@@ -210,15 +208,12 @@ def test_without_persistence_every_call_begins_anew(kind):
     ],
 )
 def test_without_persistence_a_call_that_ends_its_process_says_so_and_the_next_one_works(code, error):
-    tool = PythonTool(sandbox=best_kind(), persistent=False)
-    try:
+    with closing(PythonTool(sandbox=best_kind(), persistent=False)) as tool:
         result = tool.execute(code, conversation="a", deadline=soon(10))
         if error is not None:
             assert result.error.startswith(error)
         assert result.status != "timeout"
         assert tool.execute("6 * 7", conversation="a", deadline=soon()).output == "42\n"
-    finally:
-        tool.close()
 
 
 def test_the_interpreter_idle_for_longest_is_ended_and_its_conversation_reads_why(pool_of):
@@ -253,15 +248,12 @@ def in_a_call(pool: InterpreterPool, conversation: str, timeout_s: float, result
 
 
 def test_a_call_that_finds_every_interpreter_busy_waits_no_longer_than_its_deadline():
-    tool = PythonTool(sandbox="subprocess", spare=0, max_interpreters=1)
-    try:
+    with closing(PythonTool(sandbox="subprocess", spare=0, max_interpreters=1)) as tool:
         thread = in_a_call(tool.pool, "a", 2.0, [])
         with pytest.raises(ToolTimeout, match="all 1 interpreters were busy"):
             tool.call({"code": "1"}, conversation="b", deadline=soon(0.2))
         thread.join(timeout=10)
         assert tool.call({"code": "1"}, conversation="b", deadline=soon()) == "1\n"
-    finally:
-        tool.close()
 
 
 def test_as_many_interpreters_are_ready_as_were_in_use_before(pool_of):
@@ -356,9 +348,6 @@ def test_settings_that_cannot_work_are_refused(make, message):
 
 
 def test_limits_are_given_by_name_as_a_recipe_writes_them():
-    tool = PythonTool(sandbox="subprocess", limits={"output_kib": 1})
-    try:
+    with closing(PythonTool(sandbox="subprocess", limits={"output_kib": 1})) as tool:
         text = tool.call({"code": "print('x' * 5000)"}, conversation=0, deadline=soon())
-    finally:
-        tool.close()
     assert text.count("x") <= 1024 + 10

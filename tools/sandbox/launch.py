@@ -242,7 +242,7 @@ def _view(python: str) -> tuple[str, ...]:
 
 @cache
 def _is_root() -> bool:
-    """Whether this process may become another user: CAP_SETGID, CAP_SETUID and CAP_SYS_ADMIN."""
+    """True if this process may become another user: CAP_SETGID, CAP_SETUID and CAP_SYS_ADMIN."""
     status = Path("/proc/self/status").read_text()
     effective = int(re.search(r"CapEff:\s*(\w+)", status)[1], 16)  # type: ignore[index]
     return os.geteuid() == 0 and all(effective >> number & 1 for number in (6, 7, 21))

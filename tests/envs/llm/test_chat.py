@@ -10,7 +10,7 @@ from llmrl.data.llm.chat import History
 from llmrl.data.ragged.tensordicts import column
 from llmrl.envs import check_env_specs
 from llmrl.envs.llm import ChatEnv, DatasetChatEnv, GSM8KEnv, make_gsm8k_env
-from llmrl.envs.llm.transforms import DataLoadingPrimer, EndOfData, PolicyVersion, RewardFunction
+from llmrl.envs.llm.transforms import EndOfData, PolicyVersion, RewardFunction
 from llmrl.errors import ConfigError, DataError, MissingKeyError
 from llmrl.modules.llm.policies.base import LLMWrapperBase
 from llmrl.modules.llm.policies.containers import ChatHistory, LogProbs, Masks, Tokens
@@ -93,11 +93,6 @@ def test_a_query_may_be_messages_or_a_history_and_keeps_its_own_system_prompt():
     chats = env.reset(query(own, given))["history"].prompt.to_chats()
     assert [message["content"] for message in chats[0]] == ["Be long.", "Hi"]
     assert [message["content"] for message in chats[1]] == ["Be brief.", "Hello"]
-
-
-def test_one_string_serves_every_row():
-    chats = ChatEnv(batch_size=[2]).reset(TensorDict(query="Hi", batch_size=[2]))["history"].prompt.to_chats()
-    assert [chat[0]["content"] for chat in chats] == ["Hi", "Hi"]
 
 
 @pytest.mark.parametrize(
@@ -201,11 +196,6 @@ def test_a_running_padded_conversation_goes_on_beside_a_new_one(tokenizer):
     assert torch.equal(engine.prompts[2], engine.prompts[0])  # a new conversation, of the same question
     whole = torch.cat([engine.prompts[1], engine.answers[1]])
     assert torch.equal(engine.prompts[3][: len(whole)], whole)
-
-
-def test_a_primer_cannot_be_given_both_data_and_a_factory():
-    with pytest.raises(ConfigError, match="exactly one"):
-        DataLoadingPrimer([{"query": "a"}], dataloader_factory=list)
 
 
 def test_padded_turns_are_carried_without_their_padding():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from contextlib import closing
 
 import pytest
 from tensordict import TensorDict
@@ -64,18 +65,16 @@ def test_the_score_is_the_fraction_of_tests_that_pass(reward, completion, tests,
 
 
 def test_all_or_nothing_stops_at_the_first_failure():
-    reward = CodeReward(sandbox="subprocess", mode="all", concurrency=1)
-    assert reward(DOUBLE, IO[:1]) == 1.0
-    assert reward(fenced("print(5)"), [*IO, {"input": "", "output": "5"}]) == 0.0
-    assert reward._tool.pool.counters["killed"] == 2
-    reward.close()
+    with closing(CodeReward(sandbox="subprocess", mode="all", concurrency=1)) as reward:
+        assert reward(DOUBLE, IO[:1]) == 1.0
+        assert reward(fenced("print(5)"), [*IO, {"input": "", "output": "5"}]) == 0.0
+        assert reward._tool.pool.counters["killed"] == 2
 
 
 def test_a_case_that_takes_too_long_fails_alone():
-    reward = CodeReward(sandbox="subprocess", timeout_s=1.0, concurrency=2)
     code = fenced("n = int(input())\nwhile n == 0:\n    pass\nprint(n)")
-    assert reward(code, [{"input": "0", "output": "0"}, {"input": "1", "output": "1"}]) == 0.5
-    reward.close()
+    with closing(CodeReward(sandbox="subprocess", timeout_s=1.0, concurrency=2)) as reward:
+        assert reward(code, [{"input": "0", "output": "0"}, {"input": "1", "output": "1"}]) == 0.5
 
 
 def test_cases_do_not_see_what_others_did(reward):

@@ -39,15 +39,6 @@ def test_a_reward_sees_the_same_text_in_every_mode(family):
     assert seen == [said.removeprefix(lead) for said in SAID] * 6
 
 
-@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
-def test_a_control_token_inside_an_answer_does_not_vanish(mode, tokenizer):
-    env = ChatEnv(batch_size=[1], input_mode=mode, tokenizer=tokenizer).append_transform(GSM8KRewardParser())
-    ids = torch.tensor(tokenizer("<answer>3<|im_start|>6</answer><|im_end|>").input_ids)
-    policy = LLMWrapperBase(FakeEngine([ids], tokenizer=tokenizer), tokenizer=tokenizer, input_mode=mode)
-    td = env.step(policy(env.reset(TensorDict(query="6 * 6?", answer="36", batch_size=[1]))))
-    assert td["next", "reward"].item() == pytest.approx(0.1)
-
-
 def test_white_space_and_markers_at_the_end_are_left_out():
     assert trim_markers("36<|im_end|>\n<|endoftext|><|endoftext|> ", ("<|im_end|>", "<|endoftext|>")) == "36"
     assert trim_markers(" 36 \n", ("<|im_end|>",)) == " 36"

@@ -14,23 +14,11 @@ from llmrl.envs.llm import ChatEnv, CountdownEnv, CountdownRewardParser
 from llmrl.envs.llm.tasks.countdown import countdown_correct, countdown_problems
 from llmrl.errors import ConfigError, DataError, MissingKeyError
 
-RIGHT = [
-    "55 + 36 - 7 - 19",
-    "(55 + 36) - (7 + 19)",
-    "55+36-7-19=65",
-    "$55 + 36 - 7 - 19$",
-    "55 + 36 - 7 \N{MINUS SIGN} 19",
-]
+RIGHT = ["55 + 36 - 7 - 19", "(55 + 36) - (7 + 19)", "55+36-7-19=65", "$55 + 36 - 7 - 19$"]
+RIGHT += ["55 + 36 - 7 \N{MINUS SIGN} 19"]
 WRONG = ["36 + 55 - 7", "65", "55 + 36 - 7 - 19 + 7 - 7", "55 + 36 - 26", "55.0 + 36 - 7 - 19", "55 // 7 + 36 + 19"]
-WRONG += [
-    "55 + 36 - 7 - 19; import os",
-    "__import__('os')",
-    "max(55, 36) - 7",
-    "55 ** 1",
-    "55 / (7 - 7)",
-    "(55 + 36",
-    "",
-]
+WRONG += ["55 + 36 - 7 - 19; import os", "__import__('os')", "max(55, 36) - 7", "55 ** 1", "55 / (7 - 7)", "(55 + 36"]
+WRONG += [""]
 
 
 @pytest.mark.parametrize(("expression", "right"), [(e, True) for e in RIGHT] + [(e, False) for e in WRONG])

@@ -130,13 +130,6 @@ def test_an_empty_or_exhausted_loader_is_an_error_not_a_loop():
         once.pull(1)
 
 
-def test_a_resetting_slot_pulls_one_row_each():
-    env = ChatEnv.from_dataloader(ROWS, batch_size=3)
-    td = env.reset()
-    td["_reset"] = torch.tensor([[True], [False], [True]])
-    assert env.reset(td).get("query").tolist() == ["q3", "q1", "q4"]
-
-
 def test_tensors_are_stacked_and_other_columns_are_kept_as_they_are():
     rows = [{"query": "a", "ids": torch.arange(2), "tags": ["x"]}, {"query": "b", "ids": torch.arange(2), "tags": []}]
     batch = DataLoadingPrimer(rows).pull(2)

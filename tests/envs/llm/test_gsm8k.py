@@ -79,18 +79,10 @@ def test_numbers_of_any_length_are_compared():
     assert normalize_answer("1" * 200 + "/3") == "1" * 200 + "/3"  # too long a fraction stays text
 
 
-@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
-def test_the_example_in_the_system_prompt_is_not_taken_for_the_answer(mode, tokenizer, say):
-    rows = [{"question": "5 + 1?", "answer": "#### 6"}, {"question": "1 + 1?", "answer": "#### 2"}]
-    env = GSM8KEnv(dataset=rows, num_envs=2, shuffle=False, input_mode=mode, tokenizer=tokenizer)
-    td = env.step(say(env.reset(), ["I do not know", "<answer>2</answer>"]))  # the prompt's example is a 6
-    assert td["next", "reward"].flatten().tolist() == [0.0, 1.0]
-
-
 def test_a_reference_without_marks_is_read_or_refused_with_its_row(say):
     env = ChatEnv(batch_size=[2]).append_transform(GSM8KRewardParser())
     td = TensorDict(query=column(["a", "b"]), answer=column(["36", "first 3 and then 4 make 7"]), batch_size=[2])
-    with pytest.raises(DataError, match="row 2 of the batch"):
+    with pytest.raises(DataError, match="reference of row 2 of the batch must end in '#### <number>'"):
         env.step(say(env.reset(td), ["<answer>36</answer>"] * 2))
 
 
@@ -98,8 +90,6 @@ def test_references_are_what_follows_the_marks_or_one_answer():
     assert reference_answer("3 + 4 = 7 and 7 * 2 = 14\n#### 14") == "14"
     assert reference_answer("1,234") == "1234"
     assert reference_answer("Paris") == "paris"
-    with pytest.raises(DataError, match="reference of row 2 of the batch must end in '#### <number>'"):
-        reference_answer("first 3 and then 4 make 7", 2)
     with pytest.raises(DataError, match="must end in"):
         reference_answer("")
 

@@ -50,25 +50,8 @@ LENGTH = 100_000
 CPU_S = 10  # of processor time, for all strings of one reader; linear ones take a few hundredths of it
 
 UNITS = [*"a 9.*`\"'\\{}[]()<>$-_é?!@/\n\t\ud800", "[{", '{"a":', '{"a":[', "{\n", ';{"a', ';{"', "1,", "1 ", "1/2 "]
-UNITS += [
-    "\r\n",
-    "a ",
-    " \n",
-    "a\n",
-    "- \n",
-    "* ",
-    "** ",
-    "[a",
-    "<<",
-    "x@",
-    "A. ",
-    "N'T ",
-    "::",
-    "\\u",
-    '\\"',
-    "1.",
-    "P. ",
-]
+UNITS += ["\r\n", "a ", " \n", "a\n", "- \n", "* ", "** ", "[a", "<<", "x@", "A. ", "N'T ", "::", "\\u", '\\"', "1."]
+UNITS += ["P. "]
 ANSWERS = ["<think>", "</think>", "<answer>", "</answer>", "####"]
 LATEX = ["\\boxed{", "\\text{", "\\text{}", "\\frac{", "\\frac{1}{", "}", "1", " ", "met", "$"]
 FENCES = ["```", "```\n", "```python\n", "```text\n", "````\n", "\n```", "x\n"]

@@ -164,23 +164,6 @@ def test_the_environment_reads_a_local_file_of_the_public_format(tmp_path, say):
     assert td["next", "done"].all()
 
 
-def test_a_parquet_file_in_which_every_row_has_every_argument_is_read(tmp_path):
-    import pyarrow
-    from pyarrow import parquet
-
-    path = tmp_path / "train.parquet"
-    parquet.write_table(pyarrow.Table.from_pylist(rows()), path)
-    td = IFEvalEnv(dataset=path, num_envs=2, shuffle=False).reset()
-    assert td.get("kwargs").tolist() == [[{}], [{"num_words": 2, "relation": "at least"}, {}]]
-
-
-def test_the_specs_of_the_environment_are_those_of_its_data(say):
-    env = IFEvalEnv(dataset=rows(), num_envs=2, shuffle=False)
-    td = env.step(say(env.reset(), ["a", "b"]))
-    assert env.full_reward_spec["ifeval_score"].is_in(td["next", "ifeval_score"].to_tensordict())
-    assert env.full_reward_spec["reward"].is_in(td["next", "reward"])
-
-
 def test_every_turn_has_a_score_of_its_own(say):
     env = IFEvalEnv(dataset=rows(), num_envs=2, shuffle=False, max_steps=2)
     td = env.step(say(env.reset(), ["a, b", "b"]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from contextlib import closing
 
 import pytest
 from tensordict import TensorDict
@@ -18,9 +19,8 @@ pytest.importorskip("math_verify")
 
 @pytest.fixture(scope="module")
 def equality():
-    equality = MathEquality(deadline_s=20)
-    yield equality
-    equality.close()
+    with closing(MathEquality(deadline_s=20)) as equality:
+        yield equality
 
 
 # fmt: off
@@ -45,13 +45,12 @@ def test_answers_are_compared_as_mathematics(equality, reference, answer, equal)
 
 
 def test_an_answer_that_never_ends_is_wrong_at_the_deadline_and_the_next_one_is_decided():
-    equality = MathEquality(deadline_s=1.0)
-    assert equality.equal("\\sqrt{4}", "2")  # the process is there
-    assert not equality.equal("\\sqrt{8}", "\\sum_{n=1}^{10^{12}} n^{n}")
-    assert equality.counters["timeouts"] == 1
-    assert not equality.equal("2", "x" * 5000)
-    assert equality.counters["too_long"] == 1
-    equality.close()
+    with closing(MathEquality(deadline_s=1.0)) as equality:
+        assert equality.equal("\\sqrt{4}", "2")  # the process is there
+        assert not equality.equal("\\sqrt{8}", "\\sum_{n=1}^{10^{12}} n^{n}")
+        assert equality.counters["timeouts"] == 1
+        assert not equality.equal("2", "x" * 5000)
+        assert equality.counters["too_long"] == 1
 
 
 def test_a_comparison_works_outside_the_main_thread(equality):

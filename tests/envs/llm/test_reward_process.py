@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ import torch
 from llmrl.envs.llm.tasks.sums import sums_reward
 from llmrl.envs.llm.transforms import RewardFunction, reward_process
 from llmrl.errors import ConfigError, ShapeError, WorkerError
+from tests.support.processes import is_running, wait_until
 
 GRADERS = """
 import asyncio, ctypes, os, time
@@ -183,13 +183,10 @@ with WorkerPool(Path({reward_process.__file__!r}), [{settings!r}], size=1, who="
     list(worker.ask([[[["a"], {{}}]], 0], 1000))
 """
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=tmp_path) as owner:
-        worker = Path(f"/proc/{int(owner.stdout.readline())}")
-        assert worker.exists()
+        worker = int(owner.stdout.readline())
+        assert is_running(worker)
         owner.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 20
-    while worker.exists() and "State:\tZ" not in (worker / "status").read_text():
-        assert time.monotonic() < deadline, "it outlived its owner"
-        time.sleep(0.01)
+    wait_until(lambda: not is_running(worker))
 
 
 RUN_REWARD = "deadline.ThreadRunner('reward').run(deadline.Calls([keeps_the_lock]), timeout_s=0.1)"

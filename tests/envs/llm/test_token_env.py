@@ -10,14 +10,8 @@ from llmrl.envs import check_env_specs
 from llmrl.envs.llm import LLMEnv, LLMHashingEnv
 from llmrl.envs.llm.token_env import prefix_hash
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError
-from llmrl.testing import tiny_tokenizer
 
 PROMPTS = torch.tensor([[5, 6, 7], [8, 9, 7]])
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tiny_tokenizer()
 
 
 # --- LLMEnv ---

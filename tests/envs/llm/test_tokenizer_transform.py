@@ -19,11 +19,6 @@ TEXTS = ["Hi", "What is 2+2?"]
 CHAT = [{"role": "user", "content": "What is 2+2?"}, {"role": "assistant", "content": "It is 4."}]
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tiny_tokenizer()
-
-
 def ids_of(tokenizer, text):
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -91,12 +86,9 @@ def test_several_keys_have_a_mask_each(tokenizer):
     assert {"a_attention_mask", ("x", "b_attention_mask")} <= set(td.keys(True))
 
 
-def test_there_is_no_default_tokenizer_to_be_downloaded():
+def test_settings_and_values_that_cannot_be_used_are_refused(tokenizer):
     with pytest.raises(ConfigError, match="there is no default"):
         Tokenizer(["text"], ["ids"])
-
-
-def test_settings_and_values_that_cannot_be_used_are_refused(tokenizer):
     with pytest.raises(ConfigError, match="needs max_length"):
         Tokenizer(tokenizer=tokenizer, padding="max_length")
     with pytest.raises(ConfigError, match="keys come in pairs"):

@@ -59,9 +59,12 @@ def use(td, name):
     return td["next", "tool_use", name].tolist()
 
 
-def test_a_call_is_answered_in_a_message_with_name_and_id():
-    _, td = started(f"Let me see. {render('add', {'a': 1, 'b': 2})}")
-    assert told(td) == [{"role": "tool", "content": "3", "name": "add", "tool_call_id": "call_0_0_0"}]
+def test_calls_are_answered_in_their_order_in_messages_with_name_and_id():
+    text = "\n".join(render("add", {"a": n, "b": n}) for n in range(3))
+    _, td = started(f"Let me see. {text}")
+    assert told(td) == [
+        {"role": "tool", "content": str(2 * n), "name": "add", "tool_call_id": f"call_0_0_{n}"} for n in range(3)
+    ]
     assert not td["next", "done"].any()
 
 
@@ -74,22 +77,12 @@ def test_what_the_tools_write_is_declared(declare):
     check_env_specs(env, policy=LLMWrapperBase(FakeEngine([call, "5"], tokenizer=tokenizer), tokenizer=tokenizer))
 
 
-def test_several_calls_of_a_turn_are_answered_in_their_order():
-    text = "\n".join(render("add", {"a": n, "b": n}) for n in range(3))
-    _, td = started(text)
-    assert [message["content"] for message in told(td)] == ["0", "2", "4"]
-    assert [message["tool_call_id"] for message in told(td)] == ["call_0_0_0", "call_0_0_1", "call_0_0_2"]
-
-
 def test_a_turn_without_a_call_ends_its_conversation_and_only_its_own():
     _, td = started("It is 3.", render("add", {"a": 1, "b": 2}))
     assert told(td, 0) == []
     assert len(told(td, 1)) == 1
     for flag, wanted in (("done", [True, False]), ("terminated", [True, False]), ("truncated", [False, False])):
         assert td["next", flag].flatten().tolist() == wanted
-
-
-def test_the_end_can_be_left_to_the_environment():
     _, td = started("It is 3.", end_without_call=False)
     assert not td["next", "done"].any()
 
@@ -109,7 +102,6 @@ def test_a_turn_that_was_cut_off_calls_nothing_and_truncates():
     ("text", "status", "says"),
     [
         ("<tool_call>[1]</tool_call>", "malformed", "a call is a JSON object, not a list"),
-        ("<tool_call>5</tool_call>", "malformed", "not a number"),
         (render("ad", {"a": 1, "b": 2}), "unknown", "Did you mean 'add'?"),
         (render("add", {"a": 1}), "error", "b"),
         (render("add", {"a": 1, "bb": 2}), "error", "bb"),
@@ -323,12 +315,8 @@ def test_instructions_hold_the_schemas_and_the_format_for_a_system_prompt():
     [
         ({"tools": []}, "at least one tool"),
         ({"tools": "calculator"}, "must be a list"),
-        ({"tools": ["calculater"]}, "Did you mean 'calculator'"),
-        ({"tools": [add, add]}, "'add' twice"),
-        ({"tools": [add], "format": "hermess"}, "Did you mean 'hermes'"),
         ({"tools": [add], "max_calls_per_turn": 0}, "max_calls_per_turn must be at least 1"),
         ({"tools": [add], "max_tool_turns": 0}, "max_tool_turns must be at least 1"),
-        ({"tools": [add], "timeout_s": 0}, "timeout_s must be positive"),
         ({"tools": [add], "max_tool_turn": 1}, "Did you mean 'max_tool_turns'"),
     ],
 )
@@ -384,17 +372,6 @@ def dataset_env(num_envs, *, repeats=None, max_steps=6, calls=(0, 1, 2, 3)):
     return env.append_transform(RewardFunction(lambda completion, answer: float(completion == answer), name="right"))
 
 
-def test_a_rollout_goes_on_for_some_rows_while_others_start_anew():
-    env = dataset_env(4)
-    batch = env.rollout(6, ScriptedPolicy(talk), break_when_any_done=False)
-    done = batch["next", "done"].squeeze(-1)
-    assert done[:, 0].tolist() == [True, False, False, False]
-    assert batch["conversation_id"][0, 1] == 4, "the first row's next conversation"
-    assert batch["conversation_id"][3, :4].tolist() == [3, 3, 3, 3]
-    assert batch["tool_use", "calls"][3, :4].tolist() == [0, 1, 2, 3]
-    assert batch["tool_use", "calls"][0].max() <= 3
-
-
 def test_a_collector_hands_out_whole_conversations_of_different_lengths():
     collector = LLMCollector(
         dataset_env(4), policy=ScriptedPolicy(talk), yield_only_last_steps=True, dialog_turns_per_batch=1
@@ -413,6 +390,7 @@ def test_a_collector_of_turns_replaces_only_conversations_that_ended():
     assert data.shape == (2, 6)
     # 0 calls, then the rest of the data in the order in which places become free
     assert data["conversation_id"].tolist() == [[0, 2, 2, 2, 4, 5], [1, 1, 3, 3, 3, 3]]
+    assert data["tool_use", "calls"].tolist() == [[0, 0, 1, 2, 0, 0], [0, 1, 0, 1, 2, 3]]
     assert data["next", "done"].squeeze(-1).tolist() == [
         [True, False, False, True, True, False],
         [False, True, False, False, False, True],

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tensordict import TensorDict
 
 from llmrl.collectors.llm import LLMCollector
-from llmrl.data.ragged.tensordicts import column
 from llmrl.envs.llm import ChatEnv, DatasetChatEnv
 from llmrl.envs.llm.tool_calls import DeepSeekFormat, HarmonyFormat, HermesFormat, MistralFormat
 from llmrl.envs.llm.transforms import ToolTransform
@@ -16,6 +14,7 @@ from llmrl.errors import TemplateError
 from llmrl.modules.llm import rendering
 from llmrl.modules.llm.policies.base import LLMWrapperBase
 from llmrl.testing import FakeEngine, ScriptedPolicy, tiny_tokenizer
+from tests.support.tool_env import queries
 
 MODES = ["history", "text", "tokens"]
 CALL = HermesFormat().render("echo", {"text": "12"})
@@ -40,10 +39,6 @@ def make_env(tokenizer, mode, num=1, **options):
     return env.append_transform(ToolTransform([echo], **options))
 
 
-def queries(*texts):
-    return TensorDict(query=column(texts), batch_size=[len(texts)])
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_five_turns_with_tools_store_the_ids_that_the_engine_saw_and_train_those_that_it_drew(mode, tokenizer):
     policy = policy_of(tokenizer, [CALL] * 4 + ["Done."], mode)
@@ -65,20 +60,11 @@ def test_five_turns_with_tools_store_the_ids_that_the_engine_saw_and_train_those
     assert (last["log_probs"].full[last["masks"].all_assistant_mask] < 0).all()
 
 
-def test_every_mode_shows_the_engine_the_same_ids(tokenizer):
-    streams = []
-    for mode in MODES:
-        policy = policy_of(tokenizer, [CALL, CALL, "Done."], mode)
-        make_env(tokenizer, mode).rollout(9, policy, tensordict=queries("Say it."))
-        streams.append(policy.engine.prompts)
-    for stream in streams[1:]:
-        for ids, expected in zip(stream, streams[0], strict=True):
-            assert torch.equal(ids, expected)
-
-
-def test_the_prompt_is_what_the_template_writes_for_the_tools_and_the_result(tokenizer):
-    policy = policy_of(tokenizer, [HermesFormat().render("echo", {"text": "hi"}), "Done."], "history")
-    env = make_env(tokenizer, "history")
+@pytest.mark.parametrize("mode", MODES)
+def test_the_prompt_is_what_the_template_writes_for_the_tools_and_the_result(mode, tokenizer):
+    call = HermesFormat().render("echo", {"text": "hi"})
+    policy = policy_of(tokenizer, [call, "Done."], mode)
+    env = make_env(tokenizer, mode)
     env.rollout(9, policy, tensordict=queries("Say hi."))
     chat = [{"role": "system", "content": "Help."}, {"role": "user", "content": "Say hi."}]
     first = tokenizer.apply_chat_template(
@@ -86,7 +72,6 @@ def test_the_prompt_is_what_the_template_writes_for_the_tools_and_the_result(tok
     )
     assert '"name": "echo"' in first
     assert tokenizer.decode(policy.engine.prompts[0]) == first
-    call = HermesFormat().render("echo", {"text": "hi"})
     assert tokenizer.decode(policy.engine.prompts[1]) == first + call + ADDED
 
 
@@ -204,13 +189,8 @@ def test_families_that_keep_calls_apart_from_the_content_go_on_with_what_was_dra
         for text in (call + end, call + end, last + tokenizer.eos_token)
     ]
     engine = FakeEngine(answers, tokenizer=tokenizer, eos_token_ids=stops)
-    policy = LLMWrapperBase(
-        engine,
-        tokenizer=tokenizer,
-        input_mode=mode,
-        generate_kwargs={"max_new_tokens": 200},
-        prefer_tokens="always",
-    )
+    options = {"generate_kwargs": {"max_new_tokens": 200}, "prefer_tokens": "always"}
+    policy = LLMWrapperBase(engine, tokenizer=tokenizer, input_mode=mode, **options)
     env = ChatEnv(batch_size=[1], input_mode=mode, tokenizer=tokenizer)
     env = env.append_transform(ToolTransform([same], declare=family == "gpt_oss"))
     batch = env.rollout(9, policy, tensordict=queries("Say it."))

@@ -55,8 +55,7 @@ class MLGymWrapper(TransformedEnv):
     Raises  ConfigError without a gym or a description; RolloutError for more conversations than free gyms
 
     >>> class Shell:
-    ...     def reset(self):
-    ...         return "How many files are there?", {}
+    ...     reset = lambda self: ("How many files are there?", {})
     ...     def step(self, command):
     ...         return "2", 0.0, command == "submit", {"score": [{"accuracy": 1.0}]}
     >>> from llmrl.testing import ScriptedPolicy

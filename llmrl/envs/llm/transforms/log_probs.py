@@ -51,10 +51,10 @@ class RetrieveLogProb(Transform):
     Reads   ("tokens", "full")               int64 ragged[T] or [B, T]; only where there is none, (mode, "full") of a
                                              wrapper, encoded
             ("masks", "all_assistant_mask")  bool ragged[T] or [B, T]   with ``assistant_only``, in any input mode
-    Calls   ``model``'s engine; with ``detach=False``, where gradients are enabled, its scorer
+    Calls   ``model``'s engine (with ``detach=False``, where gradients are enabled, its scorer): in an env a forward
+            pass over the conversation so far at each turn, in a buffer one over each batch that is sampled
     Writes  ("next", *log_probs_full_key)    float32, as ("tokens", "full"): [t] = log p(token t | tokens before t);
-                                             with ``assistant_only`` 0 where the policy wrote no token; at the root of
-                                             data without "next"
+                                             ``assistant_only``: 0 at other tokens; at the root of data without "next"
     Raises  ConfigError for a model that cannot score, or a key that holds what the policy sampled with; MissingKeyError
             where it is not known which tokens the policy wrote
 
@@ -66,8 +66,6 @@ class RetrieveLogProb(Transform):
     reference           "adapter_off": ``model`` is the policy's own PEFT model, scored without its adapter; no other
                         thread may run it meanwhile
     temperature         of sampling; None: the wrapper's own
-
-    In an env it scores each turn, a forward pass over the conversation so far; in a buffer, each batch that is sampled.
 
     >>> from llmrl.testing import FakeEngine
     >>> RetrieveLogProb(FakeEngine([torch.tensor([1])])).log_probs_full_key

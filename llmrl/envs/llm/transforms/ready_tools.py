@@ -32,9 +32,7 @@ class PythonInterpreter(ToolTransform):
     services    a mapping of tools that several environments share, with the interpreter under ``service_name``; with
                 ``namespace``, a mapping of such mappings
     sandbox     "bubblewrap", or "subprocess", which protects nothing: see `llmrl.tools.sandbox.Sandbox`
-    options     the other arguments of `ToolTransform`
-
-    The prompt should say that the model can run code; no schema is declared.
+    options     the other arguments of `ToolTransform`; the prompt has to say that code is run: no schema is declared
 
     >>> from tensordict import TensorDict
     >>> from llmrl.envs.llm import ChatEnv

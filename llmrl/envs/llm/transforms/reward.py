@@ -79,9 +79,7 @@ class RewardFunction(ScoringTransform):
     or an event loop: one that hangs is left behind, and one that hangs holding the interpreter's lock ends this process
     with the places of all threads, a minute after the deadline.
 
-    >>> def exact(completion, answer):
-    ...     return completion.strip() == answer
-    >>> RewardFunction(exact).name
+    >>> RewardFunction(lambda completion, answer: completion.strip() == answer, name="exact").name
     'exact'
     """
 

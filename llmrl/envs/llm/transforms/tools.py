@@ -64,8 +64,7 @@ class _Turn:
 class ToolTransform(Transform):
     """Tools for the conversations of a `ChatEnv`.
 
-    Reads   the policy's turn: ("history" | "text" | "tokens", "response"), or the last message of "full" where there
-            is no response, and "stop_reason" int64[B] where it is there
+    Reads   the policy's turn: (view, "response"), else the last message of (view, "full"); "stop_reason" if any
     Calls   the tools, for all rows at the same time, each call with its deadline; a conversation's calls in their order
     Writes  at reset  "tools" NonTensor [B]: the schemas, for the chat template; "conversation_id" int64[B]; "tool_use"
             at step   ("next", view, "prompt"): one message {"role", "content", "name", "tool_call_id"} per call more
@@ -77,7 +76,6 @@ class ToolTransform(Transform):
 
     ``tools`` are tools, typed functions, or names as `load_tool` takes them; ``tokenizer`` None: the env's; ``options``
     are the fields of `ToolOptions`. Schemas that are not declared belong into the system prompt (:meth:`instructions`).
-
     A call in the last turn that `StepCounter` allows is not run: its answer would not be read. Calls inside ``<think>``
     blocks do not count. Two of these in one env share the counts and the end.
 
