@@ -63,8 +63,8 @@ class Recipe:
 
 
 RECIPES = {
-    "sft": Recipe("llmrl.train.sft_config", "SFTConfig", "llmrl.recipes.sft"),
-    "grpo": Recipe("llmrl.train.grpo_config", "GRPOConfig", "llmrl.recipes.grpo"),
+    "sft": Recipe("llmrl.train.settings", "SFTConfig", "llmrl.recipes.sft"),
+    "grpo": Recipe("llmrl.train.settings", "GRPOConfig", "llmrl.recipes.grpo"),
 }
 
 HELP = """\

@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any
 from llmrl.errors import TemplateError
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.objectives.llm.settings import PRESETS
-from llmrl.train.settings import ModelSource, OptimSettings, TinyModelSettings
+from llmrl.train.settings import GRPOConfig, ModelSource, OptimSettings, SFTConfig, TinyModelSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from llmrl.train.distributed import Session
-    from llmrl.train.grpo_config import GRPOConfig
-    from llmrl.train.sft_config import SFTConfig
     from llmrl.train.sft_data import TokenizedChats
     from llmrl.train.tasks import Task
 

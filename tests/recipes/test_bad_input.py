@@ -8,7 +8,7 @@ import torch
 
 from llmrl.objectives.llm import SFTLoss
 from llmrl.testing import tiny_tokenizer
-from llmrl.train.sft_config import SFTConfig
+from llmrl.train.settings import SFTConfig
 from llmrl.train.sft_data import tokenize_chats
 
 GOOD = {"prompt": "2 + 2?", "completion": "four"}

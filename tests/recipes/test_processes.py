@@ -77,7 +77,7 @@ def test_each_process_holds_a_part_of_sharded_parameters_and_can_begin_another_s
 import torch
 from llmrl.modules.llm.log_probs import TokenScorer
 from llmrl.train.distributed import Session
-from llmrl.train.sft_config import SFTConfig
+from llmrl.train.settings import SFTConfig
 from llmrl.train.checkpointing import named_weights
 from llmrl.testing import tiny_model
 

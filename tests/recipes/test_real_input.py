@@ -8,7 +8,7 @@ from llmrl.envs.llm.tasks.gsm8k import GSM8KEnv
 from llmrl.errors import ConfigError
 from llmrl.testing import tiny_tokenizer
 from llmrl.train.models import load_tokenizer
-from llmrl.train.sft_config import SFTConfig
+from llmrl.train.settings import SFTConfig
 from llmrl.train.sft_data import marked_pieces, tokenize_chats
 
 ASK, TELL = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "four"}

@@ -15,9 +15,8 @@ from llmrl.envs.llm.tasks.sums import sums_reward
 from llmrl.errors import DataError
 from llmrl.objectives.llm.settings import PRESETS
 from llmrl.run.metrics import check_metric_name, read_metrics
-from llmrl.train.grpo_config import GRPOConfig
 from llmrl.train.models import resolve_model
-from llmrl.train.sft_config import SFTConfig
+from llmrl.train.settings import GRPOConfig, SFTConfig
 
 EVAL = {"rows": 6, "max_tokens": 6}
 

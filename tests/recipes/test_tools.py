@@ -13,8 +13,7 @@ from llmrl.envs.transforms import Transform
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.testing import ScriptedPolicy, tiny_tokenizer
 from llmrl.tools import load_tool
-from llmrl.train.settings import EnvSettings
-from llmrl.train.sft_config import SFTConfig
+from llmrl.train.settings import EnvSettings, SFTConfig
 from llmrl.train.sft_data import tokenize_chats
 from llmrl.train.tasks import Task
 

@@ -15,8 +15,7 @@ from llmrl.modules.llm.policies.containers import LogProbs, Masks, Tokens
 from llmrl.objectives.llm import GRPOLoss, SFTLoss
 from llmrl.testing import tiny_model
 from llmrl.train.distributed import Session
-from llmrl.train.settings import OptimSettings
-from llmrl.train.sft_config import SFTConfig
+from llmrl.train.settings import OptimSettings, SFTConfig
 from llmrl.train.updater import Updater, learning_rate, microbatches
 
 CONFIG = SFTConfig(model={}, data={"path": "sums"})
