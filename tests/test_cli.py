@@ -58,7 +58,7 @@ def toy(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("toy_recipe", "toy_settings"):
         sys.modules.pop(name, None)
-    row = cli.Recipe("toy_settings", "ToyConfig", "toy_recipe")
+    row = cli.Recipe("toy_settings:ToyConfig", "toy_recipe")
     monkeypatch.setattr(cli, "RECIPES", {"sft": row, "grpo": row})
     import toy_recipe
 
@@ -387,7 +387,7 @@ def test_all_processes_of_one_start_share_one_run_folder(tmp_path):
             import sys
             from llmrl.run import cli
 
-            cli.RECIPES = {"sft": cli.Recipe("toy_settings", "ToyConfig", "toy_recipe")}
+            cli.RECIPES = {"sft": cli.Recipe("toy_settings:ToyConfig", "toy_recipe")}
             sys.exit(cli.main(["sft", "steps=2"]))
         """)
     )
