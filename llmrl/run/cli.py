@@ -53,13 +53,13 @@ class Recipe:
     """A training command: the names of its settings' class, imported without torch, and of its loop's module."""
 
     settings_name: str
-    loop_name: str
+    module: str
 
     def settings(self) -> type[Any]:
         return load_object(self.settings_name, what="settings")
 
     def loop(self) -> Any:
-        return importlib.import_module(self.loop_name)
+        return importlib.import_module(self.module)
 
 
 RECIPES = {

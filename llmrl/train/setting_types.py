@@ -19,7 +19,7 @@ TOOL_FORMATS += ("function", "tagged", "xml", "python")
 
 
 class Settings(BaseModel):
-    """A section: unknown names are errors, and nothing changes after it was read."""
+    """A section of a recipe: unknown names are errors, and nothing changes after it was read."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

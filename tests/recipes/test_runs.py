@@ -143,13 +143,6 @@ def test_eval_measures_a_checkpoint(runs, capsys):
     assert "4 problems" in capsys.readouterr().out
 
 
-def test_show_prints_the_steps_and_samples(runs, capsys):
-    assert runs.run("show", "improved").code == 0
-    out = capsys.readouterr().out
-    assert "What is" in out
-    assert [line.split()[0] for line in out.splitlines() if line.startswith("     ")][:3] == ["1", "2", "3"]
-
-
 def test_a_finished_run_can_be_given_more_steps(runs):
     shutil.copytree(runs.path / "runs/taught", runs.path / "runs/longer")
     assert runs.run("resume", "longer", "steps=6").code == 0

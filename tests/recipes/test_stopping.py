@@ -129,17 +129,6 @@ def test_an_interrupted_supervised_run_goes_on_later(place, same, monkeypatch):
     same(place.steps("straight"), place.steps("stopped"))
 
 
-def test_what_a_kill_left_of_a_checkpoint_is_not_used(place):
-    place.train("sft", "killed", steps=4, checkpoint={"every": 2, "keep": 3})
-    folder = place.path / "runs/killed/checkpoints"
-    (folder / "step4").rename(folder / ".draft-step4")
-    (folder / ".draft-step4" / "trainer.pt").unlink()
-    result = place.run("resume", "killed")
-    assert result.code == 0
-    assert place.checkpoints("killed") == ["step2", "step4"]
-    assert [step["step"] for step in place.steps("killed")] == [1, 2, 3, 4]
-
-
 def flip(path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
