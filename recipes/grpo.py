@@ -35,11 +35,11 @@ from llmrl.train.async_rollouts import RolloutSource
 from llmrl.train.checkpointing import PerRank
 from llmrl.train.distributed import Session
 from llmrl.train.evaluation import Evaluator
-from llmrl.train.grpo_config import GRPOConfig
 from llmrl.train.models import load_model, load_tokenizer
 from llmrl.train.plan import grpo_plan, grpo_settings
 from llmrl.train.rollout_engine import RolloutEngine
 from llmrl.train.run import Run
+from llmrl.train.settings import GRPOConfig
 from llmrl.train.step_rollouts import StepRollouts, select_training_columns
 from llmrl.train.tasks import Task, eval_rows, training_rows
 from llmrl.train.updater import make_updater, step_metrics

@@ -32,8 +32,7 @@ from llmrl.train.evaluation import Evaluator
 from llmrl.train.models import load_model, load_tokenizer
 from llmrl.train.plan import sft_plan, sft_steps
 from llmrl.train.run import Run
-from llmrl.train.settings import EvalSettings
-from llmrl.train.sft_config import SFTConfig
+from llmrl.train.settings import EvalSettings, SFTConfig
 from llmrl.train.sft_data import tokenize_chats
 from llmrl.train.tasks import Task, eval_rows
 from llmrl.train.updater import make_updater, step_metrics

@@ -4,7 +4,6 @@ import resource
 import socket
 import subprocess
 import sys
-import textwrap
 
 import pytest
 import yaml
@@ -58,7 +57,7 @@ def toy(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("toy_recipe", "toy_settings"):
         sys.modules.pop(name, None)
-    row = cli.Recipe("toy_settings", "ToyConfig", "toy_recipe")
+    row = cli.Recipe("toy_settings:ToyConfig", "toy_recipe")
     monkeypatch.setattr(cli, "RECIPES", {"sft": row, "grpo": row})
     import toy_recipe
 
@@ -146,7 +145,7 @@ def test_a_bad_setting_is_shown_with_file_line_and_where_to_look(tmp_path, toy, 
     first, second, third = capsys.readouterr().err.splitlines()
     assert first == "config error  toy.yaml:2  stps  is not a setting"
     assert second == "did you mean  steps  (optimizer steps, default 3)?"
-    assert third.startswith("              nothing was loaded (0.")
+    assert third.startswith("              nothing was loaded (")
     assert third.endswith("llmrl grpo --defaults  lists every setting.")
 
 
@@ -197,12 +196,6 @@ def test_resume_goes_on_with_the_recorded_settings_and_the_changed_ones(toy):
     assert "steps: 9  # resume" in run.config.read_text()
 
 
-def test_resume_without_a_checkpoint_says_so(toy, capsys):
-    cli.main(["grpo", "toy.yaml", "fail=rollout"])
-    assert cli.main(["resume", str(only_run().path), "fail=''"]) == 3
-    assert "must hold a checkpoint to go on from" in capsys.readouterr().err
-
-
 def test_a_resume_that_fails_before_it_goes_on_leaves_the_settings_as_they_were(toy):
     cli.main(["grpo", "toy.yaml"])
     run = only_run()
@@ -241,14 +234,14 @@ def test_a_run_trains_in_one_process_at_a_time_and_a_dead_owner_holds_nothing(to
     assert "steps: 9" in run.config.read_text()
 
 
-def make_run(tmp_path) -> RunDir:
+def make_run(tmp_path, *steps) -> RunDir:
+    """A run "try1" with metrics for each step, counted from 0."""
     run = RunDir.create("toy", "", root=tmp_path / "runs", name="try1")
     run.config.write_text("steps: 2\n")
     run.write_info({"command": "grpo", "recipe": "toy", "arguments": ["toy.yaml"]})
     with MetricsLog(run.path) as log:
-        log.log(0, {"eval/sums/mean": 0.25})
-        log.log(1, {"reward/mean": 0.25, "time/step": 60.0})
-        log.log(2, {"reward/mean": 0.75, "time/step": 60.0, "eval/sums/mean": 0.5})
+        for step, metrics in enumerate(steps):
+            log.log(step, metrics)
     rollouts = [Rollout(f"p{reward}", "c", reward, 0.0, "eos", version=1, tokens=3) for reward in (0.0, 1.0, 0.5)]
     RolloutLog(run.path).write(2, rollouts)
     CheckpointStore(run.path).save(2, lambda folder: (folder / "weights").touch())
@@ -256,7 +249,8 @@ def make_run(tmp_path) -> RunDir:
 
 
 def test_show_prints_steps_before_and_after_and_the_best_and_worst_sample(tmp_path, toy, capsys):
-    run = make_run(tmp_path)
+    first, last = ({"reward/mean": reward, "time/step": 60.0} for reward in (0.25, 0.75))
+    run = make_run(tmp_path, {"eval/sums/mean": 0.25}, first, last | {"eval/sums/mean": 0.5})
     assert cli.main(["show", "try1"]) == 0
     out = capsys.readouterr().out
     table = [line.split() for line in out.splitlines()[3:6]]
@@ -277,17 +271,12 @@ def test_show_prints_steps_before_and_after_and_the_best_and_worst_sample(tmp_pa
 
 
 def test_show_says_how_often_tools_were_called_and_how_the_calls_ended(tmp_path, toy, capsys):
-    run = RunDir.create("toy", "", root=tmp_path / "runs", name="acting")
-    run.config.write_text("steps: 3\n")
-    run.write_info({"command": "grpo", "recipe": "toy", "arguments": ["toy.yaml"]})
-    none = {"tools/ok_frac": 0.0, "tools/error_frac": 0.0, "tools/malformed_frac": 0.0, "tools/cut_frac": 0.0}
-    first = none | {"tools/ok_frac": 0.5, "tools/malformed_frac": 0.5, "tools/cut_frac": 0.25}
-    rates = {1: (0.0, 0.0, none), 2: (0.25, 0.5, first), 3: (1.0, 1.5, none | {"tools/ok_frac": 1.0})}
-    with MetricsLog(run.path) as log:
-        for step, (rate, mean, shares) in rates.items():
-            counts = {"tools/conversations": 8.0, "tools/call_rate": rate, "tools/calls_mean": mean}
-            log.log(step, {"reward/mean": 0.5, "time/step": 1.0, **counts, **shares})
-    assert cli.main(["show", "acting"]) == 0
+    columns = ("call_rate", "calls_mean", "ok_frac", "malformed_frac", "cut_frac", "error_frac")
+    rows = [(0, 0, 0, 0, 0, 0), (0.25, 0.5, 0.5, 0.5, 0.25, 0), (1, 1.5, 1, 0, 0, 0)]
+    tools = [{f"tools/{name}": value for name, value in zip(columns, row, strict=True)} for row in rows]
+    common = {"reward/mean": 0.5, "time/step": 1.0, "tools/conversations": 8}
+    make_run(tmp_path, {}, *(common | metrics for metrics in tools))
+    assert cli.main(["show", "try1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split() for line in lines[3:7]] == [
         ["step", "reward", "calls", "step", "s"],
@@ -296,7 +285,7 @@ def test_show_says_how_often_tools_were_called_and_how_the_calls_ended(tmp_path,
         ["3", ".500", "100%", "1.00"],
     ]
     assert "tools     16 calls · ok 50% -> 100% · malformed 50% -> 0%" in lines
-    assert cli.main(["show", "acting", "--json"]) == 0
+    assert cli.main(["show", "try1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["calls"] == {
         "count": 16,
         "outcomes": {"ok": {"before": 0.5, "after": 1.0}, "malformed": {"before": 0.5, "after": 0.0}},
@@ -319,9 +308,9 @@ def test_eval_hands_the_checkpoint_to_the_evaluation(tmp_path, toy, monkeypatch)
 
 def test_doctor_finds_that_this_machine_can_train(capsys):
     assert cli.main(["doctor", "--json"]) == 0
-    found = {check["name"]: check for check in json.loads(capsys.readouterr().out)}
-    assert found["cpu"]["ok"]
-    assert found["training"]["ok"]
+    found = {check["name"]: check["ok"] for check in json.loads(capsys.readouterr().out)}
+    assert found["cpu"]
+    assert found["training"]
     assert cli.main(["doctor"]) == 0
     assert capsys.readouterr().out.startswith("ok  python")
 
@@ -351,7 +340,8 @@ def test_idle_threads_sleep_unless_the_user_said_how_they_wait(monkeypatch, give
 
 def test_help_and_version_answer(capsys):
     assert cli.main(["--help"]) == 0
-    assert "grpo    RECIPE" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert all(command in out for command in ("grpo    RECIPE", "template NAME_OR_PATH"))
     assert cli.main([]) == 2
     capsys.readouterr()
     assert cli.main(["--version"]) == 0
@@ -364,36 +354,3 @@ def test_a_reader_that_stops_early_is_not_an_error():
         child.stdout.close()  # nobody reads
         assert child.wait(timeout=30) in (0, 120)
         assert b"Traceback" not in child.stderr.read()
-
-
-@pytest.mark.slow
-def test_all_processes_of_one_start_share_one_run_folder(tmp_path):
-    (tmp_path / "toy_settings.py").write_text(SETTINGS)
-    (tmp_path / "toy_recipe.py").write_text(
-        textwrap.dedent("""
-            import os
-            import torch.distributed as dist
-
-            def run(config, *, run_dir, resume=False):
-                dist.init_process_group("gloo")
-                (run_dir / f"rank{os.environ['RANK']}").touch()
-                dist.barrier()
-                dist.destroy_process_group()
-                return 0
-        """)
-    )
-    (tmp_path / "start.py").write_text(
-        textwrap.dedent("""
-            import sys
-            from llmrl.run import cli
-
-            cli.RECIPES = {"sft": cli.Recipe("toy_settings", "ToyConfig", "toy_recipe")}
-            sys.exit(cli.main(["sft", "steps=2"]))
-        """)
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "start.py"]
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    (run,) = (tmp_path / "runs").iterdir()
-    assert {path.name for path in run.iterdir()} == {".lock", "config.yaml", "run.json", "rank0", "rank1"}

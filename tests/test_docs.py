@@ -20,7 +20,7 @@ from llmrl.objectives.llm.groups import Scale
 from llmrl.objectives.llm.settings import PRESETS, Surrogate
 from llmrl.run import cli
 from llmrl.run.config import recipe_names
-from llmrl.train.grpo_config import GRPOConfig
+from llmrl.train.settings import GRPOConfig
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]

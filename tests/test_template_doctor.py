@@ -154,8 +154,3 @@ def test_unknown_name_is_refused_with_a_near_one(monkeypatch: pytest.MonkeyPatch
     assert cli.main(["template", "qwen4"]) == 3
     assert "got 'qwen4'. Did you mean 'qwen" in capsys.readouterr().err
     assert cli.main(["template"]) == 2
-
-
-def test_help_names_the_command(capsys):
-    assert cli.main(["--help"]) == 0
-    assert "template NAME_OR_PATH" in capsys.readouterr().out

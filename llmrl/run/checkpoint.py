@@ -72,7 +72,13 @@ class CheckpointStore:
             shutil.rmtree(draft, ignore_errors=True)
             if not isinstance(error, Exception):  # a second Ctrl-C
                 raise
-            raise CheckpointError(self._failure(step, error)) from error
+            safe = f"{latest.name} is intact" if (latest := self.latest()) else "there is no earlier one"
+            cause = error.strerror if isinstance(error, OSError) and error.strerror else error
+            raise CheckpointError(
+                f"CheckpointStore: step {step} could not be written to {self.folder}: {type(error).__name__}: {cause}; "
+                f"{safe}; {free_space(self.folder)}. Make room or correct the cause, then run: "
+                f"llmrl resume {self.folder.parent}"
+            ) from error
         self._prune()
         return target
 
@@ -128,16 +134,6 @@ class CheckpointStore:
                     continue
             if path.name.startswith((_DRAFT, _REPLACED, _PRUNED)):
                 shutil.rmtree(path, ignore_errors=True)
-
-    def _failure(self, step: int, error: Exception) -> str:
-        latest = self.latest()
-        safe = f"{latest.name} is intact" if latest else "there is no earlier one"
-        cause = error.strerror if isinstance(error, OSError) and error.strerror else error
-        return (
-            f"CheckpointStore: step {step} could not be written to {self.folder}: {type(error).__name__}: {cause}; "
-            f"{safe}; {free_space(self.folder)}. Make room or correct the cause, then run: "
-            f"llmrl resume {self.folder.parent}"
-        )
 
 
 def latest_checkpoint(run_dir: Path | str) -> Path | None:

@@ -36,6 +36,7 @@ from llmrl.errors import (
     TemplateError,
     closest,
 )
+from llmrl.loading import load_object
 from llmrl.run.checkpoint import latest_checkpoint
 from llmrl.run.config import Loaded, dump_config, dump_defaults, find_recipe, load_config, recipe_names
 from llmrl.run.run_dir import RunDir
@@ -49,22 +50,21 @@ WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # the user's c
 
 @dataclass(frozen=True)
 class Recipe:
-    """A training command: the class of its settings, imported without torch, and the module of its loop."""
+    """A training command: the names of its settings' class, imported without torch, and of its loop's module."""
 
-    settings_module: str
-    settings_class: str
+    settings_name: str
     module: str
 
     def settings(self) -> type[Any]:
-        return getattr(importlib.import_module(self.settings_module), self.settings_class)
+        return load_object(self.settings_name, what="settings")
 
     def loop(self) -> Any:
         return importlib.import_module(self.module)
 
 
 RECIPES = {
-    "sft": Recipe("llmrl.train.sft_config", "SFTConfig", "llmrl.recipes.sft"),
-    "grpo": Recipe("llmrl.train.grpo_config", "GRPOConfig", "llmrl.recipes.grpo"),
+    "sft": Recipe("llmrl.train.settings:SFTConfig", "llmrl.recipes.sft"),
+    "grpo": Recipe("llmrl.train.settings:GRPOConfig", "llmrl.recipes.grpo"),
 }
 
 HELP = """\
@@ -141,10 +141,8 @@ def _dispatch(arguments: list[str]) -> int:
         return others[command](rest)
     known = [*RECIPES, *others]
     match = closest(command, known)
-    raise ConfigError(
-        f"llmrl {command}  is not a command"
-        + (f"\ndid you mean  llmrl {match}?" if match else f"\nknown here    {', '.join(known)}")
-    )
+    hint = f"did you mean  llmrl {match}?" if match else f"known here    {', '.join(known)}"
+    raise ConfigError(f"llmrl {command}  is not a command\n{hint}")
 
 
 # --- commands --------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
-from pydantic_core import PydanticUndefined
+from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from llmrl.errors import ConfigError, closest
 from llmrl.run.yaml_source import Source, YamlDumper, YamlLoader, dotted
@@ -157,19 +157,14 @@ def find_recipe(name: str) -> Path:
     packaged = recipe_names()
     if stem in packaged:
         return packaged[stem]
-    match = closest(stem, packaged)
-    raise ConfigError(
-        f"{name}  is not a file, nor a packaged recipe"
-        + (f"\ndid you mean  {match}?" if match else "")
-        + f"\npackaged      {', '.join(packaged) or 'none'}"
-    )
+    hint = f"\ndid you mean  {match}?" if (match := closest(stem, packaged)) else ""
+    listed = f"\npackaged      {', '.join(packaged) or 'none'}"
+    raise ConfigError(f"{name}  is not a file, nor a packaged recipe{hint}{listed}")
 
 
 def recipe_names() -> dict[str, Path]:
     """The packaged recipes by name."""
-    folder = resources.files("llmrl.recipes")
-    paths = [Path(str(entry)) for entry in folder.iterdir() if entry.name.endswith(".yaml")]
-    return {path.stem: path for path in sorted(paths)}
+    return {path.stem: path for path in sorted(Path(str(resources.files("llmrl.recipes"))).glob("*.yaml"))}
 
 
 # --- explaining ------------------------------------------------------------------------------------------------------
@@ -229,11 +224,7 @@ def _meant(name: str, known: Sequence[Setting]) -> Setting | None:
 
 
 def _one_line(value: Any) -> str:
-    plain = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
-    if isinstance(plain, (tuple, set, frozenset)):
-        plain = list(plain)
-    if not isinstance(plain, (str, int, float, bool, list, dict, type(None))):
-        plain = str(getattr(plain, "value", plain))
+    plain = to_jsonable_python(value)
     text = yaml.dump(plain, Dumper=YamlDumper, default_flow_style=True, width=math.inf, allow_unicode=True)
     return text.removesuffix("...\n").strip()
 

@@ -44,12 +44,13 @@ def checks() -> list[Finding]:
     found += [_package(name) for name in _BASE]
     found += [*_torchvision(), _vllm()]
     for module, (extra, purpose) in _EXTRAS.items():
-        there = importlib.util.find_spec(module) is not None
-        detail = (
-            f"{_version(module)}: {purpose}" if there else f"not installed: pip install 'llmrl[{extra}]' for {purpose}"
-        )
-        found.append(Finding(module, True if there else None, detail))
-    found += [_sandbox(), _chromium()]
+        if importlib.util.find_spec(module) is None:
+            found.append(Finding(module, None, f"not installed: pip install 'llmrl[{extra}]' for {purpose}"))
+        else:
+            found.append(Finding(module, True, f"{_version(module)}: {purpose}"))
+    chromium = find_chromium()
+    where = f"{chromium}: the" if chromium else "not found: run scripts/setup --browser for the"
+    found += [_sandbox(), Finding("chromium", True if chromium else None, f"{where} browser tool")]
     free = shutil.disk_usage(Path.cwd()).free / 2**30
     found.append(Finding("disk", free > 1, f"{free:.1f} GiB free in {Path.cwd()}"))
     offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
@@ -140,13 +141,6 @@ def _sandbox() -> Finding:
         absent = isinstance(error, MissingDependencyError)
         return Finding("sandbox", None if absent else False, str(error).removeprefix("Sandbox: "))
     return Finding("sandbox", True, "bubblewrap: the Python tool and rewards that run code")
-
-
-def _chromium() -> Finding:
-    path = find_chromium()
-    if path is None:
-        return Finding("chromium", None, "not found: run scripts/setup --browser for the browser tool")
-    return Finding("chromium", True, f"{path}: the browser tool")
 
 
 _UNKNOWN = "version unknown"

@@ -12,9 +12,8 @@ from llmrl.run.checkpoint import check_files
 from llmrl.run.console import format_duration, print_summary
 from llmrl.train.distributed import Session
 from llmrl.train.evaluation import Evaluator
-from llmrl.train.grpo_config import GRPOConfig
 from llmrl.train.models import load_model, load_tokenizer
-from llmrl.train.sft_config import SFTConfig
+from llmrl.train.settings import GRPOConfig, SFTConfig
 from llmrl.train.tasks import Task, eval_rows
 
 __all__ = ["run"]

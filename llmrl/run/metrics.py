@@ -131,14 +131,27 @@ class MetricsLog:
         if not enabled:
             return
         if resume_step is not None:
-            with writing(self.path):
-                _keep_steps(self.path, resume_step)
+            self._remove_steps_after(resume_step)
         elif self.path.exists() and self.path.stat().st_size:
             raise ConfigError(f"{self.path}: holds the steps of another run; resume that one, or choose another name.")
-        self._mirrors = [_make_mirror(mirror, self.path.parent, config) for mirror in mirrors]
+        for mirror in mirrors:
+            if isinstance(mirror, str) and mirror not in _MIRRORS:
+                near = did_you_mean(mirror, _MIRRORS)
+                raise ConfigError(f"log: must name mirrors among {', '.join(_MIRRORS)}: got {mirror!r}.{near}")
+            made = _MIRRORS[mirror](self.path.parent, config) if isinstance(mirror, str) else mirror
+            self._mirrors.append(made)
         with writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("a", encoding="utf-8")
+
+    def _remove_steps_after(self, last: int) -> None:
+        """Rewrites the file through a second one, so that a kill loses nothing."""
+        with writing(self.path):
+            if self.path.exists():
+                kept = [json.dumps(row) + "\n" for row in _rows(self.path) if row["step"] <= last]
+                draft = self.path.with_suffix(".jsonl.tmp")
+                draft.write_text("".join(kept), encoding="utf-8")
+                os.replace(draft, self.path)
 
     def log(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
         """Writes one line. Values are numbers or one-element tensors; what is not finite is written as null.
@@ -147,7 +160,8 @@ class MetricsLog:
         """
         for name in metrics:
             check_metric_name(name)
-        values = {name: _number(value) for name, value in metrics.items()}
+        numbers = {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
+        values = {name: int(n) if isinstance(n, int) else float(n) for name, n in numbers.items()}  # int: bool too
         if self._file is None:
             return
         line = {name: value if math.isfinite(value) else None for name, value in values.items()}
@@ -227,22 +241,6 @@ class TensorBoardMirror:
 _MIRRORS = {"wandb": WandbMirror, "tensorboard": TensorBoardMirror}
 
 
-def _make_mirror(mirror: str | Mirror, run_dir: Path, config: Mapping[str, Any] | None) -> Mirror:
-    if not isinstance(mirror, str):
-        return mirror
-    if mirror not in _MIRRORS:
-        known = ", ".join(_MIRRORS)
-        raise ConfigError(f"log: must name mirrors among {known}: got {mirror!r}.{did_you_mean(mirror, _MIRRORS)}")
-    return _MIRRORS[mirror](run_dir, config)
-
-
-def _number(value: SupportsFloat) -> float | int:
-    if isinstance(value, int):  # bool too
-        return int(value)
-    number = float(value)
-    return int(number) if number.is_integer() and hasattr(value, "dtype") and "int" in str(value.dtype) else number
-
-
 def _rows(path: Path) -> list[dict[str, Any]]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -259,13 +257,3 @@ def _rows(path: Path) -> list[dict[str, Any]]:
             raise DataError(f"{path}:{number}: must be a JSON object with a step: got {line[:80]!r}.") from error
         rows.append(row)
     return rows
-
-
-def _keep_steps(path: Path, last: int) -> None:
-    """Rewrites the file without the steps after ``last``, through a second file, so that a kill loses nothing."""
-    if not path.exists():
-        return
-    kept = [json.dumps(row) + "\n" for row in _rows(path) if row["step"] <= last]
-    draft = path.with_suffix(".jsonl.tmp")
-    draft.write_text("".join(kept), encoding="utf-8")
-    os.replace(draft, path)

@@ -79,11 +79,8 @@ class RunDir:
             if (candidate / "config.yaml").is_file():
                 return cls(candidate)
         runs = [entry.parent.name for entry in sorted(Path(root).glob("*/config.yaml"))]
-        match = closest(Path(path).name, runs)
-        raise ConfigError(
-            f"{path}  is not a run: there is no {Path(path) / 'config.yaml'}"
-            + (f"\ndid you mean  {Path(root) / match}?" if match else "")
-        )
+        hint = f"\ndid you mean  {Path(root) / match}?" if (match := closest(Path(path).name, runs)) else ""
+        raise ConfigError(f"{path}  is not a run: there is no {Path(path) / 'config.yaml'}{hint}")
 
     @contextmanager
     def lock(self) -> Iterator[None]:

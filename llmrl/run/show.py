@@ -143,6 +143,4 @@ def _sample(rollout: Rollout) -> Sample:
 def _spread(rows: Sequence[Row], count: int) -> list[Row]:
     if count <= 0 or len(rows) <= count:
         return list(rows)
-    if count == 1:
-        return [rows[-1]]
-    return [rows[round(position * (len(rows) - 1) / (count - 1))] for position in range(count)]
+    return [rows[round(place * (len(rows) - 1) / (count - 1))] for place in range(count)] if count > 1 else [rows[-1]]

@@ -106,10 +106,9 @@ def diagnose(name: str, *, tools: bool = False, data: str | None = None) -> Diag
     except TemplateError as error:
         diagnosis.add("rendering", False, str(error))
         return diagnosis
+    spans = "no generation blocks: what the assistant writes is found by rendering what comes before it"
     if template.marks_generation:
         spans = "generation blocks say what the assistant writes"
-    else:
-        spans = "no generation blocks: what the assistant writes is found by rendering what comes before it"
     own = "the tokenizer's own" if getattr(tokenizer, "chat_template", None) else "none of its own; guessed"
     registered = "" if template.name in ("tokenizer", "custom") else f", that of {template.name!r}"
     diagnosis.add("template", True, f"{own}{registered}; {spans}")
@@ -119,15 +118,12 @@ def diagnose(name: str, *, tools: bool = False, data: str | None = None) -> Diag
         _check_tool_calls(diagnosis, renderer)
     report = renderer.check()
     stop = tokenizer.decode(renderer.end_of_turn_ids) if renderer.end_of_turn_ids else "none"
+    detail = f"an answer ends with {stop!r}, which stops no generation: the model will not learn to stop"
     if report.stop_token_trained:
-        diagnosis.add("stop token", True, f"{stop.strip()!r} ends an answer and is trained")
-    else:
-        detail = f"an answer ends with {stop!r}, which stops no generation: the model will not learn to stop"
-        diagnosis.add("stop token", False, detail)
-    if report.prefix_preserving:
-        diagnosis.add("prefix", True, "a longer conversation begins with the shorter one")
-    else:
-        diagnosis.add("prefix", None, report.reason)
+        detail = f"{stop.strip()!r} ends an answer and is trained"
+    diagnosis.add("stop token", report.stop_token_trained, detail)
+    kept = report.prefix_preserving or None
+    diagnosis.add("prefix", kept, "a longer conversation begins with the shorter one" if kept else report.reason)
     _check_preamble(diagnosis, renderer)
     _check_parser(diagnosis, renderer)
     return diagnosis
@@ -191,10 +187,9 @@ def _check_tools(diagnosis: Diagnosis, renderer: Renderer, *, wanted: bool) -> N
         except TemplateError as error:
             texts.append(f"refused: {error}")
     without, empty, one = texts
-    if without == empty:
-        diagnosis.add("tools=[]", True, "writes the same text as tools=None")
-    else:
-        diagnosis.add("tools=[]", None, "writes another text than tools=None; llmrl renders both as None")
+    same = "writes the same text as tools=None"
+    other = "writes another text than tools=None; llmrl renders both as None"
+    diagnosis.add("tools=[]", without == empty or None, same if without == empty else other)
     bad = False if wanted else None
     if one.startswith("refused: "):
         diagnosis.add("tools", bad, one)
@@ -212,10 +207,9 @@ def _check_tool_calls(diagnosis: Diagnosis, renderer: Renderer) -> None:
         diagnosis.add("tool calls", False, str(error))
         return
     call = renderer.tokenizer.decode(row.ids[slice(*row.spans[0])])
-    if "add" in call and len(row.spans) == 2 and "4" not in call:
-        diagnosis.add("tool calls", True, "are trained, and their results are not")
-    else:
-        diagnosis.add("tool calls", False, f"the call must be trained and its result not: trained is {call!r}")
+    right = "add" in call and len(row.spans) == 2 and "4" not in call
+    wrong = f"the call must be trained and its result not: trained is {call!r}"
+    diagnosis.add("tool calls", right, "are trained, and their results are not" if right else wrong)
     diagnosis.samples.append(_sample(renderer, row, "with a tool"))
 
 
@@ -234,15 +228,12 @@ def _check_parser(diagnosis: Diagnosis, renderer: Renderer) -> None:
     """Reads a rendered conversation back into messages."""
     parse = renderer.template.parse
     if parse is None:
-        detail = "text cannot be read back into messages: give add_chat_template a parser"
-        diagnosis.add("reading back", None, detail)
+        diagnosis.add("reading back", None, "text cannot be read back into messages: give add_chat_template a parser")
         return
     chat = [_QUESTION, _ANSWER, *_MORE]
     try:
         [text] = render_text(renderer.template, [chat], renderer.tokenizer)
     except TemplateError:
         return
-    if [{"role": message["role"], "content": message["content"]} for message in parse(text)] == chat:
-        diagnosis.add("reading back", True, "text gives its messages back")
-    else:
-        diagnosis.add("reading back", None, "text does not give its messages back")
+    same = [{"role": message["role"], "content": message["content"]} for message in parse(text)] == chat or None
+    diagnosis.add("reading back", same, f"text {'gives' if same else 'does not give'} its messages back")

@@ -55,7 +55,6 @@ class Session:
         self.sharded: bool = config.parallel.mode == "fsdp2" and self.world_size > 1
         self.device: torch.device = self.accelerator.device
         self.low_precision = bf16
-        self.precision = "bfloat16 arithmetic, float32 weights" if bf16 else "float32"
         self.console = make_console(self.rank)
         if self.world_size > 1:
             sys.excepthook = _abort_at_once(sys.excepthook)
@@ -69,10 +68,15 @@ class Session:
 
         Build the optimizer from its parameters, afterwards: where they are sharded, they are other ones.
         """
-        if self.sharded:
-            return self._shard(scorer)
-        prepared: nn.Module = self.accelerator.prepare(scorer)
-        return prepared
+        if not self.sharded:
+            return self.accelerator.prepare(scorer)
+        # FSDP2: each decoder layer is a unit, whole only while it computes; embeddings and head are another.
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if self.low_precision else MixedPrecisionPolicy()
+        mesh = init_device_mesh(self.device.type, (self.world_size,))
+        units = getattr(scorer.model, "_no_split_modules", None) or ()
+        for module in [*(m for m in scorer.modules() if type(m).__name__ in units), scorer]:
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+        return scorer
 
     def no_sync(self, scorer: nn.Module) -> AbstractContextManager[None]:
         """Context in which a backward pass of a prepared module adds to its gradients without averaging them.
@@ -106,26 +110,11 @@ class Session:
         self.accelerator.wait_for_everyone()
 
     def describe(self) -> str:
-        device = (
-            torch.cuda.get_device_name() if self.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-        )
-        layout = (
-            f"{self.world_size} processes, {'FSDP2' if self.sharded else 'DDP'}" if self.world_size > 1 else "1 process"
-        )
-        return f"{layout} · {device} · torch {torch.__version__} · {self.precision}"
-
-    def _shard(self, scorer: nn.Module) -> nn.Module:
-        """FSDP2: each decoder layer is a unit, whole only while it computes; embeddings and head are another."""
-        bf16 = self.accelerator.mixed_precision == "bf16"
-        options: dict[str, Any] = {
-            "mesh": init_device_mesh(self.device.type, (self.world_size,)),
-            "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy(),
-        }
-        units = getattr(scorer.model, "_no_split_modules", None) or ()
-        for module in list(scorer.modules()):
-            if type(module).__name__ in units:
-                fully_shard(module, **options)
-        return fully_shard(scorer, **options)
+        cuda, several = self.device.type == "cuda", self.world_size > 1
+        layout = f"{self.world_size} processes, {'FSDP2' if self.sharded else 'DDP'}" if several else "1 process"
+        device = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
+        precision = "bfloat16 arithmetic, float32 weights" if self.low_precision else "float32"
+        return f"{layout} · {device} · torch {torch.__version__} · {precision}"
 
     def __enter__(self) -> Session:
         return self

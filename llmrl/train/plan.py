@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any
 from llmrl.errors import TemplateError
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.objectives.llm.settings import PRESETS
-from llmrl.train.settings import ModelSource, OptimSettings, TinyModelSettings
+from llmrl.train.settings import GRPOConfig, ModelSource, OptimSettings, SFTConfig, TinyModelSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from llmrl.train.distributed import Session
-    from llmrl.train.grpo_config import GRPOConfig
-    from llmrl.train.sft_config import SFTConfig
     from llmrl.train.sft_data import TokenizedChats
     from llmrl.train.tasks import Task
 
@@ -142,8 +140,7 @@ def check_template(
             keep, unless such turns may be ``new_records``
     """
     report = renderer.check()
-    if share is None:
-        share = report.trained_share
+    share = report.trained_share if share is None else share
     if share <= 0:
         raise TemplateError(f"template: no token of a conversation would be trained: {report.reason}")
     if several_turns and not report.prefix_preserving and not new_records:
@@ -152,12 +149,10 @@ def check_template(
             "chat_template=qwen or another that does, env.on_rewrite=new_record, which trains such a turn as a record "
             "of its own, or env.max_turns=1."
         )
-    kept = {True: "yes", False: "NO: each turn is a record of its own" if several_turns else "NO"}
-    yes = {True: "yes", False: "NO"}
-    return (
-        f"{renderer.template.name} · {share:.0%} of the tokens trained · "
-        f"stop token trained {yes[report.stop_token_trained]} · prefix-preserving {kept[report.prefix_preserving]}"
-    )
+    stop = "yes" if report.stop_token_trained else "NO"
+    kept = "yes" if report.prefix_preserving else "NO: each turn is a record of its own" if several_turns else "NO"
+    trained = f"{share:.0%} of the tokens trained · stop token trained {stop}"
+    return f"{renderer.template.name} · {trained} · prefix-preserving {kept}"
 
 
 def _tools_and_user(task: Task) -> Rows:

@@ -18,8 +18,8 @@ from llmrl.modules.llm.engines import VLLMEngine
 from llmrl.modules.llm.log_probs import TokenScorer
 from llmrl.modules.llm.policies import LLMWrapperBase, TransformersWrapper, vLLMWrapper
 from llmrl.train.distributed import Session
-from llmrl.train.grpo_config import GRPOConfig
 from llmrl.train.plan import has_own_process, samples_exactly
+from llmrl.train.settings import GRPOConfig
 from llmrl.weight_update import SyncProbe, publish
 
 if TYPE_CHECKING:

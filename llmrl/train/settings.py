@@ -1,35 +1,34 @@
-"""The sections that the YAML files of both recipes share; no torch: config errors are reported before it loads."""
+"""The settings of ``llmrl sft`` and ``llmrl grpo``; no torch: config errors are reported before it is imported."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from functools import partial
+from typing import Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from llmrl.errors import ConfigError, did_you_mean
-from llmrl.loading import load_function, split_name
+from llmrl.errors import ConfigError
+from llmrl.loading import load_function
+from llmrl.train.setting_types import EnvName, FormatName, FunctionName, Settings, ToolName
 
 __all__ = [
-    "ENVIRONMENTS",
-    "TOOL_FORMATS",
+    "AlgorithmSettings",
     "CheckpointSettings",
     "EnvSettings",
     "EvalSettings",
+    "GRPOConfig",
     "ModelSource",
     "OptimSettings",
     "ParallelSettings",
     "RewardSettings",
+    "RolloutSettings",
+    "SFTConfig",
+    "SFTData",
     "SamplingSettings",
-    "Settings",
+    "StopSettings",
     "TinyModelSettings",
 ]
-
-
-class Settings(BaseModel):
-    """A section: unknown names are errors, and nothing changes after it was read."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class TinyModelSettings(Settings):
@@ -69,18 +68,6 @@ class SamplingSettings(Settings):
     top_k: int = Field(0, ge=0, description="0 keeps the whole distribution; more makes training off-policy")
 
 
-def _of_own(name: str) -> str:
-    """Checks the form of a user's name; it is loaded last, when everything else is right."""
-    try:
-        split_name(name, what="name")
-    except ConfigError as error:
-        raise ValueError(str(error).partition(": ")[2]) from None  # without its first word: the setting is named
-    return name
-
-
-FunctionName = Annotated[str, AfterValidator(_of_own)]
-
-
 class RewardSettings(Settings):
     """One reward of several: exactly one of ``fn``, ``judge``, ``reward_model`` and ``code``, and how it counts."""
 
@@ -115,40 +102,10 @@ class RewardSettings(Settings):
         raise ValueError(f"must have exactly one of {', '.join(kinds)}: got {' and '.join(given) or 'none of them'}")
 
 
-def _one_of(known: tuple[str, ...], what: str) -> AfterValidator:
-    """Accepts a name that is known here, or one of the user's."""
-
-    def check(name: str) -> str:
-        if name not in known and ":" not in name:
-            listed = f"{', '.join(known)}, or package.module:name"
-            raise ValueError(f"{name!r} is not {what}: must be one of {listed}.{did_you_mean(name, known)}")
-        return name if name in known else _of_own(name)
-
-    return AfterValidator(check)
-
-
-def _known_tool(tool: str | dict[str, dict[str, Any] | None]) -> str | dict[str, dict[str, Any] | None]:
-    from llmrl.tools.load import BUILT_IN  # here and not above: most runs have no tools
-
-    if isinstance(tool, dict) and len(tool) != 1:
-        raise ValueError(f"must be one tool's name with its options: got {', '.join(tool) or 'nothing'}")
-    name = tool if isinstance(tool, str) else next(iter(tool))
-    _one_of(tuple(sorted(BUILT_IN)), "a tool").func(name)
-    return tool
-
-
-ToolName = Annotated[str | dict[str, dict[str, Any] | None], AfterValidator(_known_tool)]
-
-
-ENVIRONMENTS = ("sums", "big_sums", "gsm8k", "math", "countdown", "ifeval", "chat")
-TOOL_FORMATS = ("auto", "hermes", "qwen", "llama", "mistral", "deepseek", "harmony", "gpt_oss")
-TOOL_FORMATS += ("function", "tagged", "xml", "python")
-
-
 class EnvSettings(Settings):
     """Prompts, tools, user and rewards."""
 
-    name: Annotated[str, _one_of(ENVIRONMENTS, "an environment")] = Field(
+    name: EnvName = Field(
         "chat",
         description="sums, big_sums: the embedded tasks; gsm8k, math, countdown, ifeval: their prompts and rewards; "
         "chat: dataset and reward of your own; my_pkg.envs:MyEnv: a class of your own",
@@ -173,7 +130,7 @@ class EnvSettings(Settings):
         [],
         description="what the model can call: calculator, python, my_pkg.tools:lookup, {python: {limits: {cpu_s: 9}}}",
     )
-    tool_format: Annotated[str, _one_of(TOOL_FORMATS, "a format of calls")] = Field(
+    tool_format: FormatName = Field(
         "auto",
         description="how it writes calls: hermes, llama, mistral, deepseek, harmony, function, tagged, python, or "
         "my_pkg.calls:MyFormat; auto: as the chat template tells it",
@@ -201,6 +158,10 @@ class EnvSettings(Settings):
         return self.max_turns if self.on_rewrite == "new_record" else 1
 
     @property
+    def _has_reward(self) -> bool:
+        return self.reward is not None or self.rewards is not None
+
+    @property
     def label(self) -> str:
         """The environment's name in metrics: without the module, if it is the user's own."""
         return self.name.rpartition(":")[2]
@@ -209,10 +170,9 @@ class EnvSettings(Settings):
     def _parts_fit_each_other(self) -> EnvSettings:
         if self.reward is not None and self.rewards is not None:
             raise ValueError("env has reward and rewards: put the one into the list")
-        scored = self.reward is not None or self.rewards is not None
-        if self.name == "chat" and (self.dataset is None or not scored):
-            missing = [key for key, there in (("dataset", self.dataset is not None), ("reward", scored)) if not there]
-            raise ValueError(f"env {self.name} needs {' and '.join(missing)}")
+        given = {"dataset": self.dataset is not None, "reward": self._has_reward}
+        if self.name == "chat" and not all(given.values()):
+            raise ValueError(f"env {self.name} needs {' and '.join(key for key in given if not given[key])}")
         for column in ("prompt_column", "answer_column"):
             if self.name not in ("chat", "sums", "big_sums") and getattr(self, column) is not None:
                 raise ValueError(f"env.{column} is for data of your own: env {self.name} knows its columns")
@@ -230,27 +190,25 @@ class EnvSettings(Settings):
 
         functions = {("reward",): self.reward, ("user",): self.user}
         functions |= {("rewards", n, "fn"): reward.fn for n, reward in enumerate(self.rewards or ())}
-        checks = [(at, load_function, (name,), {"what": "name"}) for at, name in functions.items() if name]
+        checks = {at: partial(load_function, name, what="name") for at, name in functions.items() if name}
         for number, tool in enumerate(self.tools):
-            settings = (tool, None) if isinstance(tool, str) else next(iter(tool.items()))
-            checks.append((("tools", number), check_tool, settings, {}))
+            name, options = (tool, None) if isinstance(tool, str) else next(iter(tool.items()))
+            checks["tools", number] = partial(check_tool, name, options)
         if ":" in self.name:  # here and not above: these two know torch
             from llmrl.train.environments import check_env
 
-            given = {"has_dataset": self.dataset is not None}
-            given["has_reward"] = self.reward is not None or self.rewards is not None
-            checks.append((("name",), check_env, (self.name, self.options), given))
+            given = {"has_dataset": self.dataset is not None, "has_reward": self._has_reward}
+            checks["name",] = partial(check_env, self.name, self.options, **given)
         if ":" in self.tool_format:
             from llmrl.envs.llm.tool_calls import call_format
 
-            checks.append((("tool_format",), call_format, (self.tool_format,), {}))
+            checks["tool_format",] = partial(call_format, self.tool_format)
         faults = []
-        for at, check, arguments, options in checks:
+        for at, check in checks.items():
             try:
-                check(*arguments, **options)
+                check()
             except ConfigError as error:
-                text = {"text": str(error).partition(": ")[2]}
-                fault = PydanticCustomError("value_error", "{text}", text)
+                fault = PydanticCustomError("value_error", "{text}", {"text": str(error).partition(": ")[2]})
                 faults.append(InitErrorDetails(type=fault, loc=at, input=None))
         if faults:
             raise ValidationError.from_exception_data(type(self).__name__, faults)
@@ -319,3 +277,194 @@ class ModelSource(Settings):
         if isinstance(data, dict) and data.get("model") == "tiny":
             return data | {"model": {}}
         return data
+
+
+class AlgorithmSettings(Settings):
+    """Settings of `GRPOSettings` by the same names, and the advantage's ``scale``; null: what ``algo`` chose."""
+
+    clip: tuple[float, float] | None = Field(None, description="how far below and above 1 the ratio may go")
+    scale: Literal["group", "batch", "none"] | None = Field(None, description="what divides the centred reward")
+    aggregation: Literal["token", "seq-mean", "dr_grpo"] | None = Field(
+        None, description="how token losses are averaged", json_schema_extra={"also": ["loss"]}
+    )
+    kl: float = Field(0.0, ge=0, description="weight of the divergence from the starting model, kept as reference")
+    entropy: float = Field(0.0, ge=0, description="weight of the entropy bonus")
+    kl_inference: float = Field(0.0, ge=0, description="weight of the divergence from the engine that sampled")
+    kl_estimator: Literal["k1", "k2", "k3", "k3+", "k3-weighted"] | None = Field(
+        None, description="how a divergence is estimated from sampled tokens"
+    )
+    proximal: Literal["behaviour", "detach", "recomputed"] | None = Field(
+        None,
+        description="what the ratio compares with: the engine's log-probs, the current ones, or those that the trainer "
+        "computes before its first update; null: detach with one update per step, else whichever costs no accuracy",
+    )
+    dual_clip: float | None = Field(None, gt=1, description="bound on the loss of a token with a negative advantage")
+    correction: Literal["none", "tis", "mask", "seq-tis", "seq-mask", "geo-mask"] | None = Field(
+        None, description="weight for what engine and trainer disagree on"
+    )
+    correction_cap: float | None = Field(None, gt=0, description="where the weight is cut; null: 2")
+    correction_band: tuple[float, float] | None = Field(None, description="what mask and geo-mask keep")
+    correction_veto: tuple[float, float] | None = Field(
+        None, description="sequences with any token's weight outside are left out, [1e-4, 100] say"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rename_loss(cls, section: Any) -> Any:
+        """Reads files of runs from when ``aggregation`` was called ``loss``."""
+        if isinstance(section, dict) and "loss" in section and "aggregation" not in section:
+            section = {"aggregation" if name == "loss" else name: value for name, value in section.items()}
+        return section
+
+
+class RolloutSettings(Settings):
+    """The engine that samples, and the number of versions it may be behind the trainer."""
+
+    engine: Literal["transformers", "vllm"] = Field(
+        "transformers", description="transformers: with the very weights that are trained; vllm: faster, with a copy"
+    )
+    own_process: bool | None = Field(
+        None,
+        description="vllm in a process of its own, where every conversation asks by itself; null: where max_staleness, "
+        "concurrency or several processes ask for it",
+    )
+    max_staleness: int = Field(
+        0, ge=0, le=1, description="1: the next rollouts are sampled during the update, one version behind; needs vllm"
+    )
+    concurrency: int | None = Field(
+        None, ge=1, description="max concurrent conversations; null: all advance in lockstep"
+    )
+    kv_cache_gb: float | None = Field(
+        None, gt=0, description="vllm's memory for keys and values; null: 1 GB on a CPU, what is free on a GPU"
+    )
+    probe_bound: float | None = Field(
+        None,
+        gt=0,
+        description="vllm: mean |log-prob difference| to the trainer on fixed sequences that ends the run; null: 1e-3, "
+        "in bfloat16 0.1",
+    )
+
+    @model_validator(mode="after")
+    def _check_overlap(self) -> RolloutSettings:
+        if self.max_staleness and self.engine != "vllm":
+            raise ValueError("max_staleness 1 needs engine vllm: Transformers samples with the weights being trained")
+        if self.max_staleness and self.own_process is False:
+            raise ValueError("max_staleness 1 needs own_process: in this process nothing overlaps")
+        return self
+
+
+class GRPOConfig(ModelSource):
+    """Group-relative policy optimisation. The defaults are those of the literature; a run prints what they become."""
+
+    FIXED: ClassVar[tuple[str, ...]] = (
+        *ModelSource.FIXED,
+        *("group_size", "env.name", "env.options", "env.dataset", "env.config", "env.split"),
+    )
+
+    algo: Literal[
+        *("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "dppo", "max_rl", "rloo", "reinforce", "reinforce++"),
+        "reinforce++-baseline",
+    ] = Field("grpo", description="preset of the four choices below")
+    env: EnvSettings
+    steps: int = Field(200, ge=1, description="rollout and update rounds")
+    prompts_per_step: int = Field(32, ge=1, description="prompts per step, over all processes")
+    group_size: int = Field(
+        8,
+        description="completions per prompt; their mean is the baseline, so one is not a group",
+        json_schema_extra={"also": ["num_generations", "n"]},
+    )
+    min_group_size: int | None = Field(
+        None, ge=2, description="scored completions below which a group is dropped; null: half of group_size"
+    )
+    zero_variance: Literal["drop", "keep", "refill"] = Field(
+        "drop",
+        description="groups of equal rewards: left out of the step, counted in its mean, or replaced by others",
+    )
+    refill_rounds: int = Field(
+        3, ge=1, description="with refill, how often more rollouts are collected for a step before it is taken as it is"
+    )
+    overlong_buffer: int = Field(
+        0, ge=0, description="the last so many of sampling.max_tokens cost reward, up to 1 at the limit; 0: none do"
+    )
+    truncated: Literal["train", "mask"] = Field(
+        "train", description="answers that ran into sampling.max_tokens: trained like others, or left out of the loss"
+    )
+    updates_per_step: int = Field(
+        1, ge=1, description="optimizer updates on the rollouts of one step, each on its own part"
+    )
+    max_failed: float = Field(0.5, ge=0, le=1, description="share of failed rollouts in a step that ends the run")
+    sampling: SamplingSettings = SamplingSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    grpo: AlgorithmSettings = AlgorithmSettings()
+    eval: EvalSettings = EvalSettings()
+    samples: int = Field(2, ge=0, description="conversations printed at the end with their trained tokens marked")
+
+    @model_validator(mode="after")
+    def _check_group(self) -> GRPOConfig:
+        if self.group_size < 2:
+            raise ValueError(
+                f"group_size: a group of {self.group_size} has no baseline to compare with; use at least 2, 8 is common"
+            )
+        if self.overlong_buffer > self.sampling.max_tokens:
+            raise ValueError(
+                f"overlong_buffer {self.overlong_buffer} is more than sampling.max_tokens {self.sampling.max_tokens}"
+            )
+        if self.min_group_size is not None and self.min_group_size > self.group_size:
+            raise ValueError(f"min_group_size {self.min_group_size} is more than group_size {self.group_size}")
+        if self.prompts_per_step % self.updates_per_step:
+            raise ValueError(
+                f"updates_per_step {self.updates_per_step} must divide prompts_per_step {self.prompts_per_step}"
+            )
+        return self
+
+
+class SFTData(Settings):
+    """Conversations: rows with ``messages``, with ``prompt`` and ``completion``, or with a question and an answer."""
+
+    path: str = Field(
+        description="a .jsonl, .json, .parquet or .csv file, a hub name, or an embedded task: sums, big_sums"
+    )
+    name: str | None = Field(None, description="configuration of a hub dataset")
+    split: str = Field("train", description="split of a hub dataset or of an embedded task")
+    rows: int | None = Field(None, ge=1, description="the first so many conversations; null: all")
+    prompt_column: str | None = Field(None, description="where the prompt is, if it goes by another name")
+    completion_column: str | None = Field(None, description="where the answer is, if it goes by another name")
+    system_prompt: str | None = Field(None, description="first message of conversations that have none of their own")
+    train_on: Literal["assistant", "last"] = Field(
+        "assistant", description="assistant: every turn of the assistant; last: the last one only"
+    )
+
+
+class StopSettings(Settings):
+    """Stops as soon as the evaluation, on a split of its own, is good enough."""
+
+    at_least: float = Field(description="mean score at which training ends")
+    split: str = Field("validation", description="problems that are neither trained on nor reported")
+    rows: int = Field(200, ge=1, description="how many of them")
+    every: int = Field(10, ge=1, description="steps between looks")
+    after: int = Field(0, ge=0, description="first step that looks")
+
+
+class SFTConfig(ModelSource):
+    """Supervised fine-tuning: the mean negative log-likelihood of the tokens that the assistant wrote."""
+
+    FIXED: ClassVar[tuple[str, ...]] = (*ModelSource.FIXED, "data", "max_length", "too_long")
+
+    data: SFTData
+    max_length: int = Field(2048, ge=2, description="longest conversation, in tokens")
+    too_long: Literal["error", "split", "truncate"] = Field(
+        "error", description="what becomes of a longer one: an error; cut into pieces; its end cut off"
+    )
+    batch_size: int = Field(64, ge=1, description="conversations per optimizer step, over all processes")
+    epochs: float = Field(1.0, gt=0, description="passes over the data")
+    steps: int | None = Field(None, ge=1, description="optimizer steps; null: as many as the epochs have")
+    env: EnvSettings | None = Field(None, description="the task that evaluation asks; null: no evaluation")
+    eval: EvalSettings = EvalSettings()
+    stop: StopSettings | None = Field(None, description="end early")
+    samples: int = Field(2, ge=0, description="conversations printed with their trained tokens marked")
+
+    @model_validator(mode="after")
+    def _stopping_needs_a_measure(self) -> SFTConfig:
+        if self.stop is not None and self.env is None:
+            raise ValueError("stop needs env: what is measured to decide that it is time to stop?")
+        return self

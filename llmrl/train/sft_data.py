@@ -15,7 +15,7 @@ from llmrl.envs.llm.tasks.sums import big_sums_demonstrations, sums_demonstratio
 from llmrl.errors import DataError, TemplateError
 from llmrl.modules.llm.policies.containers import Masks, Tokens
 from llmrl.modules.llm.rendering import Renderer
-from llmrl.train.sft_config import SFTConfig
+from llmrl.train.settings import SFTConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -115,8 +115,8 @@ class Ours:
         from llmrl.modules.llm.policies import TransformersWrapper
         from llmrl.objectives.llm import GRPOLoss, MCAdvantage
         from llmrl.train.distributed import Session
-        from llmrl.train.grpo_config import GRPOConfig
         from llmrl.train.plan import grpo_settings
+        from llmrl.train.settings import GRPOConfig
         from llmrl.train.step_rollouts import select_training_columns
         from llmrl.train.updater import Updater
 

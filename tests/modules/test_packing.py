@@ -34,8 +34,7 @@ from llmrl.modules.llm.packing import lay_out, pack, why_not_packed
 from llmrl.objectives import total_loss
 from llmrl.objectives.llm import GRPOLoss, SFTLoss, count_step
 from llmrl.train.distributed import Session
-from llmrl.train.settings import OptimSettings
-from llmrl.train.sft_config import SFTConfig
+from llmrl.train.settings import OptimSettings, SFTConfig
 from llmrl.train.updater import Updater
 
 VOCABULARY = 37

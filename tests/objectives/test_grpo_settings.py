@@ -13,7 +13,7 @@ from torch import nn
 from llmrl.errors import ConfigError
 from llmrl.objectives.llm import PRESETS, GRPOLoss, GRPOSettings
 from llmrl.objectives.llm.groups import Scale
-from llmrl.train.grpo_config import AlgorithmSettings
+from llmrl.train.settings import AlgorithmSettings
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,17 @@ class Workplace:
         out, err = self.capture.readouterr() if self.capture else ("", "")
         return Result(code, out, err)
 
+    def train(
+        self, command: str, name: str, *overrides: str, code: int = 0, words: Sequence[str] = (), **changes: Any
+    ) -> Result:
+        """A run ``name`` of `SFT` or `GRPO` with ``changes``; checks its exit code, and ``words`` in what it wrote."""
+        base = {"sft": SFT, "grpo": GRPO}[command]
+        result = self.run(command, self.recipe(name, base, **changes), *overrides, "--name", name)
+        assert result.code == code, result.err
+        written = " ".join(f"{result.out} {result.err}".split())
+        assert [word for word in words if " ".join(word.split()) not in written] == [], result.out + result.err
+        return result
+
     def process(
         self, *arguments: str, ranks: int = 1, module: str = "llmrl.run.cli", start_new_session: bool = False
     ) -> subprocess.Popen[str]:

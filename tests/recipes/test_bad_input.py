@@ -8,16 +8,12 @@ import torch
 
 from llmrl.objectives.llm import SFTLoss
 from llmrl.testing import tiny_tokenizer
-from llmrl.train.sft_config import SFTConfig
+from llmrl.train.settings import SFTConfig
 from llmrl.train.sft_data import tokenize_chats
 
 GOOD = {"prompt": "2 + 2?", "completion": "four"}
 LONG = {"prompt": "2 + 2?", "completion": "four " * 50}
 ASK, TELL = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "four"}
-
-
-def one_line(text):
-    return " ".join(text.split())
 
 
 # --- settings: exit code 2, before torch is imported
@@ -29,6 +25,7 @@ def one_line(text):
         ("sft", {"batchsize": 8}, "steps=3", ["bad.yaml:2", "batchsize", "batch_size"]),
         ("grpo", {}, "sampling.temprature=0.5", ["sampling.temprature", "sampling.temperature"]),
         ("grpo", {"group_size": 1}, "steps=3", ["a group of 1 has no baseline to compare with; use at least 2"]),
+        ("grpo", {"env": {"tools": ["calculater"], "max_turns": 2}}, "steps=3", ["Did you mean 'calculator'?"]),
     ],
 )
 def test_a_mistake_in_the_settings_is_explained_before_torch_is_imported(
@@ -62,26 +59,21 @@ def test_a_mistake_in_the_settings_is_explained_before_torch_is_imported(
         ("grpo", {"env": {"reward": "vowels"}}, ["must be 'package.module:name'"]),
     ],
 )
-def test_settings_that_cannot_be_run_are_refused(place, sft, grpo, command, changes, messages):
-    result = place.run(command, place.recipe("bad", {"sft": sft, "grpo": grpo}[command], **changes))
-    assert result.code == 2
-    assert all(message in result.err for message in messages), result.err
+def test_settings_that_cannot_be_run_are_refused(place, command, changes, messages):
+    place.train(command, "bad", code=2, words=messages, **changes)
     assert not (place.path / "runs").exists()
 
 
-def test_a_reward_must_find_its_columns_in_the_dataset(place, grpo):
+def test_a_reward_must_find_its_columns_in_the_dataset(place):
     place.module("needy", "def score(completion, difficulty):\n    return 1.0\n")
-    result = place.run("grpo", place.recipe("b", grpo, env={"reward": "needy:score"}))
-    assert result.code == 2
-    assert "'difficulty' must be a column of the dataset" in result.err
+    place.train("grpo", "b", code=2, words=["'difficulty' must be a column"], env={"reward": "needy:score"})
 
 
-def test_a_run_to_resume_must_exist_and_have_a_checkpoint(place, sft):
+def test_a_run_to_resume_must_exist_and_have_a_checkpoint(place):
     assert place.run("resume", "nowhere").code == 2
-    assert place.run("sft", place.recipe("ok", sft, data={"path": "gone.jsonl"}), "--name", "empty").code == 3
+    place.train("sft", "empty", code=3, data={"path": "gone.jsonl"})
     result = place.run("resume", "empty")
-    assert result.code == 3
-    assert "there is none; start a new run" in result.err
+    assert (result.code, "must hold a checkpoint to go on from" in result.err) == (3, True)
 
 
 # --- data, models, templates: exit code 3
@@ -133,6 +125,7 @@ CHAT = {"name": "chat", "dataset": "prompts.jsonl", "reward": "vowels:share"}
             ["all 12 are longer than env.max_prompt_tokens = 2"],
         ),
         ("sft", {"env": CHAT, "stop": {"at_least": 0.5}}, ["env chat has none of its own", "in eval.dataset"]),
+        ("sft", {"chat_template": "qwem"}, ["Did you mean 'qwen'?"]),
         ("sft", {"chat_template": SILENT}, ["assistant"]),
         ("sft", {"chat_template": UNMARKED}, ["assistant"]),
         (
@@ -142,29 +135,18 @@ CHAT = {"name": "chat", "dataset": "prompts.jsonl", "reward": "vowels:share"}
         ),
     ],
 )
-def test_what_cannot_be_trained_on_is_named(place, sft, grpo, command, changes, messages):
+def test_what_cannot_be_trained_on_is_named(place, command, changes, messages):
     place.rows("odd.jsonl", [{"promt": "2 + 2?", "completion": "four"}])
     place.rows("empty.jsonl", [])
     (place.path / "broken.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": \n')
     place.rows("chats.jsonl", [{"messages": [ASK, TELL]}, {"messages": [ASK]}])
     place.rows("long.jsonl", [GOOD, LONG, GOOD])
     place.rows("asked.jsonl", [{"prompt": "2 + 2? " * 40, "completion": "four"}])
-    result = place.run(command, place.recipe("bad", {"sft": sft, "grpo": grpo}[command], **changes))
-    assert result.code == 3
-    assert all(message in result.err for message in messages), result.err
-    assert "Traceback" not in result.err
+    assert "Traceback" not in place.train(command, "bad", code=3, words=messages, **changes).err
 
 
-def test_a_template_that_forgets_is_fine_for_one_turn(place, grpo):
-    result = place.run("grpo", place.recipe("b", grpo, chat_template=FORGETFUL, steps=1))
-    assert result.code == 0
-    assert "prefix-preserving NO" in one_line(result.out)
-
-
-def test_a_template_of_an_unknown_name_gets_a_suggestion(place, sft):
-    result = place.run("sft", place.recipe("a", sft, chat_template="qwem"))
-    assert result.code in (2, 3)
-    assert "qwen" in result.err
+def test_a_template_that_forgets_is_fine_for_one_turn(place):
+    place.train("grpo", "b", words=["prefix-preserving NO"], chat_template=FORGETFUL, steps=1)
 
 
 # --- too long
@@ -201,21 +183,16 @@ def test_pieces_without_a_trained_token_are_dropped_and_counted(place):
     assert (len(cut), cut.num_cut, cut.num_dropped) == (1, 1, 1)
 
 
-def test_the_number_of_cut_conversations_is_part_of_the_plan(place, sft):
+def test_the_number_of_cut_conversations_is_part_of_the_plan(place):
     place.rows("chats.jsonl", [GOOD, LONG, GOOD] * 4)
-    name = place.recipe("a", sft, data={"path": "chats.jsonl"}, max_length=40, too_long="truncate", steps=1)
-    assert "4 longer than 40 tokens, truncate" in one_line(place.run("sft", name).out)
+    changes = {"data": {"path": "chats.jsonl"}, "max_length": 40, "too_long": "truncate", "steps": 1}
+    place.train("sft", "a", words=["4 longer than 40 tokens, truncate"], **changes)
 
 
-def test_a_prompt_longer_than_the_limit_is_an_error_or_dropped(place, grpo):
+def test_a_prompt_longer_than_the_limit_is_an_error_or_dropped(place):
     rows = [{"prompt": f"Say {'many words ' * (30 * (i == 2))} {i}", "answer": ""} for i in range(6)]
     env = {"dataset": place.rows("mixed.jsonl", rows), "max_prompt_tokens": 30}
-    result = place.run("grpo", place.recipe("a", grpo, env=env))
-    assert result.code == 3
-    assert "at most env.max_prompt_tokens = 30 tokens long: row 3 has" in result.err
-    assert "env.too_long=drop" in result.err
-    result = place.run("grpo", place.recipe("b", grpo, env={**env, "too_long": "drop"}), "--name", "dropped")
-    assert result.code == 0
-    assert "5 prompts · 1 longer than 30 tokens left out" in one_line(result.out)
+    place.train("grpo", "a", code=3, words=["max_prompt_tokens = 30", "row 3 has", "env.too_long=drop"], env=env)
+    place.train("grpo", "dropped", words=["5 prompts · 1 longer than 30 tokens"], env=env | {"too_long": "drop"})
     prompts = {rollout.prompt for step in (1, 2, 3) for rollout in place.rollouts("dropped", step)}
     assert len(prompts) == 5

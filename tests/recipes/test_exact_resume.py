@@ -39,9 +39,8 @@ def same_weights(place, step):
         {"env": {"name": "sums"}, "eval": {"rows": 4, "max_tokens": 4, "every": 2}},
     ],
 )
-def test_supervised_training_is_resumed_exactly(place, sft, same, changes):
-    settings = place.recipe("run", sft, steps=6, optim=OPTIM, checkpoint={"every": 3, "keep": 5}, **changes)
-    assert place.run("sft", settings, "--name", "straight").code == 0
+def test_supervised_training_is_resumed_exactly(place, same, changes):
+    place.train("sft", "straight", steps=6, optim=OPTIM, checkpoint={"every": 3, "keep": 5}, **changes)
     cut_back(place, "straight", to=3)
     assert place.run("resume", "cut").code == 0
     same(place.steps("straight"), place.steps("cut"))
@@ -59,9 +58,8 @@ def test_supervised_training_is_resumed_exactly(place, sft, same, changes):
         {"sampling": {"max_tokens": 8, "temperature": 0.7, "top_p": 0.9}, "zero_variance": "keep"},
     ],
 )
-def test_grpo_is_resumed_exactly(place, grpo, same, changes):
-    settings = place.recipe("run", grpo, steps=6, optim=OPTIM, checkpoint={"every": 3, "keep": 5}, **changes)
-    assert place.run("grpo", settings, "--name", "straight").code == 0
+def test_grpo_is_resumed_exactly(place, same, changes):
+    place.train("grpo", "straight", steps=6, optim=OPTIM, checkpoint={"every": 3, "keep": 5}, **changes)
     cut_back(place, "straight", to=3)
     assert place.run("resume", "cut").code == 0
     same(place.steps("straight"), place.steps("cut"))
@@ -92,11 +90,10 @@ class EngineWithCopy(RolloutEngine):
         {"eval": {"dataset": "prompts.jsonl", "rows": 2, "max_tokens": 4, "every": 2}},  # saved after the weights came
     ],
 )
-def test_overlapped_grpo_is_resumed_exactly(place, grpo, same, monkeypatch, changes):
+def test_overlapped_grpo_is_resumed_exactly(place, same, monkeypatch, changes):
     monkeypatch.setattr("llmrl.recipes.grpo.RolloutEngine", EngineWithCopy)
     changes |= {"optim": OPTIM, "rollout": {"engine": "vllm", "max_staleness": 1}}
-    settings = place.recipe("run", grpo, steps=5, checkpoint={"every": 2, "keep": 5}, **changes)
-    assert place.run("grpo", settings, "--name", "straight").code == 0
+    place.train("grpo", "straight", steps=5, checkpoint={"every": 2, "keep": 5}, **changes)
     assert [step["async/staleness_max"] for step in place.steps("straight")] == [0, 1, 1, 1, 1]
     cut_back(place, "straight", to=2)
     assert place.run("resume", "cut").code == 0
@@ -110,9 +107,8 @@ def test_overlapped_grpo_is_resumed_exactly(place, grpo, same, monkeypatch, chan
     same_weights(place, 5)
 
 
-def test_a_checkpoint_of_the_older_layout_is_resumed_exactly(place, grpo, same):
-    settings = place.recipe("run", grpo, steps=4, optim=OPTIM, checkpoint={"every": 2, "keep": 5})
-    assert place.run("grpo", settings, "--name", "straight").code == 0
+def test_a_checkpoint_of_the_older_layout_is_resumed_exactly(place, same):
+    place.train("grpo", "straight", steps=4, optim=OPTIM, checkpoint={"every": 2, "keep": 5})
     cut_back(place, "straight", to=2)
     folder = place.path / "runs/cut/checkpoints/step2"
     state = torch.load(folder / "trainer.pt", weights_only=True)
@@ -126,18 +122,15 @@ def test_a_checkpoint_of_the_older_layout_is_resumed_exactly(place, grpo, same):
 
 
 @pytest.mark.parametrize("command", ["sft", "grpo"])
-def test_a_finished_run_goes_on_as_a_longer_one_would_have(place, sft, grpo, same, command):
-    base = {"sft": sft, "grpo": grpo}[command]
-    long, short = place.recipe("long", base, steps=5), place.recipe("short", base, steps=2)
-    assert place.run(command, long, "--name", "long").code == 0
-    assert place.run(command, short, "--name", "short").code == 0
+def test_a_finished_run_goes_on_as_a_longer_one_would_have(place, same, command):
+    place.train(command, "long", steps=5)
+    place.train(command, "short", steps=2)
     assert place.run("resume", "short", "steps=5").code == 0
     same(place.steps("long"), place.steps("short"))
 
 
-def test_settings_changed_at_the_resumption_count(place, sft):
-    settings = place.recipe("run", sft, steps=2, optim={"weight_decay": 0.0, "schedule": "constant"})
-    assert place.run("sft", settings, "--name", "a").code == 0
+def test_settings_changed_at_the_resumption_count(place):
+    place.train("sft", "a", steps=2, optim={"weight_decay": 0.0, "schedule": "constant"})
     shutil.copytree(place.path / "runs/a", place.path / "runs/b")
     assert place.run("resume", "a", "steps=3").code == 0
     assert place.run("resume", "b", "steps=3", "optim.weight_decay=50").code == 0
@@ -173,10 +166,9 @@ def test_settings_that_the_checkpoint_has_decided_are_refused_by_name_before_any
     assert run.config.read_text() == text
 
 
-def test_two_runs_of_one_seed_are_the_same_and_of_another_are_not(place, grpo, same):
-    settings = place.recipe("run", grpo)
+def test_two_runs_of_one_seed_are_the_same_and_of_another_are_not(place, same):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        assert place.run("grpo", settings, f"seed={seed}", "--name", name).code == 0
+        place.train("grpo", name, seed=seed)
     same(place.steps("a"), place.steps("b"))
     assert place.rollouts("a", 1) == place.rollouts("b", 1)
     assert place.rollouts("a", 1) != place.rollouts("c", 1)

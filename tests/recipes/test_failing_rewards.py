@@ -27,7 +27,7 @@ def one_hangs(completion, answer):
     flag = pathlib.Path(__file__).with_name("hung")
     if len(calls) == 14 and not flag.exists():
         flag.touch()
-        time.sleep(30)
+        time.sleep(600)
     return len(completion)
 
 def all_raise(completion, answer):
@@ -40,21 +40,19 @@ def all_but_two(completion, answer):
 
 
 @pytest.fixture
-def run(place, grpo):
+def run(place):
     """A GRPO run with one of the rewards above."""
     place.module("failing", SOURCE)
 
     def start(reward, **changes):
-        env = {"reward": f"failing:{reward}", **changes.pop("env", {})}
-        return place.run("grpo", place.recipe("failing", grpo, env=env, **changes), "--name", "f")
+        return place.train("grpo", "f", env={"reward": f"failing:{reward}", **changes.pop("env", {})}, **changes)
 
     return start
 
 
 @pytest.mark.parametrize("reward", ["some_none", "some_nan", "some_huge", "some_raise"])
 def test_a_conversation_without_a_reward_is_left_out_and_counted_and_the_run_goes_on(place, run, reward):
-    result = run(reward)
-    assert result.code == 0, result.err
+    run(reward, words=["rollouts failed"])
     for step in place.steps("f"):
         rollouts = place.rollouts("f", step["step"])
         lost = [rollout for rollout in rollouts if rollout.reward is None]
@@ -64,10 +62,9 @@ def test_a_conversation_without_a_reward_is_left_out_and_counted_and_the_run_goe
         assert {rollout.advantage for rollout in lost} == {None}, "no reward is not a reward of zero"
         trained = sum(rollout.tokens for rollout in rollouts if rollout.advantage is not None)
         assert step["tokens/trained"] == trained
-    assert "rollouts failed" in result.out.replace("\n", " ")
 
 
-def test_an_infinite_reward_of_an_environment_of_ones_own_is_a_failed_one(place, grpo):
+def test_an_infinite_reward_of_an_environment_of_ones_own_is_a_failed_one(place):
     """Regression: the metrics of the step were empty."""
     source = """
 from llmrl.envs.llm import DatasetChatEnv
@@ -83,7 +80,7 @@ def env(**options):
 """
     place.module("endless", source)
     env = {"name": "endless:env", "reward": None}
-    assert place.run("grpo", place.recipe("endless", grpo, env=env, steps=1), "--name", "e").code == 0
+    place.train("grpo", "e", env=env, steps=1)
     (step,) = place.steps("e")
     kept = [rollout.reward for rollout in place.rollouts("e", 1) if rollout.reward is not None]
     assert step["rollout/failed"] == 16 - len(kept) > 0
@@ -98,7 +95,7 @@ def test_the_first_traceback_of_a_failing_reward_is_shown_once(run):
 
 
 def test_what_is_left_of_a_group_is_kept_if_it_is_large_enough(place, run):
-    assert run("one_of_each_group").code == 0
+    run("one_of_each_group")
     step = place.steps("f")[0]
     assert (step["rollout/failed"], step["group/kept_frac"]) == (4, 1.0)
     for rollout in place.rollouts("f", 1):
@@ -106,51 +103,43 @@ def test_what_is_left_of_a_group_is_kept_if_it_is_large_enough(place, run):
 
 
 def test_what_is_left_of_a_group_is_dropped_if_it_is_too_small(place, run):
-    assert run("one_of_each_group", min_group_size=4, steps=1).code == 0
+    run("one_of_each_group", min_group_size=4, steps=1)
     step = place.steps("f")[0]
     assert (step["rollout/failed"], step["group/kept_frac"], step["tokens/trained"]) == (4, 0.0, 0)
     assert {rollout.advantage for rollout in place.rollouts("f", 1)} == {None}
 
 
 def test_a_reward_that_hangs_costs_its_deadline_and_the_rows_that_were_not_scored(place, run):
-    result = run("one_hangs", env={"reward_deadline_s": 0.3})
-    assert result.code == 0, result.err
+    # The deadline is long for a slow machine, too: what the row that hangs needs is 600 s.
+    run("one_hangs", env={"reward_deadline_s": 5}, words=["was not done 5.0 s after its batch began"])
     first, second, _ = place.steps("f")
     assert (first["rollout/failed"], second["rollout/failed"]) == (3, 0), "13 of 16 were scored in time"
-    assert "was not done 0.3 s after its batch began" in result.out.replace("\n", " ")
 
 
 def test_a_run_whose_rewards_all_fail_is_aborted_with_the_first_traceback(place, run):
-    result = run("all_raise")
-    assert result.code == 4
-    assert "at most max_failed = 50% of a step's rollouts may fail: got 16 of 16 in step 1" in result.err
-    assert "grader is down" in result.err
+    run("all_raise", code=4, words=["at most max_failed = 50%", "got 16 of 16 in step 1", "grader is down"])
     assert place.steps("f") == []
 
 
 def test_how_many_may_fail_is_a_setting(place, run):
-    result = run("all_but_two", max_failed=1.0)
-    assert result.code == 0, result.err
+    run("all_but_two", max_failed=1.0)
     assert [step["rollout/failed"] for step in place.steps("f")] == [14, 16, 16]
     assert [step["tokens/trained"] for step in place.steps("f")] == [pytest.approx(16, abs=16), 0, 0]
 
 
-def test_a_run_that_lost_its_rewards_goes_on_from_its_last_checkpoint(place, grpo):
+def test_a_run_that_lost_its_rewards_goes_on_from_its_last_checkpoint(place):
     source = "calls = []\ndef score(completion, answer):\n    calls.append(1)\n    assert len(calls) <= 32, 'down'\n"
     place.module("breaks", source + "    return len(completion)\n")
-    name = place.recipe("breaks", grpo, env={"reward": "breaks:score"}, steps=4, checkpoint={"every": 1})
-    result = place.run("grpo", name, "--name", "b")
-    assert result.code == 4
+    place.train("grpo", "b", code=4, env={"reward": "breaks:score"}, steps=4, checkpoint={"every": 1})
     assert place.checkpoints("b") == ["step1", "step2"]
     place.module("breaks", "def score(completion, answer):\n    return len(completion)\n")
     assert place.run("resume", "b").code == 0
     assert [step["step"] for step in place.steps("b")] == [1, 2, 3, 4]
 
 
-def test_held_out_problems_that_cannot_be_scored_are_left_out_of_the_mean(place, grpo):
+def test_held_out_problems_that_cannot_be_scored_are_left_out_of_the_mean(place):
     place.module("exam", "def score(completion, answer):\n    return None if answer == '3' else 0.5\n")
     place.rows("test.jsonl", [{"prompt": f"Say {i}", "answer": str(i)} for i in range(4)])
-    name = place.recipe("exam", grpo, env={"reward": "exam:score"}, eval={"dataset": "test.jsonl", "max_tokens": 4})
-    assert place.run("grpo", name, "--name", "e").code == 0
+    place.train("grpo", "e", env={"reward": "exam:score"}, eval={"dataset": "test.jsonl", "max_tokens": 4})
     assert place.steps("e")[-1]["eval/chat/mean"] == 0.5
     assert "scoring failed on 1" in place.run("eval", "e").out.replace("\n", " ")

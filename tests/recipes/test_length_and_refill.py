@@ -12,13 +12,11 @@ def none_teaches(completion, answer):
 
 
 @pytest.fixture
-def run(place, grpo):
+def run(place):
     place.module("teaching", SOURCE)
 
     def start(reward, **changes):
-        recipe = place.recipe("dapo", grpo, env={"reward": f"teaching:{reward}"}, algo="dapo", **changes)
-        done = place.run("grpo", recipe, "--name", "d")
-        assert done.code == 0, done.err
+        place.train("grpo", "d", env={"reward": f"teaching:{reward}"}, algo="dapo", **changes)
         steps = place.steps("d")
         return steps, [row for step in steps for row in place.rollouts("d", step["step"])]
 

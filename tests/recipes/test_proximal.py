@@ -11,9 +11,8 @@ from llmrl.modules.llm import ChatHistory, TransformersWrapper
 from llmrl.objectives.llm import GRPOLoss
 from llmrl.testing import tiny_model, tiny_tokenizer
 from llmrl.train.distributed import Session
-from llmrl.train.grpo_config import GRPOConfig
 from llmrl.train.plan import grpo_settings
-from llmrl.train.settings import OptimSettings
+from llmrl.train.settings import GRPOConfig, OptimSettings
 from llmrl.train.updater import Updater
 
 PROMPTS = ["2 + 2?", "Say something long and then something longer, please.", "Hi", "17 * 3 is what?", "a", "b c d"]

@@ -8,7 +8,7 @@ from llmrl.envs.llm.tasks.gsm8k import GSM8KEnv
 from llmrl.errors import ConfigError
 from llmrl.testing import tiny_tokenizer
 from llmrl.train.models import load_tokenizer
-from llmrl.train.sft_config import SFTConfig
+from llmrl.train.settings import SFTConfig
 from llmrl.train.sft_data import marked_pieces, tokenize_chats
 
 ASK, TELL = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "four"}
@@ -55,26 +55,24 @@ def test_a_system_prompt_is_put_before_conversations_without_one(place):
     assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>")
 
 
-def test_only_the_first_rows_are_read_if_so_asked(place, sft):
+def test_only_the_first_rows_are_read_if_so_asked(place):
     place.rows("chats.jsonl", [{"prompt": str(i), "completion": "x"} for i in range(9)])
     settings = SFTConfig(model={}, data={"path": "chats.jsonl", "rows": 5})
     assert len(tokenize_chats(settings, tiny_tokenizer())) == 5
 
 
 @pytest.mark.parametrize("file", ["chats.jsonl", "chats.parquet"])
-def test_a_model_is_trained_on_a_file(place, sft, file):
+def test_a_model_is_trained_on_a_file(place, file):
     place.rows(file, [{"messages": CONVERSATION}, {"messages": [ASK, TELL]}] * 4)
-    name = place.recipe("mine", {**sft, "data": {"path": file}}, epochs=3, steps=None, batch_size=4)
-    assert place.run("sft", name, "--name", "mine").code == 0
+    place.train("sft", "mine", data={"path": file, "rows": None}, epochs=3, steps=None, batch_size=4)
     steps = place.steps("mine")
     assert len(steps) == 6
     assert steps[-1]["policy/loss"] < steps[0]["policy/loss"] - 1
 
 
-def test_a_reward_of_the_users_own_sees_the_answer_and_gives_the_advantages(place, grpo):
+def test_a_reward_of_the_users_own_sees_the_answer_and_gives_the_advantages(place):
     place.module("mine", "def score(completion, answer):\n    return len(completion) + 100 * int(answer)\n")
-    name = place.recipe("mine", grpo, env={"reward": "mine:score"})
-    assert place.run("grpo", name, "--name", "mine").code == 0
+    place.train("grpo", "mine", env={"reward": "mine:score"})
     for rollout in place.rollouts("mine", 2):
         question = rollout.prompt.split("<|im_end|>")[0].split()[-1]
         said = rollout.completion.removesuffix("<|im_end|>")
@@ -92,7 +90,7 @@ def test_a_reward_of_the_users_own_sees_the_answer_and_gives_the_advantages(plac
 
 
 @pytest.mark.parametrize("file", ["prompts.jsonl", "prompts.parquet"])
-def test_prompts_come_from_a_file_and_columns_may_have_other_names(place, grpo, file):
+def test_prompts_come_from_a_file_and_columns_may_have_other_names(place, file):
     rows = [{"task": f"Say {i}", "truth": str(i), "level": "easy"} for i in range(6)]
     source = "def score(completion, answer, level):\n    return float(level == 'easy') * int(answer)\n"
     place.module("levels", source)
@@ -103,17 +101,17 @@ def test_prompts_come_from_a_file_and_columns_may_have_other_names(place, grpo, 
         "reward": "levels:score",
         "system_prompt": "Be brief.",
     }
-    assert place.run("grpo", place.recipe("named", grpo, env=env, zero_variance="keep"), "--name", "n").code == 0
+    place.train("grpo", "n", env=env, zero_variance="keep")
     for rollout in place.rollouts("n", 1):
         assert rollout.prompt.startswith("<|im_start|>system\nBe brief.")
         assert rollout.reward == int(rollout.prompt.split("<|im_end|>")[1].split()[-1])
 
 
-def test_prompts_may_be_conversations(place, grpo):
+def test_prompts_may_be_conversations(place):
     rows = [{"messages": [*CONVERSATION[:3], {"role": "assistant", "content": str(i)}]} for i in range(6)]
     place.module("last", "def score(completion, answer):\n    return float(answer)\n")
     env = {"dataset": place.rows("chats.jsonl", rows), "reward": "last:score"}
-    assert place.run("grpo", place.recipe("chats", grpo, env=env, zero_variance="keep"), "--name", "c").code == 0
+    place.train("grpo", "c", env=env, zero_variance="keep")
     rollouts = place.rollouts("c", 1)
     assert {rollout.reward for rollout in rollouts} <= {0.0, 1.0, 2.0, 3.0, 4.0, 5.0}
     assert "four<|im_end|>" in rollouts[0].prompt
@@ -131,11 +129,10 @@ def test_gsm8k_is_trained_from_a_local_file_with_its_own_prompt_and_reward(place
     assert 0 <= place.steps("eggs")[-1]["eval/gsm8k/mean"] <= 1
 
 
-def test_held_out_problems_of_a_users_own_are_measured(place, grpo):
+def test_held_out_problems_of_a_users_own_are_measured(place):
     place.module("always", "def yes(completion, answer):\n    return 0.25 if answer == 'held out' else 0.5\n")
     place.rows("test.jsonl", [{"prompt": "Say", "answer": "held out"}] * 3)
-    name = place.recipe("exam", grpo, env={"reward": "always:yes"}, eval={"dataset": "test.jsonl", "max_tokens": 4})
-    assert place.run("grpo", name, "--name", "exam").code == 0
+    place.train("grpo", "exam", env={"reward": "always:yes"}, eval={"dataset": "test.jsonl", "max_tokens": 4})
     assert place.steps("exam")[-1]["eval/chat/mean"] == pytest.approx(0.25)
 
 
@@ -155,16 +152,14 @@ def test_a_template_registered_for_the_model_stays_with_the_tokenizer(tmp_path, 
         load_tokenizer(source.model_copy(update={"chat_template": "phi"}), runs=tmp_path)
 
 
-def test_a_chat_template_of_the_users_own_is_used_and_saved(place, sft):
+def test_a_chat_template_of_the_users_own_is_used_and_saved(place):
     template = (
         "{% for m in messages %}{% if m.role == 'assistant' %}A: {% generation %}{{ m.content }}</s>{% endgeneration %}"
     )
     template += "{% else %}Q: {{ m.content }}\n{% endif %}{% endfor %}{% if add_generation_prompt %}A: {% endif %}"
     place.rows("chats.jsonl", [SHAPES["messages"]] * 4)
-    name = place.recipe("mine", {**sft, "data": {"path": "chats.jsonl"}}, chat_template=template, steps=1)
-    result = place.run("sft", name, "--name", "mine")
-    assert result.code == 0, result.err
-    assert "Q: 2 + 2?" in result.out
+    data = {"path": "chats.jsonl", "rows": None}
+    place.train("sft", "mine", words=["Q: 2 + 2?"], data=data, chat_template=template, steps=1)
     saved = place.path / "runs/mine/checkpoints/step1/chat_template.jinja"
     assert saved.read_text() == template
 

@@ -15,9 +15,8 @@ from llmrl.envs.llm.tasks.sums import sums_reward
 from llmrl.errors import DataError
 from llmrl.objectives.llm.settings import PRESETS
 from llmrl.run.metrics import check_metric_name, read_metrics
-from llmrl.train.grpo_config import GRPOConfig
 from llmrl.train.models import resolve_model
-from llmrl.train.sft_config import SFTConfig
+from llmrl.train.settings import GRPOConfig, SFTConfig
 
 EVAL = {"rows": 6, "max_tokens": 6}
 
@@ -67,9 +66,8 @@ def test_supervised_steps_tell_what_was_trained(runs):
     assert "eval/sums/mean" in last
 
 
-def test_an_epoch_is_over_when_every_conversation_was_seen(place, sft):
-    name = place.recipe("rest", sft, data={"rows": 10}, steps=None, epochs=1.5, batch_size=4)
-    assert place.run("sft", name, "--name", "rest").code == 0
+def test_an_epoch_is_over_when_every_conversation_was_seen(place):
+    place.train("sft", "rest", data={"rows": 10}, steps=None, epochs=1.5, batch_size=4)
     steps = place.steps("rest")
     assert [step["data/epoch"] for step in steps] == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3, 5 / 3])
     whole, rest = sum(step["tokens/trained"] for step in steps[:2]), steps[2]["tokens/trained"]
@@ -145,13 +143,6 @@ def test_eval_measures_a_checkpoint(runs, capsys):
     assert "4 problems" in capsys.readouterr().out
 
 
-def test_show_prints_the_steps_and_samples(runs, capsys):
-    assert runs.run("show", "improved").code == 0
-    out = capsys.readouterr().out
-    assert "What is" in out
-    assert [line.split()[0] for line in out.splitlines() if line.startswith("     ")][:3] == ["1", "2", "3"]
-
-
 def test_a_finished_run_can_be_given_more_steps(runs):
     shutil.copytree(runs.path / "runs/taught", runs.path / "runs/longer")
     assert runs.run("resume", "longer", "steps=6").code == 0
@@ -174,10 +165,9 @@ def test_the_plan_stands_before_any_weights_are_loaded(place, sft, monkeypatch):
         assert words in out
 
 
-def test_the_plan_of_grpo_names_the_four_choices(place, grpo):
-    out = place.run("grpo", place.recipe("plan", grpo, algo="dr_grpo", steps=1)).out
-    for words in ("4 prompts x 4 = 16 rollouts", "R - mean_group", "ratio", "aggregation", "KL", "12 prompts"):
-        assert words in out
+def test_the_plan_of_grpo_names_the_four_choices(place):
+    words = ["4 prompts x 4 = 16 rollouts", "R - mean_group", "ratio", "aggregation", "KL", "12 prompts"]
+    place.train("grpo", "plan", words=words, algo="dr_grpo", steps=1)
 
 
 @pytest.mark.parametrize("command", ["sft", "grpo"])
@@ -198,48 +188,35 @@ def test_every_algorithm_can_be_named():
 
 @pytest.mark.parametrize("updates", [1, 2])
 @pytest.mark.parametrize("algo", PRESETS)
-def test_every_algorithm_takes_a_step(place, grpo, algo, updates):
-    settings = place.recipe("algo", grpo, algo=algo, steps=2, updates_per_step=updates)
-    result = place.run("grpo", settings, "--name", "a")
-    assert result.code == 0, result.err
+def test_every_algorithm_takes_a_step(place, algo, updates):
+    place.train("grpo", "a", algo=algo, steps=2, updates_per_step=updates)
     for step in place.steps("a"):
         assert math.isfinite(step["policy/loss"])
         assert step["policy/grad_norm"] > 0
 
 
-def test_supervised_training_ends_early_when_it_is_good_enough(place, sft):
-    name = place.recipe(
-        "early",
-        sft,
-        steps=9,
-        env={"name": "sums"},
-        eval=EVAL,
-        stop={"at_least": 0.0, "rows": 4, "every": 2, "after": 4},
-    )
-    assert place.run("sft", name, "--name", "early").code == 0
+def test_supervised_training_ends_early_when_it_is_good_enough(place):
+    stop = {"at_least": 0.0, "rows": 4, "every": 2, "after": 4}
+    place.train("sft", "early", steps=9, env={"name": "sums"}, eval=EVAL, stop=stop)
     assert [step["step"] for step in place.steps("early")] == [1, 2, 3, 4]
     assert place.steps("early")[-1]["eval/sums-validation/mean"] >= 0
 
 
-def test_sample_conversations_show_what_is_trained(place, sft):
-    out = place.run("sft", place.recipe("samples", sft, steps=1)).out
-    assert "«" in out
+def test_sample_conversations_show_what_is_trained(place):
+    out = place.train("sft", "samples", words=["«"], steps=1).out
     assert "</answer><|im_end|>»" in out.replace("\n", "")
 
 
-def test_the_divergence_at_another_temperature_is_zero_before_the_first_update_and_not_after(place, grpo):
-    recipe = place.recipe("kl", grpo, grpo={"kl": 0.01}, sampling={"max_tokens": 8, "temperature": 0.7})
-    done = place.run("grpo", recipe, "--name", "kl")
-    assert done.code == 0, done.err
+def test_the_divergence_at_another_temperature_is_zero_before_the_first_update_and_not_after(place):
+    place.train("grpo", "kl", grpo={"kl": 0.01}, sampling={"max_tokens": 8, "temperature": 0.7})
     first, second, _ = (step["policy/kl_ref"] for step in place.steps("kl"))
     assert first == pytest.approx(0, abs=1e-9)
     assert second > 1e-6
 
 
-def test_the_metrics_of_a_step_are_those_of_all_its_updates(place, grpo):
+def test_the_metrics_of_a_step_are_those_of_all_its_updates(place):
     options = {"algo": "sapo", "updates_per_step": 4, "steps": 1, "zero_variance": "keep"}
-    done = place.run("grpo", place.recipe("updates", grpo, **options), "--name", "updates")
-    assert done.code == 0, done.err
+    place.train("grpo", "updates", **options)
     (step,) = place.steps("updates")
     assert step["policy/ratio_mean"] != 1, "of the updates after the first"
     assert step["mismatch/logp_abs_max"] < 1e-4, "engine against trainer while their weights were the same"

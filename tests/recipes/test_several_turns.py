@@ -17,12 +17,10 @@ SETTINGS = {"steps": 2, "zero_variance": "keep", "sampling": {"max_tokens": 8}, 
 
 
 @pytest.mark.parametrize("mode", ["train", "mask"])
-def test_records_of_a_conversation_are_trained_and_it_counts_once(place, grpo, mode):
+def test_records_of_a_conversation_are_trained_and_it_counts_once(place, mode):
     env = {**TALK, "on_rewrite": "new_record"}
-    name = place.recipe("a", grpo, chat_template=FORGETFUL, env=env, **SETTINGS, truncated=mode)
-    result = place.run("grpo", name, "--name", "a")
-    assert result.code == 0, result.err
-    assert "prefix-preserving NO: each turn is a record of its own" in " ".join(result.out.split())
+    words = ["prefix-preserving NO: each turn is a record of its own"]
+    place.train("grpo", "a", words=words, chat_template=FORGETFUL, env=env, **SETTINGS, truncated=mode)
     for number, step in enumerate(place.steps("a"), 1):
         rollouts = place.rollouts("a", number)
         assert len(rollouts) == 16, "conversations, not records"
@@ -40,29 +38,23 @@ def test_records_of_a_conversation_are_trained_and_it_counts_once(place, grpo, m
         assert step["reward/mean"] == pytest.approx(sum(rollout.reward for rollout in rollouts) / 16)
 
 
-def test_a_template_that_keeps_the_past_trains_the_same_either_way(place, grpo, same):
+def test_a_template_that_keeps_the_past_trains_the_same_either_way(place, same):
     for choice in ("error", "new_record"):
-        name = place.recipe(choice, grpo, env={**TALK, "on_rewrite": choice}, **SETTINGS)
-        assert place.run("grpo", name, "--name", choice).code == 0
+        place.train("grpo", choice, env={**TALK, "on_rewrite": choice}, **SETTINGS)
     same(place.steps("error"), place.steps("new_record"))
 
 
-def test_a_measure_is_the_mean_over_conversations_not_records(place, grpo):
+def test_a_measure_is_the_mean_over_conversations_not_records(place):
     place.module("constant", "def one(completion):\n    return 1.0\n")
     place.rows("exam.jsonl", [{"prompt": f"Say {i}", "answer": str(i)} for i in range(5)])
     env = {**TALK, "on_rewrite": "new_record", "reward": "constant:one"}
     exam = {"dataset": "exam.jsonl", "max_tokens": 8, "batch_size": 3}
-    name = place.recipe("a", grpo, chat_template=FORGETFUL, env=env, **SETTINGS | {"steps": 1}, eval=exam)
-    assert place.run("grpo", name, "--name", "a").code == 0
+    place.train("grpo", "a", chat_template=FORGETFUL, env=env, **SETTINGS | {"steps": 1}, eval=exam)
     assert place.steps("a")[-1]["eval/chat/mean"] == 2.0, "two turns of one point each"
     assert json.loads(place.run("eval", "a", "--json").out)["mean"] == 2.0
 
 
-def test_a_rewrite_that_the_plan_did_not_foresee_stops_the_run_too(place, grpo):
+def test_a_rewrite_that_the_plan_did_not_foresee_stops_the_run_too(place):
     sly = FORGETFUL.replace("not add_generation_prompt", "not add_generation_prompt or messages | length != 2")
-    name = place.recipe("a", grpo, chat_template=sly, env=TALK, **SETTINGS)
-    result = place.run("grpo", name)
-    assert "prefix-preserving yes" in " ".join(result.out.split())
-    assert result.code == 3
-    assert "rewrites the past" in result.err
-    assert "env.on_rewrite=new_record" in result.err
+    words = ["prefix-preserving yes", "rewrites the past", "env.on_rewrite=new_record"]
+    place.train("grpo", "a", code=3, words=words, chat_template=sly, env=TALK, **SETTINGS)

@@ -30,10 +30,10 @@ def no_space(*arguments, **options):
 
 @pytest.mark.parametrize(("owner", "method"), [(torch, "save"), (PreTrainedModel, "save_pretrained")])
 def test_a_full_disk_leaves_the_checkpoint_before_it_and_the_run_goes_on_from_there(
-    place, grpo, same, monkeypatch, owner, method
+    place, same, monkeypatch, owner, method
 ):
-    name = place.recipe("disk", grpo, steps=4, checkpoint={"every": 2})
-    assert place.run("grpo", name, "--name", "straight").code == 0
+    changes = {"steps": 4, "checkpoint": {"every": 2}}
+    place.train("grpo", "straight", **changes)
     write, calls = getattr(owner, method), []
 
     def fill_up(*arguments, **options):
@@ -41,10 +41,8 @@ def test_a_full_disk_leaves_the_checkpoint_before_it_and_the_run_goes_on_from_th
         return write(*arguments, **options) if len(calls) == 1 else no_space()
 
     monkeypatch.setattr(owner, method, fill_up)
-    result = place.run("grpo", name, "--name", "full")
-    assert result.code == 4
-    for words in ("step 4 could not be written", "No space left on device", "step2 is intact", "llmrl resume"):
-        assert words in result.err
+    words = ["step 4 could not be written", "No space left on device", "step2 is intact", "llmrl resume"]
+    place.train("grpo", "full", code=4, words=words, **changes)
     assert place.checkpoints("full") == ["step2"]
     AutoModelForCausalLM.from_pretrained(place.path / "runs/full/checkpoints/step2")
     monkeypatch.undo()
@@ -54,8 +52,8 @@ def test_a_full_disk_leaves_the_checkpoint_before_it_and_the_run_goes_on_from_th
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs the device that is always full")
-def test_a_full_disk_at_the_resumption_is_one_line_and_loses_nothing(place, sft, same):
-    assert place.run("sft", place.recipe("run", sft), "--name", "run").code == 0
+def test_a_full_disk_at_the_resumption_is_one_line_and_loses_nothing(place, same):
+    place.train("sft", "run")
     (place.path / "runs/run/metrics.jsonl.tmp").symlink_to("/dev/full")
     result = place.run("resume", "run", "steps=4")
     assert result.code == 3
@@ -67,63 +65,51 @@ def test_a_full_disk_at_the_resumption_is_one_line_and_loses_nothing(place, sft,
     assert [row["step"] for row in place.steps("run")] == [1, 2, 3, 4]
 
 
-def test_a_run_whose_folder_was_removed_ends_with_one_line(place, grpo):
+def test_a_run_whose_folder_was_removed_ends_with_one_line(place):
     score = "import shutil\ndef score(completion, answer):\n    shutil.rmtree('runs/run', ignore_errors=True)\n"
     place.module("remove", f"{score}    return 1.0\n")
-    result = place.run("grpo", place.recipe("run", grpo, env={"reward": "remove:score"}), "--name", "run")
-    assert result.code == 3
-    assert "runs/run/metrics.jsonl: cannot be written: No such file or directory; the folder was removed" in result.err
+    words = ["runs/run/metrics.jsonl: cannot be written", "the folder was removed"]
+    result = place.train("grpo", "run", code=3, words=words, env={"reward": "remove:score"})
     assert len(result.err.splitlines()) == 1
     assert not (place.path / "runs/run").exists()
 
 
-def test_a_run_goes_on_without_the_reader_of_its_output(place, sft, monkeypatch):
+def test_a_run_goes_on_without_the_reader_of_its_output(place, monkeypatch):
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as gone, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", gone)
-        assert place.run("sft", place.recipe("run", sft), "--name", "run").code == 0
+        place.train("sft", "run")
     assert place.checkpoints("run") == ["step3"]
 
 
-def test_ctrl_c_before_the_first_step_ends_the_run_at_once(place, grpo):
+def test_ctrl_c_before_the_first_step_ends_the_run_at_once(place):
     place.module(
         "first", "import os, signal\ndef stop(*a, **k):\n    os.kill(os.getpid(), signal.SIGINT)\n    return 1.0\n"
     )
     place.rows("held_out.jsonl", [{"prompt": "Say 1", "answer": "1"}])
     reward = {"reward": None, "rewards": [{"fn": "first:stop", "process": False}]}
-    settings = place.recipe("run", grpo, env=reward, eval={"dataset": "held_out.jsonl"})
-    result = place.run("grpo", settings, "--name", "run")
-    assert result.code == 130
-    assert "interrupted" in result.err
+    place.train("grpo", "run", code=130, words=["interrupted"], env=reward, eval={"dataset": "held_out.jsonl"})
     assert not (place.path / "runs/run/checkpoints").exists()
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
-def test_an_interrupted_run_finishes_its_step_writes_a_checkpoint_and_goes_on_later(place, grpo, same, name):
+def test_an_interrupted_run_finishes_its_step_writes_a_checkpoint_and_goes_on_later(place, same, name):
     handler = signal.getsignal(signal.SIGINT)  # of whoever started the tests: a job in the background ignores it
     place.module("watch", WATCH.format(answer=9, signal=name))
-    settings = place.recipe(
-        "watch",
-        grpo,
-        steps=5,
-        env={"reward": None, "rewards": [{"fn": "watch:interrupt_once", "process": False}]},
-        optim={"schedule": "cosine"},
-    )
-    result = place.run("grpo", settings, "--name", "stopped")
-    assert result.code == 130
+    env = {"reward": None, "rewards": [{"fn": "watch:interrupt_once", "process": False}]}
+    changes = {"steps": 5, "env": env, "optim": {"schedule": "cosine"}}
+    place.train("grpo", "stopped", code=130, words=["interrupted", "llmrl resume runs/stopped"], **changes)
     done = len(place.steps("stopped"))
     assert 0 < done < 5
     assert place.checkpoints("stopped") == [f"step{done}"]
-    assert "interrupted" in result.out
-    assert "llmrl resume runs/stopped" in result.out.replace("\n", "")
     assert signal.getsignal(signal.SIGINT) is handler
     assert place.run("resume", "stopped").code == 0
-    assert place.run("grpo", settings, "--name", "straight").code == 0
+    place.train("grpo", "straight", **changes)
     same(place.steps("straight"), place.steps("stopped"))
 
 
-def test_an_interrupted_supervised_run_goes_on_later(place, sft, same, monkeypatch):
+def test_an_interrupted_supervised_run_goes_on_later(place, same, monkeypatch):
     from llmrl.train.updater import Updater
 
     step = Updater.step
@@ -133,26 +119,14 @@ def test_an_interrupted_supervised_run_goes_on_later(place, sft, same, monkeypat
             os.kill(os.getpid(), signal.SIGINT)
         return step(self, loss, batch, number)
 
-    settings = place.recipe("stop", sft, steps=5, optim={"schedule": "linear"}, checkpoint={"every": 0})
-    assert place.run("sft", settings, "--name", "straight").code == 0
+    changes = {"steps": 5, "optim": {"schedule": "linear"}, "checkpoint": {"every": 0}}
+    place.train("sft", "straight", **changes)
     with monkeypatch.context() as patch:
         patch.setattr(Updater, "step", interrupted)
-        assert place.run("sft", settings, "--name", "stopped").code == 130
+        place.train("sft", "stopped", code=130, **changes)
     assert place.checkpoints("stopped") == ["step2"]
     assert place.run("resume", "stopped").code == 0
     same(place.steps("straight"), place.steps("stopped"))
-
-
-def test_what_a_kill_left_of_a_checkpoint_is_not_used(place, sft):
-    settings = place.recipe("kill", sft, steps=4, checkpoint={"every": 2, "keep": 3})
-    assert place.run("sft", settings, "--name", "killed").code == 0
-    folder = place.path / "runs/killed/checkpoints"
-    (folder / "step4").rename(folder / ".draft-step4")
-    (folder / ".draft-step4" / "trainer.pt").unlink()
-    result = place.run("resume", "killed")
-    assert result.code == 0
-    assert place.checkpoints("killed") == ["step2", "step4"]
-    assert [step["step"] for step in place.steps("killed")] == [1, 2, 3, 4]
 
 
 def flip(path):
@@ -172,9 +146,8 @@ DAMAGE = {
 }
 
 
-def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(place, sft, same):
-    settings = place.recipe("run", sft, steps=8, checkpoint={"every": 1, "keep": 8})
-    assert place.run("sft", settings, "--name", "straight").code == 0
+def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(place, same):
+    place.train("sft", "straight", steps=8, checkpoint={"every": 1, "keep": 8})
     shutil.copytree(place.path / "runs/straight", place.path / "runs/run")
     folder = place.path / "runs/run/checkpoints"
     for step, damage in enumerate(DAMAGE.values(), 2):
@@ -196,8 +169,8 @@ def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(p
     same(place.steps("straight"), place.steps("run"))
 
 
-def test_without_a_whole_checkpoint_nothing_changes_and_every_fault_is_named(place, sft):
-    assert place.run("sft", place.recipe("broken", sft, checkpoint={"every": 1}), "--name", "broken").code == 0
+def test_without_a_whole_checkpoint_nothing_changes_and_every_fault_is_named(place):
+    place.train("sft", "broken", checkpoint={"every": 1})
     folder = place.path / "runs/broken/checkpoints"
     (folder / "step3/trainer.pt").write_bytes(b"not a checkpoint")
     flip(folder / "step2/model.safetensors")
@@ -223,9 +196,9 @@ class Payload:
         return os.mkdir, (str(self.path),)
 
 
-def test_nothing_that_a_run_or_a_model_folder_holds_is_executed(place, sft):
+def test_nothing_that_a_run_or_a_model_folder_holds_is_executed(place):
     ran = place.path / "ran"
-    assert place.run("sft", place.recipe("run", sft), "--name", "run").code == 0
+    place.train("sft", "run")
     folder = place.path / "runs/run/checkpoints/step3"
     torch.save({"step": 3, "rng": Payload(ran)}, folder / "trainer.pt")
     content = (folder / "trainer.pt").read_bytes()
@@ -251,14 +224,11 @@ def test_nothing_that_a_run_or_a_model_folder_holds_is_executed(place, sft):
     assert not ran.exists()
 
 
-def test_a_state_that_could_not_be_read_back_is_refused_when_it_is_saved(place, sft, monkeypatch):
+def test_a_state_that_could_not_be_read_back_is_refused_when_it_is_saved(place, monkeypatch):
     from llmrl.data.replay_buffers import SamplerWithoutReplacement
 
     monkeypatch.setattr(SamplerWithoutReplacement, "state_dict", lambda self: {"folder": Payload("ran")})
-    result = place.run("sft", place.recipe("run", sft), "--name", "run")
-    assert result.code == 4
-    assert "a state must be of tensors, numbers, strings, lists and dicts: got " in result.err
-    assert "Traceback" not in result.err
+    assert "Traceback" not in place.train("sft", "run", code=4, words=["a state must be of tensors"]).err
 
 
 @pytest.mark.slow

@@ -175,12 +175,8 @@ def print_table(console: Console, columns: Sequence[Column], rows: Sequence[Mapp
 
 
 def _header(columns: Sequence[Column], *more: str) -> str:
-    cells = [
-        f"{'step':>6}",
-        *(f"{column.label:>{column.width}}" for column in columns),
-        *(f"{word:>8}" for word in more),
-    ]
-    return "  ".join(cells)
+    cells = [f"{'step':>6}", *(f"{column.label:>{column.width}}" for column in columns)]
+    return "  ".join([*cells, *(f"{word:>8}" for word in more)])
 
 
 def _row(columns: Sequence[Column], step: int, metrics: Mapping[str, float | None], *more: str) -> str:

@@ -1,0 +1,57 @@
+"""Base class of the sections, and the types of values that name a function, a tool, an environment or a format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
+
+from llmrl.errors import ConfigError, did_you_mean
+from llmrl.loading import split_name
+
+__all__ = ["ENVIRONMENTS", "TOOL_FORMATS", "EnvName", "FormatName", "FunctionName", "Settings", "ToolName"]
+
+ENVIRONMENTS = ("sums", "big_sums", "gsm8k", "math", "countdown", "ifeval", "chat")
+TOOL_FORMATS = ("auto", "hermes", "qwen", "llama", "mistral", "deepseek", "harmony", "gpt_oss")
+TOOL_FORMATS += ("function", "tagged", "xml", "python")
+
+
+class Settings(BaseModel):
+    """A section of a recipe: unknown names are errors, and nothing changes after it was read."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def _check_own(name: str) -> str:
+    """Checks the form of a user's name; it is loaded last, when everything else is right."""
+    try:
+        split_name(name, what="name")
+    except ConfigError as error:
+        raise ValueError(str(error).partition(": ")[2]) from None  # without its first word: the setting is named
+    return name
+
+
+def _check_known(name: str, known: Iterable[str], what: str) -> str:
+    """Accepts a name that is ``known``, or one of the user's."""
+    if name in known or ":" in name:
+        return name if name in known else _check_own(name)
+    listed = f"{', '.join(known)}, or package.module:name"
+    raise ValueError(f"{name!r} is not {what}: must be one of {listed}.{did_you_mean(name, known)}")
+
+
+def _check_tool(tool: Tool) -> Tool:
+    from llmrl.tools.load import BUILT_IN  # here and not above: most runs have no tools
+
+    if isinstance(tool, dict) and len(tool) != 1:
+        raise ValueError(f"must be one tool's name with its options: got {', '.join(tool) or 'nothing'}")
+    _check_known(tool if isinstance(tool, str) else next(iter(tool)), sorted(BUILT_IN), "a tool")
+    return tool
+
+
+Tool = str | dict[str, dict[str, Any] | None]
+ToolName = Annotated[Tool, AfterValidator(_check_tool)]
+FunctionName = Annotated[str, AfterValidator(_check_own)]
+EnvName = Annotated[str, AfterValidator(partial(_check_known, known=ENVIRONMENTS, what="an environment"))]
+FormatName = Annotated[str, AfterValidator(partial(_check_known, known=TOOL_FORMATS, what="a format of calls"))]
