@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from llmrl.data.ragged.messages import MessageStack
 from llmrl.data.ragged.padding import lengths_mask, pad_rows, unpad_rows
 from llmrl.data.ragged.stack import RaggedStack
-from llmrl.data.replay_buffers.serialization import _find_class
+from llmrl.data.replay_buffers.serialization import decode
 from llmrl.errors import ShapeError
 
 ROWS = [torch.tensor([1, 2, 3]), torch.tensor([4]), torch.tensor([], dtype=torch.int64)]
@@ -113,4 +113,4 @@ def test_a_stack_answers_without_building_rows_and_goes_on_as_an_ordinary_one(st
 def test_dumps_of_before_name_the_same_classes():
     names = {"llmrl.data.llm.message_stack:MessageStack": MessageStack}
     names["llmrl.data.ragged.stack:RaggedStack"] = RaggedStack
-    assert {name: _find_class(name, lambda cls: True) for name in names} == names
+    assert {name: decode({"class": name}, lambda node: None) for name in names} == names

@@ -211,7 +211,7 @@ def make_history(batch_size=(2,)):
 
 
 @pytest.mark.parametrize("batch_size", [(), (2,), (2, 2)])
-def test_history_to_text_to_history(tokenizer, batch_size):
+def test_histories_texts_and_tokens_convert_into_each_other_and_back(tokenizer, batch_size):
     history = make_history(batch_size)
     text = history.to_text(tokenizer)
     assert text.batch_size == batch_size
@@ -225,28 +225,15 @@ def test_history_to_text_to_history(tokenizer, batch_size):
     assert back.batch_size == batch_size
     for name in ("prompt", "response", "full"):
         assert back.chats(name) == history.chats(name)
-
-
-@pytest.mark.parametrize("batch_size", [(), (2,), (2, 2)])
-def test_history_to_tokens_to_history(tokenizer, batch_size):
-    history = make_history(batch_size)
-    tokens = history.to_tokens(tokenizer)
-    assert tokens.batch_size == batch_size
-    assert tokens.padded in (False, None)
-    for prompt, response, full in zip(*(tokens.rows(name) for name in ("prompt", "response", "full")), strict=True):
-        assert torch.equal(full, torch.cat([prompt, response]))
-    if batch_size == ():
-        assert isinstance(tokens.full, torch.Tensor)
-    assert tokens.to_history(tokenizer).chats("full") == history.chats("full")
-
-
-@pytest.mark.parametrize("batch_size", [(), (2,), (2, 2)])
-def test_text_to_tokens_to_text(tokenizer, batch_size):
-    text = make_history(batch_size).to_text(tokenizer)
-    tokens = text.to_tokens(tokenizer)
-    assert tokens.batch_size == batch_size
-    for name in ("prompt", "response", "full"):
-        assert tokens.to_text(tokenizer).rows(name) == text.rows(name)
+    for tokens in (history.to_tokens(tokenizer), text.to_tokens(tokenizer)):
+        assert tokens.batch_size == batch_size
+        assert tokens.padded in (False, None)
+        for prompt, response, full in zip(*(tokens.rows(name) for name in ("prompt", "response", "full")), strict=True):
+            assert torch.equal(full, torch.cat([prompt, response]))
+            assert isinstance(full, torch.Tensor)
+        assert tokens.to_history(tokenizer).chats("full") == history.chats("full")
+        for name in ("prompt", "response", "full"):
+            assert tokens.to_text(tokenizer).rows(name) == text.rows(name)
 
 
 def test_only_the_prompt_is_converted_where_there_is_only_a_prompt(tokenizer):

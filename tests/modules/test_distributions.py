@@ -13,6 +13,7 @@ from llmrl.modules.llm.policies import distributions
 from llmrl.modules.llm.policies.base import Backend
 from llmrl.modules.llm.policies.distributions import TokenCategorical
 from llmrl.testing import FakeEngine, tiny_model
+from tests.support.causal_models import Bigram
 
 TEMPERATURE = 0.7
 
@@ -172,21 +173,13 @@ def test_nothing_chosen_is_no_error(policy):
 
 
 def test_a_model_of_one_piece_is_called_as_it_is():
-    class Whole(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table = torch.nn.Embedding(12, 12)
-
-        def forward(self, input_ids):
-            return self.table(input_ids)
-
     class Wrapper(LLMWrapperBase):
         def _build(self, model):
             scorer = torch.nn.Module()
             scorer.model = model
             return Backend(FakeEngine([torch.tensor([1])]), scorer, 0)
 
-    whole = Whole()
+    whole = Bigram(12)
     policy = Wrapper(whole, input_mode="tokens", generate=False)
     ids = torch.tensor([3, 4, 5])
     dist = policy.get_dist(TensorDict({"tokens": Tokens.from_rows({"full": [ids]})}, [1]))

@@ -46,9 +46,9 @@ def metaspace_tokenizer(template: str):
     return tokenizer
 
 
-def as_a_trained_model(renderer: Renderer, prompt: torch.Tensor, chat: list[dict[str, Any]]) -> torch.Tensor:
-    """What follows the prompt up to the end of the last answer, as the template writes it."""
-    [whole] = renderer.render([chat])
+def as_a_trained_model(renderer: Renderer, prompt: torch.Tensor, turn: int) -> torch.Tensor:
+    """The ids after the prompt up to the end of the last answer, as the template writes them."""
+    [whole] = renderer.render([spoken(turn)])
     assert whole.ids[: len(prompt)].tolist() == prompt.tolist()
     return whole.ids[len(prompt) : whole.spans[-1][1]]
 
@@ -89,11 +89,7 @@ KEEPING += [(name, "metaspace") for name in ("llama", "mistral", "gemma", "phi")
 @pytest.mark.parametrize(("name", "kind"), KEEPING)
 def test_a_sampled_conversation_is_one_stream_and_its_history_renders_as_it(name: str, kind: str):
     tokenizer = TOKENIZERS[kind](name)
-
-    def draw(renderer, prompt, turn):
-        return as_a_trained_model(renderer, prompt, spoken(turn))
-
-    policy, rows = sampled_turns(tokenizer, draw)
+    policy, rows = sampled_turns(tokenizer, as_a_trained_model)
     renderer = Renderer(tokenizer)
     assert policy.counters["rewritten"] == 0
     for turn, row in enumerate(rows):
@@ -110,11 +106,7 @@ def test_a_sampled_conversation_is_one_stream_and_its_history_renders_as_it(name
 @pytest.mark.parametrize("name", [name for name, row in _BUILT_IN.items() if row.rewrites])
 def test_where_the_past_is_rewritten_each_prompt_is_what_the_template_writes(name: str):
     tokenizer = tiny_tokenizer(template=name)
-
-    def draw(renderer, prompt, turn):
-        return as_a_trained_model(renderer, prompt, spoken(turn))
-
-    policy, rows = sampled_turns(tokenizer, draw)
+    policy, rows = sampled_turns(tokenizer, as_a_trained_model)
     for turn, row in enumerate(rows):
         asked = row["history"].full.to_chats()[:-1]
         assert policy.engine.prompts[turn].tolist() == Renderer(tokenizer).prompt_ids([asked])[0].tolist()

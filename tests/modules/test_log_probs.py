@@ -29,20 +29,17 @@ from transformers import (
 
 from llmrl.errors import ConfigError, ShapeError
 from llmrl.modules.llm import log_probs as module
-from llmrl.modules.llm import packing
 from llmrl.modules.llm.log_probs import TokenScorer, find_head_path, token_logprobs
+from llmrl.modules.llm.packing import why_not_packed
+from tests.support.causal_models import (
+    SMALL,
+    Bigram,
+    assert_same_gradients,
+    naive_scores,
+    sharpened,
+    weighted_gradients,
+)
 
-SMALL = {
-    "vocab_size": 37,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 ARCHITECTURES = {
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL)),
     "qwen2-tied": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL, tie_word_embeddings=True)),
@@ -61,11 +58,7 @@ ARCHITECTURES = {
 
 def build(name: str) -> nn.Module:
     torch.manual_seed(0)
-    model = ARCHITECTURES[name]()
-    for parameter in model.parameters():  # initial weights of 0.02 make almost uniform logits: nothing could go wrong
-        if parameter.ndim == 2:
-            parameter.data.mul_(10)
-    return model.eval()
+    return sharpened(ARCHITECTURES[name]())
 
 
 def batch(rows: int = 3, length: int = 9) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -78,28 +71,11 @@ def batch(rows: int = 3, length: int = 9) -> tuple[torch.Tensor, torch.Tensor, t
     return ids.masked_fill(~attention, 0), attention, select
 
 
-def naive(
-    model: nn.Module, ids: torch.Tensor, attention: torch.Tensor, select: torch.Tensor, temperature: float = 1.0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Full logits, row by row and without padding, in float32."""
-    log_probs, entropies = torch.zeros(ids.shape), torch.zeros(ids.shape)
-    for i in range(len(ids)):
-        real = attention[i]
-        logits = model(input_ids=ids[i][real][None]).logits[0, :-1].float() / temperature
-        log_p = logits.log_softmax(-1)
-        row, entropy = torch.zeros(int(real.sum())), torch.zeros(int(real.sum()))
-        row[1:] = log_p.gather(1, ids[i][real][1:, None]).squeeze(1)
-        entropy[1:] = -(log_p.exp() * log_p).sum(-1)
-        log_probs[i, real] = row
-        entropies[i, real] = entropy
-    return log_probs.masked_fill(~select, 0.0), entropies.masked_fill(~select, 0.0)
-
-
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_architecture_scores_like_its_own_logits_whatever_the_padding(name):
     model = build(name)
     ids, attention, select = batch()
-    expected, expected_entropy = naive(model, ids, attention, select, temperature=0.7)
+    expected, expected_entropy = naive_scores(model, ids, attention, select, temperature=0.7)
     right = token_logprobs(model, ids, attention, select, temperature=0.7, chunk=4, entropy=True)
     torch.testing.assert_close(right.log_probs, expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(right.entropy, expected_entropy, atol=1e-4, rtol=1e-4)
@@ -130,34 +106,17 @@ def test_the_probe_sees_a_soft_cap_that_the_configuration_does_not_announce():
         forward.__signature__ = inspect.signature(Qwen2ForCausalLM.forward)
 
     torch.manual_seed(0)
-    model = Capped(Qwen2Config(**SMALL)).eval()
-    for parameter in model.parameters():
-        parameter.data.mul_(10 if parameter.ndim == 2 else 1)
+    model = sharpened(Capped(Qwen2Config(**SMALL)))
     assert find_head_path(model) is None
     ids, attention, select = batch()
-    expected, expected_entropy = naive(model, ids, attention, select)
+    expected, expected_entropy = naive_scores(model, ids, attention, select)
     scores = token_logprobs(model, ids, attention, select, entropy=True)
     torch.testing.assert_close(scores.log_probs, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(scores.entropy, expected_entropy, atol=1e-5, rtol=1e-5)
-    expected_grads = gradients(model, naive(model, ids, attention, select))
-    assert_same_gradients(gradients(model, token_logprobs(model, ids, attention, select, entropy=True)), expected_grads)
-
-
-def gradients(model: nn.Module, scores: tuple[torch.Tensor, ...], with_entropy: bool = True) -> dict:
-    """Gradients of a weighted sum in which every token counts differently."""
-    weights = torch.linspace(-1, 2, scores[0].numel()).view_as(scores[0])
-    loss = (scores[0] * weights).sum() + (0.3 * (scores[1] * weights.flip(0)).sum() if with_entropy else 0.0)
-    model.zero_grad()
-    loss.backward()
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
-
-
-def assert_same_gradients(got: dict, expected: dict) -> None:
-    assert got.keys() == expected.keys()
-    for name, gradient in expected.items():
-        torch.testing.assert_close(
-            got[name], gradient, atol=1e-5, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
-        )
+    expected_grads = weighted_gradients(model, naive_scores(model, ids, attention, select))
+    assert_same_gradients(
+        weighted_gradients(model, token_logprobs(model, ids, attention, select, entropy=True)), expected_grads
+    )
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen2-tied", "gpt2", "gemma2", "cohere", "granite"])
@@ -165,9 +124,9 @@ def assert_same_gradients(got: dict, expected: dict) -> None:
 def test_gradients_equal_those_of_the_full_logits(name, with_entropy):
     model = build(name)
     ids, attention, select = batch()
-    expected = gradients(model, naive(model, ids, attention, select, 1.3), with_entropy)
+    expected = weighted_gradients(model, naive_scores(model, ids, attention, select, 1.3), with_entropy)
     scores = token_logprobs(model, ids, attention, select, temperature=1.3, chunk=3, entropy=with_entropy)
-    assert_same_gradients(gradients(model, scores, with_entropy), expected)
+    assert_same_gradients(weighted_gradients(model, scores, with_entropy), expected)
 
 
 def test_head_function_passes_gradcheck_in_float64():
@@ -196,19 +155,19 @@ def test_a_head_with_a_bias_or_an_adapter_is_scored_and_trained():
     for change in (lambda head: nn.Linear(16, 37, bias=True), Adapted):
         model = build("qwen2")
         model.lm_head = change(model.lm_head)
-        expected = gradients(model, naive(model, ids, attention, select))
+        expected = weighted_gradients(model, naive_scores(model, ids, attention, select))
         scores = token_logprobs(model, ids, attention, select, chunk=3, entropy=True)
-        assert_same_gradients(gradients(model, scores), expected)
+        assert_same_gradients(weighted_gradients(model, scores), expected)
 
 
 def test_a_frozen_head_gets_no_gradient_and_the_body_gets_the_same():
     model = build("qwen2")
     ids, attention, select = batch()
-    expected = gradients(model, naive(model, ids, attention, select))
+    expected = weighted_gradients(model, naive_scores(model, ids, attention, select))
     model.zero_grad(set_to_none=True)
     model.lm_head.weight.requires_grad_(False)
     model.lm_head.weight.grad = None
-    got = gradients(model, token_logprobs(model, ids, attention, select, entropy=True))
+    got = weighted_gradients(model, token_logprobs(model, ids, attention, select, entropy=True))
     assert "lm_head.weight" not in got
     expected.pop("lm_head.weight")
     assert_same_gradients(got, expected)
@@ -262,9 +221,10 @@ def test_a_token_without_a_predecessor_scores_zero_on_either_padding_side():
     assert (scores.log_probs[1, 1:] < 0).all()
 
 
+@pytest.mark.parametrize("packing", ["off", "on"])
 @pytest.mark.parametrize("name", ["qwen2", "qwen2-tied"])
-def test_nothing_selected_still_reaches_every_parameter(name):
-    scorer = TokenScorer(build(name))
+def test_nothing_selected_still_reaches_every_parameter(name, packing):
+    scorer = TokenScorer(build(name), packing=packing)
     ids, attention, select = batch()
     scores = scorer(ids, attention, torch.zeros_like(select), entropy=True)
     assert scores.log_probs.abs().sum() == 0
@@ -272,10 +232,9 @@ def test_nothing_selected_still_reaches_every_parameter(name):
     assert all(p.grad is not None and p.grad.abs().sum() == 0 for p in scorer.parameters())
 
 
-def test_scorer_is_the_function_and_probes_before_it_is_wrapped():
+def test_the_scorer_is_the_function_with_a_temperature():
     model = build("qwen2")
     scorer = TokenScorer(model, temperature=0.5)
-    assert model in packing._probed
     ids, attention, select = batch()
     got = scorer.token_scores(ids, attention, select)
     torch.testing.assert_close(got.log_probs, token_logprobs(model, ids, attention, select, temperature=0.5).log_probs)
@@ -285,38 +244,23 @@ def test_scorer_is_the_function_and_probes_before_it_is_wrapped():
     )
 
 
-def test_probing_leaves_the_training_flags_as_they_were():
-    model = build("gpt2").train()
-    model.transformer.h[0].eval()
-    flags = [m.training for m in model.modules()]
-    TokenScorer(model)
-    assert [m.training for m in model.modules()] == flags
-
-
 def test_a_head_that_is_replaced_after_the_probe_is_used():
     model = build("qwen2")
     ids, attention, select = batch()
     token_logprobs(model, ids, attention, select)
     model.lm_head = copy.deepcopy(model.lm_head)
     model.lm_head.weight.data.mul_(-1)
-    expected, _ = naive(model, ids, attention, select)
+    expected, _ = naive_scores(model, ids, attention, select)
     torch.testing.assert_close(token_logprobs(model, ids, attention, select).log_probs, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_any_module_that_returns_logits_can_be_scored():
-    class Bigram(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(37, 37)
-
-        def forward(self, input_ids):
-            return self.table(input_ids)
-
     model = Bigram()
+    assert "cannot be called apart" in why_not_packed(model)
     ids, attention, select = batch()
     expected = model.table.weight.log_softmax(-1)[ids[:, :-1], ids[:, 1:]]
-    got = token_logprobs(model, ids, attention, select).log_probs
-    torch.testing.assert_close(got[select], expected[select[:, 1:]])
+    for scores in (token_logprobs(model, ids, attention, select), TokenScorer(model)(ids, attention, select)):
+        torch.testing.assert_close(scores.log_probs[select], expected[select[:, 1:]])
 
 
 def test_wrong_arguments_name_what_must_hold():

@@ -120,16 +120,18 @@ def test_a_chain_of_tool_calls_keeps_its_thinking_and_its_record(tokenizer):
     assert policy.counters == {"rewritten": 0}
 
 
-@pytest.mark.parametrize("family", ["qwen", "llama3", "gemma"])
-def test_a_template_that_keeps_its_prefix_has_one_record(family):
-    policy = wrapper(tiny_tokenizer(template=family), [THINKING])
-    assert flags(talk(policy, 3)) == [[True], [False], [False]]
-    assert policy.counters == {"rewritten": 0}
-
-
-def test_gpt_oss_starts_a_record_with_every_turn_of_the_user():
-    policy = wrapper(tiny_tokenizer(template="gpt_oss"), ["<|channel|>final<|message|>It is 4."])
-    assert flags(talk(policy, 3)) == [[True], [True], [True]]
+@pytest.mark.parametrize(
+    ("family", "answer", "options", "expected"),
+    [
+        *[(family, THINKING, {}, [[True], [False], [False]]) for family in ("qwen", "llama3", "gemma")],
+        ("gpt_oss", "<|channel|>final<|message|>It is 4.", {}, [[True], [True], [True]]),
+        ("qwen", "It is 4.", {"prefer_tokens": False}, [[True], [True], [True]]),
+    ],
+)
+def test_the_template_decides_how_many_records_there_are(family, answer, options, expected):
+    policy = wrapper(tiny_tokenizer(template=family), [answer], **options)
+    assert flags(talk(policy, 3)) == expected
+    assert policy.counters == {"rewritten": 2 * (family == "gpt_oss")}
 
 
 def test_a_template_that_hides_answers_without_a_new_message_is_seen_too():
@@ -147,12 +149,6 @@ def test_it_can_be_an_error_that_names_the_way_out(tokenizer):
     assert flags(talk(wrapper(tokenizer, ["It is 4."], prefer_tokens="always"), 2)) == [[True], [False]]
     with pytest.raises(ConfigError, match="prefer_tokens must be True, False or 'always'"):
         wrapper(tokenizer, ["a"], prefer_tokens="never")
-
-
-def test_without_tokens_every_turn_is_a_record():
-    policy = wrapper(tiny_tokenizer(), ["It is 4."], prefer_tokens=False)
-    assert flags(talk(policy, 2)) == [[True], [True]]
-    assert policy.counters == {"rewritten": 0}
 
 
 def test_a_transform_that_edits_the_past_drops_the_tokens_and_starts_a_record():

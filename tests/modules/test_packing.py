@@ -29,48 +29,43 @@ from transformers import (
 from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.errors import ConfigError, ShapeError
 from llmrl.modules.llm import packing as module
-from llmrl.modules.llm.log_probs import TokenScorer, TokenScores, find_head_path, token_logprobs
+from llmrl.modules.llm.log_probs import TokenScorer, find_head_path, token_logprobs
 from llmrl.modules.llm.packing import lay_out, pack, why_not_packed
 from llmrl.objectives import total_loss
 from llmrl.objectives.llm import GRPOLoss, SFTLoss, count_step
 from llmrl.train.distributed import Session
 from llmrl.train.settings import OptimSettings, SFTConfig
 from llmrl.train.updater import Updater
+from tests.support.causal_models import (
+    SMALL,
+    VOCABULARY,
+    assert_same_gradients,
+    gradients,
+    naive_scores,
+    sharpened,
+    weighted_gradients,
+)
 
-VOCABULARY = 37
-SMALL = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+GROUPED = SMALL | {"num_key_value_heads": 1}
 GPT2 = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 2, "bos_token_id": 1, "eos_token_id": 2}
 DENSE = {
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**GPT2, n_positions=16)),  # as long as the longest row, no longer
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, head_dim=8)),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**GROUPED)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**GROUPED)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**GROUPED, head_dim=8)),
 }
 MODELS = DENSE | {
-    "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**SMALL, head_dim=8, sliding_window=4)),  # shorter than the rows
-    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=3, num_experts_per_tok=2)),
+    "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**GROUPED, head_dim=8, sliding_window=4)),  # shorter than the rows
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**GROUPED, num_local_experts=3, num_experts_per_tok=2)),
 }
 LENGTHS = [2, 16, 3, 7, 1, 5, 9, 4]
 
 
 def build(name: str, attention: str = "sdpa") -> nn.Module:
     torch.manual_seed(0)
-    model = MODELS[name]()
-    for parameter in model.parameters():  # initial weights of 0.02 make almost uniform logits: nothing could go wrong
-        if parameter.ndim == 2:
-            parameter.data.mul_(10)
+    model = sharpened(MODELS[name]())
     model.set_attn_implementation(attention)
-    return model.eval()
+    return model
 
 
 def sequences(lengths: list[int] = LENGTHS, seed: int = 1) -> list[torch.Tensor]:
@@ -83,37 +78,6 @@ def padded(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.
     ids = pad_rows(rows)
     attention = lengths_mask([len(row) for row in rows], ids.shape[1])
     return ids, attention, attention & (torch.arange(ids.shape[1]) % 5 != 3)
-
-
-def one_by_one(model: nn.Module, rows: list[torch.Tensor], select: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropies from the model's own logits, a sequence at a time."""
-    log_probs, entropies = torch.zeros(select.shape), torch.zeros(select.shape)
-    for i, row in enumerate(rows):
-        log_p = model(input_ids=row[None]).logits[0, :-1].log_softmax(-1)
-        log_probs[i, 1 : len(row)] = log_p.gather(1, row[1:, None]).squeeze(1)
-        entropies[i, 1 : len(row)] = -(log_p.exp() * log_p).sum(-1)
-    return log_probs.masked_fill(~select, 0.0), entropies.masked_fill(~select, 0.0)
-
-
-def gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
-    model.zero_grad(set_to_none=True)
-    loss.backward()
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
-
-
-def weighted(scores: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """A sum in which every token counts differently."""
-    weight = torch.linspace(-1, 2, scores[0].numel()).view_as(scores[0])
-    return (scores[0] * weight).sum() + 0.3 * (scores[1] * weight.flip(0)).sum()
-
-
-def assert_same_gradients(got: dict, expected: dict, atol: float = 1e-5) -> None:
-    assert got.keys() == expected.keys()
-    scale = max(1.0, *(float(gradient.abs().max()) for gradient in expected.values()))
-    for name, gradient in expected.items():
-        torch.testing.assert_close(
-            got[name], gradient, atol=atol * scale, rtol=0, msg=lambda text, n=name: f"{n} {text}"
-        )
 
 
 def shapes_seen(model: nn.Module) -> list[tuple[int, ...]]:
@@ -190,14 +154,14 @@ def test_packed_equals_one_by_one_in_log_probs_entropy_and_gradients(name: str, 
     assert why_not_packed(model) is None
     rows = sequences()
     ids, mask, select = padded(rows)
-    expected = one_by_one(model, rows, select)
+    expected = naive_scores(model, ids, mask, select)
     seen = shapes_seen(model)
     scores = token_logprobs(model, ids, mask, select, entropy=True, packing="on")
     assert seen == [(3, 16)], "the body must see three packs, not eight padded rows"
     torch.testing.assert_close(scores.log_probs, expected[0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(scores.entropy, expected[1], atol=1e-5, rtol=1e-5)
-    got = gradients(model, weighted((scores.log_probs, scores.entropy)))
-    assert_same_gradients(got, gradients(model, weighted(expected)))
+    got = weighted_gradients(model, scores)
+    assert_same_gradients(got, weighted_gradients(model, expected))
     unpacked = token_logprobs(model, ids, mask, select, packing="off")
     assert scores.top1.tolist() == unpacked.top1.tolist()
 
@@ -214,15 +178,6 @@ def test_padding_on_the_left_and_in_the_middle_is_packed_away():
     assert seen == [(2, 9), (3, 12)]
     for got, expected in zip(on[:2], off[:2], strict=True):
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
-
-
-def test_the_first_token_of_each_row_is_not_predicted_from_the_row_before_it():
-    model = build("llama")
-    ids, mask, _ = padded(sequences())
-    scores = token_logprobs(model, ids, mask, mask, entropy=True, packing="on")
-    assert (scores.log_probs[:, 0] == 0).all()
-    assert (scores.entropy[:, 0] == 0).all()
-    assert (scores.log_probs[:, 1:][mask[:, 1:]] < 0).all()
 
 
 @given(st.lists(st.integers(2, 9), min_size=2, max_size=5), st.data())
@@ -349,14 +304,6 @@ def test_a_step_of_the_recipes_has_one_switch_and_one_result():
         assert (loss, norm) == pytest.approx(results[0][1:], abs=1e-6, rel=1e-6)
 
 
-def test_gradients_reach_every_parameter_where_nothing_is_selected():
-    scorer = TokenScorer(build("qwen2"), packing="on")
-    ids, mask, _ = padded(sequences())
-    scores: TokenScores = scorer(ids, mask, torch.zeros_like(mask), entropy=True)
-    scores.log_probs.sum().backward()
-    assert all(p.grad is not None and not p.grad.any() for p in scorer.parameters())
-
-
 # ---------------------------------------------------------------------------------------------- models that do not pack
 
 
@@ -428,21 +375,6 @@ def test_a_model_that_fails_without_a_mask_is_padded(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(body, "forward", needs_a_mask)
     assert_stays_padded(model, "it fails on packed rows: AttributeError")
-
-
-def test_a_module_that_is_no_hugging_face_model_is_padded():
-    class Bigram(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(VOCABULARY, VOCABULARY)
-
-        def forward(self, input_ids):
-            return self.table(input_ids)
-
-    model = Bigram()
-    assert "cannot be called apart" in why_not_packed(model)
-    ids, mask, select = padded(sequences())
-    assert TokenScorer(model).token_scores(ids, mask, select).log_probs.isfinite().all()
 
 
 def test_trying_a_model_leaves_its_mode_and_the_random_state_alone():

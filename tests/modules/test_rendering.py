@@ -49,6 +49,12 @@ def test_mask_covers_exactly_the_answers_and_their_end_of_turn(renderer: Rendere
     assert row.assistant_mask.nonzero().flatten().tolist() == [
         t for start, stop in row.spans for t in range(start, stop)
     ]
+    for turn, (start, _) in zip((1, 3), row.spans, strict=True):  # each begins where the generation prompt ends
+        [prompt] = renderer.prompt_ids([CHAT[:turn]])
+        assert row.ids[:start].tolist() == prompt.tolist()
+    report = renderer.check()
+    assert report.stop_token_trained
+    assert 0 < report.trained_share < 1
 
 
 def test_spans_do_not_come_from_looking_for_the_answers_text(renderer: Renderer):
@@ -62,19 +68,6 @@ def test_spans_do_not_come_from_looking_for_the_answers_text(renderer: Renderer)
     assert [span.strip() for span in decoded_spans(renderer, chat)] == ["It is 42." + renderer.codec.end_of_turn] * 2
     [second_prompt] = renderer.prompt_ids([chat[:3]])
     assert row.spans[1][0] == len(second_prompt)
-
-
-def test_trained_span_starts_where_the_generation_prompt_ends(renderer: Renderer):
-    [row] = renderer.render([CHAT])
-    for turn, (start, _) in zip((1, 3), row.spans, strict=True):
-        [prompt] = renderer.prompt_ids([CHAT[:turn]])
-        assert row.ids[:start].tolist() == prompt.tolist()
-
-
-def test_report_says_that_the_stop_token_is_trained(renderer: Renderer):
-    report = renderer.check()
-    assert report.stop_token_trained
-    assert 0 < report.trained_share < 1
 
 
 def test_without_end_of_turn_the_mask_stops_at_the_content():

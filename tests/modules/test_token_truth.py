@@ -112,15 +112,18 @@ def test_a_thousand_random_sequences_reach_the_loss_as_they_were_sampled(tokeniz
 
 @pytest.mark.parametrize("pad_output", [False, True])
 def test_five_turns_with_tools_store_the_ids_that_the_engine_saw(tokenizer, pad_output):
-    num, num_turns = 20, 5
-    answers = random_ids(tokenizer, num * num_turns, seed=1)
-    engine = Recorder(answers, tokenizer=tokenizer)
-    policy = LLMWrapperBase(engine, tokenizer=tokenizer, pad_output=pad_output)
+    num, num_turns, limit = 20, 5, 12
+    engine = Recorder(random_ids(tokenizer, num * num_turns, seed=1), tokenizer=tokenizer)
+    options = {"max_new_tokens": limit}
+    policy = LLMWrapperBase(engine, tokenizer=tokenizer, pad_output=pad_output, generate_kwargs=options)
 
     def tool(turn):
         return {"role": "tool" if turn % 2 else "user", "content": f"result\n\n{turn} é  "}
 
     td = dialog(policy, [f"Question {row}" for row in range(num)], num_turns, tool)
+    cut_off = [len(ids) == limit and ids[-1] != tokenizer.eos_token_id for _, ids, _ in engine.drawn]
+    assert any(cut_off)
+    assert not all(cut_off)
     found = through_buffer_and_loss(td, batch_size=10)
     for row in range(num):
         turns = engine.drawn[row::num]
@@ -131,7 +134,8 @@ def test_five_turns_with_tools_store_the_ids_that_the_engine_saw(tokenizer, pad_
             assert torch.equal(seen[: len(prompt) + len(ids)], torch.cat([prompt, ids]))
         assert torch.equal(seen[trained], torch.cat([ids for _, ids, _ in turns]))
         assert torch.equal(behaviour[behaviour != 0], torch.cat([log_probs for _, _, log_probs in turns]))
-        assert "result\n\n3 é  " in tokenizer.decode(seen)
+        assert "result\n\n3 é  " in (text := tokenizer.decode(seen))
+        assert td["text"].rows("full")[row] == text
 
 
 @pytest.mark.parametrize("mode", ["text", "tokens"])

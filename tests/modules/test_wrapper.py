@@ -21,7 +21,7 @@ from llmrl.modules.llm import (
 )
 from llmrl.modules.llm.policies import LLMWrapperBase
 from llmrl.modules.llm.rendering import Renderer
-from llmrl.testing import FakeEngine, ScriptedPolicy, tiny_tokenizer
+from llmrl.testing import FakeEngine, tiny_tokenizer
 from tests.support.conversations import QUESTIONS, chats, fake_policy, history_td, rows
 
 
@@ -208,12 +208,6 @@ def test_an_inplace_call_does_not_change_the_prompt(tokenizer):
     td = history_td(chats())
     fake_policy(tokenizer, ["a"])(td)
     assert td["history"].prompt.to_chats() == chats()
-
-
-def test_scripted_policy_answers_histories(tokenizer):
-    td = ScriptedPolicy(lambda chat: chat[-1]["content"].upper())(history_td(chats()))
-    assert td["history"].full.to_chats()[1][-1] == {"role": "assistant", "content": "WHAT IS 12 + 30?"}
-    assert td["stop_reason"].tolist() == [StopReason.EOS] * 3
 
 
 # --- log-probs: generation and scoring agree --------------------------------------------------------------------------

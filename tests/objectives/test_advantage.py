@@ -91,17 +91,25 @@ PROMPTS = ["a", "b", "a", "b"]
 @pytest.mark.parametrize(
     "query",
     [
+        PROMPTS,
         np.array(PROMPTS),
         np.array(PROMPTS, dtype=object),
         NonTensorStack(*map(np.str_, PROMPTS)),
         NonTensorStack(*[np.array([prompt], dtype=object) for prompt in PROMPTS]),
     ],
-    ids=["array", "objects", "scalars", "arrays of one"],
+    ids=["texts", "array", "objects", "scalars", "arrays of one"],
 )
-def test_prompts_may_be_strings_of_numpy(query):
-    given = batch([0] * 4, [0.0, 1.0, 2.0, 5.0], query=query)
-    out = MCAdvantage(2, prompt_key="query", scale="none").inv(given)
+def test_prompts_may_be_texts_or_strings_of_numpy(query):
+    given = batch([0] * 4, [0.0, 1.0, 2.0, 5.0]).exclude("group_id")
+    given["query"] = query
+    out = MCAdvantage(2, scale="none").inv(given)
     assert out["advantage"].flatten().tolist() == [-1.0, -2.0, 1.0, 2.0]
+    assert [str(np.asarray(prompt).item()) for prompt in out["query"]] == PROMPTS
+
+
+def test_more_rows_of_a_prompt_than_a_group_are_several_groups_in_order_of_arrival():
+    out = MCAdvantage(2, scale="none").inv(batch([0] * 4, [0.0, 1.0, 4.0, 2.0]))
+    assert out["advantage"].flatten().tolist() == [-0.5, 0.5, 1.0, -1.0]
 
 
 def test_groups_that_lie_interleaved_are_kept_apart():
@@ -193,15 +201,6 @@ def test_completions_by_different_weights_are_no_group():
     mixed = batch([1, 1], [0.0, 1.0], policy_version=torch.tensor([1, 2]))
     assert MCAdvantage(2).inv(mixed) is None
     assert MCAdvantage(2, policy_version_key=None).inv(mixed) is not None
-
-
-def test_prompts_as_text():
-    given = batch([0, 0, 0, 0], [0.0, 1.0, 4.0, 2.0]).exclude("group_id")
-    for prompts, expected in ((PROMPTS, [-2.0, -0.5, 2.0, 0.5]), (["a"] * 4, [-0.5, 0.5, 1.0, -1.0])):
-        given["query"] = prompts  # four equal ones: two groups of one prompt, in order of arrival
-        out = MCAdvantage(2, scale="none").inv(given)
-        assert out["advantage"].flatten().tolist() == expected
-        assert list(out["query"]) == prompts
 
 
 def test_the_queue_is_bounded_and_says_what_it_gave_up(caplog):

@@ -285,20 +285,6 @@ def test_rendered_text_parses_back():
     assert batch.shape == (2, 5)
 
 
-def test_rendered_tool_calls_parse_back():
-    chat = [
-        user("q"),
-        assistant("Let me see.", tool_calls=[CALL, CALL]),
-        {"role": "tool", "content": "1"},
-        {"role": "tool", "content": "2\n3"},
-        assistant("", tool_calls=[CALL]),
-        {"role": "tool", "content": "{}"},
-        assistant("done"),
-    ]
-    text = History.from_messages(chat).apply_chat_template(chat_template_name="qwen", add_generation_prompt=False)
-    assert History.from_text(text).to_chats() == chat
-
-
 def test_malformed_tool_call_stays_in_the_content():
     for body in ("{not json", "[1]", '{"arguments": {}}', "5"):
         content = f"x\n<tool_call>\n{body}\n</tool_call>"

@@ -171,22 +171,6 @@ def test_built_in_template_can_be_replaced_by_yours():
         add_chat_template("llama", TEMPLATE)
 
 
-@pytest.mark.parametrize("name", ["chatml_format", "qwen"])
-def test_built_in_text_begins_with_the_text_of_shorter_conversations(name: str):
-    chat = [
-        {"role": "system", "content": "S"},
-        {"role": "user", "content": "U"},
-        {"role": "assistant", "content": "<think>t</think>A"},
-        {"role": "user", "content": "V"},
-        {"role": "assistant", "content": "B"},
-    ]
-    whole = History.from_messages(chat).apply_chat_template(chat_template_name=name, add_generation_prompt=False)
-    for length in range(1, len(chat)):
-        shorter = History.from_messages(chat[:length])
-        prompts = chat[length]["role"] == "assistant"
-        assert whole.startswith(shorter.apply_chat_template(chat_template_name=name, add_generation_prompt=prompts))
-
-
 def test_a_parser_that_fails_is_named_with_the_text():
     def parse(text: str) -> History:
         return lazy_stack([History(role="user", content=turn) for turn in text.split("[user]")[1:]])
