@@ -20,6 +20,7 @@ from tensordict import (
 )
 from torch import Tensor
 
+from llmrl.data.ragged.tensordicts import dim_names, inner, new_tensordict, rewrap
 from llmrl.errors import MissingKeyError, ShapeError
 
 __all__ = ["fill_missing", "present_keys", "put_rows", "shallow_copy", "stack_steps"]
@@ -35,7 +36,7 @@ def shallow_copy(td: TensorDictBase, without: Collection[str] = ()) -> TensorDic
     if type(td) is not TensorDict:
         return td.exclude(*without)
     entries = {key: value for key, value in td.items() if key not in without}
-    return TensorDict._new_unsafe(entries, batch_size=td.batch_size, device=td.device, names=_names(td))
+    return new_tensordict(entries, td.batch_size, td.device, dim_names(td))
 
 
 def fill_missing(td: TensorDictBase, other: TensorDictBase) -> None:
@@ -79,14 +80,10 @@ def stack_steps(steps: Sequence[TensorDictBase]) -> TensorDictBase:
     if all(_is_dense(step) for step in steps):
         out = TensorDict.maybe_dense_stack(list(steps), dim)
         if type(out) is TensorDict:
-            out.names = [*(_names(steps[0]) or [None] * dim), "time"]
+            out.names = [*(dim_names(steps[0]) or [None] * dim), "time"]
             return out
     # named as it is made: naming the finished stack would go down to every row of every entry
     return LazyStackedTensorDict.lazy_stack(list(steps), dim, stack_dim_name="time")
-
-
-def _names(td: TensorDictBase) -> list[str | None] | None:
-    return td.names if td._has_names() else None
 
 
 def _is_dense(value: Any) -> bool:
@@ -105,8 +102,7 @@ def _replaced(old: Any, rows: Tensor, new: Any, reader: str) -> Any:
     if isinstance(old, (NonTensorData, NonTensorStack)):
         return NonTensorStack(*_merged(_members(old), rows, _members(new)))
     if is_tensorclass(old):
-        inner = _replaced(old._tensordict, rows, new._tensordict if is_tensorclass(new) else new, reader)
-        return type(old)._from_tensordict(inner, dict(old._non_tensordict))
+        return rewrap(old, _replaced(inner(old), rows, inner(new), reader))
     merged = _merged(_members(old), rows, _members(new))
     return LazyStackedTensorDict.lazy_stack(merged, 0)
 

@@ -28,6 +28,7 @@ from llmrl.errors import ShapeError
 __all__ = [
     "column",
     "column_values",
+    "dim_names",
     "fill",
     "inner",
     "new_tensordict",
@@ -36,6 +37,7 @@ __all__ = [
     "rewrap",
     "row_values",
     "stack_cells",
+    "wrap",
 ]
 
 C = TypeVar("C")
@@ -43,15 +45,23 @@ _SCALAR = torch.Size([])
 
 
 def new_tensordict(
-    entries: dict[str, Any], batch_size: Sequence[int] = _SCALAR, device: torch.device | None = None
+    entries: dict[str, Any],
+    batch_size: Sequence[int] = _SCALAR,
+    device: torch.device | None = None,
+    names: Sequence[str | None] | None = None,
 ) -> TensorDict:
     """A TensorDict that keeps this very dict of entries, which must fit the batch size and the device."""
-    return TensorDict._new_unsafe(entries, batch_size=torch.Size(batch_size), device=device)
+    return TensorDict._new_unsafe(entries, batch_size=torch.Size(batch_size), device=device, names=names)
 
 
-def inner(collection: Any) -> TensorDictBase:
-    """The tensordict of a tensorclass; a tensordict itself."""
-    return collection if isinstance(collection, TensorDictBase) else collection._tensordict
+def dim_names(td: TensorDictBase) -> list[str | None] | None:
+    """The names of the batch dimensions; None where none has a name."""
+    return td.names if td._has_names() else None
+
+
+def inner(collection: Any) -> Any:
+    """The tensordict of a tensorclass; a tensordict itself, and None, as they are."""
+    return collection if collection is None or isinstance(collection, TensorDictBase) else collection._tensordict
 
 
 def fill(collection: Any, td: TensorDictBase) -> None:
@@ -62,7 +72,12 @@ def fill(collection: Any, td: TensorDictBase) -> None:
 
 def rewrap(like: C, td: TensorDictBase) -> C:
     """A tensorclass of the type of ``like``, with its non-tensor fields, around another tensordict."""
-    return type(like)._from_tensordict(td, dict(like._non_tensordict))
+    return wrap(type(like), td, dict(like._non_tensordict))
+
+
+def wrap(cls: type[C], td: TensorDictBase, fields: dict[str, Any] | None = None) -> C:
+    """A tensorclass of this type around a tensordict, with these non-tensor fields."""
+    return cls._from_tensordict(td, fields)
 
 
 def non_tensor(value: Any) -> NonTensorData:

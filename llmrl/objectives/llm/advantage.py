@@ -14,7 +14,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
-from llmrl.data.ragged.tensordicts import row_values
+from llmrl.data.ragged.tensordicts import new_tensordict, row_values
 from llmrl.data.replay_buffers.rows import Row, from_rows, to_rows
 from llmrl.envs.transforms.base import Transform
 from llmrl.errors import DataError, MissingKeyError, ShapeError
@@ -446,4 +446,4 @@ def _with_entry(td: TensorDict, key: NestedKey, value: Tensor) -> TensorDict:
         inner = TensorDict({}, batch_size=td.batch_size, device=td.device) if inner is None else inner
         value = _with_entry(inner, rest, value)
     entries[name] = value
-    return TensorDict._new_unsafe(entries, batch_size=td.batch_size, device=td.device)
+    return new_tensordict(entries, td.batch_size, td.device)

@@ -8,12 +8,12 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import Tensor
 
+from llmrl.data.ragged.tensordicts import inner, rewrap
 from llmrl.envs.llm.completions import ScoringTransform
 from llmrl.envs.td_ops import present_keys, shallow_copy
 from llmrl.envs.transforms.base import Transform
 from llmrl.errors import ConfigError, MissingKeyError
 from llmrl.modules.llm.engines import StopReason
-from llmrl.modules.llm.policies.rows import entries
 
 __all__ = ["LengthPenalty", "MaskTruncated", "OverlongShaping"]
 
@@ -142,17 +142,17 @@ def response_lengths(td: TensorDictBase, who: str) -> Tensor:
 
 
 def _without_assistant(masks: TensorDictBase, cut_B: Tensor) -> TensorDictBase:
-    inner = entries(masks)
-    if isinstance(inner, LazyStackedTensorDict):
-        rows = inner.unbind(0)
+    held = inner(masks)
+    if isinstance(held, LazyStackedTensorDict):
+        rows = held.unbind(0)
         for number in cut_B.nonzero().flatten().tolist():
             rows = [*rows[:number], shallow_copy(rows[number]), *rows[number + 1 :]]
             rows[number].set("all_assistant_mask", torch.zeros_like(rows[number].get("all_assistant_mask")))
         changed = LazyStackedTensorDict(*rows)
     else:
-        changed = shallow_copy(inner)
-        mask_BT = inner.get("all_assistant_mask")
+        changed = shallow_copy(held)
+        mask_BT = held.get("all_assistant_mask")
         changed.set("all_assistant_mask", mask_BT & ~cut_B.to(mask_BT.device)[:, None])
-    if inner is masks:
+    if held is masks:
         return changed
-    return type(masks)._from_tensordict(changed, dict(masks._non_tensordict))
+    return rewrap(masks, changed)

@@ -16,10 +16,11 @@ from tensordict import TensorDictBase, is_non_tensor
 from torch import Tensor
 
 from llmrl.data.llm.chat import History
+from llmrl.data.ragged.tensordicts import inner
 from llmrl.errors import ConfigError, RewriteError, RolloutError, ShapeError, did_you_mean
 from llmrl.modules.llm.engines import StopReason
 from llmrl.modules.llm.policies.containers import decode_rows, history_chats
-from llmrl.modules.llm.policies.rows import Key, attention_rows, entries, field_rows, find_holder, is_ragged, kept_parts
+from llmrl.modules.llm.policies.rows import Key, attention_rows, field_rows, find_holder, is_ragged, kept_parts
 from llmrl.modules.llm.rendering import is_open
 from llmrl.modules.llm.token_stream import TokenStream
 
@@ -110,9 +111,9 @@ class Mode(ABC):
         stream = TokenStream.read(td, keys=keys)
         if stream is None or stream.covered is None:
             return None
-        if "response" not in entries(td.get(keys["tokens"])).keys():
+        if "response" not in inner(td.get(keys["tokens"])).keys():
             return stream
-        view = entries(td.get(keys[self.name], None))
+        view = inner(td.get(keys[self.name], None))
         if stream.assistant_mask is None or view is None or "full" not in view.keys():
             # This very prompt was answered before, and is rendered again; or the ids are those of the turn before, left
             # behind where those of this turn were dropped: a new record.
@@ -196,7 +197,7 @@ class HistoryMode(Mode):
         return Prompts(history_chats(flat, 1, asks=True), flat)
 
     def carried_texts(self, td: TensorDictBase, keys: Mapping[str, str], stream: TokenStream) -> list[str] | None:
-        text = entries(td.get(keys["text"], None))
+        text = inner(td.get(keys["text"], None))
         rows = None if text is None else field_rows(text, "prompt")
         return None if rows is None else [row if len(ids) else "" for row, ids in zip(rows, stream.ids, strict=True)]
 

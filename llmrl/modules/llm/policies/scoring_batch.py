@@ -15,6 +15,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from llmrl.data.ragged.padding import lengths_mask, pad_rows
+from llmrl.data.ragged.tensordicts import inner
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError, did_you_mean
 from llmrl.modules.llm.policies.containers import decode_rows, make_containers
 from llmrl.modules.llm.policies.modes import Mode
@@ -22,7 +23,6 @@ from llmrl.modules.llm.policies.rows import (
     Key,
     Padding,
     attention_rows,
-    entries,
     field_rows,
     is_ragged,
     kept_parts,
@@ -62,7 +62,7 @@ class Conversations:
 
         Raises  MissingInputError, TypeError, ShapeError
         """
-        tokens, masks = (entries(td.get(keys[name], None)) for name in ("tokens", "masks"))
+        tokens, masks = (inner(td.get(keys[name], None)) for name in ("tokens", "masks"))
         full_key = (keys["tokens"], "full")
         elsewhere = mode.name == "tokens" and input_key not in (full_key, list(full_key))
         if elsewhere or tokens is None or "full" not in tokens.keys():
@@ -122,7 +122,7 @@ class Conversations:
         views = {
             name: view
             for name, view in views.items()
-            if view is not None and (name in ("tokens", "masks") or "full" in entries(view).keys())
+            if view is not None and (name in ("tokens", "masks") or "full" in inner(view).keys())
         }
         columns: dict[str, dict[str, Any]] = {}
         read = None if self.given else mode.read(td, input_key)
