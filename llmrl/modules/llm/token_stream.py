@@ -125,7 +125,8 @@ class TokenStream:
             values = getattr(self, name)
             if values is None or (keep_ids and name in ("ids", "covered")):
                 return values
-            return [_empty(value) if row in rows else value for row, value in enumerate(values)]
+            nothing = values[0][:0] if values and isinstance(values[0], Tensor) else 0
+            return [nothing if row in rows else value for row, value in enumerate(values)]
 
         return replace(self, **{name: emptied(name) for name in _FIELDS})
 
@@ -207,10 +208,6 @@ def _split(flat: Tensor, lengths: list[int]) -> list[Tensor]:
 
 def _joined(first: list[Tensor], second: list[Tensor]) -> list[Tensor]:
     return [torch.cat(pair) for pair in zip(first, second, strict=True)]
-
-
-def _empty(value: Any) -> Any:
-    return value[:0] if isinstance(value, Tensor) else 0
 
 
 def _zeros_behind(rows: list[Tensor] | None, lengths: list[int], name: str) -> list[Tensor] | None:

@@ -17,6 +17,7 @@ from tensordict import NonTensorStack, TensorClass, TensorDict
 from torch import Tensor
 
 from llmrl.data.llm.chat import History
+from llmrl.data.llm.spans import rows_to_tensors
 from llmrl.data.ragged.stack import stack_columns
 from llmrl.data.ragged.tensordicts import fill, inner, wrap
 from llmrl.data.specs import Categorical, Composite, NonTensor, TensorSpec, Unbounded
@@ -167,7 +168,7 @@ class Text(_Rows, TensorClass["nocast"]):
                 "Text.to_tokens: Padding is not yet supported: rows stay apart, pad what you read from them."
             )
         encoded = _converted(
-            self._parts(), lambda texts: _tensors(tokenizer(texts, add_special_tokens=False)["input_ids"])
+            self._parts(), lambda texts: rows_to_tensors(tokenizer(texts, add_special_tokens=False)["input_ids"])
         )
         if encoded.keys() == {"prompt", "response"}:
             encoded["full"] = [torch.cat(pair) for pair in zip(*encoded.values(), strict=True)]
@@ -232,7 +233,7 @@ class ChatHistory(_Rows, TensorClass["nocast"]):
         if prompts is not None:
             columns["prompt"] = renderer.prompt_ids(prompts)
         if fulls is not None:
-            columns["full"] = _tensors(renderer.codec.encode(renderer.codec.render(fulls)))
+            columns["full"] = rows_to_tensors(renderer.codec.encode(renderer.codec.render(fulls)))
         if len(columns) == 2:
             columns["response"] = [_beyond(*pair, row) for row, pair in enumerate(zip(*columns.values(), strict=True))]
         return Tokens.from_rows(columns, self.batch_size)
@@ -354,10 +355,6 @@ def history_chats(history: History, batch_ndim: int, *, asks: bool = False) -> l
 
 def _renderer(tokenizer: PreTrainedTokenizerBase | Renderer) -> Renderer:
     return tokenizer if isinstance(tokenizer, Renderer) else Renderer(tokenizer)
-
-
-def _tensors(rows: Sequence[Sequence[int]]) -> list[Tensor]:
-    return [torch.tensor(row, dtype=torch.int64) for row in rows]
 
 
 def decode_rows(tokenizer: PreTrainedTokenizerBase, rows: list[list[int]]) -> list[str]:

@@ -205,14 +205,7 @@ class HistoryMode(Mode):
         return self.renderer.prompt_ids(rows)
 
     def extend(self, stream: TokenStream, rows: Sequence[Any]) -> list[Tensor | RewriteError]:
-        num_new = [len(chat) - covered for chat, covered in zip(rows, stream.covered, strict=True)]
-        if min(num_new) < 0:
-            row = num_new.index(min(num_new))
-            raise RolloutError(
-                f"LLM wrapper: a conversation only grows: row {row} has {len(rows[row])} messages, its tokens cover "
-                f"{stream.covered[row]}; what rewrites the past must drop ('tokens', 'prompt') too."
-            )
-        return self.renderer.try_extend(stream.ids, rows, num_new)
+        return self.renderer.try_extend(stream.ids, rows, _num_new(rows, stream.covered, "messages"))
 
     def encode_full(self, rows: Sequence[Any]) -> tuple[list[Tensor], list[Tensor] | None]:
         rendered = self.renderer.render(rows)
@@ -261,13 +254,8 @@ class TextMode(Mode):
         return _tokenise(self.tokenizer, rows, self.tokenizer_kwargs)
 
     def extend(self, stream: TokenStream, rows: Sequence[Any]) -> list[Tensor]:
-        for row, (text, covered) in enumerate(zip(rows, stream.covered, strict=True)):
-            if len(text) < covered:
-                raise RolloutError(
-                    f"LLM wrapper: a text only grows: row {row} has {len(text)} characters, its tokens cover "
-                    f"{covered}; what rewrites the past must drop ('tokens', 'prompt') too."
-                )
-        added = [text[covered:] for text, covered in zip(rows, stream.covered, strict=True)]
+        added_chars = _num_new(rows, stream.covered, "characters")
+        added = [text[len(text) - num :] for text, num in zip(rows, added_chars, strict=True)]
         return _tokenise(self.tokenizer, added, {**self.tokenizer_kwargs, "add_special_tokens": False})
 
     def encode_full(self, rows: Sequence[Any]) -> tuple[list[Tensor], list[Tensor] | None]:
@@ -370,6 +358,18 @@ def _tokenise(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], options:
     unique = list(dict.fromkeys(texts))
     encoded = dict(zip(unique, tokenizer(unique, **options)["input_ids"], strict=True)) if unique else {}
     return [torch.tensor(encoded[text], dtype=torch.int64) for text in texts]
+
+
+def _num_new(rows: Sequence[Any], covered: Sequence[int], unit: str) -> list[int]:
+    """The messages or characters of each row that its stream does not cover. Raises RolloutError for fewer than it."""
+    num_new = [len(value) - known for value, known in zip(rows, covered, strict=True)]
+    if num_new and min(num_new) < 0:
+        row = num_new.index(min(num_new))
+        raise RolloutError(
+            f"LLM wrapper: a conversation only grows: row {row} has {len(rows[row])} {unit}, its tokens cover "
+            f"{covered[row]}; what rewrites the past must drop ('tokens', 'prompt') too."
+        )
+    return num_new
 
 
 def _with_turn(full: History, chat: list[dict[str, Any]], messages: list[dict[str, Any]]) -> History:
