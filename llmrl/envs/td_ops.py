@@ -20,15 +20,10 @@ from tensordict import (
 )
 from torch import Tensor
 
-from llmrl.data.ragged.tensordicts import dim_names, inner, new_tensordict, rewrap
+from llmrl.data.ragged.tensordicts import dim_names, inner, new_tensordict, present_keys, rewrap
 from llmrl.errors import MissingKeyError, ShapeError
 
 __all__ = ["fill_missing", "present_keys", "put_rows", "shallow_copy", "stack_steps"]
-
-
-def present_keys(td: TensorDictBase) -> str:
-    """The root keys of ``td`` as an error message lists them."""
-    return ", ".join(sorted(map(repr, td.keys()))) or "none"
 
 
 def shallow_copy(td: TensorDictBase, without: Collection[str] = ()) -> TensorDictBase:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from tensordict import (
     LazyStackedTensorDict,
+    NestedKey,
     NonTensorData,
     NonTensorStack,
     TensorDict,
@@ -23,7 +24,7 @@ from tensordict import (
 )
 from torch import Tensor
 
-from llmrl.errors import ShapeError
+from llmrl.errors import MissingKeyError, ShapeError
 
 __all__ = [
     "column",
@@ -34,6 +35,8 @@ __all__ = [
     "new_tensordict",
     "non_tensor",
     "plain_value",
+    "present_keys",
+    "required",
     "rewrap",
     "row_values",
     "stack_cells",
@@ -71,8 +74,10 @@ def fill(collection: Any, td: TensorDictBase) -> None:
 
 
 def rewrap(like: C, td: TensorDictBase) -> C:
-    """A tensorclass of the type of ``like``, with its non-tensor fields, around another tensordict."""
-    return wrap(type(like), td, dict(like._non_tensordict))
+    """A tensorclass of the type of ``like``, with its non-tensor fields, around another tensordict; that tensordict
+    itself where ``like`` is one too.
+    """
+    return td if isinstance(like, TensorDictBase) else wrap(type(like), td, dict(like._non_tensordict))
 
 
 def wrap(cls: type[C], td: TensorDictBase, fields: dict[str, Any] | None = None) -> C:
@@ -134,6 +139,22 @@ def column_values(td: TensorDictBase, key: str) -> list[Any] | None:
     if isinstance(value, NonTensorData):
         return [value.data] * (td.batch_size[0] if td.batch_size else 1)
     return value.tolist() if isinstance(value, Tensor) else list(value)
+
+
+def present_keys(td: TensorDictBase) -> str:
+    """The root keys of ``td`` as an error message lists them."""
+    return ", ".join(sorted(map(repr, td.keys()))) or "none"
+
+
+def required(td: TensorDictBase, key: NestedKey, who: str, missing: str = "", *, as_list: bool = False) -> Any:
+    """An entry of a batch; with ``as_list`` ragged rows come as a list. Raises MissingKeyError, where ``missing`` may
+    say what the entry is.
+    """
+    value = td.get(key, None, as_list=as_list)
+    if value is None:
+        what = f"{missing}: " if missing else ""
+        raise MissingKeyError(f"{who}: {what}{key!r} must be in the batch; keys present: {present_keys(td)}.")
+    return value
 
 
 def row_values(values: Any, rows: int, reader: str) -> list[Hashable]:

@@ -295,4 +295,4 @@ def _mark(td: TensorDictBase, start_B: Tensor) -> None:
         held = stack_columns({**columns, "trained_from": start_B}, td.batch_size)
     else:
         held = held.copy().set("trained_from", start_B)
-    td.set("masks", held if isinstance(masks, TensorDictBase) else rewrap(masks, held))
+    td.set("masks", rewrap(masks, held))

@@ -14,10 +14,10 @@ import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
-from llmrl.data.ragged.tensordicts import new_tensordict, row_values
+from llmrl.data.ragged.tensordicts import new_tensordict, required, row_values
 from llmrl.data.replay_buffers.rows import Row, from_rows, to_rows
 from llmrl.envs.transforms.base import Transform
-from llmrl.errors import DataError, MissingKeyError, ShapeError
+from llmrl.errors import DataError, ShapeError
 from llmrl.objectives.llm.batch import trained_tokens
 from llmrl.objectives.llm.groups import (
     CandidateSelector,
@@ -402,31 +402,20 @@ class MCAdvantage(Transform):
             return math.nan
         return float(self._returns(rewards_K.view(1, 1, -1)))
 
-    def _prompts(self, td: TensorDictBase) -> Any:
-        if self.prompt_key is not None:
-            return self._get(td, self.prompt_key)
-        prompts = td.get("group_id", None)
-        return self._get(td, "query") if prompts is None else prompts
-
     def _groups(self, td: TensorDictBase) -> list[Group]:
         rows = td.batch_size[0]
         versions = None if self.policy_version_key is None else td.get(self.policy_version_key, None)
-        prompts = row_values(self._prompts(td), rows, "MCAdvantage")
-        return list(
-            zip(prompts, [None] * rows if versions is None else row_values(versions, rows, "MCAdvantage"), strict=True)
-        )
+        key = self.prompt_key or ("query" if td.get("group_id", None) is None else "group_id")
+        columns = [None if c is None else row_values(c, rows, "MCAdvantage") for c in (self._get(td, key), versions)]
+        return list(zip(columns[0], columns[1] or [None] * rows, strict=True))
 
     def _get(self, td: TensorDictBase, key: NestedKey) -> Any:
         """A column; as a list of rows where these differ in length."""
         try:
             value = td.get(key, None)
         except RuntimeError:  # rows of a lazy stack that cannot be stacked
-            value = td.get(key, None, as_list=True)
-        if value is None:
-            raise MissingKeyError(
-                f"MCAdvantage: {key!r} must be in the batch; keys present: {', '.join(sorted(map(repr, td.keys())))}."
-            )
-        return value
+            value = None
+        return required(td, key, "MCAdvantage", as_list=True) if value is None else value
 
     def state_dict(self) -> dict[str, Any]:
         """The counters and everything that waits."""

@@ -11,7 +11,7 @@ from tensordict import LazyStackedTensorDict, TensorDictBase, is_non_tensor, is_
 from torch import Tensor
 
 from llmrl.data.ragged.padding import lengths_mask
-from llmrl.data.ragged.tensordicts import inner, plain_value
+from llmrl.data.ragged.tensordicts import inner, plain_value, present_keys
 from llmrl.errors import MissingKeyError, ShapeError
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "find_holder",
     "is_ragged",
     "kept_parts",
+    "num_real_ids",
     "unpadded_rows",
 ]
 
@@ -65,6 +66,13 @@ def kept_parts(values: Sequence[Any], kept: Sequence[Tensor] | None) -> list[Any
     return [value[mask.to(value.device)] if value.shape == mask.shape else value for value, mask in pairs]
 
 
+def num_real_ids(responses: Sequence[Tensor], kept: Sequence[Tensor] | None) -> list[int]:
+    """The ids of each response without padding; ``kept`` are the masks of whole rows, which end with the response."""
+    if kept is None:
+        return [len(row) for row in responses]
+    return [int(mask[len(mask) - len(row) :].sum()) for row, mask in zip(responses, kept, strict=True)]
+
+
 def attention_rows(
     td: TensorDictBase, keys: Sequence[Key], rows: Sequence[Tensor], what: Key, *, dense: bool
 ) -> list[Tensor] | None:
@@ -100,8 +108,7 @@ def find_holder(td: TensorDictBase, key: Key, expected: str) -> tuple[TensorDict
     if not (holder is None or isinstance(holder, TensorDictBase)):
         raise TypeError(f"LLM wrapper: Expected {expected} under {key!r}: got {type(holder).__name__} in its place.")
     if holder is None or field not in holder.keys():
-        present = ", ".join(sorted(str(name) for name in td.keys()))
-        raise MissingInputError(f"LLM wrapper: Expected '{key}' key in the input: keys present: {present}.")
+        raise MissingInputError(f"LLM wrapper: Expected '{key}' key in the input: keys present: {present_keys(td)}.")
     return holder, field
 
 

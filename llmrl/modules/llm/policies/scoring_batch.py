@@ -26,6 +26,7 @@ from llmrl.modules.llm.policies.rows import (
     field_rows,
     is_ragged,
     kept_parts,
+    num_real_ids,
 )
 
 __all__ = ["Conversations"]
@@ -77,7 +78,7 @@ class Conversations:
             assistant = kept_parts(field_rows(masks, "all_assistant_mask"), kept)
         elif "response" in tokens.keys():
             real = [len(row) for row in kept_parts(laid_out, kept)]
-            responses = _response_lengths(field_rows(tokens, "response"), kept)
+            responses = num_real_ids(field_rows(tokens, "response"), kept)
             assistant = [torch.arange(size) >= size - num for size, num in zip(real, responses, strict=True)]
         return cls(laid_out, kept, dense, assistant, given=True)
 
@@ -175,10 +176,3 @@ def _spread(values: Tensor, kept: Tensor) -> Tensor:
     """[T_i] to [L_i]: 0 on padding."""
     kept = kept.to(values.device)
     return values.new_zeros(kept.shape).masked_scatter(kept, values)
-
-
-def _response_lengths(responses: Sequence[Tensor], kept: Sequence[Tensor] | None) -> list[int]:
-    """The number of ids at the end of each row that are its response, without padding."""
-    if kept is None:
-        return [len(row) for row in responses]
-    return [int(mask[len(mask) - len(row) :].sum()) for row, mask in zip(responses, kept, strict=True)]
