@@ -98,7 +98,7 @@ class MCAdvantage(Transform):
         self.candidate_group_size = candidate_group_size
         self.candidate_selection_min_size = candidate_selection_min_size
         self.candidate_selector = candidate_selector
-        for holds, problem in (*self._check_settings(), *self._check_candidates()):
+        for holds, problem in self._checks():
             if not holds:
                 raise ValueError(f"MCAdvantage: {problem}.")
         self.counters: dict[str, int | float] = dict.fromkeys(_WAITING, 0)
@@ -112,7 +112,8 @@ class MCAdvantage(Transform):
             give_up=self._give_up,
         )
 
-    def _check_settings(self) -> Iterator[tuple[bool, str]]:
+    def _checks(self) -> Iterator[tuple[bool, str]]:
+        """Whether each rule of the settings holds, and what to say if not."""
         size, bounds = self.group_size, self.keep_return_bounds
         yield size >= 2, f"grpo_size must be at least 2, because a group of one has no baseline: got {size}"
         yield (
@@ -138,10 +139,8 @@ class MCAdvantage(Transform):
         )
         yield self.eps >= 0, f"eps must not be negative: got {self.eps}"
         yield self.max_queued_groups >= 1, f"max_queued_groups must be positive: got {self.max_queued_groups}"
-
-    def _check_candidates(self) -> Iterator[tuple[bool, str]]:
-        size, most = self.group_size, self.candidate_group_size
-        fewest, selector = self.candidate_selection_min_size, self.candidate_selector
+        most, fewest = self.candidate_group_size, self.candidate_selection_min_size
+        selector = self.candidate_selector
         yield (
             most is not None or (fewest is None and selector is None),
             "candidate_selection_min_size and candidate_selector need candidate_group_size",

@@ -157,9 +157,13 @@ def generation_options(*layers: Mapping[str, Any] | None, vllm: bool = False) ->
         ...
     llmrl.errors.ConfigError: generate_kwargs: unknown option 'temprature'. Did you mean 'temperature'?
     """
+    known = (*_KNOWN, *VLLM_OPTIONS) if vllm else _KNOWN
     options: dict[str, Any] = {}
     for number, layer in enumerate(layers):
-        _check_names(layer or {}, vllm)
+        for name in layer or ():
+            if name not in known:
+                alone = "; it is an option of vLLM alone." if name in VLLM_OPTIONS else "."
+                raise ConfigError(f"generate_kwargs: unknown option {name!r}{alone}{did_you_mean(name, known)}")
         named = standard_names(layer)
         options |= named
         if number and "temperature" in named and "do_sample" not in named:
@@ -233,21 +237,13 @@ def with_stop_ids(
     return params, frozenset((*params.stop_token_ids, *of_engine))
 
 
-def _check_names(layer: Mapping[str, Any], vllm: bool) -> None:
-    known = (*_KNOWN, *VLLM_OPTIONS) if vllm else _KNOWN
-    for name in layer:
-        if name not in known:
-            alone = "; it is an option of vLLM alone." if name in VLLM_OPTIONS else "."
-            raise ConfigError(f"generate_kwargs: unknown option {name!r}{alone}{did_you_mean(name, known)}")
-
-
 def _several(value: Any, kind: type) -> tuple[Any, ...]:
     """One value, or several of them, as a tuple."""
     return (value,) if isinstance(value, kind) else tuple(value)
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and value >= 1
+    return _is_int(value) and value >= 1
 
 
 # --- options of vLLM alone: handed on, or refused with the reason ---------------------------------------------------
