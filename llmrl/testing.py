@@ -15,6 +15,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from llmrl.data.llm.templates import find_template
+from llmrl.data.ragged.tensordicts import present_keys
 from llmrl.envs.llm.chat import answered
 from llmrl.errors import ConfigError, MissingKeyError, did_you_mean
 from llmrl.modules.llm.engines.base import Generation, SamplingParams, StopReason
@@ -312,10 +313,9 @@ class ScriptedPolicy:
         elif text is not None and (prompts := text.rows("prompt")) is not None:
             td.set("text", answered(text, [self._reply(prompt) for prompt in prompts]))
         else:
-            present = ", ".join(sorted(str(key) for key in td.keys()))
             raise MissingKeyError(
                 f"ScriptedPolicy: there must be a ('history', 'prompt') or ('text', 'prompt') to answer: keys "
-                f"present: {present}."
+                f"present: {present_keys(td)}."
             )
         td.set("stop_reason", torch.full(td.batch_size, int(StopReason.EOS)))
         td.set("policy_version", torch.zeros(td.batch_size, dtype=torch.int64))

@@ -14,6 +14,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from llmrl.data.ragged.tensordicts import new_tensordict
 from llmrl.data.specs import Composite
 from llmrl.envs.specs import DONE_KEYS, EnvSpecs
 from llmrl.envs.step import next_seed, step_mdp
@@ -371,7 +372,7 @@ def _complete_done(td: TensorDictBase, who: str) -> None:
 
 
 def _start_from(given: TensorDictBase | None, batch_size: torch.Size, without: tuple[str, ...]) -> TensorDictBase:
-    return TensorDict._new_unsafe({}, batch_size=batch_size) if given is None else shallow_copy(given, without)
+    return new_tensordict({}, batch_size) if given is None else shallow_copy(given, without)
 
 
 def _device_of(policy: Any) -> torch.device | None:

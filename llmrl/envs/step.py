@@ -10,6 +10,7 @@ from typing import Any
 
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase
 
+from llmrl.data.ragged.tensordicts import dim_names, new_tensordict
 from llmrl.envs.td_ops import fill_missing, required, shallow_copy
 
 __all__ = ["next_seed", "step_mdp"]
@@ -67,8 +68,7 @@ def _next_root(td: TensorDictBase, next_tree: _KeyTree, root_tree: _KeyTree | No
             value = shallow_copy(value)
             fill_missing(value, other)
         entries[key] = value
-    names = td.names if td._has_names() else None
-    return TensorDict._new_unsafe(entries, batch_size=td.batch_size, device=td.device, names=names)
+    return new_tensordict(entries, td.batch_size, td.device, dim_names(td))
 
 
 def next_seed(seed: int) -> int:

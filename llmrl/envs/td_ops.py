@@ -21,14 +21,10 @@ from tensordict import (
 )
 from torch import Tensor
 
+from llmrl.data.ragged.tensordicts import dim_names, inner, new_tensordict, present_keys, rewrap
 from llmrl.errors import MissingKeyError, ShapeError
 
 __all__ = ["fill_missing", "present_keys", "put_rows", "required", "shallow_copy", "stack_steps"]
-
-
-def present_keys(td: TensorDictBase) -> str:
-    """The root keys of ``td`` as an error message lists them."""
-    return ", ".join(sorted(map(repr, td.keys()))) or "none"
 
 
 def required(td: TensorDictBase, key: NestedKey, reader: str, remedy: str = "") -> Any:
@@ -46,7 +42,7 @@ def shallow_copy(td: TensorDictBase, without: Collection[str] = ()) -> TensorDic
     if type(td) is not TensorDict:
         return td.exclude(*without)
     entries = {key: value for key, value in td.items() if key not in without}
-    return TensorDict._new_unsafe(entries, batch_size=td.batch_size, device=td.device, names=_names(td))
+    return new_tensordict(entries, td.batch_size, td.device, dim_names(td))
 
 
 def fill_missing(td: TensorDictBase, other: TensorDictBase) -> None:
@@ -90,14 +86,10 @@ def stack_steps(steps: Sequence[TensorDictBase]) -> TensorDictBase:
     if all(_is_dense(step) for step in steps):
         out = TensorDict.maybe_dense_stack(list(steps), dim)
         if type(out) is TensorDict:
-            out.names = [*(_names(steps[0]) or [None] * dim), "time"]
+            out.names = [*(dim_names(steps[0]) or [None] * dim), "time"]
             return out
     # named as it is made: naming the finished stack would go down to every row of every entry
     return LazyStackedTensorDict.lazy_stack(list(steps), dim, stack_dim_name="time")
-
-
-def _names(td: TensorDictBase) -> list[str | None] | None:
-    return td.names if td._has_names() else None
 
 
 def _is_dense(value: Any) -> bool:
@@ -116,9 +108,9 @@ def _replaced(old: Any, rows: Tensor, new: Any, reader: str) -> Any:
     if isinstance(old, (NonTensorData, NonTensorStack)):
         return NonTensorStack(*_merged(_members(old), rows, _members(new)))
     if is_tensorclass(old):
-        inner = _replaced(old._tensordict, rows, new._tensordict if is_tensorclass(new) else new, reader)
-        return type(old)._from_tensordict(inner, dict(old._non_tensordict))
-    return LazyStackedTensorDict.lazy_stack(_merged(_members(old), rows, _members(new)), 0)
+        return rewrap(old, _replaced(inner(old), rows, inner(new), reader))
+    merged = _merged(_members(old), rows, _members(new))
+    return LazyStackedTensorDict.lazy_stack(merged, 0)
 
 
 def _members(value: Any) -> list[Any]:

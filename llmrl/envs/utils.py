@@ -19,6 +19,7 @@ from tensordict import (
     is_tensorclass,
 )
 
+from llmrl.data.ragged.tensordicts import inner
 from llmrl.data.specs import Composite, NonTensor, TensorSpec, Unbounded
 from llmrl.envs.specs import EnvSpecs
 from llmrl.envs.step import step_mdp
@@ -40,17 +41,17 @@ def make_composite_from_td(
     torch.Size([4, 3])
     """
     data_cls = type(data) if is_tensorclass(data) else None
-    inner = data._tensordict if data_cls is not None else data
-    if isinstance(inner, LazyStackedTensorDict):
+    held = inner(data)
+    if isinstance(held, LazyStackedTensorDict):
         rows = [
             make_composite_from_td(row, unsqueeze_null_shapes=False, dynamic_shape=dynamic_shape)
-            for row in inner.tensordicts
+            for row in held.tensordicts
         ]
-        spec = _stacked(rows, inner.stack_dim)
+        spec = _stacked(rows, held.stack_dim)
         spec.data_cls = data_cls
         return spec
     specs: dict[str, TensorSpec] = {}
-    for key, value in inner.items():
+    for key, value in held.items():
         if is_non_tensor(value):
             specs[key] = NonTensor(shape=value.batch_size, example_data=_first_entry(value))
         elif is_tensor_collection(value):
@@ -59,11 +60,11 @@ def make_composite_from_td(
             )
         else:
             shape = [size if isinstance(size, int) else -1 for size in value.shape]  # jagged tensors have another kind
-            if dynamic_shape and len(shape) > inner.batch_dims:
+            if dynamic_shape and len(shape) > held.batch_dims:
                 shape[-1] = -1
             shape = shape or ([1] if unsqueeze_null_shapes else [])
             specs[key] = Unbounded(shape=shape, dtype=value.dtype, device=value.device)
-    return Composite(specs, shape=inner.batch_size, device=inner.device, data_cls=data_cls)
+    return Composite(specs, shape=held.batch_size, device=held.device, data_cls=data_cls)
 
 
 def check_env_specs(

@@ -186,7 +186,7 @@ def test_what_is_missing_or_does_not_fit_is_named():
     short = [row[:-1] for row in LOG_PROBS]
     with pytest.raises(ShapeError, match="got 2 values in row 0, whose conversation has 3 tokens"):
         loss(batch(short))
-    with pytest.raises(MissingKeyError, match="keys present: other"):
+    with pytest.raises(MissingKeyError, match="keys present: 'other'"):
         loss(TensorDict(other=torch.zeros(2), batch_size=[2]))
     with pytest.raises(ConfigError, match="pass tokenizer="):
         loss(history_batch())

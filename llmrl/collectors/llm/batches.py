@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from tensordict import (
-    LazyStackedTensorDict,
     NonTensorData,
     NonTensorStack,
     TensorDict,
@@ -22,7 +21,7 @@ from tensordict import (
 from torch import Tensor
 
 from llmrl.data.llm.chat import History
-from llmrl.data.ragged.tensordicts import column
+from llmrl.data.ragged.tensordicts import column, inner, new_tensordict, rewrap, stack_cells
 from llmrl.errors import ShapeError
 from llmrl.modules.llm.policies.containers import ChatHistory, LogProbs, Masks, Text, Tokens
 
@@ -65,25 +64,25 @@ def cat_rows(batches: Sequence[TensorDictBase]) -> TensorDictBase:
             )
     count = sum(batch.batch_size[0] for batch in batches)
     out = {key: _cat([batch.get(key) for batch in batches]) for key in keys}
-    return TensorDict._new_unsafe(out, batch_size=torch.Size([count]), device=batches[0].device)
+    return new_tensordict(out, [count], batches[0].device)
 
 
 def _map(td: TensorDictBase, fn: Any, count: int) -> TensorDictBase:
     entries = {key: fn(value) for key, value in td.items()}
-    return TensorDict._new_unsafe(entries, batch_size=torch.Size([count]), device=td.device)
+    return new_tensordict(entries, [count], td.device)
 
 
 def _take(value: Any, rows: Sequence[int], index: Tensor) -> Any:
     if isinstance(value, Tensor):
         return value[index.to(value.device)]
     if isinstance(value, NonTensorStack):
-        return _stack([value.tensordicts[row] for row in rows])
+        return stack_cells([value.tensordicts[row] for row in rows])
     if isinstance(value, NonTensorData):
         return column([value.data] * len(rows))
     if type(value) is TensorDict:
         return _map(value, lambda entry: _take(entry, rows, index), len(rows))
     if is_tensorclass(value):
-        return type(value)._from_tensordict(_take(value._tensordict, rows, index), dict(value._non_tensordict))
+        return rewrap(value, _take(inner(value), rows, index))
     return value[index]
 
 
@@ -97,7 +96,7 @@ def _cat(values: list[Any]) -> Any:
             f"{', '.join(str(tuple(v.shape)) for v in values)}; write it per row, in a ragged container."
         )
     if isinstance(first, (NonTensorStack, NonTensorData)):
-        return _stack([cell for value in values for cell in value.unbind(0)])
+        return stack_cells([cell for value in values for cell in value.unbind(0)])
     if type(first) is TensorDict:
         return cat_rows(values)
     if isinstance(first, _CONTAINERS) and not any(getattr(value, "padded", False) for value in values):
@@ -110,9 +109,3 @@ def _field(containers: list[Any], field: str) -> Any:
     if isinstance(containers[0], ChatHistory):
         return History.stack([row for value in containers for row in value.get(field).unbind(0)])
     return [row for value in containers for row in value.rows(field)]
-
-
-def _stack(cells: list[Any]) -> NonTensorStack:
-    stack = NonTensorStack.__new__(NonTensorStack)
-    LazyStackedTensorDict.__init__(stack, *cells)
-    return stack

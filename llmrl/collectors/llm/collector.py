@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from llmrl.collectors.llm.batches import cat_rows, take_rows
 from llmrl.collectors.llm.rollout import Stepper, rollout_concurrent, rollout_lockstep, truncate
 from llmrl.collectors.weight_updaters import EngineUpdater, WeightUpdaterBase
+from llmrl.data.ragged.tensordicts import new_tensordict
 from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.chat import ChatEnv
 from llmrl.envs.llm.transforms.dataloading import EndOfData
@@ -246,7 +247,7 @@ class LLMCollector:
         try:
             if count == self.env.batch_size[0]:
                 return self.env.reset()
-            return self.env.reset(TensorDict._new_unsafe({}, batch_size=torch.Size([count])))
+            return self.env.reset(new_tensordict({}, [count]))
         except EndOfData:
             self._exhausted = True
             return None

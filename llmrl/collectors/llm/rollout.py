@@ -19,7 +19,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from llmrl.collectors.llm.batches import cat_rows, take_rows
-from llmrl.data.ragged.tensordicts import column
+from llmrl.data.ragged.tensordicts import column, new_tensordict
 from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.chat import next_prompt
 from llmrl.errors import ConfigError, MissingKeyError, RolloutError, ShapeError
@@ -209,7 +209,7 @@ class Stepper:
         yes = torch.ones(1, 1, dtype=torch.bool, device=td.device)
         ended = {"done": yes, "terminated": ~yes, "truncated": yes.clone()}
         entries = {**next_prompt(td), **ended, "reward": torch.full((1, 1, 1), torch.nan, device=td.device)}
-        td.set("next", TensorDict._new_unsafe(entries, batch_size=td.batch_size, device=td.device))
+        td.set("next", new_tensordict(entries, td.batch_size, td.device))
         td.set(_FAILED, yes)
         return td
 

@@ -11,9 +11,9 @@ import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 
-from llmrl.data.ragged.tensordicts import row_values
+from llmrl.data.ragged.tensordicts import required, row_values
 from llmrl.data.replay_buffers.rows import Row, from_rows, pack, to_rows, unpack
-from llmrl.errors import DataError, MissingKeyError
+from llmrl.errors import DataError
 
 __all__ = ["TopKRewardSelector"]
 
@@ -148,12 +148,7 @@ class TopKRewardSelector:
         return best
 
     def _get(self, td: TensorDictBase, key: NestedKey, *, as_list: bool = False) -> Any:
-        value = td.get(key, None, as_list=as_list)
-        if value is None:
-            raise MissingKeyError(
-                f"TopKRewardSelector: {key!r} must be in the batch; keys present: "
-                f"{', '.join(sorted(map(repr, td.keys())))}."
-            )
+        value = required(td, key, "TopKRewardSelector", as_list=as_list)
         return value.cpu() if isinstance(value, Tensor) else value
 
     def state_dict(self) -> dict[str, Any]:

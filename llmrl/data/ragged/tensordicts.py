@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from tensordict import (
     LazyStackedTensorDict,
+    NestedKey,
     NonTensorData,
     NonTensorStack,
     TensorDict,
@@ -23,19 +24,23 @@ from tensordict import (
 )
 from torch import Tensor
 
-from llmrl.errors import ShapeError
+from llmrl.errors import MissingKeyError, ShapeError
 
 __all__ = [
     "column",
     "column_values",
+    "dim_names",
     "fill",
     "inner",
     "new_tensordict",
     "non_tensor",
     "plain_value",
+    "present_keys",
+    "required",
     "rewrap",
     "row_values",
     "stack_cells",
+    "wrap",
 ]
 
 C = TypeVar("C")
@@ -43,15 +48,23 @@ _SCALAR = torch.Size([])
 
 
 def new_tensordict(
-    entries: dict[str, Any], batch_size: Sequence[int] = _SCALAR, device: torch.device | None = None
+    entries: dict[str, Any],
+    batch_size: Sequence[int] = _SCALAR,
+    device: torch.device | None = None,
+    names: Sequence[str | None] | None = None,
 ) -> TensorDict:
     """A TensorDict that keeps this very dict of entries, which must fit the batch size and the device."""
-    return TensorDict._new_unsafe(entries, batch_size=torch.Size(batch_size), device=device)
+    return TensorDict._new_unsafe(entries, batch_size=torch.Size(batch_size), device=device, names=names)
 
 
-def inner(collection: Any) -> TensorDictBase:
-    """The tensordict of a tensorclass; a tensordict itself."""
-    return collection if isinstance(collection, TensorDictBase) else collection._tensordict
+def dim_names(td: TensorDictBase) -> list[str | None] | None:
+    """The names of the batch dimensions; None where none has a name."""
+    return td.names if td._has_names() else None
+
+
+def inner(collection: Any) -> Any:
+    """The tensordict of a tensorclass; a tensordict itself, and None, as they are."""
+    return collection if collection is None or isinstance(collection, TensorDictBase) else collection._tensordict
 
 
 def fill(collection: Any, td: TensorDictBase) -> None:
@@ -61,8 +74,15 @@ def fill(collection: Any, td: TensorDictBase) -> None:
 
 
 def rewrap(like: C, td: TensorDictBase) -> C:
-    """A tensorclass of the type of ``like``, with its non-tensor fields, around another tensordict."""
-    return type(like)._from_tensordict(td, dict(like._non_tensordict))
+    """A tensorclass of the type of ``like``, with its non-tensor fields, around another tensordict; that tensordict
+    itself where ``like`` is one too.
+    """
+    return td if isinstance(like, TensorDictBase) else wrap(type(like), td, dict(like._non_tensordict))
+
+
+def wrap(cls: type[C], td: TensorDictBase, fields: dict[str, Any] | None = None) -> C:
+    """A tensorclass of this type around a tensordict, with these non-tensor fields."""
+    return cls._from_tensordict(td, fields)
 
 
 def non_tensor(value: Any) -> NonTensorData:
@@ -119,6 +139,22 @@ def column_values(td: TensorDictBase, key: str) -> list[Any] | None:
     if isinstance(value, NonTensorData):
         return [value.data] * (td.batch_size[0] if td.batch_size else 1)
     return value.tolist() if isinstance(value, Tensor) else list(value)
+
+
+def present_keys(td: TensorDictBase) -> str:
+    """The root keys of ``td`` as an error message lists them."""
+    return ", ".join(sorted(map(repr, td.keys()))) or "none"
+
+
+def required(td: TensorDictBase, key: NestedKey, who: str, missing: str = "", *, as_list: bool = False) -> Any:
+    """An entry of a batch; with ``as_list`` ragged rows come as a list. Raises MissingKeyError, where ``missing`` may
+    say what the entry is.
+    """
+    value = td.get(key, None, as_list=as_list)
+    if value is None:
+        what = f"{missing}: " if missing else ""
+        raise MissingKeyError(f"{who}: {what}{key!r} must be in the batch; keys present: {present_keys(td)}.")
+    return value
 
 
 def row_values(values: Any, rows: int, reader: str) -> list[Hashable]:

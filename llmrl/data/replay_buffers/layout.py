@@ -22,7 +22,7 @@ from tensordict.tensorclass import NonTensorStack
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from llmrl.data.ragged.lazy_copy import BorrowedRows, copy_rows, rows_form
+from llmrl.data.ragged.stack import BorrowedRows, copy_rows, rows_form
 from llmrl.data.replay_buffers.lazy_rows import DeferredStack
 from llmrl.data.replay_buffers.utils import is_leaf, is_tree, register_dataclasses
 

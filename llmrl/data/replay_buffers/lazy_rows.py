@@ -11,7 +11,7 @@ from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from tensordict.base import NO_DEFAULT
 from torch import Tensor
 
-from llmrl.data.ragged.lazy_copy import BorrowedRows
+from llmrl.data.ragged.stack import BorrowedRows
 from llmrl.data.ted_utils import as_key
 
 

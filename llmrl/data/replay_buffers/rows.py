@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
-from llmrl.data.ragged.lazy_copy import BorrowedRows, rows_form
+from llmrl.data.ragged.stack import BorrowedRows, rows_form
 from llmrl.data.replay_buffers.layout import (
     NUMBERS,
     Branch,

@@ -17,6 +17,7 @@ from tensordict import (
 )
 from torch import Size
 
+from llmrl.data.ragged.tensordicts import inner, rewrap
 from llmrl.data.specs.base import Device, Mismatch, Shape, TensorSpec, as_device, combinations, fits, listing
 from llmrl.data.specs.entries import MISSING, NamedSpec, is_key, path_of
 from llmrl.data.specs.shape import ShapeOp, as_size, select
@@ -306,27 +307,27 @@ class Composite(NamedSpec):
         if not fits(value.batch_size, self.shape):
             yield Mismatch(key, "shape", f"declared batch size {tuple(self.shape)}, got {tuple(value.batch_size)}")
             return
-        inner = value._tensordict if is_tensorclass(value) else value
-        if isinstance(inner, LazyStackedTensorDict):
-            row_spec = self._row(inner, data_cls=None)
-            for row in inner.tensordicts:
+        held = inner(value)
+        if isinstance(held, LazyStackedTensorDict):
+            row_spec = self._row(held, data_cls=None)
+            for row in held.tensordicts:
                 found = list(row_spec.mismatches(row, key))
                 yield from found
                 if found:
                     return  # the other rows would repeat it
             return
-        keys = inner.keys()
+        keys = held.keys()
         for name, spec in self._specified():
             if name not in keys:
                 present = ", ".join(sorted(keys)) or "none"
                 yield Mismatch((*key, name), "missing", f"declared, but not there; keys present: {present}")
             else:
-                yield from spec.mismatches(inner.get(name), (*key, name))
+                yield from spec.mismatches(held.get(name), (*key, name))
 
     def project(self, value: TensorDictBase) -> TensorDictBase:
         """A shallow copy of ``value`` with every entry that has a spec projected; the others stay."""
         if is_tensorclass(value):
-            return type(value)._from_tensordict(self.project(value._tensordict), dict(value._non_tensordict))
+            return rewrap(value, self.project(inner(value)))
         if isinstance(value, LazyStackedTensorDict):
             row_spec = self._row(value)
             return LazyStackedTensorDict.lazy_stack(

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from tensordict import TensorDict, TensorDictBase, is_non_tensor
+from tensordict import TensorDictBase, is_non_tensor
 
 from llmrl.data.llm.chat import History
 from llmrl.data.llm.dataset_files import declared_tools, load_rows, to_prompt
-from llmrl.data.ragged.tensordicts import column_values
+from llmrl.data.ragged.tensordicts import column_values, new_tensordict
 from llmrl.data.specs import Composite, NonTensor
 from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.options import ConversationOptions, options_of
@@ -146,7 +146,7 @@ class ChatEnv(EnvBase):
                 f"ChatEnv.reset: what the user says must be in {self.data_key!r}; keys present: {keys}; pass "
                 f"TensorDict({self.data_key}=..., batch_size={list(self.batch_size)}), or add a DataLoadingPrimer."
             )
-        out = TensorDict._new_unsafe(
+        out = new_tensordict(
             {key: value for key, value in td.items() if key not in ("_reset", "next", *CONTAINERS)},
             batch_size=td.batch_size,
             device=self.device,
@@ -164,7 +164,7 @@ class ChatEnv(EnvBase):
                 f"ChatEnv.step: the policy must write {(self.input_mode, 'full')!r}, the conversation with its turn: "
                 f"{self.input_mode!r} has {' and '.join(fields) or 'nothing'}."
             )
-        return TensorDict._new_unsafe(next_prompt(td), batch_size=td.batch_size, device=self.device)
+        return new_tensordict(next_prompt(td), td.batch_size, self.device)
 
     def _blank(self, old: TensorDictBase, new: TensorDictBase) -> None:
         key = self.data_key
@@ -362,7 +362,7 @@ def next_prompt(td: TensorDictBase) -> dict[str, Any]:
 
     Writes  (view, "prompt") for history and text, and the token stream
     """
-    out = TensorDict._new_unsafe({}, batch_size=td.batch_size)
+    out = new_tensordict({}, td.batch_size)
     if (history := td.get("history", None)) is not None and (full := history.get("full", None)) is not None:
         out.set("history", ChatHistory.from_rows({"prompt": full}, td.batch_size))
     if (text := td.get("text", None)) is not None and (texts := text.rows("full")) is not None:

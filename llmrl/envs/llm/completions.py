@@ -17,14 +17,14 @@ from torch import Tensor
 from llmrl.data.llm.chat import History
 from llmrl.data.llm.codec import codec_for
 from llmrl.data.llm.templates import find_template
-from llmrl.data.ragged.tensordicts import column_values
+from llmrl.data.ragged.tensordicts import column_values, inner
 from llmrl.envs.llm.options import MODES
 from llmrl.envs.specs import DONE_KEYS
 from llmrl.envs.td_ops import present_keys, shallow_copy
 from llmrl.envs.transforms.base import Transform, innermost
 from llmrl.errors import ConfigError, MissingKeyError, TemplateError
 from llmrl.modules.llm.policies.containers import decode_rows
-from llmrl.modules.llm.policies.rows import entries, unpadded_rows
+from llmrl.modules.llm.policies.rows import unpadded_rows
 
 if TYPE_CHECKING:
     from llmrl.envs.base import EnvBase
@@ -91,7 +91,7 @@ def completion_texts(
     texts: Iterable[str]
     if history is not None and (response := history.get("response", None)) is not None:
         texts = map(_content, response.to_chats())
-    elif text is not None and (written := column_values(entries(text), "response")) is not None:
+    elif text is not None and (written := column_values(inner(text), "response")) is not None:
         texts = (response.removeprefix(lead) for response in written)
     elif tokens is not None and tokenizer is not None and (rows := _ids(td, tokens, "response")) is not None:
         # Control tokens inside are kept: without them "3<|im_start|>6" would be the answer 36.
@@ -178,7 +178,7 @@ def _whole_chats(
     elif tokenizer is None:
         return None
     else:
-        texts = None if text is None else column_values(entries(text), "full")
+        texts = None if text is None else column_values(inner(text), "full")
         if texts is None and tokens is not None and (rows := _ids(td, tokens, "full")) is not None:
             texts = decode_rows(tokenizer, rows)
         if texts is None:
@@ -189,7 +189,7 @@ def _whole_chats(
 
 def _ids(td: TensorDictBase, tokens: Any, field: str) -> list[list[int]] | None:
     """The ids of each response, or of all of a conversation, without padding."""
-    holder, masks = entries(tokens), entries(td.get("masks", None))
+    holder, masks = inner(tokens), inner(td.get("masks", None))
     ids = holder.get(field, None, as_list=True)
     if ids is None:
         return None

@@ -12,7 +12,7 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
-from llmrl.data.ragged.tensordicts import column, column_values
+from llmrl.data.ragged.tensordicts import column, column_values, new_tensordict
 from llmrl.data.specs import Categorical, Composite, NonTensor, TensorSpec, Unbounded
 from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.options import check_keywords
@@ -164,7 +164,7 @@ class LLMEnv(EnvBase):
                 f"LLMEnv.reset: the prompt must be in {self.prompt_key!r}; keys present: {keys}; pass a tensordict "
                 "with it, or add a DataLoadingPrimer."
             )
-        out = TensorDict._new_unsafe(
+        out = new_tensordict(
             {key: value for key, value in td.items() if key not in ("_reset", "next", *self._action_root_names())},
             batch_size=td.batch_size,
             device=self.device,

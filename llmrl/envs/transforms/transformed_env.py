@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 
+from llmrl.data.ragged.tensordicts import new_tensordict
 from llmrl.data.specs import Composite
 from llmrl.envs.base import EnvBase
 from llmrl.envs.transforms.base import Compose, Transform
@@ -98,7 +99,7 @@ class TransformedEnv(EnvBase):
         td = self.transform._reset_env_preprocess(td)
         reset_td = self.base_env._start(td)
         if td is None:
-            td = TensorDict._new_unsafe({}, batch_size=reset_td.batch_size)
+            td = new_tensordict({}, reset_td.batch_size)
         return self.transform._reset(td, reset_td)
 
     def _blank(self, old: TensorDictBase, new: TensorDictBase) -> None:

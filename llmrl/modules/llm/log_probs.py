@@ -31,10 +31,11 @@ from llmrl.modules.llm.packing import (
     has_varlen_attention,
     map_logits,
     pack_batch,
+    padded_inputs,
     reduction_dtype,
 )
 
-__all__ = ["TokenScorer", "TokenScores", "hidden_before", "padded_inputs", "token_logprobs", "with_predecessor"]
+__all__ = ["TokenScorer", "TokenScores", "hidden_before", "token_logprobs", "with_predecessor"]
 
 
 class TokenScores(NamedTuple):
@@ -110,13 +111,6 @@ def token_logprobs(
         before_N = packed.index[scored_BT[attention_mask.bool()]] - 1  # the predecessor, in the same row
         hidden_NH = hidden_PSH.flatten(0, 1)[before_N]
     return _in_place(_score_hidden(path, hidden_NH, input_ids[scored_BT], temperature, chunk, entropy), scored_BT)
-
-
-def padded_inputs(input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None) -> dict[str, Tensor]:
-    """The inputs of a model for a padded batch; positions are counted from the mask where they are not given."""
-    if position_ids is None:
-        position_ids = (attention_mask.bool().long().cumsum(-1) - 1).clamp(min=0)
-    return {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
 
 
 def hidden_before(path: HeadPath, inputs: dict[str, Tensor], scored_BT: Tensor) -> Tensor:
@@ -323,7 +317,7 @@ class _HeadScores(torch.autograd.Function):
                 weight_CV = logits_CV.exp()
                 norm_C = weight_CV.sum(-1)
                 log_norm_C = norm_C.log()
-                entropy_N[part] = log_norm_C - _row_dot(weight_CV, logits_CV) / norm_C
+                entropy_N[part] = log_norm_C - torch.bmm(weight_CV[:, None], logits_CV[:, :, None]).view(-1) / norm_C
             log_sum_N[part] = max_C + log_norm_C
             log_prob_N[part] = target_C - max_C - log_norm_C
         ctx.spec = spec
@@ -360,7 +354,11 @@ class _HeadScores(torch.autograd.Function):
             if grad_hidden_NH is not None:
                 grad_hidden_NH[part] = (grad_CV @ cast_VH).to(hidden_NH.dtype)
             if grad_weight_VH is not None:
-                _add_product(grad_weight_VH, grad_CV.T, hidden_NH[part].to(spec.dtype))
+                hidden_CH = hidden_NH[part].to(spec.dtype)
+                if grad_weight_VH.dtype == spec.dtype:  # without a temporary of the weight's size
+                    grad_weight_VH.addmm_(grad_CV.T, hidden_CH)
+                else:
+                    grad_weight_VH += grad_CV.T @ hidden_CH
             if grad_bias_V is not None:
                 grad_bias_V += grad_CV.sum(0)
         return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None
@@ -389,15 +387,3 @@ def _chunks_of_logits(
                 slope = logits_CV.square().neg_().add_(1.0).mul_(factor)
             logits_CV.mul_(path.softcap / spec.temperature)
         yield part, logits_CV, slope
-
-
-def _row_dot(a_CV: Tensor, b_CV: Tensor) -> Tensor:
-    return torch.bmm(a_CV[:, None, :], b_CV[:, :, None]).view(-1)
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, without a temporary of total's size where the dtypes allow it."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    else:
-        total += left @ right

@@ -38,6 +38,7 @@ __all__ = [
     "map_logits",
     "pack",
     "pack_batch",
+    "padded_inputs",
     "reduction_dtype",
     "why_not_packed",
 ]
@@ -244,7 +245,7 @@ def _probe(model: nn.Module, candidates: list[HeadPath]) -> int | None:
         return None
     head_weight = next(candidates[0].head.parameters())
     ids = torch.arange(5, device=head_weight.device)[None]
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": ids}
+    inputs = padded_inputs(ids, torch.ones_like(ids))
     with evaluating(model):
         expected = model(**accepted(model, inputs)).logits.double()
         # the two ways run the same operations: any real difference (a cap, a scale, a norm) is far above the rounding
@@ -282,6 +283,13 @@ def accepted(module: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Any]:
     if "use_cache" in named:
         arguments["use_cache"] = False
     return arguments
+
+
+def padded_inputs(input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None) -> dict[str, Tensor]:
+    """The inputs of a model for a padded batch; positions are counted from the mask where they are not given."""
+    if position_ids is None:
+        position_ids = (attention_mask.bool().long().cumsum(-1) - 1).clamp(min=0)
+    return {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
 
 
 def map_logits(logits: Tensor, path: HeadPath | None, temperature: float) -> Tensor:
@@ -359,8 +367,7 @@ def _compare(body: Callable[..., Tensor], vocabulary: int, tolerance: float, dev
     )
     ids_BT = pad_rows(rows)
     attended_BT = lengths_mask(lengths, ids_BT.shape[1]).to(device)
-    position_BT = (attended_BT.long().cumsum(-1) - 1).clamp(min=0)
-    padded_NH = body(input_ids=ids_BT, attention_mask=attended_BT.long(), position_ids=position_BT)[attended_BT]
+    padded_NH = body(**padded_inputs(ids_BT, attended_BT.long()))[attended_BT]
 
     bound = tolerance * padded_NH.abs().max()
     if not max((first - other_first).abs().max(), (last - other_last).abs().max()) <= bound:

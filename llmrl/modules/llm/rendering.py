@@ -191,7 +191,7 @@ class Renderer:
             row = with_context[extension.num_context_ids :]
             if extension.after_assistant:
                 row = (self._missing_end(stream) if extension.usual_end else []) + row
-            elif _ends_with(stream, self._generation_prompt_ids):
+            elif (asked := self._generation_prompt_ids) and stream[-len(asked) :].tolist() == asked:
                 raise TemplateError(
                     "Renderer.extend: a generation prompt must be answered before other messages follow: the stream of "
                     f"conversation {number} ends with an open one; add the assistant's message first."
@@ -399,7 +399,3 @@ def is_open(chat: Chat) -> bool:
     """
     last = chat[-1] if len(chat) > 1 else {}
     return last.get("is_complete") is False and last["role"] == "assistant" and isinstance(last["content"], str)
-
-
-def _ends_with(stream: Tensor, ids: list[int]) -> bool:
-    return bool(ids) and len(stream) >= len(ids) and stream[-len(ids) :].tolist() == ids

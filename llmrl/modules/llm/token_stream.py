@@ -16,9 +16,10 @@ from tensordict import NestedKey, TensorDictBase, is_non_tensor
 from torch import Tensor
 
 from llmrl.data.ragged.stack import stack_columns
+from llmrl.data.ragged.tensordicts import inner, rewrap
 from llmrl.errors import ShapeError
 from llmrl.modules.llm.policies.containers import CONTAINERS
-from llmrl.modules.llm.policies.rows import entries, field_rows, is_ragged, unpadded_rows
+from llmrl.modules.llm.policies.rows import field_rows, is_ragged, unpadded_rows
 
 __all__ = [
     "TRAINED_FROM",
@@ -71,7 +72,7 @@ class TokenStream:
         Padding is left out. Returns None where the batch has no ids. ``keys``: the names of the containers
         """
         views = {name: td.get(keys[name], None) for name in _DEFAULT_KEYS}
-        holders = {name: None if is_non_tensor(view) else entries(view) for name, view in views.items()}
+        holders = {name: None if is_non_tensor(view) else inner(view) for name, view in views.items()}
         tokens, masks = holders["tokens"], holders["masks"]
         if tokens is None or _FIELDS["ids"][1 + finished] not in tokens.keys():
             return None
@@ -124,7 +125,8 @@ class TokenStream:
             values = getattr(self, name)
             if values is None or (keep_ids and name in ("ids", "covered")):
                 return values
-            return [_empty(value) if row in rows else value for row, value in enumerate(values)]
+            nothing = values[0][:0] if values and isinstance(values[0], Tensor) else 0
+            return [nothing if row in rows else value for row, value in enumerate(values)]
 
         return replace(self, **{name: emptied(name) for name in _FIELDS})
 
@@ -208,10 +210,6 @@ def _joined(first: list[Tensor], second: list[Tensor]) -> list[Tensor]:
     return [torch.cat(pair) for pair in zip(first, second, strict=True)]
 
 
-def _empty(value: Any) -> Any:
-    return value[:0] if isinstance(value, Tensor) else 0
-
-
 def _zeros_behind(rows: list[Tensor] | None, lengths: list[int], name: str) -> list[Tensor] | None:
     """The rows with False or 0 behind them, up to these lengths."""
     if rows is None:
@@ -291,12 +289,10 @@ def _from(start_B: Tensor, like_BT: Tensor) -> Tensor:
 
 def _mark(td: TensorDictBase, start_B: Tensor) -> None:
     masks = td.get("masks")
-    inner = entries(masks)
-    if is_ragged(inner):
-        columns = {name: inner.get(name, as_list=True) for name in inner.keys()}
-        inner = stack_columns({**columns, "trained_from": start_B}, td.batch_size)
+    held = inner(masks)
+    if is_ragged(held):
+        columns = {name: held.get(name, as_list=True) for name in held.keys()}
+        held = stack_columns({**columns, "trained_from": start_B}, td.batch_size)
     else:
-        inner = inner.copy().set("trained_from", start_B)
-    if not isinstance(masks, TensorDictBase):
-        inner = type(masks)._from_tensordict(inner, dict(masks._non_tensordict))
-    td.set("masks", inner)
+        held = held.copy().set("trained_from", start_B)
+    td.set("masks", rewrap(masks, held))

@@ -14,10 +14,10 @@ import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
-from llmrl.data.ragged.tensordicts import row_values
+from llmrl.data.ragged.tensordicts import new_tensordict, required, row_values
 from llmrl.data.replay_buffers.rows import Row, from_rows, to_rows
 from llmrl.envs.transforms.base import Transform
-from llmrl.errors import DataError, MissingKeyError, ShapeError
+from llmrl.errors import DataError, ShapeError
 from llmrl.objectives.llm.batch import trained_tokens
 from llmrl.objectives.llm.groups import (
     CandidateSelector,
@@ -98,7 +98,7 @@ class MCAdvantage(Transform):
         self.candidate_group_size = candidate_group_size
         self.candidate_selection_min_size = candidate_selection_min_size
         self.candidate_selector = candidate_selector
-        for holds, problem in (*self._check_settings(), *self._check_candidates()):
+        for holds, problem in self._checks():
             if not holds:
                 raise ValueError(f"MCAdvantage: {problem}.")
         self.counters: dict[str, int | float] = dict.fromkeys(_WAITING, 0)
@@ -112,7 +112,8 @@ class MCAdvantage(Transform):
             give_up=self._give_up,
         )
 
-    def _check_settings(self) -> Iterator[tuple[bool, str]]:
+    def _checks(self) -> Iterator[tuple[bool, str]]:
+        """Whether each rule of the settings holds, and what to say if not."""
         size, bounds = self.group_size, self.keep_return_bounds
         yield size >= 2, f"grpo_size must be at least 2, because a group of one has no baseline: got {size}"
         yield (
@@ -138,10 +139,8 @@ class MCAdvantage(Transform):
         )
         yield self.eps >= 0, f"eps must not be negative: got {self.eps}"
         yield self.max_queued_groups >= 1, f"max_queued_groups must be positive: got {self.max_queued_groups}"
-
-    def _check_candidates(self) -> Iterator[tuple[bool, str]]:
-        size, most = self.group_size, self.candidate_group_size
-        fewest, selector = self.candidate_selection_min_size, self.candidate_selector
+        most, fewest = self.candidate_group_size, self.candidate_selection_min_size
+        selector = self.candidate_selector
         yield (
             most is not None or (fewest is None and selector is None),
             "candidate_selection_min_size and candidate_selector need candidate_group_size",
@@ -402,31 +401,20 @@ class MCAdvantage(Transform):
             return math.nan
         return float(self._returns(rewards_K.view(1, 1, -1)))
 
-    def _prompts(self, td: TensorDictBase) -> Any:
-        if self.prompt_key is not None:
-            return self._get(td, self.prompt_key)
-        prompts = td.get("group_id", None)
-        return self._get(td, "query") if prompts is None else prompts
-
     def _groups(self, td: TensorDictBase) -> list[Group]:
         rows = td.batch_size[0]
         versions = None if self.policy_version_key is None else td.get(self.policy_version_key, None)
-        prompts = row_values(self._prompts(td), rows, "MCAdvantage")
-        return list(
-            zip(prompts, [None] * rows if versions is None else row_values(versions, rows, "MCAdvantage"), strict=True)
-        )
+        key = self.prompt_key or ("query" if td.get("group_id", None) is None else "group_id")
+        columns = [None if c is None else row_values(c, rows, "MCAdvantage") for c in (self._get(td, key), versions)]
+        return list(zip(columns[0], columns[1] or [None] * rows, strict=True))
 
     def _get(self, td: TensorDictBase, key: NestedKey) -> Any:
         """A column; as a list of rows where these differ in length."""
         try:
             value = td.get(key, None)
         except RuntimeError:  # rows of a lazy stack that cannot be stacked
-            value = td.get(key, None, as_list=True)
-        if value is None:
-            raise MissingKeyError(
-                f"MCAdvantage: {key!r} must be in the batch; keys present: {', '.join(sorted(map(repr, td.keys())))}."
-            )
-        return value
+            value = None
+        return required(td, key, "MCAdvantage", as_list=True) if value is None else value
 
     def state_dict(self) -> dict[str, Any]:
         """The counters and everything that waits."""
@@ -446,4 +434,4 @@ def _with_entry(td: TensorDict, key: NestedKey, value: Tensor) -> TensorDict:
         inner = TensorDict({}, batch_size=td.batch_size, device=td.device) if inner is None else inner
         value = _with_entry(inner, rest, value)
     entries[name] = value
-    return TensorDict._new_unsafe(entries, batch_size=td.batch_size, device=td.device)
+    return new_tensordict(entries, td.batch_size, td.device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -17,7 +18,8 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
 from llmrl.data.ragged.padding import lengths_mask, pad_rows
-from llmrl.errors import DataError, MissingKeyError, ShapeError
+from llmrl.data.ragged.tensordicts import required
+from llmrl.errors import DataError, ShapeError
 from llmrl.modules.llm.log_probs import TokenScores, with_predecessor
 from llmrl.modules.llm.token_stream import own_part, response_part
 from llmrl.objectives.llm.functional import StepCounts
@@ -31,6 +33,7 @@ ASSISTANT_MASK = ("masks", "all_assistant_mask")
 SAMPLED = ("log_probs", "full")
 GROUP_ID = "group_id"
 
+_get = partial(required, as_list=True)  # ragged rows come as a list
 MaskingStrategy = Literal["sft", "rlhf", "generic"]
 
 
@@ -90,7 +93,7 @@ class PaddedBatch:
             raise ShapeError(f"{reader}: {attention_key} must be bool{list(ids.shape)} like {tokens_key}.")
         return cls(reader, ids.to(device), attention_BT.bool().to(device), None, device)
 
-    def column(self, td: TensorDictBase, key: NestedKey, missing: str | None = None) -> Tensor:
+    def column(self, td: TensorDictBase, key: NestedKey, missing: str = "") -> Tensor:
         """One value per token, [B, T], 0 (False) in the padding.
 
         Raises  MissingKeyError, opening with ``missing`` where given; ShapeError if a row is not as long as its tokens
@@ -245,12 +248,3 @@ def trained_tokens(td: TensorDictBase, mask_key: NestedKey, reader: str) -> tupl
         attended_BT = torch.ones_like(mask_BT)
     own_BT = own_part(td, mask_BT)
     return with_predecessor(mask_BT & own_BT, attended_BT), lengths
-
-
-def _get(td: TensorDictBase, key: NestedKey, reader: str, missing: str | None = None) -> Tensor | list[Tensor]:
-    value = td.get(key, None, as_list=True)
-    if value is None:
-        present = ", ".join(sorted(map(str, td.keys())))
-        what = f"{missing}: " if missing else ""
-        raise MissingKeyError(f"{reader}: {what}the batch must hold {key!r}; keys present: {present}.")
-    return value

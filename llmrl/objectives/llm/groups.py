@@ -14,9 +14,10 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
+from llmrl.data.ragged.tensordicts import required
 from llmrl.data.replay_buffers.rows import Row, pack, unpack
 from llmrl.envs.transforms.base import Transform
-from llmrl.errors import DataError, MissingKeyError, ShapeError
+from llmrl.errors import DataError, ShapeError
 
 __all__ = [
     "CandidateSelector",
@@ -345,13 +346,7 @@ class GroupQuota(Transform):
         return td
 
     def inv(self, td: TensorDictBase) -> TensorDictBase | None:
-        groups = td.get(self.group_key, None)
-        if groups is None:
-            raise MissingKeyError(
-                f"GroupQuota: {self.group_key!r} must be in the batch; keys present: "
-                f"{', '.join(sorted(map(repr, td.keys())))}."
-            )
-        groups = groups.flatten()
+        groups = required(td, self.group_key, "GroupQuota").flatten()
         order = list(dict.fromkeys(groups.tolist()))
         taken = order[: self.missing]
         self.written += len(taken)

@@ -121,30 +121,15 @@ class GRPOLoss(LossModule):
         sapo_tau: tuple[float, float] | None = None,
         max_length: int | None = None,
     ) -> None:
+        settings = {
+            name: value
+            for name, value in locals().items()
+            if name not in ("self", "actor_network", "device", "__class__")
+        }
         super().__init__()
         self.actor_network = actor_network
         self.device = None if device is None else torch.device(device)
-        self.settings = GRPOSettings.from_keywords(
-            clip_epsilon=clip_epsilon,
-            kl_mask_threshold=kl_mask_threshold,
-            aggregation=aggregation,
-            entropy_bonus=entropy_bonus,
-            entropy_coeff=entropy_coeff,
-            kl_to_ref_coeff=kl_to_ref_coeff,
-            kl_to_inference_coeff=kl_to_inference_coeff,
-            masking_strategy=masking_strategy,
-            ratio_level=ratio_level,
-            surrogate=surrogate,
-            dual_clip=dual_clip,
-            kl_estimator=kl_estimator,
-            proximal=proximal,
-            correction=correction,
-            correction_cap=correction_cap,
-            correction_band=correction_band,
-            correction_veto=correction_veto,
-            sapo_tau=sapo_tau,
-            max_length=max_length,
-        )
+        self.settings = GRPOSettings.from_keywords(**settings)
         if aggregation == "dr_grpo" and max_length is None:  # a preset leaves it to the run, the loss needs it
             raise ConfigError("GRPOLoss: aggregation='dr_grpo' needs max_length, its divisor: got None.")
 

@@ -13,6 +13,7 @@ import torch
 from tensordict import TensorClass, TensorDictBase
 from torch import Tensor, nn
 
+from llmrl.data.ragged.tensordicts import present_keys
 from llmrl.errors import ConfigError, DataError, MissingKeyError
 from llmrl.modules.llm.log_probs import with_predecessor
 from llmrl.modules.llm.rendering import Renderer
@@ -202,10 +203,9 @@ class SFTLoss(LossModule):
             return batch, batch.trained_mask(td, "rlhf", assistant_key=keys.assistant_mask)
         history = td.get(keys.history, None)
         if history is None:
-            present = ", ".join(sorted(map(str, td.keys())))
             raise MissingKeyError(
                 f"SFTLoss: the batch must hold {keys.tokens} with {keys.assistant_mask}, or {keys.history}: keys "
-                f"present: {present}."
+                f"present: {present_keys(td)}."
             )
         renderer = self.renderer or getattr(self.actor_network, "renderer", None)
         if renderer is None:

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor
 
-from llmrl.data.ragged.tensordicts import column
+from llmrl.data.ragged.tensordicts import column, new_tensordict
 from llmrl.data.specs import Composite, NonTensor, Unbounded
 from llmrl.envs.llm.transforms.prompt_stream import IndexedRows, next_seeds, row_seeds, row_source
 from llmrl.envs.transforms.base import Transform
@@ -125,7 +125,7 @@ class DataLoadingPrimer(Transform):
         if self.seed is not None:
             copies = [n % self.repeats for n in numbers[:count]]
             batch["seed"] = row_seeds(self.seed, draws, copies).to(self.device)
-        return TensorDict._new_unsafe(batch, batch_size=torch.Size([count]), device=self.device)
+        return new_tensordict(batch, [count], self.device)
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data: enough to go on with exactly the next row, also with another number of ranks."""

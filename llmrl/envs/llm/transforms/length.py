@@ -8,12 +8,13 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import Tensor
 
+from llmrl.data.ragged.tensordicts import inner, required, rewrap
 from llmrl.envs.llm.completions import ScoringTransform
-from llmrl.envs.td_ops import present_keys, shallow_copy
+from llmrl.envs.td_ops import shallow_copy
 from llmrl.envs.transforms.base import Transform
 from llmrl.errors import ConfigError, MissingKeyError
 from llmrl.modules.llm.engines import StopReason
-from llmrl.modules.llm.policies.rows import entries
+from llmrl.modules.llm.policies.rows import num_real_ids
 
 __all__ = ["LengthPenalty", "MaskTruncated", "OverlongShaping"]
 
@@ -117,10 +118,7 @@ class MaskTruncated(Transform):
         return td
 
     def inv(self, td: TensorDictBase) -> TensorDictBase:
-        reason_B, masks = td.get("stop_reason", None), td.get("masks", None)
-        if reason_B is None or masks is None:
-            missing = "stop_reason" if reason_B is None else "masks"
-            raise MissingKeyError(f"MaskTruncated: {missing!r} must be in the batch; keys present: {present_keys(td)}.")
+        reason_B, masks = (required(td, key, "MaskTruncated") for key in ("stop_reason", "masks"))
         cut_B = (reason_B == StopReason.LENGTH) | (reason_B == StopReason.ABORT)
         if not bool(cut_B.any()):
             return td
@@ -131,28 +129,20 @@ class MaskTruncated(Transform):
 
 def response_lengths(td: TensorDictBase, who: str) -> Tensor:
     """Tokens that the policy wrote in this turn, int64[B]."""
-    response = td.get(("tokens", "response"), None, as_list=True)
-    if response is None:
-        raise MissingKeyError(f"{who}: ('tokens', 'response') must be in the batch; keys present: {present_keys(td)}.")
-    attention = td.get(("masks", "all_attention_mask"), None, as_list=True)
-    if attention is None:
-        return torch.tensor([len(row) for row in response])
-    pairs = zip(response, attention, strict=True)  # where padded, the response is the right part of the whole
-    return torch.tensor([int(mask[len(mask) - len(row) :].sum()) for row, mask in pairs])
+    response = required(td, ("tokens", "response"), who, as_list=True)
+    return torch.tensor(num_real_ids(response, td.get(("masks", "all_attention_mask"), None, as_list=True)))
 
 
 def _without_assistant(masks: TensorDictBase, cut_B: Tensor) -> TensorDictBase:
-    inner = entries(masks)
-    if isinstance(inner, LazyStackedTensorDict):
-        rows = inner.unbind(0)
+    held = inner(masks)
+    if isinstance(held, LazyStackedTensorDict):
+        rows = held.unbind(0)
         for number in cut_B.nonzero().flatten().tolist():
             rows = [*rows[:number], shallow_copy(rows[number]), *rows[number + 1 :]]
             rows[number].set("all_assistant_mask", torch.zeros_like(rows[number].get("all_assistant_mask")))
         changed = LazyStackedTensorDict(*rows)
     else:
-        changed = shallow_copy(inner)
-        mask_BT = inner.get("all_assistant_mask")
+        changed = shallow_copy(held)
+        mask_BT = held.get("all_assistant_mask")
         changed.set("all_assistant_mask", mask_BT & ~cut_B.to(mask_BT.device)[:, None])
-    if inner is masks:
-        return changed
-    return type(masks)._from_tensordict(changed, dict(masks._non_tensordict))
+    return rewrap(masks, changed)

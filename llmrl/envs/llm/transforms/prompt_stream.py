@@ -15,6 +15,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from llmrl.errors import DataError
+from llmrl.modules.llm.engines.sampling import GOLDEN, mix64
 
 __all__ = ["IndexedRows", "IteratedRows", "RowSource", "row_seeds", "row_source"]
 
@@ -138,8 +139,12 @@ class IteratedRows:
             return [row.to_dict() for row in rows]
         if isinstance(element, Mapping):
             columns = list(element.values())
-            lengths = {len(c) if isinstance(c, (list, tuple, Tensor)) and _has_rows(c) else None for c in columns}
-            if len(lengths) == 1 and None not in lengths and (self._batched or _all_strings(columns)):
+            are_columns = all(isinstance(c, list | tuple) or (isinstance(c, Tensor) and c.ndim) for c in columns)
+            if (
+                are_columns
+                and len({len(c) for c in columns}) == 1
+                and (self._batched or all(isinstance(item, str) for column in columns for item in column))
+            ):
                 return [dict(zip(element, values, strict=True)) for values in zip(*columns, strict=True)]
             return [element]
         return element  # a list of rows
@@ -171,39 +176,12 @@ def row_seeds(base: int, *parts: Sequence[int]) -> Tensor:
     >>> row_seeds(0, [3, 4]).tolist() == [int(row_seeds(0, [3])), int(row_seeds(0, [4]))]
     True
     """
-    mixed = torch.tensor(_signed(base), dtype=torch.int64)
+    mixed = torch.tensor((base + (1 << 63)) % (1 << 64) - (1 << 63), dtype=torch.int64)  # the last 64 bits, signed
     for part in parts:
-        mixed = _mix(mixed + _GOLDEN * (torch.as_tensor(part, dtype=torch.int64) + 1))
+        mixed = mix64(mixed + GOLDEN * (torch.as_tensor(part, dtype=torch.int64) + 1))
     return mixed & 0x7FFF_FFFF_FFFF_FFFF
 
 
 def next_seeds(seeds: Tensor) -> Tensor:
     """The seeds of the next turn of the same conversations, int64[B]."""
-    return _mix(seeds + _GOLDEN) & 0x7FFF_FFFF_FFFF_FFFF
-
-
-def _signed(value: int) -> int:
-    value &= 0xFFFF_FFFF_FFFF_FFFF
-    return value - (1 << 64) if value >> 63 else value
-
-
-_GOLDEN = _signed(0x9E37_79B9_7F4A_7C15)
-_FACTORS = (_signed(0xBF58_476D_1CE4_E5B9), _signed(0x94D0_49BB_1331_11EB))
-
-
-def _mix(x: Tensor) -> Tensor:
-    x = (x ^ _shift(x, 30)) * _FACTORS[0]
-    x = (x ^ _shift(x, 27)) * _FACTORS[1]
-    return x ^ _shift(x, 31)
-
-
-def _shift(x: Tensor, bits: int) -> Tensor:
-    return (x >> bits) & ((1 << (64 - bits)) - 1)  # int64 shifts carry the sign along; splitmix shifts in zeros
-
-
-def _has_rows(value: Any) -> bool:
-    return not isinstance(value, Tensor) or value.ndim > 0
-
-
-def _all_strings(columns: Sequence[Any]) -> bool:
-    return all(isinstance(item, str) for column in columns for item in column)
+    return mix64(seeds + GOLDEN) & 0x7FFF_FFFF_FFFF_FFFF

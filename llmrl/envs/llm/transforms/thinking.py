@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDictBase
 
 from llmrl.data.llm.chat import History
+from llmrl.data.ragged.tensordicts import inner
 from llmrl.envs.llm.completions import (
     completion_texts,
     renderer_of,
@@ -206,4 +207,4 @@ def _prompt_ids(td: TensorDictBase) -> Sequence[torch.Tensor]:
     attention = None
     if tokens.padded and masks is not None:
         attention = masks.all_attention_mask[:, : tokens.prompt.shape[1]]
-    return unpadded_rows(tokens._tensordict, "prompt", attention)
+    return unpadded_rows(inner(tokens), "prompt", attention)

@@ -14,12 +14,11 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from llmrl.data.ragged.padding import lengths_mask, pad_rows
-from llmrl.data.ragged.tensordicts import column, column_values
+from llmrl.data.ragged.tensordicts import column, column_values, inner
 from llmrl.data.specs import Categorical, Composite, NonTensor, Unbounded
 from llmrl.envs.td_ops import present_keys, shallow_copy
 from llmrl.envs.transforms.base import Keys, Transform
 from llmrl.errors import ConfigError, DataError, MissingKeyError, ShapeError
-from llmrl.modules.llm.policies.rows import entries
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -199,4 +198,4 @@ def check_pairs(transform: Transform) -> None:
 def _strings(td: TensorDictBase, key: NestedKey) -> list[Any]:
     *path, name = (key,) if isinstance(key, str) else key
     holder = td.get(tuple(path)) if path else td
-    return column_values(entries(holder), name)
+    return column_values(inner(holder), name)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from llmrl.modules.llm.engines.base import SamplingParams
 
-__all__ = ["draw", "penalize_repetition", "row_uniforms", "truncate"]
+__all__ = ["GOLDEN", "draw", "mix64", "penalize_repetition", "row_uniforms", "truncate"]
 
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # the constants of SplitMix64 as signed 64-bit integers
+GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # the constants of SplitMix64 as signed 64-bit integers
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
@@ -25,7 +25,8 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _mix(x: Tensor) -> Tensor:
+def mix64(x: Tensor) -> Tensor:
+    """The finaliser of SplitMix64 (Steele, Lea and Flood 2014), of int64 entries."""
     x = (x ^ _shift_right(x, 30)) * _MIX_1
     x = (x ^ _shift_right(x, 27)) * _MIX_2
     return x ^ _shift_right(x, 31)
@@ -44,7 +45,7 @@ def row_uniforms(seeds: Sequence[int], num_steps: int) -> Tensor:
     """
     seeds_B = torch.tensor([(int(seed) + (1 << 63)) % (1 << 64) - (1 << 63) for seed in seeds], dtype=torch.int64)
     steps_R = torch.arange(1, num_steps + 1, dtype=torch.int64)
-    bits_BR = _mix(_mix(seeds_B + _GOLDEN)[:, None] + steps_R * _GOLDEN)
+    bits_BR = mix64(mix64(seeds_B + GOLDEN)[:, None] + steps_R * GOLDEN)
     return _shift_right(bits_BR, 40).float() * 2.0**-24
 
 

@@ -144,7 +144,12 @@ class LLMWrapperBase(nn.Module):
         self.prefer_tokens = prefer_tokens
         self.temperature = self.options.params.scoring_temperature
         self.counters = {"rewritten": 0}  # turns that started a new record because of the template
-        self._set_backend(self._build(model))
+        backend = self._build(model)
+        self.engine = join_requests(backend.engine, self.settings)
+        self.scorer, self.pad_token_id = backend.scorer, backend.pad_token_id
+        eos = getattr(self.tokenizer, "eos_token_id", None)
+        own = () if eos is None else (eos,)
+        self.stop_token_ids: tuple[int, ...] = own if self.renderer is None else tuple(self.renderer.stop_token_ids)
         self.seed = self.options.seed
         self._collector: weakref.ref[Any] | None = None
 
@@ -462,14 +467,6 @@ class LLMWrapperBase(nn.Module):
             template_kwargs=settings.tokenizer_kwargs if history else None,
         )
 
-    def _set_backend(self, backend: Backend) -> None:
-        self.engine = join_requests(backend.engine, self.settings)
-        self.scorer = backend.scorer
-        self.pad_token_id = backend.pad_token_id
-        eos = getattr(self.tokenizer, "eos_token_id", None)
-        own = () if eos is None else (eos,)
-        self.stop_token_ids: tuple[int, ...] = own if self.renderer is None else tuple(self.renderer.stop_token_ids)
-
     def _source(self) -> Any:
         """The model that another wrapper over the same weights is built from."""
         return self._given[0]
@@ -482,11 +479,9 @@ class LLMWrapperBase(nn.Module):
             raise ShapeError(f"{who}: a batch must have at least one row: got {list(td.batch_size)}.")
 
     def _output(self, td: TensorDictBase, batch_size: Sequence[int]) -> TensorDictBase:
-        if self.generate and self.num_samples is not None:
+        if (self.generate and self.num_samples is not None) or not self.inplace:
             return TensorDict({}, batch_size=batch_size)
-        if self.inplace == "empty":
-            return td.empty()
-        return td if self.inplace else TensorDict({}, batch_size=batch_size)
+        return td.empty() if self.inplace == "empty" else td
 
     def _write(self, out: TensorDictBase, containers: Mapping[str, Any]) -> TensorDictBase:
         for name in CONTAINERS:

@@ -17,7 +17,9 @@ from tensordict import NonTensorStack, TensorClass, TensorDict
 from torch import Tensor
 
 from llmrl.data.llm.chat import History
+from llmrl.data.llm.spans import rows_to_tensors
 from llmrl.data.ragged.stack import stack_columns
+from llmrl.data.ragged.tensordicts import fill, inner, wrap
 from llmrl.data.specs import Categorical, Composite, NonTensor, TensorSpec, Unbounded
 from llmrl.errors import ConfigError, ShapeError, TemplateError, did_you_mean
 from llmrl.modules.llm.policies.rows import Padding, field_rows
@@ -37,7 +39,7 @@ class _Rows:
     """
 
     def __post_init__(self) -> None:
-        td = self._tensordict
+        td = inner(self)
         if td.ndim:
             return
         fields = {name: td.get(name) for name in td.keys() if name != "padded"}
@@ -52,7 +54,7 @@ class _Rows:
             )
         if any(isinstance(value, list) for value in fields.values()):
             columns = {name: _flat_rows(value, len(batch_size)) for name, value in fields.items()}
-            self.__dict__["_tensordict"] = stack_columns(columns, batch_size)
+            fill(self, stack_columns(columns, batch_size))
         else:
             td.batch_size = batch_size
 
@@ -73,14 +75,14 @@ class _Rows:
                     f"{cls.__name__}: {name} must hold one value per row: got {len(values)} for {num_rows} rows."
                 )
         flags = {"padded": False} if "padded" in cls.__expected_keys__ else None
-        return cls._from_tensordict(stack_columns(columns, batch_size), flags)
+        return wrap(cls, stack_columns(columns, batch_size), flags)
 
     @classmethod
     def from_padded(cls, columns: Mapping[str, Tensor], batch_size: Sequence[int] | None = None) -> Self:
         """A padded container of dense tensors [*batch_size, T]."""
         if batch_size is None:
             batch_size = next(iter(columns.values())).shape[:-1]
-        return cls._from_tensordict(TensorDict(dict(columns), batch_size=batch_size), {"padded": True})
+        return wrap(cls, TensorDict(dict(columns), batch_size=batch_size), {"padded": True})
 
     def rows(self, field: str) -> list[Any] | None:
         """The field as a flat list with one value per row of the batch; None where it is not set.
@@ -88,7 +90,7 @@ class _Rows:
         >>> Text.from_rows({"prompt": ["a", "b"]}).rows("prompt")
         ['a', 'b']
         """
-        return field_rows(self._tensordict, field)
+        return field_rows(inner(self), field)
 
     def _parts(self) -> dict[str, list[Any]]:
         """The rows of prompt and response, which make up ``full``; or of whichever fields there are."""
@@ -166,7 +168,7 @@ class Text(_Rows, TensorClass["nocast"]):
                 "Text.to_tokens: Padding is not yet supported: rows stay apart, pad what you read from them."
             )
         encoded = _converted(
-            self._parts(), lambda texts: _tensors(tokenizer(texts, add_special_tokens=False)["input_ids"])
+            self._parts(), lambda texts: rows_to_tensors(tokenizer(texts, add_special_tokens=False)["input_ids"])
         )
         if encoded.keys() == {"prompt", "response"}:
             encoded["full"] = [torch.cat(pair) for pair in zip(*encoded.values(), strict=True)]
@@ -231,7 +233,7 @@ class ChatHistory(_Rows, TensorClass["nocast"]):
         if prompts is not None:
             columns["prompt"] = renderer.prompt_ids(prompts)
         if fulls is not None:
-            columns["full"] = _tensors(renderer.codec.encode(renderer.codec.render(fulls)))
+            columns["full"] = rows_to_tensors(renderer.codec.encode(renderer.codec.render(fulls)))
         if len(columns) == 2:
             columns["response"] = [_beyond(*pair, row) for row, pair in enumerate(zip(*columns.values(), strict=True))]
         return Tokens.from_rows(columns, self.batch_size)
@@ -353,10 +355,6 @@ def history_chats(history: History, batch_ndim: int, *, asks: bool = False) -> l
 
 def _renderer(tokenizer: PreTrainedTokenizerBase | Renderer) -> Renderer:
     return tokenizer if isinstance(tokenizer, Renderer) else Renderer(tokenizer)
-
-
-def _tensors(rows: Sequence[Sequence[int]]) -> list[Tensor]:
-    return [torch.tensor(row, dtype=torch.int64) for row in rows]
 
 
 def decode_rows(tokenizer: PreTrainedTokenizerBase, rows: list[list[int]]) -> list[str]:

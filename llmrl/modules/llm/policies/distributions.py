@@ -17,8 +17,8 @@ from torch.distributions import Distribution
 
 from llmrl.errors import ShapeError
 from llmrl.modules.llm.engines.transformers import model_device
-from llmrl.modules.llm.log_probs import hidden_before, padded_inputs, with_predecessor
-from llmrl.modules.llm.packing import accepted, evaluating, find_head_path, map_logits
+from llmrl.modules.llm.log_probs import hidden_before, with_predecessor
+from llmrl.modules.llm.packing import accepted, evaluating, find_head_path, map_logits, padded_inputs
 from llmrl.modules.llm.policies.scoring_batch import Conversations
 
 __all__ = ["TokenCategorical", "token_categorical"]
@@ -77,7 +77,11 @@ class TokenCategorical(Distribution):
     def entropy(self) -> Tensor:
         """float32[*B, T], in nats."""
         parts = zip(self.logits.split(_ROWS_AT_A_TIME), self._log_total_N.split(_ROWS_AT_A_TIME), strict=True)
-        entropies = [-_expected_log_prob(logits_CV - log_total_C[:, None]) for logits_CV, log_total_C in parts]
+        entropies = []
+        for logits_CV, log_total_C in parts:
+            log_p_CV = logits_CV - log_total_C[:, None]
+            finite_CV = log_p_CV.clamp(min=torch.finfo(log_p_CV.dtype).min)  # a probability of 0 counts 0, not 0 * -inf
+            entropies.append(-(log_p_CV.exp() * finite_CV).sum(-1))
         return self._spread(torch.cat(entropies), 0.0)
 
     @property
@@ -108,11 +112,6 @@ class TokenCategorical(Distribution):
             out = values_SN.new_full(shape, elsewhere)
         mask = self.mask.to(values_SN.device).expand(shape)
         return out.masked_scatter(mask, values_SN)
-
-
-def _expected_log_prob(log_p_CV: Tensor) -> Tensor:
-    finite_CV = log_p_CV.clamp(min=torch.finfo(log_p_CV.dtype).min)  # a probability of 0 counts 0, not 0 * -inf
-    return (log_p_CV.exp() * finite_CV).sum(-1)
 
 
 def token_categorical(

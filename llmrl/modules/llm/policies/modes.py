@@ -16,10 +16,11 @@ from tensordict import TensorDictBase, is_non_tensor
 from torch import Tensor
 
 from llmrl.data.llm.chat import History
+from llmrl.data.ragged.tensordicts import inner
 from llmrl.errors import ConfigError, RewriteError, RolloutError, ShapeError, did_you_mean
 from llmrl.modules.llm.engines import StopReason
 from llmrl.modules.llm.policies.containers import decode_rows, history_chats
-from llmrl.modules.llm.policies.rows import Key, attention_rows, entries, field_rows, find_holder, is_ragged, kept_parts
+from llmrl.modules.llm.policies.rows import Key, attention_rows, field_rows, find_holder, is_ragged, kept_parts
 from llmrl.modules.llm.rendering import is_open
 from llmrl.modules.llm.token_stream import TokenStream
 
@@ -110,9 +111,9 @@ class Mode(ABC):
         stream = TokenStream.read(td, keys=keys)
         if stream is None or stream.covered is None:
             return None
-        if "response" not in entries(td.get(keys["tokens"])).keys():
+        if "response" not in inner(td.get(keys["tokens"])).keys():
             return stream
-        view = entries(td.get(keys[self.name], None))
+        view = inner(td.get(keys[self.name], None))
         if stream.assistant_mask is None or view is None or "full" not in view.keys():
             # This very prompt was answered before, and is rendered again; or the ids are those of the turn before, left
             # behind where those of this turn were dropped: a new record.
@@ -196,7 +197,7 @@ class HistoryMode(Mode):
         return Prompts(history_chats(flat, 1, asks=True), flat)
 
     def carried_texts(self, td: TensorDictBase, keys: Mapping[str, str], stream: TokenStream) -> list[str] | None:
-        text = entries(td.get(keys["text"], None))
+        text = inner(td.get(keys["text"], None))
         rows = None if text is None else field_rows(text, "prompt")
         return None if rows is None else [row if len(ids) else "" for row, ids in zip(rows, stream.ids, strict=True)]
 
@@ -204,14 +205,7 @@ class HistoryMode(Mode):
         return self.renderer.prompt_ids(rows)
 
     def extend(self, stream: TokenStream, rows: Sequence[Any]) -> list[Tensor | RewriteError]:
-        num_new = [len(chat) - covered for chat, covered in zip(rows, stream.covered, strict=True)]
-        if min(num_new) < 0:
-            row = num_new.index(min(num_new))
-            raise RolloutError(
-                f"LLM wrapper: a conversation only grows: row {row} has {len(rows[row])} messages, its tokens cover "
-                f"{stream.covered[row]}; what rewrites the past must drop ('tokens', 'prompt') too."
-            )
-        return self.renderer.try_extend(stream.ids, rows, num_new)
+        return self.renderer.try_extend(stream.ids, rows, _num_new(rows, stream.covered, "messages"))
 
     def encode_full(self, rows: Sequence[Any]) -> tuple[list[Tensor], list[Tensor] | None]:
         rendered = self.renderer.render(rows)
@@ -260,13 +254,8 @@ class TextMode(Mode):
         return _tokenise(self.tokenizer, rows, self.tokenizer_kwargs)
 
     def extend(self, stream: TokenStream, rows: Sequence[Any]) -> list[Tensor]:
-        for row, (text, covered) in enumerate(zip(rows, stream.covered, strict=True)):
-            if len(text) < covered:
-                raise RolloutError(
-                    f"LLM wrapper: a text only grows: row {row} has {len(text)} characters, its tokens cover "
-                    f"{covered}; what rewrites the past must drop ('tokens', 'prompt') too."
-                )
-        added = [text[covered:] for text, covered in zip(rows, stream.covered, strict=True)]
+        added_chars = _num_new(rows, stream.covered, "characters")
+        added = [text[len(text) - num :] for text, num in zip(rows, added_chars, strict=True)]
         return _tokenise(self.tokenizer, added, {**self.tokenizer_kwargs, "add_special_tokens": False})
 
     def encode_full(self, rows: Sequence[Any]) -> tuple[list[Tensor], list[Tensor] | None]:
@@ -369,6 +358,18 @@ def _tokenise(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], options:
     unique = list(dict.fromkeys(texts))
     encoded = dict(zip(unique, tokenizer(unique, **options)["input_ids"], strict=True)) if unique else {}
     return [torch.tensor(encoded[text], dtype=torch.int64) for text in texts]
+
+
+def _num_new(rows: Sequence[Any], covered: Sequence[int], unit: str) -> list[int]:
+    """The messages or characters of each row that its stream does not cover. Raises RolloutError for fewer than it."""
+    num_new = [len(value) - known for value, known in zip(rows, covered, strict=True)]
+    if num_new and min(num_new) < 0:
+        row = num_new.index(min(num_new))
+        raise RolloutError(
+            f"LLM wrapper: a conversation only grows: row {row} has {len(rows[row])} {unit}, its tokens cover "
+            f"{covered[row]}; what rewrites the past must drop ('tokens', 'prompt') too."
+        )
+    return num_new
 
 
 def _with_turn(full: History, chat: list[dict[str, Any]], messages: list[dict[str, Any]]) -> History:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDictBase, is_non_tensor
+from tensordict import LazyStackedTensorDict, TensorDictBase, is_non_tensor, is_tensorclass
 from torch import Tensor
 
 from llmrl.data.ragged.padding import lengths_mask
+from llmrl.data.ragged.tensordicts import inner, plain_value, present_keys
 from llmrl.errors import MissingKeyError, ShapeError
 
 __all__ = [
@@ -18,11 +19,11 @@ __all__ = [
     "MissingInputError",
     "Padding",
     "attention_rows",
-    "entries",
     "field_rows",
     "find_holder",
     "is_ragged",
     "kept_parts",
+    "num_real_ids",
     "unpadded_rows",
 ]
 
@@ -31,11 +32,6 @@ Key = str | tuple[str, ...]
 
 class MissingInputError(MissingKeyError, ValueError):
     """An entry that a wrapper reads is not in its input."""
-
-
-def entries(container: Any) -> Any:
-    """The tensordict that a container keeps its fields in; a plain tensordict of the same keys as it is, as is None."""
-    return container if container is None or isinstance(container, TensorDictBase) else container._tensordict
 
 
 def is_ragged(td: TensorDictBase) -> bool:
@@ -52,8 +48,8 @@ def field_rows(td: TensorDictBase, field: str) -> list[Any] | None:
     if values is None or isinstance(values, list):
         return values
     if td.ndim == 0:
-        return [_plain(values)]
-    return [_plain(value) for value in (values.unbind(0) if hasattr(values, "unbind") else values)]
+        return [plain_value(values)]
+    return [plain_value(value) for value in (values.unbind(0) if hasattr(values, "unbind") else values)]
 
 
 def unpadded_rows(holder: TensorDictBase, field: str, mask: Tensor | Sequence[Tensor] | None) -> list[Any]:
@@ -68,6 +64,13 @@ def kept_parts(values: Sequence[Any], kept: Sequence[Tensor] | None) -> list[Any
         return list(values)
     pairs = zip(values, kept, strict=True)
     return [value[mask.to(value.device)] if value.shape == mask.shape else value for value, mask in pairs]
+
+
+def num_real_ids(responses: Sequence[Tensor], kept: Sequence[Tensor] | None) -> list[int]:
+    """The ids of each response without padding; ``kept`` are the masks of whole rows, which end with the response."""
+    if kept is None:
+        return [len(row) for row in responses]
+    return [int(mask[len(mask) - len(row) :].sum()) for row, mask in zip(responses, kept, strict=True)]
 
 
 def attention_rows(
@@ -105,8 +108,7 @@ def find_holder(td: TensorDictBase, key: Key, expected: str) -> tuple[TensorDict
     if not (holder is None or isinstance(holder, TensorDictBase)):
         raise TypeError(f"LLM wrapper: Expected {expected} under {key!r}: got {type(holder).__name__} in its place.")
     if holder is None or field not in holder.keys():
-        present = ", ".join(sorted(str(name) for name in td.keys()))
-        raise MissingInputError(f"LLM wrapper: Expected '{key}' key in the input: keys present: {present}.")
+        raise MissingInputError(f"LLM wrapper: Expected '{key}' key in the input: keys present: {present_keys(td)}.")
     return holder, field
 
 
@@ -120,13 +122,9 @@ def _found(td: TensorDictBase, key: Key) -> tuple[Any, str]:
         holder = holder.get(part, None) if isinstance(holder, TensorDictBase) else None
         if is_non_tensor(holder):
             return holder.tolist(), path[-1]
-        if not isinstance(holder, TensorDictBase):
-            holder = getattr(holder, "_tensordict", holder)
+        if is_tensorclass(holder):
+            holder = inner(holder)
     return holder, path[-1]
-
-
-def _plain(value: Any) -> Any:
-    return value.data if not isinstance(value, Tensor) and getattr(value, "_is_non_tensor", False) else value
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from llmrl.data.ragged.padding import lengths_mask, pad_rows
+from llmrl.data.ragged.tensordicts import inner
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError, did_you_mean
 from llmrl.modules.llm.policies.containers import decode_rows, make_containers
 from llmrl.modules.llm.policies.modes import Mode
@@ -22,10 +23,10 @@ from llmrl.modules.llm.policies.rows import (
     Key,
     Padding,
     attention_rows,
-    entries,
     field_rows,
     is_ragged,
     kept_parts,
+    num_real_ids,
 )
 
 __all__ = ["Conversations"]
@@ -62,7 +63,7 @@ class Conversations:
 
         Raises  MissingInputError, TypeError, ShapeError
         """
-        tokens, masks = (entries(td.get(keys[name], None)) for name in ("tokens", "masks"))
+        tokens, masks = (inner(td.get(keys[name], None)) for name in ("tokens", "masks"))
         full_key = (keys["tokens"], "full")
         elsewhere = mode.name == "tokens" and input_key not in (full_key, list(full_key))
         if elsewhere or tokens is None or "full" not in tokens.keys():
@@ -77,7 +78,7 @@ class Conversations:
             assistant = kept_parts(field_rows(masks, "all_assistant_mask"), kept)
         elif "response" in tokens.keys():
             real = [len(row) for row in kept_parts(laid_out, kept)]
-            responses = _response_lengths(field_rows(tokens, "response"), kept)
+            responses = num_real_ids(field_rows(tokens, "response"), kept)
             assistant = [torch.arange(size) >= size - num for size, num in zip(real, responses, strict=True)]
         return cls(laid_out, kept, dense, assistant, given=True)
 
@@ -122,7 +123,7 @@ class Conversations:
         views = {
             name: view
             for name, view in views.items()
-            if view is not None and (name in ("tokens", "masks") or "full" in entries(view).keys())
+            if view is not None and (name in ("tokens", "masks") or "full" in inner(view).keys())
         }
         columns: dict[str, dict[str, Any]] = {}
         read = None if self.given else mode.read(td, input_key)
@@ -175,10 +176,3 @@ def _spread(values: Tensor, kept: Tensor) -> Tensor:
     """[T_i] to [L_i]: 0 on padding."""
     kept = kept.to(values.device)
     return values.new_zeros(kept.shape).masked_scatter(kept, values)
-
-
-def _response_lengths(responses: Sequence[Tensor], kept: Sequence[Tensor] | None) -> list[int]:
-    """The number of ids at the end of each row that are its response, without padding."""
-    if kept is None:
-        return [len(row) for row in responses]
-    return [int(mask[len(mask) - len(row) :].sum()) for row, mask in zip(responses, kept, strict=True)]
