@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from llmrl.data.ragged.stack import BorrowedRows, copy_rows, rows_form
+from llmrl.data.ragged.tensordicts import non_tensor
 from llmrl.data.replay_buffers.lazy_rows import DeferredStack
 from llmrl.data.replay_buffers.utils import is_leaf, is_tree, register_dataclasses
 
@@ -31,8 +32,6 @@ _EMPTY = torch.Size([])
 # What a Python number holds exactly, with numpy's name: a tensor object per number takes ten times the memory.
 NUMBERS = {torch.bool: np.bool_, torch.uint8: np.uint8, torch.int8: np.int8, torch.int16: np.int16}
 NUMBERS |= {torch.int32: np.int32, torch.int64: np.int64, torch.float32: np.float32, torch.float64: np.float64}
-
-_DATA = {"_is_non_tensor": True, "_metadata": None}  # what a NonTensorData has besides its value
 
 
 class TensorLeaf(NamedTuple):
@@ -360,7 +359,7 @@ def _batch(node: Any, columns: Iterator[Any], num_rows: int) -> Any:
         }
         return node.cls.from_columns(entries, num_rows)
     if node is Leaf.DATA:
-        return NonTensorStack._new_lazy_unsafe(*_wrap_data(next(columns)))
+        return NonTensorStack._new_lazy_unsafe(*[non_tensor(value) for value in next(columns)])
     if kind is Messages:
         chats = next(columns)
         lengths = {len(chat) for chat in chats}
@@ -393,7 +392,7 @@ def _rows(node: Any, columns: Iterator[Any], num_rows: int) -> Sequence[Any]:
     if kind is Messages:
         return _conversations(node.cls, values)
     if node is Leaf.DATA:
-        return _wrap_data(values)
+        return [non_tensor(value) for value in values]
     return values.copies() if type(values) is BorrowedRows else values
 
 
@@ -420,10 +419,6 @@ def _wrap(cls: type, inner: Any, fields: dict[str, Any]) -> Any:
     if hasattr(cls, "__post_init__"):
         out.__post_init__()
     return out
-
-
-def _wrap_data(values: Sequence[Any]) -> list[NonTensorData]:
-    return [_wrap(NonTensorData, _tensordict({}, _EMPTY), {"data": value, **_DATA}) for value in values]
 
 
 def ragged_column(root: Any, path: Sequence[str]) -> int | None:

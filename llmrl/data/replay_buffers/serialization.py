@@ -1,14 +1,16 @@
 """Values of a buffer as JSON and tensors, and back: the content of checkpoints, and the layout of shared rows.
 
 Scalars and text are themselves in JSON; anything else is an object with a tag. Tensors go to ``put``, which returns a
-JSON reference. Classes are named by module and looked up when they are read: in llmrl, tensordict, and what is imported
-already. Devices are not kept: tensors come back in the memory of the CPU.
+JSON reference. Rows of one form are written as columns: a tensor, or one JSON text, per entry of all of them. Classes
+are named by module and looked up when they are read: in llmrl, tensordict, and what is imported already. Devices are
+not kept: tensors come back in the memory of the CPU.
 """
 
 from __future__ import annotations
 
 import importlib
 import io
+import json
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
@@ -24,11 +26,19 @@ from tensordict.base import is_tensor_collection
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from llmrl.data.replay_buffers.layout import Layout, Leaf, put_rows_together, put_together, take_apart
+from llmrl.data.ragged.tensordicts import inner
+from llmrl.data.replay_buffers.layout import (
+    Layout,
+    Leaf,
+    put_rows_together,
+    put_together,
+    take_apart,
+    take_rows_apart,
+)
 from llmrl.data.replay_buffers.utils import is_leaf
 from llmrl.errors import CheckpointError
 
-__all__ = ["ITEM", "decode", "encode", "object_bytes", "object_from"]
+__all__ = ["ITEM", "decode", "encode", "encode_rows", "object_bytes", "object_from"]
 
 Put = Callable[[tuple[str, ...], Tensor], Any]
 Get = Callable[[Any], Tensor]
@@ -40,6 +50,7 @@ _MOVED = {  # modules of row classes in dumps that were written before they move
     "llmrl.data.llm.message_stack": "llmrl.data.ragged.messages",
     "llmrl.data.ragged.stack": "llmrl.data.ragged.stack",
 }
+_INLINE = 2048  # bytes of JSON that stay in the manifest; longer columns go to ``put``
 _SCALARS = (str, int, float, bool, type(None))
 _MAPPINGS = {"dict": dict, "OrderedDict": OrderedDict}
 _SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
@@ -112,8 +123,94 @@ def _encode_collection(value: Any, put: Put, path: tuple[str, ...]) -> Any:
     value = value if value.device is None else value.to("cpu")
     rows = len(value) if value.batch_dims else None
     layout, columns = take_apart(value, stacked=rows is not None)
-    nodes = [encode(column, put, (*path, str(number))) for number, column in enumerate(columns)]
+    write = encode if rows is None else _encode_column
+    nodes = [write(column, put, (*path, str(number))) for number, column in enumerate(columns)]
     return {"rows": rows, "layout": encode(layout, put), "columns": nodes}
+
+
+def _encode_column(column: Any, put: Put, path: tuple[str, ...]) -> Any:
+    return encode_rows(column, put, path) if type(column) is list else encode(column, put, path)
+
+
+def encode_rows(rows: list[Any], put: Put, path: tuple[str, ...] = ()) -> Any:
+    """The same for a list of rows, with those of one form as columns: per value, Python would cost more than the disk.
+
+    Raises: CheckpointError, as ``encode``.
+    """
+    if _is_exact_json(rows):
+        return _encode_plain(rows, put, path)
+    groups: dict[Any, list[int]] = {}
+    for number, row in enumerate(rows):
+        groups.setdefault(_form(row), []).append(number)
+    path = (*path, ITEM)
+    if len(groups) == 1:
+        return _encode_group(*groups, rows, put, path)
+    nodes = [
+        [put((*path, "where"), torch.tensor(where)), _encode_group(form, [rows[row] for row in where], put, path)]
+        for form, where in groups.items()
+    ]
+    return {"groups": nodes, "size": len(rows)}
+
+
+def _form(value: Any) -> Any:
+    """What rows have in common that are written as columns; None for those that are written one by one."""
+    kind = type(value)
+    if isinstance(value, Tensor):
+        return None if value.is_nested or value.layout is not torch.strided else (Tensor, value.dtype, value.ndim)
+    if kind in _SCALARS:
+        return "plain"
+    if kind is dict and all([type(key) in _SCALARS for key in value]):
+        return (dict, *[(type(key), key) for key in value])  # 1 and True are equal
+    if kind in (list, tuple):
+        return "plain" if kind is list and _is_exact_json(value) else (kind, len(value))
+    if kind is torch.Size:
+        return torch.Size
+    if not is_tensor_collection(value) or isinstance(value, type) or kind is NonTensorData:
+        return None
+    td = inner(value)
+    if type(td) is TensorDict and not td._has_names():
+        return (kind, td.device, *sorted(td.keys()))
+    return kind if hasattr(type(td), "from_messages") else None
+
+
+def _encode_group(form: Any, rows: list[Any], put: Put, path: tuple[str, ...]) -> Any:
+    if form == "plain":
+        return _encode_plain(rows, put, path)
+    if form is torch.Size:
+        return {"sizes": _encode_plain([list(size) for size in rows], put, path)}
+    kind = form[0] if isinstance(form, tuple) else form
+    if kind is Tensor:
+        if len({row.shape for row in rows}) == 1:
+            return {"tensors": put(path, torch.stack(rows)), "shapes": None}
+        shapes = put((*path, "shapes"), torch.tensor([row.shape for row in rows]))
+        return {"tensors": put(path, torch.cat([row.reshape(-1) for row in rows])), "shapes": shapes}
+    if kind is dict:
+        names = [name for _, name in form[1:]]
+        columns = [encode_rows([row[name] for row in rows], put, (*path, str(name))) for name in names]
+        return {"dicts": names, "columns": columns, "size": len(rows)}
+    if kind in (list, tuple):
+        columns = [encode_rows(list(column), put, path) for column in zip(*rows, strict=True)]
+        return {"sequences": kind.__name__, "columns": columns, "size": len(rows)}
+    apart = None if kind is None else take_rows_apart(rows)
+    if apart is None:
+        return {"list": [encode(row, put, path) for row in rows]}
+    nodes = [encode_rows(column, put, (*path, str(number))) for number, column in enumerate(apart[1])]
+    return {"single_rows": len(rows), "layout": encode(apart[0], put), "columns": nodes}
+
+
+def _encode_plain(values: list[Any], put: Put, path: tuple[str, ...]) -> Any:
+    data = json.dumps(values).encode()
+    return {"plain": values} if len(data) <= _INLINE else {"json": put(path, _as_tensor(data))}
+
+
+def _is_exact_json(value: Any) -> bool:
+    """True if JSON gives back exactly this value: same types, all the way down."""
+    kind = type(value)
+    if kind is list:
+        return all([_is_exact_json(entry) for entry in value])
+    if kind is dict:
+        return all([type(name) is str and _is_exact_json(entry) for name, entry in value.items()])
+    return kind in _SCALARS
 
 
 def _as_tensor(data: bytes) -> Tensor:
@@ -203,13 +300,43 @@ def _decode_tensordict(node: Any, get: Get) -> TensorDict:
 
 
 def _decode_collection(node: Any, get: Get) -> Any:
-    layout, columns = _decode(node["layout"], get), [_decode(column, get) for column in node["columns"]]
-    if not isinstance(layout, Layout) or len(columns) != len(layout.kinds):
-        raise ValueError(f"a layout of {len(columns)} columns is needed")
+    layout, columns = _decode_columns(node, get)
     if node["rows"] is not None:
         return put_together(layout, columns, node["rows"])
     columns = [column.unsqueeze(0) if isinstance(column, Tensor) else [column] for column in columns]
     return put_rows_together(layout, columns, 1)[0]
+
+
+def _decode_columns(node: Any, get: Get) -> tuple[Layout, list[Any]]:
+    layout, columns = _decode(node["layout"], get), [_decode(column, get) for column in node["columns"]]
+    if not isinstance(layout, Layout) or len(columns) != len(layout.kinds):
+        raise ValueError(f"a layout of {len(columns)} columns is needed")
+    return layout, columns
+
+
+def _decode_tensors(node: Any, get: Get) -> list[Tensor]:
+    values = get(node["tensors"])
+    if node["shapes"] is None:
+        return list(values.unbind(0))
+    shapes = get(node["shapes"])
+    parts = values.split(shapes.prod(-1).tolist())
+    return [part.view(shape) for part, shape in zip(parts, shapes.tolist(), strict=True)]
+
+
+def _decode_trees(node: Any, get: Get) -> list[Any]:
+    columns = [_decode(column, get) for column in node["columns"]]
+    rows = zip(*columns, strict=True) if columns else [()] * node["size"]
+    if "dicts" in node:
+        return [dict(zip(node["dicts"], row, strict=True)) for row in rows]
+    return list(rows) if node["sequences"] == "tuple" else [list(row) for row in rows]
+
+
+def _decode_groups(node: Any, get: Get) -> list[Any]:
+    rows: list[Any] = [None] * node["size"]
+    for where, group in node["groups"]:
+        for number, row in zip(get(where).tolist(), _decode(group, get), strict=True):
+            rows[number] = row
+    return rows
 
 
 def _decode_class(node: Any, get: Get) -> Any:
@@ -245,6 +372,14 @@ _DECODERS: dict[str, Callable[[Any, Get], Any]] = {
     "data": lambda node, get: NonTensorData(_decode(node["data"], get), batch_size=node["batch_size"]),
     "tensordict": _decode_tensordict,
     "rows": _decode_collection,
+    "plain": lambda node, get: node["plain"],
+    "json": lambda node, get: json.loads(get(node["json"]).numpy().tobytes()),
+    "sizes": lambda node, get: [torch.Size(size) for size in _decode(node["sizes"], get)],
+    "tensors": _decode_tensors,
+    "dicts": _decode_trees,
+    "sequences": _decode_trees,
+    "groups": _decode_groups,
+    "single_rows": lambda node, get: put_rows_together(*_decode_columns(node, get), node["single_rows"]),
     "object": lambda node, get: object_from(get(node["object"]).numpy().tobytes(), "a value of the rows"),
 }
 

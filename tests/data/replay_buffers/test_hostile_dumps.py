@@ -223,7 +223,7 @@ def test_a_name_in_a_dump_imports_no_module_of_anybody_else(tmp_path, monkeypatc
 
 
 def rename_file(folder: Path, outside: Path) -> None:
-    edit(folder, lambda node: node.update(tensor=[str(outside), *node["tensor"][1:]]) if "tensor" in node else None)
+    edit(folder, lambda node: node.update(tensors=[str(outside), *node["tensors"][1:]]) if "tensors" in node else None)
     reseal(folder)
 
 
@@ -280,8 +280,7 @@ def test_an_hdf5_file_that_leads_to_another_file_is_not_followed(kind, tmp_path)
     with pytest.warns(UserWarning, match="stored as they are"):
         storage.dumps(dump)
     folder = current_directory(dump)
-    (node,) = json.loads((folder / MANIFEST).read_text())["rows"]["list"]
-    name = node["tensor"][0]
+    name = json.loads((folder / MANIFEST).read_text())["rows"]["tensors"][0]
     with h5py.File(outside, "w") as file:
         file["secret"] = np.zeros(3, dtype=np.float32)
     with h5py.File(folder / "rows.h5", "a") as file:
@@ -304,13 +303,13 @@ def break_off(node: dict[str, Any]) -> None:
 
 
 def unknown_tag(node: dict[str, Any]) -> None:
-    if "tensor" in node:
-        node["eval"] = node.pop("tensor")
+    if "tensors" in node:
+        node["eval"] = node.pop("tensors")
 
 
 def too_long(node: dict[str, Any]) -> None:
-    if "tensor" in node:
-        node["tensor"][2] = [10**6]
+    if "tensors" in node:
+        node["tensors"][2] = [10**6]
 
 
 @pytest.mark.parametrize("change", [break_off, unknown_tag, too_long])

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmrl.data.replay_buffers.checkpointers.containers import Container, FileContainer, H5Container
 from llmrl.data.replay_buffers.directory import current_directory, read_manifest, replace_directory, write_manifest
-from llmrl.data.replay_buffers.serialization import decode, encode
+from llmrl.data.replay_buffers.serialization import decode, encode, encode_rows
 from llmrl.data.ted import Flat2TED, H5Combine, Nested2TED
 from llmrl.errors import CheckpointError, DataError
 
@@ -81,7 +81,7 @@ class StorageCheckpointerBase:
             content, layout = self._encode(content, where)
         with replace_directory(path) as folder:
             with self._open(folder) as (container, name):
-                rows = encode(content, container.put)
+                rows = (encode_rows if type(content) is list else encode)(content, container.put)
             notes = {"storage": type(storage).__name__, "ring": counters, "layout": layout, "container": name}
             write_manifest(folder, FORMAT, FORMAT_VERSION, {**notes, "rows": rows})
 
