@@ -53,7 +53,7 @@ class _Encoder(ABC):
 
     @abstractmethod
     def __call__(self, td: TensorDict, *, shift: int = 0, is_full: bool = False) -> TensorDict:
-        """The rows without what can be told from others; ``shift`` is the place of the oldest one in a full ring."""
+        """The rows without entries that follow from others; ``shift`` is the place of the oldest one in a full ring."""
 
     def _encode(self, td: TensorDict, shift: int, is_full: bool) -> tuple[dict[Key, Tensor], Tensor, dict[str, Any]]:
         """The entries in the order of time, stream after stream; the ends, bool[N]; the notes.
@@ -103,10 +103,10 @@ class _Encoder(ABC):
                 entries[("next", *key)] = value
         self._check_overlap(entries)
         unmarked = int((ends & ~marked).sum())
-        told = done is not None and not unmarked and list(self.done_key[1:]) in moved
+        has_ends = done is not None and not unmarked and list(self.done_key[1:]) in moved
         notes = {
             "shape": list(td.batch_size),
-            "ends": list(self.done_key[1:]) if told else [ENDS],  # the entry that marks them
+            "ends": list(self.done_key[1:]) if has_ends else [ENDS],  # the entry that marks them
             "shifted": [list(key) for key in shifted],
             "moved": moved,
             "zero_root": zeros,

@@ -71,7 +71,7 @@ def load_tokenizer(config: ModelSource, *, runs: Path) -> PreTrainedTokenizerBas
             tokenizer.pad_token = tokenizer.eos_token
     asked = config.chat_template
     row = find_template(tokenizer, **({} if asked is None else {"template" if "{%" in asked else "name": asked}))
-    if row.name != "tokenizer":  # saved with every checkpoint, whose path says nothing of the model
+    if row.name != "tokenizer":  # saved with every checkpoint, whose path does not name the model
         tokenizer.chat_template = row.jinja
     if (taken := find_template(tokenizer)).jinja != row.jinja:
         raise ConfigError(

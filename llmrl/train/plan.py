@@ -113,7 +113,7 @@ def grpo_settings(config: GRPOConfig, *, exact: bool = True) -> tuple[dict[str, 
         advantage["scale"] = own.pop("scale")
     if config.env.max_records > 1:  # only the last record of a conversation has its reward; all get its advantage
         advantage["trajectory_return"] = "sum"
-    if advantage["scale"] != "raw":  # there the group is no baseline, and equal rewards teach too
+    if advantage["scale"] != "raw":  # there the group is not a baseline, and equal rewards teach too
         advantage["on_zero_variance"] = "keep" if config.zero_variance == "keep" else "drop"
     loss = preset.settings
     off_policy = config.updates_per_step > 1 and loss.surrogate != "reinforce"  # which has no ratio to clip
@@ -158,9 +158,9 @@ def check_template(
 def _tools_and_user(task: Task) -> Rows:
     env, rows = task.settings, []
     if task.tools is not None:
-        told = "in the prompt" if task.tools.declare else "not told in the prompt"
+        declared = "in the prompt" if task.tools.declare else "not in the prompt"
         names = ", ".join(task.tools.runner.tools)
-        calls = f"{task.tools.format.name} calls, {told}, at most {env.tool_timeout_s:g} s each"
+        calls = f"{task.tools.format.name} calls, {declared}, at most {env.tool_timeout_s:g} s each"
         rows.append(("tools", f"{names} · {calls} · {env.max_turns} turns"))
     if env.user is not None:
         rows.append(("user", f"{env.user} · {env.max_turns} turns"))

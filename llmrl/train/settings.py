@@ -150,7 +150,7 @@ class EnvSettings(Settings):
         "that do not continue the one before as records of their own",
     )
     max_prompt_tokens: int = Field(1024, ge=1, description="longest prompt")
-    too_long: Literal["error", "drop"] = Field("error", description="what becomes of a longer prompt")
+    too_long: Literal["error", "drop"] = Field("error", description="longer prompts end the run, or are dropped")
 
     @property
     def max_records(self) -> int:
@@ -453,7 +453,7 @@ class SFTConfig(ModelSource):
     data: SFTData
     max_length: int = Field(2048, ge=2, description="longest conversation, in tokens")
     too_long: Literal["error", "split", "truncate"] = Field(
-        "error", description="what becomes of a longer one: an error; cut into pieces; its end cut off"
+        "error", description="a longer one: an error; cut into pieces; its end cut off"
     )
     batch_size: int = Field(64, ge=1, description="conversations per optimizer step, over all processes")
     epochs: float = Field(1.0, gt=0, description="passes over the data")

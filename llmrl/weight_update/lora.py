@@ -91,7 +91,7 @@ def adapter_folder(model: nn.Module) -> Iterator[Path]:
 
 
 def _is_active(layer: Any) -> bool:
-    """Whether the layer computes something else than its base does; merged for good, the base has it already."""
+    """True if the layer computes something else than its base does; merged for good, the base has it already."""
     return not (layer.disable_adapters or layer.merged) and bool(layer.active_adapters)
 
 

@@ -267,7 +267,7 @@ def test_evaluation_calls_the_tools_and_says_how_often(acting, capsys):
 def test_the_plan_says_which_tools_there_are(acting, capsys):
     capsys.readouterr()
     assert acting.run("grpo", "acting.yaml", "--dry-run").code == 0
-    assert "double · hermes calls, not told in the prompt, at most 10 s each · 2 turns" in capsys.readouterr().out
+    assert "double · hermes calls, not in the prompt, at most 10 s each · 2 turns" in capsys.readouterr().out
 
 
 # --- failures

@@ -319,7 +319,7 @@ class LLMCollector:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from ``state``. The weights are the caller's part: the engine has them, and is told their version."""
+        """Continues from ``state``, and sets the engine's version; loading the weights is the caller's part."""
         self.env.load_state_dict(state["env"])
         self.counters.update(state["counters"])
         self._exhausted = state["exhausted"]

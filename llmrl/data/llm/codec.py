@@ -272,7 +272,7 @@ class ControlTokens:
     control tokens, and the quoted marker is plain text to it. The ids decode to what was written.
 
     ``markers`` is the structure of the template. A marker that is not a special token of this tokenizer cannot be
-    escaped: a quoted one could not be told from a real one. So a message that holds it is refused, unless the assistant
+    escaped: a quoted one would look like a real one. So a message that holds it is refused, unless the assistant
     wrote it: then it is part of an answer, and no other turn can begin there.
     ``forbidden`` is text that must not be in any message: an end-of-turn marker that is not a token of its own.
     """

@@ -74,7 +74,7 @@ def stand_ins(chat: Sequence[Message]) -> list[Message]:
 
 @lru_cache(maxsize=64)
 def reads_contents(jinja: str) -> bool:
-    """Whether a template's output may depend on more of a conversation than its shape and its texts, unchanged.
+    """True if a template's output may depend on more of a conversation than its shape and its texts, unchanged.
 
     >>> reads_contents("{% for m in messages %}{{ m.role ~ m.content | trim }}{% endfor %}")
     False

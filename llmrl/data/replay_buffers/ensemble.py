@@ -212,7 +212,7 @@ class ReplayBufferEnsemble(ReplayBuffer):
         said = {(type(sampler), str(getattr(sampler, "truncated_key", None))) for sampler in samplers}
         return len(said) == 1 and len({storage.ndim for storage in storages}) == 1
 
-    # --- what is told to members ---
+    # --- members ---
 
     def update_priority(self, index: TensorDictBase, priority: Tensor) -> None:
         """Tells the members' samplers how much rows matter; ``index`` is that of a batch, or of its ``info``."""

@@ -63,7 +63,7 @@ class DeferredStack(LazyStackedTensorDict):
     def tensordicts(self) -> list[TensorDictBase]:
         return self._built()
 
-    @torch.compiler.disable  # every batch has its own way to be built, on which compiled code must not depend
+    @torch.compiler.disable  # batches are built in different ways, on which compiled code must not depend
     def _built(self) -> list[TensorDictBase]:
         if self._build is not None:
             self._rows, self._build = self._build(), None

@@ -109,7 +109,7 @@ def copy_row(row: Row) -> Row:
 def with_layouts(rows: Sequence[Any], known: Callable[[Layout], Layout]) -> list[Any]:
     """The rows with the layout that ``known`` gives for theirs, which is asked once per layout object.
 
-    What is no ``Row`` stays as it is.
+    Other values stay as they are.
     """
     seen: dict[int, Layout] = {}
     out = []

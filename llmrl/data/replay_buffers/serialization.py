@@ -153,7 +153,7 @@ def encode_rows(rows: list[Any], put: Put, path: tuple[str, ...] = ()) -> Any:
 
 
 def _form(value: Any) -> Any:
-    """What rows have in common that are written as columns; None for those that are written one by one."""
+    """The form that rows share if they are written as columns; None for those that are written one by one."""
     kind = type(value)
     if isinstance(value, Tensor):
         return None if value.is_nested or value.layout is not torch.strided else (Tensor, value.dtype, value.ndim)

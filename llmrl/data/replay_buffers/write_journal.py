@@ -1,6 +1,6 @@
 """A journal of writes into a storage, for samplers that keep something about every row.
 
-Two sources agree here: what the buffer told the sampler (``add``, ``extend``, ``mark_update``), and the counters of
+Two sources agree here: the calls of the buffer (``add``, ``extend``, ``mark_update``), and the counters of
 the storage, which also move when another process writes.
 """
 

@@ -64,7 +64,7 @@ class TensorSpec(abc.ABC):
 
     @property
     def domain(self) -> Literal["continuous", "discrete"] | None:
-        """Whether the values are whole numbers; None where the spec does not say."""
+        """True if the values are whole numbers; None where the spec does not decide."""
         return None
 
     @property
@@ -100,7 +100,7 @@ class TensorSpec(abc.ABC):
         """Every violation of the spec by ``value``; none if it `is_in`. Extra leading dims are allowed."""
 
     def is_in(self, value: Any) -> bool:
-        """Whether ``value`` has the dtype, trailing shape and domain of the spec (on any device)."""
+        """True if ``value`` has the dtype, trailing shape and domain of the spec (on any device)."""
         return next(self.mismatches(value), None) is None
 
     contains = __contains__ = is_in
@@ -295,7 +295,7 @@ def listing(spec: TensorSpec, rows: Iterable[str], end: str) -> str:
 
 
 def fits(value: Size, declared: Size) -> bool:
-    """Whether the last dims of ``value`` are ``declared``, where -1 is any size."""
+    """True if the last dims of ``value`` are ``declared``, where -1 is any size."""
     if len(value) < len(declared):
         return False
     tail = value[len(value) - len(declared) :]

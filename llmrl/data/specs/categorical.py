@@ -59,7 +59,7 @@ class _Numbers(Discrete, _Choices):
     @property
     @abc.abstractmethod
     def _grouped(self) -> bool:
-        """Whether the last dim has an entry for each group."""
+        """True if the last dim has an entry for each group."""
 
     @abc.abstractmethod
     def _group_sizes(self) -> list[int]:

@@ -176,7 +176,7 @@ class Composite(NamedSpec):
         return self
 
     def is_empty(self, recurse: bool = False) -> bool:
-        """Whether it lacks entries; with ``recurse``, leaves however deep."""
+        """True if it lacks entries; with ``recurse``, leaves however deep."""
         return not any(True for _ in self.keys(recurse, recurse))
 
     def empty(self) -> Self:

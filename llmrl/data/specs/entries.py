@@ -40,7 +40,7 @@ class NamedSpec(TensorSpec):
         return default if found is MISSING else found
 
     def __contains__(self, item: Any) -> bool:
-        """Whether a key is there; for a value, whether it `is_in`."""
+        """True if a key is there; for a value, if it `is_in`."""
         return self.get(item, MISSING) is not MISSING if is_key(item) else self.is_in(item)
 
     def keys(self, include_nested: bool = False, leaves_only: bool = False) -> KeysView[NestedKey]:

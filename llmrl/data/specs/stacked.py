@@ -386,14 +386,14 @@ class StackedComposite(_Stack, Composite):
 
 
 def contains_lazy_spec(spec: TensorSpec) -> bool:
-    """Whether there is a `Stacked` or `StackedComposite` in ``spec``, however deep."""
+    """True if there is a `Stacked` or `StackedComposite` in ``spec``, however deep."""
     if isinstance(spec, (Stacked, StackedComposite)):
         return True
     return isinstance(spec, Composite) and any(contains_lazy_spec(child) for child in spec.values())
 
 
 def check_no_exclusive_keys(spec: TensorSpec, recurse: bool = True) -> bool:
-    """Whether the members of every stack in ``spec`` have the same keys; without ``recurse``, those of ``spec`` itself.
+    """True if the members of every stack in ``spec`` have the same keys; without ``recurse``, those of ``spec`` itself.
 
     >>> from llmrl.data.specs import Unbounded
     >>> spec = torch.stack([Composite(x=Unbounded(), y=Unbounded()), Composite(x=Unbounded())])

@@ -286,7 +286,7 @@ class Renderer:
             try:
                 whole = self._after(context, new, checked=True, **options)
                 known = whole == self._after(_anchor(context, covered), new, **options)
-            except TemplateError:  # RewriteError too: told of the conversation itself, not of its stand-in
+            except TemplateError:  # RewriteError too: it must name the conversation itself, not its stand-in
                 known = False
             if len(self._anchored) >= _MAX_SHAPES:
                 self._anchored.clear()
@@ -351,7 +351,7 @@ class Renderer:
 
     @cached_property
     def _generation_prompt_ids(self) -> list[int]:
-        """The ids that ask for an answer; empty if they cannot be told apart from the question."""
+        """The ids that ask for an answer; empty if they cannot be separated from the question."""
         question = [{"role": "user", "content": "question"}]
         before, after = self.codec.render([question])[0], self.codec.render([question], add_generation_prompt=True)[0]
         return self.codec.encode([after[len(before) :]])[0] if after.startswith(before) and after != before else []

@@ -113,7 +113,7 @@ class MCAdvantage(Transform):
         )
 
     def _checks(self) -> Iterator[tuple[bool, str]]:
-        """Whether each rule of the settings holds, and what to say if not."""
+        """The rules of the settings, each with the error message for its violation."""
         size, bounds = self.group_size, self.keep_return_bounds
         yield size >= 2, f"grpo_size must be at least 2, because a group of one has no baseline: got {size}"
         yield (

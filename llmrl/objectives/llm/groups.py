@@ -59,7 +59,7 @@ def group_advantage(rewards_NG: Tensor, *, scale: Scale = "group", eps: float = 
     | ``"loo_std"`` | the same over (std of the others + eps), where that std is above 0 | |
     | ``"batch"`` | (R - mean) / (std over all N * G rewards + eps) | |
     | ``"max_rl"`` | (R - mean) / mean, for rewards that are not negative | MaxRL (arXiv:2602.02710) |
-    | ``"raw"`` | R: the group is no baseline, see `whitened` | REINFORCE++ (arXiv:2501.03262) |
+    | ``"raw"`` | R: the group is not a baseline, see `whitened` | REINFORCE++ (arXiv:2501.03262) |
 
     >>> group_advantage(torch.tensor([1.0, 0.0, 0.5, 0.0]), scale="none").tolist()
     [0.625, -0.375, 0.125, -0.375]
@@ -180,7 +180,7 @@ class GroupQueue:
         return bool(self._waiting or self._open)
 
     def knows(self, groups: Sequence[Group]) -> bool:
-        """Whether anything of these groups waits."""
+        """True if a completion of these groups is waiting."""
         return not (self._waiting.keys() | self._open.keys()).isdisjoint(groups)
 
     def add_step(self, group: Group, row: Row, reward: Tensor, *, done: bool) -> Trajectory | None:

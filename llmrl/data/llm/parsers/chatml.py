@@ -1,7 +1,7 @@
 """ChatML text, with the tool markup and the thinking that Qwen's models write.
 
 The markers are the only structure that is read: contents come back character for character. A marker that was written
-as ordinary characters cannot be told from a control token here; token streams can.
+as ordinary characters looks like a control token here; token streams can.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class StorageCheckpointerBase:
     def register_save_hook(self, hook: Hook) -> None:
         """``hook(content)`` returns what is written in place of the rows; the codecs of `llmrl.data.ted` are hooks.
 
-        One that has ``takes_ring = True`` is also told where the oldest row is: ``hook(content, shift=, is_full=)``.
+        One that has ``takes_ring = True`` also gets the place of the oldest row: ``hook(content, shift=, is_full=)``.
         """
         self._save_hooks.append(hook)
 

@@ -49,8 +49,8 @@ class CodeReward:
     Returns the fraction of the cases that passed, or with ``mode="all"`` 1.0 where all did, else 0.0; 0.0 without
             code, or where it failed, took longer than ``timeout_s`` seconds for a case or wrote too much
     Raises  at a call, DataError for a row without cases: it has no reward; SessionError, DeadlineError where no
-            interpreter could be had, which says nothing about the code; at construction, MissingDependencyError or
-            UnsupportedError where the sandbox cannot be had
+            interpreter could be had, which does not mean that the code is wrong; at construction,
+            MissingDependencyError or UnsupportedError where the sandbox cannot be had
 
     ``concurrency`` cases run at a time over all rows. Tests in text run in the interpreter that ran the code: code that
     looks for the way to pass there will find one. Cases of input and output are compared outside.

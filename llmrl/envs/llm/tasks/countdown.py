@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CountdownEnv", "CountdownRewardParser", "countdown_correct", "countdown_problems"]
 
-SPLITS = {"train": 10_000, "validation": 500, "test": 500}  # problems in each, unless told otherwise
+SPLITS = {"train": 10_000, "validation": 500, "test": 500}  # problems in each, by default
 MAX_CHARS = 200
 
 _SIGNS = {"\\times": "*", "\\cdot": "*", "\\div": "/", "$": "", "\\": ""}  # the calculator knows others

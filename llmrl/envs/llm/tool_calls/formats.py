@@ -354,7 +354,7 @@ class LlamaFormat(CallFormat):
 
     def _read(self, text: str, opening: re.Match[str], schemas: Schemas) -> Read:
         tagged = opening[0] == "<|python_tag|>"
-        # A call that cannot be read is told from other JSON by its name, within the first 200 characters.
+        # A call that cannot be read differs from other JSON by its name, within the first 200 characters.
         begun = text[opening.end() : opening.end() + 200].partition("\n")[0]
         if not tagged and '"name"' not in begun and not self._object.match(text, opening.end()):
             return [], opening.end() + 1

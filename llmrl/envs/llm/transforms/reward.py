@@ -39,7 +39,7 @@ Spec = Mapping[str, Any] | str | Reward
 
 _KEPT = ("group_id", "policy_version", "stop_reason")  # in every batch, beside the dataset's columns
 _LARGEST = 1e17  # of a reward: in float32 the squares of the differences in a group of thousands add up
-_COROUTINES = 64  # at a time unless told otherwise
+_COROUTINES = 64  # at a time, by default
 _KINDS = ("fn", "judge", "reward_model", "code")
 _OPTIONS = ("name", "weight", "deadline_s", "retries", "concurrency", "answer_key", "batched", "process")
 _BATCH_DEADLINE_S = 600.0  # of a judge, a reward model and code, which have deadlines of their own per row

@@ -110,7 +110,7 @@ class UserTurn(Transform):
         for flag, ends in (("terminated", ended), ("truncated", failed), ("done", ended | failed)):
             ends_B = torch.tensor([row in ends for row in range(len(chats))], device=done.device)
             next_td.set(flag, next_td.get(flag) | ends_B.view(done.shape))
-        # A user that failed says nothing about the policy: the row has no reward.
+        # A failed user does not reflect on the policy: the row has no reward.
         rewards = [math.nan if row in failed else 0.0 for row in range(len(chats))]
         add_reward(next_td, torch.tensor(rewards, device=done.device))
         return next_td

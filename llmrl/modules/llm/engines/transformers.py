@@ -186,7 +186,7 @@ class TransformersEngine:
         self.version = version
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs so that it draws the same seeds: the generator and the version."""
+        """The generator and the version, so that a resumed run draws the same seeds."""
         return {"generator": self._generator.get_state(), "version": self.version}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -389,13 +389,13 @@ class _Decoding:
 
 
 def vocabulary_size(model: nn.Module | None) -> int | None:
-    """How many ids a model can look up; None where it does not say."""
+    """Number of ids that a model can look up; None where it is unknown."""
     embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     return getattr(embedding, "num_embeddings", None)
 
 
 def model_device(model: nn.Module) -> torch.device:
-    """Where the inputs of a model go: the device of its first parameter."""
+    """The device of a model's first parameter, where its inputs go."""
     return next(model.parameters()).device
 
 

@@ -113,7 +113,7 @@ class WeightSpec:
         return WeightSet(metadata, [renamed] if groups is None else map(self._renamed, groups))
 
     def _check_tied_once(self, names: Iterable[str]) -> None:
-        """Whether two names of a tied weight are equal is unknown before groups are made, so only one may be there."""
+        """Two names of a tied weight can only be compared once groups are made, so only one may be there."""
         seen: dict[str, str] = {}
         for name in names:
             other = seen.setdefault(self._stored_name.get(name, name), name)

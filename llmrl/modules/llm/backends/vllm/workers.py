@@ -105,7 +105,7 @@ class vLLMWorker(WorkerExtension):
         WorkerExtension.llmrl_load_weights(self, received.items())
 
     def check_weights_changed(self: Any) -> bool:
-        """Whether any parameter has changed since the group was joined."""
+        """True if any parameter has changed since the group was joined."""
         return vLLMWorker._checksums(self) != self._llmrl_before
 
     def _checksums(self: Any) -> dict[str, int]:

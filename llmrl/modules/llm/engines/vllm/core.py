@@ -139,7 +139,7 @@ def request_options(params: SamplingParams, *, stop_token_ids: Sequence[int]) ->
     The model's own end-of-sequence ids are ignored and given as stop ids instead, so that which ids end a response is
     decided in one place.
 
-    Raises  ConfigError  for what vLLM would change in silence
+    Raises  ConfigError  for options that vLLM would change silently
     """
     if not params.greedy and params.temperature < _LOWEST_TEMPERATURE:
         raise ConfigError(

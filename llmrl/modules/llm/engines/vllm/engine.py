@@ -344,7 +344,7 @@ class VLLMEngine:
                 self._load(checked, self.version, end, self.weight_backend)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs so that it draws the same seeds: the generator and the version."""
+        """The generator and the version, so that a resumed run draws the same seeds."""
         return {"generator": self._generator.get_state(), "version": self.version}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

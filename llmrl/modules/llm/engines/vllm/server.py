@@ -81,7 +81,7 @@ class ServerCore:
             raise
 
     def _reports_processed(self, end: float) -> bool:
-        """Whether log-probs are of the distribution sampled from. Where only one token is allowed its log-prob is then
+        """True if log-probs are of the distribution sampled from. Where only one token is allowed its log-prob is then
         0; under the plain logits at most one of two tokens can have that.
         """
         options = {"max_tokens": 1, "logprobs": 0, "temperature": 1.0, "ignore_eos": True, "stop_token_ids": []}

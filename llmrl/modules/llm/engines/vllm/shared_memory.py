@@ -107,7 +107,7 @@ class SharedBuffer:
         return self.bytes[stored.offset : stored.offset + count * dtype.itemsize].view(dtype).view(stored.shape)
 
     def is_intact(self, stored: StoredTensor) -> bool:
-        """Whether the bytes are still those that were written."""
+        """True if the bytes are still those that were written."""
         return checksum(self.read(stored)) == stored.checksum
 
 
