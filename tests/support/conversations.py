@@ -71,5 +71,6 @@ class Recorder(FakeEngine):
     def generate(self, prompts, params, *, seeds=None):
         generation = super().generate(prompts, params, seeds=seeds)
         rows = zip(prompts, generation.ids, generation.log_probs, strict=True)
-        self.drawn = [*getattr(self, "drawn", []), *(tuple(value.clone() for value in row) for row in rows)]
+        drawn = [tuple(value.clone() for value in row) for row in rows]
+        self.__dict__.setdefault("drawn", []).extend(drawn)  # in place: conversations ask from several threads
         return generation

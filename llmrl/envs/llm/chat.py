@@ -53,6 +53,7 @@ class ChatEnv(EnvBase):
 
     Nothing is kept between calls, so any rows of a batch can be stepped or reset by themselves.
 
+    >>> from tensordict import TensorDict
     >>> env = ChatEnv(batch_size=[2], system_prompt="Be brief.")
     >>> td = env.reset(TensorDict(query="2 + 2?", batch_size=[2]))
     >>> td["history"].prompt.to_chats()[1]
