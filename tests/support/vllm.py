@@ -50,6 +50,15 @@ def footprint():
     return processes, {thread.name for thread in threading.enumerate() if thread.name != "tqdm_monitor"}
 
 
+def wait_until_as_before(before):
+    """Waits until what `footprint` finds was all there `before`; what other tests left may have ended meanwhile."""
+    try:
+        wait_until(lambda: all(now <= then for now, then in zip(footprint(), before, strict=True)))
+    except AssertionError:
+        processes, threads = (now - then for now, then in zip(footprint(), before, strict=True))
+        raise AssertionError(f"left: {[command(process) for process in processes]}, threads {threads}") from None
+
+
 def shared_files():
     """The names in shared memory of what this process or one of its children has mapped, found by inode: a lock is
     mapped under a name that it no longer has.

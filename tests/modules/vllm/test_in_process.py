@@ -11,7 +11,7 @@ import torch
 from llmrl.errors import ConfigError, DeadlineError, RolloutError
 from llmrl.modules.llm.engines import SamplingParams, StopReason, VLLMEngine
 from llmrl.testing import tiny_model, tiny_tokenizer
-from tests.support.vllm import BackgroundCall, footprint, wait_until
+from tests.support.vllm import BackgroundCall, footprint, wait_until, wait_until_as_before
 
 pytestmark = pytest.mark.vllm
 PROMPTS = [torch.tensor(ids) for ids in ([1, 2, 3], [70, 8, 9, 10, 400, 12], [300, 301, 302])]
@@ -44,7 +44,7 @@ def engine():
     yield engine
     engine.close()
     assert not torch.distributed.is_initialized()
-    wait_until(lambda: footprint() == before)
+    wait_until_as_before(before)
 
 
 def test_only_one_engine_fits_into_a_process(engine):
