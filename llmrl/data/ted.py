@@ -37,7 +37,7 @@ class _Encoder(ABC):
     even though the observations go on; a done of several flags per row is not used for that.
     """
 
-    takes_ring = True  # what a checkpointer asks of a save hook
+    takes_counters = True  # what a checkpointer asks of a save hook
 
     def __init__(
         self,

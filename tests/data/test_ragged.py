@@ -9,9 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmrl.data.ragged.messages import MessageStack
 from llmrl.data.ragged.padding import lengths_mask, pad_rows, unpad_rows
-from llmrl.data.ragged.stack import RaggedStack
+from llmrl.data.ragged.stack import MessageStack, RaggedStack
 from llmrl.data.replay_buffers.serialization import decode
 from llmrl.errors import ShapeError
 

@@ -26,7 +26,7 @@ from llmrl.data.llm.messages import (
     zip_fields,
 )
 from llmrl.data.llm.templates import ChatTemplate, Message, Tools, find_template
-from llmrl.data.ragged.messages import FIELDS, stack_messages, unstack_messages
+from llmrl.data.ragged.stack import FIELDS, stack_messages, unstack_messages
 from llmrl.data.ragged.tensordicts import fill, inner, rewrap
 from llmrl.data.specs import Composite, NonTensor
 from llmrl.errors import ConfigError, DataError, ShapeError, TemplateError

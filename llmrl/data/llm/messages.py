@@ -12,7 +12,7 @@ import torch
 
 from llmrl.data.llm.content import plain_content
 from llmrl.data.llm.templates import Message
-from llmrl.data.ragged.messages import join_message, split_message
+from llmrl.data.ragged.stack import join_message, split_message
 from llmrl.errors import DataError, ShapeError
 
 __all__ = ["GrowthError", "copy_messages", "index_rows", "join", "pick_field", "to_chats", "wrap", "zip_fields"]

@@ -12,7 +12,7 @@ from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 
 from llmrl.data.ragged.tensordicts import required, row_values
-from llmrl.data.replay_buffers.rows import Row, from_rows, pack, to_rows, unpack
+from llmrl.data.replay_buffers.storages.row_list import Row, from_rows, pack, to_rows, unpack
 from llmrl.errors import DataError
 
 __all__ = ["TopKRewardSelector"]

@@ -1,62 +1,83 @@
-"""The ragged stack: a lazy stack of rows that is stored as columns until a row is read.
+"""Ragged stacks: lazy stacks of rows that are kept in another form until a row is read.
 
 A rollout writes and reads thousands of conversations column by column. One small TensorDict per row and container would
-cost more than the rest of the step, so the rows are built on first access (``unbind``, ``torch.stack``, a write).
+cost more than the rest of the step, so the rows are built on first access (``unbind``, ``torch.stack``, a write). A
+`RaggedStack` keeps columns, a `MessageStack` the messages of a conversation as the dicts that they came as.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
-import numpy as np
 import torch
-from tensordict import LazyStackedTensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, NestedKey, NonTensorStack, TensorDict, TensorDictBase
+from tensordict.base import NO_DEFAULT
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from llmrl.data.ragged.padding import pad_rows
-from llmrl.data.ragged.tensordicts import column, new_tensordict, non_tensor
+from llmrl.data.ragged.tensordicts import LazyCopy, column, inner, new_tensordict, non_tensor, plain_value
 
-__all__ = ["BorrowedRows", "LazyRows", "RaggedStack", "copy_rows", "rows_form", "stack_columns"]
+__all__ = [
+    "FIELDS",
+    "LazyRows",
+    "MessageRow",
+    "MessageStack",
+    "RaggedStack",
+    "join_message",
+    "set_entry",
+    "split_message",
+    "stack_columns",
+    "stack_messages",
+    "unstack_messages",
+    "with_entry",
+]
+
+FIELDS = ("role", "content", "is_complete", "tool_calls", "tool_responses", "extra")
+Message = dict[str, Any]
 
 
 class LazyRows(LazyStackedTensorDict):
-    """A lazy stack over dimension 0 that builds its rows from ``source`` on first access.
+    """A lazy stack over dimension 0 that builds its rows on first access, by ``source()``.
 
-    A subclass answers from the source what it can (`_names`, ``_get_str``, ``__getitem__``) and builds the rest in
-    `_build`. From the first access on, the rows hold the data and this is an ordinary lazy stack.
+    ``ragged(path)`` may give the `LazyCopy` of an entry, for readers who pad, or None. From the first access on, the
+    rows hold the data and this is an ordinary lazy stack. Both functions are pickled with it.
+
+    A subclass keeps another source. It builds rows in `_build` and answers from the source what it can.
     """
 
     source: Any = None  # None once the rows are built
+    _ragged: Callable[[tuple[str, ...]], LazyCopy | None] | None = None
+    _row_device: torch.device | None = None
 
     @classmethod
-    def over(cls, source: Any, num_rows: int) -> Self:
-        """A stack of ``num_rows`` rows without further batch dimensions; the source is kept, not copied."""
+    def over(
+        cls,
+        source: Any,
+        batch_size: torch.Size,
+        device: torch.device | None = None,
+        ragged: Callable[[tuple[str, ...]], LazyCopy | None] | None = None,
+    ) -> Self:
+        """A stack of rows on ``device``; the source is kept, not copied."""
         self = cls.__new__(cls)
         self._is_locked = None
         self.stack_dim = 0
         self.hook_out = self.hook_in = None
-        self._batch_size = torch.Size([num_rows])
-        self.source = source
+        self._batch_size, self._row_device = batch_size, device
+        self.source, self._ragged, self._added = source, ragged, {}
         return self
 
     def _build(self) -> list[TensorDictBase]:
-        raise NotImplementedError
+        return self.source()
 
     def _names(self) -> Any:
         """The keys of the entries, in a view as of ``dict.keys()``."""
-        raise NotImplementedError
+        return super().keys()
 
     @property
     def tensordicts(self) -> list[TensorDictBase]:
         if self.source is not None:
-            self._rows = self._build()
-            self.source = None
-            if self._is_locked:
-                for row in self._rows:
-                    row._propagate_lock(is_compiling=False)
+            self._build_rows()
         return self._rows
 
     @tensordicts.setter
@@ -64,7 +85,33 @@ class LazyRows(LazyStackedTensorDict):
         self._rows = list(rows)
         self.source = None
 
-    # What every container asks of its entries, answered without building rows.
+    @torch.compiler.disable  # rows are built in different ways, on which compiled code must not depend
+    def _build_rows(self) -> None:
+        self._rows = self._build()
+        self.source = None
+        for name, value in self._added.items():
+            for row, part in zip(self._rows, value.unbind(0), strict=True):
+                row.set(name, part)
+        if self._is_locked:
+            for row in self._rows:
+                row._propagate_lock(is_compiling=False)
+
+    # What can be done without building rows.
+
+    def get(self, key: NestedKey, default: Any = NO_DEFAULT, *args: Any, **kwargs: Any) -> Any:
+        if self._ragged is not None and self.source is not None and kwargs.get("as_padded_tensor"):
+            path = (key,) if isinstance(key, str) else tuple(key)
+            rows = None if path[0] in self._added else self._ragged(path)
+            if rows is not None and kwargs.keys() <= {"as_padded_tensor", "padding_value", "padding_side"}:
+                return rows.padded(kwargs.get("padding_value", 0), kwargs.get("padding_side", "right"))
+        return super().get(key, default, *args, **kwargs)
+
+    def set_later(self, name: str, value: Tensor) -> bool:
+        """Keeps an entry for the rows until they are built; False where they are, or where it cannot be one."""
+        if self.source is None or self._is_locked or value.shape[: len(self._batch_size)] != self._batch_size:
+            return False
+        self._added[name] = value
+        return True
 
     def keys(self, *args: Any, **kwargs: Any) -> Any:
         if self.source is None or args or kwargs:
@@ -73,7 +120,7 @@ class LazyRows(LazyStackedTensorDict):
 
     @property
     def device(self) -> torch.device | None:
-        return None if self.source is not None else super().device
+        return self._row_device if self.source is not None else super().device
 
     @device.setter
     def device(self, value: Any) -> None:
@@ -81,7 +128,9 @@ class LazyRows(LazyStackedTensorDict):
 
     @property
     def names(self) -> list[str | None]:
-        return [self._td_dim_name] if self.source is not None else super().names
+        if self.source is None:
+            return super().names
+        return [self._td_dim_name, *[None] * (len(self._batch_size) - 1)]
 
     @names.setter
     def names(self, value: Sequence[str] | None) -> None:
@@ -122,7 +171,7 @@ class LazyRows(LazyStackedTensorDict):
 class RaggedStack(LazyRows):
     """Rows as columns: each a list of B tensors of any shapes or of B strings, a Tensor[B, ...], or a collection [B].
 
-    Columns that are `BorrowedRows` are copied when they are first read; ``stack.get(key, as_padded_tensor=True)`` pads
+    Columns that are `LazyCopy` are copied when they are first read; ``stack.get(key, as_padded_tensor=True)`` pads
     them straight from their owner. ``stack.get(key, as_list=True)`` is the list itself: to be read only.
 
     >>> rows = RaggedStack.from_columns({"ids": [torch.arange(2), torch.arange(3)]}, 2)
@@ -132,13 +181,13 @@ class RaggedStack(LazyRows):
 
     @classmethod
     def from_columns(cls, columns: Mapping[str, Any], num_rows: int) -> RaggedStack:
-        """Takes the columns as they are, each ``num_rows`` long; one of tensors may be `BorrowedRows`."""
-        return cls.over(dict(columns), num_rows) if num_rows else cls(stack_dim=0)
+        """Takes the columns as they are, each ``num_rows`` long; one of tensors may be `LazyCopy`."""
+        return cls.over(dict(columns), torch.Size([num_rows])) if num_rows else cls(stack_dim=0)
 
     def own_columns(self) -> dict[str, Any] | None:
         """The columns, all of them in memory of their own; None once the rows hold the data."""
         for name, values in (self.source or {}).items():
-            if type(values) is BorrowedRows:
+            if type(values) is LazyCopy:
                 self.source[name] = values.copies()
         return self.source
 
@@ -158,7 +207,7 @@ class RaggedStack(LazyRows):
         values, as_list = self.source[key], kwargs.get("as_list", False)
         padding = kwargs.get("padding_value", 0.0), kwargs.get("padding_side", "right")
         pads = kwargs.get("as_padded_tensor", False) and not as_list
-        if type(values) is BorrowedRows:
+        if type(values) is LazyCopy:
             if pads:
                 return values.padded(*padding)
             values = self.source[key] = values.copies()
@@ -231,82 +280,178 @@ def _row_numbers(index: Any, num_rows: int) -> list[int] | None:
     return None
 
 
-# --- rows in another's memory -----------------------------------------------------------------------------------------
-
-# numpy copies these row by row in two thirds of the time that torch takes, because its views are cheaper.
-_ARRAYS = {torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64}
-
-Form = tuple[torch.dtype, torch.device, torch.Size | None]
+# --- entries of batches -----------------------------------------------------------------------------------------------
 
 
-class BorrowedRows:
-    """Rows that stay in the memory of their owner, a replay buffer, until they are read; only copies of them come out.
-
-    Most of a sample is read once, and padded: a copy that is only copied again would be half of the work. The rows are
-    tensors without gradient, which the owner replaces but never changes.
-
-    >>> owned = [torch.arange(2), torch.arange(3)]
-    >>> rows = BorrowedRows(owned, rows_form(owned))
-    >>> rows.padded(value=-1, side="left").tolist()
-    [[-1, 0, 1], [0, 1, 2]]
-    >>> rows.copies()[0].zero_().tolist(), owned[0].tolist()
-    ([0, 0], [0, 1])
-    """
-
-    __slots__ = ("_form", "_rows")
-
-    def __init__(self, rows: Sequence[Tensor], form: Form | None) -> None:
-        self._rows = rows
-        self._form = form
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def copies(self) -> list[Tensor]:
-        return copy_rows(self._rows, self._form)
-
-    def padded(self, value: float, side: str) -> Tensor:
-        """Tensor[B, T, ...] as of ``pad_rows``, with a single copy."""
-        rows, form = self._rows, self._form
-        if form is None or form[2] is None or form[0] not in _ARRAYS or form[1].type != "cpu":
-            return pad_rows(rows, value=value, side=side)
-        arrays = [row.numpy() for row in rows]
-        sizes = [len(array) for array in arrays]
-        longest = max(sizes)
-        make = partial(np.full, fill_value=value) if value else np.zeros
-        out = make((len(rows), longest, *form[2]), dtype=arrays[0].dtype)
-        for place, array, size in zip(out, arrays, sizes, strict=True):
-            place[slice(size) if side == "right" else slice(longest - size, longest)] = array
-        return torch.from_numpy(out)
-
-    def __reduce__(self) -> Any:
-        return BorrowedRows, (self.copies(), self._form)  # also a copy.copy has its own memory
+def set_entry(batch: TensorDictBase, key: str | tuple[str, ...], value: Tensor) -> None:
+    """``batch.set(key, value)``, in a tenth of the time where it needs no conversion."""
+    *path, name = (key,) if isinstance(key, str) else key
+    if type(batch) is LazyRows and not path and batch.set_later(name, value):
+        return
+    td: Any = batch
+    for part in path:
+        td = td._tensordict.get(part) if type(td) is TensorDict else None
+    if _takes(td, value):
+        td._tensordict[name] = value
+    else:
+        batch.set(key, value)
 
 
-def rows_form(rows: Sequence[Tensor]) -> Form | None:
-    """The common dtype, device and shape after the first dimension of rows that one kernel can copy.
+def with_entry(batch: TensorDictBase, name: str, value: Tensor) -> TensorDictBase:
+    """A batch of the same entries and one more; the given one stays as it is."""
+    if _takes(batch, value) and batch._td_dim_names is None:
+        return new_tensordict({**batch._tensordict, name: value}, batch.batch_size, batch.device)
+    batch = batch.copy()
+    batch.set(name, value)
+    return batch
 
-    The shape is None for rows without dimensions. None for rows that differ.
-    """
-    kinds = {(type(row), row.dtype, row.device, row.layout, row.ndim) for row in rows}
-    if len(kinds) != 1:
+
+def _takes(batch: Any, value: Tensor) -> bool:
+    return (
+        type(batch) is TensorDict
+        and not batch.is_locked
+        and value.shape[: batch.batch_dims] == batch.batch_size
+        and (batch.device is None or batch.device == value.device)
+    )
+
+
+# --- conversations: a message has one entry for each of `FIELDS`, None where it lacks the field --------------------
+
+
+class MessageStack(LazyRows):
+    """One conversation: a stack of messages along its only dimension, which are shared and never changed."""
+
+    @classmethod
+    def from_messages(cls, messages: Sequence[Message]) -> MessageStack:
+        """A conversation over this very list, which must not be changed afterwards."""
+        return cls.over(messages, torch.Size([len(messages)]))
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        """The messages, shared: to be read only."""
+        source = self.source
+        return [read_message(row) for row in self._rows] if source is None else source
+
+    @property
+    def device(self) -> None:
         return None
-    kind, dtype, device, layout, dims = kinds.pop()
-    if kind is not Tensor or layout is not torch.strided:
-        return None
-    if dims < 2:
-        return dtype, device, None if not dims else rows[0].shape[1:]
-    inner = {row.shape[1:] for row in rows}
-    return (dtype, device, inner.pop()) if len(inner) == 1 else None
+
+    @device.setter
+    def device(self, value: Any) -> None:
+        """Messages are on no device."""
+
+    def _build(self) -> list[TensorDictBase]:
+        return [MessageRow.from_message(message) for message in self.source]
+
+    def _names(self) -> Any:
+        return dict.fromkeys(FIELDS).keys()
+
+    def _get_str(self, key: str, *default: Any, **kwargs: Any) -> Any:
+        if not self._batch_size[0] and key in FIELDS:  # of no messages there is nothing to stack
+            return [] if kwargs.get("as_list") else NonTensorStack(stack_dim=0)
+        return super()._get_str(key, *default, **kwargs)
+
+    def _clone(self, recurse: bool = True) -> MessageStack:
+        return MessageStack.from_messages(list(self.messages))
+
+    def _unbind(self, dim: int) -> tuple[TensorDictBase, ...]:
+        return tuple(map(MessageRow.from_message, self.messages)) if dim == 0 else super()._unbind(dim)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, tuple) and len(index) == 1:
+            index = index[0]
+        if isinstance(index, int) and not isinstance(index, bool):
+            return MessageRow.from_message(self.messages[index])
+        if isinstance(index, slice):
+            return MessageStack.from_messages(self.messages[index])
+        return super().__getitem__(index)
 
 
-def copy_rows(rows: Sequence[Tensor], form: Form | None, device: torch.device | None = None) -> list[Tensor]:
-    """Copies: views of one fresh block of memory if the rows have a common ``form``."""
-    if form is None:
-        return [row.clone() if device is None else row.clone().to(device) for row in rows]
-    if len(rows) == 1:
-        return [rows[0].clone() if device is None else rows[0].clone().to(device)]
-    flat = form[2] is None
-    block = torch.stack(rows) if flat else torch.cat(rows)
-    block = block if device is None else block.to(device)
-    return list(block.unbind(0) if flat else block.split_with_sizes([row.shape[0] for row in rows]))
+class MessageRow(TensorDict):
+    """One message: a TensorDict without batch dimensions that builds its entries on first access."""
+
+    @classmethod
+    def from_message(cls, message: Message) -> MessageRow:
+        """A message over this very dict, which must not be changed afterwards."""
+        self = cls.__new__(cls)
+        self._message: Message | None = message
+        self._entries: dict[str, Any] | None = None
+        self._batch_size = torch.Size([])
+        self._device = self._td_dim_names = None
+        return self
+
+    @property
+    def message(self) -> Message:
+        """The message, shared: to be read only."""
+        if self._entries is None:
+            return self._message
+        return join_message({name: plain_value(self._entries.get(name)) for name in FIELDS})
+
+    @property
+    def _tensordict(self) -> dict[str, Any]:
+        if self._entries is None:
+            self._entries = {name: non_tensor(value) for name, value in split_message(self._message).items()}
+            self._message = None
+        return self._entries
+
+    @_tensordict.setter
+    def _tensordict(self, entries: dict[str, Any]) -> None:
+        self._message = None
+        self._entries = entries
+
+    def keys(self, *args: Any, **kwargs: Any) -> Any:
+        if self._entries is None and not args and not kwargs:
+            return dict.fromkeys(FIELDS).keys()
+        return super().keys(*args, **kwargs)
+
+    def _clone(self, recurse: bool = True) -> TensorDict:
+        return MessageRow.from_message(self.message) if not self._batch_size else super()._clone(recurse)
+
+
+def read_message(row: Any) -> Message:
+    """The message of a tensor collection without batch dimensions."""
+    td = inner(row)
+    if isinstance(td, MessageRow):
+        return td.message
+    return join_message({name: plain_value(td._get_str(name, None)) for name in FIELDS})
+
+
+def split_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message's values by field; keys that are not fields go to ``extra``."""
+    fields = {name: message.get(name) for name in FIELDS}
+    fields["is_complete"] = message.get("is_complete", True)
+    fields["extra"] = {key: value for key, value in message.items() if key not in FIELDS} or None
+    return fields
+
+
+def join_message(fields: Mapping[str, Any]) -> Message:
+    """The inverse of `split_message`: fields without a value are left out."""
+    message: Message = {"role": fields["role"], "content": fields["content"]}
+    if fields.get("is_complete") is False:
+        message["is_complete"] = False
+    for name in ("tool_calls", "tool_responses"):
+        if fields.get(name) is not None:
+            message[name] = fields[name]
+    return message | (fields.get("extra") or {})
+
+
+def unstack_messages(td: Any) -> Any:
+    """Messages of a collection of any number of dimensions, as nested lists; a single message for none."""
+    td = td if isinstance(td, MessageStack) else inner(td)
+    if isinstance(td, MessageStack):
+        return td.messages
+    if not td.batch_dims:
+        return read_message(td)
+    is_rows = isinstance(td, LazyStackedTensorDict) and td.stack_dim == 0
+    return [unstack_messages(member) for member in (td.tensordicts if is_rows else td.unbind(0))]
+
+
+def stack_messages(nested: Any, ndim: int) -> TensorDictBase:
+    """The inverse of `unstack_messages`; the lists are kept."""
+    if ndim == 0:
+        return MessageRow.from_message(nested)
+    if ndim == 1:
+        return MessageStack.from_messages(nested)
+    if not nested:
+        return LazyStackedTensorDict(stack_dim=0, batch_size=torch.Size([0] * (ndim - 1)))
+    return LazyStackedTensorDict._new_lazy_unsafe(*[stack_messages(row, ndim - 1) for row in nested])

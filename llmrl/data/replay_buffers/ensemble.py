@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor
 
+from llmrl.data.ragged.tensordicts import new_tensordict
 from llmrl.data.replay_buffers.buffer import ReplayBuffer
 from llmrl.data.replay_buffers.checkpointers import default_for
 from llmrl.data.replay_buffers.members import by_member, index_of, members_at, refused, split_index
@@ -39,6 +40,7 @@ class ReplayBufferEnsemble(ReplayBuffer):
     ``ensemble[i]`` is a member, ``ensemble[1:]`` an ensemble of some, and ``ensemble[:, :3]`` are rows of every member;
     ``len`` counts members. Rows are written to members.
 
+    >>> from tensordict import TensorDict
     >>> from llmrl.data.replay_buffers import LazyTensorStorage
     >>> members = [TensorDictReplayBuffer(storage=LazyTensorStorage(10)) for _ in range(2)]
     >>> ensemble = ReplayBufferEnsemble(*members, sample_from_all=True, batch_size=10)
@@ -178,7 +180,7 @@ class ReplayBufferEnsemble(ReplayBuffer):
         for number, (_, info) in parts:
             rows = info["index"].shape[:1]
             index = index_of(number, storage.storages[number].trailing, info["index"])
-            infos.append(TensorDict._new_unsafe({"index": index}, batch_size=rows))
+            infos.append(new_tensordict({"index": index}, rows))
             for key, value in info.items():
                 if key != "index" and isinstance(value, Tensor) and value.shape[:1] == rows:
                     infos[-1].set(key, value)

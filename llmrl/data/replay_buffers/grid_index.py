@@ -15,7 +15,7 @@ import torch
 from tensordict.base import is_tensor_collection
 from torch import Tensor
 
-from llmrl.data.replay_buffers.utils import is_leaf, tree_leaves, tree_map
+from llmrl.data.ragged.layout import is_leaf, tree_leaves, tree_map
 from llmrl.errors import ShapeError
 
 Where = int | slice | Tensor

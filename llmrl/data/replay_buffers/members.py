@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from llmrl.data.ragged.tensordicts import new_tensordict
 from llmrl.errors import CheckpointError
 
 
@@ -112,4 +113,4 @@ def index_of(number: int, trailing: Sequence[int], positions: Tensor, device: to
     """The rows of one member, as a sample names them, as part of an ensemble's index."""
     shape = positions.shape[: positions.ndim - bool(trailing)]
     ids = torch.full(shape, number, dtype=torch.int64, device=positions.device)
-    return TensorDict._new_unsafe({"buffer_ids": ids, "index": positions}, batch_size=shape, device=device)
+    return new_tensordict({"buffer_ids": ids, "index": positions}, shape, device)

@@ -26,16 +26,16 @@ from tensordict.base import is_tensor_collection
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from llmrl.data.ragged.tensordicts import inner
-from llmrl.data.replay_buffers.layout import (
+from llmrl.data.ragged.layout import (
     Layout,
     Leaf,
+    is_leaf,
     put_rows_together,
     put_together,
     take_apart,
     take_rows_apart,
 )
-from llmrl.data.replay_buffers.utils import is_leaf
+from llmrl.data.ragged.tensordicts import dim_names, inner
 from llmrl.errors import CheckpointError
 
 __all__ = ["ITEM", "decode", "encode", "encode_rows", "object_bytes", "object_from"]
@@ -47,8 +47,10 @@ ITEM = "~"  # in a path, where keys lead through a sequence
 
 _PACKAGES = ("llmrl", "tensordict")  # their modules may be imported for a name in a file
 _MOVED = {  # modules of row classes in dumps that were written before they moved
-    "llmrl.data.llm.message_stack": "llmrl.data.ragged.messages",
-    "llmrl.data.ragged.stack": "llmrl.data.ragged.stack",
+    "llmrl.data.llm.message_stack": "llmrl.data.ragged.stack",
+    "llmrl.data.ragged.messages": "llmrl.data.ragged.stack",
+    "llmrl.modules.llm.policies.ragged": "llmrl.data.ragged.stack",
+    "llmrl.data.replay_buffers.layout": "llmrl.data.ragged.layout",
 }
 _INLINE = 2048  # bytes of JSON that stay in the manifest; longer columns go to ``put``
 _SCALARS = (str, int, float, bool, type(None))
@@ -115,7 +117,7 @@ def _encode_collection(value: Any, put: Put, path: tuple[str, ...]) -> Any:
         return {
             "tensordict": [[name, encode(entry, put, (*path, name))] for name, entry in sorted(value.items())],
             "batch_size": list(value.batch_size),
-            "names": list(value.names) if value._has_names() else None,
+            "names": dim_names(value),
             "device": value.device is not None,
         }
     if _is_message_class(type(value)):  # one message of a conversation
@@ -168,7 +170,7 @@ def _form(value: Any) -> Any:
     if not is_tensor_collection(value) or isinstance(value, type) or kind is NonTensorData:
         return None
     td = inner(value)
-    if type(td) is TensorDict and not td._has_names():
+    if type(td) is TensorDict and dim_names(td) is None:
         return (kind, td.device, *sorted(td.keys()))
     return kind if hasattr(type(td), "from_messages") else None
 

@@ -9,8 +9,8 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from llmrl.data.ragged.stack import set_entry
 from llmrl.data.replay_buffers.buffer import ReplayBuffer
-from llmrl.data.replay_buffers.layout import set_entry
 from llmrl.data.replay_buffers.samplers import Sampler
 from llmrl.data.replay_buffers.storages.base import read_entry
 from llmrl.data.replay_buffers.writers import TensorDictRoundRobinWriter, Writer

@@ -1,4 +1,4 @@
-"""Small parts that every module of the buffers may use: keywords, transforms, trees of rows, reductions, processes."""
+"""Small parts that every module of the buffers may use: keywords, transforms, batches, reductions, processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import is_dataclass
 from multiprocessing.context import get_spawning_popen
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,6 +13,7 @@ from tensordict.base import is_tensor_collection
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from llmrl.data.ragged.layout import is_leaf, is_tree, tree_leaves, tree_map
 from llmrl.errors import did_you_mean
 
 Init = TypeVar("Init", bound=Callable[..., None])
@@ -91,42 +91,7 @@ def load_transform(transform: Any, state: Any) -> None:
         transform.load_state_dict(state)
 
 
-# --- rows that are trees: dicts, tuples, lists and dataclasses of tensors, tensordicts and Python values ---
-
-
-def is_tree(value: Any) -> bool:
-    """True for a container whose entries are rows, or columns of them; dataclasses count."""
-    if isinstance(value, dict | tuple | list):
-        return True
-    if isinstance(value, type) or not is_dataclass(value) or is_tensor_collection(value):
-        return False
-    _register_dataclass(type(value))
-    return True
-
-
-def register_dataclasses(spec: pytree.TreeSpec) -> None:
-    """Lets trees of this form be built in a process that has met none of their dataclasses."""
-    if is_dataclass(spec.type):
-        _register_dataclass(spec.type)
-    for child in spec.children():
-        register_dataclasses(child)
-
-
-def _register_dataclass(cls: type) -> None:
-    if cls not in pytree.SUPPORTED_NODES:
-        pytree.register_dataclass(cls)
-
-
-def is_leaf(value: Any) -> bool:
-    return not is_tree(value)
-
-
-def tree_leaves(value: Any) -> list[Any]:
-    return pytree.tree_leaves(value, is_leaf=is_leaf)
-
-
-def tree_map(function: Callable[[Any], Any], value: Any) -> Any:
-    return pytree.tree_map(function, value, is_leaf=is_leaf)
+# --- batches ---
 
 
 def num_rows(data: Any) -> int:

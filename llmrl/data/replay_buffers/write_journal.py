@@ -68,13 +68,13 @@ class WriteJournal:
 
         None if the rows may all be others: at the first call, with another storage, after a load.
         """
-        ring = storage.counters
+        counters = storage.counters
         seen = self._seen if storage is self._storage else None
         written, replaced = self._written, self._replaced
         noted = written.count + replaced.count
-        if seen and seen.mutations == ring.mutations and not noted:
+        if seen and seen.mutations == counters.mutations and not noted:
             return _NONE, _NONE
-        now = _Seen(ring.write_count, ring.cursor, ring.length, ring.mutations)
+        now = _Seen(counters.write_count, counters.cursor, counters.length, counters.mutations)
         self.forget()
         self._storage, self._seen = storage, now
         if seen is None or replaced.parts is None:

@@ -15,7 +15,7 @@ from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictB
 from torch import Tensor
 
 from llmrl.data.ragged.tensordicts import new_tensordict, required, row_values
-from llmrl.data.replay_buffers.rows import Row, from_rows, to_rows
+from llmrl.data.replay_buffers.storages.row_list import Row, from_rows, to_rows
 from llmrl.envs.transforms.base import Transform
 from llmrl.errors import DataError, ShapeError
 from llmrl.objectives.llm.batch import trained_tokens

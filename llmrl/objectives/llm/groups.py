@@ -15,7 +15,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from llmrl.data.ragged.tensordicts import required
-from llmrl.data.replay_buffers.rows import Row, pack, unpack
+from llmrl.data.replay_buffers.storages.row_list import Row, pack, unpack
 from llmrl.envs.transforms.base import Transform
 from llmrl.errors import DataError, ShapeError
 

@@ -7,6 +7,7 @@ import torch
 from tensordict import MemoryMappedTensor, NonTensorData, TensorDict, lazy_stack
 
 from llmrl.data.llm.chat import History
+from llmrl.data.ragged.layout import put_rows_together, put_together, take_apart
 from llmrl.data.ragged.padding import pad_rows
 from llmrl.data.replay_buffers import (
     LazyMemmapStorage,
@@ -19,7 +20,6 @@ from llmrl.data.replay_buffers import (
     TensorStorage,
 )
 from llmrl.data.replay_buffers.checkpointers import default_for
-from llmrl.data.replay_buffers.layout import put_rows_together, put_together, take_apart
 from llmrl.errors import CheckpointError, DataError
 from tests.support.conversation_rows import Tokens, conversations, ids
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorClass, TensorDict
 
+from llmrl.data.ragged.stack import set_entry, with_entry
 from llmrl.data.replay_buffers import (
     LazyMemmapStorage,
     LazyStackStorage,
@@ -15,7 +16,6 @@ from llmrl.data.replay_buffers import (
     TensorDictRoundRobinWriter,
     TensorStorage,
 )
-from llmrl.data.replay_buffers.layout import set_entry, with_entry
 from llmrl.errors import DataError, MissingKeyError
 
 

@@ -56,7 +56,7 @@ class StorageCheckpointerBase:
     def register_save_hook(self, hook: Hook) -> None:
         """``hook(content)`` returns what is written in place of the rows; the codecs of `llmrl.data.ted` are hooks.
 
-        One that has ``takes_ring = True`` also gets the place of the oldest row: ``hook(content, shift=, is_full=)``.
+        With ``takes_counters = True`` it also gets the place of the oldest row: ``hook(content, shift=, is_full=)``.
         """
         self._save_hooks.append(hook)
 
@@ -76,7 +76,7 @@ class StorageCheckpointerBase:
             is_full = counters["length"] >= counters["max_size"]
             where = {"shift": counters["cursor"] // prod(counters["trailing"]) if is_full else 0, "is_full": is_full}
             for hook in self._save_hooks:
-                content = hook(content, **where) if getattr(hook, "takes_ring", False) else hook(content)
+                content = hook(content, **where) if getattr(hook, "takes_counters", False) else hook(content)
                 self._check_hook(hook, content)
             content, layout = self._encode(content, where)
         with replace_directory(path) as folder:

@@ -10,7 +10,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 from tensordict.base import is_tensor_collection
 
-from llmrl.data.replay_buffers.layout import TensorLeaf, put_together, take_apart
+from llmrl.data.ragged.layout import TensorLeaf, put_together, take_apart
 from llmrl.data.replay_buffers.members import Members, members_at, refused, split_index
 from llmrl.data.replay_buffers.storages.base import Storage
 from llmrl.data.replay_buffers.storages.tensor import TensorStorage

@@ -11,7 +11,8 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from llmrl.data.replay_buffers.layout import Branch, Layout, Leaf, Messages, TensorLeaf, Tree, Wrapped
+from llmrl.data.ragged.layout import Branch, Layout, Leaf, Messages, TensorLeaf, Tree, Wrapped
+from llmrl.data.ragged.tensordicts import entries_of
 from llmrl.data.replay_buffers.storages.base import Key, missing_entry
 
 
@@ -64,7 +65,7 @@ def _collect(node: Any, value: Any, expected: list[Any], columns: list[Tensor]) 
         return True
     if type(node) is not Branch or type(value) is not TensorDict:
         return False
-    entries = value._tensordict
+    entries = entries_of(value)
     if len(entries) != len(node.names):
         return False
     for name, child in zip(node.names, node.children, strict=True):

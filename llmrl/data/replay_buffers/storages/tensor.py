@@ -13,22 +13,25 @@ from tensordict.base import is_tensor_collection
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from llmrl.data.replay_buffers.grid_index import shape_cells, time_first
-from llmrl.data.replay_buffers.layout import (
+from llmrl.data.ragged.layout import (
     NUMBERS,
     Layout,
     TensorLeaf,
+    is_leaf,
+    is_tree,
     put_rows_together,
     put_together,
     take_apart,
     take_rows_apart,
+    tree_map,
 )
+from llmrl.data.replay_buffers.grid_index import shape_cells, time_first
 from llmrl.data.replay_buffers.process_lock import ProcessLock
 from llmrl.data.replay_buffers.serialization import decode, encode
 from llmrl.data.replay_buffers.storages.base import Index, Key, Storage, row_limit
 from llmrl.data.replay_buffers.storages.schema import Schema, difference
 from llmrl.data.replay_buffers.storages.shared_folder import SharedFolder
-from llmrl.data.replay_buffers.utils import is_leaf, is_tree, num_rows, tree_map
+from llmrl.data.replay_buffers.utils import num_rows
 from llmrl.errors import CheckpointError, DataError, UnsupportedError
 
 _SCHEMA_FILE = "schema.json"

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llmrl.data.ragged.stack import with_entry
 from llmrl.data.replay_buffers.directory import StateFile
 from llmrl.data.replay_buffers.grid_index import coordinates
-from llmrl.data.replay_buffers.layout import with_entry
 from llmrl.data.replay_buffers.storages import Storage
 
 
@@ -86,18 +86,18 @@ class RoundRobinWriter(Writer):
 
     def add(self, data: Any) -> int:
         storage = self.storage
-        ring, index = storage.counters, storage.counters.cursor
+        counters, index = storage.counters, storage.counters.cursor
         storage.set(index, self.as_stored(data, index))
-        ring.cursor = (index + 1) % storage.max_size
-        ring.write_count += 1
+        counters.cursor = (index + 1) % storage.max_size
+        counters.write_count += 1
         return index
 
     def extend(self, data: Any) -> Tensor:
         storage = self.storage
-        ring, size, count = storage.counters, storage.max_size, storage.count(data)
+        counters, size, count = storage.counters, storage.max_size, storage.count(data)
         if not count:
             raise RuntimeError(f"{type(self).__name__}: a batch must have at least one row: got none.")
-        start = ring.cursor
+        start = counters.cursor
         end = start + count
         index = np.arange(start, end)  # torch.arange takes as long as the checks of a batch
         index = torch.from_numpy(index if end <= size else index % size)
@@ -106,8 +106,8 @@ class RoundRobinWriter(Writer):
             storage.set(slice(start, end), data)
         else:
             self._wrap(start, count, data)
-        ring.cursor = end % size
-        ring.write_count += count
+        counters.cursor = end % size
+        counters.write_count += count
         return index
 
     def _wrap(self, start: int, count: int, data: Any) -> None:

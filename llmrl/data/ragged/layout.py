@@ -1,14 +1,14 @@
 """Takes a batch of tensordicts apart into columns, and puts columns together again.
 
-A batch is a tree (tensordicts, tensorclasses, lazy stacks) over flat entries. ``take_apart`` separates the two: a
-``Layout`` (the tree, comparable with ``==``) and one *column* per entry. Storages keep columns, or rows of them
-(``rows.py``), and never look inside a tensordict again; ``put_together`` is the way back. This is the one file that
-knows how tensordict stores its entries.
+A batch is a tree (tensordicts, tensorclasses, lazy stacks, dicts, dataclasses) over flat entries. ``take_apart``
+separates the two: a ``Layout`` (the tree, comparable with ``==``) and one *column* per entry. Storages keep columns, or
+rows of them, and never look inside a tensordict again; ``put_together`` is the way back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import is_dataclass
 from enum import Enum
 from functools import partial
 from itertools import count
@@ -22,10 +22,8 @@ from tensordict.tensorclass import NonTensorStack
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from llmrl.data.ragged.stack import BorrowedRows, copy_rows, rows_form
-from llmrl.data.ragged.tensordicts import non_tensor
-from llmrl.data.replay_buffers.lazy_rows import DeferredStack
-from llmrl.data.replay_buffers.utils import is_leaf, is_tree, register_dataclasses
+from llmrl.data.ragged.stack import LazyRows
+from llmrl.data.ragged.tensordicts import LazyCopy, copy_rows, non_tensor, rows_form
 
 _EMPTY = torch.Size([])
 
@@ -70,7 +68,7 @@ class LazyBranch(NamedTuple):
 class Columns(NamedTuple):
     """A lazy stack that keeps columns itself.
 
-    It has ``own_columns()``, a dict or None, and ``from_columns(columns, num_rows)``, which also takes `BorrowedRows`.
+    It has ``own_columns()``, a dict or None, and ``from_columns(columns, num_rows)``, which also takes `LazyCopy`.
     """
 
     cls: type
@@ -117,6 +115,44 @@ class Layout(NamedTuple):
     def dense(self) -> bool:
         """True if every entry has one shape for all rows, so that columns can be preallocated."""
         return all(type(kind) is TensorLeaf or kind is Leaf.DATA for kind in self.kinds)
+
+
+# --- trees: dicts, tuples, lists and dataclasses of tensors, tensordicts and Python values ---------------------------
+
+
+def is_tree(value: Any) -> bool:
+    """True for a container whose entries are rows, or columns of them; dataclasses count."""
+    if isinstance(value, dict | tuple | list):
+        return True
+    if isinstance(value, type) or not is_dataclass(value) or is_tensor_collection(value):
+        return False
+    _register_dataclass(type(value))
+    return True
+
+
+def register_dataclasses(spec: pytree.TreeSpec) -> None:
+    """Lets trees of this form be built in a process that has met none of their dataclasses."""
+    if is_dataclass(spec.type):
+        _register_dataclass(spec.type)
+    for child in spec.children():
+        register_dataclasses(child)
+
+
+def _register_dataclass(cls: type) -> None:
+    if cls not in pytree.SUPPORTED_NODES:
+        pytree.register_dataclass(cls)
+
+
+def is_leaf(value: Any) -> bool:
+    return not is_tree(value)
+
+
+def tree_leaves(value: Any) -> list[Any]:
+    return pytree.tree_leaves(value, is_leaf=is_leaf)
+
+
+def tree_map(function: Callable[[Any], Any], value: Any) -> Any:
+    return pytree.tree_map(function, value, is_leaf=is_leaf)
 
 
 # --- apart ---------------------------------------------------------------------------------------------------------
@@ -230,7 +266,7 @@ class _Visitor:
 
 def _unstack(value: TensorDictBase) -> Sequence[Any]:
     if (
-        type(value) in (LazyStackedTensorDict, NonTensorStack, DeferredStack)
+        type(value) in (LazyStackedTensorDict, NonTensorStack, LazyRows)
         and value.stack_dim == 0
         and value.hook_out is None
     ):
@@ -257,7 +293,7 @@ def copy_columns(
 
     Python values are kept by reference (nothing can be said about copying them); a tensor column may come in as one
     tensor or as a list of rows (tensors or, where a row is one number, numbers), and leaves as one tensor. ``forms``
-    are ``ragged_forms``, where they are known. ``borrow`` leaves ragged columns as `BorrowedRows`, which
+    are ``ragged_forms``, where they are known. ``borrow`` leaves ragged columns as `LazyCopy`, which
     ``put_together`` copies unless who gets them does.
     """
     copies: list[Any] = []
@@ -267,7 +303,7 @@ def copy_columns(
             copy = _copy_dense(kind, column)
             copies.append(copy if device is None else copy.to(device))
         elif kind is Leaf.RAGGED:
-            copies.append(BorrowedRows(column, form) if borrow else copy_rows(column, form, device))
+            copies.append(LazyCopy(column, form) if borrow else copy_rows(column, form, device))
         elif kind is Leaf.ROW:
             copies.append([row.clone() if device is None else row.clone().to(device) for row in column])
         else:
@@ -364,7 +400,7 @@ def _batch(node: Any, columns: Iterator[Any], num_rows: int) -> Any:
         chats = next(columns)
         lengths = {len(chat) for chat in chats}
         size = torch.Size([num_rows, lengths.pop() if len(lengths) == 1 else -1])
-        return DeferredStack.of(partial(_conversations, node.cls, chats), size)
+        return LazyRows.over(partial(_conversations, node.cls, chats), size)
     rows = list(_rows(node, columns, num_rows))
     if kind is LazyBranch or not (is_tensorclass(rows[0]) or is_non_tensor(rows[0])):
         return LazyStackedTensorDict._new_lazy_unsafe(*rows)
@@ -393,7 +429,7 @@ def _rows(node: Any, columns: Iterator[Any], num_rows: int) -> Sequence[Any]:
         return _conversations(node.cls, values)
     if node is Leaf.DATA:
         return [non_tensor(value) for value in values]
-    return values.copies() if type(values) is BorrowedRows else values
+    return values.copies() if type(values) is LazyCopy else values
 
 
 def _conversations(cls: type, chats: Sequence[list[Any]]) -> list[Any]:
@@ -401,7 +437,7 @@ def _conversations(cls: type, chats: Sequence[list[Any]]) -> list[Any]:
 
 
 def _held(values: Any) -> Any:
-    return values if type(values) is BorrowedRows else list(values)
+    return values if type(values) is LazyCopy else list(values)
 
 
 def _tensordict(entries: dict[str, Any], batch_size: torch.Size, device: torch.device | None = None) -> TensorDict:
@@ -439,38 +475,3 @@ def _find_ragged(node: Any, path: list[str], numbers: Iterator[int]) -> int | No
         return None
     number = next(numbers)
     return number if node is Leaf.RAGGED and not path else None
-
-
-# --- entries -------------------------------------------------------------------------------------------------------
-
-
-def set_entry(batch: TensorDictBase, key: str | tuple[str, ...], value: Tensor) -> None:
-    """``batch.set(key, value)``, in a tenth of the time where it needs no conversion."""
-    *path, name = (key,) if isinstance(key, str) else key
-    if type(batch) is DeferredStack and batch.set_later((*path, name), value):
-        return
-    inner = batch
-    for part in path:
-        inner = inner._tensordict.get(part) if type(inner) is TensorDict else None
-    if _takes(inner, value):
-        inner._tensordict[name] = value
-    else:
-        batch.set(key, value)
-
-
-def with_entry(batch: TensorDictBase, name: str, value: Tensor) -> TensorDictBase:
-    """A batch of the same entries and one more; the given one stays as it is."""
-    if _takes(batch, value) and batch._td_dim_names is None:
-        return _tensordict({**batch._tensordict, name: value}, batch.batch_size, batch.device)
-    batch = batch.copy()
-    batch.set(name, value)
-    return batch
-
-
-def _takes(batch: Any, value: Tensor) -> bool:
-    return (
-        type(batch) is TensorDict
-        and not batch.is_locked
-        and value.shape[: batch.batch_dims] == batch.batch_size
-        and (batch.device is None or batch.device == value.device)
-    )
