@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llmrl.data.replay_buffers.samplers.base import WriteJournal
 from llmrl.data.replay_buffers.storages import Storage
-from llmrl.data.replay_buffers.write_journal import WriteJournal
 from llmrl.errors import MissingKeyError
 
 Key = str | tuple[str, ...]

@@ -1,6 +1,6 @@
 """Samplers: which rows the next batch holds."""
 
-from llmrl.data.replay_buffers.samplers.base import Sampler
+from llmrl.data.replay_buffers.samplers.base import RandomSampler, Sampler, SamplerWithoutReplacement
 from llmrl.data.replay_buffers.samplers.ensemble import SamplerEnsemble
 from llmrl.data.replay_buffers.samplers.prioritized import PrioritizedSampler
 from llmrl.data.replay_buffers.samplers.slice_samplers import (
@@ -9,8 +9,6 @@ from llmrl.data.replay_buffers.samplers.slice_samplers import (
     SliceSampler,
     SliceSamplerWithoutReplacement,
 )
-from llmrl.data.replay_buffers.samplers.uniform import RandomSampler
-from llmrl.data.replay_buffers.samplers.without_replacement import SamplerWithoutReplacement
 
 __all__ = [
     "SLICE_END",

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from llmrl.data.replay_buffers.storages import Storage
-from llmrl.data.replay_buffers.write_journal import WriteJournal
 from llmrl.errors import DataError
 
 
@@ -21,7 +20,9 @@ class Eligibility:
     in place keeps them.
     """
 
-    def __init__(self, who: str, max_age: int | None, max_uses: int | None, version_key: str | tuple[str, ...]) -> None:
+    def __init__(
+        self, who: str, max_age: int | None, max_uses: int | None, version_key: str | tuple[str, ...], journal: Any
+    ) -> None:
         if max_age is not None and max_age < 0:
             raise ValueError(f"{who}: max_age counts policy versions and must not be negative: got {max_age}.")
         if max_uses is not None and max_uses < 1:
@@ -30,7 +31,7 @@ class Eligibility:
         self.max_age = max_age
         self.max_uses = max_uses
         self.version_key = version_key
-        self.journal = WriteJournal()
+        self.journal = journal
         self.version: int | None = None
         self._newest: int | None = None
         self._uses = np.zeros(0, dtype=np.int64)

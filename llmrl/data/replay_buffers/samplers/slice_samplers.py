@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmrl.data.replay_buffers.samplers.base import Sampler
-from llmrl.data.replay_buffers.samplers.epoch import EpochSampler
+from llmrl.data.replay_buffers.samplers.base import EpochSampler, Sampler
 from llmrl.data.replay_buffers.samplers.prioritized import PrioritizedSampler
 from llmrl.data.replay_buffers.samplers.slices import (
     Cut,
