@@ -116,30 +116,24 @@ def test_flat_rows_hold_every_observation_once_and_the_last_one_of_each_trajecto
     assert_same(Flat2TED()(flat), rows)
 
 
-def test_a_trajectory_that_ends_without_done_is_found_by_its_observations():
-    rows = column([0, 1, 2, 10, 11, 12], [1, 2, 3, 11, 12, 13])
-    flat = TED2Flat()(rows)
-    assert flat["obs"].tolist() == [0, 1, 2, 3, 10, 11, 12, 13]
-    assert flat["_ted"]["ends_without_done"] == 1
-    assert_same(Flat2TED()(flat), rows)
-
-
-def test_writes_of_60_and_40_frames_that_do_not_follow_each_other_come_back_unchanged():
-    parts = [column(list(range(start, start + size)), list(range(start + 1, start + size + 1)))
-             for start, size in ((0, 60), (500, 40))]  # fmt: skip
-    ring = torch.cat([*parts, column(list(range(900, 960)), list(range(901, 961)))])
-    full = torch.cat([ring[100:], ring[60:100]])  # 100 cells after 160 writes: the cursor is at 60
-    for encode, decode in PAIRS.values():
-        back = decode(encode(full, shift=60, is_full=True))
-        assert (back["next", "obs"] - full["next", "obs"]).abs().max() == 0
-        assert_same(back, full)
-
-
-def test_a_full_ring_is_unrolled_so_that_the_oldest_row_comes_first():
-    rows = column([13, 14, 10, 11, 12], [14, 15, 11, 12, 13])  # the cursor is at 2
-    flat = TED2Flat()(rows, shift=2, is_full=True)
-    assert flat["obs"].tolist() == [10, 11, 12, 13, 14, 15]
-    assert (flat["shift"], flat["is_full"]) == (2, True)
+@pytest.mark.parametrize(
+    ("obs", "following", "ring", "stored"),
+    [
+        # two trajectories, of which the first ends without done
+        ([0, 1, 2, 10, 11, 12], [1, 2, 3, 11, 12, 13], {}, [0, 1, 2, 3, 10, 11, 12, 13]),
+        # a full ring with the cursor at 2 begins with its oldest row
+        ([13, 14, 10, 11, 12], [14, 15, 11, 12, 13], {"shift": 2, "is_full": True}, [10, 11, 12, 13, 14, 15]),
+        # a NaN follows a NaN; -0.0 is not 0.0, which begins another trajectory
+        ([0.0, math.nan, 2.0], [math.nan, 2.0, math.nan], {}, [0.0, math.nan, 2.0, math.nan]),
+        ([1.0, 0.0, 2.0, 3.0, 4.0], [-0.0, 2.0, 3.0, 4.0, 5.0], {}, [1.0, -0.0, 0.0, 2.0, 3.0, 4.0, 5.0]),
+    ],
+)
+def test_each_observation_is_stored_once_and_comes_back(obs, following, ring, stored):
+    rows = column(obs, following)
+    flat = TED2Flat()(rows, **ring)
+    assert str(flat["obs"].tolist()) == str(stored)
+    assert (flat["shift"], flat["is_full"]) == (ring.get("shift", 0), "is_full" in ring)
+    assert flat["_ted"]["ends_without_done"] == len(stored) - len(obs) - 1
     assert_same(Flat2TED()(flat), rows)
 
 
@@ -150,19 +144,6 @@ def test_two_streams_are_stored_one_after_the_other():
     assert_same(Flat2TED()(flat), rows)
     nested = TED2Nested()(rows)
     assert [row.tolist() for row in nested["obs"].unbind()] == [[0, 1, 2], [10, 11, 12]]
-
-
-def test_nan_observations_follow_each_other_and_are_kept_once():
-    nan = math.nan
-    rows = column([0.0, nan, 2.0], [nan, 2.0, nan])
-    flat = TED2Flat()(rows)
-    assert flat["obs"].shape == (4,)
-    assert_same(Flat2TED()(flat), rows)
-
-
-def test_minus_zero_is_not_zero():
-    rows = column([1.0, 0.0, 2.0, 3.0, 4.0], [-0.0, 2.0, 3.0, 4.0, 5.0])
-    assert_same(Flat2TED()(TED2Flat()(rows)), rows)
 
 
 def test_root_rewards_come_back_bit_for_bit_also_if_they_are_all_zero():

@@ -28,11 +28,6 @@ from llmrl.data.replay_buffers.directory import current_directory
 from llmrl.errors import CheckpointError
 
 
-@pytest.fixture(autouse=True)
-def _no_waiting_for_the_disk(monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-
-
 def same_value(left, right):
     if isinstance(left, torch.Tensor):
         return left.dtype == right.dtype and left.shape == right.shape and torch.equal(left, right)

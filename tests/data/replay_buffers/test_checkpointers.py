@@ -1,7 +1,6 @@
 """Storages on disk: what comes back, what the files hold, and what damage does."""
 
 import json
-import os
 import warnings
 
 import pytest
@@ -58,11 +57,6 @@ def assert_same(left, right):
     assert set(left.keys(True, True)) == set(right.keys(True, True))
     for key in left.keys(True, True):
         assert torch.equal(left[key].nan_to_num(9e9), right[key].nan_to_num(9e9)), key
-
-
-@pytest.fixture(autouse=True)
-def _no_waiting_for_the_disk(monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 def buffer_of(checkpointer, storage=LazyTensorStorage, **kwargs):
@@ -212,18 +206,6 @@ def test_flat_files_hold_each_observation_once(tmp_path):
     assert manifest_of(tmp_path)["layout"] == {
         "name": "flat", "trajectories": 2, "ends_without_done": 0, "kept_twice": []
     }  # fmt: skip
-
-
-def test_the_manifest_says_what_is_there(tmp_path):
-    buffer = buffer_of(TensorStorageCheckpointer())
-    buffer.extend(rollout(0, 6))
-    buffer.storage.dumps(tmp_path)
-    manifest = manifest_of(tmp_path)
-    assert manifest["format"] == "llmrl.storage"
-    assert manifest["storage"] == "LazyTensorStorage"
-    assert (manifest["ring"]["length"], manifest["ring"]["cursor"], manifest["ring"]["write_count"]) == (6, 6, 6)
-    files = {file.name for file in current_directory(tmp_path).iterdir()}
-    assert set(manifest["files"]) == files - {"manifest.json"}
 
 
 def test_h5_files_have_a_group_per_trajectory_and_can_be_compressed(tmp_path):

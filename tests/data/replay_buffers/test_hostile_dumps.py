@@ -31,11 +31,6 @@ from llmrl.data.replay_buffers.directory import MANIFEST, _own_digest, current_d
 from llmrl.errors import CheckpointError
 
 
-@pytest.fixture(autouse=True)
-def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-
-
 @tensorclass
 class Answer:
     ids: torch.Tensor

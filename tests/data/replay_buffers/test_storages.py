@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tensordict import MemoryMappedTensor, NonTensorData, TensorDict, lazy_stack
+from tensordict import MemoryMappedTensor, TensorDict, lazy_stack
 
 from llmrl.data.llm.chat import History
-from llmrl.data.ragged.layout import put_rows_together, put_together, take_apart
 from llmrl.data.ragged.padding import pad_rows
 from llmrl.data.replay_buffers import (
     LazyMemmapStorage,
@@ -21,7 +20,7 @@ from llmrl.data.replay_buffers import (
 )
 from llmrl.data.replay_buffers.checkpointers import default_for
 from llmrl.errors import CheckpointError, DataError
-from tests.support.conversation_rows import Tokens, conversations, ids
+from tests.support.conversation_rows import Tokens
 
 
 def test_a_storage_of_conversations_refuses_what_is_no_tensordict():
@@ -154,18 +153,6 @@ def test_few_rows_and_many_are_written_alike():
     one_cell = TensorStorage(torch.zeros(1).expand(4))
     with pytest.raises(RuntimeError, match="single memory location"):
         one_cell.set(slice(0, 2), torch.ones(2))
-
-
-def test_taking_apart_and_putting_together_are_inverse_without_copies():
-    batch = conversations(3, 1, 5)
-    layout, columns = take_apart(batch)
-    again = put_together(layout, columns, 3)
-    assert take_apart(again)[0] == layout
-    assert ids(again) == ids(batch)
-    assert again["next", "reward"].data_ptr() == batch["next", "reward"].data_ptr()
-    singles = put_rows_together(layout, columns, 3)
-    assert [row["tokens"].full.tolist() for row in singles] == ids(batch)
-    assert isinstance(singles[0].get("query"), NonTensorData)
 
 
 @pytest.mark.parametrize("make", [ListStorage, LazyStackStorage, LazyTensorStorage])
