@@ -48,22 +48,20 @@ class LazyRows(LazyStackedTensorDict):
 
     source: Any = None  # None once the rows are built
     _ragged: Callable[[tuple[str, ...]], LazyCopy | None] | None = None
-    _row_device: torch.device | None = None
 
     @classmethod
     def over(
         cls,
         source: Any,
         batch_size: torch.Size,
-        device: torch.device | None = None,
         ragged: Callable[[tuple[str, ...]], LazyCopy | None] | None = None,
     ) -> Self:
-        """A stack of rows on ``device``; the source is kept, not copied."""
+        """A stack of rows of this source, which is kept, not copied."""
         self = cls.__new__(cls)
         self._is_locked = None
         self.stack_dim = 0
         self.hook_out = self.hook_in = None
-        self._batch_size, self._row_device = batch_size, device
+        self._batch_size = batch_size
         self.source, self._ragged, self._added = source, ragged, {}
         return self
 
@@ -117,14 +115,6 @@ class LazyRows(LazyStackedTensorDict):
         if self.source is None or args or kwargs:
             return super().keys(*args, **kwargs)
         return self._names()
-
-    @property
-    def device(self) -> torch.device | None:
-        return self._row_device if self.source is not None else super().device
-
-    @device.setter
-    def device(self, value: Any) -> None:
-        LazyStackedTensorDict.device.fset(self, value)
 
     @property
     def names(self) -> list[str | None]:
@@ -198,6 +188,14 @@ class RaggedStack(LazyRows):
 
     def _names(self) -> Any:
         return self.source.keys()
+
+    @property
+    def device(self) -> torch.device | None:
+        return None if self.source is not None else super().device
+
+    @device.setter
+    def device(self, value: Any) -> None:
+        LazyStackedTensorDict.device.fset(self, value)
 
     def _get_str(self, key: str, default: Any = None, **kwargs: Any) -> Any:
         if self.source is None:

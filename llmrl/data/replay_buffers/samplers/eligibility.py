@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -10,6 +10,9 @@ from torch import Tensor
 
 from llmrl.data.replay_buffers.storages import Storage
 from llmrl.errors import DataError
+
+if TYPE_CHECKING:
+    from llmrl.data.replay_buffers.samplers.base import WriteJournal
 
 
 class Eligibility:
@@ -21,7 +24,12 @@ class Eligibility:
     """
 
     def __init__(
-        self, who: str, max_age: int | None, max_uses: int | None, version_key: str | tuple[str, ...], journal: Any
+        self,
+        who: str,
+        max_age: int | None,
+        max_uses: int | None,
+        version_key: str | tuple[str, ...],
+        journal: WriteJournal,
     ) -> None:
         if max_age is not None and max_age < 0:
             raise ValueError(f"{who}: max_age counts policy versions and must not be negative: got {max_age}.")

@@ -134,9 +134,7 @@ def from_rows(rows: Sequence[Row], *, lazy: bool = False, stack_dim: int = 0) ->
     sizes = {_batch_size(row) for row in rows} if stack_dim == 0 else {None}
     if len(sizes) == 1 and None not in sizes:
         batch_size = torch.Size((len(rows), *sizes.pop()))
-        devices = {row.layout.root.device for row in rows}
-        device = devices.pop() if len(devices) == 1 else None
-        return LazyRows.over(partial(single_rows, rows), batch_size, device, partial(_ragged_rows, rows))
+        return LazyRows.over(partial(single_rows, rows), batch_size, partial(_ragged_rows, rows))
     return LazyStackedTensorDict(*single_rows(rows), stack_dim=stack_dim)
 
 
