@@ -1,14 +1,14 @@
 """Storages on disk: checked, atomic, and compact where rows are steps of trajectories."""
 
-from llmrl.data.replay_buffers.checkpointers.base import StorageCheckpointerBase
-from llmrl.data.replay_buffers.checkpointers.ensemble import StorageEnsembleCheckpointer, default_for
-from llmrl.data.replay_buffers.checkpointers.named import (
+from llmrl.data.replay_buffers.checkpointers.base import (
     FlatStorageCheckpointer,
     H5StorageCheckpointer,
     ListStorageCheckpointer,
     NestedStorageCheckpointer,
+    StorageCheckpointerBase,
     TensorStorageCheckpointer,
 )
+from llmrl.data.replay_buffers.checkpointers.ensemble import StorageEnsembleCheckpointer, default_for
 
 __all__ = [
     "FlatStorageCheckpointer",

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llmrl.data.replay_buffers.checkpointers.base import Hook, StorageCheckpointerBase
-from llmrl.data.replay_buffers.checkpointers.named import ListStorageCheckpointer, TensorStorageCheckpointer
+from llmrl.data.replay_buffers.checkpointers.base import (
+    Hook,
+    ListStorageCheckpointer,
+    StorageCheckpointerBase,
+    TensorStorageCheckpointer,
+)
 from llmrl.data.replay_buffers.directory import (
     current_directory,
     read_manifest,

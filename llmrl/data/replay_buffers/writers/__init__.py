@@ -5,8 +5,8 @@ from llmrl.data.replay_buffers.writers.base import (
     RoundRobinWriter,
     TensorDictRoundRobinWriter,
     Writer,
+    WriterEnsemble,
 )
-from llmrl.data.replay_buffers.writers.ensemble import WriterEnsemble
 from llmrl.data.replay_buffers.writers.max_value import TensorDictMaxValueWriter
 
 __all__ = [

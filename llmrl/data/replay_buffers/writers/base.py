@@ -13,7 +13,8 @@ from torch import Tensor
 from llmrl.data.ragged.stack import with_entry
 from llmrl.data.replay_buffers.directory import StateFile
 from llmrl.data.replay_buffers.grid_index import coordinates
-from llmrl.data.replay_buffers.storages import Storage
+from llmrl.data.replay_buffers.members import Members, refused
+from llmrl.data.replay_buffers.storages import Storage, StorageEnsemble
 
 
 class Writer(StateFile, ABC):
@@ -166,6 +167,35 @@ class ImmutableDatasetWriter(Writer):
         raise RuntimeError(
             f"{type(self).__name__}: a data set is not written to: got {what}; copy its rows into another buffer."
         )
+
+
+class WriterEnsemble(Members, Writer):
+    """Several writers. ``ensemble[i].add(row)`` writes; the ensemble itself does not know where to: RuntimeError."""
+
+    def __init__(self, *writers: Writer) -> None:
+        self.writers = self._checked(writers, Writer)
+
+    @property
+    def _members(self) -> tuple[Writer, ...]:
+        return self.writers
+
+    def register_storage(self, storage: StorageEnsemble) -> None:
+        for writer, member in zip(self.writers, storage.storages, strict=True):
+            writer.register_storage(member)
+
+    @property
+    def write_count(self) -> int:
+        """The number of rows ever written, to all members."""
+        return sum(writer.write_count for writer in self.writers)
+
+    add, extend, empty, cursor = refused("add"), refused("extend"), refused("empty"), property(refused("cursor"))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"writers": [writer.state_dict() for writer in self.writers]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for writer, part in self._pairs(state["writers"]):
+            writer.load_state_dict(part)
 
 
 def with_index(data: Any, index: int | Tensor, storage: Storage) -> Any:
