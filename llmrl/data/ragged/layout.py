@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from llmrl.data.ragged.stack import LazyRows
-from llmrl.data.ragged.tensordicts import LazyCopy, copy_rows, non_tensor, rows_form
+from llmrl.data.ragged.tensordicts import LazyCopy, bare_tensordict, copy_rows, non_tensor, rows_form
 
 _EMPTY = torch.Size([])
 
@@ -381,7 +381,7 @@ def _batch(node: Any, columns: Iterator[Any], num_rows: int) -> Any:
         entries = {}
         for name, child in zip(node.names, node.children, strict=True):
             entries[name] = next(columns) if type(child) is TensorLeaf else _batch(child, columns, num_rows)
-        return _tensordict(entries, torch.Size((num_rows, *node.batch_size)), node.device)
+        return bare_tensordict(entries, torch.Size((num_rows, *node.batch_size)), node.device)
     if kind is Wrapped:
         return _wrap(node.cls, _batch(node.inner, columns, num_rows), dict(node.fields))
     if kind is Tree:
@@ -416,7 +416,7 @@ def _rows(node: Any, columns: Iterator[Any], num_rows: int) -> Sequence[Any]:
         sizes = next(columns) if kind is LazyBranch else [node.batch_size if kind is Branch else _EMPTY] * num_rows
         by_name = [_rows(child, columns, num_rows) for child in node.children]
         return [
-            _tensordict(dict(zip(names, values, strict=True)), size, device)
+            bare_tensordict(dict(zip(names, values, strict=True)), size, device)
             for size, *values in zip(sizes, *by_name, strict=True)
         ]
     if kind is Wrapped:
@@ -438,13 +438,6 @@ def _conversations(cls: type, chats: Sequence[list[Any]]) -> list[Any]:
 
 def _held(values: Any) -> Any:
     return values if type(values) is LazyCopy else list(values)
-
-
-def _tensordict(entries: dict[str, Any], batch_size: torch.Size, device: torch.device | None = None) -> TensorDict:
-    """A tensordict of these entries, unchecked: the constructors look at each, which costs as much as a small batch."""
-    td = TensorDict.__new__(TensorDict)
-    td._tensordict, td._batch_size, td._device, td._td_dim_names = entries, batch_size, device, None
-    return td
 
 
 def _wrap(cls: type, inner: Any, fields: dict[str, Any]) -> Any:

@@ -16,7 +16,15 @@ from tensordict.base import NO_DEFAULT
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from llmrl.data.ragged.tensordicts import LazyCopy, column, inner, new_tensordict, non_tensor, plain_value
+from llmrl.data.ragged.tensordicts import (
+    LazyCopy,
+    bare_tensordict,
+    column,
+    inner,
+    new_tensordict,
+    non_tensor,
+    plain_value,
+)
 
 __all__ = [
     "FIELDS",
@@ -298,7 +306,7 @@ def set_entry(batch: TensorDictBase, key: str | tuple[str, ...], value: Tensor) 
 def with_entry(batch: TensorDictBase, name: str, value: Tensor) -> TensorDictBase:
     """A batch of the same entries and one more; the given one stays as it is."""
     if _takes(batch, value) and batch._td_dim_names is None:
-        return new_tensordict({**batch._tensordict, name: value}, batch.batch_size, batch.device)
+        return bare_tensordict({**batch._tensordict, name: value}, batch.batch_size, batch.device)
     batch = batch.copy()
     batch.set(name, value)
     return batch

@@ -30,6 +30,7 @@ from llmrl.errors import MissingKeyError, ShapeError
 
 __all__ = [
     "LazyCopy",
+    "bare_tensordict",
     "column",
     "column_values",
     "copy_rows",
@@ -61,6 +62,13 @@ def new_tensordict(
 ) -> TensorDict:
     """A TensorDict that keeps this very dict of entries, which must fit the batch size and the device."""
     return TensorDict._new_unsafe(entries, batch_size=torch.Size(batch_size), device=device, names=names)
+
+
+def bare_tensordict(entries: dict[str, Any], batch_size: torch.Size, device: torch.device | None = None) -> TensorDict:
+    """The same without a look at the entries, which costs as much as a small batch; not in compiled code."""
+    td = TensorDict.__new__(TensorDict)
+    td._tensordict, td._batch_size, td._device, td._td_dim_names = entries, batch_size, device, None
+    return td
 
 
 def entries_of(td: TensorDict) -> dict[str, Any]:
