@@ -15,6 +15,8 @@ from llmrl.data.replay_buffers import (
     ReplayBuffer,
     RoundRobinWriter,
     SamplerWithoutReplacement,
+    TensorDictRoundRobinWriter,
+    TensorStorage,
 )
 from llmrl.data.replay_buffers.directory import current_directory
 from llmrl.errors import CheckpointError, DataError, DeadlineError
@@ -50,6 +52,13 @@ def test_the_documented_first_steps():
     assert buffer.add("a string!") == 0
     assert buffer.extend([30, None]).tolist() == [1, 2]
     assert buffer[:] == ["a string!", 30, None]
+
+
+def test_a_tensor_storage_given_up_front_counts_as_full_and_is_written_from_its_start():
+    buffer = ReplayBuffer(storage=TensorStorage(torch.zeros(10, 3, dtype=torch.uint8)))
+    assert len(buffer) == 10
+    assert buffer.add(torch.ones(3, dtype=torch.uint8)) == 0
+    assert buffer[0].tolist() == [1, 1, 1]
 
 
 def test_a_pytree_has_one_row_per_leading_index():
@@ -226,6 +235,17 @@ def test_parts_are_replaced_and_returned():
 def test_priorities_without_a_priority_sampler_warn():
     with pytest.warns(UserWarning, match="no priorities"):
         ReplayBuffer().update_priority(0, 1.0)
+
+
+def test_the_tensordict_writer_notes_positions_and_leaves_the_callers_row_alone():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(3), writer=TensorDictRoundRobinWriter)
+    given = rows(1, 2)
+    buffer.extend(given)
+    buffer.add(rows(3)[0])
+    buffer.extend(rows(4))
+    assert buffer["index"].tolist() == [0, 1, 2]
+    assert buffer["a"].tolist() == [4, 2, 3]
+    assert "index" not in given
 
 
 def seeded(seed: int = 0) -> ReplayBuffer:

@@ -17,17 +17,23 @@ from tensordict import TensorDict
 from torch.nn.functional import interpolate
 
 from llmrl.data import (
+    Flat2TED,
     H5StorageCheckpointer,
     LazyMemmapStorage,
     LazyTensorStorage,
+    ListStorage,
+    MultiStep,
     ReplayBuffer,
     ReplayBufferEnsemble,
+    SamplerWithoutReplacement,
     SliceSampler,
+    TED2Flat,
     TensorDictReplayBuffer,
     TensorStorage,
 )
+from llmrl.data.replay_buffers.directory import current_directory
 from llmrl.envs import Compose, Transform
-from llmrl.envs.transforms import RandomCropTensorDict
+from llmrl.envs.transforms import NextStateReconstructor, RandomCropTensorDict
 
 
 class Recorded:
@@ -79,7 +85,18 @@ def collector(frames_per_batch: int, total_frames: int = -1, num_envs: int | Non
         yield batch[0] if num_envs is None else batch
 
 
+def rollout(steps: int) -> TensorDict:
+    return next(collector(steps))
+
+
 # --- storages ---
+
+
+def test_a_list_holds_objects_of_any_kind():
+    rb = ReplayBuffer(storage=ListStorage(10))
+    rb.add("a string!")
+    rb.extend([30, None])
+    assert rb[:] == ["a string!", 30, None]
 
 
 def test_a_tensor_storage_is_given_its_container():
@@ -104,9 +121,7 @@ def memmapped() -> ReplayBuffer:
 def test_tensordicts_and_trees_go_into_memory_mapped_files():
     assert memmapped()[0]["img"].dtype is torch.uint8
     rb_pytree = ReplayBuffer(storage=LazyMemmapStorage(10))
-    rb_pytree.extend(
-        {"a": {"b": torch.randn(3), "c": [torch.zeros(3, 2), (torch.ones(3, 10),)]}, "none": torch.zeros(3, 0)}
-    )
+    rb_pytree.extend({"a": {"b": torch.randn(3), "c": [torch.zeros(3, 2), (torch.ones(3, 10),)]}})
     assert len(rb_pytree) == 3
     assert rb_pytree[1]["a"]["c"][1][0].tolist() == [1.0] * 10
 
@@ -137,6 +152,14 @@ def test_rows_are_indexed_sampled_and_iterated_over():
     assert len(list(rb_td.epoch())) == 1
 
 
+def test_a_sampler_without_replacement_iterates_over_the_rows_once():
+    rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=SamplerWithoutReplacement(drop_last=True), batch_size=3)
+    rb.extend(torch.arange(10))
+    batches = list(rb)
+    assert [len(data) for data in batches] == [3, 3, 3]
+    assert len(set(torch.cat(batches).tolist())) == 9
+
+
 # --- trajectories ---
 
 
@@ -149,6 +172,39 @@ def check_slices(sample: TensorDict, num_slices: int) -> None:
         assert len(piece["collector", "traj_ids"].unique()) == 1
         assert bool((piece["step_count"].flatten().diff() == 1).all())
         assert torch.equal(piece["next", "observation"][:-1], piece["observation"][1:])
+
+
+def test_slices_of_one_environment():
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(100),
+        sampler=SliceSampler(num_slices=8, traj_key=("collector", "traj_ids"), truncated_key=None, strict_length=False),
+        batch_size=64,
+    )
+    for i, data in enumerate(collector(10)):
+        rb.extend(data)
+        if i == 10:
+            break
+    assert len(rb) == 100
+    assert rb[:]["next", "step_count"].shape == (100, 1)
+    for _ in range(20):
+        check_slices(rb.sample(), 8)
+
+
+def test_slices_of_two_environments():
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(100, ndim=2),
+        sampler=SliceSampler(num_slices=8, traj_key=("collector", "traj_ids"), truncated_key=None, strict_length=False),
+        batch_size=64,
+    )
+    for i, data in enumerate(collector(1, num_envs=2)):
+        rb.extend(data)
+        if i == 100:
+            break
+    assert len(rb) == 100
+    assert rb[:]["next", "step_count"].squeeze().shape == (2, 50)  # [E, T] like the batches
+    assert rb.storage[:]["next", "step_count"].squeeze().shape == (50, 2)  # [T, E], as it is printed there
+    for _ in range(20):
+        check_slices(rb.sample(), 8)
 
 
 @pytest.mark.parametrize(("ndim", "envs"), [(1, ()), (2, (4,)), (3, (4, 2))])
@@ -220,10 +276,106 @@ def test_a_buffer_is_saved_and_loaded_after_every_batch(tmp_path):
         assert rb_test.writer.cursor == rb.writer.cursor
 
 
+def test_flattening_hooks_store_each_observation_once(tmp_path):
+    plain, flat = (ReplayBuffer(storage=LazyMemmapStorage(300)) for _ in range(2))
+    flat.register_save_hook(TED2Flat())
+    flat.register_load_hook(Flat2TED())
+    data = next(batch for batch in collector(200))
+    for rb, name in ((plain, "plain"), (flat, "flat")):
+        rb.extend(data)
+        rb.dumps(tmp_path / name)
+        other = ReplayBuffer(storage=LazyMemmapStorage(300))
+        if name == "flat":
+            other.register_load_hook(Flat2TED())
+        other.loads(tmp_path / name)
+        assert (other[:] == rb[:]).all()
+    sizes = [
+        sum(file.stat().st_size for file in (current_directory(tmp_path / name) / "storage").rglob("*observation*"))
+        for name in ("plain", "flat")
+    ]
+    ends = 1 + int(data[:-1]["next", "done"].sum())  # the last trajectory does not end in done
+    assert sizes == [2 * 200 * 16, (200 + ends) * 16]
+
+
+def test_a_state_dict_goes_through_torch_save(tmp_path):
+    rb = ReplayBuffer(storage=ListStorage(10), sampler=SamplerWithoutReplacement(), batch_size=2)
+    rb.extend(rollout(6))
+    rb.sample()
+    torch.save(rb.state_dict(), tmp_path / "state.pt")
+    other = ReplayBuffer(storage=ListStorage(10), sampler=SamplerWithoutReplacement(), batch_size=2)
+    other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=False))
+    assert (rb.sample() == other.sample()).all()
+
+
 # --- TED ---
 
 
+def test_a_rollout_has_time_last_and_what_comes_after_under_next():
+    data = rollout(10)
+    assert data.shape[-1] == 10
+    assert data.names[-1] == "time"
+    going_on = ~data[..., :-1]["next", "done"].squeeze(-1)
+    assert (data[..., 1:]["observation"] == data[..., :-1]["next", "observation"])[going_on].all()
+    for key in ("reward", "done", "terminated", "truncated"):
+        assert data["next", key].shape == (10, 1)
+    state_value = torch.zeros(10, 1)
+    assert (state_value + data["next", "reward"]).shape == (10, 1)
+
+
+def test_the_next_observation_is_n_steps_ahead_after_multi_step():
+    data = next(batch for batch in collector(40))
+    ahead = MultiStep(gamma=0.9, n_steps=3)(data)
+    same = (ahead[1:]["observation"] == ahead[:-1]["next", "observation"]).all(-1)
+    assert not same.all()
+    for step in range(40):
+        span = int(ahead["steps_to_next_obs"][step])
+        assert torch.equal(ahead["next", "observation"][step], data["next", "observation"][step + span - 1])
+
+
 # --- next observations ---
+
+
+def test_next_observations_are_rebuilt_when_rows_are_sampled():
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(100),
+        sampler=SliceSampler(slice_len=4, traj_key=("collector", "traj_ids")),
+        transform=NextStateReconstructor(),
+        batch_size=8,
+    )
+    data = TensorDict(
+        {
+            "observation": torch.arange(8, dtype=torch.float32).view(8, 1),
+            ("next", "reward"): torch.zeros(8, 1),
+            ("next", "done"): torch.tensor([[False]] * 7 + [[True]]),
+            ("collector", "traj_ids"): torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]),
+        },
+        batch_size=[8],
+    )
+    rb.extend(data)
+    nan = float("nan")
+    for _ in range(20):
+        sample = rb.sample()
+        for half in (sample[:4], sample[4:]):  # also where both are slices of the same, unfinished trajectory
+            first = float(half["observation"][0])
+            expected = torch.tensor([first + 1, first + 2, first + 3, nan])
+            torch.testing.assert_close(half["next", "observation"].flatten(), expected, equal_nan=True)
+
+
+def test_a_transform_measures_what_it_is_given():
+    class TransformThatMeasuresBytes(Transform):
+        """Measures the number of bytes in the tensordict, and writes it under `"bytes"`."""
+
+        def __init__(self):
+            super().__init__(in_keys=[], out_keys=["bytes"])
+
+        def forward(self, tensordict):
+            tensordict["bytes"] = torch.full(tensordict.batch_size, tensordict.bytes())
+            return tensordict
+
+    assert TransformThatMeasuresBytes()(TensorDict(a=torch.zeros(3)))["bytes"] == 12
+    rb = ReplayBuffer(storage=LazyTensorStorage(4), transform=TransformThatMeasuresBytes())
+    rb.extend(TensorDict(a=torch.zeros(4), batch_size=[4]))
+    assert rb.sample(2)["bytes"].tolist() == [8, 8]
 
 
 # --- ensembles ---

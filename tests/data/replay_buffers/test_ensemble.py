@@ -22,11 +22,13 @@ from llmrl.data.replay_buffers import (
     SamplerWithoutReplacement,
     SliceSampler,
     StorageEnsemble,
+    StorageEnsembleCheckpointer,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
     TensorStorage,
     WriterEnsemble,
 )
+from llmrl.errors import CheckpointError, UnsupportedError
 
 
 def rows(first: int, count: int) -> TensorDict:
@@ -393,6 +395,24 @@ def test_one_generator_decides_everything():
     drawn = third.sample()["number"]
     torch.manual_seed(0)
     assert torch.equal(ReplayBufferEnsemble(*members(), batch_size=6).sample()["number"], drawn)
+
+
+def test_the_checkpointer_of_ensembles_writes_all_members_or_none(tmp_path):
+    ensemble, other = ReplayBufferEnsemble(*members()), ReplayBufferEnsemble(*members((1, 1)))
+    assert isinstance(ensemble.storage.checkpointer, StorageEnsembleCheckpointer)
+    ensemble.storage.dumps(tmp_path)
+    other.storage.loads(tmp_path)
+    for number in range(2):
+        assert (ensemble[number][:] == other[number][:]).all()
+    with pytest.raises(CheckpointError, match="as many"):
+        ReplayBufferEnsemble(members()[0]).storage.loads(tmp_path)
+    small = ReplayBufferEnsemble(members()[0], TensorDictReplayBuffer(storage=LazyTensorStorage(4)))
+    small[0].empty()
+    with pytest.raises(CheckpointError):
+        small.storage.loads(tmp_path)
+    assert len(small[0]) == 0
+    with pytest.raises(UnsupportedError, match="members"):
+        ensemble.register_save_hook(lambda rows: rows)
 
 
 def test_a_shared_ensemble_is_handed_over_with_its_rows():

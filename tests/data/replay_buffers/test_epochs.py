@@ -7,6 +7,8 @@ from collections import Counter
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from llmrl.data.replay_buffers import (
@@ -56,6 +58,45 @@ def test_a_pass_is_every_row_once_and_the_next_one_has_another_order():
     buffer.extend(list(range(10)))
     for _ in range(2):
         assert [len(batch) for batch in buffer] == [4, 4]
+
+
+@settings(max_examples=60, deadline=None)
+@given(writes=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), max_size=20), prefetch=st.booleans())
+def test_under_any_writes_no_row_comes_twice_in_a_pass_and_none_is_left_out(writes, prefetch):
+    """Writing used to begin the pass again: some rows came twice, others never."""
+    buffer = build(
+        SamplerWithoutReplacement(), capacity=9, batch_size=2, storage=ListStorage, prefetch=prefetch or None
+    )
+    rows: list[int] = []
+    cursor = number = 0
+
+    def write(count: int) -> list[int]:
+        nonlocal cursor, number
+        gone = []
+        batch = list(range(number, number + count))
+        buffer.extend(batch)
+        for row in batch:
+            if cursor < len(rows):
+                gone.append(rows[cursor])
+                rows[cursor] = row
+            else:
+                rows.append(row)
+            cursor = (cursor + 1) % 9
+        number += count
+        return gone
+
+    write(6)
+    left: set[int] = set()
+    for draws, count in writes:
+        for _ in range(draws):
+            left = left or set(rows)
+            batch = buffer.sample()
+            assert set(batch) <= left
+            assert len(batch) == min(2, len(left))
+            left -= set(batch)
+            assert buffer.sampler.ran_out == (not left) or prefetch
+        left -= set(write(count))
+    buffer.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -272,6 +313,23 @@ def filled(count: int) -> ListStorage:
     storage = ListStorage(100)
     storage.set(slice(0, count), list(range(count)))
     return storage
+
+
+def test_uniform_draws_reach_every_row_about_equally_often():
+    sampler = RandomSampler()
+    sampler.set_rng(torch.Generator().manual_seed(0))
+    index, info = sampler.sample(filled(8), 8000)
+    assert index.dtype == torch.int64
+    assert info == {}
+    assert (torch.bincount(index, minlength=8) - 1000).abs().max() < 150
+    assert not sampler.ran_out
+
+
+def test_without_shuffling_a_pass_is_the_order_of_positions():
+    sampler = SamplerWithoutReplacement(shuffle=False)
+    storage = filled(5)
+    draws = [sampler.sample(storage, 2)[0].tolist() for _ in range(4)]
+    assert draws == [[0, 1], [2, 3], [4], [0, 1]]
 
 
 def test_a_pass_whose_rows_were_all_overwritten_has_ended():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -169,6 +172,26 @@ def test_a_grid_and_an_unknown_reduction_are_refused():
         ReplayBuffer(storage=LazyTensorStorage(4, ndim=2), writer=TensorDictMaxValueWriter())
     with pytest.raises(ValueError, match="Did you mean 'median'"):
         TensorDictMaxValueWriter(reduction="meadian")
+
+
+def test_ranks_do_not_go_to_another_process():
+    process = multiprocessing.get_context("spawn").Process(target=print, args=(TensorDictMaxValueWriter(),))
+    with pytest.raises(RuntimeError, match="ranks are kept by one process"):
+        process.start()
+    buffer = build()
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            buffer.extend(scored(1, 2))
+        except RuntimeError as error:
+            os.write(writer, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        assert "process" in pipe.read()
+    os.waitpid(pid, 0)
 
 
 def test_a_row_that_replaces_another_has_a_rank_of_its_own():

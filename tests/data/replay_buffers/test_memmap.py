@@ -101,6 +101,18 @@ def test_what_files_cannot_hold_is_refused(tmp_path):
         TensorStorage(None)
 
 
+def test_the_documented_tree_goes_into_files():
+    buffer = ReplayBuffer(storage=LazyMemmapStorage(10))
+    data = {"a": {"b": torch.randn(3), "c": [torch.zeros(3, 2), (torch.ones(3, 10),)]}, "x.y": torch.zeros(3, 0)}
+    buffer.extend(data)
+    assert len(buffer) == 3
+    read = buffer[:]
+    assert torch.equal(read["a"]["b"], data["a"]["b"])
+    assert read["a"]["c"][1][0].shape == (3, 10)
+    assert read["x.y"].shape == (3, 0)
+    assert torch.equal(buffer.storage.entry(("a", "b"), torch.tensor([2, 0])), data["a"]["b"][[2, 0]])
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.bfloat16, torch.float16, torch.complex64])
 def test_every_dtype_survives_a_file(dtype):
     values = torch.tensor([0, 1, 1, 0]).to(dtype)

@@ -86,6 +86,16 @@ def test_a_tree_is_the_same_however_its_masses_came():
 # --- probabilities and weights ---
 
 
+def test_masses_and_weights_are_those_of_the_formula():
+    """p = [1, 3]: P = [1/4, 3/4], weights [1, 1/3]."""
+    buffer = build([1.0, 3.0], eps=0.0)
+    assert buffer.sampler.probabilities().tolist() == [0.25, 0.75]
+    batch, info = buffer.sample(50, return_info=True)
+    expected = torch.where(torch.tensor(batch) == 0, 1.0, 1 / 3)
+    assert torch.allclose(info["priority_weight"], expected)
+    assert info["priority_weight"].dtype == torch.float32
+
+
 @pytest.mark.parametrize(("alpha", "beta", "eps"), [(0.0, 0.4, 1e-8), (0.6, 0.4, 1e-3), (2.0, 0.0, 0.5)])
 def test_draws_follow_the_masses(alpha, beta, eps):
     priorities = [0.0, 0.5, 1.0, 2.0, 4.0]
@@ -99,6 +109,13 @@ def test_draws_follow_the_masses(alpha, beta, eps):
     assert ((counts - expected)[likely] ** 2 / expected[likely]).sum() < 18.5  # 4 degrees of freedom: 0.1 %
     weights = [(masses[row] / min(masses)) ** -beta for row in batch]
     assert info["priority_weight"].tolist() == pytest.approx(weights)
+
+
+def test_rows_without_any_mass_are_never_drawn_and_do_not_count_for_the_weights():
+    buffer = build([0.0, 2.0, 4.0, 0.0], eps=0.0)
+    batch, info = buffer.sample(100, return_info=True)
+    assert set(batch) == {1, 2}
+    assert set(info["priority_weight"].tolist()) == {1.0, 0.5}
 
 
 def test_alpha_and_beta_may_change():
@@ -120,6 +137,36 @@ def test_alpha_and_beta_may_change():
 
 def probabilities(buffer: ReplayBuffer, total: float) -> list[float]:
     return (buffer.sampler.probabilities() * total).tolist()
+
+
+def test_a_new_row_has_the_largest_priority_so_far():
+    buffer = build(eps=0.0, capacity=4)
+    buffer.extend(["a", "b"])
+    assert probabilities(buffer, 2) == [1, 1]
+    buffer.update_priority(0, 5.0)
+    buffer.add("c")
+    buffer.update_priority(torch.tensor([0, 2]), 2.0)
+    buffer.add("d")
+    assert probabilities(buffer, 2 + 1 + 2 + 5) == pytest.approx([2, 1, 2, 5])
+    buffer.extend(["over a"])  # the ring wraps: the row is a new one
+    assert probabilities(buffer, 5 + 1 + 2 + 5) == pytest.approx([5, 1, 2, 5])
+
+
+def test_a_priority_below_one_does_not_lower_that_of_new_rows():
+    buffer = build([0.1, 0.2], eps=0.0)
+    buffer.add("new")
+    assert probabilities(buffer, 1.3) == pytest.approx([0.1, 0.2, 1.0])
+
+
+def test_within_the_buffer_it_is_the_largest_of_the_rows_that_are_left():
+    buffer = build([0.1, 0.5, 0.3], eps=0.0, capacity=3, max_priority_within_buffer=True)
+    buffer.add("over the first")
+    assert probabilities(buffer, 1.3) == pytest.approx([0.5, 0.5, 0.3])
+    buffer.update_priority(0, 0.2)
+    buffer.add("over the largest")
+    assert probabilities(buffer, 0.8) == pytest.approx([0.2, 0.3, 0.3])
+    buffer.extend(["all", "are", "new"])
+    assert probabilities(buffer, 3) == pytest.approx([1, 1, 1])
 
 
 @pytest.mark.parametrize("within", [False, True])
@@ -254,6 +301,13 @@ def test_sampling_needs_a_row_with_mass_and_a_tree_of_the_storage_s_size():
         large.sample(2)
 
 
+def test_other_samplers_say_that_they_have_no_priorities():
+    buffer = ReplayBuffer(storage=ListStorage(3), sampler=RandomSampler())
+    buffer.add("a")
+    with pytest.warns(UserWarning, match="RandomSampler has no priorities"):
+        buffer.update_priority(0, 1.0)
+
+
 # --- state ---
 
 
@@ -280,6 +334,32 @@ def test_a_loaded_sampler_is_equal_to_the_last_bit(tmp_path):
             buffer.extend(list(range(70)))
     with pytest.raises(CheckpointError, match="got 5000 priorities, expected at most max_capacity=10"):
         PrioritizedSampler(10, 1.0, 1.0).load_state_dict(first.sampler.state_dict())
+
+
+def test_prefetching_changes_nothing():
+    plain = PrioritizedReplayBuffer(
+        alpha=1.0, beta=1.0, batch_size=8, generator=torch.Generator().manual_seed(0), storage=ListStorage(100)
+    )
+    ahead = PrioritizedReplayBuffer(
+        alpha=1.0,
+        beta=1.0,
+        batch_size=8,
+        generator=torch.Generator().manual_seed(0),
+        storage=ListStorage(100),
+        prefetch=3,
+    )
+    for buffer in (plain, ahead):
+        buffer.extend([torch.tensor(number) for number in range(90)])
+    for step in range(6):
+        for _ in range(3):
+            batch, info = plain.sample(return_info=True)
+            again, other = ahead.sample(return_info=True)
+            assert torch.equal(batch, again)
+            assert torch.equal(info["priority_weight"], other["priority_weight"])
+        for buffer in (plain, ahead):
+            buffer.update_priority(info["index"], 0.5 + step)
+            buffer.extend([torch.tensor(1000 + step)] * 7)
+    ahead.close()
 
 
 def test_an_emptied_buffer_starts_again():

@@ -122,6 +122,23 @@ def test_lists_of_rows_have_slices_too(storage):
     assert same_draws([dense, other])
 
 
+def test_streams_of_a_grid_are_kept_apart():
+    sampler = SliceSampler(slice_len=3, traj_key="episode", truncated_key=None)
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(16, ndim=2), sampler=sampler, batch_size=6)
+    for start in range(0, 12, 2):  # two streams, in a ring of eight steps
+        time = torch.arange(start, start + 2).expand(2, 2)
+        stream = torch.tensor([[0, 0], [1, 1]])
+        buffer.extend(TensorDict(time=time, stream=stream, episode=time // 6, batch_size=[2, 2]))
+    seen = set()
+    for _ in range(200):
+        batch = buffer.sample()
+        for time, stream in zip(batch["time"].view(2, 3).tolist(), batch["stream"].view(2, 3).tolist(), strict=True):
+            assert stream in ([0] * 3, [1] * 3)
+            seen.add((stream[0], *time))
+    starts = (6, 7, 8, 9)  # of the first trajectory two steps are left, of the second all six
+    assert seen == {(stream, t, t + 1, t + 2) for stream in (0, 1) for t in starts}
+
+
 def test_unbounded_storages_have_slices():
     buffer = ReplayBuffer(
         storage=ListStorage(None), sampler=SliceSampler(slice_len=2, traj_key="episode"), batch_size=2
@@ -140,6 +157,23 @@ def test_a_filled_buffer_takes_another_sampler_and_an_emptied_one_starts_again(r
         buffer.sample()
     buffer.extend(TensorDict(t=torch.zeros(3, dtype=torch.int64), s=torch.arange(20, 23), batch_size=[3]))
     assert buffer.sample()["s"].tolist() == [20, 21, 22]
+
+
+def test_a_loaded_buffer_goes_on_with_the_same_slices(tmp_path, ring_of_eight):
+    def build() -> ReplayBuffer:
+        sampler = SliceSampler(slice_len=3, traj_key="t")
+        return ReplayBuffer(storage=LazyTensorStorage(8), sampler=sampler, batch_size=6)
+
+    first, by_state, by_file = build(), build(), build()
+    first.extend(ring_of_eight[:].exclude("index"))
+    first.extend(TensorDict(t=torch.tensor([2, 2, 2]), s=torch.arange(3), batch_size=[3]))
+    first.sample()
+    by_state.load_state_dict(first.state_dict())
+    first.dumps(tmp_path / "dump")
+    by_file.loads(tmp_path / "dump")
+    for _ in range(5):
+        batch = first.sample()["s"].tolist()
+        assert by_state.sample()["s"].tolist() == by_file.sample()["s"].tolist() == batch
 
 
 def test_a_pickled_sampler_reads_the_storage_anew(ring_of_eight):

@@ -212,6 +212,18 @@ def test_slices_join_at_the_end_of_the_ring_and_stop_at_the_cursor(ring_of_eight
     assert drawn == {(2, 3, 4), (5, 6, 7), (6, 7, 8), (7, 8, 9)}
 
 
+def test_short_trajectories_come_whole_unless_the_length_is_strict(ring_of_eight):
+    buffer = ring_of_eight
+    buffer.set_sampler(SliceSampler(num_slices=1, traj_key="t", strict_length=False))
+    with pytest.warns(UserWarning, match="overrules"):
+        drawn = {tuple(buffer.sample(4)["s"].tolist()) for _ in range(200)}
+    assert drawn == {(2, 3, 4), (5, 6, 7, 8), (6, 7, 8, 9)}
+    buffer.set_sampler(SliceSampler(num_slices=1, traj_key="t"))
+    with pytest.warns(UserWarning, match="overrules"):
+        drawn = {tuple(buffer.sample(4)["s"].tolist()) for _ in range(200)}
+    assert drawn == {(5, 6, 7, 8), (6, 7, 8, 9)}
+
+
 def two_of_five(**arguments) -> ReplayBuffer:
     buffer = ReplayBuffer(
         storage=LazyTensorStorage(10),
@@ -253,6 +265,15 @@ def test_with_a_full_span_every_row_is_in_as_many_slices_as_any_other():
     for _ in range(20):
         visits += torch.bincount(buffer.sample()["step"], minlength=10)
     assert ((visits / visits.mean() - 1).abs() < 0.06).all()
+
+
+def test_slices_that_span_the_right_end_are_never_empty():
+    """They used to have no rows at all now and then, and a batch of only such slices failed."""
+    buffer = two_of_five(span=(False, True), truncated_key=None)
+    for _ in range(300):
+        index, info = buffer.sampler.sample(buffer.storage, 3)
+        assert 1 <= index.numel() <= 3
+        assert info["slice_end"].tolist() == [False] * (index.numel() - 1) + [True]
 
 
 def test_slice_samplers_show_what_they_were_built_with():

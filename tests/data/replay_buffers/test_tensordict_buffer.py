@@ -66,6 +66,19 @@ def test_what_the_sampler_says_is_expanded_to_the_batch():
     assert torch.equal(batch["index"], batch["a"])
 
 
+def test_a_transform_may_crop_the_batch():
+    """The documented example, in the size in which it can run: windows of 10 of 99 trajectories of 50 steps."""
+    obs = torch.randn(100, 50, 1)
+    data = TensorDict({"obs": obs[:-1], "next": {"obs": obs[1:]}}, [99])
+    buffer = TensorDictReplayBuffer(storage=LazyMemmapStorage(1000))
+    buffer.extend(data)
+    buffer.append_transform(lambda batch: batch[:10])
+    batch = buffer.sample(128)
+    assert batch.batch_size == (10,)
+    assert batch["index"].shape == (10,)
+    assert torch.equal(batch["obs"], obs[batch["index"]])
+
+
 def test_positions_on_a_grid_are_coordinates():
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(20, ndim=2), batch_size=5)
     value = 100 * torch.arange(2).unsqueeze(1) + torch.arange(4)
