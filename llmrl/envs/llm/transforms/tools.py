@@ -23,7 +23,7 @@ from llmrl.data.llm.templates import find_template
 from llmrl.data.ragged.tensordicts import column, column_values
 from llmrl.data.specs import Composite, NonTensor, Unbounded
 from llmrl.envs.llm.completions import completion_texts, renderer_of, special_tokens, trim_markers, view_of
-from llmrl.envs.llm.options import ToolOptions, check_keywords
+from llmrl.envs.llm.options import ToolOptions, split_keywords
 from llmrl.envs.llm.tool_calls import ParsedCall, call_format
 from llmrl.envs.llm.tool_calls.base import call_from_object
 from llmrl.envs.llm.transforms.tool_messages import append_messages, restate_answers
@@ -97,7 +97,7 @@ class ToolTransform(Transform):
     ):
         if isinstance(tools, (str, Mapping)) or not isinstance(tools, Sequence) or not tools:
             raise ConfigError(f"{type(self).__name__}: tools must be a list of at least one tool: got {tools!r:.80}.")
-        check_keywords(options, ToolOptions, type(self).__name__)
+        split_keywords(options, type(self).__name__, ToolOptions)
         super().__init__()
         self.options = ToolOptions(**options)
         self.format = call_format(self.options.format, _template_of(tokenizer))
