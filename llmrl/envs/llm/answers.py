@@ -17,8 +17,9 @@ from itertools import islice
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
+from llmrl.data.ragged.tensordicts import column
 from llmrl.data.specs import Categorical, Composite, Unbounded
 from llmrl.envs.llm.completions import (
     ScoringTransform,
@@ -327,6 +328,14 @@ class AnswerParser(ScoringTransform, ABC):
     def find_answer(self, blocks: Blocks) -> str | None:
         """The answer of a response: the last answer block outside thinking."""
         return blocks.answers[-1] if blocks.answers else None
+
+    def score(self, completion: str, reference: Any) -> float:
+        """The reward of one response: correct_reward, format_reward or 0."""
+        answer = self.find_answer(find_blocks(completion))
+        if answer is None:
+            return 0.0
+        [right] = self.judge([answer], TensorDict({self.answer_key: column([reference])}, batch_size=[1]))
+        return self.correct_reward if right else self.format_reward
 
     def references(self, td: TensorDictBase, key: str | None = None) -> list[Any]:
         """A column of the batch, by default the reference. Raises MissingKeyError where it is missing."""

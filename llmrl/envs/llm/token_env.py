@@ -17,12 +17,11 @@ from llmrl.data.specs import Categorical, Composite, NonTensor, TensorSpec, Unbo
 from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.chat import one_batch_size
 from llmrl.envs.llm.options import split_keywords
-from llmrl.envs.llm.transforms.dataloading import DataLoadingPrimer
-from llmrl.envs.llm.transforms.prompt_stream import next_seeds
+from llmrl.envs.llm.transforms.dataloading import DataLoadingPrimer, next_seeds
 from llmrl.envs.llm.transforms.tokenizer import Tokenizer
-from llmrl.envs.td_ops import present_keys
+from llmrl.envs.td_ops import required
 from llmrl.envs.transforms.transformed_env import TransformedEnv
-from llmrl.errors import ConfigError, MissingKeyError, ShapeError
+from llmrl.errors import ConfigError, ShapeError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -139,12 +138,8 @@ class LLMEnv(EnvBase):
         return transformed
 
     def _reset(self, td: TensorDictBase | None) -> TensorDictBase:
-        if td is None or td.get(self.prompt_key, None) is None:
-            keys = "none" if td is None else present_keys(td)
-            raise MissingKeyError(
-                f"LLMEnv.reset: the prompt must be in {self.prompt_key!r}; keys present: {keys}; pass a tensordict "
-                "with it, or add a DataLoadingPrimer."
-            )
+        td = new_tensordict({}, self.batch_size) if td is None else td
+        required(td, self.prompt_key, "LLMEnv.reset", "pass a tensordict with the prompt, or add a DataLoadingPrimer")
         out = new_tensordict(
             {key: value for key, value in td.items() if key not in ("_reset", "next", *self._action_root_names())},
             batch_size=td.batch_size,
@@ -261,13 +256,8 @@ class LLMHashingEnv(EnvBase):
         return self.reset(TensorDict({self.observation_key: ids_BN}, batch_size=[len(rows)]))
 
     def _reset(self, td: TensorDictBase | None) -> TensorDictBase:
-        if td is None or td.get(self.observation_key, None) is None:
-            keys = "none" if td is None else present_keys(td)
-            raise MissingKeyError(
-                f"LLMHashingEnv.reset: the prompt must be in {self.observation_key!r}; keys present: {keys}; see "
-                "make_tensordict."
-            )
-        ids_BN = td.get(self.observation_key)
+        td = new_tensordict({}, self.batch_size) if td is None else td
+        ids_BN = required(td, self.observation_key, "LLMHashingEnv.reset", "see make_tensordict for the prompt")
         hash_B1 = torch.zeros((*td.batch_size, 1), dtype=torch.int64, device=ids_BN.device)
         for token_B1 in ids_BN.split(1, dim=-1):
             hash_B1 = self._hash(hash_B1, token_B1)

@@ -441,7 +441,7 @@ def test_the_specs_are_kept(models, mode):
 def test_what_is_missing_is_named():
     with pytest.raises(MissingKeyError, match=r"KLComputation: the log-probs of the policy must be in \('log_probs'"):
         KLComputation()(batch([1], [[-1.0]], [[-2.0]]).exclude("log_probs"))
-    with pytest.raises(MissingKeyError, match=r"the log-probs of the reference .* put a RetrieveLogProb before it"):
+    with pytest.raises(MissingKeyError, match=r"ref_log_probs.* put a RetrieveLogProb before it"):
         KLComputation()(batch([1], [[-1.0]], [[-2.0]]).exclude(("next", "ref_log_probs")))
     td = batch([1], [[-1.0]], [[-2.0]]).exclude(("next", "reward"))
     with pytest.raises(MissingKeyError, match="append it after the transform that writes the reward"):

@@ -98,7 +98,7 @@ def test_what_a_text_or_token_env_cannot_do_is_refused():
         LLMEnv(from_text=False, str_key="text")
     with pytest.raises(ConfigError, match="number of prompts"):
         LLMEnv(batch_size=[])
-    with pytest.raises(MissingKeyError, match=r"the prompt must be in 'text'; keys present: 'txt'"):
+    with pytest.raises(MissingKeyError, match=r"reads 'text', which is not there; keys present: 'txt'"):
         LLMEnv().reset(TensorDict(txt=["a"], batch_size=[1]))
     with pytest.raises(MissingKeyError, match="add a DataLoadingPrimer"):
         LLMEnv().reset()
@@ -177,5 +177,5 @@ def test_what_the_hashing_env_needs_is_named(tokenizer):
         LLMHashingEnv(10)
     with pytest.raises(ConfigError, match="give one to the env"):
         LLMHashingEnv(10, text_output=False).make_tensordict("a")
-    with pytest.raises(MissingKeyError, match="the prompt must be in 'observation'"):
+    with pytest.raises(MissingKeyError, match="reads 'observation', which is not there"):
         LLMHashingEnv(10, text_output=False).reset()

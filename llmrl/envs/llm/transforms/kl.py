@@ -25,7 +25,7 @@ from llmrl.envs.llm.transforms.log_probs import (
     full_key,
     with_rows_spec,
 )
-from llmrl.envs.td_ops import present_keys
+from llmrl.envs.td_ops import present_keys, required
 from llmrl.envs.transforms.base import Compose, Transform
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError
 from llmrl.modules.llm.log_probs import with_predecessor
@@ -80,7 +80,11 @@ class KLComputation(Transform):
         check_padding_side(who, padding_side)
         self.gen_log_probs_full_key = full_key(gen_log_probs_full_key, who)
         self.ref_log_probs_full_key = full_key(ref_log_probs_full_key, who)
-        _check_different(self.gen_log_probs_full_key, self.ref_log_probs_full_key, who)
+        if self.gen_log_probs_full_key == self.ref_log_probs_full_key:
+            raise ConfigError(
+                f"{who}: the log-probs of policy and reference must be under different keys: got "
+                f"{self.gen_log_probs_full_key!r} for both."
+            )
         if reduction not in (None, "token", "sum", "mean"):
             raise ConfigError(f"{who}: reduction must be 'token', 'sum', 'mean' or None: got {reduction!r}.")
         self.kl_key = kl_key
@@ -150,21 +154,12 @@ class KLComputation(Transform):
                 f"{who}: the log-probs of the policy must be in {self.gen_log_probs_full_key!r}: keys present: "
                 f"{present_keys(td)}; the policy writes them unless return_log_probs=False."
             )
-        ref = next_td.get(self.ref_log_probs_full_key, None, as_list=True)
-        if ref is None:
-            raise MissingKeyError(
-                f"{who}: the log-probs of the reference must be in {('next', *self.ref_log_probs_full_key)!r}: keys "
-                f"present in 'next': {present_keys(next_td)}; put a RetrieveLogProb before it."
-            )
-        return gen, ref
+        missing = "put a RetrieveLogProb before it, whose log-probs in 'next' are the reference's"
+        return gen, required(next_td, self.ref_log_probs_full_key, who, missing, as_list=True)
 
     def _reward(self, next_td: TensorDictBase, kl_BT: Tensor, paid_BT: Tensor, lengths: list[int] | None) -> Tensor:
-        reward = next_td.get(self.reward_key, None)
-        if reward is None:
-            raise MissingKeyError(
-                f"{type(self).__name__}: changes {self.reward_key!r}, which is not there: append it after the "
-                "transform that writes the reward, or pass add_to_reward=False."
-            )
+        missing = "append it after the transform that writes the reward, or pass add_to_reward=False"
+        reward = required(next_td, self.reward_key, type(self).__name__, missing)
         if not reward.is_floating_point():
             reward = reward.float()
         reduction = self.reduction or ("token" if lengths is None else "sum")
@@ -232,7 +227,6 @@ class RetrieveKL(Compose):
         **options: Any,
     ):
         who = type(self).__name__
-        _check_different(gen_log_probs_full_key, ref_log_probs_full_key, who)
         gen = None if gen_model == "from_collector" else gen_model
         gen = _one_model(who, "gen", gen, gen_model_factory, use_ray_service)
         ref = _one_model(who, "ref", ref_model, ref_model_factory, use_ray_service)
@@ -317,13 +311,6 @@ def _one_model(
     if model is None and name == "ref":
         raise ConfigError(f"{who}: there must be a reference: pass ref_model or ref_model_factory.")
     return model
-
-
-def _check_different(gen_key: Any, ref_key: Any, who: str) -> None:
-    if gen_key == ref_key:
-        raise ConfigError(
-            f"{who}: the log-probs of policy and reference must be under different keys: got {gen_key!r} for both."
-        )
 
 
 def _penalties(gen: Any, ref: Any, mask: Any, who: str) -> tuple[Tensor, Tensor, list[int] | None]:

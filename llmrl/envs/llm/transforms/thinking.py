@@ -18,7 +18,7 @@ from llmrl.envs.llm.completions import (
     trim_markers,
     view_of,
 )
-from llmrl.envs.llm.transforms.prompt_stream import row_seeds
+from llmrl.envs.llm.transforms.dataloading import row_seeds
 from llmrl.envs.llm.transforms.tool_messages import append_messages, begin_anew
 from llmrl.envs.td_ops import present_keys
 from llmrl.envs.transforms.base import Transform
