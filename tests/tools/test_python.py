@@ -145,11 +145,6 @@ def test_replaced_and_closed_streams_are_renewed_for_the_next_call(run):
     assert run("print('here')") == "here\n"
 
 
-def test_the_argument_must_be_code(tool):
-    with pytest.raises(ToolError, match="python: argument 'code' is missing"):
-        tool.call({}, conversation=0, deadline=0)
-
-
 MEET = """
 import os, time
 open({folder!r} + '/' + {name!r}, 'w').close()
@@ -345,9 +340,3 @@ def test_a_bubblewrap_that_cannot_start_shows_its_own_words(program, tmp_path):
 def test_settings_that_cannot_work_are_refused(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
-
-
-def test_limits_are_given_by_name_as_a_recipe_writes_them():
-    with closing(PythonTool(sandbox="subprocess", limits={"output_kib": 1})) as tool:
-        text = tool.call({"code": "print('x' * 5000)"}, conversation=0, deadline=soon())
-    assert text.count("x") <= 1024 + 10

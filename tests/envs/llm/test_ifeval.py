@@ -49,14 +49,6 @@ def test_an_empty_response_follows_nothing_even_if_it_breaks_nothing():
     assert evaluate("*", told(punctuation__no_comma={})).strict == [True]
 
 
-def test_a_score_has_the_shares_of_prompt_and_instructions():
-    score = IFEvalScoreData.of([True, False, False, True], [True, True, True, True])
-    assert score.prompt_level_strict_acc.item() == 0.0
-    assert score.inst_level_strict_acc.item() == 0.5
-    assert score.prompt_level_loose_acc.item() == 1.0
-    assert score.inst_level_loose_acc.item() == 1.0
-
-
 def test_the_reward_of_a_batch_of_scores_has_its_shape():
     scores = torch.stack([IFEvalScoreData.of([True, False], [True, True]), IFEvalScoreData.of([True], [True])])
     scorer = IfEvalScorer()
@@ -162,14 +154,6 @@ def test_the_environment_reads_a_local_file_of_the_public_format(tmp_path, say):
     td = env.step(say(td, ["<answer>a</answer>", '<answer>"a b"</answer>']))
     assert td["next", "reward"].flatten().tolist() == pytest.approx([1.1, 1.1])
     assert td["next", "done"].all()
-
-
-def test_every_turn_has_a_score_of_its_own(say):
-    env = IFEvalEnv(dataset=rows(), num_envs=2, shuffle=False, max_steps=2)
-    td = env.step(say(env.reset(), ["a, b", "b"]))
-    assert td["next", "ifeval_score"].prompt_level_strict_acc.flatten().tolist() == [0.0, 0.0]
-    after = env.step(say(env.step_mdp(td), ["a", '"b c"']))["next"]
-    assert after["ifeval_score"].prompt_level_strict_acc.flatten().tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(

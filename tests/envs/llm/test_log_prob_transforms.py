@@ -11,7 +11,7 @@ from llmrl.data.llm import AdaptiveKLController, ConstantKLController
 from llmrl.data.llm.chat import History
 from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer
 from llmrl.envs import StepCounter, Transform, check_env_specs
-from llmrl.envs.llm import ChatEnv, DatasetChatEnv
+from llmrl.envs.llm import ChatEnv
 from llmrl.envs.llm.transforms import (
     DataLoadingPrimer,
     KLComputation,
@@ -23,7 +23,6 @@ from llmrl.envs.llm.transforms import (
 from llmrl.envs.llm.transforms.log_probs import adapter_off
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError
 from llmrl.modules.llm import ChatHistory, LLMWrapperBase, LogProbs, Masks, Tokens, TransformersWrapper
-from llmrl.objectives.llm import GRPOLoss, MCAdvantage
 from llmrl.testing import FakeEngine, ScriptedPolicy, tiny_model, tiny_tokenizer
 from tests.support.conversations import AskAgain
 
@@ -228,23 +227,6 @@ def test_a_turn_pays_for_its_own_tokens_so_that_the_turns_of_a_conversation_add_
     assert torch.equal(second[:1].get(("log_probs", "full"), as_list=True)[0][: len(before)], before)
     assert "ref_log_probs" not in second  # it is not carried to the next turn
     assert "kl_penalty" not in second
-
-
-def test_advantages_and_loss_are_the_same_for_padded_and_for_ragged_rows(models):
-    model, other = models
-    found = []
-    for pad_output in (False, True):
-        policy = policy_of(model, pad_output=pad_output)
-        env = DatasetChatEnv(dataset=[{"query": q} for q in QUERIES], repeats=3, group_repeats=True, shuffle=False)
-        env.append_transform(One()).append_transform(KLRewardTransform(wrapper(other, pad_output=pad_output), coef=0.5))
-        collector = LLMCollector(env, policy=policy, total_dialog_turns=3, yield_only_last_steps=True)
-        [data] = list(collector)
-        data = MCAdvantage(3, trajectory_return="sum").inv(data)
-        out = GRPOLoss(policy, kl_to_ref_coeff=0.1)(data)
-        found.append((data["advantage"][:, 0].flatten(), out.loss_objective, out.kl_to_ref))
-    for ragged, dense in zip(*found, strict=True):
-        torch.testing.assert_close(ragged, dense, atol=1e-4, rtol=1e-4)
-    assert found[0][0].abs().min() > 0.01
 
 
 def test_a_buffer_scores_what_it_samples(models):

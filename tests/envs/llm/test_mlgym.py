@@ -12,7 +12,6 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from llmrl.collectors.llm import LLMCollector
 from llmrl.envs import check_env_specs
 from llmrl.envs.llm import MLGymWrapper, make_mlgym
 from llmrl.errors import ConfigError, MissingDependencyError, RolloutError
@@ -158,16 +157,6 @@ def test_the_stream_of_ids_goes_on_in_every_mode(mode):
     assert torch.equal(engine.prompts[1][: len(before)], before)
     assert TOKENIZER.decode(engine.prompts[1][len(before) :]).count("ran ls") == 1
     assert second["next", "reward"].item() == 0.75
-
-
-def test_a_collector_runs_the_gyms_over_and_over():
-    env = MLGymWrapper([Shell("a"), Shell("b")])
-    policy = ScriptedPolicy(lambda chat: run("submit" if len(chat) > 2 else "ls"))
-    options = {"dialog_turns_per_batch": 4, "yield_only_last_steps": True, "max_dialog_turns": 5}
-    collector = LLMCollector(env, policy=policy, total_dialog_turns=8, **options)
-    batches = list(collector)
-    assert sum(len(batch) for batch in batches) == 4
-    assert all(batch["next", "reward"].flatten().tolist() == [0.75] * len(batch) for batch in batches)
 
 
 def test_the_specs_are_kept_and_closing_closes_the_gyms():

@@ -64,13 +64,6 @@ def test_the_specs_of_text_and_of_ids_are_kept(options):
     check_env_specs(ids, tensordict=TensorDict(tokens=PROMPTS, batch_size=[2]), policy=draw)
 
 
-def test_keys_can_be_named():
-    env = LLMEnv(str_key="said", action_key="say", batch_size=[1])
-    td = env.reset(TensorDict(said=["a"], batch_size=[1]))
-    td["say"] = ["b"]
-    assert env.step(td)["next"].get("said").tolist() == ["ab"]
-
-
 def test_prompts_come_from_a_dataloader_as_text_or_tokenised(tokenizer):
     rows = [{"text": "Hi"}, {"text": "What is 2+2?"}]
     env = LLMEnv.from_dataloader(rows, batch_size=2, repeats=2, group_repeats=True)
@@ -118,17 +111,6 @@ def test_equal_prefixes_share_a_number_however_they_were_split():
     assert torch.equal(td["observation"], PROMPTS)
     assert whole["hashing"].shape == (2, 1)
     assert whole["hashing"][0] != whole["hashing"][1]
-
-
-def test_prefixes_of_all_orders_and_lengths_differ():
-    ids = torch.cartesian_prod(*[torch.arange(6)] * 4)
-    env = LLMHashingEnv(6, text_output=False)
-    found = set()
-    for length in range(1, 5):
-        rows = torch.unique(ids[:, :length], dim=0)
-        found |= set(env.reset(TensorDict(observation=rows, batch_size=[len(rows)]))["hashing"].flatten().tolist())
-    assert len(found) == 6 + 6**2 + 6**3 + 6**4
-    assert min(found) >= 0
 
 
 def test_the_numbers_are_splitmix64s_and_so_the_same_everywhere():

@@ -11,7 +11,6 @@ from tensordict import TensorDict
 
 from llmrl.collectors.llm import LLMCollector
 from llmrl.data.ragged.tensordicts import column
-from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer
 from llmrl.envs import StepCounter, check_env_specs
 from llmrl.envs.llm import ChatEnv, DatasetChatEnv
 from llmrl.envs.llm.tool_calls import HermesFormat, LlamaFormat
@@ -20,7 +19,6 @@ from llmrl.errors import ConfigError, MissingKeyError
 from llmrl.modules.llm.engines import StopReason
 from llmrl.modules.llm.policies.base import LLMWrapperBase
 from llmrl.modules.llm.policies.containers import ChatHistory
-from llmrl.objectives.llm import MCAdvantage
 from llmrl.testing import FakeEngine, ScriptedPolicy, tiny_tokenizer
 from llmrl.tools import ToolError
 from tests.support.tool_env import Diary, add, queries, told
@@ -151,18 +149,6 @@ def test_the_timeout_of_a_call_is_kept():
     release.set()
     assert use(td, "timeout") == [1]
     assert told(td)[0]["content"].startswith("Error: wait: no result within 0.2 s")
-
-
-def test_64_conversations_with_a_slow_tool_wait_for_the_slowest_not_for_the_sum():
-    """Every call waits until all 64 are inside: one after the other they would never end."""
-    meeting = threading.Barrier(64)
-
-    def meet() -> str:
-        """Meets the others."""
-        return str(meeting.wait(WAIT_S) >= 0)
-
-    _, td = started(*[render("meet", {})] * 64, tools=[meet], timeout_s=WAIT_S)
-    assert use(td, "ok") == [1] * 64
 
 
 def test_answers_are_bounded_with_a_notice():
@@ -372,18 +358,6 @@ def dataset_env(num_envs, *, repeats=None, max_steps=6, calls=(0, 1, 2, 3)):
     return env.append_transform(RewardFunction(lambda completion, answer: float(completion == answer), name="right"))
 
 
-def test_a_collector_hands_out_whole_conversations_of_different_lengths():
-    collector = LLMCollector(
-        dataset_env(4), policy=ScriptedPolicy(talk), yield_only_last_steps=True, dialog_turns_per_batch=1
-    )
-    data = collector.rollout()
-    assert data["next", "tool_use", "calls"].tolist() == [0, 1, 2, 3]
-    assert data["next", "terminated"].all()
-    assert data["next", "reward"].flatten().tolist() == [1.0] * 4
-    assert collector.counters["produced"] == 1 + 2 + 3 + 4
-    assert tool_metrics(data)["tools/call_rate"] == 0.75
-
-
 def test_a_collector_of_turns_replaces_only_conversations_that_ended():
     collector = LLMCollector(dataset_env(2), policy=ScriptedPolicy(talk), dialog_turns_per_batch=12)
     data = collector.rollout()
@@ -395,23 +369,6 @@ def test_a_collector_of_turns_replaces_only_conversations_that_ended():
         [True, False, False, True, True, False],
         [False, True, False, False, False, True],
     ]
-
-
-def test_advantages_of_tool_conversations_are_those_of_their_groups(tokenizer):
-    counts = iter([CALL, "done after 0", "no", CALL, "done after 1", "no"])
-    policy = LLMWrapperBase(FakeEngine(lambda prompt: next(counts), tokenizer=tokenizer), tokenizer=tokenizer)
-    env = dataset_env(1, repeats=4, calls=(1,))
-    buffer = ReplayBuffer(storage=LazyStackStorage(16), transform=MCAdvantage(4))
-    collector = LLMCollector(
-        env, policy=policy, yield_only_last_steps=True, replay_buffer=buffer, dialog_turns_per_batch=1
-    )
-    collector.next()
-    rows = buffer[:]
-    assert rows["next", "tool_use", "calls"].tolist() == [1, 0, 0, 1]
-    rewards = rows["next", "reward"].flatten()
-    assert rewards.tolist() == [1.0, 0.0, 0.0, 0.0]
-    wanted = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
-    torch.testing.assert_close(rows["advantage"].flatten(), wanted, atol=1e-5, rtol=0)
 
 
 def test_done_is_reached_whatever_the_model_does():

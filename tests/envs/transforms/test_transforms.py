@@ -265,14 +265,6 @@ def test_the_step_counter_counts_truncates_and_starts_again():
     assert steps["step_count"].shape == (2, 7, 1)
 
 
-def test_the_step_counter_restarts_only_the_rows_that_are_reset_and_counts_a_subset():
-    env = Echo().append_transform(StepCounter(max_steps=2))
-    root = env.step_mdp(env.step(act(env)))
-    after = env.reset(root.set("_reset", torch.tensor([[True], [False]])))
-    assert after["step_count"].flatten().tolist() == [0, 1]
-    assert env.step(act(env)[:1].set("step_count", torch.tensor([[1]])))["next", "done"].all()
-
-
 def test_the_step_counter_keeps_what_the_env_said_and_can_leave_done_alone():
     class Cuts(Echo):
         def _step(self, td):
