@@ -37,7 +37,7 @@ class HTTPSettings(BaseModel, extra="forbid", frozen=True):
     headers: dict[str, str] = Field({}, description="of every request, for a key say")
 
 
-class MCPServers:
+class MCPServers(contextlib.AbstractContextManager):
     """Connections to servers, and their tools.
 
     Reads   servers          name -> {"command", "args", "env", "cwd"}, {"url", "headers"}, or a command line or URL as
@@ -80,9 +80,6 @@ class MCPServers:
             for connection in self._connections
             for tool in connection.listed
         ]
-
-    def __enter__(self) -> MCPServers:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()

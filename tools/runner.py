@@ -6,6 +6,7 @@ environment transforms find the calls in a text, and write the answers into the 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -28,7 +29,7 @@ _SLOT_S = 600.0  # for a call of another thread to give its slot back
 _MAX_LEFT_BEHIND = 16  # threads of one tool that did not end; more calls of it are refused until one does
 
 
-class ToolRunner:
+class ToolRunner(contextlib.AbstractContextManager):
     """Runs calls of the tools it is given, and owns them: closing it closes them.
 
     Calls of one conversation run in their order, those of different conversations at the same time, at most
@@ -76,9 +77,6 @@ class ToolRunner:
         self._running: dict[_Job, None] = {}  # those that hold a slot
         self._left_behind: Counter[str] = Counter()  # of each tool, those that still run
         self._closed = False
-
-    def __enter__(self) -> ToolRunner:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()

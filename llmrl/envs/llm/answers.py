@@ -11,6 +11,7 @@ import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal, localcontext
 from fractions import Fraction
 from functools import lru_cache
 from itertools import islice
@@ -249,16 +250,15 @@ def _decimal(number: str) -> str:
 
 
 def _fraction(value: Fraction) -> str:
-    places, rest = 0, value.denominator
+    """A decimal where it has an end, else a fraction in lowest terms."""
+    rest = value.denominator
     for prime in (2, 5):
-        power = 0
         while rest % prime == 0:
-            rest, power = rest // prime, power + 1
-        places = max(places, power)
+            rest //= prime
     if rest != 1:
         return f"{value.numerator}/{value.denominator}"
-    digits = str(value.numerator * 10**places // value.denominator).rjust(places + 1, "0")
-    return _decimal(f"{digits[: len(digits) - places]}.{digits[len(digits) - places :]}")
+    with localcontext(prec=6 * _FRACTION_DIGITS):  # a power of two of that many digits has 3.4 times as many places
+        return _decimal(format(Decimal(value.numerator) / value.denominator, "f"))
 
 
 # -- scoring -----------------------------------------------------------------------------------------------------------
