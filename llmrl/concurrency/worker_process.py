@@ -47,7 +47,7 @@ class WorkerPool:
         self._free = threading.BoundedSemaphore(size)
         self._lock = threading.Lock()
         self._idle: list[WorkerProcess] = []
-        self._busy_since: dict[int, float] = {}  # of each caller's thread
+        self._busy_since: dict[object, float] = {}
 
     @contextlib.contextmanager
     def worker(self, wait_s: float = WAIT_S) -> Iterator[WorkerProcess]:
@@ -57,16 +57,16 @@ class WorkerPool:
                 start
         """
         if not self._free.acquire(timeout=min(wait_s, threading.TIMEOUT_MAX)):
-            longest_s = time.monotonic() - min(self._busy_since.values(), default=time.monotonic())
+            longest_s = time.monotonic() - min(list(self._busy_since.values()), default=time.monotonic())
             raise DeadlineError(
                 f"{self._who}: one of its {self._size} processes must be free within {wait_s:g} s: all were busy, one "
                 f"of them for {longest_s:.0f} s."
             )
-        thread = threading.get_ident()
+        caller = object()
         try:
             with self._lock:
                 worker = self._idle.pop() if self._idle else None
-                self._busy_since[thread] = time.monotonic()
+                self._busy_since[caller] = time.monotonic()
             worker = worker or WorkerProcess(self._command, who=self._who, quiet=self._quiet)
             try:
                 yield worker
@@ -78,7 +78,7 @@ class WorkerPool:
                     self._idle.append(worker)
         finally:
             with self._lock:
-                del self._busy_since[thread]
+                del self._busy_since[caller]
             self._free.release()
 
     def close(self) -> None:

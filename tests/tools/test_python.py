@@ -96,14 +96,6 @@ def test_functions_see_each_other_and_themselves_and_stay(run):
     assert run("import pickle, dataclasses\npickle.loads(pickle.dumps(A())).__class__ is A") == "True\n"
 
 
-def test_conversations_do_not_share_variables(run, tool):
-    run("x = 'mine'")
-    with pytest.raises(ToolError, match="NameError: name 'x' is not defined"):
-        run("x", conversation="another one")
-    tool.end("another one")
-    assert run("x") == "'mine'\n"
-
-
 def test_output_before_an_error_is_kept_and_the_traceback_has_only_the_code(run):
     run("def inner():\n    return 1 / 0")
     assert fails(run, "import sys\nprint('before')\nprint('warned', file=sys.stderr)\ninner()") == (

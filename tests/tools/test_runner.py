@@ -142,6 +142,28 @@ def test_a_function_that_hangs_is_left_behind_at_its_deadline_and_the_next_call_
         release.set()
 
 
+def test_a_call_that_gets_no_slot_says_which_call_holds_it(monkeypatch):
+    monkeypatch.setattr("llmrl.tools.runner._SLOT_S", 0.1)
+    entered, release = threading.Event(), threading.Event()
+
+    @tool
+    def hold() -> str:
+        """Holds its slot."""
+        entered.set()
+        return str(release.wait(60))
+
+    with ToolRunner([hold, echo], max_concurrency=1, timeout_s=60) as runner:
+        holder = threading.Thread(target=runner.run, args=[calls("hold", 1)])
+        holder.start()
+        assert entered.wait(30)
+        (late,) = runner.run(calls("echo", 1, text="hi"))
+        release.set()
+        holder.join(timeout=30)
+        assert late.status == "timeout"
+        assert late.content.endswith("all 1 calls at a time were taken, the longest by 'hold'.")
+        assert runner.run(calls("echo", 1, text="hi"))[0].content == "hi"
+
+
 def test_a_tool_that_keeps_hanging_is_refused_until_its_calls_end():
     release = threading.Event()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-import threading
 from types import ModuleType, SimpleNamespace
 
 import gymnasium
@@ -125,25 +124,6 @@ def test_a_partial_reset_gives_the_free_gym_and_leaves_the_other_conversation():
     ended = answered(env, root, run("submit"), run("submit"))
     with pytest.raises(RolloutError, match="has ended: reset it first"):
         answered(env, env.step_mdp(ended), run("ls"), run("ls"))
-
-
-class Meeting(Shell):
-    """Answers when the gym beside it has been asked too."""
-
-    def __init__(self, barrier):
-        super().__init__()
-        self.barrier = barrier
-
-    def step(self, action):
-        self.barrier.wait(timeout=30)
-        return "met", 0, False, {}
-
-
-def test_gyms_work_at_the_same_time():
-    barrier = threading.Barrier(3)
-    env = MLGymWrapper([Meeting(barrier) for _ in range(3)])
-    answered(env, env.reset(), run("meet"))
-    assert env.counters["failed"] == 0
 
 
 @pytest.mark.parametrize("mode", ["history", "text", "tokens"])

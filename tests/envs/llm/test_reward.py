@@ -56,13 +56,6 @@ def test_tensors_of_the_data_are_columns_too(say):
     assert env.step(say(env.reset(), ["a", "b"]))["next", "reward"].flatten().tolist() == [15.0, 15.0]
 
 
-def test_a_batched_function_gets_lists(say):
-    def shares(completions, answer):
-        return [completions.count(c) / len(completions) for c in completions]
-
-    assert scores(shares, ["a", "a", "b", "c"], say, batched=True)[0] == [0.5, 0.5, 0.25, 0.25]
-
-
 def test_failures_are_nan_in_their_row_and_counted(say):
     def moody(completion):
         if completion == "raise":
@@ -202,18 +195,6 @@ def test_a_coroutine_that_blocks_its_loop_costs_the_batch_and_the_next_one_is_sc
     assert all(map(math.isnan, values))
     assert transform._score(["ok"], {}) == [1.0]
     release.set()
-
-
-def test_rows_of_a_plain_function_run_in_several_threads_if_asked(say):
-    together = threading.Barrier(3)  # passes only if three rows are scored at once
-
-    def meets_the_others(completion):
-        together.wait(timeout=20)
-        return float(completion)
-
-    values, transform, _ = scores(meets_the_others, ["1", "2", "3"], say, concurrency=3)
-    assert values == [1.0, 2.0, 3.0]
-    transform.close()
 
 
 def test_a_function_that_returns_a_coroutine_unseen_is_told_so(say):

@@ -18,22 +18,12 @@ from llmrl.envs.llm.transforms import RewardFunction, ToolTransform, tool_metric
 from llmrl.errors import ConfigError, MissingKeyError
 from llmrl.modules.llm.engines import StopReason
 from llmrl.modules.llm.policies.base import LLMWrapperBase
-from llmrl.modules.llm.policies.containers import ChatHistory
 from llmrl.testing import FakeEngine, ScriptedPolicy, tiny_tokenizer
 from llmrl.tools import ToolError
 from tests.support.tool_env import Diary, add, queries, told
 
 render = HermesFormat().render
 WAIT_S = 20.0  # a bound on waits that end at once where the code is right
-
-
-def test_a_call_in_a_conversation_that_is_there_only_as_a_whole_is_run():
-    env = ChatEnv(batch_size=[1]).append_transform(ToolTransform([add]))
-    td = ScriptedPolicy([render("add", {"a": 1, "b": 2})])(env.reset(queries("1 + 2?")))
-    td["history"] = ChatHistory.from_rows({"full": td["history"].full})
-    said = env.step(td)["next", "history"].prompt.to_chats()[0]
-    assert [message["role"] for message in said[-2:]] == ["assistant", "tool"]
-    assert said[-1]["content"] == "3"
 
 
 def fail(reason: str) -> str:
@@ -55,15 +45,6 @@ def started(*answers, tools=(add,), **options):
 
 def use(td, name):
     return td["next", "tool_use", name].tolist()
-
-
-def test_calls_are_answered_in_their_order_in_messages_with_name_and_id():
-    text = "\n".join(render("add", {"a": n, "b": n}) for n in range(3))
-    _, td = started(f"Let me see. {text}")
-    assert told(td) == [
-        {"role": "tool", "content": str(2 * n), "name": "add", "tool_call_id": f"call_0_0_{n}"} for n in range(3)
-    ]
-    assert not td["next", "done"].any()
 
 
 @pytest.mark.parametrize("declare", [True, False])

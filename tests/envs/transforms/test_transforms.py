@@ -125,20 +125,6 @@ def test_an_inv_that_holds_rows_back_belongs_in_a_buffer():
         env.step(act(env))
 
 
-def test_the_env_reads_what_preprocess_hands_it():
-    class Start(Transform):
-        def _reset_env_preprocess(self, td):
-            assert td is None
-            return TensorDict(query=torch.arange(5), batch_size=[5])
-
-        def _reset(self, td, reset_td):
-            return reset_td.set("query", td["query"])
-
-    td = Echo().append_transform(Start()).reset()
-    assert td["seen"].shape == (5, 1)
-    assert td["query"].tolist() == [0, 1, 2, 3, 4]
-
-
 def test_specs_pass_through_the_transforms_in_order_and_are_kept():
     calls = []
 
