@@ -8,6 +8,7 @@ positions r, r + w, r + 2w, ...: together the ranks read what one process would.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -317,8 +318,7 @@ class IteratedRows:
     def __init__(self, loader: Iterable[Any]):
         self.loader = loader
         self.epoch_size: int | None = None  # until the end of the first epoch has been seen
-        batch_size = getattr(loader, "batch_size", None)
-        self._batched = bool(batch_size)
+        self._batched = bool(getattr(loader, "batch_size", None))
         self._iterator: Generator[Row] | None = None
         self._next = 0
 
@@ -327,11 +327,8 @@ class IteratedRows:
         for position in positions:
             if self._iterator is None or position < self._next:
                 self._iterator, self._next = self._stream(), 0
-            row: Row | None = None
-            while self._next <= position:
-                row = next(self._iterator)
-                self._next += 1
-            found.append(row)  # type: ignore[arg-type]
+            found.append(next(islice(self._iterator, position - self._next, None)))
+            self._next = position + 1
         return found
 
     def number(self, position: int) -> int:

@@ -132,10 +132,10 @@ def response_lengths(td: TensorDictBase, who: str) -> Tensor:
 def _without_assistant(masks: TensorDictBase, cut_B: Tensor) -> TensorDictBase:
     held = inner(masks)
     if isinstance(held, LazyStackedTensorDict):
-        rows = held.unbind(0)
+        rows = list(held.unbind(0))
         for number in cut_B.nonzero().flatten().tolist():
-            rows = [*rows[:number], shallow_copy(rows[number]), *rows[number + 1 :]]
-            rows[number].set("all_assistant_mask", torch.zeros_like(rows[number].get("all_assistant_mask")))
+            untrained = torch.zeros_like(rows[number].get("all_assistant_mask"))
+            rows[number] = shallow_copy(rows[number]).set("all_assistant_mask", untrained)
         changed = LazyStackedTensorDict(*rows)
     else:
         changed = shallow_copy(held)
