@@ -332,3 +332,11 @@ def test_a_bubblewrap_that_cannot_start_shows_its_own_words(program, tmp_path):
 def test_settings_that_cannot_work_are_refused(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+def test_conversations_do_not_share_variables(run, tool):
+    run("x = 'mine'")
+    with pytest.raises(ToolError, match="NameError: name 'x' is not defined"):
+        run("x", conversation="another one")
+    tool.end("another one")
+    assert run("x") == "'mine'\n"

@@ -239,3 +239,18 @@ print(ToolRunner([hang]).run([ToolCall("hang", {}, id="x")])[0].status)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30)
     assert (done.stdout, done.stderr, done.returncode) == ("timeout\n", "", 0)
+
+
+def test_long_results_keep_head_and_tail_and_the_notice_counts_what_was_cut():
+    text = "a" * 10_000 + "b" * 10_000
+    with ToolRunner([echo], max_result_chars=1000) as runner:
+        (result,) = runner.run([ToolCall("echo", {"text": text}, id="x")])
+        head, notice, tail = result.content.split("\n")
+        assert notice == f"[... {result.cut:,} characters cut ...]"
+        assert head == "a" * len(head)
+        assert tail == "b" * len(tail)
+        assert len(head) + len(tail) + result.cut == 20_000
+        assert 990 <= len(result.content) <= 1000
+        assert runner.counters["cut"] == 1
+        (result,) = runner.run([ToolCall("echo", {"text": "x" * 1000}, id="x")])
+        assert (len(result.content), result.cut) == (1000, 0)

@@ -190,3 +190,11 @@ def test_langdetect_is_asked_for_only_by_instructions_that_need_it(monkeypatch):
 def test_wrong_weights_are_refused():
     with pytest.raises(ConfigError, match="four numbers that add up to 1"):
         IfEvalScorer(format_weights=[1, 1, 1, 1])
+
+
+def test_every_turn_has_a_score_of_its_own(say):
+    env = IFEvalEnv(dataset=rows(), num_envs=2, shuffle=False, max_steps=2)
+    td = env.step(say(env.reset(), ["a, b", "b"]))
+    assert td["next", "ifeval_score"].prompt_level_strict_acc.flatten().tolist() == [0.0, 0.0]
+    after = env.step(say(env.step_mdp(td), ["a", '"b c"']))["next"]
+    assert after["ifeval_score"].prompt_level_strict_acc.flatten().tolist() == [1.0, 1.0]

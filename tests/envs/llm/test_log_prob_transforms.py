@@ -11,7 +11,7 @@ from llmrl.data.llm import AdaptiveKLController, ConstantKLController
 from llmrl.data.llm.chat import History
 from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer
 from llmrl.envs import StepCounter, Transform, check_env_specs
-from llmrl.envs.llm import ChatEnv
+from llmrl.envs.llm import ChatEnv, DatasetChatEnv
 from llmrl.envs.llm.transforms import (
     DataLoadingPrimer,
     KLComputation,
@@ -23,6 +23,7 @@ from llmrl.envs.llm.transforms import (
 from llmrl.envs.llm.transforms.log_probs import adapter_off
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError
 from llmrl.modules.llm import ChatHistory, LLMWrapperBase, LogProbs, Masks, Tokens, TransformersWrapper
+from llmrl.objectives.llm import GRPOLoss, MCAdvantage
 from llmrl.testing import FakeEngine, ScriptedPolicy, tiny_model, tiny_tokenizer
 from tests.support.conversations import AskAgain
 
@@ -463,3 +464,20 @@ def test_a_text_policy_without_ids_has_no_log_probs_to_compare():
     env.append_transform(KLComputation())
     with pytest.raises(MissingKeyError, match="return_log_probs=False"):
         env.step(ScriptedPolicy(["4"])(env.reset(TensorDict(query="2+2", batch_size=[1]))))
+
+
+def test_advantages_and_loss_are_the_same_for_padded_and_for_ragged_rows(models):
+    model, other = models
+    found = []
+    for pad_output in (False, True):
+        policy = policy_of(model, pad_output=pad_output)
+        env = DatasetChatEnv(dataset=[{"query": q} for q in QUERIES], repeats=3, group_repeats=True, shuffle=False)
+        env.append_transform(One()).append_transform(KLRewardTransform(wrapper(other, pad_output=pad_output), coef=0.5))
+        collector = LLMCollector(env, policy=policy, total_dialog_turns=3, yield_only_last_steps=True)
+        [data] = list(collector)
+        data = MCAdvantage(3, trajectory_return="sum").inv(data)
+        out = GRPOLoss(policy, kl_to_ref_coeff=0.1)(data)
+        found.append((data["advantage"][:, 0].flatten(), out.loss_objective, out.kl_to_ref))
+    for ragged, dense in zip(*found, strict=True):
+        torch.testing.assert_close(ragged, dense, atol=1e-4, rtol=1e-4)
+    assert found[0][0].abs().min() > 0.01

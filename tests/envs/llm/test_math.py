@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
 
 import pytest
@@ -75,3 +76,12 @@ def test_without_math_verify_the_extra_is_named_at_construction(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "math_verify", None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'llmrl\[math\]'"):
         MATHEnv(dataset=[{"problem": "a", "answer": "1"}])
+
+
+def test_the_last_nested_box_is_the_reference(tmp_path):
+    path = tmp_path / "math.jsonl"
+    solution = "First \\boxed{1}, then $\\boxed{\\frac{\\sqrt{3}}{2}}$."
+    path.write_text(json.dumps({"problem": "sin 60?", "solution": solution}), encoding="utf-8")
+    assert MATHEnv(dataset=path).reset().get("answer").tolist() == ["\\frac{\\sqrt{3}}{2}"]
+    rows = [{"problem": "sin 30?", "solution": "Known.", "answer": "\\frac12"}]  # as in MATH-500
+    assert MATHEnv(dataset=rows).reset().get("answer").tolist() == ["\\frac12"]

@@ -360,3 +360,30 @@ def test_judge_and_code_are_made_from_their_settings():
 def test_entries_that_cannot_be_run_are_named(module, specs, message):
     with pytest.raises(ConfigError, match=message):
         make_rewards(specs)
+
+
+def test_a_failing_batch_is_tried_again_as_a_whole(say):
+    tries = []
+
+    def flaky(completions):
+        tries.append(len(completions))
+        return [1.0] * len(completions) if len(tries) == 2 else 1 / 0
+
+    values, transform, _ = scores(flaky, ["a", "b"], say, batched=True, retries=1)
+    assert values == [1.0, 1.0]
+    assert (tries, transform.counters["retries"], transform.first_error) == ([2, 2], 1, None)
+
+
+def test_one_hanging_thread_of_several_costs_its_row_alone(say):
+    release = threading.Event()
+
+    def one_hangs(completion):
+        if completion == "hang":
+            release.wait(20)
+        return 1.0
+
+    values, transform, _ = scores(one_hangs, ["ok", "hang", "ok", "ok"], say, concurrency=2, deadline_s=0.5)
+    assert [math.isnan(value) for value in values] == [False, True, False, False]
+    assert transform.counters["timeouts"] == 1
+    assert transform._score(["ok", "ok"], {}) == [1.0, 1.0]
+    release.set()

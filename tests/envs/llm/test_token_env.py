@@ -8,6 +8,7 @@ from tensordict import TensorDict
 
 from llmrl.envs import check_env_specs
 from llmrl.envs.llm import LLMEnv, LLMHashingEnv
+from llmrl.envs.llm.token_env import prefix_hash
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError
 
 PROMPTS = torch.tensor([[5, 6, 7], [8, 9, 7]])
@@ -149,3 +150,25 @@ def test_what_the_hashing_env_needs_is_named(tokenizer):
         LLMHashingEnv(10, text_output=False).make_tensordict("a")
     with pytest.raises(MissingKeyError, match="reads 'observation', which is not there"):
         LLMHashingEnv(10, text_output=False).reset()
+
+
+def test_prefixes_of_all_orders_and_lengths_differ():
+    ids = torch.cartesian_prod(*[torch.arange(6)] * 4)
+    env = LLMHashingEnv(6, text_output=False)
+    found = set()
+    for length in range(1, 5):
+        rows = torch.unique(ids[:, :length], dim=0)
+        found |= set(env.reset(TensorDict(observation=rows, batch_size=[len(rows)]))["hashing"].flatten().tolist())
+    assert len(found) == 6 + 6**2 + 6**3 + 6**4
+    assert min(found) >= 0
+
+
+def test_the_numbers_are_splitmix64s_and_so_the_same_everywhere():
+    def mixed(value):  # in Python's whole numbers
+        value = (value + 0x9E3779B97F4A7C15) % 2**64
+        value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        value = (value ^ (value >> 27)) * 0x94D049BB133111EB % 2**64
+        return (value ^ (value >> 31)) % 2**63
+
+    pairs = [(0, 1), (7, 151_000), (2**62 + 5, 0), (2**63 - 1, 31)]
+    assert prefix_hash(torch.tensor(pairs)).flatten().tolist() == [mixed(before ^ mixed(ids)) for before, ids in pairs]

@@ -11,6 +11,7 @@ from tensordict import TensorDict
 
 from llmrl.collectors.llm import LLMCollector
 from llmrl.data.ragged.tensordicts import column
+from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer
 from llmrl.envs import StepCounter, check_env_specs
 from llmrl.envs.llm import ChatEnv, DatasetChatEnv
 from llmrl.envs.llm.tool_calls import HermesFormat, LlamaFormat
@@ -18,6 +19,7 @@ from llmrl.envs.llm.transforms import RewardFunction, ToolTransform, tool_metric
 from llmrl.errors import ConfigError, MissingKeyError
 from llmrl.modules.llm.engines import StopReason
 from llmrl.modules.llm.policies.base import LLMWrapperBase
+from llmrl.objectives.llm import MCAdvantage
 from llmrl.testing import FakeEngine, ScriptedPolicy, tiny_tokenizer
 from llmrl.tools import ToolError
 from tests.support.tool_env import Diary, add, queries, told
@@ -357,3 +359,41 @@ def test_done_is_reached_whatever_the_model_does():
     batch = dataset_env(2, calls=(9,), max_steps=3).rollout(50, ScriptedPolicy([CALL]))
     assert batch.shape[1] == 3
     assert batch[:, -1]["next", "truncated"].all()
+
+
+def test_calls_are_answered_in_their_order_in_messages_with_name_and_id():
+    text = "\n".join(render("add", {"a": n, "b": n}) for n in range(3))
+    _, td = started(f"Let me see. {text}")
+    assert told(td) == [
+        {"role": "tool", "content": str(2 * n), "name": "add", "tool_call_id": f"call_0_0_{n}"} for n in range(3)
+    ]
+    assert not td["next", "done"].any()
+
+
+def test_64_conversations_with_a_slow_tool_wait_for_the_slowest_not_for_the_sum():
+    """Every call waits until all 64 are inside: one after the other they would never end."""
+    meeting = threading.Barrier(64)
+
+    def meet() -> str:
+        """Meets the others."""
+        return str(meeting.wait(WAIT_S) >= 0)
+
+    _, td = started(*[render("meet", {})] * 64, tools=[meet], timeout_s=WAIT_S)
+    assert use(td, "ok") == [1] * 64
+
+
+def test_advantages_of_tool_conversations_are_those_of_their_groups(tokenizer):
+    counts = iter([CALL, "done after 0", "no", CALL, "done after 1", "no"])
+    policy = LLMWrapperBase(FakeEngine(lambda prompt: next(counts), tokenizer=tokenizer), tokenizer=tokenizer)
+    env = dataset_env(1, repeats=4, calls=(1,))
+    buffer = ReplayBuffer(storage=LazyStackStorage(16), transform=MCAdvantage(4))
+    collector = LLMCollector(
+        env, policy=policy, yield_only_last_steps=True, replay_buffer=buffer, dialog_turns_per_batch=1
+    )
+    collector.next()
+    rows = buffer[:]
+    assert rows["next", "tool_use", "calls"].tolist() == [1, 0, 0, 1]
+    rewards = rows["next", "reward"].flatten()
+    assert rewards.tolist() == [1.0, 0.0, 0.0, 0.0]
+    wanted = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+    torch.testing.assert_close(rows["advantage"].flatten(), wanted, atol=1e-5, rtol=0)

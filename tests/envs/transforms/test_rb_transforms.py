@@ -260,3 +260,16 @@ def test_a_crop_that_is_saved_draws_the_same_windows_again():
     first = crop(batch)["step"]
     crop.load_state_dict(state)
     assert (crop(batch)["step"] == first).all()
+
+
+def test_a_row_of_exactly_the_length_is_returned_whole():
+    batch = TensorDict(step=torch.arange(3).expand(2, 3), batch_size=[2, 3])
+    assert (RandomCropTensorDict(3)(batch)["step"] == batch["step"]).all()
+
+
+@pytest.mark.parametrize(("rows", "shape"), [([99, 50], (128, 10, 1)), ([99], (10, 50, 1))])
+def test_rows_of_a_buffer_are_cropped_at_reading_along_the_last_dim_of_the_sample(rows, shape):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(1000))
+    buffer.extend(TensorDict({"obs": torch.randn(99, 50, 1)}, rows))
+    buffer.append_transform(RandomCropTensorDict(sub_seq_len=10))
+    assert buffer.sample(128)["obs"].shape == shape

@@ -338,3 +338,11 @@ def test_a_popped_transform_is_detached_and_no_longer_runs_or_declares():
     assert "extra" in env.observation_spec
     with pytest.raises(ConfigError, match=r"Compose\.pop: there must be a transform at 2: got 2 of them"):
         env.transform.pop(2)
+
+
+def test_the_step_counter_restarts_only_the_rows_that_are_reset_and_counts_a_subset():
+    env = Echo().append_transform(StepCounter(max_steps=2))
+    root = env.step_mdp(env.step(act(env)))
+    after = env.reset(root.set("_reset", torch.tensor([[True], [False]])))
+    assert after["step_count"].flatten().tolist() == [0, 1]
+    assert env.step(act(env)[:1].set("step_count", torch.tensor([[1]])))["next", "done"].all()
