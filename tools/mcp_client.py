@@ -15,22 +15,29 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+from pydantic import BaseModel, Field, ValidationError
+
 from llmrl.concurrency.background_loop import BackgroundLoop
 from llmrl.errors import ConfigError, DeadlineError, LLMRLError, MissingDependencyError, did_you_mean
 from llmrl.optional import require
 from llmrl.tools.base import Tool, ToolError, ToolTimeout
-from llmrl.tools.mcp_stdio import StdioServer
+from llmrl.tools.mcp_stdio import StdioServer, StdioSettings
 
 __all__ = ["MCPServers", "MCPTool"]
 
-_STDIO = ("command", "args", "env", "cwd")
-_HTTP = ("url", "headers")
 _MAX_RESTARTS = 1
 _PING_S = 5.0  # for a server to answer a ping after a call that timed out
 _CLOSE_S = 8.0  # a server has 2 s to end, 2 s after SIGTERM, and is killed
 
 
-class MCPServers:
+class HTTPSettings(BaseModel, extra="forbid", frozen=True):
+    """A server that is reached by streamable HTTP."""
+
+    url: str = Field(min_length=1, description="address of its endpoint")
+    headers: dict[str, str] = Field({}, description="of every request, for a key say")
+
+
+class MCPServers(contextlib.AbstractContextManager):
     """Connections to servers, and their tools.
 
     Reads   servers          name -> {"command", "args", "env", "cwd"}, {"url", "headers"}, or a command line or URL as
@@ -73,9 +80,6 @@ class MCPServers:
             for connection in self._connections
             for tool in connection.listed
         ]
-
-    def __enter__(self) -> MCPServers:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
@@ -144,7 +148,7 @@ class MCPTool(Tool):
 class _Connection:
     """One server, in the background loop. A task of its own opens and closes the connection."""
 
-    def __init__(self, name: str, settings: dict[str, Any], start_timeout_s: float):
+    def __init__(self, name: str, settings: StdioSettings | HTTPSettings, start_timeout_s: float):
         self.name = name
         self.listed: list[Any] = []
         self._settings = settings
@@ -256,15 +260,15 @@ class _Connection:
 
     async def _open(self, stack: contextlib.AsyncExitStack) -> Any:
         settings = self._settings
-        if "command" in settings:
+        if isinstance(settings, StdioSettings):
             self._server = StdioServer(settings)
             transport = self._server.open()
-        elif settings.get("headers"):
+        elif settings.headers:
             http = require("mcp.client.streamable_http", extra="mcp", used_by="MCPServers")
-            client = await stack.enter_async_context(http.create_mcp_http_client(headers=settings["headers"]))
-            transport = http.streamable_http_client(settings["url"], http_client=client)
+            client = await stack.enter_async_context(http.create_mcp_http_client(headers=settings.headers))
+            transport = http.streamable_http_client(settings.url, http_client=client)
         else:
-            transport = settings["url"]
+            transport = settings.url
         return await stack.enter_async_context(_mcp().Client(transport))
 
 
@@ -290,31 +294,37 @@ async def _stop_all(connections: Sequence[_Connection]) -> None:
     await asyncio.gather(*(connection.stop() for connection in connections))
 
 
-def _settings(name: str, given: Any) -> dict[str, Any]:
+def _settings(name: str, given: Any) -> StdioSettings | HTTPSettings:
     if isinstance(given, str):
         if given.startswith(("http://", "https://")):
-            return {"url": given}
-        try:
-            command, *args = shlex.split(given) or [""]
-        except ValueError as error:
-            raise ConfigError(
-                f"MCPServers: the command line of server {name!r} cannot be read: {error}: got {given!r:.200}."
-            ) from None
-        given = {"command": command, "args": args}
+            given = {"url": given}
+        else:
+            try:
+                command, *args = shlex.split(given) or [""]
+            except ValueError as error:
+                raise ConfigError(
+                    f"MCPServers: the command line of server {name!r} cannot be read: {error}: got {given!r:.200}."
+                ) from None
+            given = {"command": command, "args": args}
     if not isinstance(given, Mapping):
         raise ConfigError(
             f"MCPServers: server {name!r} must be a mapping, a command line or a URL: got {type(given).__name__}."
         )
-    kinds = [key for key in ("command", "url") if given.get(key)]
-    if len(kinds) != 1:
+    kinds = {"command": StdioSettings, "url": HTTPSettings}
+    named = [kind for kind in kinds if given.get(kind)]
+    if len(named) != 1:
         raise ConfigError(f"MCPServers: server {name!r} must have either a command or a url: got {list(given)}.")
-    known = _STDIO if kinds == ["command"] else _HTTP
-    if unknown := [key for key in given if key not in known]:
-        raise ConfigError(
-            f"MCPServers: server {name!r} has no setting {unknown[0]!r}: known are {', '.join(known)}."
-            f"{did_you_mean(str(unknown[0]), known)}"
-        )
-    return dict(given)
+    model = kinds[named[0]]
+    try:
+        return model.model_validate({key: value for key, value in given.items() if value is not None})
+    except ValidationError as failure:
+        fault, known = failure.errors(include_url=False)[0], list(model.model_fields)
+        setting = ".".join(map(str, fault["loc"]))
+        if fault["type"] == "extra_forbidden":
+            problem = f"no setting {setting!r}: known are {', '.join(known)}.{did_you_mean(setting, known)}"
+        else:
+            problem = f"an unusable {setting!r}: {fault['msg']}: got {fault['input']!r:.80}."
+        raise ConfigError(f"MCPServers: server {name!r} has {problem}") from None
 
 
 def _text_of(result: Any) -> str:

@@ -12,14 +12,17 @@ import contextlib
 import re
 import signal
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel, Field
 
 from llmrl.concurrency.processes import signal_group
 from llmrl.optional import require
 from llmrl.strict_json import JSONError, parse_json
 
-__all__ = ["StdioServer"]
+__all__ = ["StdioServer", "StdioSettings"]
 
 MAX_LINE = 16 << 20  # bytes of one message
 _MAX_STDERR = 2000  # bytes that are kept
@@ -29,13 +32,22 @@ _HEAD = 300  # bytes at either end of a message where its id is looked for
 _INTERNAL_ERROR = -32603  # of JSON-RPC
 
 
+class StdioSettings(BaseModel, extra="forbid", frozen=True, coerce_numbers_to_str=True):
+    """A server that is a program: requests go to its standard input, answers come from its standard output."""
+
+    command: str | Path = Field(description="the program")
+    args: list[str] = Field([], description="its arguments")
+    env: dict[str, str] = Field({}, description="environment variables, beside PATH, HOME and the like")
+    cwd: str | Path | None = Field(None, description="its working directory; null: that of this process")
+
+
 class StdioServer:
-    """One start of a server: ``command``, ``args``, ``env`` and ``cwd`` of its settings.
+    """One start of a server.
 
     ``is_open``: its output is being read. ``pid``: of its process. ``stderr``: the last lines that it wrote there.
     """
 
-    def __init__(self, settings: Mapping[str, Any]):
+    def __init__(self, settings: StdioSettings):
         self.is_open = False
         self.pid: int | None = None
         self._settings = settings
@@ -52,13 +64,13 @@ class StdioServer:
         package = require("mcp.client.stdio", extra="mcp", used_by="MCPServers")
         settings = self._settings
         process = await asyncio.create_subprocess_exec(
-            settings["command"],
-            *settings.get("args") or (),
+            settings.command,
+            *settings.args,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env={**package.get_default_environment(), **(settings.get("env") or {})},
-            cwd=settings.get("cwd"),
+            env={**package.get_default_environment(), **settings.env},
+            cwd=settings.cwd,
             start_new_session=True,
             limit=MAX_LINE,
         )

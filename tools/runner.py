@@ -6,6 +6,7 @@ environment transforms find the calls in a text, and write the answers into the 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -24,10 +25,11 @@ __all__ = ["ToolRunner", "cut_text"]
 
 _LOG = logging.getLogger(__name__)
 _GRACE_S = 1.0  # for a tool that keeps its deadline: to stop what it runs, and to report its output so far
+_SLOT_S = 600.0  # for a call of another thread to give its slot back
 _MAX_LEFT_BEHIND = 16  # threads of one tool that did not end; more calls of it are refused until one does
 
 
-class ToolRunner:
+class ToolRunner(contextlib.AbstractContextManager):
     """Runs calls of the tools it is given, and owns them: closing it closes them.
 
     Calls of one conversation run in their order, those of different conversations at the same time, at most
@@ -72,11 +74,9 @@ class ToolRunner:
         )
         self._slots = threading.Semaphore(max_concurrency)
         self._lock = threading.Lock()
+        self._running: dict[_Job, None] = {}  # those that hold a slot
         self._left_behind: Counter[str] = Counter()  # of each tool, those that still run
         self._closed = False
-
-    def __enter__(self) -> ToolRunner:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
@@ -107,8 +107,8 @@ class ToolRunner:
                 running[job] = lane
                 threading.Thread(target=self._work, args=[job, changes], name=job.call.name, daemon=True).start()
             first = min(job.give_up_at for job in running)
-            try:  # without a deadline all of them wait for a slot, and one of them starts before long
-                changed = [changes.get(timeout=None if first == float("inf") else max(0.0, first - time.monotonic()))]
+            try:
+                changed = [changes.get(timeout=min(max(0.0, first - time.monotonic()), _SLOT_S))]
             except queue.Empty:
                 changed = list(running)
             for job in changed:
@@ -152,7 +152,13 @@ class ToolRunner:
     def _work(self, job: _Job, changes: queue.SimpleQueue[_Job]) -> None:
         """In a thread of the job: waits for a slot, runs the call, and reports its start and its end."""
         tool, call = job.tool, job.call
-        self._slots.acquire()  # a job that holds one gives it back at its deadline at the latest
+        if not self._slots.acquire(timeout=_SLOT_S):  # a job that holds one gives it back at its deadline
+            oldest = min(list(self._running), key=lambda other: other.started, default=job)
+            text = f"{call.name}: it was not started within {_SLOT_S:g} s: all {self.max_concurrency} calls at a time "
+            job.result = self._result(call, f"{text}were taken, the longest by {oldest.tool.name!r}.", "timeout")
+            changes.put(job)
+            return
+        self._running[job] = None
         job.started = time.monotonic()
         job.timeout_s = self.timeout_s if tool.timeout_s is None else tool.timeout_s
         deadline = job.started + job.timeout_s
@@ -170,7 +176,7 @@ class ToolRunner:
                 self._left_behind[tool.name] -= 1
             else:
                 job.result = self._result(call, content, status, time.monotonic() - job.started)
-                self._slots.release()
+                self._release(job)
         changes.put(job)
 
     def _outcome(self, job: _Job) -> ToolResult | None:
@@ -181,9 +187,13 @@ class ToolRunner:
             job.left_behind = True
             self._left_behind[job.tool.name] += 1
             self.counters["left_behind"] += 1
-            self._slots.release()
+            self._release(job)
         text = f"{job.tool.name}: no result within {job.timeout_s:g} s; the call was abandoned."
         return self._result(job.call, text, "timeout", time.monotonic() - job.started)
+
+    def _release(self, job: _Job) -> None:
+        del self._running[job]
+        self._slots.release()
 
     def _result(self, call: ToolCall, text: str, status: Status, duration_s: float = 0.0) -> ToolResult:
         content, cut = cut_text(text, self.max_result_chars)

@@ -17,7 +17,7 @@ __all__ = ["BackgroundLoop"]
 T = TypeVar("T")
 
 
-class BackgroundLoop:
+class BackgroundLoop(contextlib.AbstractContextManager):
     """Runs coroutines for any number of threads in one loop, which clients of connections are bound to.
 
     The thread starts with the first coroutine, is a daemon, and ends with ``close``.
@@ -33,9 +33,6 @@ class BackgroundLoop:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
-
-    def __enter__(self) -> BackgroundLoop:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()

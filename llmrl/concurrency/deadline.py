@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import inspect
 import sys
 import threading
 import time
@@ -20,7 +21,7 @@ from typing import Any
 
 from llmrl.concurrency.background_loop import BackgroundLoop
 
-__all__ = ["AsyncRunner", "Calls", "Outcome", "ThreadRunner", "watch_lock"]
+__all__ = ["AsyncRunner", "Calls", "Outcome", "ThreadRunner", "is_coroutine_function", "runner_of", "watch_lock"]
 
 GRACE_S = 1.0  # for coroutines to notice that they are cancelled
 STUCK_S = 60.0  # after a deadline, for any thread to run at all
@@ -221,6 +222,16 @@ class AsyncRunner:
             for worker in late:
                 worker.cancel()
             await asyncio.wait(late, timeout=GRACE_S)
+
+
+def runner_of(fn: Callable[..., Any], name: str, concurrency: int) -> AsyncRunner | ThreadRunner:
+    """The runner for calls of a coroutine function, or of an object whose call is one; else that for plain ones."""
+    return (AsyncRunner if is_coroutine_function(fn) else ThreadRunner)(name, concurrency)
+
+
+def is_coroutine_function(fn: Callable[..., Any]) -> bool:
+    """True for a coroutine function, or an object whose call is one."""
+    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from llmrl.errors import DeadlineError, LLMRLError, WorkerError
 __all__ = ["WorkerPool", "WorkerProcess", "serve"]
 
 START_S = 120.0  # for imports, on a busy machine
+WAIT_S = 600.0  # for other callers to give a process back
 _BOOT = (
     "import json, runpy, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
     "runpy.run_path(sys.argv.pop(1), run_name='__main__')"
@@ -42,20 +43,30 @@ class WorkerPool:
 
     def __init__(self, script: Path, arguments: Sequence[str], *, size: int, who: str, quiet: bool = False):
         self._command = [str(script), *arguments]
-        self._who, self._quiet = who, quiet
+        self._who, self._quiet, self._size = who, quiet, size
         self._free = threading.BoundedSemaphore(size)
         self._lock = threading.Lock()
         self._idle: list[WorkerProcess] = []
+        self._busy_since: dict[object, float] = {}
 
     @contextlib.contextmanager
-    def worker(self) -> Iterator[WorkerProcess]:
+    def worker(self, wait_s: float = WAIT_S) -> Iterator[WorkerProcess]:
         """A process for this caller alone, as soon as one is free; it is stopped if the block raises.
 
-        Raises  DeadlineError, WorkerError where it does not start
+        Raises  DeadlineError where none is free within ``wait_s`` seconds; DeadlineError, WorkerError where it does not
+                start
         """
-        with self._free:
+        if not self._free.acquire(timeout=min(wait_s, threading.TIMEOUT_MAX)):
+            longest_s = time.monotonic() - min(list(self._busy_since.values()), default=time.monotonic())
+            raise DeadlineError(
+                f"{self._who}: one of its {self._size} processes must be free within {wait_s:g} s: all were busy, one "
+                f"of them for {longest_s:.0f} s."
+            )
+        caller = object()
+        try:
             with self._lock:
                 worker = self._idle.pop() if self._idle else None
+                self._busy_since[caller] = time.monotonic()
             worker = worker or WorkerProcess(self._command, who=self._who, quiet=self._quiet)
             try:
                 yield worker
@@ -65,6 +76,10 @@ class WorkerPool:
             if worker.stop.alive:
                 with self._lock:
                     self._idle.append(worker)
+        finally:
+            with self._lock:
+                del self._busy_since[caller]
+            self._free.release()
 
     def close(self) -> None:
         """Ends the idle processes; the next request starts another one."""

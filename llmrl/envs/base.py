@@ -299,16 +299,6 @@ class EnvBase(EnvSpecs, abc.ABC):
         """`rand_action`, then `step`; from a reset if no tensordict is given."""
         return self.step(self.rand_action(self.reset() if tensordict is None else tensordict))
 
-    def fake_tensordict(self) -> TensorDictBase:
-        """A tensordict of zeros with the entries, shapes and dtypes that the specs declare for a step."""
-        root = TensorDict({}, batch_size=self.batch_size, device=self.device)
-        next_td = TensorDict({}, batch_size=self.batch_size, device=self.device)
-        for part in ("state", "observation", "action", "done"):
-            root.update(self._get_spec(part).zero())
-        for part in ("observation", "reward", "done"):
-            next_td.update(self._get_spec(part).zero())
-        return root.set("next", next_td)
-
     check_env_specs = check_env_specs
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:

@@ -30,6 +30,22 @@ def _spec_property(part: str, *, leaf: bool = False) -> property:
     return property(get, set_, doc=f"The {part} spec: {what}.")
 
 
+def _keys_property(part: str) -> property:
+    return property(lambda self: self._leaf_keys(part), doc=f"The keys of the {part} spec's leaves.")
+
+
+def _key_property(part: str) -> property:
+    def get(self: EnvSpecs) -> NestedKey:
+        keys = self._leaf_keys(part)
+        if len(keys) != 1:
+            raise ConfigError(
+                f"{type(self).__name__}.{part}_key: there must be one {part}: got {list(keys)}; use {part}_keys."
+            )
+        return keys[0]
+
+    return property(get, doc=f"The key of the {part}. Raises  ConfigError if there is not exactly one")
+
+
 class EnvSpecs:
     """Keeps the observation, state, action, reward and done specs of one batch size and device, locked.
 
@@ -65,35 +81,8 @@ class EnvSpecs:
     action_spec, full_action_spec = _spec_property("action", leaf=True), _spec_property("action")
     reward_spec, full_reward_spec = _spec_property("reward", leaf=True), _spec_property("reward")
 
-    @property
-    def action_keys(self) -> tuple[NestedKey, ...]:
-        return self._leaf_keys("action")
-
-    @property
-    def reward_keys(self) -> tuple[NestedKey, ...]:
-        return self._leaf_keys("reward")
-
-    @property
-    def done_keys(self) -> tuple[NestedKey, ...]:
-        return self._leaf_keys("done")
-
-    @property
-    def action_key(self) -> NestedKey:
-        """The key of the action. Raises  ConfigError if there is not exactly one"""
-        return self._only_key("action")
-
-    @property
-    def reward_key(self) -> NestedKey:
-        """The key of the reward. Raises  ConfigError if there is not exactly one"""
-        return self._only_key("reward")
-
-    def _only_key(self, part: str) -> NestedKey:
-        keys = self._leaf_keys(part)
-        if len(keys) != 1:
-            raise ConfigError(
-                f"{type(self).__name__}.{part}_key: there must be one {part}: got {list(keys)}; use {part}_keys."
-            )
-        return keys[0]
+    action_keys, reward_keys, done_keys = _keys_property("action"), _keys_property("reward"), _keys_property("done")
+    action_key, reward_key = _key_property("action"), _key_property("reward")
 
     @property
     def spec_version(self) -> int:

@@ -27,9 +27,9 @@ from llmrl.errors import MissingKeyError, ShapeError
 __all__ = ["fill_missing", "present_keys", "put_rows", "required", "shallow_copy", "stack_steps"]
 
 
-def required(td: TensorDictBase, key: NestedKey, reader: str, remedy: str = "") -> Any:
-    """``td[key]``. Raises MissingKeyError that names ``reader``, and what to do, where it is absent."""
-    value = td.get(key, None)
+def required(td: TensorDictBase, key: NestedKey, reader: str, remedy: str = "", *, as_list: bool = False) -> Any:
+    """``td[key]``; ``as_list``: ragged rows as a list. Raises MissingKeyError that names ``reader``, and what to do."""
+    value = td.get(key, None, as_list=True) if as_list else td.get(key, None)
     if value is None:
         raise MissingKeyError(
             f"{reader}: reads {key!r}, which is not there; keys present: {present_keys(td)}{remedy and '; ' + remedy}."

@@ -5,7 +5,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorStack, TensorClass, TensorDict, TensorDictBase
 
 from llmrl.data import Bounded, Composite, Unbounded
-from llmrl.envs import EnvBase, StepCounter, check_env_specs
+from llmrl.envs import EnvBase
 from llmrl.errors import ConfigError, MissingKeyError, RolloutError, ShapeError
 
 
@@ -312,16 +312,6 @@ def test_specs_are_read_as_leaf_or_whole_and_are_locked():
         env.action_key  # noqa: B018
     with pytest.raises(MissingKeyError, match="'left'"):
         env.step(act(0.0)(env.reset()))
-
-
-def test_the_fake_tensordict_has_what_a_step_has():
-    env = Walk().append_transform(StepCounter(4))
-    fake, real = env.fake_tensordict(), env.rand_step()
-    assert set(fake.keys(True, True)) == set(real.keys(True, True))
-    for key in fake.keys(True, True):
-        assert fake[key].shape == real[key].shape
-        assert fake[key].dtype == real[key].dtype
-    check_env_specs(env)
 
 
 def test_an_env_checks_its_own_specs():

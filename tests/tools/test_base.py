@@ -1,5 +1,4 @@
 import asyncio
-import functools
 import sys
 import time
 from dataclasses import dataclass
@@ -367,19 +366,3 @@ def test_a_tool_is_checked_without_being_made(user_module, monkeypatch):
     assert not made
     with pytest.raises(ConfigError, match="Did you mean 'pages'"):
         check_tool(f"{user_module}:Book", {"page": 9})
-
-
-def test_a_function_that_was_wrapped_keeps_its_signature():
-    def shout(function):
-        @functools.wraps(function)
-        def wrapped(*args, **kwargs):
-            return function(*args, **kwargs).upper()
-
-        return wrapped
-
-    @shout
-    def greet(name: str) -> str:
-        """Greets."""
-        return f"hello {name}"
-
-    assert call(as_tool(greet), {"name": "ann"}) == "HELLO ANN"

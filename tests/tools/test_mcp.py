@@ -124,6 +124,7 @@ def test_a_server_that_does_not_start_says_why_in_time(settings, kind, says):
         ({"a": {"args": []}}, "either a command or a url"),
         ({"a": {"command": "x", "arg": []}}, "Did you mean 'args'"),
         ({"a": {"url": "http://x", "header": {}}}, "Did you mean 'headers'"),
+        ({"a": {"command": "x", "args": "y"}}, "unusable 'args'"),
         ({"a": 5}, "a mapping, a command line or a URL"),
         ({"a": "my-server --name 'x"}, "cannot be read"),
     ],

@@ -142,6 +142,28 @@ def test_a_function_that_hangs_is_left_behind_at_its_deadline_and_the_next_call_
         release.set()
 
 
+def test_a_call_that_gets_no_slot_says_which_call_holds_it(monkeypatch):
+    monkeypatch.setattr("llmrl.tools.runner._SLOT_S", 0.1)
+    entered, release = threading.Event(), threading.Event()
+
+    @tool
+    def hold() -> str:
+        """Holds its slot."""
+        entered.set()
+        return str(release.wait(60))
+
+    with ToolRunner([hold, echo], max_concurrency=1, timeout_s=60) as runner:
+        holder = threading.Thread(target=runner.run, args=[calls("hold", 1)])
+        holder.start()
+        assert entered.wait(30)
+        (late,) = runner.run(calls("echo", 1, text="hi"))
+        release.set()
+        holder.join(timeout=30)
+        assert late.status == "timeout"
+        assert late.content.endswith("all 1 calls at a time were taken, the longest by 'hold'.")
+        assert runner.run(calls("echo", 1, text="hi"))[0].content == "hi"
+
+
 def test_a_tool_that_keeps_hanging_is_refused_until_its_calls_end():
     release = threading.Event()
 
@@ -171,21 +193,6 @@ def test_what_a_tool_says_about_its_own_timeout_reaches_the_model():
     with ToolRunner([Slow()]) as runner:
         (result,) = runner.run(calls("slow", 1))
     assert (result.status, result.content) == ("timeout", "half of it")
-
-
-def test_long_results_keep_head_and_tail_and_the_notice_counts_what_was_cut():
-    text = "a" * 10_000 + "b" * 10_000
-    with ToolRunner([echo], max_result_chars=1000) as runner:
-        (result,) = runner.run([ToolCall("echo", {"text": text}, id="x")])
-        head, notice, tail = result.content.split("\n")
-        assert notice == f"[... {result.cut:,} characters cut ...]"
-        assert head == "a" * len(head)
-        assert tail == "b" * len(tail)
-        assert len(head) + len(tail) + result.cut == 20_000
-        assert 990 <= len(result.content) <= 1000
-        assert runner.counters["cut"] == 1
-        (result,) = runner.run([ToolCall("echo", {"text": "x" * 1000}, id="x")])
-        assert (len(result.content), result.cut) == (1000, 0)
 
 
 def test_ended_conversations_and_closing_reach_every_tool_even_if_one_fails(caplog):
@@ -232,3 +239,18 @@ print(ToolRunner([hang]).run([ToolCall("hang", {}, id="x")])[0].status)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30)
     assert (done.stdout, done.stderr, done.returncode) == ("timeout\n", "", 0)
+
+
+def test_long_results_keep_head_and_tail_and_the_notice_counts_what_was_cut():
+    text = "a" * 10_000 + "b" * 10_000
+    with ToolRunner([echo], max_result_chars=1000) as runner:
+        (result,) = runner.run([ToolCall("echo", {"text": text}, id="x")])
+        head, notice, tail = result.content.split("\n")
+        assert notice == f"[... {result.cut:,} characters cut ...]"
+        assert head == "a" * len(head)
+        assert tail == "b" * len(tail)
+        assert len(head) + len(tail) + result.cut == 20_000
+        assert 990 <= len(result.content) <= 1000
+        assert runner.counters["cut"] == 1
+        (result,) = runner.run([ToolCall("echo", {"text": "x" * 1000}, id="x")])
+        assert (len(result.content), result.cut) == (1000, 0)

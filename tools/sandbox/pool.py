@@ -154,7 +154,7 @@ class InterpreterPool:
     def _fill(self, slot: _Slot, deadline: float) -> None:
         """Gives the slot an interpreter, within the bound."""
         with self._changed:
-            self._wait(self._has_room, deadline, f"all {self.max_interpreters} interpreters were busy")
+            self._wait(self._has_room, deadline, f"all {self.max_interpreters} interpreters were busy with other calls")
             self._in_use += 1
             self._peak = max(self._peak, self._in_use)
             self._waiting += 1

@@ -11,14 +11,16 @@ import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal, localcontext
 from fractions import Fraction
 from functools import lru_cache
 from itertools import islice
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
+from llmrl.data.ragged.tensordicts import column
 from llmrl.data.specs import Categorical, Composite, Unbounded
 from llmrl.envs.llm.completions import (
     ScoringTransform,
@@ -248,16 +250,15 @@ def _decimal(number: str) -> str:
 
 
 def _fraction(value: Fraction) -> str:
-    places, rest = 0, value.denominator
+    """A decimal where it has an end, else a fraction in lowest terms."""
+    rest = value.denominator
     for prime in (2, 5):
-        power = 0
         while rest % prime == 0:
-            rest, power = rest // prime, power + 1
-        places = max(places, power)
+            rest //= prime
     if rest != 1:
         return f"{value.numerator}/{value.denominator}"
-    digits = str(value.numerator * 10**places // value.denominator).rjust(places + 1, "0")
-    return _decimal(f"{digits[: len(digits) - places]}.{digits[len(digits) - places :]}")
+    with localcontext(prec=6 * _FRACTION_DIGITS):  # a power of two of that many digits has 3.4 times as many places
+        return _decimal(format(Decimal(value.numerator) / value.denominator, "f"))
 
 
 # -- scoring -----------------------------------------------------------------------------------------------------------
@@ -327,6 +328,14 @@ class AnswerParser(ScoringTransform, ABC):
     def find_answer(self, blocks: Blocks) -> str | None:
         """The answer of a response: the last answer block outside thinking."""
         return blocks.answers[-1] if blocks.answers else None
+
+    def score(self, completion: str, reference: Any) -> float:
+        """The reward of one response: correct_reward, format_reward or 0."""
+        answer = self.find_answer(find_blocks(completion))
+        if answer is None:
+            return 0.0
+        [right] = self.judge([answer], TensorDict({self.answer_key: column([reference])}, batch_size=[1]))
+        return self.correct_reward if right else self.format_reward
 
     def references(self, td: TensorDictBase, key: str | None = None) -> list[Any]:
         """A column of the batch, by default the reference. Raises MissingKeyError where it is missing."""

@@ -7,7 +7,6 @@ from data are transforms.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,13 +18,14 @@ from llmrl.data.llm.dataset_files import declared_tools, load_rows, to_prompt
 from llmrl.data.ragged.tensordicts import column_values, new_tensordict
 from llmrl.data.specs import Composite, NonTensor
 from llmrl.envs.base import EnvBase
-from llmrl.envs.llm.options import ConversationOptions, options_of
+from llmrl.envs.llm.options import MODES, keywords_of, split_keywords
 from llmrl.envs.llm.transforms.dataloading import DataLoadingPrimer
 from llmrl.envs.td_ops import present_keys
 from llmrl.envs.transforms.step_counter import StepCounter
 from llmrl.envs.transforms.transformed_env import TransformedEnv
-from llmrl.errors import ConfigError, DataError, MissingKeyError
+from llmrl.errors import ConfigError, DataError, MissingKeyError, did_you_mean
 from llmrl.modules.llm.policies.containers import CONTAINERS, ChatHistory, Text, Tokens
+from llmrl.modules.llm.rendering import Renderer
 from llmrl.modules.llm.token_stream import TokenStream
 
 if TYPE_CHECKING:
@@ -74,18 +74,20 @@ class ChatEnv(EnvBase):
         data_key: str | None = None,
         device: torch.device | str | None = None,
     ):
-        options = options_of(ConversationOptions, locals())
-        batch_size = torch.Size(
-            (1,) if batch_size is None else (batch_size,) if isinstance(batch_size, int) else batch_size
-        )
-        if len(batch_size) != 1:
+        if input_mode not in MODES:
             raise ConfigError(
-                f"ChatEnv: batch_size must be the number of conversations, as in [8]: got {list(batch_size)}."
+                f"ChatEnv: input_mode must be one of {', '.join(MODES)}: got "
+                f"{input_mode!r}.{did_you_mean(str(input_mode), MODES)}"
             )
+        if input_mode != "history" and tokenizer is None:
+            raise ConfigError(f"ChatEnv: input_mode={input_mode!r} renders the prompt at reset and needs a tokenizer.")
+        batch_size = one_batch_size(batch_size, "ChatEnv", "conversations")
         super().__init__(device=device, batch_size=batch_size, batch_locked=False)
-        self.options = options
-        self.input_mode, self.data_key, self.tokenizer = options.input_mode, options.data_key, tokenizer
-        self.renderer = options.make_renderer()
+        self.input_mode, self.data_key, self.tokenizer = input_mode, data_key or "query", tokenizer
+        self.system_prompt, self.system_role = system_prompt, system_role
+        self.user_role, self.policy_role = user_role, policy_role
+        # In history mode the policy renders.
+        self.renderer = None if input_mode == "history" else Renderer(tokenizer, template_kwargs=template_kwargs)
         self.observation_spec = self._view_spec("prompt")
         self.action_spec = self._view_spec("full")
         # What a conversation starts from, and what a policy may leave of its turns for the next prompt.
@@ -98,38 +100,16 @@ class ChatEnv(EnvBase):
         self.state_spec = Composite({**carried, self.data_key: NonTensor(shape=batch_size)}, shape=batch_size)
 
     @classmethod
-    def from_dataloader(
-        cls,
-        dataloader: Iterable[Any],
-        *,
-        repeats: int | None = None,
-        device: torch.device | str | None = None,
-        group_repeats: bool = False,
-        batch_size: int | Sequence[int] | None = None,
-        primers: Any | None = None,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-        input_mode: str = "history",
-        data_key: str | None = None,
-        system_prompt: str | None = None,
-    ) -> TransformedEnv:
-        """A `ChatEnv` whose prompts come from ``dataloader`` through a `DataLoadingPrimer`.
+    def from_dataloader(cls, dataloader: Iterable[Any], **options: Any) -> TransformedEnv:
+        """A `ChatEnv` whose prompts come from ``dataloader``; ``options`` are those of both, `DataLoadingPrimer` too.
 
         >>> env = ChatEnv.from_dataloader([{"query": "2 + 2?"}], repeats=2, group_repeats=True)
         >>> env.reset()["group_id"].tolist()
         [0, 0]
         """
-        options = options_of(ConversationOptions, locals())
-        primer = DataLoadingPrimer(
-            dataloader,
-            primers=primers,
-            batch_size=batch_size,
-            repeats=repeats,
-            device=device,
-            group_repeats=group_repeats,
-        )
-        env = cls(batch_size=primer.batch_size, device=device, **vars(options))
-        return TransformedEnv(env, primer)
+        loading, asking = split_keywords(options, f"{cls.__name__}.from_dataloader", DataLoadingPrimer, cls)
+        primer = DataLoadingPrimer(dataloader, **loading)
+        return TransformedEnv(cls(**asking | {"batch_size": primer.batch_size}), primer)
 
     def _view_spec(self, field: str) -> Composite:
         shape = self.batch_size
@@ -188,12 +168,12 @@ class ChatEnv(EnvBase):
             )
         letters = torch.randint(ord("a"), ord("z") + 1, (td.batch_size.numel(), 8), generator=generator).tolist()
         answers = ["".join(map(chr, row)) for row in letters]
-        td.set(self.input_mode, answered(view, answers, self.tokenizer, self.options.policy_role))
+        td.set(self.input_mode, answered(view, answers, self.tokenizer, self.policy_role))
         return True
 
     def _chat(self, query: Any) -> list[Message]:
         if isinstance(query, str):
-            chat = [{"role": self.options.user_role, "content": query}]
+            chat = [{"role": self.user_role, "content": query}]
         elif isinstance(query, (list, tuple)) and query and all(isinstance(m, Mapping) for m in query):
             chat = [dict(message) for message in query]
         elif isinstance(query, History):
@@ -203,9 +183,8 @@ class ChatEnv(EnvBase):
                 f"ChatEnv.reset: {self.data_key!r} must be a string, a list of messages or a History: got "
                 f"{query!r:.80}."
             )
-        options = self.options
-        if options.system_prompt is not None and chat[0]["role"] != options.system_role:
-            chat.insert(0, {"role": options.system_role, "content": options.system_prompt})
+        if self.system_prompt is not None and chat[0]["role"] != self.system_role:
+            chat.insert(0, {"role": self.system_role, "content": self.system_prompt})
         return chat
 
     def _prompt(self, chats: list[list[Message]]) -> ChatHistory | Text | Tokens:
@@ -267,30 +246,26 @@ class DatasetChatEnv(TransformedEnv):
         ray_backend: bool = False,
         dataloader_actor_name: str | None = None,
     ):
-        system_prompt = self.SYSTEM_PROMPT if system_prompt is None else system_prompt
-        options = options_of(ConversationOptions, locals())
-        _check_loader(type(self).__name__, ray_backend, dataloader_actor_name, batch_size_dl)
+        given, who = dict(locals()), type(self).__name__
+        if system_prompt is None:
+            given["system_prompt"] = self.SYSTEM_PROMPT
+        if ray_backend or dataloader_actor_name is not None:
+            raise ConfigError(
+                f"{who}: ray_backend must be False and dataloader_actor_name None: got {ray_backend} and "
+                f"{dataloader_actor_name!r}; share rows between processes with rank and world_size."
+            )
+        if batch_size_dl < 1:
+            raise ConfigError(f"{who}: batch_size_dl must be at least 1: got {batch_size_dl}.")
         rows = load_rows(dataset, split=split or "train", name=name) if isinstance(dataset, (str, Path)) else dataset
         if collate_fn is None:
             columns = {"prompt_column": prompt_column, "answer_column": answer_column}
-            collate_fn = partial(_to_prompts, who=type(self).__name__, **columns)
-        rows = list(collate_fn(list(rows)))
-        if options.data_key != "query":
-            rows = [{options.data_key if key == "query" else key: value for key, value in row.items()} for row in rows]
-        self.primer = DataLoadingPrimer(
-            rows,
-            primers=primers,
-            batch_size=num_envs,
-            repeats=repeats,
-            device=device,
-            group_repeats=group_repeats,
-            shuffle=shuffle,
-            seed=seed,
-            epochs=epochs,
-            rank=rank,
-            world_size=world_size,
-        )
-        super().__init__(ChatEnv(batch_size=self.primer.batch_size, device=device, **vars(options)), self.primer)
+            rows = [to_prompt(row, number=number, **columns) for number, row in enumerate(checked_rows(rows, who), 1)]
+        else:
+            rows = list(collate_fn(list(rows)))
+        if data_key not in (None, "query"):
+            rows = [{data_key if key == "query" else key: value for key, value in row.items()} for row in rows]
+        self.primer = DataLoadingPrimer(rows, batch_size=num_envs, **keywords_of(DataLoadingPrimer, given))
+        super().__init__(ChatEnv(batch_size=self.primer.batch_size, **keywords_of(ChatEnv, given)), self.primer)
         if max_steps is not None:
             self.append_transform(StepCounter(max_steps=max_steps))
 
@@ -299,19 +274,12 @@ class DatasetChatEnv(TransformedEnv):
         self.primer.reset_dataloader()
 
 
-def _check_loader(who: str, ray_backend: bool, dataloader_actor_name: str | None, batch_size_dl: int) -> None:
-    """Raises ConfigError for arguments of a data loader that cannot be honoured."""
-    if ray_backend or dataloader_actor_name is not None:
-        raise ConfigError(
-            f"{who}: ray_backend must be False and dataloader_actor_name None: got {ray_backend} and "
-            f"{dataloader_actor_name!r}; share rows between processes with rank and world_size."
-        )
-    if batch_size_dl < 1:
-        raise ConfigError(f"{who}: batch_size_dl must be at least 1: got {batch_size_dl}.")
-
-
-def _to_prompts(rows: Sequence[Any], *, who: str, **columns: str | None) -> list[dict[str, Any]]:
-    return [to_prompt(row, number=number, **columns) for number, row in enumerate(checked_rows(rows, who), 1)]
+def one_batch_size(batch_size: int | Sequence[int] | None, who: str, noun: str) -> torch.Size:
+    """A batch size of one dim, by default [1]. Raises ConfigError for another number of dims."""
+    size = torch.Size((1,) if batch_size is None else (batch_size,) if isinstance(batch_size, int) else batch_size)
+    if len(size) != 1:
+        raise ConfigError(f"{who}: batch_size must be the number of {noun}, as in [8]: got {list(size)}.")
+    return size
 
 
 def checked_rows(rows: Sequence[Any], who: str) -> Sequence[Mapping[str, Any]]:

@@ -134,8 +134,8 @@ def tokenizer_of(transform: Transform) -> Any | None:
     return getattr(transform.container, "tokenizer", None) if own is None else own
 
 
-def renderer_of(env: EnvBase) -> Renderer | None:
-    """The renderer of the chat env below the transforms; None where it keeps a history."""
+def renderer_of(env: EnvBase | None) -> Renderer | None:
+    """The renderer of the chat env below the transforms; None where it keeps a history, or without an env."""
     return getattr(innermost(env), "renderer", None)
 
 

@@ -1,68 +1,20 @@
-"""Options that several environments and transforms share, as two records: of a conversation, and of its tool calls.
-
-Constructors keep their documented keywords; `options_of` reads the records from them.
-"""
+"""Options that several environments and transforms share, and keywords that a constructor hands on to others."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from llmrl.errors import ConfigError, did_you_mean
-from llmrl.modules.llm.rendering import Renderer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from llmrl.envs.llm.tool_calls import CallFormat
 
-__all__ = ["MODES", "ConversationOptions", "ToolOptions", "check_keywords", "options_of"]
+__all__ = ["MODES", "ToolOptions", "keywords_of", "split_keywords"]
 
 MODES = ("history", "text", "tokens")
-Record = TypeVar("Record")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConversationOptions:
-    """The view that a conversation is kept in, how its prompt is rendered, and the names in it.
-
-    input_mode       "history", "text" or "tokens"; the last two render the prompt and need a tokenizer
-    tokenizer        its chat template renders the prompt
-    template_kwargs  variables of the chat template
-    data_key         entry that holds what the user says; None: "query"
-    system_prompt    first message of conversations that do not begin with a system message; None: none
-    Raises           ConfigError for an unknown mode, or a mode that lacks its tokenizer
-    """
-
-    input_mode: str = "history"
-    tokenizer: PreTrainedTokenizerBase | None = None
-    template_kwargs: Mapping[str, Any] | None = None
-    data_key: str | None = None
-    system_prompt: str | None = None
-    system_role: str = "system"
-    user_role: str = "user"
-    policy_role: str = "assistant"
-
-    def __post_init__(self) -> None:
-        if self.input_mode not in MODES:
-            raise ConfigError(
-                f"ChatEnv: input_mode must be one of {', '.join(MODES)}: got "
-                f"{self.input_mode!r}.{did_you_mean(str(self.input_mode), MODES)}"
-            )
-        if self.input_mode != "history" and self.tokenizer is None:
-            raise ConfigError(
-                f"ChatEnv: input_mode={self.input_mode!r} renders the prompt at reset and needs a tokenizer."
-            )
-        if self.data_key is None:
-            object.__setattr__(self, "data_key", "query")
-
-    def make_renderer(self) -> Renderer | None:
-        """The renderer of prompts; None in history mode, where the policy renders."""
-        if self.input_mode == "history":
-            return None
-        return Renderer(self.tokenizer, template_kwargs=self.template_kwargs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,19 +51,20 @@ class ToolOptions:
                 raise ConfigError(f"ToolTransform: {name} must be at least 1: got {value}.")
 
 
-def options_of(record: type[Record], arguments: Mapping[str, Any]) -> Record:
-    """The record of those ``arguments`` that are fields of it; the others are left to the caller.
+def keywords_of(receiver: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of ``given`` that the constructor takes."""
+    names = inspect.signature(receiver).parameters
+    return {name: value for name, value in given.items() if name in names and name not in ("self", "options")}
 
-    >>> options_of(ConversationOptions, {"system_prompt": "Be brief.", "num_envs": 2}).system_prompt
-    'Be brief.'
+
+def split_keywords(given: Mapping[str, Any], who: str, *receivers: type) -> list[dict[str, Any]]:
+    """`keywords_of` each constructor. Raises ConfigError, with a near name, for one that none of them takes.
+
+    >>> split_keywords({"max_tool_turns": 3}, "MyTools", ToolOptions)
+    [{'max_tool_turns': 3}]
     """
-    names = {field.name for field in fields(record)}
-    return record(**{name: value for name, value in arguments.items() if name in names})
-
-
-def check_keywords(given: Iterable[str], receiver: type, who: str) -> None:
-    """Raises ConfigError for the name of a forwarded option that the constructor of ``receiver`` does not take."""
-    known = [name for name in inspect.signature(receiver).parameters if name != "self"]
+    known = [name for receiver in receivers for name in inspect.signature(receiver).parameters if name != "self"]
     for name in given:
         if name not in known:
             raise ConfigError(f"{who}: {name!r} is not one of its arguments.{did_you_mean(name, known)}")
+    return [keywords_of(receiver, given) for receiver in receivers]

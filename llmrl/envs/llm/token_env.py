@@ -15,13 +15,13 @@ from torch import Tensor
 from llmrl.data.ragged.tensordicts import column, column_values, new_tensordict
 from llmrl.data.specs import Categorical, Composite, NonTensor, TensorSpec, Unbounded
 from llmrl.envs.base import EnvBase
-from llmrl.envs.llm.options import check_keywords
-from llmrl.envs.llm.transforms.dataloading import DataLoadingPrimer
-from llmrl.envs.llm.transforms.prompt_stream import next_seeds
+from llmrl.envs.llm.chat import one_batch_size
+from llmrl.envs.llm.options import split_keywords
+from llmrl.envs.llm.transforms.dataloading import DataLoadingPrimer, next_seeds
 from llmrl.envs.llm.transforms.tokenizer import Tokenizer
-from llmrl.envs.td_ops import present_keys
+from llmrl.envs.td_ops import required
 from llmrl.envs.transforms.transformed_env import TransformedEnv
-from llmrl.errors import ConfigError, MissingKeyError, ShapeError
+from llmrl.errors import ConfigError, ShapeError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -84,11 +84,7 @@ class LLMEnv(EnvBase):
             raise ConfigError("LLMEnv: vocab_size, token_key and attention_key belong to from_text=False.")
         if not from_text and str_key is not None:
             raise ConfigError("LLMEnv: str_key belongs to from_text=True.")
-        batch_size = torch.Size(
-            (1,) if batch_size is None else (batch_size,) if isinstance(batch_size, int) else batch_size
-        )
-        if len(batch_size) != 1:
-            raise ConfigError(f"LLMEnv: batch_size must be the number of prompts, as in [8]: got {list(batch_size)}.")
+        batch_size = one_batch_size(batch_size, "LLMEnv", "prompts")
         super().__init__(device=device, batch_size=batch_size, batch_locked=False)
         self.from_text = from_text
         self.prompt_key = (str_key or "text") if from_text else (token_key or "tokens")
@@ -112,43 +108,27 @@ class LLMEnv(EnvBase):
         cls,
         dataloader: Iterable[Any] | None = None,
         *,
-        dataloader_factory: Callable[[], Iterable[Any]] | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         str_key: NestedKey | None = None,
         from_text: bool = True,
         has_attention: bool = True,
-        device: torch.device | str | None = None,
-        batch_size: int | Sequence[int] | None = None,
-        primers: Any | None = None,
-        stack_method: Callable[[list[Any]], Any] | None = None,
-        repeats: int | None = None,
-        group_repeats: bool = False,
         **options: Any,
     ) -> TransformedEnv:
         """An `LLMEnv` whose prompts come from the column ``str_key`` (or ``token_key``) of ``dataloader``.
 
         With ``tokenizer`` and ``from_text=False`` the column ``str_key`` ("text") is tokenised first, padded on the
         tokenizer's side. ``batch_size`` counts prompts; with ``group_repeats`` each has ``repeats`` rows. ``options``
-        are the other arguments of `LLMEnv`.
+        are the other arguments of `LLMEnv` and `DataLoadingPrimer`.
 
         >>> env = LLMEnv.from_dataloader([{"text": "1 + 1 ="}, {"text": "2 + 2 ="}], repeats=2, group_repeats=True)
         >>> env.reset().get("text").tolist()
         ['1 + 1 =', '1 + 1 =']
         """
-        check_keywords(options, cls, f"{cls.__name__}.from_dataloader")
-        primer = DataLoadingPrimer(
-            dataloader,
-            dataloader_factory=dataloader_factory,
-            primers=primers,
-            stack_method=stack_method,
-            batch_size=batch_size,
-            repeats=repeats,
-            device=device,
-            group_repeats=group_repeats,
-        )
+        loading, settings = split_keywords(options, f"{cls.__name__}.from_dataloader", DataLoadingPrimer, cls)
+        primer = DataLoadingPrimer(dataloader, **loading)
         tokenises = tokenizer is not None and not from_text
-        options |= {"str_key": None if tokenises else str_key, "from_text": from_text, "has_attention": has_attention}
-        env = cls(batch_size=primer.batch_size, device=device, **options)
+        settings |= {"str_key": None if tokenises else str_key, "from_text": from_text, "has_attention": has_attention}
+        env = cls(**settings | {"batch_size": primer.batch_size})
         transformed = TransformedEnv(env, primer)
         if tokenises:
             keys = ([str_key or "text"], [env.prompt_key])
@@ -158,12 +138,8 @@ class LLMEnv(EnvBase):
         return transformed
 
     def _reset(self, td: TensorDictBase | None) -> TensorDictBase:
-        if td is None or td.get(self.prompt_key, None) is None:
-            keys = "none" if td is None else present_keys(td)
-            raise MissingKeyError(
-                f"LLMEnv.reset: the prompt must be in {self.prompt_key!r}; keys present: {keys}; pass a tensordict "
-                "with it, or add a DataLoadingPrimer."
-            )
+        td = new_tensordict({}, self.batch_size) if td is None else td
+        required(td, self.prompt_key, "LLMEnv.reset", "pass a tensordict with the prompt, or add a DataLoadingPrimer")
         out = new_tensordict(
             {key: value for key, value in td.items() if key not in ("_reset", "next", *self._action_root_names())},
             batch_size=td.batch_size,
@@ -280,13 +256,8 @@ class LLMHashingEnv(EnvBase):
         return self.reset(TensorDict({self.observation_key: ids_BN}, batch_size=[len(rows)]))
 
     def _reset(self, td: TensorDictBase | None) -> TensorDictBase:
-        if td is None or td.get(self.observation_key, None) is None:
-            keys = "none" if td is None else present_keys(td)
-            raise MissingKeyError(
-                f"LLMHashingEnv.reset: the prompt must be in {self.observation_key!r}; keys present: {keys}; see "
-                "make_tensordict."
-            )
-        ids_BN = td.get(self.observation_key)
+        td = new_tensordict({}, self.batch_size) if td is None else td
+        ids_BN = required(td, self.observation_key, "LLMHashingEnv.reset", "see make_tensordict for the prompt")
         hash_B1 = torch.zeros((*td.batch_size, 1), dtype=torch.int64, device=ids_BN.device)
         for token_B1 in ids_BN.split(1, dim=-1):
             hash_B1 = self._hash(hash_B1, token_B1)

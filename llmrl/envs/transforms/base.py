@@ -199,6 +199,10 @@ class Transform:
                 td.set(out_key, self._apply_transform(value))
         return td
 
+    def _check_pairs(self) -> None:
+        self._pairs(self.in_keys, self.out_keys)
+        self._pairs(self.in_keys_inv, self.out_keys_inv)
+
     def _pairs(self, in_keys: list[NestedKey], out_keys: list[NestedKey]) -> Iterator[tuple[NestedKey, NestedKey]]:
         if len(in_keys) != len(out_keys):
             raise ConfigError(

@@ -44,19 +44,6 @@ def test_text_prompt_is_exactly_the_template_and_grows_verbatim(tokenizer, say):
     assert td["next", "text"].prompt == [prompt + "4<|im_end|>"]
 
 
-def test_tokens_mode_takes_prompts_of_different_lengths(tokenizer, say):
-    env = ChatEnv(batch_size=[2], input_mode="tokens", tokenizer=tokenizer)
-    td = env.reset(query("2?", "What is two plus two, and why?"))
-    prompts = td["tokens"].rows("prompt")
-    assert len(prompts[0]) < len(prompts[1])
-    messages = [{"role": "user", "content": "2?"}]
-    rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    assert tokenizer.decode(prompts[0]) == rendered
-    td = env.step(say(td, ["4", "four"]))
-    for full, prompt in zip(td["tokens"].rows("full"), td["next", "tokens"].rows("prompt"), strict=True):
-        assert torch.equal(full, prompt)
-
-
 def test_step_carries_every_view_and_the_bookkeeping_of_the_stream(say):
     env = ChatEnv(batch_size=[1])
     td = say(env.reset(query("2 + 2?")), ["4"])
@@ -76,14 +63,6 @@ def test_a_policy_that_writes_no_full_view_is_named(say):
     td = env.reset(query("2 + 2?"))
     with pytest.raises(MissingKeyError, match=r"\('history', 'full'\).*has prompt"):
         env.step(td)
-
-
-def test_some_rows_can_be_stepped_by_themselves(say):
-    env = ChatEnv(batch_size=[3])
-    td = env.reset(query("a", "b", "c"))
-    rest = env.step(say(td[torch.tensor([True, False, True])], ["1", "3"]))
-    assert rest.batch_size == (2,)
-    assert [chat[0]["content"] for chat in rest["next", "history"].prompt.to_chats()] == ["a", "c"]
 
 
 def test_a_query_may_be_messages_or_a_history_and_keeps_its_own_system_prompt():
@@ -111,15 +90,6 @@ def test_arguments_that_cannot_work_are_refused(arguments, message):
 def test_reset_without_a_query_says_what_to_pass():
     with pytest.raises(MissingKeyError, match="must be in 'query'; keys present: none"):
         ChatEnv().reset()
-
-
-def test_from_dataloader_takes_its_batch_from_the_prompts_and_repeats():
-    rows = [{"query": "a"}, {"query": "b"}, {"query": "c"}]
-    env = ChatEnv.from_dataloader(rows, batch_size=2, repeats=3, group_repeats=True)
-    td = env.reset()
-    assert env.batch_size == (6,)
-    assert td.get("query").tolist() == ["a", "a", "a", "b", "b", "b"]
-    assert td["group_id"].tolist() == [0, 0, 0, 1, 1, 1]
 
 
 def test_dataset_env_ends_after_its_turns_and_then_starts_the_next_rows(say):
@@ -150,13 +120,6 @@ def test_an_epoch_end_is_a_typed_end_and_the_last_batch_may_be_smaller():
         env.reset()
     env.reset_dataloader()
     assert env.reset().get("query").tolist() == ["a", "b"]
-
-
-def test_data_that_cannot_be_used_are_refused_before_the_first_reset():
-    with pytest.raises(DataError, match="row 2 must have a prompt column"):
-        DatasetChatEnv(dataset=[{"question": "a"}, {"quesion": "b"}])
-    with pytest.raises(DataError, match="at least one row"):
-        DatasetChatEnv(dataset=[])
 
 
 def test_prompts_need_not_be_called_query():
@@ -198,19 +161,6 @@ def test_a_running_padded_conversation_goes_on_beside_a_new_one(tokenizer):
     assert torch.equal(engine.prompts[3][: len(whole)], whole)
 
 
-def test_padded_turns_are_carried_without_their_padding():
-    env = ChatEnv(batch_size=[2], data_key="query")
-    td = env.reset(query("a", "b"))
-    full, real = torch.tensor([[0, 1, 2], [3, 4, 5]]), torch.tensor([[False, True, True], [True, True, True]])
-    history = td["history"].prompt
-    td.set("history", ChatHistory.from_rows({"prompt": history, "full": history}))
-    td.set("tokens", Tokens.from_padded({"full": full}))
-    td.set("masks", Masks.from_padded({"all_assistant_mask": full > 1, "all_attention_mask": real}))
-    after = env.step(td)["next"]
-    assert [row.tolist() for row in after["tokens"].rows("prompt")] == [[1, 2], [3, 4, 5]]
-    assert [row.tolist() for row in after["masks"].rows("prompt_assistant_mask")] == [[False, True], [True] * 3]
-
-
 @pytest.mark.parametrize("pad_output", [False, True], ids=["ragged", "padded"])
 @pytest.mark.parametrize("mode", ["history", "text", "tokens"])
 def test_what_a_policy_leaves_and_the_env_carries_is_declared(mode, pad_output, tokenizer):
@@ -218,8 +168,8 @@ def test_what_a_policy_leaves_and_the_env_carries_is_declared(mode, pad_output, 
     engine = FakeEngine(["4", "It is 4."], tokenizer=tokenizer)
     policy = LLMWrapperBase(engine, tokenizer=tokenizer, input_mode=mode, pad_output=pad_output)
     check_env_specs(env, tensordict=TensorDict(query=["2 + 2?", "What is 2 + 2?"], batch_size=[2]), policy=policy)
-    fake = env.fake_tensordict()
-    assert {"history", "text", "tokens", "masks", "log_probs"} - set(fake.keys()) <= {"history"}
+    declared = {*env.full_observation_spec.keys(), *env.full_state_spec.keys(), *env.full_action_spec.keys()}
+    assert {"text", "tokens", "masks", "log_probs"} <= declared
 
 
 def test_every_column_that_a_conversation_starts_from_is_declared(tokenizer):
@@ -277,3 +227,23 @@ def test_the_arguments_of_a_data_loader_are_taken_and_ray_is_refused_by_its_valu
             with pytest.raises(ConfigError, match=f"{kind.__name__}: .*{next(iter(wrong))}"):
                 kind(dataset=rows, **wrong)
     assert make_gsm8k_env(rows, 1, 2, 8, 0).reset().get("answer").tolist() == ["#### 4"]
+
+
+def test_data_that_cannot_be_used_are_refused_before_the_first_reset():
+    with pytest.raises(DataError, match="row 2 must have a prompt column"):
+        DatasetChatEnv(dataset=[{"question": "a"}, {"quesion": "b"}])
+    with pytest.raises(DataError, match="at least one row"):
+        DatasetChatEnv(dataset=[])
+
+
+def test_padded_turns_are_carried_without_their_padding():
+    env = ChatEnv(batch_size=[2], data_key="query")
+    td = env.reset(query("a", "b"))
+    full, real = torch.tensor([[0, 1, 2], [3, 4, 5]]), torch.tensor([[False, True, True], [True, True, True]])
+    history = td["history"].prompt
+    td.set("history", ChatHistory.from_rows({"prompt": history, "full": history}))
+    td.set("tokens", Tokens.from_padded({"full": full}))
+    td.set("masks", Masks.from_padded({"all_assistant_mask": full > 1, "all_attention_mask": real}))
+    after = env.step(td)["next"]
+    assert [row.tolist() for row in after["tokens"].rows("prompt")] == [[1, 2], [3, 4, 5]]
+    assert [row.tolist() for row in after["masks"].rows("prompt_assistant_mask")] == [[False, True], [True] * 3]

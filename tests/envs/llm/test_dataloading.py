@@ -19,21 +19,6 @@ def queries(primer, count):
     return primer.pull(count).get("query").tolist()
 
 
-def test_repeats_come_in_a_row_and_share_a_group():
-    primer = DataLoadingPrimer(ROWS, repeats=3)
-    first, second = primer.pull(4), primer.pull(4)
-    assert first.get("query").tolist() == ["q0", "q0", "q0", "q1"]
-    assert second.get("query").tolist() == ["q1", "q1", "q2", "q2"]
-    assert torch.cat([first["group_id"], second["group_id"]]).tolist() == [0, 0, 0, 1, 1, 1, 2, 2]
-
-
-def test_an_endless_stream_draws_a_prompt_again_under_a_new_group():
-    primer = DataLoadingPrimer(ROWS[:2])
-    batch = primer.pull(5)
-    assert batch.get("query").tolist() == ["q0", "q1", "q0", "q1", "q0"]
-    assert batch["group_id"].tolist() == [0, 1, 2, 3, 4]
-
-
 def test_every_epoch_is_a_permutation_of_its_own():
     primer = DataLoadingPrimer(ROWS, shuffle=True, seed=3)
     first, second = queries(primer, 10), queries(primer, 10)
@@ -41,17 +26,6 @@ def test_every_epoch_is_a_permutation_of_its_own():
     assert first != second
     assert queries(DataLoadingPrimer(ROWS, shuffle=True, seed=3), 10) == first
     assert queries(DataLoadingPrimer(ROWS, shuffle=True, seed=4), 10) != first
-
-
-def test_the_batch_size_does_not_change_order_groups_or_seeds():
-    whole = DataLoadingPrimer(ROWS, repeats=2, shuffle=True, seed=0).pull(12)
-    parts = DataLoadingPrimer(ROWS, repeats=2, shuffle=True, seed=0)
-    pulled = [parts.pull(count) for count in (1, 5, 6)]
-    for key in ("group_id", "seed"):
-        assert torch.equal(torch.cat([part[key] for part in pulled]), whole[key])
-    assert [q for part in pulled for q in part.get("query").tolist()] == whole.get("query").tolist()
-    assert len(set(whole["seed"].tolist())) == 12
-    assert (whole["seed"] >= 0).all()
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -204,18 +178,6 @@ def worker_processes():
     return {process.pid for process in multiprocessing.active_children()}
 
 
-def test_a_loader_with_workers_ends_and_leaves_no_process():
-    before = worker_processes()
-    loader = DataLoader(ROWS, batch_size=4, num_workers=2)
-    primer = DataLoadingPrimer(loader, epochs=2)
-    assert [queries(primer, 8) for _ in range(3)] == [
-        [f"q{n % 10}" for n in numbers] for numbers in (range(8), range(8, 16), range(16, 20))
-    ]
-    with pytest.raises(EndOfData):
-        primer.pull(8)
-    assert worker_processes() == before
-
-
 def test_closing_the_env_ends_the_workers_and_a_later_pull_goes_on_where_it_was():
     before = worker_processes()
     env = ChatEnv.from_dataloader(DataLoader(ROWS, batch_size=2, num_workers=2))
@@ -258,3 +220,41 @@ def test_repeats_stay_in_order_over_partial_resets():
         seen.append(td.get("query").tolist())
     assert seen == [["q0", "q0", "q1"], ["q1", "q0", "q1"], ["q1", "q2", "q2"], ["q3", "q3", "q2"]]
     assert td["group_id"].tolist() == [3, 3, 2]
+
+
+def test_repeats_come_in_a_row_and_share_a_group():
+    primer = DataLoadingPrimer(ROWS, repeats=3)
+    first, second = primer.pull(4), primer.pull(4)
+    assert first.get("query").tolist() == ["q0", "q0", "q0", "q1"]
+    assert second.get("query").tolist() == ["q1", "q1", "q2", "q2"]
+    assert torch.cat([first["group_id"], second["group_id"]]).tolist() == [0, 0, 0, 1, 1, 1, 2, 2]
+
+
+def test_an_endless_stream_draws_a_prompt_again_under_a_new_group():
+    primer = DataLoadingPrimer(ROWS[:2])
+    batch = primer.pull(5)
+    assert batch.get("query").tolist() == ["q0", "q1", "q0", "q1", "q0"]
+    assert batch["group_id"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_the_batch_size_does_not_change_order_groups_or_seeds():
+    whole = DataLoadingPrimer(ROWS, repeats=2, shuffle=True, seed=0).pull(12)
+    parts = DataLoadingPrimer(ROWS, repeats=2, shuffle=True, seed=0)
+    pulled = [parts.pull(count) for count in (1, 5, 6)]
+    for key in ("group_id", "seed"):
+        assert torch.equal(torch.cat([part[key] for part in pulled]), whole[key])
+    assert [q for part in pulled for q in part.get("query").tolist()] == whole.get("query").tolist()
+    assert len(set(whole["seed"].tolist())) == 12
+    assert (whole["seed"] >= 0).all()
+
+
+def test_a_loader_with_workers_ends_and_leaves_no_process():
+    before = worker_processes()
+    loader = DataLoader(ROWS, batch_size=4, num_workers=2)
+    primer = DataLoadingPrimer(loader, epochs=2)
+    assert [queries(primer, 8) for _ in range(3)] == [
+        [f"q{n % 10}" for n in numbers] for numbers in (range(8), range(8, 16), range(16, 20))
+    ]
+    with pytest.raises(EndOfData):
+        primer.pull(8)
+    assert worker_processes() == before

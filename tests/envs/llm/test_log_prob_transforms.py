@@ -230,23 +230,6 @@ def test_a_turn_pays_for_its_own_tokens_so_that_the_turns_of_a_conversation_add_
     assert "kl_penalty" not in second
 
 
-def test_advantages_and_loss_are_the_same_for_padded_and_for_ragged_rows(models):
-    model, other = models
-    found = []
-    for pad_output in (False, True):
-        policy = policy_of(model, pad_output=pad_output)
-        env = DatasetChatEnv(dataset=[{"query": q} for q in QUERIES], repeats=3, group_repeats=True, shuffle=False)
-        env.append_transform(One()).append_transform(KLRewardTransform(wrapper(other, pad_output=pad_output), coef=0.5))
-        collector = LLMCollector(env, policy=policy, total_dialog_turns=3, yield_only_last_steps=True)
-        [data] = list(collector)
-        data = MCAdvantage(3, trajectory_return="sum").inv(data)
-        out = GRPOLoss(policy, kl_to_ref_coeff=0.1)(data)
-        found.append((data["advantage"][:, 0].flatten(), out.loss_objective, out.kl_to_ref))
-    for ragged, dense in zip(*found, strict=True):
-        torch.testing.assert_close(ragged, dense, atol=1e-4, rtol=1e-4)
-    assert found[0][0].abs().min() > 0.01
-
-
 def test_a_buffer_scores_what_it_samples(models):
     model, _ = models
     reference = wrapper(model, log_probs_key="ref_log_probs")
@@ -441,7 +424,7 @@ def test_the_specs_are_kept(models, mode):
 def test_what_is_missing_is_named():
     with pytest.raises(MissingKeyError, match=r"KLComputation: the log-probs of the policy must be in \('log_probs'"):
         KLComputation()(batch([1], [[-1.0]], [[-2.0]]).exclude("log_probs"))
-    with pytest.raises(MissingKeyError, match=r"the log-probs of the reference .* put a RetrieveLogProb before it"):
+    with pytest.raises(MissingKeyError, match=r"ref_log_probs.* put a RetrieveLogProb before it"):
         KLComputation()(batch([1], [[-1.0]], [[-2.0]]).exclude(("next", "ref_log_probs")))
     td = batch([1], [[-1.0]], [[-2.0]]).exclude(("next", "reward"))
     with pytest.raises(MissingKeyError, match="append it after the transform that writes the reward"):
@@ -481,3 +464,20 @@ def test_a_text_policy_without_ids_has_no_log_probs_to_compare():
     env.append_transform(KLComputation())
     with pytest.raises(MissingKeyError, match="return_log_probs=False"):
         env.step(ScriptedPolicy(["4"])(env.reset(TensorDict(query="2+2", batch_size=[1]))))
+
+
+def test_advantages_and_loss_are_the_same_for_padded_and_for_ragged_rows(models):
+    model, other = models
+    found = []
+    for pad_output in (False, True):
+        policy = policy_of(model, pad_output=pad_output)
+        env = DatasetChatEnv(dataset=[{"query": q} for q in QUERIES], repeats=3, group_repeats=True, shuffle=False)
+        env.append_transform(One()).append_transform(KLRewardTransform(wrapper(other, pad_output=pad_output), coef=0.5))
+        collector = LLMCollector(env, policy=policy, total_dialog_turns=3, yield_only_last_steps=True)
+        [data] = list(collector)
+        data = MCAdvantage(3, trajectory_return="sum").inv(data)
+        out = GRPOLoss(policy, kl_to_ref_coeff=0.1)(data)
+        found.append((data["advantage"][:, 0].flatten(), out.loss_objective, out.kl_to_ref))
+    for ragged, dense in zip(*found, strict=True):
+        torch.testing.assert_close(ragged, dense, atol=1e-4, rtol=1e-4)
+    assert found[0][0].abs().min() > 0.01

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-import threading
 from types import ModuleType, SimpleNamespace
 
 import gymnasium
@@ -12,7 +11,6 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from llmrl.collectors.llm import LLMCollector
 from llmrl.envs import check_env_specs
 from llmrl.envs.llm import MLGymWrapper, make_mlgym
 from llmrl.errors import ConfigError, MissingDependencyError, RolloutError
@@ -128,25 +126,6 @@ def test_a_partial_reset_gives_the_free_gym_and_leaves_the_other_conversation():
         answered(env, env.step_mdp(ended), run("ls"), run("ls"))
 
 
-class Meeting(Shell):
-    """Answers when the gym beside it has been asked too."""
-
-    def __init__(self, barrier):
-        super().__init__()
-        self.barrier = barrier
-
-    def step(self, action):
-        self.barrier.wait(timeout=30)
-        return "met", 0, False, {}
-
-
-def test_gyms_work_at_the_same_time():
-    barrier = threading.Barrier(3)
-    env = MLGymWrapper([Meeting(barrier) for _ in range(3)])
-    answered(env, env.reset(), run("meet"))
-    assert env.counters["failed"] == 0
-
-
 @pytest.mark.parametrize("mode", ["history", "text", "tokens"])
 def test_the_stream_of_ids_goes_on_in_every_mode(mode):
     env = MLGymWrapper(Shell(), tokenizer=TOKENIZER, input_mode=mode)
@@ -158,16 +137,6 @@ def test_the_stream_of_ids_goes_on_in_every_mode(mode):
     assert torch.equal(engine.prompts[1][: len(before)], before)
     assert TOKENIZER.decode(engine.prompts[1][len(before) :]).count("ran ls") == 1
     assert second["next", "reward"].item() == 0.75
-
-
-def test_a_collector_runs_the_gyms_over_and_over():
-    env = MLGymWrapper([Shell("a"), Shell("b")])
-    policy = ScriptedPolicy(lambda chat: run("submit" if len(chat) > 2 else "ls"))
-    options = {"dialog_turns_per_batch": 4, "yield_only_last_steps": True, "max_dialog_turns": 5}
-    collector = LLMCollector(env, policy=policy, total_dialog_turns=8, **options)
-    batches = list(collector)
-    assert sum(len(batch) for batch in batches) == 4
-    assert all(batch["next", "reward"].flatten().tolist() == [0.75] * len(batch) for batch in batches)
 
 
 def test_the_specs_are_kept_and_closing_closes_the_gyms():

@@ -18,7 +18,7 @@ from llmrl.data.ragged.tensordicts import column
 from llmrl.envs.llm import ChatEnv, DatasetChatEnv
 from llmrl.envs.llm.rewards import CodeReward, JudgeReward
 from llmrl.envs.llm.transforms import RewardFunction, load_reward, make_rewards
-from llmrl.errors import ConfigError, MissingKeyError, ShapeError
+from llmrl.errors import ConfigError, ShapeError
 
 
 def scores(fn, completions, say, *, columns=None, **options):
@@ -54,13 +54,6 @@ def test_tensors_of_the_data_are_columns_too(say):
     rows = [{"query": "q", "ids": torch.arange(3), "level": 10, "bonus": torch.zeros(2)}]
     env = DatasetChatEnv(dataset=rows, num_envs=2).append_transform(RewardFunction(near))
     assert env.step(say(env.reset(), ["a", "b"]))["next", "reward"].flatten().tolist() == [15.0, 15.0]
-
-
-def test_a_batched_function_gets_lists(say):
-    def shares(completions, answer):
-        return [completions.count(c) / len(completions) for c in completions]
-
-    assert scores(shares, ["a", "a", "b", "c"], say, batched=True)[0] == [0.5, 0.5, 0.25, 0.25]
 
 
 def test_failures_are_nan_in_their_row_and_counted(say):
@@ -135,18 +128,6 @@ def test_a_failing_row_is_tried_again_before_it_counts_as_failed(say):
     assert transform.first_error.count("ConnectionError: not now") == 1
 
 
-def test_a_failing_batch_is_tried_again_as_a_whole(say):
-    tries = []
-
-    def flaky(completions):
-        tries.append(len(completions))
-        return [1.0] * len(completions) if len(tries) == 2 else 1 / 0
-
-    values, transform, _ = scores(flaky, ["a", "b"], say, batched=True, retries=1)
-    assert values == [1.0, 1.0]
-    assert (tries, transform.counters["retries"], transform.first_error) == ([2, 2], 1, None)
-
-
 def test_coroutines_run_concurrently_over_the_rows(say):
     running, most = 0, 0
     together = None
@@ -201,19 +182,6 @@ def test_a_coroutine_that_is_late_is_cancelled_and_costs_its_row_alone(say):
     assert "row 2 of 4 was not done 0.3 s" in transform.first_error
 
 
-def test_coroutines_of_all_batches_share_one_event_loop(say):
-    loops = []
-
-    async def where(completion):
-        loops.append(asyncio.get_running_loop())
-        return 1.0
-
-    _, transform, _ = scores(where, ["a"], say)
-    transform._score(["b", "c"], {})
-    assert len(loops) == 3
-    assert len(set(loops)) == 1
-
-
 def test_a_coroutine_that_blocks_its_loop_costs_the_batch_and_the_next_one_is_scored(say, monkeypatch):
     monkeypatch.setattr("llmrl.concurrency.deadline.GRACE_S", 0.1)
     release = threading.Event()
@@ -226,42 +194,6 @@ def test_a_coroutine_that_blocks_its_loop_costs_the_batch_and_the_next_one_is_sc
     values, transform, _ = scores(blocks, ["block", "ok"], say, deadline_s=0.2)
     assert all(map(math.isnan, values))
     assert transform._score(["ok"], {}) == [1.0]
-    release.set()
-
-
-def test_an_asynchronous_batched_function_and_object_are_awaited(say):
-    class Grader:
-        async def __call__(self, completions):
-            await asyncio.sleep(0)
-            return [len(completion) for completion in completions]
-
-    assert scores(Grader(), ["a", "bb"], say, batched=True)[0] == [1.0, 2.0]
-
-
-def test_rows_of_a_plain_function_run_in_several_threads_if_asked(say):
-    together = threading.Barrier(3)  # passes only if three rows are scored at once
-
-    def meets_the_others(completion):
-        together.wait(timeout=20)
-        return float(completion)
-
-    values, transform, _ = scores(meets_the_others, ["1", "2", "3"], say, concurrency=3)
-    assert values == [1.0, 2.0, 3.0]
-    transform.close()
-
-
-def test_one_hanging_thread_of_several_costs_its_row_alone(say):
-    release = threading.Event()
-
-    def one_hangs(completion):
-        if completion == "hang":
-            release.wait(20)
-        return 1.0
-
-    values, transform, _ = scores(one_hangs, ["ok", "hang", "ok", "ok"], say, concurrency=2, deadline_s=0.5)
-    assert [math.isnan(value) for value in values] == [False, True, False, False]
-    assert transform.counters["timeouts"] == 1
-    assert transform._score(["ok", "ok"], {}) == [1.0, 1.0]
     release.set()
 
 
@@ -350,14 +282,6 @@ def test_a_function_that_cannot_take_a_completion_is_refused(fn):
         RewardFunction(fn)
 
 
-def test_a_policy_without_a_response_is_named():
-    env = ChatEnv(batch_size=[1]).append_transform(RewardFunction(lambda completion: 0.0))
-    td = env.reset(TensorDict(query="q", batch_size=[1]))
-    td["history"].full = td["history"].prompt
-    with pytest.raises(MissingKeyError, match="RewardFunction '<lambda>': the policy's response"):
-        env.step(td)
-
-
 @pytest.fixture
 def module(monkeypatch, tmp_path):
     source = "def exact(completion, answer):\n    return completion == answer\n"
@@ -436,3 +360,30 @@ def test_judge_and_code_are_made_from_their_settings():
 def test_entries_that_cannot_be_run_are_named(module, specs, message):
     with pytest.raises(ConfigError, match=message):
         make_rewards(specs)
+
+
+def test_a_failing_batch_is_tried_again_as_a_whole(say):
+    tries = []
+
+    def flaky(completions):
+        tries.append(len(completions))
+        return [1.0] * len(completions) if len(tries) == 2 else 1 / 0
+
+    values, transform, _ = scores(flaky, ["a", "b"], say, batched=True, retries=1)
+    assert values == [1.0, 1.0]
+    assert (tries, transform.counters["retries"], transform.first_error) == ([2, 2], 1, None)
+
+
+def test_one_hanging_thread_of_several_costs_its_row_alone(say):
+    release = threading.Event()
+
+    def one_hangs(completion):
+        if completion == "hang":
+            release.wait(20)
+        return 1.0
+
+    values, transform, _ = scores(one_hangs, ["ok", "hang", "ok", "ok"], say, concurrency=2, deadline_s=0.5)
+    assert [math.isnan(value) for value in values] == [False, True, False, False]
+    assert transform.counters["timeouts"] == 1
+    assert transform._score(["ok", "ok"], {}) == [1.0, 1.0]
+    release.set()

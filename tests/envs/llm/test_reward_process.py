@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -15,7 +16,7 @@ import torch
 
 from llmrl.envs.llm.tasks.sums import sums_reward
 from llmrl.envs.llm.transforms import RewardFunction, reward_process
-from llmrl.errors import ConfigError, ShapeError, WorkerError
+from llmrl.errors import ConfigError, DeadlineError, ShapeError, WorkerError
 from tests.support.processes import is_running, wait_until
 
 GRADERS = """
@@ -166,6 +167,18 @@ def test_a_process_that_does_not_start_is_an_error(reward, tmp_path):
     (tmp_path / "graders.py").write_text("raise SystemExit(5)")
     with pytest.raises(WorkerError, match=r"RewardFunction 'where': its process must go on .* exit code 5"):
         score(transform, ["a"])
+
+
+def test_a_caller_waits_for_a_busy_process_no_longer_than_its_deadline(reward):
+    pool = reward("where")._runner._pool
+    with contextlib.ExitStack() as busy:
+        for _ in range(pool._size):
+            busy.enter_context(pool.worker())
+        message = "RewardFunction 'where': one of its .* processes must be free within 0.1 s: all were busy"
+        with pytest.raises(DeadlineError, match=message), pool.worker(wait_s=0.1):
+            pass
+    with pool.worker(wait_s=0.1) as worker:
+        assert worker.stop.alive
 
 
 def test_the_process_ends_with_its_owner_also_where_it_keeps_the_lock(tmp_path):

@@ -31,25 +31,6 @@ def policy():
 
 
 @pytest.mark.parametrize(("kind", "rows"), TASKS, ids=[kind.__name__ for kind, _ in TASKS])
-def test_a_task_feeds_a_buffer_with_groups_of_scored_conversations(kind, rows):
-    if kind is MATHEnv:
-        pytest.importorskip("math_verify")
-    env = kind(dataset=rows, num_envs=2, repeats=2, group_repeats=True, max_steps=2, shuffle=False, seed=0)
-    collector = LLMCollector(
-        env, policy=policy(), dialog_turns_per_batch=8, total_dialog_turns=24, yield_only_last_steps=True
-    )
-    buffer = ReplayBuffer(storage=LazyStackStorage(100), transform=MCAdvantage(grpo_size=2), batch_size=4)
-    for batch in collector:
-        assert batch["next", "reward"].shape[1:] == (1, 1)
-        assert batch["next", "done"].all()
-        buffer.extend(batch)
-    assert len(buffer) >= 8
-    sample = buffer.sample()
-    assert sample["advantage"].isfinite().all()
-    collector.shutdown()
-
-
-@pytest.mark.parametrize(("kind", "rows"), TASKS, ids=[kind.__name__ for kind, _ in TASKS])
 def test_a_task_keeps_its_specs_also_without_a_policy(kind, rows):
     if kind is MATHEnv:
         pytest.importorskip("math_verify")
@@ -84,3 +65,22 @@ def test_a_response_has_one_score_in_every_mode(kind, rows, said, reward, mode, 
     assert after["reward"].item() == pytest.approx(reward)
     assert (after["success"].item(), after["terminated"].item()) == (reward == 1, reward > 0)
     env.close()
+
+
+@pytest.mark.parametrize(("kind", "rows"), TASKS, ids=[kind.__name__ for kind, _ in TASKS])
+def test_a_task_feeds_a_buffer_with_groups_of_scored_conversations(kind, rows):
+    if kind is MATHEnv:
+        pytest.importorskip("math_verify")
+    env = kind(dataset=rows, num_envs=2, repeats=2, group_repeats=True, max_steps=2, shuffle=False, seed=0)
+    collector = LLMCollector(
+        env, policy=policy(), dialog_turns_per_batch=8, total_dialog_turns=24, yield_only_last_steps=True
+    )
+    buffer = ReplayBuffer(storage=LazyStackStorage(100), transform=MCAdvantage(grpo_size=2), batch_size=4)
+    for batch in collector:
+        assert batch["next", "reward"].shape[1:] == (1, 1)
+        assert batch["next", "done"].all()
+        buffer.extend(batch)
+    assert len(buffer) >= 8
+    sample = buffer.sample()
+    assert sample["advantage"].isfinite().all()
+    collector.shutdown()

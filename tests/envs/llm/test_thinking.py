@@ -56,14 +56,6 @@ def test_or_it_is_answered_by_a_message(role):
     assert not after["done"].item()
 
 
-def test_rows_are_judged_one_by_one():
-    after = answered(gsm8k(num_envs=2), WRONG, RIGHT)
-    assert after["done"].flatten().tolist() == [False, True]
-    assert after["reward"].flatten().tolist() == [0, 1]
-    contents = [chat[-1]["content"] for chat in after["history"].prompt.to_chats()]
-    assert contents == [f"<think>2 + 2 is 5</think>{EGOCENTRIC[0]}", RIGHT]
-
-
 def test_only_the_last_answer_block_goes_and_without_one_the_doubt_comes_at_the_end():
     env = gsm8k(prompt="Hm.")
     two = "<answer>1</answer> or <answer>5</answer> so"
@@ -176,20 +168,6 @@ def test_what_a_tool_said_to_the_answer_is_not_in_the_edited_conversation():
     chat = answered(env, f"{call}<answer>5</answer>")["history"].prompt.to_chats()[0]
     assert [message["role"] for message in chat] == ["system", "user", "assistant"]
     assert chat[-1]["content"] == f"{call}Hm."
-
-
-def test_an_edit_of_a_later_turn_starts_a_record_too():
-    env = ChatEnv(batch_size=[1], input_mode="tokens", tokenizer=TOKENIZER)
-    env = env.append_transform(Score(0.0)).append_transform(AddThinkingPrompt(wrong, prompt="Hm.", tokenizer=TOKENIZER))
-    policy = LLMWrapperBase(FakeEngine([WRONG], tokenizer=TOKENIZER), tokenizer=TOKENIZER, input_mode="tokens")
-    td = env.reset(TensorDict(query="2 + 2?", batch_size=[1]))
-    for turn in range(3):
-        td = env.step(policy(td))
-        assert td["new_record"].tolist() == [True]
-        [wrote] = td.get(("masks", "all_assistant_mask"), as_list=True)
-        assert int(wrote.sum()) == len(TOKENIZER(f"{WRONG}<|im_end|>").input_ids)
-        assert TOKENIZER.decode(td["tokens"].rows("full")[0]).count("Hm.") == turn
-        td = env.step_mdp(td)
 
 
 def test_random_prompts_follow_the_seed_and_a_saved_state():

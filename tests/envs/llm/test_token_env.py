@@ -64,13 +64,6 @@ def test_the_specs_of_text_and_of_ids_are_kept(options):
     check_env_specs(ids, tensordict=TensorDict(tokens=PROMPTS, batch_size=[2]), policy=draw)
 
 
-def test_keys_can_be_named():
-    env = LLMEnv(str_key="said", action_key="say", batch_size=[1])
-    td = env.reset(TensorDict(said=["a"], batch_size=[1]))
-    td["say"] = ["b"]
-    assert env.step(td)["next"].get("said").tolist() == ["ab"]
-
-
 def test_prompts_come_from_a_dataloader_as_text_or_tokenised(tokenizer):
     rows = [{"text": "Hi"}, {"text": "What is 2+2?"}]
     env = LLMEnv.from_dataloader(rows, batch_size=2, repeats=2, group_repeats=True)
@@ -98,7 +91,7 @@ def test_what_a_text_or_token_env_cannot_do_is_refused():
         LLMEnv(from_text=False, str_key="text")
     with pytest.raises(ConfigError, match="number of prompts"):
         LLMEnv(batch_size=[])
-    with pytest.raises(MissingKeyError, match=r"the prompt must be in 'text'; keys present: 'txt'"):
+    with pytest.raises(MissingKeyError, match=r"reads 'text', which is not there; keys present: 'txt'"):
         LLMEnv().reset(TensorDict(txt=["a"], batch_size=[1]))
     with pytest.raises(MissingKeyError, match="add a DataLoadingPrimer"):
         LLMEnv().reset()
@@ -118,28 +111,6 @@ def test_equal_prefixes_share_a_number_however_they_were_split():
     assert torch.equal(td["observation"], PROMPTS)
     assert whole["hashing"].shape == (2, 1)
     assert whole["hashing"][0] != whole["hashing"][1]
-
-
-def test_prefixes_of_all_orders_and_lengths_differ():
-    ids = torch.cartesian_prod(*[torch.arange(6)] * 4)
-    env = LLMHashingEnv(6, text_output=False)
-    found = set()
-    for length in range(1, 5):
-        rows = torch.unique(ids[:, :length], dim=0)
-        found |= set(env.reset(TensorDict(observation=rows, batch_size=[len(rows)]))["hashing"].flatten().tolist())
-    assert len(found) == 6 + 6**2 + 6**3 + 6**4
-    assert min(found) >= 0
-
-
-def test_the_numbers_are_splitmix64s_and_so_the_same_everywhere():
-    def mixed(value):  # in Python's whole numbers
-        value = (value + 0x9E3779B97F4A7C15) % 2**64
-        value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-        value = (value ^ (value >> 27)) * 0x94D049BB133111EB % 2**64
-        return (value ^ (value >> 31)) % 2**63
-
-    pairs = [(0, 1), (7, 151_000), (2**62 + 5, 0), (2**63 - 1, 31)]
-    assert prefix_hash(torch.tensor(pairs)).flatten().tolist() == [mixed(before ^ mixed(ids)) for before, ids in pairs]
 
 
 def test_text_and_batches_of_any_shape_are_written(tokenizer):
@@ -177,5 +148,27 @@ def test_what_the_hashing_env_needs_is_named(tokenizer):
         LLMHashingEnv(10)
     with pytest.raises(ConfigError, match="give one to the env"):
         LLMHashingEnv(10, text_output=False).make_tensordict("a")
-    with pytest.raises(MissingKeyError, match="the prompt must be in 'observation'"):
+    with pytest.raises(MissingKeyError, match="reads 'observation', which is not there"):
         LLMHashingEnv(10, text_output=False).reset()
+
+
+def test_prefixes_of_all_orders_and_lengths_differ():
+    ids = torch.cartesian_prod(*[torch.arange(6)] * 4)
+    env = LLMHashingEnv(6, text_output=False)
+    found = set()
+    for length in range(1, 5):
+        rows = torch.unique(ids[:, :length], dim=0)
+        found |= set(env.reset(TensorDict(observation=rows, batch_size=[len(rows)]))["hashing"].flatten().tolist())
+    assert len(found) == 6 + 6**2 + 6**3 + 6**4
+    assert min(found) >= 0
+
+
+def test_the_numbers_are_splitmix64s_and_so_the_same_everywhere():
+    def mixed(value):  # in Python's whole numbers
+        value = (value + 0x9E3779B97F4A7C15) % 2**64
+        value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        value = (value ^ (value >> 27)) * 0x94D049BB133111EB % 2**64
+        return (value ^ (value >> 31)) % 2**63
+
+    pairs = [(0, 1), (7, 151_000), (2**62 + 5, 0), (2**63 - 1, 31)]
+    assert prefix_hash(torch.tensor(pairs)).flatten().tolist() == [mixed(before ^ mixed(ids)) for before, ids in pairs]

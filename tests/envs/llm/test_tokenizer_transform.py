@@ -91,7 +91,7 @@ def test_settings_and_values_that_cannot_be_used_are_refused(tokenizer):
         Tokenizer(["text"], ["ids"])
     with pytest.raises(ConfigError, match="needs max_length"):
         Tokenizer(tokenizer=tokenizer, padding="max_length")
-    with pytest.raises(ConfigError, match="keys come in pairs"):
+    with pytest.raises(ConfigError, match="one key to write per key"):
         Tokenizer(["a", "b"], ["c"], tokenizer=tokenizer)
     with pytest.raises(DataError, match="must be a string: got int"):
         Tokenizer(["text"], ["ids"], tokenizer=tokenizer)(TensorDict(text=torch.tensor([1]), batch_size=[1]))

@@ -170,12 +170,16 @@ def test_markers_inside_arguments_are_text():
         (
             DeepSeekFormat(),
             "<｜tool▁call▁begin｜>a<｜tool▁sep｜>{} then<｜tool▁call▁end｜>",
-            "must follow the JSON object",
+            "stands between the JSON object",
         ),
         (DeepSeekFormat(fenced=False), "<｜tool▁call▁begin｜><｜tool▁sep｜>{}<｜tool▁call▁end｜>", "names no tool"),
         (HarmonyFormat(), "<|channel|>commentary to=functions.a<|message|>x=1<|call|>", "invalid JSON at 'x=1"),
         (HarmonyFormat(), "<|channel|>commentary to=functions.a<|message|>[1]<|call|>", "must be a JSON object"),
-        (HarmonyFormat(), "<|channel|>commentary to=functions.a<|message|>{} {}<|call|>", "<|call|> must follow"),
+        (
+            HarmonyFormat(),
+            "<|channel|>commentary to=functions.a<|message|>{} {}<|call|>",
+            "the JSON object and <|call|>",
+        ),
     ],
 )
 def test_what_cannot_be_read_says_what_is_wrong_and_what_a_call_looks_like(form, text, reason):

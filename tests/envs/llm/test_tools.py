@@ -19,7 +19,6 @@ from llmrl.envs.llm.transforms import RewardFunction, ToolTransform, tool_metric
 from llmrl.errors import ConfigError, MissingKeyError
 from llmrl.modules.llm.engines import StopReason
 from llmrl.modules.llm.policies.base import LLMWrapperBase
-from llmrl.modules.llm.policies.containers import ChatHistory
 from llmrl.objectives.llm import MCAdvantage
 from llmrl.testing import FakeEngine, ScriptedPolicy, tiny_tokenizer
 from llmrl.tools import ToolError
@@ -27,15 +26,6 @@ from tests.support.tool_env import Diary, add, queries, told
 
 render = HermesFormat().render
 WAIT_S = 20.0  # a bound on waits that end at once where the code is right
-
-
-def test_a_call_in_a_conversation_that_is_there_only_as_a_whole_is_run():
-    env = ChatEnv(batch_size=[1]).append_transform(ToolTransform([add]))
-    td = ScriptedPolicy([render("add", {"a": 1, "b": 2})])(env.reset(queries("1 + 2?")))
-    td["history"] = ChatHistory.from_rows({"full": td["history"].full})
-    said = env.step(td)["next", "history"].prompt.to_chats()[0]
-    assert [message["role"] for message in said[-2:]] == ["assistant", "tool"]
-    assert said[-1]["content"] == "3"
 
 
 def fail(reason: str) -> str:
@@ -57,15 +47,6 @@ def started(*answers, tools=(add,), **options):
 
 def use(td, name):
     return td["next", "tool_use", name].tolist()
-
-
-def test_calls_are_answered_in_their_order_in_messages_with_name_and_id():
-    text = "\n".join(render("add", {"a": n, "b": n}) for n in range(3))
-    _, td = started(f"Let me see. {text}")
-    assert told(td) == [
-        {"role": "tool", "content": str(2 * n), "name": "add", "tool_call_id": f"call_0_0_{n}"} for n in range(3)
-    ]
-    assert not td["next", "done"].any()
 
 
 @pytest.mark.parametrize("declare", [True, False])
@@ -151,18 +132,6 @@ def test_the_timeout_of_a_call_is_kept():
     release.set()
     assert use(td, "timeout") == [1]
     assert told(td)[0]["content"].startswith("Error: wait: no result within 0.2 s")
-
-
-def test_64_conversations_with_a_slow_tool_wait_for_the_slowest_not_for_the_sum():
-    """Every call waits until all 64 are inside: one after the other they would never end."""
-    meeting = threading.Barrier(64)
-
-    def meet() -> str:
-        """Meets the others."""
-        return str(meeting.wait(WAIT_S) >= 0)
-
-    _, td = started(*[render("meet", {})] * 64, tools=[meet], timeout_s=WAIT_S)
-    assert use(td, "ok") == [1] * 64
 
 
 def test_answers_are_bounded_with_a_notice():
@@ -372,18 +341,6 @@ def dataset_env(num_envs, *, repeats=None, max_steps=6, calls=(0, 1, 2, 3)):
     return env.append_transform(RewardFunction(lambda completion, answer: float(completion == answer), name="right"))
 
 
-def test_a_collector_hands_out_whole_conversations_of_different_lengths():
-    collector = LLMCollector(
-        dataset_env(4), policy=ScriptedPolicy(talk), yield_only_last_steps=True, dialog_turns_per_batch=1
-    )
-    data = collector.rollout()
-    assert data["next", "tool_use", "calls"].tolist() == [0, 1, 2, 3]
-    assert data["next", "terminated"].all()
-    assert data["next", "reward"].flatten().tolist() == [1.0] * 4
-    assert collector.counters["produced"] == 1 + 2 + 3 + 4
-    assert tool_metrics(data)["tools/call_rate"] == 0.75
-
-
 def test_a_collector_of_turns_replaces_only_conversations_that_ended():
     collector = LLMCollector(dataset_env(2), policy=ScriptedPolicy(talk), dialog_turns_per_batch=12)
     data = collector.rollout()
@@ -395,6 +352,34 @@ def test_a_collector_of_turns_replaces_only_conversations_that_ended():
         [True, False, False, True, True, False],
         [False, True, False, False, False, True],
     ]
+
+
+def test_done_is_reached_whatever_the_model_does():
+    """Regression: an environment without a reward parser once ran for ever."""
+    batch = dataset_env(2, calls=(9,), max_steps=3).rollout(50, ScriptedPolicy([CALL]))
+    assert batch.shape[1] == 3
+    assert batch[:, -1]["next", "truncated"].all()
+
+
+def test_calls_are_answered_in_their_order_in_messages_with_name_and_id():
+    text = "\n".join(render("add", {"a": n, "b": n}) for n in range(3))
+    _, td = started(f"Let me see. {text}")
+    assert told(td) == [
+        {"role": "tool", "content": str(2 * n), "name": "add", "tool_call_id": f"call_0_0_{n}"} for n in range(3)
+    ]
+    assert not td["next", "done"].any()
+
+
+def test_64_conversations_with_a_slow_tool_wait_for_the_slowest_not_for_the_sum():
+    """Every call waits until all 64 are inside: one after the other they would never end."""
+    meeting = threading.Barrier(64)
+
+    def meet() -> str:
+        """Meets the others."""
+        return str(meeting.wait(WAIT_S) >= 0)
+
+    _, td = started(*[render("meet", {})] * 64, tools=[meet], timeout_s=WAIT_S)
+    assert use(td, "ok") == [1] * 64
 
 
 def test_advantages_of_tool_conversations_are_those_of_their_groups(tokenizer):
@@ -412,10 +397,3 @@ def test_advantages_of_tool_conversations_are_those_of_their_groups(tokenizer):
     assert rewards.tolist() == [1.0, 0.0, 0.0, 0.0]
     wanted = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
     torch.testing.assert_close(rows["advantage"].flatten(), wanted, atol=1e-5, rtol=0)
-
-
-def test_done_is_reached_whatever_the_model_does():
-    """Regression: an environment without a reward parser once ran for ever."""
-    batch = dataset_env(2, calls=(9,), max_steps=3).rollout(50, ScriptedPolicy([CALL]))
-    assert batch.shape[1] == 3
-    assert batch[:, -1]["next", "truncated"].all()

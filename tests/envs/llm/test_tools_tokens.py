@@ -6,8 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llmrl.collectors.llm import LLMCollector
-from llmrl.envs.llm import ChatEnv, DatasetChatEnv
+from llmrl.envs.llm import ChatEnv
 from llmrl.envs.llm.tool_calls import DeepSeekFormat, HarmonyFormat, HermesFormat, MistralFormat
 from llmrl.envs.llm.transforms import ToolTransform
 from llmrl.errors import TemplateError
@@ -82,47 +81,6 @@ def test_a_tool_cannot_open_a_turn_by_quoting_a_marker(mode, tokenizer):
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     # system, user, the model's own turn, the tool's: the marker in the tool's answer is no control token
     assert (policy.engine.prompts[1] == end).sum() == 4
-
-
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("mode", MODES)
-def test_rows_that_call_and_rows_that_do_not_share_a_batch(mode, padded, tokenizer):
-    policy = policy_of(tokenizer, [CALL, "No.", CALL, "A", "B"], mode, pad_output=padded)
-    env = make_env(tokenizer, mode, num=3)
-    td = env.step(policy(env.reset(queries("a", "bb", "ccc"))))
-    assert td["next", "done"].flatten().tolist() == [False, True, False]
-    going_on = env.step_mdp(td)[torch.tensor([0, 2])] if not padded else env.step_mdp(td)
-    policy(going_on)
-    texts = [tokenizer.decode(ids) for ids in policy.engine.prompts]
-    asked = [text for text in texts[3:] if "<tool_response>" in text]
-    assert len(asked) == 2
-    assert ["user\na<|im_end|>" in asked[0], "user\nccc<|im_end|>" in asked[1]] == [True, True]
-    assert asked[0].startswith(texts[0] + CALL)
-    assert asked[1].startswith(texts[2] + CALL)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_conversations_that_start_beside_others_that_go_on_have_streams_of_their_own(mode, tokenizer):
-    def answer(ids):
-        text = tokenizer.decode(ids)
-        wanted = int(text.partition("calls=")[2][0])
-        return CALL if text.count("<tool_response>") < wanted else "Done."
-
-    rows = [{"prompt": f"calls={n}"} for n in (0, 1, 2, 3, 0, 2)]
-    env = DatasetChatEnv(dataset=rows, num_envs=2, shuffle=False, max_steps=5, input_mode=mode, tokenizer=tokenizer)
-    env.append_transform(ToolTransform([echo]))
-    policy = policy_of(tokenizer, answer, mode)
-    collector = LLMCollector(env, policy=policy, dialog_turns_per_batch=12)
-    data = collector.rollout()
-    for row in range(2):
-        for turn in range(6):
-            td = data[row, turn]
-            text = tokenizer.decode(td["tokens"].full)
-            assert text.count("calls=") == 1
-            assert text.startswith("<|im_start|>system\n")
-            assert text.count("<tool_response>") == td["tool_use", "calls"]
-            drawn = td["tokens"].full[td["masks"].all_assistant_mask]
-            assert tokenizer.decode(drawn).count("<tool_call>") == td["next", "tool_use", "calls"]
 
 
 @pytest.mark.parametrize("family", ["qwen", "qwen3", "llama3", "deepseek"])

@@ -62,17 +62,6 @@ def test_a_column_that_the_data_do_not_have_is_refused_with_a_near_name():
         talk(UserTurn(lambda messages, anser: None), ["x"])
 
 
-def test_users_are_asked_at_the_same_time_and_may_be_coroutines():
-    together = threading.Barrier(2, timeout=20)
-    talk(UserTurn(lambda messages: together.wait() and None), ["x"])
-
-    async def reply(messages):
-        return None
-
-    steps, _ = talk(UserTurn(reply), ["x"])
-    assert steps[0]["next", "terminated"].all()
-
-
 @pytest.mark.parametrize("value", [3, ["more"], RuntimeError("gone")])
 def test_a_failed_reply_leaves_its_conversation_without_reward_and_the_others_alone(value):
     def reply(messages, answer):

@@ -107,14 +107,6 @@ def test_rows_that_cannot_go_on_the_stream_are_refused_and_the_stream_stays():
     assert transform.inv(stream(2, streams=2)).batch_size == (2, 2)
 
 
-def test_the_mask_of_a_stream_has_a_default_key_of_its_own():
-    rows = stream(4)
-    rows["mask"] = torch.tensor([True, True, False, False])
-    transform = MultiStepTransform(3, 1.0)
-    out = torch.cat([transform.inv(rows), transform.flush()])
-    assert out["steps_to_next_obs"].flatten().tolist() == [2, 1, 1, 1]
-
-
 # --- the next observation, on the way out ---
 
 
@@ -188,13 +180,6 @@ def test_integers_need_a_fill_value():
     assert out["next", "count"].tolist() == [1, 2, 3, -1, 5, 6, 7, -1]
 
 
-def test_nested_keys_are_rebuilt_under_next():
-    rows = compact_rows()
-    rows["agents"] = TensorDict(pos=torch.arange(16.0).view(8, 2), batch_size=[8, 2])
-    out = NextStateReconstructor([("agents", "pos")])(rows)
-    assert out["next", "agents", "pos"][:3].tolist() == [[2, 3], [4, 5], [6, 7]]
-
-
 def test_a_marker_that_is_missing_is_an_error_or_with_strict_false_left_out():
     rows = compact_rows().exclude("collector")
     with pytest.raises(MissingKeyError, match=r"'collector', 'traj_ids'.*keys present: 'next', 'observation'"):
@@ -222,11 +207,6 @@ def test_every_window_is_drawn_equally_often_the_last_one_too():
     starts = crop(batch)["step"][:, 0].bincount()
     assert len(starts) == 3
     assert (starts - 2000).abs().max() < 150  # four standard deviations
-
-
-def test_a_row_of_exactly_the_length_is_returned_whole():
-    batch = TensorDict(step=torch.arange(3).expand(2, 3), batch_size=[2, 3])
-    assert (RandomCropTensorDict(3)(batch)["step"] == batch["step"]).all()
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2, -1, -2, -3])
@@ -280,6 +260,11 @@ def test_a_crop_that_is_saved_draws_the_same_windows_again():
     first = crop(batch)["step"]
     crop.load_state_dict(state)
     assert (crop(batch)["step"] == first).all()
+
+
+def test_a_row_of_exactly_the_length_is_returned_whole():
+    batch = TensorDict(step=torch.arange(3).expand(2, 3), batch_size=[2, 3])
+    assert (RandomCropTensorDict(3)(batch)["step"] == batch["step"]).all()
 
 
 @pytest.mark.parametrize(("rows", "shape"), [([99, 50], (128, 10, 1)), ([99], (10, 50, 1))])

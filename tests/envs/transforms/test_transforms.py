@@ -125,20 +125,6 @@ def test_an_inv_that_holds_rows_back_belongs_in_a_buffer():
         env.step(act(env))
 
 
-def test_the_env_reads_what_preprocess_hands_it():
-    class Start(Transform):
-        def _reset_env_preprocess(self, td):
-            assert td is None
-            return TensorDict(query=torch.arange(5), batch_size=[5])
-
-        def _reset(self, td, reset_td):
-            return reset_td.set("query", td["query"])
-
-    td = Echo().append_transform(Start()).reset()
-    assert td["seen"].shape == (5, 1)
-    assert td["query"].tolist() == [0, 1, 2, 3, 4]
-
-
 def test_specs_pass_through_the_transforms_in_order_and_are_kept():
     calls = []
 
@@ -265,14 +251,6 @@ def test_the_step_counter_counts_truncates_and_starts_again():
     assert steps["step_count"].shape == (2, 7, 1)
 
 
-def test_the_step_counter_restarts_only_the_rows_that_are_reset_and_counts_a_subset():
-    env = Echo().append_transform(StepCounter(max_steps=2))
-    root = env.step_mdp(env.step(act(env)))
-    after = env.reset(root.set("_reset", torch.tensor([[True], [False]])))
-    assert after["step_count"].flatten().tolist() == [0, 1]
-    assert env.step(act(env)[:1].set("step_count", torch.tensor([[1]])))["next", "done"].all()
-
-
 def test_the_step_counter_keeps_what_the_env_said_and_can_leave_done_alone():
     class Cuts(Echo):
         def _step(self, td):
@@ -360,3 +338,11 @@ def test_a_popped_transform_is_detached_and_no_longer_runs_or_declares():
     assert "extra" in env.observation_spec
     with pytest.raises(ConfigError, match=r"Compose\.pop: there must be a transform at 2: got 2 of them"):
         env.transform.pop(2)
+
+
+def test_the_step_counter_restarts_only_the_rows_that_are_reset_and_counts_a_subset():
+    env = Echo().append_transform(StepCounter(max_steps=2))
+    root = env.step_mdp(env.step(act(env)))
+    after = env.reset(root.set("_reset", torch.tensor([[True], [False]])))
+    assert after["step_count"].flatten().tolist() == [0, 1]
+    assert env.step(act(env)[:1].set("step_count", torch.tensor([[1]])))["next", "done"].all()

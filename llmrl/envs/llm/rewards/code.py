@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,7 @@ from llmrl.tools.sandbox.launch import Kind
 
 __all__ = ["CodeReward"]
 
-START_S = 60.0  # for an interpreter, on a busy machine
+START_S = 600.0  # for an interpreter, also where other cases use all of them
 
 # The code is text in the text that is run: nothing of it is put together with ours but by exec.
 _STDIN = """
@@ -85,7 +84,6 @@ class CodeReward:
         if not isinstance(limits, Limits):
             limits = Limits(**{"output_kib": 1024, **(limits or {})})
         self._tool = PythonTool(sandbox=sandbox, limits=limits, spare=1, max_interpreters=concurrency)
-        self._slots = threading.BoundedSemaphore(concurrency)
 
     def __call__(self, completion: str, tests: Any) -> float:
         cases = _cases(tests)
@@ -115,13 +113,12 @@ class CodeReward:
     def _run(self, program: str) -> tuple[bool, str]:
         """True if the program ran to its end, and its output. The time to get an interpreter does not count."""
         conversation = object()
-        with self._slots:
-            try:
-                self._tool.execute("", conversation=conversation, deadline=time.monotonic() + START_S)
-                deadline = time.monotonic() + self.timeout_s
-                result = self._tool.execute(program, conversation=conversation, deadline=deadline)
-            finally:
-                self._tool.end(conversation)
+        try:
+            self._tool.execute("", conversation=conversation, deadline=time.monotonic() + START_S)
+            deadline = time.monotonic() + self.timeout_s
+            result = self._tool.execute(program, conversation=conversation, deadline=deadline)
+        finally:
+            self._tool.end(conversation)
         return result.status == "ok", result.output
 
 

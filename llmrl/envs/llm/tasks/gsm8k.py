@@ -49,13 +49,6 @@ class GSM8KRewardParser(AnswerParser):
         """The answer in the form in which answers are compared."""
         return normalize_answer(text)
 
-    def score(self, completion: str, reference: str) -> float:
-        """The reward of one response: correct_reward, format_reward or 0."""
-        _, answer = extract_tags(completion)
-        if answer is None:
-            return 0.0
-        return self.correct_reward if normalize_answer(answer) == reference_answer(reference) else self.format_reward
-
     def judge(self, answers: list[str | None], td: TensorDictBase) -> list[bool]:
         references = [reference_answer(str(text), row) for row, text in enumerate(self.references(td), 1)]
         pairs = zip(answers, references, strict=True)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from tensordict import TensorDictBase
 
 from llmrl.concurrency.worker_process import WorkerPool
-from llmrl.envs.llm.answers import AnswerParser, Blocks, find_blocks, last_boxed, normalize_answer
+from llmrl.envs.llm.answers import AnswerParser, Blocks, last_boxed, normalize_answer
 from llmrl.envs.llm.tasks.task import Row, TaskEnv
 from llmrl.errors import DataError, DeadlineError, WorkerError
 from llmrl.optional import require
@@ -57,19 +57,10 @@ class MATHRewardParser(AnswerParser):
     def find_answer(self, blocks: Blocks) -> str | None:
         return blocks.answers[-1] if blocks.answers else last_boxed(blocks.outside)
 
-    def score(self, completion: str, reference: str) -> float:
-        """The reward of one response: correct_reward, format_reward or 0."""
-        answer = self.find_answer(find_blocks(completion))
-        if answer is None:
-            return 0.0
-        return self.correct_reward if self.equality.equal(_reference(reference), answer) else self.format_reward
-
     def judge(self, answers: list[str | None], td: TensorDictBase) -> list[bool]:
         references = [_reference(str(text), row) for row, text in enumerate(self.references(td), 1)]
         pairs = zip(references, answers, strict=True)
-        equal = iter(
-            self.equality.equal_all([(reference, answer) for reference, answer in pairs if answer is not None])
-        )
+        equal = iter(self.equality.equal_all([pair for pair in pairs if pair[1] is not None]))
         return [answer is not None and next(equal) for answer in answers]
 
     def close(self) -> None:

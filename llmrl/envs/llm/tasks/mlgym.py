@@ -21,10 +21,10 @@ from llmrl.envs.llm.answers import fenced_blocks
 from llmrl.envs.llm.chat import ChatEnv
 from llmrl.envs.llm.completions import completion_texts, renderer_of, view_of
 from llmrl.envs.llm.transforms.tool_messages import append_messages
-from llmrl.envs.td_ops import present_keys, shallow_copy
+from llmrl.envs.td_ops import required, shallow_copy
 from llmrl.envs.transforms.base import Transform
 from llmrl.envs.transforms.transformed_env import TransformedEnv
-from llmrl.errors import ConfigError, MissingDependencyError, MissingKeyError, RolloutError
+from llmrl.errors import ConfigError, MissingDependencyError, RolloutError
 from llmrl.optional import require
 
 if TYPE_CHECKING:
@@ -161,12 +161,7 @@ class _GymTurns(Transform):
         return text
 
     def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
-        slots_B = td.get("gym_slot", None)
-        if slots_B is None:
-            raise MissingKeyError(
-                f"MLGymWrapper.step: 'gym_slot' must be in the batch; keys present: {present_keys(td)}; step a "
-                "tensordict that env.reset() returned."
-            )
+        slots_B = required(td, "gym_slot", "MLGymWrapper.step", "step a tensordict that env.reset() returned")
         slots = slots_B.tolist()
         if idle := sorted(set(slots) - self._busy):
             raise RolloutError(f"MLGymWrapper.step: the conversation of gym {idle[0]} has ended: reset it first.")

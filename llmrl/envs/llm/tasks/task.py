@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from llmrl.data.llm.dataset_files import REFERENCE_COLUMNS, load_rows, to_prompt
 from llmrl.envs.llm.chat import DatasetChatEnv, checked_rows
-from llmrl.envs.llm.options import check_keywords
+from llmrl.envs.llm.options import split_keywords
 from llmrl.envs.transforms.base import Transform
 from llmrl.errors import ConfigError, DataError, did_you_mean
 
@@ -46,7 +46,7 @@ class TaskEnv(DatasetChatEnv):
         collate_fn: Callable[[list[Any]], Sequence[Row]] | None = None,
         **options: Any,
     ):
-        check_keywords(options, DatasetChatEnv, type(self).__name__)
+        split_keywords(options, type(self).__name__, DatasetChatEnv)
         if columns := sorted({"prompt_column", "answer_column"} & options.keys()):
             raise ConfigError(f"{type(self).__name__}: prompt_row chooses the columns: {columns[0]} cannot be given.")
         scorer = self.scorer(tokenizer) if compute_reward else None  # first: its package may not be installed

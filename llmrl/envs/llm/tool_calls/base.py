@@ -114,21 +114,22 @@ class CallFormat(ABC):
     def _malformed(self, reason: str, name: str = "") -> list[ParsedCall]:
         return [ParsedCall(name, None, f"the call could not be read: {reason}. Write a call like this: {self.example}")]
 
-    def _of_arguments(
-        self, name: str, text: str, place: int, after: re.Pattern[str], close: str
+    def _of_json(
+        self, text: str, place: int, after: re.Pattern[str], close: str, name: str | None = None
     ) -> tuple[list[ParsedCall], int]:
-        """The call of a tool whose arguments are the JSON at ``place``, and the place to go on from.
+        """The call that is the JSON at ``place``, or with ``name`` has it as arguments, and the place to go on from.
 
         ``after`` must match behind the JSON; ``close`` is its form in a message to the model.
         """
         try:
             value, end = read_json(text, place)
         except ValueError as error:
-            return self._malformed(str(error), name), self._skip(text, place)
+            return self._malformed(str(error), name or ""), self._skip(text, place)
         closed = after.match(text, end)
         if closed is None:
-            return self._malformed(f"{close} must follow the JSON object", name), self._skip(text, end)
-        return self._of_object({"name": name, "arguments": value}), closed.end()
+            reason = f"{shown(text, end)} stands between the JSON object and {close}"
+            return self._malformed(reason, name or ""), self._skip(text, end)
+        return self._of_object(value if name is None else {"name": name, "arguments": value}), closed.end()
 
     def _named(self, call: ParsedCall) -> ParsedCall:
         """The call, malformed if its name cannot be shown."""

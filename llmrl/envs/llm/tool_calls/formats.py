@@ -46,15 +46,7 @@ class HermesFormat(CallFormat):
         return f'<tool_call>\n{{"name": {json_text(name)}, "arguments": {json_text(dict(arguments))}}}\n</tool_call>'
 
     def _read(self, text: str, opening: re.Match[str], schemas: Schemas) -> Read:
-        try:
-            value, end = read_json(text, opening.end())
-        except ValueError as error:
-            return self._malformed(str(error)), self._skip(text, opening.end())
-        after = self._after.match(text, end)
-        if after is None:
-            reason = f"{shown(text, end)} stands between the JSON object and </tool_call>"
-            return self._malformed(reason), self._skip(text, end)
-        return self._of_object(value), after.end()
+        return self._of_json(text, opening.end(), self._after, "</tool_call>")
 
 
 class TaggedFormat(CallFormat):
@@ -84,7 +76,7 @@ class TaggedFormat(CallFormat):
             place = found.end()
         if empty := self._after.match(text, place):
             return [ParsedCall(found[1], {})], empty.end()
-        return self._of_arguments(found[1], text, place, self._after, "</tool>")
+        return self._of_json(text, place, self._after, "</tool>", found[1])
 
 
 class FunctionFormat(CallFormat):
@@ -272,7 +264,7 @@ class DeepSeekFormat(CallFormat):
         name, place = (fenced[1], fenced.end()) if fenced else (head[1].rstrip(), head.end())
         if not name:
             return self._malformed("it names no tool"), self._skip(text, place)
-        return self._of_arguments(name, text, place, self._after, _CALL_END)
+        return self._of_json(text, place, self._after, _CALL_END, name)
 
     def _written(self, name: str, arguments: str) -> str:
         inner = f"function{_SEP}{name}\n```json\n{arguments}\n```" if self.fenced else f"{name}{_SEP}{arguments}"
@@ -330,7 +322,7 @@ class HarmonyFormat(CallFormat):
         ending = self.resume.search(text, opening.end())
         if not text[opening.end() : ending.start() if ending else len(text)].strip():
             return [ParsedCall(name, {})], ending.end() if ending else len(text)
-        return self._of_arguments(name, text, opening.end(), self._after, "<|call|>")
+        return self._of_json(text, opening.end(), self._after, "<|call|>", name)
 
 
 class LlamaFormat(CallFormat):

@@ -8,8 +8,7 @@ the reward is `GRPOLoss`'s ``kl_to_ref_coeff``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -17,25 +16,21 @@ from torch import Tensor
 
 from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.data.specs import Composite, Unbounded
-from llmrl.envs.llm.options import options_of
+from llmrl.envs.llm.options import split_keywords
 from llmrl.envs.llm.transforms.log_probs import (
     FullKey,
     RetrieveLogProb,
     Scorer,
-    ScoringOptions,
     check_padding_side,
     full_key,
     with_rows_spec,
 )
-from llmrl.envs.td_ops import present_keys
+from llmrl.envs.td_ops import present_keys, required
 from llmrl.envs.transforms.base import Compose, Transform
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError
 from llmrl.modules.llm.log_probs import with_predecessor
 from llmrl.modules.llm.policies.containers import LogProbs
 from llmrl.modules.llm.token_stream import own_part, response_part
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["KLComputation", "KLRewardTransform", "RetrieveKL"]
 
@@ -43,17 +38,6 @@ Reduction = Literal["token", "sum", "mean"]
 
 GEN: FullKey = ("log_probs", "full")
 REF: FullKey = ("ref_log_probs", "full")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PenaltyOptions:
-    """Arguments that `KLComputation` and the transforms which contain one share."""
-
-    kl_key: NestedKey = "kl_penalty"
-    add_to_reward: bool = True
-    coeff: float | Any = 1.0
-    padding_side: Literal["left", "right"] = "left"
-    reduction: Reduction | None = None
 
 
 class KLComputation(Transform):
@@ -96,7 +80,11 @@ class KLComputation(Transform):
         check_padding_side(who, padding_side)
         self.gen_log_probs_full_key = full_key(gen_log_probs_full_key, who)
         self.ref_log_probs_full_key = full_key(ref_log_probs_full_key, who)
-        _check_different(self.gen_log_probs_full_key, self.ref_log_probs_full_key, who)
+        if self.gen_log_probs_full_key == self.ref_log_probs_full_key:
+            raise ConfigError(
+                f"{who}: the log-probs of policy and reference must be under different keys: got "
+                f"{self.gen_log_probs_full_key!r} for both."
+            )
         if reduction not in (None, "token", "sum", "mean"):
             raise ConfigError(f"{who}: reduction must be 'token', 'sum', 'mean' or None: got {reduction!r}.")
         self.kl_key = kl_key
@@ -166,21 +154,12 @@ class KLComputation(Transform):
                 f"{who}: the log-probs of the policy must be in {self.gen_log_probs_full_key!r}: keys present: "
                 f"{present_keys(td)}; the policy writes them unless return_log_probs=False."
             )
-        ref = next_td.get(self.ref_log_probs_full_key, None, as_list=True)
-        if ref is None:
-            raise MissingKeyError(
-                f"{who}: the log-probs of the reference must be in {('next', *self.ref_log_probs_full_key)!r}: keys "
-                f"present in 'next': {present_keys(next_td)}; put a RetrieveLogProb before it."
-            )
-        return gen, ref
+        missing = "put a RetrieveLogProb before it, whose log-probs in 'next' are the reference's"
+        return gen, required(next_td, self.ref_log_probs_full_key, who, missing, as_list=True)
 
     def _reward(self, next_td: TensorDictBase, kl_BT: Tensor, paid_BT: Tensor, lengths: list[int] | None) -> Tensor:
-        reward = next_td.get(self.reward_key, None)
-        if reward is None:
-            raise MissingKeyError(
-                f"{type(self).__name__}: changes {self.reward_key!r}, which is not there: append it after the "
-                "transform that writes the reward, or pass add_to_reward=False."
-            )
+        missing = "append it after the transform that writes the reward, or pass add_to_reward=False"
+        reward = required(next_td, self.reward_key, type(self).__name__, missing)
         if not reward.is_floating_point():
             reward = reward.float()
         reduction = self.reduction or ("token" if lengths is None else "sum")
@@ -225,6 +204,7 @@ class RetrieveKL(Compose):
     gen_model_factory, ref_model_factory  called once, here, for a model that is not there yet
     temperature  that both are scored at; None: that of ``gen_model``, else the reference's own
     use_ray_service  must be False: to score in another process, give an engine that lives there
+    options      the other arguments of `RetrieveLogProb` and `KLComputation`
 
     >>> from llmrl.testing import FakeEngine
     >>> [type(t).__name__ for t in RetrieveKL(ref_model=FakeEngine([torch.tensor([1])]), coeff=0.1)]
@@ -238,37 +218,26 @@ class RetrieveKL(Compose):
         *,
         gen_model_factory: Callable[[], Scorer] | None = None,
         ref_model_factory: Callable[[], Scorer] | None = None,
-        assistant_only: bool = True,
         history_key: str | None = None,
-        tokenizer_kwargs: Mapping[str, Any] | None = None,
-        detach: bool = True,
-        device: torch.device | str | None = None,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        padding_side: Literal["left", "right"] = "left",
         gen_log_probs_full_key: FullKey = GEN,
         ref_log_probs_full_key: FullKey = REF,
-        kl_key: NestedKey = "kl_penalty",
-        add_to_reward: bool = True,
-        coeff: float | Any = 1.0,
-        use_ray_service: bool = False,
         reference: Literal["model", "adapter_off"] = "model",
         temperature: float | None = None,
-        reduction: Reduction | None = None,
+        use_ray_service: bool = False,
+        **options: Any,
     ):
         who = type(self).__name__
-        penalty = options_of(PenaltyOptions, locals())
-        _check_different(gen_log_probs_full_key, ref_log_probs_full_key, who)
-        gen = _one_model("gen", None if gen_model == "from_collector" else gen_model, gen_model_factory, locals())
-        ref = _one_model("ref", ref_model, ref_model_factory, locals())
+        gen = None if gen_model == "from_collector" else gen_model
+        gen = _one_model(who, "gen", gen, gen_model_factory, use_ray_service)
+        ref = _one_model(who, "ref", ref_model, ref_model_factory, use_ray_service)
         pads = [getattr(model, "pad_output", None) for model in (gen, ref)]
         if None not in pads and pads[0] != pads[1]:
             raise ConfigError(
                 f"{who}: both models must have the same pad_output: got {pads[0]} for gen_model and {pads[1]} for "
                 "ref_model."
             )
-        if temperature is None:
-            temperature = getattr(gen, "temperature", None)
-        scoring = vars(options_of(ScoringOptions, locals()))
+        scoring, penalty = split_keywords(options, who, RetrieveLogProb, KLComputation)
+        scoring["temperature"] = getattr(gen, "temperature", None) if temperature is None else temperature
         if history_key is not None:
             gen, ref = (
                 model.get_new_version(history_key=history_key) if hasattr(model, "get_new_version") else model
@@ -277,7 +246,7 @@ class RetrieveKL(Compose):
         scorers = [RetrieveLogProb(ref, log_probs_full_key=ref_log_probs_full_key, reference=reference, **scoring)]
         if gen is not None:
             scorers.insert(0, RetrieveLogProb(gen, log_probs_full_key=gen_log_probs_full_key, **scoring))
-        super().__init__(*scorers, KLComputation(gen_log_probs_full_key, ref_log_probs_full_key, **vars(penalty)))
+        super().__init__(*scorers, KLComputation(gen_log_probs_full_key, ref_log_probs_full_key, **penalty))
 
 
 class KLRewardTransform(Compose):
@@ -287,6 +256,8 @@ class KLRewardTransform(Compose):
     Writes  out_keys: the reward, the container of the penalty, that of the reference's log-probs, all in ``next``;
             default ["reward", "kl_penalty", "ref_log_probs"]. See `KLComputation` for the shape of the reward
     Raises  as `RetrieveKL`; ConfigError for other than one in_key and three out_keys
+
+    ``options`` are the other arguments of `RetrieveLogProb` and `KLComputation`.
 
     >>> from llmrl.testing import FakeEngine
     >>> KLRewardTransform(FakeEngine([torch.tensor([1])]), coef=0.1)[1].coeff
@@ -302,15 +273,8 @@ class KLRewardTransform(Compose):
         in_keys: Sequence[NestedKey] | None = None,
         out_keys: Sequence[NestedKey] | None = None,
         log_prob_key: FullKey = GEN,
-        device: torch.device | str | None = None,
-        add_to_reward: bool = True,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        assistant_only: bool = True,
-        padding_side: Literal["left", "right"] = "left",
         use_ray_service: bool = False,
-        reference: Literal["model", "adapter_off"] = "model",
-        temperature: float | None = None,
-        reduction: Reduction | None = None,
+        **options: Any,
     ):
         in_keys = ["reward"] if in_keys is None else list(in_keys)
         out_keys = [*in_keys[:1], "kl_penalty", "ref_log_probs"] if out_keys is None else list(out_keys)
@@ -320,22 +284,23 @@ class KLRewardTransform(Compose):
                 f"reference]: got {in_keys} and {out_keys}."
             )
         who = type(self).__name__
-        ref = _one_model("ref", ref_model, ref_model_factory, locals())
-        key = full_key((out_keys[2], "full"), who)
-        retrieve = RetrieveLogProb(
-            ref, log_probs_full_key=key, reference=reference, **vars(options_of(ScoringOptions, locals()))
+        ref = _one_model(who, "ref", ref_model, ref_model_factory, use_ray_service)
+        reward_key, kl_key, ref_name = out_keys
+        key = full_key((ref_name, "full"), who)
+        scoring, penalty = split_keywords(options, who, RetrieveLogProb, KLComputation)
+        penalty |= {"coeff": coef, "kl_key": kl_key, "reward_key": reward_key}
+        super().__init__(
+            RetrieveLogProb(ref, log_probs_full_key=key, **scoring), KLComputation(log_prob_key, key, **penalty)
         )
-        coeff, kl_key = coef, out_keys[1]
-        penalty = options_of(PenaltyOptions, locals())
-        super().__init__(retrieve, KLComputation(log_prob_key, key, reward_key=in_keys[0], **vars(penalty)))
 
 
-def _one_model(name: str, model: Scorer | None, factory: Callable[[], Scorer] | None, given: Mapping[str, Any]) -> Any:
+def _one_model(
+    who: str, name: str, model: Scorer | None, factory: Callable[[], Scorer] | None, use_ray_service: bool
+) -> Any:
     """The model, or what its factory makes. Raises ConfigError for both, for a reference that is missing, and for a
     service of Ray.
     """
-    who = given["who"]
-    if given["use_ray_service"]:
+    if use_ray_service:
         raise ConfigError(
             f"{who}: use_ray_service must be False: a model in another process is reached through its engine; pass "
             "that as the model."
@@ -346,13 +311,6 @@ def _one_model(name: str, model: Scorer | None, factory: Callable[[], Scorer] | 
     if model is None and name == "ref":
         raise ConfigError(f"{who}: there must be a reference: pass ref_model or ref_model_factory.")
     return model
-
-
-def _check_different(gen_key: Any, ref_key: Any, who: str) -> None:
-    if gen_key == ref_key:
-        raise ConfigError(
-            f"{who}: the log-probs of policy and reference must be under different keys: got {gen_key!r} for both."
-        )
 
 
 def _penalties(gen: Any, ref: Any, mask: Any, who: str) -> tuple[Tensor, Tensor, list[int] | None]:

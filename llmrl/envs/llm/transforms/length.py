@@ -8,11 +8,11 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import Tensor
 
-from llmrl.data.ragged.tensordicts import inner, required, rewrap
+from llmrl.data.ragged.tensordicts import inner, rewrap
 from llmrl.envs.llm.completions import ScoringTransform
-from llmrl.envs.td_ops import shallow_copy
+from llmrl.envs.td_ops import required, shallow_copy
 from llmrl.envs.transforms.base import Transform
-from llmrl.errors import ConfigError, MissingKeyError
+from llmrl.errors import ConfigError
 from llmrl.modules.llm.engines import StopReason
 from llmrl.modules.llm.policies.rows import num_real_ids
 
@@ -23,12 +23,8 @@ class _LengthReward(ScoringTransform, ABC):
     """Adds a function of the length of the response to the existing reward."""
 
     def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
-        reward = next_td.get("reward", None)
-        if reward is None:
-            raise MissingKeyError(
-                f"{type(self).__name__}: there must be a reward to change: append it after the transform that writes "
-                "the reward."
-            )
+        missing = "append it after the transform that writes the reward"
+        reward = required(next_td, "reward", type(self).__name__, missing)
         length_B = response_lengths(td, type(self).__name__).to(reward.device)
         extra_B = self._extra(length_B.to(reward.dtype))
         if reward.ndim > 2 and reward.shape[1] > 1:  # one reward per token: it belongs to the last of them
@@ -136,10 +132,10 @@ def response_lengths(td: TensorDictBase, who: str) -> Tensor:
 def _without_assistant(masks: TensorDictBase, cut_B: Tensor) -> TensorDictBase:
     held = inner(masks)
     if isinstance(held, LazyStackedTensorDict):
-        rows = held.unbind(0)
+        rows = list(held.unbind(0))
         for number in cut_B.nonzero().flatten().tolist():
-            rows = [*rows[:number], shallow_copy(rows[number]), *rows[number + 1 :]]
-            rows[number].set("all_assistant_mask", torch.zeros_like(rows[number].get("all_assistant_mask")))
+            untrained = torch.zeros_like(rows[number].get("all_assistant_mask"))
+            rows[number] = shallow_copy(rows[number]).set("all_assistant_mask", untrained)
         changed = LazyStackedTensorDict(*rows)
     else:
         changed = shallow_copy(held)

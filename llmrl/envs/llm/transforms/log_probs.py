@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -30,19 +29,6 @@ __all__ = ["RetrieveLogProb", "adapter_off"]
 
 FullKey = tuple[str, str]
 Scorer = LLMWrapperBase | Engine
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScoringOptions:
-    """Arguments that `RetrieveLogProb` and the transforms which contain one share."""
-
-    assistant_only: bool = True
-    tokenizer_kwargs: Mapping[str, Any] | None = None
-    detach: bool = True
-    device: torch.device | str | None = None
-    tokenizer: PreTrainedTokenizerBase | None = None
-    padding_side: Literal["left", "right"] = "left"
-    temperature: float | None = None
 
 
 class RetrieveLogProb(Transform):

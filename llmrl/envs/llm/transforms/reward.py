@@ -19,7 +19,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 from torch import Tensor
 
-from llmrl.concurrency.deadline import AsyncRunner, Calls, ThreadRunner
+from llmrl.concurrency.deadline import AsyncRunner, Calls, ThreadRunner, is_coroutine_function, runner_of
 from llmrl.data.ragged.tensordicts import column_values
 from llmrl.data.specs import Composite, Unbounded
 from llmrl.envs.llm.completions import ScoringTransform, add_reward, completion_texts, tokenizer_of
@@ -130,7 +130,7 @@ class RewardFunction(ScoringTransform):
         self._parameters = Parameters.of(fn, f"RewardFunction {self.name!r}", "completion")
         self._runner: AsyncRunner | ThreadRunner | ProcessRunner
         if importable is None:
-            self._runner = (AsyncRunner if asynchronous else ThreadRunner)(f"reward-{self.name}", concurrency)
+            self._runner = runner_of(fn, f"reward-{self.name}", concurrency)
         else:
             self._runner = ProcessRunner(
                 self.name, importable, concurrency=concurrency, asynchronous=asynchronous, batched=self.batched
@@ -346,11 +346,6 @@ def _name_for_process(fn: Reward | str, process: bool | None) -> str | None:
             f"{getattr(fn, '__name__', type(fn).__name__)!r} of module {module!r}."
         )
     return f"{module}:{name}"
-
-
-def is_coroutine_function(fn: Callable[..., Any]) -> bool:
-    """True for a coroutine function, or an object whose call is one."""
-    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
 
 
 def _values(td: TensorDictBase, name: str) -> list[Any] | None:

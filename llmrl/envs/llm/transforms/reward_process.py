@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from llmrl.concurrency.deadline import AsyncRunner, Calls, Outcome, ThreadRunner
-from llmrl.concurrency.worker_process import WorkerPool, serve
+from llmrl.concurrency.worker_process import WAIT_S, WorkerPool, serve
 from llmrl.errors import ConfigError, DeadlineError, WorkerError
 from llmrl.loading import load_function
 
@@ -46,7 +46,7 @@ class ProcessRunner:
             return []
         left = set(range(len(calls.calls)))
         arguments = [(call.args, call.keywords) for call in calls.calls]
-        with self._pool.worker() as worker:
+        with self._pool.worker(math.inf if timeout_s is None else WAIT_S + timeout_s) as worker:
             try:
                 for number, value, error, retried in worker.ask([arguments, calls.retries], timeout_s):
                     calls.finish(number, Outcome(value, error, done=True))

@@ -10,7 +10,6 @@ from tensordict import NestedKey, TensorDictBase
 from llmrl.data.llm.chat import History
 from llmrl.data.ragged.tensordicts import column, column_values
 from llmrl.data.specs import Composite, NonTensor
-from llmrl.envs.llm.transforms.tokenizer import check_pairs
 from llmrl.envs.llm.transforms.tool_messages import begin_anew
 from llmrl.envs.td_ops import present_keys, shallow_copy
 from llmrl.envs.transforms.base import Keys, Transform
@@ -69,7 +68,7 @@ class TemplateTransform(Transform):
             ("history", "full") if in_keys_inv is None else in_keys_inv,
             ("text", "full") if out_keys_inv is None else out_keys_inv,
         )
-        check_pairs(self)
+        self._check_pairs()
         self.tokenizer = tokenizer
         self._template = {"chat_template": chat_template, "chat_template_name": chat_template_name}
         self.renderer = Renderer(tokenizer, template_kwargs=template_kwargs, **self._template)

@@ -18,7 +18,7 @@ from llmrl.envs.llm.completions import (
     trim_markers,
     view_of,
 )
-from llmrl.envs.llm.transforms.prompt_stream import row_seeds
+from llmrl.envs.llm.transforms.dataloading import row_seeds
 from llmrl.envs.llm.transforms.tool_messages import append_messages, begin_anew
 from llmrl.envs.td_ops import present_keys
 from llmrl.envs.transforms.base import Transform
@@ -28,9 +28,6 @@ from llmrl.modules.llm.policies.rows import unpadded_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from llmrl.envs.base import EnvBase
-    from llmrl.modules.llm.rendering import Renderer
 
 __all__ = ["AddThinkingPrompt"]
 
@@ -106,12 +103,7 @@ class AddThinkingPrompt(Transform):
         self.zero_reward = edit_last_turn if zero_reward is None else zero_reward
         self.undo_done = undo_done
         self.tokenizer = tokenizer
-        self._renderer: Renderer | None = None
         self._seed, self._drawn = 0, 0
-
-    def set_container(self, container: EnvBase) -> None:
-        super().set_container(container)
-        self._renderer = renderer_of(container)
 
     def _set_seed(self, seed: int) -> None:
         self._seed, self._drawn = seed, 0
@@ -140,7 +132,7 @@ class AddThinkingPrompt(Transform):
         else:
             count = next_td.batch_size[0]
             messages = [[_open(self.role, prompts[row])] if row in prompts else [] for row in range(count)]
-            append_messages(next_td, view, messages, self._renderer)
+            append_messages(next_td, view, messages, renderer_of(self.container))
         reward = next_td.get("reward", None)
         if self.zero_reward and reward is not None:
             reward = reward.clone()

@@ -16,9 +16,9 @@ from torch import Tensor
 from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.data.ragged.tensordicts import column, column_values, inner
 from llmrl.data.specs import Categorical, Composite, NonTensor, Unbounded
-from llmrl.envs.td_ops import present_keys, shallow_copy
+from llmrl.envs.td_ops import required, shallow_copy
 from llmrl.envs.transforms.base import Keys, Transform
-from llmrl.errors import ConfigError, DataError, MissingKeyError, ShapeError
+from llmrl.errors import ConfigError, DataError, ShapeError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -80,7 +80,7 @@ class Tokenizer(Transform):
 
             tokenizer = AutoTokenizer.from_pretrained(tokenizer)
         super().__init__(in_keys, out_keys, in_keys_inv, out_keys_inv)
-        check_pairs(self)
+        self._check_pairs()
         if padding not in (True, False, "max_length"):
             raise ConfigError(f"Tokenizer: padding must be True, False or 'max_length': got {padding!r}.")
         if max_length is None and padding == "max_length":
@@ -144,13 +144,9 @@ class Tokenizer(Transform):
 
     def _tokenised(self, td: TensorDictBase, *, tolerant: bool) -> TensorDictBase:
         for in_key, out_key in zip(self.in_keys, self.out_keys, strict=True):
-            raw = td.get(in_key, None)
+            raw = td.get(in_key, None) if tolerant else required(td, in_key, "Tokenizer")
             if raw is None:
-                if tolerant:
-                    continue
-                raise MissingKeyError(
-                    f"Tokenizer: reads {in_key!r}, which is not there; keys present: {present_keys(td)}."
-                )
+                continue
             ids_BT, mask_BT = self._apply_transform(raw if self.use_raw_nontensor else _strings(td, in_key))
             td.set(out_key, ids_BT.to(td.device))
             if self.return_attention_mask:
@@ -185,14 +181,6 @@ class Tokenizer(Transform):
 
     def _ids_spec(self, spec: Composite) -> Unbounded:
         return Unbounded(shape=(*spec.shape, -1), dtype=torch.int64, device=spec.device)
-
-
-def check_pairs(transform: Transform) -> None:
-    """Raises ConfigError where keys to read and keys to write are not equal in number."""
-    pairs = ((transform.in_keys, transform.out_keys), (transform.in_keys_inv, transform.out_keys_inv))
-    for ours, theirs in pairs:
-        if len(ours) != len(theirs):
-            raise ConfigError(f"{type(transform).__name__}: keys come in pairs: got {ours} and {theirs}.")
 
 
 def _strings(td: TensorDictBase, key: NestedKey) -> list[Any]:

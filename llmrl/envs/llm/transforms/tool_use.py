@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from llmrl.data.specs import Composite, Unbounded
-from llmrl.errors import MissingKeyError
+from llmrl.envs.td_ops import required
 
 __all__ = ["tool_metrics"]
 
@@ -63,12 +63,8 @@ def tool_metrics(data: TensorDictBase) -> dict[str, float]:
     >>> batch.shape[1], metrics["tools/calls_mean"], metrics["tools/ok_frac"]
     (2, 1.0, 1.0)
     """
-    use, done = data.get(("next", "tool_use"), None), data.get(("next", "done"), None)
-    if use is None or done is None:
-        raise MissingKeyError(
-            "tool_metrics: ('next', 'tool_use') and ('next', 'done') must be in the batch: put a ToolTransform into "
-            f"the env; keys of 'next': {', '.join(map(str, data.get('next', TensorDict()).keys()))}."
-        )
+    use = required(data, ("next", "tool_use"), "tool_metrics", "put a ToolTransform into the env")
+    done = data.get(("next", "done"))
     ended = done.reshape(-1)
     totals = {name: use.get(name).reshape(-1)[ended].sum().item() for name in (*COUNTS, "seconds")}
     conversations = int(ended.sum())

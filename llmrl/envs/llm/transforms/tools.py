@@ -23,15 +23,15 @@ from llmrl.data.llm.templates import find_template
 from llmrl.data.ragged.tensordicts import column, column_values
 from llmrl.data.specs import Composite, NonTensor, Unbounded
 from llmrl.envs.llm.completions import completion_texts, renderer_of, special_tokens, trim_markers, view_of
-from llmrl.envs.llm.options import ToolOptions, check_keywords
+from llmrl.envs.llm.options import ToolOptions, split_keywords
 from llmrl.envs.llm.tool_calls import ParsedCall, call_format
 from llmrl.envs.llm.tool_calls.base import call_from_object
 from llmrl.envs.llm.transforms.tool_messages import append_messages, restate_answers
 from llmrl.envs.llm.transforms.tool_use import COUNTS, added_tool_use, no_tool_use, tool_use_spec
-from llmrl.envs.td_ops import present_keys, shallow_copy
+from llmrl.envs.td_ops import required, shallow_copy
 from llmrl.envs.transforms.base import Transform
 from llmrl.envs.transforms.step_counter import StepCounter
-from llmrl.errors import ConfigError, MissingKeyError
+from llmrl.errors import ConfigError
 from llmrl.modules.llm.engines import StopReason
 from llmrl.modules.llm.policies.containers import decode_rows
 from llmrl.tools import Tool, ToolCall, ToolResult, load_tool
@@ -97,7 +97,7 @@ class ToolTransform(Transform):
     ):
         if isinstance(tools, (str, Mapping)) or not isinstance(tools, Sequence) or not tools:
             raise ConfigError(f"{type(self).__name__}: tools must be a list of at least one tool: got {tools!r:.80}.")
-        check_keywords(options, ToolOptions, type(self).__name__)
+        split_keywords(options, type(self).__name__, ToolOptions)
         super().__init__()
         self.options = ToolOptions(**options)
         self.format = call_format(self.options.format, _template_of(tokenizer))
@@ -168,12 +168,10 @@ class ToolTransform(Transform):
     # -- at step -------------------------------------------------------------------------------------------------------
 
     def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
-        before, conversations = td.get("tool_use", None), td.get("conversation_id", None)
-        if before is None or conversations is None:
-            raise MissingKeyError(
-                f"{type(self).__name__}: reads 'tool_use' and 'conversation_id' of time t, which are not there; keys "
-                f"present: {present_keys(td)}; step a tensordict that env.reset() returned."
-            )
+        before, conversations = (
+            required(td, key, type(self).__name__, "step a tensordict that env.reset() returned")
+            for key in ("tool_use", "conversation_id")
+        )
         peers, ids = self._peers(), conversations.flatten().tolist()
         over_B = self._over(td, next_td)
         cut_B = _cut_off(td).to(over_B.device)

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from tensordict import TensorDictBase
 
-from llmrl.concurrency.deadline import AsyncRunner, Calls, Outcome, ThreadRunner
+from llmrl.concurrency.deadline import Calls, Outcome, runner_of
 from llmrl.data.specs import Composite, Unbounded
 from llmrl.envs.llm.completions import add_reward, required_column
 from llmrl.envs.llm.transforms.dataloading import check_columns, dataset_columns
-from llmrl.envs.llm.transforms.reward import Parameters, is_coroutine_function
+from llmrl.envs.llm.transforms.reward import Parameters
 from llmrl.envs.llm.transforms.tool_messages import append_messages
 from llmrl.envs.transforms.base import Transform, innermost
 from llmrl.errors import ConfigError
@@ -76,7 +76,7 @@ class UserTurn(Transform):
         self.columns = Parameters.of(reply, "UserTurn", "messages").required
         self.counters = {"replies": 0, "ended": 0, "failed": 0, "retries": 0}
         self.first_error: str | None = None
-        self._runner = self._new_runner()
+        self._runner = runner_of(reply, "user", concurrency)
 
     def set_container(self, container: EnvBase) -> None:
         super().set_container(container)
@@ -123,15 +123,12 @@ class UserTurn(Transform):
         """A copy for another env, with threads of its own."""
         other = super().clone()
         other.counters = dict.fromkeys(self.counters, 0)
-        other._runner = other._new_runner()
+        other._runner = runner_of(self.reply, "user", self.concurrency)
         return other
 
     def close(self) -> None:
         """Ends the threads."""
         self._runner.close()
-
-    def _new_runner(self) -> AsyncRunner | ThreadRunner:
-        return (AsyncRunner if is_coroutine_function(self.reply) else ThreadRunner)("user", self.concurrency)
 
     def _failed(self, outcome: Outcome) -> bool:
         error = outcome.error
