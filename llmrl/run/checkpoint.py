@@ -72,7 +72,7 @@ class CheckpointStore:
             shutil.rmtree(draft, ignore_errors=True)
             if not isinstance(error, Exception):  # a second Ctrl-C
                 raise
-            safe = f"{latest.name} is intact" if (latest := self.latest()) else "there is no earlier one"
+            safe = f"{latest.name} is intact" if (latest := self.latest()) else "no earlier one exists"
             cause = error.strerror if isinstance(error, OSError) and error.strerror else error
             raise CheckpointError(
                 f"CheckpointStore: step {step} could not be written to {self.folder}: {type(error).__name__}: {cause}; "

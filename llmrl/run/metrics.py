@@ -194,12 +194,12 @@ def read_metrics(path: Path | str) -> list[dict[str, float | None]]:
 
     A last line that was cut short by a kill is left out.
 
-    Raises  DataError if there is no file, or naming the line that cannot be read
+    Raises  DataError for a missing file, or naming the line that cannot be read
     """
     path = Path(path)
     path = path / "metrics.jsonl" if path.is_dir() else path
     if not path.is_file():
-        raise DataError(f"{path}: must be the metrics of a run: there is no such file.")
+        raise DataError(f"{path}: must be the metrics of a run: the file does not exist.")
     steps: dict[int, dict[str, float | None]] = {}
     for row in _rows(path):
         steps.setdefault(row["step"], {}).update(row)

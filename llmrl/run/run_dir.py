@@ -80,7 +80,7 @@ class RunDir:
                 return cls(candidate)
         runs = [entry.parent.name for entry in sorted(Path(root).glob("*/config.yaml"))]
         hint = f"\ndid you mean  {Path(root) / match}?" if (match := closest(Path(path).name, runs)) else ""
-        raise ConfigError(f"{path}  is not a run: there is no {Path(path) / 'config.yaml'}{hint}")
+        raise ConfigError(f"{path}  is not a run: {Path(path) / 'config.yaml'} does not exist{hint}")
 
     @contextmanager
     def lock(self) -> Iterator[None]:

@@ -77,7 +77,7 @@ class Diagnosis:
 
 
 def run(name: str, *, tools: bool = False, data: str | None = None, as_json: bool = False) -> int:
-    """Prints the diagnosis of the template of ``name``; returns 0 if there is no problem, else 1.
+    """Prints the diagnosis of the template of ``name``; returns 1 if it has a problem, else 0.
 
     Reads   name   a folder with a tokenizer, a registered template, or a name on the Hugging Face hub
             tools  whether conversations with tools are to work

@@ -13,7 +13,7 @@ from llmrl.objectives import total_loss
 from llmrl.objectives.base import output_fields
 from llmrl.objectives.llm import PRESETS, GRPOLoss
 from llmrl.objectives.llm.groups import group_advantage
-from tests.support.losses import Recorded
+from tests.support.losses import Recorded, golden_columns
 
 
 def after_prompt(value_BT: torch.Tensor, prompt: float = 0) -> torch.Tensor:
@@ -23,12 +23,8 @@ def after_prompt(value_BT: torch.Tensor, prompt: float = 0) -> torch.Tensor:
 
 @pytest.fixture
 def golden() -> TensorDict:
-    n = torch.tensor([6, 3, 5, 1, 2, 6, 4, 6])
-    i, t = torch.arange(8)[:, None], torch.arange(6)[None]
-    mask = t < n[:, None]
-    lo = -0.30 - 0.05 * ((3 * i + 2 * t) % 7).double()
-    reward = torch.tensor([1.0, 0.0, 0.5, 0.0, 1.0, 1.0, 1.0, 0.0], dtype=torch.float64).view(2, 4)
-    advantage = (reward - reward.mean(1, keepdim=True)) / (reward.std(1, keepdim=True) + 1e-6)
+    g = golden_columns()
+    advantage = (g.reward - g.reward.mean(1, keepdim=True)) / (g.reward.std(1, keepdim=True) + 1e-6)
 
     def per_token(**columns):
         return TensorDict({name: after_prompt(value) for name, value in columns.items()}, batch_size=[8])
@@ -36,14 +32,14 @@ def golden() -> TensorDict:
     return TensorDict(
         tokens=per_token(full=torch.zeros(8, 6, dtype=torch.int64)),
         masks=TensorDict(
-            all_assistant_mask=after_prompt(mask), all_attention_mask=after_prompt(mask, True), batch_size=[8]
+            all_assistant_mask=after_prompt(g.mask), all_attention_mask=after_prompt(g.mask, True), batch_size=[8]
         ),
-        current=after_prompt(lo + 0.10 * (((5 * i + 3 * t) % 9) - 4).double() + 0.16 * (1 - i % 4).double()),
-        proximal_log_probs=per_token(full=lo),
-        log_probs=per_token(full=lo + 0.06 * (((2 * i + 7 * t) % 11) - 5).double()),
-        next=TensorDict(ref_log_probs=per_token(full=lo + 0.05 * (((7 * i + 5 * t) % 8) - 3).double()), batch_size=[8]),
+        current=after_prompt(g.lp),
+        proximal_log_probs=per_token(full=g.lo),
+        log_probs=per_token(full=g.lg),
+        next=TensorDict(ref_log_probs=per_token(full=g.lr), batch_size=[8]),
         advantage=advantage.view(8, 1, 1),
-        group_id=torch.arange(8) // 4,
+        group_id=g.group,
         batch_size=[8],
     )
 
@@ -89,8 +85,7 @@ def test_golden_kl_is_a_masked_mean_in_the_aggregation_of_the_loss(golden):
 
 def test_golden_dppo_through_its_preset(golden):
     current = golden.pop("current")
-    rewards = torch.tensor([1.0, 0.0, 0.5, 0.0, 1.0, 1.0, 1.0, 0.0], dtype=torch.float64)
-    golden["advantage"] = group_advantage(rewards.view(2, 4), scale="none").view(8, 1, 1)
+    golden["advantage"] = group_advantage(golden_columns().reward, scale="none").view(8, 1, 1)
     output = GRPOLoss(Recorded(current), **PRESETS["dppo"].loss)(golden)
     assert total_loss(output).item() == pytest.approx(-0.02163065, abs=1e-8)
     assert output.clip_fraction > 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
@@ -83,3 +85,19 @@ def assert_same_step(
         torch.testing.assert_close(fields[name], value, atol=atol, rtol=rtol, msg=lambda m, n=name: f"{n}: {m}")
     for name, value in expected_gradients.items():
         torch.testing.assert_close(gradients[name], value, atol=gradient, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def golden_columns() -> SimpleNamespace:
+    """33 tokens in 8 sequences and 2 groups, float64: log-probs by their letters in `functional`, mask and rewards."""
+    n = torch.tensor([6, 3, 5, 1, 2, 6, 4, 6])
+    i, t = torch.arange(8)[:, None], torch.arange(6)[None]
+    lo = -0.30 - 0.05 * ((3 * i + 2 * t) % 7).double()
+    return SimpleNamespace(
+        mask=t < n[:, None],
+        lo=lo,
+        lp=lo + 0.10 * (((5 * i + 3 * t) % 9) - 4).double() + 0.16 * (1 - i % 4).double(),
+        lg=lo + 0.06 * (((2 * i + 7 * t) % 11) - 5).double(),
+        lr=lo + 0.05 * (((7 * i + 5 * t) % 8) - 3).double(),
+        reward=torch.tensor([1.0, 0.0, 0.5, 0.0, 1.0, 1.0, 1.0, 0.0], dtype=torch.float64).view(2, 4),
+        group=torch.arange(8) // 4,
+    )

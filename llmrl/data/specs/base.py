@@ -166,8 +166,9 @@ class TensorSpec(abc.ABC):
     def _count(self, use_mask: bool) -> int | float:
         return math.prod(spec._count(use_mask) for spec in self._children())
 
+    @abc.abstractmethod
     def _enumerate(self, use_mask: bool) -> Any:
-        raise NotImplementedError  # only specs of finite domains have it, and only those are asked
+        """`enumerate` of a domain that is known to be finite."""
 
     def _full_shape(self, shape: Sequence[int]) -> Size:
         return Size((*shape, *(1 if size == -1 else size for size in self.shape)))

@@ -7,7 +7,7 @@ of their numbers and ask it.
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -160,8 +160,8 @@ class Categorical(_Numbers):
         self._group_sizes()  # raises where the number is not known
         return super()._sample(shape, generator, device)
 
-    def _entry_counts(self, use_mask: bool) -> Sequence[int] | None:
-        return None if self._width == -1 else super()._entry_counts(use_mask)
+    def _entry_values(self, use_mask: bool, field: Callable[[str], Tensor]) -> Sequence[range | Tensor] | None:
+        return None if self._width == -1 else super()._entry_values(use_mask, field)
 
 
 class MultiCategorical(_Numbers):

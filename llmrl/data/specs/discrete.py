@@ -5,13 +5,13 @@ It is the domain behind `Categorical`, `MultiCategorical` and `Binary`; one-hot 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
 from torch import Size, Tensor
 
-from llmrl.data.specs.base import Device, Shape, combinations
+from llmrl.data.specs.base import Device, Shape
 from llmrl.data.specs.leaf import LeafSpec, cast, field_text
 from llmrl.errors import ConfigError
 
@@ -60,21 +60,10 @@ class Discrete(LeafSpec):
             number = _take(_nearest_allowed(self._mask.to(value.device)), number)
         return number.to(self.dtype)
 
-    def _entry_counts(self, use_mask: bool) -> Sequence[int]:
+    def _entry_values(self, use_mask: bool, field: Callable[[str], Tensor]) -> Sequence[range | Tensor] | None:
         if self._mask is not None and use_mask:
-            return self._mask.sum(-1).flatten().tolist()
-        return [self._width] if self._counts is None else self._counts.flatten().tolist()
-
-    def _enumerate(self, use_mask: bool) -> Tensor:
-        numel = self.shape.numel()
-        if self._mask is not None and use_mask:
-            rows = self._expanded("_mask").reshape(numel, self._width)
-            ranges = [row.nonzero().squeeze(-1) for row in rows]
-        elif self._counts is not None:
-            ranges = [torch.arange(count) for count in self._expanded("_counts").flatten().tolist()]
-        else:
-            ranges = [torch.arange(self._width)] * numel
-        return combinations(ranges, self.shape).to(self.device, self.dtype)
+            return [row.nonzero().squeeze(-1) for row in field("_mask").reshape(-1, self._width)]
+        return [range(self._width)] if self._counts is None else [range(n) for n in field("_counts").flatten().tolist()]
 
     def _domain_text(self) -> str:
         if self._counts is None:

@@ -121,16 +121,22 @@ class _Entries(Mapping[NestedKey, "TensorSpec | None"]):
         return found
 
     def __iter__(self) -> Iterator[NestedKey]:
-        for name in self._spec._entry_names():
-            entry = self._spec._entry(name)
-            nested = isinstance(entry, NamedSpec)
-            if not (nested and self._leaves):
-                yield name
-            if nested and self._nested:
-                yield from ((name, *path_of(below)) for below in _Entries(entry, True, self._leaves))
+        if self._nested or self._leaves:
+            return _walk(self._spec, (), self._nested, self._leaves)
+        return iter(self._spec._entry_names())
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+def _walk(spec: NamedSpec, above: tuple[str, ...], include_nested: bool, leaves_only: bool) -> Iterator[NestedKey]:
+    for name in spec._entry_names():
+        entry = spec._entry(name)
+        nested = isinstance(entry, NamedSpec)
+        if not (nested and leaves_only):
+            yield (*above, name) if above else name
+        if nested and include_nested:
+            yield from _walk(entry, (*above, name), True, leaves_only)
 
 
 def is_key(item: Any) -> bool:

@@ -1,7 +1,7 @@
 """`LeafSpec`: the base class of all specs of a single tensor.
 
-A leaf class adds its domain in five methods (`_sample`, `_outside`, `_nearest`, `_enumerate`, `_entry_counts`) and
-names the tensors that describe it in `_fields`; the rest is written here.
+A leaf class adds its domain in four methods (`_sample`, `_outside`, `_nearest`, `_entry_values`) and names the tensors
+that describe it in `_fields`; the rest is written here.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
 from torch import Size, Tensor
 
-from llmrl.data.specs.base import Device, Mismatch, Shape, TensorSpec, as_device, fits
+from llmrl.data.specs.base import Device, Mismatch, Shape, TensorSpec, as_device, combinations, fits
 from llmrl.data.specs.shape import ShapeOp, as_size, empty, unexpanded
 from llmrl.errors import ConfigError, DataError, ShapeError
 
@@ -44,8 +45,8 @@ class LeafSpec(TensorSpec):
 
     # -- what a domain defines -----------------------------------------------------------------------------------------
 
-    def _sample(self, shape: Size, generator: torch.Generator | None, device: torch.device) -> Tensor:
-        raise NotImplementedError
+    _sample: Callable[[Size, torch.Generator | None, torch.device], Tensor]
+    """Draws values of any dtype. Not abstract: a `Bounded` becomes its subclass only once it is made."""
 
     def _outside(self, value: Tensor) -> Tensor | None:
         """bool, True where an entry of ``value`` is outside the domain; None: nowhere."""
@@ -58,8 +59,8 @@ class LeafSpec(TensorSpec):
     def _domain_text(self) -> str:
         return ""
 
-    def _entry_counts(self, use_mask: bool) -> Sequence[int] | None:
-        """The number of values of each entry, of those among which they vary; None: infinite."""
+    def _entry_values(self, use_mask: bool, field: Callable[[str], Tensor]) -> Sequence[range | Tensor] | None:
+        """The values of each entry that ``field`` has, or of all alike; None: infinitely many."""
         return None
 
     # -- values --------------------------------------------------------------------------------------------------------
@@ -134,8 +135,16 @@ class LeafSpec(TensorSpec):
         self.memoize_encode(self._memo is not None)
 
     def _count(self, use_mask: bool) -> int | float:
-        counts = None if -1 in self.shape else self._entry_counts(use_mask)
-        return math.inf if counts is None else math.prod(counts) ** (self.shape.numel() // max(len(counts), 1))
+        values = None if -1 in self.shape else self._entry_values(use_mask, partial(getattr, self))
+        if values is None:
+            return math.inf
+        counts = [each.stop - each.start if isinstance(each, range) else len(each) for each in values]
+        return math.prod(counts) ** (self.shape.numel() // max(len(counts), 1))  # unexpanded: entries repeat
+
+    def _enumerate(self, use_mask: bool) -> Tensor:
+        values = [torch.as_tensor(each) for each in self._entry_values(use_mask, self._expanded)]
+        values *= self.shape.numel() // max(len(values), 1)
+        return combinations(values, self.shape).to(self.device, self.dtype)
 
     def _to_numpy(self, value: Tensor) -> np.ndarray:
         return value.detach().cpu().numpy()

@@ -6,14 +6,14 @@ by ``domain``, as `pathlib.Path` picks its flavour.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
 from torch import Size, Tensor
 
-from llmrl.data.specs.base import Device, Shape, combinations
+from llmrl.data.specs.base import Device, Shape
 from llmrl.data.specs.leaf import LeafSpec, cast, field_text
 from llmrl.errors import ConfigError
 
@@ -114,11 +114,13 @@ class Bounded(_Numeric):
         """The upper bound at the spec's shape: a view, size 1 where the spec has any size."""
         return self._expanded("_high")
 
-    def _entry_counts(self, use_mask: bool) -> Sequence[int] | None:
+    def _entry_values(self, use_mask: bool, field: Callable[[str], Tensor]) -> Sequence[range] | None:
         if self.domain == "continuous":
             return None
-        lows, highs = (bound.flatten().tolist() for bound in torch.broadcast_tensors(self._low, self._high))
-        return [int(high) - int(low) + 1 for low, high in zip(lows, highs, strict=True)]
+        bounds = torch.broadcast_tensors(field("_low"), field("_high"))
+        return [
+            range(int(low), int(high) + 1) for low, high in zip(*(b.flatten().tolist() for b in bounds), strict=True)
+        ]
 
     def _bound(self, bound: Tensor, name: str) -> Tensor:
         held = bound.to(self.dtype)
@@ -141,11 +143,6 @@ class Bounded(_Numeric):
 
     def _domain_text(self) -> str:
         return f"within [{field_text(self._low)}, {field_text(self._high)}]"
-
-    def _enumerate(self, use_mask: bool) -> Tensor:
-        lows, highs = self.low.flatten().tolist(), self.high.flatten().tolist()
-        ranges = [torch.arange(low, high + 1) for low, high in zip(lows, highs, strict=True)]
-        return combinations(ranges, self.shape).to(self.device, self.dtype)
 
 
 class BoundedContinuous(Bounded):

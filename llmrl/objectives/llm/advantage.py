@@ -187,16 +187,16 @@ class MCAdvantage(Transform):
             return None
         rewards = self._get(td, self.rewards_key)
         rows, size = td.batch_size[0], self.group_size
-        if isinstance(rewards, list) or not rows or rows % size or rewards.shape[0] != rows:
+        if isinstance(rewards, list) or not rows or rewards.shape[0] != rows:
             return None
-        groups = self._groups(td)
-        numbers: dict[Group, int] = {}
-        number_B = torch.tensor([numbers.setdefault(group, len(numbers)) for group in groups])
-        order_B = torch.argsort(number_B, stable=True)
-        sorted_NG = number_B[order_B].view(-1, size)
-        if not torch.equal(sorted_NG[:, 0], sorted_NG[:, -1]) or (self._queue and self._queue.knows(groups)):
+        rows_of: dict[Group, list[int]] = {}
+        for row, group in enumerate(self._groups(td)):
+            rows_of.setdefault(group, []).append(row)
+        if any(len(members) % size for members in rows_of.values()) or (self._queue and self._queue.knows(rows_of)):
             return None
-        return rewards.reshape(rows, -1), order_B.view(-1, size)
+        return rewards.reshape(rows, -1), torch.tensor([r for members in rows_of.values() for r in members]).view(
+            -1, size
+        )
 
     def _write_batch(self, td: TensorDict, rewards_BK: Tensor, order_NG: Tensor) -> TensorDictBase | None:
         order_B = order_NG.flatten().to(rewards_BK.device)

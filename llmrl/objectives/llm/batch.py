@@ -239,12 +239,10 @@ def trained_tokens(td: TensorDictBase, mask_key: NestedKey, reader: str) -> tupl
     Ragged rows are padded on the right; the lengths of a dense batch are None.
     """
     mask = _get(td, mask_key, reader)
-    lengths = [len(row) for row in mask] if isinstance(mask, list) else None
-    mask_BT = mask.bool() if lengths is None else pad_rows(mask).bool()
     attention = td.get(ATTENTION_MASK, None, as_list=True)
-    if attention is not None:
-        attended_BT = attention.bool() if isinstance(attention, Tensor) else pad_rows(attention).bool()
+    if isinstance(mask, list):
+        batch = PaddedBatch.from_rows(mask, attention, reader=reader)
     else:
-        attended_BT = torch.ones_like(mask_BT)
-    own_BT = own_part(td, mask_BT)
-    return with_predecessor(mask_BT & own_BT, attended_BT), lengths
+        batch = PaddedBatch(reader, mask, torch.ones_like(mask) if attention is None else attention, None, None)
+    mask_BT = batch.input_ids.bool()
+    return with_predecessor(mask_BT & own_part(td, mask_BT), batch.attention_mask.bool()), batch.lengths

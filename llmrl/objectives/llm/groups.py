@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -179,7 +179,7 @@ class GroupQueue:
     def __bool__(self) -> bool:
         return bool(self._waiting or self._open)
 
-    def knows(self, groups: Sequence[Group]) -> bool:
+    def knows(self, groups: Iterable[Group]) -> bool:
         """True if a completion of these groups is waiting."""
         return not (self._waiting.keys() | self._open.keys()).isdisjoint(groups)
 

@@ -179,7 +179,7 @@ class GRPOLoss(LossModule):
         log_ratio_BT = fn.sequence_log_ratio(token_log_ratio_BT, mask_BT) if sequence_level else token_log_ratio_BT
 
         # The surrogate, and for each token a weight: the engine that sampled is not quite the policy that is trained.
-        surrogate_BT = self._surrogate(log_ratio_BT, log_prob_BT, behaviour_BT, mask_BT, advantage_BT)
+        surrogate_BT, clipped = self._surrogate(log_ratio_BT, log_prob_BT, behaviour_BT, mask_BT, advantage_BT)
         drift_BT = fn.log_ratio(log_prob_BT, behaviour_BT, mask_BT)
         weight_BT = self._correction_weight(proximal_BT, behaviour_BT, drift_BT, mask_BT)
 
@@ -208,7 +208,7 @@ class GRPOLoss(LossModule):
             mask_BT,
             counts.tokens,
             log_ratio_BT=log_ratio_BT,
-            clipped=self._clipped(log_ratio_BT, log_prob_BT, behaviour_BT, mask_BT, advantage_BT),
+            clipped=clipped,
             weight_BT=weight_BT,
             drift_BT=drift_BT,
             mismatch_BT=(proximal_BT if settings.proximal == "recomputed" else log_prob_BT) - behaviour_BT,
@@ -279,41 +279,33 @@ class GRPOLoss(LossModule):
 
     def _surrogate(
         self, log_ratio_BT: Tensor, log_prob_BT: Tensor, behaviour_BT: Tensor, mask_BT: Tensor, advantage_BT: Tensor
-    ) -> Tensor:
-        low, high = self.settings.clip
-        match self.settings.surrogate:
-            case "clip":
-                return fn.clipped_surrogate(
-                    log_ratio_BT, advantage_BT, low=low, high=high, dual_clip=self.settings.dual_clip
-                )
-            case "cispo":
-                return fn.cispo(log_ratio_BT, log_prob_BT, advantage_BT, low=low, high=high)
-            case "sapo":
-                positive, other = self.settings.taus
-                return fn.sapo(log_ratio_BT, advantage_BT, tau_positive=positive, tau_negative=other)
-            case "dppo":
-                return fn.dppo(log_prob_BT, behaviour_BT, mask_BT, advantage_BT, low=low, high=high)
-            case _:
-                return fn.reinforce(log_prob_BT, advantage_BT)
-
-    def _clipped(
-        self, log_ratio_BT: Tensor, log_prob_BT: Tensor, behaviour_BT: Tensor, mask_BT: Tensor, advantage_BT: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """bool[B, T] twice: the tokens that the surrogate holds back from below and from above."""
-        low, high = self.settings.clip
-        below_BT, above_BT = log_ratio_BT.exp() < 1 - low, log_ratio_BT.exp() > 1 + high
-        match self.settings.surrogate:
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """The surrogate, and bool[B, T] twice: the tokens that it holds back from below and from above."""
+        settings = self.settings
+        low, high = settings.clip
+        ratio_BT = log_ratio_BT.detach().exp()
+        below_BT, above_BT = ratio_BT < 1 - low, ratio_BT > 1 + high
+        nowhere_BT = torch.zeros_like(mask_BT)
+        match settings.surrogate:
             case "clip":  # it acts only where it takes the smaller of the two
                 held_BT = above_BT & (advantage_BT > 0)
-                if self.settings.dual_clip is not None:
-                    held_BT |= (log_ratio_BT.exp() > self.settings.dual_clip) & (advantage_BT < 0)
-                return below_BT & (advantage_BT < 0), held_BT
+                if settings.dual_clip is not None:
+                    held_BT |= (ratio_BT > settings.dual_clip) & (advantage_BT < 0)
+                surrogate_BT = fn.clipped_surrogate(
+                    log_ratio_BT, advantage_BT, low=low, high=high, dual_clip=settings.dual_clip
+                )
+                return surrogate_BT, (below_BT & (advantage_BT < 0), held_BT)
             case "cispo":
-                return below_BT, above_BT
+                return fn.cispo(log_ratio_BT, log_prob_BT, advantage_BT, low=low, high=high), (below_BT, above_BT)
             case "dppo":
-                return fn.dppo_outside(log_prob_BT, behaviour_BT, mask_BT, advantage_BT, low=low, high=high)
+                policies = (log_prob_BT, behaviour_BT, mask_BT, advantage_BT)
+                return fn.dppo(*policies, low=low, high=high), fn.dppo_outside(*policies, low=low, high=high)
+            case "sapo":
+                positive, other = settings.taus
+                surrogate_BT = fn.sapo(log_ratio_BT, advantage_BT, tau_positive=positive, tau_negative=other)
+                return surrogate_BT, (nowhere_BT, nowhere_BT)
             case _:
-                return torch.zeros_like(mask_BT), torch.zeros_like(mask_BT)
+                return fn.reinforce(log_prob_BT, advantage_BT), (nowhere_BT, nowhere_BT)
 
 
 def _untruncated(td: TensorDictBase, key: NestedKey) -> NestedKey:

@@ -266,93 +266,66 @@ class Preset:
         return {"advantage": words, **GRPOSettings.from_keywords(**{**self.loss, **(loss or {})}).describe()}
 
 
-def _preset(name: str, source: str, *, settings: Mapping[str, Any], **advantage: Any) -> Preset:
-    # With one update per batch of rollouts the current policy is the proximal one: "detach" computes nothing twice.
-    settings = {"proximal": "detach", "correction": "tis", **settings}
-    return Preset(name, source, MappingProxyType(advantage), GRPOSettings(**settings))
-
-
-_PRESETS = (
-    _preset(
-        "grpo",
+# name: source, keyword arguments of `MCAdvantage`, settings of `GRPOLoss` besides those that all have
+_PRESETS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
+    "grpo": (
         "DeepSeekMath, arXiv:2402.03300, with DAPO's token mean and clip, and without its KL term",
-        scale="group",
-        settings={"clip": (0.2, 0.28)},
+        {"scale": "group"},
+        {"clip": (0.2, 0.28)},
     ),
-    _preset(
-        "dr_grpo",
+    "dr_grpo": (
         "Dr. GRPO, arXiv:2503.20783; max_length has to be given",
-        scale="none",
-        settings={"aggregation": "dr_grpo"},
+        {"scale": "none"},
+        {"aggregation": "dr_grpo"},
     ),
-    _preset(
-        "dapo",
-        "DAPO, arXiv:2503.14476",
-        scale="group",
-        on_zero_variance="drop",
-        settings={"clip": (0.2, 0.28)},
-    ),
-    _preset(
-        "gspo",
+    "dapo": ("DAPO, arXiv:2503.14476", {"scale": "group", "on_zero_variance": "drop"}, {"clip": (0.2, 0.28)}),
+    "gspo": (
         "GSPO, arXiv:2507.18071",
-        scale="group",
-        settings={"clip": (3e-4, 4e-4), "ratio_level": "sequence", "aggregation": "seq-mean"},
+        {"scale": "group"},
+        {"clip": (3e-4, 4e-4), "ratio_level": "sequence", "aggregation": "seq-mean"},
     ),
-    _preset(
-        "cispo",
+    "cispo": (
         "MiniMax-M1, arXiv:2506.13585, with the upper bound of ScaleRL, arXiv:2510.13786",
-        scale="group",
-        settings={"clip": (1.0, 4.0), "surrogate": "cispo"},
+        {"scale": "group"},
+        {"clip": (1.0, 4.0), "surrogate": "cispo"},
     ),
-    _preset(
-        "rloo",
+    "rloo": (
         "Ahmadian et al. 2024, arXiv:2402.14740, without its KL in the reward",
-        scale="loo",
-        settings={"surrogate": "reinforce"},
+        {"scale": "loo"},
+        {"surrogate": "reinforce"},
     ),
-    _preset(
-        "reinforce",
+    "reinforce": (
         "Williams 1992, with the mean reward of the group as baseline",
-        scale="none",
-        settings={"surrogate": "reinforce"},
+        {"scale": "none"},
+        {"surrogate": "reinforce"},
     ),
-    _preset(
-        "reinforce++",
+    "reinforce++": (
         "REINFORCE++, arXiv:2501.03262, with its KL term left to the loss",
-        scale="raw",
-        whiten=True,
-        settings={},
+        {"scale": "raw", "whiten": True},
+        {},
     ),
-    _preset(
-        "reinforce++-baseline",
+    "reinforce++-baseline": (
         "REINFORCE++-baseline, arXiv:2501.03262, with its KL term left to the loss",
-        scale="none",
-        whiten=True,
-        settings={},
+        {"scale": "none", "whiten": True},
+        {},
     ),
-    _preset(
-        "sapo",
-        "SAPO, arXiv:2511.20347",
-        scale="group",
-        settings={"surrogate": "sapo", "aggregation": "seq-mean"},
-    ),
-    _preset(
-        "max_rl",
+    "sapo": ("SAPO, arXiv:2511.20347", {"scale": "group"}, {"surrogate": "sapo", "aggregation": "seq-mean"}),
+    "max_rl": (
         "MaxRL, arXiv:2602.02710; rewards must not be negative",
-        scale="max_rl",
-        settings={"clip": (0.2, 0.28)},
+        {"scale": "max_rl"},
+        {"clip": (0.2, 0.28)},
     ),
-    _preset(
-        "dppo",
+    "dppo": (
         "DPPO in its binary total-variation form, arXiv:2602.04879, with prime-rl's weight on (log r)^2",
-        scale="none",
-        settings={
-            "surrogate": "dppo",
-            "proximal": "behaviour",
-            "correction": None,
-            "kl_inference": 2e-3,
-            "kl_estimator": "k2",
-        },
+        {"scale": "none"},
+        {"surrogate": "dppo", "proximal": "behaviour", "correction": None, "kl_inference": 2e-3, "kl_estimator": "k2"},
     ),
+}
+# With one update per batch of rollouts the current policy is the proximal one: "detach" computes nothing twice.
+_SHARED = {"proximal": "detach", "correction": "tis"}
+PRESETS: Mapping[str, Preset] = MappingProxyType(
+    {
+        name: Preset(name, source, MappingProxyType(advantage), GRPOSettings(**{**_SHARED, **settings}))
+        for name, (source, advantage, settings) in _PRESETS.items()
+    }
 )
-PRESETS: Mapping[str, Preset] = MappingProxyType({preset.name: preset for preset in _PRESETS})
