@@ -316,7 +316,7 @@ def _check_history(history: Any, method: str) -> None:
         )
 
 
-# --- nested lists of messages: indexed, joined and taken apart as a tensor's rows are; ndim counts their levels ----------
+# --- nested lists of messages: indexed, joined and taken apart as a tensor's rows are; ndim counts their levels -------
 
 
 def _copy_messages(chat: Iterable[Message], who: str) -> list[Message]:
