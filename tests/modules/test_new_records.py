@@ -200,7 +200,8 @@ def test_the_renderer_says_row_by_row_who_can_go_on(tokenizer):
     [prompt] = renderer.prompt_ids([[question]])
     stream = torch.cat([prompt, torch.tensor(tokenizer(THINKING + "<|im_end|>").input_ids)])
     tool = {"role": "tool", "content": "4"}
-    stopped, added = renderer.try_extend([stream] * 2, [[question, answer, more], [question, answer, tool]], [1, 1])
+    chats = [[question, answer, more], [question, answer, tool]]
+    stopped, added = renderer.extend([stream] * 2, chats, [1, 1], return_errors=True)
     assert isinstance(stopped, RewriteError)
     assert tokenizer.decode(added).startswith("\n<|im_start|>user\n<tool_response>")
 

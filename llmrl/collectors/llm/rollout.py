@@ -23,8 +23,7 @@ from llmrl.data.ragged.tensordicts import column, new_tensordict
 from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.chat import next_prompt
 from llmrl.errors import ConfigError, MissingKeyError, RolloutError, ShapeError
-from llmrl.modules.llm.policies.containers import LogProbs
-from llmrl.modules.llm.token_stream import mark_turn, mark_whole_record
+from llmrl.modules.llm.policies.containers import LogProbs, mark_turn, mark_whole_record
 
 __all__ = ["Stepper", "TurnLog", "rollout_concurrent", "rollout_lockstep", "truncate"]
 

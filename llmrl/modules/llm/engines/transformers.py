@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +21,7 @@ from llmrl.modules.llm.engines.base import Generation, SamplingParams, StopReaso
 from llmrl.modules.llm.engines.sampling import draw, penalize_repetition, row_uniforms, truncate
 from llmrl.modules.llm.engines.weights import check_weights, unsaved_buffers
 from llmrl.modules.llm.log_probs import token_logprobs
+from llmrl.modules.llm.packing import evaluating
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -102,7 +102,7 @@ class TransformersEngine:
         plain: list[Tensor] = [None] * len(prompts)  # type: ignore[list-item]
         reasons: list[StopReason] = [StopReason.LENGTH] * len(prompts)
         device = model_device(self.model)
-        with evaluation_mode(self.model):
+        with evaluating(self.model):
             lengths = [len(prompt) + params.max_new_tokens for prompt in prompts]
             for rows in _batches(lengths, self.max_batch_tokens, self.pad_inputs):
                 batch = _Decoding(
@@ -146,7 +146,7 @@ class TransformersEngine:
         scores: list[Tensor] = [None] * len(sequences)  # type: ignore[list-item]
         lengths = [len(sequence) for sequence in sequences]
         device = model_device(self.model)
-        with evaluation_mode(self.model):
+        with evaluating(self.model):
             for rows in _batches(lengths, self.max_batch_tokens or 16384, self.pad_inputs):
                 ids_BT = pad_rows([sequences[row] for row in rows], value=self.pad_token_id).to(device)
                 attention_BT = lengths_mask([lengths[row] for row in rows], ids_BT.shape[1]).to(device)
@@ -397,21 +397,6 @@ def vocabulary_size(model: nn.Module | None) -> int | None:
 def model_device(model: nn.Module) -> torch.device:
     """The device of a model's first parameter, where its inputs go."""
     return next(model.parameters()).device
-
-
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode for the length of a block; afterwards every module has the flag that it had, frozen ones
-    included.
-    """
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _batches(lengths: Sequence[int], max_tokens: int | None, mixed: bool) -> Iterator[list[int]]:
