@@ -9,7 +9,6 @@ import torch
 from tensordict import TensorDict
 
 from llmrl.collectors.llm import LLMCollector
-from llmrl.collectors.llm.batches import take_rows
 from llmrl.envs import StepCounter, Transform
 from llmrl.envs.llm import ChatEnv, DatasetChatEnv
 from llmrl.envs.llm.transforms import DataLoadingPrimer, PolicyVersion, RewardFunction
@@ -246,7 +245,7 @@ class ListBuffer:
         self.rows = []
 
     def extend(self, data):
-        self.rows.extend(take_rows(data, [i]) for i in range(len(data)))
+        self.rows.extend(data[[i]] for i in range(len(data)))
 
 
 @pytest.mark.parametrize("options", [{}, {"yield_completed_trajectories": True}, {"yield_only_last_steps": True}])
