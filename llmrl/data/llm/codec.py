@@ -104,7 +104,7 @@ class ChatCodec:
         """Raises TemplateError if a message spells a control token: for those who tokenise without :meth:`encode`."""
         for row, (chat, escaped) in enumerate(zip(chats, self._controls.escape(chats), strict=True)):
             for index, (message, other) in enumerate(zip(chat, escaped, strict=True)):
-                if message is not other and _differs(message, other):
+                if message is not other and list(_strings(message)) != list(_strings(other)):
                     raise TemplateError(
                         f"ChatCodec: a message must not spell control tokens where a processor tokenises it: message "
                         f"{index} of conversation {row} does; remove them."
@@ -253,15 +253,6 @@ def codec_for(
 ) -> ChatCodec:
     """The codec of a tokenizer and a template; the last few are kept."""
     return ChatCodec(tokenizer, template, include_end_of_turn=include_end_of_turn)
-
-
-def _differs(value: Any, other: Any) -> bool:
-    """True if a string inside a JSON-like value was escaped; media, which are not strings, are not compared."""
-    if isinstance(value, Mapping):
-        return any(_differs(item, new) for item, new in zip(value.values(), other.values(), strict=True))
-    if isinstance(value, (list, tuple)):
-        return any(_differs(item, new) for item, new in zip(value, other, strict=True))
-    return isinstance(value, str) and value != other
 
 
 class ControlTokens:

@@ -26,7 +26,6 @@ from llmrl.modules.llm.log_probs import TokenScores
 from llmrl.modules.llm.policies.batching import (
     BATCHING_SETTINGS,
     BatchingEngine,
-    batching_state,
     join_requests,
     own_engine,
 )
@@ -316,7 +315,10 @@ class LLMWrapperBase(nn.Module):
 
     def get_batching_state(self) -> dict[str, Any]:
         """The state of request joining; see ``BatchingEngine.state``."""
-        return batching_state(self.engine)
+        if isinstance(self.engine, BatchingEngine):
+            return self.engine.state()
+        none = {"batching_enabled": False, "queue_size": 0, "pending_futures": 0, "lock_state": "unlocked"}
+        return {**none, "min_batch_size": None, "max_batch_size": None}
 
     def cleanup_batching(self, timeout: float = 600.0) -> None:
         """Ends the joining of requests: what waits goes at once, later calls go one by one.

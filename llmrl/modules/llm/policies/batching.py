@@ -19,7 +19,7 @@ from torch import Tensor
 from llmrl.errors import ConfigError, DeadlineError, RolloutError
 from llmrl.modules.llm.engines import Engine, Generation, SamplingParams
 
-__all__ = ["BATCHING_SETTINGS", "BatchingEngine", "batching_state", "check_batching", "join_requests", "own_engine"]
+__all__ = ["BATCHING_SETTINGS", "BatchingEngine", "check_batching", "join_requests", "own_engine"]
 
 BATCHING_SETTINGS = frozenset({"batching", "min_batch_size", "max_batch_size", "batching_timeout"})
 
@@ -288,14 +288,6 @@ def join_requests(engine: Engine | None, settings: Any) -> Engine | None:
 def own_engine(engine: Engine) -> Engine:
     """The engine itself, without what joins requests before it."""
     return engine.engine if isinstance(engine, BatchingEngine) else engine
-
-
-def batching_state(engine: Engine) -> dict[str, Any]:
-    """``BatchingEngine.state``, of an engine that joins nothing too."""
-    if isinstance(engine, BatchingEngine):
-        return engine.state()
-    sizes = dict.fromkeys(("min_batch_size", "max_batch_size"))
-    return {"batching_enabled": False, "queue_size": 0, "pending_futures": 0, "lock_state": "unlocked", **sizes}
 
 
 @dataclass(eq=False)
