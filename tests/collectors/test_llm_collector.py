@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from tensordict import TensorDict
@@ -154,18 +152,6 @@ def test_a_budget_of_turns_is_exact_and_what_it_cuts_is_counted(total, last_only
     if not last_only:
         assert sum(len(batch) for batch in batches) == collector.counters["delivered"]
     assert sum(batch["next", "done"].sum().item() for batch in batches) == collector.counters["conversations"]
-
-
-def test_a_failed_turn_makes_the_whole_conversation_nan():
-    def moody(completion):
-        return None if completion == "more!" else 1.0
-
-    env = DatasetChatEnv(dataset=ROWS, shuffle=False, num_envs=2, max_steps=3).append_transform(AskAgain())
-    env = env.append_transform(RewardFunction(moody, deadline_s=None))
-    batch = LLMCollector(env, policy=talks_for([2, 1] * 6), yield_only_last_steps=True).next()
-    values = batch["next", "reward"].flatten().tolist()
-    assert math.isnan(values[0])
-    assert values[1] == 1.0
 
 
 def test_an_env_that_need_never_end_is_refused_unless_turns_are_limited():

@@ -38,18 +38,6 @@ def questions(*texts):
     return TensorDict({"history": ChatHistory.from_rows({"prompt": history})}, [len(texts)])
 
 
-def test_the_wrapper_generates_and_scores(tokenizer):
-    policy = make_policy(tokenizer)
-    td = policy(questions("Hi", "What is 2+2?"))
-    assert td["history"].full.to_chats()[1][0] == {"role": "user", "content": "What is 2+2?"}
-    scorer = policy.get_new_version(generate=False)
-    assert scorer.engine is policy.engine
-    assert scorer.temperature == 0.8
-    scored = scorer(td.copy())["log_probs"].rows("full")
-    for mask, old, new in zip(*(td[key[0]].rows(key[1]) for key in KEYS), scored, strict=True):
-        torch.testing.assert_close(new[mask], old[mask], atol=1e-6, rtol=0)
-
-
 @pytest.mark.parametrize("pad_output", [False, True])
 def test_conversations_and_the_loss_work_as_with_any_other(tokenizer, pad_output):
     policy = make_policy(tokenizer, pad_output=pad_output)

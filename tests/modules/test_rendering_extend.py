@@ -54,18 +54,6 @@ def test_extend_equals_a_full_render_over_five_turns_with_tools():
         assert stream.tolist() == reference_ids(renderer, chat, add_generation_prompt=True)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_prompt_of_a_turn_begins_with_the_stream_of_the_turn_before(name: str):
-    renderer = family(name)
-    [prompt] = renderer.prompt_ids([[USER_1]])
-    [whole] = renderer.render([[USER_1, ANSWER_1]])
-    stream = whole.ids[: whole.spans[0][1]]
-    [delta] = renderer.extend([stream], [[USER_1, ANSWER_1, USER_2]], [1])
-    [next_prompt] = renderer.prompt_ids([[USER_1, ANSWER_1, USER_2]])
-    assert next_prompt[: len(prompt)].tolist() == prompt.tolist()
-    assert torch.cat([stream, delta]).tolist() == next_prompt.tolist()
-
-
 ROUND = "{% if m.role == 'user' %}Round {{ loop.index // 2 + 1 }}: {% endif %}{{ m.content }}"
 QUESTIONS = "{% set ns = namespace(n=0) %}{% for m in messages %}{% if m.role == 'user' and '?' in m.content %}"
 QUESTIONS += "{% set ns.n = ns.n + 1 %}{% endif %}"

@@ -6,13 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tensordict import (
-    NonTensorData,
-    NonTensorStack,
-    TensorDict,
-    TensorDictBase,
-    lazy_stack,
-)
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
 from llmrl.data.llm.chat import History

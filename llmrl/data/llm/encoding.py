@@ -103,10 +103,7 @@ class Encoding:
         """One result per conversation: texts, rows of ids, or a batch of dicts."""
         options = {"add_generation_prompt": self.add_generation_prompt, "tools": self.tools}
         if not self.wants_ids:
-            options |= {
-                "continue_final_message": self.continue_final_message,
-                "template_kwargs": self.template_kwargs,
-            }
+            options |= {"continue_final_message": self.continue_final_message, "template_kwargs": self.template_kwargs}
             return render_text(self._template, chats, self.tokenizer, **options)
         rows = self._process(chats) if self._has_processor else self._tokenize(chats, options)
         if self._as_dict:

@@ -30,12 +30,7 @@ Chat = Sequence[Message]
 Tools = Sequence[Mapping[str, Any] | Callable[..., Any]]
 Parser = Callable[[str], Any]  # text -> list[Message], or a History
 
-REFUSALS = (
-    JinjaError,
-    TypeError,
-    KeyError,
-    ValueError,
-)  # of a template, for a conversation it does not support
+REFUSALS = (JinjaError, TypeError, KeyError, ValueError)  # of a template, for a conversation it does not support
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 

@@ -23,12 +23,7 @@ from llmrl.modules.llm.engines import Engine
 from llmrl.modules.llm.engines.base import check_ids
 from llmrl.modules.llm.engines.transformers import vocabulary_size
 from llmrl.modules.llm.log_probs import TokenScores
-from llmrl.modules.llm.policies.batching import (
-    BATCHING_SETTINGS,
-    BatchingEngine,
-    join_requests,
-    own_engine,
-)
+from llmrl.modules.llm.policies.batching import BATCHING_SETTINGS, BatchingEngine, join_requests, own_engine
 from llmrl.modules.llm.policies.containers import CONTAINERS, make_containers
 from llmrl.modules.llm.policies.modes import Turn, make_mode
 from llmrl.modules.llm.policies.options import (

@@ -422,10 +422,7 @@ def own_part(td: TensorDictBase, like_BT: Tensor) -> Tensor:
 
 
 def response_part(
-    td: TensorDictBase,
-    like_BT: Tensor,
-    lengths: Sequence[int] | None,
-    response_key: NestedKey = ("tokens", "response"),
+    td: TensorDictBase, like_BT: Tensor, lengths: Sequence[int] | None, response_key: NestedKey = ("tokens", "response")
 ) -> Tensor | None:
     """bool[B, T]: True from the first token of each row's response on; None where the batch has no responses.
 
