@@ -125,15 +125,6 @@ def test_a_batch_stays_columns_until_a_row_is_asked_for():
     assert stack.own_columns() is None
 
 
-def test_clones_do_not_share_memory_and_copies_do():
-    td = make_batch()
-    clone, copy = td.clone(), td.copy()
-    clone["tokens"].rows("full")[0].fill_(-1)
-    assert contents(td) == REFERENCE
-    copy["tokens"].rows("full")[0].fill_(-1)
-    assert td["tokens"].rows("full")[0].tolist() == [-1, -1, -1]
-
-
 def test_entries_can_be_written_into_the_batch_and_its_rows():
     td = make_batch()
     td["tokens"].covered = torch.zeros(5, dtype=torch.int64)

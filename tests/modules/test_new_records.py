@@ -106,20 +106,6 @@ def test_rows_of_one_batch_may_differ(tokenizer):
     assert [(row != 0).tolist() for row in log_probs] == [mask.tolist() for mask in masks]
 
 
-def test_a_chain_of_tool_calls_keeps_its_thinking_and_its_record(tokenizer):
-    policy = wrapper(tokenizer, [THINKING])
-    env = ChatEnv(batch_size=[1])
-    td = env.step(policy(env.reset(TensorDict(query=column(["2+2?"]), batch_size=[1]))))
-    prompt = td["next", "history"].prompt.extend(
-        History.from_chats([[{"role": "tool", "content": "4"}]]), inplace=False, dim=-1
-    )
-    td["next"].set("history", ChatHistory.from_rows({"prompt": prompt}))
-    after = policy(env.step_mdp(td))
-    assert after["new_record"].tolist() == [False]
-    assert tokenizer.decode(trained(after)) == f"{THINKING}<|im_end|>" * 2
-    assert policy.counters == {"rewritten": 0}
-
-
 @pytest.mark.parametrize(
     ("family", "answer", "options", "expected"),
     [

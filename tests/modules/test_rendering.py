@@ -54,19 +54,6 @@ def test_mask_covers_exactly_the_answers_and_their_end_of_turn(renderer: Rendere
     assert 0 < report.trained_share < 1
 
 
-def test_spans_do_not_come_from_looking_for_the_answers_text(renderer: Renderer):
-    chat = [
-        {"role": "user", "content": "It is 42. Say: It is 42."},
-        {"role": "assistant", "content": "It is 42."},
-        {"role": "user", "content": "It is 42."},
-        {"role": "assistant", "content": "It is 42."},
-    ]
-    [row] = renderer.render([chat])
-    assert [span.strip() for span in decoded_spans(renderer, chat)] == ["It is 42." + renderer.codec.end_of_turn] * 2
-    [second_prompt] = renderer.prompt_ids([chat[:3]])
-    assert row.spans[1][0] == len(second_prompt)
-
-
 def test_without_end_of_turn_the_mask_stops_at_the_content():
     renderer = Renderer(tiny_tokenizer(), include_end_of_turn=False)
     assert decoded_spans(renderer, CHAT) == [ANSWER_1["content"], ANSWER_2["content"]]
