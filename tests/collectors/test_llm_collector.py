@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from tensordict import TensorDict
@@ -385,3 +387,15 @@ def test_a_factory_makes_the_policy():
     collector = LLMCollector(env, policy_factory=lambda: ScriptedPolicy(["hello"]), yield_only_last_steps=True)
     assert collector.next()["history"].response.to_chats() == [[{"role": "assistant", "content": "hello"}]]
     assert isinstance(collector.rollout(), TensorDict)
+
+
+def test_a_failed_turn_makes_the_whole_conversation_nan():
+    def moody(completion):
+        return None if completion == "more!" else 1.0
+
+    env = DatasetChatEnv(dataset=ROWS, shuffle=False, num_envs=2, max_steps=3).append_transform(AskAgain())
+    env = env.append_transform(RewardFunction(moody, deadline_s=None))
+    batch = LLMCollector(env, policy=talks_for([2, 1] * 6), yield_only_last_steps=True).next()
+    values = batch["next", "reward"].flatten().tolist()
+    assert math.isnan(values[0])
+    assert values[1] == 1.0

@@ -17,10 +17,10 @@ from tensordict import TensorDict
 
 from llmrl.data.llm.chat import History
 from llmrl.errors import ConfigError, DeadlineError
-from llmrl.modules.llm import ChatHistory, LLMWrapperBase, SamplingParams
+from llmrl.modules.llm import ChatHistory, LLMWrapperBase, SamplingParams, Tokens, TransformersWrapper
 from llmrl.modules.llm.engines import Engine, Generation, StopReason
 from llmrl.modules.llm.policies.batching import BatchingEngine
-from llmrl.testing import FakeEngine
+from llmrl.testing import FakeEngine, tiny_model
 
 POISON = 666
 DEADLINE_S = 20.0  # of every wait in this file: reached only when something hangs
@@ -411,3 +411,21 @@ def test_another_process_gets_the_settings_and_an_empty_queue():
     engine = pickle.loads(pickle.dumps(BatchingEngine(FakeEngine([torch.tensor([5])]), max_batch_size=3, timeout=0.5)))
     assert (engine.max_batch_size, engine.timeout) == (3, 0.5)
     assert engine.generate(request(1), SamplingParams()).ids[0].tolist() == [5]
+
+
+def test_threads_sample_and_score_a_real_model_as_one_would_alone(tokenizer):
+    model = tiny_model(tokenizer, hidden_size=16, heads=2, layers=1)
+    options = {"tokenizer": tokenizer, "input_mode": "tokens", "generate_kwargs": {"max_new_tokens": 4}}
+    joined = TransformersWrapper(model, min_batch_size=3, batching_timeout=DEADLINE_S, **options)
+    alone = TransformersWrapper(model, **options)
+
+    def td(number):
+        prompt = torch.arange(number + 3) + 10
+        return TensorDict({"tokens": Tokens.from_rows({"prompt": [prompt]}), "seed": torch.tensor([number])}, [1])
+
+    with ThreadPoolExecutor(3) as pool:
+        outs = [f.result(timeout=DEADLINE_S) for f in [pool.submit(joined, td(number)) for number in range(3)]]
+    for number, out in enumerate(outs):
+        expected = alone(td(number))
+        assert torch.equal(out["tokens"].rows("full")[0], expected["tokens"].rows("full")[0])
+        torch.testing.assert_close(out["log_probs"].rows("full")[0], expected["log_probs"].rows("full")[0])

@@ -304,3 +304,20 @@ def test_fields_of_other_rows_are_refused():
         ChatHistory(full=make_history((2,)).full, prompt=make_history((1,)).prompt)
     with pytest.raises(ShapeError, match=r"Text: fields must hold the same rows: got .*, expected \[2\]"):
         Text(full=["a", "b"], prompt=["a"])
+
+
+def test_clones_do_not_share_memory_and_copies_do():
+    td = make_batch()
+    clone, copy = td.clone(), td.copy()
+    clone["tokens"].rows("full")[0].fill_(-1)
+    assert contents(td) == REFERENCE
+    copy["tokens"].rows("full")[0].fill_(-1)
+    assert td["tokens"].rows("full")[0].tolist() == [-1, -1, -1]
+
+
+def test_a_locked_batch_reads_and_refuses_writes():
+    td = make_batch().lock_()
+    assert contents(td) == REFERENCE
+    with pytest.raises(RuntimeError, match="locked"):
+        td["tokens"].set("covered", torch.zeros(5))
+    assert contents(td.unlock_()) == REFERENCE

@@ -369,3 +369,19 @@ def test_dialect_of_chatml_is_not_taken_for_chatml():
     tokenizer.chat_template = "<|im_start|>user<|im_sep|>Hi<|im_end|>"
     with pytest.raises(TemplateError, match="inverse parser"):
         History.from_text("<|im_start|>user<|im_sep|>Hi<|im_end|>", tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_end_of_turn_can_be_left_out_of_the_mask(name: str):
+    renderer = Renderer(tiny_tokenizer(template=name), include_end_of_turn=False)
+    end = renderer.codec.end_of_turn
+    assert end.strip()
+    assert trained(renderer, conversation(name)) == tuple(span.removesuffix(end) for span in FAMILIES[name].answers)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_empty_answer_is_a_message(name: str):
+    chat = [USER, ANSWER | {"content": ""}]
+    history = History.from_text(written(name, chat), chat_template_name=name)
+    assert history.to_chats() == chat
+    assert history.is_complete == [True, True]

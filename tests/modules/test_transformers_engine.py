@@ -208,3 +208,14 @@ def test_tied_weights_need_one_name_and_must_agree(tokenizer):
 def test_sampling_params_are_checked(options, message):
     with pytest.raises(ConfigError, match=message):
         SamplingParams(**options)
+
+
+def test_pad_equal_to_eos_is_safe(model, tokenizer):
+    eos = tokenizer.eos_token_id
+    prompts = [torch.tensor([eos, 5, eos, 7]), torch.tensor([9, eos]), torch.tensor([3, 4, 5, 6, 7, eos])]
+    params = SamplingParams(max_new_tokens=6)
+    same = make_engine(model, eos_token_ids=eos, pad_token_id=eos).generate(prompts, params, seeds=range(3))
+    other = make_engine(model, eos_token_ids=eos, pad_token_id=1).generate(prompts, params, seeds=range(3))
+    assert [ids.tolist() for ids in same.ids] == [ids.tolist() for ids in other.ids]
+    for a, b in zip(same.log_probs, other.log_probs, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)

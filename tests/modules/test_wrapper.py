@@ -350,3 +350,28 @@ def test_options_of_one_call_override_single_options(make_policy, model, tokeniz
     a, b = (policy(history_td(chats()), generate_kwargs={"temperature": 0.0}) for _ in range(2))
     assert torch.equal(rows(a, "tokens", "full")[1], rows(b, "tokens", "full")[1])
     assert len(rows(a, "tokens", "response")[1]) == 4
+
+
+@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
+def test_padded_output(make_policy, model, tokenizer, mode):
+    policy = make_policy(
+        model, tokenizer, input_mode=mode, pad_output=True, generate_kwargs={"max_new_tokens": 5, "seed": 1}
+    )
+    td = policy(input_td(mode, tokenizer))
+    ragged = make_policy(model, tokenizer, generate_kwargs={"max_new_tokens": 5, "seed": 1})(history_td(chats()))
+    tokens, masks, log_probs = td["tokens"], td["masks"], td["log_probs"]
+    assert tokens.padded
+    assert masks.padded
+    shape = (3, tokens.prompt.shape[1] + tokens.response.shape[1])
+    for value in (tokens.full, masks.all_attention_mask, masks.all_assistant_mask, log_probs.full):
+        assert value.shape == shape
+    for row in range(3):
+        kept = masks.all_attention_mask[row]
+        assert torch.equal(tokens.full[row][kept], rows(ragged, "tokens", "full")[row])
+        assert torch.equal(masks.all_assistant_mask[row][kept], rows(ragged, "masks", "all_assistant_mask")[row])
+        torch.testing.assert_close(log_probs.full[row][kept], rows(ragged, "log_probs", "full")[row])
+        assert torch.equal(masks.all_assistant_mask[row].nonzero()[0], torch.tensor([tokens.prompt.shape[1]]))
+    scored = policy.get_new_version(generate=False)(td.copy())
+    torch.testing.assert_close(
+        scored["log_probs"].full[masks.all_assistant_mask], log_probs.full[masks.all_assistant_mask], atol=1e-5, rtol=0
+    )
