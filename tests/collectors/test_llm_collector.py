@@ -9,7 +9,6 @@ import torch
 from tensordict import TensorDict
 
 from llmrl.collectors.llm import LLMCollector
-from llmrl.collectors.llm.batches import take_rows
 from llmrl.envs import StepCounter, Transform
 from llmrl.envs.llm import ChatEnv, DatasetChatEnv
 from llmrl.envs.llm.transforms import DataLoadingPrimer, PolicyVersion, RewardFunction
@@ -157,18 +156,6 @@ def test_a_budget_of_turns_is_exact_and_what_it_cuts_is_counted(total, last_only
     assert sum(batch["next", "done"].sum().item() for batch in batches) == collector.counters["conversations"]
 
 
-def test_a_failed_turn_makes_the_whole_conversation_nan():
-    def moody(completion):
-        return None if completion == "more!" else 1.0
-
-    env = DatasetChatEnv(dataset=ROWS, shuffle=False, num_envs=2, max_steps=3).append_transform(AskAgain())
-    env = env.append_transform(RewardFunction(moody, deadline_s=None))
-    batch = LLMCollector(env, policy=talks_for([2, 1] * 6), yield_only_last_steps=True).next()
-    values = batch["next", "reward"].flatten().tolist()
-    assert math.isnan(values[0])
-    assert values[1] == 1.0
-
-
 def test_an_env_that_need_never_end_is_refused_unless_turns_are_limited():
     env = ChatEnv(batch_size=[2]).append_transform(DataLoadingPrimer(ROWS))
     with pytest.raises(ConfigError, match=r"need never finish one.*StepCounter.*max_dialog_turns"):
@@ -246,7 +233,7 @@ class ListBuffer:
         self.rows = []
 
     def extend(self, data):
-        self.rows.extend(take_rows(data, [i]) for i in range(len(data)))
+        self.rows.extend(data[[i]] for i in range(len(data)))
 
 
 @pytest.mark.parametrize("options", [{}, {"yield_completed_trajectories": True}, {"yield_only_last_steps": True}])
@@ -400,3 +387,15 @@ def test_a_factory_makes_the_policy():
     collector = LLMCollector(env, policy_factory=lambda: ScriptedPolicy(["hello"]), yield_only_last_steps=True)
     assert collector.next()["history"].response.to_chats() == [[{"role": "assistant", "content": "hello"}]]
     assert isinstance(collector.rollout(), TensorDict)
+
+
+def test_a_failed_turn_makes_the_whole_conversation_nan():
+    def moody(completion):
+        return None if completion == "more!" else 1.0
+
+    env = DatasetChatEnv(dataset=ROWS, shuffle=False, num_envs=2, max_steps=3).append_transform(AskAgain())
+    env = env.append_transform(RewardFunction(moody, deadline_s=None))
+    batch = LLMCollector(env, policy=talks_for([2, 1] * 6), yield_only_last_steps=True).next()
+    values = batch["next", "reward"].flatten().tolist()
+    assert math.isnan(values[0])
+    assert values[1] == 1.0

@@ -407,6 +407,12 @@ def test_a_new_version_shares_the_queue_unless_it_is_told_another(tokenizer):
     assert plain.get_new_version(batching=True).engine.engine is engine
 
 
+def test_another_process_gets_the_settings_and_an_empty_queue():
+    engine = pickle.loads(pickle.dumps(BatchingEngine(FakeEngine([torch.tensor([5])]), max_batch_size=3, timeout=0.5)))
+    assert (engine.max_batch_size, engine.timeout) == (3, 0.5)
+    assert engine.generate(request(1), SamplingParams()).ids[0].tolist() == [5]
+
+
 def test_threads_sample_and_score_a_real_model_as_one_would_alone(tokenizer):
     model = tiny_model(tokenizer, hidden_size=16, heads=2, layers=1)
     options = {"tokenizer": tokenizer, "input_mode": "tokens", "generate_kwargs": {"max_new_tokens": 4}}
@@ -423,9 +429,3 @@ def test_threads_sample_and_score_a_real_model_as_one_would_alone(tokenizer):
         expected = alone(td(number))
         assert torch.equal(out["tokens"].rows("full")[0], expected["tokens"].rows("full")[0])
         torch.testing.assert_close(out["log_probs"].rows("full")[0], expected["log_probs"].rows("full")[0])
-
-
-def test_another_process_gets_the_settings_and_an_empty_queue():
-    engine = pickle.loads(pickle.dumps(BatchingEngine(FakeEngine([torch.tensor([5])]), max_batch_size=3, timeout=0.5)))
-    assert (engine.max_batch_size, engine.timeout) == (3, 0.5)
-    assert engine.generate(request(1), SamplingParams()).ids[0].tolist() == [5]

@@ -125,15 +125,6 @@ def test_a_batch_stays_columns_until_a_row_is_asked_for():
     assert stack.own_columns() is None
 
 
-def test_clones_do_not_share_memory_and_copies_do():
-    td = make_batch()
-    clone, copy = td.clone(), td.copy()
-    clone["tokens"].rows("full")[0].fill_(-1)
-    assert contents(td) == REFERENCE
-    copy["tokens"].rows("full")[0].fill_(-1)
-    assert td["tokens"].rows("full")[0].tolist() == [-1, -1, -1]
-
-
 def test_entries_can_be_written_into_the_batch_and_its_rows():
     td = make_batch()
     td["tokens"].covered = torch.zeros(5, dtype=torch.int64)
@@ -142,26 +133,6 @@ def test_entries_can_be_written_into_the_batch_and_its_rows():
     assert td["tokens"].rows("full")[3].tolist() == [7]
     td.set(("log_probs", "response"), torch.ones(5, 2))
     assert td["log_probs"].rows("response")[4].tolist() == [1.0, 1.0]
-
-
-def test_a_locked_batch_reads_and_refuses_writes():
-    td = make_batch().lock_()
-    assert contents(td) == REFERENCE
-    with pytest.raises(RuntimeError, match="locked"):
-        td["tokens"].set("covered", torch.zeros(5))
-    assert contents(td.unlock_()) == REFERENCE
-
-
-def test_batches_of_two_dimensions_and_single_rows():
-    rows = [torch.arange(length) for length in (1, 2, 3, 4, 5, 6)]
-    tokens = Tokens.from_rows({"full": rows}, [2, 3])
-    assert tokens.batch_size == (2, 3)
-    assert tokens[1, 2].full.tolist() == [0, 1, 2, 3, 4, 5]
-    assert [len(row) for row in tokens.rows("full")] == [1, 2, 3, 4, 5, 6]
-    single = Text.from_rows({"prompt": ["a"]}, [])
-    assert single.prompt == "a"
-    assert single.rows("prompt") == ["a"]
-    assert single.batch_size == ()
 
 
 def test_rows_of_the_wrong_number_are_an_error():
@@ -236,14 +207,6 @@ def test_histories_texts_and_tokens_convert_into_each_other_and_back(tokenizer, 
             assert tokens.to_text(tokenizer).rows(name) == text.rows(name)
 
 
-def test_only_the_prompt_is_converted_where_there_is_only_a_prompt(tokenizer):
-    history = ChatHistory.from_rows({"prompt": History.from_chats([conversation("Hi")])})
-    tokens = history.to_tokens(tokenizer)
-    assert tokens.full is None
-    assert tokens.response is None
-    assert tokenizer.decode(tokens.rows("prompt")[0]).endswith("<|im_start|>assistant\n")
-
-
 def test_conversions_refuse_padding(tokenizer):
     padded = Tokens.from_padded({"full": torch.zeros(2, 3, dtype=torch.int64)})
     with pytest.raises(ValueError, match="padded tokens"):
@@ -262,29 +225,6 @@ def test_a_template_without_a_boundary_is_named():
     )
     with pytest.raises(TemplateError, match="rewrites the past"):
         make_history().to_tokens(tokenizer)
-
-
-class CountingTokenizer:
-    """A tokenizer that counts its calls."""
-
-    def __init__(self, tokenizer):
-        self.tokenizer, self.num_calls = tokenizer, 0
-
-    def __call__(self, *args, **kwargs):
-        self.num_calls += 1
-        return self.tokenizer(*args, **kwargs)
-
-    def __getattr__(self, name):
-        return getattr(self.tokenizer, name)
-
-
-def test_a_batch_of_texts_is_tokenised_in_one_call_and_prompt_and_response_once(tokenizer):
-    counting = CountingTokenizer(tokenizer)
-    text = make_history((6,)).to_text(tokenizer)
-    tokens = text.to_tokens(counting)
-    assert counting.num_calls == 1
-    for prompt, response, full in zip(*(tokens.rows(name) for name in ("prompt", "response", "full")), strict=True):
-        assert torch.equal(full, torch.cat([prompt, response]))
 
 
 def test_a_view_of_one_field_is_converted_by_itself(tokenizer):
@@ -364,3 +304,20 @@ def test_fields_of_other_rows_are_refused():
         ChatHistory(full=make_history((2,)).full, prompt=make_history((1,)).prompt)
     with pytest.raises(ShapeError, match=r"Text: fields must hold the same rows: got .*, expected \[2\]"):
         Text(full=["a", "b"], prompt=["a"])
+
+
+def test_clones_do_not_share_memory_and_copies_do():
+    td = make_batch()
+    clone, copy = td.clone(), td.copy()
+    clone["tokens"].rows("full")[0].fill_(-1)
+    assert contents(td) == REFERENCE
+    copy["tokens"].rows("full")[0].fill_(-1)
+    assert td["tokens"].rows("full")[0].tolist() == [-1, -1, -1]
+
+
+def test_a_locked_batch_reads_and_refuses_writes():
+    td = make_batch().lock_()
+    assert contents(td) == REFERENCE
+    with pytest.raises(RuntimeError, match="locked"):
+        td["tokens"].set("covered", torch.zeros(5))
+    assert contents(td.unlock_()) == REFERENCE

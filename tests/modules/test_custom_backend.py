@@ -10,44 +10,18 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from llmrl.data.llm.chat import History
 from llmrl.data.ragged.tensordicts import column
 from llmrl.envs.llm import ChatEnv
 from llmrl.envs.utils import step_mdp
 from llmrl.errors import ConfigError
-from llmrl.modules.llm import ChatHistory
 from llmrl.objectives.llm import GRPOLoss
-from llmrl.testing import tiny_tokenizer
 from tests.support.bigram import Bigram, BigramWrapper
-
-KEYS = [("masks", "all_assistant_mask"), ("log_probs", "full")]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tiny_tokenizer()
+from tests.support.conversations import chats, history_td
 
 
 def make_policy(tokenizer, **options):
     options = {"generate_kwargs": {"max_new_tokens": 8, "seed": 0, "temperature": 0.8}} | options
     return BigramWrapper(Bigram(len(tokenizer)), tokenizer=tokenizer, **options)
-
-
-def questions(*texts):
-    history = History.from_chats([[{"role": "user", "content": text}] for text in texts])
-    return TensorDict({"history": ChatHistory.from_rows({"prompt": history})}, [len(texts)])
-
-
-def test_the_wrapper_generates_and_scores(tokenizer):
-    policy = make_policy(tokenizer)
-    td = policy(questions("Hi", "What is 2+2?"))
-    assert td["history"].full.to_chats()[1][0] == {"role": "user", "content": "What is 2+2?"}
-    scorer = policy.get_new_version(generate=False)
-    assert scorer.engine is policy.engine
-    assert scorer.temperature == 0.8
-    scored = scorer(td.copy())["log_probs"].rows("full")
-    for mask, old, new in zip(*(td[key[0]].rows(key[1]) for key in KEYS), scored, strict=True):
-        torch.testing.assert_close(new[mask], old[mask], atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("pad_output", [False, True])
@@ -66,11 +40,11 @@ def test_conversations_and_the_loss_work_as_with_any_other(tokenizer, pad_output
 def test_threads_share_its_calls(tokenizer):
     policy = make_policy(tokenizer, min_batch_size=2, batching_timeout=20.0)
     with ThreadPoolExecutor(2) as pool:
-        futures = [pool.submit(policy, questions(text)) for text in ("Hi", "Hello")]
+        futures = [pool.submit(policy, history_td(chats([text]))) for text in ("Hi", "Hello")]
         assert [future.result(timeout=20.0).batch_size for future in futures] == [(1,), (1,)]
 
 
 def test_what_it_cannot_do_it_says(tokenizer):
     policy = make_policy(tokenizer, generate_kwargs={"top_k": 3})
     with pytest.raises(ConfigError, match="neither truncation nor stop strings"):
-        policy(questions("Hi"))
+        policy(history_td(chats(["Hi"])))

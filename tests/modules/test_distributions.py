@@ -9,9 +9,9 @@ from tensordict import TensorDict
 from llmrl.data.llm.chat import History
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError
 from llmrl.modules.llm import ChatHistory, LLMWrapperBase, Masks, Tokens, TransformersWrapper
-from llmrl.modules.llm.policies import distributions
+from llmrl.modules.llm.policies import scoring
 from llmrl.modules.llm.policies.base import Backend
-from llmrl.modules.llm.policies.distributions import TokenCategorical
+from llmrl.modules.llm.policies.scoring import TokenCategorical
 from llmrl.testing import FakeEngine, tiny_model
 from tests.support.causal_models import Bigram
 
@@ -74,7 +74,7 @@ def test_its_log_probs_are_those_of_sampling_and_of_token_scores(policy):
 def test_logits_made_in_parts_are_the_same(policy, monkeypatch):
     td = answered(policy, "Hi", "What is 12 + 30?")
     whole = policy.get_dist(td).logits.detach()
-    monkeypatch.setattr(distributions, "_ROWS_AT_A_TIME", 7)
+    monkeypatch.setattr(scoring, "_ROWS_AT_A_TIME", 7)
     with torch.no_grad():
         parts = policy.get_dist(td)
     assert len(parts.logits) % 7

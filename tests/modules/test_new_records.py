@@ -106,20 +106,6 @@ def test_rows_of_one_batch_may_differ(tokenizer):
     assert [(row != 0).tolist() for row in log_probs] == [mask.tolist() for mask in masks]
 
 
-def test_a_chain_of_tool_calls_keeps_its_thinking_and_its_record(tokenizer):
-    policy = wrapper(tokenizer, [THINKING])
-    env = ChatEnv(batch_size=[1])
-    td = env.step(policy(env.reset(TensorDict(query=column(["2+2?"]), batch_size=[1]))))
-    prompt = td["next", "history"].prompt.extend(
-        History.from_chats([[{"role": "tool", "content": "4"}]]), inplace=False, dim=-1
-    )
-    td["next"].set("history", ChatHistory.from_rows({"prompt": prompt}))
-    after = policy(env.step_mdp(td))
-    assert after["new_record"].tolist() == [False]
-    assert tokenizer.decode(trained(after)) == f"{THINKING}<|im_end|>" * 2
-    assert policy.counters == {"rewritten": 0}
-
-
 @pytest.mark.parametrize(
     ("family", "answer", "options", "expected"),
     [
@@ -200,7 +186,8 @@ def test_the_renderer_says_row_by_row_who_can_go_on(tokenizer):
     [prompt] = renderer.prompt_ids([[question]])
     stream = torch.cat([prompt, torch.tensor(tokenizer(THINKING + "<|im_end|>").input_ids)])
     tool = {"role": "tool", "content": "4"}
-    stopped, added = renderer.try_extend([stream] * 2, [[question, answer, more], [question, answer, tool]], [1, 1])
+    chats = [[question, answer, more], [question, answer, tool]]
+    stopped, added = renderer.extend([stream] * 2, chats, [1, 1], return_errors=True)
     assert isinstance(stopped, RewriteError)
     assert tokenizer.decode(added).startswith("\n<|im_start|>user\n<tool_response>")
 
@@ -239,3 +226,17 @@ def test_an_unfinished_prompt_converts_to_the_ids_that_the_policy_is_given():
     converted = td["history"].to_tokens(tokenizer)
     assert torch.equal(converted.rows("prompt")[0], policy.engine.prompts[0])
     assert tokenizer.decode(converted.rows("response")[0]).startswith("4.<|im_end|>")
+
+
+def test_a_chain_of_tool_calls_keeps_its_thinking_and_its_record(tokenizer):
+    policy = wrapper(tokenizer, [THINKING])
+    env = ChatEnv(batch_size=[1])
+    td = env.step(policy(env.reset(TensorDict(query=column(["2+2?"]), batch_size=[1]))))
+    prompt = td["next", "history"].prompt.extend(
+        History.from_chats([[{"role": "tool", "content": "4"}]]), inplace=False, dim=-1
+    )
+    td["next"].set("history", ChatHistory.from_rows({"prompt": prompt}))
+    after = policy(env.step_mdp(td))
+    assert after["new_record"].tolist() == [False]
+    assert tokenizer.decode(trained(after)) == f"{THINKING}<|im_end|>" * 2
+    assert policy.counters == {"rewritten": 0}

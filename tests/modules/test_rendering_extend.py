@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 
@@ -52,18 +50,6 @@ def test_extend_equals_a_full_render_over_five_turns_with_tools():
         [delta] = renderer.extend([stream], [chat], [len(added)])
         stream = torch.cat([stream, delta])
         assert stream.tolist() == reference_ids(renderer, chat, add_generation_prompt=True)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_prompt_of_a_turn_begins_with_the_stream_of_the_turn_before(name: str):
-    renderer = family(name)
-    [prompt] = renderer.prompt_ids([[USER_1]])
-    [whole] = renderer.render([[USER_1, ANSWER_1]])
-    stream = whole.ids[: whole.spans[0][1]]
-    [delta] = renderer.extend([stream], [[USER_1, ANSWER_1, USER_2]], [1])
-    [next_prompt] = renderer.prompt_ids([[USER_1, ANSWER_1, USER_2]])
-    assert next_prompt[: len(prompt)].tolist() == prompt.tolist()
-    assert torch.cat([stream, delta]).tolist() == next_prompt.tolist()
 
 
 ROUND = "{% if m.role == 'user' %}Round {{ loop.index // 2 + 1 }}: {% endif %}{{ m.content }}"
@@ -153,25 +139,6 @@ def test_a_marker_in_an_unfinished_answer_opens_no_turn():
     begun = opened[len(asked) :]
     assert renderer.tokenizer.decode(begun) == "a<|im_end|>b"
     assert renderer.end_of_turn_ids[0] not in begun.tolist()
-
-
-def test_sampled_ids_stay_bit_equal_whatever_they_decode_to():
-    renderer = Renderer(tiny_tokenizer())
-    tokenizer = renderer.tokenizer
-    generator = random.Random(0)
-    streams, chats = [], []
-    [prompt] = renderer.prompt_ids([[USER_1]])
-    for _ in range(100):
-        ids = [generator.randrange(len(tokenizer)) for _ in range(generator.randrange(30))]
-        streams.append(torch.cat([prompt, torch.tensor(ids, dtype=torch.int64)]))
-        chats.append([USER_1, {"role": "assistant", "content": tokenizer.decode(ids)}, USER_2])
-    before = [stream.clone() for stream in streams]
-    deltas = renderer.extend(streams, chats, [1] * 100)
-    assert all(torch.equal(stream, kept) for stream, kept in zip(streams, before, strict=True))
-    expected = tokenizer("\n<|im_start|>user\nAnd 7 times 6?<|im_end|>\n<|im_start|>assistant\n").input_ids
-    for stream, delta in zip(streams, deltas, strict=True):
-        ends = stream[-1].item() == renderer.end_of_turn_ids[0]
-        assert delta.tolist() == ([] if ends else renderer.end_of_turn_ids) + expected
 
 
 def test_extend_from_nothing_is_the_prompt():

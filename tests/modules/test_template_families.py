@@ -167,14 +167,6 @@ def test_mask_covers_exactly_what_the_assistant_wrote_and_its_end(name: str):
     assert [span.count(USER["content"]) for span in trained(renderer, repeated)] == [1]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_end_of_turn_can_be_left_out_of_the_mask(name: str):
-    renderer = Renderer(tiny_tokenizer(template=name), include_end_of_turn=False)
-    end = renderer.codec.end_of_turn
-    assert end.strip()
-    assert trained(renderer, conversation(name)) == tuple(span.removesuffix(end) for span in FAMILIES[name].answers)
-
-
 @pytest.mark.parametrize("name", WITH_CALLS)
 def test_tool_calls_are_trained_and_tool_answers_are_not(name: str):
     spans = trained(family(name), [USER, CALLING, RESULT, ANSWER])
@@ -210,26 +202,8 @@ def test_reading_inverts_writing(name: str):
     assert all(all(row) for row in history.is_complete)
 
 
-PIECES = (
-    "42",
-    "é",
-    "漢",
-    " ",
-    "  ",
-    "\n",
-    "\n\n",
-    "<|",
-    "|>",
-    "<",
-    "[",
-    "INST]",
-    "user",
-    "assistant",
-    "system\n",
-    "\t",
-    "</",
-    "{}",
-)
+PIECES = ["42", "é", "漢", " ", "  ", "\n", "\n\n", "<|", "|>", "<", "[", "INST]", "user", "assistant", "system\n"]
+PIECES += ["\t", "</", "{}"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -249,33 +223,31 @@ def test_random_contents_are_read_back_and_masked_character_for_character(name: 
         assert list(trained(renderer, chat)) == spans
 
 
-@pytest.mark.parametrize("name", WITH_CALLS)
-def test_reading_inverts_writing_of_tool_calls(name: str):
-    chat = [USER, CALLING, RESULT, ANSWER]
-    assert History.from_text(written(name, chat), chat_template_name=name).to_chats() == chat
+TWO_CALLS = CALLING | {"content": "Let me see.", "tool_calls": [CALL, CALL]}
+THOUGHT = {"reasoning_content": "12 and 30\nmake 42"}
 
 
-@pytest.mark.parametrize("name", ["qwen", "qwen3", "deepseek"])
-def test_reading_inverts_writing_of_several_tool_calls(name: str):
-    calling = CALLING | {"content": "Let me see.", "tool_calls": [CALL, CALL]}
-    chat = [USER, calling, RESULT, RESULT | {"content": "2\n3"}, CALLING, RESULT | {"content": "{}"}, ANSWER]
-    assert History.from_text(written(name, chat), chat_template_name=name).to_chats() == chat
-
-
-@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
-def test_reading_inverts_writing_of_thinking(name: str):
-    chat = [USER, ANSWER | {"reasoning_content": "12 and 30\nmake 42"}]
-    text = written(name, chat)
-    assert text.index("12 and 30\nmake 42") < text.index("It is 42.")
-    assert History.from_text(text, chat_template_name=name).to_chats() == chat
-
-
-@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
-@pytest.mark.parametrize("thinking", [{"reasoning_content": "12 and 30\nmake 42"}, {}], ids=["thinking", "none"])
-def test_reading_inverts_writing_of_thinking_before_a_call(name: str, thinking: dict[str, str]):
-    """Regression: the line end before the call was missed, so the <think> block stayed in the content."""
-    chat = [USER, CALLING | thinking]
-    assert History.from_text(written(name, chat), chat_template_name=name).to_chats() == chat
+@pytest.mark.parametrize(
+    ("name", "chat"),
+    [
+        *[(name, [USER, ANSWER | {"content": ""}]) for name in NAMES],
+        *[(name, [USER, CALLING, RESULT, ANSWER]) for name in WITH_CALLS],
+        *[
+            (name, [USER, TWO_CALLS, RESULT, RESULT | {"content": "2\n3"}, CALLING, RESULT | {"content": "{}"}, ANSWER])
+            for name in ("qwen", "qwen3", "deepseek")
+        ],
+        # the line end before a call was missed once, so that the <think> block stayed in the content
+        *[
+            (name, [USER, message])
+            for name in ("qwen3", "gpt_oss")
+            for message in (ANSWER | THOUGHT, CALLING | THOUGHT, CALLING)
+        ],
+    ],
+)
+def test_reading_inverts_writing_of_empty_answers_tool_calls_and_thinking(name: str, chat: list[dict[str, Any]]):
+    history = History.from_text(written(name, chat), chat_template_name=name)
+    assert history.to_chats() == chat
+    assert all(history.is_complete)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -285,14 +257,6 @@ def test_cut_off_answer_is_incomplete(name: str):
     history = History.from_text(cut, chat_template_name=name)
     assert history.content == [USER["content"], "It is"]
     assert history.is_complete == [True, False]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_empty_answer_is_a_message(name: str):
-    chat = [USER, ANSWER | {"content": ""}]
-    history = History.from_text(written(name, chat), chat_template_name=name)
-    assert history.to_chats() == chat
-    assert history.is_complete == [True, True]
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "dialogpt"])  # any text is a turn of DialoGPT's
@@ -405,3 +369,19 @@ def test_dialect_of_chatml_is_not_taken_for_chatml():
     tokenizer.chat_template = "<|im_start|>user<|im_sep|>Hi<|im_end|>"
     with pytest.raises(TemplateError, match="inverse parser"):
         History.from_text("<|im_start|>user<|im_sep|>Hi<|im_end|>", tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_end_of_turn_can_be_left_out_of_the_mask(name: str):
+    renderer = Renderer(tiny_tokenizer(template=name), include_end_of_turn=False)
+    end = renderer.codec.end_of_turn
+    assert end.strip()
+    assert trained(renderer, conversation(name)) == tuple(span.removesuffix(end) for span in FAMILIES[name].answers)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_empty_answer_is_a_message(name: str):
+    chat = [USER, ANSWER | {"content": ""}]
+    history = History.from_text(written(name, chat), chat_template_name=name)
+    assert history.to_chats() == chat
+    assert history.is_complete == [True, True]

@@ -132,55 +132,6 @@ def test_a_truncated_answer_is_not_complete(tokenizer):
     assert "<|im_end|>" not in td["text"].rows("response")[0]
 
 
-def test_a_single_conversation_keeps_its_shape(make_policy, model, tokenizer):
-    policy = make_policy(model, tokenizer)
-    td = policy(TensorDict({"history": ChatHistory(prompt=History.from_messages(chats()[0]))}, []))
-    assert td.batch_size == ()
-    full = td.get(("tokens", "full"))
-    assert isinstance(full, torch.Tensor)
-    assert full.ndim == 1
-    assert isinstance(td["text"].response, str)
-    assert td["history"].full.shape == (2,)
-    assert td["stop_reason"].shape == ()
-
-
-def test_a_batch_of_two_dimensions_keeps_its_shape(tokenizer):
-    flat = [*chats(), *chats(["Once", "Twice", "Thrice"])]
-    history = History.stack([History.from_chats(flat[:3]), History.from_chats(flat[3:])])
-    td = TensorDict(
-        {"history": ChatHistory.from_rows({"prompt": [*history[0].unbind(0), *history[1].unbind(0)]}, [2, 3])}, [2, 3]
-    )
-    td = fake_policy(tokenizer, ["one", "two", "three", "four", "five", "six"])(td)
-    assert td["stop_reason"].shape == (2, 3)
-    assert td[1, 2]["text"].response == "six<|im_end|>"
-    assert td[1, 2]["history"].full.to_chats() == [*flat[5], {"role": "assistant", "content": "six"}]
-
-
-@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
-def test_padded_output(make_policy, model, tokenizer, mode):
-    policy = make_policy(
-        model, tokenizer, input_mode=mode, pad_output=True, generate_kwargs={"max_new_tokens": 5, "seed": 1}
-    )
-    td = policy(input_td(mode, tokenizer))
-    ragged = make_policy(model, tokenizer, generate_kwargs={"max_new_tokens": 5, "seed": 1})(history_td(chats()))
-    tokens, masks, log_probs = td["tokens"], td["masks"], td["log_probs"]
-    assert tokens.padded
-    assert masks.padded
-    shape = (3, tokens.prompt.shape[1] + tokens.response.shape[1])
-    for value in (tokens.full, masks.all_attention_mask, masks.all_assistant_mask, log_probs.full):
-        assert value.shape == shape
-    for row in range(3):
-        kept = masks.all_attention_mask[row]
-        assert torch.equal(tokens.full[row][kept], rows(ragged, "tokens", "full")[row])
-        assert torch.equal(masks.all_assistant_mask[row][kept], rows(ragged, "masks", "all_assistant_mask")[row])
-        torch.testing.assert_close(log_probs.full[row][kept], rows(ragged, "log_probs", "full")[row])
-        assert torch.equal(masks.all_assistant_mask[row].nonzero()[0], torch.tensor([tokens.prompt.shape[1]]))
-    scored = policy.get_new_version(generate=False)(td.copy())
-    torch.testing.assert_close(
-        scored["log_probs"].full[masks.all_assistant_mask], log_probs.full[masks.all_assistant_mask], atol=1e-5, rtol=0
-    )
-
-
 @with_weights
 def test_several_samples_per_prompt(make_policy, model, tokenizer):
     policy = make_policy(model, tokenizer, num_samples=4)
@@ -391,11 +342,7 @@ def test_every_batch_shape_generates_and_scores(
 
 
 def test_options_of_one_call_override_single_options(make_policy, model, tokenizer):
-    options = {
-        "max_new_tokens": 4,
-        "temperature": 0.7,
-        "ignore_eos": True,
-    }  # every row reaches its limit
+    options = {"max_new_tokens": 4, "temperature": 0.7, "ignore_eos": True}  # every row reaches its limit
     policy = make_policy(model, tokenizer, generate_kwargs=options)
     td = policy(history_td(chats()), generate_kwargs={"max_new_tokens": 2})
     assert {len(row) for row in rows(td, "tokens", "response")} == {2}
@@ -403,3 +350,28 @@ def test_options_of_one_call_override_single_options(make_policy, model, tokeniz
     a, b = (policy(history_td(chats()), generate_kwargs={"temperature": 0.0}) for _ in range(2))
     assert torch.equal(rows(a, "tokens", "full")[1], rows(b, "tokens", "full")[1])
     assert len(rows(a, "tokens", "response")[1]) == 4
+
+
+@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
+def test_padded_output(make_policy, model, tokenizer, mode):
+    policy = make_policy(
+        model, tokenizer, input_mode=mode, pad_output=True, generate_kwargs={"max_new_tokens": 5, "seed": 1}
+    )
+    td = policy(input_td(mode, tokenizer))
+    ragged = make_policy(model, tokenizer, generate_kwargs={"max_new_tokens": 5, "seed": 1})(history_td(chats()))
+    tokens, masks, log_probs = td["tokens"], td["masks"], td["log_probs"]
+    assert tokens.padded
+    assert masks.padded
+    shape = (3, tokens.prompt.shape[1] + tokens.response.shape[1])
+    for value in (tokens.full, masks.all_attention_mask, masks.all_assistant_mask, log_probs.full):
+        assert value.shape == shape
+    for row in range(3):
+        kept = masks.all_attention_mask[row]
+        assert torch.equal(tokens.full[row][kept], rows(ragged, "tokens", "full")[row])
+        assert torch.equal(masks.all_assistant_mask[row][kept], rows(ragged, "masks", "all_assistant_mask")[row])
+        torch.testing.assert_close(log_probs.full[row][kept], rows(ragged, "log_probs", "full")[row])
+        assert torch.equal(masks.all_assistant_mask[row].nonzero()[0], torch.tensor([tokens.prompt.shape[1]]))
+    scored = policy.get_new_version(generate=False)(td.copy())
+    torch.testing.assert_close(
+        scored["log_probs"].full[masks.all_assistant_mask], log_probs.full[masks.all_assistant_mask], atol=1e-5, rtol=0
+    )

@@ -1,8 +1,4 @@
-"""Rows of a batch taken out, put in order, and put together again, with ragged containers in any of its columns.
-
-Columns are handled whole and by type; nothing builds a tensordict per row. What the rows mean is the collector's
-business.
-"""
+"""Batches joined into one, with ragged containers in any of their columns, which are handled whole and by type."""
 
 from __future__ import annotations
 
@@ -10,36 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tensordict import (
-    NonTensorData,
-    NonTensorStack,
-    TensorDict,
-    TensorDictBase,
-    is_tensorclass,
-    lazy_stack,
-)
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
 from llmrl.data.llm.chat import History
-from llmrl.data.ragged.tensordicts import column, inner, new_tensordict, rewrap, stack_cells
+from llmrl.data.ragged.tensordicts import new_tensordict, stack_cells
 from llmrl.errors import ShapeError
 from llmrl.modules.llm.policies.containers import ChatHistory, LogProbs, Masks, Text, Tokens
 
-__all__ = ["cat_rows", "take_rows"]
+__all__ = ["cat_rows"]
 
 _CONTAINERS = (ChatHistory, LogProbs, Masks, Text, Tokens)
-
-
-def take_rows(td: TensorDictBase, rows: Sequence[int]) -> TensorDictBase:
-    """The rows at these indices, in this order, as a batch of their own. Ragged rows are shared, not copied.
-
-    >>> td = TensorDict(a=torch.arange(3), q=column(["x", "y", "z"]), batch_size=[3])
-    >>> taken = take_rows(td, [2, 0])
-    >>> taken["a"].tolist(), taken.get("q").tolist()
-    ([2, 0], ['z', 'x'])
-    """
-    index = torch.tensor(rows, dtype=torch.int64)
-    return _map(td, lambda value: _take(value, rows, index), len(rows))
 
 
 def cat_rows(batches: Sequence[TensorDictBase]) -> TensorDictBase:
@@ -48,6 +25,7 @@ def cat_rows(batches: Sequence[TensorDictBase]) -> TensorDictBase:
     An entry of time t that only later turns have is what an earlier one left behind (a reward, say), and is left out.
     Raises  ShapeError where one batch lacks an entry of ``"next"`` that another one has
 
+    >>> from llmrl.data.ragged.tensordicts import column
     >>> parts = [TensorDict(q=column(["x"]), batch_size=[1]), TensorDict(q=column(["y", "z"]), batch_size=[2])]
     >>> cat_rows(parts).get("q").tolist()
     ['x', 'y', 'z']
@@ -65,25 +43,6 @@ def cat_rows(batches: Sequence[TensorDictBase]) -> TensorDictBase:
     count = sum(batch.batch_size[0] for batch in batches)
     out = {key: _cat([batch.get(key) for batch in batches]) for key in keys}
     return new_tensordict(out, [count], batches[0].device)
-
-
-def _map(td: TensorDictBase, fn: Any, count: int) -> TensorDictBase:
-    entries = {key: fn(value) for key, value in td.items()}
-    return new_tensordict(entries, [count], td.device)
-
-
-def _take(value: Any, rows: Sequence[int], index: Tensor) -> Any:
-    if isinstance(value, Tensor):
-        return value[index.to(value.device)]
-    if isinstance(value, NonTensorStack):
-        return stack_cells([value.tensordicts[row] for row in rows])
-    if isinstance(value, NonTensorData):
-        return column([value.data] * len(rows))
-    if type(value) is TensorDict:
-        return _map(value, lambda entry: _take(entry, rows, index), len(rows))
-    if is_tensorclass(value):
-        return rewrap(value, _take(inner(value), rows, index))
-    return value[index]
 
 
 def _cat(values: list[Any]) -> Any:

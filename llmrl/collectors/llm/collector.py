@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from llmrl.collectors.llm.batches import cat_rows, take_rows
+from llmrl.collectors.llm.batches import cat_rows
 from llmrl.collectors.llm.rollout import Stepper, rollout_concurrent, rollout_lockstep, truncate
 from llmrl.collectors.weight_updaters import EngineUpdater, WeightUpdaterBase
 from llmrl.data.ragged.tensordicts import new_tensordict
@@ -224,12 +224,12 @@ class LLMCollector:
             self._root, self._turns_B = fresh, torch.zeros_like(self._turns_B)
             return True
         alive = [row for row, is_done in enumerate(done) if not is_done]
-        going_on = self.env.step_mdp(take_rows(td, alive))
+        going_on = self.env.step_mdp(td[alive])
         order = [0] * len(done)
         for position, row in enumerate([*alive, *(row for row, is_done in enumerate(done) if is_done)]):
             order[row] = position
         self.env._blank(going_on, fresh)  # a new conversation has no stream of tokens yet
-        self._root = take_rows(cat_rows([going_on.select(*fresh.keys()), fresh]), order)
+        self._root = cat_rows([going_on.select(*fresh.keys()), fresh])[order]
         self._turns_B = self._turns_B * torch.tensor([not is_done for is_done in done])
         return True
 
@@ -238,7 +238,7 @@ class LLMCollector:
         if len(steps) == 1:
             return steps[0]
         rows = steps[0].batch_size[0]
-        return take_rows(cat_rows(steps), [t * rows + b for b in range(rows) for t in range(len(steps))])
+        return cat_rows(steps)[[t * rows + b for b in range(rows) for t in range(len(steps))]]
 
     # -- one turn ------------------------------------------------------------------------------------------------------
 

@@ -18,13 +18,12 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from llmrl.collectors.llm.batches import cat_rows, take_rows
+from llmrl.collectors.llm.batches import cat_rows
 from llmrl.data.ragged.tensordicts import column, new_tensordict
 from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.chat import next_prompt
 from llmrl.errors import ConfigError, MissingKeyError, RolloutError, ShapeError
-from llmrl.modules.llm.policies.containers import LogProbs
-from llmrl.modules.llm.token_stream import mark_turn, mark_whole_record
+from llmrl.modules.llm.policies.containers import LogProbs, mark_turn, mark_whole_record
 
 __all__ = ["Stepper", "TurnLog", "rollout_concurrent", "rollout_lockstep", "truncate"]
 
@@ -84,13 +83,13 @@ class TurnLog:
         for turn, rows in rows_of.items():
             slots, td = self.turns[turn]
             position.update({(turn, row): len(position) + number for number, row in enumerate(rows)})
-            pieces.append(td if len(rows) == len(slots) else take_rows(td, rows))
+            pieces.append(td if len(rows) == len(slots) else td[rows])
             if last_only:
                 pieces[-1].set("next", _end_of_record(pieces[-1].get("next")))
                 mark_whole_record(pieces[-1])
         data = cat_rows(pieces)
         order = [position[where] for where in wanted]
-        return data if order == list(range(len(order))) else take_rows(data, order)
+        return data if order == list(range(len(order))) else data[order]
 
 
 def _ends_of_records(turns: list[tuple[int, int]], begins: list[list[bool] | None]) -> list[tuple[int, int]]:
@@ -155,7 +154,7 @@ class Stepper:
             self._keep(traceback.format_exc())
             count = td.batch_size[0]
             attempts = self.retries + (count > 1)  # alone, a row has not been tried yet
-            rows = [self._try_again(take_rows(td, [row]), attempts) for row in range(count)]
+            rows = [self._try_again(td[[row]], attempts) for row in range(count)]
             if self._answer is not None:
                 self.complete(rows)
             return cat_rows(rows)
@@ -228,7 +227,7 @@ def rollout_lockstep(stepper: Stepper, root: TensorDictBase, budget: int) -> Tur
         if granted < len(slots):
             if not granted:
                 break
-            slots, root = slots[:granted], take_rows(root, range(granted))
+            slots, root = slots[:granted], root[:granted]
             returns_B = None if returns_B is None else returns_B[:granted]
         td = stepper.turn_of_conversation(root, len(log.turns) + 1, returns_B)
         returns_B = stepper.returns(td)
@@ -238,7 +237,7 @@ def rollout_lockstep(stepper: Stepper, root: TensorDictBase, budget: int) -> Tur
         if not alive:
             break
         whole = len(alive) == len(done)
-        root = stepper.env.step_mdp(td if whole else take_rows(td, alive))
+        root = stepper.env.step_mdp(td if whole else td[alive])
         returns_B = returns_B if whole or returns_B is None else returns_B[torch.tensor(alive)]
     stepper.complete([td for _, td in log.turns])
     return log
@@ -255,7 +254,7 @@ def rollout_concurrent(stepper: Stepper, root: TensorDictBase, budget: int, *, c
 
     def converse(slot: int) -> list[TensorDictBase]:
         turns: list[TensorDictBase] = []
-        here, returns = take_rows(root, [slot]), None
+        here, returns = root[[slot]], None
         with same_modes():
             while not stopped.is_set() and stepper.claim(1, budget):
                 td = stepper.turn_of_conversation(here, len(turns) + 1, returns)

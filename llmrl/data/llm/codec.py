@@ -9,6 +9,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from transformers import AddedToken
@@ -18,7 +19,7 @@ from llmrl.data.llm.templates import REFUSALS, Chat, ChatTemplate, Message, Tool
 from llmrl.errors import TemplateError
 
 if TYPE_CHECKING:
-    from tokenizers import Encoding, Tokenizer
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["ChatCodec", "codec_for"]
@@ -26,6 +27,11 @@ __all__ = ["ChatCodec", "codec_for"]
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _FIRST_STAND_IN = 0xF0000  # supplementary private-use plane A: no text that means anything uses it
 _STAND_IN = 0x100000  # private-use plane B: marks the place of the content in a probe
+
+
+# ids, the encoding of the text that was tokenised, a function from positions of the escaped text to those of that one,
+# and its length
+EncodedText = tuple[list[int], Any, Callable[[int], int], int]
 
 
 class ChatCodec:
@@ -104,7 +110,7 @@ class ChatCodec:
         """Raises TemplateError if a message spells a control token: for those who tokenise without :meth:`encode`."""
         for row, (chat, escaped) in enumerate(zip(chats, self._controls.escape(chats), strict=True)):
             for index, (message, other) in enumerate(zip(chat, escaped, strict=True)):
-                if message is not other and _differs(message, other):
+                if message is not other and list(_strings(message)) != list(_strings(other)):
                     raise TemplateError(
                         f"ChatCodec: a message must not spell control tokens where a processor tokenises it: message "
                         f"{index} of conversation {row} does; remove them."
@@ -139,9 +145,8 @@ class ChatCodec:
 
         One call of the tokenizer, and one more for texts that quote control tokens.
         """
-        quoting = [row for row, text in enumerate(texts) if self._controls.quotes(text)]
         try:
-            return self._encode_quoting(texts, spans, quoting) if quoting else self._encode(texts, spans)
+            rows = self._encoded(texts)
         except (TypeError, UnicodeError) as error:  # the tokenizer takes no half of a surrogate pair
             for row, text in enumerate(texts):
                 if found := _SURROGATE.search(text):
@@ -151,40 +156,26 @@ class ChatCodec:
                         "it."
                     ) from error
             raise
-
-    def _encode(
-        self, texts: Sequence[str], spans: Sequence[Sequence[Span]] | None
-    ) -> tuple[list[list[int]], list[list[Span]]]:
-        if not texts:
-            return [], []
-        batch = self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)
-        ids, encodings = batch["input_ids"], batch.encodings
+        ids = [row[0] for row in rows]
         if spans is None:
             return ids, []
-        if encodings is None:
+        if any(encoding is None for _, encoding, _, _ in rows):
             raise TemplateError(
                 f"ChatCodec: masks need the character offsets of a fast tokenizer: got {type(self.tokenizer).__name__}."
             )
         return ids, [
-            [token_span(encodings[row], span, len(text)) for span in spans[row]] for row, text in enumerate(texts)
+            [token_span(encoding, (place(start), place(end)), length) for start, end in own]
+            for (_, encoding, place, length), own in zip(rows, spans, strict=True)
         ]
 
-    def _encode_quoting(
-        self, texts: Sequence[str], spans: Sequence[Sequence[Span]] | None, quoting: Sequence[int]
-    ) -> tuple[list[list[int]], list[list[Span]]]:
-        """The same where the rows ``quoting`` quote control tokens."""
-        others = [row for row in range(len(texts)) if row not in set(quoting)]
-        ids, found = self._encode(
-            [texts[row] for row in others], None if spans is None else [spans[row] for row in others]
-        )
-        all_ids, all_spans = dict(zip(others, ids, strict=True)), dict(zip(others, found, strict=spans is not None))
-        for row, quoted in zip(quoting, self._controls.encode_quoting([texts[row] for row in quoting]), strict=True):
-            all_ids[row], encoding, place, length = quoted
-            if spans is not None:
-                moved = [(place(start), place(end)) for start, end in spans[row]]
-                all_spans[row] = [token_span(encoding, span, length) for span in moved]
-        rows = range(len(texts))
-        return [all_ids[row] for row in rows], [] if spans is None else [all_spans[row] for row in rows]
+    def _encoded(self, texts: Sequence[str]) -> list[EncodedText]:
+        quoting = {row for row, text in enumerate(texts) if self._controls.quotes(text)}
+        plain = [text for row, text in enumerate(texts) if row not in quoting]
+        batch = self.tokenizer(plain, add_special_tokens=False, return_attention_mask=False) if plain else {}
+        encodings = (batch.encodings if plain else None) or [None] * len(plain)
+        as_is = zip(batch["input_ids"] if plain else (), encodings, repeat(int), map(len, plain), strict=False)
+        quoted = iter(self._controls.encode_quoting([texts[row] for row in sorted(quoting)]) if quoting else ())
+        return [next(quoted) if row in quoting else next(as_is) for row in range(len(texts))]
 
     # The template
 
@@ -253,15 +244,6 @@ def codec_for(
 ) -> ChatCodec:
     """The codec of a tokenizer and a template; the last few are kept."""
     return ChatCodec(tokenizer, template, include_end_of_turn=include_end_of_turn)
-
-
-def _differs(value: Any, other: Any) -> bool:
-    """True if a string inside a JSON-like value was escaped; media, which are not strings, are not compared."""
-    if isinstance(value, Mapping):
-        return any(_differs(item, new) for item, new in zip(value.values(), other.values(), strict=True))
-    if isinstance(value, (list, tuple)):
-        return any(_differs(item, new) for item, new in zip(value, other, strict=True))
-    return isinstance(value, str) and value != other
 
 
 class ControlTokens:
@@ -348,12 +330,10 @@ class ControlTokens:
         """True for a text that holds stand-ins, and so has to be encoded by `encode_quoting`."""
         return not text.isascii() and self._find_stand_ins.search(text) is not None
 
-    def encode_quoting(self, texts: Sequence[str]) -> list[tuple[list[int], Encoding, Callable[[int], int], int]]:
+    def encode_quoting(self, texts: Sequence[str]) -> list[EncodedText]:
         """Encodes escaped texts that hold stand-ins, in one call.
 
-        Returns  per text its ids, the encoding of the text that was tokenised, a function from positions of the escaped
-                 text to those of that one, and its length
-        Raises   TemplateError if the tokenizer has no plain ids for a marker that a message quotes
+        Raises  TemplateError if the tokenizer has no plain ids for a marker that a message quotes
         """
         tokenizer, real_ids = self._quoting
         swapped = [self._swapped(text) for text in texts]

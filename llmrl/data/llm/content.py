@@ -54,17 +54,11 @@ class ContentBase:
             )
         needed, others = _FIELDS[self.type]
         given = [field.name for field in fields(self) if field.name != "type" and getattr(self, field.name) is not None]
-        wrong = [name for name in given if name not in (*needed, *others)]
-        if wrong:
+        if len([name for name in given if name in needed]) != 1 or not {*given} <= {*needed, *others}:
+            may = f", and may have {', '.join(others)}" if others else ""
             raise DataError(
-                f"ContentBase: a part of type {self.type!r} has the fields {', '.join((*needed, *others))}: got "
-                f"{', '.join(wrong)}."
-            )
-        found = [name for name in needed if name in given]
-        if len(found) != 1:
-            raise DataError(
-                f"ContentBase: a part of type {self.type!r} needs exactly one of {', '.join(needed)}: got "
-                f"{' and '.join(found) or 'none'}."
+                f"ContentBase: a part of type {self.type!r} needs exactly one of {', '.join(needed)}{may}: got "
+                f"{' and '.join(given) or 'none'}."
             )
 
     def to_part(self) -> dict[str, Any]:

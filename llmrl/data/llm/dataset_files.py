@@ -102,11 +102,7 @@ def to_messages(
 
 
 def to_prompt(
-    row: Row,
-    *,
-    number: int | None = None,
-    prompt_column: str | None = None,
-    answer_column: str | None = None,
+    row: Row, *, number: int | None = None, prompt_column: str | None = None, answer_column: str | None = None
 ) -> dict[str, Any]:
     """The start of an environment's conversation.
 

@@ -7,8 +7,8 @@ which loads them, writes as many placeholder ids as they need, and so also token
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from llmrl.data.llm.codec import ChatCodec, codec_for
 from llmrl.data.llm.spans import rows_to_tensors, spans_to_masks
-from llmrl.data.llm.templates import Chat, ChatTemplate, Tools, render_text
+from llmrl.data.llm.templates import Chat, ChatTemplate, Tools, find_template, render_text
 from llmrl.data.ragged.padding import pad_rows
 from llmrl.data.ragged.tensordicts import new_tensordict
 from llmrl.errors import ConfigError, ShapeError, TemplateError
@@ -32,34 +32,41 @@ _WHO = "History.apply_chat_template"
 
 @dataclass(frozen=True, kw_only=True)
 class Encoding:
-    """The arguments of `History.apply_chat_template`, which explains them.
+    """The keywords of `History.apply_chat_template`; any other one is a variable of the template.
 
-    Raises  ConfigError for arguments that exclude each other, or that would have no effect
+    Raises  ConfigError for keywords that exclude each other, or that would have no effect
     """
 
-    tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None
-    template: ChatTemplate
-    add_generation_prompt: bool
-    continue_final_message: bool
-    tokenize: bool | None
-    padding: bool
-    truncation: bool
-    return_tensors: str | None
-    return_dict: bool
-    return_mask: bool
-    include_end_of_turn: bool
-    tools: Tools | None
-    template_kwargs: Mapping[str, Any]
+    tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None = None  # not needed for text; a processor for media
+    add_generation_prompt: bool = True
+    chat_template: str | None = None  # used instead of the tokenizer's own, as is the registered one of this name:
+    chat_template_name: str | None = None
+    continue_final_message: bool = False  # leave the last message open, for a model to write on
+    tokenize: bool | None = None  # ids instead of text; None: where masks, return_tensors or dicts are asked for
+    padding: bool = False  # to the longest row, on the tokenizer's side
+    truncation: bool = False  # at ``tokenizer.model_max_length``
+    return_tensors: str | None = None  # "pt", which ids are anyway
+    return_dict: bool | None = None  # None: where a mask is asked for
+    return_assistant_tokens_mask: bool = False
+    include_end_of_turn: bool = True  # in the mask
+    tools: Tools | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Encoding:
+        """Keywords and variables of the template, as they come in one call."""
+        known = {name: value for name, value in options.items() if name in cls.__dataclass_fields__}
+        return cls(**known, template_kwargs={n: value for n, value in options.items() if n not in known})
 
     def __post_init__(self) -> None:
-        if self.continue_final_message and (self.add_generation_prompt or self.return_mask):
+        if self.continue_final_message and (self.add_generation_prompt or self.return_assistant_tokens_mask):
             raise ConfigError(
                 f"{_WHO}: continue_final_message must come without a generation prompt and without a mask: got one; "
                 "pass add_generation_prompt=False."
             )
         if self.return_tensors not in (None, "pt"):
             raise ConfigError(f"{_WHO}: return_tensors must be 'pt' or None: got {self.return_tensors!r}.")
-        if self.return_mask and not self.return_dict:
+        if self.return_assistant_tokens_mask and self.return_dict is False:
             raise ConfigError(f"{_WHO}: a mask is returned in a dict: got return_dict=False.")
         for name in ("padding", "truncation"):
             if not isinstance(getattr(self, name), bool):
@@ -67,40 +74,39 @@ class Encoding:
                     f"{_WHO}: {name} must be True or False: got {getattr(self, name)!r}; True pads to the longest row, "
                     "or cuts at the tokenizer's model_max_length."
                 )
-        of_ids = {
-            "return_assistant_tokens_mask": self.return_mask,
-            "return_dict": self.return_dict,
-            "return_tensors": self.return_tensors is not None,
-            "padding": self.padding,
-            "truncation": self.truncation,
-        }
-        asked = [name for name, is_asked in of_ids.items() if is_asked]
+        of_ids = ("return_assistant_tokens_mask", "return_dict", "return_tensors", "padding", "truncation")
+        asked = [name for name in of_ids if getattr(self, name)]
         if asked and not self.wants_ids:
             raise ConfigError(f"{_WHO}: {asked[0]} requires tokenize=True: got tokenize={self.tokenize}.")
         if self.wants_ids and self.tokenizer is None:
             raise ConfigError(f"{_WHO}: ids need a tokenizer: got tokenizer=None; pass one, or ask for text.")
         partial_text = self.continue_final_message or self.truncation
-        if self.wants_ids and self._has_processor and (partial_text or not self.return_dict):
+        if self.wants_ids and self._has_processor and (partial_text or not self._as_dict):
             raise ConfigError(
                 f"{_WHO}: a processor makes dicts of whole messages: got continue_final_message, truncation, or no "
                 "return_dict; pass return_dict=True, or its tokenizer."
             )
 
     @property
+    def _as_dict(self) -> bool:
+        return self.return_assistant_tokens_mask if self.return_dict is None else self.return_dict
+
+    @property
     def wants_ids(self) -> bool:
-        return bool(self.return_dict or self.return_tensors) if self.tokenize is None else self.tokenize
+        return bool(self._as_dict or self.return_tensors) if self.tokenize is None else self.tokenize
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        return find_template(self.tokenizer, self.chat_template_name, template=self.chat_template)
 
     def encode(self, chats: Sequence[Chat]) -> Any:
         """One result per conversation: texts, rows of ids, or a batch of dicts."""
         options = {"add_generation_prompt": self.add_generation_prompt, "tools": self.tools}
         if not self.wants_ids:
-            options |= {
-                "continue_final_message": self.continue_final_message,
-                "template_kwargs": self.template_kwargs,
-            }
-            return render_text(self.template, chats, self.tokenizer, **options)
+            options |= {"continue_final_message": self.continue_final_message, "template_kwargs": self.template_kwargs}
+            return render_text(self._template, chats, self.tokenizer, **options)
         rows = self._process(chats) if self._has_processor else self._tokenize(chats, options)
-        if self.return_dict:
+        if self._as_dict:
             return self._as_batch(rows)
         ids = [row["input_ids"] for row in rows]
         return self._padded(ids, self._pad_token_id) if self.padding else ids
@@ -116,17 +122,21 @@ class Encoding:
     @property
     def _codec(self) -> ChatCodec:
         make = partial(ChatCodec, template_kwargs=self.template_kwargs) if self.template_kwargs else codec_for
-        return make(self._text_tokenizer, self.template, include_end_of_turn=self.include_end_of_turn)
+        return make(self._text_tokenizer, self._template, include_end_of_turn=self.include_end_of_turn)
 
     def _tokenize(self, chats: Sequence[Chat], options: dict[str, Any]) -> list[dict[str, Tensor]]:
         codec, spans = self._codec, None
-        if self.return_mask:
+        if self.return_assistant_tokens_mask:
             texts, spans = codec.render_with_spans(chats, **options)
         else:
             texts = codec.render(chats, continue_final_message=self.continue_final_message, **options)
         ids, token_spans = codec.encode_with_spans(texts, spans)
         cut = slice(self.tokenizer.model_max_length if self.truncation else None)
-        masks = spans_to_masks(token_spans, [len(row) for row in ids]) if self.return_mask else [None] * len(ids)
+        masks = (
+            spans_to_masks(token_spans, [len(row) for row in ids])
+            if self.return_assistant_tokens_mask
+            else [None] * len(ids)
+        )
         rows = []
         for row, mask in zip(rows_to_tensors(ids), masks, strict=True):
             columns = {"input_ids": row[cut], "attention_mask": torch.ones(len(row[cut]), dtype=torch.bool)}
@@ -136,20 +146,20 @@ class Encoding:
     def _process(self, chats: Sequence[Chat]) -> list[dict[str, Tensor]]:
         """Ids and masks of each conversation, and the processor's own entries, such as "pixel_values"."""
         codec = self._codec
-        if self.return_mask and not self.template.marks_generation:
+        if self.return_assistant_tokens_mask and not self._template.marks_generation:
             raise TemplateError(
                 f"{_WHO}: a mask of a conversation with media needs generation blocks: template "
-                f"{self.template.name!r} has none; put {{% generation %}}...{{% endgeneration %}} around the answers."
+                f"{self._template.name!r} has none; put {{% generation %}}...{{% endgeneration %}} around the answers."
             )
         codec.refuse_markers(chats)  # the processor would take one that a message quotes for a real one
         rows = []
         for chat in chats:
             made = self.tokenizer.apply_chat_template(
                 [chat],
-                chat_template=self.template.jinja,
+                chat_template=self._template.jinja,
                 tools=self.tools,
                 add_generation_prompt=self.add_generation_prompt,
-                return_assistant_tokens_mask=self.return_mask,
+                return_assistant_tokens_mask=self.return_assistant_tokens_mask,
                 tokenize=True,
                 return_dict=True,
                 return_tensors="pt",
@@ -157,7 +167,7 @@ class Encoding:
             )
             ids = made["input_ids"][0]
             columns = {**made, "input_ids": ids, "attention_mask": torch.ones(len(ids), dtype=torch.bool)}
-            if self.return_mask:
+            if self.return_assistant_tokens_mask:
                 columns["assistant_masks"] = _with_end(torch.as_tensor(made["assistant_masks"]).view(-1), ids, codec)
             rows.append(columns)
         return rows

@@ -14,27 +14,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import TensorClass
 
+from llmrl.data.llm.content import plain_content
 from llmrl.data.llm.encoding import Encoding
-from llmrl.data.llm.messages import (
-    GrowthError,
-    copy_messages,
-    index_rows,
-    join,
-    pick_field,
-    to_chats,
-    wrap,
-    zip_fields,
-)
-from llmrl.data.llm.templates import ChatTemplate, Message, Tools, find_template
-from llmrl.data.ragged.stack import FIELDS, stack_messages, unstack_messages
+from llmrl.data.llm.templates import ChatTemplate, Message, find_template
+from llmrl.data.ragged.stack import FIELDS, join_message, split_message, stack_messages, unstack_messages
 from llmrl.data.ragged.tensordicts import fill, inner, rewrap
 from llmrl.data.specs import Composite, NonTensor
 from llmrl.errors import ConfigError, DataError, ShapeError, TemplateError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["History"]
+
+
+_PADDING_ROLE = "<none>"  # a message of this role only fills a dense batch; it is never rendered
+
+
+class GrowthError(ShapeError, RuntimeError):
+    """A history cannot take these messages: they have another shape, or it has no dimension to grow along."""
 
 
 class History(TensorClass["nocast"]):
@@ -75,13 +73,13 @@ class History(TensorClass["nocast"]):
         """
         chats = list(chats)
         if chats and isinstance(chats[0], Mapping):
-            return cls._of(copy_messages(chats, "History.from_chats"), 1)
-        return cls._of([copy_messages(chat, "History.from_chats") for chat in chats], 2)
+            return cls._of(_copy_messages(chats, "History.from_chats"), 1)
+        return cls._of([_copy_messages(chat, "History.from_chats") for chat in chats], 2)
 
     @classmethod
     def from_messages(cls, messages: Sequence[Message]) -> History:
         """One conversation -> [M], as `from_chats`."""
-        return cls._of(copy_messages(messages, "History.from_messages"), 1)
+        return cls._of(_copy_messages(messages, "History.from_messages"), 1)
 
     @classmethod
     def stack(cls, rows: Sequence[History], dim: int = 0) -> History:
@@ -125,7 +123,7 @@ class History(TensorClass["nocast"]):
                 "add_chat_template, or name a template that has one."
             )
         texts = [text] if isinstance(text, str) or not isinstance(text, Iterable) else list(text)
-        chats = [copy_messages(_parsed(row, part), f"the parser of template {row.name!r}") for part in texts]
+        chats = [_copy_messages(_parsed(row, part), f"the parser of template {row.name!r}") for part in texts]
         return cls._of(chats[0], 1) if isinstance(text, str) else cls._of(chats, 2)
 
     # Growing
@@ -144,7 +142,7 @@ class History(TensorClass["nocast"]):
                 f"{self.ndim}; index it, or unsqueeze this one, or use extend."
             )
         depth = self._depth(dim)
-        return self._grown(wrap(history._nested, depth), depth, "append", inplace)
+        return self._grown(_wrap(history._nested, depth), depth, "append", inplace)
 
     def extend(self, history: History, *, inplace: bool = True, dim: int = 0) -> History:
         """Adds messages to each conversation (``dim=-1``), or conversations to the batch (``dim=0``).
@@ -172,34 +170,11 @@ class History(TensorClass["nocast"]):
             raise ShapeError(
                 "History.to_chats: a conversation must have a dimension of messages: got one; unsqueeze(0) it."
             )
-        return to_chats(self._nested, self.ndim)
+        return _nested_chats(self._nested, self.ndim)
 
-    def apply_chat_template(
-        self,
-        *,
-        tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-        add_generation_prompt: bool = True,
-        chat_template: str | None = None,
-        chat_template_name: str | None = None,
-        continue_final_message: bool = False,
-        tokenize: bool | None = None,
-        padding: bool = False,
-        truncation: bool = False,
-        return_tensors: str | None = None,
-        return_dict: bool | None = None,
-        return_assistant_tokens_mask: bool = False,
-        include_end_of_turn: bool = True,
-        tools: Tools | None = None,
-        **template_kwargs: Any,
-    ) -> Any:
-        """Writes the conversations as a model reads them.
+    def apply_chat_template(self, **options: Any) -> Any:
+        """Writes the conversations as a model reads them. Keywords: the fields of `Encoding`, and template variables.
 
-        Reads    tokenizer        its own template is used unless ``chat_template`` or ``chat_template_name`` is given;
-                                  may be left out for text. A processor, for content that is more than text
-                 continue_final_message  leave the last message open, for a model to write on
-                 padding, truncation     pad the rows of a batch to one length, on the tokenizer's side; cut them at
-                                  ``tokenizer.model_max_length``
-                 template_kwargs  handed to the template
         Returns  text by default: a string for [M], a list for [B, M]. Ids with ``tokenize``, which masks,
                  ``return_tensors="pt"`` and dicts imply: int64[T] for [M], a list for [B, M], int64[B, T] with
                  ``padding``. With ``return_dict`` "input_ids" int64[T], "attention_mask" bool[T], a processor's own
@@ -212,22 +187,7 @@ class History(TensorClass["nocast"]):
             raise ShapeError(
                 f"History.apply_chat_template: a batch must have shape [M] or [B, M]: got {list(self.shape)}."
             )
-        chats = self.to_chats()
-        encoding = Encoding(
-            tokenizer=tokenizer,
-            template=find_template(tokenizer, chat_template_name, template=chat_template),
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tokenize=tokenize,
-            padding=padding,
-            truncation=truncation,
-            return_tensors=return_tensors,
-            return_dict=return_assistant_tokens_mask if return_dict is None else return_dict,
-            return_mask=return_assistant_tokens_mask,
-            include_end_of_turn=include_end_of_turn,
-            tools=tools,
-            template_kwargs=template_kwargs,
-        )
+        encoding, chats = Encoding.of(options), self.to_chats()
         return encoding.encode(chats) if self.ndim == 2 else encoding.encode([chats])[0]
 
     @classmethod
@@ -242,7 +202,7 @@ class History(TensorClass["nocast"]):
     # The tensorclass over nested lists
 
     def __getitem__(self, index: Any) -> History:
-        found = index_rows(self._nested, index, self.ndim)
+        found = _index_rows(self._nested, index, self.ndim)
         if found is None:  # an index that lists cannot answer, such as None or a mask of two dimensions
             return rewrap(self, inner(self)[index])
         return type(self)._of(*found)
@@ -252,7 +212,7 @@ class History(TensorClass["nocast"]):
             object.__setattr__(self, name, value)
             return
         columns = {field: getattr(self, field) for field in FIELDS} | {name: value}
-        fill(self, stack_messages(zip_fields(columns, self.ndim), self.ndim))
+        fill(self, stack_messages(_zip_fields(columns, self.ndim), self.ndim))
 
     @classmethod
     def _of(cls, nested: Any, ndim: int) -> History:
@@ -272,7 +232,7 @@ class History(TensorClass["nocast"]):
         return dim % self.ndim
 
     def _grown(self, new: Any, depth: int, method: str, inplace: bool) -> History:
-        nested = join(self._nested, new, depth, method)
+        nested = _join(self._nested, new, depth, method)
         if not inplace:
             return type(self)._of(nested, self.ndim)
         if inner(self).is_locked:
@@ -307,7 +267,7 @@ def _init(
     while isinstance(probe, (list, tuple)):
         ndim, probe = ndim + 1, probe[0] if probe else ""
     columns = dict(zip(FIELDS, (role, content, is_complete, tool_calls, tool_responses, extra), strict=True))
-    fill(self, stack_messages(zip_fields(columns, ndim), ndim))
+    fill(self, stack_messages(_zip_fields(columns, ndim), ndim))
     if batch_size is not None:
         expected = torch.Size([batch_size] if isinstance(batch_size, int) else batch_size)
         if expected != self.batch_size:
@@ -327,7 +287,7 @@ _SHORT.maxstring, _SHORT.maxdict = 60, 8
 
 def _column(self: History, name: str) -> Any:
     """One field of every message: a value, a list, or nested lists."""
-    return pick_field(self._nested, self.ndim, name)
+    return _pick_field(self._nested, self.ndim, name)
 
 
 def _parsed(row: ChatTemplate, text: str) -> Any:
@@ -354,6 +314,115 @@ def _check_history(history: Any, method: str) -> None:
             f"History.{method}: must be given a History: got {type(history).__name__}; History(role=..., content=...) "
             "is one message, History.from_messages([...]) a conversation."
         )
+
+
+# --- nested lists of messages: indexed, joined and taken apart as a tensor's rows are; ndim counts their levels -------
+
+
+def _copy_messages(chat: Iterable[Message], who: str) -> list[Message]:
+    """Copies of one conversation's messages. Raises DataError naming an entry that is not a message."""
+    messages = list(chat)
+    for message in messages:
+        if not isinstance(message, (dict, Mapping)) or "role" not in message:  # dict first: the check is quicker
+            got = f"the keys {list(message)}" if isinstance(message, Mapping) else f"{message!r:.60}"
+            raise DataError(
+                f"{who}: a conversation must be a list of dicts with 'role' and 'content': got {got} in it."
+            )
+    return [dict(message) for message in messages]
+
+
+def _pick_field(nested: Any, ndim: int, name: str) -> Any:
+    """One field of every message, as nested lists."""
+    if ndim:
+        return [_pick_field(row, ndim - 1, name) for row in nested]
+    return split_message(nested)[name] if name in ("is_complete", "extra") else nested.get(name)
+
+
+def _zip_fields(columns: dict[str, Any], ndim: int) -> Any:
+    """The inverse of `pick_field`, of all fields at once. A column that is not a list holds for every message."""
+    if not ndim:
+        return join_message(columns)
+    length = len(columns["role"])
+    lists = {name: value for name, value in columns.items() if isinstance(value, (list, tuple))}
+    for name, value in lists.items():
+        if len(value) != length:
+            raise ShapeError(f"History: {name} must have one entry for each of {length} roles: got {len(value)}.")
+    return [
+        _zip_fields({name: value[row] if name in lists else value for name, value in columns.items()}, ndim - 1)
+        for row in range(length)
+    ]
+
+
+def _nested_chats(nested: Any, ndim: int) -> list[Any]:
+    """Copies in the chat format of the Transformers library, without padding messages."""
+    if ndim > 1:
+        return [_nested_chats(row, ndim - 1) for row in nested]
+    chat = [dict(message) for message in nested if message["role"] != _PADDING_ROLE]
+    for message in chat:
+        message.pop("is_complete", None)
+        content = message.get("content")
+        if content is not None and type(content) is not str:
+            message["content"] = plain_content(content)
+    return chat
+
+
+def _wrap(nested: Any, depth: int) -> Any:
+    """Nested lists with a new dimension of size one at ``depth``."""
+    return [nested] if depth == 0 else [_wrap(row, depth - 1) for row in nested]
+
+
+def _join(nested: Any, new: Any, depth: int, method: str) -> Any:
+    """Nested lists joined at ``depth``; everything around it must agree in length."""
+    if depth == 0:
+        return [*nested, *new]
+    if len(nested) != len(new):
+        raise GrowthError(
+            f"History.{method}: the new history must have a row for each of {len(nested)} conversations: got "
+            f"{len(new)}."
+        )
+    return [_join(row, new_row, depth - 1, method) for row, new_row in zip(nested, new, strict=True)]
+
+
+def _index_rows(nested: Any, index: Any, ndim: int) -> tuple[Any, int] | None:
+    """Indexes nested lists as tensors are indexed; (result, its dimensions), or None for what only tensors can do."""
+    index = index if isinstance(index, tuple) else (index,)
+    spots = [spot for spot, part in enumerate(index) if part is Ellipsis]
+    if len(spots) > 1 or len(index) - len(spots) > ndim:
+        return None
+    if spots:
+        fill = (slice(None),) * (ndim - len(index) + 1)
+        index = (*index[: spots[0]], *fill, *index[spots[0] + 1 :])
+    if sum(not isinstance(part, (int, slice)) for part in index) > 1 or any(part is None for part in index):
+        return None
+    if not index:
+        return nested, ndim
+    first, rest = index[0], index[1:]
+    if isinstance(first, torch.Tensor) and not first.ndim:
+        first = first.item()
+    if isinstance(first, bool):
+        return None
+    if isinstance(first, int):
+        return _index_rows(nested[first], rest, ndim - 1)
+    rows = nested[first] if isinstance(first, slice) else _pick_rows(nested, first)
+    if rows is None or not rest:
+        return None if rows is None else (rows, ndim)
+    found = [_index_rows(row, rest, ndim - 1) for row in rows]
+    if any(row is None for row in found):
+        return None
+    inner = found[0][1] if found else ndim - 1 - sum(isinstance(part, int) for part in rest)
+    return [row[0] for row in found], inner + 1
+
+
+def _pick_rows(nested: Any, index: Any) -> list[Any] | None:
+    """The rows of a list or tensor of numbers, or of a mask; None for an index of several dimensions."""
+    picks = index.tolist() if hasattr(index, "tolist") else list(index)
+    if any(isinstance(pick, list) for pick in picks):
+        return None
+    if not picks or not isinstance(picks[0], bool):
+        return [nested[pick] for pick in picks]
+    if len(picks) != len(nested):
+        raise ShapeError(f"History: a mask must have an entry for each of {len(nested)} rows: got {len(picks)}.")
+    return [row for row, keep in zip(nested, picks, strict=True) if keep]
 
 
 # A tensorclass generates ``__init__`` and serves fields from its TensorDict; over the lists both are faster. Its

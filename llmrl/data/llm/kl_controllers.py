@@ -13,19 +13,31 @@ from llmrl.errors import ConfigError
 __all__ = ["AdaptiveKLController", "ConstantKLController"]
 
 
-class _Controller:
-    """A weight ``coef``, which is also the attribute ``kl_coef`` of ``model`` where there is one."""
+class ConstantKLController:
+    """A weight that stays as it is.
 
-    def __init__(self, coef: float | None, model: Any | None) -> None:
+    Writes  ``coef``; with ``model``, its attribute ``kl_coef``, which has to exist
+    Raises  ConfigError without a weight, or for a model without ``kl_coef``
+
+    >>> controller = ConstantKLController(kl_coef=0.1)
+    >>> controller.update([-0.3, -0.2])
+    >>> controller.coef
+    0.1
+    """
+
+    def __init__(self, *, kl_coef: float | None = None, model: Any | None = None):
         if model is not None and not hasattr(model, "kl_coef"):
             raise ConfigError(
                 f"{type(self).__name__}: the model must own the weight: {type(model).__name__} has no attribute "
                 "'kl_coef'."
             )
-        if coef is None and model is None:
+        if kl_coef is None and model is None:
             raise ConfigError(f"{type(self).__name__}: give kl_coef, or a model that has it.")
         self.model = model
-        self._set(model.kl_coef if coef is None else coef)
+        self._set(model.kl_coef if kl_coef is None else kl_coef)
+
+    def update(self, values: Tensor | Sequence[float]) -> None:
+        """Leaves the weight as it is, whatever the KL rewards of a batch."""
 
     def _set(self, coef: float) -> None:
         self.coef = float(coef)
@@ -39,26 +51,7 @@ class _Controller:
         self._set(state["coef"])
 
 
-class ConstantKLController(_Controller):
-    """A weight that stays as it is.
-
-    Writes  ``coef``; with ``model``, its attribute ``kl_coef``, which has to exist
-    Raises  ConfigError without a weight, or for a model without ``kl_coef``
-
-    >>> controller = ConstantKLController(kl_coef=0.1)
-    >>> controller.update([-0.3, -0.2])
-    >>> controller.coef
-    0.1
-    """
-
-    def __init__(self, *, kl_coef: float | None = None, model: Any | None = None):
-        super().__init__(kl_coef, model)
-
-    def update(self, values: Tensor | Sequence[float]) -> None:
-        """Leaves the weight as it is, whatever the KL rewards of a batch."""
-
-
-class AdaptiveKLController(_Controller):
+class AdaptiveKLController(ConstantKLController):
     """A weight that grows while the divergence is above ``target`` and shrinks while it is below.
 
     Reads   in `update`: the KL rewards of a batch, -coef * KL each
@@ -80,7 +73,7 @@ class AdaptiveKLController(_Controller):
                 raise ConfigError(f"AdaptiveKLController: {name} must be above 0: got {value}.")
         self.target = target
         self.horizon = horizon
-        super().__init__(init_kl_coef, model)
+        super().__init__(kl_coef=init_kl_coef, model=model)
 
     def update(self, values: Tensor | Sequence[float]) -> None:
         """Moves the weight by the KL rewards of a batch; an empty or non-finite one is an error."""

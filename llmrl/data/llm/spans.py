@@ -21,15 +21,7 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
     from torch import Tensor
 
-__all__ = [
-    "Span",
-    "SpanFinder",
-    "common_prefix_length",
-    "end_span",
-    "rows_to_tensors",
-    "spans_to_masks",
-    "token_span",
-]
+__all__ = ["Span", "SpanFinder", "common_prefix_length", "end_span", "rows_to_tensors", "spans_to_masks", "token_span"]
 
 Span = tuple[int, int]
 

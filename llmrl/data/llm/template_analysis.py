@@ -56,9 +56,9 @@ def conversation_shape(chat: Sequence[Message]) -> Any:
     return tuple(shapes)
 
 
-def stand_ins(chat: Sequence[Message]) -> list[Message]:
+def stand_ins(chat: Sequence[Message], first: int = 0) -> list[Message]:
     """A conversation of the same shape in which every text is another one, with white space around it."""
-    numbers = itertools.count()
+    numbers = itertools.count(first << 16)
 
     def replaced(value: Any, key: str = "") -> Any:
         if key in _EXACT:

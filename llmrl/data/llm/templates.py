@@ -30,12 +30,7 @@ Chat = Sequence[Message]
 Tools = Sequence[Mapping[str, Any] | Callable[..., Any]]
 Parser = Callable[[str], Any]  # text -> list[Message], or a History
 
-REFUSALS = (
-    JinjaError,
-    TypeError,
-    KeyError,
-    ValueError,
-)  # of a template, for a conversation it does not support
+REFUSALS = (JinjaError, TypeError, KeyError, ValueError)  # of a template, for a conversation it does not support
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -243,72 +238,50 @@ def render_text(
         ) from error
 
 
-# The table of families. A keyword that is longer wins: "llama3" before "llama".
+# The table of families; tokens are separated by spaces. A keyword that is longer wins: "llama3" before "llama".
 
 
-def _family(name: str, parse: Parser, keywords: Sequence[str] = (), **fields: Any) -> None:
+def _family(
+    name: str, parse: Parser, tokens: str, *, keywords: str = "", markers: str = "", known_by: str = "", **fields: Any
+) -> None:
     jinja = resources.files("llmrl.chat_templates").joinpath(f"{name}.jinja").read_text("utf-8")
-    _BUILT_IN[name] = _TEMPLATES[name] = ChatTemplate(name, jinja, parse, keywords=tuple(keywords), **fields)
+    fields |= {"keywords": keywords, "special_tokens": tokens, "text_markers": markers, "recognised_by": known_by}
+    lists = {field: tuple(value.split()) for field, value in fields.items() if field not in ("answer", "rewrites")}
+    _BUILT_IN[name] = _TEMPLATES[name] = ChatTemplate(name, jinja, parse, **(fields | lists))
 
 
-_CHATML = ("<|im_start|>", "<|im_end|>")
-_ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
+_CHATML, _ROLES = "<|im_start|> <|im_end|>", "<|system|> <|user|> <|assistant|>"
+_LLAMA3, _GEMMA = "<|start_header_id|> <|end_header_id|> <|eot_id|>", "<start_of_turn> <end_of_turn>"
+_GPT_OSS = "<|start|> <|channel|> <|constrain|> <|message|> <|call|> <|end|> <|return|>"
+_DROPS_THINKING = "only the answers after the last question keep their thinking, or an empty block in its place"
+_DROPS_ANALYSIS = "an answer that is not the last ends with another marker, and what was thought up to it is dropped"
 
-_family("chatml_format", parsers.parse_chatml, special_tokens=_CHATML, recognised_by=_CHATML)
-_family("qwen", parsers.parse_chatml, ["qwen"], special_tokens=_CHATML)
+_family("chatml_format", parsers.parse_chatml, _CHATML, known_by=_CHATML)
+_family("qwen", parsers.parse_chatml, _CHATML, keywords="qwen")
+_family("qwen3", parsers.parse_qwen3, _CHATML, keywords="qwen3 qwen-3", rewrites=_DROPS_THINKING)
+_family("llama", parsers.parse_llama, "<s> </s>", keywords="llama", markers="[INST] [/INST] <<SYS>> <</SYS>>")
 _family(
-    "qwen3",
-    parsers.parse_qwen3,
-    ["qwen3", "qwen-3"],
-    special_tokens=_CHATML,
-    rewrites="only the answers after the last question keep their thinking, or an empty block in its place",
+    *("llama3", parsers.parse_llama3, f"<|begin_of_text|> {_LLAMA3}"),
+    keywords="llama-3 llama3",
+    known_by="<|start_header_id|> <|eot_id|>",
 )
 _family(
-    "llama",
-    parsers.parse_llama,
-    ["llama"],
-    special_tokens=("<s>", "</s>"),
-    text_markers=("[INST]", "[/INST]", "<<SYS>>", "<</SYS>>"),
+    *("mistral", parsers.parse_mistral, "<s> [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [INST] [/INST] </s>"),
+    keywords="mistral mixtral ministral",
 )
+_family("gemma", parsers.parse_gemma, f"<bos> {_GEMMA}", keywords="gemma", known_by=_GEMMA)
+_family("phi", parsers.parse_phi, f"{_ROLES} <|end|>", keywords="phi-3 phi3")
 _family(
-    "llama3",
-    parsers.parse_llama3,
-    ["llama-3", "llama3"],
-    special_tokens=("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-    recognised_by=("<|start_header_id|>", "<|eot_id|>"),
+    *("deepseek", parsers.parse_deepseek, " ".join(parsers.DEEPSEEK_TOKENS)),
+    keywords="deepseek",
+    known_by=" ".join(parsers.DEEPSEEK_TOKENS[1:3]),
 )
+_family("falcon", parsers.parse_falcon, "<|endoftext|>", keywords="falcon", markers=_ROLES)
+_family("dialogpt", parsers.parse_dialogpt, "<|endoftext|>", keywords="dialogpt")
 _family(
-    "mistral",
-    parsers.parse_mistral,
-    ["mistral", "mixtral", "ministral"],
-    special_tokens=("<s>", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[INST]", "[/INST]", "</s>"),
-)
-_family(
-    "gemma",
-    parsers.parse_gemma,
-    ["gemma"],
-    special_tokens=("<bos>", "<start_of_turn>", "<end_of_turn>"),
-    recognised_by=("<start_of_turn>", "<end_of_turn>"),
-)
-_family("phi", parsers.parse_phi, ["phi-3", "phi3"], special_tokens=(*_ROLES, "<|end|>"))
-_family(
-    "deepseek",
-    parsers.parse_deepseek,
-    ["deepseek"],
-    special_tokens=parsers.DEEPSEEK_TOKENS,
-    recognised_by=parsers.DEEPSEEK_TOKENS[1:3],
-)
-_family("falcon", parsers.parse_falcon, ["falcon"], special_tokens=("<|endoftext|>",), text_markers=_ROLES)
-_family("dialogpt", parsers.parse_dialogpt, ["dialogpt"], special_tokens=("<|endoftext|>",))
-_family(
-    "gpt_oss",
-    parsers.parse_gpt_oss,
-    ["gpt-oss", "gpt_oss"],
+    *("gpt_oss", parsers.parse_gpt_oss, _GPT_OSS),
+    keywords="gpt-oss gpt_oss",
+    known_by="<|channel|> <|message|> <|return|>",
     answer=parsers.read_gpt_oss_answer,
-    special_tokens=(
-        *("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"),
-        *("<|call|>", "<|end|>", "<|return|>"),
-    ),
-    rewrites="an answer that is not the last ends with another marker, and what was thought up to it is dropped",
-    recognised_by=("<|channel|>", "<|message|>", "<|return|>"),
+    rewrites=_DROPS_ANALYSIS,
 )

@@ -262,7 +262,8 @@ def _probe(model: nn.Module, candidates: list[HeadPath]) -> int | None:
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Inside it the model is in evaluation mode; afterwards each of its modules is in the mode that it was in."""
     was_training = [module for module in model.modules() if module.training]
-    model.eval()
+    for module in was_training:
+        module.training = False
     try:
         yield
     finally:

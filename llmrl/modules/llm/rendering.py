@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MAX_SHAPES = 4096
+_Anchor = tuple[Chat, str]  # a short conversation, and its text
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class Renderer:
             stops.append(tokenizer.eos_token_id)
         self.stop_token_ids: tuple[int, ...] = tuple(stops)
         self._reads_contents = reads_contents(self.template.jinja)
-        self._anchored: dict[Any, bool] = {}
+        self._anchors: dict[Any, _Anchor | None] = {}
 
     def render(
         self, chats: Sequence[Chat], *, add_generation_prompt: bool = False, tools: Tools | None = None
@@ -143,7 +144,8 @@ class Renderer:
         *,
         add_generation_prompt: bool = True,
         tools: Tools | None = None,
-    ) -> list[Tensor]:
+        return_errors: bool = False,
+    ) -> list[Tensor | RewriteError]:
         """The ids that the last ``new[i]`` messages of conversation i add to its stream.
 
         Reads    ids[i]  int64[T_i], the stream of ``chats[i]`` without its last ``new[i]`` messages, as it was drawn
@@ -152,27 +154,12 @@ class Renderer:
                  the stream without its end-of-turn ids (it was cut off), the result begins with them
         Raises   RewriteError, a TemplateError, if the template writes the earlier messages differently once the new
                  ones follow, for example drops their thinking: such a conversation has to start a new stream with
-                 :meth:`prompt_ids`; TemplateError where the stream and the messages do not fit
+                 :meth:`prompt_ids`; with ``return_errors`` it has the error in place of ids. TemplateError where the
+                 stream and the messages do not fit
 
         An unfinished last message of the assistant's (see :meth:`prompt_ids`) is left open; where the stream holds it
         already, nothing is added.
         """
-        rows = self.try_extend(ids, chats, new, add_generation_prompt=add_generation_prompt, tools=tools)
-        for row in rows:
-            if isinstance(row, RewriteError):
-                raise row
-        return rows  # type: ignore[return-value]
-
-    def try_extend(
-        self,
-        ids: Sequence[Tensor],
-        chats: Sequence[Chat],
-        new: Sequence[int],
-        *,
-        add_generation_prompt: bool = True,
-        tools: Tools | None = None,
-    ) -> list[Tensor | RewriteError]:
-        """As :meth:`extend`, but a conversation that cannot go on has its RewriteError in place of ids."""
         heads, opened = _without_open(chats) if add_generation_prompt else (chats, [None] * len(chats))
         extensions: list[_Extension | RewriteError | None] = []
         for stream, chat, num_new, begun in zip(ids, heads, new, opened, strict=True):
@@ -182,6 +169,8 @@ class Renderer:
                     self._extension(chat, num_new, len(stream), add_generation_prompt, tools) if num_new >= 0 else None
                 )
             except RewriteError as error:
+                if not return_errors:
+                    raise
                 extensions.append(error.with_traceback(None))  # which would keep the renderer's frames alive
         going_on = [row for row, extension in enumerate(extensions) if isinstance(extension, _Extension)]
         encoded = self._encode_once([extensions[row].text for row in going_on])
@@ -232,7 +221,7 @@ class Renderer:
             except TemplateError:
                 continue  # a conversation that the template does not do
             try:
-                self._after(covered, added, checked=True)
+                self._after(covered, added)
             except TemplateError:
                 rewritten.append(case)
         if rewritten:
@@ -265,49 +254,49 @@ class Renderer:
             [text] = self.codec.render([chat], add_generation_prompt=add_generation_prompt, tools=tools)
             return _Extension(text, 0, False)
         options = {"add_generation_prompt": add_generation_prompt, "tools": tools}
-        if self._anchor_suffices(chat, covered, **options):
-            return self._after(_anchor(chat, covered), chat[covered:], **options)
-        return self._after(chat[:covered], chat[covered:], checked=True, **options)
+        context, before = self._anchor(chat, covered, **options) or (chat[:covered], None)
+        return self._after(context, chat[covered:], before, **options)
 
-    def _anchor_suffices(self, chat: Chat, covered: int, add_generation_prompt: bool, tools: Tools | None) -> bool:
-        """True where new messages are written after a short stand-in for the past as after the whole conversation.
+    def _anchor(self, chat: Chat, covered: int, add_generation_prompt: bool, tools: Tools | None) -> _Anchor | None:
+        """A short stand-in for the past after which new messages are written as after the whole conversation, or None.
 
         Rendering then costs O(new messages). Tried once per shape of a conversation (its roles, their number), with
         another text in each message; a template that reads texts (splits off thinking) can tell more apart than shapes.
         """
         if self._reads_contents:
-            return False
+            return None
         shape = (conversation_shape(chat), covered, add_generation_prompt, repr(tools))
-        known = self._anchored.get(shape)
-        if known is None:
-            probe = stand_ins(chat)
-            context, new = probe[:covered], probe[covered:]
+        if shape not in self._anchors:
+            probe, anchor = stand_ins(chat), _shortened(stand_ins(chat, first=len(chat)), covered)
             options = {"add_generation_prompt": add_generation_prompt, "tools": tools}
+            found = None
             try:
-                whole = self._after(context, new, checked=True, **options)
-                known = whole == self._after(_anchor(context, covered), new, **options)
-            except TemplateError:  # RewriteError too: it must name the conversation itself, not its stand-in
-                known = False
-            if len(self._anchored) >= _MAX_SHAPES:
-                self._anchored.clear()
-            self._anchored[shape] = known
-        return known
+                whole, short = (self._after(past, probe[covered:], **options) for past in (probe[:covered], anchor))
+                if whole == short:
+                    found = anchor, self.codec.render([anchor], tools=tools)[0]
+            except TemplateError:
+                pass  # RewriteError too: it must name the conversation itself, not its stand-in
+            if len(self._anchors) >= _MAX_SHAPES:
+                self._anchors.clear()
+            self._anchors[shape] = found
+        return self._anchors[shape]
 
     def _after(
         self,
         context: Chat,
         new: Chat,
+        before: str | None = None,
         *,
-        checked: bool = False,
         add_generation_prompt: bool = True,
         tools: Tools | None = None,
     ) -> _Extension:
         """The text after a conversation when messages follow. Raises RewriteError if that changes its own text.
 
-        With ``checked`` also if it changes the prompt that the last answer was drawn after.
+        Without ``before``, which is the text of ``context``, also if it changes the prompt of the last answer.
         """
-        chat = [*context, *new]
-        [before] = self.codec.render([context], tools=tools)
+        chat, checked = [*context, *new], before is None
+        if before is None:
+            [before] = self.codec.render([context], tools=tools)
         [after] = self.codec.render([chat], add_generation_prompt=add_generation_prompt, tools=tools)
         after_assistant = context[-1]["role"] == "assistant"
         cut = self._cut(before, after_assistant)  # what follows the end of turn belongs to the next message
@@ -365,7 +354,7 @@ class _Extension:
     usual_end: bool = True  # False: the turn before has an end of its own, as a call of gpt-oss has
 
 
-def _anchor(chat: Chat, covered: int) -> Chat:
+def _shortened(chat: Chat, covered: int) -> Chat:
     """A short conversation whose end is the end of the covered one: its first message, a question, the last turn."""
     last = next((index for index in range(covered - 1, -1, -1) if chat[index]["role"] == "assistant"), None)
     if last is None or last < 2:

@@ -12,24 +12,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
-from tensordict import NestedKey, TensorDictBase, is_non_tensor
+from tensordict import TensorDictBase, is_non_tensor
 from torch import Tensor
 
-from llmrl.data.ragged.stack import stack_columns
-from llmrl.data.ragged.tensordicts import inner, rewrap
+from llmrl.data.ragged.tensordicts import inner
 from llmrl.errors import ShapeError
 from llmrl.modules.llm.policies.containers import CONTAINERS
 from llmrl.modules.llm.policies.rows import field_rows, is_ragged, unpadded_rows
 
-__all__ = [
-    "TRAINED_FROM",
-    "TokenStream",
-    "mark_turn",
-    "mark_whole_record",
-    "own_part",
-    "response_part",
-    "turn_columns",
-]
+__all__ = ["TokenStream", "turn_columns"]
 
 # attribute of a stream -> its container, the field beside a prompt, the field of a finished turn
 _FIELDS = {
@@ -41,7 +32,6 @@ _FIELDS = {
 }
 _PADDING_MASKS = ("prompt_attention_mask", "all_attention_mask")
 _DEFAULT_KEYS = {name: name for name in ("tokens", "masks", "log_probs")}
-TRAINED_FROM = ("masks", "trained_from")
 
 
 @dataclass
@@ -227,72 +217,3 @@ def _check_aligned(rows: list[Tensor], lengths: list[int], name: str) -> None:
                 f"LLM wrapper: ({container!r}, {field!r}) must not be longer than the prompt it describes: got "
                 f"{len(values)} values for {length} prompt tokens in row {row}."
             )
-
-
-# --- the part of a row that is trained --------------------------------------------------------------------------------
-
-# In a batch of turns each sampled token is in the rows of all later turns as well; ("masks", "trained_from") says where
-# the part begins that belongs to a row alone.
-
-
-def mark_turn(td: TensorDictBase) -> None:
-    """Writes ("masks", "trained_from") int64[B]: the place in ("tokens", "full") where the turn's response begins.
-
-    A batch [B] without the masks or the prompt of a turn is left as it is.
-    """
-    prompt = td.get(("tokens", "prompt"), None, as_list=True)
-    if prompt is not None and td.get(("masks", "all_assistant_mask"), None, as_list=True) is not None:
-        _mark(td, torch.tensor([row.shape[-1] for row in prompt]))
-
-
-def mark_whole_record(td: TensorDictBase) -> None:
-    """Writes ("masks", "trained_from") 0: the row stands for every turn that it holds."""
-    if td.get(TRAINED_FROM, None, as_list=True) is not None:
-        _mark(td, torch.zeros(td.batch_size[0], dtype=torch.int64))
-
-
-def own_part(td: TensorDictBase, like_BT: Tensor) -> Tensor:
-    """bool[B, T]: True from where the part of each row begins that it trains itself.
-
-    Reads   ("masks", "trained_from") int64[B]; where a batch has none, a row stands for every turn that it holds
-    """
-    starts = td.get(TRAINED_FROM, None, as_list=True)
-    if starts is None:
-        return torch.ones_like(like_BT, dtype=torch.bool)
-    return _from(starts if isinstance(starts, Tensor) else torch.stack(list(starts)), like_BT)
-
-
-def response_part(
-    td: TensorDictBase,
-    like_BT: Tensor,
-    lengths: Sequence[int] | None,
-    response_key: NestedKey = ("tokens", "response"),
-) -> Tensor | None:
-    """bool[B, T]: True from the first token of each row's response on; None where the batch has no responses.
-
-    Reads   lengths  of the rows of a ragged batch, padded on the right in ``like_BT``; None for a dense batch
-    """
-    response = td.get(response_key, None, as_list=True)
-    if response is None:
-        return None
-    if lengths is None:
-        starts = [like_BT.shape[1] - response.shape[1]] * len(like_BT)
-    else:
-        starts = [length - len(row) for length, row in zip(lengths, response, strict=True)]
-    return _from(torch.tensor(starts), like_BT)
-
-
-def _from(start_B: Tensor, like_BT: Tensor) -> Tensor:
-    places_T = torch.arange(like_BT.shape[1], device=like_BT.device)
-    return places_T >= start_B.reshape(-1, 1).to(like_BT.device)
-
-
-def _mark(td: TensorDictBase, start_B: Tensor) -> None:
-    masks = td.get("masks")
-    held = inner(masks)
-    if is_ragged(held):
-        columns = {name: held.get(name, as_list=True) for name in held.keys()}
-        held = stack_columns({**columns, "trained_from": start_B}, td.batch_size)
-    else:
-        held = held.copy().set("trained_from", start_B)
-    td.set("masks", rewrap(masks, held))

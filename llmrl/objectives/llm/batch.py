@@ -21,7 +21,7 @@ from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.data.ragged.tensordicts import required
 from llmrl.errors import DataError, ShapeError
 from llmrl.modules.llm.log_probs import TokenScores, with_predecessor
-from llmrl.modules.llm.token_stream import own_part, response_part
+from llmrl.modules.llm.policies.containers import own_part, response_part
 from llmrl.objectives.llm.functional import StepCounts
 
 __all__ = ["PaddedBatch", "actor_scores", "count_step", "group_ids", "trained_tokens"]

@@ -243,10 +243,7 @@ def test_dict_has_ids_and_the_assistants_mask():
     assert ids.tolist() == tokenizer.apply_chat_template(CHATS[1])["input_ids"]
     assert tokenizer.decode(ids[result[0]["assistant_masks"]]) == "c<|im_end|>"
     without_end = History.from_chats(CHATS[1:]).apply_chat_template(
-        tokenizer=tokenizer,
-        add_generation_prompt=False,
-        return_assistant_tokens_mask=True,
-        include_end_of_turn=False,
+        tokenizer=tokenizer, add_generation_prompt=False, return_assistant_tokens_mask=True, include_end_of_turn=False
     )
     assert tokenizer.decode(ids[without_end[0]["assistant_masks"]]) == "c"
 

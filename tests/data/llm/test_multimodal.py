@@ -110,12 +110,15 @@ def test_part_is_written_as_processors_read_it(part: ContentBase, expected: dict
     ("fields", "message"),
     [
         ({"type": "imaeg", "url": "x"}, "type must be one of text, image.*got 'imaeg'.*Did you mean 'image'"),
-        ({"type": "text", "url": "x"}, "a part of type 'text' has the fields text: got url"),
+        ({"type": "text", "url": "x"}, "needs exactly one of text: got url"),
         ({"type": "text"}, "exactly one of text: got none"),
-        ({"type": "image"}, "one of url, data: got none"),
-        ({"type": "image", "url": "x", "data": b"y"}, "one of url, data: got url and data"),
-        ({"type": "image", "url": "x", "text": "y"}, "got text"),
-        ({"type": "function_call", "function_args": {}}, "one of function_name: got none"),
+        ({"type": "image"}, "exactly one of url, data, and may have mime_type, name, size: got none"),
+        ({"type": "image", "url": "x", "data": b"y"}, "exactly one of url, data, .*: got url and data"),
+        ({"type": "image", "url": "x", "text": "y"}, "got text and url"),
+        (
+            {"type": "function_call", "function_args": {}},
+            "exactly one of function_name, and may have function_args: got function_args",
+        ),
     ],
 )
 def test_part_whose_fields_do_not_fit_its_type_is_refused(fields: dict[str, Any], message: str):
@@ -157,10 +160,7 @@ def test_ids_mask_and_pixels_come_from_the_processor(processor: PixelProcessor):
         assert processor.tokenizer.decode(row["input_ids"][row["assistant_masks"]]) == "A cat.<|im_end|>"
         assert row["attention_mask"].dtype == row["assistant_masks"].dtype == torch.bool
     without_end = history[0].apply_chat_template(
-        tokenizer=processor,
-        add_generation_prompt=False,
-        return_assistant_tokens_mask=True,
-        include_end_of_turn=False,
+        tokenizer=processor, add_generation_prompt=False, return_assistant_tokens_mask=True, include_end_of_turn=False
     )
     assert processor.tokenizer.decode(without_end["input_ids"][without_end["assistant_masks"]]) == "A cat."
 

@@ -8,8 +8,15 @@ from __future__ import annotations
 from llmrl.data.llm.parsers.chatml import parse_chatml, parse_qwen3
 from llmrl.data.llm.parsers.deepseek import DEEPSEEK_TOKENS, parse_deepseek
 from llmrl.data.llm.parsers.gpt_oss import parse_gpt_oss, read_gpt_oss_answer, thought_key
-from llmrl.data.llm.parsers.headed import parse_dialogpt, parse_falcon, parse_gemma, parse_llama3, parse_phi
-from llmrl.data.llm.parsers.instructions import parse_llama, parse_mistral
+from llmrl.data.llm.parsers.turns import (
+    parse_dialogpt,
+    parse_falcon,
+    parse_gemma,
+    parse_llama,
+    parse_llama3,
+    parse_mistral,
+    parse_phi,
+)
 
 __all__ = [
     "DEEPSEEK_TOKENS",

@@ -29,8 +29,7 @@ from llmrl.envs.td_ops import present_keys, required
 from llmrl.envs.transforms.base import Compose, Transform
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError
 from llmrl.modules.llm.log_probs import with_predecessor
-from llmrl.modules.llm.policies.containers import LogProbs
-from llmrl.modules.llm.token_stream import own_part, response_part
+from llmrl.modules.llm.policies.containers import LogProbs, own_part, response_part
 
 __all__ = ["KLComputation", "KLRewardTransform", "RetrieveKL"]
 

@@ -20,7 +20,7 @@ from llmrl.errors import ConfigError, MissingKeyError
 from llmrl.modules.llm.engines import Engine
 from llmrl.modules.llm.policies.base import LLMWrapperBase
 from llmrl.modules.llm.policies.containers import LogProbs
-from llmrl.modules.llm.policies.scoring_batch import Conversations
+from llmrl.modules.llm.policies.scoring import Conversations
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

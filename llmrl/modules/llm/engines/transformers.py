@@ -9,8 +9,7 @@ Shapes: B rows of a batch, N rows that still run, U distinct prompts, P prompt a
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,11 +21,14 @@ from llmrl.modules.llm.engines.base import Generation, SamplingParams, StopReaso
 from llmrl.modules.llm.engines.sampling import draw, penalize_repetition, row_uniforms, truncate
 from llmrl.modules.llm.engines.weights import check_weights, unsaved_buffers
 from llmrl.modules.llm.log_probs import token_logprobs
+from llmrl.modules.llm.packing import evaluating
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = ["TransformersEngine"]
+
+_Row = tuple[Tensor, Tensor, Tensor, StopReason]  # ids, log-probs, plain log-probs
 
 
 class TransformersEngine:
@@ -97,27 +99,14 @@ class TransformersEngine:
             raise ConfigError(
                 "TransformersEngine: stop_strings need tokenizer= at construction, to read what was drawn."
             )
-        ids: list[Tensor] = [None] * len(prompts)  # type: ignore[list-item]
-        log_probs: list[Tensor] = [None] * len(prompts)  # type: ignore[list-item]
-        plain: list[Tensor] = [None] * len(prompts)  # type: ignore[list-item]
-        reasons: list[StopReason] = [StopReason.LENGTH] * len(prompts)
-        device = model_device(self.model)
-        with evaluation_mode(self.model):
+        rows: list[_Row] = [None] * len(prompts)  # type: ignore[list-item]
+        with evaluating(self.model):
             lengths = [len(prompt) + params.max_new_tokens for prompt in prompts]
-            for rows in _batches(lengths, self.max_batch_tokens, self.pad_inputs):
-                batch = _Decoding(
-                    self.forward,
-                    self.model.config,
-                    [prompts[row] for row in rows],
-                    [seeds[row] for row in rows],
-                    params,
-                    stop_ids={*(() if params.ignore_eos else self.eos_token_ids), *params.stop_token_ids},
-                    pad_token_id=self.pad_token_id,
-                    tokenizer=self.tokenizer,
-                    device=device,
-                )
-                for row, (row_ids, row_log_probs, row_plain, reason) in zip(rows, batch.run(), strict=True):
-                    ids[row], log_probs[row], plain[row], reasons[row] = row_ids, row_log_probs, row_plain, reason
+            for batch in _batches(lengths, self.max_batch_tokens, self.pad_inputs):
+                decoding = _Decoding(self, [prompts[row] for row in batch], [seeds[row] for row in batch], params)
+                for row, result in zip(batch, decoding.run(), strict=True):
+                    rows[row] = result
+        ids, log_probs, plain, reasons = ([row[part] for row in rows] for part in range(4))
         return Generation(ids, log_probs, plain if params.truncates else None, reasons, self.version)
 
     def forward(
@@ -146,7 +135,7 @@ class TransformersEngine:
         scores: list[Tensor] = [None] * len(sequences)  # type: ignore[list-item]
         lengths = [len(sequence) for sequence in sequences]
         device = model_device(self.model)
-        with evaluation_mode(self.model):
+        with evaluating(self.model):
             for rows in _batches(lengths, self.max_batch_tokens or 16384, self.pad_inputs):
                 ids_BT = pad_rows([sequences[row] for row in rows], value=self.pad_token_id).to(device)
                 attention_BT = lengths_mask([lengths[row] for row in rows], ids_BT.shape[1]).to(device)
@@ -200,32 +189,19 @@ class TransformersEngine:
 class _Decoding:
     """One batch of one ``generate`` call: left-padded prompts, their cache, and the rows that still run."""
 
-    def __init__(
-        self,
-        forward: Callable[[Tensor, Tensor | None, Tensor | None, Any], Tensor],
-        config: Any,
-        prompts: list[Tensor],
-        seeds: list[int],
-        params: SamplingParams,
-        *,
-        stop_ids: set[int],
-        pad_token_id: int,
-        tokenizer: PreTrainedTokenizerBase | None,
-        device: torch.device,
-    ) -> None:
-        self.forward = forward
-        self.config = config
+    def __init__(self, engine: TransformersEngine, prompts: list[Tensor], seeds: list[int], params: SamplingParams):
+        self.forward, self.tokenizer, self.pad_token_id = engine.forward, engine.tokenizer, engine.pad_token_id
+        self.config = engine.model.config
         self.params = params
         self.prompts = prompts
         self.home = prompts[0].device  # where the caller keeps its rows
-        self.device = device
-        self.pad_token_id = pad_token_id
-        self.tokenizer = tokenizer
+        self.device = device = model_device(engine.model)
+        stop_ids = {*(() if params.ignore_eos else engine.eos_token_ids), *params.stop_token_ids}
         self.uniforms_BR = None if params.greedy else row_uniforms(seeds, params.max_new_tokens).to(device)
         self.stop_ids = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=device)
         self.check_every = 1 if device.type == "cpu" else 4  # asking an accelerator whether rows ended makes it wait
 
-    def run(self) -> Iterator[tuple[Tensor, Tensor, Tensor, StopReason]]:
+    def run(self) -> Iterator[_Row]:
         """Prefills, decodes until every row ended, and yields each row's ids, log-probs, plain log-probs and stop
         reason.
         """
@@ -358,7 +334,7 @@ class _Decoding:
 
     def _collect(
         self, segments: list[tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]], string_end_B: list[int | None]
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor, StopReason]]:
+    ) -> Iterator[_Row]:
         """Puts the per-step columns of every segment back into rows, and cuts each row where it ended."""
         num_rows, num_steps = len(self.prompts), sum(len(tokens) for _, tokens, _, _ in segments)
         ids_BR = torch.zeros(num_rows, num_steps, dtype=torch.int64, device=self.device)
@@ -397,21 +373,6 @@ def vocabulary_size(model: nn.Module | None) -> int | None:
 def model_device(model: nn.Module) -> torch.device:
     """The device of a model's first parameter, where its inputs go."""
     return next(model.parameters()).device
-
-
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode for the length of a block; afterwards every module has the flag that it had, frozen ones
-    included.
-    """
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _batches(lengths: Sequence[int], max_tokens: int | None, mixed: bool) -> Iterator[list[int]]:

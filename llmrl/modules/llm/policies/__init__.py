@@ -3,9 +3,8 @@
 from llmrl.modules.llm.policies.base import Backend, LLMWrapperBase
 from llmrl.modules.llm.policies.batching import BatchingEngine
 from llmrl.modules.llm.policies.containers import ChatHistory, LogProbs, Masks, Text, Tokens
-from llmrl.modules.llm.policies.distributions import TokenCategorical
-from llmrl.modules.llm.policies.transformers_wrapper import TransformersWrapper
-from llmrl.modules.llm.policies.vllm_wrapper import vLLMWrapper
+from llmrl.modules.llm.policies.scoring import TokenCategorical
+from llmrl.modules.llm.policies.wrappers import TransformersWrapper, vLLMWrapper
 
 __all__ = [
     "Backend",

@@ -10,6 +10,7 @@ import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
@@ -22,26 +23,20 @@ from llmrl.modules.llm.engines import Engine
 from llmrl.modules.llm.engines.base import check_ids
 from llmrl.modules.llm.engines.transformers import vocabulary_size
 from llmrl.modules.llm.log_probs import TokenScores
-from llmrl.modules.llm.policies.batching import (
-    BATCHING_SETTINGS,
-    BatchingEngine,
-    batching_state,
-    join_requests,
-    own_engine,
-)
+from llmrl.modules.llm.policies.batching import BATCHING_SETTINGS, BatchingEngine, join_requests, own_engine
 from llmrl.modules.llm.policies.containers import CONTAINERS, make_containers
-from llmrl.modules.llm.policies.distributions import TokenCategorical, token_categorical
 from llmrl.modules.llm.policies.modes import Turn, make_mode
 from llmrl.modules.llm.policies.options import (
     GenerationOptions,
-    WrapperOptions,
+    check_settings,
+    container_keys,
     generation_options,
     options_of_call,
     standard_names,
     with_stop_ids,
 )
 from llmrl.modules.llm.policies.rows import Key, Padding
-from llmrl.modules.llm.policies.scoring_batch import Conversations
+from llmrl.modules.llm.policies.scoring import Conversations, TokenCategorical, token_categorical
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.modules.llm.token_stream import turn_columns
 
@@ -80,7 +75,7 @@ class LLMWrapperBase(nn.Module):
               enabled; beside them the mode's other containers, as the batch has them or of "full" alone
     Raises  MissingKeyError, TypeError, ConfigError, ShapeError, TemplateError
 
-    `WrapperOptions` describes the arguments, `generation_options` what ``generate_kwargs`` may hold. Where a template
+    The signature describes the arguments, `generation_options` what ``generate_kwargs`` may hold. Where a template
     rewrites earlier turns (drops their thinking, say), ``prefer_tokens=True`` renders the row anew and starts a new
     record: its masks and log-probs begin with this turn, counted in ``counters["rewritten"]`` and logged once.
     """
@@ -91,47 +86,47 @@ class LLMWrapperBase(nn.Module):
         self,
         model: Any,
         *,
-        tokenizer: PreTrainedTokenizerBase | str | None = None,
+        tokenizer: PreTrainedTokenizerBase | str | None = None,  # or its name; None: that of the model
         input_mode: Literal["history", "text", "tokens"] = "history",
-        input_key: Key | None = None,
-        attention_mask_key: Key = "attention_mask",
-        generate: bool = True,
-        generate_kwargs: Mapping[str, Any] | None = None,
-        tokenizer_kwargs: Mapping[str, Any] | None = None,
-        pad_output: bool = False,
-        pad_model_input: bool | None = None,
-        inplace: bool | Literal["empty"] | None = None,
-        device: torch.device | str | None = None,
-        layout: torch.layout | None = None,
-        num_samples: int | None = None,
-        chat_template_name: str | None = None,
-        chat_template: str | None = None,
-        return_log_probs: bool | None = None,
+        input_key: Key | None = None,  # read instead of (mode, "prompt") or (mode, "full")
+        attention_mask_key: Key = "attention_mask",  # mask of a dense ("tokens", "prompt"); without it every id counts
+        generate: bool = True,  # False: score whole conversations
+        generate_kwargs: Mapping[str, Any] | None = None,  # see generation_options
+        tokenizer_kwargs: Mapping[str, Any] | None = None,  # in history mode: variables of the template
+        pad_output: bool = False,  # dense, padded containers instead of rows
+        pad_model_input: bool | None = None,  # False: rows run in groups of equal length, without padding
+        inplace: bool | Literal["empty"] | None = None,  # False: a new TensorDict; "empty": td.empty()
+        device: torch.device | str | None = None,  # where the model is moved to
+        layout: torch.layout | None = None,  # torch.strided only
+        num_samples: int | None = None,  # responses per prompt, batch [*B, n]; never in place
+        chat_template_name: str | None = None,  # a registered template, instead of the tokenizer's own
+        chat_template: str | None = None,  # the text of one
+        return_log_probs: bool | None = None,  # True by default; scoring needs it
         history_key: str = "history",
         text_key: str = "text",
         tokens_key: str = "tokens",
         masks_key: str = "masks",
         log_probs_key: str = "log_probs",
-        batching: bool | None = None,
-        min_batch_size: int | None = None,
-        max_batch_size: int | None = None,
-        batching_timeout: float = 10.0,
-        prefer_tokens: bool | Literal["always"] = True,
+        batching: bool | None = None,  # join calls of several threads (BatchingEngine); None: where a size is given
+        min_batch_size: int | None = None,  # rows to wait for; 1
+        max_batch_size: int | None = None,  # most rows in one joined call
+        batching_timeout: float = 10.0,  # seconds after which a call goes with the rows that are there
+        prefer_tokens: bool | Literal["always"] = True,  # False: render all turns anew; "always": fail where True would
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "model", "__class__")}
         super().__init__()
-        self.settings = WrapperOptions(**given)
+        self.settings = SimpleNamespace(**given)
         self._given = (model,)  # in a tuple, where a module is not part of this one
         self.generate_kwargs = standard_names(generate_kwargs)
         self.options = generation_options(generate_kwargs, vllm=self.takes_vllm_options)
-        self.settings.check(type(self).__name__, self.options)
+        check_settings(type(self).__name__, self.settings, self.options)
         self.tokenizer = self.settings.tokenizer = self._load_tokenizer(model, tokenizer)
         self.renderer = self._make_renderer()
         self.mode = make_mode(
             input_mode, tokenizer=self.tokenizer, renderer=self.renderer, tokenizer_kwargs=tokenizer_kwargs
         )
         self.generate = generate
-        self.input_mode, self.keys = input_mode, self.settings.keys
+        self.input_mode, self.keys = input_mode, container_keys(self.settings)
         for name, key in self.keys.items():
             setattr(self, f"{name}_key", key)
         self.input_key: Key = input_key or (self.keys[input_mode], "prompt" if generate else "full")
@@ -214,7 +209,7 @@ class LLMWrapperBase(nn.Module):
         >>> scorer.generate, scorer.keys["text"], scorer.engine is policy.engine
         (False, 'words', True)
         """
-        settings = self.settings.items()
+        settings = vars(self.settings)
         known = (*settings, "model")
         for name in changes:
             if name not in known:
@@ -315,7 +310,10 @@ class LLMWrapperBase(nn.Module):
 
     def get_batching_state(self) -> dict[str, Any]:
         """The state of request joining; see ``BatchingEngine.state``."""
-        return batching_state(self.engine)
+        if isinstance(self.engine, BatchingEngine):
+            return self.engine.state()
+        none = {"batching_enabled": False, "queue_size": 0, "pending_futures": 0, "lock_state": "unlocked"}
+        return {**none, "min_batch_size": None, "max_batch_size": None}
 
     def cleanup_batching(self, timeout: float = 600.0) -> None:
         """Ends the joining of requests: what waits goes at once, later calls go one by one.
@@ -331,43 +329,29 @@ class LLMWrapperBase(nn.Module):
         prompt_mask_key = (self.keys["masks"], "prompt_attention_mask")
         prompts = self.mode.read(td, self.input_key, prompt_mask_key, self.attention_mask_key)
         stream = self.mode.read_stream(td, self.keys, prompts) if self.prefer_tokens else None
-        encoded = self.mode.encode_prompts(prompts, stream)
-        if encoded.rewritten:
-            self._count_rewritten(encoded.rewritten)
-        texts = None if encoded.stream is None else self.mode.carried_texts(td, self.keys, encoded.stream)
-        seeds = self._seeds(td, len(encoded.ids))
+        if rewritten := self.mode.encode_prompts(prompts, stream):
+            self._count_rewritten(rewritten)
+        if prompts.stream is not None:
+            prompts.texts = self.mode.carried_texts(td, self.keys, prompts.stream)
+        seeds = self._seeds(td, len(prompts.ids))
         batch_size = td.batch_size
         if self.num_samples is not None:
-            rows = [row for row in range(len(encoded.ids)) for _ in range(self.num_samples)]
-            prompts, encoded = prompts.select(rows), encoded.select(rows)
-            texts = None if texts is None else [texts[row] for row in rows]
+            prompts = prompts.select([row for row in range(len(prompts.ids)) for _ in range(self.num_samples)])
             batch_size = torch.Size([*batch_size, self.num_samples])
         params, stop_ids = with_stop_ids(options.params, self.stop_token_ids, getattr(self.engine, "eos_token_ids", ()))
-        generation = self.engine.generate(encoded.ids, params, seeds=seeds)
-        turn = Turn(
-            prompts=prompts,
-            prompt_ids=encoded.ids,
-            response_ids=generation.ids,
-            stop_reasons=generation.stop_reasons,
-            num_new=[len(ids) for ids in encoded.ids] if texts is None else encoded.num_new,
-            carried_texts=texts,
-            stop_token_ids=stop_ids,
-            skip_special_tokens=options.skip_special_tokens,
-        )
+        generation = self.engine.generate(prompts.ids, params, seeds=seeds)
+        turn = Turn(prompts, generation.ids, generation.stop_reasons, stop_ids, options.skip_special_tokens)
         views, covered = self.mode.views(turn)
-        log_probs = generation.log_probs if self.return_log_probs else None
-        columns = turn_columns(
-            encoded.ids, generation.ids, log_probs, generation.plain_log_probs, encoded.stream, covered
-        )
+        log_probs, stream = generation.log_probs if self.return_log_probs else None, prompts.stream
+        columns = turn_columns(prompts.ids, generation.ids, log_probs, generation.plain_log_probs, stream, covered)
         padding = None
         if self.pad_output:
-            padding = Padding.around_turns(encoded.ids, generation.ids, self.pad_token_id)
+            padding = Padding.around_turns(prompts.ids, generation.ids, self.pad_token_id)
             if "prompt_assistant_mask" in columns["masks"]:
-                attention = [torch.ones(len(ids), dtype=torch.bool) for ids in encoded.ids]
+                attention = [torch.ones(len(ids), dtype=torch.bool) for ids in prompts.ids]
                 columns["masks"]["prompt_attention_mask"] = attention
         out = self._write(self._output(td, batch_size), make_containers(columns | views, batch_size, padding))
-        stream = encoded.stream
-        begins = [True] * len(encoded.ids) if stream is None else stream.begins_record()
+        begins = [True] * len(prompts.ids) if stream is None else stream.begins_record()
         out.set("stop_reason", torch.tensor(generation.stop_reasons).reshape(batch_size))
         out.set("policy_version", torch.full(batch_size, generation.version, dtype=torch.int64))
         out.set("new_record", torch.tensor(begins).reshape(batch_size))

@@ -12,17 +12,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from llmrl.errors import ConfigError, DeadlineError, RolloutError
 from llmrl.modules.llm.engines import Engine, Generation, SamplingParams
 
-if TYPE_CHECKING:
-    from llmrl.modules.llm.policies.options import WrapperOptions
-
-__all__ = ["BATCHING_SETTINGS", "BatchingEngine", "batching_state", "check_batching", "join_requests", "own_engine"]
+__all__ = ["BATCHING_SETTINGS", "BatchingEngine", "check_batching", "join_requests", "own_engine"]
 
 BATCHING_SETTINGS = frozenset({"batching", "min_batch_size", "max_batch_size", "batching_timeout"})
 
@@ -270,7 +267,7 @@ class BatchingEngine:
             self._changed.notify_all()
 
 
-def check_batching(settings: WrapperOptions) -> None:
+def check_batching(settings: Any) -> None:
     """Raises ConfigError for wrapper arguments that both forbid joined calls and give a size of them."""
     if settings.batching is False and (settings.min_batch_size, settings.max_batch_size) != (None, None):
         raise ConfigError(
@@ -280,7 +277,7 @@ def check_batching(settings: WrapperOptions) -> None:
     join_requests(None, settings)  # before an engine is built, which would be left open
 
 
-def join_requests(engine: Engine | None, settings: WrapperOptions) -> Engine | None:
+def join_requests(engine: Engine | None, settings: Any) -> Engine | None:
     """The engine, behind a ``BatchingEngine`` where a wrapper's arguments ask for one: they say so, or give a size."""
     sizes = settings.min_batch_size, settings.max_batch_size
     if not (sizes != (None, None) if settings.batching is None else settings.batching):
@@ -291,14 +288,6 @@ def join_requests(engine: Engine | None, settings: WrapperOptions) -> Engine | N
 def own_engine(engine: Engine) -> Engine:
     """The engine itself, without what joins requests before it."""
     return engine.engine if isinstance(engine, BatchingEngine) else engine
-
-
-def batching_state(engine: Engine) -> dict[str, Any]:
-    """``BatchingEngine.state``, of an engine that joins nothing too."""
-    if isinstance(engine, BatchingEngine):
-        return engine.state()
-    sizes = dict.fromkeys(("min_batch_size", "max_batch_size"))
-    return {"batching_enabled": False, "queue_size": 0, "pending_futures": 0, "lock_state": "unlocked", **sizes}
 
 
 @dataclass(eq=False)

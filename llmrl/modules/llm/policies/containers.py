@@ -13,16 +13,16 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from tensordict import NonTensorStack, TensorClass, TensorDict
+from tensordict import NestedKey, NonTensorStack, TensorClass, TensorDict, TensorDictBase
 from torch import Tensor
 
 from llmrl.data.llm.chat import History
 from llmrl.data.llm.spans import rows_to_tensors
 from llmrl.data.ragged.stack import stack_columns
-from llmrl.data.ragged.tensordicts import fill, inner, wrap
+from llmrl.data.ragged.tensordicts import fill, inner, rewrap, wrap
 from llmrl.data.specs import Categorical, Composite, NonTensor, TensorSpec, Unbounded
 from llmrl.errors import ConfigError, ShapeError, TemplateError, did_you_mean
-from llmrl.modules.llm.policies.rows import Padding, field_rows
+from llmrl.modules.llm.policies.rows import Padding, field_rows, is_ragged
 from llmrl.modules.llm.rendering import Renderer
 
 if TYPE_CHECKING:
@@ -303,7 +303,7 @@ class Masks(_Rows, TensorClass["nocast"]):
     prompt_assistant_mask  bool[P]  the last turn's ``all_assistant_mask``, carried to this turn's prompt by the
                            environment
     prompt_attention_mask  bool[P]  the same for ``all_attention_mask``; only padded prompts need it
-    trained_from           int64[]  where the part begins that the row itself trains, see ``token_stream``
+    trained_from           int64[]  where the part begins that the row itself trains
     """
 
     all_attention_mask: Tensor | None = None
@@ -385,3 +385,70 @@ def _without_opening(prompt: list[dict[str, Any]], full: list[dict[str, Any]]) -
     """A rendered prompt ends with the opening of an answer, which parses as an empty assistant message."""
     opened = len(prompt) > 0 and prompt[-1]["role"] == "assistant" and not prompt[-1]["content"]
     return prompt[:-1] if opened and prompt[-1] != full[len(prompt) - 1] else prompt
+
+
+# --- the part of a row that is trained --------------------------------------------------------------------------------
+
+# In a batch of turns each sampled token is in the rows of all later turns as well; ("masks", "trained_from") says where
+# the part begins that belongs to a row alone.
+TRAINED_FROM = ("masks", "trained_from")
+
+
+def mark_turn(td: TensorDictBase) -> None:
+    """Writes ("masks", "trained_from") int64[B]: the place in ("tokens", "full") where the turn's response begins.
+
+    A batch [B] without the masks or the prompt of a turn is left as it is.
+    """
+    prompt = td.get(("tokens", "prompt"), None, as_list=True)
+    if prompt is not None and td.get(("masks", "all_assistant_mask"), None, as_list=True) is not None:
+        _mark(td, torch.tensor([row.shape[-1] for row in prompt]))
+
+
+def mark_whole_record(td: TensorDictBase) -> None:
+    """Writes ("masks", "trained_from") 0: the row stands for every turn that it holds."""
+    if td.get(TRAINED_FROM, None, as_list=True) is not None:
+        _mark(td, torch.zeros(td.batch_size[0], dtype=torch.int64))
+
+
+def own_part(td: TensorDictBase, like_BT: Tensor) -> Tensor:
+    """bool[B, T]: True from where the part of each row begins that it trains itself.
+
+    Reads   ("masks", "trained_from") int64[B]; where a batch has none, a row stands for every turn that it holds
+    """
+    starts = td.get(TRAINED_FROM, None, as_list=True)
+    if starts is None:
+        return torch.ones_like(like_BT, dtype=torch.bool)
+    return _from(starts if isinstance(starts, Tensor) else torch.stack(list(starts)), like_BT)
+
+
+def response_part(
+    td: TensorDictBase, like_BT: Tensor, lengths: Sequence[int] | None, response_key: NestedKey = ("tokens", "response")
+) -> Tensor | None:
+    """bool[B, T]: True from the first token of each row's response on; None where the batch has no responses.
+
+    Reads   lengths  of the rows of a ragged batch, padded on the right in ``like_BT``; None for a dense batch
+    """
+    response = td.get(response_key, None, as_list=True)
+    if response is None:
+        return None
+    if lengths is None:
+        starts = [like_BT.shape[1] - response.shape[1]] * len(like_BT)
+    else:
+        starts = [length - len(row) for length, row in zip(lengths, response, strict=True)]
+    return _from(torch.tensor(starts), like_BT)
+
+
+def _from(start_B: Tensor, like_BT: Tensor) -> Tensor:
+    places_T = torch.arange(like_BT.shape[1], device=like_BT.device)
+    return places_T >= start_B.reshape(-1, 1).to(like_BT.device)
+
+
+def _mark(td: TensorDictBase, start_B: Tensor) -> None:
+    masks = td.get("masks")
+    held = inner(masks)
+    if is_ragged(held):
+        columns = {name: held.get(name, as_list=True) for name in held.keys()}
+        held = stack_columns({**columns, "trained_from": start_B}, td.batch_size)
+    else:
+        held = held.copy().set("trained_from", start_B)
+    td.set("masks", rewrap(masks, held))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -29,53 +29,42 @@ if TYPE_CHECKING:
 
     from llmrl.modules.llm.rendering import Renderer
 
-__all__ = ["Encoded", "Mode", "Prompts", "Turn", "make_mode"]
+__all__ = ["Mode", "Prompts", "Turn", "make_mode"]
 
 
 @dataclass
 class Prompts:
-    """The input of a mode: one value per row of the batch, in order, and their common object where there is one."""
+    """The input of a turn, one entry per row of the batch: as it was read, and as the engine is given it.
 
-    rows: list[Any]
-    source: Any = None
-
-    def select(self, rows: Sequence[int]) -> Prompts:
-        """The rows at these indices, which may repeat."""
-        source = None if self.source is None else self.source[list(rows)]
-        return Prompts([self.rows[row] for row in rows], source)
-
-
-@dataclass
-class Encoded:
-    """Prompts as the engine is given them, per row, and the streams that they continue.
-
+    rows       values of the mode's kind, and ``source``, their common object where there is one
     ids        int64[P]
     num_new    how many of them, at the end, this turn adds: only those were encoded
     stream     what earlier turns left, without the rows that begin anew; None where all do
-    rewritten  row -> why its earlier turns could not be continued as they were
+    texts      of the stream, where an environment carried it
     """
 
-    ids: list[Tensor]
-    num_new: list[int]
-    stream: TokenStream | None
-    rewritten: dict[int, RewriteError]
+    rows: list[Any]
+    source: Any = None
+    ids: list[Tensor] = field(default_factory=list)
+    num_new: list[int] = field(default_factory=list)
+    stream: TokenStream | None = None
+    texts: list[str] | None = None
 
-    def select(self, rows: Sequence[int]) -> Encoded:
-        """The rows at these indices, which may repeat; what was rewritten is counted by then."""
-        stream = None if self.stream is None else self.stream.select(rows)
-        return Encoded([self.ids[row] for row in rows], [self.num_new[row] for row in rows], stream, {})
+    def select(self, rows: Sequence[int]) -> Prompts:
+        """The rows at these indices, which may repeat."""
+        columns = {name: getattr(self, name) for name in ("rows", "ids", "num_new", "texts")}
+        taken = {name: None if values is None else [values[row] for row in rows] for name, values in columns.items()}
+        source = None if self.source is None else self.source[list(rows)]
+        return Prompts(source=source, stream=None if self.stream is None else self.stream.select(rows), **taken)
 
 
 @dataclass
 class Turn:
-    """A finished turn, per row, as a mode needs it to write its views."""
+    """A finished turn, as a mode needs it to write its views."""
 
     prompts: Prompts
-    prompt_ids: list[Tensor]
     response_ids: list[Tensor]
     stop_reasons: list[StopReason]
-    num_new: list[int]  # ids at the end of each prompt that this turn added to the stream
-    carried_texts: list[str] | None  # text of the stream before this turn
     stop_token_ids: frozenset[int]
     skip_special_tokens: bool
 
@@ -125,13 +114,15 @@ class Mode(ABC):
         """The text of the stream, where an environment carried it; a row that starts afresh has none yet."""
         return None
 
-    def encode_prompts(self, prompts: Prompts, stream: TokenStream | None) -> Encoded:
-        """The ids of each row: its stream and what was appended since, or all of it anew where it cannot go on."""
-        if stream is None:
-            ids = self.encode(prompts.rows)
-            return Encoded(ids, [len(row) for row in ids], None, {})
-        if stream.answered:
-            return Encoded(stream.ids, [0] * len(stream.ids), stream, {})
+    def encode_prompts(self, prompts: Prompts, stream: TokenStream | None) -> dict[int, RewriteError]:
+        """Sets the ids of each row: its stream and what was appended since, or all of it anew where it cannot go on.
+
+        Returns  row -> why its earlier turns could not be continued as they were
+        """
+        if stream is None or stream.answered:
+            prompts.ids, prompts.stream = self.encode(prompts.rows) if stream is None else stream.ids, stream
+            prompts.num_new = [len(row) if stream is None else 0 for row in prompts.ids]
+            return {}
         prompt_ids: list[Tensor] = list(stream.ids)
         rewritten: dict[int, RewriteError] = {}
         if grown := [row for row, ids in enumerate(stream.ids) if len(ids)]:
@@ -148,8 +139,9 @@ class Mode(ABC):
                 if len(before) and torch.equal(ids[: len(before)], before):
                     del rewritten[row]  # the template rewrites, but nothing that this row has: it goes on after all
             stream = stream.cut({row for row in anew if not len(stream.ids[row]) or row in rewritten})
-        num_new = [len(ids) - len(before) for ids, before in zip(prompt_ids, stream.ids, strict=True)]
-        return Encoded(prompt_ids, num_new, stream, rewritten)
+        prompts.ids, prompts.stream = prompt_ids, stream
+        prompts.num_new = [len(ids) - len(before) for ids, before in zip(prompt_ids, stream.ids, strict=True)]
+        return rewritten
 
     @abstractmethod
     def _read(self, td: TensorDictBase, key: Key, attention_keys: Sequence[Key]) -> Prompts: ...
@@ -205,7 +197,8 @@ class HistoryMode(Mode):
         return self.renderer.prompt_ids(rows)
 
     def extend(self, stream: TokenStream, rows: Sequence[Any]) -> list[Tensor | RewriteError]:
-        return self.renderer.try_extend(stream.ids, rows, _num_new(rows, stream.covered, "messages"))
+        new = _num_new(rows, stream.covered, "messages")
+        return self.renderer.extend(stream.ids, rows, new, return_errors=True)
 
     def encode_full(self, rows: Sequence[Any]) -> tuple[list[Tensor], list[Tensor] | None]:
         rendered = self.renderer.render(rows)
@@ -336,16 +329,19 @@ def _text_views(
     pending: dict[tuple[int, ...], int] = {}  # equal prompts, as in a group, are decoded once
     which: list[int] = []
     if prompt_texts is None:
-        for ids, num_new in zip(turn.prompt_ids, turn.num_new, strict=True):
-            key = tuple(ids.tolist()[-num_new:] if num_new else ())
+        carried = turn.prompts.texts
+        for ids, num_new in zip(turn.prompts.ids, turn.prompts.num_new, strict=True):
+            values = ids.tolist()
+            key = tuple(values if carried is None else values[len(values) - num_new :])
             which.append(pending.setdefault(key, len(pending)))
     end_ids = sorted({end for end in ends if end is not None})
     texts = decode_rows(tokenizer, [*bodies, *map(list, pending), *([end] for end in end_ids)])
     contents, added = texts[: len(bodies)], texts[len(bodies) : len(bodies) + len(pending)]
     end_texts = {None: "", **dict(zip(end_ids, texts[len(bodies) + len(pending) :], strict=True))}
     if prompt_texts is None:
-        carried = turn.carried_texts or [""] * len(which)
-        prompt_texts = [before + added[index] for before, index in zip(carried, which, strict=True)]
+        prompt_texts = [
+            before + added[index] for before, index in zip(carried or [""] * len(which), which, strict=True)
+        ]
     if turn.skip_special_tokens:
         responses = tokenizer.batch_decode(bodies, skip_special_tokens=True)
     else:

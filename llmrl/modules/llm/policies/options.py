@@ -1,4 +1,4 @@
-"""The arguments of a wrapper, and its ``generate_kwargs`` turned into ``SamplingParams``; all of them checked.
+"""The checks of a wrapper's arguments, and its ``generate_kwargs`` turned into ``SamplingParams``.
 
 An unknown name, or one that the engine cannot honour, is an error with the nearest known name; nothing is dropped in
 silence.
@@ -7,7 +7,7 @@ silence.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any
 
@@ -16,11 +16,11 @@ import torch
 from llmrl.errors import ConfigError, did_you_mean
 from llmrl.modules.llm.engines import SamplingParams
 from llmrl.modules.llm.policies.batching import check_batching
-from llmrl.modules.llm.policies.rows import Key
 
 __all__ = [
     "GenerationOptions",
-    "WrapperOptions",
+    "check_settings",
+    "container_keys",
     "generation_options",
     "options_of_call",
     "standard_names",
@@ -28,80 +28,45 @@ __all__ = [
 ]
 
 
-@dataclass(kw_only=True)
-class WrapperOptions:
-    """The arguments of a wrapper's constructor, all but the model, as they were given."""
+def container_keys(settings: Any) -> dict[str, str]:
+    """The key of each container, by the arguments of a wrapper."""
+    return {name: getattr(settings, f"{name}_key") for name in ("text", "masks", "tokens", "log_probs", "history")}
 
-    tokenizer: Any  # or its name; None: that of the model, where it has one
-    input_mode: str  # "history", "text" or "tokens"
-    input_key: Key | None  # read instead of (mode, "prompt") or (mode, "full")
-    attention_mask_key: Key  # mask of a dense ("tokens", "prompt"); without it every id counts
-    generate: bool  # False: score whole conversations
-    generate_kwargs: Mapping[str, Any] | None  # see generation_options
-    tokenizer_kwargs: Mapping[str, Any] | None  # text: arguments of the tokenizer; history: variables of the template
-    pad_output: bool  # dense, padded containers instead of rows
-    pad_model_input: bool | None  # False: the model never sees a padding token; rows run in groups of equal length
-    inplace: bool | str | None  # True (default): into the input; False: a new TensorDict; "empty": td.empty()
-    device: Any  # where the model is moved to
-    layout: torch.layout | None  # torch.strided only; td.get(key, as_nested_tensor=True) reads nested tensors
-    num_samples: int | None  # responses per prompt, batch [*B, n]; never in place
-    chat_template_name: str | None  # a registered template, or the text of one, instead of the tokenizer's own
-    chat_template: str | None
-    return_log_probs: bool | None  # True by default; scoring needs it
-    history_key: str
-    text_key: str
-    tokens_key: str
-    masks_key: str
-    log_probs_key: str
-    batching: bool | None  # join calls of several threads (BatchingEngine); None: where a size is given
-    min_batch_size: int | None  # rows to wait for; 1
-    max_batch_size: int | None  # most rows in one joined call
-    batching_timeout: float  # seconds after which a call goes with the rows that are there
-    prefer_tokens: bool | str  # True: continue the ids of earlier turns; "always": or fail; False: render all anew
 
-    def items(self) -> dict[str, Any]:
-        """The arguments by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
-    @property
-    def keys(self) -> dict[str, str]:
-        """The key of each container."""
-        return {name: getattr(self, f"{name}_key") for name in ("text", "masks", "tokens", "log_probs", "history")}
-
-    def check(self, who: str, options: GenerationOptions) -> None:
-        """Raises ConfigError where the arguments contradict each other or cannot be honoured."""
-        for name in ("generate", "pad_output"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{who}: {name} must be True or False: got {getattr(self, name)!r}.")
-        if not self.generate and self.return_log_probs is False:
-            raise ConfigError(f"{who}: return_log_probs must be True when generate=False: scoring writes nothing else.")
-        if options.logprobs is not None and self.return_log_probs not in (None, options.logprobs):
-            raise ConfigError(f"{who}: generate_kwargs logprobs={options.logprobs} contradicts return_log_probs.")
-        if self.layout not in (None, torch.strided):
-            raise ConfigError(
-                f"{who}: layout must be torch.strided: got {self.layout}; rows are kept apart, read them with "
-                "td.get(key, as_nested_tensor=True, layout=torch.jagged)."
-            )
-        samples = (self.num_samples, options.num_return_sequences)
-        if not (samples[0] is None or _is_count(samples[0])):
-            raise ConfigError(f"{who}: num_samples must be positive and whole: got {samples[0]!r}.")
-        if None not in samples and samples[0] != samples[1]:
-            raise ConfigError(
-                f"{who}: num_samples and num_return_sequences name one thing: got {samples[0]} and {samples[1]}."
-            )
-        if samples != (None, None) and self.inplace is True:
-            raise ConfigError(f"{who}: num_samples changes the batch size, so inplace must not be True.")
-        for name, allowed in (("inplace", (None, True, False, "empty")), ("prefer_tokens", (True, False, "always"))):
-            if getattr(self, name) not in allowed:
-                words = f"True, False or {allowed[-1]!r}"
-                raise ConfigError(f"{who}: {name} must be {words}: got {getattr(self, name)!r}.")
-        check_batching(self)
-        keys = list(self.keys.values())
-        if len(set(keys)) < len(keys):
-            raise ConfigError(f"{who}: each container must have a key of its own: got {', '.join(map(repr, keys))}.")
-        for name in ("padding", "return_tensors", "truncation"):
-            if name in (self.tokenizer_kwargs or {}):
-                raise ConfigError(f"{who}: tokenizer_kwargs must not set {name}: rows are kept apart and whole.")
+def check_settings(who: str, settings: Any, options: GenerationOptions) -> None:
+    """Raises ConfigError where arguments of a wrapper contradict each other or cannot be honoured."""
+    for name in ("generate", "pad_output"):
+        if not isinstance(getattr(settings, name), bool):
+            raise ConfigError(f"{who}: {name} must be True or False: got {getattr(settings, name)!r}.")
+    if not settings.generate and settings.return_log_probs is False:
+        raise ConfigError(f"{who}: return_log_probs must be True when generate=False: scoring writes nothing else.")
+    if options.logprobs is not None and settings.return_log_probs not in (None, options.logprobs):
+        raise ConfigError(f"{who}: generate_kwargs logprobs={options.logprobs} contradicts return_log_probs.")
+    if settings.layout not in (None, torch.strided):
+        raise ConfigError(
+            f"{who}: layout must be torch.strided: got {settings.layout}; rows are kept apart, read them with "
+            "td.get(key, as_nested_tensor=True, layout=torch.jagged)."
+        )
+    samples = (settings.num_samples, options.num_return_sequences)
+    if not (samples[0] is None or _is_count(samples[0])):
+        raise ConfigError(f"{who}: num_samples must be positive and whole: got {samples[0]!r}.")
+    if None not in samples and samples[0] != samples[1]:
+        raise ConfigError(
+            f"{who}: num_samples and num_return_sequences name one thing: got {samples[0]} and {samples[1]}."
+        )
+    if samples != (None, None) and settings.inplace is True:
+        raise ConfigError(f"{who}: num_samples changes the batch size, so inplace must not be True.")
+    for name, allowed in (("inplace", (None, True, False, "empty")), ("prefer_tokens", (True, False, "always"))):
+        if getattr(settings, name) not in allowed:
+            words = f"True, False or {allowed[-1]!r}"
+            raise ConfigError(f"{who}: {name} must be {words}: got {getattr(settings, name)!r}.")
+    check_batching(settings)
+    keys = list(container_keys(settings).values())
+    if len(set(keys)) < len(keys):
+        raise ConfigError(f"{who}: each container must have a key of its own: got {', '.join(map(repr, keys))}.")
+    for name in ("padding", "return_tensors", "truncation"):
+        if name in (settings.tokenizer_kwargs or {}):
+            raise ConfigError(f"{who}: tokenizer_kwargs must not set {name}: rows are kept apart and whole.")
 
 
 _LEGACY = {
