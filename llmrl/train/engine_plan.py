@@ -13,6 +13,8 @@ import torch
 
 from llmrl.errors import ConfigError, DataError
 from llmrl.modules.llm.engines.vllm.compat import check_options
+from llmrl.modules.llm.engines.vllm.factory import config_of
+from llmrl.modules.llm.engines.vllm.server import served_model
 from llmrl.train.models import resolve_model
 from llmrl.train.settings import GRPOConfig, TinyModelSettings
 
@@ -64,6 +66,7 @@ class EnginePlan:
     sleeps   it gives up its memory while the trainer updates
     length   most tokens of a conversation; None: as many as model and memory have
     options  arguments of vLLM
+    servers  URLs of engines that run elsewhere; then there is none here
     """
 
     own_process: bool = False
@@ -71,6 +74,14 @@ class EnginePlan:
     sleeps: bool = False
     length: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    servers: tuple[str, ...] = ()
+
+    @property
+    def place(self) -> str:
+        """In words."""
+        if self.servers:
+            return f"vLLM behind {', '.join(self.servers)}"
+        return "vLLM in a process of its own" if self.own_process else "vLLM in this process"
 
     def describe(self) -> list[str]:
         """The parts of the plan that are decided by the machine, in words."""
@@ -96,10 +107,13 @@ def plan_engine(
     if config.rollout.options:
         check_options(config.rollout.options)
     longest = task.longest_prompt(held_out) if config.env.max_turns == 1 else 0
+    model = _empty_model(config, task.tokenizer, runs=runs)
+    if config.rollout.servers:
+        return _plan_servers(config, model.config, session.world_size, _needed_length(config, longest))
     return make_engine_plan(
         config,
         Gpus.of(session),
-        _empty_model(config, task.tokenizer, runs=runs),
+        model,
         dtype=torch.bfloat16 if session.low_precision else torch.float32,
         world_size=session.world_size,
         longest_evaluated=longest,
@@ -143,6 +157,33 @@ def make_engine_plan(
     return EnginePlan(
         own_process, devices if own_process and devices else None, sleeps, length, options | rollout.options
     )
+
+
+def _plan_servers(config: GRPOConfig, own: PretrainedConfig, world_size: int, needed: int) -> EnginePlan:
+    """Raises ConfigError for a server of another model or too short a length, RolloutError for an absent one."""
+    rollout = config.rollout
+    here = ("own_process", "gpu_memory", "max_model_len", "tensor_parallel", "sleep", "options")
+    if given := [name for name in here if getattr(rollout, name) != type(rollout).model_fields[name].default]:
+        raise ConfigError(f"rollout.servers: {', '.join(given)} is decided where a server is started: leave it out.")
+    if world_size > 1:
+        raise ConfigError(f"rollout.servers: must be used by one process: got {world_size}.")
+    lengths = []
+    for url in rollout.servers:
+        served = served_model(url)
+        lengths.append(int(served["max_model_len"]))
+        if lengths[-1] < needed:
+            raise ConfigError(
+                f"rollout.servers: {url} must hold what the environment asks, {needed} tokens: it was started with "
+                f"--max-model-len {lengths[-1]}."
+            )
+        theirs = config_of(None, served.get("root") or served["id"])
+        for name in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers") if theirs is not None else ():
+            if getattr(theirs, name, None) != getattr(own, name, None):
+                raise ConfigError(
+                    f"rollout.servers: {url} must serve the model that is trained: its {name} is "
+                    f"{getattr(theirs, name, None)}, expected {getattr(own, name, None)}."
+                )
+    return EnginePlan(length=min(lengths), servers=tuple(rollout.servers))
 
 
 # --- GPUs -------------------------------------------------------------------------------------------------------------

@@ -203,7 +203,7 @@ def _engine(config: GRPOConfig, engine: EnginePlan | None) -> Rows:
     rollout = config.rollout
     words = []
     if engine is not None:
-        words.append("vLLM in a process of its own" if engine.own_process else "vLLM in this process")
+        words.append(engine.place)
         ahead = "the next rollouts are sampled during the update, one version behind"
         words.append(ahead if rollout.max_staleness else "weights sent after every step")
         words += engine.describe()

@@ -22,6 +22,7 @@ from llmrl.train.engine_plan import EnginePlan
 from llmrl.train.plan import samples_exactly
 from llmrl.train.settings import GRPOConfig
 from llmrl.weight_update import SyncProbe, publish
+from llmrl.weight_update.publish import as_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -66,13 +67,15 @@ class RolloutEngine:
             overlaps = bool(settings.max_staleness) and session.device.type == "cpu"
             with _half_the_threads() if overlaps else nullcontext():
                 engine = VLLMEngine(
-                    model.name_or_path or model,  # the files that it was loaded from, where there are any
+                    plan.servers or model.name_or_path or model,  # the files that it was loaded from, if any
                     tokenizer=tokenizer,
                     own_process=plan.own_process,
                     devices=plan.devices,
                     seed=config.seed,
                     **plan.options,
                 )
+            if plan.servers:  # whatever weights they have
+                engine.update_weights(as_weights(model), version=engine.version)
             self.policy = vLLMWrapper(engine, **wrapping)
         else:
             self.policy = TransformersWrapper(copy.deepcopy(model) if session.sharded else model, **wrapping)

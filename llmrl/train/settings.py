@@ -343,14 +343,14 @@ class RolloutSettings(Settings):
     max_model_len: int | None = Field(
         None,
         ge=2,
-        description="vllm's longest prompt and answer, in tokens; null: what the environment asks; with several turns, "
-        "the model's own, or what the memory holds",
+        description="tokens of vllm's longest conversation; null: what env asks, or, with turns, memory holds",
     )
     tensor_parallel: int = Field(1, ge=1, description="GPUs that each vllm engine is spread over")
     sleep: bool | None = Field(
         None, description="vllm frees its memory during updates; null: where it shares a GPU with the trainer"
     )
     options: dict[str, Any] = Field({}, description="more arguments of vllm's engine, by name: {enforce_eager: true}")
+    servers: list[str] = Field([], description="URLs of running vllm servers, which sample instead of an engine here")
     probe_bound: float | None = Field(
         None,
         gt=0,

@@ -77,8 +77,8 @@ def recording(calls, name, function):
     return recorded
 
 
-def test_an_engine_that_cannot_sleep_says_so(session_server):
-    engine = VLLMEngine(session_server.url)
+def test_an_engine_that_cannot_sleep_says_so(vllm_server):
+    engine = VLLMEngine(vllm_server.url)
     try:
         with pytest.raises(UnsupportedError, match="a server has its own GPU"):
             engine.sleep()

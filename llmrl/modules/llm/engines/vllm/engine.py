@@ -38,7 +38,7 @@ class VLLMEngine:
     """An ``Engine`` over vLLM.
 
     model          a folder or hub name; a Hugging Face model, which is copied; a ``vllm.LLM``; or the URL of a server
-                   started by ``vllm serve``
+                   started by ``vllm serve``, or a list of URLs of servers of one model, which share the requests
     tokenizer      of a model given as a module: without one, stop strings are refused
     own_process    True: vLLM's core runs in a process of its own; calls of several threads run at the same time. False:
                    here, one call at a time

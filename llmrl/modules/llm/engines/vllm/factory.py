@@ -16,6 +16,7 @@ from llmrl.errors import ConfigError
 from llmrl.modules.llm.engines.vllm import compat
 from llmrl.modules.llm.engines.vllm.core import Core
 from llmrl.modules.llm.engines.vllm.in_process import InProcessCore
+from llmrl.modules.llm.engines.vllm.pool import PoolCore
 from llmrl.modules.llm.engines.vllm.server import ServerCore
 from llmrl.modules.llm.engines.vllm.subprocess import SubprocessCore
 
@@ -39,7 +40,7 @@ def make_core(
         if not devices or len(set(devices)) != len(devices):
             raise ConfigError(f"VLLMEngine: devices must be different GPUs, at least one: got {list(devices)}.")
         own_process, options = True, {"tensor_parallel_size": len(devices), **options}
-    is_url = isinstance(model, str) and model.startswith(("http://", "https://"))
+    is_url = isinstance(model, list | tuple) or (isinstance(model, str) and model.startswith(("http://", "https://")))
     if is_url or not isinstance(model, (str, Path, nn.Module)):
         if options or own_process:
             raise ConfigError(
@@ -47,7 +48,7 @@ def make_core(
                 "or a server has its settings already."
             )
         if is_url:
-            return ServerCore(model, **waits)
+            return ServerCore(model, **waits) if isinstance(model, str) else PoolCore(model, **waits)
         if not hasattr(model, "llm_engine"):
             raise ConfigError(
                 "VLLMEngine: model must be a folder or hub name, a Hugging Face model, a vllm.LLM or a server's URL: "
