@@ -34,6 +34,7 @@ from llmrl.run.console import grpo_columns
 from llmrl.train.async_rollouts import RolloutSource
 from llmrl.train.checkpointing import PerRank
 from llmrl.train.distributed import Session
+from llmrl.train.engine_plan import plan_engine
 from llmrl.train.evaluation import Evaluator
 from llmrl.train.models import load_model, load_tokenizer
 from llmrl.train.plan import grpo_plan, grpo_settings
@@ -56,7 +57,9 @@ def plan(config: GRPOConfig, *, runs: Path) -> list[tuple[str, str]]:
     with closing(Task(config.env, tokenizer)) as task, Session(config) as session:
         prompts, dropped = task.fit_prompts(training_rows(config.env))
         held_out = eval_rows(config.env, config.eval) or ()
-        return grpo_plan(config, session, task, num_prompts=len(prompts), num_dropped=dropped, num_eval=len(held_out))
+        counts = {"num_prompts": len(prompts), "num_dropped": dropped, "num_eval": len(held_out)}
+        engine = plan_engine(config, session, task, held_out, runs=runs)
+        return grpo_plan(config, session, task, engine, **counts)
 
 
 def run(config: GRPOConfig, *, run_dir: Path, resume: bool = False, on_start: Callable[[], None] | None = None) -> int:
@@ -76,12 +79,13 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
     prompts, dropped = task.fit_prompts(training_rows(config.env))
     held_out = eval_rows(config.env, config.eval) or ()
     counts = {"num_prompts": len(prompts), "num_dropped": dropped, "num_eval": len(held_out)}
-    run.print_plan(f"grpo · {config.env.name}", grpo_plan(config, session, task, **counts))
+    engine_plan = plan_engine(run.source, session, task, held_out, runs=run.runs)
+    run.print_plan(f"grpo · {config.env.name}", grpo_plan(config, session, task, engine_plan, **counts))
 
     # The model that is trained, and the engine that samples: by the same weights, or (vLLM) by a copy of them.
     model = load_model(run.source, tokenizer, runs=run.runs, checked=run.resume).to(session.device)
     sampling = config.sampling.model_dump(exclude={"max_tokens"}) | {"max_new_tokens": config.sampling.max_tokens}
-    engine = RolloutEngine(config, session, model, tokenizer, sampling)
+    engine = RolloutEngine(config, session, model, tokenizer, sampling, engine_plan)
     advantage_settings, loss_settings = grpo_settings(config, exact=engine.exact)
     check_processes(config, session.world_size, advantage_settings)
     actor = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs=sampling, generate=False)
@@ -139,6 +143,7 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
                     more = rollouts.sample()
                     buffer.extend(select_training_columns(mask_truncated.inv(more)))
                     data = cat_rows([data, more])
+            rollouts.end_sampling()  # an engine on the trainer's GPU leaves it to the update
             if step < config.steps:
                 rollouts.begin_next()
             sampled = StepRollouts(session, data, buffer, tokenizer)

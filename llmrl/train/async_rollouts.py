@@ -69,6 +69,10 @@ class RolloutSource:
         with self._session.autocast():
             return self._collector.rollout()
 
+    def end_sampling(self) -> None:
+        """Nothing is sampled before `sync_weights`: an engine on the trainer's GPU sleeps until then."""
+        self._engine.sleep()
+
     def begin_next(self) -> None:
         """Starts sampling the next rollouts, if they run ahead."""
         if self._ahead:

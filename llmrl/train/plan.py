@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from llmrl.train.distributed import Session
+    from llmrl.train.engine_plan import EnginePlan
     from llmrl.train.sft_data import TokenizedChats
     from llmrl.train.tasks import Task
 
@@ -22,7 +23,6 @@ __all__ = [
     "check_template",
     "grpo_plan",
     "grpo_settings",
-    "has_own_process",
     "samples_exactly",
     "sft_plan",
     "sft_steps",
@@ -57,7 +57,14 @@ def sft_steps(config: SFTConfig, num_chats: int) -> tuple[int, int]:
 
 
 def grpo_plan(
-    config: GRPOConfig, session: Session, task: Task, *, num_prompts: int, num_dropped: int = 0, num_eval: int = 0
+    config: GRPOConfig,
+    session: Session,
+    task: Task,
+    engine: EnginePlan | None,
+    *,
+    num_prompts: int,
+    num_dropped: int = 0,
+    num_eval: int = 0,
 ) -> Rows:
     env, prompts = config.env, config.prompts_per_step
     advantage, loss = grpo_settings(config, exact=samples_exactly(config, session))
@@ -81,7 +88,7 @@ def grpo_plan(
         ("model", _model(config)),
         ("batch", f"{rollouts} · {updates} · {_microbatches(config)}"),
         ("sampling", _sampling(config)),
-        *_engine(config, apart=has_own_process(config, session)),
+        *_engine(config, engine),
         (f"algo {config.algo}"[:10], f"{'advantage':<12}{words['advantage']}"),
         ("", f"{'ratio':<12}{words['ratio']}"),
         ("", f"{'aggregation':<12}{words['aggregation']}"),
@@ -191,22 +198,15 @@ def _sampling(config: GRPOConfig) -> str:
     return f"at most {sampling.max_tokens} tokens · temperature {sampling.temperature:g}{warning}"
 
 
-def has_own_process(config: GRPOConfig, session: Session) -> bool:
-    """True if vLLM runs in a process of its own: here it opens the default process group, and answers call by call."""
-    rollout = config.rollout
-    if rollout.own_process is not None:
-        return rollout.own_process
-    return bool(rollout.max_staleness or rollout.concurrency) or session.world_size > 1
-
-
-def _engine(config: GRPOConfig, *, apart: bool) -> Rows:
+def _engine(config: GRPOConfig, engine: EnginePlan | None) -> Rows:
     """A row for the engine, if it is not the trainer itself."""
     rollout = config.rollout
     words = []
-    if rollout.engine == "vllm":
-        words.append("vLLM in a process of its own" if apart else "vLLM in this process")
+    if engine is not None:
+        words.append(engine.place)
         ahead = "the next rollouts are sampled during the update, one version behind"
         words.append(ahead if rollout.max_staleness else "weights sent after every step")
+        words += engine.describe()
     if rollout.concurrency:
         words.append(f"{rollout.concurrency} conversations at a time, each on its own")
     return [("engine", " · ".join(words))] if words else []

@@ -18,9 +18,11 @@ from llmrl.modules.llm.engines import VLLMEngine
 from llmrl.modules.llm.log_probs import TokenScorer
 from llmrl.modules.llm.policies import LLMWrapperBase, TransformersWrapper, vLLMWrapper
 from llmrl.train.distributed import Session
-from llmrl.train.plan import has_own_process, samples_exactly
+from llmrl.train.engine_plan import EnginePlan
+from llmrl.train.plan import samples_exactly
 from llmrl.train.settings import GRPOConfig
 from llmrl.weight_update import SyncProbe, publish
+from llmrl.weight_update.publish import as_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -34,6 +36,8 @@ _BOUND = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # engine and trainer round 
 class RolloutEngine:
     """The policy that samples, and the way of new weights to its engine.
 
+    ``model``   as it was loaded: vLLM reads the files that it came from
+    ``plan``    of a vLLM engine (`plan_engine`); None: the trainer's module samples
     ``policy``  for the collector; it shares the trainer's module where there is one process and no sharding
     ``exact``   its log-probs are the trainer's to float32 rounding
     ``probes``  the sequences that engine and trainer are compared on; none before the first rollouts, or without vLLM
@@ -46,10 +50,12 @@ class RolloutEngine:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         options: Mapping[str, Any],
+        plan: EnginePlan | None = None,
     ):
         self.session, self.model = session, model
         settings = config.rollout
-        self.is_vllm = settings.engine == "vllm"
+        self.is_vllm = plan is not None
+        self._sleeps = plan is not None and plan.sleeps
         self.exact = samples_exactly(config, session)
         wrapping = {
             "tokenizer": tokenizer,
@@ -57,21 +63,19 @@ class RolloutEngine:
             "prefer_tokens": True if config.env.on_rewrite == "new_record" else "always",
         }
         self.policy: LLMWrapperBase
-        if self.is_vllm:
-            engine_options: dict[str, Any] = {}
-            if session.low_precision:
-                engine_options["dtype"] = "bfloat16"
-            if settings.kv_cache_gb is not None:
-                engine_options["kv_cache_memory_bytes"] = int(settings.kv_cache_gb * 2**30)
+        if plan is not None:
             overlaps = bool(settings.max_staleness) and session.device.type == "cpu"
             with _half_the_threads() if overlaps else nullcontext():
                 engine = VLLMEngine(
-                    model,
+                    plan.servers or model.name_or_path or model,  # the files that it was loaded from, if any
                     tokenizer=tokenizer,
-                    own_process=has_own_process(config, session),
+                    own_process=plan.own_process,
+                    devices=plan.devices,
                     seed=config.seed,
-                    **engine_options,
+                    **plan.options,
                 )
+            if plan.servers:  # whatever weights they have
+                engine.update_weights(as_weights(model), version=engine.version)
             self.policy = vLLMWrapper(engine, **wrapping)
         else:
             self.policy = TransformersWrapper(copy.deepcopy(model) if session.sharded else model, **wrapping)
@@ -119,6 +123,11 @@ class RolloutEngine:
             if isinstance(module, FSDPModule):
                 module.reshard()
         return scores
+
+    def sleep(self) -> None:
+        """Leaves the GPU to the update, where both share one; the next `push` wakes the engine."""
+        if self._sleeps:
+            self.policy.engine.sleep()
 
     def close(self) -> None:
         """Ends an engine of its own."""

@@ -334,9 +334,23 @@ class RolloutSettings(Settings):
     concurrency: int | None = Field(
         None, ge=1, description="max concurrent conversations; null: all advance in lockstep"
     )
-    kv_cache_gb: float | None = Field(
-        None, gt=0, description="vllm's memory for keys and values; null: 1 GB on a CPU, what is free on a GPU"
+    gpu_memory: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="vllm's share of a GPU, for all that it holds; null: what the trainer leaves",
     )
+    max_model_len: int | None = Field(
+        None,
+        ge=2,
+        description="tokens of vllm's longest conversation; null: what env asks, or, with turns, memory holds",
+    )
+    tensor_parallel: int = Field(1, ge=1, description="GPUs that each vllm engine is spread over")
+    sleep: bool | None = Field(
+        None, description="vllm frees its memory during updates; null: where it shares a GPU with the trainer"
+    )
+    options: dict[str, Any] = Field({}, description="more arguments of vllm's engine, by name: {enforce_eager: true}")
+    servers: list[str] = Field([], description="URLs of running vllm servers, which sample instead of an engine here")
     probe_bound: float | None = Field(
         None,
         gt=0,
@@ -344,12 +358,27 @@ class RolloutSettings(Settings):
         "in bfloat16 0.1",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _rename_kv_cache(cls, section: Any) -> Any:
+        """Reads files from when the memory for keys and values was ``kv_cache_gb``."""
+        if not isinstance(section, dict) or "kv_cache_gb" not in section:
+            return section
+        section = dict(section)
+        if (gb := section.pop("kv_cache_gb")) is not None:
+            section["options"] = {"kv_cache_memory_bytes": int(gb * 2**30), **section.get("options", {})}
+        return section
+
     @model_validator(mode="after")
-    def _check_overlap(self) -> RolloutSettings:
+    def _check_engine(self) -> RolloutSettings:
         if self.max_staleness and self.engine != "vllm":
             raise ValueError("max_staleness 1 needs engine vllm: Transformers samples with the weights being trained")
         if self.max_staleness and self.own_process is False:
             raise ValueError("max_staleness 1 needs own_process: in this process nothing overlaps")
+        if self.max_staleness and self.sleep:
+            raise ValueError("max_staleness 1 needs sleep off: the engine samples during updates")
+        if self.tensor_parallel > 1 and self.own_process is False:
+            raise ValueError("tensor_parallel needs own_process: in this process there is one GPU")
         return self
 
 

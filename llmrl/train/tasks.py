@@ -74,6 +74,10 @@ class Task:
             raise DataError(f"prompts: all {len(rows)} are longer than env.max_prompt_tokens = {limit}.")
         return kept, len(rows) - len(kept)
 
+    def longest_prompt(self, rows: Sequence[Row]) -> int:
+        """Of these rows, in tokens; 0 without rows."""
+        return max(self._prompt_lengths(rows), default=0) if rows else 0
+
     def make_env(self, rows: Sequence[Row], **options: Any) -> DatasetChatEnv:
         """The environment over ``rows``: prompts, tools, user and rewards; ``options`` are those of `DatasetChatEnv`.
 

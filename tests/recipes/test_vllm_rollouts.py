@@ -8,6 +8,18 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from llmrl.errors import RolloutError
+from llmrl.modules.llm.engines import SamplingParams
+from llmrl.testing import tiny_model, tiny_tokenizer
+from llmrl.train.distributed import Session
+from llmrl.train.engine_plan import Gpus, make_engine_plan
+from llmrl.train.models import load_tokenizer
+from llmrl.train.rollout_engine import RolloutEngine
+from llmrl.train.settings import GRPOConfig
+from tests.support.vllm import stepped, trainer_log_probs
 
 pytestmark = [
     pytest.mark.vllm,
@@ -16,7 +28,7 @@ pytestmark = [
 ]
 
 MODEL = {"hidden_size": 64, "layers": 1, "heads": 2}  # heads of 32, the smallest that vLLM computes on a CPU
-ROLLOUT = {"engine": "vllm", "kv_cache_gb": 0.1}
+ROLLOUT = {"engine": "vllm", "options": {"kv_cache_memory_bytes": 1 << 27}}
 LIMIT_S = 400
 SOON_S = 10.0
 
@@ -44,7 +56,7 @@ def processes_in(folder):
 
 
 def test_an_engine_in_this_process_has_the_trainers_weights_at_every_step(place, grpo):
-    result = finished(place, recipe(place, grpo, "here"), "--name", "here")
+    result = finished(place, recipe(place, grpo, "here", sleep=True), "--name", "here")  # of the order alone, on a CPU
     steps = place.steps("here")
     assert len(steps) == 3
     for step in steps:
@@ -76,7 +88,7 @@ def test_overlapped_rollouts_are_one_version_behind_and_both_sides_say_how_long_
 
 
 def test_conversations_that_proceed_on_their_own_are_trained_like_others(place, grpo):
-    name = recipe(place, grpo, "alone", concurrency=4)
+    name = recipe(place, grpo, "alone", concurrency=4, sleep=True)
     finished(place, name, "--name", "alone", "steps=2")
     assert [len(place.rollouts("alone", step)) for step in (1, 2)] == [16, 16]
     assert {step["async/staleness_max"] for step in place.steps("alone")} == {0}
@@ -96,3 +108,37 @@ def test_two_processes_have_an_engine_each_and_the_same_weights(place, grpo):
     assert result.code == 0, result.err
     assert all(step.get("mismatch/probe", 0) < 1e-5 for step in place.steps("two"))
     assert [step["async/staleness_max"] for step in place.steps("two")] == [0, 1]
+
+
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+@pytest.mark.parametrize("own_process", [False, pytest.param(True, marks=ON_GPU)], ids=["here", "apart"])
+def test_an_engine_reads_the_files_of_the_model_and_sleeps_while_that_is_trained(tmp_path, own_process):
+    """Beside the trainer, on its GPU where there is one: files in bfloat16, both compute in float32."""
+    tiny_model(tiny_tokenizer(), heads=2).bfloat16().save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    rollout = {"engine": "vllm", "sleep": True, "own_process": own_process, "options": ROLLOUT["options"]}
+    env = {"name": "sums", "max_prompt_tokens": 64}
+    config = GRPOConfig(model=str(tmp_path), env=env, dtype="float32", sampling={"max_tokens": 8}, rollout=rollout)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    prompts = [torch.tensor([1, 2, 3]), torch.tensor([70, 8, 9, 10, 400, 12])]
+    with Session(config) as session:
+        model.to(session.device)
+        plan = make_engine_plan(config, Gpus.of(session), model, dtype=torch.float32)
+        rollouts = RolloutEngine(config, session, model, load_tokenizer(config, runs=tmp_path), {}, plan)
+        engine = rollouts.policy.engine
+        try:
+            assert engine.core.info.model == str(tmp_path), "no copy of the model was written for it"
+            assert engine.max_length == 72, "64 of the prompt and 8 of the answer"
+            for version in range(3):
+                drawn = engine.generate(prompts, SamplingParams(max_new_tokens=6))
+                for said, right in zip(drawn.log_probs, trainer_log_probs(model, prompts, drawn), strict=True):
+                    torch.testing.assert_close(said, right.to(said.device), atol=1e-4, rtol=0)
+                rollouts.sleep()
+                with pytest.raises(RolloutError, match="must be awake"):
+                    engine.generate(prompts, SamplingParams(max_new_tokens=6))
+                stepped(model, version, size=0.05)
+                rollouts.push(None)
+        finally:
+            rollouts.close()

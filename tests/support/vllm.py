@@ -131,7 +131,7 @@ def stepped(model, seed=0, size=0.02):
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter += size * torch.randn(parameter.shape, generator=generator)
+                parameter += size * torch.randn(parameter.shape, generator=generator).to(parameter.device)
     return model
 
 

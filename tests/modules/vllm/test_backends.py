@@ -12,8 +12,8 @@ import torch
 from llmrl.errors import ConfigError, RolloutError, WeightSyncError
 from llmrl.modules.llm import vLLMWrapper
 from llmrl.modules.llm.backends.vllm import LLMOnDevice, make_vllm_worker, stateless_init_process_group, vLLMWorker
-from llmrl.modules.llm.backends.vllm.workers import _visible
 from llmrl.modules.llm.engines import Engine, SamplingParams, TransformersEngine, VLLMEngine
+from llmrl.modules.llm.engines.vllm.factory import visible
 from llmrl.testing import tiny_model, tiny_tokenizer
 from llmrl.weight_update import SyncProbe, weight_groups
 
@@ -58,13 +58,13 @@ def test_devices_that_cannot_be_are_refused_before_anything_starts(arguments, me
 def test_a_process_sees_the_chosen_devices_as_this_one_numbers_them(monkeypatch):
     variable = "CUDA_VISIBLE_DEVICES"
     monkeypatch.delenv(variable, raising=False)
-    with _visible([2, 0]):
+    with visible([2, 0]):
         assert os.environ[variable] == "2,0"
     assert variable not in os.environ
     monkeypatch.setenv(variable, "4,5,7")
-    with _visible([2, 0]):
+    with visible([2, 0]):
         assert os.environ[variable] == "7,4"
-    with _visible(None):
+    with visible(None):
         assert os.environ[variable] == "4,5,7"
     assert os.environ[variable] == "4,5,7"
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,19 +19,7 @@ __all__ = ["LLMOnDevice", "make_vllm_worker", "stateless_init_process_group", "v
 
 
 class LLMOnDevice(VLLMEngine):
-    """A `VLLMEngine` on some of this machine's GPUs, one tensor-parallel rank on each.
-
-    devices   their numbers; the engine then has a process of its own, which sees no others. None: as `VLLMEngine` does
-    settings  of `VLLMEngine`
-    """
-
-    def __init__(self, model: Any, *, devices: Sequence[int] | None = None, **settings: Any) -> None:
-        if devices is not None:
-            if not devices or len(set(devices)) != len(devices):
-                raise ConfigError(f"LLMOnDevice: devices must be different GPUs, at least one: got {list(devices)}.")
-            settings = {"own_process": True, "tensor_parallel_size": len(devices)} | settings
-        with _visible(devices):
-            super().__init__(model, **settings)
+    """A `VLLMEngine` on some of this machine's GPUs, its ``devices``, one tensor-parallel rank on each."""
 
 
 def make_vllm_worker(
@@ -155,21 +141,3 @@ def _number(device: torch.device | int) -> int:
     if number is None:
         raise ConfigError(f"make_vllm_worker: a device must be a GPU with a number: got {device}.")
     return number
-
-
-@contextmanager
-def _visible(devices: Sequence[int] | None) -> Iterator[None]:
-    """Processes that begin inside the block see these GPUs, numbered as this process numbers them."""
-    if devices is None:
-        yield
-        return
-    variable = "CUDA_VISIBLE_DEVICES"
-    before = os.environ.get(variable)
-    own = before.split(",") if before else None
-    os.environ[variable] = ",".join(str(number) if own is None else own[number] for number in devices)
-    try:
-        yield
-    finally:
-        os.environ.pop(variable)
-        if before is not None:
-            os.environ[variable] = before

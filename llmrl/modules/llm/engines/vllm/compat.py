@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from llmrl.concurrency import parent_watchdog
-from llmrl.errors import ConfigError, MissingDependencyError
+from llmrl.errors import ConfigError, MissingDependencyError, did_you_mean
 from llmrl.optional import require
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "NOISE",
     "build",
     "check_head_size",
+    "check_options",
     "copy_pending",
     "destroy_sockets",
     "environment",
@@ -145,6 +146,7 @@ def build(model: str, *, own_process: bool, options: Mapping[str, Any]) -> Any:
     Raises  ConfigError  for a model that vLLM cannot compute on a CPU, and where this process cannot hold an engine
     """
     vllm = load_vllm(own_process=own_process)
+    check_options(options)
     settings = _defaults(vllm, options) | dict(options)
     if own_process:
         settings = {"worker_extension_cls": EXTENSION} | settings
@@ -203,6 +205,16 @@ def _check_process() -> None:
             "VLLMEngine: an engine in this process needs VLLM_ENABLE_V1_MULTIPROCESSING to be 0 or unset: got "
             f"{given}; or use own_process=True."
         )
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an argument that vLLM does not have."""
+    known = inspect.signature(load_vllm().EngineArgs).parameters
+    for name in options:
+        if name not in known:
+            raise ConfigError(
+                f"VLLMEngine: an option must be an argument of vLLM's engine: got {name!r}.{did_you_mean(name, known)}"
+            )
 
 
 def check_head_size(config: Any) -> None:

@@ -68,6 +68,7 @@ class CoreInfo:
     reads_text  it has a tokenizer, so stop strings work
     place       "process": this one; "subprocess"; "server"
     owned       it was built here, and ends with `Core.close`
+    can_sleep   it can give up its memory and have it back
     """
 
     model: str
@@ -76,6 +77,7 @@ class CoreInfo:
     reads_text: bool
     place: str
     owned: bool = True
+    can_sleep: bool = False
 
     @classmethod
     def of_vllm(cls, config: Any, tokenizer: Any, *, place: str, owned: bool = True) -> CoreInfo:
@@ -85,7 +87,8 @@ class CoreInfo:
             raise ConfigError(f"VLLMEngine: logprobs_mode must be 'processed_logprobs': got {mode!r}.")
         length = int(config.model_config.max_model_len) - 1
         processed, reads_text = mode == "processed_logprobs", tokenizer is not None
-        return cls(config.model_config.model, length, processed, reads_text, place, owned)
+        can_sleep = config.model_config.enable_sleep_mode or config.device_config.device_type == "cpu"
+        return cls(config.model_config.model, length, processed, reads_text, place, owned, can_sleep)
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,8 @@ class Core(Protocol):
                       label ``version``. Yields False where the workers are others than at the last update
     ``set_adapter``   what is drawn from now on is drawn with the LoRA adapter in ``folder``; after an error the one
                       before stays
+    ``sleep``         gives up keys and values, and the weights, unless they are kept in host memory; nothing runs
+    ``wake``          memory again for one part, "weights" or "kv_cache", or for all (None)
     ``close``         ends requests that wait, and an engine that was built here
     """
 
@@ -126,6 +131,10 @@ class Core(Protocol):
     def updating(self, version: int, end: float) -> AbstractContextManager[bool]: ...
 
     def set_adapter(self, folder: Path, *, version: int, end: float) -> None: ...
+
+    def sleep(self, end: float, *, keep_weights: bool) -> None: ...
+
+    def wake(self, part: str | None, end: float) -> None: ...
 
     def close(self) -> None: ...
 

@@ -22,6 +22,7 @@ from llmrl.errors import ConfigError, LLMRLError, RolloutError, ShapeError, Unsu
 from llmrl.modules.llm.engines.base import Generation, SamplingParams
 from llmrl.modules.llm.engines.vllm.core import SCORING, Core, NothingLoadedError, Requests, request_options
 from llmrl.modules.llm.engines.vllm.factory import config_of, eos_ids, make_core
+from llmrl.modules.llm.engines.vllm.sleep import SleepCycle
 from llmrl.modules.llm.engines.vllm.transfer import SharedMemory, TransferCache, TransferSettings, transfer_settings
 from llmrl.modules.llm.engines.weights import WeightGroups, WeightSet, WeightSpec
 
@@ -37,10 +38,11 @@ class VLLMEngine:
     """An ``Engine`` over vLLM.
 
     model          a folder or hub name; a Hugging Face model, which is copied; a ``vllm.LLM``; or the URL of a server
-                   started by ``vllm serve``
+                   started by ``vllm serve``, or a list of URLs of servers of one model, which share the requests
     tokenizer      of a model given as a module: without one, stop strings are refused
     own_process    True: vLLM's core runs in a process of its own; calls of several threads run at the same time. False:
                    here, one call at a time
+    devices        numbers of the GPUs that its process sees, one tensor-parallel rank on each; implies own_process
     eos_token_ids  ids that end a response and are part of it; the model's generation settings by default
     seed           of the generator that hands out row seeds where a call brings none
     timeout_s      longest that a call may take, in seconds; None: 600, and one more for every token of its longest row
@@ -67,6 +69,7 @@ class VLLMEngine:
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
         own_process: bool = False,
+        devices: Sequence[int] | None = None,
         eos_token_ids: int | Sequence[int] | None = None,
         seed: int | None = None,
         timeout_s: float | None = None,
@@ -88,10 +91,12 @@ class VLLMEngine:
             self._generator.seed()
         else:
             self._generator.manual_seed(seed)
-        self._make_core = partial(make_core, tokenizer=tokenizer, own_process=own_process, options=options, waits=waits)
+        place = {"own_process": own_process, "devices": devices}
+        self._make_core = partial(make_core, tokenizer=tokenizer, options=options, waits=waits, **place)
         self._model = weakref.ref(model) if isinstance(model, nn.Module) else lambda: model  # for a restart
         self._transfers = TransferCache(lambda *args, **kwargs: self.core.call_workers(*args, **kwargs))
         self._lock = SharedExclusiveLock("VLLMEngine")
+        self._sleep = SleepCycle(lambda: self.core)
         self._spec: WeightSpec | None = None
         self._incomplete = False  # the weights in the engine, after an update that failed in the middle
         self._was_updated = self._has_adapter = False
@@ -148,7 +153,7 @@ class VLLMEngine:
         rows = self._rows(prompts, "a prompt", 1)
         end = self._end(params.max_new_tokens)
         with self._lock.holding("requests", end, "generating"):
-            self._check_complete()
+            self._check_ready("generating")
             version = self.version
             if not rows:
                 return Generation([], [], [] if params.truncates else None, [], version)
@@ -186,7 +191,7 @@ class VLLMEngine:
         rows = self._rows(sequences, "a sequence", 0)
         end = self._end(max(map(len, rows), default=0))
         with self._lock.holding("requests", end, "scoring"):
-            self._check_complete()
+            self._check_ready("scoring")
             scores = self._score(rows, temperature, end) if rows else []
         scores = [score.to(sequence.device) for score, sequence in zip(scores, sequences, strict=True)]
         return scores if masks is None else [row * mask for row, mask in zip(scores, masks, strict=True)]
@@ -254,6 +259,7 @@ class VLLMEngine:
         """
         end = self._end(0)
         with self._lock.holding(object(), end, f"loading adapter {version}", self._before_weight_update):
+            self._sleep.check_awake("an adapter")
             self.core.set_adapter(Path(folder), version=version, end=end)
             self._incomplete, self._has_adapter = False, True
             self.version = version
@@ -289,7 +295,7 @@ class VLLMEngine:
             )
         was_incomplete, self._incomplete = self._incomplete, True
         try:
-            with self.core.updating(version, end) as same_workers:
+            with self._sleep.loading(end), self.core.updating(version, end) as same_workers:
                 if self.core.info.place == "process":
                     self.core.call_workers("llmrl_load_weights", end, weights=weights.pairs())
                 else:
@@ -307,12 +313,35 @@ class VLLMEngine:
         self._incomplete, self._was_updated = False, True
         self.version = version
 
-    def _check_complete(self) -> None:
+    def _check_ready(self, phase: str) -> None:
+        self._sleep.check_awake(phase)
         if self._incomplete:
             raise RolloutError(
                 "VLLMEngine: the weights must be complete: the last update failed in the middle, or the engine was "
                 "restarted without its adapter; update them again."
             )
+
+    # --- sleep --------------------------------------------------------------------------------------------------------
+
+    def sleep(self, *, keep_weights: bool = False) -> None:
+        """Gives the engine's GPU memory to whoever trains beside it, once the calls under way have ended.
+
+        The next `update_weights` wakes the engine: memory for the weights, the weights, memory for keys and values.
+        On a CPU nothing is freed, and the order is checked all the same. An engine on a GPU is built with
+        ``enable_sleep_mode=True`` for this.
+
+        keep_weights  in host memory, for `wake`; else they are gone
+        Raises  RolloutError of every request until the engine is awake; UnsupportedError where it cannot sleep
+        """
+        end = self._end(0)
+        with self._lock.holding(object(), end, "falling asleep", self._before_weight_update):
+            self._sleep.sleep(end, keep_weights=keep_weights)
+
+    def wake(self) -> None:
+        """Wakes an engine that kept its weights. Raises WeightSyncError where it did not, or is awake."""
+        end = self._end(0)
+        with self._lock.holding(object(), end, "waking up"):
+            self._sleep.wake(end)
 
     # --- life and state -----------------------------------------------------------------------------------------------
 
@@ -339,6 +368,7 @@ class VLLMEngine:
         end = self._end(0)
         with self._lock.holding(object(), end, "restarting"):
             self.core = self._make_core(model)
+            self._sleep = SleepCycle(lambda: self.core)
             self._incomplete = self._has_adapter  # the adapter is gone, and must be given again
             if checked is not None:
                 self._load(checked, self.version, end, self.weight_backend)

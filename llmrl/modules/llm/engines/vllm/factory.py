@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -15,20 +16,31 @@ from llmrl.errors import ConfigError
 from llmrl.modules.llm.engines.vllm import compat
 from llmrl.modules.llm.engines.vllm.core import Core
 from llmrl.modules.llm.engines.vllm.in_process import InProcessCore
+from llmrl.modules.llm.engines.vllm.pool import PoolCore
 from llmrl.modules.llm.engines.vllm.server import ServerCore
 from llmrl.modules.llm.engines.vllm.subprocess import SubprocessCore
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["config_of", "eos_ids", "make_core"]
+__all__ = ["config_of", "eos_ids", "make_core", "visible"]
 
 
 def make_core(
-    model: Any, *, tokenizer: Any, own_process: bool, options: Mapping[str, Any], waits: Mapping[str, float]
+    model: Any,
+    *,
+    tokenizer: Any,
+    own_process: bool,
+    devices: Sequence[int] | None,
+    options: Mapping[str, Any],
+    waits: Mapping[str, float],
 ) -> Core:
     """The core for ``model``; arguments as in `VLLMEngine`. ``waits`` are those of `ServerCore`."""
-    is_url = isinstance(model, str) and model.startswith(("http://", "https://"))
+    if devices is not None:
+        if not devices or len(set(devices)) != len(devices):
+            raise ConfigError(f"VLLMEngine: devices must be different GPUs, at least one: got {list(devices)}.")
+        own_process, options = True, {"tensor_parallel_size": len(devices), **options}
+    is_url = isinstance(model, list | tuple) or (isinstance(model, str) and model.startswith(("http://", "https://")))
     if is_url or not isinstance(model, (str, Path, nn.Module)):
         if options or own_process:
             raise ConfigError(
@@ -36,7 +48,7 @@ def make_core(
                 "or a server has its settings already."
             )
         if is_url:
-            return ServerCore(model, **waits)
+            return ServerCore(model, **waits) if isinstance(model, str) else PoolCore(model, **waits)
         if not hasattr(model, "llm_engine"):
             raise ConfigError(
                 "VLLMEngine: model must be a folder or hub name, a Hugging Face model, a vllm.LLM or a server's URL: "
@@ -48,14 +60,34 @@ def make_core(
     if isinstance(model, nn.Module):
         with _saved(model, tokenizer) as folder:  # vLLM reads it while it is built
             options = {"dtype": _dtype_name(model.dtype), "skip_tokenizer_init": tokenizer is None, **options}
-            return _build(folder, own_process, options)
+            return _build(folder, own_process, devices, options)
     dtype = getattr(config_of(model, str(model)), "dtype", None)
-    return _build(str(model), own_process, options if dtype is None else {"dtype": _dtype_name(dtype), **options})
+    options = options if dtype is None else {"dtype": _dtype_name(dtype), **options}
+    return _build(str(model), own_process, devices, options)
 
 
-def _build(path: str, own_process: bool, options: Mapping[str, Any]) -> Core:
+def _build(path: str, own_process: bool, devices: Sequence[int] | None, options: Mapping[str, Any]) -> Core:
     build = partial(compat.build, path, own_process=own_process, options=options)
-    return SubprocessCore(build) if own_process else InProcessCore(build(), owned=True)
+    with visible(devices):
+        return SubprocessCore(build) if own_process else InProcessCore(build(), owned=True)
+
+
+@contextmanager
+def visible(devices: Sequence[int] | None) -> Iterator[None]:
+    """Processes that begin inside the block see these GPUs alone, numbered as this process numbers them."""
+    if devices is None:
+        yield
+        return
+    variable = "CUDA_VISIBLE_DEVICES"
+    before = os.environ.get(variable)
+    own = before.split(",") if before else None
+    os.environ[variable] = ",".join(str(number) if own is None else own[number] for number in devices)
+    try:
+        yield
+    finally:
+        os.environ.pop(variable)
+        if before is not None:
+            os.environ[variable] = before
 
 
 def config_of(model: Any, path: str) -> PretrainedConfig | None:

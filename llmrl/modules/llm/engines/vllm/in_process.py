@@ -131,6 +131,12 @@ class InProcessCore:
             make = partial(compat.lora_request, folder, version)
             self._adapter.replace(make, engine.add_lora, engine.remove_lora, version)
 
+    def sleep(self, end: float, *, keep_weights: bool) -> None:
+        self.llm.sleep(level=1 if keep_weights else 2)
+
+    def wake(self, part: str | None, end: float) -> None:
+        self.llm.wake_up(None if part is None else [part])
+
     def close(self) -> None:
         """Ends an engine that was built here, and the process group that it opened in this process."""
         if not self._owned:

@@ -173,6 +173,12 @@ class SubprocessCore:
                 version,
             )
 
+    def sleep(self, end: float, *, keep_weights: bool) -> None:
+        self._wait(partial(self.llm.sleep, 1 if keep_weights else 2), "falling asleep", end)
+
+    def wake(self, part: str | None, end: float) -> None:
+        self._wait(partial(self.llm.wake_up, None if part is None else [part]), "waking up", end)
+
     # --- waiting ------------------------------------------------------------------------------------------------------
 
     def _wait(self, ask: Callable[[], Awaitable[T]], phase: str, end: float) -> T:

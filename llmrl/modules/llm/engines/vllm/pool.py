@@ -1,0 +1,163 @@
+"""A `Core` over several servers of one model: each row goes to the least loaded, a lost server's rows to the others."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from llmrl.errors import ConfigError, LLMRLError, RolloutError
+from llmrl.modules.llm.engines.vllm.core import Completion, NothingLoadedError, Requests
+from llmrl.modules.llm.engines.vllm.server import ServerCore, served_model
+
+__all__ = ["PoolCore"]
+
+_RETURNED_S = 2.0  # for the first answer of a server that was lost, asked at each update
+
+
+class PoolCore:
+    """Requests to ``urls``, whose servers must serve the same model.
+
+    A server that fails is left out, and its rows are asked elsewhere: a row is a function of its prompt, its seed and
+    the weights. It is taken in again by the next update, which gives it the weights; until then it may have old ones.
+    """
+
+    def __init__(self, urls: Sequence[str], **waits: float) -> None:
+        if not urls or len(set(urls)) != len(urls):
+            raise ConfigError(f"VLLMEngine: servers must be different, at least one: got {list(urls)}.")
+        self._lock = threading.Lock()
+        self._in_flight: dict[ServerCore, int] = {}  # rows, of the servers that answer
+        self._lost: dict[ServerCore, str] = {}  # and why
+        self._is_loading = False
+        try:
+            for url in urls:
+                self._in_flight[ServerCore(url, **waits)] = 0
+            cores = list(self._in_flight)
+            for core in cores[1:]:
+                if core.info.model != cores[0].info.model:
+                    raise ConfigError(
+                        f"VLLMEngine: servers must serve the same model: {core.url} has {core.info.model}, "
+                        f"{cores[0].url} has {cores[0].info.model}."
+                    )
+        except BaseException:
+            self.close()
+            raise
+        self.info = replace(
+            cores[0].info,
+            max_length=min(core.info.max_length for core in cores),
+            processed=all(core.info.processed for core in cores),
+        )
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def complete(self, requests: Requests) -> list[Completion]:
+        """One completion per prompt. Raises RolloutError where no server is left."""
+        found: dict[int, Completion] = {}
+        while missing := [row for row in range(len(requests.prompts)) if row not in found]:
+            parts = self._assign(missing)
+
+            def ask(core: ServerCore, parts: Mapping[ServerCore, list[int]] = parts) -> list[Completion]:
+                rows = parts[core]
+                prompts, options = [requests.prompts[row] for row in rows], [requests.options[row] for row in rows]
+                try:
+                    return core.complete(replace(requests, prompts=prompts, options=options))
+                finally:
+                    with self._lock:
+                        if core in self._in_flight:
+                            self._in_flight[core] -= len(rows)
+
+            for core, answers in self._each(list(parts), ask).items():
+                found |= zip(parts[core], answers, strict=True)
+        return [found[row] for row in range(len(requests.prompts))]
+
+    def _assign(self, rows: Sequence[int]) -> dict[ServerCore, list[int]]:
+        """Rows by the server that has the fewest in flight, which they are counted for."""
+        parts: dict[ServerCore, list[int]] = {}
+        with self._lock:
+            self._check_any(RolloutError)
+            for row in rows:
+                core = min(self._in_flight, key=self._in_flight.__getitem__)
+                self._in_flight[core] += 1
+                parts.setdefault(core, []).append(row)
+        return parts
+
+    def _each(self, cores: Sequence[ServerCore], ask: Callable[[ServerCore], Any]) -> dict[ServerCore, Any]:
+        """The answers of those that answer, all asked at the same time; the others are lost."""
+        answers = {}
+        with ThreadPoolExecutor(max(len(cores), 1), thread_name_prefix="llmrl-vllm-pool") as pool:
+            for core, future in [(core, pool.submit(ask, core)) for core in cores]:
+                try:
+                    answers[core] = future.result()
+                except RolloutError as error:
+                    self._lose(core, str(error))
+        return answers
+
+    def _lose(self, core: ServerCore, why: str) -> None:
+        with self._lock:
+            self._in_flight.pop(core, None)
+            self._lost[core] = why
+
+    def _check_any(self, kind: type[LLMRLError]) -> None:
+        if not self._in_flight:
+            raise kind(f"VLLMEngine: a server must be left: all are lost. {' '.join(self._lost.values())}")
+
+    # --- weights ------------------------------------------------------------------------------------------------------
+
+    def call_workers(self, method: str, end: float, **arguments: Any) -> list[Any]:
+        """The answers of the workers of all servers. While weights are loaded a server that fails ends the update."""
+        cores = list(self._in_flight)
+        ask = partial(_call_workers, method=method, end=end, arguments=arguments)
+        answers = self._each(cores, ask)
+        if self._is_loading and len(answers) < len(cores):
+            raise RolloutError(f"VLLMEngine: a server was lost during an update. {' '.join(self._lost.values())}")
+        self._check_any(RolloutError)
+        return [answer for core in answers for answer in answers[core]]
+
+    @contextlib.contextmanager
+    def updating(self, version: int, end: float) -> Iterator[bool]:
+        """Takes lost servers in again, where they answer; then no request runs on any server inside the block."""
+        same = not self._take_in()
+        with contextlib.ExitStack() as updates:
+            for core in list(self._in_flight):
+                try:
+                    same &= updates.enter_context(core.updating(version, end))
+                except NothingLoadedError as error:
+                    self._lose(core, str(error))
+            self._check_any(NothingLoadedError)
+            self._is_loading = True
+            try:
+                yield same
+            finally:
+                self._is_loading = False
+
+    def _take_in(self) -> bool:
+        """True where a lost server is back."""
+        back = []
+        for core in self._lost:
+            with contextlib.suppress(LLMRLError, LookupError, ValueError):
+                served = served_model(core.url, timeout_s=_RETURNED_S)
+                if (served.get("root") or served["id"]) == self.info.model:
+                    back.append(core)
+        with self._lock:
+            for core in back:
+                del self._lost[core]
+                self._in_flight[core] = 0
+        return bool(back)
+
+    def set_adapter(self, folder: Path, *, version: int, end: float) -> None:
+        for core in self._in_flight:
+            core.set_adapter(folder, version=version, end=end)
+
+    def close(self) -> None:
+        """Ends the connections; the servers keep running."""
+        for core in [*self._in_flight, *self._lost]:
+            core.close()
+
+
+def _call_workers(core: ServerCore, *, method: str, end: float, arguments: Mapping[str, Any]) -> list[Any]:
+    return core.call_workers(method, end, **arguments)

@@ -1,0 +1,122 @@
+"""Several servers as one engine: rows shared out, a killed server's rows asked again elsewhere, its return noticed."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+
+from llmrl.errors import ConfigError, RolloutError
+from llmrl.modules.llm.engines import SamplingParams, VLLMEngine
+from llmrl.modules.llm.engines.vllm.compat import EXTENSION
+from llmrl.testing import tiny_model, tiny_tokenizer
+from llmrl.train.distributed import Session
+from llmrl.train.engine_plan import plan_engine
+from llmrl.train.models import load_tokenizer
+from llmrl.train.rollout_engine import RolloutEngine
+from llmrl.train.settings import GRPOConfig
+from llmrl.train.tasks import Task
+from llmrl.weight_update import publish
+from tests.support.vllm import BackgroundCall, serving, stepped, trainer_log_probs, wait_until
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+PROMPTS = [torch.tensor(ids) for ids in ([1, 2, 3], [70, 8, 9, 10, 400, 12], [300, 301, 302], [5, 6])]
+SHORT, LONG = SamplingParams(max_new_tokens=6), SamplingParams(max_new_tokens=900)
+
+
+@pytest.fixture(scope="module")
+def second_server(served_folder):
+    arguments = ("--logprobs-mode", "processed_logprobs", "--worker-extension-cls", EXTENSION)
+    arguments += ("--distributed-executor-backend", "uni")
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    with serving(served_folder, *arguments, **environment) as server:
+        yield server
+
+
+def check_weights(engine, model, version):
+    drawn = engine.generate(PROMPTS, SHORT)
+    assert drawn.version == version
+    for said, right in zip(drawn.log_probs, trainer_log_probs(model, PROMPTS, drawn), strict=True):
+        torch.testing.assert_close(said, right, atol=1e-4, rtol=0)
+
+
+def run_settings(folder, model, url, **rollout):
+    """The configuration of a run with ``model``, and its task."""
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    env = {"name": "sums", "max_prompt_tokens": 64}
+    rollout = {"engine": "vllm", "servers": [url], **rollout}
+    config = GRPOConfig(model=str(folder), env=env, rollout=rollout, sampling={"max_tokens": 8}, dtype="float32")
+    return config, Task(config.env, load_tokenizer(config, runs=folder))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rollout", "message"),
+    [
+        ({"architecture": "gemma", "heads": 2, "hidden_size": 32}, {}, r"its hidden_size is 64, expected 32"),
+        ({"architecture": "qwen2", "heads": 2}, {}, r"its model_type is gemma, expected qwen2"),
+        ({"architecture": "gemma", "heads": 2}, {"sleep": True}, r"sleep is decided where a server is started"),
+    ],
+    ids=["size", "kind", "setting"],
+)
+def test_a_server_of_another_model_is_refused_in_the_plan(tmp_path, vllm_server, sizes, rollout, message):
+    config, task = run_settings(tmp_path, tiny_model(tiny_tokenizer(), **sizes), vllm_server.url, **rollout)
+    with Session(config) as session, pytest.raises(ConfigError, match=message):
+        plan_engine(config, session, task, [], runs=tmp_path)
+
+
+def test_a_run_gives_servers_its_weights_before_the_first_rollout(tmp_path, vllm_server):
+    model = tiny_model(tiny_tokenizer(), architecture="gemma", heads=2, seed=7)
+    config, task = run_settings(tmp_path, model, vllm_server.url)
+    with Session(config) as session:
+        plan = plan_engine(config, session, task, [], runs=tmp_path)
+        assert plan.place == f"vLLM behind {vllm_server.url}"
+        rollouts = RolloutEngine(config, session, model, task.tokenizer, {}, plan)
+        try:
+            check_weights(rollouts.policy.engine, model, 0)
+        finally:
+            rollouts.close()
+
+
+def test_servers_must_be_different_and_at_least_one():
+    for urls in ([], ["http://localhost:1"] * 2):
+        with pytest.raises(ConfigError, match="must be different, at least one"):
+            VLLMEngine(urls)
+
+
+def test_two_servers_share_rows_and_one_that_dies_is_done_without_until_it_is_back(vllm_server, second_server):
+    model = tiny_model(tiny_tokenizer(), architecture="gemma", heads=2)
+    engine = VLLMEngine([vllm_server.url, second_server.url], eos_token_ids=(), seed=0)
+    first, second = engine.core._in_flight
+    try:
+        publish(stepped(model, 1, size=0.05), engine)
+        check_weights(engine, model, 1)
+
+        call = BackgroundCall(lambda: engine.generate(PROMPTS, LONG, seeds=[1, 2, 3, 4]))
+        wait_until(lambda: vllm_server.is_drawing() and second_server.is_drawing())
+        assert list(engine.core._in_flight.values()) == [2, 2], "least loaded first"
+        second_server.kill()
+        drawn = call.result()
+        assert [len(ids) for ids in drawn.ids] == [900] * 4
+        again = engine.generate(PROMPTS, LONG, seeds=[1, 2, 3, 4])
+        assert all(torch.equal(ids[:50], other[:50]) for ids, other in zip(drawn.ids, again.ids, strict=True))
+        assert list(engine.core._in_flight) == [first], "nothing is asked of a lost server"
+        publish(stepped(model, 2, size=0.05), engine)
+        check_weights(engine, model, 2)
+
+        second_server.start()  # with the weights of its files
+        check_weights(engine, model, 2)
+        publish(stepped(model, 3, size=0.05), engine)
+        assert list(engine.core._in_flight) == [first, second], "back, with the weights of the others"
+        check_weights(engine, model, 3)
+
+        for server in (vllm_server, second_server):
+            os.killpg(server.process.pid, signal.SIGKILL)
+        with pytest.raises(RolloutError, match="a server must be left: all are lost"):
+            engine.generate(PROMPTS, SHORT)
+    finally:
+        engine.close()
+        for server in (vllm_server, second_server):
+            server._await_end()

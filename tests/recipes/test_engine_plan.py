@@ -1,0 +1,224 @@
+"""The engine of each rank, planned: GPUs, memory, length, sleep. vLLM's own checks say whether it would start."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from llmrl.errors import ConfigError
+from llmrl.modules.llm.engines import VLLMEngine
+from llmrl.modules.llm.engines.vllm import compat
+from llmrl.testing import tiny_model
+from llmrl.train.engine_plan import GIB, Gpus, cache_bytes, make_engine_plan
+from llmrl.train.settings import GRPOConfig
+
+NO_VLLM = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
+CARD = 80 * GIB
+# Qwen2.5: hidden size, inner width, layers, heads, key/value heads, tied embeddings
+QWEN = {
+    "0.5B": (896, 4864, 24, 14, 2, True),
+    "1.5B": (1536, 8960, 28, 12, 2, True),
+    "3B": (2048, 11008, 36, 16, 2, True),
+    "7B": (3584, 18944, 28, 28, 4, False),
+}
+
+
+def config(rollout=None, env=None, **changes):
+    return GRPOConfig(
+        model="unread",
+        env={"name": "gsm8k", "max_prompt_tokens": 500, **(env or {})},
+        sampling={"max_tokens": 1000},
+        rollout={"engine": "vllm", **(rollout or {})},
+        **changes,
+    )
+
+
+def qwen(size):
+    hidden, inner, layers, heads, kv_heads, tied = QWEN[size]
+    sizes = AutoConfig.for_model(
+        "qwen2",
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=32768,
+        vocab_size=151936,
+        tie_word_embeddings=tied,
+        architectures=["Qwen2ForCausalLM"],
+    )
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(sizes)
+
+
+def planned(settings=None, gpus=None, model=None, dtype=torch.bfloat16, **options):
+    model = tiny_model(heads=4) if model is None else model
+    return make_engine_plan(settings or config(), gpus or Gpus(), model, dtype=dtype, **options)
+
+
+# --- where an engine is
+
+
+def test_each_rank_has_its_engine_on_its_own_gpu_and_on_several_side_by_side():
+    places = [planned(gpus=Gpus(4, CARD, 4, rank), world_size=4) for rank in range(4)]
+    assert [place.devices for place in places] == [(0,), (1,), (2,), (3,)]
+    assert all(place.own_process and place.sleeps for place in places)
+    spread = config({"tensor_parallel": 2})
+    places = [planned(spread, Gpus(8, CARD, 4, rank), world_size=4) for rank in range(4)]
+    assert [place.devices for place in places] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert planned(spread, Gpus(2, CARD)).devices == (0, 1)
+    assert planned(gpus=Gpus(1, CARD)).devices is None, "in this process, on the GPU that it has"
+
+
+def test_on_a_cpu_nothing_is_placed_and_nothing_sleeps_unless_it_is_asked():
+    plan = planned(dtype=torch.float32)
+    assert (plan.devices, plan.sleeps, plan.own_process) == (None, False, False)
+    assert plan.options == {"dtype": "float32", "max_model_len": 1501}
+    assert planned(config({"sleep": True})).sleeps
+    assert not planned(config({"max_staleness": 1}), Gpus(1, CARD)).sleeps, "it samples during updates"
+
+
+@pytest.mark.parametrize(
+    ("rollout", "gpus", "message"),
+    [
+        ({}, Gpus(2, CARD, 4), r"4 processes on this machine.*on 1 GPUs each, need 4 GPUs.*got 2"),
+        ({"tensor_parallel": 2}, Gpus(8, CARD, 8), r"8 processes.*need 16 GPUs"),
+        ({"tensor_parallel": 2}, Gpus(3, CARD), r"a multiple of 2: got 3"),
+        ({"tensor_parallel": 2}, Gpus(), r"need 2 GPUs.*got 0"),
+        ({"tensor_parallel": 3}, Gpus(3, CARD), r"must divide the model's 4 attention heads and 2 key/value heads"),
+        ({"gpu_memory": 0.01}, Gpus(1, CARD), r"got 0\.8 GiB; raise rollout\.gpu_memory"),
+        ({"max_model_len": 1500}, Gpus(), r"rollout\.max_model_len: must hold .* 1501 tokens .*: got 1500"),
+        ({"options": {"max_model_len": 9}}, Gpus(), r"a setting of its own: use rollout\.max_model_len"),
+    ],
+    ids=["engines", "spread", "uneven", "cpu", "heads", "share", "length", "option"],
+)
+def test_what_a_machine_cannot_do_is_refused_before_weights_are_loaded(rollout, gpus, message):
+    with pytest.raises(ConfigError, match=message):
+        planned(config(rollout), gpus, world_size=gpus.ranks)
+
+
+def test_four_key_value_heads_are_repeated_over_eight_gpus():
+    model = tiny_model(hidden_size=128, heads=8)
+    assert len(planned(config({"tensor_parallel": 8}), Gpus(8, CARD), model).devices) == 8
+
+
+# --- how long a conversation may be
+
+
+def test_the_length_is_the_longest_prompt_with_its_longest_answer():
+    assert planned().length == 500 + 1000 + 1
+    assert planned(longest_evaluated=1400).length == 1400 + 512 + 1, "problems that are measured may be longer"
+    assert planned(config({"max_model_len": 4000})).length == 4000
+    turns = {"max_turns": 3, "tools": ["calculator"]}
+    assert planned(config(env=turns)).length is None, "what tools say has no bound that is known"
+    with pytest.raises(ConfigError, match=r"3 x sampling\.max_tokens 1000"):
+        planned(config({"max_model_len": 3500}, env=turns))
+
+
+def test_old_files_with_kv_cache_gb_are_read():
+    assert config({"kv_cache_gb": 0.5}).rollout.options == {"kv_cache_memory_bytes": 2**29}
+    assert config({"kv_cache_gb": None}).rollout.options == {}
+    for rollout in ({"max_staleness": 1, "sleep": True}, {"tensor_parallel": 2, "own_process": False}):
+        with pytest.raises(ValueError, match="needs"):
+            config(rollout)
+
+
+# --- memory: a ledger of bytes, and vLLM's own functions
+
+
+@NO_VLLM
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "mode", "largest"), [(1, "ddp", "3B"), (8, "ddp", "3B"), (8, "fsdp2", "7B")])
+def test_vllm_starts_beside_the_trainer_and_holds_a_conversation(tmp_path, ranks, mode, largest):
+    """For Qwen2.5 on cards of 80 GB: the trainer's bytes are on the card when vLLM asks for its share of it, and when
+    AdamW's moments have come, everything still fits.
+    """
+    compat.load_vllm()
+    from vllm import EngineArgs
+    from vllm.config import CacheConfig
+    from vllm.utils.mem_utils import MemorySnapshot
+    from vllm.v1.core.kv_cache_utils import check_enough_kv_cache_memory
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1.worker.utils import request_memory
+
+    context = GIB // 2  # of the trainer's process
+    for size, (hidden, _, layers, heads, kv_heads, _) in QWEN.items():
+        model = qwen(size)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        settings = config({"max_model_len": 16384}, parallel={"mode": mode})
+        if size == "7B" and largest == "3B":
+            with pytest.raises(ConfigError, match=r"got 0\.0 GiB.*parallel\.mode=fsdp2"):
+                planned(settings, Gpus(8, CARD, ranks), model, world_size=ranks)
+            continue
+        plan = planned(settings, Gpus(8, CARD, ranks), model, world_size=ranks)
+        share = plan.options["gpu_memory_utilization"]
+
+        # While the engine is built the card has the trainer's float32 weights.
+        free = CARD - context - 4 * parameters
+        snapshot = MemorySnapshot(free_memory=free, total_memory=CARD, device="cpu", auto_measure=False)
+        requested = request_memory(snapshot, CacheConfig(gpu_memory_utilization=share))
+        assert 0.1 * CARD < requested <= free
+        if size in ("3B", "7B"):  # what vLLM asks by default
+            with pytest.raises(ValueError, match="Free memory on device"):
+                request_memory(snapshot, CacheConfig(gpu_memory_utilization=0.92))
+
+        # Once awake again: weights, gradients' buckets, two moments, sharded or not.
+        held = (12 if mode == "fsdp2" or ranks == 1 else 16) * parameters / (ranks if mode == "fsdp2" else 1)
+        assert held + context + requested <= CARD
+
+        # What the weights leave of it holds one conversation, by vLLM's count of keys and values, which is ours.
+        folder = tmp_path / size
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(model.config.to_dict()))
+        arguments = EngineArgs(str(folder), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=16384)
+        with compat.environment():
+            vllm_config = arguments.create_engine_config()
+        vllm_config.cache_config.kv_cache_layout = "LBNHC"  # which a running engine finds out
+        spec = FullAttentionSpec(block_size=16, num_kv_heads=kv_heads, head_size=hidden // heads, dtype=torch.bfloat16)
+        specs = {f"layer{number}": spec for number in range(layers)}
+        check_enough_kv_cache_memory(vllm_config, specs, requested - 2 * parameters - GIB)
+        counted = sum(spec.max_memory_usage_bytes(vllm_config) for spec in specs.values())
+        assert cache_bytes(model.config, 16384, torch.bfloat16) == counted
+
+
+@NO_VLLM
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_with_several_turns_vllm_takes_as_many_tokens_as_the_memory_holds():
+    """A MiB of 4,096 tokens (keys and values of one head of 32 floats), less vLLM's empty block of 128."""
+    plan = planned(config(env={"max_turns": 2, "tools": ["calculator"]}), dtype=torch.float32)
+    model = tiny_model(hidden_size=64, layers=1, heads=2)
+    engine = VLLMEngine(model, eos_token_ids=(), **plan.options | {"kv_cache_memory_bytes": 2**20})
+    engine.close()
+    assert engine.max_length == 4096 - 128 - 1
+
+
+def test_the_cache_of_windows_and_of_latent_attention_is_smaller():
+    window = tiny_model(architecture="gemma3_text", heads=2, layers=2).config
+    full = [kind == "full_attention" for kind in window.layer_types]
+    per_token = 2 * window.num_key_value_heads * window.head_dim * 4
+    assert cache_bytes(window, 100, torch.float32) == sum(100 if is_full else 8 for is_full in full) * per_token
+    latent = AutoConfig.for_model("deepseek_v3", num_hidden_layers=2, kv_lora_rank=512, qk_rope_head_dim=64)
+    assert cache_bytes(latent, 100, torch.bfloat16) == 2 * 100 * 576 * 2
+
+
+@NO_VLLM
+@pytest.mark.vllm
+def test_an_argument_that_vllm_does_not_have_is_named_in_the_plan(place, grpo):
+    name = place.recipe("option", grpo, rollout={"engine": "vllm", "options": {"enforce_eagr": True}})
+    result = place.run("grpo", name, "--dry-run")
+    assert result.code == 2
+    assert "got 'enforce_eagr'. Did you mean 'enforce_eager'?" in " ".join(result.err.split())
+
+
+def test_the_plan_says_what_the_engine_is_built_with(place, grpo):
+    name = place.recipe("words", grpo, rollout={"engine": "vllm", "sleep": True})
+    result = place.run("grpo", name, "--dry-run")
+    assert result.code == 0, result.err
+    words = "vLLM in this process · weights sent after every step · at most 1033 tokens · asleep during updates"
+    assert words in " ".join(result.out.replace("│", " ").split())
