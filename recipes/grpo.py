@@ -168,9 +168,9 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
             if due:
                 metrics |= run.evaluate(evaluator)
             metrics |= rollouts.idle(run.step_seconds)
-            warning = ""
+            warning = engine.warning
             if failed := metrics["rollout/failed"]:
-                warning = f"{failed} rollouts failed. {rollouts.first_unreported_error()}".rstrip()
+                warning += f"{failed} rollouts failed. {rollouts.first_unreported_error()}".rstrip()
             run.finish_step(step, metrics, rollouts=sampled.records, warning=warning)
     run.print_end(sampled.samples(config.samples) if sampled else (), evaluator)
 

@@ -337,12 +337,20 @@ class RolloutSettings(Settings):
     kv_cache_gb: float | None = Field(
         None, gt=0, description="vllm's memory for keys and values; null: 1 GB on a CPU, what is free on a GPU"
     )
-    probe_bound: float | None = Field(
-        None,
-        gt=0,
-        description="vllm: mean |log-prob difference| to the trainer on fixed sequences that ends the run; null: 1e-3, "
-        "in bfloat16 0.1",
+    probe_factor: float = Field(
+        4.0,
+        gt=1,
+        description="vllm: a mean |log-prob difference| to the trainer of so many times this run's median is pushed "
+        "against; three versions in a row end the run",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_probe_bound(cls, section: Any) -> Any:
+        """Reads files of runs from when the probe had an absolute bound."""
+        if isinstance(section, dict) and "probe_bound" in section:
+            section = {name: value for name, value in section.items() if name != "probe_bound"}
+        return section
 
     @model_validator(mode="after")
     def _check_overlap(self) -> RolloutSettings:
