@@ -14,6 +14,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from llmrl.errors import WeightSyncError
 from llmrl.modules.llm.engines import VLLMEngine
 from llmrl.modules.llm.log_probs import TokenScorer
 from llmrl.modules.llm.policies import LLMWrapperBase, TransformersWrapper, vLLMWrapper
@@ -81,6 +82,7 @@ class RolloutEngine:
         self._probe = SyncProbe(factor=settings.probe_factor, any_problem=self._first_problem)
         self._probed: TensorDictBase | None = None  # the newest rollouts, of which rows may be compared
         self._probed_since: int | None = None  # the version that rows are compared from
+        self._is_sender: bool | None = None
 
     def set_probe_rows(self, data: TensorDictBase, scorer: TokenScorer) -> None:
         """Compares engine and trainer on rows of the rollouts ``data``: at once the first time, when no push has come
@@ -102,7 +104,14 @@ class RolloutEngine:
         shares_module = not self.is_vllm and not self.session.sharded
 
         def send() -> None:
-            publish(None if shares_module else self.model, engine, version, again=engine.version == version)
+            error = ""
+            try:
+                model = None if shares_module else self.model
+                publish(model, engine, version, again=engine.version == version, sends=self._sends())
+            except WeightSyncError as caught:
+                error = str(caught)
+            if error := next(filter(None, self.session.gather([error])), ""):  # no rank waits for one that failed
+                raise WeightSyncError(error)
 
         if self._probed_since is None:
             send()
@@ -111,6 +120,14 @@ class RolloutEngine:
         if not self.warning and version - self._probed_since >= _PROBED_VERSIONS:
             self._use_probed_rows(scorer)
         return {"mismatch/probe": mean, "mismatch/probe_warnings": float(bool(self.warning))}
+
+    def _sends(self) -> bool:
+        """True on one of the ranks that use the same engine: the first one of those that name the same server."""
+        if self._is_sender is None:
+            engine = self.policy.engine
+            ours = getattr(engine, "address", None) or f"rank {self.session.rank}"
+            self._is_sender = self.session.gather([ours]).index(ours) == self.session.rank
+        return self._is_sender
 
     def _use_probed_rows(self, scorer: TokenScorer) -> None:
         """Compares rows of the newest rollouts from now on; engine and trainer have the same weights."""
