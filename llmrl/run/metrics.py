@@ -75,6 +75,7 @@ METRICS: dict[str, str] = {
     "time/step": "seconds, everything included",
     "perf/gen_tok_s": "tokens sampled per second of generation",
     "perf/train_tok_s": "tokens trained per second of update",
+    "perf/imbalance": "cost of the rows of the slowest rank over the mean of all, as they were dealt",
     "perf/mfu": "share of the device's peak arithmetic",
     "perf/peak_gb": "peak device memory",
 }
