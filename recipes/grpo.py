@@ -33,6 +33,7 @@ from llmrl.objectives.llm import GroupQuota, GRPOLoss, MCAdvantage
 from llmrl.run.console import grpo_columns
 from llmrl.train.async_rollouts import RolloutSource
 from llmrl.train.checkpointing import PerRank
+from llmrl.train.dealing import attention_share, deal_batch
 from llmrl.train.distributed import Session
 from llmrl.train.engine_plan import plan_engine
 from llmrl.train.evaluation import Evaluator
@@ -120,7 +121,7 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
     refill_rounds = config.refill_rounds if config.zero_variance == "refill" else 0
     evaluator = Evaluator(session, engine.policy, task, held_out, config.eval) if held_out else None
 
-    sampled = None
+    sampled, share = None, attention_share(model)
     with closing(rollouts):
         samplers = PerRank(session, buffer.sampler)
         run.begin(model, tokenizer, optimizer=updater, rollouts=rollouts, samplers=samplers, advantage=advantage)
@@ -150,10 +151,13 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
             metrics |= sampled.metrics(version=rollouts.version, seconds=time.perf_counter() - clock)
             sampled.check_failed(config.max_failed, step, rollouts.first_error)
 
-            # 3. What the loss compares with, before the first update changes the weights: log-probs of the starting
-            #    model, and of this one where those of sampling are not exact enough for several updates.
+            # 3. The rows of all ranks, dealt over them by cost. Then what the loss compares with, before the first
+            #    update changes the weights: log-probs of the starting model, and of this one where those of sampling
+            #    are not exact enough for several updates.
             clock = time.perf_counter()
-            batches = split(buffer, config.updates_per_step, session.device)
+            dealt = [deal_batch(session, part, share) for part in split(buffer, config.updates_per_step)]
+            batches = [batch for batch, _ in dealt]
+            metrics["perf/imbalance"] = sum(imbalance for _, imbalance in dealt) / len(dealt)
             for batch in batches:
                 if reference is not None and batch is not None:
                     with session.autocast():
@@ -173,9 +177,9 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
             if due:
                 metrics |= run.evaluate(evaluator)
             metrics |= rollouts.idle(run.step_seconds)
-            warning = ""
+            warning = engine.warning
             if failed := metrics["rollout/failed"]:
-                warning = f"{failed} rollouts failed. {rollouts.first_unreported_error()}".rstrip()
+                warning += f"{failed} rollouts failed. {rollouts.first_unreported_error()}".rstrip()
             run.finish_step(step, metrics, rollouts=sampled.records, warning=warning)
     run.print_end(sampled.samples(config.samples) if sampled else (), evaluator)
 
@@ -196,11 +200,11 @@ def make_env(config: GRPOConfig, session: Session, task: Task, prompts: list[Map
     return env
 
 
-def split(buffer: ReplayBuffer, num_parts: int, device: torch.device) -> list[TensorDictBase | None]:
+def split(buffer: ReplayBuffer, num_parts: int) -> list[TensorDictBase | None]:
     """The buffer's rows in random order, in parts that differ by one row at most; None for an empty one."""
     count = len(buffer)
     sizes = [count * (part + 1) // num_parts - count * part // num_parts for part in range(num_parts)]
-    return [buffer.sample(size).to(device) if size else None for size in sizes]
+    return [buffer.sample(size) if size else None for size in sizes]
 
 
 def check_processes(config: GRPOConfig, world_size: int, advantage: Mapping[str, Any]) -> None:

@@ -27,6 +27,7 @@ from llmrl.errors import DataError
 from llmrl.modules.llm.policies import TransformersWrapper
 from llmrl.objectives.llm import SFTLoss
 from llmrl.run.console import SFT_COLUMNS, Sample
+from llmrl.train.dealing import attention_share, deal_batch
 from llmrl.train.distributed import Session
 from llmrl.train.evaluation import Evaluator
 from llmrl.train.models import load_model, load_tokenizer
@@ -80,6 +81,7 @@ def train(config: SFTConfig, session: Session, run: Run) -> None:
         generator=torch.Generator().manual_seed(config.seed),
     )
     buffer.extend(chats.as_rows())
+    share = attention_share(model)
 
     with closing(task) if task else nullcontext():
         run.begin(model, tokenizer, optimizer=updater, sampler=buffer.sampler)
@@ -87,12 +89,13 @@ def train(config: SFTConfig, session: Session, run: Run) -> None:
             run.evaluate_before(evaluator)
         for step in run.steps(steps, SFT_COLUMNS):
             # 1. All ranks draw the same rows and train a part of them each: one more rank changes no number.
-            batch = buffer.sample()[session.rank :: session.world_size]
+            batch, imbalance = deal_batch(session, buffer.sample(), share, everywhere=True)
 
             # 2. Micro-batches, loss, clipping, AdamW.
             clock = time.perf_counter()
-            update = updater.step(loss, batch.to(session.device) if len(batch) else None, step)
-            metrics = step_metrics([update], time.perf_counter() - clock) | {"data/epoch": step / steps_per_epoch}
+            update = updater.step(loss, batch, step)
+            metrics = step_metrics([update], time.perf_counter() - clock)
+            metrics |= {"data/epoch": step / steps_per_epoch, "perf/imbalance": imbalance}
 
             # 3. Evaluation. Problems of their own decide when to stop: those that are reported must not.
             if stop_evaluator and step >= config.stop.after and step % config.stop.every == 0:

@@ -39,7 +39,8 @@ METRICS: dict[str, str] = {
     "policy/lr": "learning rate",
     "mismatch/logp_abs_mean": "mean |log p of the trainer - log p of the engine|, same weights",
     "mismatch/logp_abs_max": "the largest",
-    "mismatch/probe": "mean |log p of the trainer - log p of the engine| on fixed sequences, after each new version",
+    "mismatch/probe": "mean |log p of the trainer - log p of the engine| on rows of the run, after each new version",
+    "mismatch/probe_warnings": "1 where it looked wrong after a version, whose weights were then sent twice",
     "mismatch/kl": "k3 estimate of the divergence between engine and trainer",
     "mismatch/is_mean": "mean importance weight of the engine correction",
     "mismatch/is_max": "the largest",
@@ -74,6 +75,7 @@ METRICS: dict[str, str] = {
     "time/step": "seconds, everything included",
     "perf/gen_tok_s": "tokens sampled per second of generation",
     "perf/train_tok_s": "tokens trained per second of update",
+    "perf/imbalance": "cost of the rows of the slowest rank over the mean of all, as they were dealt",
     "perf/mfu": "share of the device's peak arithmetic",
     "perf/peak_gb": "peak device memory",
 }

@@ -57,9 +57,9 @@ class RolloutSource:
         return self._ahead is not None and self._ahead.in_progress
 
     def take(self) -> TensorDictBase:
-        """This step's rollouts. The first ones of a run are what engine and trainer are compared on from then on."""
+        """This step's rollouts; engine and trainer are compared on some of them."""
         data = self._ahead.take() if self._ahead else self.sample()
-        self._engine.set_probe_sequences(data.get(("tokens", "full"), as_list=True))
+        self._engine.set_probe_rows(data, self._scorer)
         return data
 
     def sample(self) -> TensorDictBase:
@@ -117,7 +117,7 @@ class RolloutSource:
         of the weights that are saved beside it, one more than those that sampled it.
         """
         batch = self._ahead.batch() if self.in_progress else None  # waits for it: the collector moves until then
-        state = {"collector": self._collector.state_dict(), "ahead": None, "probes": self._engine.probes}
+        state = {"collector": self._collector.state_dict(), "ahead": None}
         if not self.in_progress:
             return state
         batches = self._session.gather([batch])
@@ -134,7 +134,6 @@ class RolloutSource:
             self._ahead.restore(ahead["batches"][self._session.rank], before)
             collector = ahead["collector"]
         self._collector.load_state_dict(collector)
-        self._engine.set_probe_sequences(state["probes"])
 
     def close(self) -> None:
         """Ends what still samples, an engine of its own, and the environment."""

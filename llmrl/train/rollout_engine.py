@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["RolloutEngine"]
 
-_NUM_PROBES, _PROBE_TOKENS = 4, 64
-_BOUND = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # engine and trainer round differently, by their precision
+_NUM_PROBES, _PROBE_TOKENS = 8, 64  # rows of each rank, sampled tokens of each
+_PROBED_VERSIONS = 20  # that rows are compared for, before newer ones take their place
 
 
 class RolloutEngine:
@@ -40,8 +41,10 @@ class RolloutEngine:
     ``plan``    of a vLLM engine (`plan_engine`); None: the trainer's module samples
     ``policy``  for the collector; it shares the trainer's module where there is one process and no sharding
     ``exact``   its log-probs are the trainer's to float32 rounding
-    ``probes``  the sequences that engine and trainer are compared on; none before the first rollouts, or without vLLM
+    ``warning`` what the probe found after the last push; "" where nothing was wrong
     """
+
+    warning = ""
 
     def __init__(
         self,
@@ -79,36 +82,72 @@ class RolloutEngine:
             self.policy = vLLMWrapper(engine, **wrapping)
         else:
             self.policy = TransformersWrapper(copy.deepcopy(model) if session.sharded else model, **wrapping)
-        dtype = torch.bfloat16 if session.low_precision else torch.float32
-        self._bound = settings.probe_bound or _BOUND[dtype]
         self._temperature = config.sampling.temperature
-        self._probe: SyncProbe | None = None
+        self._probe = SyncProbe(factor=settings.probe_factor, any_problem=self._first_problem)
+        self._probed: TensorDictBase | None = None  # the newest rollouts, of which rows may be compared
+        self._probed_since: int | None = None  # the version that rows are compared from
+        self._is_sender: bool | None = None
 
-    def set_probe_sequences(self, sequences: Sequence[Tensor]) -> None:
-        """Compares engine and trainer on the first of ``sequences`` from now on. Only the first call counts."""
-        if self.is_vllm and self._probe is None:
-            chosen = [ids[:_PROBE_TOKENS] for ids in sequences if len(ids) > 1][:_NUM_PROBES]
-            self._probe = SyncProbe(chosen, bound=self._bound) if chosen else None
-
-    @property
-    def probes(self) -> list[Tensor]:
-        return [] if self._probe is None else self._probe.sequences
+    def set_probe_rows(self, data: TensorDictBase, scorer: TokenScorer) -> None:
+        """Compares engine and trainer on rows of the rollouts ``data``: at once the first time, when no push has come
+        between them, later from some push on.
+        """
+        if self.is_vllm:
+            self._probed = data
+            if self._probed_since is None:
+                self._use_probed_rows(scorer)
 
     def push(self, scorer: TokenScorer) -> dict[str, float]:
-        """New weights to the engine, and the proof: "mismatch/probe", the mean |log-prob difference| on the probes.
+        """New weights to the engine, and the proof: "mismatch/probe", the mean |log-prob difference| on rows of this
+        run; "mismatch/probe_warnings", 1 where it looked wrong, and the weights were pushed once more.
 
-        Raises  WeightSyncError if they do not arrive, or the difference is above ``rollout.probe_bound``
+        Raises  WeightSyncError if they do not arrive, or the probe says so for several versions
         """
         engine = self.policy.engine
+        version = engine.version + 1
         shares_module = not self.is_vllm and not self.session.sharded
-        version = publish(None if shares_module else self.model, engine)
-        if self._probe is None:
+
+        def send() -> None:
+            error = ""
+            try:
+                model = None if shares_module else self.model
+                publish(model, engine, version, again=engine.version == version, sends=self._sends())
+            except WeightSyncError as caught:
+                error = str(caught)
+            if error := next(filter(None, self.session.gather([error])), ""):  # no rank waits for one that failed
+                raise WeightSyncError(error)
+
+        if self._probed_since is None:
+            send()
             return {}
-        theirs, mine = partial(engine.score, temperature=self._temperature), partial(self._score, scorer)
-        try:
-            return {"mismatch/probe": self._probe(theirs, mine, version=version)}
-        except WeightSyncError as error:
-            raise WeightSyncError(f"{error} The bound is rollout.probe_bound.") from None
+        mean, self.warning = self._probe.prove(send, self._engine_scores, partial(self._score, scorer))
+        if not self.warning and version - self._probed_since >= _PROBED_VERSIONS:
+            self._use_probed_rows(scorer)
+        return {"mismatch/probe": mean, "mismatch/probe_warnings": float(bool(self.warning))}
+
+    def _sends(self) -> bool:
+        """True on one of the ranks that use the same engine: the first one of those that name the same server."""
+        if self._is_sender is None:
+            engine = self.policy.engine
+            ours = getattr(engine, "address", None) or f"rank {self.session.rank}"
+            self._is_sender = self.session.gather([ours]).index(ours) == self.session.rank
+        return self._is_sender
+
+    def _use_probed_rows(self, scorer: TokenScorer) -> None:
+        """Compares rows of the newest rollouts from now on; engine and trainer have the same weights."""
+        sequences, masks = _probe_rows(self._probed)
+        missing = max(self.session.gather([len(sequences)])) - len(sequences)  # scoring may be a collective
+        sequences += [torch.zeros(2, dtype=torch.int64)] * missing
+        masks += [torch.zeros(2, dtype=torch.bool)] * missing
+        self._probe.use(sequences, masks, self._engine_scores, partial(self._score, scorer))
+        self._probed_since = self.policy.engine.version
+
+    def _engine_scores(self, sequences: Sequence[Tensor]) -> list[Tensor]:
+        """Row by row: rounding depends on what is scored together, and equal weights must give equal bits."""
+        return [self.policy.engine.score([ids.cpu()], temperature=self._temperature)[0] for ids in sequences]
+
+    def _first_problem(self, problem: str) -> str:
+        return next(filter(None, self.session.gather([problem])), "")
 
     def _score(self, scorer: TokenScorer, sequences: Sequence[Tensor]) -> list[Tensor]:
         """The trainer's log-prob of each token after those before it; all ranks do it in step."""
@@ -133,6 +172,19 @@ class RolloutEngine:
         """Ends an engine of its own."""
         if self.is_vllm:
             self.policy.engine.close()
+
+
+def _probe_rows(data: TensorDictBase) -> tuple[list[Tensor], list[Tensor]]:
+    """One row of each group up to some sampled tokens, and the mask of those tokens."""
+    ids, masks = data.get(("tokens", "full"), as_list=True), data.get(("masks", "all_assistant_mask"), as_list=True)
+    chosen: dict[int, tuple[Tensor, Tensor]] = {}
+    for row, group in enumerate(data.get("group_id").tolist()):
+        sampled = masks[row].cpu().nonzero().flatten().tolist()
+        if sampled and group not in chosen and len(ids[row]) > 1:
+            end = sampled[:_PROBE_TOKENS][-1] + 1
+            chosen[group] = ids[row][:end].cpu(), masks[row][:end].cpu()
+    rows = list(chosen.values())[:_NUM_PROBES]
+    return [row for row, _ in rows], [mask for _, mask in rows]
 
 
 @contextmanager

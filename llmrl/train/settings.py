@@ -351,21 +351,21 @@ class RolloutSettings(Settings):
     )
     options: dict[str, Any] = Field({}, description="more arguments of vllm's engine, by name: {enforce_eager: true}")
     servers: list[str] = Field([], description="URLs of running vllm servers, which sample instead of an engine here")
-    probe_bound: float | None = Field(
-        None,
-        gt=0,
-        description="vllm: mean |log-prob difference| to the trainer on fixed sequences that ends the run; null: 1e-3, "
-        "in bfloat16 0.1",
+    probe_factor: float = Field(
+        4.0,
+        gt=1,
+        description="vllm: a mean |log-prob difference| to the trainer of so many times this run's median is pushed "
+        "against; three versions in a row end the run",
     )
 
     @model_validator(mode="before")
     @classmethod
-    def _rename_kv_cache(cls, section: Any) -> Any:
-        """Reads files from when the memory for keys and values was ``kv_cache_gb``."""
-        if not isinstance(section, dict) or "kv_cache_gb" not in section:
+    def _read_old_names(cls, section: Any) -> Any:
+        """Reads files from when the memory for keys and values was ``kv_cache_gb``, and the probe had a bound."""
+        if not isinstance(section, dict):
             return section
-        section = dict(section)
-        if (gb := section.pop("kv_cache_gb")) is not None:
+        section = {name: value for name, value in section.items() if name != "probe_bound"}
+        if (gb := section.pop("kv_cache_gb", None)) is not None:
             section["options"] = {"kv_cache_memory_bytes": int(gb * 2**30), **section.get("options", {})}
         return section
 

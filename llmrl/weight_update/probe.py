@@ -1,12 +1,16 @@
-"""The proof that an engine has the trainer's weights: both score the same tokens.
+"""The proof that an engine has the trainer's weights: both score tokens that the engine sampled.
 
-A checksum shows that bytes arrived; only this shows that the engine computes with them.
+A checksum shows that bytes arrived; only this shows that the engine computes with them. How far healthy scores are
+apart depends on model and precision (0.01 in bfloat16, 0.07 in FP8), and a lost update at a small learning rate changes
+far less, so nothing is compared with a fixed number: a lost update shows in scores that did not move at all, a damaged
+one in a difference that is large for this run.
 """
 
 from __future__ import annotations
 
-import math
+from collections import deque
 from collections.abc import Callable, Sequence
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -17,66 +21,120 @@ __all__ = ["Scorer", "SyncProbe"]
 
 Scorer = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
+_MOVED = 16  # tokens of the trainer that must have moved: where so many do, one of a healthy engine moves too
+_BASELINE, _NEEDED = 50, 3  # healthy differences that are remembered, and that drift is judged from
+_FLOOR = 1e-3  # nats: rounding of float32, which is no measure for drift
+_PATIENCE = 3  # versions in a row with a problem that a second push did not solve: the last one ends the run
+
 
 class SyncProbe:
-    """A few fixed sequences, scored on both sides after an update.
+    """Compares engine and trainer after each update, on rows that `use` sets.
 
-    Reads    sequences: int64[T_i] each, at least two tokens
-             bound: largest mean of |engine - trainer| over their tokens, in nats. Rounding alone makes 1e-6 in float32,
-             0.01 to 0.05 in bfloat16; a weight that did not arrive makes 0.1 and more
-    Calls    both scorers with ``sequences``; they return float32[T_i] each, the log-prob of every token after those
-             before it (the first one's is not looked at)
-    Returns  that mean
-    Raises   WeightSyncError  above the bound, or where a log-prob is not a number
-             ShapeError       where a scorer answers for other tokens
+    factor        a mean |log-prob difference| of so many times the median of this run's healthy ones is drift
+    any_problem   of several ranks: the problem of any of them, given this rank's ("" for none); pushes are collectives
 
-    >>> probe = SyncProbe([torch.tensor([1, 2, 3])], bound=1e-3)
-    >>> trainer = lambda sequences: [torch.tensor([0.0, -1.5, -2.0])]
-    >>> probe(trainer, trainer)
+    A scorer returns float32[T_i] for each sequence: the log-prob of every token after those before it.
+
+    >>> ids, sampled = torch.arange(40), torch.arange(40) > 3
+    >>> weights = {"trainer": torch.zeros(40), "engine": torch.zeros(40)}
+    >>> trainer, engine = (lambda rows, who=who: [weights[who]] for who in ("trainer", "engine"))
+    >>> probe = SyncProbe()
+    >>> probe.use([ids], [sampled], engine, trainer)
     0.0
-    >>> stale = lambda sequences: [torch.tensor([0.0, -1.5, -2.5])]
-    >>> probe(stale, trainer, version=7)
-    Traceback (most recent call last):
-        ...
-    llmrl.errors.WeightSyncError: SyncProbe: after version 7 the engine must score as the trainer does, to 0.001 nats: 2
-    tokens differ by 0.25 on average, by up to 0.5 (token 2 of sequence 0). The engine does not have these weights.
+    >>> weights["trainer"] = weights["trainer"] + 1e-7  # an update, which is lost on its way
+    >>> probe.check(engine, trainer)[1]
+    "the engine's scores of 36 tokens are those of an earlier version, to the last bit, and 36 of the trainer's moved"
     """
 
-    def __init__(self, sequences: Sequence[Tensor], *, bound: float) -> None:
-        if not bound > 0:
-            raise ConfigError(f"SyncProbe: bound must be positive: got {bound}.")
-        for row, ids in enumerate(sequences):
-            if ids.ndim != 1 or len(ids) < 2:
-                raise ShapeError(f"SyncProbe: a sequence is int64[T] with T > 1: got {tuple(ids.shape)} in row {row}.")
-        if not sequences:
-            raise ConfigError("SyncProbe: there must be a sequence to score: got none.")
-        self.sequences = [ids.clone() for ids in sequences]
-        self.bound = bound
+    def __init__(self, *, factor: float = 4.0, any_problem: Callable[[str], str] = str) -> None:
+        if not factor > 1:
+            raise ConfigError(f"SyncProbe: factor must be above 1: got {factor}.")
+        self.factor, self._any_problem = factor, any_problem
+        self._healthy: deque[float] = deque(maxlen=_BASELINE)
+        self._unsolved = 0  # versions in a row
 
-    @torch.no_grad()
-    def __call__(self, engine: Scorer, trainer: Scorer, *, version: int | None = None) -> float:
-        differences = [
-            (mine - theirs).abs()[1:]
-            for mine, theirs in zip(self._scores(engine, "engine"), self._scores(trainer, "trainer"), strict=True)
-        ]
-        every = torch.cat(differences)
-        mean = every.mean().item()
-        if math.isnan(mean) or mean > self.bound:
-            row = max(range(len(differences)), key=lambda row: differences[row].nan_to_num(nan=math.inf).max().item())
-            token = int(differences[row].nan_to_num(nan=math.inf).argmax()) + 1
-            update = "an update" if version is None else f"version {version}"
-            raise WeightSyncError(
-                f"SyncProbe: after {update} the engine must score as the trainer does, to {self.bound:g} nats: "
-                f"{len(every)} tokens differ by {mean:.3g} on average, by up to "
-                f"{differences[row][token - 1].item():.3g} (token {token} of sequence {row}). The engine does not have "
-                "these weights."
-            )
+    def use(self, sequences: Sequence[Tensor], masks: Sequence[Tensor], engine: Scorer, trainer: Scorer) -> float:
+        """Compares ``sequences`` from now on, at the tokens where ``masks`` is True, and begins with their scores under
+        these weights, which must be the same on both sides.
+
+        Returns  the mean |difference|
+        Raises   ShapeError for a sequence without a token before the last, or a mask of another length
+        """
+        for row, (ids, mask) in enumerate(zip(sequences, masks, strict=True)):
+            if ids.ndim != 1 or len(ids) < 2 or mask.shape != ids.shape:
+                raise ShapeError(
+                    f"SyncProbe: a row is int64[T] and bool[T] with T > 1: got {tuple(ids.shape)} and "
+                    f"{tuple(mask.shape)} in row {row}."
+                )
+        self._sequences = [ids.clone() for ids in sequences]
+        self._masks = [mask.bool().cpu() & (torch.arange(len(mask)) > 0) for mask in masks]
+        self._engine, self._trainer = self._scores(engine, "engine"), self._scores(trainer, "trainer")
+        mean = _mean_difference(self._engine, self._trainer)
+        self._healthy.append(mean)
         return mean
 
-    def _scores(self, scorer: Scorer, who: str) -> list[Tensor]:
-        scores = [score.detach().double().cpu() for score in scorer(self.sequences)]
+    def prove(self, push: Callable[[], None], engine: Scorer, trainer: Scorer) -> tuple[float, str]:
+        """Pushes weights and compares; where something is wrong, pushes them once more.
+
+        Returns  the mean |difference|, and a warning or ""
+        Raises   WeightSyncError  where neither push helped, for the third version in a row, or a score is not a number
+        """
+        push()
+        mean, problem = self.check(engine, trainer)
+        if not problem:
+            self._unsolved = 0
+            return mean, ""
+        push()
+        mean, left = self.check(engine, trainer)
+        self._unsolved = self._unsolved + 1 if left else 0
+        if self._unsolved >= _PATIENCE:
+            raise WeightSyncError(
+                f"SyncProbe: the engine must score as the trainer does: for {_PATIENCE} versions in a row, each sent "
+                f"twice, {left}. The engine does not have these weights."
+            )
+        return mean, f"{problem}; " + ("a second push did not help" if left else "a second push helped")
+
+    def check(self, engine: Scorer, trainer: Scorer) -> tuple[float, str]:
+        """The mean |difference| now, and what is wrong with it or ""."""
+        engine_N, trainer_N = self._scores(engine, "engine"), self._scores(trainer, "trainer")
+        mean = _mean_difference(engine_N, trainer_N)
+        moved = int((trainer_N != self._trainer).sum())  # since the engine's scores moved last
+        count, problem = len(engine_N), ""
+        baseline = median(self._healthy) if len(self._healthy) >= _NEEDED else float("inf")
+        if not torch.equal(engine_N, self._engine):
+            self._engine, self._trainer = engine_N, trainer_N
+        elif count and moved >= min(_MOVED, count):
+            problem = (
+                f"the engine's scores of {count} tokens are those of an earlier version, to the last bit, and {moved} "
+                "of the trainer's moved"
+            )
+        if not problem and mean > self.factor * max(baseline, _FLOOR):
+            problem = (
+                f"{count} tokens differ by {mean:.3g} nats on average, more than {self.factor:g} times the "
+                f"{baseline:.3g} that is usual in this run"
+            )
+        problem = self._any_problem(problem)
+        if not problem:
+            self._healthy.append(mean)
+        return mean, problem
+
+    @torch.no_grad()
+    def _scores(self, scorer: Scorer, who: str) -> Tensor:
+        """The scores of the compared tokens of all rows, one after the other."""
+        scores = [score.detach().float().cpu() for score in scorer(self._sequences)]
         shapes = [tuple(score.shape) for score in scores]
-        expected = [tuple(ids.shape) for ids in self.sequences]
+        expected = [tuple(ids.shape) for ids in self._sequences]
         if shapes != expected:
             raise ShapeError(f"SyncProbe: the {who} must score every token: got shapes {shapes}, expected {expected}.")
-        return scores
+        for row, (score, mask) in enumerate(zip(scores, self._masks, strict=True)):
+            if not score[mask].isfinite().all():
+                token = int((mask & ~score.isfinite()).nonzero()[0])
+                raise WeightSyncError(
+                    f"SyncProbe: log-probs must be numbers: the {who} scores token {token} of row {row} as "
+                    f"{score[token].item()}. Its weights are damaged."
+                )
+        return torch.cat([score[mask] for score, mask in zip(scores, self._masks, strict=True)] or [torch.zeros(0)])
+
+
+def _mean_difference(one_N: Tensor, other_N: Tensor) -> float:
+    return (one_N.double() - other_N.double()).abs().mean().item() if len(one_N) else 0.0

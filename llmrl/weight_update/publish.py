@@ -38,8 +38,14 @@ def publish(
     version: int | None = None,
     *,
     metadata: Metadata | None = None,
+    again: bool = False,
+    sends: bool = True,
 ) -> int:
     """Gives ``engine`` the weights of ``model`` under ``version`` (default: the next one), and returns that version.
+    With ``again`` that may be the version that the engine says it has.
+
+    ``sends``: False where another rank sends to the same engine; this one only takes part in making the weights, which
+    is a collective where the model is sharded.
 
     Reads   a module (sharded, or with adapters, which are merged in copies), named tensors, or groups; None: the engine
             shares the trainer's module, so only the version moves
@@ -58,9 +64,14 @@ def publish(
     """
     name = type(check_engine(engine, "publish")).__name__
     version = engine.version + 1 if version is None else version
-    if version <= engine.version:
+    if version < engine.version + (not again):
         raise WeightSyncError(f"publish: a version must grow: got {version} after {engine.version}.")
     weights = as_weights(model)
+    if not sends:
+        if isinstance(weights, WeightGroups):
+            weights.drain()
+        engine.version = version
+        return version
     if weights is not None:
         _check_metadata(weights, metadata or {})
         if isinstance(weights, Mapping):

@@ -72,7 +72,7 @@ class EngineWithCopy(RolloutEngine):
     """Samples with a copy of the trainer's weights, as an engine in its own process does, by Transformers."""
 
     def __init__(self, config, session, model, tokenizer, options):
-        self.session, self.model, self.is_vllm, self.exact, self._probe = session, model, False, False, None
+        self.session, self.model, self.is_vllm, self.exact = session, model, False, False
         self.policy = TransformersWrapper(
             copy.deepcopy(model), tokenizer=tokenizer, generate_kwargs=options, prefer_tokens="always"
         )

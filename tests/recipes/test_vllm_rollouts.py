@@ -94,11 +94,34 @@ def test_conversations_that_proceed_on_their_own_are_trained_like_others(place, 
     assert {step["async/staleness_max"] for step in place.steps("alone")} == {0}
 
 
-def test_a_difference_above_the_bound_ends_the_run(place, grpo):
-    result = place.finish(place.process("grpo", recipe(place, grpo, "bad", probe_bound=1e-12)), timeout_s=LIMIT_S)
+DROPS = """
+import sys
+from llmrl.modules.llm.engines import VLLMEngine
+from llmrl.run.cli import main
+
+update, pushes = VLLMEngine.update_weights, []
+
+def dropping(self, weights, *, version):
+    pushes.append(version)
+    if len(pushes) == 2 or len(pushes) > 4:
+        self.version = version
+    else:
+        update(self, weights, version=version)
+
+VLLMEngine.update_weights = dropping
+sys.exit(main(["grpo", *sys.argv[1:]]))
+"""
+
+
+def test_pushes_that_are_lost_are_warned_of_sent_again_and_end_the_run_in_the_end(place, grpo):
+    place.module("drops", DROPS)
+    name = recipe(place, grpo, "lost")
+    arguments = (name, "--name", "lost", "steps=9", "dtype=bfloat16", "optim.lr=1e-6", "optim.warmup=0")
+    result = place.finish(place.process(*arguments, module="drops"), timeout_s=LIMIT_S)
     assert result.code == 4
-    assert "the engine must score as the trainer does, to 1e-12 nats" in result.err
-    assert "rollout.probe_bound" in result.err
+    assert "for 3 versions in a row, each sent twice" in result.err
+    assert [step["mismatch/probe_warnings"] for step in place.steps("lost")] == [0, 1, 0, 1, 1]
+    assert "a second push helped" in result.out + result.err
 
 
 def test_two_processes_have_an_engine_each_and_the_same_weights(place, grpo):

@@ -225,3 +225,18 @@ def serving(folder, *arguments, **settings):
     finally:
         server.process.terminate()
         server._await_end()
+
+
+class SameScores:
+    """Asserts that two scorers give the same log-probs of all tokens of ``sequences`` but the first, to ``bound`` nats
+    on average, which it returns.
+    """
+
+    def __init__(self, sequences, bound):
+        self.sequences, self.bound = sequences, bound
+
+    def __call__(self, engine, trainer):
+        pairs = zip(engine(self.sequences), trainer(self.sequences), strict=True)
+        mean = torch.cat([(one.cpu() - other.cpu()).abs()[1:] for one, other in pairs]).mean().item()
+        assert mean <= self.bound, f"scores differ by {mean:.3g} nats on average"
+        return mean

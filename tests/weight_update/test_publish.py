@@ -12,7 +12,7 @@ from llmrl.errors import WeightSyncError
 from llmrl.modules.llm.engines import TransformersEngine
 from llmrl.modules.llm.engines.weights import WeightSpec
 from llmrl.testing import FakeEngine, tiny_model, tiny_tokenizer
-from llmrl.weight_update import WeightGroups, publish
+from llmrl.weight_update import LazyWeight, WeightGroups, publish
 
 WEIGHTS = {"a": torch.ones(2), "b.weight": torch.zeros(2, 3)}
 METADATA = {name: (tensor.dtype, tensor.shape) for name, tensor in WEIGHTS.items()}
@@ -32,6 +32,15 @@ def test_the_engine_gets_the_weights_and_the_next_version_or_the_one_given():
     assert engine.weights is None
     with pytest.raises(WeightSyncError, match="got 8 after 8"):
         publish(None, engine, version=8)
+
+
+def test_a_rank_that_does_not_send_makes_the_weights_and_has_the_version():
+    engine, made = make_engine(), []
+    engine.update_weights = lambda *a, **k: pytest.fail("sent")
+    make = lambda: made.append(1) or torch.zeros(2)  # noqa: E731
+    groups = WeightGroups({name: LazyWeight(torch.float32, torch.Size([2]), make) for name in "ab"}, max_bytes=8)
+    assert publish(groups, engine, sends=False) == engine.version == 1
+    assert len(made) == 2
 
 
 @pytest.mark.parametrize(

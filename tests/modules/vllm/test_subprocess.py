@@ -27,9 +27,10 @@ from llmrl.modules.llm.engines import AsyncVLLMEngine, SamplingParams, StopReaso
 from llmrl.modules.llm.engines.vllm.transfer import SharedMemory
 from llmrl.testing import tiny_model, tiny_tokenizer
 from llmrl.train.async_rollouts import RolloutsAhead
-from llmrl.weight_update import SyncProbe, publish, weight_groups
+from llmrl.weight_update import publish, weight_groups
 from tests.support.vllm import (
     BackgroundCall,
+    SameScores,
     assert_rows_close,
     command,
     footprint,
@@ -45,7 +46,7 @@ from tests.support.vllm import (
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 PROMPTS = [torch.tensor(ids) for ids in ([1, 2, 3], [70, 8, 9, 10, 400, 12], [300, 301, 302])]
 LONG, SHORT = SamplingParams(max_new_tokens=1900), SamplingParams(max_new_tokens=5)
-PROBE = SyncProbe(PROMPTS, bound=1e-4)
+PROBE = SameScores(PROMPTS, bound=1e-4)
 
 
 def process(engine):
@@ -322,7 +323,7 @@ def test_updates_arrive_whole_and_a_process_that_dies_in_one_is_named(engine, mo
         stepped(changed, seed)
         weights = weight_groups(changed, max_bytes=30_000) if seed % 2 else changed.state_dict()
         version = publish(weights, engine)
-        assert PROBE(engine.score, scorer(changed), version=version) < 1e-5
+        assert PROBE(engine.score, scorer(changed)) < 1e-5
         assert left_in_memory() == []  # the buffer has no name any more
     victim = process(engine)
 

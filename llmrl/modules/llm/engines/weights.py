@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -30,13 +31,34 @@ class WeightGroups(Protocol):
 
 @dataclass(frozen=True)
 class WeightSet:
-    """A complete set of weights, named as in a checkpoint. ``groups`` can be iterated once."""
+    """A complete set of weights, named as in a checkpoint. ``groups`` can be iterated once.
+
+    dtype  what is sent of floating-point weights, the engine's own; None: as they are
+    kept   parts of names of weights that a model computes with in float32 whatever its dtype: they are sent as they are
+    """
 
     metadata: Metadata
     groups: Iterable[Mapping[str, Tensor]]
+    dtype: torch.dtype | None = None
+    kept: tuple[str, ...] = ()
+
+    @cached_property
+    def sent(self) -> Metadata:
+        """``metadata`` of what `pairs` yields."""
+        return {
+            name: (self.dtype if self.dtype and own.is_floating_point and not self._is_kept(name) else own, shape)
+            for name, (own, shape) in self.metadata.items()
+        }
+
+    def _is_kept(self, name: str) -> bool:
+        return any(part in name for part in self.kept)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(shape.numel() * dtype.itemsize for dtype, shape in self.sent.values())
 
     def pairs(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and tensors. Raises WeightSyncError where they differ from ``metadata``."""
+        """Names and tensors to send. Raises WeightSyncError where they differ from ``metadata``."""
         left = dict(self.metadata)
         for group in self.groups:
             for name, tensor in group.items():
@@ -46,7 +68,7 @@ class WeightSet:
                         f"VLLMEngine: {name} must be what was announced: got {tensor.dtype} {tuple(tensor.shape)}, "
                         f"expected {expected}."
                     )
-                yield name, tensor
+                yield name, tensor.to(self.sent[name][0])
         if left:
             raise WeightSyncError(
                 f"VLLMEngine: every weight must be sent: {next(iter(left))} was announced and did not come."
@@ -78,6 +100,8 @@ class WeightSpec:
         with torch.device("meta"):
             self._model: nn.Module = AutoModelForCausalLM.from_config(config)
         self.unsaved_buffers = unsaved_buffers(self._model)
+        kept = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+        self._kept = tuple({part for name in kept for part in getattr(self._model, name, None) or ()})
         names: dict[int, str] = {}
         self._stored_name = {}  # name -> its name in a checkpoint, which stores tied weights once
         self._own: dict[str, Tensor] = {}
@@ -110,7 +134,7 @@ class WeightSpec:
                 )
         renamed = self._renamed(weights)
         metadata = {name: (tensor.dtype, tensor.shape) for name, tensor in renamed.items()}
-        return WeightSet(metadata, [renamed] if groups is None else map(self._renamed, groups))
+        return WeightSet(metadata, [renamed] if groups is None else map(self._renamed, groups), kept=self._kept)
 
     def _check_tied_once(self, names: Iterable[str]) -> None:
         """Two names of a tied weight can only be compared once groups are made, so only one may be there."""

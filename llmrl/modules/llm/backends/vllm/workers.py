@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from llmrl.errors import ConfigError, WeightSyncError
 from llmrl.modules.llm.backends.vllm.ray_engine import RayEngine
+from llmrl.modules.llm.engines.vllm.broadcast import stateless_init_process_group
 from llmrl.modules.llm.engines.vllm.engine import VLLMEngine
 from llmrl.modules.llm.engines.vllm.shared_memory import checksum
 from llmrl.modules.llm.engines.vllm.worker import WorkerExtension
-from llmrl.optional import require
 
 __all__ = ["LLMOnDevice", "make_vllm_worker", "stateless_init_process_group", "vLLMWorker"]
 
@@ -96,44 +95,6 @@ class vLLMWorker(WorkerExtension):
 
     def _checksums(self: Any) -> dict[str, int]:
         return {name: checksum(value) for name, value in self.model_runner.get_model().named_parameters()}
-
-
-def stateless_init_process_group(
-    master_address: str,
-    master_port: int,
-    rank: int,
-    world_size: int,
-    device: torch.device | str | int | None = None,
-) -> Any:
-    """Joins a group of ``world_size``, a trainer and an engine's workers, beside the default group of
-    ``torch.distributed``; waits until all have joined.
-
-    Returns  on a GPU vLLM's NCCL communicator; where ``device`` is None or the CPU, a group with the same ``broadcast``
-             that goes through the store at ``master_address``: for small things
-    Raises   ConfigError for a rank outside of the group
-    """
-    who = "stateless_init_process_group"
-    if not 0 <= rank < world_size:
-        raise ConfigError(f"{who}: rank must be within 0..{world_size - 1}: got {rank}.")
-    if device is None or torch.device(device).type == "cpu":
-        groups = require("vllm.distributed.utils", extra="vllm", used_by=who)
-        return _StoreGroup(groups.StatelessProcessGroup.create(master_address, master_port, rank, world_size))
-    nccl = require("vllm.distributed.weight_transfer.nccl_common", extra="vllm", used_by=who)
-    return nccl.stateless_init_process_group(master_address, master_port, rank, world_size, device)
-
-
-class _StoreGroup:
-    """vLLM's group of metadata, with ``broadcast`` in place like that of a communicator."""
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-        self.rank, self.world_size = group.rank, group.world_size
-
-    def broadcast(self, tensor: Tensor, src: int) -> None:
-        """Every rank has the tensor of ``src`` afterwards."""
-        found = self._group.broadcast(tensor, src=src)
-        if self.rank != src:
-            tensor.copy_(found)
 
 
 def _number(device: torch.device | int) -> int:

@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,7 +24,13 @@ from llmrl.modules.llm.engines.base import Generation, SamplingParams
 from llmrl.modules.llm.engines.vllm.core import SCORING, Core, NothingLoadedError, Requests, request_options
 from llmrl.modules.llm.engines.vllm.factory import config_of, eos_ids, make_core
 from llmrl.modules.llm.engines.vllm.sleep import SleepCycle
-from llmrl.modules.llm.engines.vllm.transfer import SharedMemory, TransferCache, TransferSettings, transfer_settings
+from llmrl.modules.llm.engines.vllm.transfer import (
+    TransferCache,
+    TransferSettings,
+    nearest_transfer,
+    place_of_process,
+    transfer_settings,
+)
 from llmrl.modules.llm.engines.weights import WeightGroups, WeightSet, WeightSpec
 
 if TYPE_CHECKING:
@@ -48,8 +55,8 @@ class VLLMEngine:
     timeout_s      longest that a call may take, in seconds; None: 600, and one more for every token of its longest row
     connect_s      of a server: longest that its first answer may take
     silence_s      of a server: longest that it may leave ``/health`` unanswered during a request
-    weight_backend how weights reach an engine in another process: "shared_memory" (the default), "nccl" or "ipc", or a
-                   `SharedMemory`, `NCCL` or `CudaIPC` with settings
+    weight_backend how weights reach an engine in another process: "shared_memory", "nccl" or "ipc", or a
+                   `SharedMemory`, `NCCL` or `CudaIPC` with settings; None or "auto": the shortest of them
     options        arguments of ``vllm.LLM``, when one is built; ``dtype`` is the checkpoint's own unless given
 
     Log-probs are those of the distribution sampled from; where truncation or a penalty changed that, the drawn ids are
@@ -115,6 +122,11 @@ class VLLMEngine:
         for scoring what it has generated. A response that reaches it ends as LENGTH.
         """
         return self.core.info.max_length
+
+    @property
+    def address(self) -> str | None:
+        """The URL of a server, which ranks may share; None for an engine of this process's own."""
+        return getattr(self.core, "url", None)
 
     # --- generation ---------------------------------------------------------------------------------------------------
 
@@ -284,15 +296,16 @@ class VLLMEngine:
 
     def _load(self, weights: WeightSet, version: int, end: float, settings: TransferSettings | None) -> None:
         try:
-            reason = self.core.call_workers("llmrl_why_not_loadable", end)[0]
+            workers = self.core.call_workers("llmrl_describe", end)
         except UnsupportedError:
             raise
         except LLMRLError as error:
             raise NothingLoadedError(f"{error} Nothing was updated.") from error
-        if reason:
+        if reason := workers[0]["refuses"]:
             raise UnsupportedError(
                 f"VLLMEngine: {self.core.info.model} takes no weights: {reason}. Nothing was updated."
             )
+        weights = replace(weights, dtype=getattr(torch, workers[0]["dtype"]))
         was_incomplete, self._incomplete = self._incomplete, True
         try:
             with self._sleep.loading(end), self.core.updating(version, end) as same_workers:
@@ -301,7 +314,7 @@ class VLLMEngine:
                 else:
                     if not same_workers:
                         self._transfers.close()
-                    self._transfers.send(weights, end, settings or SharedMemory())
+                    self._transfers.send(weights, end, settings or nearest_transfer(place_of_process(), workers))
         except (NotImplementedError, NothingLoadedError):
             self._incomplete = was_incomplete
             raise

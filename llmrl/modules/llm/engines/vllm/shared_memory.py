@@ -1,17 +1,28 @@
-"""A buffer of memory that processes of one machine share, and tensors written into it and read out of it."""
+"""Buffers that a trainer and an engine's workers share: memory of the machine, or of one GPU; tensors in them."""
 
 from __future__ import annotations
 
 import mmap
 import os
 import tempfile
+import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["SharedBuffer", "StoredTensor", "checksum", "padded_size"]
+__all__ = [
+    "Buffer",
+    "CudaBuffer",
+    "SharedBuffer",
+    "StoredTensor",
+    "checksum",
+    "fields_of_handle",
+    "handle_of_fields",
+    "padded_size",
+]
 
 _SHARED_MEMORY = Path("/dev/shm")
 _ALIGNMENT = 64
@@ -32,8 +43,56 @@ class StoredTensor(NamedTuple):
     offset: int
     checksum: int
 
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * getattr(torch, self.dtype).itemsize
 
-class SharedBuffer:
+
+class Buffer:
+    """``bytes``, uint8[size], of a trainer and the workers that it sends tensors through them to.
+
+    ``connect(open_workers)``  opens the workers' ends by calling it with what they need
+    ``pass_on(start, end)``    called after the workers were told to read these bytes; where they share memory there is
+                               nothing to do
+    """
+
+    def __init__(self, memory: Tensor) -> None:
+        self.bytes, self.size = memory, memory.numel()
+
+    def connect(self, open_workers: Callable[[dict[str, Any]], Any]) -> None:
+        raise NotImplementedError
+
+    def pass_on(self, start: int, end: int) -> None:
+        pass
+
+    def write(self, name: str, tensor: Tensor, *, offset: int) -> StoredTensor:
+        """Copies ``tensor`` to ``offset``, a multiple of 64, where `padded_size` of its bytes must be free."""
+        source = tensor.detach().reshape(-1).view(torch.uint8)
+        end = offset + source.numel()
+        self.bytes[end : offset + padded_size(source.numel())] = 0
+        dtype, shape, total = str(tensor.dtype).removeprefix("torch."), list(tensor.shape), 0
+        if source.is_cuda:
+            self.bytes[offset:end].copy_(source)
+            # Summed on the GPU, after the copy: when the sum is here, so are the bytes.
+            return StoredTensor(name, dtype, shape, offset, checksum(source))
+        for start in range(0, source.numel(), _CHUNK):
+            chunk = source[start : start + _CHUNK]
+            first = offset + start
+            self.bytes[first : first + chunk.numel()].copy_(chunk)
+            total += _sum_words(self.bytes[first : first + -(-chunk.numel() // 8) * 8])
+        return StoredTensor(name, dtype, shape, offset, _signed(total))
+
+    def read(self, stored: StoredTensor) -> Tensor:
+        """The tensor as a view of the buffer: later writes show in it."""
+        dtype = getattr(torch, stored.dtype)
+        return self.bytes[stored.offset : stored.offset + stored.num_bytes].view(dtype).view(stored.shape)
+
+    def is_intact(self, stored: StoredTensor) -> bool:
+        """True if the bytes are still those that were written."""
+        return checksum(self.read(stored)) == stored.checksum
+
+
+class SharedBuffer(Buffer):
     """``size`` bytes, mapped into this process; every process that maps the same path sees the same bytes.
 
     The path exists from `create` until `unlink`. After that the memory lives as long as a process has it mapped, so
@@ -51,10 +110,14 @@ class SharedBuffer:
     """
 
     def __init__(self, path: str, handle: int, size: int) -> None:
-        self.path, self.size = path, size
+        self.path = path
         # Pages are mapped now where the system can, so that the first update does not pay for it.
         memory = mmap.mmap(handle, size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
-        self.bytes = torch.frombuffer(memory, dtype=torch.uint8)  # unmapped with the last tensor that views it
+        super().__init__(torch.frombuffer(memory, dtype=torch.uint8))  # unmapped with the last tensor that views it
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # pinned: a GPU then copies at full speed
+            start = self.bytes.data_ptr()
+            if int(torch.cuda.cudart().cudaHostRegister(start, size, 0)) == 0:
+                weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, start)
 
     @classmethod
     def create(cls, size: int) -> SharedBuffer:
@@ -87,28 +150,51 @@ class SharedBuffer:
         """Removes the path; a second call does nothing."""
         Path(self.path).unlink(missing_ok=True)
 
-    def write(self, name: str, tensor: Tensor, *, offset: int) -> StoredTensor:
-        """Copies ``tensor`` to ``offset``, a multiple of 64, where `padded_size` of its bytes must be free."""
-        source = tensor.detach().reshape(-1).view(torch.uint8)
-        end = offset + source.numel()
-        self.bytes[end : offset + padded_size(source.numel())] = 0
-        total = 0
-        for start in range(0, source.numel(), _CHUNK):
-            chunk = source[start : start + _CHUNK]
-            first = offset + start
-            self.bytes[first : first + chunk.numel()].copy_(chunk)
-            total += _sum_words(self.bytes[first : first + -(-chunk.numel() // 8) * 8])
-        return StoredTensor(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset, _signed(total))
+    def connect(self, open_workers: Callable[[dict[str, Any]], Any]) -> None:
+        try:
+            open_workers({"path": self.path, "size": self.size})
+        finally:
+            self.unlink()
 
-    def read(self, stored: StoredTensor) -> Tensor:
-        """The tensor as a view of the buffer: later writes show in it."""
-        dtype = getattr(torch, stored.dtype)
-        count = torch.Size(stored.shape).numel()
-        return self.bytes[stored.offset : stored.offset + count * dtype.itemsize].view(dtype).view(stored.shape)
 
-    def is_intact(self, stored: StoredTensor) -> bool:
-        """True if the bytes are still those that were written."""
-        return checksum(self.read(stored)) == stored.checksum
+class CudaBuffer(Buffer):
+    """Memory of the GPU that this process and the workers share, by CUDA's handles.
+
+    A handle is sent as numbers and text, which every message can carry; torch's own form of it holds classes, which
+    vLLM's messages refuse.
+    """
+
+    @classmethod
+    def create(cls, size: int) -> CudaBuffer:
+        """A new buffer on the current GPU. Raises torch.OutOfMemoryError where there is no room."""
+        return cls(torch.empty(size, dtype=torch.uint8, device="cuda"))
+
+    @classmethod
+    def open(cls, gpu: str, fields: list[Any], size: int) -> CudaBuffer:
+        """The buffer of another process on the GPU with this UUID."""
+        number = next(n for n in range(torch.cuda.device_count()) if _gpu_uuid(n) == gpu)
+        with torch.cuda.device(number):
+            storage = torch.UntypedStorage._new_shared_cuda(number, *handle_of_fields(fields))
+            return cls(torch.empty(0, dtype=torch.uint8, device=f"cuda:{number}").set_(storage)[:size])
+
+    def connect(self, open_workers: Callable[[dict[str, Any]], Any]) -> None:
+        _, *handle = self.bytes.untyped_storage()._share_cuda_()
+        gpu = _gpu_uuid(self.bytes.device.index)
+        open_workers({"gpu": gpu, "handle": fields_of_handle(handle), "size": self.size})
+
+
+def fields_of_handle(handle: Sequence[Any]) -> list[Any]:
+    """The parts of a handle of GPU memory, bytes as text."""
+    return [part.hex() if isinstance(part, bytes) else part for part in handle]
+
+
+def handle_of_fields(fields: Sequence[Any]) -> list[Any]:
+    """The handle that `fields_of_handle` took apart."""
+    return [bytes.fromhex(field) if isinstance(field, str) else field for field in fields]
+
+
+def _gpu_uuid(number: int) -> str:
+    return str(torch.cuda.get_device_properties(number).uuid)
 
 
 def padded_size(size: int) -> int:

@@ -1,41 +1,42 @@
-"""The trainer's half of moving weights into the worker processes of a vLLM engine.
+"""The trainer's half of moving weights into the worker processes of a vLLM engine. The workers' half is in ``worker``.
 
-`SharedMemory` is a transfer of ours, with or without GPUs; `NCCL` and `CudaIPC` are vLLM's own between GPUs. The
-workers' half is in ``worker``.
+There is one way with three kinds of buffers: memory of the machine (`SharedMemory`), memory of a GPU that both use
+(`CudaIPC`), a buffer on each side that is broadcast (`NCCL`). Chunks, checksums and barriers are the same.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from llmrl.errors import ConfigError, UnsupportedError, WeightSyncError, did_you_mean
+from llmrl.modules.llm.engines.vllm.broadcast import BroadcastBuffer
 from llmrl.modules.llm.engines.vllm.compat import vllm_module
 from llmrl.modules.llm.engines.vllm.core import NothingLoadedError
-from llmrl.modules.llm.engines.vllm.shared_memory import SharedBuffer, StoredTensor, padded_size
+from llmrl.modules.llm.engines.vllm.shared_memory import Buffer, CudaBuffer, SharedBuffer, StoredTensor, padded_size
 from llmrl.modules.llm.engines.weights import WeightSet
 
 __all__ = [
+    "BACKEND",
     "NCCL",
-    "SHARED_MEMORY",
     "CallWorkers",
     "CudaIPC",
     "SharedMemory",
     "Transfer",
     "TransferCache",
     "TransferSettings",
+    "nearest_transfer",
+    "place_of_process",
     "transfer_settings",
 ]
 
-SHARED_MEMORY = "llmrl_shared_memory"  # the name of our transfer in vLLM's factory
+BACKEND = "llmrl"  # the name of our transfer in vLLM's factory
 
 
 class CallWorkers(Protocol):
@@ -87,12 +88,13 @@ class TransferCache:
             transfer.close()
 
 
-# --- shared memory ----------------------------------------------------------------------------------------------------
+# --- settings ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """The transfer through memory that trainer and workers share: both on one machine, with or without GPUs.
+    """The transfer through memory that trainer and workers share: both on one machine, with or without GPUs. Where the
+    trainer has a GPU the memory is pinned.
 
     buffer_bytes  of shared memory, kept between updates; one half is loaded while the other is filled. Small is fast:
                   what was just written is still in the processor's cache. It grows to the largest tensor, and shrinks
@@ -107,23 +109,141 @@ class SharedMemory:
     buffer_bytes: int = 1 << 26
 
     def __post_init__(self) -> None:
-        if self.buffer_bytes < 128:
-            raise ConfigError(f"SharedMemory: buffer_bytes must be at least 128: got {self.buffer_bytes}.")
+        _check_size(self, self.buffer_bytes)
 
     def connect(self, call: CallWorkers) -> Transfer:
-        return _SharedMemoryTransfer(call, self.buffer_bytes)
+        return _BufferTransfer(call, self.buffer_bytes, lambda size, end: SharedBuffer.create(size))
 
 
-class _SharedMemoryTransfer:
+@dataclass(frozen=True)
+class CudaIPC:
+    """The transfer through memory of the trainer's GPU, which the workers see too.
+
+    buffer_bytes  of its memory, kept between updates, as in `SharedMemory`
+    """
+
+    buffer_bytes: int = 1 << 28
+
+    def __post_init__(self) -> None:
+        _check_size(self, self.buffer_bytes)
+
+    def connect(self, call: CallWorkers) -> Transfer:
+        if not torch.cuda.is_available():
+            raise UnsupportedError(
+                "VLLMEngine: the ipc transfer goes through memory of a GPU, and there is none here; "
+                "backend='shared_memory' needs none. Nothing was updated."
+            )
+        return _BufferTransfer(call, self.buffer_bytes, lambda size, end: CudaBuffer.create(size))
+
+
+@dataclass(frozen=True)
+class NCCL:
+    """Broadcast from the trainer, rank 0, to the workers, which may be on other GPUs and machines. Where there are no
+    GPUs it goes through a store at the same address, slowly.
+
+    num_workers     of the engine, over all of its replicas: tensor x pipeline x data parallel; None: as many as answer
+    master_address  of this process, as the workers reach it
+    master_port     None: a free one
+    buffer_bytes    on each side, kept between updates, as in `SharedMemory`
+    """
+
+    num_workers: int | None = None
+    master_address: str = "127.0.0.1"
+    master_port: int | None = None
+    buffer_bytes: int = 1 << 28
+
+    def __post_init__(self) -> None:
+        _check_size(self, self.buffer_bytes)
+        if self.num_workers is not None and self.num_workers < 1:
+            raise ConfigError(f"NCCL: num_workers must be at least 1: got {self.num_workers}.")
+
+    def connect(self, call: CallWorkers) -> Transfer:
+        def create(size: int, end: float) -> Buffer:
+            workers = call("llmrl_describe", end)
+            if self.num_workers not in (None, len(workers)):
+                raise ConfigError(
+                    f"NCCL: num_workers must be that of the engine: got {self.num_workers}, {len(workers)} answer."
+                )
+            free_port = vllm_module("vllm.utils.network_utils").get_open_port
+            device = "cpu" if None in (workers[0]["gpu"], place_of_process()["gpu"]) else "cuda"
+            port = self.master_port or free_port()
+            return BroadcastBuffer(size, device, self.master_address, port, 1 + len(workers))
+
+        return _BufferTransfer(call, self.buffer_bytes, create)
+
+
+def _check_size(settings: Any, size: int) -> None:
+    if size < 128:
+        raise ConfigError(f"{type(settings).__name__}: buffer_bytes must be at least 128: got {size}.")
+
+
+_NAMED: dict[str, TransferSettings] = {"shared_memory": SharedMemory(), "nccl": NCCL(), "ipc": CudaIPC()}
+
+
+def transfer_settings(given: str | TransferSettings | None, place: str = "subprocess") -> TransferSettings | None:
+    """The settings that a name stands for, or those given; None for "auto".
+
+    Raises  ConfigError for an unknown name, and for any where the engine is in this process, which is handed tensors
+    """
+    if given is None or given == "auto":
+        return None
+    if isinstance(given, str) and given not in _NAMED:
+        raise ConfigError(
+            f"VLLMEngine: weight_backend must be one of auto, {', '.join(_NAMED)}: got {given!r}."
+            f"{did_you_mean(given, _NAMED)}"
+        )
+    settings = _NAMED[given] if isinstance(given, str) else given
+    if place == "process":
+        raise ConfigError(
+            f"VLLMEngine: {type(settings).__name__} does not reach an engine in this process: leave weight_backend out."
+        )
+    return settings
+
+
+def place_of_process(device: Any = None) -> dict[str, Any]:
+    """Where this process computes: "machine", "gpu", the UUID of its own or None, and the UUIDs that it "sees"."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    machine = f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
+    if not torch.cuda.is_available():
+        return {"machine": machine, "gpu": None, "sees": []}
+    seen = [str(torch.cuda.get_device_properties(number).uuid) for number in range(torch.cuda.device_count())]
+    number = torch.cuda.current_device() if device is None else device.index
+    return {"machine": machine, "gpu": seen[number], "sees": seen}
+
+
+def nearest_transfer(trainer: Mapping[str, Any], workers: Sequence[Mapping[str, Any]]) -> TransferSettings:
+    """The shortest path from a trainer to an engine's workers; places as of `place_of_process`.
+
+    >>> trainer = {"machine": "a", "gpu": "0", "sees": ["0", "1"]}
+    >>> [type(nearest_transfer(trainer, [worker])).__name__ for worker in (
+    ...     trainer, {**trainer, "gpu": "1"}, {**trainer, "gpu": None, "sees": []})]
+    ['CudaIPC', 'NCCL', 'SharedMemory']
+    """
+    near = all(worker["machine"] == trainer["machine"] for worker in workers)
+    gpus = [worker["gpu"] for worker in workers]
+    if near and trainer["gpu"] in gpus and trainer["gpu"] is not None:
+        # NCCL refuses two members on one GPU; a handle is for all who see the GPU that it is of.
+        return CudaIPC() if all(trainer["gpu"] in worker["sees"] for worker in workers) else SharedMemory()
+    if near and None in (trainer["gpu"], *gpus):
+        return SharedMemory()
+    return NCCL() if near else NCCL(master_address=vllm_module("vllm.utils.network_utils").get_ip())
+
+
+# --- the transfer -----------------------------------------------------------------------------------------------------
+
+
+class _BufferTransfer:
     """Weights through one buffer: written once here, read once by every worker, with a checksum on both sides.
 
     No second copy of the model exists: a tensor is in the buffer while it is loaded. Weights that fit into half of the
     buffer are all verified before the first one is loaded.
+
+    create  a buffer of so many bytes, by a deadline; an error where there is no room
     """
 
-    def __init__(self, call: CallWorkers, buffer_bytes: int) -> None:
-        self._call, self._buffer_bytes = call, buffer_bytes
-        self._buffer: SharedBuffer | None = None
+    def __init__(self, call: CallWorkers, buffer_bytes: int, create: Callable[[int, float], Buffer]) -> None:
+        self._call, self._buffer_bytes, self._create = call, buffer_bytes, create
+        self._buffer: Buffer | None = None
         self._half = 0
         self._touched = False  # whether some of an update's weights may be loaded
 
@@ -138,7 +258,13 @@ class _SharedMemoryTransfer:
                     # One half is written while the workers load the other.
                     for stored in self._fill_halves(weights):
                         self._await_loaded(loading)
-                        loading = pool.submit(self._call, "llmrl_receive", end, stored=stored) if stored else None
+                        loading = None
+                        if stored:
+                            first, last = stored[0].offset, stored[-1].offset + padded_size(stored[-1].num_bytes)
+                            loading = pool.submit(
+                                self._call, "llmrl_receive", end, stored=stored, start=first, stop=last
+                            )
+                            self._buffer.pass_on(first, last)
                 finally:
                     self._await_loaded(loading)
             self._finish(end)
@@ -153,7 +279,7 @@ class _SharedMemoryTransfer:
 
     def _reserve(self, weights: WeightSet, end: float) -> None:
         """Creates a buffer for these weights, unless there is one; every worker has mapped it and its path is gone."""
-        sizes = {name: padded_size(shape.numel() * dtype.itemsize) for name, (dtype, shape) in weights.metadata.items()}
+        sizes = {name: padded_size(shape.numel() * dtype.itemsize) for name, (dtype, shape) in weights.sent.items()}
         largest, total = max(sizes, key=sizes.__getitem__), sum(sizes.values())
         half = min(padded_size(self._buffer_bytes // 2), total)
         size = max(half if half == total else 2 * half, sizes[largest])
@@ -162,21 +288,18 @@ class _SharedMemoryTransfer:
         self._buffer = None
         while True:
             try:
-                buffer = SharedBuffer.create(size)
+                buffer = self._create(size, end)
                 break
-            except OSError as error:
+            except (OSError, torch.OutOfMemoryError) as error:
                 if size == sizes[largest]:
+                    remedy = "give the machine more of it (a container: --shm-size)"
+                    memory, remedy = ("shared", remedy) if isinstance(error, OSError) else ("GPU", "free some of it")
                     raise WeightSyncError(
-                        f"VLLMEngine: {largest} needs {size / 2**20:.0f} MiB of shared memory: {error}; give the "
-                        "machine more of it (a container: --shm-size)."
+                        f"VLLMEngine: {largest} needs {size / 2**20:.0f} MiB of {memory} memory: {error}; {remedy}."
                     ) from error
                 half = padded_size(half // 2)
                 size = max(2 * half if half > 64 else 0, sizes[largest])
-        try:
-            init_info = {"path": buffer.path, "size": buffer.size}
-            self._call("llmrl_open_transfer", end, backend=SHARED_MEMORY, init_info=init_info)
-        finally:
-            buffer.unlink()
+        buffer.connect(lambda info: self._call("llmrl_open_transfer", end, backend=BACKEND, init_info={"info": info}))
         self._buffer, self._half = buffer, half
 
     def _fill_halves(self, weights: WeightSet) -> Iterator[list[StoredTensor]]:
@@ -228,161 +351,3 @@ class _SharedMemoryTransfer:
                         f"VLLMEngine: every parameter must have its new value: in worker {worker} {names[0]} {what} "
                         f"({len(names)} in all)."
                     )
-
-
-# --- vLLM's own transfers between GPUs --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class NCCL:
-    """Broadcast from the trainer's GPU to those of the workers, which may be on other machines.
-
-    num_workers     of the engine, over all of its replicas: tensor x pipeline x data parallel
-    master_address  of this process, as the workers reach it
-    master_port     None: a free one
-    packed          many tensors per broadcast
-    """
-
-    num_workers: int = 1
-    master_address: str = "127.0.0.1"
-    master_port: int | None = None
-    packed: bool = True
-
-    def __post_init__(self) -> None:
-        if self.num_workers < 1:
-            raise ConfigError(f"NCCL: num_workers must be at least 1: got {self.num_workers}.")
-
-    def connect(self, call: CallWorkers) -> Transfer:
-        def info() -> Any:
-            port = self.master_port
-            if port is None:
-                port = vllm_module("vllm.utils.network_utils").get_open_port()
-            return vllm_module("vllm.distributed.weight_transfer.nccl_engine").NCCLTrainerInitInfo(
-                rank=0,
-                master_address=self.master_address,
-                master_port=port,
-                world_size=1 + self.num_workers,
-                packed=self.packed,
-            )
-
-        return _GPUTransfer(call, "nccl", info)
-
-
-@dataclass(frozen=True)
-class CudaIPC:
-    """Handles of GPU memory: trainer and worker share a GPU.
-
-    packed        through one buffer of ``buffer_bytes``, so that the trainer holds no second copy of the model
-    """
-
-    packed: bool = True
-    buffer_bytes: int = 1 << 30
-
-    def connect(self, call: CallWorkers) -> Transfer:
-        def info() -> Any:
-            return vllm_module("vllm.distributed.weight_transfer.ipc_engine").IPCTrainerInitInfo(
-                rank=0, packed=self.packed, packed_buffer_size_bytes=self.buffer_bytes
-            )
-
-        return _GPUTransfer(call, "ipc", info)
-
-
-class _GPUTransfer:
-    """A trainer's end of one of vLLM's transfers, opened at the first update. Not yet run on a GPU.
-
-    Its last four methods are vLLM's ``VLLMWeightSyncClient``, through which vLLM calls the workers.
-    """
-
-    def __init__(self, call: CallWorkers, backend: str, make_info: Callable[[], Any]) -> None:
-        self._call, self._backend, self._make_info = call, backend, make_info
-        self._source: Any = None
-        self._trainer: Any = None
-        self._end = time.monotonic()
-        self._touched = False
-
-    def send(self, weights: WeightSet, end: float) -> None:
-        self._end, self._touched = end, False
-        try:
-            if self._trainer is None:
-                self._open()
-            self._source.weights = weights
-            self._trainer.send_weights()
-        except Exception as error:
-            if self._touched or isinstance(error, NotImplementedError):
-                raise
-            raise NothingLoadedError(f"{error} Nothing was updated.") from error
-        finally:
-            if self._source is not None:
-                self._source.weights = None
-
-    def _open(self) -> None:
-        factory = vllm_module("vllm.distributed.weight_transfer.factory").WeightTransferTrainerFactory
-        if not torch.cuda.is_available():
-            raise UnsupportedError(
-                f"VLLMEngine: the {self._backend} transfer moves weights between GPUs, and there is none here; "
-                "backend='shared_memory' needs none. Nothing was updated."
-            )
-        self._source = _source_class()()
-        self._trainer = factory.trainer_init(self._make_info(), client=self, source=self._source)
-
-    def close(self) -> None:
-        if self._trainer is not None:
-            with suppress(Exception):  # the peers may be gone
-                self._trainer.shutdown()
-            self._trainer = None
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self._call("llmrl_open_transfer", self._end, backend=self._backend, init_info=init_info)
-
-    def start_weight_update(self) -> None:
-        self._call("llmrl_start", self._end)
-
-    def update_weights(self, update_info: Any) -> None:
-        self._touched = True
-        self._call("update_weights", self._end, update_info=update_info)
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        del weight_version  # the engine labels it
-        self._call("finish_weight_update", self._end)
-
-
-@cache
-def _source_class() -> type:
-    base = vllm_module("vllm.distributed.weight_transfer.base")
-
-    class Source(base.WeightSource):
-        """The weights of the update that runs."""
-
-        weights: WeightSet
-
-        def metadata(self) -> list[Any]:
-            return [base.ParamMeta(name, dtype, tuple(shape)) for name, (dtype, shape) in self.weights.metadata.items()]
-
-        def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in self.weights.pairs():
-                yield name, tensor.cuda()
-
-    return Source
-
-
-_NAMED: dict[str, TransferSettings] = {"shared_memory": SharedMemory(), "nccl": NCCL(), "ipc": CudaIPC()}
-# Weights of an engine in this process are handed over as tensors; HTTP cannot carry handles of GPU memory.
-_REFUSED: dict[str, tuple[type, ...]] = {"process": (SharedMemory, NCCL, CudaIPC), "server": (CudaIPC,)}
-
-
-def transfer_settings(given: str | TransferSettings | None, place: str = "subprocess") -> TransferSettings | None:
-    """The settings that a name stands for, or those given.
-
-    Raises  ConfigError for an unknown name, and for a transfer that an engine in ``place`` (of `CoreInfo`) cannot use
-    """
-    if isinstance(given, str) and given not in _NAMED:
-        raise ConfigError(
-            f"VLLMEngine: weight_backend must be one of {', '.join(_NAMED)}: got {given!r}."
-            f"{did_you_mean(given, _NAMED)}"
-        )
-    settings = _NAMED[given] if isinstance(given, str) else given
-    if isinstance(settings, _REFUSED.get(place, ())):
-        remedy = "leave weight_backend out" if place == "process" else "use SharedMemory or NCCL"
-        where = "in this process" if place == "process" else "behind a URL"
-        raise ConfigError(f"VLLMEngine: {type(settings).__name__} does not reach an engine {where}: {remedy}.")
-    return settings

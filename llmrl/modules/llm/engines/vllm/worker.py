@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from llmrl.concurrency import parent_watchdog
+from llmrl.modules.llm.engines.vllm.broadcast import BroadcastBuffer
 from llmrl.modules.llm.engines.vllm.compat import (
     copy_pending,
     repack_tied,
@@ -22,8 +23,8 @@ from llmrl.modules.llm.engines.vllm.compat import (
     vllm_module,
     without_expert_kernels,
 )
-from llmrl.modules.llm.engines.vllm.shared_memory import SharedBuffer, StoredTensor, checksum
-from llmrl.modules.llm.engines.vllm.transfer import SHARED_MEMORY
+from llmrl.modules.llm.engines.vllm.shared_memory import Buffer, CudaBuffer, SharedBuffer, StoredTensor, checksum
+from llmrl.modules.llm.engines.vllm.transfer import BACKEND, place_of_process
 
 __all__ = ["WorkerExtension"]
 
@@ -39,11 +40,14 @@ class WorkerExtension:
         """Called once, when the engine is up."""
         skip_compiled_rank_count()
 
-    def llmrl_why_not_loadable(self: Any) -> str:
-        """The reason why this model cannot be given new weights; empty where it can."""
-        if self.vllm_config.lora_config is not None:
-            return "it was built with enable_lora, and takes adapters in their place (update_adapter)"
-        return ""
+    def llmrl_describe(self: Any) -> dict[str, Any]:
+        """`place_of_process`; the "dtype" that weights are to come in; "refuses", why none can be loaded, or ""."""
+        lora = self.vllm_config.lora_config is not None
+        refuses = "it was built with enable_lora, and takes adapters in their place (update_adapter)" if lora else ""
+        dtype = str(self.vllm_config.model_config.dtype).removeprefix("torch.")
+        on_gpu = self.device.type == "cuda"
+        place = place_of_process(self.device) if on_gpu else place_of_process() | {"gpu": None, "sees": []}
+        return place | {"dtype": dtype, "refuses": refuses}
 
     def llmrl_load_weights(self: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replaces the model's weights by these, named as in a checkpoint. After an error the weights are neither the
@@ -63,7 +67,7 @@ class WorkerExtension:
     def llmrl_open_transfer(self: Any, backend: str, init_info: dict[str, Any]) -> None:
         """Makes ``backend``, a name of ours or of vLLM's factory, the transfer by which this worker takes weights."""
         factory = vllm_module("vllm.distributed.weight_transfer.factory").WeightTransferEngineFactory
-        if backend == SHARED_MEMORY:
+        if backend == BACKEND:
             try:
                 factory.register_engine(backend, _transfer_class())
             except ValueError as error:
@@ -85,10 +89,13 @@ class WorkerExtension:
             self.finish_weight_update()
         self.start_weight_update()
 
-    def llmrl_receive(self: Any, stored: list[list[Any]]) -> list[str]:
-        """Loads what the trainer wrote into the buffer, or nothing where some of it is damaged; then its names."""
+    def llmrl_receive(self: Any, stored: list[list[Any]], start: int, stop: int) -> list[str]:
+        """Loads what the trainer wrote into the buffer from ``start`` to ``stop``, or nothing where some of it is
+        damaged; then its names.
+        """
         entries = [StoredTensor(*entry) for entry in stored]
         buffer = self.weight_transfer_engine.buffer
+        buffer.pass_on(start, stop)
         damaged = [entry.name for entry in entries if not buffer.is_intact(entry)]
         if not damaged:
             self.update_weights({"stored": entries})
@@ -128,7 +135,7 @@ class _Reload:
         self._unmet = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
 
     @torch.no_grad()
-    def load(self, stored: list[StoredTensor], buffer: SharedBuffer) -> None:
+    def load(self, stored: list[StoredTensor], buffer: Buffer) -> None:
         if self._attach_kernels is None:
             self._attach_kernels = without_expert_kernels(self._model)
             self._reload.initialize_layerwise_reload(self._model)
@@ -172,24 +179,31 @@ class _Reload:
 
 @cache
 def _transfer_class() -> type:
-    """The worker's half of the shared-memory transfer, a ``WeightTransferEngine`` for vLLM's factory."""
+    """The worker's half of the transfer, a ``WeightTransferEngine`` for vLLM's factory."""
     base = vllm_module("vllm.distributed.weight_transfer.base")
 
     @dataclass
     class InitInfo(base.WeightTransferInitInfo):
-        path: str
-        size: int
+        info: dict[str, Any]  # of a buffer's ``connect``
 
     @dataclass
     class UpdateInfo(base.WeightTransferUpdateInfo):
         stored: list[StoredTensor]
 
-    class SharedMemoryWeightTransferEngine(base.WeightTransferEngine):
+    class BufferWeightTransferEngine(base.WeightTransferEngine):
         init_info_cls = InitInfo
         update_info_cls = UpdateInfo
 
         def init_transfer_engine(self, init_info: InitInfo) -> None:
-            self.buffer = SharedBuffer.open(init_info.path, init_info.size)
+            info = init_info.info
+            if "path" in info:
+                self.buffer = SharedBuffer.open(info["path"], info["size"])
+            elif "handle" in info:
+                self.buffer = CudaBuffer.open(info["gpu"], info["handle"], info["size"])
+            else:
+                parallel = self.parallel_config
+                rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank  # the trainer is 0
+                self.buffer = BroadcastBuffer.open(info["size"], self.device, info["group"], rank)
 
         def start_weight_update(self) -> None:
             self.reload = _Reload(self.model, self.model_config)
@@ -208,4 +222,4 @@ def _transfer_class() -> type:
         def shutdown(self) -> None:
             self.buffer = None
 
-    return SharedMemoryWeightTransferEngine
+    return BufferWeightTransferEngine

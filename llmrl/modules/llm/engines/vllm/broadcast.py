@@ -1,0 +1,86 @@
+"""Weights by broadcast: process groups of a trainer and an engine's workers, and a buffer that each of them has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmrl.errors import ConfigError
+from llmrl.modules.llm.engines.vllm.shared_memory import Buffer
+from llmrl.optional import require
+
+__all__ = ["BroadcastBuffer", "stateless_init_process_group"]
+
+
+def stateless_init_process_group(
+    master_address: str,
+    master_port: int,
+    rank: int,
+    world_size: int,
+    device: torch.device | str | int | None = None,
+) -> Any:
+    """Joins a group of ``world_size``, a trainer and an engine's workers, beside the default group of
+    ``torch.distributed``; waits until all have joined.
+
+    Returns  on a GPU vLLM's NCCL communicator; where ``device`` is None or the CPU, a group with the same ``broadcast``
+             that goes through the store at ``master_address``: for small things
+    Raises   ConfigError for a rank outside of the group
+    """
+    who = "stateless_init_process_group"
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"{who}: rank must be within 0..{world_size - 1}: got {rank}.")
+    if device is None or torch.device(device).type == "cpu":
+        groups = require("vllm.distributed.utils", extra="vllm", used_by=who)
+        return _StoreGroup(groups.StatelessProcessGroup.create(master_address, master_port, rank, world_size))
+    nccl = require("vllm.distributed.weight_transfer.nccl_common", extra="vllm", used_by=who)
+    return nccl.stateless_init_process_group(master_address, master_port, rank, world_size, device)
+
+
+class _StoreGroup:
+    """vLLM's group of metadata, with ``broadcast`` in place like that of a communicator."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self.rank, self.world_size = group.rank, group.world_size
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        """Every rank has the tensor of ``src`` afterwards."""
+        found = self._group.broadcast(tensor, src=src)
+        if self.rank != src:
+            tensor.copy_(found)
+
+
+class BroadcastBuffer(Buffer):
+    """A buffer on the device of each member of a group: the trainer, rank 0, and the workers, whose ranks follow."""
+
+    def __init__(self, size: int, device: Any, address: str, port: int, world_size: int) -> None:
+        super().__init__(torch.empty(size, dtype=torch.uint8, device=device))
+        self._address, self._port, self._world_size = address, port, world_size
+        self._group: Any = None
+
+    @classmethod
+    def open(cls, size: int, device: Any, group: list[Any], rank: int) -> BroadcastBuffer:
+        """A worker's end, which joins the group as ``rank``, counted from 1."""
+        buffer = cls(size, device, *group)
+        buffer._join(rank)
+        return buffer
+
+    def connect(self, open_workers: Callable[[dict[str, Any]], Any]) -> None:
+        group = [self._address, self._port, self._world_size]
+        with ThreadPoolExecutor(1, thread_name_prefix="llmrl-weights") as pool:  # all must join at the same time
+            opening = pool.submit(open_workers, {"group": group, "size": self.size})
+            self._join(0)
+            opening.result()
+
+    def _join(self, rank: int) -> None:
+        device = self.bytes.device
+        self._group = stateless_init_process_group(self._address, self._port, rank, self._world_size, device)
+
+    def pass_on(self, start: int, end: int) -> None:
+        """The trainer's bytes are everybody's afterwards; each member calls it."""
+        if end > start:
+            self._group.broadcast(self.bytes[start:end], src=0)
