@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 from llmrl.errors import TemplateError
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.objectives.llm.settings import PRESETS
+from llmrl.train.memory import GPU, memory_rows
 from llmrl.train.settings import GRPOConfig, ModelSource, OptimSettings, SFTConfig, TinyModelSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from llmrl.train.distributed import Session
+    from llmrl.train.model_shape import ModelShape
     from llmrl.train.sft_data import TokenizedChats
     from llmrl.train.tasks import Task
 
@@ -31,7 +33,14 @@ __all__ = [
 Rows = list[tuple[str, str]]
 
 
-def sft_plan(config: SFTConfig, session: Session, tokenizer: PreTrainedTokenizerBase, chats: TokenizedChats) -> Rows:
+def sft_plan(
+    config: SFTConfig,
+    session: Session,
+    tokenizer: PreTrainedTokenizerBase,
+    chats: TokenizedChats,
+    shape: ModelShape,
+    gpu: GPU | None = None,
+) -> Rows:
     steps, per_epoch = sft_steps(config, len(chats))
     cut = f" · {chats.num_cut} longer than {config.max_length} tokens, {config.too_long}" if chats.num_cut else ""
     length = f"{steps} steps = {steps / per_epoch:.2f} epochs"
@@ -40,6 +49,7 @@ def sft_plan(config: SFTConfig, session: Session, tokenizer: PreTrainedTokenizer
     return [
         ("machine", session.describe()),
         ("model", _model(config)),
+        *memory_rows(config, shape, session, gpu),
         ("batch", f"{config.batch_size} conversations a step · {_microbatches(config)}"),
         ("loss", "-log p, sum over the assistant's tokens / tokens of the step"),
         ("optim", _optim(config.optim)),
@@ -57,7 +67,15 @@ def sft_steps(config: SFTConfig, num_chats: int) -> tuple[int, int]:
 
 
 def grpo_plan(
-    config: GRPOConfig, session: Session, task: Task, *, num_prompts: int, num_dropped: int = 0, num_eval: int = 0
+    config: GRPOConfig,
+    session: Session,
+    task: Task,
+    shape: ModelShape,
+    gpu: GPU | None = None,
+    *,
+    num_prompts: int,
+    num_dropped: int = 0,
+    num_eval: int = 0,
 ) -> Rows:
     env, prompts = config.env, config.prompts_per_step
     advantage, loss = grpo_settings(config, exact=samples_exactly(config, session))
@@ -79,6 +97,7 @@ def grpo_plan(
     return [
         ("machine", session.describe()),
         ("model", _model(config)),
+        *memory_rows(config, shape, session, gpu),
         ("batch", f"{rollouts} · {updates} · {_microbatches(config)}"),
         ("sampling", _sampling(config)),
         *_engine(config, apart=has_own_process(config, session)),
@@ -180,7 +199,8 @@ def _microbatches(config: ModelSource) -> str:
 
 def _optim(optim: OptimSettings) -> str:
     warmup = f" after {optim.warmup} steps" if optim.warmup else ""
-    return f"AdamW · lr {optim.lr:g} {optim.schedule}{warmup} · gradient norm at most {optim.clip_norm:g}"
+    name = {"adamw": "AdamW", "adamw_8bit": "AdamW in 8 bits", "adamw_offload": "AdamW in host memory"}[optim.name]
+    return f"{name} · lr {optim.lr:g} {optim.schedule}{warmup} · gradient norm at most {optim.clip_norm:g}"
 
 
 def _sampling(config: GRPOConfig) -> str:
