@@ -37,7 +37,9 @@ from llmrl.train.dealing import attention_share, deal_batch
 from llmrl.train.distributed import Session
 from llmrl.train.engine_plan import plan_engine
 from llmrl.train.evaluation import Evaluator
-from llmrl.train.models import load_model, load_tokenizer
+from llmrl.train.memory import GPU
+from llmrl.train.model_shape import model_shape
+from llmrl.train.models import load_model, load_tokenizer, meta_model
 from llmrl.train.plan import grpo_plan, grpo_settings
 from llmrl.train.rollout_engine import RolloutEngine
 from llmrl.train.run import Run
@@ -52,15 +54,19 @@ if TYPE_CHECKING:
 __all__ = ["plan", "run"]
 
 
-def plan(config: GRPOConfig, *, runs: Path) -> list[tuple[str, str]]:
-    """Rows of label and text that describe a run of ``config``; loads the tokenizer and the data, no weights."""
+def plan(config: GRPOConfig, *, runs: Path, gpu: GPU | None = None) -> list[tuple[str, str]]:
+    """Rows of label and text that describe a run of ``config``, on the machine that is here or on ``gpu``.
+
+    Loads the tokenizer and the data, no weights.
+    """
     tokenizer = load_tokenizer(config, runs=runs)
     with closing(Task(config.env, tokenizer)) as task, Session(config) as session:
         prompts, dropped = task.fit_prompts(training_rows(config.env))
         held_out = eval_rows(config.env, config.eval) or ()
         counts = {"num_prompts": len(prompts), "num_dropped": dropped, "num_eval": len(held_out)}
         engine = plan_engine(config, session, task, held_out, runs=runs)
-        return grpo_plan(config, session, task, engine, **counts)
+        shape = model_shape(meta_model(config, tokenizer, runs=runs))
+        return grpo_plan(config, session, task, engine, shape, gpu, **counts)
 
 
 def run(config: GRPOConfig, *, run_dir: Path, resume: bool = False, on_start: Callable[[], None] | None = None) -> int:
@@ -81,7 +87,8 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
     held_out = eval_rows(config.env, config.eval) or ()
     counts = {"num_prompts": len(prompts), "num_dropped": dropped, "num_eval": len(held_out)}
     engine_plan = plan_engine(run.source, session, task, held_out, runs=run.runs)
-    run.print_plan(f"grpo · {config.env.name}", grpo_plan(config, session, task, engine_plan, **counts))
+    shape = model_shape(meta_model(run.source, tokenizer, runs=run.runs))
+    run.print_plan(f"grpo · {config.env.name}", grpo_plan(config, session, task, engine_plan, shape, **counts))
 
     # The model that is trained, and the engine that samples: by the same weights, or (vLLM) by a copy of them.
     model = load_model(run.source, tokenizer, runs=run.runs, checked=run.resume).to(session.device)
@@ -164,10 +171,14 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
                         reference(batch)
                 if loss.proximal == "recomputed":
                     updater.add_proximal(loss, batch)
+            if reference is not None or loss.proximal == "recomputed":
+                metrics["time/logp"] = time.perf_counter() - clock
 
             # 4. Micro-batches, loss, clipping, AdamW: one update on each part of the rollouts.
+            clock = time.perf_counter()
             updates = [updater.step(loss, batch, step) for batch in batches]
-            metrics |= step_metrics(updates, time.perf_counter() - clock)
+            seconds = time.perf_counter() - clock
+            metrics |= step_metrics(updates, seconds) | updater.speed(seconds)
 
             # 5. The engine gets the new weights and proves it. While it samples the next rollouts that waits for step
             #    1, unless it is to be evaluated with them.

@@ -30,7 +30,9 @@ from llmrl.run.console import SFT_COLUMNS, Sample
 from llmrl.train.dealing import attention_share, deal_batch
 from llmrl.train.distributed import Session
 from llmrl.train.evaluation import Evaluator
-from llmrl.train.models import load_model, load_tokenizer
+from llmrl.train.memory import GPU
+from llmrl.train.model_shape import model_shape
+from llmrl.train.models import load_model, load_tokenizer, meta_model
 from llmrl.train.plan import sft_plan, sft_steps
 from llmrl.train.run import Run
 from llmrl.train.settings import EvalSettings, SFTConfig
@@ -44,11 +46,15 @@ if TYPE_CHECKING:
 __all__ = ["plan", "run"]
 
 
-def plan(config: SFTConfig, *, runs: Path) -> list[tuple[str, str]]:
-    """Rows of label and text that describe a run of ``config``; loads the tokenizer and the data, no weights."""
+def plan(config: SFTConfig, *, runs: Path, gpu: GPU | None = None) -> list[tuple[str, str]]:
+    """Rows of label and text that describe a run of ``config``, on the machine that is here or on ``gpu``.
+
+    Loads the tokenizer and the data, no weights.
+    """
     tokenizer = load_tokenizer(config, runs=runs)
     with Session(config) as session:
-        return sft_plan(config, session, tokenizer, tokenize_chats(config, tokenizer))
+        shape = model_shape(meta_model(config, tokenizer, runs=runs))
+        return sft_plan(config, session, tokenizer, tokenize_chats(config, tokenizer), shape, gpu)
 
 
 def run(config: SFTConfig, *, run_dir: Path, resume: bool = False, on_start: Callable[[], None] | None = None) -> int:
@@ -65,7 +71,8 @@ def train(config: SFTConfig, session: Session, run: Run) -> None:
     """The parts, put together once, and the loop over them."""
     tokenizer = load_tokenizer(run.source, runs=run.runs)
     chats = tokenize_chats(config, tokenizer)
-    run.print_plan(f"sft · {chats.source}", sft_plan(config, session, tokenizer, chats))
+    shape = model_shape(meta_model(run.source, tokenizer, runs=run.runs))
+    run.print_plan(f"sft · {chats.source}", sft_plan(config, session, tokenizer, chats, shape))
     steps, steps_per_epoch = sft_steps(config, len(chats))
 
     model = load_model(run.source, tokenizer, runs=run.runs, checked=run.resume).to(session.device)
@@ -94,7 +101,8 @@ def train(config: SFTConfig, session: Session, run: Run) -> None:
             # 2. Micro-batches, loss, clipping, AdamW.
             clock = time.perf_counter()
             update = updater.step(loss, batch, step)
-            metrics = step_metrics([update], time.perf_counter() - clock)
+            seconds = time.perf_counter() - clock
+            metrics = step_metrics([update], seconds) | updater.speed(seconds)
             metrics |= {"data/epoch": step / steps_per_epoch, "perf/imbalance": imbalance}
 
             # 3. Evaluation. Problems of their own decide when to stop: those that are reported must not.

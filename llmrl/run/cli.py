@@ -155,6 +155,10 @@ def _train(command: str, arguments: list[str]) -> int:
         (["--name"], {"help": "the run's folder under --runs; without it, the recipe's name and four digits"}),
         (["--runs"], {"default": "runs", "metavar": "DIR", "help": "where runs are kept (default: runs)"}),
         (["--dry-run"], {"action": "store_true", "help": "print the settings and the plan; write nothing"}),
+        (
+            ["--gpu"],
+            {"metavar": "NAME:COUNT", "help": "with --dry-run, plan for these GPUs: H100:8, or 48:2 (of 48 GB)"},
+        ),
         (["--defaults"], {"action": "store_true", "help": "print every setting, its default and its meaning"}),
     )
     options = parser.parse(arguments)
@@ -170,12 +174,18 @@ def _train(command: str, arguments: list[str]) -> int:
         parser.error(f"needs a recipe or settings; packaged recipes: {', '.join(recipe_names())}")
     path = find_recipe(recipes[0]) if recipes else None
     loaded = load_config(recipe.settings(), path, overrides)
+    if options.gpu and not options.dry_run:
+        parser.error("--gpu plans for GPUs that need not be here: it needs --dry-run")
     if options.dry_run:
         from llmrl.run.console import make_console, print_plan  # rich is not needed to say what is wrong
 
         console = make_console()
         console.print(dump_config(loaded.config, loaded.origins), end="", markup=False, soft_wrap=True)
-        print_plan(console, f"{command} (dry run)", recipe.loop().plan(loaded.config, runs=Path(options.runs)))
+        elsewhere = {}
+        if options.gpu:
+            elsewhere["gpu"] = load_object("llmrl.train.memory:parse_gpu", what="plan")(options.gpu)
+        plan = recipe.loop().plan(loaded.config, runs=Path(options.runs), **elsewhere)
+        print_plan(console, f"{command} (dry run)", plan)
         return DONE
     name = path.stem if path else command
     run = _on_all_ranks(lambda: _new_run(command, name, loaded, arguments, options.runs, options.name))

@@ -48,11 +48,9 @@ METRICS: dict[str, str] = {
     "mismatch/ess": "effective share of the tokens under the ratio of trainer to engine",
     "async/staleness_mean": "optimizer steps between the weights that sampled and the weights trained",
     "async/staleness_max": "the largest",
-    "async/buffer": "conversations waiting",
     "async/engine_idle": "share of the step that the engine waited",
     "async/trainer_idle": "share of the step that the trainer waited",
     "rollout/failed": "conversations lost in this step",
-    "rollout/retried": "conversations tried again",
     "rollout/turns_mean": "assistant turns per conversation",
     "tools/conversations": "conversations that ended in this step",
     "tools/call_rate": "share of them that called a tool",
@@ -67,7 +65,6 @@ METRICS: dict[str, str] = {
     "tools/seconds_mean": "seconds per call that ran",
     "data/epoch": "passes over the training data so far",
     "time/generate": "seconds",
-    "time/reward": "seconds",
     "time/logp": "seconds in scoring passes without a gradient",
     "time/update": "seconds in forward, backward and optimizer",
     "time/sync": "seconds in handing weights to the engine",
@@ -76,8 +73,10 @@ METRICS: dict[str, str] = {
     "perf/gen_tok_s": "tokens sampled per second of generation",
     "perf/train_tok_s": "tokens trained per second of update",
     "perf/imbalance": "cost of the rows of the slowest rank over the mean of all, as they were dealt",
-    "perf/mfu": "share of the device's peak arithmetic",
-    "perf/peak_gb": "peak device memory",
+    "perf/train_tok_s_device": "the same for each device",
+    "perf/padding_frac": "share of the positions that went through the model in training which were padding",
+    "perf/mfu": "share of the device's peak arithmetic that training used, where the peak is known",
+    "perf/peak_gb": "peak memory of a device during the updates; on a CPU of the process, since it began",
 }
 
 _FAMILIES = {r"reward/[\w.-]+/\w+": "reward/<function>/mean", r"eval/[\w.-]+/[\w@.-]+": "eval/<environment>/mean"}

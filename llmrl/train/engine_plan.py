@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from llmrl.errors import ConfigError, DataError
+from llmrl.errors import ConfigError
 from llmrl.modules.llm.engines.vllm.compat import check_options
 from llmrl.modules.llm.engines.vllm.factory import config_of
 from llmrl.modules.llm.engines.vllm.server import served_model
-from llmrl.train.models import resolve_model
-from llmrl.train.settings import GRPOConfig, TinyModelSettings
+from llmrl.train.models import meta_model
+from llmrl.train.settings import GRPOConfig
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -107,7 +107,7 @@ def plan_engine(
     if config.rollout.options:
         check_options(config.rollout.options)
     longest = task.longest_prompt(held_out) if config.env.max_turns == 1 else 0
-    model = _empty_model(config, task.tokenizer, runs=runs)
+    model = meta_model(config, task.tokenizer, runs=runs)
     if config.rollout.servers:
         return _plan_servers(config, model.config, session.world_size, _needed_length(config, longest))
     return make_engine_plan(
@@ -287,20 +287,3 @@ def _check_room(share: float, weights: float, cache: float, length: int) -> None
 
 
 # --- the model --------------------------------------------------------------------------------------------------------
-
-
-def _empty_model(config: GRPOConfig, tokenizer: Any, *, runs: Path) -> PreTrainedModel:
-    """The model without weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    if isinstance(config.model, TinyModelSettings):
-        from llmrl.testing import tiny_model
-
-        return tiny_model(tokenizer, **config.model.model_dump())
-    source = resolve_model(config.model, runs=runs)
-    try:
-        sizes = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(sizes)
-    except Exception as error:  # of every library that reads a file there
-        raise DataError(f"model {source}: cannot be loaded: {error or type(error).__name__}") from error

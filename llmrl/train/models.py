@@ -17,7 +17,7 @@ from llmrl.train.settings import ModelSource, TinyModelSettings
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["load_model", "load_tokenizer", "resolve_model"]
+__all__ = ["load_model", "load_tokenizer", "loading_options", "meta_model", "resolve_model"]
 
 T = TypeVar("T")
 
@@ -99,7 +99,37 @@ def load_model(
     source = resolve_model(config.model, runs=runs)
     if not checked and (Path(source) / CHECKSUMS).exists():
         check_files(Path(source))
-    return _loaded(AutoModelForCausalLM.from_pretrained, source, dtype=torch.float32).eval()
+    options = loading_options(config)
+    model = _loaded(AutoModelForCausalLM.from_pretrained, source, dtype=torch.float32, **options).eval()
+    model.get_output_embeddings().in_float32 = config.model_options.float32_head
+    return model
+
+
+def loading_options(config: ModelSource) -> dict[str, Any]:
+    """The arguments of transformers' ``from_pretrained`` and ``from_config`` that ``model_options`` asks for."""
+    asked = config.model_options.attn_implementation
+    return {} if asked is None else {"attn_implementation": asked}
+
+
+def meta_model(config: ModelSource, tokenizer: PreTrainedTokenizerBase, *, runs: Path) -> PreTrainedModel:
+    """The model of ``config.model`` on the meta device, without weights.
+
+    Raises  DataError if its configuration cannot be read, or lacks what ``model_options`` asks for
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        if isinstance(config.model, TinyModelSettings):
+            from llmrl.testing import tiny_model
+
+            return tiny_model(tokenizer, **config.model.model_dump())
+        source = resolve_model(config.model, runs=runs)
+
+        def build(source: str, **options: Any) -> PreTrainedModel:
+            sizes = AutoConfig.from_pretrained(source, **options)
+            return AutoModelForCausalLM.from_config(sizes, dtype=torch.float32, **loading_options(config))
+
+        return _loaded(build, source)
 
 
 def _loaded(load: Callable[..., T], source: str, **options: Any) -> T:

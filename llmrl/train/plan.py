@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from llmrl.errors import TemplateError
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.objectives.llm.settings import PRESETS
+from llmrl.train.memory import GPU, memory_rows
 from llmrl.train.settings import GRPOConfig, ModelSource, OptimSettings, SFTConfig, TinyModelSettings
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from llmrl.train.distributed import Session
     from llmrl.train.engine_plan import EnginePlan
+    from llmrl.train.model_shape import ModelShape
     from llmrl.train.sft_data import TokenizedChats
     from llmrl.train.tasks import Task
 
@@ -31,7 +33,14 @@ __all__ = [
 Rows = list[tuple[str, str]]
 
 
-def sft_plan(config: SFTConfig, session: Session, tokenizer: PreTrainedTokenizerBase, chats: TokenizedChats) -> Rows:
+def sft_plan(
+    config: SFTConfig,
+    session: Session,
+    tokenizer: PreTrainedTokenizerBase,
+    chats: TokenizedChats,
+    shape: ModelShape,
+    gpu: GPU | None = None,
+) -> Rows:
     steps, per_epoch = sft_steps(config, len(chats))
     cut = f" · {chats.num_cut} longer than {config.max_length} tokens, {config.too_long}" if chats.num_cut else ""
     length = f"{steps} steps = {steps / per_epoch:.2f} epochs"
@@ -40,6 +49,7 @@ def sft_plan(config: SFTConfig, session: Session, tokenizer: PreTrainedTokenizer
     return [
         ("machine", session.describe()),
         ("model", _model(config)),
+        *memory_rows(config, shape, session, gpu),
         ("batch", f"{config.batch_size} conversations a step · {_microbatches(config)}"),
         ("loss", "-log p, sum over the assistant's tokens / tokens of the step"),
         ("optim", _optim(config.optim)),
@@ -61,6 +71,8 @@ def grpo_plan(
     session: Session,
     task: Task,
     engine: EnginePlan | None,
+    shape: ModelShape,
+    gpu: GPU | None = None,
     *,
     num_prompts: int,
     num_dropped: int = 0,
@@ -86,6 +98,7 @@ def grpo_plan(
     return [
         ("machine", session.describe()),
         ("model", _model(config)),
+        *memory_rows(config, shape, session, gpu),
         ("batch", f"{rollouts} · {updates} · {_microbatches(config)}"),
         ("sampling", _sampling(config)),
         *_engine(config, engine),
@@ -187,7 +200,8 @@ def _microbatches(config: ModelSource) -> str:
 
 def _optim(optim: OptimSettings) -> str:
     warmup = f" after {optim.warmup} steps" if optim.warmup else ""
-    return f"AdamW · lr {optim.lr:g} {optim.schedule}{warmup} · gradient norm at most {optim.clip_norm:g}"
+    name = {"adamw": "AdamW", "adamw_8bit": "AdamW in 8 bits", "adamw_offload": "AdamW in host memory"}[optim.name]
+    return f"{name} · lr {optim.lr:g} {optim.schedule}{warmup} · gradient norm at most {optim.clip_norm:g}"
 
 
 def _sampling(config: GRPOConfig) -> str:

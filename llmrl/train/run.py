@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from llmrl.run.checkpoint import CheckpointStore, InterruptGuard
 from llmrl.run.console import (
     Column,
@@ -98,6 +100,7 @@ class Run:
         self._ending = self._interrupted = False
         self._interrupt_checked = 0  # the last step at which the ranks agreed on whether to stop
         self._notes: list[str] = []
+        self._profiler: torch.profiler.profile | None = None
         self._eval_seconds = 0.0
 
     def print_plan(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
@@ -138,12 +141,26 @@ class Run:
         self._in_steps.enter_context(self._guard)
         self._in_steps.enter_context(self._display)
         for step in range(self.start + 1, total + 1):
+            self._profile(step)
             self._step, self._began = step, time.perf_counter()
             self._notes, self._eval_seconds = [], 0.0
             yield step
             if self._is_last:
                 break
         self._in_steps.close()
+
+    def _profile(self, step: int) -> None:
+        """Begins the trace with the first of its steps; `_end_profile` writes it after the last."""
+        asked = self.config.profile
+        if asked and step == max(asked.steps[0], self.start + 1) <= asked.steps[1]:
+            self._profiler = torch.profiler.profile()  # of all that this machine has
+            self._profiler.start()
+
+    def _end_profile(self) -> None:
+        if self._profiler is not None and (self._is_last or self._step >= self.config.profile.steps[1]):
+            self._profiler.stop()
+            self._profiler.export_chrome_trace(str(self.path / f"profile-rank{self.session.rank}.json"))
+            self._profiler = None
 
     @property
     def _is_last(self) -> bool:
@@ -182,6 +199,7 @@ class Run:
         Raises  RunFolderError, CheckpointError if something cannot be written
         """
         metrics["time/step"] = self.step_seconds
+        self._end_profile()
         if self._eval_seconds:
             metrics["time/eval"] = self._eval_seconds
         self._metrics = metrics

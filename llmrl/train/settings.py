@@ -10,6 +10,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from llmrl.errors import ConfigError
 from llmrl.loading import load_function
+from llmrl.train.machine_settings import MemorySettings, ModelOptions, OptimSettings, ProfileSettings
 from llmrl.train.setting_types import EnvName, FormatName, FunctionName, Settings, ToolName
 
 __all__ = [
@@ -18,9 +19,12 @@ __all__ = [
     "EnvSettings",
     "EvalSettings",
     "GRPOConfig",
+    "MemorySettings",
+    "ModelOptions",
     "ModelSource",
     "OptimSettings",
     "ParallelSettings",
+    "ProfileSettings",
     "RewardSettings",
     "RolloutSettings",
     "SFTConfig",
@@ -40,21 +44,6 @@ class TinyModelSettings(Settings):
     hidden_size: int = Field(160, ge=16, description="width")
     layers: int = Field(4, ge=1, description="decoder layers")
     heads: int = Field(5, ge=1, description="attention heads; vllm on a CPU needs hidden_size / heads to be 32 or 64")
-
-
-class OptimSettings(Settings):
-    """AdamW."""
-
-    lr: float = Field(1e-6, gt=0, description="peak learning rate", json_schema_extra={"also": ["learning_rate"]})
-    schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="what follows the warm-up; linear and cosine end at a twentieth of lr"
-    )
-    warmup: int = Field(0, ge=0, description="optimizer steps until lr is reached")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's decay rates")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW's, on every parameter")
-    clip_norm: float = Field(
-        1.0, gt=0, description="gradients are scaled down to this norm", json_schema_extra={"also": ["max_grad_norm"]}
-    )
 
 
 class SamplingSettings(Settings):
@@ -264,12 +253,16 @@ class ModelSource(Settings):
     packing: Literal["auto", "on", "off"] = Field(
         "auto", description="sequences end to end instead of padded; auto: where that saves a fifth and the model can"
     )
+    model_options: ModelOptions = ModelOptions()
+    memory: MemorySettings = MemorySettings()
     optim: OptimSettings = OptimSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     parallel: ParallelSettings = ParallelSettings()
     log: list[Literal["wandb", "tensorboard"]] = Field(
         [], description="mirrors of metrics.jsonl, which is always written"
     )
+
+    profile: ProfileSettings | None = Field(None, description="steps that torch's profiler traces; null: none")
 
     @model_validator(mode="before")
     @classmethod

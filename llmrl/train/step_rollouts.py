@@ -60,6 +60,7 @@ class StepRollouts:
             values = kept.get("advantage").flatten(1)[:, 0].tolist()
             self._advantages = dict(zip(kept.get("seed").tolist(), values, strict=True))
         self._last, lengths = _conversations(data)
+        self._turns = session.gather(_num_turns(data))
         self._seeds, self._rewards = data.get("seed").tolist(), data.get(("next", "reward")).flatten(1).sum(1).tolist()
         prompts, responses = data.get("text").rows("prompt"), data.get("text").rows("response")
         groups, versions = data.get("group_id").tolist(), data.get("policy_version").tolist()
@@ -101,6 +102,7 @@ class StepRollouts:
             "tokens/completion_max": max(row.tokens for row in rows),
             "tokens/truncated_frac": sum(row.stop_reason == "length" for row in rows) / len(rows),
             "rollout/failed": len(rows) - len(rewards),
+            "rollout/turns_mean": sum(self._turns) / len(rows),
             "async/staleness_mean": sum(ages) / len(ages),
             "async/staleness_max": max(ages),
             "time/generate": seconds,
@@ -146,6 +148,12 @@ def _conversations(data: TensorDictBase) -> tuple[list[int], list[int]]:
             lengths.append(sampled)
             sampled = 0
     return ends, lengths
+
+
+def _num_turns(data: TensorDictBase) -> list[int]:
+    """The number of answers in each row: runs of tokens that were sampled."""
+    masks = data.get(("masks", "all_assistant_mask"), as_list=True)
+    return [int((mask[1:] & ~mask[:-1]).sum()) + int(mask[:1].sum()) for mask in masks]
 
 
 def _env_metrics(session: Session, data: TensorDictBase) -> dict[str, float]:

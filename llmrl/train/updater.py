@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+import resource
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.utils.checkpoint import checkpoint
 
 from llmrl.errors import TrainingError
 from llmrl.modules.llm.log_probs import TokenScorer
@@ -22,13 +26,17 @@ from llmrl.modules.llm.packing import Packing
 from llmrl.modules.llm.policies.containers import LogProbs, Masks, Tokens
 from llmrl.objectives.base import merge_outputs, output_fields, total_loss
 from llmrl.objectives.llm import GRPOLoss, SFTLoss
+from llmrl.objectives.llm.functional import StepCounts
+from llmrl.train.memory import find_gpu, uses_checkpointing
+from llmrl.train.model_shape import decoder_blocks, model_shape
+from llmrl.train.optimizers import make_optimizer, set_learning_rate
 from llmrl.train.settings import ModelSource, OptimSettings
 
 if TYPE_CHECKING:
     from llmrl.modules.llm.policies import TransformersWrapper
     from llmrl.train.distributed import Session
 
-__all__ = ["Updater", "learning_rate", "make_updater", "microbatches", "step_metrics"]
+__all__ = ["Updater", "learning_rate", "make_updater", "microbatches", "recompute_blocks", "step_metrics"]
 
 _METRICS = {
     "loss": "policy/loss",
@@ -74,11 +82,13 @@ class Updater:
         self.settings = optim
         self.steps = steps
         self.tokens_per_microbatch = tokens_per_microbatch
+        self._model = scorer.model
         scorer.use_packing(packing)
         self.scorer = session.prepare(scorer)
-        self.optimizer = torch.optim.AdamW(
-            self.scorer.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, foreach=True
-        )
+        self.optimizer = make_optimizer(self.scorer.parameters(), optim, session.device)
+        self._counted: defaultdict[str, float] = defaultdict(float)  # since `speed` was called
+        self._gpu = find_gpu(session.device, session.world_size)
+        self._shape = model_shape(self._model) if self._gpu and self._gpu.flops else None
 
     def step(self, loss: GRPOLoss | SFTLoss, batch: TensorDictBase | None, step: int) -> dict[str, float]:
         """Trains on this rank's part of the batch (None: nothing is left of it) as optimizer step number ``step``.
@@ -91,17 +101,10 @@ class Updater:
         counts = loss.count_step(batch).over_ranks()
         if counts.tokens == 0:
             return {}
-        parts = self._parts(batch)
-        outputs = []
-        for number, rows in enumerate(parts, 1):
-            last = number == len(parts)
-            part = batch[torch.tensor(rows)] if rows else _empty_batch(self.session.device)
-            with nullcontext() if last else self.session.no_sync(self.scorer):
-                output = loss(part, normalizer=counts)
-                self.session.accelerator.backward(total_loss(output) * self.session.world_size)
-            outputs.append(output)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.settings, step, self.steps)
+        with self._measured(batch, counts.tokens):
+            outputs = self._backward(loss, batch, counts)
+        rate = learning_rate(self.settings, step, self.steps)
+        set_learning_rate(self.optimizer, rate)
         norm = nn.utils.clip_grad_norm_(self.scorer.parameters(), self.settings.clip_norm)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         if not norm.isfinite():
@@ -118,7 +121,56 @@ class Updater:
         if self.session.world_size > 1 and hasattr(type(outputs[0]), "derived"):
             tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
             metrics |= {name: float(value) for name, value in type(outputs[0]).derived(tensors).items()}
-        return metrics | {"grad_norm": float(norm), "lr": self.optimizer.param_groups[0]["lr"]}
+        return metrics | {"grad_norm": float(norm), "lr": rate}
+
+    def _backward(self, loss: GRPOLoss | SFTLoss, batch: TensorDictBase, counts: StepCounts) -> list[Any]:
+        """The loss's output on each micro-batch; the gradients of all of them are added up and averaged over ranks."""
+        parts = self._parts(batch)
+        outputs = []
+        for number, rows in enumerate(parts, 1):
+            last = number == len(parts)
+            part = batch[torch.tensor(rows)] if rows else _empty_batch(self.session.device)
+            with nullcontext() if last else self.session.no_sync(self.scorer):
+                output = loss(part, normalizer=counts)
+                self.session.accelerator.backward(total_loss(output) * self.session.world_size)
+            outputs.append(output)
+        return outputs
+
+    @contextmanager
+    def _measured(self, batch: TensorDictBase, num_tokens: float) -> Iterator[None]:
+        """Counts for `speed` what goes through the model inside: positions with padding, tokens without, arithmetic."""
+        lengths, counted = _lengths(batch), self._counted
+        scored = sum(int(mask.sum()) for mask in batch.get(("masks", "all_assistant_mask"), as_list=True))
+
+        def count(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
+            counted["positions"] += output.shape[:-1].numel()
+
+        handle = self._model.get_input_embeddings().register_forward_hook(count)
+        try:
+            yield
+        finally:
+            handle.remove()
+        counted["tokens"] += sum(lengths)
+        counted["trained"] += float(num_tokens) / self.session.world_size
+        if self._shape is not None:
+            counted["ideal_s"] += self._shape.training_flops(lengths, scored) / self._gpu.flops / self._gpu.count
+
+    def speed(self, seconds: float) -> dict[str, float]:
+        """The "perf" metrics of the updates since the last call, which took ``seconds``; a collective."""
+        device = self.session.device
+        total = self.session.sum({**self._counted, "peak_gb_max": _peak_gb(device)})
+        self._counted.clear()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        metrics = {
+            "perf/train_tok_s_device": total.get("trained", 0.0) / seconds / self.session.world_size,
+            "perf/peak_gb": total["peak_gb_max"],
+        }
+        if total.get("positions"):
+            metrics["perf/padding_frac"] = max(0.0, 1 - total["tokens"] / total["positions"])
+        if total.get("ideal_s"):
+            metrics["perf/mfu"] = total["ideal_s"] / seconds
+        return metrics
 
     def add_proximal(self, loss: GRPOLoss, batch: TensorDictBase | None) -> None:
         """Writes ("proximal_log_probs", "full"), the log-probs of the weights as they are, for a later `step`.
@@ -156,6 +208,12 @@ class Updater:
 
 def make_updater(config: ModelSource, session: Session, policy: TransformersWrapper, *, steps: int) -> Updater:
     """The updater of a policy's model, by the settings; the policy then scores with the module that is trained."""
+    model = policy.scorer.model
+    if uses_checkpointing(config, model, session):
+        recompute_blocks(model, offload=config.memory.offload == "activations")
+    if config.memory.compile:
+        for block in decoder_blocks(model):
+            block.compile()
     updater = Updater(
         session,
         policy.scorer,
@@ -166,6 +224,23 @@ def make_updater(config: ModelSource, session: Session, policy: TransformersWrap
     )
     policy.scorer = updater.scorer
     return updater
+
+
+def recompute_blocks(model: nn.Module, *, offload: bool = False) -> None:
+    """From now on each decoder layer keeps its input alone, and is computed again in the backward pass.
+
+    In evaluation mode, too, which trained models are in; nothing in them is random then. ``offload``: the inputs wait
+    in host memory. A copy of the model does the same.
+    """
+    for block in decoder_blocks(model):
+        block.forward = partial(_recompute, block.forward, offload)
+
+
+def _recompute(forward: Callable[..., Any], offload: bool, *inputs: Any, **options: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*inputs, **options)
+    with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()) if offload else nullcontext():
+        return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False, **options)
 
 
 def step_metrics(updates: Sequence[Mapping[str, float]], seconds: float) -> dict[str, float]:
@@ -191,6 +266,13 @@ def step_metrics(updates: Sequence[Mapping[str, float]], seconds: float) -> dict
         else:
             metrics[metric] = sum(v * n for v, n in zip(values, tokens, strict=True)) / sum(tokens)
     return metrics
+
+
+def _peak_gb(device: torch.device) -> float:
+    """Since it was reset, of the GPU; on a CPU, of this process since it began."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
 def learning_rate(optim: OptimSettings, step: int, steps: int) -> float:

@@ -31,7 +31,7 @@ def test_supervised_training_on_two_processes_has_the_numbers_of_one(place, sft,
         "sums", sft, steps=5, batch_size=9, tokens_per_microbatch=200, optim=OPTIM, checkpoint={"every": 3}, **EVAL
     )
     assert place.run("sft", settings, "--name", "one").code == 0
-    command = (settings, f"parallel.mode={layout}", "--name", "two")
+    command = (settings, f"parallel.mode={layout}", "memory.checkpointing=on", "--name", "two")
     result = place.finish(place.process(*command, module="llmrl.recipes.sft", ranks=2))
     assert result.code == 0, result.err
     assert f"2 processes, {layout.upper()}" in result.out
@@ -49,7 +49,8 @@ def test_grpo_on_two_processes_has_the_numbers_of_one(place, grpo, same, layout)
         "mine", grpo, steps=4, optim=OPTIM, grpo={"kl": 0.1}, tokens_per_microbatch=150, checkpoint={"every": 2}
     )
     assert place.run("grpo", settings, "--name", "one").code == 0
-    command = (settings, f"parallel.mode={layout}", "--name", "two")
+    savings = ("memory.offload=activations", "optim.name=adamw_offload")
+    command = (settings, f"parallel.mode={layout}", *savings, "--name", "two")
     result = place.finish(place.process(*command, module="llmrl.recipes.grpo", ranks=2))
     assert result.code == 0, result.err
     equal_up_to_rounding(place, same, "two", 4)

@@ -157,7 +157,7 @@ def test_the_plan_stands_before_any_weights_are_loaded(place, sft, monkeypatch):
     def refuse(*arguments, **options):
         raise MemoryError("no weights today")
 
-    monkeypatch.setattr(llmrl.testing, "tiny_model", refuse)
+    monkeypatch.setattr("llmrl.recipes.sft.load_model", refuse)
     with pytest.raises(MemoryError):
         place.run("sft", place.recipe("plan", sft))
     out = place.capture.readouterr().out
@@ -174,7 +174,7 @@ def test_the_plan_of_grpo_names_the_four_choices(place):
 def test_a_dry_run_loads_no_weights_and_writes_nothing(place, sft, grpo, command, monkeypatch):
     name = place.recipe("dry", {"sft": sft, "grpo": grpo}[command])
     before = sorted(place.path.rglob("*"))
-    monkeypatch.delattr(llmrl.testing, "tiny_model")
+    monkeypatch.delattr(f"llmrl.recipes.{command}.load_model")
     result = place.run(command, name, "--dry-run")
     assert result.code == 0
     assert "tiny qwen2, 1 layers of 32" in result.out

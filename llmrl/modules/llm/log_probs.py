@@ -204,10 +204,10 @@ def _score_hidden(
     plain = type(head) is nn.Linear and not (head._forward_hooks or head._forward_pre_hooks)
     if plain and type(head.weight) in (Tensor, nn.Parameter):
         device_type = hidden_NH.device.type
-        in_autocast = torch.is_autocast_enabled(device_type)
+        dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else head.weight.dtype
         spec = _HeadSpec(
-            dtype=torch.get_autocast_dtype(device_type) if in_autocast else head.weight.dtype,
-            chunk=chunk or _chunk_rows(head.weight.shape[0], device_type),
+            dtype=torch.float32 if getattr(head, "in_float32", False) else dtype,  # see model_options.float32_head
+            chunk=chunk or chunk_rows(head.weight.shape[0], device_type),
             path=path,
             temperature=temperature,
             entropy=entropy,
@@ -218,7 +218,7 @@ def _score_hidden(
     def score(hidden_CH: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         return _score_logits(map_logits(head(hidden_CH), path, temperature), targets_C, entropy)
 
-    size = chunk or _chunk_rows(getattr(head, "out_features", 0) or 1 << 17, hidden_NH.device.type)
+    size = chunk or chunk_rows(getattr(head, "out_features", 0) or 1 << 17, hidden_NH.device.type)
     pieces = [
         checkpoint(score, hidden_CH, targets_C, use_reentrant=False)
         for hidden_CH, targets_C in zip(hidden_NH.split(size), targets_N.split(size), strict=True)
@@ -236,7 +236,7 @@ def _score_with_whole_model(
 
     num_tokens = scored_BT.shape[1]
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None) or 1 << 17
-    size = max(1, _chunk_rows(vocabulary, scored_BT.device.type) // max(num_tokens, 1))
+    size = max(1, chunk_rows(vocabulary, scored_BT.device.type) // max(num_tokens, 1))
     pieces = [
         checkpoint(score, {key: value[i : i + size] for key, value in inputs.items()}, scored_BT[i : i + size],
                    use_reentrant=False)
@@ -266,7 +266,7 @@ def _in_place(scores: tuple[Tensor, Tensor | None, Tensor], scored_BT: Tensor) -
     return TokenScores(log_probs, entropy, top1)
 
 
-def _chunk_rows(vocabulary: int, device_type: str) -> int:
+def chunk_rows(vocabulary: int, device_type: str) -> int:
     """Tokens per chunk: 32 MB of float32 logits on a CPU, 512 MB on an accelerator; 64 to 1024 tokens."""
     budget = 1 << 23 if device_type == "cpu" else 1 << 27
     return max(64, min(1024, budget // vocabulary))

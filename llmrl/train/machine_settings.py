@@ -1,0 +1,66 @@
+"""The settings that choose memory, speed and optimizer for a machine; no torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from llmrl.train.setting_types import Settings
+
+__all__ = ["MemorySettings", "ModelOptions", "OptimSettings", "ProfileSettings"]
+
+
+class OptimSettings(Settings):
+    """AdamW."""
+
+    name: Literal["adamw", "adamw_8bit", "adamw_offload"] = Field(
+        "adamw", description="adamw_8bit: a quarter of its memory; adamw_offload: in host memory; both by torchao"
+    )
+    lr: float = Field(1e-6, gt=0, description="peak learning rate", json_schema_extra={"also": ["learning_rate"]})
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="what follows the warm-up; linear and cosine end at a twentieth of lr"
+    )
+    warmup: int = Field(0, ge=0, description="optimizer steps until lr is reached")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's decay rates")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's, on every parameter")
+    clip_norm: float = Field(
+        1.0, gt=0, description="gradients are scaled down to this norm", json_schema_extra={"also": ["max_grad_norm"]}
+    )
+
+
+class MemorySettings(Settings):
+    """Time for memory. None of these changes a result; ``--dry-run`` prints what a run needs."""
+
+    checkpointing: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="decoder layers keep their input alone and compute again in the backward pass; auto: where a GPU "
+        "would be too small otherwise",
+    )
+    offload: Literal["none", "activations"] = Field(
+        "none", description="activations: what the backward pass needs waits in host memory"
+    )
+    compile: bool = Field(False, description="decoder layers by torch.compile: slower to start, faster on a GPU")
+
+
+class ModelOptions(Settings):
+    """How the model computes."""
+
+    attn_implementation: str | None = Field(
+        None, description="sdpa, eager, flash_attention_2 or another name that transformers knows; null: its choice"
+    )
+    float32_head: bool = Field(
+        False, description="the output layer in float32 also where the model is in bfloat16: exacter log-probs"
+    )
+
+
+class ProfileSettings(Settings):
+    """A trace by torch's profiler, in the run's folder as profile-rank*.json."""
+
+    steps: tuple[int, int] = Field(description="the first and the last step of the trace, [3, 5] say")
+
+    @model_validator(mode="after")
+    def _check_order(self) -> ProfileSettings:
+        if not 1 <= self.steps[0] <= self.steps[1]:
+            raise ValueError(f"steps must be the first and the last one, from 1 on: got {list(self.steps)}")
+        return self

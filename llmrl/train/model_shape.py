@@ -1,0 +1,170 @@
+"""The sizes of a model that memory and arithmetic follow from, read from its modules; no weights are needed.
+
+The bytes that a decoder layer keeps for its backward pass are derived from what autograd saves: a norm its input in
+float32 and the normalised values; a linear layer its input, once for each reader where autocast makes a copy of it;
+attention its queries, keys, values and output; a gated MLP four tensors of its inner width.
+
+Letters: H hidden size, Q and K the widths of queries and of keys, I the inner width of the MLP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["Arithmetic", "ModelShape", "decoder_blocks", "model_shape"]
+
+# float32; bfloat16 by autocast over float32 weights (one process, DDP); bfloat16 weights while they compute (FSDP2)
+Arithmetic = Literal["float32", "autocast", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Counts of parameters and values; ``kept`` to ``kept_after`` in bytes per token.
+
+    ``parameters``     each once, also where input and output embeddings are one tensor
+    ``multiplied``     parameters of the layers that each token is multiplied with; of a mixture, its chosen experts'
+    ``largest_block``  parameters of the largest decoder layer
+    ``outer``          parameters that are in no decoder layer
+    ``kept``           for the backward pass by all decoder layers together, ``largest_kept`` by the largest,
+                       ``kept_after`` by the norm and the output head after them
+    ``keys_values``    numbers that a token adds to the KV cache
+    """
+
+    parameters: int
+    multiplied: int
+    largest_block: int
+    outer: int
+    num_blocks: int
+    hidden: int
+    vocabulary: int
+    num_heads: int
+    query_width: int
+    keys_values: int
+    kept: dict[Arithmetic, float]
+    largest_kept: dict[Arithmetic, float]
+    kept_after: dict[Arithmetic, float]
+
+    def activations(self, tokens: int, arithmetic: Arithmetic, *, checkpointing: bool) -> float:
+        """Bytes kept for the backward pass of ``tokens`` tokens; the output head's logits are not among them."""
+        width = 2 if arithmetic == "bfloat16" else 4  # bytes of a number between the layers
+        blocks = self.num_blocks * width * self.hidden if checkpointing else self.kept[arithmetic]
+        return tokens * (blocks + self.kept_after[arithmetic])
+
+    def training_flops(self, lengths: Sequence[int], num_scored: int) -> float:
+        """Of forward and backward over sequences of these lengths, ``num_scored`` tokens through the output head.
+
+        Two for each multiplication, three passes (forward, and two products backward); causal attention halves the
+        square of the length. What checkpointing computes again is not counted.
+        """
+        attention = 2 * self.num_blocks * self.query_width * sum(length**2 for length in lengths)
+        return 3 * (2 * self.multiplied * sum(lengths) + 2 * self.vocabulary * self.hidden * num_scored + attention)
+
+
+def decoder_blocks(model: nn.Module) -> list[nn.Module]:
+    """The layers that are checkpointed, compiled and sharded one by one."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def model_shape(model: PreTrainedModel) -> ModelShape:
+    """The shape of a transformers causal language model, on any device, the meta device too."""
+    config = model.config.get_text_config()
+    blocks = decoder_blocks(model)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    query, key = config.num_attention_heads * head_dim, kv_heads * head_dim
+    numbers = [_numel(block) for block in blocks]
+    kept = [{kind: _kept(block, config, query, key, kind) for kind in _BYTES} for block in blocks]
+    return ModelShape(
+        parameters=_numel(model),
+        multiplied=sum(_multiplied(block, config) for block in blocks),
+        largest_block=max(numbers, default=0),
+        outer=_numel(model) - sum(numbers),
+        num_blocks=len(blocks),
+        hidden=config.hidden_size,
+        vocabulary=config.vocab_size,
+        num_heads=config.num_attention_heads,
+        query_width=query,
+        keys_values=2 * key * len(blocks),
+        kept={kind: sum(block[kind] for block in kept) for kind in _BYTES},
+        largest_kept={kind: max((block[kind] for block in kept), default=0) for kind in _BYTES},
+        kept_after={kind: (_norm_bytes(model, kind) + _BYTES[kind][0]) * config.hidden_size for kind in _BYTES},
+    )
+
+
+_BYTES: dict[Arithmetic, tuple[int, int]] = {  # of a number between the layers, and in a matrix product
+    "float32": (4, 4),
+    "autocast": (4, 2),
+    "bfloat16": (2, 2),
+}
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _experts(block: nn.Module) -> list[nn.Parameter]:
+    """The weights of a mixture of experts: one tensor for all experts, [E, ., .]."""
+    return [parameter for parameter in block.parameters() if parameter.ndim == 3]
+
+
+def _chosen(config: Any) -> int:
+    """Experts per token."""
+    return getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 1
+
+
+def _multiplied(block: nn.Module, config: Any) -> int:
+    dense = sum(parameter.numel() for parameter in block.parameters() if parameter.ndim == 2)
+    return dense + sum(weight.numel() * _chosen(config) // len(weight) for weight in _experts(block))
+
+
+def _norm_bytes(module: nn.Module, kind: Arithmetic) -> int:
+    """Bytes that a norm in ``module`` keeps per number of its input."""
+    between, _ = _BYTES[kind]
+    if any(isinstance(part, nn.LayerNorm) for part in module.modules()):
+        return between
+    return 4 + (4 if _is_upcast(module) else between)
+
+
+def _is_upcast(module: nn.Module) -> bool:
+    """True for a norm that multiplies by its weight in float32, whatever it is given."""
+    return any("Gemma" in type(part).__name__ and "Norm" in type(part).__name__ for part in module.modules())
+
+
+def _kept(block: nn.Module, config: Any, query: int, key: int, kind: Arithmetic) -> float:
+    """Bytes per token that one decoder layer keeps for its backward pass."""
+    between, product = _BYTES[kind]
+    hidden, low = config.hidden_size, product == 2
+    matrices = [module for module in block.modules() if type(module).__name__ in ("Linear", "Conv1D")]
+    named_norms = [(name, module) for name, module in block.named_modules() if "Norm" in type(module).__name__]
+    on_heads = [name for name, _ in named_norms if name.endswith(("q_norm", "k_norm", "q_layernorm", "k_layernorm"))]
+    norms = [module for name, module in named_norms if name not in on_heads]
+    experts = _experts(block)
+
+    # Norms: the input, in float32, and the normalised values; and what linear layers read of two of them, of which
+    # autocast makes a copy for each reader. The output layers of attention and MLP read something else.
+    norm = _norm_bytes(block, kind)
+    readers = len(matrices) - (1 if experts else 2) + bool(experts)
+    total = len(norms) * norm * hidden + (2 * max(readers, 1) if kind == "autocast" else 2 * between) * hidden
+    if on_heads:
+        total += (4 + (2 if low and not _is_upcast(block) else 4)) * (query + key)
+    # Attention: queries, keys, values and output, and a logarithm per head. With a mask, which padded and packed rows
+    # have, keys and values are repeated for each head.
+    total += product * 4 * query + 4 * config.num_attention_heads
+    if experts:  # each token's copies in and out, and the gated MLP of each expert that it was sent to
+        inner = min(min(weight.shape[1:]) for weight in experts)
+        width = 4 if kind == "autocast" else product
+        return total + width * _chosen(config) * (2 * hidden + 4 * inner)
+    # MLP: gate, its activation, the other half and their product; without a gate, the activation's parts.
+    inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden
+    activation = str(getattr(config, "hidden_act", None) or getattr(config, "activation_function", ""))
+    gated = any("gate" in name for name, _ in block.named_modules())
+    return total + product * (4 if gated else 5 if "new" in activation else 2) * inner

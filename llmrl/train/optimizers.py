@@ -1,0 +1,60 @@
+"""AdamW and its relatives that need less memory of a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmrl.optional import require
+from llmrl.train.settings import OptimSettings
+
+__all__ = ["OffloadedAdamW", "make_optimizer", "set_learning_rate"]
+
+
+def make_optimizer(parameters: Iterable[Tensor], optim: OptimSettings, device: torch.device) -> torch.optim.Optimizer:
+    """The optimizer of the settings.
+
+    Raises  MissingDependencyError for adamw_8bit without torchao
+    """
+    options: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas, "weight_decay": optim.weight_decay}
+    if optim.name == "adamw_8bit":
+        return require("torchao.optim", extra="optim", used_by="optim.name=adamw_8bit").AdamW8bit(parameters, **options)
+    if optim.name == "adamw_offload":
+        return OffloadedAdamW(parameters, **options)
+    # one kernel for all of a step: the other way makes temporaries of the size of the parameters
+    return torch.optim.AdamW(parameters, **options, **({"fused": True} if device.type == "cuda" else {"foreach": True}))
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):  # torchao's: part of a compiled step
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+class OffloadedAdamW(torch.optim.AdamW):
+    """AdamW whose moments wait in host memory, and visit the device for one parameter at a time."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        groups = self.param_groups
+        try:
+            for group in groups:
+                for parameter in group["params"]:
+                    state = self.state[parameter]
+                    _move(state, parameter.device)
+                    self.param_groups = [group | {"params": [parameter]}]
+                    super().step()
+                    _move(state, torch.device("cpu"))
+        finally:
+            self.param_groups = groups
+
+
+def _move(state: dict[str, Any], device: torch.device) -> None:
+    for name in ("exp_avg", "exp_avg_sq"):
+        if name in state:
+            state[name] = state[name].to(device)

@@ -1,0 +1,278 @@
+"""The bytes that the plan names are those that autograd keeps, and saving them changes no result."""
+
+import copy
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+from llmrl.errors import ConfigError, MissingDependencyError
+from llmrl.modules.llm.log_probs import TokenScorer
+from llmrl.modules.llm.policies.containers import Masks, Tokens
+from llmrl.objectives.llm import SFTLoss
+from llmrl.run.metrics import read_metrics
+from llmrl.testing import tiny_model
+from llmrl.train.distributed import Session
+from llmrl.train.memory import engine_share, parse_gpu, plan_memory, remedies, with_changes
+from llmrl.train.model_shape import model_shape
+from llmrl.train.optimizers import OffloadedAdamW, make_optimizer
+from llmrl.train.settings import GRPOConfig, OptimSettings, SFTConfig
+from llmrl.train.updater import Updater, recompute_blocks
+from scripts.memory_table import MODELS, shape_of, table
+
+FAMILIES = ["qwen2", "qwen3", "llama", "gemma2", "qwen3_moe", "gpt2"]
+GIB = 2**30
+
+
+def sft(**settings):
+    return SFTConfig(model="m", data={"path": "sums"}, **settings)
+
+
+def grpo(**settings):
+    return GRPOConfig(model="m", env={"name": "gsm8k"}, **settings)
+
+
+def scores(scorer, rows):
+    """Of rows of 64 tokens, the last of which is padding."""
+    ids = torch.arange(rows * 64).view(rows, 64) % 300
+    mask = torch.ones(rows, 64, dtype=torch.bool)
+    mask[:, -1] = False
+    return scorer(ids, mask, mask).log_probs
+
+
+def kept_bytes(scorer, rows, autocast):
+    """Of all storages that autograd saves, parameters and buffers left out."""
+    own = {t.untyped_storage().data_ptr() for t in (*scorer.parameters(), *scorer.buffers())}
+    storages = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            storages[storage.data_ptr()] = storage  # held, so that no address is used twice
+        return tensor
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = scores(scorer, rows)
+    assert output.requires_grad
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+@pytest.mark.parametrize("arithmetic", ["float32", "autocast", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_plan_knows_the_bytes_kept_for_the_backward_pass_to_a_tenth(family, arithmetic):
+    model = tiny_model(architecture=family, hidden_size=128, layers=3, heads=8)
+    model = model.to(torch.bfloat16 if arithmetic == "bfloat16" else torch.float32)
+    scorer, shape = TokenScorer(model, packing="off"), model_shape(model)
+    for checkpointing in (False, True):
+        if checkpointing:
+            recompute_blocks(model)
+        # two more rows: what does not grow with them, as autocast's copies of weights, is another line of the plan
+        kept = kept_bytes(scorer, 4, arithmetic == "autocast") - kept_bytes(scorer, 2, arithmetic == "autocast")
+        assert shape.activations(128, arithmetic, checkpointing=checkpointing) == pytest.approx(kept, rel=0.1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_are_counted_once_and_arithmetic_as_torch_counts_it(family):
+    model = tiny_model(architecture=family, hidden_size=128, layers=2, heads=8)
+    shape = model_shape(model)
+    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
+    if family == "qwen3_moe":
+        return  # torch's counter does not know grouped products
+    model.set_attn_implementation("eager")
+    ids = torch.ones(2, 64, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, use_cache=False).logits.sum().backward()
+    # torch counts all of the attention's square, the plan what lies below the diagonal
+    square = shape.num_blocks * 3 * 2 * shape.query_width * 2 * 64**2
+    assert shape.training_flops([64, 64], 128) + square == pytest.approx(counter.get_total_flops(), rel=0.02)
+
+
+def test_public_models_have_their_parameters():
+    billions = {name: shape_of(name).parameters / 1e9 for name in MODELS}
+    expected = {"0.5B": 0.494, "3B": 3.086, "7B": 7.616, "14B": 14.770, "32B": 32.764, "70B": 70.554, "30B-A3B": 30.532}
+    assert billions == pytest.approx(expected, abs=1e-3)
+    mixture = shape_of("30B-A3B")
+    assert (mixture.multiplied + mixture.vocabulary * mixture.hidden) / 1e9 == pytest.approx(3.04, abs=0.01)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "qwen3_moe", "gpt2"])
+def test_gradients_are_the_same_with_checkpointing_in_evaluation_mode(family, offload):
+    model = tiny_model(architecture=family, hidden_size=32, heads=2)
+    saving = copy.deepcopy(model)
+    recompute_blocks(saving, offload=offload)
+    copied = copy.deepcopy(saving)
+    with torch.no_grad():
+        for weight in copied.parameters():
+            weight.mul_(1.5)  # a copy computes with its own weights
+    for each in (model, saving):
+        assert not each.training
+        scores(TokenScorer(each, packing="off"), 2).sum().backward()
+    for mine, theirs in zip(model.parameters(), saving.parameters(), strict=True):
+        assert (mine.grad - theirs.grad).abs().max() <= 1e-6 * max(1.0, mine.grad.abs().max())
+    with torch.no_grad():
+        assert (scores(TokenScorer(copied), 2) - scores(TokenScorer(model), 2)).abs().max() > 1e-3
+
+
+def test_the_parts_of_the_plan_are_those_of_mixed_precision_training():
+    shape = shape_of("7B")
+    one = plan_memory(sft(), shape, num_gpus=1, low_precision=True, capacity=80e9).training
+    assert one["weights"] == one["gradients"] == 4 * shape.parameters
+    assert one["optimizer"] == 8 * shape.parameters
+    assert one["weights in use"] == 2 * shape.parameters, "autocast's copies"
+    sharded = sft(parallel={"mode": "fsdp2"})
+    eight = plan_memory(sharded, shape, num_gpus=8, low_precision=True, capacity=80e9).training
+    assert eight["weights"] == 4 * shape.parameters / 8
+    assert eight["optimizer"] == 8 * shape.parameters / 8
+    light = with_changes(sharded, {"optim.name": "adamw_8bit"})
+    assert plan_memory(light, shape, num_gpus=8, low_precision=True).training["optimizer"] == shape.parameters / 4
+    reference = plan_memory(grpo(grpo={"kl": 0.1}), shape, num_gpus=1, low_precision=True).training
+    assert reference["reference"] == 4 * shape.parameters
+
+
+def test_checkpointing_is_taken_where_a_run_does_not_fit_without_it():
+    shape, options = shape_of("0.5B"), {"num_gpus": 1, "low_precision": True}
+    assert not plan_memory(sft(), shape, **options, capacity=80 * GIB).checkpointing
+    assert plan_memory(sft(), shape, **options, capacity=24 * GIB).checkpointing
+    off = sft(memory={"checkpointing": "off"})
+    assert not plan_memory(off, shape, **options, capacity=24 * GIB).checkpointing
+    assert not plan_memory(sft(), shape, **options, capacity=None).checkpointing, "on a CPU"
+
+
+def test_the_settings_that_are_named_make_it_fit_and_none_of_them_is_superfluous():
+    shape, gpu = shape_of("7B"), parse_gpu("80:8")
+    config = grpo(rollout={"engine": "vllm"}, memory={"checkpointing": "off"})
+    changes = remedies(config, shape, gpu, low_precision=True)
+    assert changes
+
+    def peak(changes):
+        changed = with_changes(config, changes)
+        return plan_memory(changed, shape, num_gpus=8, low_precision=True, capacity=gpu.bytes).peak
+
+    assert peak(changes) <= gpu.bytes
+    for name in changes:
+        assert peak({other: value for other, value in changes.items() if other != name}) > gpu.bytes
+    assert remedies(config, shape_of("70B"), parse_gpu("24"), low_precision=True) is None
+    assert remedies(config, shape_of("0.5B"), gpu, low_precision=True) == {}
+
+
+def test_an_engine_gets_what_the_trainer_leaves_of_a_gpu():
+    config, gpu = grpo(rollout={"engine": "vllm"}), parse_gpu("H100:8")
+    share = engine_share(config, shape_of("0.5B"), gpu, low_precision=True)
+    plan = plan_memory(config, shape_of("0.5B"), num_gpus=8, low_precision=True, capacity=gpu.bytes)
+    beside = plan.resident if plan.sleeps else sum(plan.training.values())
+    assert 0 <= (gpu.bytes - plan.reserve - beside) - share * gpu.bytes < 0.01 * gpu.bytes
+    with pytest.raises(ConfigError, match=r"must fit on 1 x H100 of 79.2 GiB: needs \d+ GiB .*more or larger GPUs"):
+        engine_share(config, shape_of("70B"), parse_gpu("H100"), low_precision=True)
+
+
+def test_the_page_has_the_table_of_the_plan():
+    page = Path(__file__).parents[2] / "docs/scaling.md"
+    assert table() in page.read_text(), "python scripts/memory_table.py prints the table of the page"
+
+
+@pytest.mark.parametrize("text", ["H100:0", "H10", "80:x", "", ":8", "-3"])
+def test_gpus_that_are_none_are_refused(text):
+    with pytest.raises(ConfigError, match="must be a name or gigabytes"):
+        parse_gpu(text)
+
+
+# --- optimizers
+
+
+def test_moments_in_host_memory_give_the_steps_of_adamw():
+    models = [torch.nn.Linear(5, 3), torch.nn.Linear(5, 3)]
+    models[1].load_state_dict(models[0].state_dict())
+    makes = [
+        make_optimizer(model.parameters(), OptimSettings(name=name, lr=0.1, weight_decay=0.1), torch.device("cpu"))
+        for model, name in zip(models, ("adamw", "adamw_offload"), strict=True)
+    ]
+    assert isinstance(makes[1], OffloadedAdamW)
+    for step in range(4):
+        for model, optimizer in zip(models, makes, strict=True):
+            model(torch.full((2, 5), step + 1.0)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert len(makes[1].param_groups[0]["params"]) == 2
+
+
+def test_an_optimizer_that_is_not_installed_names_its_extra(monkeypatch):
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(MissingDependencyError, match=r"optim.name=adamw_8bit: .*llmrl\[optim\]"):
+        make_optimizer(torch.nn.Linear(2, 2).parameters(), OptimSettings(name="adamw_8bit"), torch.device("cpu"))
+
+
+# --- speed
+
+
+def test_speed_is_of_all_updates_since_it_was_asked():
+    with Session(sft()) as session:
+        scorer = TokenScorer(tiny_model(hidden_size=32, heads=2), packing="off")
+        updater = Updater(session, scorer, OptimSettings(), steps=9, tokens_per_microbatch=100)
+        rows = [torch.arange(1, 10), torch.arange(1, 7)]
+        batch = TensorDict(
+            {
+                "tokens": Tokens.from_rows({"full": rows}),
+                "masks": Masks.from_rows({"all_assistant_mask": [ids > 2 for ids in rows]}),
+            },
+            batch_size=[2],
+        )
+        for step in (1, 2):
+            updater.step(SFTLoss(updater.scorer), batch, step)
+        metrics = updater.speed(2.0)
+        assert metrics["perf/train_tok_s_device"] == 11, "7 and 4 trained tokens, twice, in 2 s"
+        assert metrics["perf/padding_frac"] == pytest.approx(3 / 18)
+        assert metrics["perf/peak_gb"] > 0.1
+        assert updater.speed(2.0)["perf/train_tok_s_device"] == 0
+
+
+def test_a_run_writes_its_speed_and_a_trace_of_the_steps_asked_for(place, grpo):
+    settings = place.recipe("mine", grpo, grpo={"kl": 0.1}, packing="off", zero_variance="keep")
+    result = place.run("grpo", settings, "profile.steps=[2,2]", "memory.checkpointing=on", "--name", "run")
+    assert result.code == 0, result.err
+    last = read_metrics(place.path / "runs/run")[-1]
+    assert {"perf/train_tok_s_device", "perf/peak_gb", "time/logp", "rollout/turns_mean"} <= last.keys()
+    assert 0 <= last["perf/padding_frac"] < 1
+    assert last["rollout/turns_mean"] == 1
+    trace = json.loads((place.path / "runs/run/profile-rank0.json").read_text())
+    assert any("AdamW" in event["name"] for event in trace["traceEvents"])
+
+
+def test_a_dry_run_plans_for_gpus_that_are_not_here(place, sft):
+    settings = place.recipe("mine", sft)
+    result = place.run("sft", settings, "--dry-run", "--gpu", "H100:8")
+    assert result.code == 0, result.err
+    assert "8 x H100, 79.2 GiB each" in result.out
+    refused = place.run("sft", settings, "--dry-run", "--gpu", "1:8")
+    assert refused.code == 2
+    assert "must fit on 8 x 1 GB" in refused.err
+    assert "needs --dry-run" in place.run("sft", settings, "--gpu", "H100:8").err
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_gpu_needs_what_the_plan_says(checkpointing):
+    model = tiny_model(hidden_size=1024, layers=12, heads=16, vocab_size=32000).cuda()
+    config = sft(max_length=1024, batch_size=16, memory={"checkpointing": "on" if checkpointing else "off"})
+    plan = plan_memory(config, model_shape(model), num_gpus=1, low_precision=True, capacity=80e9)
+    if checkpointing:
+        recompute_blocks(model)
+    optimizer = make_optimizer(model.parameters(), config.optim, torch.device("cuda"))
+    scorer = TokenScorer(model, packing="off")
+    ids, mask = torch.ones(16, 1024, dtype=torch.int64).cuda(), torch.ones(16, 1024, dtype=torch.bool).cuda()
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = scorer(ids, mask, mask).log_probs.mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.cuda.max_memory_allocated() == pytest.approx(sum(plan.training.values()), rel=0.25)
