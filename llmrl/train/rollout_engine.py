@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -34,7 +33,7 @@ _BOUND = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # engine and trainer round 
 class RolloutEngine:
     """The policy that samples, and the way of new weights to its engine.
 
-    ``policy``  for the collector; it shares the trainer's module where there is one process and no sharding
+    ``policy``  for the collector; without vLLM it shares the trainer's module
     ``exact``   its log-probs are the trainer's to float32 rounding
     ``probes``  the sequences that engine and trainer are compared on; none before the first rollouts, or without vLLM
     """
@@ -66,7 +65,7 @@ class RolloutEngine:
             overlaps = bool(settings.max_staleness) and session.device.type == "cpu"
             with _half_the_threads() if overlaps else nullcontext():
                 engine = VLLMEngine(
-                    model,
+                    model.name_or_path or model,  # the files that it was loaded from, where there are any
                     tokenizer=tokenizer,
                     own_process=has_own_process(config, session),
                     seed=config.seed,
@@ -74,7 +73,7 @@ class RolloutEngine:
                 )
             self.policy = vLLMWrapper(engine, **wrapping)
         else:
-            self.policy = TransformersWrapper(copy.deepcopy(model) if session.sharded else model, **wrapping)
+            self.policy = TransformersWrapper(model, **wrapping)
         dtype = torch.bfloat16 if session.low_precision else torch.float32
         self._bound = settings.probe_bound or _BOUND[dtype]
         self._temperature = config.sampling.temperature
@@ -96,8 +95,7 @@ class RolloutEngine:
         Raises  WeightSyncError if they do not arrive, or the difference is above ``rollout.probe_bound``
         """
         engine = self.policy.engine
-        shares_module = not self.is_vllm and not self.session.sharded
-        version = publish(None if shares_module else self.model, engine)
+        version = publish(self.model if self.is_vllm else None, engine)
         if self._probe is None:
             return {}
         theirs, mine = partial(engine.score, temperature=self._temperature), partial(self._score, scorer)
