@@ -40,7 +40,7 @@ from llmrl.train.evaluation import Evaluator
 from llmrl.train.memory import GPU
 from llmrl.train.model_shape import model_shape
 from llmrl.train.models import load_model, load_tokenizer, meta_model
-from llmrl.train.plan import grpo_plan, grpo_settings
+from llmrl.train.plan import grpo_plan, grpo_settings, samples_exactly
 from llmrl.train.rollout_engine import RolloutEngine
 from llmrl.train.run import Run
 from llmrl.train.settings import GRPOConfig
@@ -89,20 +89,20 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
     engine_plan = plan_engine(run.source, session, task, held_out, runs=run.runs)
     shape = model_shape(meta_model(run.source, tokenizer, runs=run.runs))
     run.print_plan(f"grpo · {config.env.name}", grpo_plan(config, session, task, engine_plan, shape, **counts))
+    advantage_settings, loss_settings = grpo_settings(config, exact=samples_exactly(config, session))
+    check_processes(config, session, advantage_settings)
 
     # The model that is trained, and the engine that samples: by the same weights, or (vLLM) by a copy of them.
-    model = load_model(run.source, tokenizer, runs=run.runs, checked=run.resume).to(session.device)
+    model = load_model(run.source, tokenizer, session, runs=run.runs, checked=run.resume)
     sampling = config.sampling.model_dump(exclude={"max_tokens"}) | {"max_new_tokens": config.sampling.max_tokens}
     engine = RolloutEngine(config, session, model, tokenizer, sampling, engine_plan)
-    advantage_settings, loss_settings = grpo_settings(config, exact=engine.exact)
-    check_processes(config, session.world_size, advantage_settings)
     actor = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs=sampling, generate=False)
     updater = make_updater(config, session, actor, steps=config.steps)
     loss = GRPOLoss(actor, **loss_settings)
     reference = None
     if config.grpo.kl:  # against a frozen copy of the model that the run started from, not of the checkpoint
-        frozen = load_model(config.model_copy(update={"model": run.origin}), tokenizer, runs=run.runs)
-        frozen_actor = actor.get_new_version(model=frozen.to(session.device))
+        frozen = load_model(config.model_copy(update={"model": run.origin}), tokenizer, session, runs=run.runs)
+        frozen_actor = actor.get_new_version(model=frozen)
         reference = RetrieveLogProb(frozen_actor, log_probs_full_key=("ref_log_probs", "full"))
 
     env = make_env(config, session, task, prompts)
@@ -218,8 +218,9 @@ def split(buffer: ReplayBuffer, num_parts: int) -> list[TensorDictBase | None]:
     return [buffer.sample(size) if size else None for size in sizes]
 
 
-def check_processes(config: GRPOConfig, world_size: int, advantage: Mapping[str, Any]) -> None:
+def check_processes(config: GRPOConfig, session: Session, advantage: Mapping[str, Any]) -> None:
     """Raises ConfigError for settings that this number of processes cannot keep."""
+    world_size = session.world_size
     if config.prompts_per_step % world_size:
         raise ConfigError(
             f"prompts_per_step {config.prompts_per_step} must be a multiple of the {world_size} processes"
@@ -228,4 +229,9 @@ def check_processes(config: GRPOConfig, world_size: int, advantage: Mapping[str,
         raise ConfigError(
             f"algo {config.algo} divides by what is measured over a whole batch, of which each of the {world_size} "
             "processes has a part: use one process, or an algorithm that looks at groups"
+        )
+    if session.sharded and config.rollout.engine == "transformers" and config.rollout.concurrency:
+        raise ConfigError(
+            f"rollout.concurrency {config.rollout.concurrency} with parallel.mode fsdp2 needs rollout.engine vllm: the "
+            "processes of a sharded model generate in step with each other"
         )

@@ -6,7 +6,6 @@ mean over all trained tokens of a step, however it is cut. Read `train` from top
 
 from __future__ import annotations
 
-import copy
 import sys
 
 if __name__ == "__main__":  # before torch is imported: the command reports bad settings without it, and prepares for it
@@ -18,7 +17,6 @@ import time
 from collections.abc import Callable
 from contextlib import closing, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -39,9 +37,6 @@ from llmrl.train.settings import EvalSettings, SFTConfig
 from llmrl.train.sft_data import tokenize_chats
 from llmrl.train.tasks import Task, eval_rows
 from llmrl.train.updater import make_updater, step_metrics
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 __all__ = ["plan", "run"]
 
@@ -75,10 +70,10 @@ def train(config: SFTConfig, session: Session, run: Run) -> None:
     run.print_plan(f"sft · {chats.source}", sft_plan(config, session, tokenizer, chats, shape))
     steps, steps_per_epoch = sft_steps(config, len(chats))
 
-    model = load_model(run.source, tokenizer, runs=run.runs, checked=run.resume).to(session.device)
+    model = load_model(run.source, tokenizer, session, runs=run.runs, checked=run.resume)
     policy = TransformersWrapper(model, tokenizer=tokenizer, generate=False)
     task = Task(config.env, tokenizer) if config.env else None
-    evaluator, stop_evaluator = make_evaluators(config, session, task, policy, model) if task else (None, None)
+    evaluator, stop_evaluator = make_evaluators(config, session, task, policy) if task else (None, None)
     updater = make_updater(config, session, policy, steps=steps)
     loss = SFTLoss(policy)
     buffer = ReplayBuffer(
@@ -117,16 +112,14 @@ def train(config: SFTConfig, session: Session, run: Run) -> None:
 
 
 def make_evaluators(
-    config: SFTConfig, session: Session, task: Task, policy: TransformersWrapper, model: PreTrainedModel
+    config: SFTConfig, session: Session, task: Task, policy: TransformersWrapper
 ) -> tuple[Evaluator | None, Evaluator | None]:
     """The evaluation that is reported, and the one that decides when to stop."""
-    sampler, source = policy.get_new_version(generate=True), None
-    if session.sharded:  # a model whose parameters are sharded cannot generate: a whole copy is evaluated
-        sampler, source = sampler.get_new_version(model=copy.deepcopy(model)), model
+    sampler = policy.get_new_version(generate=True)
 
     def evaluator(settings: EvalSettings) -> Evaluator | None:
         rows = eval_rows(config.env, settings)
-        return None if rows is None else Evaluator(session, sampler, task, rows, settings, source=source)
+        return None if rows is None else Evaluator(session, sampler, task, rows, settings)
 
     if config.stop is None:
         return evaluator(config.eval), None

@@ -15,7 +15,8 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 
@@ -41,35 +42,69 @@ class CheckpointStore:
             raise ConfigError(f"CheckpointStore: must keep at least one checkpoint: got keep={keep}.")
         self.folder = Path(run_dir) / "checkpoints"
         self.keep = keep
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._publishing: Future[None] | None = None
         if writer:
             self._clean()
 
-    def save(self, step: int, write: Callable[[Path], None]) -> Path:
+    def draft(self, step: int) -> Path:
+        """The folder that a checkpoint is written to before it is published."""
+        return self.folder / f"{_DRAFT}step{step}"
+
+    def save(self, step: int, write: Callable[[Path], None], *, background: bool = False) -> Path:
         """Calls ``write(folder)`` with an empty folder and publishes the result as ``step<N>``.
 
-        A checkpoint of the same step is replaced once the new one is whole.
+        A checkpoint of the same step is replaced once the new one is whole. In the background a thread computes the
+        checksums, flushes and publishes; `check`, `close` or the next `save` raise what it could not do.
 
-        Returns  the published folder
+        Returns  the folder that is published
         Raises   CheckpointError if anything fails; the draft is gone and earlier checkpoints are untouched
         """
-        target = self.folder / f"step{step}"
-        draft = self.folder / f"{_DRAFT}step{step}"
-        try:
-            shutil.rmtree(draft, ignore_errors=True)
+        self.check(wait=True)
+        with self._undoing(step):
+            shutil.rmtree(self.draft(step), ignore_errors=True)
             self.folder.mkdir(exist_ok=True)  # not the run's folder: where that was removed, nothing could go on
-            draft.mkdir()
-            write(draft)
-            _seal(draft)
+            self.draft(step).mkdir()
+            write(self.draft(step))
+        self._publishing = self._thread.submit(self._publish, step)
+        self.check(wait=not background)
+        return self.folder / f"step{step}"
+
+    def check(self, *, wait: bool = False) -> None:
+        """Raises CheckpointError if the last checkpoint could not be published, once that is known, or after a wait."""
+        if self._publishing is not None and (wait or self._publishing.done()):
+            publishing, self._publishing = self._publishing, None
+            publishing.result()
+
+    def close(self) -> None:
+        """Waits until the last checkpoint is published, and raises CheckpointError if it could not be."""
+        self.check(wait=True)
+        self._thread.shutdown()
+
+    def _publish(self, step: int) -> None:
+        target = self.folder / f"step{step}"
+        with self._undoing(step):
+            _seal(self.draft(step))
             if target.exists():
                 replaced = self.folder / f"{_REPLACED}step{step}"
                 os.rename(target, replaced)
-                os.rename(draft, target)
+                os.rename(self.draft(step), target)
                 shutil.rmtree(replaced)
             else:
-                os.rename(draft, target)
+                os.rename(self.draft(step), target)
             _flush_folder(self.folder)
+        self._prune()
+
+    @contextlib.contextmanager
+    def _undoing(self, step: int) -> Iterator[None]:
+        """Removes the draft where the block fails.
+
+        Raises  CheckpointError for whatever the block raises, but for an interruption
+        """
+        try:
+            yield
         except BaseException as error:
-            shutil.rmtree(draft, ignore_errors=True)
+            shutil.rmtree(self.draft(step), ignore_errors=True)
             if not isinstance(error, Exception):  # a second Ctrl-C
                 raise
             safe = f"{latest.name} is intact" if (latest := self.latest()) else "no earlier one exists"
@@ -79,8 +114,6 @@ class CheckpointStore:
                 f"{safe}; {free_space(self.folder)}. Make room or correct the cause, then run: "
                 f"llmrl resume {self.folder.parent}"
             ) from error
-        self._prune()
-        return target
 
     def latest(self) -> Path | None:
         """The whole checkpoint of the highest step, or None."""

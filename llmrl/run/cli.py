@@ -14,11 +14,12 @@ import importlib
 import operator
 import os
 import shutil
+import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -190,7 +191,8 @@ def _train(command: str, arguments: list[str]) -> int:
     name = path.stem if path else command
     run = _on_all_ranks(lambda: _new_run(command, name, loaded, arguments, options.runs, options.name))
     with _lock(run):
-        return recipe.loop().run(loaded.config, run_dir=run.path, resume=False)
+        resume = _num_restarts() > 0 and latest_checkpoint(run.path) is not None
+        return recipe.loop().run(loaded.config, run_dir=run.path, resume=resume)
 
 
 def _resume(arguments: list[str]) -> int:
@@ -301,6 +303,9 @@ class _Parser(argparse.ArgumentParser):
 def _new_run(
     command: str, recipe: str, loaded: Loaded, arguments: Sequence[str], root: str, name: str | None
 ) -> RunDir:
+    launch = _launch()
+    if _num_restarts() and (begun := _begun_by(launch, Path(root))) is not None:
+        return begun
     text = dump_config(loaded.config, loaded.origins)
     run = RunDir.create(recipe, text, root=root, name=name)
     info = {
@@ -311,6 +316,7 @@ def _new_run(
         "llmrl": llmrl.__version__,
         "python": sys.version.split()[0],
         "origins": loaded.origins,
+        "launch": launch,
     }
     try:
         run.write_config(text)
@@ -319,6 +325,30 @@ def _new_run(
         shutil.rmtree(run.path, ignore_errors=True)
         raise
     return run
+
+
+def _begun_by(launch: str, root: Path) -> RunDir | None:
+    """The run that this launch began before its launcher restarted the ranks, with its logs emptied if it has no
+    checkpoint to go on from.
+    """
+    for run in sorted(map(RunDir, root.glob("*")), key=lambda run: run.path.stat().st_mtime, reverse=True):
+        with suppress(ConfigError):
+            if run.read_info().get("launch") == launch:
+                if latest_checkpoint(run.path) is None:
+                    run.metrics.unlink(missing_ok=True)
+                    shutil.rmtree(run.rollouts, ignore_errors=True)
+                return run
+    return None
+
+
+def _launch() -> str:
+    """A name for one start by torchrun, the same after each of its restarts."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return name if name != "none" else f"{socket.gethostname()}:{os.getppid()}"
+
+
+def _num_restarts() -> int:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def _load_run(run: RunDir, overrides: Sequence[str]) -> tuple[Recipe, dict[str, Any], Loaded]:
@@ -359,7 +389,7 @@ def _on_all_ranks(create: Callable[[], RunDir]) -> RunDir:
     from torch.distributed import rendezvous  # the settings are valid: torch is needed next anyway
 
     store, rank, _ = next(rendezvous("env://", timeout=timedelta(seconds=120)))
-    key = f"llmrl/run/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    key = f"llmrl/run/{_num_restarts()}"
     if rank == 0:
         try:
             run = create()

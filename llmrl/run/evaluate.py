@@ -33,7 +33,7 @@ def run(run_dir: Path, *, command: str, config: SFTConfig | GRPOConfig, checkpoi
     with Session(config) as session:
         source = config.model_copy(update={"model": str(checkpoint)})
         tokenizer = load_tokenizer(source, runs=run_dir.parent)
-        model = load_model(source, tokenizer, runs=run_dir.parent, checked=True).to(session.device)
+        model = load_model(source, tokenizer, session, runs=run_dir.parent, checked=True)
         policy = TransformersWrapper(model, tokenizer=tokenizer, input_mode="history")
         started = time.perf_counter()
         task = Task(config.env, tokenizer)

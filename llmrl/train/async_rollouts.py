@@ -66,7 +66,7 @@ class RolloutSource:
         """More rollouts, sampled now."""
         if self._ahead:
             return self._ahead.sample()
-        with self._session.autocast():
+        with self._session.autocast(), self._session.in_step(self._engine.policy):
             return self._collector.rollout()
 
     def end_sampling(self) -> None:

@@ -1,14 +1,24 @@
-"""Checkpoints of a recipe: the model in Hugging Face's format, and the state of all other parts in ``trainer.pt``."""
+"""Checkpoints of a recipe: the model in Hugging Face's format, and the state of all other parts in ``trainer.pt``.
+
+Tensors that are sharded over the ranks are in ``shards/`` instead, where each rank writes and reads its own parts; any
+number of ranks can read them. No rank gathers all of them, or the model.
+"""
 
 from __future__ import annotations
 
+import json
+import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from safetensors.torch import save_file
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter, load, save
+from torch.distributed.tensor import DTensor
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils.logging import disable_progress_bar
 
 from llmrl.errors import CheckpointError, DataError
@@ -20,9 +30,10 @@ if TYPE_CHECKING:
 
     from llmrl.train.distributed import Session
 
-__all__ = ["PerRank", "Stateful", "load_state", "named_weights", "save_state"]
+__all__ = ["PerRank", "Stateful", "load_part", "load_state", "save_state", "write_model"]
 
-_FILE = "trainer.pt"
+_FILE, _SHARDS = "trainer.pt", "shards"
+_FILE_BYTES = 1 << 30  # of a file of the model; the rank that writes holds one at a time
 
 
 class Stateful(Protocol):
@@ -53,20 +64,30 @@ def save_state(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     state: Mapping[str, Any],
+    *,
+    background: bool = False,
 ) -> None:
-    """Writes ``checkpoints/step<step>``: all ranks take part, the first one writes.
+    """Writes ``checkpoints/step<step>``: all ranks take part, each writes its parts of sharded tensors, the first the
+    rest. In the background it is flushed to the disk and published by a thread (`CheckpointStore.save`).
 
     ``state`` is of tensors, numbers, strings, None, and lists, tuples and dicts of them.
 
     Raises  CheckpointError if it cannot be written, or holds what could not be read back; earlier checkpoints are whole
     """
     disable_progress_bar()  # of writing the weights: it would be the only line of a run that is not ours
-    weights = named_weights(model)
+    shards: dict[str, DTensor] = {}
+    state = {"step": step, "rng": torch.get_rng_state(), **_take_shards(state, shards)}
 
     def write(path: Path) -> None:
-        model.save_pretrained(path, state_dict=weights)
+        session.wait()  # the first rank has made the folder
+        write_model(model, path, writer=session.is_first)
+        if shards:
+            files = _files(shards, session.world_size)
+            save(shards, storage_writer=HuggingFaceStorageWriter(str(path / _SHARDS), files, save_distributed=True))
+        if not session.is_first:
+            return
         tokenizer.save_pretrained(path)
-        torch.save({"step": step, "rng": torch.get_rng_state(), **state}, path / _FILE)
+        torch.save(state, path / _FILE)
         if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(path / _FILE):
             raise CheckpointError(
                 f"{_FILE}: a state must be of tensors, numbers, strings, lists and dicts: got {', '.join(unsafe)}; "
@@ -74,8 +95,112 @@ def save_state(
             )
 
     if session.is_first:
-        store.save(step, write)
+        store.save(step, write, background=background)
+    else:
+        write(store.draft(step))
     session.wait()
+
+
+def write_model(model: PreTrainedModel, folder: Path, *, writer: bool) -> None:
+    """Writes the model as Transformers and vLLM read it. All ranks take part where it is sharded; the writer writes.
+
+    A few weights are gathered at a time, never all: those of one file, of ``_FILE_BYTES`` or one layer of a model whose
+    weights have other names in files.
+    """
+    weights, seen = {}, set()
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) not in seen:  # a tied weight goes under its first name
+            weights[name] = value
+        seen.add(id(value))
+    if not any(isinstance(value, DTensor) for value in weights.values()):
+        return model.save_pretrained(folder) if writer else None
+    if writer:
+        folder.mkdir(exist_ok=True)
+    sizes = dict.fromkeys(map(_unit, weights), 0)
+    for name, value in weights.items():
+        sizes[_unit(name)] += value.numel() * value.element_size()
+    unit_files = _bucket(sizes)
+    num_files = max(unit_files.values()) + 1
+    index: dict[str, str] = {}
+    for number in range(num_files):
+        file = f"model-{number + 1:05}-of-{num_files:05}.safetensors" if num_files > 1 else "model.safetensors"
+        part = {}
+        for name, value in weights.items():
+            if unit_files[_unit(name)] == number:
+                gathered = whole(value)
+                if writer:
+                    part[name] = gathered.cpu()
+        if writer:
+            part = {name: value.contiguous() for name, value in revert_weight_conversion(model, part).items()}
+            save_file(part, folder / file, metadata={"format": "pt"})
+            index |= dict.fromkeys(part, file)
+    if not writer:
+        return None
+    if num_files > 1:
+        index_text = json.dumps({"metadata": {"total_size": sum(sizes.values())}, "weight_map": index}, indent=1)
+        (folder / "model.safetensors.index.json").write_text(index_text, encoding="utf-8")
+    model.config.dtype = str(model.dtype).removeprefix("torch.")
+    model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    model.config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    return None
+
+
+def _unit(name: str) -> str:
+    """What is written at a time: a decoder layer, whose weights may be joined or split in files, or a weight."""
+    return match[0] if (match := re.match(r".*?\.\d+\.", name)) else name
+
+
+def _bucket(sizes: Mapping[str, int]) -> dict[str, int]:
+    """A file's number for each name, so that files are of at most ``_FILE_BYTES``, or of one name."""
+    numbers, number, size = {}, 0, 0
+    for name, num_bytes in sizes.items():
+        if size and size + num_bytes > _FILE_BYTES:
+            number, size = number + 1, 0
+        numbers[name] = number
+        size += num_bytes
+    return numbers
+
+
+def _take_shards(state: Any, shards: dict[str, DTensor], path: str = "") -> Any:
+    """``state`` with {_SHARDS: name} for each sharded tensor, which goes into ``shards``."""
+    if isinstance(state, DTensor):
+        shards[path] = state
+        return {_SHARDS: path}
+    if isinstance(state, Mapping):
+        return {key: _take_shards(value, shards, f"{path}/{key}") for key, value in state.items()}
+    return state
+
+
+def _files(shards: Mapping[str, DTensor], world_size: int) -> dict[str, int]:
+    """Numbers of the files that a rank writes its parts to, from 1: it holds the bytes of one at a time."""
+    sizes = {name: value.numel() * value.element_size() // world_size for name, value in shards.items()}
+    return {name: number + 1 for name, number in _bucket(sizes).items()}
+
+
+def load_part(folder: Path, part: Stateful, state: Any) -> None:
+    """Gives ``part`` its saved state; tensors that were sharded are read as this run shards them, or whole."""
+    names: dict[str, Any] = {}
+
+    def restored(saved: Any, own: Any) -> Any:
+        if not isinstance(saved, dict):
+            return saved
+        if _SHARDS in saved:
+            return names.setdefault(saved[_SHARDS], own)
+        return {key: restored(value, own.get(key) if isinstance(own, dict) else None) for key, value in saved.items()}
+
+    if _has_shards(state):
+        state = restored(state, part.state_dict())
+        reader = HuggingFaceStorageReader(str(folder / _SHARDS))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process: as meant
+            load(names, storage_reader=reader)
+    part.load_state_dict(state)
+
+
+def _has_shards(state: Any) -> bool:
+    return isinstance(state, dict) and (_SHARDS in state or any(map(_has_shards, state.values())))
 
 
 def load_state(folder: Path) -> dict[str, Any]:
@@ -84,7 +209,7 @@ def load_state(folder: Path) -> dict[str, Any]:
     Raises  DataError if it is not there, or holds anything but a state
     """
     try:
-        state = torch.load(folder / _FILE, map_location="cpu", weights_only=True)
+        state = torch.load(folder / _FILE, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         cause = "it holds what is not a state" if isinstance(error, UnpicklingError) else error
         raise DataError(f"checkpoint {folder}: {_FILE} cannot be read: {cause}.") from error
@@ -92,18 +217,3 @@ def load_state(folder: Path) -> dict[str, Any]:
     if rounds := state.pop("rounds", None):  # until 2026-11 all parts of a GRPO run but the optimizer were one
         state |= {**rounds, "rollouts": rounds}
     return state
-
-
-@torch.no_grad()
-def named_weights(model: nn.Module) -> Mapping[str, Tensor]:
-    """The weights by name, each whole on every rank. Where parameters are sharded this is a collective.
-
-    A tied weight comes under each of its names, as in ``state_dict``.
-    """
-    weights: dict[str, Tensor] = {}
-    gathered: dict[int, Tensor] = {}  # a tied weight is gathered once, and stays tied
-    for name, value in model.state_dict(keep_vars=True).items():
-        if id(value) not in gathered:
-            gathered[id(value)] = whole(value)
-        weights[name] = gathered[id(value)]
-    return weights

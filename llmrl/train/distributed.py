@@ -9,11 +9,14 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import socket
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -22,10 +25,10 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import InitProcessGroupKwargs, gather_object
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-from llmrl.errors import DeadlineError
+from llmrl.errors import ConfigError, DeadlineError, RunFolderError
 from llmrl.run.console import make_console
 from llmrl.train.settings import ModelSource
 
@@ -35,6 +38,7 @@ T = TypeVar("T")
 
 _NUMBERS = itertools.count()  # of this process's sessions: the same on every rank
 _ROLL_CALL_S = 5.0  # ranks that wait for a lost one time out within moments of each other
+_SHARED_WITHIN_S = 8.0  # a network disk shows a new file later than where it was written
 _LOST = re.compile("timed out|timeout|connection (closed|reset)", re.IGNORECASE)  # errors of a collective then
 
 
@@ -55,6 +59,7 @@ class Session:
         self.sharded: bool = config.parallel.mode == "fsdp2" and self.world_size > 1
         self.device: torch.device = self.accelerator.device
         self.low_precision = bf16
+        self.mesh = _make_mesh(self.device, self.world_size, config.parallel.replicas) if self.sharded else None
         self.console = make_console(self.rank)
         if self.world_size > 1:
             sys.excepthook = _abort_at_once(sys.excepthook)
@@ -66,17 +71,62 @@ class Session:
     def prepare(self, scorer: nn.Module) -> nn.Module:
         """The module to train instead of ``scorer``: in this session's precision, its gradients averaged over ranks.
 
-        Build the optimizer from its parameters, afterwards: where they are sharded, they are other ones.
+        The model of a session that shards is sharded before, by `shard`.
         """
         if not self.sharded:
             return self.accelerator.prepare(scorer)
-        # FSDP2: each decoder layer is a unit, whole only while it computes; embeddings and head are another.
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if self.low_precision else MixedPrecisionPolicy()
-        mesh = init_device_mesh(self.device.type, (self.world_size,))
-        units = getattr(scorer.model, "_no_split_modules", None) or ()
-        for module in [*(m for m in scorer.modules() if type(m).__name__ in units), scorer]:
-            fully_shard(module, mesh=mesh, mp_policy=policy)
+        scorer.model.reshard()  # what was computed to learn about it left its own unit whole
         return scorer
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        """Leaves this rank its part of each parameter, also of a model on the meta device that is read afterwards.
+
+        Each decoder layer is a unit, whole only while it computes; embeddings and head are another, the model's own.
+        ``model.call_whole(function, ...)`` calls ``function(model, ...)`` while that one is whole.
+        """
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if self.low_precision else MixedPrecisionPolicy()
+        units = getattr(model, "_no_split_modules", None) or ()
+        for module in [*(m for m in model.modules() if type(m).__name__ in units), model]:
+            fully_shard(module, mesh=self.mesh, mp_policy=policy)
+        model._call_whole = lambda function, *arguments, **options: function(model, *arguments, **options)
+        register_fsdp_forward_method(model, "_call_whole")
+
+        def call_whole(function: Callable[..., T], *arguments: Any, **options: Any) -> T:
+            result = model._call_whole(function, *arguments, **options)
+            if not torch.is_grad_enabled():  # no backward pass follows, after which it would be a part again
+                model.reshard()
+            return result
+
+        model.call_whole = call_whole
+        return model
+
+    @contextmanager
+    def in_step(self, policy: Any) -> Iterator[None]:
+        """Inside, each rank may use a policy whose model is sharded as often as it likes; those that are done compute
+        along.
+
+        Every call is a collective: before each one the ranks tell each other who still needs one.
+        """
+        model = getattr(policy, "model", None)
+        if not isinstance(model, FSDPModule):
+            yield
+            return
+
+        def is_needed(here: bool) -> bool:
+            needed = torch.tensor(float(here), device=self.device)
+            dist.all_reduce(needed)
+            return needed.item() > 0
+
+        handle = model.register_forward_pre_hook(lambda *_: is_needed(True) and None, prepend=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+        ids = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        with torch.no_grad():
+            while is_needed(False):
+                model(ids)
+        model.reshard()
 
     def no_sync(self, scorer: nn.Module) -> AbstractContextManager[None]:
         """Context in which a backward pass of a prepared module adds to its gradients without averaging them.
@@ -87,7 +137,7 @@ class Session:
 
     def autocast(self) -> AbstractContextManager[None]:
         """The precision that the model is trained in, for generating and scoring outside of training."""
-        return self.accelerator.autocast()
+        return nullcontext() if self.sharded else self.accelerator.autocast()  # a sharded model casts its own
 
     def gather(self, items: list[T]) -> list[T]:
         """The items of all ranks, in rank order, on every rank."""
@@ -109,9 +159,39 @@ class Session:
         """Returns when every rank is here."""
         self.accelerator.wait_for_everyone()
 
+    def check_shared(self, folder: Path) -> None:
+        """Every rank must see in ``folder`` what the first one writes there.
+
+        Raises  RunFolderError that names the ranks that do not, within 10 s
+        """
+        if self.world_size == 1:
+            return
+        token, fault = f".seen-by-all-{uuid.uuid4().hex}", ""
+        if self.is_first:
+            try:
+                (folder / token).touch()
+            except OSError as error:
+                fault = f"{folder}: cannot be written: {error.strerror}"
+        ((token, fault),) = self.gather([(token, fault)] if self.is_first else [])
+        if fault:
+            raise RunFolderError(fault)
+        deadline = time.monotonic() + _SHARED_WITHIN_S
+        while not (seen := (folder / token).exists()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        blind = self.gather([] if seen else [f"rank {self.rank} on {socket.gethostname()}"])
+        if self.is_first:
+            (folder / token).unlink(missing_ok=True)
+        if blind:
+            raise RunFolderError(
+                f"{folder}: must be a folder that all nodes share: rank 0's file is not seen by {', '.join(blind)} "
+                f"after {_SHARED_WITHIN_S:g} s; put it on a shared disk with --runs DIR."
+            )
+
     def describe(self) -> str:
         cuda, several = self.device.type == "cuda", self.world_size > 1
         layout = f"{self.world_size} processes, {'FSDP2' if self.sharded else 'DDP'}" if several else "1 process"
+        if self.mesh is not None and self.mesh.ndim == 2:
+            layout += f" in {self.mesh.size(0)} copies of {self.mesh.size(1)} parts"
         device = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
         precision = "bfloat16 arithmetic, float32 weights" if self.low_precision else "float32"
         return f"{layout} · {device} · torch {torch.__version__} · {precision}"
@@ -129,6 +209,18 @@ class Session:
         """Leaves the process group; another session may begin in this process."""
         self.accelerator.end_training()
         AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def _make_mesh(device: torch.device, world_size: int, replicas: int) -> DeviceMesh:
+    """All ranks in a row, or ``replicas`` rows: a model is sharded along a row, and each row has all of it.
+
+    Raises  ConfigError if the rows would differ in length
+    """
+    if world_size % replicas:
+        raise ConfigError(f"parallel.replicas  must divide the {world_size} processes: got {replicas}")
+    if replicas == 1:
+        return init_device_mesh(device.type, (world_size,))
+    return init_device_mesh(device.type, (replicas, world_size // replicas), mesh_dim_names=("replica", "shard"))
 
 
 def _join(timeout_s: float) -> dist.Store | None:

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from llmrl.collectors.llm import LLMCollector
-from llmrl.train.checkpointing import named_weights
 from llmrl.train.tasks import Task
 
 if TYPE_CHECKING:
+    from tensordict import TensorDictBase
+
+    from llmrl.envs.llm import DatasetChatEnv
     from llmrl.modules.llm.policies.base import LLMWrapperBase
     from llmrl.train.distributed import Session
     from llmrl.train.settings import EvalSettings
@@ -26,8 +27,7 @@ class Evaluator:
 
     `run` returns the mean of "success" where the environment writes it, else of the reward. Answers whose scoring
     failed are left out of the mean and counted in ``failed``. ``metrics`` has that mean for the log and, with tools,
-    the share of conversations that called one. The policy has the weights of ``source`` by then, where one is given: a
-    model whose own parameters are sharded cannot generate.
+    the share of conversations that called one.
     """
 
     def __init__(
@@ -37,8 +37,6 @@ class Evaluator:
         task: Task,
         rows: Sequence[Mapping[str, Any]],
         settings: EvalSettings,
-        *,
-        source: nn.Module | None = None,
     ):
         split, size = settings.split, settings.batch_size
         self.session = session
@@ -52,7 +50,6 @@ class Evaluator:
         self.call_rate: float | None = None  # None without tools
         self._retries = env.retries
         self._has_tools = bool(env.tools)
-        self._source = source
         self._policy = policy.get_new_version(
             generate_kwargs={"max_new_tokens": settings.max_tokens, "temperature": 0.0},
             prefer_tokens=True,  # nothing is trained, so that a template may rewrite the past
@@ -62,16 +59,11 @@ class Evaluator:
         self._envs = [task.make_env(batch, shuffle=False, num_envs=len(batch)) for batch in batches]
 
     def run(self) -> float:
-        if self._source is not None:
-            engine = self._policy.engine
-            engine.update_weights(named_weights(self._source), version=engine.version)
         scores: list[float] = []
         called: list[bool] = []
-        for env in self._envs:
-            env.reset_dataloader()
-            collector = LLMCollector(env, policy=self._policy, yield_only_last_steps=True, retries=self._retries)
-            with self.session.autocast():
-                after = collector.rollout().get("next")
+        with self.session.autocast(), self.session.in_step(self._policy):
+            results = [self._ask(env) for env in self._envs]
+        for after in results:
             done = after.get("done").flatten()  # a conversation may be several records; the last one has its end
             reward = after.get("reward")[done].to(torch.float64).flatten(1).sum(1)
             success = after.get("success", None)
@@ -87,6 +79,11 @@ class Evaluator:
             self.call_rate = sum(called) / max(1, len(called))
         self.score = sum(valid) / len(valid) if valid else math.nan
         return self.score
+
+    def _ask(self, env: DatasetChatEnv) -> TensorDictBase:
+        env.reset_dataloader()
+        collector = LLMCollector(env, policy=self._policy, yield_only_last_steps=True, retries=self._retries)
+        return collector.rollout().get("next")
 
     @property
     def metrics(self) -> dict[str, float]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from llmrl.data.llm.templates import find_template
 from llmrl.errors import ConfigError, DataError
@@ -16,6 +19,8 @@ from llmrl.train.settings import ModelSource, TinyModelSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from llmrl.train.distributed import Session
 
 __all__ = ["load_model", "load_tokenizer", "loading_options", "meta_model", "resolve_model"]
 
@@ -82,9 +87,9 @@ def load_tokenizer(config: ModelSource, *, runs: Path) -> PreTrainedTokenizerBas
 
 
 def load_model(
-    config: ModelSource, tokenizer: PreTrainedTokenizerBase, *, runs: Path, checked: bool = False
+    config: ModelSource, tokenizer: PreTrainedTokenizerBase, session: Session, *, runs: Path, checked: bool = False
 ) -> PreTrainedModel:
-    """The model of ``config.model``, float32, on the CPU, in evaluation mode.
+    """The model of ``config.model``, float32, on the session's device, in evaluation mode; sharded where that shards.
 
     A folder with checksums must be as it was written, unless that was ``checked`` before.
 
@@ -93,15 +98,76 @@ def load_model(
     if isinstance(config.model, TinyModelSettings):
         from llmrl.testing import tiny_model
 
-        return tiny_model(tokenizer, seed=config.seed, **config.model.model_dump())
+        model = tiny_model(tokenizer, seed=config.seed, **config.model.model_dump()).to(session.device)
+        return session.shard(model) if session.sharded else model
     from transformers import AutoModelForCausalLM
 
     source = resolve_model(config.model, runs=runs)
     if not checked and (Path(source) / CHECKSUMS).exists():
         check_files(Path(source))
-    options = loading_options(config)
-    model = _loaded(AutoModelForCausalLM.from_pretrained, source, dtype=torch.float32, **options).eval()
+    load = partial(_load_sharded, session) if session.sharded else AutoModelForCausalLM.from_pretrained
+    place = {} if session.device.type == "cpu" else {"device_map": {"": session.device}}  # without a copy on the CPU
+    model = _loaded(load, source, dtype=torch.float32, **place, **loading_options(config)).eval()
     model.get_output_embeddings().in_float32 = config.model_options.float32_head
+    return model
+
+
+def _load_sharded(session: Session, source: str, **options: Any) -> PreTrainedModel:
+    """The model of ``source``, sharded before it is read: each rank reads its own part of each weight.
+
+    Where Transformers joins or splits weights along the dimension that is sharded, or the file is not of safetensors,
+    rank 0 reads the model and the others get their parts of one weight after the other.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    built = {name: options[name] for name in ("dtype", "attn_implementation") if name in options}
+    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **built)
+    kind = type(model)
+    if not _can_slice(model, session):
+        whole = kind.from_pretrained(source, **options | {"device_map": None}) if session.is_first else None
+        return _deal_out(session, session.shard(model), whole)
+
+    def init(self: PreTrainedModel, *arguments: Any, **settings: Any) -> None:
+        kind.__init__(self, *arguments, **settings)
+        with torch.device("cpu"):  # not that of the parameters, for all else that is made here
+            session.shard(self)
+
+    # Transformers builds the model on the meta device, and gives sharded parameters their part of what it reads.
+    return type(kind.__name__, (kind,), {"__init__": init, "__module__": kind.__module__}).from_pretrained(
+        source, **options
+    )
+
+
+def _can_slice(model: PreTrainedModel, session: Session) -> bool:
+    """True if what Transformers does to weights that it reads is the same for the rows [a:b] of them."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    num_parts = session.mesh.size(-1)
+    for conversion in get_model_conversion_mapping(model):
+        for number, operation in enumerate(getattr(conversion, "operations", ())):
+            stacks = number == 0 and type(operation).__name__ == "MergeModulelist" and operation.dim == 0
+            if not stacks and getattr(operation, "dim", 0) < 1:
+                return False
+    # of a stack (experts) a rank reads whole members, and has to have one
+    return all(len(weight) >= num_parts for weight in model.parameters() if weight.ndim > 2)
+
+
+@torch.no_grad()
+def _deal_out(session: Session, model: PreTrainedModel, whole: PreTrainedModel | None) -> PreTrainedModel:
+    """``model``, sharded and on the meta device, with the weights and buffers of rank 0's ``whole``."""
+    model.to_empty(device=session.device)
+    model.tie_weights()
+    values = None if whole is None else {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
+    for name, own in [*model.named_parameters(), *model.named_buffers()]:
+        value = torch.empty(own.shape, dtype=own.dtype) if values is None else values[name]
+        value = value.detach().to(session.device)
+        if isinstance(own, DTensor):
+            own.copy_(distribute_tensor(value, own.device_mesh, own.placements))
+        else:
+            dist.broadcast(value, 0)
+            own.copy_(value)
     return model
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -39,7 +38,7 @@ class RolloutEngine:
 
     ``model``   as it was loaded: vLLM reads the files that it came from
     ``plan``    of a vLLM engine (`plan_engine`); None: the trainer's module samples
-    ``policy``  for the collector; it shares the trainer's module where there is one process and no sharding
+    ``policy``  for the collector; without vLLM it shares the trainer's module
     ``exact``   its log-probs are the trainer's to float32 rounding
     ``warning`` what the probe found after the last push; "" where nothing was wrong
     """
@@ -81,7 +80,7 @@ class RolloutEngine:
                 engine.update_weights(as_weights(model), version=engine.version)
             self.policy = vLLMWrapper(engine, **wrapping)
         else:
-            self.policy = TransformersWrapper(copy.deepcopy(model) if session.sharded else model, **wrapping)
+            self.policy = TransformersWrapper(model, **wrapping)
         self._temperature = config.sampling.temperature
         self._probe = SyncProbe(factor=settings.probe_factor, any_problem=self._first_problem)
         self._probed: TensorDictBase | None = None  # the newest rollouts, of which rows may be compared
@@ -105,12 +104,11 @@ class RolloutEngine:
         """
         engine = self.policy.engine
         version = engine.version + 1
-        shares_module = not self.is_vllm and not self.session.sharded
 
         def send() -> None:
             error = ""
             try:
-                model = None if shares_module else self.model
+                model = self.model if self.is_vllm else None  # Transformers samples with the module itself
                 publish(model, engine, version, again=engine.version == version, sends=self._sends())
             except WeightSyncError as caught:
                 error = str(caught)

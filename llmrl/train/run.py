@@ -27,7 +27,7 @@ from llmrl.run.console import (
 )
 from llmrl.run.metrics import MetricsLog
 from llmrl.run.rollout_log import Rollout, RolloutLog
-from llmrl.train.checkpointing import Stateful, load_state, save_state
+from llmrl.train.checkpointing import Stateful, load_part, load_state, save_state
 from llmrl.train.models import resolve_model
 
 if TYPE_CHECKING:
@@ -80,13 +80,14 @@ class Run:
         self.runs = path.parent
         self._on_start = on_start if session.is_first else None
         self._started = time.perf_counter()
+        session.check_shared(path)
         self._store = CheckpointStore(path, keep=config.checkpoint.keep, writer=session.is_first)
         self._state: dict[str, Any] = {}
         if resume:
             ((folder, faults),) = session.gather([self._store.restore()] if session.is_first else [])
             for fault in faults:
                 warn(session.console, f"{fault} It is kept as damaged-*; going on from {folder.name}.")
-            self._state = load_state(folder)
+            self._folder, self._state = folder, load_state(folder)
             self.origin = self._state.get("origin") or config.model
         else:
             self.origin = resolve_model(config.model, runs=self.runs)
@@ -112,7 +113,7 @@ class Run:
         self._model, self._tokenizer, self._parts = model, tokenizer, parts
         if self.resume:
             for name, part in parts.items():
-                part.load_state_dict(self._state[name])
+                load_part(self._folder, part, self._state[name])
         options = {"enabled": self.session.is_first, "resume_step": self.start if self.resume else None}
         settings = self.config.model_dump(mode="json")
         log = MetricsLog(self.path, mirrors=self.config.log, config=settings, **options)
@@ -194,10 +195,11 @@ class Run:
     def finish_step(
         self, step: int, metrics: dict[str, float], *, rollouts: Sequence[Rollout] | None = None, warning: str = ""
     ) -> None:
-        """Logs and shows the step, and writes a checkpoint if one is due.
+        """Logs and shows the step, and writes a checkpoint if one is due; ends the run if the last one has failed.
 
         Raises  RunFolderError, CheckpointError if something cannot be written
         """
+        self._store.check()
         metrics["time/step"] = self.step_seconds
         self._end_profile()
         if self._eval_seconds:
@@ -221,7 +223,8 @@ class Run:
         state = {name: part.state_dict() for name, part in self._parts.items()}  # collectives, on every rank
         state["course"] = asdict(self.totals)
         state["origin"] = self.origin if isinstance(self.origin, str) else None
-        save_state(self._store, step, self.session, self._model, self._tokenizer, state)
+        later = self.config.checkpoint.asynchronous and not self._is_last
+        save_state(self._store, step, self.session, self._model, self._tokenizer, state, background=later)
 
     def print_end(self, samples: Sequence[Sample], evaluator: Evaluator | None = None) -> None:
         """Prints sample conversations and the summary: what was done, what changed, what to run next."""
@@ -258,3 +261,4 @@ class Run:
     def __exit__(self, *exception: object) -> None:
         self._in_steps.close()
         self._stack.close()
+        self._store.close()

@@ -220,6 +220,9 @@ class CheckpointSettings(Settings):
 
     every: int = Field(50, ge=0, description="steps between checkpoints; 0: only at the end")
     keep: int = Field(2, ge=1, description="how many of the newest stay")
+    asynchronous: bool = Field(
+        True, description="the next steps go on while a checkpoint is summed up and flushed to the disk"
+    )
 
 
 class ParallelSettings(Settings):
@@ -227,6 +230,9 @@ class ParallelSettings(Settings):
 
     mode: Literal["ddp", "fsdp2"] = Field(
         "ddp", description="ddp: whole copies; fsdp2: parameters and optimizer sharded"
+    )
+    replicas: int = Field(
+        1, ge=1, description="fsdp2: copies of the sharded model, one per node say; sharding stays within each"
     )
     timeout_s: float = Field(600.0, gt=0, description="a collective that waits longer ends the run")
 

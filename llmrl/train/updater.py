@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from llmrl.errors import TrainingError
@@ -194,13 +195,13 @@ class Updater:
         return parts
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state by parameter name, whole on the first rank: the same however many ranks share it."""
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return get_optimizer_state_dict(self.scorer, self.optimizer, options=options)
+        """The optimizer's own tensors by parameter name, sharded as they are."""
+        return get_optimizer_state_dict(self.scorer, self.optimizer)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from ``state``, whole on every rank; betas and weight decay stay those of the settings."""
-        options = StateDictOptions(full_state_dict=True)
+        """Goes on from ``state``, sharded or whole on every rank; betas and weight decay stay those of the settings."""
+        tensors = (value for values in state["state"].values() for value in values.values())
+        options = StateDictOptions(full_state_dict=not any(isinstance(value, DTensor) for value in tensors))
         set_optimizer_state_dict(self.scorer, self.optimizer, state, options=options)
         for group in self.optimizer.param_groups:
             group |= {"betas": self.settings.betas, "weight_decay": self.settings.weight_decay}

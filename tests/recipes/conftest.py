@@ -81,10 +81,16 @@ class Workplace:
         return result
 
     def process(
-        self, *arguments: str, ranks: int = 1, module: str = "llmrl.run.cli", start_new_session: bool = False
+        self,
+        *arguments: str,
+        ranks: int = 1,
+        module: str = "llmrl.run.cli",
+        start_new_session: bool = False,
+        restarts: int = 0,
     ) -> subprocess.Popen[str]:
         """The same in a process of its own, or in ``ranks`` processes of one run."""
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        launcher += ["--max-restarts", str(restarts)]
         command = [sys.executable, *(launcher if ranks > 1 else []), "-m", module, *map(str, arguments)]
         environment = {**os.environ, "PYTHONPATH": str(self.path), "PYTHONUNBUFFERED": "1"}
         return subprocess.Popen(

@@ -78,17 +78,17 @@ import torch
 from llmrl.modules.llm.log_probs import TokenScorer
 from llmrl.train.distributed import Session
 from llmrl.train.settings import SFTConfig
-from llmrl.train.checkpointing import named_weights
 from llmrl.testing import tiny_model
 
 with Session(SFTConfig(model={}, data={"path": "sums"}, parallel={"mode": "fsdp2"})) as session:
     for architecture in ("qwen2", "gpt2"):  # gpt2 ties its head to its embeddings
         whole, model = (tiny_model(hidden_size=32, layers=2, heads=2, architecture=architecture) for _ in range(2))
-        scorer = session.prepare(TokenScorer(model))
+        scorer = session.prepare(TokenScorer(session.shard(model)))
         held = sum(p.to_local().numel() for p in scorer.parameters())
         every = sum(p.numel() for p in whole.parameters())
         assert abs(held - every / 2) < 0.02 * every, (held, every)
-        named, expected = named_weights(model), whole.state_dict()
+        named = {name: value.full_tensor() for name, value in model.state_dict().items()}
+        expected = whole.state_dict()
         assert named.keys() == expected.keys()
         assert all(torch.equal(named[name], value) for name, value in expected.items())
     session.wait()

@@ -97,6 +97,22 @@ def token_logprobs(
         )
     if chunk is not None and chunk < 1:
         raise ConfigError(f"token_logprobs: chunk counts tokens and must be at least 1, got {chunk}.")
+    arguments = (input_ids, attention_mask, select, temperature, chunk, entropy, position_ids, packing)
+    # Body and head are called apart, not through the model's forward: one that is sharded has to be told.
+    return model.call_whole(_score, *arguments) if hasattr(model, "call_whole") else _score(model, *arguments)
+
+
+def _score(
+    model: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    select: Tensor,
+    temperature: float,
+    chunk: int | None,
+    entropy: bool,
+    position_ids: Tensor | None,
+    packing: Packing,
+) -> TokenScores:
     scored_BT = with_predecessor(select, attention_mask)
     path = find_head_path(model)
     packed = pack_batch(model, input_ids, attention_mask.bool(), packing, has_positions=position_ids is not None)

@@ -133,7 +133,14 @@ def _saved(model: nn.Module, tokenizer: Any) -> Iterator[str]:
         if on_rank_0_only:
             model.should_save_on_this_rank = lambda is_main_process: True
         try:
-            model.save_pretrained(folder)
+            weights = model.state_dict()  # sharded ones are gathered, a collective: such a model is given as files
+            model.save_pretrained(
+                folder,
+                state_dict={
+                    name: value.full_tensor() if hasattr(value, "full_tensor") else value
+                    for name, value in weights.items()
+                },
+            )
         finally:
             if on_rank_0_only:
                 del model.should_save_on_this_rank
