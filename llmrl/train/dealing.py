@@ -6,10 +6,11 @@ import heapq
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from llmrl.collectors.llm.batches import cat_rows, take_rows
+from llmrl.collectors.llm.batches import cat_rows
 
 if TYPE_CHECKING:
     from llmrl.train.distributed import Session
@@ -84,4 +85,4 @@ def deal_batch(
     costs = row_costs([len(ids) for ids in batch.get(("tokens", "full"), as_list=True)], share)
     ranks = deal(costs, session.world_size)
     mine = ranks[session.rank]
-    return take_rows(batch, mine).to(session.device) if mine else None, imbalance(costs, ranks)
+    return batch[torch.tensor(mine)].to(session.device) if mine else None, imbalance(costs, ranks)

@@ -284,9 +284,6 @@ def remedies(config: ModelSource, shape: ModelShape, gpu: GPU, *, low_precision:
     values["tokens_per_microbatch"] = [*smaller, *([longest] if longest < config.tokens_per_microbatch else [])]
     values["optim.name"] = ["adamw_8bit", "adamw_offload"]
     values["memory.offload"] = ["activations"]
-    if isinstance(config, GRPOConfig):
-        sizes = [size for size in (2, 4, 8) if gpu.count % size == 0 and shape.num_heads % size == 0]
-        values["rollout.tensor_parallel"] = sizes if config.rollout.engine == "vllm" else []
 
     def fits(changes: dict[str, Any]) -> bool:
         plan = plan_memory(

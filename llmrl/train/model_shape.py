@@ -44,7 +44,6 @@ class ModelShape:
     num_blocks: int
     hidden: int
     vocabulary: int
-    num_heads: int
     query_width: int
     keys_values: int
     kept: dict[Arithmetic, float]
@@ -91,7 +90,6 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
         num_blocks=len(blocks),
         hidden=config.hidden_size,
         vocabulary=config.vocab_size,
-        num_heads=config.num_attention_heads,
         query_width=query,
         keys_values=2 * key * len(blocks),
         kept={kind: sum(block[kind] for block in kept) for kind in _BYTES},

@@ -71,8 +71,8 @@ def test_grpo_is_resumed_exactly(place, same, changes):
 class EngineWithCopy(RolloutEngine):
     """Samples with a copy of the trainer's weights, as an engine in its own process does, by Transformers."""
 
-    def __init__(self, config, session, model, tokenizer, options):
-        self.session, self.model, self.is_vllm, self.exact = session, model, False, False
+    def __init__(self, config, session, model, tokenizer, options, plan):
+        self.session, self.model, self.is_vllm, self.exact, self._sleeps = session, model, False, False, False
         self.policy = TransformersWrapper(
             copy.deepcopy(model), tokenizer=tokenizer, generate_kwargs=options, prefer_tokens="always"
         )
