@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,8 @@ from llmrl.errors import ConfigError
 from llmrl.modules.llm.engines.vllm.compat import check_options
 from llmrl.modules.llm.engines.vllm.factory import config_of
 from llmrl.modules.llm.engines.vllm.server import served_model
+from llmrl.train.memory import GPU, engine_share
+from llmrl.train.model_shape import model_shape
 from llmrl.train.models import meta_model
 from llmrl.train.settings import GRPOConfig
 
@@ -24,10 +25,9 @@ if TYPE_CHECKING:
     from llmrl.train.distributed import Session
     from llmrl.train.tasks import Task
 
-__all__ = ["EnginePlan", "Gpus", "cache_bytes", "gpu_share", "make_engine_plan", "plan_engine"]
+__all__ = ["EnginePlan", "Gpus", "cache_bytes", "make_engine_plan", "plan_engine"]
 
 GIB = 2**30
-_CONTEXTS = 2 * GIB  # of two processes with CUDA and NCCL, and what an engine keeps while it sleeps
 _WORKING = GIB  # the engine's activations and CUDA graphs
 _SETTINGS = {  # arguments of vLLM that are settings of ours
     "gpu_memory_utilization": "rollout.gpu_memory",
@@ -148,7 +148,8 @@ def make_engine_plan(
         parameters = sum(parameter.numel() for parameter in model.parameters())
         share = rollout.gpu_memory
         if share is None:
-            share = gpu_share(gpus.bytes, _trainer_bytes(config, parameters, world_size, sleeps=sleeps, gpus=gpus))
+            gpu, low = GPU("GPU", gpus.bytes, world_size), dtype == torch.bfloat16
+            share = engine_share(config, model_shape(model), gpu, low_precision=low)
         options |= {"gpu_memory_utilization": share, "enable_sleep_mode": sleeps}
         parts = rollout.tensor_parallel
         weights = parameters * dtype.itemsize / parts
@@ -242,27 +243,6 @@ def _length(config: GRPOConfig, needed: int, sizes: PretrainedConfig) -> int | N
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def gpu_share(total: int, trainer: float) -> float:
-    """The share of a GPU of ``total`` bytes for an engine beside a trainer that holds ``trainer`` bytes meanwhile.
-
-    >>> gpu_share(80 * GIB, 20 * GIB), gpu_share(80 * GIB, 90 * GIB)
-    (0.72, 0.0)
-    """
-    return max(0, math.floor(100 * (total - trainer - _CONTEXTS) / total)) / 100
-
-
-def _trainer_bytes(config: GRPOConfig, parameters: int, world_size: int, *, sleeps: bool, gpus: Gpus) -> float:
-    """What the trainer holds of a GPU while its engine has memory: float32 weights when the engine is built, later also
-    AdamW's two moments and, with DDP, its buckets; without sleep the whole update besides.
-    """
-    sharded = config.parallel.mode == "fsdp2" and world_size > 1
-    each = 12 if sharded or world_size == 1 else 16
-    each += 0 if sleeps else 4
-    held = max(each * parameters / (world_size if sharded else 1), 4 * parameters)
-    held += 4 * parameters if config.grpo.kl else 0
-    return held if sleeps else held + gpus.bytes / 4
-
-
 def cache_bytes(sizes: PretrainedConfig, length: int, dtype: torch.dtype) -> int:
     """The keys and values of one sequence, on all GPUs of an engine together."""
     heads = getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads
@@ -284,6 +264,3 @@ def _check_room(share: float, weights: float, cache: float, length: int) -> None
             f"{share / GIB:.1f} GiB; raise rollout.gpu_memory, lower rollout.max_model_len, spread the engine over "
             "more GPUs (rollout.tensor_parallel), or the trainer (parallel.mode=fsdp2)."
         )
-
-
-# --- the model --------------------------------------------------------------------------------------------------------

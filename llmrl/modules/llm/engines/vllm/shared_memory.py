@@ -6,6 +6,7 @@ import mmap
 import os
 import tempfile
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,7 +49,7 @@ class StoredTensor(NamedTuple):
         return torch.Size(self.shape).numel() * getattr(torch, self.dtype).itemsize
 
 
-class Buffer:
+class Buffer(ABC):
     """``bytes``, uint8[size], of a trainer and the workers that it sends tensors through them to.
 
     ``connect(open_workers)``  opens the workers' ends by calling it with what they need
@@ -59,10 +60,10 @@ class Buffer:
     def __init__(self, memory: Tensor) -> None:
         self.bytes, self.size = memory, memory.numel()
 
-    def connect(self, open_workers: Callable[[dict[str, Any]], Any]) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def connect(self, open_workers: Callable[[dict[str, Any]], Any]) -> None: ...
 
-    def pass_on(self, start: int, end: int) -> None:
+    def pass_on(self, start: int, end: int) -> None:  # noqa: B027 (most buffers have nothing to do)
         pass
 
     def write(self, name: str, tensor: Tensor, *, offset: int) -> StoredTensor:
