@@ -106,7 +106,7 @@ def test_the_readme_shows_commands():
 def test_a_training_command_of_the_documents_reaches_its_recipe(command, folder, monkeypatch, capsys):
     recipe = types.ModuleType("recipe")
     recipe.run = lambda config, *, run_dir, resume: 0
-    recipe.plan = lambda config, *, runs: []
+    recipe.plan = lambda config, *, runs, gpu=None: []
     monkeypatch.setitem(sys.modules, "recipe", recipe)
     rows = {name: dataclasses.replace(row, module="recipe") for name, row in cli.RECIPES.items()}
     monkeypatch.setattr(cli, "RECIPES", rows)
