@@ -23,7 +23,7 @@ Scorer = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 _MOVED = 16  # tokens of the trainer that must have moved: where so many do, one of a healthy engine moves too
 _BASELINE, _NEEDED = 50, 3  # healthy differences that are remembered, and that drift is judged from
-_FLOOR = 1e-3  # nats: rounding of float32, which is no measure for drift
+_FLOOR = 1e-3  # nats: rounding of float32, too small to measure drift by
 _PATIENCE = 3  # versions in a row with a problem that a second push did not solve: the last one ends the run
 
 

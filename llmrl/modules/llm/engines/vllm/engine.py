@@ -337,7 +337,7 @@ class VLLMEngine:
     # --- sleep --------------------------------------------------------------------------------------------------------
 
     def sleep(self, *, keep_weights: bool = False) -> None:
-        """Gives the engine's GPU memory to whoever trains beside it, once the calls under way have ended.
+        """Gives the engine's GPU memory to the trainer beside it, once the calls under way have ended.
 
         The next `update_weights` wakes the engine: memory for the weights, the weights, memory for keys and values.
         On a CPU nothing is freed, and the order is checked all the same. An engine on a GPU is built with
