@@ -60,7 +60,7 @@ class Gpus:
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """What a rank builds its engine with.
+    """The arguments of a rank's engine.
 
     devices  numbers of its GPUs, which it sees alone; None: those that vLLM takes, or a CPU
     sleeps   it gives up its memory while the trainer updates

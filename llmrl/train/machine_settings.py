@@ -44,7 +44,7 @@ class MemorySettings(Settings):
 
 
 class ModelOptions(Settings):
-    """How the model computes."""
+    """Arithmetic and kernels of the model."""
 
     attn_implementation: str | None = Field(
         None, description="sdpa, eager, flash_attention_2 or another name that transformers knows; null: its choice"

@@ -201,7 +201,7 @@ def _rows(config: ModelSource, num_gpus: int) -> int:
 def _activations(
     config: ModelSource, shape: ModelShape, arithmetic: Arithmetic, num_gpus: int, checkpointing: bool
 ) -> float:
-    """What is kept for the backward pass of a micro-batch, and the gradients on their way through one layer."""
+    """Bytes kept for the backward pass of a micro-batch, and the gradients on their way through one layer."""
     longest = longest_row(config)
     tokens = max(longest, min(config.tokens_per_microbatch, _rows(config, num_gpus) * longest))
     layer = tokens * shape.largest_kept[arithmetic]
@@ -262,7 +262,7 @@ def engine_share(config: GRPOConfig, shape: ModelShape, gpu: GPU, *, low_precisi
 
 
 def uses_checkpointing(config: ModelSource, model: PreTrainedModel, session: Session) -> bool:
-    """Whether decoder layers keep their inputs alone, in this run on these GPUs: the same on every rank."""
+    """True if decoder layers keep their inputs alone in this run on these GPUs: the same on every rank."""
     gpu = find_gpu(session.device, session.world_size)
     if config.memory.offload == "activations" or config.memory.checkpointing != "auto" or gpu is None:
         return config.memory.offload == "activations" or config.memory.checkpointing == "on"

@@ -201,7 +201,7 @@ def transfer_settings(given: str | TransferSettings | None, place: str = "subpro
 
 
 def place_of_process(device: Any = None) -> dict[str, Any]:
-    """Where this process computes: "machine", "gpu", the UUID of its own or None, and the UUIDs that it "sees"."""
+    """The place of this process: "machine", "gpu", the UUID of its own or None, and the UUIDs that it "sees"."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     machine = f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
     if not torch.cuda.is_available():
