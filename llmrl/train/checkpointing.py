@@ -148,7 +148,7 @@ def write_model(model: PreTrainedModel, folder: Path, *, writer: bool) -> None:
 
 
 def _unit(name: str) -> str:
-    """The unit that is written at a time: a decoder layer, whose weights may be joined or split in files, or a weight."""
+    """The unit that is written at once: a decoder layer, whose weights may be joined or split in files, or a weight."""
     return match[0] if (match := re.match(r".*?\.\d+\.", name)) else name
 
 
