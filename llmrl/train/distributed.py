@@ -233,7 +233,8 @@ def _join(timeout_s: float) -> dist.Store | None:
         return None
     timeout = timedelta(seconds=timeout_s)
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-    store = dist.PrefixStore(f"llmrl/session{next(_NUMBERS)}", store)
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store outlives ranks that are started again
+    store = dist.PrefixStore(f"llmrl/start{start}/session{next(_NUMBERS)}", store)
     _call_roll(store, "start", rank, world_size, timeout_s, timeout_s)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)

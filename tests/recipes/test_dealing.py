@@ -86,42 +86,46 @@ def batch():
         batch_size=[8],
     )
 
-whole = batch()
-for mode in ("ddp", "fsdp2"):
-    config = GRPOConfig(
-        model={}, env={"name": "sums"}, parallel={"mode": mode}, tokens_per_microbatch=64, optim={"clip_norm": 1e9}
-    )
-    with Session(config) as session:
-        for aggregation in ("token", "seq-mean", "prompt-mean"):
-            model = tiny_model(hidden_size=32, layers=1, heads=2)
-            plain = copy.deepcopy(model)
-            policy = TransformersWrapper(plain, tokenizer=tiny_tokenizer(), generate=False)
-            loss = GRPOLoss(policy, aggregation=aggregation)
-            total_loss(loss(whole)).backward()
-            expected = {name: p.grad for name, p in plain.named_parameters()}
-            share = attention_share(model)
-            actor = TransformersWrapper(model, tokenizer=tiny_tokenizer(), generate=False)
-            updater = make_updater(config, session, actor, steps=1)
-            found = {}
+def main():
+    whole = batch()
+    for mode in ("ddp", "fsdp2"):
+        config = GRPOConfig(
+            model={}, env={"name": "sums"}, parallel={"mode": mode}, tokens_per_microbatch=64, optim={"clip_norm": 1e9}
+        )
+        with Session(config) as session:
+            for aggregation in ("token", "seq-mean", "prompt-mean"):
+                model = tiny_model(hidden_size=32, layers=1, heads=2)
+                plain = copy.deepcopy(model)
+                policy = TransformersWrapper(plain, tokenizer=tiny_tokenizer(), generate=False)
+                loss = GRPOLoss(policy, aggregation=aggregation)
+                total_loss(loss(whole)).backward()
+                expected = {name: p.grad for name, p in plain.named_parameters()}
+                share = attention_share(model)
+                model = session.shard(model) if session.sharded else model
+                actor = TransformersWrapper(model, tokenizer=tiny_tokenizer(), generate=False)
+                updater = make_updater(config, session, actor, steps=1)
+                found = {}
 
-            def keep():
-                for name, p in model.named_parameters():
-                    grad = p.grad
-                    found[name] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad.clone()
+                def keep():
+                    for name, p in model.named_parameters():
+                        grad = p.grad
+                        found[name] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad.clone()
 
-            updater.optimizer.step = keep
-            mine, imbalance = deal_batch(session, whole[4 * session.rank : 4 * session.rank + 4], share)
-            assert imbalance < 1.05, imbalance
-            groups = session.gather(sorted(zip(mine["group_id"].tolist(), mine["advantage"].flatten().tolist())))
-            assert sorted(groups) == sorted(zip(whole["group_id"].tolist(), whole["advantage"].flatten().tolist()))
-            updater.step(GRPOLoss(actor, aggregation=aggregation), mine, 1)
-            worst = max((found[name] - grad).abs().max().item() for name, grad in expected.items())
-            assert worst < 1e-6, (mode, aggregation, worst)
-            assert max(grad.abs().max().item() for grad in expected.values()) > 1e-3
-        again, _ = deal_batch(session, whole, share, everywhere=True)
-        assert sorted(session.gather(again["group_id"].tolist())) == sorted(whole["group_id"].tolist())
-        nothing, _ = deal_batch(session, whole[:1] if session.rank else None, share)
-        assert (nothing is None) == (session.rank == 1)
+                updater.optimizer.step = keep
+                mine, imbalance = deal_batch(session, whole[4 * session.rank : 4 * session.rank + 4], share)
+                assert imbalance < 1.05, imbalance
+                groups = session.gather(sorted(zip(mine["group_id"].tolist(), mine["advantage"].flatten().tolist())))
+                assert sorted(groups) == sorted(zip(whole["group_id"].tolist(), whole["advantage"].flatten().tolist()))
+                updater.step(GRPOLoss(actor, aggregation=aggregation), mine, 1)
+                worst = max((found[name] - grad).abs().max().item() for name, grad in expected.items())
+                assert worst < 1e-6, (mode, aggregation, worst)
+                assert max(grad.abs().max().item() for grad in expected.values()) > 1e-3
+            again, _ = deal_batch(session, whole, share, everywhere=True)
+            assert sorted(session.gather(again["group_id"].tolist())) == sorted(whole["group_id"].tolist())
+            nothing, _ = deal_batch(session, whole[:1] if session.rank else None, share)
+            assert (nothing is None) == (session.rank == 1)
+
+main()  # nothing of it is left when the interpreter ends
 """
 
 
