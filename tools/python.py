@@ -60,7 +60,7 @@ class PythonTool(Tool):
         self.name = name
         self.persistent = persistent
         self.timeout_s = timeout_s
-        state = "Variables, functions and imports stay for later calls." if persistent else "Every call starts anew."
+        state = "Variables, functions and imports stay for later calls." if persistent else "Every call starts afresh."
         self.description = f"{_SIGNATURE.description} {state}"
         self.parameters = _SIGNATURE.json_schema
         made = Sandbox(sandbox, Limits.of(limits), python)

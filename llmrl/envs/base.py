@@ -85,7 +85,7 @@ class EnvBase(EnvSpecs, abc.ABC):
         pass
 
     def _blank(self, old: TensorDictBase, new: TensorDictBase) -> None:
-        """Gives ``new``, rows that start anew, in place, an empty value of what only ``old``, the rows before, has.
+        """Gives ``new``, rows that were reset, in place, an empty value of what only ``old``, the rows before, has.
 
         For entries that a reset does not write and that must not outlive their trajectory.
         """
@@ -95,7 +95,7 @@ class EnvBase(EnvSpecs, abc.ABC):
     def reset(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """Starts trajectories.
 
-        Reads   ``"_reset"`` bool[*B, 1] or [*B], if there: only these rows start anew, the others keep their values
+        Reads   ``"_reset"`` bool[*B, 1] or [*B], if there: only these rows are reset, the others keep their values
                 all other entries are handed to the env and its transforms (a query, say)
         Returns a new tensordict: the given one without ``"_reset"`` and ``"next"``, overwritten by the reset
         Raises  ShapeError for another batch size than a `batch_locked` env's; MissingKeyError where rows that are to

@@ -1,4 +1,4 @@
-"""Conversations of several turns through a wrapper: what a later turn continues, and when it begins anew."""
+"""Conversations of several turns through a wrapper: what a later turn continues, and when it restarts."""
 
 from __future__ import annotations
 

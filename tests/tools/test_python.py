@@ -171,7 +171,7 @@ def test_calls_of_one_conversation_from_two_threads_run_one_after_another(run):
 @pytest.mark.parametrize("kind", ["subprocess", best_kind()])
 def test_without_persistence_every_call_begins_anew(kind):
     with closing(PythonTool(sandbox=kind, persistent=False)) as tool:
-        assert "starts anew" in tool.description
+        assert "starts afresh" in tool.description
         spoil = "x = 1\nimport builtins, json, os, sys\nbuiltins.leaked = json.leaked = os.environ['LEAKED'] = 'here'\n"
         spoil += "json.dumps = os.read = os.fork = builtins.sorted = None\nsys.modules['leaked'] = json"
         first = tool.execute(spoil, conversation="a", deadline=soon())

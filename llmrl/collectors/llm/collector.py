@@ -358,7 +358,7 @@ def _check_arguments(given: Mapping[str, Any]) -> None:
         _check_can_end(env)
     if self.yield_completed_trajectories and given["reset_at_each_iter"]:
         raise ConfigError(
-            "LLMCollector: finished conversations start anew at each iteration anyway: drop reset_at_each_iter."
+            "LLMCollector: finished conversations restart at each iteration anyway: drop reset_at_each_iter."
         )
     if given["concurrency"] is not None and (not self.yield_completed_trajectories or env.batch_locked):
         raise ConfigError(

@@ -42,7 +42,7 @@ class ProcessLock:
         _locks.add(self)
 
     def _begin(self) -> None:
-        """Opens the file anew in this process: what a parent process opened would be one lock with it."""
+        """Opens the file again in this process: what a parent process opened would be one lock with it."""
         import fcntl  # POSIX only, like shared buffers; the package imports elsewhere too
 
         self._fcntl = fcntl

@@ -47,7 +47,7 @@ class TransformedEnv(EnvBase):
         return self
 
     def transforms_changed(self) -> None:
-        """Has the specs made anew at their next use."""
+        """Has the specs rebuilt at their next use."""
         self._spec_cache.clear()
         self._spec_version += 1
 

@@ -230,7 +230,7 @@ def _score_hidden(
         )
         return _HeadScores.apply(hidden_NH, head.weight, head.bias, targets_N, spec)
 
-    # any other head (LoRA, quantised, sharded) is called as the module it is; checkpointing makes its logits anew
+    # any other head (LoRA, quantised, sharded) is called as the module it is; checkpointing recomputes its logits
     def score(hidden_CH: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         return _score_logits(map_logits(head(hidden_CH), path, temperature), targets_C, entropy)
 

@@ -69,7 +69,7 @@ def buffer_of(*rows: Any) -> ReplayBuffer:
 
 
 def reseal(folder: Path) -> None:
-    """Writes the checksums of all manifests anew, inner ones first."""
+    """Rewrites the checksums of all manifests, inner ones first."""
     for file in sorted(folder.rglob(MANIFEST), key=lambda file: -len(file.parts)):
         content = json.loads(file.read_text())
         kind, number = content.pop("format"), content.pop("format_version")

@@ -210,7 +210,7 @@ def test_a_reward_that_is_not_one_per_conversation_is_refused_where_one_is_neede
         KLComputation(reduction=reduction)(td)
 
 
-@pytest.mark.parametrize("gen", ["from_collector", "scored anew"])
+@pytest.mark.parametrize("gen", ["from_collector", "scored again"])
 def test_a_turn_pays_for_its_own_tokens_so_that_the_turns_of_a_conversation_add_up(models, gen):
     model, other = models
     policy, reference = policy_of(model), wrapper(other)
@@ -223,7 +223,7 @@ def test_a_turn_pays_for_its_own_tokens_so_that_the_turns_of_a_conversation_add_
     assert int(wrote.sum()) == sum(len(td[:1].get(("tokens", "response"), as_list=True)[0]) for td in (first, second))
     paid = first["next", "reward"][0].item() + second["next", "reward"][0].item()
     assert paid == pytest.approx(2 - 0.5 * kl[wrote].sum().item(), abs=1e-4)
-    # what the env carried is untouched by what was scored anew
+    # what the env carried is untouched by what was scored again
     [before] = first[:1].get(("log_probs", "full"), as_list=True)
     assert torch.equal(second[:1].get(("log_probs", "full"), as_list=True)[0][: len(before)], before)
     assert "ref_log_probs" not in second  # it is not carried to the next turn

@@ -86,7 +86,7 @@ def drip(*pieces):
     ids=["status", "header", "body"],
 )
 def test_a_server_that_drips_bytes_ends_at_the_deadline_of_the_request(answer):
-    """Regression: every byte began the wait anew."""
+    """Regression: every byte restarted the wait."""
     with connected(answer) as connections, pytest.raises(DeadlineError, match=r"/path must answer within 0\.2 s"):
         ask(connections, 0.2)
 

@@ -358,7 +358,7 @@ class Epoch:
 
 
 class EpochSampler(Sampler):
-    """Goes through an `Epoch`, then through the next one. A position that is written anew leaves the one it is in."""
+    """Goes through an `Epoch`, then through the next one. A position that is overwritten leaves the one it is in."""
 
     def __init__(self, drop_last: bool, shuffle: bool, **arguments: Any) -> None:
         super().__init__(**arguments)

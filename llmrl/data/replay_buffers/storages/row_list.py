@@ -354,7 +354,7 @@ class LazyStackStorage(RowList):
     ``get`` returns a batch in the form in which the rows were written: a dense tensordict whose ragged containers are
     lazy stacks comes back as such, single rows and lazy stacks come back as one lazy stack. Once rows of different
     layouts were written (other keys, or another shape of a dense entry), every batch is a lazy stack of single rows,
-    whatever rows it holds; ``empty`` starts anew. ``stack_dim`` is where a lazy stack has its row dimension. Tensors
+    whatever rows it holds; ``empty`` removes them. ``stack_dim`` is where a lazy stack has its row dimension. Tensors
     are copied, detached, and moved to ``device`` if given; Python values (strings, messages) are kept by reference.
 
     >>> from tensordict import TensorDict

@@ -56,7 +56,7 @@ class SharedFolder:
             weakref.finalize(self, _remove, self.path, os.getpid())
 
     def file(self, name: str) -> Path:
-        """The path of a file that is to be written anew; processes that map an older one keep it."""
+        """The path of a file that is to be rewritten; processes that map an older one keep it."""
         path = self.find(name)
         path.unlink(missing_ok=True)
         return path

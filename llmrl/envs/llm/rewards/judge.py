@@ -220,7 +220,7 @@ class ChatAPI:
         late = DeadlineError(f"ChatAPI: {self.url} must answer within timeout_s = {self.timeout_s}: it did not.")
         try:
             with urllib.request.urlopen(call, timeout=self.timeout_s) as response:
-                while chunk := response.read1(1 << 16):  # a socket's own timeout starts anew with every byte
+                while chunk := response.read1(1 << 16):  # a socket's own timeout restarts with every byte
                     data += chunk
                     if time.monotonic() > end:
                         raise late

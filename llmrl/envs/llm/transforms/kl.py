@@ -42,7 +42,7 @@ REF: FullKey = ("ref_log_probs", "full")
 class KLComputation(Transform):
     """Writes the KL penalty of every token, and takes ``coeff`` times it off the reward.
 
-    Reads   gen_log_probs_full_key   float32 ragged[T] or [B, T]   of ``next`` where it was scored anew, else what the
+    Reads   gen_log_probs_full_key   float32 ragged[T] or [B, T]   of ``next`` where it was scored again, else what the
                                      policy wrote; "plain" instead where sampling was cut to some tokens
             ref_log_probs_full_key   float32 ragged[T] or [B, T]   of ``next``
             ("masks", "all_assistant_mask")  bool, likewise        the tokens that count; without it all do
@@ -191,7 +191,7 @@ class KLComputation(Transform):
 
 
 class RetrieveKL(Compose):
-    """The log-probs of a reference, where wanted those of the policy anew, and the KL penalty between the two.
+    """The log-probs of a reference, where wanted those of the policy again, and the KL penalty between the two.
 
     Reads, Calls, Writes  as `RetrieveLogProb` and `KLComputation`
     Raises  ConfigError without a reference, for a model that generates, for wrappers of which only one pads its output,

@@ -130,8 +130,8 @@ def restate_answers(next_td: TensorDictBase, said: Mapping[int, Message]) -> Non
 def begin_anew(next_td: TensorDictBase, rows: Sequence[int], view: str) -> None:
     """Leaves the prompts of these rows without ids, masks and log-probs, in place; the other rows go on.
 
-    The policy's wrapper then renders the next turn anew, and a training record starts with it: for transforms that edit
-    what was said.
+    The policy's wrapper then renders the whole next turn, and a training record starts with it: for transforms that
+    edit what was said.
 
     Reads   ``view``: the one that was edited ("history", "text" or "tokens"), which stays as it is
     Writes  the token stream, and where the view is the history ("text", "prompt"): empty in these rows

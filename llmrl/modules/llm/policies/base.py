@@ -76,7 +76,7 @@ class LLMWrapperBase(nn.Module):
     Raises  MissingKeyError, TypeError, ConfigError, ShapeError, TemplateError
 
     The signature describes the arguments, `generation_options` what ``generate_kwargs`` may hold. Where a template
-    rewrites earlier turns (drops their thinking, say), ``prefer_tokens=True`` renders the row anew and starts a new
+    rewrites earlier turns (drops their thinking, say), ``prefer_tokens=True`` renders the row again and starts a new
     record: its masks and log-probs begin with this turn, counted in ``counters["rewritten"]`` and logged once.
     """
 
@@ -111,7 +111,7 @@ class LLMWrapperBase(nn.Module):
         min_batch_size: int | None = None,  # rows to wait for; 1
         max_batch_size: int | None = None,  # most rows in one joined call
         batching_timeout: float = 10.0,  # seconds after which a call goes with the rows that are there
-        prefer_tokens: bool | Literal["always"] = True,  # False: render all turns anew; "always": fail where True would
+        prefer_tokens: bool | Literal["always"] = True,  # False: render every turn; "always": fail where True would
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "model", "__class__")}
         super().__init__()
@@ -373,8 +373,8 @@ class LLMWrapperBase(nn.Module):
         if not self.counters["rewritten"]:
             _log.warning(
                 f"{who}: the template writes earlier turns differently once a conversation goes on, so that it cannot "
-                "be trained in one piece: a turn that does not begin with what came before is rendered anew and starts "
-                "a training record of its own. They are counted in counters['rewritten'], and this is said once. "
+                "be trained in one piece: a turn that does not begin with what came before is rendered again and "
+                "starts a training record of its own. They are counted in counters['rewritten']; this is said once. "
                 f"({reason})"
             )
         self.counters["rewritten"] += len(rewritten)

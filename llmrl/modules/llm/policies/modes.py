@@ -39,7 +39,7 @@ class Prompts:
     rows       values of the mode's kind, and ``source``, their common object where there is one
     ids        int64[P]
     num_new    how many of them, at the end, this turn adds: only those were encoded
-    stream     what earlier turns left, without the rows that begin anew; None where all do
+    stream     what earlier turns left, without the rows that restart; None where all do
     texts      of the stream, where an environment carried it
     """
 
@@ -115,7 +115,7 @@ class Mode(ABC):
         return None
 
     def encode_prompts(self, prompts: Prompts, stream: TokenStream | None) -> dict[int, RewriteError]:
-        """Sets the ids of each row: its stream and what was appended since, or all of it anew where it cannot go on.
+        """Sets the ids of each row: its stream and what was appended since, or all of it where it cannot go on.
 
         Returns  row -> why its earlier turns could not be continued as they were
         """
@@ -132,13 +132,13 @@ class Mode(ABC):
                     rewritten[row] = ids
                 else:
                     prompt_ids[row] = torch.cat([stream.ids[row], ids])
-        if anew := [row for row, ids in enumerate(stream.ids) if not len(ids) or row in rewritten]:
-            for row, ids in zip(anew, self.encode([prompts.rows[row] for row in anew]), strict=True):
+        if restarted := [row for row, ids in enumerate(stream.ids) if not len(ids) or row in rewritten]:
+            for row, ids in zip(restarted, self.encode([prompts.rows[row] for row in restarted]), strict=True):
                 prompt_ids[row] = ids
                 before = stream.ids[row]
                 if len(before) and torch.equal(ids[: len(before)], before):
                     del rewritten[row]  # the template rewrites, but nothing that this row has: it goes on after all
-            stream = stream.cut({row for row in anew if not len(stream.ids[row]) or row in rewritten})
+            stream = stream.cut({row for row in restarted if not len(stream.ids[row]) or row in rewritten})
         prompts.ids, prompts.stream = prompt_ids, stream
         prompts.num_new = [len(ids) - len(before) for ids, before in zip(prompt_ids, stream.ids, strict=True)]
         return rewritten

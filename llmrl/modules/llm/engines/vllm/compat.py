@@ -367,7 +367,7 @@ def skip_compiled_rank_count() -> None:
 
 
 def repack_tied(model: nn.Module) -> None:
-    """Packs the weight of every tied output head anew.
+    """Packs the weight of every tied output head again.
 
     On a CPU vLLM multiplies with a packed copy of each weight. A reload packs what was sent, and a tied head is never
     sent: it would keep the copy of the old embedding while everything else is new.

@@ -166,7 +166,7 @@ def _left(end: float) -> float:
 
 
 def _response(end: float, sock: socket.socket, *arguments: Any, **options: Any) -> http.client.HTTPResponse:
-    """A response whose reads all end by one deadline: a socket's own timeout begins anew with every byte."""
+    """A response whose reads all end by one deadline: a socket's own timeout restarts with every byte."""
     return http.client.HTTPResponse(_SocketWithDeadline(sock, end), *arguments, **options)
 
 
