@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from llmrl.data import postprocs, replay_buffers, specs, ted
+from llmrl.data import maps, postprocs, replay_buffers, specs, ted
+from llmrl.data.maps import *  # noqa: F403
 from llmrl.data.postprocs import *  # noqa: F403
 from llmrl.data.replay_buffers import *  # noqa: F403
 from llmrl.data.specs import *  # noqa: F403
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AdaptiveKLController", "ConstantKLController", "History"]
 _OF_CONVERSATIONS = tuple(__all__)
+__all__ += maps.__all__
 __all__ += postprocs.__all__
 __all__ += replay_buffers.__all__
 __all__ += specs.__all__

@@ -1,0 +1,18 @@
+"""Maps from tensordicts to tensordicts, hashes of rows, and trees of trajectories that share a beginning."""
+
+from llmrl.data.maps.forest import MCTSForest
+from llmrl.data.maps.hashes import BinaryToDecimal, HashToInt, RandomProjectionHash, SipHash
+from llmrl.data.maps.table import QueryModule, TensorDictMap, TensorMap
+from llmrl.data.maps.tree import Tree
+
+__all__ = [
+    "BinaryToDecimal",
+    "HashToInt",
+    "MCTSForest",
+    "QueryModule",
+    "RandomProjectionHash",
+    "SipHash",
+    "TensorDictMap",
+    "TensorMap",
+    "Tree",
+]

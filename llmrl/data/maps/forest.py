@@ -1,0 +1,259 @@
+"""`MCTSForest`: trajectories, each shared beginning once, from which trees can be read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
+from torch import Tensor
+
+from llmrl.data.maps.table import QueryModule, TensorDictMap, TensorMap
+from llmrl.data.maps.tree import Tree
+from llmrl.data.replay_buffers.storages import LazyStackStorage
+from llmrl.data.ted_utils import reduce_right, steps_left, sum_ahead, trajectory_ends
+from llmrl.errors import ConfigError, DataError, MissingKeyError
+
+__all__ = ["MCTSForest"]
+
+
+class NodeMap(TensorMap):
+    """The branches of each observation: a forest writes it.
+
+    Returns  of ``map[td]``: the observation keys; "_index", int64[k], the positions in ``data_map`` of the steps that
+             were taken there; "_hash". A batch [B] is a lazy stack
+    """
+
+    def __init__(self, query_module: QueryModule) -> None:
+        self.query_module = query_module
+        self.branches: list[list[int]] = []
+
+    def __len__(self) -> int:
+        return len(self.branches)
+
+    def clear(self) -> None:
+        self.query_module.forget()
+        self.branches = []
+
+    def contains(self, item: TensorDictBase) -> Tensor:
+        return self.query_module.index(item) < len(self)
+
+    def node(self, item: TensorDictBase) -> int:
+        """The number of one observation. Raises MissingKeyError where it was never met."""
+        if (node := int(self.query_module.index(item))) >= len(self):
+            key = item.select(*self.query_module.in_keys).to_dict()
+            raise MissingKeyError(f"MCTSForest: no trajectory has this observation: {key!r:.200}.")
+        return node
+
+    def __getitem__(self, item: TensorDictBase) -> TensorDictBase:
+        if item.batch_dims:
+            return LazyStackedTensorDict.maybe_dense_stack([self[row] for row in item.unbind(0)])
+        out = item.select(*self.query_module.in_keys)
+        out.set("_index", torch.tensor(self.branches[self.node(item)], dtype=torch.int64))
+        return out.set("_hash", self.query_module.hash(item))
+
+    def __setitem__(self, item: TensorDictBase, value: Any) -> None:
+        raise TypeError("MCTSForest.node_map: it follows from the trajectories: use MCTSForest.extend.")
+
+
+class MCTSForest:
+    """Trajectories by their observations and actions. A step that several of them took is kept once.
+
+    Reads    of `extend`, a rollout [*B, T] (time last): ``observation_keys``, also under "next", ``action_keys`` and,
+             where they are there, ``reward_keys`` and ``done_keys`` under "next"; all else is kept too, but for
+             ``excluded_keys``
+    Raises   DataError, with nothing kept, where an action leads elsewhere than it did before
+
+    data_map   (observation, action) -> the step, with "next"; by position too. By default in a `LazyStackStorage`
+    node_map   observation -> "_index", the positions of the steps that were taken there
+    counts, returns   for each position: how often it was taken, and the sum of what was earned from it on
+
+    keys       by default "observation", "action", "reward", and those of "done", "terminated", "truncated" that are
+               there; `get_keys_from_env` reads them from an environment
+    max_size   most steps; ``consolidated`` has no effect
+
+    >>> from tensordict import TensorDict
+    >>> rollout = TensorDict(observation=torch.tensor([[0], [1]]), action=torch.tensor([1, 5]), batch_size=[2])
+    >>> rollout["next"] = TensorDict(observation=torch.tensor([[1], [6]]), reward=torch.tensor([[0.0], [1.0]]))
+    >>> forest = MCTSForest()
+    >>> forest.extend(rollout)
+    >>> other = rollout.clone()
+    >>> other["action"][1], other["next", "observation"][1], other["next", "reward"][1] = 7, 8, 0.0
+    >>> forest.extend(other)
+    >>> tree = forest.get_tree(rollout[0])
+    >>> print(tree.to_string())
+    0: 2 x 0.5
+    ├── 1: 1 x 1
+    └── 2: 1 x 0
+    """
+
+    def __init__(
+        self,
+        *,
+        data_map: TensorDictMap | None = None,
+        node_map: NodeMap | None = None,
+        max_size: int | None = None,
+        done_keys: Sequence[NestedKey] | None = None,
+        reward_keys: Sequence[NestedKey] | None = None,
+        observation_keys: Sequence[NestedKey] | None = None,
+        action_keys: Sequence[NestedKey] | None = None,
+        excluded_keys: Sequence[NestedKey] | None = None,
+        consolidated: bool | None = None,
+    ) -> None:
+        self.done_keys = _keys(done_keys, ("done", "terminated", "truncated"))
+        self.reward_keys = _keys(reward_keys, ("reward",))
+        self.observation_keys = _keys(observation_keys, ("observation",))
+        self.action_keys = _keys(action_keys, ("action",))
+        self.excluded_keys = _keys(excluded_keys, ())
+        self.data_map, self.node_map = data_map, node_map
+        self.max_size = max_size
+        if data_map is None or node_map is None:
+            self._make_maps()
+        self.counts: list[int] = []
+        self.returns: list[float] = []
+        self._ends: list[int] = []  # the node that a step leads to
+
+    def _make_maps(self) -> None:
+        both = [*self.observation_keys, *self.action_keys]
+        storage = LazyStackStorage(self.max_size)
+        self.data_map = self.data_map or TensorDictMap(query_module=QueryModule(both), storage=storage)
+        self.node_map = self.node_map or NodeMap(QueryModule(self.observation_keys))
+
+    def get_keys_from_env(self, env: Any) -> None:
+        """Takes the names of all keys from the specs of ``env``. Raises ConfigError once there are trajectories."""
+        if len(self):
+            raise ConfigError("MCTSForest.get_keys_from_env: must come before the first trajectory.")
+        self.observation_keys = list(env.observation_spec.keys(True, True))
+        self.action_keys, self.reward_keys, self.done_keys = env.action_keys, env.reward_keys, env.done_keys
+        self.data_map = self.node_map = None
+        self._make_maps()
+
+    def __len__(self) -> int:
+        """The number of different steps."""
+        return len(self._ends)
+
+    def branches_of(self, node: int) -> list[int]:
+        """The positions of the steps that were taken at a node."""
+        return self.node_map.branches[node]
+
+    def extend(self, rollout: TensorDictBase, *, return_node: bool = False) -> Tree | None:
+        """Adds the trajectories of ``rollout``; ``return_node``: and returns the tree at its first step."""
+        if not rollout.batch_dims:
+            raise DataError("MCTSForest.extend: a rollout must have a time dimension: got batch size []; use add.")
+        earned = self._returns(rollout).flatten().tolist()
+        steps = rollout.exclude(*self.excluded_keys, *(("next", key) for key in self.excluded_keys)).reshape(-1)
+        before, known = len(self.node_map), len(self)
+        nodes, after = self.node_map.query_module, steps.get("next")
+        try:
+            starts = nodes.index(steps, extend=True).tolist()
+            ends = nodes.index(after, extend=True).tolist()
+            index = self.data_map.query_module.index(steps, extend=True).tolist()
+            self._check_ends(index, ends)
+            self.data_map.query_module.forget(known)  # the map numbers them in the same order
+            self.data_map[steps] = steps
+        except BaseException:
+            nodes.forget(before)
+            self.data_map.query_module.forget(known)
+            raise
+        self.node_map.branches += [[] for _ in range(len(nodes) - before)]
+        for start, position, end, value in zip(starts, index, ends, earned, strict=True):
+            if position == len(self):
+                self._ends.append(end)
+                self.counts.append(0)
+                self.returns.append(0.0)
+                self.node_map.branches[start].append(position)
+            self.counts[position] += 1
+            self.returns[position] += value
+        return self.get_tree(rollout[(0,) * rollout.batch_dims]) if return_node else None
+
+    def add(self, step: TensorDictBase, *, return_node: bool = False) -> Tree | None:
+        """Adds one step, or a batch of steps [*B] that do not follow each other."""
+        return self.extend(step.unsqueeze(-1), return_node=return_node)
+
+    def get_tree(self, root: TensorDictBase, *, max_depth: int | None = None, compact: bool = True) -> Tree:
+        """The tree of all trajectories from the observation in ``root``, of batch size [].
+
+        max_depth  most steps from the root; None: all
+        compact    steps without a choice are one vertex with the choice before them; else each step is a vertex
+
+        A path ends where it comes back to an observation that it has met (``is_repeated``).
+        Raises  MissingKeyError where no trajectory has the observation
+        """
+        root = root.select(*self.observation_keys)
+        if root.batch_dims:
+            raise DataError(f"MCTSForest.get_tree: root must be one observation: got batch size {[*root.batch_size]}.")
+        limit = len(self) + 1 if max_depth is None else max_depth
+        start = self.node_map.node(root)
+        tree, made = None, 0
+        on_path: dict[int, None] = {}
+        # A vertex to make (its parent, the first step, steps before it), or the nodes to leave after its children.
+        waiting: list[tuple[Tree | None, int | None, int] | int] = [(None, None, 0)]
+        while waiting:
+            task = waiting.pop()
+            if isinstance(task, int):
+                while len(on_path) > task:
+                    on_path.popitem()
+                continue
+            parent, first, depth = task
+            size = len(on_path)
+            node, branches = start, []
+            following = [start] if first is None else [self._ends[first]]
+            branches = [] if first is None else [first]
+            is_repeated = False
+            while following:
+                node = following.pop()
+                is_repeated = node in on_path
+                on_path.setdefault(node)
+                choices = self.branches_of(node)
+                if compact and not is_repeated and len(choices) == 1 and depth + len(branches) < limit:
+                    branches.append(choices[0])
+                    following.append(self._ends[choices[0]])
+            vertex = Tree(self, root, node, tuple(branches), parent, made)
+            vertex.is_repeated = is_repeated
+            made += 1
+            tree = tree or vertex
+            if parent is not None:
+                parent.subtree = (*parent.subtree, vertex)
+            waiting.append(size)
+            depth += len(branches)
+            if not is_repeated and depth < limit:
+                waiting += [(vertex, choice, depth) for choice in reversed(self.branches_of(node))]
+        return tree
+
+    def get_child(self, root: TensorDictBase) -> TensorDictBase:
+        """The steps that were taken at the observation in ``root``, [k]."""
+        return self.data_map[torch.tensor(self.branches_of(self.node_map.node(root.select(*self.observation_keys))))]
+
+    def valid_paths(self, root: TensorDictBase) -> list[tuple[int, ...]]:
+        """The paths of the leaves of `get_tree` of ``root``."""
+        return list(self.get_tree(root).valid_paths())
+
+    def _check_ends(self, index: list[int], ends: list[int]) -> None:
+        new: dict[int, int] = {}
+        for row, (position, end) in enumerate(zip(index, ends, strict=True)):
+            if (self._ends[position] if position < len(self) else new.setdefault(position, end)) != end:
+                raise DataError(
+                    f"MCTSForest: an action must always lead to the same observation: step {row} of the rollout leads "
+                    "elsewhere than before; if chance decides, put its outcome into action_keys."
+                )
+
+    def _returns(self, rollout: TensorDictBase) -> Tensor:
+        """float64 [*B, T]: the sum of the rewards from each step to the end of its trajectory."""
+        after = rollout.get("next")
+        rewards = [after.get(key).flatten(rollout.batch_dims).sum(-1) for key in self.reward_keys if key in _all(after)]
+        total = sum(rewards).double() if rewards else torch.zeros(rollout.batch_size, dtype=torch.float64)
+        done = torch.zeros(rollout.batch_size, dtype=torch.bool)
+        for key in self.done_keys:
+            if key in _all(after):
+                done |= reduce_right(after.get(key), rollout.batch_size)
+        left = steps_left(trajectory_ends(done=done))
+        return sum_ahead(total, left, steps=total.shape[-1], discount=1.0, dim=-1)
+
+
+def _all(td: TensorDictBase) -> Any:
+    return td.keys(True, True)
+
+
+def _keys(given: Sequence[NestedKey] | None, default: Sequence[NestedKey]) -> list[NestedKey]:
+    return list(default if given is None else [given] if isinstance(given, str) else given)

@@ -1,0 +1,170 @@
+"""Numbers for rows of tensors: hashes that are the same in every process, and the order of first appearance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from llmrl.errors import CheckpointError, ShapeError
+
+__all__ = ["BinaryToDecimal", "HashToInt", "RandomProjectionHash", "SipHash", "row_bytes"]
+
+
+def row_bytes(rows: Tensor) -> list[bytes]:
+    """The bytes of each row of [N, F]. Equal numbers have equal bytes: -0.0 counts as 0.0."""
+    rows = rows.detach().cpu()
+    if rows.is_floating_point() or rows.is_complex():
+        rows = rows + 0.0
+    count, width = rows.shape[0], rows.shape[1] * rows.element_size()
+    if not width:
+        return [b""] * count
+    return rows.contiguous().view(torch.uint8).numpy().view(np.dtype((np.void, width))).ravel().tolist()
+
+
+class BinaryToDecimal(nn.Module):
+    """Numbers from bits, most significant first; of several chunks of ``num_bits`` along the last dim, their sum.
+
+    Reads    bits [..., F], F a multiple of ``num_bits``; ``convert_to_binary``: any numbers, where positive means 1
+    Returns  ``dtype`` [...]
+    Raises   ShapeError where the last dim does not have whole chunks
+
+    >>> BinaryToDecimal(4, "cpu", torch.int32)(torch.tensor([[0, 0, 1, 0, 0, 0, 0, 1]])).tolist()  # 2 + 1
+    [3]
+    """
+
+    def __init__(
+        self, num_bits: int, device: torch.device | str, dtype: torch.dtype, convert_to_binary: bool = False
+    ) -> None:
+        super().__init__()
+        self.num_bits, self.convert_to_binary = num_bits, convert_to_binary
+        self.register_buffer("bases", 2 ** torch.arange(num_bits - 1, -1, -1, device=device, dtype=dtype))
+
+    def forward(self, features: Tensor) -> Tensor:
+        if features.shape[-1] % self.num_bits:
+            raise ShapeError(
+                f"BinaryToDecimal: the last dim must have whole chunks of {self.num_bits} bits: got "
+                f"{list(features.shape)}."
+            )
+        bits = features > 0 if self.convert_to_binary else features
+        chunks = bits.unflatten(-1, (-1, self.num_bits)).to(self.bases)
+        return (chunks * self.bases).sum((-1, -2), dtype=self.bases.dtype)
+
+
+class SipHash(nn.Module):
+    """The 64-bit BLAKE2b hash of each row: equal rows have equal hashes, in every process and on every machine.
+
+    The name is the documented one. Two of a million different rows have one hash with a probability of 3e-8; a
+    `TensorDictMap` compares the rows themselves.
+
+    Reads    [*B, F]
+    Returns  int64[*B]; with ``as_tensor=False`` a list of 8 bytes for each row
+
+    >>> SipHash()(torch.tensor([[1, 2], [1, 3], [1, 2]])).tolist()
+    [-6578062687609052266, -3669384978770721860, -6578062687609052266]
+    """
+
+    def __init__(self, as_tensor: bool = True) -> None:
+        super().__init__()
+        self.as_tensor = as_tensor
+
+    def forward(self, x: Tensor) -> Tensor | list[bytes]:
+        rows = row_bytes(x.reshape(x.shape[:-1].numel(), x.shape[-1]))
+        digests = [blake2b(row, digest_size=8).digest() for row in rows]
+        if not self.as_tensor:
+            return digests
+        hashes = np.frombuffer(b"".join(digests), dtype="<i8").astype(np.int64)
+        return torch.from_numpy(hashes).reshape(x.shape[:-1]).to(x.device)
+
+
+class RandomProjectionHash(SipHash):
+    """The hash of a row's projection on ``n_components`` random directions, in ``dtype_cast``: near rows may share it.
+
+    Reads    [*B, F]; the first call, or `fit`, draws the projection [F, n_components] with ``init_method`` from
+             ``seed``, so that it is the same in every process
+    Returns  as `SipHash`
+    Raises   ShapeError for rows of another width
+    """
+
+    transform: Tensor | None
+
+    def __init__(
+        self,
+        *,
+        n_components: int | None = 16,
+        dtype_cast: torch.dtype = torch.bfloat16,
+        as_tensor: bool = True,
+        init_method: Callable[[Tensor], Any] | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(as_tensor)
+        self.n_components, self.dtype_cast, self.seed = n_components, dtype_cast, seed
+        self.init_method = nn.init.normal_ if init_method is None else init_method
+        self.register_buffer("transform", None)
+
+    def fit(self, x: Tensor) -> None:
+        """Draws the projection for rows as wide as those of ``x``."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            transform = torch.empty(x.shape[-1], self.n_components)
+            self.init_method(transform)
+        self.transform = transform.to(x.device)
+
+    def forward(self, x: Tensor) -> Tensor | list[bytes]:
+        if self.transform is None:
+            self.fit(x)
+        if x.shape[-1] != len(self.transform):
+            raise ShapeError(
+                f"RandomProjectionHash: rows must have {len(self.transform)} features, as the first ones had: got "
+                f"{x.shape[-1]}."
+            )
+        return super().forward((x.to(self.transform) @ self.transform).to(self.dtype_cast))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        self.transform = state_dict.get(prefix + "transform")  # its width is not known before
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+
+class HashToInt(nn.Module):
+    """Numbers hashes 0, 1, 2 ... in the order in which they were first seen.
+
+    Reads    int64 [*B]
+    Returns  int64 [*B]; a hash that is not known gets the next number with ``extend=True``, else the number of known
+             ones, which none of them has
+
+    >>> numbers = HashToInt()
+    >>> numbers(torch.tensor([7, 9, 7]), extend=True).tolist(), numbers(torch.tensor([9, 8])).tolist()
+    ([0, 1, 0], [1, 2])
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbers: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def forward(self, hash_value: Tensor, extend: bool = False) -> Tensor:
+        return torch.tensor(number(self._numbers, hash_value.flatten().tolist(), extend=extend)).reshape(
+            hash_value.shape
+        )
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(list(self._numbers), dtype=torch.int64)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        if not isinstance(state, Tensor) or state.dtype != torch.int64:
+            raise CheckpointError(f"HashToInt: a state must be the hashes, int64: got {state!r:.80}.")
+        self._numbers = {value: place for place, value in enumerate(state.tolist())}
+
+
+def number(known: dict[Any, int], keys: list[Any], *, extend: bool) -> list[int]:
+    """The number of each key. ``extend``: those that are not known get the next ones; else ``len(known)``."""
+    if not extend:
+        missing = len(known)
+        return [known.get(key, missing) for key in keys]
+    return [known.setdefault(key, len(known)) for key in keys]
