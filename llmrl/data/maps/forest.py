@@ -175,7 +175,7 @@ class MCTSForest:
         """The tree of all trajectories from the observation in ``root``, of batch size [].
 
         max_depth  most steps from the root; None: all
-        compact    steps without a choice are one vertex with the choice before them; else each step is a vertex
+        compact    steps that all trajectories take which come there are one vertex; else each step is a vertex
 
         A path ends where it comes back to an observation that it has met (``is_repeated``).
         Raises  MissingKeyError where no trajectory has the observation
@@ -206,7 +206,9 @@ class MCTSForest:
                 is_repeated = node in on_path
                 on_path.setdefault(node)
                 choices = self.branches_of(node)
-                if compact and not is_repeated and len(choices) == 1 and depth + len(branches) < limit:
+                if not compact or is_repeated or len(choices) != 1 or depth + len(branches) == limit:
+                    continue
+                if not branches or self.counts[choices[0]] == self.counts[branches[-1]]:  # else some end here
                     branches.append(choices[0])
                     following.append(self._ends[choices[0]])
             vertex = Tree(self, root, node, tuple(branches), parent, made)

@@ -66,6 +66,21 @@ def test_counts_and_values_are_those_of_the_trajectories(forest):
     assert (short.count, short.value) == (1, 0.0)
 
 
+def test_a_vertex_ends_where_a_trajectory_does(forest):
+    forest.extend(rollout(1, 1, 2, rewards=[0.0, 7.0]))
+    common = forest.get_tree(rollout(1, 1)[0]).subtree[0]
+    assert common.selected_actions.flatten().tolist() == [1, 2]
+    assert (common.count, common.value, common.num_children) == (3, pytest.approx(11 / 3), 1)
+    assert common.subtree[0].selected_actions.flatten().tolist() == [3]
+
+
+def test_a_vertex_with_all_actions_is_expanded():
+    env = LLMHashingEnv(vocab_size=2, text_output=False)
+    forest = MCTSForest()
+    assert not forest.extend(rollout(1, 0, 1), return_node=True).fully_expanded(env)
+    assert forest.extend(rollout(1, 1), return_node=True).fully_expanded(env)
+
+
 def test_each_step_is_a_vertex_where_the_tree_is_not_compact(forest):
     tree = forest.get_tree(rollout(1, 1)[0], compact=False)
     assert tree.num_vertices() == 1 + 3 + 2 + 1 + 1
