@@ -1,9 +1,10 @@
-"""Losses for language models: `GRPOLoss` and its relatives, `SFTLoss`, and their parts."""
+"""Losses for language models: `GRPOLoss` and its relatives, `DPOLoss`, `SFTLoss`, and their parts."""
 
 from __future__ import annotations
 
 from llmrl.objectives.llm.advantage import MCAdvantage
 from llmrl.objectives.llm.batch import count_step
+from llmrl.objectives.llm.dpo import DPOLoss, DPOLossOutput
 from llmrl.objectives.llm.functional import StepCounts
 from llmrl.objectives.llm.groups import GroupQuota
 from llmrl.objectives.llm.grpo import GRPOLoss, GRPOLossOutput
@@ -12,6 +13,8 @@ from llmrl.objectives.llm.sft import SFTLoss, SFTLossOutput
 
 __all__ = [
     "PRESETS",
+    "DPOLoss",
+    "DPOLossOutput",
     "GRPOLoss",
     "GRPOLossOutput",
     "GRPOSettings",

@@ -24,7 +24,9 @@ __all__ = [
     "Aggregation",
     "Correction",
     "KLEstimator",
+    "Preference",
     "StepCounts",
+    "bradley_terry",
     "cispo",
     "clipped_surrogate",
     "correction_weight",
@@ -33,6 +35,7 @@ __all__ = [
     "kl_estimate",
     "log_ratio",
     "minor_sft",
+    "preference",
     "reinforce",
     "sapo",
     "sequence_log_ratio",
@@ -44,6 +47,7 @@ __all__ = [
 Aggregation = Literal["token", "seq-mean", "seq-sum", "dr_grpo", "prompt-mean", "sum"]
 Correction = Literal["none", "tis", "mask", "seq-tis", "seq-mask", "geo-mask"]
 KLEstimator = Literal["k1", "k2", "k3", "k3+", "k3-weighted"]
+Preference = Literal["sigmoid", "ipo", "hinge"]
 
 MAX_LOG_RATIO = 20.0  # e**20 = 5e8: beyond it a ratio means nothing, and e**89 is infinite in float32
 
@@ -151,6 +155,43 @@ def minor_sft(log_prob_B: Tensor, reference_log_prob_B: Tensor, *, beta: float) 
     Source: Xie et al. 2024, Minor SFT (arXiv:2408.10642).
     """
     return -torch.nn.functional.logsigmoid(beta * (log_prob_B - reference_log_prob_B))
+
+
+# --------------------------------------------------------------------------------------------------------- preferences
+
+
+def preference(margin_B: Tensor, *, kind: Preference, beta: float, label_smoothing: float = 0.0) -> Tensor:
+    """The loss of pairs whose implicit rewards, log pi - log pi_ref, differ by ``margin_B``: chosen minus rejected.
+
+    sigmoid   -log sigmoid(beta m); with label_smoothing e, a share of pairs whose labels are wrong:
+              -(1 - e) log sigmoid(beta m) - e log sigmoid(-beta m)
+    ipo       (m - 1 / (2 beta))^2
+    hinge     max(0, 1 - beta m)
+
+    Source: Rafailov et al. 2023 (arXiv:2305.18290), eq. 7; Chowdhury et al. 2024 (arXiv:2403.00409) for smoothing; Azar
+    et al. 2023 (arXiv:2310.12036), eq. 17; Zhao et al. 2023 (arXiv:2305.10425), section 2.3.
+
+    >>> preference(torch.tensor([0.0, 5.0]), kind="ipo", beta=0.1)
+    tensor([25.,  0.])
+    """
+    match kind:
+        case "sigmoid":
+            log_right_B = torch.nn.functional.logsigmoid(beta * margin_B)
+            log_wrong_B = torch.nn.functional.logsigmoid(-beta * margin_B)
+            return -(1 - label_smoothing) * log_right_B - label_smoothing * log_wrong_B
+        case "ipo":
+            return (margin_B - 1 / (2 * beta)) ** 2
+        case "hinge":
+            return torch.relu(1 - beta * margin_B)
+    raise unknown("preference: kind", kind, get_args(Preference))
+
+
+def bradley_terry(chosen_B: Tensor, rejected_B: Tensor, margin_B: Tensor | float = 0.0) -> Tensor:
+    """-log sigmoid(r_chosen - r_rejected - margin) per pair: the loss of a reward model.
+
+    Source: Touvron et al. 2023, Llama 2 (arXiv:2307.09288), eqs. 1 and 2.
+    """
+    return -torch.nn.functional.logsigmoid(chosen_B - rejected_B - margin_B)
 
 
 # ----------------------------------------------------------------------------------------------------------------- KL

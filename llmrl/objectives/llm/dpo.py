@@ -1,0 +1,160 @@
+"""Direct preference optimisation: raises the log-prob of a chosen answer over that of a rejected one.
+
+A row of the batch is a pair: the ids of the chosen conversation, then those of the rejected one. So a pair is never cut
+apart by micro-batches or ranks.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, get_args
+
+import torch
+from tensordict import TensorClass, TensorDictBase
+from torch import Tensor, nn
+
+from llmrl.data.ragged.tensordicts import required
+from llmrl.errors import ConfigError, DataError
+from llmrl.modules.llm.log_probs import with_predecessor
+from llmrl.objectives.base import LossModule
+from llmrl.objectives.llm import batch as reading
+from llmrl.objectives.llm import functional as fn
+from llmrl.objectives.llm.batch import PaddedBatch
+from llmrl.objectives.llm.functional import Preference, StepCounts
+
+__all__ = ["DPOLoss", "DPOLossOutput"]
+
+
+class DPOLossOutput(TensorClass["nocast"]):
+    """``loss_dpo``, to be differentiated, and metrics: means over the pairs of the step, ``tokens`` a count."""
+
+    loss_dpo: Tensor
+    pairs_right: Tensor | None = None  # share of pairs whose chosen answer has the larger implicit reward
+    margin: Tensor | None = None  # beta (chosen minus rejected implicit reward)
+    chosen_log_prob: Tensor | None = None  # of the whole answer; per token where the loss takes means
+    rejected_log_prob: Tensor | None = None
+    tokens: Tensor | None = None  # trained tokens of this batch
+
+
+class DPOLoss(LossModule):
+    """The preference loss over pairs of answers to one prompt.
+
+    Reads   ("tokens", "full")               int64 ragged[T]  chosen conversation, then rejected one
+            "num_chosen"                     int64[B]         tokens of the first
+            ("masks", "all_assistant_mask")  bool ragged[T]   the answers' tokens, their ends of turn included
+            "reference_log_probs"            float32[B, 2]    of both answers, as `sequence_log_probs` gives them, under
+                                                              the reference; unless ``reference_free``
+    Calls   actor_network.token_scores(ids, attention mask, select, entropy=)
+    Returns DPOLossOutput; with ``normalizer``, the StepCounts of the optimizer step, micro-batches add up
+    Raises  DataError for a pair of which one answer has no trained token; MissingKeyError; ConfigError for settings
+            that contradict each other
+
+    kind                     "sigmoid" (DPO), "ipo" or "hinge" (SLiC): `functional.preference`
+    beta                     how far the policy may go from the reference: more keeps it nearer
+    label_smoothing          share of pairs that are labelled wrong; with "sigmoid"
+    normalize_by_seq_length  log-probs are means over an answer's tokens, not sums; None: with "ipo", as its authors do
+    reference_free           the reference is uniform: its log-probs are 0
+    """
+
+    default_keys: ClassVar = {
+        "tokens": reading.TOKENS,
+        "assistant_mask": reading.ASSISTANT_MASK,
+        "num_chosen": "num_chosen",
+        "reference": "reference_log_probs",
+    }
+
+    def __init__(
+        self,
+        actor_network: nn.Module,
+        *,
+        kind: Preference = "sigmoid",
+        beta: float = 0.1,
+        label_smoothing: float = 0.0,
+        normalize_by_seq_length: bool | None = None,
+        reference_free: bool = False,
+    ) -> None:
+        super().__init__()
+        if kind not in get_args(Preference):
+            raise fn.unknown("DPOLoss: kind", kind, get_args(Preference))
+        if not beta > 0:
+            raise ConfigError(f"DPOLoss: beta must be above 0: got {beta}.")
+        if not 0 <= label_smoothing < 0.5:
+            raise ConfigError(f"DPOLoss: label_smoothing must be within [0, 0.5): got {label_smoothing}.")
+        if label_smoothing and kind != "sigmoid":
+            raise ConfigError(f"DPOLoss: label_smoothing is for kind='sigmoid': got kind={kind!r}.")
+        self.actor_network = actor_network
+        self.kind, self.beta, self.label_smoothing = kind, beta, label_smoothing
+        self.normalize_by_seq_length = kind == "ipo" if normalize_by_seq_length is None else normalize_by_seq_length
+        self.reference_free = reference_free
+
+    def count_step(self, td: TensorDictBase) -> StepCounts:
+        """The tokens and pairs (as ``sequences``) of the whole batch of an optimizer step, on this rank."""
+        _, mask_CT = self._read(td)
+        return StepCounts.of(torch.cat(mask_CT.chunk(2), -1))
+
+    @torch.no_grad()
+    def sequence_log_probs(self, td: TensorDictBase) -> Tensor:
+        """float32[B, 2]: the log-probs of the chosen and the rejected answers, as the loss compares them."""
+        return self._score(*self._read(td))
+
+    def forward(self, td: TensorDictBase, normalizer: StepCounts | None = None) -> DPOLossOutput:
+        batch, mask_CT = self._read(td)
+        length_B2 = torch.stack(mask_CT.sum(-1).chunk(2), -1)
+        pair_B = length_B2.sum(-1) > 0  # not those that stand in for a rank without rows
+        counts = normalizer or StepCounts(int(mask_CT.sum()), int(pair_B.sum()))
+        log_prob_B2 = self._score(batch, mask_CT)
+        reference_B2 = torch.zeros_like(log_prob_B2)
+        if not self.reference_free:
+            reference_B2 = required(td, self.tensor_keys.reference, "DPOLoss", "write sequence_log_probs there")
+            reference_B2 = reference_B2.to(log_prob_B2).masked_fill(~pair_B.unsqueeze(-1), 0.0)
+            if not reference_B2.isfinite().all():
+                row = int((~reference_B2.isfinite()).any(-1).nonzero()[0])
+                raise DataError(f"DPOLoss: reference_log_probs must be finite: got NaN or inf in row {row}.")
+        chosen_B, rejected_B = (log_prob_B2 - reference_B2).unbind(-1)
+        margin_B = chosen_B - rejected_B
+        loss_B = fn.preference(margin_B, kind=self.kind, beta=self.beta, label_smoothing=self.label_smoothing)
+
+        def mean(value_B: Tensor) -> Tensor:
+            return value_B.masked_fill(~pair_B, 0.0).sum() / max(counts.sequences, 1)
+
+        return DPOLossOutput(
+            loss_dpo=mean(loss_B),
+            pairs_right=mean((margin_B.detach() > 0).to(loss_B.dtype)),
+            margin=mean(self.beta * margin_B.detach()),
+            chosen_log_prob=mean(log_prob_B2[:, 0].detach()),
+            rejected_log_prob=mean(log_prob_B2[:, 1].detach()),
+            tokens=mask_CT.sum().to(loss_B.dtype),
+            batch_size=[],
+        )
+
+    def _read(self, td: TensorDictBase) -> tuple[PaddedBatch, Tensor]:
+        """The 2 B conversations, the chosen ones first, and bool[2 B, T], their trained tokens."""
+        keys = self.tensor_keys
+        ids = list(required(td, keys.tokens, "DPOLoss", as_list=True))
+        masks = list(required(td, keys.assistant_mask, "DPOLoss", as_list=True))
+        cuts = required(td, keys.num_chosen, "DPOLoss", "the number of tokens of the chosen conversation")
+        pairs = list(zip(cuts.flatten().tolist(), ids, masks, strict=True))
+        for row, (cut, whole, _) in enumerate(pairs):
+            if not 0 < cut < len(whole):
+                raise DataError(
+                    f"DPOLoss: num_chosen must leave tokens to both conversations: got {cut} of {len(whole)} in row "
+                    f"{row}."
+                )
+        halves = [whole[:cut] for cut, whole, _ in pairs] + [whole[cut:] for cut, whole, _ in pairs]
+        batch = PaddedBatch.from_rows(halves, reader="DPOLoss")
+        marked = [mask[:cut] for cut, _, mask in pairs] + [mask[cut:] for cut, _, mask in pairs]
+        mask_CT = with_predecessor(batch.align(marked, keys.assistant_mask).bool(), batch.attention_mask)
+        trained_B2 = torch.stack(mask_CT.any(-1).chunk(2), -1)
+        if (lonely := trained_B2.any(-1) & ~trained_B2.all(-1)).any():
+            raise DataError(
+                f"DPOLoss: both answers of a pair must have a token to train: row {int(lonely.nonzero()[0])} has one "
+                "without."
+            )
+        return batch, mask_CT
+
+    def _score(self, batch: PaddedBatch, mask_CT: Tensor) -> Tensor:
+        """float32[B, 2], with grad."""
+        scores = self.actor_network.token_scores(batch.input_ids, batch.attention_mask, mask_CT, entropy=False)
+        log_prob_C = fn.sequence_sum(scores.log_probs, mask_CT)
+        if self.normalize_by_seq_length:
+            log_prob_C = log_prob_C / mask_CT.sum(-1).clamp(min=1)
+        return torch.stack(log_prob_C.chunk(2), -1)

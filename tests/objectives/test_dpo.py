@@ -1,0 +1,237 @@
+"""DPOLoss compares whole answers, however its pairs are cut into batches; values and gradients by hand, by plain logits
+and by TRL."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+from torch import nn
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from llmrl.errors import ConfigError, DataError, MissingKeyError
+from llmrl.modules.llm.log_probs import TokenScorer
+from llmrl.objectives import merge_outputs, total_loss
+from llmrl.objectives.llm import DPOLoss
+from llmrl.objectives.llm.functional import bradley_terry, preference
+from tests.support.causal_models import SMALL, gradients, naive_scores, sharpened
+from tests.support.losses import Recorded
+
+
+def pair(chosen, rejected, chosen_mask, rejected_mask, reference=None):
+    row = TensorDict(
+        tokens=TensorDict(full=torch.tensor([*chosen, *rejected])),
+        masks=TensorDict(all_assistant_mask=torch.tensor([*chosen_mask, *rejected_mask], dtype=torch.bool)),
+        num_chosen=torch.tensor(len(chosen)),
+    )
+    return row if reference is None else row.set("reference_log_probs", torch.tensor(reference))
+
+
+def worked(**settings):
+    """Log-probs of the answers: -1 - 2 and -4, then -3 and -1 - 0.5; references -2, -2 and -4, -1."""
+    log_probs = [[-9.0, -1.0, -2.0], [-9.0, -9.0, -3.0], [-9.0, -4.0, 0.0], [-9.0, -1.0, -0.5]]
+    rows = [
+        pair([1, 2, 3], [1, 4], [0, 1, 1], [0, 1], [-2.0, -2.0]),
+        pair([1, 5, 6], [1, 7, 8], [0, 0, 1], [0, 1, 1], [-4.0, -1.0]),
+    ]
+    return DPOLoss(Recorded(torch.tensor(log_probs)), **settings), lazy_stack(rows)
+
+
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x))
+
+
+# The margins of the pairs: (-3 + 2) - (-4 + 2) = 1 and (-3 + 4) - (-1.5 + 1) = 1.5; of means
+# (-1.5 + 2) - (-4 + 2) = 2.5 and (-3 + 4) - (-0.75 + 1) = 0.75; without a reference -3 + 4 = 1 and -3 + 1.5 = -1.5.
+@pytest.mark.parametrize(
+    ("settings", "expected", "right"),
+    [
+        ({"beta": 0.5}, (-math.log(sigmoid(0.5)) - math.log(sigmoid(0.75))) / 2, 1.0),
+        (
+            {"beta": 0.5, "label_smoothing": 0.1},
+            sum(-0.9 * math.log(sigmoid(x)) - 0.1 * math.log(sigmoid(-x)) for x in (0.5, 0.75)) / 2,
+            1.0,
+        ),
+        ({"beta": 0.5, "normalize_by_seq_length": True}, -sum(math.log(sigmoid(x)) for x in (1.25, 0.375)) / 2, 1.0),
+        ({"beta": 0.5, "kind": "hinge"}, (0.5 + 0.25) / 2, 1.0),
+        ({"beta": 0.5, "kind": "ipo"}, ((2.5 - 1) ** 2 + (0.75 - 1) ** 2) / 2, 1.0),
+        ({"beta": 0.5, "kind": "ipo", "normalize_by_seq_length": False}, (0 + 0.25) / 2, 1.0),
+        ({"beta": 0.5, "reference_free": True}, -sum(math.log(sigmoid(x)) for x in (0.5, -0.75)) / 2, 0.5),
+    ],
+)
+def test_worked_numbers(settings, expected, right):
+    loss, batch = worked(**settings)
+    output = loss(batch)
+    assert output.loss_dpo.item() == pytest.approx(expected)
+    assert output.pairs_right.item() == right
+    assert output.tokens.item() == 6
+    if "normalize" not in str(settings) and settings.get("kind") != "ipo":
+        assert (output.chosen_log_prob.item(), output.rejected_log_prob.item()) == (-3.0, -2.75)
+
+
+def test_the_gradient_of_a_pair():
+    """d/dm of -log sigmoid(b m) is -b sigmoid(-b m); chosen log-probs rise by it, rejected ones fall."""
+    loss, batch = worked(beta=0.5)
+    total_loss(loss(batch)).backward()
+    first, second = 0.5 * sigmoid(-0.5) / 2, 0.5 * sigmoid(-0.75) / 2
+    expected = [[0, -first, -first], [0, 0, -second], [0, first, 0], [0, second, second]]
+    assert loss.actor_network.log_prob.grad.tolist() == [pytest.approx(row) for row in expected]
+
+
+def test_functions_on_worked_numbers():
+    assert bradley_terry(torch.tensor(1.0), torch.tensor(0.5)).item() == pytest.approx(-math.log(sigmoid(0.5)))
+    with_margin = bradley_terry(torch.tensor([1.0]), torch.tensor([0.5]), torch.tensor([2.0]))
+    assert with_margin.tolist() == pytest.approx([-math.log(sigmoid(-1.5))])
+    with pytest.raises(ConfigError, match="sigmoid"):
+        preference(torch.zeros(1), kind="sigmod", beta=1.0)
+
+
+def random_pairs(count, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    rows = []
+    for _ in range(count):
+        prompt, one, other = (torch.randint(3, 37, (int(n),), generator=draw).tolist() for n in (3, 4, 2))
+        one = one[: 1 + len(rows) % 4]
+        rows.append(pair([*prompt, *one], [*prompt, *other], [0] * 3 + [1] * len(one), [0] * 3 + [1] * 2, [-7.0, -5.0]))
+    return lazy_stack(rows)
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return sharpened(Qwen2ForCausalLM(Qwen2Config(**SMALL)))
+
+
+@pytest.mark.parametrize("packing", ["off", "on"])
+def test_log_probs_and_gradients_are_those_of_plain_logits(model, packing):
+    batch = random_pairs(5)
+    scorer = TokenScorer(model)
+    scorer.use_packing(packing)
+    loss = DPOLoss(scorer, beta=0.3)
+    ours = gradients(model, total_loss(loss(batch)))
+    margins, sums = [], []
+    for row in batch.unbind(0):
+        cut = int(row["num_chosen"])
+        answers = []
+        for ids, mask in (
+            (row["tokens", "full"][:cut], row["masks", "all_assistant_mask"][:cut]),
+            (row["tokens", "full"][cut:], row["masks", "all_assistant_mask"][cut:]),
+        ):
+            scores = naive_scores(model, ids[None], torch.ones_like(ids[None], dtype=torch.bool), mask[None])
+            answers.append(scores[0].sum())
+        sums.append(torch.stack(answers).detach())
+        margins.append(answers[0] + 7.0 - answers[1] - 5.0)
+    expected = gradients(model, -nn.functional.logsigmoid(0.3 * torch.stack(margins)).mean())
+    torch.testing.assert_close(loss.sequence_log_probs(batch), torch.stack(sums), atol=1e-4, rtol=1e-5)
+    assert ours.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(ours[name], gradient, atol=1e-5, rtol=1e-4)
+
+
+def test_micro_batches_change_nothing(model):
+    batch = random_pairs(7)
+    loss = DPOLoss(TokenScorer(model), kind="ipo", beta=0.3)
+    whole = loss(batch)
+    expected = gradients(model, total_loss(whole))
+    counts = loss.count_step(batch)
+    assert (counts.sequences, counts.tokens) == (7, whole.tokens.item())
+    parts = [loss(batch[rows], normalizer=counts) for rows in (slice(0, 1), slice(1, 5), slice(5, 7))]
+    got = gradients(model, sum(total_loss(part) for part in parts))
+    merged = merge_outputs(parts)
+    for name in ("loss_dpo", "pairs_right", "margin", "chosen_log_prob", "rejected_log_prob", "tokens"):
+        assert getattr(merged, name).item() == pytest.approx(getattr(whole, name).item(), rel=1e-5)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(got[name], gradient, atol=1e-6, rtol=1e-5)
+
+
+def test_a_row_without_trained_tokens_changes_nothing():
+    loss, batch = worked()
+    empty = pair([1, 2], [1], [0, 0], [0], [float("nan"), 0.0])
+    longer = Recorded(torch.cat([loss.actor_network.log_prob.detach()[:2], torch.full((1, 3), -9.0)] * 2))
+    longer.log_prob.data[3:5] = loss.actor_network.log_prob.data[2:]
+    output = DPOLoss(longer)(lazy_stack([*batch.unbind(0), empty]))
+    assert output.loss_dpo.item() == pytest.approx(loss(batch).loss_dpo.item())
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"kind": "sigmoyd"}, "sigmoid"),
+        ({"beta": 0.0}, "beta"),
+        ({"label_smoothing": 0.5}, r"\[0, 0.5\)"),
+        ({"label_smoothing": 0.1, "kind": "ipo"}, "label_smoothing"),
+    ],
+)
+def test_settings_that_contradict_each_other(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        DPOLoss(nn.Identity(), **settings)
+
+
+def test_pairs_that_cannot_be_compared():
+    loss, batch = worked()
+    with pytest.raises(DataError, match="row 1"):
+        loss(lazy_stack([batch[0], pair([1, 5, 6], [1, 7, 8], [0, 0, 1], [0, 0, 0], [-4.0, -1.0])]))
+    with pytest.raises(DataError, match="num_chosen"):
+        loss(lazy_stack([batch[0], batch[1].clone().set("num_chosen", torch.tensor(6))]))
+    with pytest.raises(DataError, match="NaN"):
+        loss(lazy_stack([batch[0], batch[1].clone().set("reference_log_probs", torch.tensor([math.nan, 0.0]))]))
+    with pytest.raises(MissingKeyError, match="reference_log_probs"):
+        loss(batch.exclude("reference_log_probs"))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs TRL: pip install trl")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["sigmoid", "ipo", "hinge"])
+def test_values_and_gradients_are_those_of_trl(kind):
+    from trl import DPOTrainer
+
+    loss, batch = worked(kind=kind, beta=0.3)
+    ours = total_loss(loss(batch))
+    (ours_gradient,) = torch.autograd.grad(ours, loss.actor_network.log_prob)
+    log_probs = loss.actor_network.log_prob.detach().clone().requires_grad_()
+    mask = torch.tensor([[0, 1, 1], [0, 0, 1], [0, 1, 0], [0, 1, 1]])
+    shifted = log_probs[:, 1:] * mask[:, 1:]
+    same = SimpleNamespace(
+        log_probs=shifted,
+        entropy=torch.zeros(4, 2),
+        mean_logits=torch.zeros(4, 2),
+        is_top1=torch.zeros(4, 2, dtype=torch.bool),
+    )
+    alone = SimpleNamespace(device=torch.device("cpu"), gather=lambda x: x, gather_for_metrics=lambda x: x)
+    trainer = SimpleNamespace(
+        model=SimpleNamespace(training=True),
+        accelerator=alone,
+        aux_loss_enabled=False,
+        ld_alpha=None,
+        precompute_ref_logps=True,
+        f_divergence_type="reverse_kl",
+        loss_types=[kind],
+        loss_weights=[1.0],
+        beta=0.3,
+        label_smoothing=0.0,
+        use_weighting=False,
+        _metrics={"train": defaultdict(list)},
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+    inputs = {
+        "input_ids": torch.zeros(4, 3, dtype=torch.int64),
+        "attention_mask": torch.ones(4, 3),
+        "completion_mask": mask,
+        "ref_chosen_logps": torch.tensor([-2.0, -4.0]),
+        "ref_rejected_logps": torch.tensor([-2.0, -1.0]),
+    }
+    if kind == "ipo":  # TRL divides sums by lengths, ours compares means: the same with a reference that is a mean
+        inputs["ref_chosen_logps"], inputs["ref_rejected_logps"] = (
+            torch.tensor([-4.0, -4.0]),
+            torch.tensor([-2.0, -2.0]),
+        )
+    theirs = DPOTrainer._compute_loss(trainer, lambda **_: same, inputs, return_outputs=False)
+    assert ours.item() == pytest.approx(theirs.item(), rel=1e-6)
+    (theirs_gradient,) = torch.autograd.grad(theirs, log_probs)
+    torch.testing.assert_close(ours_gradient, theirs_gradient)
