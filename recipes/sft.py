@@ -21,21 +21,20 @@ from pathlib import Path
 import torch
 
 from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
-from llmrl.errors import DataError
 from llmrl.modules.llm.policies import TransformersWrapper
 from llmrl.objectives.llm import SFTLoss
 from llmrl.run.console import SFT_COLUMNS, Sample
 from llmrl.train.dealing import attention_share, deal_batch
 from llmrl.train.distributed import Session
-from llmrl.train.evaluation import Evaluator
+from llmrl.train.evaluation import make_evaluators
 from llmrl.train.memory import GPU
 from llmrl.train.model_shape import model_shape
 from llmrl.train.models import load_model, load_tokenizer, meta_model
 from llmrl.train.plan import sft_plan, sft_steps
 from llmrl.train.run import Run
-from llmrl.train.settings import EvalSettings, SFTConfig
+from llmrl.train.settings import SFTConfig
 from llmrl.train.sft_data import tokenize_chats
-from llmrl.train.tasks import Task, eval_rows
+from llmrl.train.tasks import Task
 from llmrl.train.updater import make_updater, step_metrics
 
 __all__ = ["plan", "run"]
@@ -109,24 +108,3 @@ def train(config: SFTConfig, session: Session, run: Run) -> None:
                 metrics |= run.evaluate(evaluator)
             run.finish_step(step, metrics)
     run.print_end([Sample(pieces, label="trained") for pieces in chats.samples(config.samples)], evaluator)
-
-
-def make_evaluators(
-    config: SFTConfig, session: Session, task: Task, policy: TransformersWrapper
-) -> tuple[Evaluator | None, Evaluator | None]:
-    """The evaluation that is reported, and the one that decides when to stop."""
-    sampler = policy.get_new_version(generate=True)
-
-    def evaluator(settings: EvalSettings) -> Evaluator | None:
-        rows = eval_rows(config.env, settings)
-        return None if rows is None else Evaluator(session, sampler, task, rows, settings)
-
-    if config.stop is None:
-        return evaluator(config.eval), None
-    stop = evaluator(config.eval.model_copy(update={"split": config.stop.split, "rows": config.stop.rows}))
-    if stop is None:
-        raise DataError(
-            f"sft: stop needs problems that are not trained on: env {config.env.label} has none of its own; name "
-            "them in eval.dataset, or leave stop out."
-        )
-    return evaluator(config.eval), stop

@@ -66,6 +66,7 @@ class Recipe:
 RECIPES = {
     "sft": Recipe("llmrl.train.settings:SFTConfig", "llmrl.recipes.sft"),
     "grpo": Recipe("llmrl.train.settings:GRPOConfig", "llmrl.recipes.grpo"),
+    "dpo": Recipe("llmrl.train.preference_settings:DPOConfig", "llmrl.recipes.dpo"),
 }
 
 HELP = """\
@@ -73,6 +74,7 @@ usage: llmrl COMMAND ...
 
   sft     RECIPE [section.key=value ...]   teach a model by examples
   grpo    RECIPE [section.key=value ...]   improve a model by reward
+  dpo     RECIPE [section.key=value ...]   improve a model by pairs of answers
   resume  RUN [section.key=value ...]      go on from a run's last whole checkpoint
   eval    RUN [section.key=value ...]      measure a run's checkpoint
   show    RUN                              a run's steps, before and after, samples; reads files only

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from llmrl.collectors.llm import LLMCollector
-from llmrl.train.tasks import Task
+from llmrl.errors import DataError
+from llmrl.train.tasks import Task, eval_rows
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -17,9 +18,9 @@ if TYPE_CHECKING:
     from llmrl.envs.llm import DatasetChatEnv
     from llmrl.modules.llm.policies.base import LLMWrapperBase
     from llmrl.train.distributed import Session
-    from llmrl.train.settings import EvalSettings
+    from llmrl.train.settings import EvalSettings, SFTConfig
 
-__all__ = ["Evaluator"]
+__all__ = ["Evaluator", "make_evaluators"]
 
 
 class Evaluator:
@@ -95,3 +96,24 @@ class Evaluator:
     def summary(self) -> str:
         """The last run in words."""
         return f"{self.name} {self.score:.3f}" + ("" if self.call_rate is None else f", {self.call_rate:.0%} call")
+
+
+def make_evaluators(
+    config: SFTConfig, session: Session, task: Task, policy: LLMWrapperBase
+) -> tuple[Evaluator | None, Evaluator | None]:
+    """The evaluation that is reported, and the one that decides when to stop."""
+    sampler = policy.get_new_version(generate=True)
+
+    def evaluator(settings: EvalSettings) -> Evaluator | None:
+        rows = eval_rows(config.env, settings)
+        return None if rows is None else Evaluator(session, sampler, task, rows, settings)
+
+    if config.stop is None:
+        return evaluator(config.eval), None
+    stop = evaluator(config.eval.model_copy(update={"split": config.stop.split, "rows": config.stop.rows}))
+    if stop is None:
+        raise DataError(
+            f"stop needs problems that are not trained on: env {config.env.label} has none of its own; name "
+            "them in eval.dataset, or leave stop out."
+        )
+    return evaluator(config.eval), stop

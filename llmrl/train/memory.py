@@ -188,7 +188,7 @@ def longest_row(config: ModelSource) -> int:
     """Tokens of the longest row that a run can have."""
     if isinstance(config, GRPOConfig):
         return config.env.max_prompt_tokens + config.env.max_turns * config.sampling.max_tokens
-    return config.max_length if isinstance(config, SFTConfig) else config.tokens_per_microbatch
+    return config.row_length if isinstance(config, SFTConfig) else config.tokens_per_microbatch
 
 
 def _rows(config: ModelSource, num_gpus: int) -> int:

@@ -18,11 +18,14 @@ if TYPE_CHECKING:
     from llmrl.train.distributed import Session
     from llmrl.train.engine_plan import EnginePlan
     from llmrl.train.model_shape import ModelShape
+    from llmrl.train.preference_data import TokenizedPairs
+    from llmrl.train.preference_settings import DPOConfig
     from llmrl.train.sft_data import TokenizedChats
     from llmrl.train.tasks import Task
 
 __all__ = [
     "check_template",
+    "dpo_plan",
     "grpo_plan",
     "grpo_settings",
     "samples_exactly",
@@ -41,8 +44,41 @@ def sft_plan(
     shape: ModelShape,
     gpu: GPU | None = None,
 ) -> Rows:
-    steps, per_epoch = sft_steps(config, len(chats))
     cut = f" · {chats.num_cut} longer than {config.max_length} tokens, {config.too_long}" if chats.num_cut else ""
+    loss = "-log p, sum over the assistant's tokens / tokens of the step"
+    return _data_plan(config, session, tokenizer, chats, shape, gpu, unit="conversations", loss=loss, cut=cut)
+
+
+def dpo_plan(
+    config: DPOConfig,
+    session: Session,
+    tokenizer: PreTrainedTokenizerBase,
+    pairs: TokenizedPairs,
+    shape: ModelShape,
+    gpu: GPU | None = None,
+) -> Rows:
+    dpo, cut = config.dpo, ""
+    if pairs.num_dropped:
+        cut = f" · {pairs.num_dropped} longer than {config.max_length} tokens, dropped"
+    smoothed = f", {dpo.label_smoothing:.0%} of the labels taken for wrong" if dpo.label_smoothing else ""
+    reference = "the model of the start, scored once" if dpo.reference == "start" else "none"
+    loss = f"{dpo.kind}, beta {dpo.beta:g}{smoothed} · reference: {reference}"
+    return _data_plan(config, session, tokenizer, pairs, shape, gpu, unit="pairs", loss=loss, cut=cut)
+
+
+def _data_plan(
+    config: SFTConfig,
+    session: Session,
+    tokenizer: PreTrainedTokenizerBase,
+    data: TokenizedChats | TokenizedPairs,
+    shape: ModelShape,
+    gpu: GPU | None,
+    *,
+    unit: str,
+    loss: str,
+    cut: str,
+) -> Rows:
+    steps, per_epoch = sft_steps(config, len(data))
     length = f"{steps} steps = {steps / per_epoch:.2f} epochs"
     if config.stop and config.env:
         length += f" or until {config.env.name} {config.stop.split} reaches {config.stop.at_least}"
@@ -50,11 +86,11 @@ def sft_plan(
         ("machine", session.describe()),
         ("model", _model(config)),
         *memory_rows(config, shape, session, gpu),
-        ("batch", f"{config.batch_size} conversations a step · {_microbatches(config)}"),
-        ("loss", "-log p, sum over the assistant's tokens / tokens of the step"),
+        ("batch", f"{config.batch_size} {unit} a step · {_microbatches(config)}"),
+        ("loss", loss),
         ("optim", _optim(config.optim)),
-        ("template", check_template(chats.renderer, tokenizer, share=chats.trained_share())),
-        ("data", f"{chats.source} · {len(chats)} conversations{cut} · {sum(map(len, chats.ids))} tokens"),
+        ("template", check_template(data.renderer, tokenizer, share=data.trained_share())),
+        ("data", f"{data.source} · {len(data)} {unit}{cut} · {sum(map(len, data.ids))} tokens"),
         ("length", length),
         ("keep", _checkpoints(config)),
     ]

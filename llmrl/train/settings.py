@@ -491,6 +491,11 @@ class SFTConfig(ModelSource):
     stop: StopSettings | None = Field(None, description="end early")
     samples: int = Field(2, ge=0, description="conversations printed with their trained tokens marked")
 
+    @property
+    def row_length(self) -> int:
+        """Most tokens of a row that goes through the model."""
+        return self.max_length
+
     @model_validator(mode="after")
     def _stopping_needs_a_measure(self) -> SFTConfig:
         if self.stop is not None and self.env is None:

@@ -26,7 +26,7 @@ from llmrl.modules.llm.log_probs import TokenScorer
 from llmrl.modules.llm.packing import Packing
 from llmrl.modules.llm.policies.containers import LogProbs, Masks, Tokens
 from llmrl.objectives.base import merge_outputs, output_fields, total_loss
-from llmrl.objectives.llm import GRPOLoss, SFTLoss
+from llmrl.objectives.llm import DPOLoss, GRPOLoss, SFTLoss
 from llmrl.objectives.llm.functional import StepCounts
 from llmrl.train.memory import find_gpu, uses_checkpointing
 from llmrl.train.model_shape import decoder_blocks, model_shape
@@ -55,8 +55,13 @@ _METRICS = {
     "correction_max": "mismatch/is_max",
     "masked_fraction": "mismatch/masked_frac",
     "ESS": "mismatch/ess",
+    "pairs_right": "preference/right_frac",
+    "margin": "preference/margin",
+    "chosen_log_prob": "preference/chosen_logp",
+    "rejected_log_prob": "preference/rejected_logp",
 }
 _BEFORE_UPDATES = ("mismatch_mean", "mismatch_max", "kl_approx", "ESS")  # later they measure what the updates changed
+Loss = GRPOLoss | SFTLoss | DPOLoss
 _FLOOR = 0.05  # of the peak learning rate, where a schedule ends
 
 
@@ -91,7 +96,7 @@ class Updater:
         self._gpu = find_gpu(session.device, session.world_size)
         self._shape = model_shape(self._model) if self._gpu and self._gpu.flops else None
 
-    def step(self, loss: GRPOLoss | SFTLoss, batch: TensorDictBase | None, step: int) -> dict[str, float]:
+    def step(self, loss: Loss, batch: TensorDictBase | None, step: int) -> dict[str, float]:
         """Trains on this rank's part of the batch (None: nothing is left of it) as optimizer step number ``step``.
 
         Returns  the fields of the loss's output, over all ranks, and "loss", "grad_norm", "lr"; nothing if no rank has
@@ -124,7 +129,7 @@ class Updater:
             metrics |= {name: float(value) for name, value in type(outputs[0]).derived(tensors).items()}
         return metrics | {"grad_norm": float(norm), "lr": rate}
 
-    def _backward(self, loss: GRPOLoss | SFTLoss, batch: TensorDictBase, counts: StepCounts) -> list[Any]:
+    def _backward(self, loss: Loss, batch: TensorDictBase, counts: StepCounts) -> list[Any]:
         """The loss's output on each micro-batch; the gradients of all of them are added up and averaged over ranks."""
         parts = self._parts(batch)
         outputs = []
@@ -178,14 +183,22 @@ class Updater:
 
         Cut as that step will cut the batch, so that in every precision its first ratios are 1.
         """
+        scores = self.score(batch, loss.proximal_log_probs)
+        if batch is not None:
+            columns = [row[:length].clone() for row, length in zip(scores, _lengths(batch), strict=True)]
+            batch.set("proximal_log_probs", LogProbs.from_rows({"full": columns}))
+
+    def score(self, batch: TensorDictBase | None, function: Callable[[TensorDictBase], Tensor]) -> list[Tensor]:
+        """A row of ``function``'s result for each row of the batch, without a gradient; a collective."""
         batch = _empty_batch(self.session.device) if batch is None else batch
-        lengths = _lengths(batch)
-        columns: list[Tensor] = [None] * len(lengths)  # type: ignore[list-item]
+        scores: list[Tensor] = [None] * len(_lengths(batch))  # type: ignore[list-item]
         for rows in self._parts(batch):
             part = batch[torch.tensor(rows)] if rows else _empty_batch(self.session.device)
-            for row, scores in zip(rows, loss.proximal_log_probs(part), strict=bool(rows)):
-                columns[row] = scores[: lengths[row]].clone()
-        batch.set("proximal_log_probs", LogProbs.from_rows({"full": columns}))
+            with torch.no_grad():
+                values = function(part)
+            for row, value in zip(rows, values, strict=bool(rows)):
+                scores[row] = value
+        return scores
 
     def _parts(self, batch: TensorDictBase) -> list[list[int]]:
         """The rows of each micro-batch; where every forward pass is a collective, as many on each rank."""
@@ -326,6 +339,8 @@ def _empty_batch(device: torch.device) -> TensorDict:
             "next": TensorDict({"ref_log_probs": LogProbs.from_rows({"full": column(torch.float32)})}, batch_size=[1]),
             "advantage": torch.zeros(1, 1, 1, device=device),
             "group_id": torch.zeros(1, dtype=torch.int64, device=device),
+            "num_chosen": torch.ones(1, dtype=torch.int64, device=device),
+            "reference_log_probs": torch.zeros(1, 2, device=device),
         },
         batch_size=[1],
     )

@@ -31,6 +31,14 @@ SFT = {
     "optim": {"lr": 1e-2, "warmup": 1},
     "samples": 1,
 }
+DPO = {
+    "model": TINY,
+    "data": {"path": "sums", "rows": 20},
+    "batch_size": 8,
+    "steps": 3,
+    "optim": {"lr": 1e-2, "warmup": 1},
+    "samples": 1,
+}
 GRPO = {
     "model": TINY,
     "env": {"name": "chat", "dataset": "prompts.jsonl", "reward": "vowels:share"},
@@ -72,8 +80,8 @@ class Workplace:
     def train(
         self, command: str, name: str, *overrides: str, code: int = 0, words: Sequence[str] = (), **changes: Any
     ) -> Result:
-        """A run ``name`` of `SFT` or `GRPO` with ``changes``; checks its exit code, and ``words`` in what it wrote."""
-        base = {"sft": SFT, "grpo": GRPO}[command]
+        """A run ``name`` of `SFT`, `DPO` or `GRPO` with ``changes``: exit code, ``words`` in what it wrote."""
+        base = {"sft": SFT, "dpo": DPO, "grpo": GRPO}[command]
         result = self.run(command, self.recipe(name, base, **changes), *overrides, "--name", name)
         assert result.code == code, result.err
         written = " ".join(f"{result.out} {result.err}".split())
@@ -175,6 +183,12 @@ def shared_place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace
 def sft() -> dict[str, Any]:
     """Three steps of supervised fine-tuning on the embedded task."""
     return SFT
+
+
+@pytest.fixture
+def dpo() -> dict[str, Any]:
+    """Three steps of direct preference optimisation on the embedded task."""
+    return DPO
 
 
 @pytest.fixture

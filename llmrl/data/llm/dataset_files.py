@@ -27,7 +27,7 @@ from llmrl.errors import DataError, did_you_mean
 from llmrl.strict_json import JSONError, parse_json
 from llmrl.text_files import why_not_text
 
-__all__ = ["declared_tools", "load_rows", "to_messages", "to_prompt"]
+__all__ = ["declared_tools", "load_rows", "to_messages", "to_pair", "to_prompt"]
 
 Message = dict[str, Any]
 Row = Mapping[str, Any]
@@ -137,6 +137,47 @@ def to_prompt(
     if reference is not None:
         prompt["answer"] = reference if isinstance(reference, str) else str(reference)
     return prompt
+
+
+def to_pair(
+    row: Row,
+    *,
+    number: int | None = None,
+    prompt_column: str | None = None,
+    chosen_column: str = "chosen",
+    rejected_column: str = "rejected",
+    system_prompt: str | None = None,
+) -> tuple[list[Message], list[Message]]:
+    """The chosen and the rejected conversation of a row: the same messages, then two answers.
+
+    Reads    the prompt, text or messages, and two answers, text or messages; or two whole conversations
+    Raises   DataError naming the row (``number``) for a missing column, an empty answer, equal answers, or two
+             conversations that differ before their answers
+
+    >>> to_pair({"prompt": "2 + 2?", "chosen": "4", "rejected": "5"})[1]
+    [{'role': 'user', 'content': '2 + 2?'}, {'role': 'assistant', 'content': '5'}]
+    """
+    where = _where(number)
+    pair = []
+    for column in (chosen_column, rejected_column):
+        messages = _as_messages(row, column, "assistant", where)
+        if messages[0]["role"] == "assistant":
+            prompt_column = prompt_column or _pick(row, PROMPT_COLUMNS, "prompt", where)
+            messages = _as_messages(row, prompt_column, "user", where) + messages
+        answer = messages[-1]
+        if answer["role"] != "assistant" or not (answer["content"] or answer.get("tool_calls")):
+            raise DataError(
+                f"dataset: {column!r} must end with an answer of the assistant: {where} has {answer!r:.80}."
+            )
+        if system_prompt is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": system_prompt}, *messages]
+        pair.append(messages)
+    chosen, rejected = pair
+    if chosen[:-1] != rejected[:-1]:
+        raise DataError(f"dataset: the conversations of a pair must be the same up to the last answer: not in {where}.")
+    if chosen == rejected:
+        raise DataError(f"dataset: the answers of a pair must differ: in {where} both are {chosen[-1]!r:.80}.")
+    return chosen, rejected
 
 
 def _load_file(path: Path) -> list[Row]:

@@ -3,9 +3,18 @@
 from llmrl.run.console.conversations import Sample, print_conversations
 from llmrl.run.console.lines import Finding, make_console, note, print_findings, print_plan, print_summary, warn
 from llmrl.run.console.numbers import format_duration, format_number
-from llmrl.run.console.steps import GRPO_COLUMNS, SFT_COLUMNS, Column, StepDisplay, grpo_columns, print_table
+from llmrl.run.console.steps import (
+    DPO_COLUMNS,
+    GRPO_COLUMNS,
+    SFT_COLUMNS,
+    Column,
+    StepDisplay,
+    grpo_columns,
+    print_table,
+)
 
 __all__ = [
+    "DPO_COLUMNS",
     "GRPO_COLUMNS",
     "SFT_COLUMNS",
     "Column",

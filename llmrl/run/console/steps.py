@@ -18,7 +18,7 @@ from rich.text import Text
 from llmrl.run.console.lines import ascii_only, note, print_line, warn
 from llmrl.run.console.numbers import format_duration, format_number
 
-__all__ = ["GRPO_COLUMNS", "SFT_COLUMNS", "Column", "StepDisplay", "grpo_columns", "print_table"]
+__all__ = ["DPO_COLUMNS", "GRPO_COLUMNS", "SFT_COLUMNS", "Column", "StepDisplay", "grpo_columns", "print_table"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,15 @@ SFT_COLUMNS = (
     Column("epoch", "data/epoch"),
     Column("tok/s", "perf/train_tok_s", "count"),
     Column("step s", "time/step", "seconds"),
+)
+
+DPO_COLUMNS = (
+    Column("loss", "policy/loss"),
+    Column("right", "preference/right_frac", "percent"),
+    Column("margin", "preference/margin"),
+    Column("chosen", "preference/chosen_logp"),
+    Column("rejected", "preference/rejected_logp"),
+    *SFT_COLUMNS[1:],
 )
 
 GRPO_COLUMNS = (

@@ -16,7 +16,14 @@ from typing import Any
 from llmrl.envs.llm.answers import normalize_answer
 from llmrl.errors import ConfigError, did_you_mean
 
-__all__ = ["big_sums_demonstrations", "big_sums_problems", "sums_demonstrations", "sums_problems", "sums_reward"]
+__all__ = [
+    "big_sums_demonstrations",
+    "big_sums_problems",
+    "sums_demonstrations",
+    "sums_preferences",
+    "sums_problems",
+    "sums_reward",
+]
 
 SPLITS = {"test": 1000, "validation": 500, "train": None}  # problems in each; train has the rest of 8100
 BIG_SPLITS = {"train": 8000, "validation": 500, "test": 1000}  # problems in each, of 81 million
@@ -69,6 +76,19 @@ def big_sums_demonstrations(split: str = "train") -> Rows:
     return [{"messages": _call_or_guess(a, b, draw)} for a, b in _split_of(_big_sums(), split, "big_sums")]
 
 
+def sums_preferences(split: str = "train") -> Rows:
+    """Rows with "prompt", "chosen" (the demonstrated answer) and "rejected": the same with one digit sum wrong.
+
+    >>> {name: text.splitlines()[-1] for name, text in sums_preferences("test")[0].items() if name != "prompt"}
+    {'chosen': '<answer>57</answer>', 'rejected': '<answer>58</answer>'}
+    """
+    draw = random.Random(split)
+    return [
+        {"prompt": _problem(a, b)["question"], "chosen": work_out(a, b), "rejected": _slip(a, b, draw)}
+        for a, b in _split_of(_sums(), split, "sums")
+    ]
+
+
 def sums_reward(completion: str, answer: str) -> float:
     """1 if the completion ends in an answer block that holds the sum, else 0, whatever the working before it.
 
@@ -92,6 +112,18 @@ def work_out(a: int, b: int) -> str:
     ones, carry = a % 10 + b % 10, (a % 10 + b % 10) // 10
     tens = f"{a // 10}+{b // 10}" + ("+1" if carry else "")
     return f"{a % 10}+{b % 10}={ones}, {tens}={a // 10 + b // 10 + carry}\n<answer>{a + b}</answer>"
+
+
+def _slip(a: int, b: int, draw: random.Random) -> str:
+    """`work_out` with a wrong sum of the ones or of the tens, and what follows from it."""
+    wrong = [draw.choice((-2, -1, 1, 2)), 0]
+    draw.shuffle(wrong)
+    ones = a % 10 + b % 10 + wrong[0]
+    ones = ones if 0 <= ones <= 18 else a % 10 + b % 10 - wrong[0]
+    carry = ones // 10
+    tens = a // 10 + b // 10 + carry + wrong[1]
+    terms = f"{a // 10}+{b // 10}" + ("+1" if carry else "")
+    return f"{a % 10}+{b % 10}={ones}, {terms}={tens}\n<answer>{10 * tens + ones % 10}</answer>"
 
 
 def _call_or_guess(a: int, b: int, draw: random.Random) -> list[dict[str, Any]]:

@@ -1,0 +1,151 @@
+"""Pairs of answers for DPO: rendered and tokenised once, and their log-probs under the reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from llmrl.data.llm.dataset_files import load_rows, to_pair
+from llmrl.envs.llm.tasks.sums import sums_preferences
+from llmrl.errors import DataError, TemplateError
+from llmrl.modules.llm.policies.containers import Masks, Tokens
+from llmrl.modules.llm.rendering import Rendered, Renderer
+from llmrl.objectives.llm import DPOLoss
+from llmrl.train.dealing import deal_batch
+from llmrl.train.preference_settings import DPOConfig
+from llmrl.train.sft_data import marked_pieces
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from llmrl.train.distributed import Session
+    from llmrl.train.updater import Updater
+
+__all__ = ["ReferenceLogProbs", "TokenizedPairs", "tokenize_pairs"]
+
+_EMBEDDED = {"sums": sums_preferences}
+_AT_ONCE = 1024  # pairs per call of the tokenizer, and per round of scoring
+
+
+@dataclass
+class TokenizedPairs:
+    """``ids`` int64[T] and ``masks`` bool[T] of each pair: the chosen conversation (``num_chosen``), the other."""
+
+    source: str
+    ids: list[Tensor]
+    masks: list[Tensor]
+    num_chosen: list[int]
+    renderer: Renderer
+    num_dropped: int = 0  # pairs that were longer than allowed
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def as_rows(self) -> TensorDict:
+        """A batch as `DPOLoss` reads it, without the reference, and "row", the number of the pair."""
+        return TensorDict(
+            {
+                "tokens": Tokens.from_rows({"full": self.ids}),
+                "masks": Masks.from_rows({"all_assistant_mask": self.masks}),
+                "num_chosen": torch.tensor(self.num_chosen),
+                "row": torch.arange(len(self.ids)),
+            },
+            batch_size=[len(self.ids)],
+        )
+
+    def trained_share(self) -> float:
+        return sum(int(mask.sum()) for mask in self.masks) / sum(map(len, self.ids))
+
+    def samples(self, count: int) -> list[tuple[str, list[tuple[str, bool]]]]:
+        """The conversations of the first pairs: "chosen" or "rejected", and pieces of text, each whether it counts."""
+        found = []
+        for ids, mask, cut in list(zip(self.ids, self.masks, self.num_chosen, strict=True))[:count]:
+            for label, part in (("chosen", slice(None, cut)), ("rejected", slice(cut, None))):
+                found.append((label, marked_pieces(self.renderer.tokenizer, ids[part], mask[part])))
+        return found
+
+
+def tokenize_pairs(config: DPOConfig, tokenizer: PreTrainedTokenizerBase) -> TokenizedPairs:
+    """The data of ``config``. Of each conversation the last answer counts, its end of turn included.
+
+    Raises  DataError for data that are missing, empty or too long, or for a pair that cannot be compared; TemplateError
+            if the template does not say what the assistant wrote
+    """
+    data = config.data
+    if data.path in _EMBEDDED:
+        rows = _EMBEDDED[data.path](data.split)
+    else:
+        rows = load_rows(data.path, split=data.split, name=data.name)
+    count = min(data.rows or len(rows), len(rows))
+    columns = data.model_dump(include={"prompt_column", "chosen_column", "rejected_column", "system_prompt"})
+    pairs = TokenizedPairs(data.path, [], [], [], Renderer(tokenizer))
+    for start in range(0, count, _AT_ONCE):
+        numbers = range(start + 1, min(start + _AT_ONCE, count) + 1)
+        both = [messages for number in numbers for messages in to_pair(rows[number - 1], number=number, **columns)]
+        try:
+            rendered = pairs.renderer.render(both)
+        except TemplateError as error:
+            raise TemplateError(f"{data.path}, pairs from row {start + 1} on: {error}") from error
+        for number, chosen, rejected in zip(numbers, rendered[::2], rendered[1::2], strict=True):
+            _add(pairs, chosen, rejected, number, config)
+    if not pairs.ids:
+        raise DataError(f"{data.path}: no pair is left: all are longer than max_length={config.max_length}.")
+    return pairs
+
+
+def _add(pairs: TokenizedPairs, chosen: Rendered, rejected: Rendered, number: int, config: DPOConfig) -> None:
+    longest = max(len(chosen.ids), len(rejected.ids))
+    if longest > config.max_length:
+        if config.too_long == "error":
+            raise DataError(
+                f"{config.data.path}: a conversation must be at most max_length = {config.max_length} tokens long: row "
+                f"{number} has one of {longest}; raise max_length, or choose too_long=drop."
+            )
+        pairs.num_dropped += 1
+        return
+    masks = []
+    for one in (chosen, rejected):
+        mask = torch.zeros_like(one.assistant_mask)
+        mask[slice(*one.spans[-1])] = True
+        masks.append(mask)
+    if torch.equal(chosen.ids, rejected.ids):
+        raise DataError(
+            f"{config.data.path}: the answers of a pair must differ in their tokens: row {number}'s do not."
+        )
+    pairs.ids.append(torch.cat([chosen.ids, rejected.ids]))
+    pairs.masks.append(torch.cat(masks))
+    pairs.num_chosen.append(len(chosen.ids))
+
+
+class ReferenceLogProbs:
+    """The log-probs of all answers under the model that a run starts from, float32[N, 2].
+
+    They are computed once, before the first step, by the model that is going to be trained, and kept in checkpoints: a
+    second model is never loaded.
+    """
+
+    def __init__(self) -> None:
+        self.values: Tensor | None = None
+
+    def compute(self, session: Session, updater: Updater, loss: DPOLoss, rows: TensorDict, share: float) -> None:
+        """Scores ``rows`` (`TokenizedPairs.as_rows`), dealt over the ranks; nothing where a checkpoint had them."""
+        if self.values is not None:
+            return
+        self.values = torch.empty(len(rows), 2)
+        for start in range(0, len(rows), _AT_ONCE):
+            mine, _ = deal_batch(session, rows[start : start + _AT_ONCE], share, everywhere=True)
+            scores = updater.score(mine, loss.sequence_log_probs)
+            numbers = [] if mine is None else mine["row"].tolist()
+            own = [(number, pair.tolist()) for number, pair in zip(numbers, scores, strict=bool(numbers))]
+            for number, pair in session.gather(own):
+                self.values[number] = torch.tensor(pair)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self.values}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = state["values"]

@@ -1,0 +1,63 @@
+"""The settings of ``llmrl dpo``; no torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from llmrl.train.setting_types import Settings
+from llmrl.train.settings import SFTConfig
+
+__all__ = ["DPOConfig", "DPOSettings", "PreferenceData"]
+
+
+class PreferenceData(Settings):
+    """Pairs of answers to one prompt: rows with ``prompt``, ``chosen`` and ``rejected``, each text or messages."""
+
+    path: str = Field(description="a .jsonl, .json, .parquet or .csv file, a hub name, or an embedded task: sums")
+    name: str | None = Field(None, description="configuration of a hub dataset")
+    split: str = Field("train", description="split of a hub dataset or of an embedded task")
+    rows: int | None = Field(None, ge=1, description="the first so many pairs; null: all")
+    prompt_column: str | None = Field(None, description="where the prompt is, if it goes by another name")
+    chosen_column: str = Field("chosen", description="where the better answer is")
+    rejected_column: str = Field("rejected", description="where the worse answer is")
+    system_prompt: str | None = Field(None, description="first message of conversations that have none of their own")
+
+
+class DPOSettings(Settings):
+    """What the loss of a pair is."""
+
+    kind: Literal["sigmoid", "ipo", "hinge"] = Field(
+        "sigmoid", description="sigmoid: DPO; ipo: a squared distance; hinge: SLiC"
+    )
+    beta: float = Field(0.1, gt=0, description="more keeps the model nearer to the reference")
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="share of pairs that are labelled wrong; for sigmoid")
+    normalize_by_seq_length: bool | None = Field(
+        None, description="log-probs as means over an answer's tokens, not sums; null: for ipo"
+    )
+    reference: Literal["start", "none"] = Field(
+        "start", description="start: the model that the run starts from, scored once; none: uniform"
+    )
+
+    @model_validator(mode="after")
+    def _smoothing_is_for_sigmoid(self) -> DPOSettings:
+        if self.label_smoothing and self.kind != "sigmoid":
+            raise ValueError(f"label_smoothing is for kind sigmoid: got {self.kind}")
+        return self
+
+
+class DPOConfig(SFTConfig):
+    """Direct preference optimisation: chosen answers become more likely than rejected ones."""
+
+    data: PreferenceData
+    max_length: int = Field(2048, ge=2, description="longest conversation of a pair, in tokens")
+    too_long: Literal["error", "drop"] = Field(
+        "error", description="pairs with a longer one end the run, or are dropped"
+    )
+    batch_size: int = Field(64, ge=1, description="pairs per optimizer step, over all processes")
+    dpo: DPOSettings = DPOSettings()
+
+    @property
+    def row_length(self) -> int:
+        return 2 * self.max_length
