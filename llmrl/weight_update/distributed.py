@@ -45,14 +45,15 @@ class DistributedTransport(TransportBackend):
         self._rank, self.sync, self._device = rank or 0, sync, device
         me = dist.get_rank()
         self._out, self._in = (f"llmrl/{channel}/{a}-{b}/" for a, b in ((me, self._rank), (self._rank, me)))
-        self._sent_count = self._received_count = 0
+        # Counted in the store, so that a sender or a receiver that is made anew goes on where the one before stopped.
+        self._sent_count, self._received_count = 0, int(self._store.add(f"{self._in}received", 0))
         self._work: Any = None  # the message under way, with its memory
         self._failure: RuntimeError | None = None
 
     def send_weights(self, model_id: str, weights: Any) -> None:
         payload = weights if isinstance(weights, Payload) else pack(named_tensors(weights), self.sent + 1)
         self.sent = payload.version
-        self._sent_count += 1
+        self._sent_count = int(self._store.add(f"{self._out}sent", 1))
         memory = payload.memory.to(self._device)
         header = pickle.dumps((model_id, payload.version, payload.layout, memory.numel()))
         try:
@@ -97,7 +98,7 @@ class DistributedTransport(TransportBackend):
                 f"WeightReceiver: rank {self._rank} must be there to send weights: it ended or did not send "
                 f"({type(error).__name__}: {error})."
             ) from error
-        self._received_count += 1
+        self._received_count = int(self._store.add(f"{self._in}received", 1))
         self.pending = Payload(version, layout, memory)
         return model_id, self.pending
 

@@ -14,10 +14,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from tensordict import TensorDict
 from torch import multiprocessing as mp
 from torch import nn
 from torch.distributed import rpc
 
+from llmrl.collectors.weight_updaters import DistributedWeightUpdater, RayWeightUpdater, RPCWeightUpdater
 from llmrl.errors import ConfigError, DeadlineError, WeightSyncError, WorkerError
 from llmrl.weight_update import (
     DistributedWeightSyncScheme,
@@ -105,27 +107,35 @@ def play(role, rank, world, port, problems):
 
 def gloo_trainer(rank, world):
     dist.init_process_group("gloo", rank=rank, world_size=world)
-    scheme, senders = DistributedWeightSyncScheme(timeout=20), {}
-    for path in ("policy", "env.transform[0].actor"):
-        senders[path] = scheme.create_sender()
-        senders[path].set_context(SimpleNamespace(), path)
-        for worker in (1, 2):
-            senders[path].register_worker(worker, (None, worker, path))
-    for version in (1, 2, 3):
-        senders["policy"].update_weights(make_model(version))
-        senders["env.transform[0].actor"].update_weights(make_model(10 * version))
-    with pytest.raises(WeightSyncError, match=r"worker 1 \(model 'policy'\) refused version 4.*'bias' is missing"):
-        senders["policy"].update_weights({"weight": torch.zeros(2, 3)})
-    senders["policy"].update_weights(make_model(5))
     store = dist.distributed_c10d._get_default_store()
+    scheme = DistributedWeightSyncScheme(timeout=20, sync=False)
+    other = scheme.create_sender()
+    other.set_context(SimpleNamespace(), "env.transform[0].actor")
+    for worker in (1, 2):
+        other.register_worker(worker, (None, worker, "env.transform[0].actor"))
+    updater = DistributedWeightUpdater(store, TensorDict.from_module(make_model(1)), num_workers=2, timeout=20)
+    updater.push_weights()
+    for version in (2, 3):
+        updater.push_weights(make_model(version))
+        other.update_weights(make_model(10 * version))
+    with pytest.raises(WeightSyncError, match=r"worker 0 \(model 'policy'\) refused version 4.*'bias' is missing"):
+        updater.push_weights({"weight": torch.zeros(2, 3)})
+    updater.push_weights(make_model(5), worker_ids=[0])
+    updater.push_weights(make_model(5))
+    again = scheme.create_sender()  # another sender: the versions must go on
+    again.register_worker(1, (store, 1))
+    again.update_weights(make_model(6))
+    with pytest.raises(WeightSyncError, match=r"worker 1.*got 1 after 6"):
+        again.wait()
+    sender = updater.sender
     store.set("checked", "")
     assert [store.get(f"values of {worker}") for worker in (1, 2)] == [b"[5.0, 30.0]"] * 2
     os.kill(int(store.get("pid of 2")), signal.SIGKILL)
-    scheme.timeout = 1.0
-    with pytest.raises((DeadlineError, WorkerError), match="worker 2"):
-        senders["policy"].update_weights(make_model(6))
-    senders["policy"].unregister_worker(2)
-    senders["policy"].update_weights(make_model(7))
+    sender.scheme.timeout = 1.0
+    with pytest.raises((DeadlineError, WorkerError), match="worker 1"):
+        sender.update_weights(make_model(6))
+    sender.unregister_worker(1)
+    sender.update_weights(make_model(7))
 
 
 def gloo_worker(rank, world):
@@ -158,12 +168,13 @@ def rpc_trainer(rank, world):
     rpc.init_rpc("trainer", rank=rank, world_size=world)
     scheme = RPCWeightSyncScheme(timeout=20)
     rrefs = [rpc.remote(f"worker{index}", Holder) for index in (1, 2)]
-    sender, other = scheme.create_sender(), scheme.create_sender()
+    infos = [rref.owner() for rref in rrefs]
+    updater = RPCWeightUpdater(infos, Holder, rrefs, TensorDict.from_module(make_model(1)), 2, timeout=20)
+    sender, other = updater.sender, scheme.create_sender()
     other.set_context(SimpleNamespace(), "env.transform[0].actor")
     for index, rref in enumerate(rrefs):
-        sender.register_worker(index, (None, rref, Holder))
         other.register_worker(index, rref)
-    sender.update_weights(make_model(1))
+    updater.push_weights()
     other.update_weights(make_model(2))
     other.wait()
     sender.update_weights(make_model(3))
@@ -224,8 +235,14 @@ def test_actors_take_weights_from_the_object_store(cluster):
     for index, actor in enumerate(actors):
         sender.register_worker(index, actor)
         other.register_worker(index, actor)
-    for version in (1, 2, 3):
-        sender.update_weights(make_model(version))
+    sender.update_weights(make_model(1))
+    updater = RayWeightUpdater(TensorDict.from_module(make_model(2)), actors, max_interval=1)
+    updater.sender = sender
+    updater.push_weights()
+    assert sender.version == 2
+    updater.push_weights(make_model(9))  # they may miss one
+    assert sender.version == 2
+    updater.push_weights(make_model(3))
     other.update_weights(make_model(7))
     other.wait()
     sender.wait()
