@@ -53,8 +53,6 @@ class RPCWeightSyncScheme(WeightSyncScheme):
 
     def create_transport(self, pipe_or_context: Any) -> RPCTransport:
         context = pipe_or_context if isinstance(pipe_or_context, tuple) else (None, pipe_or_context)
-        if len(context) > 3:
-            raise ConfigError(f"RPCWeightSyncScheme: (worker, reference, class) must be three at most: got {context}.")
         return RPCTransport(*context, timeout=self.timeout, strategy=self.strategy)
 
 

@@ -19,7 +19,13 @@ from llmrl.weight_update.groups import WeightGroups
 from llmrl.weight_update.payload import Payload, Slots, pack
 from llmrl.weight_update.publish import as_weights, publish
 from llmrl.weight_update.target import ModelTarget, named_tensors, resolve
-from llmrl.weight_update.transports import CallTransport, MPTransport, SharedMemTransport, TransportBackend
+from llmrl.weight_update.transports import (
+    CallTransport,
+    DirectTransport,
+    MPTransport,
+    SharedMemTransport,
+    TransportBackend,
+)
 
 __all__ = [
     "MultiProcessWeightSyncScheme",
@@ -366,24 +372,10 @@ class NoWeightSyncScheme(WeightSyncScheme):
         super().__init__()
 
     def create_transport(self, pipe_or_context: Any = None) -> TransportBackend:
-        return _NoTransport()
+        return DirectTransport()
 
     def create_packer(self) -> Packer:
         return lambda model_id, weights, version, transports: Payload(version, {}, torch.empty(0))
-
-
-class _NoTransport(TransportBackend):
-    def send_weights(self, model_id: str, weights: Any) -> None:
-        pass
-
-    def wait(self, deadline: float) -> None:
-        pass
-
-    def receive(self, timeout: float) -> None:
-        return None
-
-    def answer(self, problem: str = "") -> None:
-        pass
 
 
 def _weakly(context: Any) -> Context:

@@ -25,7 +25,7 @@ from llmrl.errors import ConfigError, DeadlineError, WeightSyncError, WorkerErro
 from llmrl.weight_update.payload import Payload, Slots, pack
 from llmrl.weight_update.target import named_tensors
 
-__all__ = ["CallTransport", "MPTransport", "SharedMemTransport", "TransportBackend"]
+__all__ = ["CallTransport", "DirectTransport", "MPTransport", "SharedMemTransport", "TransportBackend"]
 
 _MARK = "llmrl-weights"
 _CHUNK = 1 << 20
@@ -96,6 +96,22 @@ class TransportBackend(ABC):
         return WeightSyncError(f"{self.peer} refused version {self.sent} and keeps its weights: {problem}")
 
 
+class DirectTransport(TransportBackend):
+    """A receiver in this process, which has the weights when `send_weights` returns; by itself it sends nothing."""
+
+    def send_weights(self, model_id: str, weights: Any) -> None:
+        pass
+
+    def wait(self, deadline: float) -> None:
+        pass
+
+    def receive(self, timeout: float) -> None:
+        return None
+
+    def answer(self, problem: str = "") -> None:
+        pass
+
+
 class PipeTransport(TransportBackend):
     """What the transports over a duplex `multiprocessing.Pipe` share. The pipe must carry nothing else."""
 
@@ -136,6 +152,8 @@ class PipeTransport(TransportBackend):
     def wait(self, deadline: float) -> None:
         while self.answered < self.sent:
             try:
+                if self.pipe.closed:
+                    raise EOFError
                 if not self.pipe.poll(max(0.0, deadline - time.monotonic())):
                     raise self.late()
                 version, problem = pickle.loads(self.pipe.recv_bytes())
@@ -153,6 +171,8 @@ class PipeTransport(TransportBackend):
 
     def receive(self, timeout: float) -> tuple[str, Payload] | None:
         try:
+            if self.pipe.closed:
+                raise EOFError
             if not self.pipe.poll(timeout):
                 return None
             mark, model_id, *parts = pickle.loads(self.pipe.recv_bytes())

@@ -216,6 +216,22 @@ def test_a_hugging_face_model_with_buffers_that_are_not_saved_and_tied_weights(m
         assert torch.equal(tensor, source.state_dict()[name].to(dtype)), name
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@SCHEMES
+@pytest.mark.parametrize("there", ["cpu", "cuda"])
+def test_weights_of_a_gpu_reach_a_model_on_it_or_in_main_memory(make_scheme, there):
+    source, target = make_model().to("cuda"), make_model().to(there)
+    sender, receiver = connect(make_scheme(), target)
+    for version in (1, 2, 3):
+        sender.update_weights(fill(source, version))
+        fill(source, -1)
+        assert receiver.receive(5) == version
+    assert {(tensor.device.type, tensor.float().mean().item()) for tensor in target.state_dict().values()} == {
+        (there, 3.0)
+    }
+
+
 def test_shared_memory_is_one_block_for_all_workers_and_two_in_turn():
     scheme, models = SharedMemWeightSyncScheme(), [make_model(), make_model()]
     sender, first = connect(scheme, models[0])
@@ -305,6 +321,12 @@ def test_bad_settings_pipes_and_messages_are_told():
     ours.close()
     with pytest.raises(WorkerError, match="sender must stay"):
         receiver.receive(1)
+    sender = scheme.create_sender()
+    sender.register_worker(0, theirs)
+    sender.update_weights({"a": torch.zeros(1)})
+    theirs.close()
+    with pytest.raises(WorkerError, match="worker 0"):
+        sender.wait()
     assert pickle.loads(pickle.dumps(scheme)).timeout == 10.0
 
 

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from llmrl.collectors.weight_updaters import EngineUpdater, VersionedCollector, Weights
 from llmrl.errors import ConfigError, WeightSyncError
 from llmrl.modules.llm.engines.vllm.transfer import NCCL
-from llmrl.weight_update import TransportBackend, WeightGroups, WeightSender, WeightSyncScheme, publish
+from llmrl.weight_update import WeightGroups, WeightSender, WeightSyncScheme, publish
 from llmrl.weight_update.publish import as_weights, check_engine
 from llmrl.weight_update.target import named_tensors
+from llmrl.weight_update.transports import DirectTransport
 
 __all__ = ["VLLMWeightReceiver", "VLLMWeightSender", "VLLMWeightSyncScheme", "vLLMUpdater"]
 
@@ -163,8 +164,8 @@ class VLLMWeightReceiver:
     takes_groups = True  # `publish` puts them together for an engine that does not
 
 
-class EngineTransport(TransportBackend):
-    """An engine in reach of this process: it has the weights when `send_weights` returns."""
+class EngineTransport(DirectTransport):
+    """An engine that this process can call."""
 
     def __init__(self, receiver: Any) -> None:
         super().__init__()
@@ -172,15 +173,6 @@ class EngineTransport(TransportBackend):
 
     def send_weights(self, model_id: str, weights: Any) -> None:
         publish(weights, self.receiver)
-
-    def wait(self, deadline: float) -> None:
-        pass
-
-    def receive(self, timeout: float) -> None:
-        return None
-
-    def answer(self, problem: str = "") -> None:
-        pass
 
 
 class VLLMWeightSender(WeightSender):
