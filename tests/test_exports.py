@@ -47,7 +47,8 @@ PUBLIC = {
     "llmrl.modules.llm.engines": "Engine TransformersEngine VLLMEngine AsyncVLLMEngine SamplingParams Generation "
     "StopReason",
     "llmrl.modules.llm.log_probs": "token_logprobs TokenScorer TokenScores",
-    "llmrl.envs": "EnvBase Transform Compose TransformedEnv StepCounter check_env_specs step_mdp",
+    "llmrl.envs.libs.gym": "GymEnv GymWrapper",
+    "llmrl.envs": "EnvBase GymEnv GymWrapper Transform Compose TransformedEnv StepCounter check_env_specs step_mdp",
     "llmrl.envs.llm": "ChatEnv DatasetChatEnv GSM8KEnv GSM8KRewardParser GSM8KPrepareQuestion make_gsm8k_env "
     "MATHEnv MATHRewardParser CountdownEnv CountdownRewardParser IFEvalEnv IfEvalScorer IFEvalScoreData TaskEnv "
     "LLMEnv LLMHashingEnv MLGymWrapper make_mlgym",

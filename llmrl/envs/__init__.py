@@ -1,6 +1,7 @@
 """Environments: the `EnvBase` contract, its helpers and transforms. Language-model envs are in `llmrl.envs.llm`."""
 
 from llmrl.envs.base import EnvBase
+from llmrl.envs.libs import GymEnv, GymWrapper
 from llmrl.envs.step import step_mdp
 from llmrl.envs.transforms import (
     Compose,
@@ -16,6 +17,8 @@ from llmrl.envs.utils import check_env_specs, make_composite_from_td
 __all__ = [
     "Compose",
     "EnvBase",
+    "GymEnv",
+    "GymWrapper",
     "MultiStepTransform",
     "NextStateReconstructor",
     "RandomCropTensorDict",

@@ -58,6 +58,9 @@ class EnvBase(EnvSpecs, abc.ABC):
     tensor([1., 2., 3.])
     """
 
+    step_reads: tuple[str, ...] = ("action", "state", "observation", "done")
+    """The specs whose entries ``_step`` reads, for those who hand over no others, such as `ParallelEnv`."""
+
     def __init__(
         self,
         *,
