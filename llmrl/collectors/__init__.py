@@ -1,5 +1,6 @@
 """Collectors run a policy in an environment and hand out what happened; those for chats are in `collectors.llm`."""
 
 from llmrl.collectors.weight_updaters import EngineUpdater, VanillaWeightUpdater, WeightUpdaterBase
+from llmrl.envs.utils import RandomPolicy
 
-__all__ = ["EngineUpdater", "VanillaWeightUpdater", "WeightUpdaterBase"]
+__all__ = ["EngineUpdater", "RandomPolicy", "VanillaWeightUpdater", "WeightUpdaterBase"]
