@@ -31,7 +31,8 @@ TABLE: dict[str, tuple[str, ...]] = {
     "llmrl.tools": BASE,
     "llmrl.chat_templates": BASE,
     "llmrl.data": (*BASE, *TOOLS),
-    "llmrl.modules": (*BASE, *TOOLS, "llmrl.data"),
+    "llmrl.modules": (*BASE, *TOOLS, "llmrl.data", "llmrl.modules.rnn"),
+    "llmrl.modules.rnn": (*BASE, "llmrl.data", "llmrl.envs"),
     "llmrl.envs": (*BASE, "llmrl.data"),
     "llmrl.envs.llm": (*BASE, *TOOLS, "llmrl.data", "llmrl.envs", "llmrl.modules"),
     "llmrl.objectives": (*BASE, "llmrl.data", "llmrl.modules", "llmrl.envs.transforms.base"),
@@ -55,6 +56,7 @@ READS_TENSORS = {"llmrl.run.metrics"}
 # Import names that belong to a distribution of another name, or come with one that llmrl depends on.
 PROVIDED_BY = {"yaml": "pyyaml", "pydantic_core": "pydantic"}
 PROVIDED_BY |= {"tokenizers": "transformers", "safetensors": "transformers"}
+PROVIDED_BY |= {"cloudpickle": "tensordict"}
 
 
 def modules() -> dict[str, Path]:

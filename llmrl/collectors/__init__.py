@@ -7,10 +7,12 @@ from llmrl.collectors.weight_updaters import (
     VanillaWeightUpdater,
     WeightUpdaterBase,
 )
+from llmrl.envs.utils import RandomPolicy
 
 __all__ = [
     "EngineUpdater",
     "MultiProcessedWeightUpdater",
+    "RandomPolicy",
     "RayWeightUpdater",
     "VanillaWeightUpdater",
     "WeightUpdaterBase",

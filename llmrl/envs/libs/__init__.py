@@ -1,0 +1,5 @@
+"""Environments of other packages."""
+
+from llmrl.envs.libs.gym import GymEnv, GymWrapper
+
+__all__ = ["GymEnv", "GymWrapper"]

@@ -1,0 +1,230 @@
+"""`GymEnv` and `GymWrapper`: environments of gymnasium, by id or as objects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from llmrl.data.ragged.tensordicts import new_tensordict
+from llmrl.data.specs import (
+    Binary,
+    Bounded,
+    Categorical,
+    Composite,
+    MultiCategorical,
+    MultiOneHot,
+    NonTensor,
+    OneHot,
+    TensorSpec,
+    Unbounded,
+)
+from llmrl.envs.base import EnvBase
+from llmrl.envs.specs import DONE_KEYS
+from llmrl.errors import ConfigError, UnsupportedError
+from llmrl.optional import require
+
+__all__ = ["GymEnv", "GymWrapper"]
+
+
+class GymWrapper(EnvBase):
+    """A gymnasium environment as an `EnvBase` without batch dimensions.
+
+    Reads   "action": discrete choices are one-hot int64[n] (other scores count by their largest), or int64[] with
+            ``categorical_action_encoding``, which holds for discrete observations too. A space of several actions is
+            nested: ("action", name), for a `Tuple` ("action", "0") and so on
+    Writes  "observation"; the entries of a `Dict` space by their own names, those of a `Tuple` as ("observation", "0")
+            "pixels" uint8[H, W, C] with ``from_pixels``, in place of the observation unless ``pixels_only`` is False
+            "reward" float32[1], the sum where an action is repeated; "done", "terminated", "truncated" bool[1]
+    Raises  ConfigError for what is not one gymnasium environment, and for ``from_pixels`` without
+            ``render_mode="rgb_array"``; UnsupportedError for spaces without a spec
+
+    frame_skip  every action is taken this many times, until the episode ends
+    device      of what is read and written
+
+    `set_seed` seeds the next reset, as ``reset(seed=...)`` of gymnasium does.
+    """
+
+    step_reads = ("action",)
+
+    def __init__(
+        self,
+        env: Any,
+        *,
+        categorical_action_encoding: bool = False,
+        frame_skip: int = 1,
+        device: torch.device | str | None = None,
+        from_pixels: bool = False,
+        pixels_only: bool = True,
+    ):
+        gymnasium = require("gymnasium", extra="gym", used_by=type(self).__name__)
+        who = type(self).__name__
+        if not isinstance(env, gymnasium.Env):
+            raise ConfigError(
+                f"{who}: env must be a gymnasium.Env: got {type(env).__name__}; several at a time are "
+                "SerialEnv(n, fn) or ParallelEnv(n, fn)."
+            )
+        if not isinstance(frame_skip, int) or frame_skip < 1:
+            raise ConfigError(f"{who}: frame_skip is the number of times an action is taken: got {frame_skip!r}.")
+        if from_pixels:
+            if env.render_mode != "rgb_array":
+                raise ConfigError(
+                    f"{who}: from_pixels needs an env made with render_mode='rgb_array': got {env.render_mode!r}."
+                )
+            env = gymnasium.wrappers.AddRenderObservation(env, render_only=pixels_only, obs_key="observation")
+        super().__init__(device=device)
+        self.gym_env, self.frame_skip = env, frame_skip
+        self._one_hot, self._seed = not categorical_action_encoding, None
+        self._name = "pixels" if from_pixels and pixels_only else "observation"
+        self._is_dict = isinstance(env.observation_space, gymnasium.spaces.Dict)
+        spec = self._spec_of(env.observation_space, "observation")
+        self.observation_spec = spec if self._is_dict else Composite({self._name: spec})
+        if taken := {*DONE_KEYS, "action", "reward", "next"} & {*self.observation_spec}:
+            raise ConfigError(f"{who}: an observation cannot have the name of another entry: got {sorted(taken)}.")
+        self.action_spec = Composite(action=self._spec_of(env.action_space, "action"))
+        self.reward_spec = Unbounded((1,), dtype=torch.float32)
+
+    def close(self) -> None:
+        if not self.is_closed:
+            self.gym_env.close()
+            super().close()
+
+    def _set_seed(self, seed: int) -> None:
+        self._seed = seed
+
+    def _reset(self, td: TensorDictBase | None) -> TensorDictBase:
+        observation, _ = self.gym_env.reset(seed=self._seed)
+        self._seed = None
+        return new_tensordict(self._observed(observation), device=self.device)
+
+    def _step(self, td: TensorDictBase) -> TensorDictBase:
+        action = _decode(td.get("action"), self.gym_env.action_space, self._get_spec("action")["action"])
+        reward = 0.0
+        for _ in range(self.frame_skip):
+            observation, one_reward, terminated, truncated, _ = self.gym_env.step(action)
+            reward += float(one_reward)
+            if terminated or truncated:
+                break
+        entries = self._observed(observation)
+        entries["reward"] = _tensor([reward], np.float32, self.device)
+        for key, flag in zip(DONE_KEYS, (terminated or truncated, terminated, truncated), strict=True):
+            entries[key] = _tensor([flag], np.bool_, self.device)
+        return new_tensordict(entries, device=self.device)
+
+    def _observed(self, observation: Any) -> dict[str, Any]:
+        space, spec = self.gym_env.observation_space, self._get_spec("observation")
+        if self._is_dict:
+            return {name: _encode(observation[name], part, spec[name]) for name, part in space.items()}
+        return {self._name: _encode(observation, space, spec[self._name])}
+
+    def _spec_of(self, space: Any, what: str) -> TensorSpec:
+        """The spec that stands for a space."""
+        kind, device = type(space).__name__, self.device
+        if kind == "Box":
+            dtype = torch.from_numpy(np.empty(0, space.dtype)).dtype
+            if np.isinf(space.low).all() and np.isinf(space.high).all():
+                return Unbounded(space.shape, device, dtype)
+            return Bounded(torch.from_numpy(space.low), torch.from_numpy(space.high), space.shape, device, dtype)
+        if kind == "Discrete":
+            n = int(space.n)
+            return OneHot(n, device=device, dtype=torch.int64) if self._one_hot else Categorical(n, device=device)
+        if kind == "MultiDiscrete" and space.nvec.ndim == 1:
+            if self._one_hot:
+                return MultiOneHot(space.nvec.tolist(), device=device, dtype=torch.int64)
+            return MultiCategorical(space.nvec.tolist(), device=device, remove_singleton=False)
+        if kind == "MultiBinary":
+            return Binary(shape=space.shape, device=device)
+        if kind == "Text":
+            return NonTensor((), device, example_data="")
+        if kind in ("Dict", "Tuple"):
+            return Composite({name: self._spec_of(part, what) for name, part in _parts(space)}, device=device)
+        raise UnsupportedError(
+            f"{type(self).__name__}: the {what} space must be a Box, Discrete, MultiDiscrete of one dimension, "
+            f"MultiBinary or Text, or a Dict or Tuple of those: got {space}."
+        )
+
+
+class GymEnv(GymWrapper):
+    """``GymWrapper(gymnasium.make(env_name, **kwargs))``, with the options of `GymWrapper` among the keywords.
+
+    ``from_pixels`` has the environment made with ``render_mode="rgb_array"``.
+
+    >>> env = GymEnv("CartPole-v1")
+    >>> env.set_seed(0)
+    3793791033
+    >>> env.rollout(3)["action"].shape, env.reset()["observation"].shape
+    (torch.Size([3, 2]), torch.Size([4]))
+    """
+
+    def __init__(
+        self,
+        env_name: str,
+        *,
+        categorical_action_encoding: bool = False,
+        frame_skip: int = 1,
+        device: torch.device | str | None = None,
+        from_pixels: bool = False,
+        pixels_only: bool = True,
+        **kwargs: Any,
+    ):
+        gymnasium = require("gymnasium", extra="gym", used_by="GymEnv")
+        if from_pixels:
+            kwargs.setdefault("render_mode", "rgb_array")
+        try:
+            env = gymnasium.make(env_name, **kwargs)
+        except gymnasium.error.Error as error:
+            raise ConfigError(f"GymEnv: gymnasium must be able to make {env_name!r}: {error}") from error
+        self.env_name = env_name
+        super().__init__(
+            env,
+            categorical_action_encoding=categorical_action_encoding,
+            frame_skip=frame_skip,
+            device=device,
+            from_pixels=from_pixels,
+            pixels_only=pixels_only,
+        )
+
+    def __repr__(self) -> str:
+        return f"GymEnv({self.env_name}, device={self.device})"
+
+
+def _parts(space: Any) -> list[tuple[str, Any]]:
+    """The spaces of a Dict or a Tuple by name."""
+    if type(space).__name__ == "Dict":
+        return list(space.items())
+    return [(str(number), part) for number, part in enumerate(space)]
+
+
+def _encode(value: Any, space: Any, spec: TensorSpec) -> Any:
+    """An observation as an entry, always a copy: some environments go on writing into the array that they return."""
+    kind = type(space).__name__
+    if kind == "Box":
+        return _tensor(value, space.dtype, spec.device)
+    if kind in ("Dict", "Tuple"):
+        values = value if kind == "Dict" else {str(number): part for number, part in enumerate(value)}
+        entries = {name: _encode(values[name], part, spec[name]) for name, part in _parts(space)}
+        return new_tensordict(entries, device=spec.device)
+    return spec.encode(value - space.start if kind in ("Discrete", "MultiDiscrete") else value)
+
+
+def _decode(value: Any, space: Any, spec: TensorSpec) -> Any:
+    """An action entry as what gymnasium takes."""
+    kind = type(space).__name__
+    if kind in ("Dict", "Tuple"):
+        values = {name: _decode(value.get(name), part, spec[name]) for name, part in _parts(space)}
+        return values if kind == "Dict" else tuple(values.values())
+    if kind == "Discrete":
+        number = value.argmax(-1) if isinstance(spec, OneHot) and value.dtype != torch.bool else spec.to_numpy(value)
+        return int(number.item() + space.start)
+    number = spec.to_numpy(value)
+    if kind == "MultiDiscrete":
+        return number + space.start
+    return number if kind == "Text" else np.array(number, dtype=space.dtype)
+
+
+def _tensor(value: Any, dtype: Any, device: torch.device | None) -> torch.Tensor:
+    """A copy; through numpy it costs a third of ``torch.tensor``."""
+    tensor = torch.from_numpy(np.array(value, dtype=dtype))
+    return tensor if device is None or device.type == "cpu" else tensor.to(device)
