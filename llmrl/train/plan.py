@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from llmrl.errors import TemplateError
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.objectives.llm.settings import PRESETS
+from llmrl.train.lora import lora_rows
 from llmrl.train.memory import GPU, memory_rows
 from llmrl.train.settings import GRPOConfig, ModelSource, OptimSettings, SFTConfig, TinyModelSettings
 
@@ -49,6 +50,7 @@ def sft_plan(
     return [
         ("machine", session.describe()),
         ("model", _model(config)),
+        *lora_rows(config, session, shape),
         *memory_rows(config, shape, session, gpu),
         ("batch", f"{config.batch_size} conversations a step · {_microbatches(config)}"),
         ("loss", "-log p, sum over the assistant's tokens / tokens of the step"),
@@ -98,6 +100,7 @@ def grpo_plan(
     return [
         ("machine", session.describe()),
         ("model", _model(config)),
+        *lora_rows(config, session, shape),
         *memory_rows(config, shape, session, gpu),
         ("batch", f"{rollouts} · {updates} · {_microbatches(config)}"),
         ("sampling", _sampling(config)),
