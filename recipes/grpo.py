@@ -93,17 +93,19 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
     check_processes(config, session, advantage_settings)
 
     # The model that is trained, and the engine that samples: by the same weights, or (vLLM) by a copy of them.
-    model = load_model(run.source, tokenizer, session, runs=run.runs, checked=run.resume)
+    model = load_model(run.source, tokenizer, session, runs=run.runs, checked=run.resume, adapter=run.adapter)
     sampling = config.sampling.model_dump(exclude={"max_tokens"}) | {"max_new_tokens": config.sampling.max_tokens}
     engine = RolloutEngine(config, session, model, tokenizer, sampling, engine_plan)
     actor = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs=sampling, generate=False)
     updater = make_updater(config, session, actor, steps=config.steps)
     loss = GRPOLoss(actor, **loss_settings)
     reference = None
-    if config.grpo.kl:  # against a frozen copy of the model that the run started from, not of the checkpoint
-        frozen = load_model(config.model_copy(update={"model": run.origin}), tokenizer, session, runs=run.runs)
-        frozen_actor = actor.get_new_version(model=frozen)
-        reference = RetrieveLogProb(frozen_actor, log_probs_full_key=("ref_log_probs", "full"))
+    if config.grpo.kl:  # against the model that the run started from, not the checkpoint: this one without its
+        frozen_actor, kind = actor, "adapter_off"  # adapters, or a frozen copy
+        if config.lora is None:
+            frozen = load_model(config.model_copy(update={"model": run.origin}), tokenizer, session, runs=run.runs)
+            frozen_actor, kind = actor.get_new_version(model=frozen), "model"
+        reference = RetrieveLogProb(frozen_actor, log_probs_full_key=("ref_log_probs", "full"), reference=kind)
 
     env = make_env(config, session, task, prompts)
     collector = LLMCollector(

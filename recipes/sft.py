@@ -69,7 +69,7 @@ def train(config: SFTConfig, session: Session, run: Run) -> None:
     run.print_plan(f"sft · {chats.source}", sft_plan(config, session, tokenizer, chats, shape))
     steps, steps_per_epoch = sft_steps(config, len(chats))
 
-    model = load_model(run.source, tokenizer, session, runs=run.runs, checked=run.resume)
+    model = load_model(run.source, tokenizer, session, runs=run.runs, checked=run.resume, adapter=run.adapter)
     policy = TransformersWrapper(model, tokenizer=tokenizer, generate=False)
     task = Task(config.env, tokenizer) if config.env else None
     evaluator, stop_evaluator = make_evaluators(config, session, task, policy) if task else (None, None)

@@ -31,7 +31,7 @@ def run(run_dir: Path, *, command: str, config: SFTConfig | GRPOConfig, checkpoi
         raise ConfigError(f"llmrl eval: the {command} run {run_dir.name} has no held-out problems; say {setting}=...")
     check_files(checkpoint)
     with Session(config) as session:
-        source = config.model_copy(update={"model": str(checkpoint)})
+        source = config.model_copy(update={"model": str(checkpoint), "lora": None})  # merged
         tokenizer = load_tokenizer(source, runs=run_dir.parent)
         model = load_model(source, tokenizer, session, runs=run_dir.parent, checked=True)
         policy = TransformersWrapper(model, tokenizer=tokenizer, input_mode="history")

@@ -6,6 +6,7 @@ number of ranks can read them. No rank gathers all of them, or the model.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import warnings
@@ -23,7 +24,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from llmrl.errors import CheckpointError, DataError
 from llmrl.run.checkpoint import CheckpointStore
-from llmrl.weight_update.groups import whole
+from llmrl.train.lora import ADAPTER
+from llmrl.weight_update.lora import write_adapter
+from llmrl.weight_update.publish import as_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -65,10 +68,13 @@ def save_state(
     tokenizer: PreTrainedTokenizerBase,
     state: Mapping[str, Any],
     *,
+    whole_model: bool = True,
     background: bool = False,
 ) -> None:
     """Writes ``checkpoints/step<step>``: all ranks take part, each writes its parts of sharded tensors, the first the
     rest. In the background it is flushed to the disk and published by a thread (`CheckpointStore.save`).
+
+    Of a model with adapters those are in ``adapter/``, and only with ``whole_model`` the model with them merged in.
 
     ``state`` is of tensors, numbers, strings, None, and lists, tuples and dicts of them.
 
@@ -80,7 +86,14 @@ def save_state(
 
     def write(path: Path) -> None:
         session.wait()  # the first rank has made the folder
-        write_model(model, path, writer=session.is_first)
+        if has_adapters := hasattr(model, "peft_config"):
+            base = model.get_base_model()
+            if session.is_first:
+                (path / ADAPTER).mkdir()
+                write_adapter(model, path / ADAPTER)
+                _write_config(base, path)
+        if whole_model or not has_adapters:
+            write_model(model, path, writer=session.is_first)
         if shards:
             files = _files(shards, session.world_size)
             save(shards, storage_writer=HuggingFaceStorageWriter(str(path / _SHARDS), files, save_distributed=True))
@@ -102,23 +115,22 @@ def save_state(
 
 
 def write_model(model: PreTrainedModel, folder: Path, *, writer: bool) -> None:
-    """Writes the model as Transformers and vLLM read it. All ranks take part where it is sharded; the writer writes.
+    """Writes the model as Transformers and vLLM read it, with adapters merged in. All ranks take part where it is
+    sharded; the writer writes.
 
     A few weights are gathered at a time, never all: those of one file, of ``_FILE_BYTES`` or one layer of a model whose
     weights have other names in files.
     """
-    weights, seen = {}, set()
-    for name, value in model.state_dict(keep_vars=True).items():
-        if id(value) not in seen:  # a tied weight goes under its first name
-            weights[name] = value
-        seen.add(id(value))
-    if not any(isinstance(value, DTensor) for value in weights.values()):
+    is_sharded = any(isinstance(value, DTensor) for value in model.parameters())
+    if not is_sharded and (not writer or not hasattr(model, "peft_config")):
         return model.save_pretrained(folder) if writer else None
+    weights = as_weights(model).weights
+    model = model.get_base_model() if hasattr(model, "peft_config") else model
     if writer:
         folder.mkdir(exist_ok=True)
     sizes = dict.fromkeys(map(_unit, weights), 0)
     for name, value in weights.items():
-        sizes[_unit(name)] += value.numel() * value.element_size()
+        sizes[_unit(name)] += value.num_bytes
     unit_files = _bucket(sizes)
     num_files = max(unit_files.values()) + 1
     index: dict[str, str] = {}
@@ -127,7 +139,7 @@ def write_model(model: PreTrainedModel, folder: Path, *, writer: bool) -> None:
         part = {}
         for name, value in weights.items():
             if unit_files[_unit(name)] == number:
-                gathered = whole(value)
+                gathered = value.make()
                 if writer:
                     part[name] = gathered.cpu()
         if writer:
@@ -139,12 +151,19 @@ def write_model(model: PreTrainedModel, folder: Path, *, writer: bool) -> None:
     if num_files > 1:
         index_text = json.dumps({"metadata": {"total_size": sum(sizes.values())}, "weight_map": index}, indent=1)
         (folder / "model.safetensors.index.json").write_text(index_text, encoding="utf-8")
-    model.config.dtype = str(model.dtype).removeprefix("torch.")
-    model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
-    model.config.save_pretrained(folder)
+    _write_config(model, folder)
+    return None
+
+
+def _write_config(model: PreTrainedModel, folder: Path) -> None:
+    config = copy.deepcopy(model.config)
+    config.dtype = str(model.dtype).removeprefix("torch.")
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    if hasattr(config, "quantization_config"):  # what is written is not quantised
+        del config.quantization_config
+    config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
-    return None
 
 
 def _unit(name: str) -> str:

@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +26,8 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import InitProcessGroupKwargs, gather_object
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 
 from llmrl.errors import ConfigError, DeadlineError, RunFolderError
 from llmrl.run.console import make_console
@@ -76,7 +77,26 @@ class Session:
         if not self.sharded:
             return self.accelerator.prepare(scorer)
         scorer.model.reshard()  # what was computed to learn about it left its own unit whole
+        if self.low_precision and hasattr(scorer.model, "peft_config"):  # float32, and not of what FSDP casts
+            scorer.forward = torch.autocast(self.device.type, torch.bfloat16)(scorer.forward)
         return scorer
+
+    def average_whole_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Averages over the ranks the gradients that nothing has averaged yet: of what is not sharded in a sharded
+        model, which is its adapters.
+        """
+        if not self.sharded:
+            return
+        own = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
+        if not own:
+            return
+        for parameter in own:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        joined = torch.cat([parameter.grad.flatten() for parameter in own])
+        dist.all_reduce(joined)
+        joined /= self.world_size
+        for parameter, mean in zip(own, joined.split([parameter.numel() for parameter in own]), strict=True):
+            parameter.grad.copy_(mean.view_as(parameter))
 
     def shard(self, model: nn.Module) -> nn.Module:
         """Leaves this rank its part of each parameter, also of a model on the meta device that is read afterwards.
@@ -108,7 +128,7 @@ class Session:
         Every call is a collective: before each one the ranks tell each other who still needs one.
         """
         model = getattr(policy, "model", None)
-        if not isinstance(model, FSDPModule):
+        if not hasattr(model, "call_whole"):
             yield
             return
 

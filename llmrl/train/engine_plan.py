@@ -29,6 +29,7 @@ __all__ = ["EnginePlan", "Gpus", "cache_bytes", "make_engine_plan", "plan_engine
 
 GIB = 2**30
 _WORKING = GIB  # the engine's activations and CUDA graphs
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for
 _SETTINGS = {  # arguments of vLLM that are settings of ours
     "gpu_memory_utilization": "rollout.gpu_memory",
     "max_model_len": "rollout.max_model_len",
@@ -91,6 +92,8 @@ class EnginePlan:
         if share := self.options.get("gpu_memory_utilization"):
             words.append(f"{share:.0%} of the GPU's memory")
         words.append(f"at most {self.length} tokens" if self.length else "as many tokens as model and memory have")
+        if self.options.get("enable_lora"):
+            words.append("adapters alone")
         return [*words, "asleep during updates"] if self.sleeps else words
 
 
@@ -155,9 +158,21 @@ def make_engine_plan(
         weights = parameters * dtype.itemsize / parts
         cache = cache_bytes(sizes, length or needed, dtype) / parts
         _check_room(share * gpus.bytes, weights, cache, length or needed)
-    return EnginePlan(
-        own_process, devices if own_process and devices else None, sleeps, length, options | rollout.options
-    )
+    options |= _adapter_options(config) | rollout.options
+    return EnginePlan(own_process, devices if own_process and devices else None, sleeps, length, options)
+
+
+def _adapter_options(config: GRPOConfig) -> dict[str, Any]:
+    """Of an engine that gets adapters alone, because ``rollout.options`` build it for them."""
+    if not config.rollout.options.get("enable_lora"):
+        return {}
+    if config.lora is None or config.lora.quantize:
+        why = "without lora" if config.lora is None else "with lora.quantize, which changes the weights below adapters"
+        raise ConfigError(
+            f"rollout.options: enable_lora cannot be used {why}: such an engine takes adapters only; leave it out, and "
+            "all weights are sent."
+        )
+    return {"max_lora_rank": next((rank for rank in _LORA_RANKS if rank >= config.lora.r), config.lora.r)}
 
 
 def _plan_servers(config: GRPOConfig, own: PretrainedConfig, world_size: int, needed: int) -> EnginePlan:

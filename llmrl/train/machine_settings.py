@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from llmrl.train.setting_types import Settings
 
-__all__ = ["MemorySettings", "ModelOptions", "OptimSettings", "ProfileSettings"]
+__all__ = ["LoraSettings", "MemorySettings", "ModelOptions", "OptimSettings", "ProfileSettings"]
 
 
 class OptimSettings(Settings):
@@ -51,6 +51,21 @@ class ModelOptions(Settings):
     )
     float32_head: bool = Field(
         False, description="the output layer in float32 also where the model is in bfloat16: exacter log-probs"
+    )
+
+
+class LoraSettings(Settings):
+    """Low-rank adapters beside the model's linear layers: they alone are trained. Needs peft."""
+
+    r: int = Field(16, ge=1, description="rank", json_schema_extra={"also": ["rank"]})
+    alpha: float = Field(32.0, gt=0, description="an adapter's output is multiplied by alpha / r")
+    rslora: bool = Field(False, description="by alpha / sqrt(r) instead")
+    dropout: float = Field(0.0, ge=0, lt=1, description="of what adapters read; supervised training only")
+    target_modules: Literal["all-linear"] | list[str] = Field(
+        "all-linear", description="layers that get one, [q_proj, v_proj] say; all-linear: all but the output layer"
+    )
+    quantize: Literal["nf4"] | None = Field(
+        None, description="nf4: the model's own linear layers in 4 bits, by bitsandbytes (QLoRA)"
     )
 
 

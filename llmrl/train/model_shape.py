@@ -35,6 +35,8 @@ class ModelShape:
     ``kept``           for the backward pass by all decoder layers together, ``largest_kept`` by the largest,
                        ``kept_after`` by the norm and the output head after them
     ``keys_values``    numbers that a token adds to the KV cache
+    ``linears``        the linear layers of decoder layers, by the last part of their names: how many parameters they
+                       have together, and how many an adapter of rank 1 on each
     """
 
     parameters: int
@@ -46,6 +48,7 @@ class ModelShape:
     vocabulary: int
     query_width: int
     keys_values: int
+    linears: dict[str, tuple[int, int]]
     kept: dict[Arithmetic, float]
     largest_kept: dict[Arithmetic, float]
     kept_after: dict[Arithmetic, float]
@@ -92,6 +95,7 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
         vocabulary=config.vocab_size,
         query_width=query,
         keys_values=2 * key * len(blocks),
+        linears=_linears(blocks),
         kept={kind: sum(block[kind] for block in kept) for kind in _BYTES},
         largest_kept={kind: max((block[kind] for block in kept), default=0) for kind in _BYTES},
         kept_after={kind: (_norm_bytes(model, kind) + _BYTES[kind][0]) * config.hidden_size for kind in _BYTES},
@@ -107,6 +111,19 @@ _BYTES: dict[Arithmetic, tuple[int, int]] = {  # of a number between the layers,
 
 def _numel(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _linears(blocks: Sequence[nn.Module]) -> dict[str, tuple[int, int]]:
+    found: dict[str, tuple[int, int]] = {}
+    for block in blocks:
+        for name, module in block.named_modules():
+            if type(module).__name__ in ("Linear", "Linear4bit", "Conv1D"):
+                # transformers' Conv1D is a linear layer too
+                inputs = getattr(module, "in_features", None) or module.nx
+                outputs = getattr(module, "out_features", None) or module.nf
+                size, width = found.get(leaf := name.rpartition(".")[2], (0, 0))
+                found[leaf] = size + inputs * outputs, width + inputs + outputs
+    return found
 
 
 def _experts(block: nn.Module) -> list[nn.Parameter]:

@@ -15,6 +15,7 @@ from llmrl.data.llm.templates import find_template
 from llmrl.errors import ConfigError, DataError
 from llmrl.run.checkpoint import CHECKSUMS, check_files, latest_checkpoint
 from llmrl.run.run_dir import RunDir
+from llmrl.train.lora import add_adapters, base_of, is_adapter, merge_saved, quantization
 from llmrl.train.settings import ModelSource, TinyModelSettings
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from llmrl.train.distributed import Session
 
-__all__ = ["load_model", "load_tokenizer", "loading_options", "meta_model", "resolve_model"]
+__all__ = ["load_model", "load_tokenizer", "loading_options", "meta_model", "resolve_model", "save_made_model"]
 
 T = TypeVar("T")
 
@@ -87,11 +88,18 @@ def load_tokenizer(config: ModelSource, *, runs: Path) -> PreTrainedTokenizerBas
 
 
 def load_model(
-    config: ModelSource, tokenizer: PreTrainedTokenizerBase, session: Session, *, runs: Path, checked: bool = False
+    config: ModelSource,
+    tokenizer: PreTrainedTokenizerBase,
+    session: Session,
+    *,
+    runs: Path,
+    checked: bool = False,
+    adapter: Path | None = None,
 ) -> PreTrainedModel:
     """The model of ``config.model``, float32, on the session's device, in evaluation mode; sharded where that shards.
 
-    A folder with checksums must be as it was written, unless that was ``checked`` before.
+    With ``config.lora`` a ``peft.PeftModel`` around it, in the session's precision: with new adapters, or those of the
+    folder ``adapter``. A folder with checksums must be as it was written, unless that was ``checked`` before.
 
     Raises  DataError if it cannot be loaded
     """
@@ -99,17 +107,42 @@ def load_model(
         from llmrl.testing import tiny_model
 
         model = tiny_model(tokenizer, seed=config.seed, **config.model.model_dump()).to(session.device)
-        return session.shard(model) if session.sharded else model
+        model = session.shard(model) if session.sharded else model
+    else:
+        source = resolve_model(config.model, runs=runs)
+        if not checked and (Path(source) / CHECKSUMS).exists():
+            check_files(Path(source))
+        model = _load_files(config, source, session)
+        model.get_output_embeddings().in_float32 = config.model_options.float32_head
+    return add_adapters(config, model, session, adapter) if config.lora else model
+
+
+def _load_files(config: ModelSource, source: str, session: Session) -> PreTrainedModel:
+    if is_adapter(source):  # of a run that did not come to its end
+        model = _load_files(config, base_of(source), session)
+        merge_saved(model, source)
+        model.name_or_path = ""  # its weights are in no file
+        return model
     from transformers import AutoModelForCausalLM
 
-    source = resolve_model(config.model, runs=runs)
-    if not checked and (Path(source) / CHECKSUMS).exists():
-        check_files(Path(source))
+    # What is not trained is held in the precision of arithmetic.
+    dtype = torch.bfloat16 if config.lora and session.low_precision else torch.float32
     load = partial(_load_sharded, session) if session.sharded else AutoModelForCausalLM.from_pretrained
     place = {} if session.device.type == "cpu" else {"device_map": {"": session.device}}  # without a copy on the CPU
-    model = _loaded(load, source, dtype=torch.float32, **place, **loading_options(config)).eval()
-    model.get_output_embeddings().in_float32 = config.model_options.float32_head
-    return model
+    options = place | loading_options(config) | quantization(config, dtype)
+    return _loaded(load, source, dtype=dtype, **options).eval()
+
+
+def save_made_model(config: ModelSource, folder: Path, session: Session) -> str:
+    """Writes the tiny model of ``config`` into ``folder``, for those who read its adapters, and returns that."""
+    if session.is_first:
+        from llmrl.testing import tiny_model
+
+        tokenizer = load_tokenizer(config, runs=folder.parent)
+        tiny_model(tokenizer, seed=config.seed, **config.model.model_dump()).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    session.wait()
+    return str(folder)
 
 
 def _load_sharded(session: Session, source: str, **options: Any) -> PreTrainedModel:

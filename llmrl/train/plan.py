@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from llmrl.errors import TemplateError
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.objectives.llm.settings import PRESETS
+from llmrl.train.lora import lora_rows
 from llmrl.train.memory import GPU, memory_rows
 from llmrl.train.settings import GRPOConfig, ModelSource, OptimSettings, SFTConfig, TinyModelSettings
 
@@ -85,6 +86,7 @@ def _data_plan(
     return [
         ("machine", session.describe()),
         ("model", _model(config)),
+        *lora_rows(config, session, shape),
         *memory_rows(config, shape, session, gpu),
         ("batch", f"{config.batch_size} {unit} a step · {_microbatches(config)}"),
         ("loss", loss),
@@ -134,6 +136,7 @@ def grpo_plan(
     return [
         ("machine", session.describe()),
         ("model", _model(config)),
+        *lora_rows(config, session, shape),
         *memory_rows(config, shape, session, gpu),
         ("batch", f"{rollouts} · {updates} · {_microbatches(config)}"),
         ("sampling", _sampling(config)),

@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from llmrl.errors import WeightSyncError
+from llmrl.errors import DataError, WeightSyncError
 from llmrl.modules.llm.engines import VLLMEngine
 from llmrl.modules.llm.log_probs import TokenScorer
 from llmrl.modules.llm.policies import LLMWrapperBase, TransformersWrapper, vLLMWrapper
@@ -21,7 +21,7 @@ from llmrl.train.distributed import Session
 from llmrl.train.engine_plan import EnginePlan
 from llmrl.train.plan import samples_exactly
 from llmrl.train.settings import GRPOConfig
-from llmrl.weight_update import SyncProbe, publish
+from llmrl.weight_update import SyncProbe, adapter_folder, publish
 from llmrl.weight_update.publish import as_weights
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class RolloutEngine:
     """
 
     warning = ""
+    _is_sender: bool | None = None
 
     def __init__(
         self,
@@ -55,6 +56,7 @@ class RolloutEngine:
         plan: EnginePlan | None = None,
     ):
         self.session, self.model = session, model
+        self._takes_adapter = plan is not None and bool(plan.options.get("enable_lora"))
         settings = config.rollout
         self.is_vllm = plan is not None
         self._sleeps = plan is not None and plan.sleeps
@@ -68,6 +70,11 @@ class RolloutEngine:
         if plan is not None:
             overlaps = bool(settings.max_staleness) and session.device.type == "cpu"
             with _half_the_threads() if overlaps else nullcontext():
+                if config.lora and not model.name_or_path:
+                    raise DataError(
+                        f"model {config.model}: its run must have come to its end, for vLLM to read the model under "
+                        "new adapters: its newest checkpoint has adapters alone; go on with llmrl resume."
+                    )
                 engine = VLLMEngine(
                     plan.servers or model.name_or_path or model,  # the files that it was loaded from, if any
                     tokenizer=tokenizer,
@@ -78,6 +85,8 @@ class RolloutEngine:
                 )
             if plan.servers:  # whatever weights they have
                 engine.update_weights(as_weights(model), version=engine.version)
+            elif config.lora:  # it has read the base alone
+                self._send(engine, engine.version)
             self.policy = vLLMWrapper(engine, **wrapping)
         else:
             self.policy = TransformersWrapper(model, **wrapping)
@@ -85,7 +94,6 @@ class RolloutEngine:
         self._probe = SyncProbe(factor=settings.probe_factor, any_problem=self._first_problem)
         self._probed: TensorDictBase | None = None  # the newest rollouts, of which rows may be compared
         self._probed_since: int | None = None  # the version that rows are compared from
-        self._is_sender: bool | None = None
 
     def set_probe_rows(self, data: TensorDictBase, scorer: TokenScorer) -> None:
         """Compares engine and trainer on rows of the rollouts ``data``: at once the first time, when no push has come
@@ -108,8 +116,7 @@ class RolloutEngine:
         def send() -> None:
             error = ""
             try:
-                model = self.model if self.is_vllm else None  # Transformers samples with the module itself
-                publish(model, engine, version, again=engine.version == version, sends=self._sends())
+                self._send(engine, version)
             except WeightSyncError as caught:
                 error = str(caught)
             if error := next(filter(None, self.session.gather([error])), ""):  # no rank waits for one that failed
@@ -123,10 +130,18 @@ class RolloutEngine:
             self._use_probed_rows(scorer)
         return {"mismatch/probe": mean, "mismatch/probe_warnings": float(bool(self.warning))}
 
-    def _sends(self) -> bool:
+    def _send(self, engine: Any, version: int) -> None:
+        """Adapters alone to an engine that was built for them, else all weights."""
+        if self._takes_adapter:
+            with adapter_folder(self.model) as folder:
+                engine.update_adapter(folder, version=version)
+            return
+        model = self.model if self.is_vllm else None  # Transformers samples with the module itself
+        publish(model, engine, version, again=engine.version == version, sends=self._sends(engine))
+
+    def _sends(self, engine: Any) -> bool:
         """True on one of the ranks that use the same engine: the first one of those that name the same server."""
         if self._is_sender is None:
-            engine = self.policy.engine
             ours = getattr(engine, "address", None) or f"rank {self.session.rank}"
             self._is_sender = self.session.gather([ours]).index(ours) == self.session.rank
         return self._is_sender
@@ -164,7 +179,7 @@ class RolloutEngine:
     def sleep(self) -> None:
         """Leaves the GPU to the update, where both share one; the next `push` wakes the engine."""
         if self._sleeps:
-            self.policy.engine.sleep()
+            self.policy.engine.sleep(keep_weights=self._takes_adapter)
 
     def close(self) -> None:
         """Ends an engine of its own."""

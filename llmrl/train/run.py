@@ -28,7 +28,9 @@ from llmrl.run.console import (
 from llmrl.run.metrics import MetricsLog
 from llmrl.run.rollout_log import Rollout, RolloutLog
 from llmrl.train.checkpointing import Stateful, load_part, load_state, save_state
-from llmrl.train.models import resolve_model
+from llmrl.train.lora import ADAPTER
+from llmrl.train.models import resolve_model, save_made_model
+from llmrl.train.settings import TinyModelSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -57,6 +59,7 @@ class Run:
     ``resume``    continues from the newest whole checkpoint; damaged ones are named and set aside
     ``on_start``  called on the first rank by `begin`, when everything is loaded
     ``source``    ``config`` with the model to load: the checkpoint, or what ``config.model`` names
+    ``adapter``   folder of the adapters to go on with: of a run with ``config.lora``, whose ``source`` is the base
     ``origin``    the model that the run started from, also after a resumption
     ``start``     number of steps done before
     ``exit_code`` 0, or 130 after an interruption
@@ -91,7 +94,11 @@ class Run:
             self.origin = self._state.get("origin") or config.model
         else:
             self.origin = resolve_model(config.model, runs=self.runs)
-        self.source = config.model_copy(update={"model": str(folder) if resume else self.origin})
+            if config.lora and isinstance(self.origin, TinyModelSettings):
+                self.origin = save_made_model(config, path / "base", session)
+        self.adapter = folder / ADAPTER if resume and config.lora else None
+        loaded = str(folder) if resume and not config.lora else self.origin
+        self.source = config.model_copy(update={"model": loaded})
         self.start: int = self._state.get("step", 0)
         self.totals = RunTotals(**self._state.get("course", {}))
         self._stack, self._in_steps = ExitStack(), ExitStack()
@@ -224,7 +231,8 @@ class Run:
         state["course"] = asdict(self.totals)
         state["origin"] = self.origin if isinstance(self.origin, str) else None
         later = self.config.checkpoint.asynchronous and not self._is_last
-        save_state(self._store, step, self.session, self._model, self._tokenizer, state, background=later)
+        options = {"whole_model": self._is_last, "background": later}
+        save_state(self._store, step, self.session, self._model, self._tokenizer, state, **options)
 
     def print_end(self, samples: Sequence[Sample], evaluator: Evaluator | None = None) -> None:
         """Prints sample conversations and the summary: what was done, what changed, what to run next."""

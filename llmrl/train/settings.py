@@ -10,7 +10,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from llmrl.errors import ConfigError
 from llmrl.loading import load_function
-from llmrl.train.machine_settings import MemorySettings, ModelOptions, OptimSettings, ProfileSettings
+from llmrl.train.machine_settings import LoraSettings, MemorySettings, ModelOptions, OptimSettings, ProfileSettings
 from llmrl.train.setting_types import EnvName, FormatName, FunctionName, Settings, ToolName
 
 __all__ = [
@@ -240,7 +240,7 @@ class ParallelSettings(Settings):
 class ModelSource(Settings):
     """Fields of both recipes: the model, precision, optimizer, checkpoints, processes."""
 
-    FIXED: ClassVar[tuple[str, ...]] = ("model", "seed")  # what a resumed run cannot change: its checkpoint has them
+    FIXED: ClassVar[tuple[str, ...]] = ("model", "seed", "lora")  # what a resumed run cannot change
 
     model: str | TinyModelSettings = Field(
         description="a folder or hub name; a run's folder, for its last checkpoint; 'latest:RECIPE', for the newest of "
@@ -260,6 +260,7 @@ class ModelSource(Settings):
         "auto", description="sequences end to end instead of padded; auto: where that saves a fifth and the model can"
     )
     model_options: ModelOptions = ModelOptions()
+    lora: LoraSettings | None = Field(None, description="adapters to train instead of the model; null: all of it")
     memory: MemorySettings = MemorySettings()
     optim: OptimSettings = OptimSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
@@ -267,7 +268,6 @@ class ModelSource(Settings):
     log: list[Literal["wandb", "tensorboard"]] = Field(
         [], description="mirrors of metrics.jsonl, which is always written"
     )
-
     profile: ProfileSettings | None = Field(None, description="steps that torch's profiler traces; null: none")
 
     @model_validator(mode="before")

@@ -91,7 +91,8 @@ class Updater:
         self._model = scorer.model
         scorer.use_packing(packing)
         self.scorer = session.prepare(scorer)
-        self.optimizer = make_optimizer(self.scorer.parameters(), optim, session.device)
+        self._trained = [parameter for parameter in self.scorer.parameters() if parameter.requires_grad]
+        self.optimizer = make_optimizer(self._trained, optim, session.device)
         self._counted: defaultdict[str, float] = defaultdict(float)  # since `speed` was called
         self._gpu = find_gpu(session.device, session.world_size)
         self._shape = model_shape(self._model) if self._gpu and self._gpu.flops else None
@@ -111,7 +112,7 @@ class Updater:
             outputs = self._backward(loss, batch, counts)
         rate = learning_rate(self.settings, step, self.steps)
         set_learning_rate(self.optimizer, rate)
-        norm = nn.utils.clip_grad_norm_(self.scorer.parameters(), self.settings.clip_norm)
+        norm = nn.utils.clip_grad_norm_(self._trained, self.settings.clip_norm)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         if not norm.isfinite():
             self.optimizer.zero_grad(set_to_none=True)
@@ -140,6 +141,7 @@ class Updater:
                 output = loss(part, normalizer=counts)
                 self.session.accelerator.backward(total_loss(output) * self.session.world_size)
             outputs.append(output)
+        self.session.average_whole_gradients(self._trained)
         return outputs
 
     @contextmanager
@@ -224,7 +226,8 @@ def make_updater(config: ModelSource, session: Session, policy: TransformersWrap
     """The updater of a policy's model, by the settings; the policy then scores with the module that is trained."""
     model = policy.scorer.model
     if uses_checkpointing(config, model, session):
-        recompute_blocks(model, offload=config.memory.offload == "activations")
+        random = config.lora is not None and config.lora.dropout > 0
+        recompute_blocks(model, offload=config.memory.offload == "activations", random=random)
     if config.memory.compile:
         for block in decoder_blocks(model):
             block.compile()
@@ -240,21 +243,21 @@ def make_updater(config: ModelSource, session: Session, policy: TransformersWrap
     return updater
 
 
-def recompute_blocks(model: nn.Module, *, offload: bool = False) -> None:
+def recompute_blocks(model: nn.Module, *, offload: bool = False, random: bool = False) -> None:
     """From now on each decoder layer keeps its input alone, and is computed again in the backward pass.
 
-    In evaluation mode, too, which trained models are in; nothing in them is random then. ``offload``: the inputs wait
-    in host memory. A copy of the model does the same.
+    In evaluation mode, too, which trained models are in; nothing in them is ``random`` then but the dropout of
+    adapters. ``offload``: the inputs wait in host memory. A copy of the model does the same.
     """
     for block in decoder_blocks(model):
-        block.forward = partial(_recompute, block.forward, offload)
+        block.forward = partial(_recompute, block.forward, offload, random)
 
 
-def _recompute(forward: Callable[..., Any], offload: bool, *inputs: Any, **options: Any) -> Any:
+def _recompute(forward: Callable[..., Any], offload: bool, random: bool, *inputs: Any, **options: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*inputs, **options)
     with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()) if offload else nullcontext():
-        return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False, **options)
+        return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=random, **options)
 
 
 def step_metrics(updates: Sequence[Mapping[str, float]], seconds: float) -> dict[str, float]:

@@ -49,14 +49,14 @@ class WeightGroups:
     def __init__(self, weights: Mapping[str, LazyWeight], *, max_bytes: int = 1 << 28) -> None:
         if not max_bytes > 0:
             raise ConfigError(f"WeightGroups: max_bytes must be positive: got {max_bytes}.")
-        self._weights, self._max_bytes = dict(weights), max_bytes
-        self.metadata = {name: (weight.dtype, weight.shape) for name, weight in self._weights.items()}
+        self.weights, self._max_bytes = dict(weights), max_bytes
+        self.metadata = {name: (weight.dtype, weight.shape) for name, weight in self.weights.items()}
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         group: dict[str, Tensor] = {}
         size = 0
-        for name, weight in self._weights.items():
+        for name, weight in self.weights.items():
             if group and size + weight.num_bytes > self._max_bytes:
                 yield group
                 group, size = {}, 0

@@ -22,7 +22,9 @@ from llmrl.errors import UnsupportedError
 from llmrl.optional import require
 from llmrl.weight_update.groups import LazyWeight, WeightGroups, whole
 
-__all__ = ["adapter_folder", "merged_weights"]
+__all__ = ["ADAPTER_FILE", "adapter_folder", "merged_weights", "write_adapter"]
+
+ADAPTER_FILE = "adapter_model.safetensors"
 
 
 def merged_weights(model: nn.Module, *, max_bytes: int = 1 << 28) -> WeightGroups:
@@ -30,7 +32,7 @@ def merged_weights(model: nn.Module, *, max_bytes: int = 1 << 28) -> WeightGroup
 
     A layer is copied and merged when its group is asked for, by peft's own rules (so DoRA and the like are right), and
     the copy goes with the group. The model itself stays as it is, adapters and all. Adapters that are switched off
-    (``disable_adapter``) are not merged.
+    (``disable_adapter``) are not merged. Weights in 4 bits (bitsandbytes) come as what the model computes with.
 
     Raises  UnsupportedError for a tied weight that an adapter changes in one place only: it would not be tied any more
     """
@@ -41,7 +43,12 @@ def merged_weights(model: nn.Module, *, max_bytes: int = 1 << 28) -> WeightGroup
     replaced = {name: module for name, module in inside.named_modules() if isinstance(module, saved_type)}
     weights: dict[str, LazyWeight] = {}
     homes: dict[int, list[tuple[str, bool]]] = {}  # parameter -> its names, and whether an adapter changes it there
-    for name, value in inside.state_dict(keep_vars=True).items():
+    values = inside.state_dict(keep_vars=True)
+    packed = {name for name, value in values.items() if hasattr(value, "quant_state")}
+    for home, value in values.items():
+        if home.partition(".weight.")[0] + ".weight" in packed:
+            continue  # constants of a packed weight
+        name = home
         layer_name, in_layer, leaf = name.partition(".base_layer.")
         saved_name, in_saved, saved_leaf = name.partition(".original_module.")
         if in_layer and layer_name in layers:
@@ -67,7 +74,12 @@ def merged_weights(model: nn.Module, *, max_bytes: int = 1 << 28) -> WeightGroup
                     "of the two places: it cannot be merged; leave that layer out of the adapter, or untie it."
                 )
             continue
-        weights[name] = LazyWeight(value.dtype, value.shape, make)
+        if home in packed:
+            dtype = inside.get_submodule(home.removesuffix(".weight")).compute_dtype
+            make = partial(_unpacked, layers.get(layer_name), value, dtype)
+            weights[name] = LazyWeight(dtype, value.quant_state.shape, make)
+        else:
+            weights[name] = LazyWeight(value.dtype, value.shape, make)
     return WeightGroups(weights, max_bytes=max_bytes)
 
 
@@ -76,18 +88,24 @@ def adapter_folder(model: nn.Module) -> Iterator[Path]:
     """A folder with the active adapter of a ``peft.PeftModel``, as an engine reads it; gone afterwards. It lies in this
     machine's memory where there is such a folder. Where the adapter is sharded this is a collective.
     """
-    save_file = _peft("safetensors.torch").save_file
-    adapter = model.active_adapter
-    tensors = _peft("peft").get_peft_model_state_dict(model, adapter_name=adapter)
     memory = Path("/dev/shm")
     folder = tempfile.mkdtemp(prefix="llmrl-adapter-", dir=memory if os.access(memory, os.W_OK) else None)
     try:
-        weights = {name: whole(tensor).cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(weights, os.path.join(folder, "adapter_model.safetensors"))
-        model.peft_config[adapter].save_pretrained(folder)
+        write_adapter(model, Path(folder))
         yield Path(folder)
     finally:
         shutil.rmtree(folder)
+
+
+def write_adapter(model: nn.Module, folder: Path) -> None:
+    """Writes the active adapter of a ``peft.PeftModel`` in peft's format, into a folder that is there."""
+    adapter: Any = model.active_adapter
+    tensors = _peft("peft").get_peft_model_state_dict(model, adapter_name=adapter)
+    weights = {name: whole(tensor).cpu().contiguous() for name, tensor in tensors.items()}
+    _peft("safetensors.torch").save_file(weights, folder / ADAPTER_FILE, metadata={"format": "pt"})
+    settings = copy.copy(model.peft_config[adapter])
+    settings.inference_mode = True  # as peft writes it
+    settings.save_pretrained(folder)
 
 
 def _is_active(layer: Any) -> bool:
@@ -102,6 +120,16 @@ def _merged(layer: nn.Module, leaf: str) -> Tensor:
     merged: Any = copy.deepcopy(layer, memo=plain)
     merged.merge()
     return merged.get_base_layer().get_parameter(leaf).detach()
+
+
+@torch.no_grad()
+def _unpacked(layer: Any, value: Any, dtype: torch.dtype) -> Tensor:
+    """A weight in 4 bits as a matrix, with the adapters of ``layer`` (None: it has none) merged in."""
+    functional = require("bitsandbytes.functional", extra="qlora", used_by="merged_weights")
+    matrix = functional.dequantize_4bit(value.data, value.quant_state).to(dtype)
+    for adapter in layer.active_adapters if layer is not None and _is_active(layer) else ():
+        matrix += layer.get_delta_weight(adapter).to(dtype)
+    return matrix
 
 
 def _peft(module: str) -> Any:

@@ -264,13 +264,15 @@ class VLLMEngine:
 
     def update_adapter(self, folder: str | Path, *, version: int) -> None:
         """Draws from now on with the LoRA adapter in ``folder``, as peft saves it (`adapter_folder`); the folder is not
-        needed afterwards. For an engine that was built with ``enable_lora=True``.
+        needed afterwards. For an engine that was built with ``enable_lora=True``; one that sleeps wakes.
 
-        Raises  WeightSyncError where vLLM refuses it: the one before goes on serving
+        Raises  WeightSyncError where vLLM refuses it: the one before goes on serving; where it sleeps without weights
                 UnsupportedError for an engine without ``enable_lora``
         """
         end = self._end(0)
         with self._lock.holding(object(), end, f"loading adapter {version}", self._before_weight_update):
+            if self._sleep.state == "asleep":
+                self._sleep.wake(end)
             self._sleep.check_awake("an adapter")
             self.core.set_adapter(Path(folder), version=version, end=end)
             self._incomplete, self._has_adapter = False, True

@@ -1,0 +1,168 @@
+"""Low-rank adapters (peft) on a model whose own weights stay as they are: made, counted, read again, merged.
+
+Each rank has all adapters, also of a sharded model: they are small, and their gradients are averaged like those of DDP.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from llmrl.errors import ConfigError, did_you_mean
+from llmrl.optional import require
+from llmrl.train.model_shape import ModelShape, model_shape
+from llmrl.train.settings import GRPOConfig, ModelSource, TinyModelSettings
+from llmrl.weight_update.lora import ADAPTER_FILE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from llmrl.train.distributed import Session
+
+__all__ = [
+    "ADAPTER",
+    "add_adapters",
+    "base_of",
+    "is_adapter",
+    "lora_rows",
+    "merge_saved",
+    "num_trained",
+    "quantization",
+]
+
+ADAPTER = "adapter"  # of a checkpoint: the folder in peft's format
+
+
+def num_trained(config: ModelSource, shape: ModelShape) -> int:
+    """Parameters that are trained.
+
+    Raises  ConfigError for target modules that the model does not have
+    """
+    if config.lora is None:
+        return shape.parameters
+    return config.lora.r * sum(shape.linears[name][1] for name in _targets(config, shape))
+
+
+def _targets(config: ModelSource, shape: ModelShape) -> list[str]:
+    asked, known = config.lora.target_modules, list(shape.linears)
+    for name in known if asked == "all-linear" else asked:
+        if name not in known:
+            raise ConfigError(
+                f"lora.target_modules: {name} must be a linear layer of the model's decoder layers: "
+                f"{', '.join(known)}.{did_you_mean(name, known)}"
+            )
+    return known if asked == "all-linear" else list(asked)
+
+
+def lora_rows(config: ModelSource, session: Session, shape: ModelShape) -> list[tuple[str, str]]:
+    """The plan's row on what is trained; none without adapters.
+
+    Raises  ConfigError for settings that the model or this run cannot keep; MissingDependencyError
+    """
+    lora = config.lora
+    if lora is None:
+        return []
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # a warning of each import about kernels for CPUs
+    require("peft", extra="lora", used_by="lora")
+    trained, targets = num_trained(config, shape), _targets(config, shape)
+    if not targets:
+        raise ConfigError("lora: needs linear layers, of which there must be some in target_modules and in the model.")
+    if lora.dropout and isinstance(config, GRPOConfig):
+        raise ConfigError(
+            f"lora.dropout: must be 0 for grpo: got {lora.dropout:g}; what is trained would not be the policy that was "
+            "sampled from."
+        )
+    if lora.quantize:
+        _check_quantization(config, session)
+    kind = f" · the model's linear layers in {lora.quantize}" if lora.quantize else ""
+    count = f"{trained:,} of {shape.parameters:,} parameters trained".replace(",", " ")
+    return [("lora", f"{count} · r {lora.r}, alpha {lora.alpha:g} on {', '.join(targets)}{kind}")]
+
+
+def _check_quantization(config: ModelSource, session: Session) -> None:
+    require("bitsandbytes", extra="qlora", used_by="lora.quantize=nf4")
+    if isinstance(config.model, TinyModelSettings):
+        raise ConfigError("lora.quantize: needs a model that is read from files: got one that is made on the spot.")
+    if session.sharded:
+        raise ConfigError(
+            "lora.quantize: cannot be used with parallel.mode fsdp2: 4-bit weights are packed as a whole and cannot be "
+            "read shard by shard; use parallel.mode=ddp, or leave lora.quantize out."
+        )
+
+
+def quantization(config: ModelSource, dtype: torch.dtype) -> dict[str, Any]:
+    """The argument of transformers' ``from_pretrained`` that quantises what it reads, if asked for."""
+    if config.lora is None or config.lora.quantize is None:
+        return {}
+    from transformers import BitsAndBytesConfig
+
+    return {
+        "quantization_config": BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type=config.lora.quantize, bnb_4bit_compute_dtype=dtype
+        )
+    }
+
+
+def add_adapters(config: ModelSource, model: PreTrainedModel, session: Session, saved: Path | None) -> Any:
+    """A ``peft.PeftModel`` around ``model``, sharded or not: new adapters, which change nothing yet, the same on every
+    rank, or those of the folder ``saved``. They are float32, and alone in being trained.
+    """
+    peft, lora = require("peft", extra="lora", used_by="lora"), config.lora
+    settings = peft.LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        use_rslora=lora.rslora,
+        target_modules=_targets(config, model_shape(model)),
+        fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        adapted = peft.get_peft_model(model, settings).eval()
+    if saved is not None:
+        load_file = require("safetensors.torch", extra="lora", used_by="lora").load_file
+        peft.set_peft_model_state_dict(adapted, load_file(saved / ADAPTER_FILE))
+    if lora.dropout:  # all else stays in evaluation mode, as without adapters
+        for module in adapted.modules():
+            module.training = isinstance(module, torch.nn.Dropout) and module.p == lora.dropout
+    name = model.name_or_path
+    settings.base_model_name_or_path = str(Path(name).resolve()) if Path(name).is_dir() and name else name
+    return adapted
+
+
+# --- adapters in a folder ---------------------------------------------------------------------------------------------
+
+
+def is_adapter(folder: str) -> bool:
+    """True for a checkpoint that has adapters and not the whole model."""
+    return (Path(folder) / ADAPTER).is_dir() and not any(Path(folder).glob("model*.safetensors"))
+
+
+def base_of(folder: str) -> str:
+    """The model that a checkpoint's adapters are for."""
+    return json.loads((Path(folder) / ADAPTER / "adapter_config.json").read_text())["base_model_name_or_path"]
+
+
+@torch.no_grad()
+def merge_saved(model: PreTrainedModel, folder: str) -> None:
+    """Adds a checkpoint's adapters to the weights of their base, sharded or not."""
+    path = Path(folder) / ADAPTER
+    settings = json.loads((path / "adapter_config.json").read_text())
+    weights = require("safetensors.torch", extra="lora", used_by="lora").load_file(path / ADAPTER_FILE)
+    scale = settings["lora_alpha"] / (math.sqrt(settings["r"]) if settings["use_rslora"] else settings["r"])
+    for name, down in weights.items():
+        stem, is_down, _ = name.removeprefix("base_model.model.").partition(".lora_A.")
+        if not is_down:
+            continue
+        delta = weights[name.replace(".lora_A.", ".lora_B.")] @ down * scale
+        module = model.get_submodule(stem)
+        own: Any = module.weight
+        delta = (delta.T if type(module).__name__ == "Conv1D" else delta).to(own.device)
+        own += distribute_tensor(delta, own.device_mesh, own.placements) if isinstance(own, DTensor) else delta
