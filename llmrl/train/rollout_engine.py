@@ -22,7 +22,6 @@ from llmrl.train.engine_plan import EnginePlan
 from llmrl.train.plan import samples_exactly
 from llmrl.train.settings import GRPOConfig
 from llmrl.weight_update import SyncProbe, publish
-from llmrl.weight_update.publish import as_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -58,6 +57,8 @@ class RolloutEngine:
         settings = config.rollout
         self.is_vllm = plan is not None
         self._sleeps = plan is not None and plan.sleeps
+        servers = plan.servers if plan is not None else ()
+        self._on_servers = bool(servers)
         self.exact = samples_exactly(config, session)
         wrapping = {
             "tokenizer": tokenizer,
@@ -66,26 +67,29 @@ class RolloutEngine:
         }
         self.policy: LLMWrapperBase
         if plan is not None:
+            begin = session.rank % len(servers) if servers else 0  # each rank asks another one first
+            place = [*servers[begin:], *servers[:begin]]
             overlaps = bool(settings.max_staleness) and session.device.type == "cpu"
             with _half_the_threads() if overlaps else nullcontext():
                 engine = VLLMEngine(
-                    plan.servers or model.name_or_path or model,  # the files that it was loaded from, if any
+                    place or model.name_or_path or model,  # the files that it was loaded from, if any
                     tokenizer=tokenizer,
                     own_process=plan.own_process,
                     devices=plan.devices,
                     seed=config.seed,
                     **plan.options,
                 )
-            if plan.servers:  # whatever weights they have
-                engine.update_weights(as_weights(model), version=engine.version)
+            engine.update_s = 0.9 * config.parallel.timeout_s
             self.policy = vLLMWrapper(engine, **wrapping)
         else:
             self.policy = TransformersWrapper(model, **wrapping)
-        self._temperature = config.sampling.temperature
+        self._temperature = 1.0 if servers else config.sampling.temperature  # a server scores at 1 only
         self._probe = SyncProbe(factor=settings.probe_factor, any_problem=self._first_problem)
         self._probed: TensorDictBase | None = None  # the newest rollouts, of which rows may be compared
         self._probed_since: int | None = None  # the version that rows are compared from
         self._is_sender: bool | None = None
+        if servers:  # whatever weights they have
+            self._send(self.policy.engine.version)
 
     def set_probe_rows(self, data: TensorDictBase, scorer: TokenScorer) -> None:
         """Compares engine and trainer on rows of the rollouts ``data``: at once the first time, when no push has come
@@ -104,17 +108,7 @@ class RolloutEngine:
         """
         engine = self.policy.engine
         version = engine.version + 1
-
-        def send() -> None:
-            error = ""
-            try:
-                model = self.model if self.is_vllm else None  # Transformers samples with the module itself
-                publish(model, engine, version, again=engine.version == version, sends=self._sends())
-            except WeightSyncError as caught:
-                error = str(caught)
-            if error := next(filter(None, self.session.gather([error])), ""):  # no rank waits for one that failed
-                raise WeightSyncError(error)
-
+        send = partial(self._send, version)
         if self._probed_since is None:
             send()
             return {}
@@ -123,8 +117,26 @@ class RolloutEngine:
             self._use_probed_rows(scorer)
         return {"mismatch/probe": mean, "mismatch/probe_warnings": float(bool(self.warning))}
 
+    def _send(self, version: int) -> None:
+        """The weights, once to each engine. Raises WeightSyncError on all ranks where it fails on one."""
+        engine, sends = self.policy.engine, self._sends()
+        if self._on_servers:
+            self.session.wait()  # no rank samples: its rows would be of two versions
+        error, labels = "", None
+        try:
+            model = self.model if self.is_vllm else None  # Transformers samples with the module itself
+            publish(model, engine, version, again=engine.version == version, sends=sends)
+            labels = engine.core.labels if self._on_servers and sends else None
+        except WeightSyncError as caught:
+            error = str(caught)
+        answers = self.session.gather([(error, labels)])  # no rank waits for one that failed
+        if error := next((error for error, _ in answers if error), ""):
+            raise WeightSyncError(error)
+        if self._on_servers and not sends:  # by which this rank knows servers that have other weights
+            engine.core.labels = next(labels for _, labels in answers if labels is not None)
+
     def _sends(self) -> bool:
-        """True on one of the ranks that use the same engine: the first one of those that name the same server."""
+        """True on one of the ranks that use the same engine: the first one of those that name the same servers."""
         if self._is_sender is None:
             engine = self.policy.engine
             ours = getattr(engine, "address", None) or f"rank {self.session.rank}"
