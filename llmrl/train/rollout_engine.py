@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["RolloutEngine"]
 
 _NUM_PROBES, _PROBE_TOKENS = 8, 64  # rows of each rank, sampled tokens of each
+_SILENCE_S = 30.0  # of a server that a whole run keeps busy
 _PROBED_VERSIONS = 20  # that rows are compared for, before newer ones take their place
 
 
@@ -77,6 +78,7 @@ class RolloutEngine:
                     own_process=plan.own_process,
                     devices=plan.devices,
                     seed=config.seed,
+                    silence_s=_SILENCE_S,
                     **plan.options,
                 )
             engine.update_s = 0.9 * config.parallel.timeout_s

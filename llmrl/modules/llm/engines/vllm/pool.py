@@ -24,7 +24,8 @@ class PoolCore:
     """Requests to ``urls``, whose servers must serve the same model.
 
     A server that fails is left out, and its rows are asked elsewhere: a row is a function of its prompt, its seed and
-    the weights. It is taken in again by the next update, which gives it the weights; until then it may have old ones.
+    the weights. It is taken in again by the next update, which gives it the weights, or, where no other is left, at
+    once if it still has them.
 
     Several ranks may use the same servers, of which one sends the weights. The others get its ``labels`` afterwards,
     and ask the servers that have them.
@@ -82,6 +83,8 @@ class PoolCore:
         """One completion per prompt. Raises RolloutError where no server is left."""
         found: dict[int, Completion] = {}
         while missing := [row for row in range(len(requests.prompts)) if row not in found]:
+            if not self._in_flight:  # they may have been too busy to answer
+                self._take_in(requests.end)
             parts = self._assign(missing, requests.prompts)
 
             def ask(core: ServerCore, parts: Mapping[ServerCore, list[int]] = parts) -> list[Completion]:
@@ -181,16 +184,20 @@ class PoolCore:
             finally:
                 self._is_loading = False
 
-    def _take_in(self) -> None:
-        """Lost servers that answer, with this model, are asked again."""
+    def _take_in(self, same_until: float | None = None) -> None:
+        """Lost servers that answer, with this model, are asked again; with ``same_until``, a deadline, those that still
+        have the weights that they were sent.
+        """
         for core in list(self._lost):
             with contextlib.suppress(LLMRLError, LookupError, ValueError):
                 served = served_model(core.url, timeout_s=_RETURNED_S)
+                core.label = core.label or _UNKNOWN
+                if same_until is not None:
+                    core.check_label(same_until)
                 if (served.get("root") or served["id"]) == self.info.model:
-                    core.label = core.label or _UNKNOWN
                     with self._lock:
-                        del self._lost[core]
-                        self._in_flight[core] = 0
+                        if self._lost.pop(core, None) is not None:
+                            self._in_flight[core] = 0
 
     def set_adapter(self, folder: Path, *, version: int, end: float) -> None:
         for core in self._in_flight:

@@ -98,7 +98,7 @@ class ServerCore:
                 for prompt, option in zip(requests.prompts, requests.options, strict=True):
                     futures.append(self._pool.submit(self._complete_row, prompt, option, requests.end))
                 completions = [future.result() for future in futures]  # every request has its own deadline
-                self._check_label(requests.end)
+                self.check_label(requests.end)
                 return completions
         except (CancelledError, RuntimeError) as error:
             if not self._closing:
@@ -169,7 +169,7 @@ class ServerCore:
     def _label_of_server(self, end: float) -> str | None:
         return self._connections.ask("GET", "/weight_info", end=end).get("weight_version")
 
-    def _check_label(self, end: float) -> None:
+    def check_label(self, end: float) -> None:
         """Raises RolloutError where the server's weights are not those that were sent last."""
         if self.label is not None and (found := self._label_of_server(end)) != self.label:
             raise RolloutError(
