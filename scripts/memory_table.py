@@ -49,7 +49,6 @@ def cell(config: GRPOConfig, shape: ModelShape, gpus: str) -> str:
     config = with_changes(config, changes)
     trainers = trainer_gpus(config, gpu).count
     plan = plan_memory(config, shape, num_gpus=trainers, low_precision=True, capacity=gpu.bytes)
-    changes = {name: value for name, value in changes.items() if (name, value) != ("rollout.tensor_parallel", 1)}
     named = [WORDS.get(f"{name}={value}", f"{name.rpartition('.')[2]}={value}") for name, value in changes.items()]
     if plan.checkpointing and "ckpt" not in named:
         named.append("ckpt")

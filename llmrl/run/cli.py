@@ -226,28 +226,24 @@ def _launch_all(arguments: list[str]) -> int:
         own.error(f"--trainers must be at least 1: got {options.trainers}")
     if options.command == "grpo":
         given, _, loaded = _read_training("grpo", rest)
+        if loaded is None or given.gpu:
+            own.error("--defaults and --gpu are options of llmrl grpo, which plans for rollout.gpus too")
         runs = Path(given.runs)
     else:
         run = RunDir.open(next((word for word in rest if "=" not in word), ""))
         changes = ["rollout.servers=[]", *(word for word in rest if "=" in word)]  # those of the start before are gone
-        loaded, runs = _load_run(run, changes)[2], run.path.parent
-    if loaded is None:
-        own.error("needs a recipe or settings")
-    launch = importlib.import_module("llmrl.run.launch")
-    settings = {"runs": runs, "port": options.port, "trainers": options.trainers, "dry_run": options.dry_run}
-    module = RECIPES["grpo"].module
-    planned = launch.plan_launch(module, loaded.config, [options.command, *rest], **settings)
-    if options.dry_run:
-        from llmrl.run.console import make_console, print_plan
-
-        print_plan(make_console(), "launch (dry run)", planned.rows)
-        print(*planned.servers.values(), planned.trainer, sep="\n")
-        return DONE
-
-    def say(text: str) -> None:
-        print(f"launch        {text}", file=sys.stderr, flush=True)
-
-    return launch.run_launch(planned, runs=runs, wait_s=options.wait, say=say)
+        recipe, _, loaded = _load_run(run, changes)
+        if recipe is not RECIPES["grpo"]:
+            own.error(f"needs a run of grpo: {run.path} is none")
+        runs = run.path.parent
+    return importlib.import_module("llmrl.run.launch").launch(
+        RECIPES["grpo"].module,
+        loaded.config,
+        [options.command, *rest],
+        runs=runs,
+        wait_s=options.wait,
+        settings={"port": options.port, "trainers": options.trainers, "dry_run": options.dry_run},
+    )
 
 
 def _check_launched(config: Any) -> None:

@@ -21,14 +21,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from llmrl.concurrency.parent_watchdog import OWNER
 from llmrl.concurrency.process_monitor import process_state
 from llmrl.errors import ConfigError, WorkerError
+from llmrl.run.console import make_console, print_plan
 
-__all__ = ["Command", "Launch", "plan_launch", "run_launch"]
+__all__ = ["Command", "Launch", "launch", "plan_launch", "run_launch"]
 
 HOST = "127.0.0.1"  # a server that takes weights does what any client asks
 INTERRUPTED = 130
@@ -57,6 +59,19 @@ class Launch:
     rows: list[tuple[str, str]]
     servers: dict[str, Command]
     trainer: Command
+
+
+def launch(
+    module: str, config: Any, arguments: Sequence[str], *, runs: Path, wait_s: float, settings: Mapping[str, Any]
+) -> int:
+    """The command, with the ``settings`` of `plan_launch`. Returns the exit code."""
+    planned = plan_launch(module, config, arguments, runs=runs, **settings)
+    if not settings["dry_run"]:
+        say = partial(print, "launch       ", file=sys.stderr, flush=True)
+        return run_launch(planned, runs=runs, wait_s=wait_s, say=say)
+    print_plan(make_console(), "launch (dry run)", planned.rows)
+    print(*planned.servers.values(), planned.trainer, sep="\n")
+    return 0
 
 
 def plan_launch(module: str, config: Any, arguments: Sequence[str], **settings: Any) -> Launch:

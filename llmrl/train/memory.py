@@ -306,7 +306,9 @@ def remedies(config: ModelSource, shape: ModelShape, gpu: GPU, *, low_precision:
     for num_engines in filter(None, (gpu.count // 8, gpu.count // 4, gpu.count // 2)):
         trainers = replace(gpu, count=gpu.count - num_engines)
         for parts in (1, 2, 4, 8):
-            changes: dict[str, Any] = {"rollout.gpus": num_engines, "rollout.tensor_parallel": parts}
+            changes: dict[str, Any] = {"rollout.gpus": num_engines}
+            if parts > 1:
+                changes["rollout.tensor_parallel"] = parts
             if prompts := -config.prompts_per_step % trainers.count:  # each rank has as many
                 changes["prompts_per_step"] = config.prompts_per_step + prompts
             changed = with_changes(config, changes)

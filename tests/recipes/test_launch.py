@@ -47,9 +47,10 @@ def log_of(place, port):
 @pytest.mark.slow
 def test_two_servers_and_two_ranks_one_server_dies_and_ctrl_c_leaves_a_checkpoint_and_no_process(place, grpo):
     port = free_ports()
-    name = place.recipe("mine", grpo, model=MODEL, rollout=ROLLOUT, zero_variance="keep", steps=100_000)
+    name = place.recipe("mine", grpo, model=MODEL, rollout=ROLLOUT, zero_variance="keep", parallel={"mode": "fsdp2"})
     launch = place.process(
-        *("launch", "grpo", name, "--name", "run", "--trainers", "2", "--port", port), start_new_session=True
+        *("launch", "grpo", name, "--name", "run", "--trainers", "2", "--port", port, "steps=100000"),
+        start_new_session=True,
     )
     metrics = place.path / "runs/run/metrics.jsonl"
 

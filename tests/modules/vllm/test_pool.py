@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from llmrl.errors import ConfigError, RolloutError
 from llmrl.modules.llm.engines import SamplingParams, VLLMEngine
 from llmrl.modules.llm.engines.vllm.compat import EXTENSION
+from llmrl.modules.llm.engines.vllm.pool import PoolCore
 from llmrl.testing import tiny_model, tiny_tokenizer
 from llmrl.train.distributed import Session
 from llmrl.train.engine_plan import plan_engine
@@ -80,6 +82,16 @@ def test_a_run_gives_servers_its_weights_before_the_first_rollout(tmp_path, vllm
             rollouts.close()
 
 
+def test_answers_to_one_prompt_come_from_one_server_as_far_as_the_load_stays_even():
+    core = PoolCore.__new__(PoolCore)
+    core._lock, core._lost, core._in_flight = threading.Lock(), {}, {"a": 0, "b": 2}
+    parts = core._assign(range(10), [[1]] * 4 + [[2]] * 4 + [[3]] * 2)
+    assert parts == {"a": [0, 1, 2, 3, 8, 9], "b": [4, 5, 6, 7]}
+    assert core._in_flight == {"a": 6, "b": 6}
+    core._in_flight = {"a": 0, "b": 0}
+    assert core._assign(range(5), [[1]] * 5) == {"a": [0, 1, 2], "b": [3, 4]}, "one prompt alone is shared out"
+
+
 def test_servers_must_be_different_and_at_least_one():
     for urls in ([], ["http://localhost:1"] * 2):
         with pytest.raises(ConfigError, match="must be different, at least one"):
@@ -93,6 +105,19 @@ def test_two_servers_share_rows_and_one_that_dies_is_done_without_until_it_is_ba
     try:
         publish(stepped(model, 1, size=0.05), engine)
         check_weights(engine, model, 1)
+        engine.update_weights(stepped(model, 9).state_dict(), version=1, backend="nccl")  # by a store, on a CPU
+        for core in (first, second):
+            engine.core._in_flight = {core: 0}
+            check_weights(engine, model, 1)  # the workers of both servers were members of one group
+        engine.core._in_flight = {first: 0, second: 0}
+
+        # Another rank, which sends nothing.
+        other = VLLMEngine([second_server.url, vllm_server.url], eos_token_ids=(), seed=0)
+        other_second, other_first = other.core._in_flight
+        assert other.address == engine.address, "by which ranks find the one that sends"
+        publish(model, other, 1, sends=False)
+        other.core.labels = engine.core.labels
+        check_weights(other, model, 1)
 
         call = BackgroundCall(lambda: engine.generate(PROMPTS, LONG, seeds=[1, 2, 3, 4]))
         wait_until(lambda: vllm_server.is_drawing() and second_server.is_drawing())
@@ -108,9 +133,22 @@ def test_two_servers_share_rows_and_one_that_dies_is_done_without_until_it_is_ba
 
         second_server.start()  # with the weights of its files
         check_weights(engine, model, 2)
+        other.core.labels = {**engine.core.labels, second_server.url: "of a version before"}
+        other.version = 2
+        check_weights(other, model, 2)
+        assert list(other.core._in_flight) == [other_first], "it was asked, and said that it has other weights"
         publish(stepped(model, 3, size=0.05), engine)
         assert list(engine.core._in_flight) == [first, second], "back, with the weights of the others"
         check_weights(engine, model, 3)
+        publish(model, other, 3, sends=False)
+        other.core.labels = engine.core.labels
+        assert set(other.core._in_flight) == {other_first, other_second}
+        check_weights(other, model, 3)
+
+        other.core._lose(other_first, "busy")
+        other.core._lose(other_second, "busy")
+        check_weights(other, model, 3)  # both still have the weights
+        other.close()
 
         for server in (vllm_server, second_server):
             os.killpg(server.process.pid, signal.SIGKILL)

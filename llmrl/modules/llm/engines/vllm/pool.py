@@ -25,7 +25,7 @@ class PoolCore:
 
     A server that fails is left out, and its rows are asked elsewhere: a row is a function of its prompt, its seed and
     the weights. It is taken in again by the next update, which gives it the weights, or, where no other is left, at
-    once if it still has them.
+    once if it still has them, once in a call.
 
     Several ranks may use the same servers, of which one sends the weights. The others get its ``labels`` afterwards,
     and ask the servers that have them.
@@ -82,9 +82,11 @@ class PoolCore:
     def complete(self, requests: Requests) -> list[Completion]:
         """One completion per prompt. Raises RolloutError where no server is left."""
         found: dict[int, Completion] = {}
+        asked_again = False
         while missing := [row for row in range(len(requests.prompts)) if row not in found]:
-            if not self._in_flight:  # they may have been too busy to answer
+            if not self._in_flight and not asked_again:  # they may have been too busy to answer
                 self._take_in(requests.end)
+                asked_again = True
             parts = self._assign(missing, requests.prompts)
 
             def ask(core: ServerCore, parts: Mapping[ServerCore, list[int]] = parts) -> list[Completion]:
@@ -95,7 +97,7 @@ class PoolCore:
                 finally:
                     with self._lock:
                         if core in self._in_flight:
-                            self._in_flight[core] -= len(rows)
+                            self._in_flight[core] = max(0, self._in_flight[core] - len(rows))
 
             for core, answers in self._each(list(parts), ask).items():
                 found |= zip(parts[core], answers, strict=True)
