@@ -35,7 +35,7 @@ from llmrl.train.async_rollouts import RolloutSource
 from llmrl.train.checkpointing import PerRank
 from llmrl.train.dealing import attention_share, deal_batch
 from llmrl.train.distributed import Session
-from llmrl.train.engine_plan import plan_engine
+from llmrl.train.engine_plan import EnginePlan, plan_engine
 from llmrl.train.evaluation import Evaluator
 from llmrl.train.memory import GPU
 from llmrl.train.model_shape import model_shape
@@ -59,14 +59,21 @@ def plan(config: GRPOConfig, *, runs: Path, gpu: GPU | None = None) -> list[tupl
 
     Loads the tokenizer and the data, no weights.
     """
+    return plan_with_engine(config, runs=runs, gpu=gpu)[0]
+
+
+def plan_with_engine(
+    config: GRPOConfig, *, runs: Path, gpu: GPU | None = None
+) -> tuple[list[tuple[str, str]], EnginePlan | None]:
+    """The rows of `plan`, and the engine that is in them."""
     tokenizer = load_tokenizer(config, runs=runs)
     with closing(Task(config.env, tokenizer)) as task, Session(config) as session:
         prompts, dropped = task.fit_prompts(training_rows(config.env))
         held_out = eval_rows(config.env, config.eval) or ()
         counts = {"num_prompts": len(prompts), "num_dropped": dropped, "num_eval": len(held_out)}
-        engine = plan_engine(config, session, task, held_out, runs=runs)
-        shape = model_shape(meta_model(config, tokenizer, runs=runs))
-        return grpo_plan(config, session, task, engine, shape, gpu, **counts)
+        empty = meta_model(config, tokenizer, runs=runs)
+        engine = plan_engine(config, session, task, held_out, empty)
+        return grpo_plan(config, session, task, engine, model_shape(empty), gpu, **counts), engine
 
 
 def run(config: GRPOConfig, *, run_dir: Path, resume: bool = False, on_start: Callable[[], None] | None = None) -> int:
@@ -86,8 +93,8 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
     prompts, dropped = task.fit_prompts(training_rows(config.env))
     held_out = eval_rows(config.env, config.eval) or ()
     counts = {"num_prompts": len(prompts), "num_dropped": dropped, "num_eval": len(held_out)}
-    engine_plan = plan_engine(run.source, session, task, held_out, runs=run.runs)
-    shape = model_shape(meta_model(run.source, tokenizer, runs=run.runs))
+    empty = meta_model(run.source, tokenizer, runs=run.runs)
+    engine_plan, shape = plan_engine(run.source, session, task, held_out, empty), model_shape(empty)
     run.print_plan(f"grpo · {config.env.name}", grpo_plan(config, session, task, engine_plan, shape, **counts))
     advantage_settings, loss_settings = grpo_settings(config, exact=samples_exactly(config, session))
     check_processes(config, session, advantage_settings)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from llmrl.train.memory import parse_gpu, plan_memory, remedies, with_changes
+from llmrl.train.memory import parse_gpu, plan_memory, remedies, trainer_gpus, with_changes
 from llmrl.train.model_shape import ModelShape, model_shape
 from llmrl.train.settings import GRPOConfig
 
@@ -46,7 +46,9 @@ def cell(config: GRPOConfig, shape: ModelShape, gpus: str) -> str:
     changes = remedies(config, shape, gpu, low_precision=True)
     if changes is None:
         return "-"
-    plan = plan_memory(with_changes(config, changes), shape, num_gpus=gpu.count, low_precision=True, capacity=gpu.bytes)
+    config = with_changes(config, changes)
+    trainers = trainer_gpus(config, gpu).count
+    plan = plan_memory(config, shape, num_gpus=trainers, low_precision=True, capacity=gpu.bytes)
     named = [WORDS.get(f"{name}={value}", f"{name.rpartition('.')[2]}={value}") for name, value in changes.items()]
     if plan.checkpointing and "ckpt" not in named:
         named.append("ckpt")

@@ -6,6 +6,7 @@ import importlib
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import yaml
 
 from llmrl.envs.llm.transforms import make_rewards
+from llmrl.modules.llm.engines.vllm.compat import EXTENSION
 from llmrl.objectives.llm.functional import Aggregation, Correction, KLEstimator
 from llmrl.objectives.llm.groups import Scale
 from llmrl.objectives.llm.settings import PRESETS, Surrogate
@@ -86,6 +88,15 @@ def test_a_recipe_of_the_documents_trains(example, folder, capsys):
     changes = [change for change in SMALL if "jsonl" not in example.text or "split" not in change]
     assert cli.main(["grpo", example.name, "--name", "try", *changes]) == 0, capsys.readouterr().err
     assert (folder / "runs" / "try" / "checkpoints" / "step1").is_dir()
+
+
+@pytest.mark.parametrize(
+    "example", [e for e in EXAMPLES if e.name.endswith(".sbatch")], ids=lambda example: example.name
+)
+def test_a_batch_file_of_the_documents_is_one_that_bash_reads(example, folder):
+    checked = subprocess.run(["bash", "-n", example.name], capture_output=True, text=True)
+    assert (checked.returncode, checked.stderr) == (0, "")
+    assert f"--worker-extension-cls {EXTENSION}" in example.text
 
 
 def test_a_part_of_a_recipe_that_the_documents_show_is_valid(folder):

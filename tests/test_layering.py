@@ -47,6 +47,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "llmrl.run.doctor": (*BASE, *TOOLS, "llmrl.run"),
     "llmrl.run.template_report": (*BELOW_TRAIN, "llmrl.train"),
     "llmrl.run.evaluate": (*BELOW_TRAIN, "llmrl.train"),
+    "llmrl.run.launch": (*BELOW_TRAIN, "llmrl.train"),
     "llmrl.run.cli": ("llmrl",),  # anything
     "llmrl.recipes": ("llmrl",),  # anything
 }

@@ -35,6 +35,7 @@ from llmrl.errors import (
     MissingDependencyError,
     RunFolderError,
     TemplateError,
+    WorkerError,
     closest,
 )
 from llmrl.loading import load_object
@@ -76,6 +77,7 @@ usage: llmrl COMMAND ...
   grpo    RECIPE [section.key=value ...]   improve a model by reward
   dpo     RECIPE [section.key=value ...]   improve a model by pairs of answers
   resume  RUN [section.key=value ...]      go on from a run's last whole checkpoint
+  launch  grpo|resume ...                  that, with vLLM servers on the rollout.gpus last GPUs
   eval    RUN [section.key=value ...]      measure a run's checkpoint
   show    RUN                              a run's steps, before and after, samples; reads files only
   template NAME_OR_PATH                    what a chat template does to training, on a conversation
@@ -116,7 +118,7 @@ def _run(arguments: list[str]) -> int:
         _report(error)
         return ENVIRONMENT
     except LLMRLError as error:
-        if not isinstance(error, CheckpointError):
+        if not isinstance(error, CheckpointError | WorkerError):
             traceback.print_exc()
         _report(error)
         return ABORTED
@@ -137,7 +139,14 @@ def _dispatch(arguments: list[str]) -> int:
         print(f"llmrl {llmrl.__version__}")
         return DONE
     command, *rest = arguments
-    others = {"resume": _resume, "eval": _eval, "show": _show, "template": _template, "doctor": _doctor}
+    others = {
+        "resume": _resume,
+        "launch": _launch_all,
+        "eval": _eval,
+        "show": _show,
+        "template": _template,
+        "doctor": _doctor,
+    }
     if command in RECIPES:
         return _train(command, rest)
     if command in others:
@@ -152,6 +161,34 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _train(command: str, arguments: list[str]) -> int:
+    options, path, loaded = _read_training(command, arguments)
+    recipe = RECIPES[command]
+    if options.defaults:
+        print(dump_defaults(recipe.settings()), end="")
+        return DONE
+    if options.gpu and not options.dry_run:
+        raise ConfigError(f"llmrl {command}  --gpu plans for GPUs that need not be here: it needs --dry-run")
+    if options.dry_run:
+        from llmrl.run.console import make_console, print_plan  # rich is not needed to say what is wrong
+
+        console = make_console()
+        console.print(dump_config(loaded.config, loaded.origins), end="", markup=False, soft_wrap=True)
+        elsewhere = {}
+        if options.gpu:
+            elsewhere["gpu"] = load_object("llmrl.train.memory:parse_gpu", what="plan")(options.gpu)
+        plan = recipe.loop().plan(loaded.config, runs=Path(options.runs), **elsewhere)
+        print_plan(console, f"{command} (dry run)", plan)
+        return DONE
+    _check_launched(loaded.config)
+    name = path.stem if path else command
+    run = _on_all_ranks(lambda: _new_run(command, name, loaded, arguments, options.runs, options.name))
+    with _lock(run):
+        resume = _num_restarts() > 0 and latest_checkpoint(run.path) is not None
+        return recipe.loop().run(loaded.config, run_dir=run.path, resume=resume)
+
+
+def _read_training(command: str, arguments: list[str]) -> tuple[argparse.Namespace, Path | None, Loaded | None]:
+    """The options of a training command, its recipe and its settings; None for both where ``--defaults`` is asked."""
     parser = _Parser(
         f"{command} [RECIPE] [section.key=value ...] [options]",
         (["items"], {"nargs": "*", "metavar": "RECIPE | section.key=value", "help": "a YAML file or packaged recipe"}),
@@ -165,10 +202,8 @@ def _train(command: str, arguments: list[str]) -> int:
         (["--defaults"], {"action": "store_true", "help": "print every setting, its default and its meaning"}),
     )
     options = parser.parse(arguments)
-    recipe = RECIPES[command]
     if options.defaults:
-        print(dump_defaults(recipe.settings()), end="")
-        return DONE
+        return options, None, None
     recipes = [item for item in options.items if "=" not in item]
     overrides = [item for item in options.items if "=" in item]
     if len(recipes) > 1:
@@ -176,25 +211,51 @@ def _train(command: str, arguments: list[str]) -> int:
     if not options.items:
         parser.error(f"needs a recipe or settings; packaged recipes: {', '.join(recipe_names())}")
     path = find_recipe(recipes[0]) if recipes else None
-    loaded = load_config(recipe.settings(), path, overrides)
-    if options.gpu and not options.dry_run:
-        parser.error("--gpu plans for GPUs that need not be here: it needs --dry-run")
-    if options.dry_run:
-        from llmrl.run.console import make_console, print_plan  # rich is not needed to say what is wrong
+    return options, path, load_config(RECIPES[command].settings(), path, overrides)
 
-        console = make_console()
-        console.print(dump_config(loaded.config, loaded.origins), end="", markup=False, soft_wrap=True)
-        elsewhere = {}
-        if options.gpu:
-            elsewhere["gpu"] = load_object("llmrl.train.memory:parse_gpu", what="plan")(options.gpu)
-        plan = recipe.loop().plan(loaded.config, runs=Path(options.runs), **elsewhere)
-        print_plan(console, f"{command} (dry run)", plan)
-        return DONE
-    name = path.stem if path else command
-    run = _on_all_ranks(lambda: _new_run(command, name, loaded, arguments, options.runs, options.name))
-    with _lock(run):
-        resume = _num_restarts() > 0 and latest_checkpoint(run.path) is not None
-        return recipe.loop().run(loaded.config, run_dir=run.path, resume=resume)
+
+def _launch_all(arguments: list[str]) -> int:
+    own = _Parser(
+        "launch grpo RECIPE rollout.gpus=N [section.key=value ...] [options], or launch resume RUN [...]",
+        (["command"], {"choices": ["grpo", "resume"]}),
+        (["--trainers"], {"type": int, "metavar": "N", "help": "ranks that train (default: a GPU each; on a CPU 1)"}),
+        (["--port"], {"type": int, "default": 8100, "help": "of the first server, the others follow (default: 8100)"}),
+        (["--wait"], {"type": float, "default": 1800, "metavar": "S", "help": "for servers to answer (default: 1800)"}),
+        (["--dry-run"], {"action": "store_true", "help": "print the plan and the commands; start nothing"}),
+    )
+    options, rest = own.parse_known_args(arguments)
+    if options.trainers is not None and options.trainers < 1:
+        own.error(f"--trainers must be at least 1: got {options.trainers}")
+    if options.command == "grpo":
+        given, _, loaded = _read_training("grpo", rest)
+        if loaded is None or given.gpu:
+            own.error("--defaults and --gpu are options of llmrl grpo, which plans for rollout.gpus too")
+        runs = Path(given.runs)
+    else:
+        run = RunDir.open(next((word for word in rest if "=" not in word), ""))
+        changes = ["rollout.servers=[]", *(word for word in rest if "=" in word)]  # those of the start before are gone
+        recipe, _, loaded = _load_run(run, changes)
+        if recipe is not RECIPES["grpo"]:
+            own.error(f"needs a run of grpo: {run.path} is none")
+        runs = run.path.parent
+    return importlib.import_module("llmrl.run.launch").launch(
+        RECIPES["grpo"].module,
+        loaded.config,
+        [options.command, *rest],
+        runs=runs,
+        wait_s=options.wait,
+        settings={"port": options.port, "trainers": options.trainers, "dry_run": options.dry_run},
+    )
+
+
+def _check_launched(config: Any) -> None:
+    """Raises ConfigError where engines are to be on GPUs of their own, and nothing has started them."""
+    rollout = getattr(config, "rollout", None)
+    if rollout is not None and rollout.gpus and not rollout.servers:
+        raise ConfigError(
+            f"rollout.gpus {rollout.gpus}  needs llmrl launch, which starts the engines\n"
+            "did you mean  llmrl launch grpo ...?"
+        )
 
 
 def _resume(arguments: list[str]) -> int:
@@ -204,6 +265,7 @@ def _resume(arguments: list[str]) -> int:
     with _lock(run):
         recipe, info, loaded = _load_run(run, options.overrides)
         _check_fixed(run, recipe.settings(), loaded.config)
+        _check_launched(loaded.config)
         if latest_checkpoint(run.path) is None:
             raise DataError(f"{run.checkpoints}: must hold a checkpoint to go on from: there is none; start a new run.")
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from llmrl.errors import ConfigError
+from llmrl.errors import ConfigError, LLMRLError
 from llmrl.modules.llm.engines.vllm.compat import check_options
 from llmrl.modules.llm.engines.vllm.factory import config_of
 from llmrl.modules.llm.engines.vllm.server import served_model
 from llmrl.train.memory import GPU, engine_share
 from llmrl.train.model_shape import model_shape
-from llmrl.train.models import meta_model
 from llmrl.train.settings import GRPOConfig
 
 if TYPE_CHECKING:
@@ -25,9 +23,10 @@ if TYPE_CHECKING:
     from llmrl.train.distributed import Session
     from llmrl.train.tasks import Task
 
-__all__ = ["EnginePlan", "Gpus", "cache_bytes", "make_engine_plan", "plan_engine"]
+__all__ = ["EnginePlan", "Gpus", "make_engine_plan", "plan_engine"]
 
 GIB = 2**30
+_SERVER_S = 10.0  # for a server's first answer
 _WORKING = GIB  # the engine's activations and CUDA graphs
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for
 _SETTINGS = {  # arguments of vLLM that are settings of ours
@@ -68,6 +67,7 @@ class EnginePlan:
     length   most tokens of a conversation; None: as many as model and memory have
     options  arguments of vLLM
     servers  URLs of engines that run elsewhere; then there is none here
+    apart    number of servers that ``llmrl launch`` is to start; then there is none here either
     """
 
     own_process: bool = False
@@ -76,12 +76,15 @@ class EnginePlan:
     length: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     servers: tuple[str, ...] = ()
+    apart: int = 0
 
     @property
     def place(self) -> str:
         """In words."""
         if self.servers:
             return f"vLLM behind {', '.join(self.servers)}"
+        if self.apart:
+            return f"vLLM behind {self.apart} servers, which llmrl launch starts"
         return "vLLM in a process of its own" if self.own_process else "vLLM in this process"
 
     def describe(self) -> list[str]:
@@ -98,29 +101,26 @@ class EnginePlan:
 
 
 def plan_engine(
-    config: GRPOConfig, session: Session, task: Task, held_out: Sequence[Mapping[str, Any]], *, runs: Path
+    config: GRPOConfig,
+    session: Session,
+    task: Task,
+    held_out: Sequence[Mapping[str, Any]],
+    model: PreTrainedModel,
 ) -> EnginePlan | None:
-    """The engine of this rank; None without vLLM. Reads the model's configuration, and measures problems held out.
+    """The engine of this rank; None without vLLM. ``model`` needs no weights. Measures problems held out.
 
-    Raises  ConfigError for settings that this machine or this model cannot keep; DataError where the model cannot be
-            read
+    Raises  ConfigError for settings that this machine or this model cannot keep, and for servers that do not fit
     """
     if config.rollout.engine != "vllm":
         return None
     if config.rollout.options:
         check_options(config.rollout.options)
     longest = task.longest_prompt(held_out) if config.env.max_turns == 1 else 0
-    model = meta_model(config, task.tokenizer, runs=runs)
     if config.rollout.servers:
-        return _plan_servers(config, model.config, session.world_size, _needed_length(config, longest))
-    return make_engine_plan(
-        config,
-        Gpus.of(session),
-        model,
-        dtype=torch.bfloat16 if session.low_precision else torch.float32,
-        world_size=session.world_size,
-        longest_evaluated=longest,
-    )
+        return _plan_servers(config, model.config, _needed_length(config, longest))
+    dtype = torch.bfloat16 if session.low_precision else torch.float32
+    given = {"dtype": dtype, "world_size": session.world_size, "longest_evaluated": longest}
+    return make_engine_plan(config, Gpus.of(session), model, **given)
 
 
 def make_engine_plan(
@@ -132,7 +132,7 @@ def make_engine_plan(
     world_size: int = 1,
     longest_evaluated: int = 0,
 ) -> EnginePlan:
-    """The engine of one rank on a machine with ``gpus``; ``model`` needs no weights.
+    """The engine of one rank on a machine with ``gpus``, or those that are servers; ``model`` needs no weights.
 
     longest_evaluated  tokens of the longest problem that is measured, 0 for none
     """
@@ -140,23 +140,26 @@ def make_engine_plan(
     for name, setting in _SETTINGS.items():
         if name in rollout.options:
             raise ConfigError(f"rollout.options: {name} has a setting of its own: use {setting}.")
-    devices = _place(rollout.tensor_parallel, gpus, sizes)
-    own_process = bool(rollout.max_staleness or rollout.concurrency) or world_size > 1 or len(devices) > 1
-    own_process = own_process if rollout.own_process is None else rollout.own_process
+    _check_heads(rollout.tensor_parallel, sizes)
     needed = _needed_length(config, longest_evaluated)
     length = _length(config, needed, sizes)
-    sleeps = bool(gpus.count) and not rollout.max_staleness if rollout.sleep is None else rollout.sleep
     options = {"dtype": str(dtype).removeprefix("torch."), "max_model_len": -1 if length is None else length}
+    if rollout.gpus:
+        share = {} if rollout.gpu_memory is None else {"gpu_memory_utilization": rollout.gpu_memory}
+        options |= {"tensor_parallel_size": rollout.tensor_parallel, **share, **rollout.options}
+        return EnginePlan(length=length, options=options, apart=rollout.gpus // rollout.tensor_parallel)
+    devices = _place(rollout.tensor_parallel, gpus)
+    own_process = bool(rollout.max_staleness or rollout.concurrency) or world_size > 1 or len(devices) > 1
+    own_process = own_process if rollout.own_process is None else rollout.own_process
+    sleeps = bool(gpus.count) and not rollout.max_staleness if rollout.sleep is None else rollout.sleep
     if gpus.count:
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        share = rollout.gpu_memory
+        shape, share = model_shape(model), rollout.gpu_memory
         if share is None:
             gpu, low = GPU("GPU", gpus.bytes, world_size), dtype == torch.bfloat16
-            share = engine_share(config, model_shape(model), gpu, low_precision=low)
+            share = engine_share(config, shape, gpu, low_precision=low)
         options |= {"gpu_memory_utilization": share, "enable_sleep_mode": sleeps}
-        parts = rollout.tensor_parallel
-        weights = parameters * dtype.itemsize / parts
-        cache = cache_bytes(sizes, length or needed, dtype) / parts
+        width = dtype.itemsize / rollout.tensor_parallel
+        weights, cache = shape.parameters * width, shape.cache_numbers(length or needed) * width
         _check_room(share * gpus.bytes, weights, cache, length or needed)
     options |= _adapter_options(config) | rollout.options
     return EnginePlan(own_process, devices if own_process and devices else None, sleeps, length, options)
@@ -175,17 +178,16 @@ def _adapter_options(config: GRPOConfig) -> dict[str, Any]:
     return {"max_lora_rank": next((rank for rank in _LORA_RANKS if rank >= config.lora.r), config.lora.r)}
 
 
-def _plan_servers(config: GRPOConfig, own: PretrainedConfig, world_size: int, needed: int) -> EnginePlan:
-    """Raises ConfigError for a server of another model or too short a length, RolloutError for an absent one."""
+def _plan_servers(config: GRPOConfig, own: PretrainedConfig, needed: int) -> EnginePlan:
+    """Raises ConfigError for a server that is absent, of another model, or of too short a length."""
     rollout = config.rollout
     here = ("own_process", "gpu_memory", "max_model_len", "tensor_parallel", "sleep", "options")
-    if given := [name for name in here if getattr(rollout, name) != type(rollout).model_fields[name].default]:
+    given = [name for name in here if getattr(rollout, name) != type(rollout).model_fields[name].default]
+    if given and not rollout.gpus:  # llmrl launch starts servers by these settings
         raise ConfigError(f"rollout.servers: {', '.join(given)} is decided where a server is started: leave it out.")
-    if world_size > 1:
-        raise ConfigError(f"rollout.servers: must be used by one process: got {world_size}.")
     lengths = []
     for url in rollout.servers:
-        served = served_model(url)
+        served = _served_model(url, "; llmrl launch resume RUN starts it" if rollout.gpus else "")
         lengths.append(int(served["max_model_len"]))
         if lengths[-1] < needed:
             raise ConfigError(
@@ -202,11 +204,19 @@ def _plan_servers(config: GRPOConfig, own: PretrainedConfig, world_size: int, ne
     return EnginePlan(length=min(lengths), servers=tuple(rollout.servers))
 
 
+def _served_model(url: str, remedy: str) -> dict[str, Any]:
+    try:
+        return served_model(url, timeout_s=_SERVER_S)
+    except (LLMRLError, LookupError, ValueError) as error:
+        raise ConfigError(
+            f"rollout.servers: {url} must be a vLLM server that answers within {_SERVER_S:g} s: {error}{remedy}"
+        ) from error
+
+
 # --- GPUs -------------------------------------------------------------------------------------------------------------
 
 
-def _place(parts: int, gpus: Gpus, sizes: PretrainedConfig) -> tuple[int, ...]:
-    """The GPUs of this rank's engine: engines lie side by side, so that with one GPU each it is the rank's own."""
+def _check_heads(parts: int, sizes: PretrainedConfig) -> None:
     heads = sizes.num_attention_heads
     kv_heads = getattr(sizes, "num_key_value_heads", None) or heads
     if heads % parts or (kv_heads % parts and parts % kv_heads):
@@ -214,6 +224,10 @@ def _place(parts: int, gpus: Gpus, sizes: PretrainedConfig) -> tuple[int, ...]:
             f"rollout.tensor_parallel: must divide the model's {heads} attention heads and {kv_heads} key/value heads: "
             f"got {parts}."
         )
+
+
+def _place(parts: int, gpus: Gpus) -> tuple[int, ...]:
+    """The GPUs of this rank's engine: engines lie side by side, so that with one GPU each it is the rank's own."""
     if not gpus.count and parts == 1:
         return ()
     needed = gpus.ranks * parts
@@ -256,18 +270,6 @@ def _length(config: GRPOConfig, needed: int, sizes: PretrainedConfig) -> int | N
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
-
-
-def cache_bytes(sizes: PretrainedConfig, length: int, dtype: torch.dtype) -> int:
-    """The keys and values of one sequence, on all GPUs of an engine together."""
-    heads = getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads
-    width = 2 * heads * (getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads)
-    if rank := getattr(sizes, "kv_lora_rank", None):  # latent attention keeps one vector for all heads
-        width = rank + sizes.qk_rope_head_dim
-    window = getattr(sizes, "sliding_window", None) or length
-    kept = {"full_attention": length, "sliding_attention": min(length, window), "chunked_attention": length}
-    layers = getattr(sizes, "layer_types", None) or ["full_attention"] * sizes.num_hidden_layers
-    return sum(kept.get(kind, 0) for kind in layers) * width * dtype.itemsize
 
 
 def _check_room(share: float, weights: float, cache: float, length: int) -> None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,12 +26,15 @@ if TYPE_CHECKING:
 __all__ = [
     "GPU",
     "MemoryPlan",
+    "engine_fits",
+    "engine_memory",
     "engine_share",
     "find_gpu",
     "memory_rows",
     "parse_gpu",
     "plan_memory",
     "remedies",
+    "trainer_gpus",
     "uses_checkpointing",
     "with_changes",
 ]
@@ -120,7 +123,6 @@ class MemoryPlan:
     ``resident``   of those, what stays while the engine samples
     ``sampling``   of the engine; beside ``training`` all the time, unless it ``sleeps`` meanwhile
     ``reserve``    driver, libraries, and what the allocator cannot use
-    ``per_token``  bytes of the KV cache
     """
 
     training: dict[str, float]
@@ -128,7 +130,6 @@ class MemoryPlan:
     sampling: dict[str, float]
     sleeps: bool
     reserve: float
-    per_token: float
     checkpointing: bool
 
     @property
@@ -178,10 +179,13 @@ def plan_memory(
         resident=sum(stays.values()),
         sampling=_engine(grpo, shape, num_gpus, low_precision) if grpo else {},
         sleeps=_engine_sleeps(grpo) if grpo else True,
-        reserve=0.0 if capacity is None else _RESERVE_GIB * _GIB + _RESERVE_SHARE * capacity,
-        per_token=shape.keys_values * (2 if low_precision else 4) / (grpo.rollout.tensor_parallel if grpo else 1),
+        reserve=0.0 if capacity is None else _reserve(capacity),
         checkpointing=checkpointing,
     )
+
+
+def _reserve(capacity: float) -> float:
+    return _RESERVE_GIB * _GIB + _RESERVE_SHARE * capacity
 
 
 def longest_row(config: ModelSource) -> int:
@@ -234,16 +238,32 @@ def _engine_sleeps(config: GRPOConfig) -> bool:
 
 
 def _engine(config: GRPOConfig, shape: ModelShape, num_gpus: int, low_precision: bool) -> dict[str, float]:
-    """The least that the engine on a trainer's GPU needs: weights, and a cache for one sequence of full length."""
-    rollout, longest, width = config.rollout, longest_row(config), 2 if low_precision else 4
-    if rollout.engine == "transformers":
-        return {"KV cache": 4.0 * shape.keys_values * longest * _rows(config, num_gpus)}
-    if rollout.servers:
-        return {}  # on GPUs of its own
-    parts = rollout.tensor_parallel
-    cache = width * shape.keys_values * (longest + 1) / parts
-    cache = max(cache, rollout.options.get("kv_cache_memory_bytes") or 0)
+    """The least that the engine on a trainer's GPU needs."""
+    if config.rollout.engine == "transformers":
+        return {"KV cache": 4.0 * shape.cache_numbers(longest_row(config)) * _rows(config, num_gpus)}
+    elsewhere = config.rollout.servers or config.rollout.gpus
+    return {} if elsewhere else engine_memory(config, shape, low_precision=low_precision)
+
+
+def engine_memory(config: GRPOConfig, shape: ModelShape, *, low_precision: bool) -> dict[str, float]:
+    """The least that a vLLM engine needs on each of its GPUs: weights, and a cache for one sequence of full length."""
+    parts, width = config.rollout.tensor_parallel, 2 if low_precision else 4
+    cache = width * shape.cache_numbers(longest_row(config) + 1) / parts
+    cache = max(cache, config.rollout.options.get("kv_cache_memory_bytes") or 0)
     return {"engine weights": width * shape.parameters / parts, "engine work": _ENGINE_GIB * _GIB, "KV cache": cache}
+
+
+def trainer_gpus(config: ModelSource, gpu: GPU) -> GPU:
+    """Those of the machine's GPUs that train: all but the last ``rollout.gpus``.
+
+    Raises  ConfigError where none is left
+    """
+    taken = config.rollout.gpus if isinstance(config, GRPOConfig) else 0
+    if taken >= gpu.count:
+        raise ConfigError(
+            f"rollout.gpus: must leave a GPU to the trainer: got {taken} of {gpu.count} x {gpu.name}; lower it."
+        )
+    return replace(gpu, count=gpu.count - taken)
 
 
 def engine_share(config: GRPOConfig, shape: ModelShape, gpu: GPU, *, low_precision: bool) -> float:
@@ -276,8 +296,38 @@ def uses_checkpointing(config: ModelSource, model: PreTrainedModel, session: Ses
 def remedies(config: ModelSource, shape: ModelShape, gpu: GPU, *, low_precision: bool) -> dict[str, Any] | None:
     """The fewest settings to change for the run to fit on the GPUs; {} if it fits, None if nothing here makes it fit.
 
-    Of as many changes, those come first that cost the least time.
+    Of as many changes, those come first that cost the least time. Where a GPU cannot hold trainer and engine, some of
+    the GPUs are for engines alone.
     """
+    found = _remedies_here(config, shape, gpu, low_precision)
+    apart = isinstance(config, GRPOConfig) and config.rollout.engine == "vllm" and config.rollout.tensor_parallel == 1
+    if found is not None or not apart or config.rollout.servers or config.rollout.gpus:
+        return found
+    for num_engines in filter(None, (gpu.count // 8, gpu.count // 4, gpu.count // 2)):
+        trainers = replace(gpu, count=gpu.count - num_engines)
+        for parts in (1, 2, 4, 8):
+            changes: dict[str, Any] = {"rollout.gpus": num_engines}
+            if parts > 1:
+                changes["rollout.tensor_parallel"] = parts
+            if prompts := -config.prompts_per_step % trainers.count:  # each rank has as many
+                changes["prompts_per_step"] = config.prompts_per_step + prompts
+            changed = with_changes(config, changes)
+            even = not num_engines % parts and not any(heads % parts for heads in shape.heads)
+            if even and engine_fits(changed, shape, gpu, low_precision=low_precision):
+                here = _remedies_here(changed, shape, trainers, low_precision)
+                if here is not None:
+                    return changes | here
+                break
+    return None
+
+
+def engine_fits(config: GRPOConfig, shape: ModelShape, gpu: GPU, *, low_precision: bool) -> bool:
+    """True if a GPU holds an engine, or its part of one, and one conversation."""
+    return sum(engine_memory(config, shape, low_precision=low_precision).values()) + _reserve(gpu.bytes) <= gpu.bytes
+
+
+def _remedies_here(config: ModelSource, shape: ModelShape, gpu: GPU, low_precision: bool) -> dict[str, Any] | None:
+    """Those that leave engines where they are."""
     values: dict[str, Sequence[Any]] = {"memory.checkpointing": ["on"], "parallel.mode": ["fsdp2"][: gpu.count - 1]}
     longest = longest_row(config)
     smaller = [tokens for tokens in (8192, 4096) if longest < tokens < config.tokens_per_microbatch]
@@ -324,6 +374,7 @@ def memory_rows(
     low = session.low_precision
     if gpu is not None:
         low = config.dtype == "bfloat16" or (config.dtype == "auto" and gpu.bfloat16)
+        gpu = trainer_gpus(config, gpu)
     gpu = gpu or find_gpu(session.device, session.world_size)
     count = gpu.count if gpu else session.world_size
     plan = plan_memory(config, shape, num_gpus=count, low_precision=low, capacity=gpu and gpu.bytes)
@@ -334,14 +385,30 @@ def memory_rows(
     else:
         place = f"CPU, {_gib(_ram() / count)} GiB of RAM for each process"
     kept = "checkpointing" if plan.checkpointing else "no checkpointing"
-    return [("memory", f"{_gib(plan.peak)} GiB at most · {place} · {kept}"), ("", _causes(plan))]
+    rows = [("memory", f"{_gib(plan.peak)} GiB at most · {place} · {kept}"), ("", _causes(plan))]
+    if gpu and isinstance(config, GRPOConfig) and config.rollout.gpus:
+        rows.append(("", _engines_row(config, shape, gpu, low)))
+    return rows
+
+
+def _engines_row(config: GRPOConfig, shape: ModelShape, gpu: GPU, low_precision: bool) -> str:
+    """Raises ConfigError if the GPUs of the engines cannot hold them."""
+    needs = engine_memory(config, shape, low_precision=low_precision) | {"reserve": _reserve(gpu.bytes)}
+    if not engine_fits(config, shape, gpu, low_precision=low_precision):
+        raise ConfigError(
+            f"rollout.gpus: an engine on {config.rollout.tensor_parallel} x {gpu.name} of {_gib(gpu.bytes)} GiB must "
+            f"hold its weights and one conversation: needs {_gib(sum(needs.values()))} GiB on each ({_listed(needs)}); "
+            "spread engines over more GPUs (rollout.tensor_parallel)."
+        )
+    return f"{config.rollout.gpus} GPUs for engines alone, at least {_gib(sum(needs.values()))} GiB: {_listed(needs)}"
 
 
 def _does_not_fit(config: ModelSource, shape: ModelShape, plan: MemoryPlan, gpu: GPU, low_precision: bool) -> str:
     changes = remedies(config, shape, gpu, low_precision=low_precision)
     words = "more or larger GPUs would be needed"
     if changes:
-        words = "it fits with " + " ".join(f"{name}={value}" for name, value in changes.items())
+        launched = " under llmrl launch" if "rollout.gpus" in changes else ""
+        words = "it fits with " + " ".join(f"{name}={value}" for name, value in changes.items()) + launched
     return (
         f"memory: the run must fit on {gpu.count} x {gpu.name} of {_gib(gpu.bytes)} GiB: needs {_gib(plan.peak)} GiB "
         f"on each ({_causes(plan)}); {words}."
@@ -349,7 +416,10 @@ def _does_not_fit(config: ModelSource, shape: ModelShape, plan: MemoryPlan, gpu:
 
 
 def _causes(plan: MemoryPlan) -> str:
-    causes = plan.training | plan.sampling | {"reserve": plan.reserve}
+    return _listed(plan.training | plan.sampling | {"reserve": plan.reserve})
+
+
+def _listed(causes: Mapping[str, float]) -> str:
     return " · ".join(f"{cause} {_gib(size)}" for cause, size in causes.items() if size)
 
 

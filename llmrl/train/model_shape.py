@@ -34,9 +34,10 @@ class ModelShape:
     ``outer``          parameters that are in no decoder layer
     ``kept``           for the backward pass by all decoder layers together, ``largest_kept`` by the largest,
                        ``kept_after`` by the norm and the output head after them
-    ``keys_values``    numbers that a token adds to the KV cache
     ``linears``        the linear layers of decoder layers, by the last part of their names: how many parameters they
                        have together, and how many an adapter of rank 1 on each
+    ``heads``          of attention: of queries, and of keys and values
+    ``cached``         numbers that a token adds to the KV cache, by the window of the layers that keep them (None: all)
     """
 
     parameters: int
@@ -47,8 +48,9 @@ class ModelShape:
     hidden: int
     vocabulary: int
     query_width: int
-    keys_values: int
     linears: dict[str, tuple[int, int]]
+    heads: tuple[int, int]
+    cached: dict[int | None, int]
     kept: dict[Arithmetic, float]
     largest_kept: dict[Arithmetic, float]
     kept_after: dict[Arithmetic, float]
@@ -58,6 +60,10 @@ class ModelShape:
         width = 2 if arithmetic == "bfloat16" else 4  # bytes of a number between the layers
         blocks = self.num_blocks * width * self.hidden if checkpointing else self.kept[arithmetic]
         return tokens * (blocks + self.kept_after[arithmetic])
+
+    def cache_numbers(self, length: int) -> int:
+        """Numbers in the KV cache of one sequence, on all GPUs of an engine together."""
+        return sum(numbers * min(length, window or length) for window, numbers in self.cached.items())
 
     def training_flops(self, lengths: Sequence[int], num_scored: int) -> float:
         """Of forward and backward over sequences of these lengths, ``num_scored`` tokens through the output head.
@@ -94,8 +100,9 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
         hidden=config.hidden_size,
         vocabulary=config.vocab_size,
         query_width=query,
-        keys_values=2 * key * len(blocks),
         linears=_linears(blocks),
+        heads=(config.num_attention_heads, kv_heads),
+        cached=_cached(config, 2 * key),
         kept={kind: sum(block[kind] for block in kept) for kind in _BYTES},
         largest_kept={kind: max((block[kind] for block in kept), default=0) for kind in _BYTES},
         kept_after={kind: (_norm_bytes(model, kind) + _BYTES[kind][0]) * config.hidden_size for kind in _BYTES},
@@ -139,6 +146,18 @@ def _chosen(config: Any) -> int:
 def _multiplied(block: nn.Module, config: Any) -> int:
     dense = sum(parameter.numel() for parameter in block.parameters() if parameter.ndim == 2)
     return dense + sum(weight.numel() * _chosen(config) // len(weight) for weight in _experts(block))
+
+
+def _cached(config: Any, width: int) -> dict[int | None, int]:
+    if rank := getattr(config, "kv_lora_rank", None):  # latent attention keeps one vector for all heads
+        width = rank + config.qk_rope_head_dim
+    window = getattr(config, "sliding_window", None)
+    windows = {"full_attention": None, "sliding_attention": window, "chunked_attention": None}
+    cached: dict[int | None, int] = {}
+    for kind in getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers:
+        if kind in windows:  # linear attention keeps no more for a longer sequence
+            cached[windows[kind]] = cached.get(windows[kind], 0) + width
+    return cached
 
 
 def _norm_bytes(module: nn.Module, kind: Arithmetic) -> int:

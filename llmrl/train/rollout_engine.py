@@ -22,7 +22,6 @@ from llmrl.train.engine_plan import EnginePlan
 from llmrl.train.plan import samples_exactly
 from llmrl.train.settings import GRPOConfig
 from llmrl.weight_update import SyncProbe, adapter_folder, publish
-from llmrl.weight_update.publish import as_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["RolloutEngine"]
 
 _NUM_PROBES, _PROBE_TOKENS = 8, 64  # rows of each rank, sampled tokens of each
+_SILENCE_S = 30.0  # of a server that a whole run keeps busy
 _PROBED_VERSIONS = 20  # that rows are compared for, before newer ones take their place
 
 
@@ -44,7 +44,6 @@ class RolloutEngine:
     """
 
     warning = ""
-    _is_sender: bool | None = None
 
     def __init__(
         self,
@@ -60,6 +59,8 @@ class RolloutEngine:
         settings = config.rollout
         self.is_vllm = plan is not None
         self._sleeps = plan is not None and plan.sleeps
+        servers = plan.servers if plan is not None else ()
+        self._on_servers = bool(servers)
         self.exact = samples_exactly(config, session)
         wrapping = {
             "tokenizer": tokenizer,
@@ -68,32 +69,35 @@ class RolloutEngine:
         }
         self.policy: LLMWrapperBase
         if plan is not None:
+            begin = session.rank % len(servers) if servers else 0  # each rank asks another one first
+            place = [*servers[begin:], *servers[:begin]]
             overlaps = bool(settings.max_staleness) and session.device.type == "cpu"
             with _half_the_threads() if overlaps else nullcontext():
-                if config.lora and not model.name_or_path:
+                if config.lora and not servers and not model.name_or_path:
                     raise DataError(
                         f"model {config.model}: its run must have come to its end, for vLLM to read the model under "
                         "new adapters: its newest checkpoint has adapters alone; go on with llmrl resume."
                     )
                 engine = VLLMEngine(
-                    plan.servers or model.name_or_path or model,  # the files that it was loaded from, if any
+                    place or model.name_or_path or model,  # the files that it was loaded from, if any
                     tokenizer=tokenizer,
                     own_process=plan.own_process,
                     devices=plan.devices,
                     seed=config.seed,
+                    silence_s=_SILENCE_S,
                     **plan.options,
                 )
-            if plan.servers:  # whatever weights they have
-                engine.update_weights(as_weights(model), version=engine.version)
-            elif config.lora:  # it has read the base alone
-                self._send(engine, engine.version)
+            engine.update_s = 0.9 * config.parallel.timeout_s
             self.policy = vLLMWrapper(engine, **wrapping)
         else:
             self.policy = TransformersWrapper(model, **wrapping)
-        self._temperature = config.sampling.temperature
+        self._temperature = 1.0 if servers else config.sampling.temperature  # a server scores at 1 only
         self._probe = SyncProbe(factor=settings.probe_factor, any_problem=self._first_problem)
         self._probed: TensorDictBase | None = None  # the newest rollouts, of which rows may be compared
         self._probed_since: int | None = None  # the version that rows are compared from
+        self._is_sender: bool | None = None
+        if servers or (config.lora and self.is_vllm):  # these have any weights; the engine has those of the base alone
+            self._send(self.policy.engine.version)
 
     def set_probe_rows(self, data: TensorDictBase, scorer: TokenScorer) -> None:
         """Compares engine and trainer on rows of the rollouts ``data``: at once the first time, when no push has come
@@ -112,16 +116,7 @@ class RolloutEngine:
         """
         engine = self.policy.engine
         version = engine.version + 1
-
-        def send() -> None:
-            error = ""
-            try:
-                self._send(engine, version)
-            except WeightSyncError as caught:
-                error = str(caught)
-            if error := next(filter(None, self.session.gather([error])), ""):  # no rank waits for one that failed
-                raise WeightSyncError(error)
-
+        send = partial(self._send, version)
         if self._probed_since is None:
             send()
             return {}
@@ -130,18 +125,32 @@ class RolloutEngine:
             self._use_probed_rows(scorer)
         return {"mismatch/probe": mean, "mismatch/probe_warnings": float(bool(self.warning))}
 
-    def _send(self, engine: Any, version: int) -> None:
-        """Adapters alone to an engine that was built for them, else all weights."""
-        if self._takes_adapter:
-            with adapter_folder(self.model) as folder:
-                engine.update_adapter(folder, version=version)
-            return
-        model = self.model if self.is_vllm else None  # Transformers samples with the module itself
-        publish(model, engine, version, again=engine.version == version, sends=self._sends(engine))
+    def _send(self, version: int) -> None:
+        """The weights, once to each engine. Raises WeightSyncError on all ranks where it fails on one."""
+        engine, sends = self.policy.engine, self._sends()
+        if self._on_servers:
+            self.session.wait()  # no rank samples: its rows would be of two versions
+        error, labels = "", None
+        try:
+            if self._takes_adapter:
+                with adapter_folder(self.model) as folder:
+                    engine.update_adapter(folder, version=version)
+            else:
+                model = self.model if self.is_vllm else None  # Transformers samples with the module itself
+                publish(model, engine, version, again=engine.version == version, sends=sends)
+            labels = engine.core.labels if self._on_servers and sends else None
+        except WeightSyncError as caught:
+            error = str(caught)
+        answers = self.session.gather([(error, labels)])  # no rank waits for one that failed
+        if error := next((error for error, _ in answers if error), ""):
+            raise WeightSyncError(error)
+        if self._on_servers and not sends:  # by which this rank knows servers that have other weights
+            engine.core.labels = next(labels for _, labels in answers if labels is not None)
 
-    def _sends(self, engine: Any) -> bool:
-        """True on one of the ranks that use the same engine: the first one of those that name the same server."""
+    def _sends(self) -> bool:
+        """True on one of the ranks that use the same engine: the first one of those that name the same servers."""
         if self._is_sender is None:
+            engine = self.policy.engine
             ours = getattr(engine, "address", None) or f"rank {self.session.rank}"
             self._is_sender = self.session.gather([ours]).index(ours) == self.session.rank
         return self._is_sender

@@ -344,6 +344,9 @@ class RolloutSettings(Settings):
         ge=2,
         description="tokens of vllm's longest conversation; null: what env asks, or, with turns, memory holds",
     )
+    gpus: int = Field(
+        0, ge=0, description="the machine's last GPUs hold engines alone, the others train; needs llmrl launch"
+    )
     tensor_parallel: int = Field(1, ge=1, description="GPUs that each vllm engine is spread over")
     sleep: bool | None = Field(
         None, description="vllm frees its memory during updates; null: where it shares a GPU with the trainer"
@@ -376,6 +379,12 @@ class RolloutSettings(Settings):
             raise ValueError("max_staleness 1 needs own_process: in this process nothing overlaps")
         if self.max_staleness and self.sleep:
             raise ValueError("max_staleness 1 needs sleep off: the engine samples during updates")
+        if (self.gpus or self.servers) and self.engine != "vllm":
+            raise ValueError(f"{'gpus' if self.gpus else 'servers'} needs engine vllm")
+        if self.gpus and (self.sleep or self.own_process is False):
+            raise ValueError("gpus needs sleep and own_process left out: its engines are servers, which stay awake")
+        if self.gpus % self.tensor_parallel:
+            raise ValueError(f"gpus {self.gpus} must be a multiple of tensor_parallel {self.tensor_parallel}")
         if self.tensor_parallel > 1 and self.own_process is False:
             raise ValueError("tensor_parallel needs own_process: in this process there is one GPU")
         return self

@@ -13,7 +13,8 @@ from llmrl.errors import ConfigError
 from llmrl.modules.llm.engines import VLLMEngine
 from llmrl.modules.llm.engines.vllm import compat
 from llmrl.testing import tiny_model
-from llmrl.train.engine_plan import GIB, Gpus, cache_bytes, make_engine_plan
+from llmrl.train.engine_plan import GIB, Gpus, make_engine_plan
+from llmrl.train.model_shape import model_shape
 from llmrl.train.settings import GRPOConfig
 
 NO_VLLM = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
@@ -184,7 +185,7 @@ def test_vllm_starts_beside_the_trainer_and_holds_a_conversation(tmp_path, ranks
         specs = {f"layer{number}": spec for number in range(layers)}
         check_enough_kv_cache_memory(vllm_config, specs, requested - 2 * parameters - GIB)
         counted = sum(spec.max_memory_usage_bytes(vllm_config) for spec in specs.values())
-        assert cache_bytes(model.config, 16384, torch.bfloat16) == counted
+        assert 2 * model_shape(model).cache_numbers(16384) == counted
 
 
 @NO_VLLM
@@ -200,12 +201,35 @@ def test_with_several_turns_vllm_takes_as_many_tokens_as_the_memory_holds():
 
 
 def test_the_cache_of_windows_and_of_latent_attention_is_smaller():
-    window = tiny_model(architecture="gemma3_text", heads=2, layers=2).config
-    full = [kind == "full_attention" for kind in window.layer_types]
-    per_token = 2 * window.num_key_value_heads * window.head_dim * 4
-    assert cache_bytes(window, 100, torch.float32) == sum(100 if is_full else 8 for is_full in full) * per_token
-    latent = AutoConfig.for_model("deepseek_v3", num_hidden_layers=2, kv_lora_rank=512, qk_rope_head_dim=64)
-    assert cache_bytes(latent, 100, torch.bfloat16) == 2 * 100 * 576 * 2
+    window = tiny_model(architecture="gemma3_text", heads=2, layers=2)
+    full = [kind == "full_attention" for kind in window.config.layer_types]
+    per_token = 2 * window.config.num_key_value_heads * window.config.head_dim
+    assert model_shape(window).cache_numbers(100) == sum(100 if is_full else 8 for is_full in full) * per_token
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_hidden_layers": 2, "n_routed_experts": 8}
+    with torch.device("meta"):
+        latent = AutoModelForCausalLM.from_config(AutoConfig.for_model("deepseek_v3", **sizes))
+    assert model_shape(latent).cache_numbers(100) == 2 * 100 * 576
+
+
+def test_engines_on_gpus_of_their_own_are_planned_as_servers():
+    plan = planned(config({"gpus": 4, "tensor_parallel": 2, "options": {"enforce_eager": True}}), Gpus(8, CARD))
+    assert plan.apart == 2
+    assert plan.options == {
+        "dtype": "bfloat16",
+        "max_model_len": 1501,
+        "tensor_parallel_size": 2,
+        "enforce_eager": True,
+    }
+    with pytest.raises(ConfigError, match=r"must divide the model's 4 attention heads"):
+        planned(config({"gpus": 6, "tensor_parallel": 3}), Gpus(8, CARD))
+    for rollout, message in (
+        ({"gpus": 3, "tensor_parallel": 2}, "gpus 3 must be a multiple of tensor_parallel 2"),
+        ({"gpus": 1, "sleep": True}, "gpus needs sleep"),
+        ({"gpus": 1, "engine": "transformers"}, "gpus needs engine vllm"),
+        ({"servers": ["http://a:1"], "engine": "transformers"}, "servers needs engine vllm"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            config(rollout)
 
 
 @NO_VLLM

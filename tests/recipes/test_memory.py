@@ -18,7 +18,16 @@ from llmrl.objectives.llm import SFTLoss
 from llmrl.run.metrics import read_metrics
 from llmrl.testing import tiny_model
 from llmrl.train.distributed import Session
-from llmrl.train.memory import engine_share, parse_gpu, plan_memory, remedies, with_changes
+from llmrl.train.memory import (
+    engine_memory,
+    engine_share,
+    memory_rows,
+    parse_gpu,
+    plan_memory,
+    remedies,
+    trainer_gpus,
+    with_changes,
+)
 from llmrl.train.model_shape import model_shape
 from llmrl.train.optimizers import OffloadedAdamW, make_optimizer
 from llmrl.train.settings import GRPOConfig, OptimSettings, SFTConfig
@@ -169,6 +178,37 @@ def test_an_engine_gets_what_the_trainer_leaves_of_a_gpu():
     assert 0 <= (gpu.bytes - plan.reserve - beside) - share * gpu.bytes < 0.01 * gpu.bytes
     with pytest.raises(ConfigError, match=r"must fit on 1 x H100 of 79.2 GiB: needs \d+ GiB .*more or larger GPUs"):
         engine_share(config, shape_of("70B"), parse_gpu("H100"), low_precision=True)
+
+
+def test_gpus_of_the_engines_are_the_trainers_no_more_and_are_checked():
+    shape, gpu = shape_of("32B"), parse_gpu("80:8")
+    config = grpo(rollout={"engine": "vllm"})
+    changes = remedies(config, shape, gpu, low_precision=True)
+    assert changes["rollout.gpus"] in (1, 2, 4)
+    apart = with_changes(config, changes)
+    trainers = trainer_gpus(apart, gpu)
+    assert trainers.count == 8 - changes["rollout.gpus"]
+    assert apart.prompts_per_step % trainers.count == 0
+    plan = plan_memory(apart, shape, num_gpus=trainers.count, low_precision=True, capacity=gpu.bytes)
+    assert plan.peak <= gpu.bytes
+    assert not plan.sampling, "no engine on the trainer's GPUs"
+    on_one, on_two = (
+        engine_memory(with_changes(apart, {"rollout.tensor_parallel": n}), shape, low_precision=True) for n in (1, 2)
+    )
+    assert on_one["engine weights"] == 2 * shape.parameters == 2 * on_two["engine weights"]
+    with pytest.raises(ConfigError, match="must leave a GPU to the trainer: got 8 of 8 x 80 GB"):
+        trainer_gpus(with_changes(config, {"rollout.gpus": 8}), gpu)
+
+
+def test_an_engine_that_its_gpus_cannot_hold_is_refused():
+    config = grpo(rollout={"engine": "vllm", "gpus": 4}, parallel={"mode": "fsdp2"}, optim={"name": "adamw_offload"})
+    with Session(config) as session:
+        with pytest.raises(ConfigError, match=r"on 1 x 60 GB of 59.1 GiB must hold its weights.*rollout.tensor_para"):
+            memory_rows(config, shape_of("32B"), session, parse_gpu("60:64"))
+        config = with_changes(config, {"rollout.tensor_parallel": 4})
+        rows = memory_rows(config, shape_of("32B"), session, parse_gpu("60:64"))
+    assert "60 x 60 GB" in rows[0][1]
+    assert "4 GPUs for engines alone" in rows[2][1]
 
 
 def test_the_page_has_the_table_of_the_plan():

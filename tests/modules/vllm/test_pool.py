@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ import torch
 from llmrl.errors import ConfigError, RolloutError
 from llmrl.modules.llm.engines import SamplingParams, VLLMEngine
 from llmrl.modules.llm.engines.vllm.compat import EXTENSION
+from llmrl.modules.llm.engines.vllm.pool import PoolCore
 from llmrl.testing import tiny_model, tiny_tokenizer
 from llmrl.train.distributed import Session
 from llmrl.train.engine_plan import plan_engine
-from llmrl.train.models import load_tokenizer
+from llmrl.train.models import load_tokenizer, meta_model
 from llmrl.train.rollout_engine import RolloutEngine
 from llmrl.train.settings import GRPOConfig
 from llmrl.train.tasks import Task
@@ -64,20 +66,30 @@ def run_settings(folder, model, url, **rollout):
 def test_a_server_of_another_model_is_refused_in_the_plan(tmp_path, vllm_server, sizes, rollout, message):
     config, task = run_settings(tmp_path, tiny_model(tiny_tokenizer(), **sizes), vllm_server.url, **rollout)
     with Session(config) as session, pytest.raises(ConfigError, match=message):
-        plan_engine(config, session, task, [], runs=tmp_path)
+        plan_engine(config, session, task, [], meta_model(config, task.tokenizer, runs=tmp_path))
 
 
 def test_a_run_gives_servers_its_weights_before_the_first_rollout(tmp_path, vllm_server):
     model = tiny_model(tiny_tokenizer(), architecture="gemma", heads=2, seed=7)
     config, task = run_settings(tmp_path, model, vllm_server.url)
     with Session(config) as session:
-        plan = plan_engine(config, session, task, [], runs=tmp_path)
+        plan = plan_engine(config, session, task, [], meta_model(config, task.tokenizer, runs=tmp_path))
         assert plan.place == f"vLLM behind {vllm_server.url}"
         rollouts = RolloutEngine(config, session, model, task.tokenizer, {}, plan)
         try:
             check_weights(rollouts.policy.engine, model, 0)
         finally:
             rollouts.close()
+
+
+def test_answers_to_one_prompt_come_from_one_server_as_far_as_the_load_stays_even():
+    core = PoolCore.__new__(PoolCore)
+    core._lock, core._lost, core._in_flight = threading.Lock(), {}, {"a": 0, "b": 2}
+    parts = core._assign(range(10), [[1]] * 4 + [[2]] * 4 + [[3]] * 2)
+    assert parts == {"a": [0, 1, 2, 3, 8, 9], "b": [4, 5, 6, 7]}
+    assert core._in_flight == {"a": 6, "b": 6}
+    core._in_flight = {"a": 0, "b": 0}
+    assert core._assign(range(5), [[1]] * 5) == {"a": [0, 1, 2], "b": [3, 4]}, "one prompt alone is shared out"
 
 
 def test_servers_must_be_different_and_at_least_one():
@@ -93,6 +105,19 @@ def test_two_servers_share_rows_and_one_that_dies_is_done_without_until_it_is_ba
     try:
         publish(stepped(model, 1, size=0.05), engine)
         check_weights(engine, model, 1)
+        engine.update_weights(stepped(model, 9).state_dict(), version=1, backend="nccl")  # by a store, on a CPU
+        for core in (first, second):
+            engine.core._in_flight = {core: 0}
+            check_weights(engine, model, 1)  # the workers of both servers were members of one group
+        engine.core._in_flight = {first: 0, second: 0}
+
+        # Another rank, which sends nothing.
+        other = VLLMEngine([second_server.url, vllm_server.url], eos_token_ids=(), seed=0)
+        other_second, other_first = other.core._in_flight
+        assert other.address == engine.address, "by which ranks find the one that sends"
+        publish(model, other, 1, sends=False)
+        other.core.labels = engine.core.labels
+        check_weights(other, model, 1)
 
         call = BackgroundCall(lambda: engine.generate(PROMPTS, LONG, seeds=[1, 2, 3, 4]))
         wait_until(lambda: vllm_server.is_drawing() and second_server.is_drawing())
@@ -108,9 +133,22 @@ def test_two_servers_share_rows_and_one_that_dies_is_done_without_until_it_is_ba
 
         second_server.start()  # with the weights of its files
         check_weights(engine, model, 2)
+        other.core.labels = {**engine.core.labels, second_server.url: "of a version before"}
+        other.version = 2
+        check_weights(other, model, 2)
+        assert list(other.core._in_flight) == [other_first], "it was asked, and said that it has other weights"
         publish(stepped(model, 3, size=0.05), engine)
         assert list(engine.core._in_flight) == [first, second], "back, with the weights of the others"
         check_weights(engine, model, 3)
+        publish(model, other, 3, sends=False)
+        other.core.labels = engine.core.labels
+        assert set(other.core._in_flight) == {other_first, other_second}
+        check_weights(other, model, 3)
+
+        other.core._lose(other_first, "busy")
+        other.core._lose(other_second, "busy")
+        check_weights(other, model, 3)  # both still have the weights
+        other.close()
 
         for server in (vllm_server, second_server):
             os.killpg(server.process.pid, signal.SIGKILL)

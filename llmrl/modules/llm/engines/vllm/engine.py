@@ -69,6 +69,7 @@ class VLLMEngine:
     """
 
     takes_groups = True  # of weights, one after the other
+    update_s = float("inf")  # longest that an update may take; less than what other ranks wait for it
 
     def __init__(
         self,
@@ -125,7 +126,7 @@ class VLLMEngine:
 
     @property
     def address(self) -> str | None:
-        """The URL of a server, which ranks may share; None for an engine of this process's own."""
+        """The URL of a server, or of all of them, which ranks may share; None for an engine of this process's own."""
         return getattr(self.core, "url", None)
 
     # --- generation ---------------------------------------------------------------------------------------------------
@@ -258,7 +259,7 @@ class VLLMEngine:
             given = self.weight_backend if backend is None else backend
             settings = transfer_settings(given, self.core.info.place)
             checked = self._weight_spec().weight_set(weights)
-            end = self._end(0)
+            end = min(self._end(0), time.monotonic() + self.update_s)
             with self._lock.holding(object(), end, f"loading version {version}", self._before_weight_update):
                 self._load(checked, version, end, settings)
 

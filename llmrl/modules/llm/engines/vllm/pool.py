@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from llmrl.modules.llm.engines.vllm.server import ServerCore, served_model
 
 __all__ = ["PoolCore"]
 
+_UNKNOWN = "unknown"  # a label that no server has: of one that was lost before it got any weights
 _RETURNED_S = 2.0  # for the first answer of a server that was lost, asked at each update
 
 
@@ -24,7 +24,11 @@ class PoolCore:
     """Requests to ``urls``, whose servers must serve the same model.
 
     A server that fails is left out, and its rows are asked elsewhere: a row is a function of its prompt, its seed and
-    the weights. It is taken in again by the next update, which gives it the weights; until then it may have old ones.
+    the weights. It is taken in again by the next update, which gives it the weights, or, where no other is left, at
+    once if it still has them, once in a call.
+
+    Several ranks may use the same servers, of which one sends the weights. The others get its ``labels`` afterwards,
+    and ask the servers that have them.
     """
 
     def __init__(self, urls: Sequence[str], **waits: float) -> None:
@@ -33,6 +37,8 @@ class PoolCore:
         self._lock = threading.Lock()
         self._in_flight: dict[ServerCore, int] = {}  # rows, of the servers that answer
         self._lost: dict[ServerCore, str] = {}  # and why
+        self._num_workers: dict[ServerCore, int] = {}
+        self._updated: dict[ServerCore, int] = {}  # of the last update: the servers, and the number of their workers
         self._is_loading = False
         try:
             for url in urls:
@@ -53,13 +59,35 @@ class PoolCore:
             processed=all(core.info.processed for core in cores),
         )
 
+    @property
+    def url(self) -> str:
+        """All of them: the same on every rank that uses them."""
+        return " ".join(sorted(core.url for core in (*self._in_flight, *self._lost)))
+
+    @property
+    def labels(self) -> dict[str, str | None]:
+        """The labels of the weights that the servers were sent last, by URL; of those that answer."""
+        return {core.url: core.label for core in self._in_flight}
+
+    @labels.setter
+    def labels(self, labels: Mapping[str, str | None]) -> None:
+        with self._lock:
+            for core in (cores := [*self._in_flight, *self._lost]):
+                core.label = labels.get(core.url, _UNKNOWN)
+            self._lost = {core: "it did not get the last weights." for core in cores if core.url not in labels}
+            self._in_flight = {core: self._in_flight.get(core, 0) for core in cores if core.url in labels}
+
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def complete(self, requests: Requests) -> list[Completion]:
         """One completion per prompt. Raises RolloutError where no server is left."""
         found: dict[int, Completion] = {}
+        asked_again = False
         while missing := [row for row in range(len(requests.prompts)) if row not in found]:
-            parts = self._assign(missing)
+            if not self._in_flight and not asked_again:  # they may have been too busy to answer
+                self._take_in(requests.end)
+                asked_again = True
+            parts = self._assign(missing, requests.prompts)
 
             def ask(core: ServerCore, parts: Mapping[ServerCore, list[int]] = parts) -> list[Completion]:
                 rows = parts[core]
@@ -69,21 +97,31 @@ class PoolCore:
                 finally:
                     with self._lock:
                         if core in self._in_flight:
-                            self._in_flight[core] -= len(rows)
+                            self._in_flight[core] = max(0, self._in_flight[core] - len(rows))
 
             for core, answers in self._each(list(parts), ask).items():
                 found |= zip(parts[core], answers, strict=True)
         return [found[row] for row in range(len(requests.prompts))]
 
-    def _assign(self, rows: Sequence[int]) -> dict[ServerCore, list[int]]:
-        """Rows by the server that has the fewest in flight, which they are counted for."""
+    def _assign(self, rows: Sequence[int], prompts: Sequence[list[int]]) -> dict[ServerCore, list[int]]:
+        """Rows by the server that has the fewest in flight, which they are counted for.
+
+        Rows of one prompt stay together, so that it is read once, as far as that leaves the servers equally loaded.
+        """
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for row in rows:
+            groups.setdefault(tuple(prompts[row]), []).append(row)
         parts: dict[ServerCore, list[int]] = {}
         with self._lock:
             self._check_any(RolloutError)
-            for row in rows:
-                core = min(self._in_flight, key=self._in_flight.__getitem__)
-                self._in_flight[core] += 1
-                parts.setdefault(core, []).append(row)
+            fair = -(-(sum(self._in_flight.values()) + len(rows)) // len(self._in_flight))
+            for group in groups.values():
+                while group:
+                    core = min(self._in_flight, key=self._in_flight.__getitem__)
+                    count = max(1, fair - self._in_flight[core])
+                    taken, group = group[:count], group[count:]
+                    self._in_flight[core] += len(taken)
+                    parts.setdefault(core, []).extend(taken)
         return parts
 
     def _each(self, cores: Sequence[ServerCore], ask: Callable[[ServerCore], Any]) -> dict[ServerCore, Any]:
@@ -109,10 +147,22 @@ class PoolCore:
     # --- weights ------------------------------------------------------------------------------------------------------
 
     def call_workers(self, method: str, end: float, **arguments: Any) -> list[Any]:
-        """The answers of the workers of all servers. While weights are loaded a server that fails ends the update."""
+        """The answers of the workers of all servers. While weights are loaded a server that fails ends the update;
+        before that, servers that were lost and answer again are taken in.
+        """
+        if not self._is_loading:
+            self._take_in()
         cores = list(self._in_flight)
-        ask = partial(_call_workers, method=method, end=end, arguments=arguments)
+
+        def ask(core: ServerCore) -> list[Any]:
+            numbered = {}
+            if method == "llmrl_open_transfer":  # in a group that weights are broadcast to: one server after the other
+                numbered["first_rank"] = 1 + sum(self._num_workers[other] for other in cores[: cores.index(core)])
+            return core.call_workers(method, end, **arguments, **numbered)
+
         answers = self._each(cores, ask)
+        if not self._is_loading:
+            self._num_workers = {core: len(workers) for core, workers in answers.items()}
         if self._is_loading and len(answers) < len(cores):
             raise RolloutError(f"VLLMEngine: a server was lost during an update. {' '.join(self._lost.values())}")
         self._check_any(RolloutError)
@@ -120,8 +170,8 @@ class PoolCore:
 
     @contextlib.contextmanager
     def updating(self, version: int, end: float) -> Iterator[bool]:
-        """Takes lost servers in again, where they answer; then no request runs on any server inside the block."""
-        same = not self._take_in()
+        """No request of any client runs on any server inside the block."""
+        before, same = self._updated, True
         with contextlib.ExitStack() as updates:
             for core in list(self._in_flight):
                 try:
@@ -129,25 +179,27 @@ class PoolCore:
                 except NothingLoadedError as error:
                     self._lose(core, str(error))
             self._check_any(NothingLoadedError)
+            self._updated = {core: self._num_workers[core] for core in self._in_flight}
             self._is_loading = True
             try:
-                yield same
+                yield same and self._updated == before
             finally:
                 self._is_loading = False
 
-    def _take_in(self) -> bool:
-        """True where a lost server is back."""
-        back = []
-        for core in self._lost:
+    def _take_in(self, same_until: float | None = None) -> None:
+        """Lost servers that answer, with this model, are asked again; with ``same_until``, a deadline, those that still
+        have the weights that they were sent.
+        """
+        for core in list(self._lost):
             with contextlib.suppress(LLMRLError, LookupError, ValueError):
                 served = served_model(core.url, timeout_s=_RETURNED_S)
+                core.label = core.label or _UNKNOWN
+                if same_until is not None:
+                    core.check_label(same_until)
                 if (served.get("root") or served["id"]) == self.info.model:
-                    back.append(core)
-        with self._lock:
-            for core in back:
-                del self._lost[core]
-                self._in_flight[core] = 0
-        return bool(back)
+                    with self._lock:
+                        if self._lost.pop(core, None) is not None:
+                            self._in_flight[core] = 0
 
     def set_adapter(self, folder: Path, *, version: int, end: float) -> None:
         for core in self._in_flight:
@@ -157,7 +209,3 @@ class PoolCore:
         """Ends the connections; the servers keep running."""
         for core in [*self._in_flight, *self._lost]:
             core.close()
-
-
-def _call_workers(core: ServerCore, *, method: str, end: float, arguments: Mapping[str, Any]) -> list[Any]:
-    return core.call_workers(method, end, **arguments)

@@ -60,7 +60,7 @@ class ServerCore:
         self.url = url.rstrip("/").removesuffix("/v1")
         self._closing = False
         self._connections = Connections(self.url)
-        self._label: str | None = None  # of the weights that were sent last; the server reports which it has
+        self.label: str | None = None  # of the weights that were sent last; the server reports which it has
         self._known_paths: set[str] = set()
         self._monitor = HealthMonitor(self._connections, silence_s)
         self._pool = ThreadPoolExecutor(_MAX_CONNECTIONS, thread_name_prefix="llmrl-vllm-server")
@@ -98,7 +98,7 @@ class ServerCore:
                 for prompt, option in zip(requests.prompts, requests.options, strict=True):
                     futures.append(self._pool.submit(self._complete_row, prompt, option, requests.end))
                 completions = [future.result() for future in futures]  # every request has its own deadline
-                self._check_label(requests.end)
+                self.check_label(requests.end)
                 return completions
         except (CancelledError, RuntimeError) as error:
             if not self._closing:
@@ -149,14 +149,14 @@ class ServerCore:
                     self._connections.ask("POST", "/pause?mode=wait", end=end)
                 except LLMRLError as error:
                     raise NothingLoadedError(f"{error} Nothing was updated.") from error
-                yield self._label is None or self._label_of_server(end) == self._label
+                yield self.label is None or self._label_of_server(end) == self.label
                 if not self._connections.ask("POST", "/reset_prefix_cache", end=end).get("success"):
                     raise WeightSyncError(
                         f"VLLMEngine: {self.url} must empty its prefix cache after an update: it did not."
                     )
                 if self._known_paths >= _LABEL_PATHS:  # the label tells that a server was started again
-                    self._label = f"llmrl-{secrets.token_hex(4)}-{version}"
-                    body = {"new_version": self._label}
+                    self.label = f"llmrl-{secrets.token_hex(4)}-{version}"
+                    body = {"new_version": self.label}
                     self._connections.ask("POST", "/update_weight_version", body, end=end)
             except BaseException:
                 with contextlib.suppress(LLMRLError):  # the first error counts
@@ -169,11 +169,11 @@ class ServerCore:
     def _label_of_server(self, end: float) -> str | None:
         return self._connections.ask("GET", "/weight_info", end=end).get("weight_version")
 
-    def _check_label(self, end: float) -> None:
+    def check_label(self, end: float) -> None:
         """Raises RolloutError where the server's weights are not those that were sent last."""
-        if self._label is not None and (found := self._label_of_server(end)) != self._label:
+        if self.label is not None and (found := self._label_of_server(end)) != self.label:
             raise RolloutError(
-                f"VLLMEngine: {self.url} must have the weights that it was sent ({self._label}): it has {found!r}; it "
+                f"VLLMEngine: {self.url} must have the weights that it was sent ({self.label}): it has {found!r}; it "
                 "was started again, or another client sends it weights. Update them again."
             )
 

@@ -64,8 +64,11 @@ class WorkerExtension:
             attach_kernels()
         repack_tied(model)
 
-    def llmrl_open_transfer(self: Any, backend: str, init_info: dict[str, Any]) -> None:
-        """Makes ``backend``, a name of ours or of vLLM's factory, the transfer by which this worker takes weights."""
+    def llmrl_open_transfer(self: Any, backend: str, init_info: dict[str, Any], first_rank: int = 1) -> None:
+        """Makes ``backend``, a name of ours or of vLLM's factory, the transfer by which this worker takes weights.
+
+        first_rank  of this engine's workers in the group that weights are broadcast to: the trainer is 0
+        """
         factory = vllm_module("vllm.distributed.weight_transfer.factory").WeightTransferEngineFactory
         if backend == BACKEND:
             try:
@@ -81,6 +84,8 @@ class WorkerExtension:
             model = self.model_runner.get_model()
             worker = getattr(self, "worker", self)  # in this process ``self`` is a wrapper around it
             worker.weight_transfer_engine = factory.create_engine(config, self.vllm_config, self.device, model)
+        if backend == BACKEND:
+            init_info = {**init_info, "first_rank": first_rank}
         self.init_weight_transfer_engine(init_info)
 
     def llmrl_start(self: Any) -> None:
@@ -185,6 +190,7 @@ def _transfer_class() -> type:
     @dataclass
     class InitInfo(base.WeightTransferInitInfo):
         info: dict[str, Any]  # of a buffer's ``connect``
+        first_rank: int = 1
 
     @dataclass
     class UpdateInfo(base.WeightTransferUpdateInfo):
@@ -202,7 +208,8 @@ def _transfer_class() -> type:
                 self.buffer = CudaBuffer.open(info["gpu"], info["handle"], info["size"])
             else:
                 parallel = self.parallel_config
-                rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank  # the trainer is 0
+                replica = parallel.data_parallel_index * parallel.world_size
+                rank = init_info.first_rank + replica + parallel.rank
                 self.buffer = BroadcastBuffer.open(info["size"], self.device, info["group"], rank)
 
         def start_weight_update(self) -> None:

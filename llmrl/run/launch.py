@@ -1,0 +1,316 @@
+"""``llmrl launch``: vLLM servers on GPUs of their own, and torchrun's ranks on the others, as one command.
+
+A server that ends during the run is started again; the run gives it the weights. All servers end with the command, also
+where that is killed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from llmrl.concurrency.parent_watchdog import OWNER
+from llmrl.concurrency.process_monitor import process_state
+from llmrl.errors import ConfigError, WorkerError
+from llmrl.run.console import make_console, print_plan
+
+__all__ = ["Command", "Launch", "launch", "plan_launch", "run_launch"]
+
+HOST = "127.0.0.1"  # a server that takes weights does what any client asks
+INTERRUPTED = 130
+_RESTARTS = 3  # of each server
+_ENDING_S = 30.0  # for a server to end by itself
+_SAVING_S = "120"  # for ranks to finish a step and save it after Ctrl-C, and to end after one that failed
+_SHOWN = 30  # lines of a log
+
+
+@dataclass(frozen=True)
+class Command:
+    """A process to start: ``words``, and what is added to this one's environment."""
+
+    words: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        return " ".join([*variables, shlex.join(self.words)])
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The ``rows`` of the recipe's plan; the command of each server by its URL, and that of the trainer."""
+
+    rows: list[tuple[str, str]]
+    servers: dict[str, Command]
+    trainer: Command
+
+
+def launch(
+    module: str, config: Any, arguments: Sequence[str], *, runs: Path, wait_s: float, settings: Mapping[str, Any]
+) -> int:
+    """The command, with the ``settings`` of `plan_launch`. Returns the exit code."""
+    planned = plan_launch(module, config, arguments, runs=runs, **settings)
+    if not settings["dry_run"]:
+        say = partial(print, "launch       ", file=sys.stderr, flush=True)
+        return run_launch(planned, runs=runs, wait_s=wait_s, say=say)
+    print_plan(make_console(), "launch (dry run)", planned.rows)
+    print(*planned.servers.values(), planned.trainer, sep="\n")
+    return 0
+
+
+def plan_launch(module: str, config: Any, arguments: Sequence[str], **settings: Any) -> Launch:
+    """The processes that train by ``config``; arguments as of `_plan`, in a process that leaves no memory on a GPU.
+
+    Raises  ConfigError for what this machine cannot do, and for a port in use
+    """
+    rollout, port = config.rollout, settings["port"]
+    if not rollout.gpus or rollout.servers:
+        raise ConfigError(
+            f"llmrl launch  starts the engines of rollout.gpus: got {rollout.gpus}; give rollout.gpus=N"
+            if not rollout.servers
+            else "llmrl launch  starts servers itself: leave out rollout.servers, or start ranks by torchrun"
+        )
+    for number in range(port, port + rollout.gpus // rollout.tensor_parallel):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((HOST, number))
+            except OSError as error:
+                raise ConfigError(
+                    f"llmrl launch  needs port {number} for a server: {error.strerror}; give others with --port"
+                ) from None
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_plan, module, config, list(arguments), **settings).result()
+
+
+def _plan(
+    module: str,
+    config: Any,
+    arguments: list[str],
+    *,
+    runs: Path,
+    port: int,
+    trainers: int | None = None,
+    dry_run: bool = False,
+) -> Launch:
+    """``module`` is the recipe's; ``arguments`` the ranks'; without ``trainers`` all other GPUs train, on a CPU one."""
+    import torch
+
+    from llmrl.modules.llm.engines.vllm.compat import server_command
+    from llmrl.train.memory import find_gpu, trainer_gpus
+
+    rollout, count = config.rollout, torch.cuda.device_count()
+    gpu = find_gpu(torch.device("cuda", 0), count) if count else None
+    if gpu is None:
+        trainers = trainers or 1
+    elif trainers is None:
+        trainers = trainer_gpus(config, gpu).count
+    elif trainers + rollout.gpus > count:
+        raise ConfigError(
+            f"llmrl launch  needs {trainers} + {rollout.gpus} GPUs (--trainers, rollout.gpus): got {count}"
+        )
+    if config.prompts_per_step % trainers:
+        raise ConfigError(f"prompts_per_step {config.prompts_per_step} must be a multiple of the {trainers} trainers")
+    gpu = gpu and replace(gpu, count=trainers + rollout.gpus)
+    rows, engine = importlib.import_module(module).plan_with_engine(config, runs=runs, gpu=gpu)
+
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = seen.split(",") if seen else [str(number) for number in range(count)]
+
+    def visible(names: list[str]) -> dict[str, str]:
+        return {"CUDA_VISIBLE_DEVICES": ",".join(names)} if gpu else {}
+
+    model, options = _served(config, runs, engine.options, port, dry_run)
+    servers = {}
+    for number in range(engine.apart):
+        first = len(names) - rollout.gpus + number * rollout.tensor_parallel
+        words, variables = server_command(model, options, host=HOST, port=port + number)
+        placed = visible(names[first : first + rollout.tensor_parallel])
+        servers[f"http://{HOST}:{port + number}"] = Command(words, placed | variables)
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(trainers)]
+    words += ["-m", "llmrl.run.cli", *arguments, f"rollout.servers=[{', '.join(servers)}]"]
+    return Launch(rows, servers, Command(words, visible(names[:trainers])))
+
+
+def _served(
+    config: Any, runs: Path, options: Mapping[str, Any], port: int, dry_run: bool
+) -> tuple[str, Mapping[str, Any]]:
+    """The model that servers read. One that is made on the spot is written without weights, which the run sends."""
+    from llmrl.train.models import load_tokenizer, meta_model, resolve_model
+
+    if isinstance(config.model, str):
+        return str(resolve_model(config.model, runs=runs)), options
+    folder = runs.absolute() / ".launch" / f"model-{port}"
+    if not dry_run:
+        tokenizer = load_tokenizer(config, runs=runs)
+        for part in (meta_model(config, tokenizer, runs=runs).config, tokenizer):
+            part.save_pretrained(folder)
+    return str(folder), {**options, "load_format": "dummy"}
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+class _Server:
+    """A process group of a server. With ``pid`` and ``exitcode`` as of a multiprocessing.Process."""
+
+    def __init__(self, url: str, command: Command, log: Path) -> None:
+        self.url, self.log, self.starts = url, log, 0
+        self._command = command
+        log.unlink(missing_ok=True)
+
+    def start(self) -> None:
+        # In a session of its own: Ctrl-C is for the ranks, which finish a step with it.
+        environment = {**os.environ, **self._command.environment, OWNER: str(os.getpid())}
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command.words,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.starts += 1
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def exitcode(self) -> int | None:
+        return self._process.poll()
+
+    def answers(self) -> bool:
+        with suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
+            return True
+        return False
+
+    def last_lines(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines()[-_SHOWN:]
+        return "\n".join([f"The end of {self.log}:", *(f"  {line}" for line in lines)])
+
+    def signal(self, number: int) -> bool:
+        """Signals what is left of the group; False where nothing is."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+            return True
+        return False
+
+
+def run_launch(launch: Launch, *, runs: Path, wait_s: float, say: Callable[[str], None]) -> int:
+    """Starts all of it and returns the exit code of the trainer; 130 after an interruption.
+
+    wait_s  for the servers to answer
+    say     shows a line
+    Raises  WorkerError, with the end of its log, for a server that does not answer
+    """
+    logs = runs.absolute() / ".launch"
+    logs.mkdir(parents=True, exist_ok=True)
+    servers = [
+        _Server(url, command, logs / f"server-{url.rpartition(':')[2]}.log") for url, command in launch.servers.items()
+    ]
+    stop = threading.Event()
+    watch = threading.Thread(target=_watch, args=[servers, stop, say], name="llmrl-launch", daemon=True)
+    with _signals(signal.default_int_handler), _ended(servers):
+        began = time.monotonic()
+        for server in servers:
+            server.start()
+            say(f"server {server.url} starts; its log: {server.log}")
+        _wait(servers, began + wait_s, wait_s)
+        say(f"{len(servers)} servers answer after {time.monotonic() - began:.0f} s")
+        watch.start()
+        try:
+            return _train(launch.trainer)
+        finally:
+            stop.set()
+            watch.join()
+
+
+def _wait(servers: Sequence[_Server], end: float, wait_s: float) -> None:
+    waiting = list(servers)
+    while waiting:
+        for server in waiting:
+            if server.exitcode is not None or time.monotonic() > end:
+                raise WorkerError(
+                    f"llmrl launch: server {server.url} must answer within {wait_s:g} s: it {process_state(server)}.\n"
+                    f"{server.last_lines()}"
+                )
+        time.sleep(0.2)
+        waiting = [server for server in waiting if not server.answers()]
+
+
+def _watch(servers: Sequence[_Server], stop: threading.Event, say: Callable[[str], None]) -> None:
+    left = list(servers)
+    while not stop.wait(1.0):
+        for server in [server for server in left if server.exitcode is not None]:
+            again = server.starts <= _RESTARTS
+            then = "it is started again" if again else f"it is left so after {_RESTARTS} restarts"
+            say(f"server {server.url} {process_state(server)}; {then}. {server.last_lines()}")
+            server.signal(signal.SIGKILL)  # what it started may hold the GPU
+            if again:
+                server.start()
+            else:
+                left.remove(server)
+
+
+def _train(command: Command) -> int:
+    """torchrun in this process, which ranks follow, so that their exit code is known."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    os.environ |= command.environment
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SAVING_S)
+    try:
+        run(parse_args(list(command.words[3:])))
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    except SignalException:
+        return INTERRUPTED
+    return 0
+
+
+@contextmanager
+def _signals(handler: Any) -> Iterator[None]:
+    """What ends a command is handled by ``handler`` inside, whoever set another one meanwhile."""
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _ended(servers: Sequence[_Server]) -> Iterator[None]:
+    """Nothing is left of the servers afterwards."""
+    try:
+        yield
+    finally:
+        with _signals(signal.SIG_IGN):
+            started = [server for server in servers if server.starts]
+            for server in started:
+                server.signal(signal.SIGTERM)
+            end = time.monotonic() + _ENDING_S
+            while any([server.exitcode is None or server.signal(0) for server in started]) and time.monotonic() < end:
+                time.sleep(0.1)
+            for server in started:
+                server.signal(signal.SIGKILL)

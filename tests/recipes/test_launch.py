@@ -1,0 +1,185 @@
+"""``llmrl launch``: servers and ranks as one command; a server that dies, what is refused, what is left behind."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from llmrl.errors import WorkerError
+from llmrl.modules.llm.engines.vllm.compat import EXTENSION, server_command
+from llmrl.run.launch import Command, Launch, run_launch
+from llmrl.testing import tiny_model, tiny_tokenizer
+from tests.support.processes import descendants, is_running, wait_until
+
+MODEL = {"hidden_size": 64, "layers": 1, "heads": 2}  # heads of 32, the smallest that vLLM computes on a CPU
+ROLLOUT = {"engine": "vllm", "gpus": 2, "options": {"kv_cache_memory_bytes": 1 << 27}}
+PATIENCE_S = 500
+
+
+def free_ports():
+    """The first of two."""
+    while True:
+        with socket.socket() as one, socket.socket() as two:
+            one.bind(("127.0.0.1", 0))
+            port = one.getsockname()[1]
+            try:
+                two.bind(("127.0.0.1", port + 1))
+            except (OSError, OverflowError):
+                continue
+            return port
+
+
+def log_of(place, port):
+    return (place.path / "runs/.launch" / f"server-{port}.log").read_text(errors="replace")
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_two_servers_and_two_ranks_one_server_dies_and_ctrl_c_leaves_a_checkpoint_and_no_process(place, grpo):
+    port = free_ports()
+    name = place.recipe("mine", grpo, model=MODEL, rollout=ROLLOUT, zero_variance="keep", parallel={"mode": "fsdp2"})
+    launch = place.process(
+        *("launch", "grpo", name, "--name", "run", "--trainers", "2", "--port", port, "steps=100000"),
+        start_new_session=True,
+    )
+    metrics = place.path / "runs/run/metrics.jsonl"
+
+    def num_steps():
+        assert launch.poll() is None, launch.communicate()
+        return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+    try:
+        wait_until(lambda: num_steps() >= 3, PATIENCE_S)
+        pushes = [log_of(place, number).count("POST /update_weight_version") for number in (port, port + 1)]
+        steps = num_steps()
+        assert 3 <= pushes[0] <= steps + 2, "one by each version, the first before the first step, not one by each rank"
+        assert abs(pushes[0] - pushes[1]) <= 1
+
+        started = descendants(launch.pid)
+        (second,) = [pid for pid, command in started if f"--port={port + 1}" in command and "api_server" in command]
+        os.kill(second, signal.SIGKILL)
+        alone = num_steps()
+        wait_until(lambda: num_steps() >= alone + 5, PATIENCE_S)
+        os.kill(launch.pid, signal.SIGINT)
+        result = place.finish(launch, timeout_s=PATIENCE_S)
+    finally:
+        launch.kill()
+    assert result.code == 130, result.err
+    assert f"server http://127.0.0.1:{port + 1} was killed by SIGKILL; it is started again" in result.err
+    rows = place.steps("run")
+    for step in rows:
+        assert step["rollout/failed"] == 0, "asked again elsewhere"
+        assert len(place.rollouts("run", int(step["step"]))) == 16
+        assert step["mismatch/logp_abs_max"] < 1e-4, "sampled by the weights of this version"
+    assert place.checkpoints("run") == [f"step{len(rows)}"]
+    wait_until(lambda: not any(is_running(pid) for pid, _ in started))
+
+
+@pytest.mark.vllm
+@pytest.mark.ray
+@pytest.mark.slow
+def test_the_file_for_ray_places_a_server_and_leaves_none(tmp_path):
+    pytest.importorskip("ray")
+    page = (Path(__file__).parents[2] / "docs/scaling.md").read_text()
+    (tmp_path / "on_ray.py").write_text(re.search(r"```python\n(.*?)^```", page, re.S | re.M)[1])
+    model = tiny_model(tiny_tokenizer(), **MODEL)
+    for part in (model, tiny_tokenizer()):
+        part.save_pretrained(tmp_path / "model")
+    ask = "import sys, urllib.request as u; url = sys.argv[1].partition('[')[2].rstrip(']'); "
+    ask += "print(u.urlopen(url + '/v1/models').read().decode()); sys.exit(5)"
+    options = json.dumps({"max_model_len": 64, "kv_cache_memory_bytes": 1 << 27, "dtype": "float32"})
+    command = [sys.executable, "on_ray.py", "--model", str(tmp_path / "model"), "--gpus", "0", "--options", options]
+    ended = subprocess.run(
+        [*command, "--", sys.executable, "-c", ask], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert ended.returncode == 5, ended.stderr
+    assert '"max_model_len":64' in ended.stdout
+    left = [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path) in _text(path)]
+    assert not left
+
+
+def _text(path):
+    try:
+        return path.read_text()
+    except OSError:  # it ended meanwhile
+        return ""
+
+
+@pytest.mark.vllm
+def test_the_command_of_a_server_is_one_that_vllm_reads():
+    options = {"max_model_len": -1, "dtype": "bfloat16", "tensor_parallel_size": 2, "hf_overrides": {"a": 1}}
+    words, variables = server_command("org/model", options, host="127.0.0.1", port=8100)
+    assert variables["VLLM_SERVER_DEV_MODE"] == "1"
+    make = importlib.import_module("vllm.entrypoints.launchers.cli_args").make_arg_parser
+    parser = make(importlib.import_module("vllm.utils.argparse_utils").FlexibleArgumentParser())
+    read = parser.parse_args([word for word in words if word.startswith("--")])
+    assert (read.model, read.port, read.host) == ("org/model", 8100, "127.0.0.1")
+    assert {name: getattr(read, name) for name in options} == options
+    assert (read.logprobs_mode, read.worker_extension_cls) == ("processed_logprobs", EXTENSION)
+
+
+# --- what is refused, and how a part ends
+
+
+def test_engines_on_gpus_of_their_own_need_the_launcher(place, grpo):
+    name = place.recipe("mine", grpo, rollout=ROLLOUT)
+    refused = place.run("grpo", name)
+    assert refused.code == 2
+    assert "did you mean  llmrl launch grpo" in refused.err
+    assert "rollout.gpus=N" in place.run("launch", "grpo", name, "rollout.gpus=0").err
+    assert "leave out rollout.servers" in place.run("launch", "grpo", name, "rollout.servers=[http://a:1]").err
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        refused = place.run("launch", "grpo", name, "--port", str(port), "rollout.gpus=1")
+    assert refused.code == 2
+    assert f"needs port {port} for a server: Address already in use; give others with --port" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("print('no room'); raise SystemExit(3)", r"(?s)must answer within 2 s: it ended with exit code 3.*no room"),
+        ("import time; print('slow', flush=True); time.sleep(60)", r"(?s)must answer within 2 s: it runs.*slow"),
+    ],
+    ids=["ends", "hangs"],
+)
+def test_a_server_that_does_not_answer_is_named_with_the_end_of_its_log(tmp_path, program, message):
+    launch = Launch([], {"http://127.0.0.1:1": Command([sys.executable, "-c", program])}, Command([]))
+    said = []
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(WorkerError, match=message):
+        run_launch(launch, runs=tmp_path, wait_s=2, say=said.append)
+    assert len(said) == 1
+    assert str(tmp_path / ".launch/server-1.log") in said[0]
+    assert signal.getsignal(signal.SIGINT) is before
+    assert not [command for _, command in descendants(os.getpid()) if program in command], "nothing is left"
+
+
+LAUNCH = """
+import sys
+from pathlib import Path
+from llmrl.run.launch import Command, Launch, run_launch
+ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "rank.py"]
+launch = Launch([], {}, Command([sys.executable, *ranks]))
+sys.exit(run_launch(launch, runs=Path(), wait_s=60, say=print))
+"""
+
+
+def test_the_exit_code_is_that_of_the_rank_that_failed(tmp_path):
+    (tmp_path / "rank.py").write_text("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(60)")
+    began = time.monotonic()
+    ended = subprocess.run([sys.executable, "-c", LAUNCH], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 7, ended.stderr
+    assert time.monotonic() - began < 60, "the other rank was not waited for"
