@@ -37,6 +37,8 @@ METRICS: dict[str, str] = {
     "policy/kl_ref": "divergence from the reference model, nats per trained token",
     "policy/grad_norm": "before clipping",
     "policy/lr": "learning rate",
+    "router/aux_loss": "mixtures of experts: the load-balancing loss without its weight; experts per token if balanced",
+    "router/load_max": "the load of the busiest expert of a layer over the mean, in the worst layer",
     "mismatch/logp_abs_mean": "mean |log p of the trainer - log p of the engine|, same weights",
     "mismatch/logp_abs_max": "the largest",
     "mismatch/probe": "mean |log p of the trainer - log p of the engine| on rows of the run, after each new version",

@@ -52,6 +52,11 @@ class ModelOptions(Settings):
     float32_head: bool = Field(
         False, description="the output layer in float32 also where the model is in bfloat16: exacter log-probs"
     )
+    router_aux_loss: float | None = Field(
+        None,
+        ge=0,
+        description="mixtures of experts: weight of the loss that balances their load; null: the model's own, 0: none",
+    )
 
 
 class ProfileSettings(Settings):

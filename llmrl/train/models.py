@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from llmrl.data.llm.templates import find_template
 from llmrl.errors import ConfigError, DataError
+from llmrl.modules.llm.routers import router_modules
 from llmrl.run.checkpoint import CHECKSUMS, check_files, latest_checkpoint
 from llmrl.run.run_dir import RunDir
 from llmrl.train.settings import ModelSource, TinyModelSettings
@@ -180,22 +181,33 @@ def loading_options(config: ModelSource) -> dict[str, Any]:
 def meta_model(config: ModelSource, tokenizer: PreTrainedTokenizerBase, *, runs: Path) -> PreTrainedModel:
     """The model of ``config.model`` on the meta device, without weights.
 
-    Raises  DataError if its configuration cannot be read, or lacks what ``model_options`` asks for
+    Raises  DataError if its configuration cannot be read, or lacks what ``model_options`` asks for; ConfigError for
+            settings that this model cannot be trained with
     """
     from transformers import AutoConfig, AutoModelForCausalLM
+
+    def build(source: str, **options: Any) -> PreTrainedModel:
+        sizes = AutoConfig.from_pretrained(source, **options)
+        return AutoModelForCausalLM.from_config(sizes, dtype=torch.float32, **loading_options(config))
 
     with torch.device("meta"):
         if isinstance(config.model, TinyModelSettings):
             from llmrl.testing import tiny_model
 
-            return tiny_model(tokenizer, **config.model.model_dump())
-        source = resolve_model(config.model, runs=runs)
+            model = tiny_model(tokenizer, **config.model.model_dump())
+        else:
+            model = _loaded(build, resolve_model(config.model, runs=runs))
+    check_model(config, model)
+    return model
 
-        def build(source: str, **options: Any) -> PreTrainedModel:
-            sizes = AutoConfig.from_pretrained(source, **options)
-            return AutoModelForCausalLM.from_config(sizes, dtype=torch.float32, **loading_options(config))
 
-        return _loaded(build, source)
+def check_model(config: ModelSource, model: PreTrainedModel) -> None:
+    """Raises ConfigError for settings that ``model``, on any device, cannot be trained with."""
+    if config.model_options.router_aux_loss and not router_modules(model):
+        raise ConfigError(
+            f"model_options.router_aux_loss must be 0 or null for a model without a mixture of experts: got "
+            f"{config.model_options.router_aux_loss} for {type(model).__name__}."
+        )
 
 
 def _loaded(load: Callable[..., T], source: str, **options: Any) -> T:

@@ -28,6 +28,7 @@ from llmrl.modules.llm.policies.containers import LogProbs, Masks, Tokens
 from llmrl.objectives.base import merge_outputs, output_fields, total_loss
 from llmrl.objectives.llm import GRPOLoss, SFTLoss
 from llmrl.objectives.llm.functional import StepCounts
+from llmrl.train.expert_balance import ExpertBalance
 from llmrl.train.memory import find_gpu, uses_checkpointing
 from llmrl.train.model_shape import decoder_blocks, model_shape
 from llmrl.train.optimizers import make_optimizer, set_learning_rate
@@ -55,6 +56,8 @@ _METRICS = {
     "correction_max": "mismatch/is_max",
     "masked_fraction": "mismatch/masked_frac",
     "ESS": "mismatch/ess",
+    "expert_aux_loss": "router/aux_loss",
+    "expert_load_max": "router/load_max",
 }
 _BEFORE_UPDATES = ("mismatch_mean", "mismatch_max", "kl_approx", "ESS")  # later they measure what the updates changed
 _FLOOR = 0.05  # of the peak learning rate, where a schedule ends
@@ -78,6 +81,7 @@ class Updater:
         steps: int,
         tokens_per_microbatch: int,
         packing: Packing = "auto",
+        router_aux_loss: float | None = None,
     ):
         self.session = session
         self.settings = optim
@@ -85,6 +89,7 @@ class Updater:
         self.tokens_per_microbatch = tokens_per_microbatch
         self._model = scorer.model
         scorer.use_packing(packing)
+        self._balance = ExpertBalance(session, scorer.model, router_aux_loss)
         self.scorer = session.prepare(scorer)
         self.optimizer = make_optimizer(self.scorer.parameters(), optim, session.device)
         self._counted: defaultdict[str, float] = defaultdict(float)  # since `speed` was called
@@ -98,12 +103,13 @@ class Updater:
                  a token to train: the model then stays as it is
         Raises   TrainingError if the gradient is not finite; the model stays as it is
         """
-        batch = _empty_batch(self.session.device) if batch is None else batch
+        is_filled = batch is not None
+        batch = batch if is_filled else _empty_batch(self.session.device)
         counts = loss.count_step(batch).over_ranks()
         if counts.tokens == 0:
             return {}
         with self._measured(batch, counts.tokens):
-            outputs = self._backward(loss, batch, counts)
+            outputs = self._backward(loss, batch, counts, is_filled)
         rate = learning_rate(self.settings, step, self.steps)
         set_learning_rate(self.optimizer, rate)
         norm = nn.utils.clip_grad_norm_(self.scorer.parameters(), self.settings.clip_norm)
@@ -122,20 +128,30 @@ class Updater:
         if self.session.world_size > 1 and hasattr(type(outputs[0]), "derived"):
             tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
             metrics |= {name: float(value) for name, value in type(outputs[0]).derived(tensors).items()}
-        return metrics | {"grad_norm": float(norm), "lr": rate}
+        experts = self._balance.metrics()
+        metrics["loss"] += self._balance.coefficient * experts.get("expert_aux_loss", 0.0)
+        return metrics | experts | {"grad_norm": float(norm), "lr": rate}
 
-    def _backward(self, loss: GRPOLoss | SFTLoss, batch: TensorDictBase, counts: StepCounts) -> list[Any]:
+    def _backward(
+        self, loss: GRPOLoss | SFTLoss, batch: TensorDictBase, counts: StepCounts, is_filled: bool
+    ) -> list[Any]:
         """The loss's output on each micro-batch; the gradients of all of them are added up and averaged over ranks."""
         parts = self._parts(batch)
+        forwards = [(partial(self._forward, loss, batch, rows, counts), is_filled and bool(rows)) for rows in parts]
+        self._balance.begin_step(forwards)
         outputs = []
-        for number, rows in enumerate(parts, 1):
-            last = number == len(parts)
-            part = batch[torch.tensor(rows)] if rows else _empty_batch(self.session.device)
-            with nullcontext() if last else self.session.no_sync(self.scorer):
-                output = loss(part, normalizer=counts)
-                self.session.accelerator.backward(total_loss(output) * self.session.world_size)
+        for number, (forward, has_rows) in enumerate(forwards, 1):
+            with nullcontext() if number == len(parts) else self.session.no_sync(self.scorer):
+                with self._balance.watch():
+                    output = forward()
+                total = total_loss(output) + self._balance.term(is_filled=has_rows)
+                self.session.accelerator.backward(total * self.session.world_size)
             outputs.append(output)
         return outputs
+
+    def _forward(self, loss: GRPOLoss | SFTLoss, batch: TensorDictBase, rows: Sequence[int], counts: StepCounts) -> Any:
+        part = batch[torch.tensor(rows)] if rows else _empty_batch(self.session.device)
+        return loss(part, normalizer=counts)
 
     @contextmanager
     def _measured(self, batch: TensorDictBase, num_tokens: float) -> Iterator[None]:
@@ -222,6 +238,7 @@ def make_updater(config: ModelSource, session: Session, policy: TransformersWrap
         steps=steps,
         tokens_per_microbatch=config.tokens_per_microbatch,
         packing=config.packing,
+        router_aux_loss=config.model_options.router_aux_loss,
     )
     policy.scorer = updater.scorer
     return updater

@@ -120,13 +120,21 @@ def _score(
         inputs = padded_inputs(input_ids, attention_mask, position_ids)
         return _in_place(_score_with_whole_model(model, inputs, scored_BT, temperature, entropy), scored_BT)
     if packed is None:
+        _tell_routers(model, attention_mask.bool())
         hidden_NH = hidden_before(path, padded_inputs(input_ids, attention_mask, position_ids), scored_BT)
     else:
+        _tell_routers(model, packed.segment_ids >= 0)
         inputs = {"input_ids": packed.input_ids, "position_ids": packed.position_ids}
         hidden_PSH = path.body(**accepted(path.body, inputs)).last_hidden_state
         before_N = packed.index[scored_BT[attention_mask.bool()]] - 1  # the predecessor, in the same row
         hidden_NH = hidden_PSH.flatten(0, 1)[before_N]
     return _in_place(_score_hidden(path, hidden_NH, input_ids[scored_BT], temperature, chunk, entropy), scored_BT)
+
+
+def _tell_routers(model: nn.Module, is_real: Tensor) -> None:
+    """Which positions of the pass that follows are tokens: see `Routers`."""
+    if (routers := getattr(model, "routers", None)) is not None:
+        routers.is_real = is_real.flatten()
 
 
 def hidden_before(path: HeadPath, inputs: dict[str, Tensor], scored_BT: Tensor) -> Tensor:
