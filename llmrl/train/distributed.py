@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from llmrl.errors import ConfigError, DeadlineError, RunFolderError
+from llmrl.modules.llm.sequence_split import SequenceSplit
 from llmrl.run.console import make_console
 from llmrl.train.settings import ModelSource
 
@@ -60,6 +61,7 @@ class Session:
         self.device: torch.device = self.accelerator.device
         self.low_precision = bf16
         self.mesh = _make_mesh(self.device, self.world_size, config.parallel.replicas) if self.sharded else None
+        self.split = _make_split(self.device, self.world_size, config.parallel.context)
         self.console = make_console(self.rank)
         if self.world_size > 1:
             sys.excepthook = _abort_at_once(sys.excepthook)
@@ -67,6 +69,25 @@ class Session:
     @property
     def is_first(self) -> bool:
         return self.rank == 0
+
+    @property
+    def num_groups(self) -> int:
+        """Of ranks that get rows of their own; the ranks of a group have the same rows, and a slice of each."""
+        return self.world_size // (self.split.size if self.split else 1)
+
+    @property
+    def group(self) -> int:
+        """The number of this rank's group."""
+        return self.rank * self.num_groups // self.world_size
+
+    @property
+    def leads_group(self) -> bool:
+        """True on the rank that speaks for its group, where something is counted once for each row."""
+        return self.split is None or self.split.rank == 0
+
+    def split_sequences(self) -> AbstractContextManager[None]:
+        """Around passes of which the ranks of a group do the same, on the same rows: see `SequenceSplit`."""
+        return self.split.active() if self.split else nullcontext()
 
     def prepare(self, scorer: nn.Module) -> nn.Module:
         """The module to train instead of ``scorer``: in this session's precision, its gradients averaged over ranks.
@@ -192,6 +213,8 @@ class Session:
         layout = f"{self.world_size} processes, {'FSDP2' if self.sharded else 'DDP'}" if several else "1 process"
         if self.mesh is not None and self.mesh.ndim == 2:
             layout += f" in {self.mesh.size(0)} copies of {self.mesh.size(1)} parts"
+        if self.split:
+            layout += f", sequences split over {self.split.size}"
         device = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
         precision = "bfloat16 arithmetic, float32 weights" if self.low_precision else "float32"
         return f"{layout} · {device} · torch {torch.__version__} · {precision}"
@@ -221,6 +244,19 @@ def _make_mesh(device: torch.device, world_size: int, replicas: int) -> DeviceMe
     if replicas == 1:
         return init_device_mesh(device.type, (world_size,))
     return init_device_mesh(device.type, (replicas, world_size // replicas), mesh_dim_names=("replica", "shard"))
+
+
+def _make_split(device: torch.device, world_size: int, size: int) -> SequenceSplit | None:
+    """The split of sequences over this rank and its neighbours; None for one process, or a split over one.
+
+    Raises  ConfigError if the groups would differ in size
+    """
+    if world_size == 1 or size == 1:
+        return None
+    if world_size % size:
+        raise ConfigError(f"parallel.context  must divide the {world_size} processes: got {size}")
+    mesh = init_device_mesh(device.type, (world_size // size, size), mesh_dim_names=("group", "context"))
+    return SequenceSplit(mesh.get_group("context"))
 
 
 def _join(timeout_s: float) -> dist.Store | None:

@@ -202,8 +202,8 @@ def _activations(
     config: ModelSource, shape: ModelShape, arithmetic: Arithmetic, num_gpus: int, checkpointing: bool
 ) -> float:
     """Bytes kept for the backward pass of a micro-batch, and the gradients on their way through one layer."""
-    longest = longest_row(config)
-    tokens = max(longest, min(config.tokens_per_microbatch, _rows(config, num_gpus) * longest))
+    longest, split = longest_row(config), config.parallel.context if num_gpus > 1 else 1
+    tokens = max(longest, min(config.tokens_per_microbatch, _rows(config, num_gpus // split) * longest)) / split
     layer = tokens * shape.largest_kept[arithmetic]
     passing = layer / 2 + (layer if checkpointing else 0)  # checkpointing: the layer that is computed again
     if config.memory.offload == "activations":

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from llmrl.data.llm.templates import find_template
 from llmrl.errors import ConfigError, DataError
 from llmrl.modules.llm.routers import router_modules
+from llmrl.modules.llm.sequence_split import why_not_split
 from llmrl.run.checkpoint import CHECKSUMS, check_files, latest_checkpoint
 from llmrl.run.run_dir import RunDir
 from llmrl.train.settings import ModelSource, TinyModelSettings
@@ -100,6 +101,8 @@ def load_model(
         from llmrl.testing import tiny_model
 
         model = tiny_model(tokenizer, seed=config.seed, **config.model.model_dump()).to(session.device)
+        if session.split:
+            session.split.prepare(model)
         return session.shard(model) if session.sharded else model
     from transformers import AutoModelForCausalLM
 
@@ -109,6 +112,8 @@ def load_model(
     load = partial(_load_sharded, session) if session.sharded else AutoModelForCausalLM.from_pretrained
     place = {} if session.device.type == "cpu" else {"device_map": {"": session.device}}  # without a copy on the CPU
     model = _loaded(load, source, dtype=torch.float32, **place, **loading_options(config)).eval()
+    if session.split:
+        session.split.prepare(model)
     model.get_output_embeddings().in_float32 = config.model_options.float32_head
     return model
 
@@ -208,6 +213,14 @@ def check_model(config: ModelSource, model: PreTrainedModel) -> None:
             f"model_options.router_aux_loss must be 0 or null for a model without a mixture of experts: got "
             f"{config.model_options.router_aux_loss} for {type(model).__name__}."
         )
+    if (size := config.parallel.context) > 1:
+        fault = why_not_split(model, size)
+        if fault is None and config.packing == "on":
+            fault = "packs are not split: use packing=auto"
+        if fault is None and config.memory.compile:
+            fault = "compiled layers do not exchange slices: use memory.compile=false"
+        if fault:
+            raise ConfigError(f"parallel.context={size}: sequences of {type(model).__name__} cannot be split: {fault}.")
 
 
 def _loaded(load: Callable[..., T], source: str, **options: Any) -> T:

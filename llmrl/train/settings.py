@@ -234,6 +234,9 @@ class ParallelSettings(Settings):
     replicas: int = Field(
         1, ge=1, description="fsdp2: copies of the sharded model, one per node say; sharding stays within each"
     )
+    context: int = Field(
+        1, ge=1, description="processes that each sequence is split over, for sequences too long for one GPU"
+    )
     timeout_s: float = Field(600.0, gt=0, description="a collective that waits longer ends the run")
 
 

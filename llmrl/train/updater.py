@@ -105,10 +105,10 @@ class Updater:
         """
         is_filled = batch is not None
         batch = batch if is_filled else _empty_batch(self.session.device)
-        counts = loss.count_step(batch).over_ranks()
+        counts = (loss.count_step(batch) if self.session.leads_group else StepCounts()).over_ranks()
         if counts.tokens == 0:
             return {}
-        with self._measured(batch, counts.tokens):
+        with self._measured(batch, counts.tokens), self.session.split_sequences():
             outputs = self._backward(loss, batch, counts, is_filled)
         rate = learning_rate(self.settings, step, self.steps)
         set_learning_rate(self.optimizer, rate)
@@ -124,7 +124,7 @@ class Updater:
         self.optimizer.zero_grad(set_to_none=True)
         merged = {name: float(value) for name, value in output_fields(merge_outputs(outputs)).items()}
         merged["loss"] = sum(float(total_loss(output).detach()) for output in outputs)
-        metrics = self.session.sum(merged)
+        metrics = self.session.sum(merged if self.session.leads_group else dict.fromkeys(merged, 0.0))
         if self.session.world_size > 1 and hasattr(type(outputs[0]), "derived"):
             tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
             metrics |= {name: float(value) for name, value in type(outputs[0]).derived(tensors).items()}
@@ -157,6 +157,7 @@ class Updater:
     def _measured(self, batch: TensorDictBase, num_tokens: float) -> Iterator[None]:
         """Counts for `speed` what goes through the model inside: positions with padding, tokens without, arithmetic."""
         lengths, counted = _lengths(batch), self._counted
+        share = self.session.num_groups / self.session.world_size  # of its rows that this rank computes
         scored = sum(int(mask.sum()) for mask in batch.get(("masks", "all_assistant_mask"), as_list=True))
 
         def count(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
@@ -167,10 +168,11 @@ class Updater:
             yield
         finally:
             handle.remove()
-        counted["tokens"] += sum(lengths)
+        counted["tokens"] += share * sum(lengths)
         counted["trained"] += float(num_tokens) / self.session.world_size
         if self._shape is not None:
-            counted["ideal_s"] += self._shape.training_flops(lengths, scored) / self._gpu.flops / self._gpu.count
+            flops = share * self._shape.training_flops(lengths, scored)
+            counted["ideal_s"] += flops / self._gpu.flops / self._gpu.count
 
     def speed(self, seconds: float) -> dict[str, float]:
         """The "perf" metrics of the updates since the last call, which took ``seconds``; a collective."""
@@ -199,7 +201,9 @@ class Updater:
         columns: list[Tensor] = [None] * len(lengths)  # type: ignore[list-item]
         for rows in self._parts(batch):
             part = batch[torch.tensor(rows)] if rows else _empty_batch(self.session.device)
-            for row, scores in zip(rows, loss.proximal_log_probs(part), strict=bool(rows)):
+            with self.session.split_sequences():
+                scored = loss.proximal_log_probs(part)
+            for row, scores in zip(rows, scored, strict=bool(rows)):
                 columns[row] = scores[: lengths[row]].clone()
         batch.set("proximal_log_probs", LogProbs.from_rows({"full": columns}))
 
