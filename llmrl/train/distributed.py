@@ -26,7 +26,14 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import InitProcessGroupKwargs, gather_object
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 
 from llmrl.errors import ConfigError, DeadlineError, RunFolderError
 from llmrl.modules.llm.sequence_split import SequenceSplit
@@ -48,7 +55,8 @@ class Session:
 
     def __init__(self, config: ModelSource):
         self._timeout_s = config.parallel.timeout_s
-        self._store = _join(self._timeout_s)
+        self.offloads = config.memory.offload == "parameters"
+        self._store = _join(self._timeout_s, offloads=self.offloads)
         bf16 = config.dtype == "bfloat16" or (config.dtype == "auto" and _gpu_has_bfloat16())
         self.accelerator = Accelerator(
             cpu=not torch.cuda.is_available(),
@@ -106,9 +114,10 @@ class Session:
         ``model.call_whole(function, ...)`` calls ``function(model, ...)`` while that one is whole.
         """
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if self.low_precision else MixedPrecisionPolicy()
+        offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self.offloads else OffloadPolicy()
         units = getattr(model, "_no_split_modules", None) or ()
         for module in [*(m for m in model.modules() if type(m).__name__ in units), model]:
-            fully_shard(module, mesh=self.mesh, mp_policy=policy)
+            fully_shard(module, mesh=self.mesh, mp_policy=policy, offload_policy=offload)
         model._call_whole = lambda function, *arguments, **options: function(model, *arguments, **options)
         register_fsdp_forward_method(model, "_call_whole")
 
@@ -259,7 +268,7 @@ def _make_split(device: torch.device, world_size: int, size: int) -> SequenceSpl
     return SequenceSplit(mesh.get_group("context"))
 
 
-def _join(timeout_s: float) -> dist.Store | None:
+def _join(timeout_s: float, *, offloads: bool) -> dist.Store | None:
     """The process group of a start with several ranks, over keys that no session before used in the launcher's store.
 
     Returns  the store with those keys; None for one process, or where there is a group already
@@ -273,6 +282,8 @@ def _join(timeout_s: float) -> dist.Store | None:
     store = dist.PrefixStore(f"llmrl/start{start}/session{next(_NUMBERS)}", store)
     _call_roll(store, "start", rank, world_size, timeout_s, timeout_s)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if offloads and backend == "nccl":
+        backend = "cpu:gloo,cuda:nccl"  # the norm of gradients that are in host memory
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     return store
 

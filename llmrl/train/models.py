@@ -110,8 +110,12 @@ def load_model(
     if not checked and (Path(source) / CHECKSUMS).exists():
         check_files(Path(source))
     load = partial(_load_sharded, session) if session.sharded else AutoModelForCausalLM.from_pretrained
+    offloads = session.offloads and session.sharded
     place = {} if session.device.type == "cpu" else {"device_map": {"": session.device}}  # without a copy on the CPU
+    place = {} if offloads else place
     model = _loaded(load, source, dtype=torch.float32, **place, **loading_options(config)).eval()
+    if offloads:
+        _move_buffers(model, session.device)
     if session.split:
         session.split.prepare(model)
     model.get_output_embeddings().in_float32 = config.model_options.float32_head
@@ -163,7 +167,7 @@ def _can_slice(model: PreTrainedModel, session: Session) -> bool:
 @torch.no_grad()
 def _deal_out(session: Session, model: PreTrainedModel, whole: PreTrainedModel | None) -> PreTrainedModel:
     """``model``, sharded and on the meta device, with the weights and buffers of rank 0's ``whole``."""
-    model.to_empty(device=session.device)
+    model.to_empty(device="cpu" if session.offloads else session.device)
     model.tie_weights()
     values = None if whole is None else {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
     for name, own in [*model.named_parameters(), *model.named_buffers()]:
@@ -175,6 +179,13 @@ def _deal_out(session: Session, model: PreTrainedModel, whole: PreTrainedModel |
             dist.broadcast(value, 0)
             own.copy_(value)
     return model
+
+
+def _move_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Buffers are never sharded, and so not brought to the device as parameters are that wait in host memory."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
 
 
 def loading_options(config: ModelSource) -> dict[str, Any]:

@@ -91,7 +91,9 @@ class Updater:
         scorer.use_packing(packing)
         self._balance = ExpertBalance(session, scorer.model, router_aux_loss)
         self.scorer = session.prepare(scorer)
-        self.optimizer = make_optimizer(self.scorer.parameters(), optim, session.device)
+        self.optimizer = make_optimizer(
+            self.scorer.parameters(), optim, torch.device("cpu") if session.offloads else session.device
+        )
         self._counted: defaultdict[str, float] = defaultdict(float)  # since `speed` was called
         self._gpu = find_gpu(session.device, session.world_size)
         self._shape = model_shape(self._model) if self._gpu and self._gpu.flops else None
