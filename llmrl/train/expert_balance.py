@@ -34,14 +34,14 @@ class ExpertBalance:
         self._routers = Routers(model)
         if coefficient is None:
             coefficient = getattr(model.config.get_text_config(), "router_aux_loss_coef", None) or 0.0
-        self.coefficient = coefficient if self._routers.modules else 0.0
+        self.coefficient = coefficient if self._routers.count else 0.0
         self._chosen: Tensor | None = None  # of the whole step, [R, E], once they are known
         self._parts: list[RouterLoad] = []
 
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Around the forward pass of a micro-batch."""
-        if not self._routers.modules:
+        if not self._routers.count:
             yield
             return
         with self._routers.recording():
@@ -61,7 +61,7 @@ class ExpertBalance:
 
     def term(self, *, is_filled: bool) -> Tensor | float:
         """The part of the micro-batch that was just watched; those of all micro-batches and ranks add up."""
-        if not self._routers.modules:
+        if not self._routers.count:
             return 0.0
         load = self._load(is_filled)
         self._parts.append(load._replace(probs_RE=load.probs_RE.detach()))

@@ -55,24 +55,25 @@ def router_modules(model: nn.Module) -> list[nn.Module]:
 
 
 class Routers:
-    """The routers of ``model``, which gets this object as its attribute ``routers``; none where it is dense.
+    """The routers of ``model``, which gets this object as its attribute ``routers``; ``count`` is 0 where it is dense.
 
     ``is_real``  bool[N], the positions of the forward pass that are tokens; written by ``token_logprobs``
     Raises       ConfigError for a model whose head cannot be called apart from its body
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.modules = router_modules(model)
+        modules = router_modules(model)  # not kept: they have hooks that know this object
+        self.count = len(modules)
         self.is_real: Tensor | None = None
         self._seen: dict[int, tuple[Tensor, Tensor]] | None = None
-        if not self.modules:
+        if not modules:
             return
         if find_head_path(model) is None:
             raise ConfigError(
                 f"routers: {type(model).__name__} must give its logits as head(body): its experts cannot be balanced "
                 "otherwise; use model_options.router_aux_loss=0."
             )
-        for number, module in enumerate(self.modules):
+        for number, module in enumerate(modules):
             module.register_forward_hook(partial(self._see, number))
         model.routers = self
 
