@@ -344,6 +344,8 @@ def memory_rows(
     kept = "checkpointing" if plan.checkpointing else "no checkpointing"
     if config.memory.offload == "parameters" and count == 1:
         raise ConfigError("memory.offload=parameters needs several processes, which share the parameters: got 1")
+    if count > 1 and count % config.parallel.context:
+        raise ConfigError(f"parallel.context must divide the {count} processes: got {config.parallel.context}")
     if plan.host:
         kept += f" · {_gib(plan.host)} GiB of host memory for each"
     return [("memory", f"{_gib(plan.peak)} GiB at most · {place} · {kept}"), ("", _causes(plan))]

@@ -172,6 +172,14 @@ def test_settings_that_split_sequences_cannot_keep_are_errors_of_the_plan(place,
     assert words in result.err
 
 
+def test_a_split_must_divide_the_gpus_that_are_planned_for(place, sft):
+    settings = place.recipe("sums", sft)
+    assert place.run("sft", settings, "parallel.context=2", "--dry-run", "--gpu", "H100:8").code == 0
+    result = place.run("sft", settings, "parallel.context=2", "--dry-run", "--gpu", "H100:7")
+    assert result.code == 2
+    assert "parallel.context must divide the 7 processes: got 2" in result.err
+
+
 def test_the_memory_plan_divides_what_is_kept_of_a_long_row_by_the_ranks_that_share_it():
     shape = model_shape(tiny_model())
     kept = {}
