@@ -176,7 +176,7 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
             metrics["perf/imbalance"] = sum(imbalance for _, imbalance in dealt) / len(dealt)
             for batch in batches:
                 if reference is not None and batch is not None:
-                    with session.autocast():
+                    with session.autocast(), session.split_sequences():
                         reference(batch)
                 if loss.proximal == "recomputed":
                     updater.add_proximal(loss, batch)

@@ -29,6 +29,7 @@ WORDS = {
     "memory.checkpointing=on": "ckpt",
     "parallel.mode=fsdp2": "fsdp2",
     "memory.offload=activations": "act-offload",
+    "memory.offload=parameters": "offload",
     "optim.name=adamw_8bit": "8bit",
     "optim.name=adamw_offload": "opt-offload",
 }

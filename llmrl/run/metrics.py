@@ -41,6 +41,8 @@ METRICS: dict[str, str] = {
     "preference/margin": "mean difference of the implicit rewards of a pair, times beta",
     "preference/chosen_logp": "mean log-prob of a chosen answer",
     "preference/rejected_logp": "mean log-prob of a rejected answer",
+    "router/aux_loss": "mixtures of experts: the load-balancing loss without its weight; experts per token if balanced",
+    "router/load_max": "the load of the busiest expert of a layer over the mean, in the worst layer",
     "mismatch/logp_abs_mean": "mean |log p of the trainer - log p of the engine|, same weights",
     "mismatch/logp_abs_max": "the largest",
     "mismatch/probe": "mean |log p of the trainer - log p of the engine| on rows of the run, after each new version",

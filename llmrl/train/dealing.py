@@ -69,6 +69,8 @@ def deal_batch(
 ) -> tuple[TensorDictBase | None, float]:
     """This rank's part of the rows of all ranks, dealt by cost, and the `imbalance` of the parts.
 
+    Ranks that split sequences among each other get the same part.
+
     Reads   ("tokens", "full") for the lengths; rows keep all of their entries, such as group id and advantage
     Returns on the session's device; None for a rank that gets no row
 
@@ -83,6 +85,6 @@ def deal_batch(
     if batch is None:
         return None, 1.0
     costs = row_costs([len(ids) for ids in batch.get(("tokens", "full"), as_list=True)], share)
-    ranks = deal(costs, session.world_size)
-    mine = ranks[session.rank]
-    return batch[torch.tensor(mine)].to(session.device) if mine else None, imbalance(costs, ranks)
+    groups = deal(costs, session.num_groups)
+    mine = groups[session.group]
+    return batch[torch.tensor(mine)].to(session.device) if mine else None, imbalance(costs, groups)

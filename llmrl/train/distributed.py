@@ -26,10 +26,17 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import InitProcessGroupKwargs, gather_object
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 
 from llmrl.errors import ConfigError, DeadlineError, RunFolderError
+from llmrl.modules.llm.sequence_split import SequenceSplit
 from llmrl.run.console import make_console
 from llmrl.train.settings import ModelSource
 
@@ -48,7 +55,8 @@ class Session:
 
     def __init__(self, config: ModelSource):
         self._timeout_s = config.parallel.timeout_s
-        self._store = _join(self._timeout_s)
+        self.offloads = config.memory.offload == "parameters"
+        self._store = _join(self._timeout_s, offloads=self.offloads)
         bf16 = config.dtype == "bfloat16" or (config.dtype == "auto" and _gpu_has_bfloat16())
         self.accelerator = Accelerator(
             cpu=not torch.cuda.is_available(),
@@ -61,6 +69,7 @@ class Session:
         self.device: torch.device = self.accelerator.device
         self.low_precision = bf16
         self.mesh = _make_mesh(self.device, self.world_size, config.parallel.replicas) if self.sharded else None
+        self.split = _make_split(self.device, self.world_size, config.parallel.context)
         self.console = make_console(self.rank)
         if self.world_size > 1:
             sys.excepthook = _abort_at_once(sys.excepthook)
@@ -68,6 +77,25 @@ class Session:
     @property
     def is_first(self) -> bool:
         return self.rank == 0
+
+    @property
+    def num_groups(self) -> int:
+        """Of ranks that get rows of their own; the ranks of a group have the same rows, and a slice of each."""
+        return self.world_size // (self.split.size if self.split else 1)
+
+    @property
+    def group(self) -> int:
+        """The number of this rank's group."""
+        return self.rank * self.num_groups // self.world_size
+
+    @property
+    def leads_group(self) -> bool:
+        """True on the rank that speaks for its group, where something is counted once for each row."""
+        return self.split is None or self.split.rank == 0
+
+    def split_sequences(self) -> AbstractContextManager[None]:
+        """Around passes of which the ranks of a group do the same, on the same rows: see `SequenceSplit`."""
+        return self.split.active() if self.split else nullcontext()
 
     def prepare(self, scorer: nn.Module) -> nn.Module:
         """The module to train instead of ``scorer``: in this session's precision, its gradients averaged over ranks.
@@ -105,9 +133,10 @@ class Session:
         ``model.call_whole(function, ...)`` calls ``function(model, ...)`` while that one is whole.
         """
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if self.low_precision else MixedPrecisionPolicy()
+        offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self.offloads else OffloadPolicy()
         units = getattr(model, "_no_split_modules", None) or ()
         for module in [*(m for m in model.modules() if type(m).__name__ in units), model]:
-            fully_shard(module, mesh=self.mesh, mp_policy=policy)
+            fully_shard(module, mesh=self.mesh, mp_policy=policy, offload_policy=offload)
         model._call_whole = lambda function, *arguments, **options: function(model, *arguments, **options)
         register_fsdp_forward_method(model, "_call_whole")
 
@@ -212,6 +241,8 @@ class Session:
         layout = f"{self.world_size} processes, {'FSDP2' if self.sharded else 'DDP'}" if several else "1 process"
         if self.mesh is not None and self.mesh.ndim == 2:
             layout += f" in {self.mesh.size(0)} copies of {self.mesh.size(1)} parts"
+        if self.split:
+            layout += f", sequences split over {self.split.size}"
         device = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
         precision = "bfloat16 arithmetic, float32 weights" if self.low_precision else "float32"
         return f"{layout} · {device} · torch {torch.__version__} · {precision}"
@@ -243,7 +274,20 @@ def _make_mesh(device: torch.device, world_size: int, replicas: int) -> DeviceMe
     return init_device_mesh(device.type, (replicas, world_size // replicas), mesh_dim_names=("replica", "shard"))
 
 
-def _join(timeout_s: float) -> dist.Store | None:
+def _make_split(device: torch.device, world_size: int, size: int) -> SequenceSplit | None:
+    """The split of sequences over this rank and its neighbours; None for one process, or a split over one.
+
+    Raises  ConfigError if the groups would differ in size
+    """
+    if world_size == 1 or size == 1:
+        return None
+    if world_size % size:
+        raise ConfigError(f"parallel.context  must divide the {world_size} processes: got {size}")
+    mesh = init_device_mesh(device.type, (world_size // size, size), mesh_dim_names=("group", "context"))
+    return SequenceSplit(mesh.get_group("context"))
+
+
+def _join(timeout_s: float, *, offloads: bool) -> dist.Store | None:
     """The process group of a start with several ranks, over keys that no session before used in the launcher's store.
 
     Returns  the store with those keys; None for one process, or where there is a group already
@@ -257,6 +301,8 @@ def _join(timeout_s: float) -> dist.Store | None:
     store = dist.PrefixStore(f"llmrl/start{start}/session{next(_NUMBERS)}", store)
     _call_roll(store, "start", rank, world_size, timeout_s, timeout_s)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if offloads and backend == "nccl":
+        backend = "cpu:gloo,cuda:nccl"  # the norm of gradients that are in host memory
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     return store
 

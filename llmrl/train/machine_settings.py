@@ -37,8 +37,10 @@ class MemorySettings(Settings):
         description="decoder layers keep their input alone and compute again in the backward pass; auto: where a GPU "
         "would be too small otherwise",
     )
-    offload: Literal["none", "activations"] = Field(
-        "none", description="activations: what the backward pass needs waits in host memory"
+    offload: Literal["none", "activations", "parameters"] = Field(
+        "none",
+        description="what waits in host memory: what the backward pass needs; or, with parallel.mode fsdp2, weights, "
+        "gradients and optimizer, which then computes there",
     )
     compile: bool = Field(False, description="decoder layers by torch.compile: slower to start, faster on a GPU")
 
@@ -51,6 +53,11 @@ class ModelOptions(Settings):
     )
     float32_head: bool = Field(
         False, description="the output layer in float32 also where the model is in bfloat16: exacter log-probs"
+    )
+    router_aux_loss: float | None = Field(
+        None,
+        ge=0,
+        description="mixtures of experts: weight of the loss that balances their load; null: the model's own, 0: none",
     )
 
 

@@ -123,6 +123,7 @@ class MemoryPlan:
     ``resident``   of those, what stays while the engine samples
     ``sampling``   of the engine; beside ``training`` all the time, unless it ``sleeps`` meanwhile
     ``reserve``    driver, libraries, and what the allocator cannot use
+    ``host``       in host memory, for this GPU, where parameters wait there
     """
 
     training: dict[str, float]
@@ -131,6 +132,7 @@ class MemoryPlan:
     sleeps: bool
     reserve: float
     checkpointing: bool
+    host: float = 0.0
 
     @property
     def peak(self) -> float:
@@ -166,10 +168,13 @@ def plan_memory(
     stays = {"weights": whole / ranks, "optimizer": state * whole / ranks}
     if grpo and grpo.grpo.kl:
         stays["reference"] = whole / ranks
+    gradients, host = whole / ranks, 0.0
+    if sharded and config.memory.offload == "parameters" and capacity is not None:
+        host, gradients, stays = sum(stays.values()) + gradients, 0.0, dict.fromkeys(stays, 0.0)
     if num_gpus > 1 and not sharded:
         stays["DDP's buckets"] = whole
     training = stays | {
-        "gradients": whole / ranks,
+        "gradients": gradients,
         "weights in use": _weights_in_use(shape, arithmetic, sharded),
         "activations": _activations(config, shape, arithmetic, num_gpus, checkpointing),
         "logits": _logits(shape, arithmetic, on_gpu=capacity is not None),
@@ -181,6 +186,7 @@ def plan_memory(
         sleeps=_engine_sleeps(grpo) if grpo else True,
         reserve=0.0 if capacity is None else _reserve(capacity),
         checkpointing=checkpointing,
+        host=host,
     )
 
 
@@ -206,8 +212,8 @@ def _activations(
     config: ModelSource, shape: ModelShape, arithmetic: Arithmetic, num_gpus: int, checkpointing: bool
 ) -> float:
     """Bytes kept for the backward pass of a micro-batch, and the gradients on their way through one layer."""
-    longest = longest_row(config)
-    tokens = max(longest, min(config.tokens_per_microbatch, _rows(config, num_gpus) * longest))
+    longest, split = longest_row(config), config.parallel.context if num_gpus > 1 else 1
+    tokens = max(longest, min(config.tokens_per_microbatch, _rows(config, num_gpus // split) * longest)) / split
     layer = tokens * shape.largest_kept[arithmetic]
     passing = layer / 2 + (layer if checkpointing else 0)  # checkpointing: the layer that is computed again
     if config.memory.offload == "activations":
@@ -333,15 +339,17 @@ def _remedies_here(config: ModelSource, shape: ModelShape, gpu: GPU, low_precisi
     smaller = [tokens for tokens in (8192, 4096) if longest < tokens < config.tokens_per_microbatch]
     values["tokens_per_microbatch"] = [*smaller, *([longest] if longest < config.tokens_per_microbatch else [])]
     values["optim.name"] = ["adamw_8bit", "adamw_offload"]
-    values["memory.offload"] = ["activations"]
+    values["memory.offload"] = ["activations", *["parameters"][: gpu.count - 1]]
 
     def fits(changes: dict[str, Any]) -> bool:
-        plan = plan_memory(
-            with_changes(config, changes), shape, num_gpus=gpu.count, low_precision=low_precision, capacity=gpu.bytes
-        )
+        changed = with_changes(config, changes)
+        if changed.memory.offload == "parameters" and (changed.parallel.mode, changed.optim.name) != ("fsdp2", "adamw"):
+            return False
+        plan = plan_memory(changed, shape, num_gpus=gpu.count, low_precision=low_precision, capacity=gpu.bytes)
         return plan.peak <= gpu.bytes
 
-    if not fits({name: options[-1] for name, options in values.items() if options}):  # what saves most
+    most = {name: options[-1] for name, options in values.items() if options}  # what saves most
+    if not fits(most | {"memory.offload": "activations"}) and not fits(most | {"optim.name": config.optim.name}):
         return None
     return next((changes for changes in _fewest_first(values) if fits(changes)), None)
 
@@ -385,6 +393,12 @@ def memory_rows(
     else:
         place = f"CPU, {_gib(_ram() / count)} GiB of RAM for each process"
     kept = "checkpointing" if plan.checkpointing else "no checkpointing"
+    if config.memory.offload == "parameters" and count == 1:
+        raise ConfigError("memory.offload=parameters needs several processes, which share the parameters: got 1")
+    if count > 1 and count % config.parallel.context:
+        raise ConfigError(f"parallel.context must divide the {count} processes: got {config.parallel.context}")
+    if plan.host:
+        kept += f" · {_gib(plan.host)} GiB of host memory for each"
     rows = [("memory", f"{_gib(plan.peak)} GiB at most · {place} · {kept}"), ("", _causes(plan))]
     if gpu and isinstance(config, GRPOConfig) and config.rollout.gpus:
         rows.append(("", _engines_row(config, shape, gpu, low)))

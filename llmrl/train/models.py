@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from llmrl.data.llm.templates import find_template
 from llmrl.errors import ConfigError, DataError
+from llmrl.modules.llm.routers import router_modules
+from llmrl.modules.llm.sequence_split import why_not_split
 from llmrl.run.checkpoint import CHECKSUMS, check_files, latest_checkpoint
 from llmrl.run.run_dir import RunDir
 from llmrl.train.lora import add_adapters, base_of, is_adapter, merge_saved, quantization
@@ -107,12 +109,16 @@ def load_model(
         from llmrl.testing import tiny_model
 
         model = tiny_model(tokenizer, seed=config.seed, **config.model.model_dump()).to(session.device)
+        if session.split:
+            session.split.prepare(model)
         model = session.shard(model) if session.sharded else model
     else:
         source = resolve_model(config.model, runs=runs)
         if not checked and (Path(source) / CHECKSUMS).exists():
             check_files(Path(source))
         model = _load_files(config, source, session)
+        if session.split:
+            session.split.prepare(model)
         model.get_output_embeddings().in_float32 = config.model_options.float32_head
     return add_adapters(config, model, session, adapter) if config.lora else model
 
@@ -128,9 +134,13 @@ def _load_files(config: ModelSource, source: str, session: Session) -> PreTraine
     # What is not trained is held in the precision of arithmetic.
     dtype = torch.bfloat16 if config.lora and session.low_precision else torch.float32
     load = partial(_load_sharded, session) if session.sharded else AutoModelForCausalLM.from_pretrained
+    offloads = session.offloads and session.sharded
     place = {} if session.device.type == "cpu" else {"device_map": {"": session.device}}  # without a copy on the CPU
-    options = place | loading_options(config) | quantization(config, dtype)
-    return _loaded(load, source, dtype=dtype, **options).eval()
+    options = ({} if offloads else place) | loading_options(config) | quantization(config, dtype)
+    model = _loaded(load, source, dtype=dtype, **options).eval()
+    if offloads:
+        _move_buffers(model, session.device)
+    return model
 
 
 def save_made_model(config: ModelSource, folder: Path, session: Session) -> str:
@@ -190,7 +200,7 @@ def _can_slice(model: PreTrainedModel, session: Session) -> bool:
 @torch.no_grad()
 def _deal_out(session: Session, model: PreTrainedModel, whole: PreTrainedModel | None) -> PreTrainedModel:
     """``model``, sharded and on the meta device, with the weights and buffers of rank 0's ``whole``."""
-    model.to_empty(device=session.device)
+    model.to_empty(device="cpu" if session.offloads else session.device)
     model.tie_weights()
     values = None if whole is None else {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
     for name, own in [*model.named_parameters(), *model.named_buffers()]:
@@ -204,6 +214,13 @@ def _deal_out(session: Session, model: PreTrainedModel, whole: PreTrainedModel |
     return model
 
 
+def _move_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Buffers are never sharded, and so not brought to the device as parameters are that wait in host memory."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
+
+
 def loading_options(config: ModelSource) -> dict[str, Any]:
     """The arguments of transformers' ``from_pretrained`` and ``from_config`` that ``model_options`` asks for."""
     asked = config.model_options.attn_implementation
@@ -213,22 +230,41 @@ def loading_options(config: ModelSource) -> dict[str, Any]:
 def meta_model(config: ModelSource, tokenizer: PreTrainedTokenizerBase, *, runs: Path) -> PreTrainedModel:
     """The model of ``config.model`` on the meta device, without weights.
 
-    Raises  DataError if its configuration cannot be read, or lacks what ``model_options`` asks for
+    Raises  DataError if its configuration cannot be read, or lacks what ``model_options`` asks for; ConfigError for
+            settings that this model cannot be trained with
     """
     from transformers import AutoConfig, AutoModelForCausalLM
+
+    def build(source: str, **options: Any) -> PreTrainedModel:
+        sizes = AutoConfig.from_pretrained(source, **options)
+        return AutoModelForCausalLM.from_config(sizes, dtype=torch.float32, **loading_options(config))
 
     with torch.device("meta"):
         if isinstance(config.model, TinyModelSettings):
             from llmrl.testing import tiny_model
 
-            return tiny_model(tokenizer, **config.model.model_dump())
-        source = resolve_model(config.model, runs=runs)
+            model = tiny_model(tokenizer, **config.model.model_dump())
+        else:
+            model = _loaded(build, resolve_model(config.model, runs=runs))
+    check_model(config, model)
+    return model
 
-        def build(source: str, **options: Any) -> PreTrainedModel:
-            sizes = AutoConfig.from_pretrained(source, **options)
-            return AutoModelForCausalLM.from_config(sizes, dtype=torch.float32, **loading_options(config))
 
-        return _loaded(build, source)
+def check_model(config: ModelSource, model: PreTrainedModel) -> None:
+    """Raises ConfigError for settings that ``model``, on any device, cannot be trained with."""
+    if config.model_options.router_aux_loss and not router_modules(model):
+        raise ConfigError(
+            f"model_options.router_aux_loss must be 0 or null for a model without a mixture of experts: got "
+            f"{config.model_options.router_aux_loss} for {type(model).__name__}."
+        )
+    if (size := config.parallel.context) > 1:
+        fault = why_not_split(model, size)
+        if fault is None and config.packing == "on":
+            fault = "packs are not split: use packing=auto"
+        if fault is None and config.memory.compile:
+            fault = "compiled layers do not exchange slices: use memory.compile=false"
+        if fault:
+            raise ConfigError(f"parallel.context={size}: sequences of {type(model).__name__} cannot be split: {fault}.")
 
 
 def _loaded(load: Callable[..., T], source: str, **options: Any) -> T:

@@ -28,6 +28,7 @@ from llmrl.modules.llm.policies.containers import LogProbs, Masks, Tokens
 from llmrl.objectives.base import merge_outputs, output_fields, total_loss
 from llmrl.objectives.llm import DPOLoss, GRPOLoss, SFTLoss
 from llmrl.objectives.llm.functional import StepCounts
+from llmrl.train.expert_balance import ExpertBalance
 from llmrl.train.memory import find_gpu, uses_checkpointing
 from llmrl.train.model_shape import decoder_blocks, model_shape
 from llmrl.train.optimizers import make_optimizer, set_learning_rate
@@ -59,6 +60,8 @@ _METRICS = {
     "margin": "preference/margin",
     "chosen_log_prob": "preference/chosen_logp",
     "rejected_log_prob": "preference/rejected_logp",
+    "expert_aux_loss": "router/aux_loss",
+    "expert_load_max": "router/load_max",
 }
 _BEFORE_UPDATES = ("mismatch_mean", "mismatch_max", "kl_approx", "ESS")  # later they measure what the updates changed
 Loss = GRPOLoss | SFTLoss | DPOLoss
@@ -83,6 +86,7 @@ class Updater:
         steps: int,
         tokens_per_microbatch: int,
         packing: Packing = "auto",
+        router_aux_loss: float | None = None,
     ):
         self.session = session
         self.settings = optim
@@ -90,9 +94,11 @@ class Updater:
         self.tokens_per_microbatch = tokens_per_microbatch
         self._model = scorer.model
         scorer.use_packing(packing)
+        self._balance = ExpertBalance(session, scorer.model, router_aux_loss)
         self.scorer = session.prepare(scorer)
         self._trained = [parameter for parameter in self.scorer.parameters() if parameter.requires_grad]
-        self.optimizer = make_optimizer(self._trained, optim, session.device)
+        place = torch.device("cpu") if session.offloads else session.device
+        self.optimizer = make_optimizer(self._trained, optim, place)
         self._counted: defaultdict[str, float] = defaultdict(float)  # since `speed` was called
         self._gpu = find_gpu(session.device, session.world_size)
         self._shape = model_shape(self._model) if self._gpu and self._gpu.flops else None
@@ -104,12 +110,13 @@ class Updater:
                  a token to train: the model then stays as it is
         Raises   TrainingError if the gradient is not finite; the model stays as it is
         """
-        batch = _empty_batch(self.session.device) if batch is None else batch
-        counts = loss.count_step(batch).over_ranks()
+        is_filled = batch is not None
+        batch = batch if is_filled else _empty_batch(self.session.device)
+        counts = (loss.count_step(batch) if self.session.leads_group else StepCounts()).over_ranks()
         if counts.tokens == 0:
             return {}
-        with self._measured(batch, counts.tokens):
-            outputs = self._backward(loss, batch, counts)
+        with self._measured(batch, counts.tokens), self.session.split_sequences():
+            outputs = self._backward(loss, batch, counts, is_filled)
         rate = learning_rate(self.settings, step, self.steps)
         set_learning_rate(self.optimizer, rate)
         norm = nn.utils.clip_grad_norm_(self._trained, self.settings.clip_norm)
@@ -124,30 +131,39 @@ class Updater:
         self.optimizer.zero_grad(set_to_none=True)
         merged = {name: float(value) for name, value in output_fields(merge_outputs(outputs)).items()}
         merged["loss"] = sum(float(total_loss(output).detach()) for output in outputs)
-        metrics = self.session.sum(merged)
+        metrics = self.session.sum(merged if self.session.leads_group else dict.fromkeys(merged, 0.0))
         if self.session.world_size > 1 and hasattr(type(outputs[0]), "derived"):
             tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
             metrics |= {name: float(value) for name, value in type(outputs[0]).derived(tensors).items()}
-        return metrics | {"grad_norm": float(norm), "lr": rate}
+        experts = self._balance.metrics()
+        metrics["loss"] += self._balance.coefficient * experts.get("expert_aux_loss", 0.0)
+        return metrics | experts | {"grad_norm": float(norm), "lr": rate}
 
-    def _backward(self, loss: Loss, batch: TensorDictBase, counts: StepCounts) -> list[Any]:
+    def _backward(self, loss: Loss, batch: TensorDictBase, counts: StepCounts, is_filled: bool) -> list[Any]:
         """The loss's output on each micro-batch; the gradients of all of them are added up and averaged over ranks."""
         parts = self._parts(batch)
+        forwards = [(partial(self._forward, loss, batch, rows, counts), is_filled and bool(rows)) for rows in parts]
+        self._balance.begin_step(forwards)
         outputs = []
-        for number, rows in enumerate(parts, 1):
-            last = number == len(parts)
-            part = batch[torch.tensor(rows)] if rows else _empty_batch(self.session.device)
-            with nullcontext() if last else self.session.no_sync(self.scorer):
-                output = loss(part, normalizer=counts)
-                self.session.accelerator.backward(total_loss(output) * self.session.world_size)
+        for number, (forward, has_rows) in enumerate(forwards, 1):
+            with nullcontext() if number == len(parts) else self.session.no_sync(self.scorer):
+                with self._balance.watch():
+                    output = forward()
+                total = total_loss(output) + self._balance.term(is_filled=has_rows)
+                self.session.accelerator.backward(total * self.session.world_size)
             outputs.append(output)
         self.session.average_whole_gradients(self._trained)
         return outputs
+
+    def _forward(self, loss: Loss, batch: TensorDictBase, rows: Sequence[int], counts: StepCounts) -> Any:
+        part = batch[torch.tensor(rows)] if rows else _empty_batch(self.session.device)
+        return loss(part, normalizer=counts)
 
     @contextmanager
     def _measured(self, batch: TensorDictBase, num_tokens: float) -> Iterator[None]:
         """Counts for `speed` what goes through the model inside: positions with padding, tokens without, arithmetic."""
         lengths, counted = _lengths(batch), self._counted
+        share = self.session.num_groups / self.session.world_size  # of its rows that this rank computes
         scored = sum(int(mask.sum()) for mask in batch.get(("masks", "all_assistant_mask"), as_list=True))
 
         def count(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
@@ -158,10 +174,11 @@ class Updater:
             yield
         finally:
             handle.remove()
-        counted["tokens"] += sum(lengths)
+        counted["tokens"] += share * sum(lengths)
         counted["trained"] += float(num_tokens) / self.session.world_size
         if self._shape is not None:
-            counted["ideal_s"] += self._shape.training_flops(lengths, scored) / self._gpu.flops / self._gpu.count
+            flops = share * self._shape.training_flops(lengths, scored)
+            counted["ideal_s"] += flops / self._gpu.flops / self._gpu.count
 
     def speed(self, seconds: float) -> dict[str, float]:
         """The "perf" metrics of the updates since the last call, which took ``seconds``; a collective."""
@@ -196,7 +213,7 @@ class Updater:
         scores: list[Tensor] = [None] * len(_lengths(batch))  # type: ignore[list-item]
         for rows in self._parts(batch):
             part = batch[torch.tensor(rows)] if rows else _empty_batch(self.session.device)
-            with torch.no_grad():
+            with torch.no_grad(), self.session.split_sequences():
                 values = function(part)
             for row, value in zip(rows, values, strict=bool(rows)):
                 scores[row] = value
@@ -238,6 +255,7 @@ def make_updater(config: ModelSource, session: Session, policy: TransformersWrap
         steps=steps,
         tokens_per_microbatch=config.tokens_per_microbatch,
         packing=config.packing,
+        router_aux_loss=config.model_options.router_aux_loss,
     )
     policy.scorer = updater.scorer
     return updater

@@ -85,4 +85,6 @@ def weight_groups(model: nn.Module, *, max_bytes: int = 1 << 28) -> WeightGroups
 def whole(value: Tensor) -> Tensor:
     """The tensor without a graph; of a sharded one all of it, which is a collective."""
     value = value.detach()
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
+    if not hasattr(value, "full_tensor"):
+        return value
+    return value.to(value.device_mesh.device_type).full_tensor()  # shards may wait in host memory

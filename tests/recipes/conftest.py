@@ -22,6 +22,7 @@ from llmrl.run.cli import main
 from llmrl.run.metrics import read_metrics
 from llmrl.run.rollout_log import Rollout, read_rollouts
 
+ROOT = Path(__file__).parents[2]  # where tests.support is found
 TINY = {"hidden_size": 32, "layers": 1, "heads": 2}
 SFT = {
     "model": TINY,
@@ -100,7 +101,7 @@ class Workplace:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         launcher += ["--max-restarts", str(restarts)]
         command = [sys.executable, *(launcher if ranks > 1 else []), "-m", module, *map(str, arguments)]
-        environment = {**os.environ, "PYTHONPATH": str(self.path), "PYTHONUNBUFFERED": "1"}
+        environment = {**os.environ, "PYTHONPATH": f"{self.path}{os.pathsep}{ROOT}", "PYTHONUNBUFFERED": "1"}
         return subprocess.Popen(
             command,
             cwd=self.path,

@@ -34,6 +34,7 @@ from llmrl.modules.llm.packing import (
     padded_inputs,
     reduction_dtype,
 )
+from llmrl.modules.llm.sequence_split import SequenceSplit, active_split
 
 __all__ = ["TokenScorer", "TokenScores", "hidden_before", "token_logprobs", "with_predecessor"]
 
@@ -115,18 +116,69 @@ def _score(
 ) -> TokenScores:
     scored_BT = with_predecessor(select, attention_mask)
     path = find_head_path(model)
+    if (split := active_split()) is not None:
+        inputs = padded_inputs(input_ids, attention_mask, position_ids)
+        return _score_slice(model, path, inputs, scored_BT, temperature, chunk, entropy, split)
     packed = pack_batch(model, input_ids, attention_mask.bool(), packing, has_positions=position_ids is not None)
     if path is None:
         inputs = padded_inputs(input_ids, attention_mask, position_ids)
         return _in_place(_score_with_whole_model(model, inputs, scored_BT, temperature, entropy), scored_BT)
     if packed is None:
+        _tell_routers(model, attention_mask.bool())
         hidden_NH = hidden_before(path, padded_inputs(input_ids, attention_mask, position_ids), scored_BT)
     else:
+        _tell_routers(model, packed.segment_ids >= 0)
         inputs = {"input_ids": packed.input_ids, "position_ids": packed.position_ids}
         hidden_PSH = path.body(**accepted(path.body, inputs)).last_hidden_state
         before_N = packed.index[scored_BT[attention_mask.bool()]] - 1  # the predecessor, in the same row
         hidden_NH = hidden_PSH.flatten(0, 1)[before_N]
     return _in_place(_score_hidden(path, hidden_NH, input_ids[scored_BT], temperature, chunk, entropy), scored_BT)
+
+
+def _score_slice(
+    model: nn.Module,
+    path: HeadPath | None,
+    inputs: dict[str, Tensor],
+    scored_BT: Tensor,
+    temperature: float,
+    chunk: int | None,
+    entropy: bool,
+    split: SequenceSplit,
+) -> TokenScores:
+    """Scores by all ranks of ``split``, each from its slice of the hidden states; see `SequenceSplit`."""
+    if path is None:
+        raise ConfigError(
+            f"token_logprobs: {type(model).__name__} must give its logits as head(body), for its sequences to be split "
+            "over ranks: it does not; use parallel.context=1."
+        )
+    ids_BT, attention_BT, position_BT = (split.widen(value.long()) for value in inputs.values())
+    split.width = ids_BT.shape[1]
+    local = {"input_ids": split.cut(ids_BT)}
+    if bool((attention_BT[:, 1:] <= attention_BT[:, :-1]).all()):  # no token sees padding on its right: no mask
+        position_BT = torch.arange(split.width, device=ids_BT.device).expand_as(ids_BT)
+    else:
+        local["attention_mask"] = attention_BT
+    local["position_ids"] = split.cut(position_BT)
+    _tell_routers(model, split.cut(attention_BT).bool())
+    hidden_BSH = path.body(**accepted(path.body, local)).last_hidden_state
+    # The hidden state of a token is what the next one is predicted from, which may be the first of the next slice.
+    target_BS = split.cut(ids_BT.roll(-1, dims=1))
+    next_BS = split.cut(split.widen(scored_BT.long()).roll(-1, dims=1)).bool()
+    scores = _in_place(
+        _score_hidden(path, hidden_BSH[next_BS], target_BS[next_BS], temperature, chunk, entropy), next_BS
+    )
+
+    def join(value_BS: Tensor) -> Tensor:
+        return split.join(value_BS).roll(1, dims=1)[:, : scored_BT.shape[1]]
+
+    entropy_BT = None if scores.entropy is None else join(scores.entropy)
+    return TokenScores(join(scores.log_probs), entropy_BT, join(scores.top1.float()).bool())
+
+
+def _tell_routers(model: nn.Module, is_real: Tensor) -> None:
+    """Which positions of the pass that follows are tokens: see `Routers`."""
+    if (routers := getattr(model, "routers", None)) is not None:
+        routers.is_real = is_real.flatten()
 
 
 def hidden_before(path: HeadPath, inputs: dict[str, Tensor], scored_BT: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ __all__ = [
     "correction_weight",
     "dppo",
     "dppo_outside",
+    "expert_balance",
     "kl_estimate",
     "log_ratio",
     "minor_sft",
@@ -402,6 +403,21 @@ def token_weights(
         case "sum":
             return mask_BT
     raise unknown("aggregation", aggregation, get_args(Aggregation))
+
+
+def expert_balance(chosen_RE: Tensor, probs_RE: Tensor, tokens: Tensor) -> Tensor:
+    """The load-balancing loss E sum_e f_e P_e of E experts: K where each token goes to K, and all are equally busy.
+
+    chosen_RE  tokens sent to each expert by each of R routers; f_e is the mean over routers and tokens
+    probs_RE   probabilities given, added up over the tokens, with grad; P_e is their mean in the same way
+    tokens     the number of tokens that the sums are over
+    Source     Switch Transformer, equations 4 to 6, over all layers at once as in transformers
+
+    >>> float(expert_balance(torch.tensor([[2.0, 2.0]]), torch.tensor([[2.0, 2.0]]), torch.tensor(4.0)))
+    1.0
+    """
+    rows = tokens * len(chosen_RE)
+    return chosen_RE.shape[-1] * ((chosen_RE.sum(0) / rows) * (probs_RE.sum(0) / rows)).sum()
 
 
 def unknown(what: str, name: object, known: tuple[str, ...]) -> ConfigError:

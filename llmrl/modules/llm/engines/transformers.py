@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.errors import ConfigError, ShapeError
@@ -371,8 +372,12 @@ def vocabulary_size(model: nn.Module | None) -> int | None:
 
 
 def model_device(model: nn.Module) -> torch.device:
-    """The device of a model's first parameter, where its inputs go."""
-    return next(model.parameters()).device
+    """The device that a model computes on, where its inputs go; sharded parameters may wait elsewhere."""
+    first = next(model.parameters())
+    if not isinstance(first, DTensor) or first.device_mesh.device_type == first.device.type:
+        return first.device
+    kind = first.device_mesh.device_type
+    return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 def _batches(lengths: Sequence[int], max_tokens: int | None, mixed: bool) -> Iterator[list[int]]:

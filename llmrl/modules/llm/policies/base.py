@@ -21,7 +21,7 @@ from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.errors import ConfigError, RewriteError, ShapeError, UnsupportedError, did_you_mean
 from llmrl.modules.llm.engines import Engine
 from llmrl.modules.llm.engines.base import check_ids
-from llmrl.modules.llm.engines.transformers import vocabulary_size
+from llmrl.modules.llm.engines.transformers import model_device, vocabulary_size
 from llmrl.modules.llm.log_probs import TokenScores
 from llmrl.modules.llm.policies.batching import BATCHING_SETTINGS, BatchingEngine, join_requests, own_engine
 from llmrl.modules.llm.policies.containers import CONTAINERS, make_containers
@@ -430,7 +430,7 @@ class LLMWrapperBase(nn.Module):
         if self.scorer is None or not torch.is_grad_enabled():
             return self.engine.score(ids, temperature=temperature, masks=masks)
         lengths = [len(row) for row in ids]
-        device = next(self.scorer.parameters()).device
+        device = model_device(self.scorer)
         ids_BT = pad_rows(ids, value=self.pad_token_id).to(device)
         attention_BT = lengths_mask(lengths, ids_BT.shape[1]).to(device)
         select_BT = attention_BT if masks is None else pad_rows(masks).to(device)

@@ -1,0 +1,158 @@
+"""Sequences split over the ranks of a group: each computes a slice of every sequence, in attention a part of the heads.
+
+All layers but attention look at one token at a time, so a slice is enough for them. Attention needs the whole sequence
+of a head: before it the ranks exchange their slices of all heads for all slices of their heads, after it back (the
+all-to-all of DeepSpeed-Ulysses, arXiv:2309.14509). The attention itself is Transformers' own "sdpa", on any device.
+
+Shapes: B sequences, T tokens, n ranks, S = T / n tokens of a slice, H heads, D numbers per head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+from torch.nn import functional as F
+
+__all__ = ["SequenceSplit", "active_split", "why_not_split"]
+
+_NAME = "sdpa_of_split_sequences"  # of the attention implementation
+_active: SequenceSplit | None = None  # also for the threads in which autograd computes layers again
+
+
+class SequenceSplit:
+    """The ranks of ``group``, which all get the same batch while the split is `active`; at other times nothing changes.
+
+    Every rank then gets the scores of all tokens, while its gradients are those of its own slice: the sum over the
+    ranks is the gradient of the loss.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+        self.width = 0  # T, a multiple of n, in the pass that is under way
+
+    def prepare(self, model: nn.Module) -> None:
+        """Lets the attention of ``model`` take slices; see `why_not_split`."""
+        from transformers import AttentionInterface, AttentionMaskInterface
+
+        AttentionInterface.register(_NAME, _attention)
+        AttentionMaskInterface.register(_NAME, _mask)
+        model.set_attn_implementation(_NAME)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Around the forward and backward passes that all ranks of the group do on the same batch."""
+        global _active
+        _active = self
+        try:
+            yield
+        finally:
+            _active = None
+
+    def cut(self, value_BT: Tensor) -> Tensor:
+        """This rank's slice [B, S] of values that were widened to a multiple of n by `widen`."""
+        return value_BT.chunk(self.size, dim=1)[self.rank]
+
+    def widen(self, value_BT: Tensor) -> Tensor:
+        """[B, T] with zeros on the right, up to a multiple of n."""
+        return F.pad(value_BT, (0, -value_BT.shape[1] % self.size))
+
+    def join(self, value_BS: Tensor) -> Tensor:
+        """[B, T] from the slices of all ranks. The gradient is that of the own slice: all ranks have the same loss."""
+        return _Join.apply(value_BS, self)
+
+
+def active_split() -> SequenceSplit | None:
+    """The split that the sequences of this pass are cut by; None where they are whole."""
+    return _active
+
+
+def why_not_split(model: nn.Module, size: int) -> str | None:
+    """The reason that sequences of ``model`` cannot be split over ``size`` ranks; None where they can."""
+    config = model.config
+    sizes = config.get_text_config()
+    heads = sizes.num_attention_heads
+    key_heads = getattr(sizes, "num_key_value_heads", None) or heads
+    kinds = set(getattr(sizes, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    attention = getattr(config, "_attn_implementation", None)
+    if sizes is not config:
+        return "it does not read text alone"
+    if kinds or not getattr(model, "_supports_attention_backend", False):
+        return f"it has layers that mix tokens in another way ({', '.join(sorted(kinds)) or type(model).__name__})"
+    if attention not in ("sdpa", _NAME):
+        return f"its attention is {attention}, not sdpa"
+    if heads % size or (key_heads % size and size % key_heads):
+        return f"its {heads} attention heads and {key_heads} key/value heads cannot be shared by {size} ranks"
+    return None
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, value_BS: Tensor, split: SequenceSplit) -> Tensor:
+        ctx.split = split
+        slices = [torch.empty_like(value_BS, memory_format=torch.contiguous_format) for _ in range(split.size)]
+        dist.all_gather(slices, value_BS.contiguous(), group=split.group)
+        return torch.cat(slices, dim=1)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad_BT: Tensor) -> tuple[Tensor, None]:
+        return ctx.split.cut(grad_BT), None
+
+
+class _Exchange(torch.autograd.Function):
+    """Sends part i of the first dimension to rank i, and puts what rank i sends in its place; so does its gradient."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        received = torch.empty_like(parts, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, parts.contiguous(), group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        return _Exchange.apply(grad, ctx.group), None
+
+
+def _heads_of_all(value_BHSD: Tensor, split: SequenceSplit) -> Tensor:
+    """[B, H, S, D] of this rank's slice to [B, H / n, T, D] of its heads; fewer than n heads are repeated before."""
+    if value_BHSD.shape[1] < split.size:
+        value_BHSD = value_BHSD.repeat_interleave(split.size // value_BHSD.shape[1], dim=1)
+    parts = _Exchange.apply(torch.stack(value_BHSD.chunk(split.size, dim=1)), split.group)
+    return torch.cat(parts.unbind(0), dim=2)
+
+
+def _slice_of_all(value_BTHD: Tensor, split: SequenceSplit) -> Tensor:
+    """[B, T, H / n, D] of this rank's heads to [B, S, H, D] of its slice."""
+    parts = _Exchange.apply(torch.stack(value_BTHD.chunk(split.size, dim=1)), split.group)
+    return torch.cat(parts.unbind(0), dim=2)
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    split = _active
+    if split is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    query, key, value = (_heads_of_all(each, split) for each in (query, key, value))
+    groups = query.shape[1] // key.shape[1]
+    layer = SimpleNamespace(num_key_value_groups=groups, is_causal=getattr(module, "is_causal", True))
+    output, _ = sdpa_attention_forward(layer, query, key, value, attention_mask, **options)
+    return _slice_of_all(output, split), None
+
+
+def _mask(*, q_length: int, kv_length: int, q_offset: int = 0, **options: Any) -> Tensor | None:
+    """The mask of whole sequences, which heads see; by Transformers' own rules, windows included."""
+    from transformers.masking_utils import sdpa_mask
+
+    if _active is not None:
+        q_length = kv_length = _active.width
+    return sdpa_mask(q_length=q_length, kv_length=kv_length, q_offset=q_offset, **options)

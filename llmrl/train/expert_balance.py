@@ -1,0 +1,97 @@
+"""The load-balancing loss of a mixture of experts over a whole optimizer step, however that is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from llmrl.modules.llm.routers import RouterLoad, Routers
+from llmrl.objectives.llm.functional import expert_balance
+
+if TYPE_CHECKING:
+    from llmrl.train.distributed import Session
+
+__all__ = ["ExpertBalance"]
+
+
+class ExpertBalance:
+    """``coefficient`` times `expert_balance` of all tokens of a step; nothing for a dense model.
+
+    coefficient  None: that of the model's configuration, 0 where it has none
+
+    The loss is a product of two means over the step: how often an expert was chosen, which has no gradient, and the
+    probability that it was given. So the gradient of a micro-batch needs the choices of all of them. Where a step is
+    one micro-batch on each rank they are known after its forward pass; otherwise a pass without gradients counts them.
+    """
+
+    def __init__(self, session: Session, model: nn.Module, coefficient: float | None) -> None:
+        self._session = session
+        self._routers = Routers(model)
+        if coefficient is None:
+            coefficient = getattr(model.config.get_text_config(), "router_aux_loss_coef", None) or 0.0
+        self.coefficient = coefficient if self._routers.count else 0.0
+        self._chosen: Tensor | None = None  # of the whole step, [R, E], once they are known
+        self._parts: list[RouterLoad] = []
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Around the forward pass of a micro-batch."""
+        if not self._routers.count:
+            yield
+            return
+        with self._routers.recording():
+            yield
+
+    def begin_step(self, forwards: Sequence[tuple[Callable[[], Any], bool]]) -> None:
+        """Counts the choices of a step by its forward passes, where that is necessary; and whether each has rows."""
+        self._parts, self._chosen, self._tokens = [], None, None
+        if not self.coefficient or not self._session.any(len(forwards) > 1):
+            return
+        loads = []
+        for forward, is_filled in forwards:
+            with torch.no_grad(), self.watch():
+                forward()
+            loads.append(self._load(is_filled))
+        self._set_totals(loads)
+
+    def term(self, *, is_filled: bool) -> Tensor | float:
+        """The part of the micro-batch that was just watched; those of all micro-batches and ranks add up."""
+        if not self._routers.count:
+            return 0.0
+        load = self._load(is_filled)
+        self._parts.append(load._replace(probs_RE=load.probs_RE.detach()))
+        if not self.coefficient:
+            return 0.0
+        if self._chosen is None:
+            self._set_totals([load])
+        return self.coefficient * expert_balance(self._chosen, load.probs_RE, self._tokens)
+
+    def _load(self, is_filled: bool) -> RouterLoad:
+        load = self._routers.load()
+        return load if is_filled else RouterLoad(*(0 * value for value in load))
+
+    def _set_totals(self, loads: Sequence[RouterLoad]) -> None:
+        self._chosen = self._over_ranks(sum(load.chosen_RE for load in loads))
+        self._tokens = self._over_ranks(sum(load.tokens for load in loads))
+
+    def _over_ranks(self, value: Tensor) -> Tensor:
+        value = value.detach().clone()
+        if self._session.world_size > 1:
+            dist.all_reduce(value)
+        return value
+
+    def metrics(self) -> dict[str, float]:
+        """Of the step: the loss without its coefficient; the load of the busiest expert over the mean of its layer."""
+        if not self._parts:
+            return {}
+        if self._chosen is None:
+            self._set_totals(self._parts)
+        probs_RE = self._over_ranks(sum(part.probs_RE for part in self._parts))
+        busiest_R = self._chosen.amax(-1) / self._chosen.mean(-1)
+        loss = expert_balance(self._chosen, probs_RE, self._tokens)
+        return {"expert_aux_loss": float(loss), "expert_load_max": float(busiest_R.amax())}

@@ -1,0 +1,73 @@
+"""Steps of the updater with settings that change arithmetic or kernels, beside the plain one."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+
+import pytest
+import torch
+
+from llmrl.errors import MissingDependencyError
+from llmrl.testing import tiny_model
+from llmrl.train.distributed import Session
+from llmrl.train.updater import make_updater
+from tests.support.training_rows import config, losses, policy_of, random_rows, step, worst
+
+
+@pytest.fixture(scope="module")
+def session():
+    with Session(config()) as session:
+        yield session
+
+
+def gradients(session, model, dtype=None, **changes):
+    """Metrics and gradients of a step; the arithmetic is ``dtype``, float32 by default."""
+    with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+        return step(config(**changes), session, copy.deepcopy(model), random_rows())
+
+
+def test_a_float32_head_is_nearer_to_float32_than_a_bfloat16_one(session):
+    model = tiny_model(hidden_size=32, heads=2)
+    exact, reference = gradients(session, model)
+    errors = []
+    for in_float32 in (False, True):
+        model.get_output_embeddings().in_float32 = in_float32
+        metrics, found = gradients(session, model, torch.bfloat16)
+        name = "lm_head.weight"
+        assert worst(found, reference) < 0.02
+        errors.append((found[name] - reference[name]).abs().mean() / reference[name].abs().mean())
+        assert metrics["loss"] == pytest.approx(exact["loss"], abs=0.02)
+    assert errors[1] < 0.8 * errors[0], errors
+    model.get_output_embeddings().in_float32 = True
+    assert worst(gradients(session, model)[1], reference) == 0, "in float32 it changes nothing"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # torch's own, while it compiles
+def test_compiled_layers_have_the_gradients_of_plain_ones(session):
+    model = tiny_model(hidden_size=32, heads=2, layers=1)
+    exact, reference = gradients(session, model)
+    metrics, found = gradients(session, model, memory={"compile": True})
+    assert worst(found, reference) < 1e-5
+    assert metrics["loss"] == pytest.approx(exact["loss"], abs=1e-5)
+
+
+def test_adamw_in_8_bits_follows_adamw_or_names_the_package_that_it_needs(session):
+    rows, plain = random_rows(), tiny_model(hidden_size=128, heads=2)  # moments of 4096 numbers and more are in 8 bits
+    optim = {"lr": 1e-3, "clip_norm": 1e9}
+
+    def trained(name):
+        actor = policy_of(copy.deepcopy(plain))
+        updater = make_updater(config(optim=optim | {"name": name}), session, actor, steps=3)
+        for number in (1, 2, 3):
+            updater.step(losses(actor)["token"], rows, number)
+        return dict(actor.model.named_parameters())
+
+    if importlib.util.find_spec("torchao") is None:
+        with pytest.raises(MissingDependencyError, match=r"optim\.name=adamw_8bit.*llmrl\[optim\]"):
+            trained("adamw_8bit")
+        return
+    exact, found = trained("adamw"), trained("adamw_8bit")
+    moved = max((value - exact[name]).abs().max() for name, value in plain.named_parameters())
+    assert worst(found, exact) < 0.5 * moved

@@ -1,0 +1,141 @@
+"""Parameters that wait in host memory: the numbers of a whole model, the plan, and what refuses them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from llmrl.objectives.base import total_loss
+from llmrl.testing import tiny_model, tiny_tokenizer
+from llmrl.train import models
+from llmrl.train.distributed import Session
+from llmrl.train.memory import parse_gpu, plan_memory, remedies, with_changes
+from llmrl.train.updater import make_updater
+from llmrl.weight_update.groups import weight_groups
+from scripts.memory_table import shape_of
+from tests.support.training_rows import config, losses, policy_of, random_rows, worst
+
+GPU = pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def shard_alone(session, device):
+    """Lets a session of one process shard its models, over a group of this process alone; closing ends the group."""
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    session.sharded, session.mesh = True, init_device_mesh(device, (1,))
+
+
+@pytest.mark.parametrize("can_slice", [True, False], ids=["sliced", "dealt out"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_offloaded_parameters_train_as_a_whole_model_does(tmp_path, monkeypatch, device, can_slice):
+    tiny_model(architecture="qwen3_moe", hidden_size=32, heads=2).save_pretrained(tmp_path)
+    settings = {"model": str(tmp_path), "tokens_per_microbatch": 64, "dtype": "float32"}
+    settings["optim"] = {"clip_norm": 0.1, "lr": 1e-2}
+    offloaded = config(**settings, parallel={"mode": "fsdp2"}, memory={"offload": "parameters", "checkpointing": "on"})
+    monkeypatch.setattr(models, "_can_slice", lambda *_: can_slice)
+    rows, trained = random_rows(), []
+    for each in (config(**settings), offloaded):
+        with Session(each) as session:
+            if each is offloaded:
+                shard_alone(session, device)
+            model = models.load_model(each, tiny_tokenizer(), session, runs=tmp_path)
+            actor = policy_of(model)
+            updater = make_updater(each, session, actor, steps=2)
+            metrics = [updater.step(losses(actor)["token"], rows.to(device), step) for step in (1, 2)]
+            if each is offloaded:
+                assert {parameter.to_local().device.type for parameter in model.parameters()} == {"cpu"}
+                assert {buffer.device.type for buffer in model.buffers()} == {device}
+                groups = model._get_fsdp_state()._fsdp_param_groups
+                assert all(part.offload_to_cpu for group in groups for part in group.fsdp_params)
+            weights = {name: value.cpu() for group in weight_groups(model) for name, value in group.items()}
+            trained.append((metrics, weights))
+    (metrics, weights), (found, got) = trained
+    assert worst(got, weights) < 1e-5
+    for one, other in zip(metrics, found, strict=True):
+        assert one == {name: pytest.approx(value, abs=1e-5) for name, value in other.items()}
+    assert metrics[0]["grad_norm"] > 0.1, "it is clipped"
+
+
+RANKS = """
+import copy
+from llmrl.testing import tiny_model
+from llmrl.train.dealing import deal_batch
+from llmrl.train.distributed import Session
+from tests.recipes.test_offload import whole
+from tests.support.training_rows import config, random_rows, step, worst
+
+def main():
+    rows = random_rows()
+    settings = config(
+        parallel={"mode": "fsdp2"}, memory={"offload": "parameters"}, tokens_per_microbatch=64
+    )
+    with Session(settings) as session:
+        plain = tiny_model(hidden_size=32, heads=2)
+        mine, _ = deal_batch(session, rows, 0.0, everywhere=True)
+        metrics, found = step(settings, session, session.shard(copy.deepcopy(plain)), mine)
+        loss, gradients = whole(plain, rows)
+        assert abs(metrics["loss"] - loss) < 1e-6
+        assert worst(found, gradients) < 1e-6
+
+main()
+"""
+
+
+def whole(model, rows):
+    plain = copy.deepcopy(model)
+    loss = total_loss(losses(policy_of(plain))["token"](rows))
+    loss.backward()
+    return loss.item(), {key: p.grad for key, p in plain.named_parameters()}
+
+
+@pytest.mark.slow
+def test_offloaded_shards_of_two_processes_have_the_gradients_of_one(place):
+    place.module("offloading", RANKS)
+    result = place.finish(place.process(ranks=2, module="offloading"))
+    assert result.code == 0, result.err
+
+
+def test_the_plan_counts_offloaded_parameters_in_host_memory():
+    shape = shape_of("32B")
+    kept, moved = (
+        plan_memory(
+            config(model="x", parallel={"mode": "fsdp2"}, memory={"offload": offload}, grpo={"kl": 0.1}),
+            shape,
+            num_gpus=8,
+            low_precision=True,
+            capacity=80e9,
+        )
+        for offload in ("none", "parameters")
+    )
+    names = ("weights", "gradients", "optimizer", "reference")
+    assert [moved.training[name] for name in names] == [0, 0, 0, 0]
+    assert moved.host == sum(kept.training[name] for name in names) == 20 * shape.parameters / 8
+    assert moved.training["weights in use"] == kept.training["weights in use"] > 0
+    assert (kept.host, moved.resident) == (0, 0)
+
+
+def test_offloading_is_named_where_it_makes_a_run_fit():
+    gpu = parse_gpu("80:8")
+    settings = config(model="x", rollout={"engine": "vllm"}, env={"name": "gsm8k"})
+    changes = remedies(settings, shape_of("32B"), gpu, low_precision=True)
+    assert changes["memory.offload"] == "parameters"
+    assert "optim.name" not in changes
+    type(settings).model_validate(with_changes(settings, changes).model_dump())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ([], "memory.offload parameters needs parallel.mode fsdp2"),
+        (["parallel.mode=fsdp2", "optim.name=adamw_8bit"], "memory.offload parameters needs optim.name adamw"),
+        (["parallel.mode=fsdp2"], "memory.offload=parameters needs several processes"),
+    ],
+)
+def test_what_cannot_be_offloaded_is_an_error_of_the_plan(place, sft, changes, words):
+    result = place.run("sft", place.recipe("sums", sft), "memory.offload=parameters", *changes, "--dry-run")
+    assert result.code == 2
+    assert words in result.err

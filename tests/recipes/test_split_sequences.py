@@ -1,0 +1,190 @@
+"""Sequences split over ranks: log-probs, losses and gradients of one process, and the settings that cannot be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from llmrl.modules.llm.sequence_split import why_not_split
+from llmrl.testing import tiny_model
+from llmrl.train.memory import plan_memory
+from llmrl.train.model_shape import model_shape
+from llmrl.train.settings import SFTConfig
+
+RANKS = """
+import copy
+import sys
+import torch
+from llmrl.objectives.base import total_loss
+from llmrl.testing import tiny_model
+from llmrl.train.dealing import attention_share, deal_batch
+from llmrl.train.distributed import Session
+from llmrl.train.updater import make_updater
+from tests.support.training_rows import config, losses, policy_of, random_rows, step, worst
+from tests.recipes.test_mixtures import expected as expected_mixture
+
+LENGTHS = [30, 27, 26, 23, 5, 4, 6, 3]  # of which few are multiples of the ranks
+
+def whole(model, rows, name):
+    plain = copy.deepcopy(model)
+    loss = total_loss(losses(policy_of(plain))[name](rows))
+    loss.backward()
+    return loss.item(), {key: p.grad for key, p in plain.named_parameters()}
+
+def check(session, settings, model, rows, name, expected):
+    plain = copy.deepcopy(model)
+    mine, _ = deal_batch(session, rows, attention_share(model), everywhere=True)
+    session.split.prepare(model)
+    model = session.shard(model) if session.sharded else model
+    metrics, found = step(settings, session, model, mine, name)
+    loss, gradients = expected
+    where = (settings.parallel.mode, type(plain).__name__, name)
+    assert abs(metrics["loss"] - loss) < 1e-5, (*where, metrics["loss"], loss)
+    assert worst(found, gradients) < 1e-5, (*where, worst(found, gradients))
+    assert max(value.abs().max() for value in gradients.values()) > 1e-3
+    return metrics, mine, model, plain
+
+def check_scores(session, settings, model, rows):
+    plain = copy.deepcopy(model)
+    session.split.prepare(model)
+    for side in ("right", "left"):
+        ids = rows.get(("tokens", "full"), as_list=True)
+        width = max(map(len, ids))
+        pads = [(width - len(row)) for row in ids]
+        pads = [(0, pad) if side == "right" else (pad, 0) for pad in pads]
+        ids_BT = torch.stack([torch.nn.functional.pad(row, pad) for row, pad in zip(ids, pads)])
+        mask = torch.stack([torch.nn.functional.pad(torch.ones_like(row), pad) for row, pad in zip(ids, pads)]).bool()
+        with torch.no_grad():
+            expected = policy_of(plain).token_scores(ids_BT, mask, mask, entropy=True)
+            actor = policy_of(model)
+            unsplit = actor.token_scores(ids_BT, mask, mask, entropy=True)
+            with session.split_sequences():
+                found = actor.token_scores(ids_BT, mask, mask, entropy=True)
+        for got in (found, unsplit):
+            assert (got.log_probs - expected.log_probs).abs().max() < 1e-5, side
+            assert (got.entropy - expected.entropy).abs().max() < 1e-5
+            assert torch.equal(got.top1, expected.top1)
+
+def main():
+    size = int(sys.argv[1])
+    rows = random_rows(LENGTHS)
+    for mode in sys.argv[2:]:
+        settings = config(
+            parallel={"mode": mode, "context": size}, tokens_per_microbatch=64, memory={"checkpointing": "on"}
+        )
+        with Session(settings) as session:
+            families = {"qwen2": ("token", "sequence", "group", "sft"), "gemma2": ("token",), "gpt2": ("sft",)}
+            for family, names in families.items():  # half as many key heads, a window, learned positions
+                model = tiny_model(architecture=family, hidden_size=32, heads=4)
+                if family == "gemma2":
+                    model.set_attn_implementation("sdpa")
+                check_scores(session, settings, copy.deepcopy(model), rows)
+                for name in names:
+                    check(session, settings, copy.deepcopy(model), rows, name, whole(model, rows, name))
+            few = rows[:1]  # for one group only
+            check(session, settings, copy.deepcopy(model), few, "sft", whole(model, few, "sft"))
+            model = tiny_model(architecture="qwen3_moe", hidden_size=32, heads=4)
+            model.config.router_aux_loss_coef = 0.5
+            loss, auxiliary, gradients = expected_mixture(model, rows, 0.5)
+            metrics, *_ = check(session, settings, model, rows, "token", (loss, gradients))
+            assert abs(metrics["expert_aux_loss"] - auxiliary) < 1e-5
+            plain = tiny_model(hidden_size=32, heads=4)
+            model = copy.deepcopy(plain)
+            session.split.prepare(model)
+            model = session.shard(model) if session.sharded else model
+            actor, (mine, _) = policy_of(model), deal_batch(session, rows, 0.0, everywhere=True)
+            updater = make_updater(settings, session, actor, steps=1)
+            loss = losses(actor)["token"]
+            updater.add_proximal(loss, mine)
+            alone = losses(policy_of(plain))["token"].proximal_log_probs(mine)
+            got = mine.get(("proximal_log_probs", "full"), as_list=True)
+            assert all((own - row[: len(own)]).abs().max() < 1e-5 for own, row in zip(got, alone))
+            updater.step(loss, mine, 1)
+            speed = updater.speed(1.0)
+            assert 0 <= speed["perf/padding_frac"] < 0.3, speed
+            assert session.gather([session.group]) == [rank // size for rank in range(session.world_size)]
+
+main()
+"""
+
+
+@pytest.mark.slow
+def test_split_sequences_have_the_log_probs_losses_and_gradients_of_one_process(place):
+    place.module("split", RANKS)
+    result = place.finish(place.process("2", "ddp", "fsdp2", ranks=4, module="split"))
+    assert result.code == 0, result.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["sft", "grpo"])
+def test_a_run_with_split_sequences_has_the_numbers_of_one_process(place, same, request, recipe):
+    own = {"grpo": {"kl": 0.1}} if recipe == "grpo" else {"batch_size": 9}
+    base = request.getfixturevalue(recipe)
+    settings = place.recipe("mine", base, steps=3, optim={"lr": 1e-2, "warmup": 1}, tokens_per_microbatch=150, **own)
+    assert place.run(recipe, settings, "--name", "one").code == 0
+    command = (settings, "parallel.context=2", "parallel.mode=fsdp2", "--name", "two")
+    result = place.finish(place.process(*command, ranks=2, module=f"llmrl.recipes.{recipe}"))
+    assert result.code == 0, result.err
+    assert "2 processes, FSDP2, sequences split over 2" in result.out
+    same(place.steps("one"), place.steps("two"), tolerance=1e-5)
+    expected, got = place.weights("one", 3), place.weights("two", 3)
+    assert all((value - got[name]).abs().max() < 1e-3 for name, value in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "size", "words"),
+    [
+        ("qwen2", {}, 4, None),
+        ("qwen2", {}, 3, "4 attention heads and 2 key/value heads cannot be shared by 3 ranks"),
+        ("qwen2", {"_attn_implementation": "eager"}, 2, "its attention is eager, not sdpa"),
+        ("qwen3", {"layer_types": ["full_attention", "linear_attention"]}, 2, "linear_attention"),
+    ],
+)
+def test_what_a_model_must_have_for_its_sequences_to_be_split(architecture, changes, size, words):
+    model = tiny_model(architecture=architecture, hidden_size=32, heads=4)
+    for name, value in changes.items():
+        setattr(model.config, name, value)
+    fault = why_not_split(model, size)
+    assert fault is None if words is None else words in fault
+
+
+def test_a_model_that_reads_images_is_not_split():
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    text = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2}
+    with torch.device("meta"):
+        model = Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=vision))
+    assert why_not_split(model, 2) == "it does not read text alone"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["parallel.context=3"], "2 attention heads and 1 key/value heads cannot be shared by 3 ranks"),
+        (["parallel.context=2", "packing=on"], "use packing=auto"),
+        (["parallel.context=2", "memory.compile=true"], "use memory.compile=false"),
+    ],
+)
+def test_settings_that_split_sequences_cannot_keep_are_errors_of_the_plan(place, sft, changes, words):
+    result = place.run("sft", place.recipe("sums", sft), *changes, "--dry-run")
+    assert result.code == 2
+    assert words in result.err
+
+
+def test_a_split_must_divide_the_gpus_that_are_planned_for(place, sft):
+    settings = place.recipe("sums", sft)
+    assert place.run("sft", settings, "parallel.context=2", "--dry-run", "--gpu", "H100:8").code == 0
+    result = place.run("sft", settings, "parallel.context=2", "--dry-run", "--gpu", "H100:7")
+    assert result.code == 2
+    assert "parallel.context must divide the 7 processes: got 2" in result.err
+
+
+def test_the_memory_plan_divides_what_is_kept_of_a_long_row_by_the_ranks_that_share_it():
+    shape = model_shape(tiny_model())
+    kept = {}
+    for size in (1, 2, 4):
+        settings = SFTConfig(model={}, data={"path": "sums"}, max_length=40_000, parallel={"context": size})
+        plan = plan_memory(settings, shape, num_gpus=8, low_precision=False, checkpointing=False)
+        kept[size] = plan.training["activations"]
+    assert kept[1] == pytest.approx(2 * kept[2]) == pytest.approx(4 * kept[4])

@@ -1,0 +1,74 @@
+"""Batches of random conversations for the losses, and one optimizer step whose gradients are kept."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from llmrl.modules.llm.policies import TransformersWrapper
+from llmrl.modules.llm.policies.containers import LogProbs, Masks, Tokens
+from llmrl.objectives.llm import GRPOLoss, SFTLoss
+from llmrl.testing import tiny_tokenizer
+from llmrl.train.settings import GRPOConfig
+from llmrl.train.updater import make_updater
+
+LENGTHS = [30, 28, 26, 24, 5, 4, 6, 3]
+
+
+def random_rows(lengths: list[int] = LENGTHS, seed: int = 0) -> TensorDict:
+    """Conversations of these lengths, two thirds of each sampled by the policy, in groups of two and more."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = [torch.randint(3, 400, (length,), generator=generator) for length in lengths]
+    log_probs = [-5 - torch.rand(length, generator=generator) for length in lengths]
+    return TensorDict(
+        {
+            "tokens": Tokens.from_rows({"full": ids}),
+            "masks": Masks.from_rows({"all_assistant_mask": [torch.arange(n) >= n // 3 for n in lengths]}),
+            "log_probs": LogProbs.from_rows({"full": log_probs}),
+            "advantage": torch.randn(len(lengths), 1, 1, generator=generator),
+            "group_id": torch.arange(len(lengths)) // 2 % 3,
+        },
+        batch_size=[len(lengths)],
+    )
+
+
+def config(**changes: object) -> GRPOConfig:
+    """Settings of an updater that neither clips its gradients nor moves far."""
+    return GRPOConfig(**{"model": {}, "env": {"name": "sums"}, "optim": {"clip_norm": 1e9}, **changes})
+
+
+def losses(actor: nn.Module) -> dict[str, nn.Module]:
+    """GRPO with terms over tokens, sequences and groups, and SFT."""
+    entropy = {"entropy_coeff": 0.1}
+    return {
+        "token": GRPOLoss(actor, aggregation="token", **entropy),
+        "sequence": GRPOLoss(actor, aggregation="seq-mean", ratio_level="sequence", surrogate="clip"),
+        "group": GRPOLoss(actor, aggregation="prompt-mean"),
+        "sft": SFTLoss(actor),
+    }
+
+
+def policy_of(model: nn.Module) -> TransformersWrapper:
+    return TransformersWrapper(model, tokenizer=tiny_tokenizer(), generate=False)
+
+
+def step(settings, session, model, rows, name="token") -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Metrics and whole gradients of one step of an updater on this rank's ``rows``, as the optimizer got them."""
+    actor = policy_of(model)
+    updater = make_updater(settings, session, actor, steps=1)
+    found = {}
+
+    def keep() -> None:
+        for key, parameter in model.named_parameters():
+            grad = parameter.grad
+            found[key] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad.clone()
+
+    updater.optimizer.step = keep
+    return updater.step(losses(actor)[name], rows, 1), found
+
+
+def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest difference between gradients by the same names."""
+    assert found.keys() == expected.keys()
+    return max((found[name] - value).abs().max().item() for name, value in expected.items())
