@@ -215,7 +215,7 @@ def test_answers_go_on_with_new_weights_and_each_token_has_the_log_prob_of_the_v
             version = publish(stepped(changed, seed), engine)
             references[version] = copy.deepcopy(changed)
         drawn = call.result()
-        with pytest.raises(ConfigError, match="in_flight='continue'.* stop_strings"):
+        with pytest.raises(ConfigError, match=r"in_flight='continue'.* stop_strings"):
             engine.generate(PROMPTS, SamplingParams(stop_strings=("x",)))
     finally:
         engine.in_flight = "finish"

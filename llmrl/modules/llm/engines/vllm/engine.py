@@ -61,8 +61,8 @@ class VLLMEngine:
 
     Log-probs are those of the distribution sampled from; where truncation or a penalty changed that, the drawn ids are
     scored once more for the plain ones. A row is a function of its prompt, seed and weights, up to rounding that
-    depends on the batch. All rows of a call are of one version: an update waits for the calls that are under way, unless
-    ``in_flight`` says otherwise. docs/engines.md: threads, failures, and what a server cannot do.
+    depends on the batch. All rows of a call are of one version: an update waits for the calls that are under way. See
+    docs/engines.md for threads, failures, and what a server cannot do.
 
     Raises  MissingDependencyError  vllm is not installed, or lacks something that is needed
             ConfigError             a setting that cannot be, a model whose heads vLLM cannot compute on a CPU
@@ -139,8 +139,8 @@ class VLLMEngine:
         info = self.core.info
         if self.in_flight == "continue" and (params.stop_strings or params.extra):
             raise ConfigError(
-                "AsyncVLLMEngine: with in_flight='continue' answers are drawn in pieces, in which stop_strings and options "
-                "of vLLM alone would count anew: leave them out, or use in_flight='finish'."
+                "AsyncVLLMEngine: with in_flight='continue' answers are drawn in pieces, in which stop_strings and "
+                "options of vLLM alone would count anew: leave them out, or use in_flight='finish'."
             )
         if params.stop_strings and not info.reads_text:
             raise ConfigError("VLLMEngine: stop_strings need tokenizer= at construction, to read what was drawn.")
