@@ -138,7 +138,9 @@ def make_engine_plan(
         if name in rollout.options:
             raise ConfigError(f"rollout.options: {name} has a setting of its own: use {setting}.")
     devices = _place(rollout.tensor_parallel, gpus, sizes)
-    own_process = bool(rollout.max_staleness or rollout.concurrency) or world_size > 1 or len(devices) > 1
+    own_process = (
+        bool(rollout.max_staleness or rollout.oversample or rollout.concurrency) or world_size > 1 or len(devices) > 1
+    )
     own_process = own_process if rollout.own_process is None else rollout.own_process
     needed = _needed_length(config, longest_evaluated)
     length = _length(config, needed, sizes)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from llmrl.errors import WeightSyncError
-from llmrl.modules.llm.engines import VLLMEngine
+from llmrl.modules.llm.engines import AsyncVLLMEngine, VLLMEngine
 from llmrl.modules.llm.log_probs import TokenScorer
 from llmrl.modules.llm.policies import LLMWrapperBase, TransformersWrapper, vLLMWrapper
 from llmrl.train.distributed import Session
@@ -67,21 +67,23 @@ class RolloutEngine:
         self.policy: LLMWrapperBase
         if plan is not None:
             overlaps = bool(settings.max_staleness) and session.device.type == "cpu"
+            source = plan.servers or model.name_or_path or model  # the files that it was loaded from, if any
+            common = {"tokenizer": tokenizer, "devices": plan.devices, "seed": config.seed, **plan.options}
+            by_group = settings.max_staleness > 1 or settings.oversample > 0
             with _half_the_threads() if overlaps else nullcontext():
-                engine = VLLMEngine(
-                    plan.servers or model.name_or_path or model,  # the files that it was loaded from, if any
-                    tokenizer=tokenizer,
-                    own_process=plan.own_process,
-                    devices=plan.devices,
-                    seed=config.seed,
-                    **plan.options,
-                )
+                if by_group and not plan.servers:  # groups that are sampled when new weights come go on with them
+                    max_age = settings.max_staleness
+                    engine = AsyncVLLMEngine(source, in_flight="continue", max_age=max_age, **common)
+                else:
+                    engine = VLLMEngine(source, own_process=plan.own_process, **common)
             if plan.servers:  # whatever weights they have
                 engine.update_weights(as_weights(model), version=engine.version)
             self.policy = vLLMWrapper(engine, **wrapping)
         else:
             self.policy = TransformersWrapper(model, **wrapping)
-        self._temperature = config.sampling.temperature
+        # Another temperature than 1 would have to wait until nothing is drawn; weights are the same at any.
+        interrupts = getattr(self.policy.engine, "in_flight", None) == "continue"
+        self._temperature = 1.0 if interrupts else config.sampling.temperature
         self._probe = SyncProbe(factor=settings.probe_factor, any_problem=self._first_problem)
         self._probed: TensorDictBase | None = None  # the newest rollouts, of which rows may be compared
         self._probed_since: int | None = None  # the version that rows are compared from

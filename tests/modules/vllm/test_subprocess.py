@@ -10,9 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import nullcontext
 from multiprocessing import connection
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +24,7 @@ from llmrl.modules.llm import ChatHistory, vLLMWrapper
 from llmrl.modules.llm.engines import AsyncVLLMEngine, SamplingParams, StopReason, TransformersEngine
 from llmrl.modules.llm.engines.vllm.transfer import SharedMemory
 from llmrl.testing import tiny_model, tiny_tokenizer
-from llmrl.train.async_rollouts import RolloutsAhead
+from llmrl.train.rollout_queue import RolloutQueue
 from llmrl.weight_update import publish, weight_groups
 from tests.support.vllm import (
     BackgroundCall,
@@ -297,14 +295,14 @@ def test_rollouts_ahead_end_when_the_engine_is_closed_under_them(engine, tokeniz
     policy = vLLMWrapper(engine, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 1900})
     env = DatasetChatEnv(dataset=[{"query": f"{n}?"} for n in range(6)], num_envs=6, max_steps=4)
     collector = LLMCollector(env, policy=policy, yield_only_last_steps=True, concurrency=6)
-    ahead = RolloutsAhead(collector, SimpleNamespace(autocast=nullcontext))
-    ahead.begin()
+    ahead = RolloutQueue(collector, groups=6, group_size=1, max_staleness=1)
+    ahead.begin_next(1)
     wait_until(is_drawing(engine, 6))
     collector.shutdown(close_env=False)
     engine.close()
     ahead.close()
     with pytest.raises(RolloutError, match=r"close"):
-        ahead.take()
+        ahead.take(0)
     env.close()
 
 
