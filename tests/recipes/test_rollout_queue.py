@@ -9,8 +9,9 @@ from llmrl.collectors.llm import LLMCollector
 from llmrl.envs.llm import DatasetChatEnv
 from llmrl.modules.llm import LLMWrapperBase
 from llmrl.testing import FakeEngine, tiny_tokenizer
+from llmrl.train.plan import _staleness, grpo_settings
 from llmrl.train.rollout_queue import RolloutQueue
-from llmrl.train.settings import RolloutSettings
+from llmrl.train.settings import GRPOConfig, RolloutSettings
 from tests.support.simulated import simulate
 from tests.support.vllm import wait_until
 
@@ -137,3 +138,31 @@ def test_an_error_of_sampling_is_raised_where_its_rows_are_taken():
 def test_settings_that_cannot_run_ahead_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         RolloutSettings(**settings)
+
+
+def config(grpo=None, updates_per_step=1, **rollout):
+    return GRPOConfig(
+        model={},
+        env={"name": "sums"},
+        rollout={"engine": "vllm", **rollout},
+        grpo=grpo or {},
+        updates_per_step=updates_per_step,
+    )
+
+
+def test_the_plan_says_how_old_rollouts_may_be_and_where_nothing_corrects_for_it():
+    assert _staleness(config()) == "weights sent after every step"
+    assert "one version behind" in _staleness(config(max_staleness=1))
+    assert "at most 4 versions behind; answers go on with new weights" in _staleness(config(max_staleness=4))
+    servers = config(max_staleness=4, servers=["http://localhost:1"])
+    assert "answers on their way are waited for" in _staleness(servers)
+    assert "25% more groups" in _staleness(config(oversample=0.25))
+    assert "NOTHING CORRECTS" in _staleness(config({"correction": "none"}, max_staleness=4))
+    assert "NOTHING CORRECTS" not in _staleness(config({"correction": "none"}))
+
+
+@pytest.mark.parametrize(("updates", "proximal"), [(1, "detach"), (4, "recomputed")])
+def test_older_tokens_are_weighed_against_the_version_that_sampled_them(updates, proximal):
+    _, loss = grpo_settings(config(updates_per_step=updates, max_staleness=4), exact=False)
+    assert loss["proximal"] == proximal
+    assert loss["correction"] in (None, "tis")
