@@ -178,13 +178,16 @@ def test_pushes_that_are_lost_are_warned_of_sent_again_and_end_the_run_in_the_en
     assert "a second push helped" in result.out + result.err
 
 
-def test_two_processes_have_an_engine_each_and_the_same_weights(place, grpo):
-    settings = recipe(place, grpo, "two", max_staleness=1)
+@pytest.mark.parametrize("rollout", [{"max_staleness": 1}, {"max_staleness": 2, "oversample": 0.5}])
+def test_two_processes_have_an_engine_each_and_the_same_weights(place, grpo, rollout):
+    settings = recipe(place, grpo, "two", **rollout)
     parallel = ("parallel.mode=fsdp2", "steps=2")
     result = place.finish(place.process("grpo", settings, "--name", "two", *parallel, ranks=2), timeout_s=LIMIT_S)
     assert result.code == 0, result.err
     assert all(step.get("mismatch/probe", 0) < 1e-5 for step in place.steps("two"))
     assert [step["async/staleness_max"] for step in place.steps("two")] == [0, 1]
+    if "oversample" in rollout:
+        assert [step["async/delivered"] for step in place.steps("two")] == [4, 8], "two groups of each rank in a step"
 
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
