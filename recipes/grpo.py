@@ -124,7 +124,7 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
         concurrency=config.rollout.concurrency,
         retries=config.env.retries,
     )
-    rollouts = RolloutSource(collector, engine, updater.scorer, session, ahead=bool(config.rollout.max_staleness))
+    rollouts = RolloutSource(collector, engine, updater.scorer, session, config)
     advantage = MCAdvantage(config.group_size, **advantage_settings)
     quota = GroupQuota(config.prompts_per_step // session.world_size)
     buffer = ReplayBuffer(
@@ -144,10 +144,10 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
         if evaluator:
             run.evaluate_before(evaluator)
         for step in run.steps(config.steps, grpo_columns(tools=bool(config.env.tools))):
-            # 1. group_size answers to each prompt, with rewards: sampled now, or (max_staleness 1) during the last
-            #    update, whose weights the engine then gets here, between two batches: a batch has one version.
+            # 1. group_size answers to each prompt, with rewards: sampled now, or during the last updates. With
+            #    max_staleness 1 the engine gets the newest weights here, between two batches of one version each.
             clock = time.perf_counter()
-            data = rollouts.take()
+            data = rollouts.take(version=step - 1)
             metrics = rollouts.sync_weights(version=step - 1)
 
             # 2. MCAdvantage turns rewards into advantages on the way into the buffer: each minus the mean of its group.
@@ -161,8 +161,7 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
                     buffer.extend(select_training_columns(mask_truncated.inv(more)))
                     data = cat_rows([data, more])
             rollouts.end_sampling()  # an engine on the trainer's GPU leaves it to the update
-            if step < config.steps:
-                rollouts.begin_next()
+            rollouts.begin_next(steps_left=config.steps - step)
             sampled = StepRollouts(session, data, buffer, tokenizer)
             metrics |= sampled.metrics(version=rollouts.version, seconds=time.perf_counter() - clock)
             sampled.check_failed(config.max_failed, step, rollouts.first_error)
@@ -189,14 +188,14 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
             seconds = time.perf_counter() - clock
             metrics |= step_metrics(updates, seconds) | updater.speed(seconds)
 
-            # 5. The engine gets the new weights and proves it. While it samples the next rollouts that waits for step
-            #    1, unless it is to be evaluated with them.
+            # 5. The engine gets the new weights and proves it. Answers that it samples go on with them; a batch that
+            #    one version must sample (max_staleness 1) is waited for in step 1, or here before an evaluation.
             due = evaluator is not None and run.due(config.eval.every)
-            if due or not rollouts.in_progress:
+            if due or rollouts.takes_weights:
                 metrics |= rollouts.sync_weights(version=step)
             if due:
                 metrics |= run.evaluate(evaluator)
-            metrics |= rollouts.idle(run.step_seconds)
+            metrics |= rollouts.metrics(run.step_seconds)
             warning = engine.warning
             if failed := metrics["rollout/failed"]:
                 warning += f"{failed} rollouts failed. {rollouts.first_unreported_error()}".rstrip()

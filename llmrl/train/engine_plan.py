@@ -149,7 +149,8 @@ def make_engine_plan(
         options |= {"tensor_parallel_size": rollout.tensor_parallel, **share, **rollout.options}
         return EnginePlan(length=length, options=options, apart=rollout.gpus // rollout.tensor_parallel)
     devices = _place(rollout.tensor_parallel, gpus)
-    own_process = bool(rollout.max_staleness or rollout.concurrency) or world_size > 1 or len(devices) > 1
+    overlaps = bool(rollout.max_staleness or rollout.oversample or rollout.concurrency)
+    own_process = overlaps or world_size > 1 or len(devices) > 1
     own_process = own_process if rollout.own_process is None else rollout.own_process
     sleeps = bool(gpus.count) and not rollout.max_staleness if rollout.sleep is None else rollout.sleep
     if gpus.count:

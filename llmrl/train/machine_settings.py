@@ -8,7 +8,15 @@ from pydantic import Field, model_validator
 
 from llmrl.train.setting_types import Settings
 
-__all__ = ["LoraSettings", "MemorySettings", "ModelOptions", "OptimSettings", "ProfileSettings"]
+__all__ = [
+    "CheckpointSettings",
+    "LoraSettings",
+    "MemorySettings",
+    "ModelOptions",
+    "OptimSettings",
+    "ParallelSettings",
+    "ProfileSettings",
+]
 
 
 class OptimSettings(Settings):
@@ -86,3 +94,28 @@ class ProfileSettings(Settings):
         if not 1 <= self.steps[0] <= self.steps[1]:
             raise ValueError(f"steps must be the first and the last one, from 1 on: got {list(self.steps)}")
         return self
+
+
+class CheckpointSettings(Settings):
+    """Checkpoints are written at the end and on Ctrl-C whatever these say."""
+
+    every: int = Field(50, ge=0, description="steps between checkpoints; 0: only at the end")
+    keep: int = Field(2, ge=1, description="how many of the newest stay")
+    asynchronous: bool = Field(
+        True, description="the next steps go on while a checkpoint is summed up and flushed to the disk"
+    )
+
+
+class ParallelSettings(Settings):
+    """Layout of several processes, started by torchrun. One process ignores it."""
+
+    mode: Literal["ddp", "fsdp2"] = Field(
+        "ddp", description="ddp: whole copies; fsdp2: parameters and optimizer sharded"
+    )
+    replicas: int = Field(
+        1, ge=1, description="fsdp2: copies of the sharded model, one per node say; sharding stays within each"
+    )
+    context: int = Field(
+        1, ge=1, description="processes that each sequence is split over, for sequences too long for one GPU"
+    )
+    timeout_s: float = Field(600.0, gt=0, description="a collective that waits longer ends the run")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmrl.errors import TemplateError
 from llmrl.modules.llm.rendering import Renderer
-from llmrl.objectives.llm.settings import PRESETS
+from llmrl.objectives.llm.settings import PRESETS, GRPOSettings
 from llmrl.train.lora import lora_rows
 from llmrl.train.memory import GPU, memory_rows
 from llmrl.train.settings import GRPOConfig, ModelSource, OptimSettings, SFTConfig, TinyModelSettings
@@ -168,6 +168,7 @@ def grpo_settings(config: GRPOConfig, *, exact: bool = True) -> tuple[dict[str, 
     preset = PRESETS[config.algo]
     own = {name: value for name, value in config.grpo.model_dump().items() if value}  # 0 and null: the preset's
     advantage = {**preset.advantage, "min_group_size": config.min_group_size}
+    advantage["policy_version_key"] = None  # a group is one draw; its answers may be by several versions
     if "scale" in own:
         advantage["scale"] = own.pop("scale")
     if config.env.max_records > 1:  # only the last record of a conversation has its reward; all get its advantage
@@ -257,12 +258,26 @@ def _engine(config: GRPOConfig, engine: EnginePlan | None) -> Rows:
     words = []
     if engine is not None:
         words.append(engine.place)
-        ahead = "the next rollouts are sampled during the update, one version behind"
-        words.append(ahead if rollout.max_staleness else "weights sent after every step")
+        words.append(_staleness(config))
         words += engine.describe()
     if rollout.concurrency:
         words.append(f"{rollout.concurrency} conversations at a time, each on its own")
     return [("engine", " · ".join(words))] if words else []
+
+
+def _staleness(config: GRPOConfig) -> str:
+    rollout, loss = config.rollout, GRPOSettings.from_keywords(**grpo_settings(config, exact=False)[1])
+    words = "weights sent after every step"
+    if rollout.max_staleness == 1 and not rollout.oversample:
+        words = "the next rollouts are sampled during the update, one version behind"
+    elif rollout.max_staleness:
+        begun = "answers on their way are waited for" if rollout.servers else "answers go on with new weights"
+        words = f"rollouts are sampled ahead, at most {rollout.max_staleness} versions behind; {begun}"
+    if rollout.oversample:
+        words += f"; {rollout.oversample:.0%} more groups than a step takes, the slowest are given up"
+    if rollout.max_staleness and loss.proximal != "behaviour" and loss.engine_correction["kind"] == "none":
+        words += "; NOTHING CORRECTS FOR OLDER WEIGHTS (grpo.correction)"
+    return words
 
 
 def _checkpoints(config: ModelSource) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from llmrl.errors import DataError, WeightSyncError
-from llmrl.modules.llm.engines import VLLMEngine
+from llmrl.modules.llm.engines import AsyncVLLMEngine, VLLMEngine
 from llmrl.modules.llm.log_probs import TokenScorer
 from llmrl.modules.llm.policies import LLMWrapperBase, TransformersWrapper, vLLMWrapper
 from llmrl.train.distributed import Session
@@ -72,26 +72,27 @@ class RolloutEngine:
             begin = session.rank % len(servers) if servers else 0  # each rank asks another one first
             place = [*servers[begin:], *servers[:begin]]
             overlaps = bool(settings.max_staleness) and session.device.type == "cpu"
-            with _half_the_threads() if overlaps else nullcontext():
-                if config.lora and not servers and not model.name_or_path:
-                    raise DataError(
-                        f"model {config.model}: its run must have come to its end, for vLLM to read the model under "
-                        "new adapters: its newest checkpoint has adapters alone; go on with llmrl resume."
-                    )
-                engine = VLLMEngine(
-                    place or model.name_or_path or model,  # the files that it was loaded from, if any
-                    tokenizer=tokenizer,
-                    own_process=plan.own_process,
-                    devices=plan.devices,
-                    seed=config.seed,
-                    silence_s=_SILENCE_S,
-                    **plan.options,
+            if config.lora and not servers and not model.name_or_path:
+                raise DataError(
+                    f"model {config.model}: its run must have come to its end, for vLLM to read the model under new "
+                    "adapters: its newest checkpoint has adapters alone; go on with llmrl resume."
                 )
+            source = place or model.name_or_path or model  # the files that it was loaded from, if any
+            common = {"tokenizer": tokenizer, "devices": plan.devices, "seed": config.seed, "silence_s": _SILENCE_S}
+            by_group = settings.max_staleness > 1 or settings.oversample > 0
+            with _half_the_threads() if overlaps else nullcontext():
+                if by_group and not servers:  # groups that are sampled when new weights come go on with them
+                    ages = {"in_flight": "continue", "max_age": settings.max_staleness}
+                    engine = AsyncVLLMEngine(source, **ages, **common, **plan.options)
+                else:
+                    engine = VLLMEngine(source, own_process=plan.own_process, **common, **plan.options)
             engine.update_s = 0.9 * config.parallel.timeout_s
             self.policy = vLLMWrapper(engine, **wrapping)
         else:
             self.policy = TransformersWrapper(model, **wrapping)
-        self._temperature = 1.0 if servers else config.sampling.temperature  # a server scores at 1 only
+        # A server scores at 1 only, and a change of temperature would wait for answers that go on with new weights.
+        interrupts = getattr(self.policy.engine, "in_flight", None) == "continue"
+        self._temperature = 1.0 if servers or interrupts else config.sampling.temperature
         self._probe = SyncProbe(factor=settings.probe_factor, any_problem=self._first_problem)
         self._probed: TensorDictBase | None = None  # the newest rollouts, of which rows may be compared
         self._probed_since: int | None = None  # the version that rows are compared from

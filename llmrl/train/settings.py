@@ -10,7 +10,15 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from llmrl.errors import ConfigError
 from llmrl.loading import load_function
-from llmrl.train.machine_settings import LoraSettings, MemorySettings, ModelOptions, OptimSettings, ProfileSettings
+from llmrl.train.machine_settings import (
+    CheckpointSettings,
+    LoraSettings,
+    MemorySettings,
+    ModelOptions,
+    OptimSettings,
+    ParallelSettings,
+    ProfileSettings,
+)
 from llmrl.train.setting_types import EnvName, FormatName, FunctionName, Settings, ToolName
 
 __all__ = [
@@ -215,31 +223,6 @@ class EvalSettings(Settings):
     max_tokens: int = Field(512, ge=1, description="longest answer, in tokens")
 
 
-class CheckpointSettings(Settings):
-    """Checkpoints are written at the end and on Ctrl-C whatever these say."""
-
-    every: int = Field(50, ge=0, description="steps between checkpoints; 0: only at the end")
-    keep: int = Field(2, ge=1, description="how many of the newest stay")
-    asynchronous: bool = Field(
-        True, description="the next steps go on while a checkpoint is summed up and flushed to the disk"
-    )
-
-
-class ParallelSettings(Settings):
-    """Layout of several processes, started by torchrun. One process ignores it."""
-
-    mode: Literal["ddp", "fsdp2"] = Field(
-        "ddp", description="ddp: whole copies; fsdp2: parameters and optimizer sharded"
-    )
-    replicas: int = Field(
-        1, ge=1, description="fsdp2: copies of the sharded model, one per node say; sharding stays within each"
-    )
-    context: int = Field(
-        1, ge=1, description="processes that each sequence is split over, for sequences too long for one GPU"
-    )
-    timeout_s: float = Field(600.0, gt=0, description="a collective that waits longer ends the run")
-
-
 class ModelSource(Settings):
     """Fields of both recipes: the model, precision, optimizer, checkpoints, processes."""
 
@@ -339,10 +322,18 @@ class RolloutSettings(Settings):
     own_process: bool | None = Field(
         None,
         description="vllm in a process of its own, where every conversation asks by itself; null: where max_staleness, "
-        "concurrency or several processes ask for it",
+        "oversample, concurrency or several processes ask for it",
     )
     max_staleness: int = Field(
-        0, ge=0, le=1, description="1: the next rollouts are sampled during the update, one version behind; needs vllm"
+        0,
+        ge=0,
+        description="versions that the weights which sampled may be behind those trained. 1: the next step is sampled "
+        "during the update; more: groups are queued, and go on with new weights while they are sampled; needs vllm",
+    )
+    oversample: float = Field(
+        0.0,
+        ge=0,
+        description="so many more groups are begun, as a share of a step, and the slowest are given up; needs vllm",
     )
     concurrency: int | None = Field(
         None, ge=1, description="max concurrent conversations; null: all advance in lockstep"
@@ -387,12 +378,13 @@ class RolloutSettings(Settings):
 
     @model_validator(mode="after")
     def _check_engine(self) -> RolloutSettings:
-        if self.max_staleness and self.engine != "vllm":
-            raise ValueError("max_staleness 1 needs engine vllm: Transformers samples with the weights being trained")
-        if self.max_staleness and self.own_process is False:
-            raise ValueError("max_staleness 1 needs own_process: in this process nothing overlaps")
+        given = "max_staleness" if self.max_staleness else "oversample" if self.oversample else None
+        if given and self.engine != "vllm":
+            raise ValueError(f"{given} needs engine vllm: Transformers samples with the weights being trained")
+        if given and self.own_process is False:
+            raise ValueError(f"{given} needs own_process: in this process nothing overlaps")
         if self.max_staleness and self.sleep:
-            raise ValueError("max_staleness 1 needs sleep off: the engine samples during updates")
+            raise ValueError("max_staleness needs sleep off: the engine samples during updates")
         if (self.gpus or self.servers) and self.engine != "vllm":
             raise ValueError(f"{'gpus' if self.gpus else 'servers'} needs engine vllm")
         if self.gpus and (self.sleep or self.own_process is False):

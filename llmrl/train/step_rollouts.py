@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from llmrl.data.replay_buffers import ReplayBuffer
     from llmrl.train.distributed import Session
 
-__all__ = ["StepRollouts", "select_training_columns"]
+__all__ = ["StepRollouts", "oldest_versions", "select_training_columns"]
 
 _TRAINED = (
     ("tokens", "full"),
@@ -37,8 +37,21 @@ _TRAINED = (
 
 def select_training_columns(data: TensorDictBase) -> TensorDictBase:
     """The columns that advantages and loss read; the rest of a rollout need not be stored."""
-    plain = ("log_probs", "plain")  # there when sampling was cut to some tokens
-    return data.select(*_TRAINED, *([plain] if data.get(plain, None, as_list=True) is not None else []))
+    some = (("log_probs", "plain"), ("log_probs", "versions"))  # sampling was cut to some tokens, or interrupted
+    return data.select(*_TRAINED, *[key for key in some if data.get(key, None, as_list=True) is not None])
+
+
+def oldest_versions(data: TensorDictBase) -> list[int]:
+    """Of each row, the version of the weights that sampled its oldest token."""
+    versions = data.get("policy_version").tolist()
+    rows = data.get(("log_probs", "versions"), None, as_list=True)
+    if rows is None:
+        return versions
+    masks = data.get(("masks", "all_assistant_mask"), as_list=True)
+    return [
+        int(row[mask].min()) if mask.any() else version
+        for row, mask, version in zip(rows, masks, versions, strict=True)
+    ]
 
 
 class StepRollouts:
@@ -63,7 +76,7 @@ class StepRollouts:
         self._turns = session.gather(_num_turns(data))
         self._seeds, self._rewards = data.get("seed").tolist(), data.get(("next", "reward")).flatten(1).sum(1).tolist()
         prompts, responses = data.get("text").rows("prompt"), data.get("text").rows("response")
-        groups, versions = data.get("group_id").tolist(), data.get("policy_version").tolist()
+        groups, versions = data.get("group_id").tolist(), oldest_versions(data)
         reasons = data.get("stop_reason").tolist()
         mine = [
             Rollout(

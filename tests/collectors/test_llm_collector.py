@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -15,6 +16,7 @@ from llmrl.envs.llm.transforms import DataLoadingPrimer, PolicyVersion, RewardFu
 from llmrl.errors import ConfigError, ShapeError, WeightSyncError
 from llmrl.modules.llm.policies.base import LLMWrapperBase
 from llmrl.testing import FakeEngine, ScriptedPolicy, tiny_tokenizer
+from llmrl.train.step_rollouts import oldest_versions
 from tests.support.conversations import AskAgain, length, talks_for
 
 ROWS = [{"query": f"q{n}", "answer": str(n)} for n in range(12)]
@@ -264,6 +266,36 @@ def test_rollout_gives_one_batch_and_leaves_the_buffer_alone():
     collector = LLMCollector(dialog_env(), policy=talks_for([1] * 12), replay_buffer=buffer, yield_only_last_steps=True)
     assert len(collector.rollout()) == 3
     assert buffer.rows == []
+
+
+class Interrupted(FakeEngine):
+    """Draws the first token of each answer with the version before, as if new weights had come after it."""
+
+    def generate(self, prompts, params, *, seeds=None):
+        self.version += 1
+        drawn = super().generate(prompts, params, seeds=seeds)
+        versions = [torch.full_like(ids, self.version) for ids in drawn.ids]
+        for row in versions:
+            row[0] -= 1
+        return dataclasses.replace(drawn, version=self.version - 1, versions=versions)
+
+
+@pytest.mark.parametrize("options", [{}, {"batching": True}])
+def test_the_versions_of_all_turns_are_in_the_last_row_beside_their_log_probs(options):
+    tokenizer = tiny_tokenizer()
+    policy = LLMWrapperBase(Interrupted(["one two three"], tokenizer=tokenizer), tokenizer=tokenizer, **options)
+    [row] = LLMCollector(
+        dialog_env(1), policy=policy, yield_only_last_steps=True, max_dialog_turns=2, total_dialog_turns=2
+    )
+    [mask] = row.get(("masks", "all_assistant_mask"), as_list=True)
+    [versions] = row.get(("log_probs", "versions"), as_list=True)
+    [ids] = row.get(("tokens", "response"), as_list=True)
+    assert versions[mask].tolist() == [0] + [1] * (len(ids) - 1) + [1] + [2] * (len(ids) - 1)
+    assert versions[~mask].tolist() == [0] * int((~mask).sum())
+    assert row["policy_version"].tolist() == [1]
+    assert oldest_versions(row) == [0]
+    padded = policy.get_new_version(pad_output=True)(dialog_env(2).reset())
+    assert padded.get(("log_probs", "versions")).shape == padded.get(("log_probs", "full")).shape
 
 
 def test_the_version_moves_with_the_weights_and_is_stamped(wrapper):

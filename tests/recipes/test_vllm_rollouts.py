@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -12,8 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from llmrl.errors import RolloutError
-from llmrl.modules.llm.engines import SamplingParams
+from llmrl.modules.llm.engines import SamplingParams, TransformersEngine
 from llmrl.testing import tiny_model, tiny_tokenizer
+from llmrl.train.async_rollouts import RolloutSource
 from llmrl.train.distributed import Session
 from llmrl.train.engine_plan import Gpus, make_engine_plan
 from llmrl.train.models import load_tokenizer
@@ -87,6 +90,57 @@ def test_overlapped_rollouts_are_one_version_behind_and_both_sides_say_how_long_
     assert not [name for name in os.listdir("/dev/shm") if name.startswith(f"llmrl-weights-{process.pid}-")]
 
 
+def test_answers_that_new_weights_interrupt_keep_the_log_probs_of_each_version_and_a_resumed_run_goes_on(
+    place, grpo, monkeypatch
+):
+    weights, taken, take, push = {}, [], RolloutSource.take, RolloutEngine.push
+
+    def remembering_take(self, version):
+        weights.setdefault(version, copy.deepcopy(self._engine.model))
+        taken.append(take(self, version))
+        return taken[-1]
+
+    def remembering_push(self, scorer):
+        weights[self.policy.engine.version + 1] = copy.deepcopy(self.model)
+        return push(self, scorer)
+
+    monkeypatch.setattr(RolloutSource, "take", remembering_take)
+    monkeypatch.setattr(RolloutEngine, "push", remembering_push)
+    changes = {"model": MODEL, "rollout": {**ROLLOUT, "max_staleness": 2}, "zero_variance": "keep", "steps": 4}
+    changes |= {"sampling": {"max_tokens": 250}, "checkpoint": {"every": 2, "keep": 5}}
+    result = place.train("grpo", "queue", **changes)
+    assert "at most 2 versions behind; answers go on with new weights" in " ".join(result.out.split())
+    mixed = 0
+    for data in taken:
+        masks = data.get(("masks", "all_assistant_mask"), as_list=True)
+        versions = data.get(("log_probs", "versions"), as_list=True)
+        ids, said = data.get(("tokens", "full"), as_list=True), data.get(("log_probs", "full"), as_list=True)
+        scores = {
+            version: TransformersEngine(model.eval(), eos_token_ids=(), pad_token_id=0).score(ids)
+            for version, model in weights.items()
+        }
+        for row, mask in enumerate(masks):
+            expected = torch.stack([scores[int(versions[row][place])][row][place] for place in mask.nonzero()[:, 0]])
+            torch.testing.assert_close(said[row][mask], expected, atol=1e-4, rtol=0)
+            mixed += versions[row][mask].unique().numel() > 1
+    assert mixed, "no answer was interrupted"
+    shutil.copytree(place.path / "runs/queue", place.path / "runs/cut")
+    shutil.rmtree(place.path / "runs/cut/checkpoints/step4")
+    assert place.run("resume", "cut").code == 0
+    begun_anew = [step["async/begun_anew"] for step in place.steps("cut")]
+    assert begun_anew[:2] == [0, 0]
+    assert begun_anew[-1] > 0
+    for run in ("queue", "cut"):
+        steps = place.steps(run)
+        assert [step["async/delivered"] for step in steps] == [4, 8, 12, 16]
+        for step in steps:
+            assert step["async/staleness_max"] <= 2
+            dropped = step["async/dropped_old"] + step["async/dropped_stragglers"]
+            assert step["async/produced"] == step["async/delivered"] + dropped + step["async/queued"]
+            assert step.get("mismatch/probe", 0) < 1e-5
+        assert steps[-1]["async/queued"] == 0
+
+
 def test_conversations_that_proceed_on_their_own_are_trained_like_others(place, grpo):
     name = recipe(place, grpo, "alone", concurrency=4, sleep=True)
     finished(place, name, "--name", "alone", "steps=2")
@@ -124,13 +178,16 @@ def test_pushes_that_are_lost_are_warned_of_sent_again_and_end_the_run_in_the_en
     assert "a second push helped" in result.out + result.err
 
 
-def test_two_processes_have_an_engine_each_and_the_same_weights(place, grpo):
-    settings = recipe(place, grpo, "two", max_staleness=1)
+@pytest.mark.parametrize("rollout", [{"max_staleness": 1}, {"max_staleness": 2, "oversample": 0.5}])
+def test_two_processes_have_an_engine_each_and_the_same_weights(place, grpo, rollout):
+    settings = recipe(place, grpo, "two", **rollout)
     parallel = ("parallel.mode=fsdp2", "steps=2")
     result = place.finish(place.process("grpo", settings, "--name", "two", *parallel, ranks=2), timeout_s=LIMIT_S)
     assert result.code == 0, result.err
     assert all(step.get("mismatch/probe", 0) < 1e-5 for step in place.steps("two"))
     assert [step["async/staleness_max"] for step in place.steps("two")] == [0, 1]
+    if "oversample" in rollout:
+        assert [step["async/delivered"] for step in place.steps("two")] == [4, 8], "two groups of each rank in a step"
 
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

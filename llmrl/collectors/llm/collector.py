@@ -6,6 +6,7 @@ It decides when a conversation is reset, stepped, finished and handed out, and c
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from llmrl.collectors.llm.batches import cat_rows
-from llmrl.collectors.llm.rollout import Stepper, rollout_concurrent, rollout_lockstep, truncate
+from llmrl.collectors.llm.rollout import Stepper, TurnLog, rollout_concurrent, rollout_lockstep, truncate
 from llmrl.collectors.weight_updaters import EngineUpdater, WeightUpdaterBase
 from llmrl.data.ragged.tensordicts import new_tensordict
 from llmrl.envs.base import EnvBase
@@ -99,6 +100,7 @@ class LLMCollector:
         self.flatten_data = replay_buffer is not None if flatten_data is None else flatten_data
         self.concurrency = concurrency
         self.counters = {"produced": 0, "delivered": 0, "dropped": 0, "conversations": 0, "failed": 0}
+        self._counting = threading.Lock()
         self._stepper = Stepper(
             self.env,
             self.policy,
@@ -146,8 +148,7 @@ class LLMCollector:
     def _collect(self) -> TensorDictBase | None:
         if self._exhausted or self._left() == 0:
             return None
-        if self._engine is not None and self._engine.version != self._version:
-            self.increment_version()  # the engine was updated without the weight updater
+        self._read_version()
         return self._finished_conversations() if self.yield_completed_trajectories else self._turns()
 
     # -- whole conversations -------------------------------------------------------------------------------------------
@@ -163,6 +164,23 @@ class LLMCollector:
                 break
         return cat_rows(batches) if batches else None
 
+    @torch.no_grad()
+    def begin(self, count: int) -> Callable[[threading.Event], TensorDictBase]:
+        """Starts ``count`` conversations; the function that is returned runs them in lockstep to their ends.
+
+        Any thread may call it, also while others run. It is given an event, and raises `ConversationsStopped` after the
+        turn in which that is set. Raises StopIteration at the end of the data
+        """
+        self._read_version()
+        if (root := self._start(count)) is None:
+            raise StopIteration
+
+        def run(stopped: threading.Event) -> TensorDictBase:
+            with torch.no_grad():
+                return self._rows(rollout_lockstep(self._stepper, root, self.total_dialog_turns, stopped))
+
+        return run
+
     def _run_to_the_end(self) -> TensorDictBase | None:
         """Starts a batch of conversations and runs them until they end, or the budget is used up."""
         root = self._start(min(self.env.batch_size[0], self._left()))
@@ -172,11 +190,15 @@ class LLMCollector:
             log = rollout_lockstep(self._stepper, root, self.total_dialog_turns)
         else:
             log = rollout_concurrent(self._stepper, root, self.total_dialog_turns, concurrency=self.concurrency)
+        return self._rows(log)
+
+    def _rows(self, log: TurnLog) -> TensorDictBase | None:
         turns_of = log.turns_of()
         delivered = sum(map(len, turns_of.values()))
-        self.counters["delivered"] += delivered
-        self.counters["dropped"] += log.num_turns - delivered
-        self.counters["conversations"] += len(turns_of)
+        with self._counting:
+            self.counters["delivered"] += delivered
+            self.counters["dropped"] += log.num_turns - delivered
+            self.counters["conversations"] += len(turns_of)
         return log.rows(last_only=self.yield_only_last_steps)
 
     # -- turns ---------------------------------------------------------------------------------------------------------
@@ -288,6 +310,10 @@ class LLMCollector:
         self._set_tracker()
         if self._root is not None and "policy_version" in self._root.keys():
             tracker._call(self._root)  # conversations under way are sampled with the new weights from here on
+
+    def _read_version(self) -> None:
+        if self._engine is not None and self._engine.version != self._version:
+            self.increment_version()  # the engine was updated without the weight updater
 
     def _set_tracker(self) -> None:
         tracker = self.policy_version_tracker

@@ -25,10 +25,14 @@ from llmrl.envs.llm.chat import next_prompt
 from llmrl.errors import ConfigError, MissingKeyError, RolloutError, ShapeError
 from llmrl.modules.llm.policies.containers import LogProbs, mark_turn, mark_whole_record
 
-__all__ = ["Stepper", "TurnLog", "rollout_concurrent", "rollout_lockstep", "truncate"]
+__all__ = ["ConversationsStopped", "Stepper", "TurnLog", "rollout_concurrent", "rollout_lockstep", "truncate"]
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
 _FAILED = "_failed_rollout"
+
+
+class ConversationsStopped(Exception):
+    """Conversations that were stopped from outside, and have no result."""
 
 
 @dataclass
@@ -141,8 +145,10 @@ class Stepper:
             self.counters["produced"] += granted
             return granted
 
-    def turn(self, root: TensorDictBase) -> TensorDictBase:
+    def turn(self, root: TensorDictBase, stopped: threading.Event | None = None) -> TensorDictBase:
         td = self.policy(root)
+        if stopped is not None and stopped.is_set():
+            raise ConversationsStopped
         mark_turn(td)
         try:
             td = self.env.step(td)
@@ -180,9 +186,11 @@ class Stepper:
             td.set("next", next_td.select(*self._answer.keys()))
             td.pop(_FAILED)
 
-    def turn_of_conversation(self, root: TensorDictBase, number: int, returns: Tensor | None) -> TensorDictBase:
+    def turn_of_conversation(
+        self, root: TensorDictBase, number: int, returns: Tensor | None, stopped: threading.Event | None = None
+    ) -> TensorDictBase:
         """Turn ``number`` (from 1): truncated at the limit, its reward added to those before it."""
-        td = self.turn(root)
+        td = self.turn(root, stopped)
         next_td = td.get("next")
         if self.max_turns is not None and number >= self.max_turns:
             truncate(next_td, torch.ones_like(next_td.get("done")))
@@ -217,8 +225,13 @@ class Stepper:
             self.first_error = text
 
 
-def rollout_lockstep(stepper: Stepper, root: TensorDictBase, budget: int) -> TurnLog:
-    """All conversations take their turns together; the ones that are done leave the batch."""
+def rollout_lockstep(
+    stepper: Stepper, root: TensorDictBase, budget: int, stopped: threading.Event | None = None
+) -> TurnLog:
+    """All conversations take their turns together; the ones that are done leave the batch.
+
+    Raises  ConversationsStopped after the turn in which ``stopped`` is set
+    """
     log = TurnLog()
     slots = list(range(root.batch_size[0]))
     returns_B: Tensor | None = None
@@ -229,7 +242,7 @@ def rollout_lockstep(stepper: Stepper, root: TensorDictBase, budget: int) -> Tur
                 break
             slots, root = slots[:granted], root[:granted]
             returns_B = None if returns_B is None else returns_B[:granted]
-        td = stepper.turn_of_conversation(root, len(log.turns) + 1, returns_B)
+        td = stepper.turn_of_conversation(root, len(log.turns) + 1, returns_B, stopped)
         returns_B = stepper.returns(td)
         done = log.add(slots, td)
         alive = [row for row, is_done in enumerate(done) if not is_done]

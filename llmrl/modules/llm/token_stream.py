@@ -29,6 +29,7 @@ _FIELDS = {
     "assistant_mask": ("masks", "prompt_assistant_mask", "all_assistant_mask"),
     "log_probs": ("log_probs", "prompt", "full"),
     "plain": ("log_probs", "plain", "plain"),
+    "versions": ("log_probs", "versions", "versions"),
 }
 _PADDING_MASKS = ("prompt_attention_mask", "all_attention_mask")
 _DEFAULT_KEYS = {name: name for name in ("tokens", "masks", "log_probs")}
@@ -43,6 +44,7 @@ class TokenStream:
     assistant_mask  bool[S]     ids that the policy sampled
     log_probs       float32[S]  0 where it did not
     plain           float32[S]  as log_probs, before truncation; None where no turn was truncated
+    versions        int64[S]    of the weights that sampled each id, 0 elsewhere; None where each turn has one version
     answered        True where the ids are a prompt that was answered before and is asked again
     """
 
@@ -51,6 +53,7 @@ class TokenStream:
     assistant_mask: list[Tensor] | None = None
     log_probs: list[Tensor] | None = None
     plain: list[Tensor] | None = None
+    versions: list[Tensor] | None = None
     answered: bool = False
 
     @classmethod
@@ -103,6 +106,7 @@ class TokenStream:
             assistant_mask=_zeros_behind(self.assistant_mask, lengths, "assistant_mask"),
             log_probs=_zeros_behind(self.log_probs, lengths, "log_probs"),
             plain=_zeros_behind(self.plain, lengths, "plain"),
+            versions=_zeros_behind(self.versions, lengths, "versions"),
         )
 
     def cut(self, rows: Collection[int], *, keep_ids: bool = False) -> Self:
@@ -146,10 +150,12 @@ def turn_columns(
     plain: list[Tensor] | None,
     stream: TokenStream | None,
     covered: list[int] | None,
+    versions: list[Tensor] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """The columns of finished turns, per container: prompt, response and both, with what is known of each id.
 
-    Reads   prompts int64[P], responses int64[R], their log-probs float32[R], ``plain`` where sampling was truncated
+    Reads   prompts int64[P], responses int64[R], their log-probs float32[R], ``plain`` where sampling was truncated,
+            ``versions`` int64[R] where the weights changed meanwhile
             stream   what the prompts begin with; of ids that no turn sampled the mask is False and the log-prob 0
     Raises  ShapeError where the stream is longer than the prompt that it begins
     """
@@ -179,6 +185,9 @@ def turn_columns(
             columns["log_probs"]["plain"] = _joined(
                 before if earlier is None else earlier, log_probs if plain is None else plain
             )
+        if versions is not None:
+            earlier = None if stream is None else _zeros_behind(stream.versions, prompt_lengths, "versions")
+            columns["log_probs"]["versions"] = _joined(earlier or [row.long() for row in before], versions)
     return columns
 
 

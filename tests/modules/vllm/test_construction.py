@@ -181,7 +181,7 @@ def test_settings_that_cannot_be_run_are_refused():
     ):
         with pytest.raises(ConfigError, match=message):
             VLLMEngine("http://localhost:1", **settings)
-    with pytest.raises(ConfigError, match="in_flight must be 'finish' or 'abort': got 'drop'"):
+    with pytest.raises(ConfigError, match="in_flight must be 'finish', 'abort' or 'continue': got 'drop'"):
         AsyncVLLMEngine("model", in_flight="drop")
     with pytest.raises(ConfigError, match="own_process can only be set where the engine is built"):
         AsyncVLLMEngine("http://localhost:1")

@@ -10,9 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import nullcontext
 from multiprocessing import connection
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,12 +19,12 @@ from llmrl.collectors.llm import LLMCollector
 from llmrl.data.llm.chat import History
 from llmrl.envs import Transform
 from llmrl.envs.llm import DatasetChatEnv
-from llmrl.errors import DeadlineError, LLMRLError, RolloutError, WeightSyncError
+from llmrl.errors import ConfigError, DeadlineError, LLMRLError, RolloutError, WeightSyncError
 from llmrl.modules.llm import ChatHistory, vLLMWrapper
 from llmrl.modules.llm.engines import AsyncVLLMEngine, SamplingParams, StopReason, TransformersEngine
 from llmrl.modules.llm.engines.vllm.transfer import SharedMemory
 from llmrl.testing import tiny_model, tiny_tokenizer
-from llmrl.train.async_rollouts import RolloutsAhead
+from llmrl.train.rollout_queue import RolloutQueue
 from llmrl.weight_update import publish, weight_groups
 from tests.support.vllm import (
     BackgroundCall,
@@ -198,6 +196,55 @@ def test_an_update_waits_for_what_is_being_drawn_or_aborts_it(engine, model, in_
     assert engine.generate(PROMPTS, SHORT).version == version + 1
 
 
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "top_k": 20}])
+def test_answers_go_on_with_new_weights_and_each_token_has_the_log_prob_of_the_version_that_drew_it(
+    engine, model, options
+):
+    params, changed, references = SamplingParams(max_new_tokens=700, **options), copy.deepcopy(model), {}
+    first = engine.version
+    references[first] = copy.deepcopy(model)
+    publish(model, engine, first, again=True)
+    engine.in_flight = "continue"
+    try:
+        call = BackgroundCall(lambda: engine.generate(PROMPTS, params, seeds=[1, 2, 3]))
+        for seed in range(2):
+            wait_until(is_drawing(engine, 3))
+            threading.Event().wait(0.3)
+            version = publish(stepped(changed, seed), engine)
+            references[version] = copy.deepcopy(changed)
+        drawn = call.result()
+        with pytest.raises(ConfigError, match=r"in_flight='continue'.* stop_strings"):
+            engine.generate(PROMPTS, SamplingParams(stop_strings=("x",)))
+    finally:
+        engine.in_flight = "finish"
+    assert drawn.stop_reasons == [StopReason.LENGTH] * 3
+    assert drawn.version == first
+    scores = {
+        version: trainer_log_probs(weights, PROMPTS, drawn, options.get("temperature", 1.0))
+        for version, weights in references.items()
+    }
+    for row, versions in enumerate(drawn.versions):
+        assert len(versions) == 700
+        assert versions.unique_consecutive().tolist() == [first, first + 1, first + 2]
+        right = torch.stack([scores[version][row] for version in references])
+        expected = right[versions - first, torch.arange(700)]
+        said = (drawn.plain_log_probs or drawn.log_probs)[row]
+        torch.testing.assert_close(said, expected, atol=1e-4, rtol=0)
+        assert (said - right[0]).abs().max() > 1e-2, "by the first version alone they would be others"
+
+
+def test_rows_whose_first_token_becomes_too_old_end_instead_of_going_on(engine, model):
+    engine.in_flight, engine.max_age = "continue", 0
+    try:
+        call = BackgroundCall(lambda: engine.generate(PROMPTS, LONG))
+        wait_until(is_drawing(engine, 3))
+        threading.Event().wait(0.2)
+        publish(model, engine)
+        assert call.result().stop_reasons == [StopReason.ABORT] * 3
+    finally:
+        engine.in_flight, engine.max_age = "finish", None
+
+
 def test_an_update_that_cannot_wait_longer_changes_nothing(engine, model):
     call = BackgroundCall(lambda: engine.generate(PROMPTS, LONG))
     wait_until(is_drawing(engine, 3))
@@ -248,14 +295,14 @@ def test_rollouts_ahead_end_when_the_engine_is_closed_under_them(engine, tokeniz
     policy = vLLMWrapper(engine, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 1900})
     env = DatasetChatEnv(dataset=[{"query": f"{n}?"} for n in range(6)], num_envs=6, max_steps=4)
     collector = LLMCollector(env, policy=policy, yield_only_last_steps=True, concurrency=6)
-    ahead = RolloutsAhead(collector, SimpleNamespace(autocast=nullcontext))
-    ahead.begin()
+    ahead = RolloutQueue(collector, groups=6, group_size=1, max_staleness=1)
+    ahead.begin_next(1)
     wait_until(is_drawing(engine, 6))
     collector.shutdown(close_env=False)
     engine.close()
     ahead.close()
     with pytest.raises(RolloutError, match=r"close"):
-        ahead.take()
+        ahead.take(0)
     env.close()
 
 

@@ -233,7 +233,8 @@ def _beside(old: Any, new: LogProbs) -> LogProbs:
     """``new`` with the other fields of ``old``: what an env carries to the next turn stays."""
     if not isinstance(old, LogProbs):
         return new
-    fields = [name for name in ("prompt", "response", "plain") if old.get(name, None, as_list=True) is not None]
+    names = ("prompt", "response", "plain", "versions")
+    fields = [name for name in names if old.get(name, None, as_list=True) is not None]
     if new.padded:
         return LogProbs.from_padded({**{name: old.get(name) for name in fields}, "full": new.full}, new.batch_size)
     return LogProbs.from_rows({**{name: old.rows(name) for name in fields}, "full": new.rows("full")}, new.batch_size)

@@ -121,7 +121,8 @@ class Generation:
     log_probs       list of float32[R_i] of the distribution that was sampled from, first token included
     plain_log_probs the same tokens under ``softmax(logits / temperature)``; None where nothing was truncated
     stop_reasons    list of StopReason
-    version         the version of the weights that drew all of it
+    version         the version of the weights that drew all of it; the oldest, where there are several
+    versions        list of int64[R_i], of each id; None where one version drew all
     """
 
     ids: list[Tensor]
@@ -129,6 +130,7 @@ class Generation:
     plain_log_probs: list[Tensor] | None
     stop_reasons: list[StopReason]
     version: int
+    versions: list[Tensor] | None = None
 
 
 @runtime_checkable

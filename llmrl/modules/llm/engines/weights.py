@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,7 +16,7 @@ from llmrl.errors import WeightSyncError, did_you_mean
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["WeightGroups", "WeightSet", "WeightSpec", "check_weights", "unsaved_buffers"]
+__all__ = ["WeightGroups", "WeightSet", "WeightSpec", "check_weights", "exhausted", "unsaved_buffers"]
 
 Metadata = Mapping[str, tuple[torch.dtype, torch.Size]]
 
@@ -204,3 +205,28 @@ def unsaved_buffers(model: nn.Module) -> frozenset[str]:
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+@contextmanager
+def exhausted(weights: Mapping[str, Tensor] | WeightGroups) -> Iterator[Mapping[str, Tensor] | WeightGroups]:
+    """Groups that are all made by the end of the block; a mapping as it is."""
+    if isinstance(weights, Mapping):
+        yield weights
+        return
+    once = _IterateOnce(weights)
+    try:
+        yield once
+    finally:
+        for _ in once:
+            pass
+
+
+class _IterateOnce:
+    """One pass through groups, which later iterations continue."""
+
+    def __init__(self, groups: WeightGroups) -> None:
+        self.metadata = groups.metadata
+        self._groups = iter(groups)
+
+    def __iter__(self) -> Iterator[Mapping[str, Tensor]]:
+        return self._groups

@@ -343,7 +343,8 @@ class LLMWrapperBase(nn.Module):
         turn = Turn(prompts, generation.ids, generation.stop_reasons, stop_ids, options.skip_special_tokens)
         views, covered = self.mode.views(turn)
         log_probs, stream = generation.log_probs if self.return_log_probs else None, prompts.stream
-        columns = turn_columns(prompts.ids, generation.ids, log_probs, generation.plain_log_probs, stream, covered)
+        plain, versions = generation.plain_log_probs, generation.versions
+        columns = turn_columns(prompts.ids, generation.ids, log_probs, plain, stream, covered, versions)
         padding = None
         if self.pad_output:
             padding = Padding.around_turns(prompts.ids, generation.ids, self.pad_token_id)
@@ -353,7 +354,9 @@ class LLMWrapperBase(nn.Module):
         out = self._write(self._output(td, batch_size), make_containers(columns | views, batch_size, padding))
         begins = [True] * len(prompts.ids) if stream is None else stream.begins_record()
         out.set("stop_reason", torch.tensor(generation.stop_reasons).reshape(batch_size))
-        out.set("policy_version", torch.full(batch_size, generation.version, dtype=torch.int64))
+        rows = [None] * len(generation.ids) if versions is None else versions
+        oldest = [generation.version if row is None or not len(row) else int(row[0]) for row in rows]
+        out.set("policy_version", torch.tensor(oldest).reshape(batch_size))
         out.set("new_record", torch.tensor(begins).reshape(batch_size))
         return out
 

@@ -95,14 +95,16 @@ class BatchingEngine:
             joined_seeds = None if seeds is None else _chained(parts, 1)
             whole = self.engine.generate(_chained(parts, 0), params, seeds=joined_seeds)
             lengths = [len(part[0]) for part in parts]
-            plain = whole.plain_log_probs
+            plain, versions = whole.plain_log_probs, whole.versions
             columns = (
                 _split(whole.ids, lengths),
                 _split(whole.log_probs, lengths),
                 [None] * len(parts) if plain is None else _split(plain, lengths),
                 _split(whole.stop_reasons, lengths),
+                [whole.version] * len(parts),
+                [None] * len(parts) if versions is None else _split(versions, lengths),
             )
-            return [Generation(*row, whole.version) for row in zip(*columns, strict=True)]
+            return [Generation(*row) for row in zip(*columns, strict=True)]
 
         return self._ask(("generate", params, seeds is None), call, (prompts, seeds))
 

@@ -125,6 +125,7 @@ class _Rows:
         if name in ("covered", "trained_from"):
             return Unbounded(shape=shape, dtype=torch.int64)
         dtype = {Tokens: torch.int64, LogProbs: torch.float32, Masks: torch.bool}[cls]
+        dtype = torch.int64 if name == "versions" else dtype
         length = (*shape, -1)
         return Categorical(2, shape=length, dtype=dtype) if cls is Masks else Unbounded(shape=length, dtype=dtype)
 
@@ -285,12 +286,15 @@ class LogProbs(_Rows, TensorClass["nocast"]):
     prompt, response, full  of the distribution that was sampled from (or, in a scoring call, of the model)
     plain                   aligned with ``full``: the same tokens under ``softmax(logits / temperature)``; set only
                             where top-k, top-p, min-p or a repetition penalty made the two differ
+    versions                int64, aligned with ``full``: of the weights that sampled each token; set only where weights
+                            may change within an answer
     """
 
     prompt: Tensor | None = None
     response: Tensor | None = None
     full: Tensor | None = None
     plain: Tensor | None = None
+    versions: Tensor | None = None
     padded: bool | None = None
 
 

@@ -98,6 +98,7 @@ class Requests:
     phase        "generating" or "scoring", for messages
     end          the deadline, of `time.monotonic`
     temperature  divides the logits that prompts are scored under
+    stop         True: what has not begun ends as ABORT at once
     """
 
     prompts: Sequence[list[int]]
@@ -105,6 +106,7 @@ class Requests:
     phase: str
     end: float
     temperature: float = 1.0
+    stop: Callable[[], bool] = lambda: False
 
 
 class Core(Protocol):

@@ -8,8 +8,7 @@ from __future__ import annotations
 import hashlib
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,8 @@ from torch import Tensor, nn
 
 from llmrl.concurrency.shared_exclusive_lock import SharedExclusiveLock
 from llmrl.errors import ConfigError, LLMRLError, RolloutError, ShapeError, UnsupportedError, WeightSyncError
-from llmrl.modules.llm.engines.base import Generation, SamplingParams
+from llmrl.modules.llm.engines.base import Generation, SamplingParams, StopReason
+from llmrl.modules.llm.engines.vllm.answer import Answer, as_generation
 from llmrl.modules.llm.engines.vllm.core import SCORING, Core, NothingLoadedError, Requests, request_options
 from llmrl.modules.llm.engines.vllm.factory import config_of, eos_ids, make_core
 from llmrl.modules.llm.engines.vllm.sleep import SleepCycle
@@ -31,7 +31,7 @@ from llmrl.modules.llm.engines.vllm.transfer import (
     place_of_process,
     transfer_settings,
 )
-from llmrl.modules.llm.engines.weights import WeightGroups, WeightSet, WeightSpec
+from llmrl.modules.llm.engines.weights import WeightGroups, WeightSet, WeightSpec, exhausted
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -70,6 +70,8 @@ class VLLMEngine:
 
     takes_groups = True  # of weights, one after the other
     update_s = float("inf")  # longest that an update may take; less than what other ranks wait for it
+    in_flight: Literal["finish", "abort", "continue"] = "finish"  # see AsyncVLLMEngine
+    max_age: int | None = None
 
     def __init__(
         self,
@@ -108,6 +110,7 @@ class VLLMEngine:
         self._spec: WeightSpec | None = None
         self._incomplete = False  # the weights in the engine, after an update that failed in the middle
         self._was_updated = self._has_adapter = False
+        self._interruptions = 0  # of calls under way, by updates
         self.version = 0
         self.core: Core = self._make_core(model)
         try:
@@ -135,6 +138,11 @@ class VLLMEngine:
         """Raises ConfigError for options that this engine cannot honour; a wrapper asks when it is built."""
         request_options(params, stop_token_ids=())
         info = self.core.info
+        if self.in_flight == "continue" and (params.stop_strings or params.extra):
+            raise ConfigError(
+                "AsyncVLLMEngine: with in_flight='continue' answers are drawn in pieces, in which stop_strings and "
+                "options of vLLM alone would count anew: leave them out, or use in_flight='finish'."
+            )
         if params.stop_strings and not info.reads_text:
             raise ConfigError("VLLMEngine: stop_strings need tokenizer= at construction, to read what was drawn.")
         if not info.processed and (params.scoring_temperature != 1.0 or params.truncates):
@@ -163,33 +171,47 @@ class VLLMEngine:
             seeds = torch.randint(1 << 62, (len(prompts),), generator=self._generator).tolist()
         if len(seeds) != len(prompts):
             raise ShapeError(f"VLLMEngine: one seed per prompt: got {len(seeds)} for {len(prompts)} prompts.")
-        rows = self._rows(prompts, "a prompt", 1)
-        end = self._end(params.max_new_tokens)
-        with self._lock.holding("requests", end, "generating"):
-            self._check_ready("generating")
-            version = self.version
-            if not rows:
-                return Generation([], [], [] if params.truncates else None, [], version)
-            shared = request_options(params, stop_token_ids=self.eos_token_ids)
-            options = [
-                {**shared, "seed": _mixed(seed), "max_tokens": min(params.max_new_tokens, self.max_length - len(row))}
-                for row, seed in zip(rows, seeds, strict=True)
-            ]
-            drawn = self.core.complete(Requests(rows, options, "generating", end))
-            plain = None
-            if params.truncates:
-                # vLLM reports one kind of log-probs, those of the truncated distribution.
-                full = [row + answer.ids.tolist() for row, answer in zip(rows, drawn, strict=True)]
-                scores = self._score(full, params.scoring_temperature, end)
-                plain = [score[len(row) :] for score, row in zip(scores, rows, strict=True)]
-        home = prompts[0].device
-        return Generation(
-            [answer.ids.to(home) for answer in drawn],
-            [answer.log_probs.to(home) for answer in drawn],
-            None if plain is None else [row.to(home) for row in plain],
-            [answer.reason for answer in drawn],
-            version,
-        )
+        answers = [Answer(row, seed) for row, seed in zip(self._rows(prompts, "a prompt", 1), seeds, strict=True)]
+        left = answers
+        while True:
+            end = self._end(params.max_new_tokens)
+            with self._lock.holding("requests", end, "generating"):
+                self._check_ready("generating")
+                version, interruptions = self.version, self._interruptions
+                left = [answer for answer in left if answer.can_continue(version, self.max_age)]
+                if left:
+                    self._draw(left, params, end, lambda count=interruptions: self._interruptions != count)
+            left = [answer for answer in left if answer.reason is StopReason.ABORT]
+            if not left or self.in_flight != "continue" or interruptions == self._interruptions:
+                break  # nothing is left that new weights have interrupted
+        home = prompts[0].device if answers else torch.device("cpu")
+        mixed = self.in_flight == "continue"
+        drawn = as_generation(answers, version, truncated=params.truncates, mixed=mixed)
+        for rows in (drawn.ids, drawn.log_probs, drawn.plain_log_probs or []):
+            rows[:] = [row.to(home) for row in rows]
+        return drawn
+
+    def _draw(self, answers: Sequence[Answer], params: SamplingParams, end: float, stop: Callable[[], bool]) -> None:
+        """Continues each answer, to its end or until it is aborted."""
+        rows = [answer.so_far for answer in answers]
+        shared = request_options(params, stop_token_ids=self.eos_token_ids)
+        options = [
+            {
+                **shared,
+                "seed": _mixed(answer.seed),
+                "max_tokens": min(params.max_new_tokens - len(answer.ids), self.max_length - len(row)),
+            }
+            for answer, row in zip(answers, rows, strict=True)
+        ]
+        pieces = self.core.complete(Requests(rows, options, "generating", end, stop=stop))
+        for answer, piece in zip(answers, pieces, strict=True):
+            answer.add(piece, self.version)
+        if params.truncates:
+            # vLLM reports one kind of log-probs, those of the truncated distribution. The plain ones are asked for
+            # here, before other weights come.
+            scores = self._score([answer.so_far for answer in answers], params.scoring_temperature, end)
+            for answer, score, row in zip(answers, scores, rows, strict=True):
+                answer.plain.append(score[len(row) :])
 
     def score(
         self, sequences: Sequence[Tensor], *, temperature: float = 1.0, masks: Sequence[Tensor] | None = None
@@ -255,7 +277,7 @@ class VLLMEngine:
         """
         if weights is None:
             raise WeightSyncError("VLLMEngine: weights must be given: vLLM holds its own copy of the model.")
-        with _exhausted(weights) as weights:
+        with exhausted(weights) as weights:
             given = self.weight_backend if backend is None else backend
             settings = transfer_settings(given, self.core.info.place)
             checked = self._weight_spec().weight_set(weights)
@@ -411,7 +433,9 @@ class AsyncVLLMEngine(VLLMEngine):
     long answer or a slow tool holds back no other conversation and the engine stays full.
 
     in_flight  what new weights do with the rows that are being drawn: "finish", they are waited for; "abort", they end
-               with what they have, as ``StopReason.ABORT``. Either way no row is of two versions
+               with what they have, as ``StopReason.ABORT``; "continue", they go on with the new weights from where
+               they are, keys and values computed anew, and `Generation.versions` says which version drew each id
+    max_age    with "continue": a row ends as ABORT when its first id becomes more than so many versions old
     settings   of `VLLMEngine`
 
     ::
@@ -424,12 +448,13 @@ class AsyncVLLMEngine(VLLMEngine):
         self,
         model: str | Path | PreTrainedModel,
         *,
-        in_flight: Literal["finish", "abort"] = "finish",
+        in_flight: Literal["finish", "abort", "continue"] = "finish",
+        max_age: int | None = None,
         **settings: Any,
     ) -> None:
-        if in_flight not in ("finish", "abort"):
-            raise ConfigError(f"AsyncVLLMEngine: in_flight must be 'finish' or 'abort': got {in_flight!r}.")
-        self.in_flight = in_flight
+        if in_flight not in ("finish", "abort", "continue"):
+            raise ConfigError(f"AsyncVLLMEngine: in_flight must be 'finish', 'abort' or 'continue': got {in_flight!r}.")
+        self.in_flight, self.max_age = in_flight, max_age
         super().__init__(model, own_process=True, **settings)
 
     def abort(self) -> int:
@@ -440,33 +465,9 @@ class AsyncVLLMEngine(VLLMEngine):
         return self.core.abort()
 
     def _before_weight_update(self) -> None:
-        if self.in_flight == "abort":
+        if self.in_flight != "finish":
+            self._interruptions += 1  # first: a call that has not reached the core yet must see it there
             self.abort()
-
-
-@contextmanager
-def _exhausted(weights: Mapping[str, Tensor] | WeightGroups) -> Iterator[Mapping[str, Tensor] | WeightGroups]:
-    """Groups that are all made by the end of the block; a mapping as it is."""
-    if isinstance(weights, Mapping):
-        yield weights
-        return
-    once = _IterateOnce(weights)
-    try:
-        yield once
-    finally:
-        for _ in once:
-            pass
-
-
-class _IterateOnce:
-    """One pass through groups, which later iterations continue."""
-
-    def __init__(self, groups: WeightGroups) -> None:
-        self.metadata = groups.metadata
-        self._groups = iter(groups)
-
-    def __iter__(self) -> Iterator[Mapping[str, Tensor]]:
-        return self._groups
 
 
 class _ClosedCore:

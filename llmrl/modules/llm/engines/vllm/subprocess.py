@@ -45,6 +45,7 @@ __all__ = ["SubprocessCore"]
 _STARTED_S = 120.0  # for the first answer of an engine that says that it is up
 _LOOP_S = 10.0  # for work of the loop itself
 _CLOSING_S = 30.0  # for the process to end its own workers; killed earlier, it leaves those and shared memory behind
+_AGAIN_S = 0.005  # after which an abort is asked for again
 _RESUMED_S = 2.0  # for the engine to resume; it may have stopped answering
 _EXIT_S = 4.0  # for a process that vLLM calls dead to be gone
 T = TypeVar("T")
@@ -96,15 +97,13 @@ class SubprocessCore:
         params = [self._make_request(**{"detokenize": "stop" in option, **option}) for option in requests.options]
         call = _Call(prompts, params)
         with self._temperature.held(requests.temperature, phase, end):
-            if phase == "generating":
-                self._drawing.add(call)
-            try:
-                outputs = self._wait(lambda: self._outputs(call), f"{phase} {len(prompts)} rows", end)
-            finally:
-                self._drawing.discard(call)
+            outputs = self._wait(lambda: self._outputs(call, requests), f"{phase} {len(prompts)} rows", end)
         return [completion_of_output(*row) for row in zip(outputs, prompts, requests.options, strict=True)]
 
-    async def _outputs(self, call: _Call) -> list[Any]:
+    async def _outputs(self, call: _Call, requests: Requests) -> list[Any]:
+        if requests.phase == "generating":
+            self._drawing.add(call)
+            call.aborted = requests.stop()  # in the loop, where no abort comes between these two
         rows = [asyncio.ensure_future(self._output(call, row)) for row in range(len(call.prompts))]
         try:
             return await asyncio.gather(*rows)
@@ -112,6 +111,7 @@ class SubprocessCore:
             for row in rows:
                 row.cancel()  # takes the request out of the engine
             await asyncio.gather(*rows, return_exceptions=True)
+            self._drawing.discard(call)
 
     async def _output(self, call: _Call, row: int) -> Any:
         if call.aborted:
@@ -123,16 +123,17 @@ class SubprocessCore:
         return [output async for output in outputs][-1]
 
     def abort(self) -> int:
-        """Ends what is being drawn, with what it has; the number of requests."""
+        """Ends what is being drawn, with what it has, and returns when it has ended; the number of requests."""
         return self._wait(self._abort, "aborting requests", time.monotonic() + _STARTED_S)
 
     async def _abort(self) -> int:
         calls = list(self._drawing)
         for call in calls:
             call.aborted = True
-        names = [name for call in calls for name in call.names]
-        if names:
-            await self.llm.abort(names)
+        while any(call in self._drawing for call in calls):  # again, for a request that was on its way to the engine
+            if names := [name for call in calls for name in call.names]:
+                await self.llm.abort(names)
+            await asyncio.sleep(_AGAIN_S)
         return sum(len(call.prompts) for call in calls)
 
     # --- weights ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,64 @@
+"""An answer that is drawn in one piece, or, where new weights interrupt it, in several, by growing versions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from llmrl.modules.llm.engines.base import Generation, StopReason
+from llmrl.modules.llm.engines.vllm.core import Completion
+
+__all__ = ["Answer", "as_generation"]
+
+_STRIDE = 0x9E3779B97F4A7C15  # a piece must not repeat the random numbers of the one before
+
+
+@dataclass
+class Answer:
+    """What has been drawn after ``prompt`` so far; ``reason`` is ABORT until it has ended."""
+
+    prompt: list[int]
+    row_seed: int
+    ids: list[int] = field(default_factory=list)
+    log_probs: list[Tensor] = field(default_factory=list)  # of each piece
+    plain: list[Tensor] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)  # of each id
+    reason: StopReason = StopReason.ABORT
+
+    @property
+    def so_far(self) -> list[int]:
+        """Prompt and answer: what the next piece continues."""
+        return self.prompt + self.ids
+
+    @property
+    def seed(self) -> int:
+        """Of the next piece."""
+        return self.row_seed + len(self.ids) * _STRIDE
+
+    def add(self, piece: Completion, version: int) -> None:
+        """Appends a piece that ``version`` drew."""
+        ids = piece.ids.tolist()
+        self.ids += ids
+        self.log_probs.append(piece.log_probs)
+        self.versions += [version] * len(ids)
+        self.reason = piece.reason
+
+    def can_continue(self, version: int, max_age: int | None) -> bool:
+        """False where its oldest id would then be more than ``max_age`` versions old."""
+        return not self.versions or max_age is None or version - self.versions[0] <= max_age
+
+
+def as_generation(answers: Sequence[Answer], version: int, *, truncated: bool, mixed: bool) -> Generation:
+    """The answers of a call; ``version`` where nothing was drawn, ``mixed`` where the versions of ids are told."""
+    versions = [torch.tensor(answer.versions, dtype=torch.int64) for answer in answers]
+    return Generation(
+        [torch.tensor(answer.ids, dtype=torch.int64) for answer in answers],
+        [torch.cat(answer.log_probs) for answer in answers],
+        [torch.cat(answer.plain) for answer in answers] if truncated else None,
+        [answer.reason for answer in answers],
+        min((answer.versions[0] for answer in answers if answer.versions), default=version),
+        versions if mixed else None,
+    )

@@ -1,0 +1,281 @@
+"""Rollouts ahead of the trainer: begun in order, sampled by threads, taken as they are finished."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from llmrl.collectors.llm.batches import cat_rows
+from llmrl.errors import ConfigError
+from llmrl.modules.llm.policies.containers import LogProbs, Masks, Text, Tokens
+from llmrl.train.step_rollouts import oldest_versions
+
+if TYPE_CHECKING:
+    from llmrl.collectors.llm import LLMCollector
+
+__all__ = ["RolloutQueue"]
+
+_COUNTS = ("produced", "delivered", "dropped_old", "dropped_stragglers", "begun_anew")
+
+
+@dataclass(eq=False)
+class _Part:
+    """Conversations that are begun, sampled and taken together.
+
+    number   in the order in which they were drawn
+    before   the collector's state before them: a resumed run begins there anew if they are not finished
+    run      samples them, in the thread that calls it; None where that is done
+    version  of the weights when they were begun
+    """
+
+    number: int
+    before: dict[str, Any]
+    run: Callable[[threading.Event], TensorDictBase] | None
+    version: int = 0
+    stopped: threading.Event = field(default_factory=threading.Event)
+    data: TensorDictBase | None = None
+    error: BaseException | None = None
+
+
+class RolloutQueue:
+    """The rollouts of the next steps of one rank, sampled while the trainer updates.
+
+    A part is a group, and weights may change while it is sampled; or, with ``max_staleness`` 1 and no ``oversample``,
+    all groups of a step, which one version samples.
+
+    groups         that a step takes, of ``group_size`` conversations each
+    max_staleness  k: rollouts of at most k steps wait or are being sampled; a group whose oldest token is by weights
+                   more than k versions older than those it would train is dropped
+    oversample     so many more are begun, as a share of a step; what a step need not wait for is dropped in time
+    concurrency    of conversations at a time; None: all
+    modes          entered in each thread, as autocast
+    """
+
+    def __init__(
+        self,
+        collector: LLMCollector,
+        *,
+        groups: int,
+        group_size: int,
+        max_staleness: int,
+        oversample: float = 0.0,
+        concurrency: int | None = None,
+        modes: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ):
+        self._collector, self._modes = collector, modes
+        self.by_group = max_staleness > 1 or oversample > 0
+        if self.by_group and collector.env.batch_locked:
+            raise ConfigError(
+                "rollout.max_staleness above 1 and rollout.oversample need an env that keeps nothing between calls "
+                f"(batch_locked=False), because groups run on their own: got {type(collector.env).__name__}."
+            )
+        self._max_staleness, self._group_size = max_staleness, group_size
+        self._parts_per_step = groups if self.by_group else 1
+        self._surplus = math.ceil(oversample * groups)
+        most = (max_staleness + 1) * self._parts_per_step + self._surplus
+        threads = most if concurrency is None or not self.by_group else min(most, max(1, concurrency // group_size))
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="rollouts-ahead")
+        self._changed = threading.Condition()
+        self._num_drawn = 0
+        self._drawn: list[_Part] = []  # of a resumed run, not sampled yet
+        self._unfinished: list[_Part] = []
+        self._finished: list[_Part] = []
+        self._ended = time.perf_counter()  # when the last thread had nothing to do
+        self._trainer_idle = self._engine_idle = 0.0
+        self.counts = dict.fromkeys(_COUNTS, 0)  # of parts, since the run began
+
+    @property
+    def in_progress(self) -> bool:
+        """True while something is being sampled, or waits to be taken."""
+        return bool(self._unfinished or self._finished)
+
+    # --- the trainer's side -------------------------------------------------------------------------------------------
+
+    def begin_next(self, steps_left: int) -> None:
+        """Begins what the next steps need, as far ahead as ``max_staleness`` allows."""
+        steps = min(self._max_staleness, steps_left)
+        self._fill(steps * self._parts_per_step + (self._surplus if steps else 0))
+
+    def take(self, version: int) -> TensorDictBase:
+        """Groups that are finished and not too old, for a step that trains the weights ``version``; of several that
+        wait the one that was begun first.
+
+        Begins more where too few are on their way. Then stops what could only be taken by a later step, and would be
+        too old for it. Raises what sampling raised
+        """
+        self._fill(self._parts_per_step + self._surplus)
+        taken: list[_Part] = []
+        while len(taken) < self._parts_per_step:
+            part = self._next_finished()
+            if version - min(oldest_versions(part.data)) > self._max_staleness:
+                self.counts["dropped_old"] += 1
+                self._fill(self._parts_per_step - len(taken))
+            else:
+                self.counts["delivered"] += 1
+                taken.append(part)
+        with self._changed:
+            for part in [p for p in self._unfinished if self.by_group and p.version <= version - self._max_staleness]:
+                part.stopped.set()
+                self._unfinished.remove(part)
+                self.counts["produced"] += 1
+                self.counts["dropped_stragglers"] += 1
+            self._note_end()
+        return cat_rows([part.data for part in taken])
+
+    def wait(self) -> None:
+        """Returns when nothing is being sampled."""
+        clock = time.perf_counter()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._unfinished)
+        self._trainer_idle += time.perf_counter() - clock
+
+    def idle(self, seconds: float) -> dict[str, float]:
+        """The shares of ``seconds`` that each side waited for the other, since this was last asked."""
+        trainer, engine = self._trainer_idle, self._engine_idle
+        self._trainer_idle = self._engine_idle = 0.0
+        return {"async/trainer_idle": min(1.0, trainer / seconds), "async/engine_idle": min(1.0, engine / seconds)}
+
+    def totals(self) -> dict[str, int]:
+        """`counts`, and "queued" parts: produced = delivered + dropped_old + dropped_stragglers + queued."""
+        with self._changed:
+            return {**self.counts, "queued": len(self._finished)}
+
+    def sample(self) -> TensorDict:
+        """A batch that is sampled now, of the columns that a restored one has."""
+        with self._modes():
+            return _from_plain(_plain(self._collector.rollout()))
+
+    def close(self) -> None:
+        for part in list(self._unfinished):
+            part.stopped.set()
+        self._pool.shutdown(cancel_futures=True)
+
+    # --- the threads' side --------------------------------------------------------------------------------------------
+
+    def _fill(self, count: int) -> None:
+        """Begins parts until ``count`` are on their way."""
+        while len(self._unfinished) + len(self._finished) < count:
+            part = self._drawn.pop(0) if self._drawn else self._draw()
+            part.version = self._collector.policy_version
+            with self._changed:
+                if not self._unfinished:
+                    self._engine_idle += time.perf_counter() - self._ended
+                self._unfinished.append(part)
+            self._pool.submit(self._sample, part)
+
+    def _draw(self) -> _Part:
+        before, collector = self._collector.state_dict(), self._collector
+        run = collector.begin(self._group_size) if self.by_group else lambda stopped: collector.rollout()
+        self._num_drawn += 1
+        return _Part(self._num_drawn, before, run)
+
+    def _sample(self, part: _Part) -> None:
+        data = error = None
+        try:
+            with self._modes():
+                data = None if part.stopped.is_set() else _from_plain(_plain(part.run(part.stopped)))
+        except BaseException as caught:
+            error = caught  # raised where the part is taken
+        with self._changed:
+            if part.stopped.is_set():
+                return
+            part.data, part.error = data, error
+            self._unfinished.remove(part)
+            self._finished.append(part)
+            self.counts["produced"] += 1
+            self._note_end()
+
+    def _note_end(self) -> None:
+        if not self._unfinished:
+            self._ended = time.perf_counter()
+        self._changed.notify_all()
+
+    def _next_finished(self) -> _Part:
+        clock = time.perf_counter()
+        with self._changed:
+            self._changed.wait_for(lambda: self._finished)
+            part = min(self._finished, key=lambda part: part.number)  # else what waits could grow too old
+            self._finished.remove(part)
+        self._trainer_idle += time.perf_counter() - clock
+        if part.error is not None:
+            raise part.error
+        return part
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rows of what is finished, and where the collector was before the rest; whole steps are waited for."""
+        if not self.by_group:
+            self.wait()
+        with self._changed:
+            parts = sorted([*self._finished, *self._unfinished, *self._drawn], key=lambda part: part.number)
+            rows = [None if part.data is None else _plain(part.data) for part in parts]
+            saved = [{"before": part.before, "rows": row} for part, row in zip(parts, rows, strict=True)]
+            state = {"collector": self._collector.state_dict(), "parts": saved, "counts": dict(self.counts)}
+            return state | {"by_group": self.by_group}
+
+    def load_state_dict(self, state: Mapping[str, Any], version: int) -> None:
+        """Continues from ``state``; what was not finished is begun anew, with the weights ``version``."""
+        self.counts |= state["counts"]
+        for part in state["parts"]:
+            self._collector.load_state_dict(part["before"] | {"version": version})
+            if part["rows"] is None:
+                self._drawn.append(self._draw())
+                self.counts["begun_anew"] += 1
+            else:
+                self._num_drawn += 1
+                self._finished.append(_Part(self._num_drawn, part["before"], None, data=_from_plain(part["rows"])))
+        self._collector.load_state_dict(state["collector"])
+
+
+_RAGGED = {
+    ("tokens", "full"): Tokens,
+    ("masks", "all_assistant_mask"): Masks,
+    ("log_probs", "full"): LogProbs,
+    ("log_probs", "plain"): LogProbs,
+    ("log_probs", "versions"): LogProbs,
+    ("text", "prompt"): Text,
+    ("text", "response"): Text,
+}
+
+
+def _plain(data: TensorDictBase) -> dict[str, Any]:
+    """The columns that a training step reads of its rollouts, as tensors, strings, lists and dicts alone.
+
+    Returns  "ragged", lists of rows by "container.field"; "root" and "next", tensors[B, ...] and nested dicts of them
+    """
+    ragged = {}
+    for (container, name), kind in _RAGGED.items():
+        holder = data.get(container, None)
+        rows: Sequence[Any] | None = None if holder is None else holder.rows(name)
+        if rows is not None:
+            ragged[f"{container}.{name}"] = [row if kind is Text else row.cpu() for row in rows]
+    return {"ragged": ragged, "root": _tensors(data.exclude("next")), "next": _tensors(data.get("next"))}
+
+
+def _from_plain(plain: dict[str, Any]) -> TensorDict:
+    """The rollouts that `_plain` took apart."""
+    columns: dict[str, dict[str, Any]] = {}
+    for path, rows in plain["ragged"].items():
+        container, name = path.split(".")
+        columns.setdefault(container, {})[name] = rows
+    kinds = {container: kind for (container, _), kind in _RAGGED.items()}
+    containers = {container: kinds[container].from_rows(fields) for container, fields in columns.items()}
+    size = [len(plain["ragged"]["tokens.full"])]
+    return TensorDict(
+        {**plain["root"], **containers, "next": TensorDict(plain["next"], batch_size=size)}, batch_size=size
+    )
+
+
+def _tensors(td: TensorDictBase) -> dict[str, Any]:
+    plain = {key: _tensors(value) for key, value in td.items() if type(value) is TensorDict}
+    return plain | {key: value.cpu() for key, value in td.items() if isinstance(value, Tensor)}

@@ -1,0 +1,47 @@
+"""Steps per hour with rollouts ahead of the trainer against taking turns, on a simulated clock.
+
+    python scripts/bench/bench_async.py [--steps 24] [--update 300] [--half 64]
+
+The queue, the collector and the wrapper are the real ones; the engine and the trainer are two devices in virtual time
+(tests/support/simulated.py): answers of a lognormal length (median 60 tokens, sigma 0.9, at most 400), 8 groups of 8 a
+step, n rows in 1 + n / half units of time per token, an update in 300 units and new weights in 10. Nothing is measured:
+the figures are the same everywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from table import Row, add_json_option, print_table, write_rows
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.support.simulated import simulate
+
+TARGET = 1 / 1.8
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--update", type=float, default=300.0, help="units of time")
+    parser.add_argument("--half", type=float, default=64.0, help="rows that halve the engine's speed")
+    add_json_option(parser)
+    options = parser.parse_args()
+    machine = {"steps": options.steps, "update": options.update, "half": options.half}
+    turns = simulate(max_staleness=0, **machine).time
+    rows = []
+    for staleness, oversample in ((1, 0.0), (2, 0.0), (4, 0.0), (4, 0.25)):
+        run = simulate(max_staleness=staleness, oversample=oversample, **machine)
+        name = f"max_staleness {staleness}" + (f", oversample {oversample:g}" if oversample else "")
+        target = TARGET if (staleness, oversample) == (4, 0.0) else None
+        rows.append(Row(f"{name}: time of a step / rollout and update in turn", run.time / turns, target))
+        dropped = run.totals["dropped_old"] + run.totals["dropped_stragglers"]
+        rows.append(Row("the same: share of the groups that are dropped", dropped / run.totals["produced"], unit=""))
+    print_table(rows)
+    write_rows(rows, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Groups ahead of the trainer, on a simulated clock with long-tailed answers: ages, what is dropped, steps per hour."""
+
+import threading
+
+import pytest
+import torch
+
+from llmrl.collectors.llm import LLMCollector
+from llmrl.envs.llm import DatasetChatEnv
+from llmrl.modules.llm import LLMWrapperBase
+from llmrl.testing import FakeEngine, tiny_tokenizer
+from llmrl.train.plan import _staleness, grpo_settings
+from llmrl.train.rollout_queue import RolloutQueue
+from llmrl.train.settings import GRPOConfig, RolloutSettings
+from tests.support.simulated import simulate
+from tests.support.vllm import wait_until
+
+
+def is_accounted(totals):
+    dropped = totals["dropped_old"] + totals["dropped_stragglers"]
+    return totals["produced"] == totals["delivered"] + dropped + totals["queued"]
+
+
+def test_four_versions_of_staleness_give_nearly_twice_the_steps_of_taking_turns():
+    turns, ahead = simulate(max_staleness=0, steps=12), simulate(max_staleness=4, steps=12)
+    assert turns.max_age == 0
+    assert 1 <= ahead.max_age <= 4
+    assert turns.time / ahead.time >= 1.8
+    assert any(first < last for first, last in ahead.oldest_and_newest), "some answers are by several versions"
+    assert is_accounted(ahead.totals)
+    assert ahead.totals["delivered"] == 12 * 8
+    assert ahead.totals["queued"] == 0, "no more is begun than the run takes"
+
+
+@pytest.mark.parametrize(
+    ("max_staleness", "oversample", "update"), [(0, 0.5, 50.0), (1, 0.25, 50.0), (2, 0.0, 20.0), (3, 0.5, 100.0)]
+)
+def test_no_row_is_older_than_allowed_and_every_group_is_delivered_dropped_or_waits(max_staleness, oversample, update):
+    run = simulate(max_staleness=max_staleness, steps=8, oversample=oversample, update=update)
+    assert run.max_age <= max_staleness
+    assert is_accounted(run.totals)
+    assert run.totals["delivered"] == 8 * 8
+    assert run.totals["dropped_old"] + run.totals["dropped_stragglers"] > 0, "updates so short leave the slowest behind"
+
+
+def test_a_simulation_is_the_same_every_time():
+    first, second = (simulate(max_staleness=2, steps=5, oversample=0.25, update=50.0) for _ in range(2))
+    assert (first.time, first.ages, first.totals) == (second.time, second.ages, second.totals)
+
+
+def test_a_step_waits_less_for_the_slowest_when_more_groups_are_begun():
+    turns, more = (
+        simulate(max_staleness=0, steps=6, oversample=share, update=10.0, half=256.0) for share in (0.0, 0.25)
+    )
+    assert more.time < 0.85 * turns.time
+    assert more.totals["dropped_stragglers"] >= 6, "two of ten in each step"
+
+
+class Gate(FakeEngine):
+    """Answers at once, but calls with seeds of ``held`` wait until `opened`."""
+
+    def __init__(self, held=()):
+        super().__init__(["yes", "no"], tokenizer=tiny_tokenizer())
+        self.held, self.opened, self.asked = set(held), threading.Event(), []
+
+    def generate(self, prompts, params, *, seeds=None):
+        self.asked.append(seeds)
+        if self.held & set(seeds):
+            assert self.opened.wait(30)
+        return super().generate(prompts, params, seeds=seeds)
+
+
+def queue_of(engine, **settings):
+    env = DatasetChatEnv(
+        dataset=[{"query": f"{n}?"} for n in range(9)],
+        num_envs=2,
+        repeats=2,
+        group_repeats=True,
+        shuffle=False,
+        seed=0,
+        max_steps=1,
+    )
+    policy = LLMWrapperBase(engine, tokenizer=engine.tokenizer)
+    collector = LLMCollector(env, policy=policy, yield_only_last_steps=True, track_policy_version=True)
+    return RolloutQueue(collector, groups=2, group_size=2, max_staleness=2, **settings)
+
+
+def test_a_checkpoint_holds_what_is_finished_and_begins_the_rest_anew():
+    plain = queue_of(Gate())
+    plain.begin_next(2)
+    wait_until(lambda: plain.totals()["queued"] == 4)
+    one = next(part.data for part in plain._finished if part.number == 2)
+    gate = Gate(one["seed"].tolist())
+    first = queue_of(gate)
+    first.begin_next(2)
+    wait_until(lambda: first.totals()["queued"] == 3)
+    state = first.state_dict()
+    assert [part["rows"] is None for part in state["parts"]] == [False, True, False, False]
+    state["collector"]["version"] = 1  # new weights came before the checkpoint
+
+    engine = Gate()
+    second = queue_of(engine)
+    second.load_state_dict(state, version=1)
+    assert second.totals() == {**first.totals(), "begun_anew": 1}
+    taken = torch.cat([second.take(version).select("group_id", "policy_version") for version in (1, 2)])
+    order = taken["group_id"].argsort()
+    assert taken["group_id"][order].tolist() == [0, 0, 1, 1, 2, 2, 3, 3], "no prompt is lost, none is drawn twice"
+    assert taken["policy_version"][order].tolist() == [0, 0, 1, 1, 0, 0, 0, 0]
+    assert [sorted(seeds) for seeds in engine.asked] == [sorted(gate.held)], "what was finished is not sampled again"
+    assert second.totals()["delivered"] == 4
+    gate.opened.set()
+    for queue in (plain, first, second):
+        queue.close()
+
+
+def test_an_error_of_sampling_is_raised_where_its_rows_are_taken():
+    class Broken(Gate):
+        def generate(self, prompts, params, *, seeds=None):
+            raise RuntimeError("no engine")
+
+    queue = queue_of(Broken())
+    queue.begin_next(1)
+    with pytest.raises(RuntimeError, match="no engine"):
+        queue.take(0)
+    queue.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_staleness": 4}, "max_staleness needs engine vllm"),
+        ({"oversample": 0.5}, "oversample needs engine vllm"),
+        ({"max_staleness": 4, "engine": "vllm", "own_process": False}, "max_staleness needs own_process"),
+        ({"max_staleness": 2, "engine": "vllm", "sleep": True}, "max_staleness needs sleep off"),
+        ({"max_staleness": -1}, "greater than or equal to 0"),
+    ],
+)
+def test_settings_that_cannot_run_ahead_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        RolloutSettings(**settings)
+
+
+def config(grpo=None, updates_per_step=1, **rollout):
+    return GRPOConfig(
+        model={},
+        env={"name": "sums"},
+        rollout={"engine": "vllm", **rollout},
+        grpo=grpo or {},
+        updates_per_step=updates_per_step,
+    )
+
+
+def test_the_plan_says_how_old_rollouts_may_be_and_where_nothing_corrects_for_it():
+    assert _staleness(config()) == "weights sent after every step"
+    assert "one version behind" in _staleness(config(max_staleness=1))
+    assert "at most 4 versions behind; answers go on with new weights" in _staleness(config(max_staleness=4))
+    servers = config(max_staleness=4, servers=["http://localhost:1"])
+    assert "answers on their way are waited for" in _staleness(servers)
+    assert "25% more groups" in _staleness(config(oversample=0.25))
+    assert "NOTHING CORRECTS" in _staleness(config({"correction": "none"}, max_staleness=4))
+    assert "NOTHING CORRECTS" not in _staleness(config({"correction": "none"}))
+
+
+@pytest.mark.parametrize(("updates", "proximal"), [(1, "detach"), (4, "recomputed")])
+def test_older_tokens_are_weighed_against_the_version_that_sampled_them(updates, proximal):
+    _, loss = grpo_settings(config(updates_per_step=updates, max_staleness=4), exact=False)
+    assert loss["proximal"] == proximal
+    assert loss["correction"] in (None, "tis")
