@@ -29,6 +29,8 @@ WORDS = {
     "memory.checkpointing=on": "ckpt",
     "parallel.mode=fsdp2": "fsdp2",
     "memory.offload=activations": "act-offload",
+    "lora.r=16": "lora",
+    "lora.quantize=nf4": "nf4",
     "optim.name=adamw_8bit": "8bit",
     "optim.name=adamw_offload": "opt-offload",
 }
