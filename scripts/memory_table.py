@@ -30,6 +30,8 @@ WORDS = {
     "parallel.mode=fsdp2": "fsdp2",
     "memory.offload=activations": "act-offload",
     "memory.offload=parameters": "offload",
+    "lora.r=16": "lora",
+    "lora.quantize=nf4": "nf4",
     "optim.name=adamw_8bit": "8bit",
     "optim.name=adamw_offload": "opt-offload",
 }

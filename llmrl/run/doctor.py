@@ -26,6 +26,7 @@ _BASE = ("tensordict", "transformers", "datasets", "accelerate", "pydantic", "py
 _EXTRAS = {
     "ray": ("ray", "clusters"),
     "peft": ("lora", "LoRA"),
+    "bitsandbytes": ("qlora", "LoRA on a model in 4 bits"),
     "gymnasium": ("gym", "Gym environments"),
     "h5py": ("h5", "buffers saved as HDF5"),
     "mcp": ("mcp", "MCP tools"),

@@ -15,6 +15,8 @@ import torch
 
 from llmrl.errors import ConfigError, did_you_mean
 from llmrl.modules.llm.log_probs import chunk_rows
+from llmrl.train.lora import num_trained
+from llmrl.train.machine_settings import LoraSettings
 from llmrl.train.model_shape import Arithmetic, ModelShape, model_shape
 from llmrl.train.settings import GRPOConfig, ModelSource, SFTConfig
 
@@ -161,23 +163,27 @@ def plan_memory(
         return plan_memory(config, shape, **given, checkpointing=checkpointing)
     sharded = config.parallel.mode == "fsdp2" and num_gpus > 1
     arithmetic: Arithmetic = "float32" if not low_precision else "bfloat16" if sharded else "autocast"
+    if config.lora and low_precision:  # weights in bfloat16, and autocast's copies of what adapters read
+        arithmetic = "bfloat16" if checkpointing else "autocast"
     ranks = num_gpus // getattr(config.parallel, "replicas", 1) if sharded else 1
     whole = 4.0 * shape.parameters
+    trained, parts = 4.0 * num_trained(config, shape), 1 if config.lora else ranks  # each rank has all adapters
+    held = trained + _frozen(config, shape, low_precision) / ranks if config.lora else whole / ranks
     grpo = config if isinstance(config, GRPOConfig) else None
     state = {"adamw": 2.0, "adamw_8bit": 0.5, "adamw_offload": 0.0}[config.optim.name]
-    stays = {"weights": whole / ranks, "optimizer": state * whole / ranks}
-    if grpo and grpo.grpo.kl:
+    stays = {"weights": held, "optimizer": state * trained / parts}
+    if grpo and grpo.grpo.kl and not config.lora:  # else it is the model without its adapters
         stays["reference"] = whole / ranks
-    gradients, host = whole / ranks, 0.0
+    gradients, host = trained / parts, 0.0
     if sharded and config.memory.offload == "parameters" and capacity is not None:
         host, gradients, stays = sum(stays.values()) + gradients, 0.0, dict.fromkeys(stays, 0.0)
     if num_gpus > 1 and not sharded:
-        stays["DDP's buckets"] = whole
+        stays["DDP's buckets"] = trained
     training = stays | {
         "gradients": gradients,
-        "weights in use": _weights_in_use(shape, arithmetic, sharded),
+        "weights in use": _weights_in_use(config, shape, arithmetic, sharded),
         "activations": _activations(config, shape, arithmetic, num_gpus, checkpointing),
-        "logits": _logits(shape, arithmetic, on_gpu=capacity is not None),
+        "logits": _logits(config, shape, arithmetic, on_gpu=capacity is not None),
     }
     return MemoryPlan(
         training=training,
@@ -221,18 +227,30 @@ def _activations(
     return passing + shape.activations(tokens, arithmetic, checkpointing=checkpointing)
 
 
-def _weights_in_use(shape: ModelShape, arithmetic: Arithmetic, sharded: bool) -> float:
-    """Autocast's copies of all weights; of shards, two layers and the outermost parameters whole, with gradients."""
+def _frozen(config: ModelSource, shape: ModelShape, low_precision: bool) -> float:
+    """Bytes of the weights below adapters: in the precision of arithmetic, linear layers in 4 bits if asked for."""
+    width = 2.0 if low_precision else 4.0
+    packed = sum(size for size, _ in shape.linears.values()) if config.lora.quantize else 0
+    return width * (shape.parameters - packed) + (0.5 + 4 / 64) * packed  # a float32 factor for each 64
+
+
+def _weights_in_use(config: ModelSource, shape: ModelShape, arithmetic: Arithmetic, sharded: bool) -> float:
+    """Autocast's copies of all weights; of shards, two layers and the outermost parameters whole, with gradients. Below
+    adapters there are neither copies nor gradients, and of layers in 4 bits one whole.
+    """
+    if config.lora:
+        blocks = 2 * shape.largest_block + shape.outer if sharded else shape.largest_block
+        return (4 if arithmetic == "float32" else 2) * blocks if sharded or config.lora.quantize else 0.0
     if not sharded:
         return 2.0 * shape.parameters if arithmetic == "autocast" else 0.0
     width = 4 if arithmetic == "float32" else 2
     return width * (2 * shape.largest_block + shape.outer) + (width + 4) * (shape.largest_block + shape.outer)
 
 
-def _logits(shape: ModelShape, arithmetic: Arithmetic, *, on_gpu: bool) -> float:
-    """A chunk of logits three times, in float32, and the head's weight with its gradient in the making."""
+def _logits(config: ModelSource, shape: ModelShape, arithmetic: Arithmetic, *, on_gpu: bool) -> float:
+    """A chunk of logits three times, in float32, and the head's weight with its gradient in the making, if trained."""
     rows = chunk_rows(shape.vocabulary, "cuda" if on_gpu else "cpu")
-    weight = shape.vocabulary * shape.hidden * (4 if arithmetic == "float32" else 6)
+    weight = 0 if config.lora else shape.vocabulary * shape.hidden * (4 if arithmetic == "float32" else 6)
     return 3 * 4.0 * rows * shape.vocabulary + weight
 
 
@@ -303,12 +321,23 @@ def remedies(config: ModelSource, shape: ModelShape, gpu: GPU, *, low_precision:
     """The fewest settings to change for the run to fit on the GPUs; {} if it fits, None if nothing here makes it fit.
 
     Of as many changes, those come first that cost the least time. Where a GPU cannot hold trainer and engine, some of
-    the GPUs are for engines alone.
+    the GPUs are for engines alone; adapters, which train less, come where nothing else helps.
     """
-    found = _remedies_here(config, shape, gpu, low_precision)
+    for adapters in ({}, {"lora.r": 16}, {"lora.r": 16, "lora.quantize": "nf4"}):
+        if adapters and (config.lora or ("lora.quantize" in adapters and config.parallel.mode == "fsdp2")):
+            continue
+        changed = with_changes(config, adapters)
+        for search in (_remedies_here, _remedies_apart):
+            if (found := search(changed, shape, gpu, low_precision)) is not None:
+                return adapters | found
+    return None
+
+
+def _remedies_apart(config: ModelSource, shape: ModelShape, gpu: GPU, low_precision: bool) -> dict[str, Any] | None:
+    """Those with engines on GPUs of their own."""
     apart = isinstance(config, GRPOConfig) and config.rollout.engine == "vllm" and config.rollout.tensor_parallel == 1
-    if found is not None or not apart or config.rollout.servers or config.rollout.gpus:
-        return found
+    if not apart or config.rollout.servers or config.rollout.gpus:
+        return None
     for num_engines in filter(None, (gpu.count // 8, gpu.count // 4, gpu.count // 2)):
         trainers = replace(gpu, count=gpu.count - num_engines)
         for parts in (1, 2, 4, 8):
@@ -334,7 +363,8 @@ def engine_fits(config: GRPOConfig, shape: ModelShape, gpu: GPU, *, low_precisio
 
 def _remedies_here(config: ModelSource, shape: ModelShape, gpu: GPU, low_precision: bool) -> dict[str, Any] | None:
     """Those that leave engines where they are."""
-    values: dict[str, Sequence[Any]] = {"memory.checkpointing": ["on"], "parallel.mode": ["fsdp2"][: gpu.count - 1]}
+    several = gpu.count > 1 and not (config.lora and config.lora.quantize)
+    values: dict[str, Sequence[Any]] = {"memory.checkpointing": ["on"], "parallel.mode": ["fsdp2"] * several}
     longest = longest_row(config)
     smaller = [tokens for tokens in (8192, 4096) if longest < tokens < config.tokens_per_microbatch]
     values["tokens_per_microbatch"] = [*smaller, *([longest] if longest < config.tokens_per_microbatch else [])]
@@ -367,7 +397,7 @@ def with_changes(config: ModelSource, changes: dict[str, Any]) -> ModelSource:
         section, _, field = name.rpartition(".")
         update = {field: value}
         if section:
-            update = {section: getattr(config, section).model_copy(update=update)}
+            update = {section: (getattr(config, section) or LoraSettings()).model_copy(update=update)}
         config = config.model_copy(update=update)
     return config
 

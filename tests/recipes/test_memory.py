@@ -211,6 +211,46 @@ def test_an_engine_that_its_gpus_cannot_hold_is_refused():
     assert "4 GPUs for engines alone" in rows[2][1]
 
 
+@pytest.mark.parametrize("low", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "gemma2", "gpt2"])
+def test_with_adapters_the_plan_is_near_and_not_far_below_what_is_kept(family, low):
+    peft = pytest.importorskip("peft")
+    model = tiny_model(architecture=family, hidden_size=128, layers=3, heads=8).to([torch.float32, torch.bfloat16][low])
+    shape = model_shape(model)
+    settings = peft.LoraConfig(r=16, target_modules=list(shape.linears), fan_in_fan_out=family == "gpt2")
+    model = peft.get_peft_model(model, settings)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    config = sft(lora={"r": 16}, dtype="bfloat16" if low else "float32")
+    one = plan_memory(config, shape, num_gpus=1, low_precision=low, checkpointing=False).training
+    assert one["gradients"] == one["optimizer"] / 2 == 4 * trained
+    assert one["weights"] == sum(parameter.nbytes for parameter in model.parameters())
+    scorer = TokenScorer(model, packing="off")
+    for checkpointing, arithmetic in [(False, "autocast"), (True, "bfloat16")]:
+        if checkpointing:
+            recompute_blocks(model)
+        kept = kept_bytes(scorer, 4, low) - kept_bytes(scorer, 2, low)
+        arithmetic = arithmetic if low else "float32"
+        assert 0.9 < shape.activations(128, arithmetic, checkpointing=checkpointing) / kept < 1.35
+
+
+def test_adapters_are_a_remedy_where_nothing_else_helps():
+    config, shape = grpo(rollout={"engine": "vllm"}, grpo={"kl": 0.1}), shape_of("7B")
+    options = {"num_gpus": 1, "low_precision": True, "capacity": 80e9}
+    plan = plan_memory(with_changes(config, {"lora.r": 16}), shape, **options).training
+    assert "reference" not in plan, "the model without its adapters"
+    assert plan["weights in use"] == 0
+    assert plan["weights"] == pytest.approx(2 * shape.parameters + 4 * 40.4e6, rel=1e-3), "r 16 on 7B: 40.4 million"
+    packed = plan_memory(with_changes(config, {"lora.quantize": "nf4"}), shape, **options).training
+    assert packed["weights"] == pytest.approx(6.01e9, rel=1e-3), "linear layers at 0.56 bytes, all else at 2"
+    assert remedies(config, shape, parse_gpu("40"), low_precision=True) == {"lora.r": 16}
+    assert "lora.r" not in remedies(config, shape_of("0.5B"), parse_gpu("24"), low_precision=True)
+    quantized = with_changes(config, {"lora.quantize": "nf4"})
+    changes = remedies(quantized, shape, parse_gpu("24:8"), low_precision=True)
+    assert changes is None or "parallel.mode" not in changes
+    with pytest.raises(ConfigError, match=r"it fits with lora\.r=16"):
+        engine_share(config, shape, parse_gpu("40"), low_precision=True)
+
+
 def test_the_page_has_the_table_of_the_plan():
     page = Path(__file__).parents[2] / "docs/scaling.md"
     assert table() in page.read_text(), "python scripts/memory_table.py prints the table of the page"
