@@ -181,7 +181,7 @@ def test_an_engine_gets_what_the_trainer_leaves_of_a_gpu():
 
 
 def test_gpus_of_the_engines_are_the_trainers_no_more_and_are_checked():
-    shape, gpu = shape_of("32B"), parse_gpu("80:8")
+    shape, gpu = shape_of("32B"), parse_gpu("40:8")
     config = grpo(rollout={"engine": "vllm"})
     changes = remedies(config, shape, gpu, low_precision=True)
     assert changes["rollout.gpus"] in (1, 2, 4)
@@ -196,7 +196,7 @@ def test_gpus_of_the_engines_are_the_trainers_no_more_and_are_checked():
         engine_memory(with_changes(apart, {"rollout.tensor_parallel": n}), shape, low_precision=True) for n in (1, 2)
     )
     assert on_one["engine weights"] == 2 * shape.parameters == 2 * on_two["engine weights"]
-    with pytest.raises(ConfigError, match="must leave a GPU to the trainer: got 8 of 8 x 80 GB"):
+    with pytest.raises(ConfigError, match="must leave a GPU to the trainer: got 8 of 8 x 40 GB"):
         trainer_gpus(with_changes(config, {"rollout.gpus": 8}), gpu)
 
 
