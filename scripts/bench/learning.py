@@ -2,7 +2,7 @@
 
     python scripts/bench/learning.py --seeds 0 1 2
     python scripts/bench/learning.py --recipe tools --seeds 0 1
-    python scripts/bench/learning.py --grpo rollout.engine=vllm rollout.max_staleness=1
+    python scripts/bench/learning.py --grpo rollout.engine=vllm rollout.max_staleness=4
 
 Each seed is two real runs in a temporary folder, as `scripts/quickstart` makes them. Exits with 1 if a bound is missed:
 after SFT between 0.2 and 0.7, after GRPO at least 0.9, at most 6 minutes for both. With tools, the share of problems in
