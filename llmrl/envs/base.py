@@ -14,7 +14,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torch import Tensor
 
-from llmrl.data.ragged.tensordicts import new_tensordict
+from llmrl.data.ragged.tensordicts import entries_of, new_tensordict
 from llmrl.data.specs import Composite
 from llmrl.envs.specs import DONE_KEYS, EnvSpecs
 from llmrl.envs.step import next_seed, step_mdp
@@ -350,7 +350,8 @@ class EnvBase(EnvSpecs, abc.ABC):
 
 
 def _complete_done(td: TensorDictBase, who: str) -> None:
-    done, terminated, truncated = flags = [td.get(key, None) for key in DONE_KEYS]
+    read = entries_of(td).get if type(td) is TensorDict else td.get  # the first costs a tenth
+    done, terminated, truncated = flags = [read(key, None) for key in DONE_KEYS]
     for key, flag in zip(DONE_KEYS, flags, strict=True):
         if flag is not None and flag.dtype != torch.bool:
             raise RolloutError(f"{who}: {key!r} must be bool: got {flag.dtype}.")

@@ -11,7 +11,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
-from llmrl.data.ragged.tensordicts import entries_of, new_tensordict, present_keys
+from llmrl.data.ragged.tensordicts import bare_tensordict, entries_of, new_tensordict, present_keys
 from llmrl.data.specs import Composite, NonTensor, TensorSpec, contains_lazy_spec
 from llmrl.envs.base import EnvBase
 from llmrl.envs.step import next_seed
@@ -236,7 +236,7 @@ def restart(env: EnvBase, given: TensorDictBase | None, last: TensorDictBase | N
 
 def keyed(values: Mapping[NestedKey, Tensor], batch_size: torch.Size) -> TensorDict:
     """A tensordict of these entries, by their nested keys, which fit the batch size."""
-    td = new_tensordict({key: value for key, value in values.items() if isinstance(key, str)}, batch_size)
+    td = bare_tensordict({key: value for key, value in values.items() if isinstance(key, str)}, batch_size)
     for key, value in values.items():
         if not isinstance(key, str):
             td.set(key, value)

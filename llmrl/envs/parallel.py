@@ -7,7 +7,7 @@ import os
 import pickle
 import select
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
 from typing import Any
@@ -20,14 +20,13 @@ from torch import multiprocessing
 from llmrl.concurrency.process_monitor import process_state, wait_for_exit
 from llmrl.concurrency.processes import poll_timeout
 from llmrl.envs.batched import BatchedEnv, MakeEnv, keyed
-from llmrl.envs.parallel_worker import SharedRows, serve
+from llmrl.envs.parallel_worker import DONE, STEP, SharedRows, serve
 from llmrl.envs.step import next_seed
 from llmrl.errors import ConfigError, DeadlineError, WorkerError
 
 __all__ = ["ParallelEnv"]
 
 _CLOSE = pickle.dumps(("close", ()))
-_STEP = pickle.dumps(("step", ()))
 _UNREADABLE = ("LAZY_LEGACY_OP", "CAPTURE_NONTENSOR_STACK", "LIST_TO_STACK")
 _CLOSE_S = 5.0  # for environments to close; then their processes are killed
 
@@ -93,7 +92,6 @@ class ParallelEnv(BatchedEnv):
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
         self._end = Finalize(self, _end, [self._processes, self._connections], exitpriority=10)
-        self._poller, self._worker_at = select.poll(), {}
         with self._closed_on_error():
             for name in _UNREADABLE:  # tensordict writes "None" there, which it cannot read in a new interpreter
                 if os.environ.get(name) == "None":
@@ -103,7 +101,7 @@ class ParallelEnv(BatchedEnv):
                 context.set_forkserver_preload([serve.__module__])  # imported once, not by each worker
             recipes = [cloudpickle.dumps(maker) for maker in self._makers]
             seed = torch.initial_seed()
-            for number, recipe in enumerate(recipes):
+            for recipe in recipes:
                 seed = next_seed(seed)
                 ours, theirs = context.Pipe()
                 process = context.Process(target=serve, args=[theirs, os.getpid(), recipe, seed])
@@ -111,9 +109,11 @@ class ParallelEnv(BatchedEnv):
                 theirs.close()  # the worker's end is in the worker alone: its death ends the connection
                 self._processes.append(process)
                 self._connections.append(ours)
-                for descriptor in (ours.fileno(), process.sentinel):
-                    self._poller.register(descriptor, select.POLLIN)
-                    self._worker_at[descriptor] = number
+            self._sentinels = {process.sentinel: number for number, process in enumerate(self._processes)}
+            self._pollers = [select.poll() for _ in recipes]  # each wakes for one reply, or for the end of any process
+            for connection, poller in zip(self._connections, self._pollers, strict=True):
+                for descriptor in (connection.fileno(), *self._sentinels):
+                    poller.register(descriptor, select.POLLIN)
             return self._replies(range(self.num_workers), "make its env", "start_timeout_s")
 
     def _adopt(self, descriptions: Sequence[dict[str, Any]]) -> None:
@@ -133,15 +133,22 @@ class ParallelEnv(BatchedEnv):
 
     def _step(self, td: TensorDictBase) -> TensorDictBase:
         if self._declared is not None and self._shared(td):
-            requests = dict.fromkeys(range(self.num_workers), _STEP)
+            requests = dict.fromkeys(range(self.num_workers), STEP)
         else:
             requests = self._messages("step_row", dict(enumerate(self._input_rows(td))))
         return self._results(self._ask(requests, "take a step"), requests, self._step_keys)
 
     def _reset(self, td: TensorDictBase | None) -> TensorDictBase:
-        given = self._reset_rows_given(td)
-        rows = {number: row for number, row in enumerate(given) if row is not None or not self._is_started}
-        requests = self._messages("restart", rows)
+        requests: Mapping[int, bytes]
+        if td is None or (not self._row_batch_size and all(key == "_reset" for key in td.keys())):
+            rows = range(self.num_workers)
+            if self._is_started and td is not None and "_reset" in td.keys():
+                rows = td.get("_reset").flatten().nonzero().flatten().tolist()
+            requests = dict.fromkeys(rows, pickle.dumps(("restart_fresh", (self._declared is not None,))))
+        else:
+            given = self._reset_rows_given(td)
+            kept = {number: row for number, row in enumerate(given) if row is not None or not self._is_started}
+            requests = self._messages("restart", kept)
         results = self._ask(requests, "reset")
         self._is_started = True
         return self._results(results, requests, self._reset_keys)
@@ -182,28 +189,33 @@ class ParallelEnv(BatchedEnv):
                     raise self._ended(number, what) from None
             return self._replies(requests, what, "timeout_s")
 
-    def _replies(self, numbers: Iterable[int], what: str, limit: str) -> list[Any]:
+    def _replies(self, numbers: Collection[int], what: str, limit: str) -> list[Any]:
         """The results of these workers in order, within the seconds of the setting ``limit``."""
         deadline = time.monotonic() + self._times[limit]
-        replies: dict[int, Any] = dict.fromkeys(numbers)
-        pending = set(replies)
-        while pending:
-            events = {descriptor for descriptor, _ in self._poller.poll(poll_timeout(deadline))}
-            if not events and time.monotonic() >= deadline:
-                raise self._late(pending, what, limit)
-            numbers = sorted({self._worker_at[descriptor] for descriptor in events})
-            for number in numbers:
-                if self._connections[number].fileno() not in events:
-                    raise self._ended(number, what)
-                try:
-                    done, reply = pickle.loads(self._connections[number].recv_bytes())
-                except (EOFError, ConnectionError):
-                    raise self._ended(number, what) from None
-                if not done:
-                    raise WorkerError(f"{self._name(number)} must {what}: its env raised {reply[0]}\n\n{reply[1]}")
-                replies[number] = reply
-                pending.discard(number)
+        replies: dict[int, Any] = {}
+        for number in numbers:
+            while number not in replies:
+                events = {descriptor for descriptor, _ in self._pollers[number].poll(poll_timeout(deadline))}
+                if self._connections[number].fileno() in events:
+                    replies[number] = self._taken(number, what)
+                elif events:  # a process has ended, maybe with an error to tell
+                    ended = self._sentinels[min(events)]
+                    self._taken(ended, what)
+                    raise self._ended(ended, what)
+                elif time.monotonic() >= deadline:
+                    raise self._late([n for n in numbers if not self._connections[n].poll()], what, limit)
         return list(replies.values())
+
+    def _taken(self, number: int, what: str) -> Any:
+        """The reply of a worker that has sent one."""
+        try:
+            answer = self._connections[number].recv_bytes()
+        except (EOFError, ConnectionError):
+            raise self._ended(number, what) from None
+        done, reply = (True, None) if answer == DONE else pickle.loads(answer)
+        if not done:
+            raise WorkerError(f"{self._name(number)} must {what}: its env raised {reply[0]}\n\n{reply[1]}")
+        return reply
 
     def _name(self, number: int) -> str:
         return f"ParallelEnv: worker {number} of {self.num_workers}"
@@ -214,8 +226,8 @@ class ParallelEnv(BatchedEnv):
         state = process_state(self._processes[number])
         return WorkerError(f"{self._name(number)} must {what}: its process {state}{guard}")
 
-    def _late(self, pending: Iterable[int], what: str, limit: str) -> DeadlineError:
-        states = ", ".join(f"worker {number} {process_state(self._processes[number])}" for number in sorted(pending))
+    def _late(self, pending: Sequence[int], what: str, limit: str) -> DeadlineError:
+        states = ", ".join(f"worker {number} {process_state(self._processes[number])}" for number in pending)
         for number in pending:
             self._processes[number].kill()
         return DeadlineError(

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from llmrl.data.ragged.tensordicts import new_tensordict
+from llmrl.data.ragged.tensordicts import bare_tensordict, new_tensordict
 from llmrl.data.specs import (
     Binary,
     Bounded,
@@ -97,7 +97,7 @@ class GymWrapper(EnvBase):
     def _reset(self, td: TensorDictBase | None) -> TensorDictBase:
         observation, _ = self.gym_env.reset(seed=self._seed)
         self._seed = None
-        return new_tensordict(self._observed(observation), device=self.device)
+        return bare_tensordict(self._observed(observation), self.batch_size, self.device)
 
     def _step(self, td: TensorDictBase) -> TensorDictBase:
         action = _decode(td.get("action"), self.gym_env.action_space, self._get_spec("action")["action"])
@@ -111,7 +111,7 @@ class GymWrapper(EnvBase):
         entries["reward"] = _tensor([reward], np.float32, self.device)
         for key, flag in zip(DONE_KEYS, (terminated or truncated, terminated, truncated), strict=True):
             entries[key] = _tensor([flag], np.bool_, self.device)
-        return new_tensordict(entries, device=self.device)
+        return bare_tensordict(entries, self.batch_size, self.device)
 
     def _observed(self, observation: Any) -> dict[str, Any]:
         space, spec = self.gym_env.observation_space, self._get_spec("observation")
