@@ -159,16 +159,16 @@ def plan_memory(
     sharded = config.parallel.mode == "fsdp2" and num_gpus > 1
     arithmetic: Arithmetic = "float32" if not low_precision else "bfloat16" if sharded else "autocast"
     ranks = num_gpus // getattr(config.parallel, "replicas", 1) if sharded else 1
-    whole = 4.0 * shape.parameters
+    whole, trained = 4.0 * shape.parameters, 4.0 * (shape.parameters - shape.frozen)
     grpo = config if isinstance(config, GRPOConfig) else None
     state = {"adamw": 2.0, "adamw_8bit": 0.5, "adamw_offload": 0.0}[config.optim.name]
-    stays = {"weights": whole / ranks, "optimizer": state * whole / ranks}
+    stays = {"weights": whole / ranks, "optimizer": state * trained / ranks}
     if grpo and grpo.grpo.kl:
         stays["reference"] = whole / ranks
     if num_gpus > 1 and not sharded:
-        stays["DDP's buckets"] = whole
+        stays["DDP's buckets"] = trained
     training = stays | {
-        "gradients": whole / ranks,
+        "gradients": trained / ranks,
         "weights in use": _weights_in_use(shape, arithmetic, sharded),
         "activations": _activations(config, shape, arithmetic, num_gpus, checkpointing),
         "logits": _logits(shape, arithmetic, on_gpu=capacity is not None),

@@ -13,12 +13,15 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from llmrl.data.llm.templates import find_template
 from llmrl.errors import ConfigError, DataError
+from llmrl.modules.llm.rendering import text_tokenizer
+from llmrl.modules.llm.vision import load_processor, model_class
 from llmrl.run.checkpoint import CHECKSUMS, check_files, latest_checkpoint
 from llmrl.run.run_dir import RunDir
+from llmrl.train.model_shape import vision_tower
 from llmrl.train.settings import ModelSource, TinyModelSettings
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
     from llmrl.train.distributed import Session
 
@@ -58,22 +61,22 @@ def resolve_model(model: str | TinyModelSettings, *, runs: Path) -> str | TinyMo
     return str(max(found)[1])
 
 
-def load_tokenizer(config: ModelSource, *, runs: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of ``config.model``, with the chat template of the run and a padding id.
+def load_tokenizer(config: ModelSource, *, runs: Path) -> PreTrainedTokenizerBase | ProcessorMixin:
+    """The tokenizer of ``config.model``, with the chat template of the run and a padding id; the processor that it is
+    part of where the model reads images.
 
     Raises  DataError if it cannot be loaded; TemplateError for an unknown template; ConfigError for one beside another
             that is registered for the model
     """
     if isinstance(config.model, TinyModelSettings):
-        from llmrl.testing import tiny_tokenizer
+        from llmrl.testing import tiny_processor, tiny_tokenizer
 
-        tokenizer = tiny_tokenizer()
+        processor = tiny_processor() if config.model.architecture == "qwen2_vl" else tiny_tokenizer()
     else:
-        from transformers import AutoTokenizer
-
-        tokenizer = _loaded(AutoTokenizer.from_pretrained, resolve_model(config.model, runs=runs))
-        if tokenizer.pad_token_id is None:
-            tokenizer.pad_token = tokenizer.eos_token
+        processor = _loaded(load_processor, resolve_model(config.model, runs=runs))
+    tokenizer = text_tokenizer(processor)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
     asked = config.chat_template
     row = find_template(tokenizer, **({} if asked is None else {"template" if "{%" in asked else "name": asked}))
     if row.name != "tokenizer":  # saved with every checkpoint, whose path does not name the model
@@ -83,7 +86,9 @@ def load_tokenizer(config: ModelSource, *, runs: Path) -> PreTrainedTokenizerBas
             f"chat_template: a run has one template: got {row.name!r}, and {taken.name!r} is registered for models of "
             f"the name {tokenizer.name_or_path!r}; leave out chat_template, or the keyword."
         )
-    return tokenizer
+    if processor is not tokenizer:
+        processor.chat_template = tokenizer.chat_template
+    return processor
 
 
 def load_model(
@@ -99,31 +104,38 @@ def load_model(
         from llmrl.testing import tiny_model
 
         model = tiny_model(tokenizer, seed=config.seed, **config.model.model_dump()).to(session.device)
-        return session.shard(model) if session.sharded else model
-    from transformers import AutoModelForCausalLM
-
+        return freeze_vision(session.shard(model) if session.sharded else model, config)
     source = resolve_model(config.model, runs=runs)
     if not checked and (Path(source) / CHECKSUMS).exists():
         check_files(Path(source))
-    load = partial(_load_sharded, session) if session.sharded else AutoModelForCausalLM.from_pretrained
+    kind = _loaded(model_class, source)
+    load = partial(_load_sharded, session, kind) if session.sharded else kind.from_pretrained
     place = {} if session.device.type == "cpu" else {"device_map": {"": session.device}}  # without a copy on the CPU
     model = _loaded(load, source, dtype=torch.float32, **place, **loading_options(config)).eval()
     model.get_output_embeddings().in_float32 = config.model_options.float32_head
+    return freeze_vision(model, config)
+
+
+def freeze_vision(model: PreTrainedModel, config: ModelSource) -> PreTrainedModel:
+    """The model, with the part that reads images not trained where ``model_options.freeze_vision`` says so."""
+    tower = vision_tower(model)
+    if tower is not None and config.model_options.freeze_vision:
+        tower.requires_grad_(False)
     return model
 
 
-def _load_sharded(session: Session, source: str, **options: Any) -> PreTrainedModel:
+def _load_sharded(session: Session, auto_class: Any, source: str, **options: Any) -> PreTrainedModel:
     """The model of ``source``, sharded before it is read: each rank reads its own part of each weight.
 
     Where Transformers joins or splits weights along the dimension that is sharded, or the file is not of safetensors,
     rank 0 reads the model and the others get their parts of one weight after the other.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     built = {name: options[name] for name in ("dtype", "attn_implementation") if name in options}
     config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **built)
+        model = auto_class.from_config(config, trust_remote_code=False, **built)
     kind = type(model)
     if not _can_slice(model, session):
         whole = kind.from_pretrained(source, **options | {"device_map": None}) if session.is_first else None
@@ -182,20 +194,20 @@ def meta_model(config: ModelSource, tokenizer: PreTrainedTokenizerBase, *, runs:
 
     Raises  DataError if its configuration cannot be read, or lacks what ``model_options`` asks for
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     with torch.device("meta"):
         if isinstance(config.model, TinyModelSettings):
             from llmrl.testing import tiny_model
 
-            return tiny_model(tokenizer, **config.model.model_dump())
+            return freeze_vision(tiny_model(tokenizer, **config.model.model_dump()), config)
         source = resolve_model(config.model, runs=runs)
 
         def build(source: str, **options: Any) -> PreTrainedModel:
             sizes = AutoConfig.from_pretrained(source, **options)
-            return AutoModelForCausalLM.from_config(sizes, dtype=torch.float32, **loading_options(config))
+            return model_class(sizes).from_config(sizes, dtype=torch.float32, **loading_options(config))
 
-        return _loaded(build, source)
+        return freeze_vision(_loaded(build, source), config)
 
 
 def _loaded(load: Callable[..., T], source: str, **options: Any) -> T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from llmrl.train.settings import GRPOConfig, ModelSource, OptimSettings, SFTConf
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from llmrl.modules.llm.vision import Media
     from llmrl.train.distributed import Session
     from llmrl.train.engine_plan import EnginePlan
     from llmrl.train.model_shape import ModelShape
@@ -50,6 +52,7 @@ def sft_plan(
         ("machine", session.describe()),
         ("model", _model(config)),
         *memory_rows(config, shape, session, gpu),
+        *_images(config, chats.renderer, shape, chats.media),
         ("batch", f"{config.batch_size} conversations a step · {_microbatches(config)}"),
         ("loss", "-log p, sum over the assistant's tokens / tokens of the step"),
         ("optim", _optim(config.optim)),
@@ -99,6 +102,7 @@ def grpo_plan(
         ("machine", session.describe()),
         ("model", _model(config)),
         *memory_rows(config, shape, session, gpu),
+        *_images(config, Renderer(task.processor), shape),
         ("batch", f"{rollouts} · {updates} · {_microbatches(config)}"),
         ("sampling", _sampling(config)),
         *_engine(config, engine),
@@ -192,6 +196,16 @@ def _model(config: ModelSource) -> str:
         tiny = config.model
         return f"tiny {tiny.architecture}, {tiny.layers} layers of {tiny.hidden_size}, random (seed {config.seed})"
     return config.model
+
+
+def _images(config: ModelSource, renderer: Renderer, shape: ModelShape, media: Sequence[Media] = ()) -> Rows:
+    if renderer.vision is None:
+        return []
+    held = sum(value.nbytes for row in media for value in row.values())
+    size = f" · {held / 2**30:.2g} GiB of tensors in RAM" if held else ""
+    frozen = f"the part that reads them is {'frozen' if config.model_options.freeze_vision else 'trained'}"
+    part = f"{frozen} ({shape.frozen / 1e6:.2g}M parameters)" if shape.frozen else frozen
+    return [("images", f"{part} · batches with images are padded, never packed{size}")]
 
 
 def _microbatches(config: ModelSource) -> str:

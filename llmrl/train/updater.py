@@ -86,7 +86,8 @@ class Updater:
         self._model = scorer.model
         scorer.use_packing(packing)
         self.scorer = session.prepare(scorer)
-        self.optimizer = make_optimizer(self.scorer.parameters(), optim, session.device)
+        trained = [parameter for parameter in self.scorer.parameters() if parameter.requires_grad]
+        self.optimizer = make_optimizer(trained, optim, session.device)
         self._counted: defaultdict[str, float] = defaultdict(float)  # since `speed` was called
         self._gpu = find_gpu(session.device, session.world_size)
         self._shape = model_shape(self._model) if self._gpu and self._gpu.flops else None

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from llmrl.data.llm.chat import History
+from llmrl.data.llm.images import load_image
 from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer
 from llmrl.envs.llm.chat import next_prompt
 from llmrl.errors import DataError, TemplateError
@@ -17,7 +18,7 @@ from llmrl.modules.llm import ChatHistory, TransformersWrapper
 from llmrl.modules.llm.engines import SamplingParams, TransformersEngine
 from llmrl.modules.llm.log_probs import token_logprobs
 from llmrl.modules.llm.rendering import Renderer
-from llmrl.modules.llm.vision import load_image, load_processor, model_class, read_media, write_media
+from llmrl.modules.llm.vision import load_processor, model_class, read_media, write_media
 from llmrl.objectives.llm import GRPOLoss
 from llmrl.testing import tiny_tokenizer
 from tests.support.images import SIZES, asks, noise, own_log_probs, sharp_model
@@ -99,7 +100,7 @@ def test_images_that_cannot_be_read_are_named(vlm, tmp_path):
     for source, words in ((str(tmp_path / "b.png"), "b.png"), (str(tmp_path / "c.png"), "c.png.*FileNotFoundError")):
         with pytest.raises(DataError, match=words):
             load_image(source)
-    with pytest.raises(DataError, match="must be here"):
+    with pytest.raises(DataError, match="must be a local file"):
         load_image("https://example.org/a.png")
     with pytest.raises(DataError, match="its keys are type"):
         Renderer(vlm[0]).prompt_ids([[{"role": "user", "content": [{"type": "image"}]}]])

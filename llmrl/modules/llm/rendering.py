@@ -11,11 +11,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from llmrl.data.llm.codec import ChatCodec
+from llmrl.data.llm.images import take_images
 from llmrl.data.llm.spans import Span, common_prefix_length, rows_to_tensors, spans_to_masks
 from llmrl.data.llm.template_analysis import conversation_shape, reads_contents, stand_ins
 from llmrl.data.llm.templates import Chat, Tools, find_template
 from llmrl.errors import RewriteError, TemplateError
-from llmrl.modules.llm.vision import POSITIONS, Media, Vision, take_images
+from llmrl.modules.llm.vision import POSITIONS, Media, Vision
 
 if TYPE_CHECKING:
     from torch import Tensor

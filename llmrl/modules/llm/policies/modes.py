@@ -16,6 +16,7 @@ from tensordict import TensorDictBase, is_non_tensor
 from torch import Tensor
 
 from llmrl.data.llm.chat import History
+from llmrl.data.llm.images import take_images
 from llmrl.data.ragged.tensordicts import inner
 from llmrl.errors import ConfigError, RewriteError, RolloutError, ShapeError, did_you_mean
 from llmrl.modules.llm.engines import StopReason
@@ -23,7 +24,7 @@ from llmrl.modules.llm.policies.containers import decode_rows, history_chats
 from llmrl.modules.llm.policies.rows import Key, attention_rows, field_rows, find_holder, is_ragged, kept_parts
 from llmrl.modules.llm.rendering import is_open
 from llmrl.modules.llm.token_stream import TokenStream
-from llmrl.modules.llm.vision import Media, take_images
+from llmrl.modules.llm.vision import Media
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
