@@ -174,6 +174,15 @@ def load_processor(source: str, **options: Any) -> ProcessorMixin | PreTrainedTo
     return processor
 
 
+def save_processor(processor: ProcessorMixin | PreTrainedTokenizerBase, folder: Any) -> None:
+    """Writes a processor, or a tokenizer alone, to a folder. The settings for images come in a file of their own too:
+    vLLM takes those for videos, which may not be here, from there.
+    """
+    processor.save_pretrained(folder)
+    if hasattr(processor, "image_processor"):
+        processor.image_processor.save_pretrained(folder)
+
+
 def _without_videos(model_type: str) -> type[ProcessorMixin]:
     import transformers
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES

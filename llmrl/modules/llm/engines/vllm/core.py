@@ -98,6 +98,8 @@ class Requests:
     phase        "generating" or "scoring", for messages
     end          the deadline, of `time.monotonic`
     temperature  divides the logits that prompts are scored under
+    media        of each prompt, where any has images
+    version      of the weights: what vLLM keeps of an image is of one version
     """
 
     prompts: Sequence[list[int]]
@@ -105,6 +107,8 @@ class Requests:
     phase: str
     end: float
     temperature: float = 1.0
+    media: Sequence[Mapping[str, Tensor]] | None = None
+    version: int = 0
 
 
 class Core(Protocol):
@@ -176,6 +180,8 @@ def completion_of_output(output: Any, prompt: Sequence[int], options: Mapping[st
     """The completion in a ``vllm.RequestOutput``, which is None for an aborted request."""
     if output is None:
         return ABORTED
+    if (read := getattr(output, "prompt_token_ids", None)) is not None and list(read) != list(prompt):
+        raise RolloutError("VLLMEngine: vLLM must read the prompt ids that it was given: it read others.")
     if "prompt_logprobs" in options:
         scores = torch.tensor([0.0, *_of_tokens(output.prompt_logprobs, prompt, first=1)], dtype=torch.float32)
         return ABORTED._replace(reason=StopReason.LENGTH, prompt_log_probs=scores)

@@ -32,6 +32,7 @@ from llmrl.modules.llm.engines.vllm.transfer import (
     transfer_settings,
 )
 from llmrl.modules.llm.engines.weights import WeightGroups, WeightSet, WeightSpec
+from llmrl.modules.llm.vision import Media, has_images
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -149,13 +150,20 @@ class VLLMEngine:
             )
 
     def generate(
-        self, prompts: Sequence[Tensor], params: SamplingParams, *, seeds: Sequence[int] | None = None
+        self,
+        prompts: Sequence[Tensor],
+        params: SamplingParams,
+        *,
+        seeds: Sequence[int] | None = None,
+        media: Sequence[Media] | None = None,
     ) -> Generation:
         """Samples one response per prompt.
 
         prompts  int64[P_i] each, not empty
         seeds    one int per prompt, or None for fresh ones from the engine's generator
-        Raises   ShapeError, ConfigError; RolloutError where vLLM fails, DeadlineError
+        media    of each prompt, where some have images; a server takes none
+        Raises   ShapeError, ConfigError; UnsupportedError for images that this engine cannot take; RolloutError where
+                 vLLM fails, DeadlineError
         """
         self.check(params)
         if seeds is None:
@@ -174,12 +182,13 @@ class VLLMEngine:
                 {**shared, "seed": _mixed(seed), "max_tokens": min(params.max_new_tokens, self.max_length - len(row))}
                 for row, seed in zip(rows, seeds, strict=True)
             ]
-            drawn = self.core.complete(Requests(rows, options, "generating", end))
+            media = list(media) if has_images(media) else None
+            drawn = self.core.complete(Requests(rows, options, "generating", end, media=media, version=version))
             plain = None
             if params.truncates:
                 # vLLM reports one kind of log-probs, those of the truncated distribution.
                 full = [row + answer.ids.tolist() for row, answer in zip(rows, drawn, strict=True)]
-                scores = self._score(full, params.scoring_temperature, end)
+                scores = self._score(full, params.scoring_temperature, end, media)
                 plain = [score[len(row) :] for score, row in zip(scores, rows, strict=True)]
         home = prompts[0].device
         return Generation(
@@ -191,7 +200,12 @@ class VLLMEngine:
         )
 
     def score(
-        self, sequences: Sequence[Tensor], *, temperature: float = 1.0, masks: Sequence[Tensor] | None = None
+        self,
+        sequences: Sequence[Tensor],
+        *,
+        temperature: float = 1.0,
+        masks: Sequence[Tensor] | None = None,
+        media: Sequence[Media] | None = None,
     ) -> list[Tensor]:
         """float32[T_i] per sequence: [t] = log p(token t | tokens before t), [0] = 0, and 0 where ``masks[i]`` is
         False. A server scores at temperature 1 only.
@@ -204,12 +218,15 @@ class VLLMEngine:
         end = self._end(max(map(len, rows), default=0))
         with self._lock.holding("requests", end, "scoring"):
             self._check_ready("scoring")
-            scores = self._score(rows, temperature, end) if rows else []
+            scores = self._score(rows, temperature, end, list(media) if has_images(media) else None) if rows else []
         scores = [score.to(sequence.device) for score, sequence in zip(scores, sequences, strict=True)]
         return scores if masks is None else [row * mask for row, mask in zip(scores, masks, strict=True)]
 
-    def _score(self, rows: list[list[int]], temperature: float, end: float) -> list[Tensor]:
-        answers = self.core.complete(Requests(rows, [SCORING] * len(rows), "scoring", end, temperature))
+    def _score(
+        self, rows: list[list[int]], temperature: float, end: float, media: list[Media] | None = None
+    ) -> list[Tensor]:
+        given = {"media": media, "version": self.version}
+        answers = self.core.complete(Requests(rows, [SCORING] * len(rows), "scoring", end, temperature, **given))
         scores = [answer.prompt_log_probs for answer in answers]
         if aborted := sum(score is None for score in scores):
             raise RolloutError(f"VLLMEngine: every sequence must be scored: {aborted} were aborted.")
