@@ -19,11 +19,13 @@ from llmrl.data.ragged.tensordicts import present_keys
 from llmrl.envs.llm.chat import answered
 from llmrl.errors import ConfigError, MissingKeyError, did_you_mean
 from llmrl.modules.llm.engines.base import Generation, SamplingParams, StopReason
+from llmrl.modules.llm.rendering import text_tokenizer
+from llmrl.modules.llm.vision import image_processor_class
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast, ProcessorMixin
 
-__all__ = ["FakeEngine", "ScriptedPolicy", "tiny_model", "tiny_tokenizer"]
+__all__ = ["FakeEngine", "ScriptedPolicy", "tiny_model", "tiny_processor", "tiny_tokenizer"]
 
 # Splits letters, single digits, punctuation and white space as Qwen's tokenizers do.
 _SPLIT = (
@@ -48,7 +50,17 @@ _FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**_MOE, "shared_expert_intermediate_size": 32},
     "qwen3_moe": _MOE,
 }
-_ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral", "gpt2", "gemma", *_FAMILY_SETTINGS)
+_ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral", "gpt2", "gemma", "qwen2_vl", *_FAMILY_SETTINGS)
+_IMAGE_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+_IMAGE_TEMPLATE = """{%- macro text(content) -%}
+{%- if content is string %}{{ content }}{% else %}{% for part in content -%}
+{%- if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif -%}
+{%- endfor %}{% endif -%}
+{%- endmacro -%}
+{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}
+{%- if message.role == 'assistant' %}{% generation %}{{ text(message.content) + '<|im_end|>' }}{% endgeneration %}
+{%- else %}{{ text(message.content) + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 
 
 def tiny_tokenizer(
@@ -116,8 +128,30 @@ def _trained(texts: tuple[str, ...], vocab_size: int, controls: tuple[str, ...])
     return tokenizer.to_str()
 
 
+def tiny_processor(texts: Sequence[str] | None = None, vocab_size: int = 512) -> ProcessorMixin:
+    """A processor like Qwen2-VL's: :func:`tiny_tokenizer` with tokens for images, and patches of 4 x 4 pixels.
+
+    One token stands for 8 x 8 pixels; images are made as large as 1 to 16 tokens. For ``tiny_model(...,
+    architecture="qwen2_vl")``.
+
+    >>> from PIL import Image
+    >>> processor = tiny_processor()
+    >>> processor(text=["<|image_pad|>"], images=[Image.new("RGB", (16, 24))])["input_ids"][0].count(480)
+    6
+    """
+    from transformers import Qwen2VLProcessor
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    tokenizer = tiny_tokenizer(texts, vocab_size)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", *_IMAGE_TOKENS]})
+    tokenizer.chat_template = _IMAGE_TEMPLATE
+    sizes = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+    images = Qwen2VLImageProcessorPil(**sizes, size={"shortest_edge": 64, "longest_edge": 1024})
+    return image_processor_class(Qwen2VLProcessor)(images, tokenizer, chat_template=_IMAGE_TEMPLATE)
+
+
 def tiny_model(
-    tokenizer: PreTrainedTokenizerFast | None = None,
+    tokenizer: PreTrainedTokenizerFast | ProcessorMixin | None = None,
     *,
     architecture: str = "qwen2",
     hidden_size: int = 64,
@@ -130,7 +164,8 @@ def tiny_model(
 
     Reads    tokenizer     gives the vocabulary size and the end and padding ids; :func:`tiny_tokenizer` by default
              architecture  "qwen2", "qwen3", "llama", "mistral", "gpt2", "gemma", "gemma2", "gemma3_text" (both with a
-                           window of 8 tokens), "mixtral", "qwen2_moe" or "qwen3_moe" (four experts)
+                           window of 8 tokens), "mixtral", "qwen2_moe" or "qwen3_moe" (four experts), "qwen2_vl" (reads
+                           images, with :func:`tiny_processor` for the tokenizer)
              heads         attention heads; half as many key/value heads (one, if odd) where the family shares them
     Raises   ConfigError for another architecture, or unless ``hidden_size`` is a multiple of ``2 * heads``
 
@@ -147,7 +182,9 @@ def tiny_model(
         )
     if hidden_size % (2 * heads):
         raise ConfigError(f"tiny_model: hidden_size must be a multiple of 2 * heads = {2 * heads}: got {hidden_size}.")
-    tokenizer = tiny_tokenizer() if tokenizer is None else tokenizer
+    if architecture == "qwen2_vl":
+        return _tiny_vision_model(text_tokenizer(tokenizer or tiny_processor()), hidden_size, layers, heads, seed)
+    tokenizer = text_tokenizer(tiny_tokenizer() if tokenizer is None else tokenizer)
     config = AutoConfig.for_model(
         architecture,
         vocab_size=len(tokenizer) if vocab_size is None else vocab_size,
@@ -159,6 +196,42 @@ def tiny_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model.eval()
+
+
+def _tiny_vision_model(
+    tokenizer: PreTrainedTokenizerFast, hidden_size: int, layers: int, heads: int, seed: int
+) -> PreTrainedModel:
+    from transformers import AutoModelForImageTextToText, Qwen2VLConfig
+
+    sizes = _sizes("qwen2_vl", hidden_size, layers, heads)
+    half = sizes.pop("head_dim") // 2
+    time = half // 4
+    sections = [time, (half - time) // 2, half - time - (half - time) // 2]
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    patches = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    start, end, image, video = tokenizer.convert_tokens_to_ids(list(_IMAGE_TOKENS))
+    config = Qwen2VLConfig(
+        text_config={"vocab_size": len(tokenizer), "rope_parameters": rope, **sizes, **ends},
+        vision_config={
+            "depth": 1,
+            "embed_dim": 32,
+            "hidden_size": hidden_size,
+            "num_heads": 1,
+            "mlp_ratio": 2,
+            **patches,
+        },
+        image_token_id=image,
+        video_token_id=video,
+        vision_start_token_id=start,
+        vision_end_token_id=end,
+        tie_word_embeddings=False,
+        **ends,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     return model.eval()
 
 

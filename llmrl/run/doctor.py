@@ -33,6 +33,7 @@ _EXTRAS = {
     "playwright": ("browser", "the browser tool"),
     "math_verify": ("math", "symbolic answer checks"),
     "langdetect": ("ifeval", "IFEval's check of the language"),
+    "PIL": ("vision", "images in conversations"),
     "wandb": ("wandb", "mirroring to Weights & Biases"),
     "tensorboard": ("tensorboard", "mirroring to TensorBoard"),
 }

@@ -23,6 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils.logging import disable_progress_bar
 
 from llmrl.errors import CheckpointError, DataError
+from llmrl.modules.llm.vision import save_processor
 from llmrl.run.checkpoint import CheckpointStore
 from llmrl.train.lora import ADAPTER
 from llmrl.weight_update.lora import write_adapter
@@ -99,7 +100,7 @@ def save_state(
             save(shards, storage_writer=HuggingFaceStorageWriter(str(path / _SHARDS), files, save_distributed=True))
         if not session.is_first:
             return
-        tokenizer.save_pretrained(path)
+        save_processor(tokenizer, path)
         torch.save(state, path / _FILE)
         if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(path / _FILE):
             raise CheckpointError(

@@ -38,6 +38,7 @@ from torch.distributed.tensor import DTensor
 from llmrl.errors import ConfigError, DeadlineError, RunFolderError
 from llmrl.modules.llm.sequence_split import SequenceSplit
 from llmrl.run.console import make_console
+from llmrl.train.model_shape import vision_tower
 from llmrl.train.settings import ModelSource
 
 __all__ = ["Session"]
@@ -135,7 +136,9 @@ class Session:
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if self.low_precision else MixedPrecisionPolicy()
         offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self.offloads else OffloadPolicy()
         units = getattr(model, "_no_split_modules", None) or ()
-        for module in [*(m for m in model.modules() if type(m).__name__ in units), model]:
+        tower = vision_tower(model)  # part of the outermost unit: a rank without an image does not call it
+        others = set() if tower is None else set(tower.modules())
+        for module in [*(m for m in model.modules() if type(m).__name__ in units and m not in others), model]:
             fully_shard(module, mesh=self.mesh, mp_policy=policy, offload_policy=offload)
         model._call_whole = lambda function, *arguments, **options: function(model, *arguments, **options)
         register_fsdp_forward_method(model, "_call_whole")

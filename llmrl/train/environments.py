@@ -9,6 +9,7 @@ from typing import Any
 
 from llmrl.data.llm.dataset_files import FILE_FORMATS, load_rows
 from llmrl.envs.llm.chat import DatasetChatEnv
+from llmrl.envs.llm.tasks.colours import colours_problems
 from llmrl.envs.llm.tasks.countdown import CountdownEnv
 from llmrl.envs.llm.tasks.gsm8k import GSM8KEnv
 from llmrl.envs.llm.tasks.ifeval import IFEvalEnv
@@ -23,7 +24,7 @@ __all__ = ["check_env", "env_maker", "env_rows", "is_file", "is_task"]
 Row = Mapping[str, Any]
 
 _PUBLIC: dict[str, type[TaskEnv]] = {"gsm8k": GSM8KEnv, "math": MATHEnv, "countdown": CountdownEnv, "ifeval": IFEvalEnv}
-_EMBEDDED = {"sums": sums_problems, "big_sums": big_sums_problems}
+_EMBEDDED = {"sums": sums_problems, "big_sums": big_sums_problems, "colours": colours_problems}
 # Keywords that a recipe passes to an environment.
 _FROM_RECIPE = ("dataset", "system_prompt", "max_steps", "shuffle", "num_envs", "repeats", "group_repeats", "seed")
 _FROM_RECIPE += ("rank", "world_size")

@@ -45,7 +45,7 @@ def num_trained(config: ModelSource, shape: ModelShape) -> int:
     Raises  ConfigError for target modules that the model does not have
     """
     if config.lora is None:
-        return shape.parameters
+        return shape.parameters - shape.frozen
     return config.lora.r * sum(shape.linears[name][1] for name in _targets(config, shape))
 
 

@@ -62,6 +62,7 @@ class ModelOptions(Settings):
     float32_head: bool = Field(
         False, description="the output layer in float32 also where the model is in bfloat16: exacter log-probs"
     )
+    freeze_vision: bool = Field(True, description="the part of a model that reads images is not trained")
     router_aux_loss: float | None = Field(
         None,
         ge=0,

@@ -32,6 +32,7 @@ class ModelShape:
     ``multiplied``     parameters of the layers that each token is multiplied with; of a mixture, its chosen experts'
     ``largest_block``  parameters of the largest decoder layer
     ``outer``          parameters that are in no decoder layer
+    ``frozen``         of all parameters, those that are not trained
     ``kept``           for the backward pass by all decoder layers together, ``largest_kept`` by the largest,
                        ``kept_after`` by the norm and the output head after them
     ``linears``        the linear layers of decoder layers, by the last part of their names: how many parameters they
@@ -54,6 +55,7 @@ class ModelShape:
     kept: dict[Arithmetic, float]
     largest_kept: dict[Arithmetic, float]
     kept_after: dict[Arithmetic, float]
+    frozen: int = 0
 
     def activations(self, tokens: int, arithmetic: Arithmetic, *, checkpointing: bool) -> float:
         """Bytes kept for the backward pass of ``tokens`` tokens; the output head's logits are not among them."""
@@ -76,10 +78,21 @@ class ModelShape:
 
 
 def decoder_blocks(model: nn.Module) -> list[nn.Module]:
-    """The layers that are checkpointed, compiled and sharded one by one."""
+    """The layers that are checkpointed, compiled and sharded one by one; those that read images are not."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    tower = vision_tower(model)
+    others = set() if tower is None else set(tower.modules())
+    return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer) and m not in others]
+
+
+def vision_tower(model: nn.Module) -> nn.Module | None:
+    """The part of a model that reads images; None where it has none."""
+    if getattr(getattr(model, "config", None), "vision_config", None) is None:
+        return None
+    names = ("visual", "vision_tower", "vision_model", "vision_encoder", "vision_embed_tokens")
+    found = (module for name, module in model.named_modules() if name.rpartition(".")[2] in names)
+    return next(found, None)
 
 
 def model_shape(model: PreTrainedModel) -> ModelShape:
@@ -105,6 +118,7 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
         cached=_cached(config, 2 * key),
         kept={kind: sum(block[kind] for block in kept) for kind in _BYTES},
         largest_kept={kind: max((block[kind] for block in kept), default=0) for kind in _BYTES},
+        frozen=sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad),
         kept_after={kind: (_norm_bytes(model, kind) + _BYTES[kind][0]) * config.hidden_size for kind in _BYTES},
     )
 

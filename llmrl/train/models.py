@@ -13,15 +13,18 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from llmrl.data.llm.templates import find_template
 from llmrl.errors import ConfigError, DataError
+from llmrl.modules.llm.rendering import text_tokenizer
 from llmrl.modules.llm.routers import router_modules
 from llmrl.modules.llm.sequence_split import why_not_split
+from llmrl.modules.llm.vision import load_processor, model_class
 from llmrl.run.checkpoint import CHECKSUMS, check_files, latest_checkpoint
 from llmrl.run.run_dir import RunDir
 from llmrl.train.lora import add_adapters, base_of, is_adapter, merge_saved, quantization
+from llmrl.train.model_shape import vision_tower
 from llmrl.train.settings import ModelSource, TinyModelSettings
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
     from llmrl.train.distributed import Session
 
@@ -61,22 +64,22 @@ def resolve_model(model: str | TinyModelSettings, *, runs: Path) -> str | TinyMo
     return str(max(found)[1])
 
 
-def load_tokenizer(config: ModelSource, *, runs: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of ``config.model``, with the chat template of the run and a padding id.
+def load_tokenizer(config: ModelSource, *, runs: Path) -> PreTrainedTokenizerBase | ProcessorMixin:
+    """The tokenizer of ``config.model``, with the chat template of the run and a padding id; the processor that it is
+    part of where the model reads images.
 
     Raises  DataError if it cannot be loaded; TemplateError for an unknown template; ConfigError for one beside another
             that is registered for the model
     """
     if isinstance(config.model, TinyModelSettings):
-        from llmrl.testing import tiny_tokenizer
+        from llmrl.testing import tiny_processor, tiny_tokenizer
 
-        tokenizer = tiny_tokenizer()
+        processor = tiny_processor() if config.model.architecture == "qwen2_vl" else tiny_tokenizer()
     else:
-        from transformers import AutoTokenizer
-
-        tokenizer = _loaded(AutoTokenizer.from_pretrained, resolve_model(config.model, runs=runs))
-        if tokenizer.pad_token_id is None:
-            tokenizer.pad_token = tokenizer.eos_token
+        processor = _loaded(load_processor, resolve_model(config.model, runs=runs))
+    tokenizer = text_tokenizer(processor)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
     asked = config.chat_template
     row = find_template(tokenizer, **({} if asked is None else {"template" if "{%" in asked else "name": asked}))
     if row.name != "tokenizer":  # saved with every checkpoint, whose path does not name the model
@@ -86,7 +89,9 @@ def load_tokenizer(config: ModelSource, *, runs: Path) -> PreTrainedTokenizerBas
             f"chat_template: a run has one template: got {row.name!r}, and {taken.name!r} is registered for models of "
             f"the name {tokenizer.name_or_path!r}; leave out chat_template, or the keyword."
         )
-    return tokenizer
+    if processor is not tokenizer:
+        processor.chat_template = tokenizer.chat_template
+    return processor
 
 
 def load_model(
@@ -120,6 +125,7 @@ def load_model(
         if session.split:
             session.split.prepare(model)
         model.get_output_embeddings().in_float32 = config.model_options.float32_head
+    freeze_vision(model, config)
     return add_adapters(config, model, session, adapter) if config.lora else model
 
 
@@ -129,17 +135,24 @@ def _load_files(config: ModelSource, source: str, session: Session) -> PreTraine
         merge_saved(model, source)
         model.name_or_path = ""  # its weights are in no file
         return model
-    from transformers import AutoModelForCausalLM
-
     # What is not trained is held in the precision of arithmetic.
     dtype = torch.bfloat16 if config.lora and session.low_precision else torch.float32
-    load = partial(_load_sharded, session) if session.sharded else AutoModelForCausalLM.from_pretrained
+    kind = _loaded(model_class, source)
+    load = partial(_load_sharded, session, kind) if session.sharded else kind.from_pretrained
     offloads = session.offloads and session.sharded
     place = {} if session.device.type == "cpu" else {"device_map": {"": session.device}}  # without a copy on the CPU
     options = ({} if offloads else place) | loading_options(config) | quantization(config, dtype)
     model = _loaded(load, source, dtype=dtype, **options).eval()
     if offloads:
         _move_buffers(model, session.device)
+    return model
+
+
+def freeze_vision(model: PreTrainedModel, config: ModelSource) -> PreTrainedModel:
+    """The model, with the part that reads images not trained where ``model_options.freeze_vision`` says so."""
+    tower = vision_tower(model)
+    if tower is not None and config.model_options.freeze_vision:
+        tower.requires_grad_(False)
     return model
 
 
@@ -155,18 +168,18 @@ def save_made_model(config: ModelSource, folder: Path, session: Session) -> str:
     return str(folder)
 
 
-def _load_sharded(session: Session, source: str, **options: Any) -> PreTrainedModel:
+def _load_sharded(session: Session, auto_class: Any, source: str, **options: Any) -> PreTrainedModel:
     """The model of ``source``, sharded before it is read: each rank reads its own part of each weight.
 
     Where Transformers joins or splits weights along the dimension that is sharded, or the file is not of safetensors,
     rank 0 reads the model and the others get their parts of one weight after the other.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     built = {name: options[name] for name in ("dtype", "attn_implementation") if name in options}
     config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **built)
+        model = auto_class.from_config(config, trust_remote_code=False, **built)
     kind = type(model)
     if not _can_slice(model, session):
         whole = kind.from_pretrained(source, **options | {"device_map": None}) if session.is_first else None
@@ -233,11 +246,11 @@ def meta_model(config: ModelSource, tokenizer: PreTrainedTokenizerBase, *, runs:
     Raises  DataError if its configuration cannot be read, or lacks what ``model_options`` asks for; ConfigError for
             settings that this model cannot be trained with
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     def build(source: str, **options: Any) -> PreTrainedModel:
         sizes = AutoConfig.from_pretrained(source, **options)
-        return AutoModelForCausalLM.from_config(sizes, dtype=torch.float32, **loading_options(config))
+        return model_class(sizes).from_config(sizes, dtype=torch.float32, **loading_options(config))
 
     with torch.device("meta"):
         if isinstance(config.model, TinyModelSettings):
@@ -247,7 +260,7 @@ def meta_model(config: ModelSource, tokenizer: PreTrainedTokenizerBase, *, runs:
         else:
             model = _loaded(build, resolve_model(config.model, runs=runs))
     check_model(config, model)
-    return model
+    return freeze_vision(model, config)
 
 
 def check_model(config: ModelSource, model: PreTrainedModel) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from llmrl.train.settings import GRPOConfig, ModelSource, OptimSettings, SFTConf
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from llmrl.modules.llm.vision import Media
     from llmrl.train.distributed import Session
     from llmrl.train.engine_plan import EnginePlan
     from llmrl.train.model_shape import ModelShape
@@ -88,6 +90,7 @@ def _data_plan(
         ("model", _model(config)),
         *lora_rows(config, session, shape),
         *memory_rows(config, shape, session, gpu),
+        *_images(config, data.renderer, shape, getattr(data, "media", ())),
         ("batch", f"{config.batch_size} {unit} a step · {_microbatches(config)}"),
         ("loss", loss),
         ("optim", _optim(config.optim)),
@@ -138,6 +141,7 @@ def grpo_plan(
         ("model", _model(config)),
         *lora_rows(config, session, shape),
         *memory_rows(config, shape, session, gpu),
+        *_images(config, Renderer(task.processor), shape),
         ("batch", f"{rollouts} · {updates} · {_microbatches(config)}"),
         ("sampling", _sampling(config)),
         *_engine(config, engine),
@@ -232,6 +236,16 @@ def _model(config: ModelSource) -> str:
         tiny = config.model
         return f"tiny {tiny.architecture}, {tiny.layers} layers of {tiny.hidden_size}, random (seed {config.seed})"
     return config.model
+
+
+def _images(config: ModelSource, renderer: Renderer, shape: ModelShape, media: Sequence[Media] = ()) -> Rows:
+    if renderer.vision is None:
+        return []
+    held = sum(value.nbytes for row in media for value in row.values())
+    size = f" · {held / 2**30:.2g} GiB of tensors in RAM" if held else ""
+    frozen = f"the part that reads them is {'frozen' if config.model_options.freeze_vision else 'trained'}"
+    part = f"{frozen} ({shape.frozen / 1e6:.2g}M parameters)" if shape.frozen else frozen
+    return [("images", f"{part} · batches with images are padded, never packed{size}")]
 
 
 def _microbatches(config: ModelSource) -> str:

@@ -13,7 +13,7 @@ from llmrl.loading import split_name
 
 __all__ = ["ENVIRONMENTS", "TOOL_FORMATS", "EnvName", "FormatName", "FunctionName", "Settings", "ToolName"]
 
-ENVIRONMENTS = ("sums", "big_sums", "gsm8k", "math", "countdown", "ifeval", "chat")
+ENVIRONMENTS = ("sums", "big_sums", "colours", "gsm8k", "math", "countdown", "ifeval", "chat")
 TOOL_FORMATS = ("auto", "hermes", "qwen", "llama", "mistral", "deepseek", "harmony", "gpt_oss")
 TOOL_FORMATS += ("function", "tagged", "xml", "python")
 

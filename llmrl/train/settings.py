@@ -46,8 +46,8 @@ __all__ = [
 class TinyModelSettings(Settings):
     """A random model and a byte-level BPE tokenizer, made on the spot: what the embedded task trains."""
 
-    architecture: Literal["qwen2", "qwen3", "llama", "mistral", "gpt2"] = Field(
-        "qwen2", description="family of the layers"
+    architecture: Literal["qwen2", "qwen3", "llama", "mistral", "gpt2", "qwen2_vl"] = Field(
+        "qwen2", description="family of the layers; qwen2_vl reads images"
     )
     hidden_size: int = Field(160, ge=16, description="width")
     layers: int = Field(4, ge=1, description="decoder layers")
@@ -104,8 +104,8 @@ class EnvSettings(Settings):
 
     name: EnvName = Field(
         "chat",
-        description="sums, big_sums: the embedded tasks; gsm8k, math, countdown, ifeval: their prompts and rewards; "
-        "chat: dataset and reward of your own; my_pkg.envs:MyEnv: a class of your own",
+        description="sums, big_sums, colours: embedded tasks; gsm8k, math, countdown, ifeval: with their prompts and "
+        "rewards; chat: dataset and reward of your own; my_pkg.envs:MyEnv: a class of your own",
     )
     options: dict[str, Any] = Field({}, description="arguments of an environment of your own, by name")
     dataset: str | None = Field(None, description="a .jsonl, .json, .parquet or .csv file, or a hub name")
@@ -171,7 +171,7 @@ class EnvSettings(Settings):
         if self.name == "chat" and not all(given.values()):
             raise ValueError(f"env {self.name} needs {' and '.join(key for key in given if not given[key])}")
         for column in ("prompt_column", "answer_column"):
-            if self.name not in ("chat", "sums", "big_sums") and getattr(self, column) is not None:
+            if self.name not in ("chat", "sums", "big_sums", "colours") and getattr(self, column) is not None:
                 raise ValueError(f"env.{column} is for data of your own: env {self.name} knows its columns")
         if self.options and ":" not in self.name:
             raise ValueError(f"env.options is for an environment of your own: {self.name} takes none")
@@ -465,7 +465,7 @@ class SFTData(Settings):
     """Conversations: rows with ``messages``, with ``prompt`` and ``completion``, or with a question and an answer."""
 
     path: str = Field(
-        description="a .jsonl, .json, .parquet or .csv file, a hub name, or an embedded task: sums, big_sums"
+        description="a .jsonl, .json, .parquet or .csv file, a hub name, or an embedded task: sums, big_sums, colours"
     )
     name: str | None = Field(None, description="configuration of a hub dataset")
     split: str = Field("train", description="split of a hub dataset or of an embedded task")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,10 +11,12 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from llmrl.data.llm.dataset_files import load_rows, to_messages
+from llmrl.envs.llm.tasks.colours import colours_demonstrations
 from llmrl.envs.llm.tasks.sums import big_sums_demonstrations, sums_demonstrations
 from llmrl.errors import DataError, TemplateError
 from llmrl.modules.llm.policies.containers import Masks, Tokens
-from llmrl.modules.llm.rendering import Renderer
+from llmrl.modules.llm.rendering import Rendered, Renderer
+from llmrl.modules.llm.vision import MEDIA, Media, has_images, write_media
 from llmrl.train.settings import SFTConfig
 
 if TYPE_CHECKING:
@@ -22,18 +24,21 @@ if TYPE_CHECKING:
 
 __all__ = ["TokenizedChats", "marked_pieces", "tokenize_chats"]
 
-_EMBEDDED = {"sums": sums_demonstrations, "big_sums": big_sums_demonstrations}
+_EMBEDDED = {"sums": sums_demonstrations, "big_sums": big_sums_demonstrations, "colours": colours_demonstrations}
 _AT_ONCE = 1024  # conversations per call of the tokenizer
 
 
 @dataclass
 class TokenizedChats:
-    """``ids`` int64[T] and ``masks`` bool[T] per row: True where the token is trained."""
+    """``ids`` int64[T] and ``masks`` bool[T] per row: True where the token is trained; ``media`` of each row, where the
+    model reads images.
+    """
 
     source: str
     ids: list[Tensor]
     masks: list[Tensor]
     renderer: Renderer
+    media: list[Media] = field(default_factory=list)
     num_cut: int = 0  # rows that were longer than allowed, and cut
     num_dropped: int = 0  # pieces of them without a trained token
 
@@ -41,14 +46,14 @@ class TokenizedChats:
         return len(self.ids)
 
     def as_rows(self) -> TensorDict:
-        """A batch of ("tokens", "full") and ("masks", "all_assistant_mask")."""
-        return TensorDict(
-            {
-                "tokens": Tokens.from_rows({"full": self.ids}),
-                "masks": Masks.from_rows({"all_assistant_mask": self.masks}),
-            },
-            batch_size=[len(self.ids)],
-        )
+        """A batch of ("tokens", "full") and ("masks", "all_assistant_mask"), and "media"."""
+        rows = {
+            "tokens": Tokens.from_rows({"full": self.ids}),
+            "masks": Masks.from_rows({"all_assistant_mask": self.masks}),
+        }
+        if self.media:
+            rows[MEDIA] = write_media(self.media, [len(self.ids)])
+        return TensorDict(rows, batch_size=[len(self.ids)])
 
     def trained_share(self) -> float:
         return sum(int(mask.sum()) for mask in self.masks) / sum(map(len, self.ids))
@@ -107,7 +112,7 @@ def tokenize_chats(config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Tok
             if data.train_on == "last":
                 mask = torch.zeros_like(mask)
                 mask[slice(*rendered.spans[-1])] = True
-            _add(chats, rendered.ids, mask, number, config)
+            _add(chats, rendered, mask, number, config)
     if not chats.ids:
         raise DataError(
             f"{data.path}: no token is left to train: cutting to max_length={config.max_length} dropped all of it."
@@ -115,13 +120,14 @@ def tokenize_chats(config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Tok
     return chats
 
 
-def _add(chats: TokenizedChats, ids: Tensor, mask: Tensor, number: int, config: SFTConfig) -> None:
-    limit = config.max_length
+def _add(chats: TokenizedChats, rendered: Rendered, mask: Tensor, number: int, config: SFTConfig) -> None:
+    limit, ids, media = config.max_length, rendered.ids, rendered.media
     if len(ids) <= limit:
         chats.ids.append(ids)
         chats.masks.append(mask)
+        chats.media += [] if media is None else [media]
         return
-    if config.too_long == "error":
+    if config.too_long == "error" or has_images([media] if media else None):  # half an image is none
         raise DataError(
             f"{config.data.path}: a conversation must be at most max_length = {limit} tokens long: row {number} has "
             f"{len(ids)}; raise max_length, or choose too_long=split or too_long=truncate."
@@ -135,5 +141,6 @@ def _add(chats: TokenizedChats, ids: Tensor, mask: Tensor, number: int, config: 
         if piece.any():
             chats.ids.append(ids[start : start + limit])
             chats.masks.append(piece)
+            chats.media += [] if media is None else [media]
         else:
             chats.num_dropped += 1

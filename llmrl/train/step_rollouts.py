@@ -11,6 +11,7 @@ from tensordict import TensorDict, TensorDictBase
 from llmrl.envs.llm.transforms.tool_use import tool_metrics
 from llmrl.errors import RolloutError
 from llmrl.modules.llm.engines import StopReason
+from llmrl.modules.llm.vision import MEDIA
 from llmrl.run.console import Sample
 from llmrl.run.rollout_log import Rollout
 from llmrl.train.sft_data import marked_pieces
@@ -38,7 +39,8 @@ _TRAINED = (
 def select_training_columns(data: TensorDictBase) -> TensorDictBase:
     """The columns that advantages and loss read; the rest of a rollout need not be stored."""
     some = (("log_probs", "plain"), ("log_probs", "versions"))  # sampling was cut to some tokens, or interrupted
-    return data.select(*_TRAINED, *[key for key in some if data.get(key, None, as_list=True) is not None])
+    given = [key for key in some if data.get(key, None, as_list=True) is not None]
+    return data.select(*_TRAINED, *given, *([MEDIA] if MEDIA in data.keys() else []))
 
 
 def oldest_versions(data: TensorDictBase) -> list[int]:

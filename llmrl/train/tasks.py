@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tensordict import TensorDict
 
 from llmrl.envs.llm.chat import DatasetChatEnv
+from llmrl.envs.llm.tasks.colours import colours_reward
 from llmrl.envs.llm.tasks.sums import sums_reward
 from llmrl.envs.llm.transforms import ToolTransform
 from llmrl.envs.llm.transforms.reward import RewardFunction, make_rewards
@@ -16,7 +17,7 @@ from llmrl.envs.llm.transforms.user_turn import UserTurn
 from llmrl.envs.transforms.base import Transform
 from llmrl.errors import ConfigError, DataError
 from llmrl.loading import load_function
-from llmrl.modules.llm.rendering import Renderer
+from llmrl.modules.llm.rendering import Renderer, text_tokenizer
 from llmrl.tools import load_tool
 from llmrl.train.environments import env_maker, env_rows, is_file, is_task
 from llmrl.train.settings import EnvSettings, EvalSettings
@@ -54,7 +55,7 @@ class Task:
 
     def __init__(self, settings: EnvSettings, tokenizer: PreTrainedTokenizerBase):
         self.settings = settings
-        self.tokenizer = tokenizer
+        self.processor, self.tokenizer = tokenizer, text_tokenizer(tokenizer)
 
     def fit_prompts(self, rows: Sequence[Row]) -> tuple[list[Row], int]:
         """The rows whose prompts, with system prompt and tools, fit ``max_prompt_tokens``, and how many were left out.
@@ -152,7 +153,8 @@ class Task:
             return [maker.scorer(self.tokenizer)]
         if maker is not DatasetChatEnv:
             return []  # an environment of the user's, which has its own
-        return [RewardFunction(sums_reward, name="correct", **shared)]
+        reward = colours_reward if self.settings.name == "colours" else sums_reward
+        return [RewardFunction(reward, name="correct", **shared)]
 
     def _prompt_lengths(self, rows: Sequence[Row]) -> list[int]:
         """In tokens, as the environment asks them: with system prompt and tools."""
@@ -161,7 +163,7 @@ class Task:
             env = self._asking(rows, self._acting, **options)
         else:
             env = self.make_env(rows, **options)
-        renderer, lengths = Renderer(self.tokenizer), []
+        renderer, lengths = Renderer(self.processor), []
         while len(lengths) < len(rows):
             count = min(_AT_ONCE, len(rows) - len(lengths))
             chats = env.reset(TensorDict({}, batch_size=[count]))["history"].prompt.to_chats()

@@ -12,7 +12,10 @@ that an environment starts from. The columns decide, row by row:
 A prompt column is ``prompt``, ``question``, ``query``, ``problem`` or ``instruction``; a reference column is
 ``answer``, ``reference``, ``solution``, ``ground_truth`` or ``target``; GSM8K's ``question`` and ``answer`` are one
 such pair. Other names are given as arguments. A column ``tools`` (a list of schemas, or JSON text) is declared to the
-model: it comes under "tools" in the first message, where rendering looks. Rows are counted from 1 in every message.
+model: it comes under "tools" in the first message, where rendering looks. A column ``image``, or ``images`` with a
+list, is shown to the model: a path (relative to the file of the rows), or an image as the ``datasets`` library and
+Parquet have it. The images take the places that the messages leave for them ({"type": "image"} parts), or stand before
+the first text of the user. Rows are counted from 1 in every message.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from llmrl.data.llm.images import load_image
 from llmrl.errors import DataError, did_you_mean
 from llmrl.strict_json import JSONError, parse_json
 from llmrl.text_files import why_not_text
@@ -34,6 +38,7 @@ Row = Mapping[str, Any]
 
 PROMPT_COLUMNS = ("prompt", "question", "query", "problem", "instruction")
 REFERENCE_COLUMNS = ("answer", "reference", "solution", "ground_truth", "target")
+IMAGE_COLUMNS = ("image", "images")
 FILE_FORMATS = (".jsonl", ".json", ".parquet", ".csv")
 
 
@@ -89,6 +94,7 @@ def to_messages(
         completion_column = completion_column or _pick(row, ("completion", *REFERENCE_COLUMNS), "completion", where)
         prompt = _as_messages(row, prompt_column, "user", where)
         messages = prompt + _as_messages(row, completion_column, "assistant", where)
+    messages = _with_images(messages, row, where)
     if not any(message["role"] == "assistant" for message in messages):
         roles = ", ".join(message["role"] for message in messages)
         raise DataError(
@@ -132,6 +138,9 @@ def to_prompt(
         reference = row[answer_column] if answer_column else reference
     if answer_column:
         used.add(answer_column)
+    if any(row.get(column) for column in IMAGE_COLUMNS):
+        query = _with_images([{"role": "user", "content": query}] if isinstance(query, str) else query, row, where)
+        used |= set(IMAGE_COLUMNS)
     prompt = {column: value for column, value in row.items() if column not in used}
     prompt["query"] = query
     if reference is not None:
@@ -187,7 +196,10 @@ def _load_file(path: Path) -> list[Row]:
     try:
         if suffix != ".parquet" and (reason := why_not_text(path)):
             raise DataError(f"load_rows: {reason}")
-        return _rows_of(path, suffix)
+        rows = _rows_of(path, suffix)
+        for row in rows:
+            _resolve_images(row, path.parent)
+        return rows
     except UnicodeDecodeError as error:
         raise DataError(f"load_rows: {why_not_text(path, by_line=True) or f'{path}: {error}'}") from error
     except OSError as error:
@@ -286,6 +298,58 @@ def _pick(row: Row, names: Iterable[str], what: str, where: str, *, or_messages:
         f"dataset: {where} must have a {what} column, one of {', '.join(expected)}: its columns are {', '.join(row)}."
         f"{hint} Otherwise name the column."
     )
+
+
+def _resolve_images(row: dict[str, Any], folder: Path) -> None:
+    """Makes relative paths in the columns of images relative to ``folder``."""
+
+    def resolved(image: Any) -> Any:
+        is_path = isinstance(image, str) and not image.startswith(("data:", "http://", "https://"))
+        return str(folder / Path(image).expanduser()) if is_path else image
+
+    for column in IMAGE_COLUMNS:
+        if value := row.get(column):
+            row[column] = [resolved(image) for image in value] if isinstance(value, list) else resolved(value)
+
+
+def _with_images(messages: list[Message], row: Row, where: str) -> list[Message]:
+    """The messages with the images of the row. Raises DataError naming row and column of one that cannot be read."""
+    images = []
+    for column in IMAGE_COLUMNS:
+        value = row.get(column)
+        for image in (value if isinstance(value, (list, tuple)) else [value]) if value else ():
+            try:
+                load_image(image, only_check=True)
+            except DataError as error:
+                raise DataError(f"dataset: column {column!r} of {where}: {error}") from error
+            images.append({"type": "image", "image": image})
+    if not images:
+        return messages
+    contents = [message["content"] for message in messages]
+    places = [
+        (number, place)
+        for number, content in enumerate(contents)
+        if isinstance(content, (list, tuple))
+        for place, part in enumerate(content)
+        if isinstance(part, Mapping) and part.get("type") == "image" and len(part) == 1
+    ]
+    if places and len(places) != len(images):
+        raise DataError(
+            f"dataset: {where} must have as many images as its messages have places for: got {len(images)} images for "
+            f"{len(places)} parts {{'type': 'image'}}."
+        )
+    messages = [
+        {**message, "content": list(content)} if isinstance(content, (list, tuple)) else message
+        for message, content in zip(messages, contents, strict=True)
+    ]
+    for (number, place), image in zip(places, images, strict=False):
+        messages[number]["content"][place] = image
+    if not places:
+        first = next((n for n, message in enumerate(messages) if message["role"] == "user"), 0)
+        said = messages[first]["content"]
+        text = [{"type": "text", "text": said}] if isinstance(said, str) else said
+        messages[first] = {**messages[first], "content": [*images, *text]}
+    return messages
 
 
 def _as_messages(row: Row, column: str, role: str, where: str) -> list[Message]:

@@ -11,7 +11,7 @@ Shapes: B sequences, T tokens, V vocabulary, H hidden size, N selected tokens of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -35,6 +35,7 @@ from llmrl.modules.llm.packing import (
     reduction_dtype,
 )
 from llmrl.modules.llm.sequence_split import SequenceSplit, active_split
+from llmrl.modules.llm.vision import Media, has_images, media_inputs, only_given_images
 
 __all__ = ["TokenScorer", "TokenScores", "hidden_before", "token_logprobs", "with_predecessor"]
 
@@ -63,6 +64,7 @@ def token_logprobs(
     entropy: bool = False,
     position_ids: Tensor | None = None,
     packing: Packing = "off",
+    media: Sequence[Media] | None = None,
 ) -> TokenScores:
     """Scores the selected tokens of a padded batch, left- or right-padded.
 
@@ -76,6 +78,8 @@ def token_logprobs(
     chunk    tokens whose logits exist at a time; the default follows from the vocabulary
     packing  lays the rows end to end, with the same result to rounding; "auto": where the model keeps packed rows apart
              (`why_not_packed`) and at least a fifth of the tokens is saved
+    media    of each row (``llmrl.modules.llm.vision``); a batch with images is not packed, and the model counts its
+             positions by itself
 
     >>> from transformers import Qwen2Config, Qwen2ForCausalLM
     >>> config = Qwen2Config(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
@@ -98,7 +102,7 @@ def token_logprobs(
         )
     if chunk is not None and chunk < 1:
         raise ConfigError(f"token_logprobs: chunk counts tokens and must be at least 1, got {chunk}.")
-    arguments = (input_ids, attention_mask, select, temperature, chunk, entropy, position_ids, packing)
+    arguments = (input_ids, attention_mask, select, temperature, chunk, entropy, position_ids, packing, media)
     # Body and head are called apart, not through the model's forward: one that is sharded has to be told.
     return model.call_whole(_score, *arguments) if hasattr(model, "call_whole") else _score(model, *arguments)
 
@@ -113,9 +117,19 @@ def _score(
     entropy: bool,
     position_ids: Tensor | None,
     packing: Packing,
+    media: Sequence[Media] | None = None,
 ) -> TokenScores:
     scored_BT = with_predecessor(select, attention_mask)
     path = find_head_path(model)
+    if has_images(media):
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+        inputs |= media_inputs(attention_mask, media)
+        with only_given_images(model, inputs) as inputs:
+            if path is None:
+                found = _score_with_whole_model(model, inputs, scored_BT, temperature, entropy, rows=len(input_ids))
+                return _in_place(found, scored_BT)
+            hidden_NH = hidden_before(path, inputs, scored_BT)
+        return _in_place(_score_hidden(path, hidden_NH, input_ids[scored_BT], temperature, chunk, entropy), scored_BT)
     if (split := active_split()) is not None:
         inputs = padded_inputs(input_ids, attention_mask, position_ids)
         return _score_slice(model, path, inputs, scored_BT, temperature, chunk, entropy, split)
@@ -243,6 +257,7 @@ class TokenScorer(nn.Module):
         entropy: bool = False,
         position_ids: Tensor | None = None,
         packing: Packing | None = None,
+        media: Sequence[Media] | None = None,
     ) -> TokenScores:
         return token_logprobs(
             self.model,
@@ -254,12 +269,19 @@ class TokenScorer(nn.Module):
             entropy=entropy,
             position_ids=position_ids,
             packing=packing or (self.packing if position_ids is None else "off"),
+            media=media,
         )
 
     def token_scores(
-        self, input_ids: Tensor, attention_mask: Tensor, select: Tensor, *, entropy: bool = False
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        select: Tensor,
+        *,
+        entropy: bool = False,
+        media: Sequence[Media] | None = None,
     ) -> TokenScores:
-        return self(input_ids, attention_mask, select, entropy=entropy)
+        return self(input_ids, attention_mask, select, entropy=entropy, media=media)
 
 
 # ------------------------------------------------------------------------------------------------- scores from hidden
@@ -295,7 +317,7 @@ def _score_hidden(
 
 
 def _score_with_whole_model(
-    model: nn.Module, inputs: dict[str, Tensor], scored_BT: Tensor, temperature: float, entropy: bool
+    model: nn.Module, inputs: dict[str, Tensor], scored_BT: Tensor, temperature: float, entropy: bool, rows: int = 0
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     def score(rows: dict[str, Tensor], scored: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         output = model(**accepted(model, rows))
@@ -304,12 +326,12 @@ def _score_with_whole_model(
 
     num_tokens = scored_BT.shape[1]
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None) or 1 << 17
-    size = max(1, chunk_rows(vocabulary, scored_BT.device.type) // max(num_tokens, 1))
-    pieces = [
-        checkpoint(score, {key: value[i : i + size] for key, value in inputs.items()}, scored_BT[i : i + size],
-                   use_reentrant=False)
-        for i in range(0, scored_BT.shape[0], size)
-    ]  # fmt: skip
+    size = rows or max(1, chunk_rows(vocabulary, scored_BT.device.type) // max(num_tokens, 1))
+    pieces = []
+    for start in range(0, scored_BT.shape[0], size):
+        part = slice(start, start + size)
+        own = inputs if rows else {key: value[part] for key, value in inputs.items()}
+        pieces.append(checkpoint(score, own, scored_BT[part], use_reentrant=False))
     return _concatenate(pieces)
 
 

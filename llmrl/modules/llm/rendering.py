@@ -6,19 +6,21 @@ Ids that an engine drew are never computed again from text: `Renderer.extend` re
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from llmrl.data.llm.codec import ChatCodec
+from llmrl.data.llm.images import take_images
 from llmrl.data.llm.spans import Span, common_prefix_length, rows_to_tensors, spans_to_masks
 from llmrl.data.llm.template_analysis import conversation_shape, reads_contents, stand_ins
 from llmrl.data.llm.templates import Chat, Tools, find_template
 from llmrl.errors import RewriteError, TemplateError
+from llmrl.modules.llm.vision import POSITIONS, Media, Vision
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 _MAX_SHAPES = 4096
 _Anchor = tuple[Chat, str]  # a short conversation, and its text
@@ -31,6 +33,7 @@ class Rendered:
     ids: Tensor  # int64[T]
     assistant_mask: Tensor  # bool[T], True where the assistant wrote the token, its end-of-turn token included
     spans: list[Span]  # the same as half-open token ranges, one per assistant message
+    media: Media | None = None  # of its images; None without a processor
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,7 @@ class TemplateReport:
 class Renderer:
     """Turns conversations into ids with one tokenizer and one template.
 
-    Reads   tokenizer            a fast tokenizer of the Transformers library
+    Reads   tokenizer            a fast tokenizer of the Transformers library; or a processor, for messages with images
             chat_template        jinja text to use instead of the tokenizer's own
             chat_template_name   a registered template to use instead of the tokenizer's own
             include_end_of_turn  whether the end-of-turn token counts as written by the assistant; without it a model is
@@ -66,14 +69,16 @@ class Renderer:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: PreTrainedTokenizerBase | ProcessorMixin,
         *,
         chat_template: str | None = None,
         chat_template_name: str | None = None,
         include_end_of_turn: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        self.tokenizer = tokenizer
+        own_tokenizer = text_tokenizer(tokenizer)
+        self.vision = None if own_tokenizer is tokenizer else Vision(tokenizer)
+        self.tokenizer = tokenizer = own_tokenizer
         self.template = find_template(tokenizer, chat_template_name, template=chat_template)
         self.codec = ChatCodec(
             tokenizer, self.template, include_end_of_turn=include_end_of_turn, template_kwargs=template_kwargs
@@ -95,8 +100,12 @@ class Renderer:
         Raises   TemplateError naming the conversation and the message that has no span or no token to train, or a
                  conversation without any assistant message (unless a generation prompt is asked for)
         """
+        chats, images = self._take_images(chats)
         texts, spans = self.codec.render_with_spans(chats, add_generation_prompt=add_generation_prompt, tools=tools)
         ids, token_spans = self.codec.encode_with_spans(texts, spans)
+        if self.vision is not None:
+            pairs = [self.vision.expand(*row) for row in zip(ids, map(_joined, images), token_spans, strict=True)]
+            ids, token_spans = [list(column) for column in zip(*pairs, strict=True)] if pairs else (ids, token_spans)
         for row, found in enumerate(token_spans):
             if not found and not add_generation_prompt:
                 raise TemplateError(
@@ -111,11 +120,33 @@ class Renderer:
                         f"{row} has none; give it content, or drop it."
                     )
         masks = spans_to_masks(token_spans, [len(row) for row in ids])
-        return [Rendered(*row) for row in zip(rows_to_tensors(ids), masks, token_spans, strict=True)]
+        rows = [Rendered(*row) for row in zip(rows_to_tensors(ids), masks, token_spans, strict=True)]
+        if self.vision is None:
+            return rows
+        media = [self.media(_joined(own), row.ids, row.assistant_mask) for own, row in zip(images, rows, strict=True)]
+        return [replace(row, media=own) for row, own in zip(rows, media, strict=True)]
+
+    def media(self, images: Sequence[Any], ids: Tensor, sampled: Tensor | None = None) -> Media:
+        """The media of a row int64[T] with these images, of which ``sampled`` bool[S], S <= T, are the policy's ids."""
+        return {**self.vision.media(images), POSITIONS: self.vision.positions(ids, sampled)}
+
+    def _take_images(self, chats: Sequence[Chat]) -> tuple[Sequence[Chat], list[list[list[Any]]]]:
+        """The conversations as the template needs them, and the images of each message of each.
+
+        Raises  TemplateError for images without a processor
+        """
+        pairs = [take_images(chat) for chat in chats]
+        images = [own for _, own in pairs]
+        if self.vision is None and (row := next((row for row, own in enumerate(images) if any(own)), None)) is not None:
+            raise TemplateError(
+                f"Renderer: images need the model's processor: conversation {row} has some, and there is a tokenizer "
+                "alone; pass AutoProcessor.from_pretrained(...) in its place."
+            )
+        return [chat for chat, _ in pairs], images
 
     def prompt_texts(self, chats: Sequence[Chat], *, tools: Tools | None = None) -> list[str]:
-        """The texts that :meth:`prompt_ids` encodes, escaped."""
-        heads, opened = _without_open(chats)
+        """The texts that :meth:`prompt_ids` encodes, escaped; an image is its placeholder."""
+        heads, opened = _without_open(self._take_images(chats)[0])
         texts = self.codec.render(heads, add_generation_prompt=True, tools=tools)
         return [text + self.codec.open_answer(begun or "") for text, begun in zip(texts, opened, strict=True)]
 
@@ -127,12 +158,15 @@ class Renderer:
 
         Returns  one int64[T] per conversation, none sharing memory with another
         """
+        chats, images = self._take_images(chats)
         heads, opened = _without_open(chats)
         keys = [_chat_key(chat) for chat in heads]
         unique = dict(zip(keys, heads, strict=True))
         texts = self.codec.render(list(unique.values()), add_generation_prompt=True, tools=tools)
         text_by_key = dict(zip(unique, texts, strict=True))
         rows = self._encode_once([text_by_key[key] for key in keys])
+        if self.vision is not None:
+            rows = [self.vision.expand(row, _joined(own))[0] for row, own in zip(rows, images, strict=True)]
         # Apart, as the engine saw the one and wrote the other.
         return rows_to_tensors([row + self._begun(text) for row, text in zip(rows, opened, strict=True)])
 
@@ -160,6 +194,7 @@ class Renderer:
         An unfinished last message of the assistant's (see :meth:`prompt_ids`) is left open; where the stream holds it
         already, nothing is added.
         """
+        chats, images = self._take_images(chats)
         heads, opened = _without_open(chats) if add_generation_prompt else (chats, [None] * len(chats))
         extensions: list[_Extension | RewriteError | None] = []
         for stream, chat, num_new, begun in zip(ids, heads, new, opened, strict=True):
@@ -178,6 +213,8 @@ class Renderer:
         for number, with_context in zip(going_on, encoded, strict=True):
             extension, stream = extensions[number], ids[number]
             row = with_context[extension.num_context_ids :]
+            if self.vision is not None:
+                row = self.vision.expand(row, _joined(images[number][len(images[number]) - new[number] :]))[0]
             if extension.after_assistant:
                 row = (self._missing_end(stream) if extension.usual_end else []) + row
             elif (asked := self._generation_prompt_ids) and stream[-len(asked) :].tolist() == asked:
@@ -377,6 +414,15 @@ def _without_open(chats: Sequence[Chat]) -> tuple[list[Chat], list[str | None]]:
     """The conversations without an unfinished last message of the assistant's, and what that says; None without one."""
     opened = [chat[-1]["content"] if is_open(chat) else None for chat in chats]
     return [chat if text is None else chat[:-1] for chat, text in zip(chats, opened, strict=True)], opened
+
+
+def text_tokenizer(tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a processor; a tokenizer as it is."""
+    return tokenizer.tokenizer if hasattr(tokenizer, "image_processor") else tokenizer
+
+
+def _joined(images: Sequence[Sequence[Any]]) -> list[Any]:
+    return [image for own in images for image in own]
 
 
 def is_open(chat: Chat) -> bool:

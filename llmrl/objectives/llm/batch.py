@@ -22,6 +22,7 @@ from llmrl.data.ragged.tensordicts import required
 from llmrl.errors import DataError, ShapeError
 from llmrl.modules.llm.log_probs import TokenScores, with_predecessor
 from llmrl.modules.llm.policies.containers import own_part, response_part
+from llmrl.modules.llm.vision import read_media
 from llmrl.objectives.llm.functional import StepCounts
 
 __all__ = ["PaddedBatch", "actor_scores", "count_step", "group_ids", "trained_tokens"]
@@ -199,11 +200,13 @@ def actor_scores(
 ) -> TokenScores:
     """Log-probs of the selected tokens under the actor, with grad; float32, or float64 where the actor's are.
 
-    Calls  actor.token_scores(ids, attention mask, select, entropy=) where it has that (wrappers, TokenScorer), else
-           actor(copy of td), reading ``log_probs_key`` from what it returns
+    Calls  actor.token_scores(ids, attention mask, select, entropy=) where it has that (wrappers, TokenScorer), with
+           media= where the batch has "media"; else actor(copy of td), reading ``log_probs_key`` from what it returns
     """
     if hasattr(actor, "token_scores"):
-        scores = actor.token_scores(batch.input_ids, batch.attention_mask, select_BT, entropy=entropy)
+        media = read_media(td)
+        given = {"entropy": entropy} | ({} if media is None else {"media": media})
+        scores = actor.token_scores(batch.input_ids, batch.attention_mask, select_BT, **given)
     else:
         missing = "Couldn't find the log-prob in what the actor wrote"
         scores = TokenScores(batch.column(actor(td.copy()), log_probs_key, missing), None)

@@ -135,7 +135,8 @@ class RetrieveLogProb(Transform):
                 stack.enter_context(adapter_off(_module(model)))
             if self.detach:
                 stack.enter_context(torch.no_grad())
-            scores = model.score_rows(conversations.rows, masks=masks, temperature=self.temperature)
+            given = {"masks": masks, "temperature": self.temperature, "media": conversations.media}
+            scores = model.score_rows(conversations.rows, **given)
         scores = [row.to(self.device or ids.device) for row, ids in zip(scores, conversations.rows, strict=True)]
         return conversations.containers(scores, td.batch_size, model.output_pad_id)["log_probs"]
 

@@ -139,6 +139,7 @@ class Engine(Protocol):
 
     ``generate``       prompts: int64[P_i] each; ``seeds``: one int per row, or None for fresh ones. A row's sample is a
                        function of its prompt, its seed and the weights, never of the rows beside it.
+                       ``media``: of each row, where rows have images (``llmrl.modules.llm.vision``)
     ``score``          float32[T_i] per sequence: [t] = log p(token t | tokens before t), [0] = 0; 0 where ``masks[i]``
                        is False
     ``update_weights`` all or nothing; None where the engine shares the trainer's module, so that only the version moves
@@ -147,11 +148,21 @@ class Engine(Protocol):
     version: int
 
     def generate(
-        self, prompts: Sequence[Tensor], params: SamplingParams, *, seeds: Sequence[int] | None = None
+        self,
+        prompts: Sequence[Tensor],
+        params: SamplingParams,
+        *,
+        seeds: Sequence[int] | None = None,
+        media: Sequence[Mapping[str, Tensor]] | None = None,
     ) -> Generation: ...
 
     def score(
-        self, sequences: Sequence[Tensor], *, temperature: float = 1.0, masks: Sequence[Tensor] | None = None
+        self,
+        sequences: Sequence[Tensor],
+        *,
+        temperature: float = 1.0,
+        masks: Sequence[Tensor] | None = None,
+        media: Sequence[Mapping[str, Tensor]] | None = None,
     ) -> list[Tensor]: ...
 
     def update_weights(self, weights: Mapping[str, Tensor] | None, *, version: int) -> None: ...

@@ -23,6 +23,7 @@ from llmrl.modules.llm.engines.sampling import draw, penalize_repetition, row_un
 from llmrl.modules.llm.engines.weights import check_weights, unsaved_buffers
 from llmrl.modules.llm.log_probs import token_logprobs
 from llmrl.modules.llm.packing import evaluating
+from llmrl.modules.llm.vision import Media, has_images, media_inputs, only_given_images
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -81,12 +82,18 @@ class TransformersEngine:
 
     @torch.no_grad()  # not inference_mode: buffers that a model caches in its forward must stay usable by the trainer
     def generate(
-        self, prompts: Sequence[Tensor], params: SamplingParams, *, seeds: Sequence[int] | None = None
+        self,
+        prompts: Sequence[Tensor],
+        params: SamplingParams,
+        *,
+        seeds: Sequence[int] | None = None,
+        media: Sequence[Media] | None = None,
     ) -> Generation:
         """Samples one response per prompt.
 
         prompts  int64[P_i] each, not empty
         seeds    one int per prompt, or None for fresh ones from the engine's generator
+        media    of each prompt, where some have images
         Raises   ShapeError, ConfigError
         """
         if seeds is None:
@@ -104,20 +111,29 @@ class TransformersEngine:
         with evaluating(self.model):
             lengths = [len(prompt) + params.max_new_tokens for prompt in prompts]
             for batch in _batches(lengths, self.max_batch_tokens, self.pad_inputs):
-                decoding = _Decoding(self, [prompts[row] for row in batch], [seeds[row] for row in batch], params)
+                own_media = [media[row] for row in batch] if media else None
+                decoding = _Decoding(
+                    self, [prompts[row] for row in batch], [seeds[row] for row in batch], params, own_media
+                )
                 for row, result in zip(batch, decoding.run(), strict=True):
                     rows[row] = result
         ids, log_probs, plain, reasons = ([row[part] for row in rows] for part in range(4))
         return Generation(ids, log_probs, plain if params.truncates else None, reasons, self.version)
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache: Any
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        cache: Any,
+        media: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         """float32[N, V]: the logits of the last position. Passes only arguments that the model declares."""
         inputs: dict[str, Any] = {"input_ids": input_ids, "past_key_values": cache, "use_cache": True}
+        inputs |= {name: value for name, value in (media or {}).items() if name in self._accepts}
         if attention_mask is not None:
             inputs["attention_mask"] = attention_mask
-            if "position_ids" in self._accepts:
+            if "position_ids" in self._accepts and position_ids is not None:
                 inputs["position_ids"] = position_ids
         if "logits_to_keep" in self._accepts:
             inputs["logits_to_keep"] = 1
@@ -127,7 +143,12 @@ class TransformersEngine:
 
     @torch.no_grad()
     def score(
-        self, sequences: Sequence[Tensor], *, temperature: float = 1.0, masks: Sequence[Tensor] | None = None
+        self,
+        sequences: Sequence[Tensor],
+        *,
+        temperature: float = 1.0,
+        masks: Sequence[Tensor] | None = None,
+        media: Sequence[Media] | None = None,
     ) -> list[Tensor]:
         """float32[T_i] per sequence: [t] = log p(token t | tokens before t), [0] = 0, and 0 where ``masks[i]`` is
         False.
@@ -144,7 +165,10 @@ class TransformersEngine:
                 if masks is not None:
                     select_BT &= pad_rows([masks[row].bool() for row in rows], value=False).to(device)
                 select_BT[:, 0] = False
-                result = token_logprobs(self.model, ids_BT, attention_BT, select_BT, temperature=temperature)
+                own_media = [media[row] for row in rows] if media else None
+                result = token_logprobs(
+                    self.model, ids_BT, attention_BT, select_BT, temperature=temperature, media=own_media
+                )
                 for row, row_scores in zip(rows, result.log_probs.to(sequences[rows[0]].device), strict=True):
                     scores[row] = row_scores[: lengths[row]].clone()
         return scores
@@ -190,10 +214,17 @@ class TransformersEngine:
 class _Decoding:
     """One batch of one ``generate`` call: left-padded prompts, their cache, and the rows that still run."""
 
-    def __init__(self, engine: TransformersEngine, prompts: list[Tensor], seeds: list[int], params: SamplingParams):
+    def __init__(
+        self,
+        engine: TransformersEngine,
+        prompts: list[Tensor],
+        seeds: list[int],
+        params: SamplingParams,
+        media: list[Media] | None = None,
+    ):
         self.forward, self.tokenizer, self.pad_token_id = engine.forward, engine.tokenizer, engine.pad_token_id
-        self.config = engine.model.config
-        self.params = params
+        self.model, self.config = engine.model, engine.model.config
+        self.params, self.media = params, media
         self.prompts = prompts
         self.home = prompts[0].device  # where the caller keeps its rows
         self.device = device = model_device(engine.model)
@@ -252,8 +283,11 @@ class _Decoding:
         """float32[N, V]: the logits after each prompt. Leaves the cache, mask and positions of all rows behind."""
         from transformers import DynamicCache
 
-        distinct: dict[bytes, int] = {}
-        which_B = [distinct.setdefault(prompt.cpu().numpy().tobytes(), len(distinct)) for prompt in self.prompts]
+        distinct: dict[Any, int] = {}
+        keys = [prompt.cpu().numpy().tobytes() for prompt in self.prompts]
+        if self.media:  # equal ids, and the very same tensors
+            keys = [(key, *map(id, row.values())) for key, row in zip(keys, self.media, strict=True)]
+        which_B = [distinct.setdefault(key, len(distinct)) for key in keys]
         firsts = [which_B.index(u) for u in range(len(distinct))]
         unique = [self.prompts[first] for first in firsts]
         lengths = [len(prompt) for prompt in unique]
@@ -262,7 +296,8 @@ class _Decoding:
         self.mask_NT: Tensor | None = None  # rows of one length need no mask, and are faster without
         self.position_N1: Tensor | None = None
         position_UP = None
-        if min(lengths) != self.width:
+        is_vision = getattr(self.config, "vision_config", None) is not None  # it would count on from its last images
+        if min(lengths) != self.width or is_vision:
             mask_UP = lengths_mask(lengths, self.width, side="left").to(self.device)
             position_UP = (mask_UP.cumsum(-1) - 1).clamp_(min=0)
             response = torch.ones(len(unique), self.params.max_new_tokens, dtype=torch.bool, device=self.device)
@@ -270,12 +305,29 @@ class _Decoding:
             self.position_N1 = position_UP[:, -1:]
         self.cache = DynamicCache(config=self.config)
         mask_UP = None if self.mask_NT is None else self.mask_NT[:, : self.width]
-        logits_NV = self.forward(ids_UP, mask_UP, position_UP, self.cache)
+        own_media = [self.media[first] for first in firsts] if self.media else None
+        if has_images(own_media):
+            inputs = {"input_ids": ids_UP, **media_inputs(mask_UP, own_media)}
+            with only_given_images(self.model, inputs) as inputs:
+                ids_UP = inputs.pop("input_ids")
+                logits_NV = self.forward(ids_UP, mask_UP, None, self.cache, inputs)
+            self.position_N1 = self.position_N1 + self._steps_behind(len(unique))
+        else:
+            logits_NV = self.forward(ids_UP, mask_UP, position_UP, self.cache)
         if len(unique) != len(self.prompts):
             repeat_B = torch.tensor(which_B, device=self.device)
             self._keep(repeat_B)
             logits_NV = logits_NV[repeat_B]
         return logits_NV
+
+    def _steps_behind(self, num_rows: int) -> Tensor:
+        """int64[U, 1]: how far the positions after each prompt differ from counting tokens; an image takes fewer."""
+        behind = [
+            module.rope_deltas for module in self.model.modules() if getattr(module, "rope_deltas", None) is not None
+        ]
+        return (
+            behind[0].view(num_rows, 1) if behind else torch.zeros(num_rows, 1, dtype=torch.int64, device=self.device)
+        )
 
     def _step(self, token_N: Tensor) -> Tensor:
         self.width += 1

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from llmrl.errors import WeightSyncError, did_you_mean
+from llmrl.modules.llm.vision import model_class
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -96,10 +97,8 @@ class WeightSpec:
     """
 
     def __init__(self, config: PretrainedConfig) -> None:
-        from transformers import AutoModelForCausalLM
-
         with torch.device("meta"):
-            self._model: nn.Module = AutoModelForCausalLM.from_config(config)
+            self._model: nn.Module = model_class(config).from_config(config)
         self.unsaved_buffers = unsaved_buffers(self._model)
         kept = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
         self._kept = tuple({part for name in kept for part in getattr(self._model, name, None) or ()})

@@ -37,11 +37,12 @@ from llmrl.modules.llm.policies.options import (
 )
 from llmrl.modules.llm.policies.rows import Key, Padding
 from llmrl.modules.llm.policies.scoring import Conversations, TokenCategorical, token_categorical
-from llmrl.modules.llm.rendering import Renderer
+from llmrl.modules.llm.rendering import Renderer, text_tokenizer
 from llmrl.modules.llm.token_stream import turn_columns
+from llmrl.modules.llm.vision import MEDIA, Media, load_processor, read_media, write_media
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 __all__ = ["Backend", "LLMWrapperBase"]
 
@@ -66,9 +67,11 @@ class LLMWrapperBase(nn.Module):
       Reads   (mode, "prompt"), and where an environment carried an earlier turn on, its `TokenStream`: the ids of
               earlier turns are used as they are; only what was appended since is rendered
               "seed" int64[B], if present: one seed per row
+              "media", if there in tokens mode: the images of each row (``llmrl.modules.llm.vision``)
       Writes  text, masks, tokens, log_probs and history containers (those of the mode), "stop_reason" int64[B]
               (``StopReason``), "policy_version" int64[B], "new_record" bool[B]: a training record begins with this
-              turn, because it is the conversation's first or does not continue the stream of the turn before
+              turn, because it is the conversation's first or does not continue the stream of the turn before; with a
+              processor "media", of all images of the conversation
     Scoring (``generate=False``):
       Reads   ("tokens", "full") if present, else (mode, "full")
       Writes  ("log_probs", "full") float32[T], [t] = log p(token t | tokens before t), with gradients where they are
@@ -86,7 +89,7 @@ class LLMWrapperBase(nn.Module):
         self,
         model: Any,
         *,
-        tokenizer: PreTrainedTokenizerBase | str | None = None,  # or its name; None: that of the model
+        tokenizer: PreTrainedTokenizerBase | ProcessorMixin | str | None = None,  # or its name; None: the model's own
         input_mode: Literal["history", "text", "tokens"] = "history",
         input_key: Key | None = None,  # read instead of (mode, "prompt") or (mode, "full")
         attention_mask_key: Key = "attention_mask",  # mask of a dense ("tokens", "prompt"); without it every id counts
@@ -120,7 +123,8 @@ class LLMWrapperBase(nn.Module):
         self.generate_kwargs = standard_names(generate_kwargs)
         self.options = generation_options(generate_kwargs, vllm=self.takes_vllm_options)
         check_settings(type(self).__name__, self.settings, self.options)
-        self.tokenizer = self.settings.tokenizer = self._load_tokenizer(model, tokenizer)
+        self.settings.tokenizer = self._load_tokenizer(model, tokenizer)
+        self.tokenizer = text_tokenizer(self.settings.tokenizer)
         self.renderer = self._make_renderer()
         self.mode = make_mode(
             input_mode, tokenizer=self.tokenizer, renderer=self.renderer, tokenizer_kwargs=tokenizer_kwargs
@@ -166,13 +170,9 @@ class LLMWrapperBase(nn.Module):
         return Backend(model, None, 0 if pad is None else pad)
 
     def _load_tokenizer(
-        self, model: Any, tokenizer: PreTrainedTokenizerBase | str | None
-    ) -> PreTrainedTokenizerBase | None:
-        if isinstance(tokenizer, str):
-            from transformers import AutoTokenizer
-
-            return AutoTokenizer.from_pretrained(tokenizer)
-        return tokenizer
+        self, model: Any, tokenizer: PreTrainedTokenizerBase | ProcessorMixin | str | None
+    ) -> PreTrainedTokenizerBase | ProcessorMixin | None:
+        return load_processor(tokenizer) if isinstance(tokenizer, str) else tokenizer
 
     # --- public attributes --------------------------------------------------------------------------------------------
 
@@ -230,11 +230,17 @@ class LLMWrapperBase(nn.Module):
         return new
 
     def token_scores(
-        self, input_ids: Tensor, attention_mask: Tensor, select: Tensor, *, entropy: bool = False
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        select: Tensor,
+        *,
+        entropy: bool = False,
+        media: Sequence[Media] | None = None,
     ) -> TokenScores:
         """Log-probs of the selected tokens at the policy's temperature, with gradients: what the losses call.
 
-        input_ids int64[B, T], attention_mask bool[B, T], select bool[B, T]; see ``token_logprobs``
+        input_ids int64[B, T], attention_mask bool[B, T], select bool[B, T], media of each row; see ``token_logprobs``
         Raises  ConfigError where the backend has no model in this process
         """
         if self.scorer is None:
@@ -242,7 +248,8 @@ class LLMWrapperBase(nn.Module):
                 f"{type(self).__name__}: gradients need a model in this process: this wrapper has only an engine; score"
                 " with a TransformersWrapper of the trainer's model."
             )
-        return self.scorer(input_ids, attention_mask, select, temperature=self.temperature, entropy=entropy)
+        given = {"temperature": self.temperature, "entropy": entropy, **_named(media)}
+        return self.scorer(input_ids, attention_mask, select, **given)
 
     def forward(self, td: TensorDictBase, *, generate_kwargs: Mapping[str, Any] | None = None) -> TensorDictBase:
         """Generates or scores. ``generate_kwargs`` override single options for this call; the others stay."""
@@ -331,6 +338,7 @@ class LLMWrapperBase(nn.Module):
         stream = self.mode.read_stream(td, self.keys, prompts) if self.prefer_tokens else None
         if rewritten := self.mode.encode_prompts(prompts, stream):
             self._count_rewritten(rewritten)
+        prompts.media = self.mode.media(prompts.rows, prompts.ids, prompts.stream) or read_media(td)
         if prompts.stream is not None:
             prompts.texts = self.mode.carried_texts(td, self.keys, prompts.stream)
         seeds = self._seeds(td, len(prompts.ids))
@@ -339,7 +347,7 @@ class LLMWrapperBase(nn.Module):
             prompts = prompts.select([row for row in range(len(prompts.ids)) for _ in range(self.num_samples)])
             batch_size = torch.Size([*batch_size, self.num_samples])
         params, stop_ids = with_stop_ids(options.params, self.stop_token_ids, getattr(self.engine, "eos_token_ids", ()))
-        generation = self.engine.generate(prompts.ids, params, seeds=seeds)
+        generation = self.engine.generate(prompts.ids, params, seeds=seeds, **_named(prompts.media))
         turn = Turn(prompts, generation.ids, generation.stop_reasons, stop_ids, options.skip_special_tokens)
         views, covered = self.mode.views(turn)
         log_probs, stream = generation.log_probs if self.return_log_probs else None, prompts.stream
@@ -352,6 +360,8 @@ class LLMWrapperBase(nn.Module):
                 attention = [torch.ones(len(ids), dtype=torch.bool) for ids in prompts.ids]
                 columns["masks"]["prompt_attention_mask"] = attention
         out = self._write(self._output(td, batch_size), make_containers(columns | views, batch_size, padding))
+        if prompts.media is not None:
+            out.set(MEDIA, write_media(prompts.media, batch_size))
         begins = [True] * len(prompts.ids) if stream is None else stream.begins_record()
         out.set("stop_reason", torch.tensor(generation.stop_reasons).reshape(batch_size))
         rows = [None] * len(generation.ids) if versions is None else versions
@@ -413,7 +423,7 @@ class LLMWrapperBase(nn.Module):
 
     def _score(self, td: TensorDictBase) -> TensorDictBase:
         conversations = self._conversations(td)
-        scores = self.score_rows(conversations.rows)
+        scores = self.score_rows(conversations.rows, media=conversations.media)
         written = conversations.containers(scores, td.batch_size, self.output_pad_id)
         written |= conversations.views(td, self.mode, self.keys, self.input_key)
         return self._write(self._output(td, td.batch_size), written)
@@ -424,20 +434,25 @@ class LLMWrapperBase(nn.Module):
         return self.pad_token_id if self.pad_output else None
 
     def score_rows(
-        self, ids: Sequence[Tensor], *, masks: Sequence[Tensor] | None = None, temperature: float | None = None
+        self,
+        ids: Sequence[Tensor],
+        *,
+        masks: Sequence[Tensor] | None = None,
+        temperature: float | None = None,
+        media: Sequence[Media] | None = None,
     ) -> list[Tensor]:
         """Log-probs float32[T] of the ids int64[T], 0 where bool[T] masks are False; by the scorer where gradients are
         enabled, else by the engine.
         """
         temperature = self.temperature if temperature is None else temperature
         if self.scorer is None or not torch.is_grad_enabled():
-            return self.engine.score(ids, temperature=temperature, masks=masks)
+            return self.engine.score(ids, temperature=temperature, masks=masks, **_named(media))
         lengths = [len(row) for row in ids]
         device = model_device(self.scorer)
         ids_BT = pad_rows(ids, value=self.pad_token_id).to(device)
         attention_BT = lengths_mask(lengths, ids_BT.shape[1]).to(device)
         select_BT = attention_BT if masks is None else pad_rows(masks).to(device)
-        scores_BT = self.scorer(ids_BT, attention_BT, select_BT, temperature=temperature).log_probs
+        scores_BT = self.scorer(ids_BT, attention_BT, select_BT, temperature=temperature, **_named(media)).log_probs
         return [row[:length] for row, length in zip(scores_BT, lengths, strict=True)]
 
     # --- construction helpers -----------------------------------------------------------------------------------------
@@ -448,7 +463,7 @@ class LLMWrapperBase(nn.Module):
         if self.tokenizer is None or not (history or name or template or self.tokenizer.chat_template):
             return None
         return Renderer(
-            self.tokenizer,
+            settings.tokenizer,
             chat_template=template,
             chat_template_name=name,
             template_kwargs=settings.tokenizer_kwargs if history else None,
@@ -475,3 +490,8 @@ class LLMWrapperBase(nn.Module):
             if name in containers:
                 out.set(self.keys[name], containers[name])
         return out
+
+
+def _named(media: Sequence[Media] | None) -> dict[str, Sequence[Media]]:
+    """The keyword, where there are media: engines and models of text alone need not know it."""
+    return {} if media is None else {"media": media}

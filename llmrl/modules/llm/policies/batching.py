@@ -87,13 +87,18 @@ class BatchingEngine:
         self.engine.version = value
 
     def generate(
-        self, prompts: Sequence[Tensor], params: SamplingParams, *, seeds: Sequence[int] | None = None
+        self,
+        prompts: Sequence[Tensor],
+        params: SamplingParams,
+        *,
+        seeds: Sequence[int] | None = None,
+        media: Sequence[Mapping[str, Tensor]] | None = None,
     ) -> Generation:
         """As the engine's; waits for other requests with these parameters."""
 
         def call(parts: list[tuple[Any, ...]]) -> list[Generation]:
             joined_seeds = None if seeds is None else _chained(parts, 1)
-            whole = self.engine.generate(_chained(parts, 0), params, seeds=joined_seeds)
+            whole = self.engine.generate(_chained(parts, 0), params, seeds=joined_seeds, **_media(parts))
             lengths = [len(part[0]) for part in parts]
             plain, versions = whole.plain_log_probs, whole.versions
             columns = (
@@ -106,19 +111,24 @@ class BatchingEngine:
             )
             return [Generation(*row) for row in zip(*columns, strict=True)]
 
-        return self._ask(("generate", params, seeds is None), call, (prompts, seeds))
+        return self._ask(("generate", params, seeds is None, media is None), call, (prompts, seeds, media))
 
     def score(
-        self, sequences: Sequence[Tensor], *, temperature: float = 1.0, masks: Sequence[Tensor] | None = None
+        self,
+        sequences: Sequence[Tensor],
+        *,
+        temperature: float = 1.0,
+        masks: Sequence[Tensor] | None = None,
+        media: Sequence[Mapping[str, Tensor]] | None = None,
     ) -> list[Tensor]:
         """As the engine's; waits for other requests at this temperature."""
 
         def call(parts: list[tuple[Any, ...]]) -> list[list[Tensor]]:
             joined_masks = None if masks is None else _chained(parts, 1)
-            scores = self.engine.score(_chained(parts, 0), temperature=temperature, masks=joined_masks)
+            scores = self.engine.score(_chained(parts, 0), temperature=temperature, masks=joined_masks, **_media(parts))
             return _split(scores, [len(part[0]) for part in parts])
 
-        return self._ask(("score", temperature, masks is None), call, (sequences, masks))
+        return self._ask(("score", temperature, masks is None, media is None), call, (sequences, masks, media))
 
     def update_weights(self, weights: Mapping[str, Tensor] | None, *, version: int) -> None:
         """As the engine's, between two calls: what a call samples is of one version."""
@@ -330,6 +340,10 @@ def _answer(batch: list[_Request]) -> None:
 
 def _chained(parts: list[tuple[Any, ...]], position: int) -> list[Any]:
     return list(chain.from_iterable(part[position] for part in parts))
+
+
+def _media(parts: list[tuple[Any, ...]]) -> dict[str, Any]:
+    return {} if parts[0][2] is None else {"media": _chained(parts, 2)}
 
 
 def _split(values: Sequence[Any], lengths: Sequence[int]) -> list[Any]:

@@ -16,6 +16,7 @@ from tensordict import TensorDictBase, is_non_tensor
 from torch import Tensor
 
 from llmrl.data.llm.chat import History
+from llmrl.data.llm.images import take_images
 from llmrl.data.ragged.tensordicts import inner
 from llmrl.errors import ConfigError, RewriteError, RolloutError, ShapeError, did_you_mean
 from llmrl.modules.llm.engines import StopReason
@@ -23,6 +24,7 @@ from llmrl.modules.llm.policies.containers import decode_rows, history_chats
 from llmrl.modules.llm.policies.rows import Key, attention_rows, field_rows, find_holder, is_ragged, kept_parts
 from llmrl.modules.llm.rendering import is_open
 from llmrl.modules.llm.token_stream import TokenStream
+from llmrl.modules.llm.vision import Media
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,6 +43,7 @@ class Prompts:
     num_new    how many of them, at the end, this turn adds: only those were encoded
     stream     what earlier turns left, without the rows that restart; None where all do
     texts      of the stream, where an environment carried it
+    media      of each row, where the policy reads images
     """
 
     rows: list[Any]
@@ -49,10 +52,11 @@ class Prompts:
     num_new: list[int] = field(default_factory=list)
     stream: TokenStream | None = None
     texts: list[str] | None = None
+    media: list[Media] | None = None
 
     def select(self, rows: Sequence[int]) -> Prompts:
         """The rows at these indices, which may repeat."""
-        columns = {name: getattr(self, name) for name in ("rows", "ids", "num_new", "texts")}
+        columns = {name: getattr(self, name) for name in ("rows", "ids", "num_new", "texts", "media")}
         taken = {name: None if values is None else [values[row] for row in rows] for name, values in columns.items()}
         source = None if self.source is None else self.source[list(rows)]
         return Prompts(source=source, stream=None if self.stream is None else self.stream.select(rows), **taken)
@@ -143,6 +147,15 @@ class Mode(ABC):
         prompts.num_new = [len(ids) - len(before) for ids, before in zip(prompt_ids, stream.ids, strict=True)]
         return rewritten
 
+    def media(
+        self, rows: Sequence[Any], ids: Sequence[Tensor], stream: TokenStream | Sequence[Tensor] | None
+    ) -> list[Media] | None:
+        """The media of rows with these ids, some of which the policy sampled: those of a stream, or given as masks.
+
+        Returns  None where the rows are not messages, or there is no processor
+        """
+        return None
+
     @abstractmethod
     def _read(self, td: TensorDictBase, key: Key, attention_keys: Sequence[Key]) -> Prompts: ...
 
@@ -199,6 +212,15 @@ class HistoryMode(Mode):
     def extend(self, stream: TokenStream, rows: Sequence[Any]) -> list[Tensor | RewriteError]:
         new = _num_new(rows, stream.covered, "messages")
         return self.renderer.extend(stream.ids, rows, new, return_errors=True)
+
+    def media(
+        self, rows: Sequence[Any], ids: Sequence[Tensor], stream: TokenStream | Sequence[Tensor] | None
+    ) -> list[Media] | None:
+        if self.renderer.vision is None:
+            return None
+        masks = stream.assistant_mask if isinstance(stream, TokenStream) else stream
+        images = [[image for own in take_images(chat)[1] for image in own] for chat in rows]
+        return [self.renderer.media(*row) for row in zip(images, ids, masks or [None] * len(ids), strict=True)]
 
     def encode_full(self, rows: Sequence[Any]) -> tuple[list[Tensor], list[Tensor] | None]:
         rendered = self.renderer.render(rows)

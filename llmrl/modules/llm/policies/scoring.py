@@ -36,6 +36,7 @@ from llmrl.modules.llm.policies.rows import (
     kept_parts,
     num_real_ids,
 )
+from llmrl.modules.llm.vision import Media, has_images, media_inputs, only_given_images, read_media
 
 __all__ = ["Conversations", "TokenCategorical", "token_categorical"]
 
@@ -51,6 +52,7 @@ class Conversations:
     dense      True where the batch holds them as one tensor, [*B, L]
     assistant  bool[T_i] each, which of the real ones the assistant wrote, where it is known; None
     given      False where the ids were encoded here
+    media      of each row, where the batch or its messages have some; None
     rows       int64[T_i] each: the real ones
     """
 
@@ -59,6 +61,7 @@ class Conversations:
     dense: bool
     assistant: list[Tensor] | None
     given: bool
+    media: list[Media] | None = None
 
     def __post_init__(self) -> None:
         self.rows: list[Tensor] = kept_parts(self.laid_out, self.kept)
@@ -75,8 +78,11 @@ class Conversations:
         full_key = (keys["tokens"], "full")
         elsewhere = mode.name == "tokens" and input_key not in (full_key, list(full_key))
         if elsewhere or tokens is None or "full" not in tokens.keys():
-            ids, assistant = mode.encode_full(mode.read(td, input_key, attention_mask_key).rows)
-            return cls(ids, None, False, assistant, given=False)
+            rows = mode.read(td, input_key, attention_mask_key).rows
+            ids, assistant = mode.encode_full(rows)
+            return cls(
+                ids, None, False, assistant, given=False, media=mode.media(rows, ids, assistant) or read_media(td)
+            )
         laid_out = field_rows(tokens, "full")
         dense = bool(td.ndim) and not is_ragged(tokens)
         attention_keys = ((keys["masks"], "all_attention_mask"), attention_mask_key)
@@ -88,7 +94,7 @@ class Conversations:
             real = [len(row) for row in kept_parts(laid_out, kept)]
             responses = num_real_ids(field_rows(tokens, "response"), kept)
             assistant = [torch.arange(size) >= size - num for size, num in zip(real, responses, strict=True)]
-        return cls(laid_out, kept, dense, assistant, given=True)
+        return cls(laid_out, kept, dense, assistant, given=True, media=read_media(td))
 
     def padded(self, pad_token_id: int) -> tuple[Tensor, Tensor]:
         """int64[B, L] and bool[B, L]: the ids and which of them are real; rows are padded on the right."""
@@ -293,7 +299,12 @@ def token_categorical(
     select_BT = attention_BT.masked_scatter(attention_BT, torch.cat(chosen).to(device))
     mask_BT = with_predecessor(select_BT, attention_BT)
     with nullcontext() if torch.is_grad_enabled() else evaluating(model):
-        logits_NV = _chosen_logits(model, padded_inputs(ids_BT, attention_BT), mask_BT, temperature)
+        if has_images(media := conversations.media):
+            inputs = {"input_ids": ids_BT, "attention_mask": attention_BT, **media_inputs(attention_BT, media)}
+            with only_given_images(model, inputs) as inputs:
+                logits_NV = _chosen_logits(model, inputs, mask_BT, temperature)
+        else:
+            logits_NV = _chosen_logits(model, padded_inputs(ids_BT, attention_BT), mask_BT, temperature)
     return TokenCategorical(logits_NV, ids_BT, mask_BT)
 
 

@@ -14,6 +14,7 @@ from llmrl.modules.llm.engines.vllm.server import served_model
 from llmrl.modules.llm.log_probs import TokenScorer
 from llmrl.modules.llm.policies.base import Backend, LLMWrapperBase
 from llmrl.modules.llm.policies.batching import own_engine
+from llmrl.modules.llm.vision import model_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -79,9 +80,7 @@ class TransformersWrapper(LLMWrapperBase):
 def load_model(model: PreTrainedModel | str, device: torch.device | str | None) -> PreTrainedModel:
     """The module itself, or the pretrained model of that name or path; moved to ``device`` where one is given."""
     if isinstance(model, str):
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_pretrained(model)
+        model = model_class(model).from_pretrained(model)
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
         raise ConfigError(
             f"TransformersWrapper: model must be a Hugging Face causal language model or its name: got "

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from llmrl.modules.llm.engines.base import Generation, StopReason
 from llmrl.modules.llm.engines.vllm.core import Completion
+from llmrl.modules.llm.vision import Media
 
 __all__ = ["Answer", "as_generation"]
 
@@ -22,6 +23,7 @@ class Answer:
 
     prompt: list[int]
     row_seed: int
+    media: Media | None = None  # of the prompt's images; None: no row has any
     ids: list[int] = field(default_factory=list)
     log_probs: list[Tensor] = field(default_factory=list)  # of each piece
     plain: list[Tensor] = field(default_factory=list)

@@ -99,6 +99,8 @@ class Requests:
     end          the deadline, of `time.monotonic`
     temperature  divides the logits that prompts are scored under
     stop         True: what has not begun ends as ABORT at once
+    media        of each prompt, where any has images
+    version      of the weights: what vLLM keeps of an image is of one version
     """
 
     prompts: Sequence[list[int]]
@@ -107,6 +109,8 @@ class Requests:
     end: float
     temperature: float = 1.0
     stop: Callable[[], bool] = lambda: False
+    media: Sequence[Mapping[str, Tensor]] | None = None
+    version: int = 0
 
 
 class Core(Protocol):
@@ -178,6 +182,8 @@ def completion_of_output(output: Any, prompt: Sequence[int], options: Mapping[st
     """The completion in a ``vllm.RequestOutput``, which is None for an aborted request."""
     if output is None:
         return ABORTED
+    if (read := getattr(output, "prompt_token_ids", None)) is not None and list(read) != list(prompt):
+        raise RolloutError("VLLMEngine: vLLM must read the prompt ids that it was given: it read others.")
     if "prompt_logprobs" in options:
         scores = torch.tensor([0.0, *_of_tokens(output.prompt_logprobs, prompt, first=1)], dtype=torch.float32)
         return ABORTED._replace(reason=StopReason.LENGTH, prompt_log_probs=scores)

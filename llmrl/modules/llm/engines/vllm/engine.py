@@ -32,6 +32,7 @@ from llmrl.modules.llm.engines.vllm.transfer import (
     transfer_settings,
 )
 from llmrl.modules.llm.engines.weights import WeightGroups, WeightSet, WeightSpec, exhausted
+from llmrl.modules.llm.vision import Media, has_images
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -158,20 +159,29 @@ class VLLMEngine:
             )
 
     def generate(
-        self, prompts: Sequence[Tensor], params: SamplingParams, *, seeds: Sequence[int] | None = None
+        self,
+        prompts: Sequence[Tensor],
+        params: SamplingParams,
+        *,
+        seeds: Sequence[int] | None = None,
+        media: Sequence[Media] | None = None,
     ) -> Generation:
         """Samples one response per prompt.
 
         prompts  int64[P_i] each, not empty
         seeds    one int per prompt, or None for fresh ones from the engine's generator
-        Raises   ShapeError, ConfigError; RolloutError where vLLM fails, DeadlineError
+        media    of each prompt, where some have images; a server takes none
+        Raises   ShapeError, ConfigError; UnsupportedError for images that this engine cannot take; RolloutError where
+                 vLLM fails, DeadlineError
         """
         self.check(params)
         if seeds is None:
             seeds = torch.randint(1 << 62, (len(prompts),), generator=self._generator).tolist()
         if len(seeds) != len(prompts):
             raise ShapeError(f"VLLMEngine: one seed per prompt: got {len(seeds)} for {len(prompts)} prompts.")
-        answers = [Answer(row, seed) for row, seed in zip(self._rows(prompts, "a prompt", 1), seeds, strict=True)]
+        images = list(media) if has_images(media) else [None] * len(prompts)
+        rows = self._rows(prompts, "a prompt", 1)
+        answers = [Answer(row, seed, images) for row, seed, images in zip(rows, seeds, images, strict=True)]
         left = answers
         while True:
             end = self._end(params.max_new_tokens)
@@ -203,18 +213,25 @@ class VLLMEngine:
             }
             for answer, row in zip(answers, rows, strict=True)
         ]
-        pieces = self.core.complete(Requests(rows, options, "generating", end, stop=stop))
+        media = [answer.media for answer in answers] if answers[0].media is not None else None
+        given = {"media": media, "version": self.version}
+        pieces = self.core.complete(Requests(rows, options, "generating", end, stop=stop, **given))
         for answer, piece in zip(answers, pieces, strict=True):
             answer.add(piece, self.version)
         if params.truncates:
             # vLLM reports one kind of log-probs, those of the truncated distribution. The plain ones are asked for
             # here, before other weights come.
-            scores = self._score([answer.so_far for answer in answers], params.scoring_temperature, end)
+            scores = self._score([answer.so_far for answer in answers], params.scoring_temperature, end, media)
             for answer, score, row in zip(answers, scores, rows, strict=True):
                 answer.plain.append(score[len(row) :])
 
     def score(
-        self, sequences: Sequence[Tensor], *, temperature: float = 1.0, masks: Sequence[Tensor] | None = None
+        self,
+        sequences: Sequence[Tensor],
+        *,
+        temperature: float = 1.0,
+        masks: Sequence[Tensor] | None = None,
+        media: Sequence[Media] | None = None,
     ) -> list[Tensor]:
         """float32[T_i] per sequence: [t] = log p(token t | tokens before t), [0] = 0, and 0 where ``masks[i]`` is
         False. A server scores at temperature 1 only.
@@ -227,12 +244,15 @@ class VLLMEngine:
         end = self._end(max(map(len, rows), default=0))
         with self._lock.holding("requests", end, "scoring"):
             self._check_ready("scoring")
-            scores = self._score(rows, temperature, end) if rows else []
+            scores = self._score(rows, temperature, end, list(media) if has_images(media) else None) if rows else []
         scores = [score.to(sequence.device) for score, sequence in zip(scores, sequences, strict=True)]
         return scores if masks is None else [row * mask for row, mask in zip(scores, masks, strict=True)]
 
-    def _score(self, rows: list[list[int]], temperature: float, end: float) -> list[Tensor]:
-        answers = self.core.complete(Requests(rows, [SCORING] * len(rows), "scoring", end, temperature))
+    def _score(
+        self, rows: list[list[int]], temperature: float, end: float, media: list[Media] | None = None
+    ) -> list[Tensor]:
+        given = {"media": media, "version": self.version}
+        answers = self.core.complete(Requests(rows, [SCORING] * len(rows), "scoring", end, temperature, **given))
         scores = [answer.prompt_log_probs for answer in answers]
         if aborted := sum(score is None for score in scores):
             raise RolloutError(f"VLLMEngine: every sequence must be scored: {aborted} were aborted.")

@@ -19,6 +19,7 @@ from llmrl.modules.llm.engines.vllm.in_process import InProcessCore
 from llmrl.modules.llm.engines.vllm.pool import PoolCore
 from llmrl.modules.llm.engines.vllm.server import ServerCore
 from llmrl.modules.llm.engines.vllm.subprocess import SubprocessCore
+from llmrl.modules.llm.vision import save_processor
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -147,5 +148,5 @@ def _saved(model: nn.Module, tokenizer: Any) -> Iterator[str]:
             if shown:
                 logging.enable_progress_bar()
         if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
+            save_processor(tokenizer, folder)
         yield folder

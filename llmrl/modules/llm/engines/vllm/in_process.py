@@ -60,12 +60,7 @@ class InProcessCore:
             first = int(self.llm.request_counter.counter)
             try:
                 with torch.random.fork_rng(devices=[]), self._checked_steps(phase, requests.end):
-                    outputs = self.llm.generate(
-                        [{"prompt_token_ids": ids} for ids in requests.prompts],
-                        params,
-                        use_tqdm=False,
-                        lora_request=self._adapter.request,
-                    )
+                    outputs = self._outputs(requests, params)
             except BaseException as error:
                 self._abort_requests()
                 if not isinstance(error, Exception) or isinstance(error, LLMRLError):
@@ -76,6 +71,20 @@ class InProcessCore:
             completion_of_output(found.get(row), prompt, option)
             for row, (prompt, option) in enumerate(zip(requests.prompts, requests.options, strict=True))
         ]
+
+    def _outputs(self, requests: Requests, params: list[Any]) -> list[Any]:
+        if requests.media is None:
+            prompts = [{"prompt_token_ids": ids} for ids in requests.prompts]
+            return self.llm.generate(prompts, params, use_tqdm=False, lora_request=self._adapter.request)
+        engine = self.llm.llm_engine
+        for ids, media, param in zip(requests.prompts, requests.media, params, strict=True):
+            prompt = compat.prompt_of(self.llm, ids, media, requests.version)
+            name = str(next(self.llm.request_counter))
+            engine.add_request(name, prompt, param, lora_request=self._adapter.request)
+        outputs = []
+        while engine.has_unfinished_requests():
+            outputs += [output for output in engine.step() if output.finished]
+        return outputs
 
     @contextlib.contextmanager
     def _checked_steps(self, phase: str, end: float) -> Iterator[None]:

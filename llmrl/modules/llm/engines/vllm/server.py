@@ -92,6 +92,11 @@ class ServerCore:
 
     def complete(self, requests: Requests) -> list[Completion]:
         """One completion per prompt. The temperature is 1: the server scores prompts under the plain logits."""
+        if requests.media is not None:
+            raise UnsupportedError(
+                "VLLMEngine: a server takes no prepared images: let VLLMEngine build the engine, in this process or "
+                "with own_process=True."
+            )
         futures: list[Future[Completion]] = []
         try:
             with self._monitor.watching():

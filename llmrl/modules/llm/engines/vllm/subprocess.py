@@ -95,7 +95,7 @@ class SubprocessCore:
         """One completion per prompt: each is a request that joins the running batch."""
         phase, prompts, end = requests.phase, requests.prompts, requests.end
         params = [self._make_request(**{"detokenize": "stop" in option, **option}) for option in requests.options]
-        call = _Call(prompts, params)
+        call = _Call(prompts, params, requests.media, requests.version)
         with self._temperature.held(requests.temperature, phase, end):
             outputs = self._wait(lambda: self._outputs(call, requests), f"{phase} {len(prompts)} rows", end)
         return [completion_of_output(*row) for row in zip(outputs, prompts, requests.options, strict=True)]
@@ -118,7 +118,8 @@ class SubprocessCore:
             return None
         name = f"llmrl-{next(self._numbers)}"
         call.names.append(name)
-        prompt = compat.tokens_prompt(call.prompts[row])
+        media = None if call.media is None else call.media[row]
+        prompt = compat.prompt_of(self.llm, call.prompts[row], media, call.version)
         outputs = self.llm.generate(prompt, call.params[row], name, lora_request=self._adapter.request)
         return [output async for output in outputs][-1]
 
@@ -280,8 +281,10 @@ def _close_at_exit(reference: Callable[[], SubprocessCore | None]) -> None:
 class _Call:
     """Rows that were asked for together, and the names of their requests so far."""
 
-    def __init__(self, prompts: Sequence[list[int]], params: Sequence[Any]) -> None:
-        self.prompts, self.params = prompts, params
+    def __init__(
+        self, prompts: Sequence[list[int]], params: Sequence[Any], media: Sequence[Any] | None = None, version: int = 0
+    ) -> None:
+        self.prompts, self.params, self.media, self.version = prompts, params, media, version
         self.names: list[str] = []
         self.aborted = False
 

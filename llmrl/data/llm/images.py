@@ -1,0 +1,112 @@
+"""Images as messages and datasets have them: found in a conversation, read, and told apart."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmrl.errors import DataError
+from llmrl.optional import require
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+__all__ = ["image_key", "load_image", "take_images"]
+
+Chat = Sequence[Mapping[str, Any]]
+
+_SOURCES = ("image", "url", "path", "base64", "bytes", "image_url")  # where a part of type "image" may have its image
+_BROKEN = (OSError, ValueError, TypeError, AttributeError, SyntaxError)  # what PIL raises for files that are
+
+
+def take_images(chat: Chat) -> tuple[Chat, list[list[Any]]]:
+    """The conversation as a template needs it, with the images of each message taken out of it.
+
+    >>> take_images([{"role": "user", "content": [{"type": "image", "image": "cat.png"}]}])
+    ([{'role': 'user', 'content': [{'type': 'image', 'image': ''}]}], [['cat.png']])
+    """
+    images: list[list[Any]] = [[] for _ in chat]
+    plain: list[Any] = list(chat)
+    for number, message in enumerate(chat):
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(content, (list, tuple)) and any(map(_is_image, content)):
+            images[number] = [_source_of(part) for part in content if _is_image(part)]
+            parts = [{"type": "image", "image": ""} if _is_image(part) else part for part in content]
+            plain[number] = {**message, "content": parts}
+    return (plain if any(images) else chat), images
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and (part.get("type") in ("image", "image_url") or "image" in part)
+
+
+def _source_of(part: Mapping[str, Any]) -> Any:
+    name = next((name for name in _SOURCES if part.get(name) is not None), None)
+    if name is None:
+        raise DataError(
+            f"image: a part of type 'image' must have its image under one of {', '.join(_SOURCES)}: its keys are "
+            f"{', '.join(part)}."
+        )
+    source = part[name]
+    if name == "image_url":
+        source = source["url"] if isinstance(source, Mapping) else source
+    if name == "base64":
+        return _decoded(source)
+    return source
+
+
+def _decoded(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise DataError(f"image: must be base64: got {text[:40]!r}: {error}.") from error
+
+
+def image_key(source: Any) -> tuple[Any, Image | None]:
+    """A key that is equal for equal images only, and the image where it had to be read for that."""
+    if isinstance(source, Mapping):
+        source = source.get("bytes") or source.get("path")
+    if isinstance(source, bytes):
+        return hashlib.blake2b(source).digest(), None
+    if isinstance(source, (str, Path)):
+        try:
+            found = Path(source).stat()
+            return (str(source), found.st_mtime_ns, found.st_size), None
+        except (OSError, ValueError):
+            return str(source), None
+    image = load_image(source)
+    return (image.size, hashlib.blake2b(image.tobytes()).digest()), image
+
+
+def load_image(source: Any, *, only_check: bool = False) -> Image | None:
+    """An image in RGB, of a PIL image, a path, bytes of a file, a "data:" URL, uint8[H, W, 3], or a dict of "bytes" or
+    "path" as the ``datasets`` library has them.
+
+    only_check  reads no pixels, and returns None
+    Raises      DataError where it cannot be read; images are not fetched from the network
+    """
+    module = require("PIL.Image", extra="vision", used_by="images in conversations")
+    if isinstance(source, Mapping):
+        source = source.get("bytes") or source.get("path")
+    shown = f"{source[:80]!r}" if isinstance(source, (str, bytes)) else f"{source!r:.80}"
+    if isinstance(source, str) and source.startswith(("http://", "https://")):
+        raise DataError(f"image: must be a local file: got {shown}; download it, and give its path.")
+    if isinstance(source, str) and source.startswith("data:"):
+        source = _decoded(source.partition(",")[2])
+    try:
+        if isinstance(source, (str, Path)):
+            source = Path(source).expanduser().read_bytes()
+        if isinstance(source, bytes):
+            source = module.open(io.BytesIO(source))
+            if only_check:
+                return source.verify()
+        elif not isinstance(source, module.Image):
+            source = module.fromarray(source.numpy() if hasattr(source, "numpy") else source)
+        return None if only_check else source.convert("RGB")
+    except _BROKEN as error:
+        raise DataError(f"image: {shown} cannot be read: {type(error).__name__}: {error}.") from error

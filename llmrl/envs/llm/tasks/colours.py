@@ -1,0 +1,79 @@
+"""The embedded task ``colours``: the name of an image's colour, which a small model learns in a minute.
+
+An image has one colour, in one of many shades and sizes. No shade of one split is in another, so a result on ``test``
+measures the colour and not the memory of an image.
+"""
+
+from __future__ import annotations
+
+import colorsys
+import random
+from functools import cache
+from typing import Any
+
+from llmrl.errors import ConfigError, did_you_mean
+from llmrl.optional import require
+
+__all__ = ["COLOURS", "colours_demonstrations", "colours_problems", "colours_reward"]
+
+COLOURS = ("red", "yellow", "green", "cyan", "blue", "magenta")  # 60 degrees of hue apart
+SPLITS = {"test": 300, "validation": 120, "train": 1200}  # problems in each
+_SPREAD = 15.0  # degrees of hue to both sides
+_SIZES = (8, 16, 24)
+
+Rows = list[dict[str, Any]]
+
+
+def colours_problems(split: str = "train") -> Rows:
+    """Rows with "question", "image" (of the library PIL) and "answer"; the splits are disjoint and always the same.
+
+    >>> row = colours_problems("validation")[0]
+    >>> row["question"], row["answer"], row["image"].mode
+    ('What colour is it?', 'red', 'RGB')
+    """
+    if split not in SPLITS:
+        raise ConfigError(
+            f"colours: split must be one of {', '.join(SPLITS)}: got {split!r}.{did_you_mean(split, SPLITS)}"
+        )
+    make = require("PIL.Image", extra="vision", used_by="the task colours").new
+    return [
+        {"question": "What colour is it?", "image": make("RGB", size, shade), "answer": COLOURS[number % len(COLOURS)]}
+        for number, (shade, size) in enumerate(_shades()[split])
+    ]
+
+
+def colours_demonstrations(split: str = "train") -> Rows:
+    """The rows of `colours_problems`, for examples: every third answer is another colour's.
+
+    So a model learns from them how to answer, and most of the names; the reward teaches it the rest.
+    """
+    draw = random.Random(split)
+    rows = colours_problems(split)
+    return [row if number % 3 else {**row, "answer": draw.choice(COLOURS)} for number, row in enumerate(rows)]
+
+
+def colours_reward(completion: str, answer: str) -> float:
+    """1 for the name of the colour and nothing else, else 0.
+
+    >>> colours_reward("red", "red"), colours_reward("red red", "red")
+    (1.0, 0.0)
+    """
+    return float(completion.strip() == answer)
+
+
+@cache
+def _shades() -> dict[str, list[tuple[tuple[int, int, int], tuple[int, int]]]]:
+    """The shade and the size of each problem."""
+    draw, used, splits = random.Random(0), set(), {}
+    for name, count in SPLITS.items():
+        rows: list[Any] = []
+        while len(rows) < count:
+            hue = (60 * (len(rows) % len(COLOURS)) + draw.uniform(-_SPREAD, _SPREAD)) / 360 % 1
+            shade = tuple(
+                round(255 * part) for part in colorsys.hsv_to_rgb(hue, draw.uniform(0.6, 1), draw.uniform(0.5, 1))
+            )
+            if shade not in used:
+                used.add(shade)
+                rows.append((shade, (draw.choice(_SIZES), draw.choice(_SIZES))))
+        splits[name] = rows
+    return splits
