@@ -234,9 +234,7 @@ class ParallelSettings(Settings):
     replicas: int = Field(
         1, ge=1, description="fsdp2: copies of the sharded model, one per node say; sharding stays within each"
     )
-    context: int = Field(
-        1, ge=1, description="processes that each sequence is split over, for sequences too long for one GPU"
-    )
+    context: int = Field(1, ge=1, description="processes that each sequence is split over: for long ones")
     timeout_s: float = Field(600.0, gt=0, description="a collective that waits longer ends the run")
 
 
@@ -272,17 +270,6 @@ class ModelSource(Settings):
     )
 
     profile: ProfileSettings | None = Field(None, description="steps that torch's profiler traces; null: none")
-
-    @model_validator(mode="after")
-    def _check_offload(self) -> ModelSource:
-        if self.memory.offload == "parameters" and self.parallel.mode != "fsdp2":
-            raise ValueError("memory.offload parameters needs parallel.mode fsdp2 and several processes")
-        if self.memory.offload == "parameters" and self.optim.name != "adamw":
-            raise ValueError(
-                f"memory.offload parameters needs optim.name adamw, which then computes in host memory: got "
-                f"{self.optim.name}"
-            )
-        return self
 
     @model_validator(mode="before")
     @classmethod
