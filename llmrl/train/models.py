@@ -270,6 +270,11 @@ def check_model(config: ModelSource, model: PreTrainedModel) -> None:
             f"model_options.router_aux_loss must be 0 or null for a model without a mixture of experts: got "
             f"{config.model_options.router_aux_loss} for {type(model).__name__}."
         )
+    if config.memory.offload == "parameters" and (config.parallel.mode, config.optim.name) != ("fsdp2", "adamw"):
+        raise ConfigError(
+            "memory.offload=parameters needs parallel.mode=fsdp2, several processes and optim.name=adamw, which then "
+            f"computes in host memory: got {config.parallel.mode} and {config.optim.name}."
+        )
     if (size := config.parallel.context) > 1:
         fault = why_not_split(model, size)
         if fault is None and config.packing == "on":

@@ -256,17 +256,6 @@ class ModelSource(Settings):
     )
     profile: ProfileSettings | None = Field(None, description="steps that torch's profiler traces; null: none")
 
-    @model_validator(mode="after")
-    def _check_offload(self) -> ModelSource:
-        if self.memory.offload == "parameters" and self.parallel.mode != "fsdp2":
-            raise ValueError("memory.offload parameters needs parallel.mode fsdp2 and several processes")
-        if self.memory.offload == "parameters" and self.optim.name != "adamw":
-            raise ValueError(
-                f"memory.offload parameters needs optim.name adamw, which then computes in host memory: got "
-                f"{self.optim.name}"
-            )
-        return self
-
     @model_validator(mode="before")
     @classmethod
     def _accept_the_word_tiny(cls, data: object) -> object:

@@ -130,8 +130,8 @@ def test_offloading_is_named_where_it_makes_a_run_fit():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ([], "memory.offload parameters needs parallel.mode fsdp2"),
-        (["parallel.mode=fsdp2", "optim.name=adamw_8bit"], "memory.offload parameters needs optim.name adamw"),
+        ([], "memory.offload=parameters needs parallel.mode=fsdp2"),
+        (["parallel.mode=fsdp2", "optim.name=adamw_8bit"], "got fsdp2 and adamw_8bit"),
         (["parallel.mode=fsdp2"], "memory.offload=parameters needs several processes"),
     ],
 )
