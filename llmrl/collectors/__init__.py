@@ -1,5 +1,7 @@
 """Collectors run a policy in an environment and hand out what happened; those for chats are in `collectors.llm`."""
 
+from llmrl.collectors.base import DataCollectorBase
+from llmrl.collectors.collector import SyncDataCollector
 from llmrl.collectors.weight_updaters import EngineUpdater, VanillaWeightUpdater, WeightUpdaterBase
 
-__all__ = ["EngineUpdater", "VanillaWeightUpdater", "WeightUpdaterBase"]
+__all__ = ["DataCollectorBase", "EngineUpdater", "SyncDataCollector", "VanillaWeightUpdater", "WeightUpdaterBase"]
