@@ -68,8 +68,9 @@ PUBLIC = {
     "llmrl.collectors": "WeightUpdaterBase",
     "llmrl.collectors.llm": "LLMCollector vLLMUpdater",
     "llmrl.collectors.llm.weight_update": "vLLMUpdater VLLMWeightSyncScheme VLLMWeightSender VLLMWeightReceiver",
-    "llmrl.weight_update": "publish WeightReceiver WeightGroups LazyWeight SyncProbe weight_groups "
-    "merged_weights adapter_folder",
+    "llmrl.weight_update": "publish WeightTarget ModelTarget WeightGroups LazyWeight SyncProbe weight_groups "
+    "merged_weights adapter_folder WeightSyncScheme MultiProcessWeightSyncScheme SharedMemWeightSyncScheme "
+    "NoWeightSyncScheme WeightSender WeightReceiver TransportBackend MPTransport SharedMemTransport",
     "llmrl.modules.llm.backends.vllm": "LLMOnDevice make_vllm_worker stateless_init_process_group vLLMWorker",
     "llmrl.tools": "Tool FunctionTool ToolCall ToolResult ToolError ToolTimeout ToolRunner tool as_tool load_tool",
     "llmrl.tools.sandbox": "Sandbox InterpreterPool Execution Limits",

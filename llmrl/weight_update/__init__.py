@@ -1,15 +1,55 @@
-"""New weights for the engines that sample: published with a version, whole or not at all, and proven."""
+"""New weights for those that sample: published with a version, whole or not at all, and proven.
+
+`publish` gives an engine in reach of this process new weights. A scheme carries them to workers elsewhere; the way of a
+collector through it, for each model id and scheme of its ``weight_sync_schemes``:
+
+    sender = scheme.create_sender()                      # in the trainer's process
+    sender.set_context(collector, model_id)              # model_id: an attribute path, "env.transform[0].actor"
+    sender.register_worker(i, ours)                      # per worker: ours, theirs = multiprocessing.Pipe(), for this
+                                                         # model alone; close `theirs` here once the worker has it
+    receiver = scheme.create_receiver()                  # in worker i, which was given the scheme and `theirs`
+    receiver.set_context(inner)                          # where model ids start
+    receiver.register_model(model_id)                    # or a module
+    receiver.register_worker_transport(theirs)
+    receiver.receive()                                   # at each step boundary: applies what came, and answers
+
+    sender.update_weights(weights, worker_ids=None)      # hands over; weights: module, TensorDict, mapping, None
+    sender.wait()                                        # until every worker has them; `update_weights` begins with it
+    sender.version, receiver.version
+
+Where ``scheme.per_worker`` is False no worker is registered: the sender finds the model in its context.
+"""
 
 from llmrl.weight_update.groups import LazyWeight, WeightGroups, weight_groups
 from llmrl.weight_update.lora import adapter_folder, merged_weights
 from llmrl.weight_update.probe import SyncProbe
-from llmrl.weight_update.publish import WeightReceiver, publish
+from llmrl.weight_update.publish import WeightTarget, publish
+from llmrl.weight_update.schemes import (
+    MultiProcessWeightSyncScheme,
+    NoWeightSyncScheme,
+    SharedMemWeightSyncScheme,
+    WeightReceiver,
+    WeightSender,
+    WeightSyncScheme,
+)
+from llmrl.weight_update.target import ModelTarget
+from llmrl.weight_update.transports import MPTransport, SharedMemTransport, TransportBackend
 
 __all__ = [
     "LazyWeight",
+    "MPTransport",
+    "ModelTarget",
+    "MultiProcessWeightSyncScheme",
+    "NoWeightSyncScheme",
+    "SharedMemTransport",
+    "SharedMemWeightSyncScheme",
     "SyncProbe",
+    "TransportBackend",
     "WeightGroups",
     "WeightReceiver",
+    "WeightSender",
+    "WeightSyncScheme",
+    "WeightTarget",
     "adapter_folder",
     "merged_weights",
     "publish",

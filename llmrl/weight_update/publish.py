@@ -12,13 +12,13 @@ from llmrl.errors import ConfigError, WeightSyncError
 from llmrl.weight_update.groups import WeightGroups, weight_groups
 from llmrl.weight_update.lora import merged_weights
 
-__all__ = ["WeightReceiver", "as_weights", "check_engine", "publish"]
+__all__ = ["WeightTarget", "as_weights", "check_engine", "publish"]
 
 Metadata = Mapping[str, tuple[torch.dtype, torch.Size]]
 Weights = Mapping[str, Tensor] | WeightGroups
 
 
-class WeightReceiver(Protocol):
+class WeightTarget(Protocol):
     """Anything with weights of its own, such as an `Engine`. ``update_weights`` applies all and moves ``version``, or
     raises and changes nothing.
 
@@ -34,7 +34,7 @@ class WeightReceiver(Protocol):
 
 def publish(
     model: nn.Module | Weights | None,
-    engine: WeightReceiver,
+    engine: WeightTarget,
     version: int | None = None,
     *,
     metadata: Metadata | None = None,
@@ -106,7 +106,7 @@ class EngineInterfaceError(ConfigError, TypeError):
     """An object that was given as an engine lacks an engine's methods."""
 
 
-def check_engine(engine: WeightReceiver, who: str) -> WeightReceiver:
+def check_engine(engine: WeightTarget, who: str) -> WeightTarget:
     """The engine. Raises TypeError for an object without its methods."""
     if not callable(getattr(engine, "update_weights", None)) or not hasattr(engine, "version"):
         raise EngineInterfaceError(

@@ -1,0 +1,113 @@
+"""One set of weights in one piece of memory, packed once for however many workers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import count
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from llmrl.errors import MissingKeyError, WeightSyncError
+from llmrl.weight_update.target import ModelTarget
+
+__all__ = ["Layout", "Payload", "Slots", "pack"]
+
+Layout = dict[str, tuple[torch.dtype, torch.Size, int]]  # name -> dtype, shape, offset of the first byte
+
+_ALIGNMENT = 64
+
+
+@dataclass
+class Payload:
+    """Weights of one version.
+
+    memory  uint8[N], all of them
+    slot    the number of the shared block that ``memory`` is, or None
+    live    numbers of the blocks that the sender still uses
+    """
+
+    version: int
+    layout: Layout
+    memory: Tensor
+    slot: int | None = None
+    live: Collection[int] = ()
+
+    @cached_property
+    def weights(self) -> dict[str, Tensor]:
+        """Views of the memory, by name."""
+        found = {}
+        for name, (dtype, shape, offset) in self.layout.items():
+            end = offset + shape.numel() * dtype.itemsize
+            found[name] = self.memory[offset:end].view(dtype).view(shape)
+        return found
+
+    @torch.no_grad()
+    def write(self, weights: Mapping[str, Tensor]) -> None:
+        """Copies tensors of this layout into the memory."""
+        for name, place in self.weights.items():
+            place.copy_(weights[name])
+
+
+def layout_of(weights: Mapping[str, Tensor]) -> tuple[Layout, int]:
+    """The places of tensors in one piece of memory, and its size."""
+    layout: Layout = {}
+    size = 0
+    for name, tensor in weights.items():
+        if not isinstance(tensor, Tensor):
+            raise WeightSyncError(f"weights: {name!r} must be a tensor: got {type(tensor).__name__}. Nothing was sent.")
+        layout[name] = (tensor.dtype, tensor.shape, size)
+        size += -(-tensor.numel() * tensor.itemsize // _ALIGNMENT) * _ALIGNMENT
+    return layout, size
+
+
+def pack(weights: Mapping[str, Tensor], version: int) -> Payload:
+    """A copy of the weights in memory of this process."""
+    layout, size = layout_of(weights)
+    payload = Payload(version, layout, torch.empty(size, dtype=torch.uint8))
+    payload.write(weights)
+    return payload
+
+
+class Slots:
+    """Blocks of shared memory that a sender writes in turn: never one that a worker may be reading.
+
+    Two are enough while every worker takes every version; another one is made where one lags behind.
+
+    registered     {model id: TensorDict} that is written as well
+    auto_register  False: weights of other model ids are a KeyError
+    """
+
+    def __init__(self, registered: Mapping[str, TensorDictBase], auto_register: bool) -> None:
+        self._registered, self._auto_register = registered, auto_register
+        self._blocks: dict[int, Payload] = {}
+        self._layout: Layout | None = None
+        self._numbers = count()
+
+    def write(self, model_id: str, weights: Mapping[str, Tensor], version: int, busy: Collection[int]) -> Payload:
+        """Copies the weights into a block that is not ``busy``."""
+        if model_id in self._registered:
+            ModelTarget(self._registered[model_id]).update_weights(weights, version=version)
+        elif not self._auto_register:
+            raise MissingKeyError(
+                f"SharedMemWeightSyncScheme: with auto_register=False model {model_id!r} must be registered "
+                f"(`register_shared_weights`): registered are {sorted(self._registered)}."
+            )
+        layout, size = layout_of(weights)
+        if layout != self._layout:
+            self._layout, self._blocks = layout, {}
+        number = next((number for number in self._blocks if number not in busy), None)
+        if number is None:
+            number = next(self._numbers)
+            self._blocks[number] = Payload(version, layout, _shared(size), number)
+        block = self._blocks[number]
+        block.write(weights)
+        block.version, block.live = version, {*self._blocks}
+        return block
+
+
+def _shared(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8).share_memory_()

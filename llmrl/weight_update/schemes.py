@@ -1,0 +1,364 @@
+"""Weight synchronisation between a trainer and its workers: schemes, and the sender and receivers that they make."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Hashable, Mapping
+from contextlib import suppress
+from typing import Any, Literal
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+from llmrl.errors import ConfigError
+from llmrl.weight_update.groups import WeightGroups
+from llmrl.weight_update.payload import Payload, Slots, pack
+from llmrl.weight_update.publish import as_weights, publish
+from llmrl.weight_update.target import ModelTarget, named_tensors, resolve
+from llmrl.weight_update.transports import MPTransport, SharedMemTransport, TransportBackend
+
+__all__ = [
+    "MultiProcessWeightSyncScheme",
+    "NoWeightSyncScheme",
+    "SharedMemWeightSyncScheme",
+    "WeightReceiver",
+    "WeightSender",
+    "WeightSyncScheme",
+]
+
+Strategy = Literal["state_dict", "tensordict"]
+# (model id, weights, version, transports) -> the one payload of all workers
+Packer = Callable[[str, Mapping[str, Tensor], int, Collection[TransportBackend]], Payload]
+Context = Callable[[], Any]  # the object, or None where it is gone
+
+
+class WeightSyncScheme(ABC):
+    """How the weights of one model reach its workers: makes the sender, a receiver per worker, and what is between.
+
+    A scheme holds settings alone, so one can be given to every worker's process.
+
+    strategy    the form in which a receiver reads weights: flat as a "state_dict", or a nested "tensordict"
+    timeout     seconds that a worker has to take weights
+    per_worker  False where the sender finds its receiver itself, and no worker is registered
+    """
+
+    per_worker = True
+    adopts = False  # receivers' parameters become views of what was received
+
+    def __init__(self, strategy: Strategy = "state_dict", *, timeout: float = 10.0) -> None:
+        if strategy not in ("state_dict", "tensordict"):
+            raise ConfigError(f"{type(self).__name__}: strategy is 'state_dict' or 'tensordict': got {strategy!r}.")
+        if not timeout > 0:
+            raise ConfigError(f"{type(self).__name__}: timeout must be positive: got {timeout}.")
+        self.strategy, self.timeout = strategy, timeout
+
+    @abstractmethod
+    def create_transport(self, pipe_or_context: Any) -> TransportBackend:
+        """The connection to one worker, or the worker's end of it."""
+
+    def create_sender(self) -> WeightSender:
+        return WeightSender(self)
+
+    def create_receiver(self) -> WeightReceiver:
+        return WeightReceiver(self)
+
+    def create_packer(self) -> Packer:
+        """What turns weights into the one payload that all workers of a sender get."""
+        return lambda model_id, weights, version, transports: pack(weights, version)
+
+    def prepare_weights(self, weights: Any, model_id: str, strategy: str, context: Any = None) -> Mapping[str, Tensor]:
+        """Named tensors of what a user gave: a module (adapters are merged in copies), a TensorDict, a mapping, groups,
+        the path of a model in ``context``, or None for the model at ``model_id`` there.
+        """
+        if weights is None or isinstance(weights, str):
+            if context is None:
+                raise ConfigError(
+                    f"{type(self).__name__}: weights of {weights or model_id!r} need a model or a context to find it "
+                    "in: give weights, or call register_model or set_context."
+                )
+            weights = resolve(context, weights or model_id)
+        weights = as_weights(weights) if isinstance(weights, nn.Module) else named_tensors(weights)
+        if isinstance(weights, WeightGroups):
+            weights = {name: tensor for group in weights for name, tensor in group.items()}
+        if not isinstance(weights, Mapping):
+            raise ConfigError(
+                f"{type(self).__name__}: weights are a module, a TensorDict or named tensors: got "
+                f"{type(weights).__name__}."
+            )
+        return weights
+
+
+class WeightSender:
+    """The trainer's side of one model: hands each version to all workers, and learns that they have it.
+
+    `update_weights` returns when the weights are handed over; the next one, or `wait`, waits for the workers' answers.
+    The weights may change as soon as it returns.
+
+    >>> from multiprocessing import Pipe
+    >>> scheme, (ours, theirs) = MultiProcessWeightSyncScheme(), Pipe()
+    >>> sender, receiver, policy = scheme.create_sender(), scheme.create_receiver(), nn.Linear(2, 1)
+    >>> sender.register_worker(0, ours)
+    >>> receiver.register_model(policy)
+    >>> receiver.register_worker_transport(theirs)
+    >>> sender.update_weights({"weight": 3 * torch.ones(1, 2), "bias": torch.zeros(1)})
+    >>> receiver.receive(), policy.weight.tolist()
+    (1, [[3.0, 3.0]])
+    >>> sender.wait()
+    """
+
+    def __init__(self, scheme: WeightSyncScheme) -> None:
+        self.scheme, self.model_id = scheme, "policy"
+        self.version = 0  # of the weights that were sent last
+        self._context: Context = lambda: None
+        self._model: nn.Module | None = None
+        self._transports: dict[Hashable, TransportBackend] = {}
+        self._pack = scheme.create_packer()
+        self._lock = threading.Lock()
+
+    def set_context(self, context: Any, model_id: str | None = None) -> None:
+        """Sets the object that holds the model at the attribute path ``model_id``, and keeps no reference to it."""
+        self._context = _weakly(context)
+        self.model_id = model_id or self.model_id
+
+    def register_model(self, model: nn.Module) -> None:
+        """Sets the model whose weights are sent when none are given, and that all weights must fit."""
+        self._model = model
+
+    def register_worker(self, worker_idx: Hashable, pipe_or_context: Any) -> None:
+        """Connects a worker; a second call with the same connection does nothing, with another one replaces it."""
+        old = self._transports.get(worker_idx)
+        if old is None or pipe_or_context is not getattr(old, "registered_with", None):
+            transport = self.scheme.create_transport(pipe_or_context)
+            transport.registered_with = pipe_or_context
+            transport.peer = f"worker {worker_idx!r} (model {self.model_id!r})"
+            transport.sent = transport.answered = self.version
+            self._transports[worker_idx] = transport
+
+    def unregister_worker(self, worker_idx: Hashable) -> None:
+        """Sends nothing to that worker any more, and waits for it no longer."""
+        self._transports.pop(worker_idx, None)
+
+    def update_weights(self, weights: Any = None, *, worker_ids: Collection[Hashable] | None = None) -> None:
+        """Hands weights to the workers (None: all of them) under the next version.
+
+        Reads   a module, a TensorDict, named tensors, the path of a model in the context; None: the registered model
+        Raises  WeightSyncError where they do not fit the registered model, or a worker refused the ones before;
+                DeadlineError, WorkerError where a worker has not taken those: it is named, and nothing is sent
+        """
+        with self._lock:
+            ids = list(self._transports if worker_ids is None else worker_ids)
+            if unknown := [worker for worker in ids if worker not in self._transports]:
+                raise ConfigError(
+                    f"WeightSender: {unknown} are not registered: workers are {list(self._transports)}; call "
+                    "register_worker."
+                )
+            named = self.prepare(weights)
+            self._wait(self.scheme.timeout)
+            transports = list(self._transports.values())
+            payload = self._pack(self.model_id, named, self.version + 1, transports)
+            self.version = payload.version
+            for worker in ids:
+                self._transports[worker].send_weights(self.model_id, payload)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Returns when every worker has applied what was sent to it. Raises as `update_weights` does."""
+        with self._lock:
+            self._wait(self.scheme.timeout if timeout is None else timeout)
+
+    def prepare(self, weights: Any) -> Mapping[str, Tensor]:
+        """Named tensors that fit the model, where it is known."""
+        context = self._context()
+        model = self._model
+        if model is None and context is not None:
+            with suppress(ConfigError):  # only the workers may have it; without weights prepare_weights raises it
+                model = resolve(context, self.model_id)
+        named = self.scheme.prepare_weights(
+            model if weights is None else weights, self.model_id, self.scheme.strategy, context
+        )
+        if isinstance(model, nn.Module) and weights is not None and weights is not model:
+            target = ModelTarget(model)
+            unsaved = target.unsaved_buffers
+            named = {name: tensor for name, tensor in named.items() if name not in unsaved}
+            target.check(named)
+        return named
+
+    def _wait(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        problems: list[Exception] = []
+        for transport in self._transports.values():
+            try:
+                transport.wait(deadline)
+            except Exception as error:
+                problems.append(error)  # the others are asked too: one failure must not hide their answers
+        if problems:
+            others = "".join(f"\nAlso: {problem}" for problem in problems[1:])
+            raise type(problems[0])(f"{problems[0]}{others}") from problems[0].__cause__
+
+
+class WeightReceiver:
+    """A worker's side of one model. The worker calls `receive` at a step boundary, where no code uses the model."""
+
+    def __init__(self, scheme: WeightSyncScheme) -> None:
+        self.scheme = scheme
+        self._context: Context = lambda: None
+        self._path: str | None = None
+        self._target: ModelTarget | None = None
+        self._transport: TransportBackend | None = None
+
+    @property
+    def version(self) -> int:
+        """The version of the model's weights; 0 before the first update."""
+        return 0 if self._target is None else self._target.version
+
+    def set_context(self, context: Any) -> None:
+        """Sets the object that model paths start from, and keeps no reference to it."""
+        self._context = _weakly(context)
+
+    def register_model(self, model: nn.Module | TensorDictBase | Mapping[str, Tensor] | str) -> None:
+        """Sets what is written: a model, named tensors, or the attribute path of one in the context. Without a call it
+        is the model at the sender's model id.
+        """
+        self._path = model if isinstance(model, str) else None
+        self._target = None if isinstance(model, str) else ModelTarget(model, adopts=self.scheme.adopts)
+
+    def register_worker_transport(self, pipe: Any) -> None:
+        """Sets this worker's end of the connection, or a transport."""
+        self._transport = pipe if isinstance(pipe, TransportBackend) else self.scheme.create_transport(pipe)
+
+    def receive(self, timeout: float = 0.0) -> int | None:
+        """Applies weights that have come, and answers the sender; returns their version, or None where nothing came or
+        they were refused, of which the sender learns.
+
+        Raises  WorkerError where the sender has ended
+        """
+        if self._transport is None or (received := self._transport.receive(timeout)) is None:
+            return None
+        model_id, payload = received
+        try:
+            self.update_weights(payload.weights, version=payload.version, model_id=model_id)
+        except Exception as error:
+            self._transport.answer(f"{type(error).__name__}: {error}")
+            return None
+        self._transport.answer()
+        return payload.version
+
+    def apply_weights(self, weights: Any) -> None:
+        """Applies weights that were read from the transport by hand, and answers the sender. Raises ConfigError
+        without a model, WeightSyncError where they do not fit it.
+        """
+        pending = None if self._transport is None else self._transport.pending
+        version = self.version + 1 if pending is None else pending.version
+        try:
+            self.update_weights(named_tensors(weights), version=version)
+        except Exception as error:
+            if self._transport is not None:
+                self._transport.answer(f"{type(error).__name__}: {error}")
+            raise
+        if self._transport is not None:
+            self._transport.answer()
+
+    def update_weights(self, weights: Any, *, version: int, model_id: str | None = None) -> None:
+        """Writes weights under a version that must grow, all or nothing."""
+        if self._target is None:
+            path, context = self._path or model_id, self._context()
+            if path is None or context is None:
+                raise ConfigError(
+                    f"WeightReceiver: a model must be registered to apply weights of {model_id!r}: call "
+                    "register_model, or set_context with the object that holds it."
+                )
+            self.register_model(resolve(context, path))
+        publish(weights, self._target, version)
+
+
+class MultiProcessWeightSyncScheme(WeightSyncScheme):
+    """Weights through a pipe per worker, copied into the worker's model.
+
+    ``pipe_or_context`` is one end of a duplex `multiprocessing.Pipe` that carries nothing else.
+    """
+
+    def create_transport(self, pipe_or_context: Any) -> TransportBackend:
+        return MPTransport(pipe_or_context, self.timeout, strategy=self.strategy)
+
+
+class SharedMemWeightSyncScheme(WeightSyncScheme):
+    """Weights in blocks of shared memory, written once for all workers of this machine, whose parameters become views
+    of a block: a worker must not change them. A pipe per worker carries the versions.
+
+    policy_weights  {model id: TensorDict} as for ``register_shared_weights``
+    auto_register   False: only registered model ids can be sent
+    """
+
+    adopts = True
+
+    def __init__(
+        self,
+        policy_weights: Mapping[str, TensorDictBase] | None = None,
+        strategy: Strategy = "tensordict",
+        auto_register: bool = True,
+        *,
+        timeout: float = 10.0,
+    ) -> None:
+        super().__init__(strategy, timeout=timeout)
+        self.policy_weights = dict(policy_weights or {})
+        self.auto_register = auto_register
+
+    def register_shared_weights(self, model_id: str, weights: TensorDictBase) -> None:
+        """Declares a model's weights. They are written at every update, for processes that hold them too."""
+        SharedMemTransport(self.policy_weights).register_weights(model_id, weights)
+        self.policy_weights[model_id] = weights
+
+    def create_transport(self, pipe_or_context: Any) -> SharedMemTransport:
+        return SharedMemTransport(
+            self.policy_weights,
+            self.auto_register,
+            pipe=pipe_or_context,
+            timeout=self.timeout,
+            strategy=self.strategy,
+        )
+
+    def create_packer(self) -> Packer:
+        slots = Slots(self.policy_weights, self.auto_register)
+
+        def write(model_id: str, weights: Any, version: int, transports: Collection[Any]) -> Payload:
+            busy = set().union(*(transport.busy for transport in transports))
+            return slots.write(model_id, weights, version, busy)
+
+        return write
+
+
+class NoWeightSyncScheme(WeightSyncScheme):
+    """Takes weights and sends nothing: for a model that workers do not use, or share with the trainer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def create_transport(self, pipe_or_context: Any = None) -> TransportBackend:
+        return _NoTransport()
+
+    def create_packer(self) -> Packer:
+        return lambda model_id, weights, version, transports: Payload(version, {}, torch.empty(0))
+
+
+class _NoTransport(TransportBackend):
+    def send_weights(self, model_id: str, weights: Any) -> None:
+        pass
+
+    def wait(self, deadline: float) -> None:
+        pass
+
+    def receive(self, timeout: float) -> None:
+        return None
+
+    def answer(self, problem: str = "") -> None:
+        pass
+
+
+def _weakly(context: Any) -> Context:
+    try:
+        return weakref.ref(context)
+    except TypeError:  # an object that has no weak references
+        return lambda: context

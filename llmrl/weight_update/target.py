@@ -1,0 +1,121 @@
+"""The weights of a model in this process: found by path, checked whole, written in place."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+from llmrl.errors import ConfigError, WeightSyncError, did_you_mean
+
+__all__ = ["ModelTarget", "named_tensors", "resolve"]
+
+
+class ModelTarget:
+    """A model that `publish` can write into: a module, or named tensors (a mapping, a TensorDict).
+
+    A module needs every name of its ``state_dict``, a tied weight under one of its names. Buffers that its
+    ``state_dict`` leaves out may be among the weights, and are left as they are. Floating-point weights are converted
+    to the dtype of the model; other dtypes must be equal.
+
+    adopts   parameters of a module become views of the given tensors where device and dtype allow, without a copy
+
+    >>> target = ModelTarget(nn.Linear(2, 1))
+    >>> target.update_weights({"weight": torch.ones(1, 2), "bias": torch.zeros(1)}, version=1)
+    >>> target.model(torch.ones(2)).item()
+    2.0
+    >>> target.update_weights({"weight": torch.ones(1, 2)}, version=2)
+    Traceback (most recent call last):
+    llmrl.errors.WeightSyncError: Linear: 'bias' is missing from the weights. Nothing was written.
+    """
+
+    def __init__(self, model: nn.Module | TensorDictBase | Mapping[str, Tensor], *, adopts: bool = False) -> None:
+        self.model, self.version, self._adopts = model, 0, adopts
+
+    @property
+    def unsaved_buffers(self) -> frozenset[str]:
+        """Names of buffers outside the ``state_dict``."""
+        if not isinstance(self.model, nn.Module):
+            return frozenset()
+        names = {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
+        return frozenset(names - self.model.state_dict(keep_vars=True).keys()) if names else frozenset()
+
+    def check(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The model's own tensors by name. Raises WeightSyncError where ``weights`` do not fit them."""
+        own, who = self._tensors(), type(self.model).__name__
+        for name in weights:
+            if name not in own:
+                raise WeightSyncError(
+                    f"{who}: no weight is called {name!r}{did_you_mean(name, own)} Nothing was written."
+                )
+        given = {id(own[name]) for name in weights}
+        for name, tensor in own.items():
+            if name not in weights:
+                if id(tensor) in given:
+                    continue  # tied, and written under its other name
+                raise WeightSyncError(f"{who}: {name!r} is missing from the weights. Nothing was written.")
+            new = weights[name]
+            converts = tensor.is_floating_point() and new.is_floating_point()
+            if new.shape != tensor.shape or not (converts or new.dtype == tensor.dtype):
+                raise WeightSyncError(
+                    f"{who}: {name!r} must be {tensor.dtype} {tuple(tensor.shape)}: got {new.dtype} "
+                    f"{tuple(new.shape)}. Nothing was written."
+                )
+        return own
+
+    @torch.no_grad()
+    def update_weights(self, weights: Mapping[str, Tensor] | None, *, version: int) -> None:
+        """Writes all of them, or raises WeightSyncError and writes nothing."""
+        if weights is not None:
+            own = self.check(weights)
+            for name, new in weights.items():
+                old = own[name]
+                if (
+                    self._adopts
+                    and isinstance(old, nn.Parameter)
+                    and (old.dtype, old.device) == (new.dtype, new.device)
+                ):
+                    old.data = new
+                else:
+                    old.copy_(new)
+        self.version = version
+
+    def _tensors(self) -> dict[str, Tensor]:
+        if isinstance(self.model, nn.Module):
+            return self.model.state_dict(keep_vars=True)
+        return named_tensors(self.model)
+
+
+def named_tensors(weights: Any) -> Any:
+    """A module or a TensorDict as a flat mapping of dotted names that shares its memory; anything else as it is."""
+    if isinstance(weights, nn.Module):
+        return weights.state_dict()
+    return dict(weights.flatten_keys(".").items()) if isinstance(weights, TensorDictBase) else weights
+
+
+def resolve(context: Any, path: str) -> Any:
+    """The object at an attribute path.
+
+    >>> resolve(nn.Sequential(nn.Linear(1, 1), nn.ReLU()), "[0].bias").shape
+    torch.Size([1])
+    """
+    value, done = context, ""
+    for part in re.findall(r"\[[^\]]*\]|[^.\[\]]+", path):
+        try:
+            if part.startswith("["):
+                key = part[1:-1].strip("'\"")
+                value = value[int(key) if re.fullmatch(r"-?\d+", key) else key]
+            else:
+                value = getattr(value, part)
+        except (AttributeError, LookupError, TypeError) as error:
+            raise ConfigError(
+                f"weights of {path!r}: {type(value).__name__} at {done or 'the start'!r} must have {part!r}: "
+                f"{type(error).__name__}: {error}. A model id is an attribute path such as 'policy' or "
+                "'env.transform[0].actor'."
+            ) from error
+        done += part if part.startswith("[") or not done else f".{part}"
+    return value

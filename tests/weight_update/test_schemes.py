@@ -1,0 +1,308 @@
+"""A sender hands weights to workers, each of which applies them whole at a boundary of its own, and answers."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import multiprocessing as mp
+from torch import nn
+
+from llmrl.errors import ConfigError, DeadlineError, MissingKeyError, WeightSyncError, WorkerError
+from llmrl.testing import tiny_model
+from llmrl.weight_update import (
+    MultiProcessWeightSyncScheme,
+    NoWeightSyncScheme,
+    SharedMemWeightSyncScheme,
+)
+
+FORK = mp.get_context("fork")
+SCHEMES = pytest.mark.parametrize("make_scheme", [MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme])
+
+
+def make_model(value=0.0):
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    return fill(model, value)
+
+
+@torch.no_grad()
+def fill(model, value):
+    for tensor in model.state_dict().values():
+        tensor.fill_(value)
+    return model
+
+
+def connect(scheme, model, worker=0, sender=None):
+    """A sender and a receiver in this process."""
+    sender, receiver, (ours, theirs) = sender or scheme.create_sender(), scheme.create_receiver(), mp.Pipe()
+    sender.register_worker(worker, ours)
+    receiver.register_model(model)
+    receiver.register_worker_transport(theirs)
+    return sender, receiver
+
+
+def work(scheme, theirs, results, model, stop_after):
+    """A worker's process: reports the values that its model holds after each update."""
+    receiver = scheme.create_receiver()
+    receiver.register_model(model)
+    receiver.register_worker_transport(theirs)
+    for _ in range(stop_after):
+        version = receiver.receive(timeout=20)
+        results.put((version, sorted({v for t in model.state_dict().values() for v in t.reshape(-1).tolist()})))
+
+
+@SCHEMES
+@pytest.mark.parametrize("as_given", ["module", "state_dict", "tensordict"])
+def test_workers_in_processes_get_every_version_in_any_form(make_scheme, as_given):
+    scheme, sender, workers = make_scheme(), make_scheme().create_sender(), []
+    for index in range(2):
+        (ours, theirs), results = mp.Pipe(), FORK.SimpleQueue()
+        process = FORK.Process(target=work, args=(scheme, theirs, results, make_model(), 4), daemon=True)
+        process.start()
+        theirs.close()
+        sender.register_worker(index, ours)
+        workers.append((process, results))
+    source = make_model()
+    form = {"module": lambda m: m, "state_dict": nn.Module.state_dict, "tensordict": TensorDict.from_module}[as_given]
+    for version in range(1, 5):
+        sender.update_weights(form(fill(source, version)))
+        fill(source, 99)  # what was handed over is a copy
+        assert [results.get() for _, results in workers] == [(version, [version])] * 2
+    sender.wait()
+    for process, _ in workers:
+        process.join(10)
+    sender.update_weights(form(source))  # found out by the wait: nothing was under way
+    with pytest.raises(WorkerError, match=r"worker 0 \(model 'policy'\).*unregister_worker(.|\n)*worker 1"):
+        sender.wait()
+
+
+@SCHEMES
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (lambda w: w.pop("0.bias"), "'0.bias' is missing"),
+        (lambda w: w.update({"0.bias": torch.zeros(4)}), r"must be torch.float32 \(3,\): got torch.float32 \(4,\)"),
+        (lambda w: w.update({"0.bias": torch.zeros(3).int()}), "got torch.int32"),
+        (lambda w: w.update({"0.bia": torch.zeros(3)}), r"no weight is called '0.bia'.*0.bias"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_whole_and_the_next_ones_are_taken(make_scheme, spoil, told):
+    model, other = make_model(), make_model()
+    sender, receiver = connect(make_scheme(), model)
+    _, second = connect(sender.scheme, other, worker=1, sender=sender)
+    weights = make_model(1).state_dict()
+    spoil(weights)
+    sender.update_weights(weights)
+    assert receiver.receive(1) is None
+    assert second.receive(1) is None
+    with pytest.raises(WeightSyncError, match=rf"worker 0 \(model 'policy'\) refused version 1.*{told}"):
+        sender.update_weights(make_model(2))
+    assert all((tensor == 0).all() for tensor in model.state_dict().values())
+    sender.update_weights(make_model(2))
+    assert (receiver.receive(1), second.receive(1), receiver.version) == (2, 2, 2)
+    sender.wait()
+    assert all((tensor == 2).all() for tensor in (*model.state_dict().values(), *other.state_dict().values()))
+
+
+@SCHEMES
+def test_a_sender_that_knows_the_model_refuses_before_it_sends(make_scheme):
+    sender, receiver = connect(make_scheme(), make_model())
+    sender.set_context(owner := SimpleNamespace(policy=make_model()), "policy")
+    with pytest.raises(WeightSyncError, match=r"'1\.running_var' is missing"):
+        sender.update_weights({k: v for k, v in owner.policy.state_dict().items() if k != "1.running_var"})
+    assert receiver.receive() is None
+    assert sender.version == 0
+
+
+@SCHEMES
+def test_a_version_that_goes_backwards_is_refused(make_scheme):
+    scheme, model = make_scheme(), make_model()
+    sender, receiver = connect(scheme, model)
+    for _ in range(2):
+        sender.update_weights(make_model(1))
+        receiver.receive(1)
+    fresh, (ours, theirs) = scheme.create_sender(), mp.Pipe()
+    fresh.register_worker("a", ours)
+    receiver.register_worker_transport(theirs)
+    fresh.update_weights(make_model(2))
+    assert receiver.receive(1) is None
+    with pytest.raises(WeightSyncError, match=r"worker 'a'.*got 1 after 2"):
+        fresh.wait()
+    assert (model[0].weight == 1).all()
+
+
+@SCHEMES
+def test_a_worker_that_never_polls_is_named_at_the_deadline_and_may_recover(make_scheme):
+    model = make_model()
+    sender, receiver = connect(make_scheme(timeout=0.2), model)
+    sender.update_weights(make_model(1))
+    started = time.monotonic()
+    with pytest.raises(DeadlineError, match=r"worker 0.*version 1.*receiver\.receive"):
+        sender.update_weights(make_model(2))
+    assert time.monotonic() - started < 2
+    assert receiver.receive(1) == 1
+    sender.update_weights(make_model(2))
+    assert receiver.receive(1) == 2
+    sender.unregister_worker(0)
+    sender.update_weights(make_model(3))
+    sender.wait()
+
+
+@SCHEMES
+def test_more_weights_than_a_pipe_holds_wait_for_a_worker_that_is_late(make_scheme):
+    sender, receiver = connect(make_scheme(), target := nn.Linear(1000, 1000))
+    sender.update_weights(source := nn.Linear(1000, 1000))
+    assert receiver.receive(5) == 1
+    assert torch.equal(source.weight, target.weight)
+
+
+@SCHEMES
+def test_several_models_of_a_context_and_their_paths(make_scheme):
+    inner = SimpleNamespace(policy=make_model(), env=SimpleNamespace(transform=[SimpleNamespace(actor=make_model())]))
+    scheme, pairs = make_scheme(), {}
+    for number, path in enumerate(["policy", "env.transform[0].actor"], start=1):
+        sender, receiver, (ours, theirs) = scheme.create_sender(), scheme.create_receiver(), mp.Pipe()
+        sender.set_context(inner, path)
+        sender.register_worker(0, ours)
+        receiver.set_context(inner)
+        receiver.register_worker_transport(theirs)  # without a model: the one at the sender's id
+        pairs[path] = sender, receiver
+        sender.update_weights(make_model(number))
+    assert [receiver.receive(1) for _, receiver in pairs.values()] == [1, 1]
+    assert (inner.policy[0].weight == 1).all()
+    assert (inner.env.transform[0].actor[0].weight == 2).all()
+    sender, receiver = pairs["policy"]
+    pairs["env.transform[0].actor"][0].update_weights("policy")  # the path of another model
+    assert pairs["env.transform[0].actor"][1].receive(1) == 2
+    assert (inner.env.transform[0].actor[0].weight == 1).all()
+    fresh, unknown = connect(scheme, "env.transform[1].actor")
+    unknown.set_context(inner)
+    fresh.update_weights(make_model(3))
+    unknown.receive(1)
+    with pytest.raises(WeightSyncError, match=r"\[1\].*IndexError"):
+        fresh.wait()
+
+
+@SCHEMES
+def test_worker_ids_choose_who_gets_a_version(make_scheme):
+    models = [make_model(), make_model()]
+    sender, first = connect(make_scheme(), models[0])
+    _, second = connect(sender.scheme, models[1], worker=1, sender=sender)
+    sender.update_weights(make_model(1), worker_ids=[1])
+    assert (first.receive(), second.receive(1)) == (None, 1)
+    sender.update_weights(make_model(2))
+    assert (first.receive(1), second.receive(1)) == (2, 2)
+    with pytest.raises(ConfigError, match=r"\[7\] are not registered"):
+        sender.update_weights(make_model(1), worker_ids=[7])
+
+
+@SCHEMES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_hugging_face_model_with_buffers_that_are_not_saved_and_tied_weights(make_scheme, dtype):
+    source, target = tiny_model(), tiny_model().to(dtype)
+    with torch.no_grad():
+        for parameter in source.parameters():
+            parameter.add_(1)
+    sender, receiver = connect(make_scheme(), target)
+    for weights in (TensorDict.from_module(source), source, source.state_dict()):
+        sender.update_weights(weights)
+        receiver.receive(5)
+        sender.wait()
+    for name, tensor in target.state_dict().items():
+        assert torch.equal(tensor, source.state_dict()[name].to(dtype)), name
+
+
+def test_shared_memory_is_one_block_for_all_workers_and_two_in_turn():
+    scheme, models = SharedMemWeightSyncScheme(), [make_model(), make_model()]
+    sender, first = connect(scheme, models[0])
+    _, second = connect(scheme, models[1], worker=1, sender=sender)
+    for version in range(1, 6):
+        sender.update_weights(make_model(version))
+        assert (first.receive(1), second.receive(1)) == (version, version)
+        with torch.no_grad():
+            models[0][0].weight.fill_(-version)  # a worker must not do this: it shows that the other one sees it
+        assert (models[1][0].weight == -version).all()
+        assert (models[1][0].bias == version).all()
+    assert len(sender._transports[1]._known) == 2
+
+
+def test_registered_shared_weights_are_kept_up_to_date_and_others_refused():
+    held = TensorDict.from_module(make_model()).data.clone().share_memory_()
+    scheme = SharedMemWeightSyncScheme(auto_register=False)
+    sender, receiver = connect(scheme, make_model())
+    with pytest.raises(MissingKeyError, match="model 'policy' must be registered"):
+        sender.update_weights(make_model(1))
+    scheme.register_shared_weights("policy", held)
+    place = held["0", "weight"].data_ptr()
+    sender.update_weights(make_model(1))
+    assert receiver.receive(1) == 1
+    assert (held["0", "weight"] == 1).all()
+    assert held["0", "weight"].data_ptr() == place
+
+
+def test_no_scheme_takes_everything_and_sends_nothing():
+    scheme, model = NoWeightSyncScheme(), make_model()
+    sender, receiver = scheme.create_sender(), scheme.create_receiver()
+    sender.register_worker(0, None)
+    receiver.register_model(model)
+    receiver.register_worker_transport(None)
+    sender.update_weights(make_model(1))
+    sender.wait()
+    assert receiver.receive() is None
+    assert (model[0].weight == 0).all()
+
+
+def test_the_documents_examples_return_and_the_receiver_reads_by_hand():
+    policy = nn.Linear(4, 2)
+    scheme = MultiProcessWeightSyncScheme(strategy="state_dict")
+    sender = scheme.create_sender()
+    parent_pipe, child_pipe = mp.Pipe()
+    sender.register_worker(worker_idx=0, pipe_or_context=parent_pipe)
+    sender.update_weights(policy.state_dict())
+
+    shared_scheme = SharedMemWeightSyncScheme(strategy="tensordict", auto_register=True)
+    shared_sender = shared_scheme.create_sender()
+    parent_pipe2, child_pipe2 = mp.Pipe()
+    shared_sender.register_worker(worker_idx=0, pipe_or_context=parent_pipe2)
+    shared_sender.update_weights(TensorDict.from_module(policy))
+
+    for made_by, owner, pipe, kind in (
+        (scheme, sender, child_pipe, dict),
+        (shared_scheme, shared_sender, child_pipe2, TensorDict),
+    ):
+        receiver, mine = made_by.create_receiver(), nn.Linear(4, 2)
+        receiver.register_model(mine)
+        receiver.register_worker_transport(pipe)
+        model_id, weights = receiver._transport.receive_weights(timeout=5.0)
+        assert (model_id, type(weights)) == ("policy", kind)
+        receiver.apply_weights(weights)
+        owner.wait()
+        assert torch.equal(mine.weight, policy.weight)
+        assert receiver._transport.receive_weights(timeout=0.01) is None
+
+
+def test_bad_settings_pipes_and_messages_are_told():
+    with pytest.raises(ConfigError, match="strategy is"):
+        MultiProcessWeightSyncScheme(strategy="pickle")
+    with pytest.raises(ConfigError, match="duplex"):
+        MultiProcessWeightSyncScheme().create_sender().register_worker(0, mp.Pipe(duplex=False)[1])
+    with pytest.raises(ConfigError, match="set_context"):
+        MultiProcessWeightSyncScheme().create_sender().update_weights()
+    with pytest.raises(WeightSyncError, match="'a' must be a tensor: got int"):
+        MultiProcessWeightSyncScheme().create_sender().update_weights({"a": 1})
+    scheme, (ours, theirs) = MultiProcessWeightSyncScheme(), mp.Pipe()
+    receiver = scheme.create_receiver()
+    receiver.register_worker_transport(theirs)
+    with pytest.raises(ConfigError, match="register_model"):
+        receiver.apply_weights({})
+    ours.send("roll")
+    with pytest.raises(WeightSyncError, match="nothing but this sender's weights"):
+        receiver.receive(1)
+    ours.close()
+    with pytest.raises(WorkerError, match="sender must stay"):
+        receiver.receive(1)
+    assert pickle.loads(pickle.dumps(scheme)).timeout == 10.0
