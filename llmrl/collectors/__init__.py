@@ -2,6 +2,16 @@
 
 from llmrl.collectors.base import DataCollectorBase
 from llmrl.collectors.collector import SyncDataCollector
+from llmrl.collectors.multi import MultiaSyncDataCollector, MultiSyncDataCollector, aSyncDataCollector
 from llmrl.collectors.weight_updaters import EngineUpdater, VanillaWeightUpdater, WeightUpdaterBase
 
-__all__ = ["DataCollectorBase", "EngineUpdater", "SyncDataCollector", "VanillaWeightUpdater", "WeightUpdaterBase"]
+__all__ = [
+    "DataCollectorBase",
+    "EngineUpdater",
+    "MultiSyncDataCollector",
+    "MultiaSyncDataCollector",
+    "SyncDataCollector",
+    "VanillaWeightUpdater",
+    "WeightUpdaterBase",
+    "aSyncDataCollector",
+]

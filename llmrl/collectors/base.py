@@ -19,7 +19,7 @@ from llmrl.collectors.utils import split_trajectories
 from llmrl.collectors.weight_updaters import WeightUpdaterBase
 from llmrl.errors import ConfigError, UnsupportedError, did_you_mean
 
-__all__ = ["CollectorOptions", "DataCollectorBase"]
+__all__ = ["CollectorOptions", "DataCollectorBase", "registered"]
 
 Device = torch.device | str | None
 Weights = nn.Module | TensorDictBase | Mapping[str, Tensor]
@@ -261,3 +261,11 @@ class DataCollectorBase(abc.ABC):
     @abc.abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from ``state``."""
+
+
+def registered(updater: Any, collector: DataCollectorBase) -> WeightUpdaterBase | None:
+    """The weight updater, made where a function was given, and told of its collector."""
+    if updater is not None:
+        updater = updater if isinstance(updater, WeightUpdaterBase) else updater()
+        updater.register_collector(collector)
+    return updater

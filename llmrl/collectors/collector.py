@@ -16,9 +16,9 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 from tensordict.nn import set_interaction_type
 from torch import Tensor, nn
 
-from llmrl.collectors.base import CollectorOptions, DataCollectorBase, Weights
+from llmrl.collectors.base import CollectorOptions, DataCollectorBase, Weights, registered
 from llmrl.collectors.policy_setup import acting, placed, same_device
-from llmrl.collectors.weight_updaters import VanillaWeightUpdater, WeightUpdaterBase
+from llmrl.collectors.weight_updaters import WeightUpdaterBase
 from llmrl.concurrency.shared_exclusive_lock import SharedExclusiveLock
 from llmrl.data.ted_utils import as_key, reduce_right
 from llmrl.envs.base import EnvBase
@@ -27,6 +27,8 @@ from llmrl.envs.td_ops import stack_steps
 from llmrl.envs.transforms.step_counter import StepCounter
 from llmrl.envs.transforms.transformed_env import TransformedEnv
 from llmrl.errors import ConfigError, DeadlineError, WorkerError
+from llmrl.weight_update import ModelTarget, MultiProcessWeightSyncScheme, NoWeightSyncScheme, WeightSender
+from llmrl.weight_update.target import resolve
 
 __all__ = ["SyncDataCollector"]
 
@@ -77,7 +79,8 @@ class SyncDataCollector(DataCollectorBase):
         self._act = self.env.rand_action if self.policy is None else acting(self.policy, self.env, self.options)
         self._tracker = _tracker(self.options.track_policy_version)
         self._version = 0 if self._tracker is None else self._tracker.version
-        self._weight_updater = self._make_updater(self.options.weight_updater)
+        self._weight_updater = registered(self.options.weight_updater, self)
+        self._senders = self._make_senders()
         self._step_counter = next((t for t in _transforms(self.env) if isinstance(t, StepCounter)), None)
         self.next_id, self.id_stride = 0, 1  # of trajectories; worker i of n counts i, i + n, ..., which is unique
         self.before_step: Callable[[], None] | None = None  # called where weights may change: between two steps
@@ -86,7 +89,7 @@ class SyncDataCollector(DataCollectorBase):
         self._ids = torch.zeros(0, dtype=torch.int64)
         self._without: frozenset[tuple[str, ...]] | None = None
         self._same: TensorDictBase | None = None
-        self._taken = 0  # frames of the batch that was collected last
+        self.frames_taken = 0  # of the batch that was collected last
         self._thread: threading.Thread | None = None
         self._gate: SharedExclusiveLock | None = None  # held by a step of the thread, and by who pauses it
         self._stopped = threading.Event()
@@ -105,13 +108,12 @@ class SyncDataCollector(DataCollectorBase):
     def deliver(self, batch: TensorDictBase) -> TensorDictBase | None:
         """Hands a batch out: to the replay buffer, where there is one, else to the caller."""
         options = self.options
-        taken = self._taken
         out = options.finished(batch)
         if options.return_same_td and not options.split_trajs and options.postproc is None:
             self._same = out = out if self._same is None else self._same.update_(out)
         if self.replay_buffer is not None and options.extend_buffer:
             self._extend(out)
-        self.counters["delivered"] += taken
+        self.counters["delivered"] += self.frames_taken
         self._batches_out += 1
         return None if self.replay_buffer is not None else out
 
@@ -147,7 +149,7 @@ class SyncDataCollector(DataCollectorBase):
             self._root = None  # of no use after a step that failed half way: the next batch begins with a reset
             self.counters["dropped"] += len(steps) * self._num_envs
             raise
-        self._taken, self._steps = len(steps) * self._num_envs, []
+        self.frames_taken, self._steps = len(steps) * self._num_envs, []
         return self._completed(self._assembled(steps, ids, versions), wanted)
 
     def _step(self, *, is_random: bool) -> TensorDictBase:
@@ -293,27 +295,45 @@ class SyncDataCollector(DataCollectorBase):
     def weight_updater(self) -> WeightUpdaterBase | None:
         return self._weight_updater
 
-    def _make_updater(self, given: Any) -> WeightUpdaterBase | None:
-        updater = given() if given is not None and not isinstance(given, WeightUpdaterBase) else given
-        if updater is None and isinstance(self.policy, nn.Module):
-            updater = VanillaWeightUpdater(weight_getter=lambda: self._source, policy_weights=self.policy)
-        if updater is not None:
-            updater.register_collector(self)
-        return updater
+    def _make_senders(self) -> dict[str, WeightSender]:
+        """By model id; the models are in this process, so most only check and name the weights."""
+        schemes = self.options.weight_sync_schemes
+        if schemes is None:
+            schemes = {"policy": MultiProcessWeightSyncScheme()} if isinstance(self.policy, nn.Module) else {}
+        senders = {}
+        for model_id, scheme in schemes.items():
+            sender = senders[model_id] = scheme.create_sender()
+            sender.set_context(self, model_id)
+            if scheme.per_worker:
+                resolve(self, model_id)  # a path that leads nowhere is told now
+        return senders
 
     def _update_weights(self, updates: Mapping[str, Weights | None], worker_ids: Sequence[int] | None) -> None:
         with self.pause():
             self.detach_steps()
             for model_id, weights in updates.items():
-                self._update_model(model_id, weights, worker_ids)
+                if model_id == "policy" and self._weight_updater is not None:
+                    self._weight_updater.push_weights(weights, worker_ids)
+                    continue
+                if model_id in self._senders:
+                    self._send(self._senders[model_id], weights)
+                elif model_id != "policy" or weights is not None:
+                    raise ConfigError(
+                        f"{type(self).__name__}: model {model_id!r} must have a scheme in weight_sync_schemes: got "
+                        f"schemes for {list(self._senders)}."
+                    )
+                if model_id == "policy":
+                    self.increment_version()
 
-    def _update_model(self, model_id: str, weights: Weights | None, worker_ids: Sequence[int] | None) -> None:
-        if model_id != "policy":
-            raise ConfigError(f"{type(self).__name__}: model {model_id!r} must have a scheme in weight_sync_schemes.")
-        if self._weight_updater is None or (weights is None and self.policy is self._source):
-            self.increment_version()  # the policy is the trainer's own
-        else:
-            self._weight_updater.push_weights(weights, worker_ids)
+    def _send(self, sender: WeightSender, weights: Weights | None) -> None:
+        if weights is None and sender.model_id == "policy":
+            if self.policy is self._source:
+                return  # the policy is the trainer's own
+            weights = self._source
+        if not sender.scheme.per_worker:
+            sender.update_weights(weights)
+        elif not isinstance(sender.scheme, NoWeightSyncScheme):
+            ModelTarget(resolve(self, sender.model_id)).update_weights(sender.prepare(weights), version=0)
 
     def detach_steps(self) -> None:
         """Copies the steps of a batch under way, before weights change: a policy may have written views of them."""
@@ -326,6 +346,12 @@ class SyncDataCollector(DataCollectorBase):
         else:
             self._tracker.increment_version()
             self._version = self._tracker.version
+
+    def set_version(self, version: int | str) -> None:
+        """Moves to a version that was given with the weights."""
+        self._version = version
+        if self._tracker is not None:
+            self._tracker.set_version(version)
 
     # -- seeds and state -----------------------------------------------------------------------------------------------
 
@@ -350,9 +376,8 @@ class SyncDataCollector(DataCollectorBase):
                 self.policy.load_state_dict(state["policy_state_dict"])
             self.env.load_state_dict(state["env_state_dict"])
             self.counters.update(produced=state["frames"], delivered=state["frames"], dropped=0)
-            self._batches_out, self._version = state["iter"], state["version"]
-            if self._tracker is not None:
-                self._tracker.set_version(state["version"])
+            self._batches_out = state["iter"]
+            self.set_version(state["version"])
             self.next_id = state["traj_ids"]
             self._root = None
 
