@@ -48,7 +48,8 @@ PUBLIC = {
     "StopReason",
     "llmrl.modules.llm.log_probs": "token_logprobs TokenScorer TokenScores",
     "llmrl.envs.libs.gym": "GymEnv GymWrapper",
-    "llmrl.envs": "EnvBase GymEnv GymWrapper Transform Compose TransformedEnv StepCounter check_env_specs step_mdp",
+    "llmrl.envs": "EnvBase GymEnv GymWrapper SerialEnv ParallelEnv Transform "
+    "Compose TransformedEnv StepCounter check_env_specs step_mdp",
     "llmrl.envs.llm": "ChatEnv DatasetChatEnv GSM8KEnv GSM8KRewardParser GSM8KPrepareQuestion make_gsm8k_env "
     "MATHEnv MATHRewardParser CountdownEnv CountdownRewardParser IFEvalEnv IfEvalScorer IFEvalScoreData TaskEnv "
     "LLMEnv LLMHashingEnv MLGymWrapper make_mlgym",

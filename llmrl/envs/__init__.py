@@ -1,7 +1,9 @@
 """Environments: the `EnvBase` contract, its helpers and transforms. Language-model envs are in `llmrl.envs.llm`."""
 
 from llmrl.envs.base import EnvBase
+from llmrl.envs.batched import SerialEnv
 from llmrl.envs.libs import GymEnv, GymWrapper
+from llmrl.envs.parallel import ParallelEnv
 from llmrl.envs.step import step_mdp
 from llmrl.envs.transforms import (
     Compose,
@@ -21,7 +23,9 @@ __all__ = [
     "GymWrapper",
     "MultiStepTransform",
     "NextStateReconstructor",
+    "ParallelEnv",
     "RandomCropTensorDict",
+    "SerialEnv",
     "StepCounter",
     "Transform",
     "TransformedEnv",

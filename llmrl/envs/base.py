@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torch import Tensor
 
 from llmrl.data.ragged.tensordicts import new_tensordict
 from llmrl.data.specs import Composite
 from llmrl.envs.specs import DONE_KEYS, EnvSpecs
 from llmrl.envs.step import next_seed, step_mdp
-from llmrl.envs.td_ops import fill_missing, put_rows, required, shallow_copy, stack_steps
+from llmrl.envs.td_ops import fill_missing, put_rows, required, shallow_copy, stack_steps, update_rows
 from llmrl.envs.utils import check_env_specs
 from llmrl.errors import ConfigError, RolloutError, ShapeError
 
@@ -186,6 +186,8 @@ class EnvBase(EnvSpecs, abc.ABC):
         if self.batch_locked:  # such an env cannot start some rows: all start, and the others are put back
             start = _start_from(given, batch_size, without=("_reset",))
             whole = self._start(start.set("_reset", rows.unsqueeze(-1)))
+            if isinstance(old, LazyStackedTensorDict) or isinstance(whole, LazyStackedTensorDict):
+                return update_rows(old, rows.unsqueeze(-1), whole)
             new = whole[rows]
             fill_missing(old, whole)
         else:
@@ -199,6 +201,8 @@ class EnvBase(EnvSpecs, abc.ABC):
         if td.batch_size != reset_td.batch_size:  # the data ran out and fewer rows than asked for have started
             return reset_td
         out = shallow_copy(td, without=("_reset", "next"))
+        if isinstance(out, LazyStackedTensorDict) or isinstance(reset_td, LazyStackedTensorDict):
+            return update_rows(out, torch.ones((*out.batch_size, 1), dtype=torch.bool), reset_td)
         for key, value in reset_td.items():
             out.set(key, value)
         return out

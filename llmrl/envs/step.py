@@ -50,10 +50,11 @@ def step_mdp(
 
 def _next_root(td: TensorDictBase, next_tree: _KeyTree, root_tree: _KeyTree | None) -> TensorDictBase:
     # The trees name the entries to leave out of "next" and of the root; None leaves the whole root out.
-    if isinstance(td, LazyStackedTensorDict):
-        rows = [_next_root(row, next_tree, root_tree) for row in td.tensordicts]
-        return LazyStackedTensorDict.lazy_stack(rows, td.stack_dim)
-    next_td = required(td, "next", "step_mdp", "step the env first")
+    next_td = None if isinstance(td, LazyStackedTensorDict) else required(td, "next", "step_mdp", "step the env first")
+    stack = td if next_td is None else next_td
+    if isinstance(stack, LazyStackedTensorDict):
+        rows = [_next_root(row, next_tree, root_tree) for row in td.unbind(stack.stack_dim)]
+        return LazyStackedTensorDict.lazy_stack(rows, stack.stack_dim)
     entries: dict[str, Any] = {}
     if root_tree is not None:
         for key, value in td.items():

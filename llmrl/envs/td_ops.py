@@ -25,7 +25,7 @@ from torch import Tensor
 from llmrl.data.ragged.tensordicts import dim_names, entries_of, inner, new_tensordict, present_keys, rewrap
 from llmrl.errors import MissingKeyError, ShapeError
 
-__all__ = ["fill_missing", "present_keys", "put_rows", "required", "shallow_copy", "stack_steps"]
+__all__ = ["fill_missing", "present_keys", "put_rows", "required", "shallow_copy", "stack_steps", "update_rows"]
 
 
 def required(td: TensorDictBase, key: NestedKey, reader: str, remedy: str = "", *, as_list: bool = False) -> Any:
@@ -48,6 +48,10 @@ def shallow_copy(td: TensorDictBase, without: Collection[str] = ()) -> TensorDic
 
 def fill_missing(td: TensorDictBase, other: TensorDictBase) -> None:
     """Gives ``td``, in place, the entries of ``other`` that it lacks; plain nested tensordicts are filled in turn."""
+    if isinstance(td, LazyStackedTensorDict):
+        for row, more in zip(td.tensordicts, other.unbind(td.stack_dim), strict=True):
+            fill_missing(row, more)
+        return
     keys = td.keys()
     for key, value in other.items():
         if key not in keys:
@@ -79,6 +83,20 @@ def put_rows(old: TensorDictBase, rows: Tensor, new: TensorDictBase, *, reader: 
         except (RuntimeError, IndexError) as error:
             raise ShapeError(f"{reader}: the new rows of {key!r} must fit the old ones: {error}") from error
     return out
+
+
+def update_rows(old: TensorDictBase, rows: Tensor, new: TensorDictBase) -> TensorDictBase:
+    """Row by row, for roots that are ragged: the entries of ``old``, overwritten by those of ``new`` where ``rows``
+    (bool[B, *]) has a True, else only completed by them. A new tensordict."""
+    updated = []
+    for overwrite, before, after in zip(rows.flatten(1).any(1).tolist(), old.unbind(0), new.unbind(0), strict=True):
+        row = shallow_copy(before)
+        kept = () if overwrite else before.keys()
+        for key in after.keys():
+            if key not in kept:
+                row.set(key, after.get(key))
+        updated.append(row)
+    return LazyStackedTensorDict.maybe_dense_stack(updated, 0)
 
 
 def stack_steps(steps: Sequence[TensorDictBase], without: Collection[tuple[str, ...]] = ()) -> TensorDictBase:

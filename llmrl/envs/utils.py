@@ -151,6 +151,10 @@ def _for_batch(spec: Composite, declared: torch.Size, batch_size: torch.Size) ->
 
 
 def _undeclared(td: TensorDictBase, specs: list[Composite], prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    if isinstance(td, LazyStackedTensorDict):
+        for row in td.tensordicts:
+            yield from _undeclared(row, specs, prefix)
+        return
     for key, value in td.items():
         declaring = [spec[key] for spec in specs if key in spec]
         if not declaring:

@@ -109,8 +109,11 @@ class TransformedEnv(EnvBase):
         same = self.action_keys == self.base_env.action_keys  # else a transform makes the base env's action of another
         return same and self.base_env._continue_randomly(td, generator)
 
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        super().set_seed(seed)
+        return self.base_env.set_seed(seed, static_seed)
+
     def _set_seed(self, seed: int) -> None:
-        self.base_env.set_seed(seed)
         self.transform._set_seed(seed)
 
     def _get_spec(self, part: str) -> Composite:

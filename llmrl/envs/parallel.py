@@ -1,0 +1,251 @@
+"""`ParallelEnv`: several environments as one, each in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import select
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.util import Finalize
+from typing import Any
+
+import cloudpickle
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import multiprocessing
+
+from llmrl.concurrency.process_monitor import process_state, wait_for_exit
+from llmrl.concurrency.processes import poll_timeout
+from llmrl.envs.batched import BatchedEnv, MakeEnv, keyed
+from llmrl.envs.parallel_worker import SharedRows, serve
+from llmrl.envs.step import next_seed
+from llmrl.errors import ConfigError, DeadlineError, WorkerError
+
+__all__ = ["ParallelEnv"]
+
+_CLOSE = pickle.dumps(("close", ()))
+_STEP = pickle.dumps(("step", ()))
+_UNREADABLE = ("LAZY_LEGACY_OP", "CAPTURE_NONTENSOR_STACK", "LIST_TO_STACK")
+_CLOSE_S = 5.0  # for environments to close; then their processes are killed
+
+
+class ParallelEnv(BatchedEnv):
+    """`SerialEnv` with each env in a process of its own: the same specs, and for the same seed the same numbers.
+
+    Entries go through shared memory that is made from the specs. Where `BatchedEnv` cannot stack entries, and for an
+    action of another dtype or shape than declared, they go as messages.
+
+    Raises  WorkerError where an env raised, with its traceback, or its process ended; DeadlineError where it did not
+            answer in time. Both name the worker, and all processes have ended by then: make a new ParallelEnv
+
+    timeout_s        seconds for one step, or one reset, of all environments
+    start_timeout_s  seconds for the processes to start and make their environments
+    mp_start_method  "forkserver", whose processes share what is imported; "spawn"; or "fork", which starts at once, but
+                     is unsafe after CUDA or with threads. The first two import the main module again: guard what it
+                     does by ``if __name__ == "__main__"``
+
+    The other arguments are `BatchedEnv`'s. The function is pickled with cloudpickle, so that it may be a lambda. A
+    pickled ParallelEnv is its arguments: the copy has processes of its own. They end with `close`, with this object and
+    with this process, however it ends.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        create_env_fn: MakeEnv | Sequence[MakeEnv],
+        *,
+        create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        device: torch.device | str | None = None,
+        timeout_s: float = 60.0,
+        start_timeout_s: float = 120.0,
+        mp_start_method: str = "forkserver",
+    ):
+        if mp_start_method not in (known := multiprocessing.get_all_start_methods()):
+            raise ConfigError(
+                f"ParallelEnv: mp_start_method must be one of {', '.join(known)}: got {mp_start_method!r}."
+            )
+        if not (timeout_s > 0 and start_timeout_s > 0):
+            raise ConfigError(
+                f"ParallelEnv: seconds must be positive: got timeout_s={timeout_s}, start_timeout_s={start_timeout_s}."
+            )
+        self._times = {"timeout_s": timeout_s, "start_timeout_s": start_timeout_s}
+        self._start_method = mp_start_method
+        super().__init__(num_workers, create_env_fn, create_env_kwargs=create_env_kwargs, device=device)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        options = {**self._times, "mp_start_method": self._start_method, "device": self._given_device}
+        return _remade, (self.num_workers, cloudpickle.dumps(self._makers), options)
+
+    def close(self) -> None:
+        if not self.is_closed:
+            super().close()
+            self._end()
+
+    # -- processes -----------------------------------------------------------------------------------------------------
+
+    def _start_envs(self) -> list[dict[str, Any]]:
+        self._given_device = self._device
+        self._last: list[TensorDictBase | None] = [None] * self.num_workers
+        self._is_started = False
+        self._connections: list[Connection] = []
+        self._processes: list[Any] = []
+        self._end = Finalize(self, _end, [self._processes, self._connections], exitpriority=10)
+        self._poller, self._worker_at = select.poll(), {}
+        with self._closed_on_error():
+            for name in _UNREADABLE:  # tensordict writes "None" there, which it cannot read in a new interpreter
+                if os.environ.get(name) == "None":
+                    del os.environ[name]
+            context = multiprocessing.get_context(self._start_method)
+            if self._start_method == "forkserver":
+                context.set_forkserver_preload([serve.__module__])  # imported once, not by each worker
+            recipes = [cloudpickle.dumps(maker) for maker in self._makers]
+            seed = torch.initial_seed()
+            for number, recipe in enumerate(recipes):
+                seed = next_seed(seed)
+                ours, theirs = context.Pipe()
+                process = context.Process(target=serve, args=[theirs, os.getpid(), recipe, seed])
+                process.start()
+                theirs.close()  # the worker's end is in the worker alone: its death ends the connection
+                self._processes.append(process)
+                self._connections.append(ours)
+                for descriptor in (ours.fileno(), process.sentinel):
+                    self._poller.register(descriptor, select.POLLIN)
+                    self._worker_at[descriptor] = number
+            return self._replies(range(self.num_workers), "make its env", "start_timeout_s")
+
+    def _adopt(self, descriptions: Sequence[dict[str, Any]]) -> None:
+        with self._closed_on_error():
+            super()._adopt(descriptions)
+            if self._declared is None:
+                return
+            self._inputs = SharedRows({key: self._declared[key] for key in self._input_keys}, self.num_workers)
+            self._outputs = SharedRows({key: self._declared[key] for key in self._step_keys}, self.num_workers)
+            for number, connection in enumerate(self._connections):
+                connection.send(("share", (self._inputs, self._outputs, number)))
+            self._replies(range(self.num_workers), "map the shared memory", "start_timeout_s")
+
+    def _call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        requests = {number: pickle.dumps(("call", (method, *given))) for number, given in enumerate(arguments)}
+        return self._ask(requests, f"answer {method}()")
+
+    def _step(self, td: TensorDictBase) -> TensorDictBase:
+        if self._declared is not None and self._shared(td):
+            requests = dict.fromkeys(range(self.num_workers), _STEP)
+        else:
+            requests = self._messages("step_row", dict(enumerate(self._input_rows(td))))
+        return self._results(self._ask(requests, "take a step"), requests, self._step_keys)
+
+    def _reset(self, td: TensorDictBase | None) -> TensorDictBase:
+        given = self._reset_rows_given(td)
+        rows = {number: row for number, row in enumerate(given) if row is not None or not self._is_started}
+        requests = self._messages("restart", rows)
+        results = self._ask(requests, "reset")
+        self._is_started = True
+        return self._results(results, requests, self._reset_keys)
+
+    def _shared(self, td: TensorDictBase) -> bool:
+        """Writes what a step reads into the shared memory; False where an entry does not fit it."""
+        for key, column in self._inputs.columns.items():
+            value = td.get(key, None)
+            if value is None or value.shape != column.shape or value.dtype != column.dtype:
+                return False
+            column.copy_(value)
+        return True
+
+    def _messages(self, method: str, rows: Mapping[int, TensorDictBase | None]) -> dict[int, bytes]:
+        """The requests; a row is copied since pickling a view would send the memory that it looks at."""
+        shared = self._declared is not None
+        copies = {number: None if row is None else row.clone() for number, row in rows.items()}
+        return {number: pickle.dumps((method, (copy, shared))) for number, copy in copies.items()}
+
+    def _results(
+        self, results: Sequence[TensorDictBase | None], numbers: Iterable[int], keys: Sequence[NestedKey]
+    ) -> TensorDictBase:
+        if self._declared is None:
+            for number, result in zip(numbers, results, strict=True):
+                self._last[number] = result
+            return self._joined(self._last, keys)
+        td = keyed({key: self._outputs.columns[key].clone() for key in keys}, self.batch_size)
+        return td if self.device is None else td.to(self.device)
+
+    def _ask(self, requests: Mapping[int, bytes], what: str) -> list[Any]:
+        if self.is_closed:
+            raise WorkerError(f"ParallelEnv: must be open to {what}: its processes have ended; make a new one.")
+        with self._closed_on_error():
+            for number, request in requests.items():
+                try:
+                    self._connections[number].send_bytes(request)
+                except ConnectionError:
+                    raise self._ended(number, what) from None
+            return self._replies(requests, what, "timeout_s")
+
+    def _replies(self, numbers: Iterable[int], what: str, limit: str) -> list[Any]:
+        """The results of these workers in order, within the seconds of the setting ``limit``."""
+        deadline = time.monotonic() + self._times[limit]
+        replies: dict[int, Any] = dict.fromkeys(numbers)
+        pending = set(replies)
+        while pending:
+            events = {descriptor for descriptor, _ in self._poller.poll(poll_timeout(deadline))}
+            if not events and time.monotonic() >= deadline:
+                raise self._late(pending, what, limit)
+            numbers = sorted({self._worker_at[descriptor] for descriptor in events})
+            for number in numbers:
+                if self._connections[number].fileno() not in events:
+                    raise self._ended(number, what)
+                try:
+                    done, reply = pickle.loads(self._connections[number].recv_bytes())
+                except (EOFError, ConnectionError):
+                    raise self._ended(number, what) from None
+                if not done:
+                    raise WorkerError(f"{self._name(number)} must {what}: its env raised {reply[0]}\n\n{reply[1]}")
+                replies[number] = reply
+                pending.discard(number)
+        return list(replies.values())
+
+    def _name(self, number: int) -> str:
+        return f"ParallelEnv: worker {number} of {self.num_workers}"
+
+    def _ended(self, number: int, what: str) -> WorkerError:
+        wait_for_exit(self._processes[number], 1.0)
+        guard = "; does the main module start it under if __name__ == '__main__'?" if what == "make its env" else "."
+        state = process_state(self._processes[number])
+        return WorkerError(f"{self._name(number)} must {what}: its process {state}{guard}")
+
+    def _late(self, pending: Iterable[int], what: str, limit: str) -> DeadlineError:
+        states = ", ".join(f"worker {number} {process_state(self._processes[number])}" for number in sorted(pending))
+        for number in pending:
+            self._processes[number].kill()
+        return DeadlineError(
+            f"ParallelEnv: each of {self.num_workers} workers must {what} within {self._times[limit]:g} s ({limit}): "
+            f"late and killed: {states}."
+        )
+
+    @contextlib.contextmanager
+    def _closed_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:  # Ctrl-C too: replies to come would be taken for those to the next request
+            self.close()
+            raise
+
+
+def _remade(num_workers: int, makers: bytes, options: Mapping[str, Any]) -> ParallelEnv:
+    return ParallelEnv(num_workers, cloudpickle.loads(makers), **options)
+
+
+def _end(processes: Sequence[Any], connections: Sequence[Connection]) -> None:
+    for connection in connections:
+        with contextlib.suppress(OSError):
+            connection.send_bytes(_CLOSE)
+    deadline = time.monotonic() + _CLOSE_S
+    for process in processes:
+        wait_for_exit(process, max(0.0, deadline - time.monotonic()))
+    for process in processes:
+        if process.exitcode is None:
+            process.kill()
+            wait_for_exit(process, _CLOSE_S)
+    for connection in connections:
+        connection.close()

@@ -1,0 +1,143 @@
+"""The process of an env of a `ParallelEnv`: `serve` makes the env and answers requests; `SharedRows` is shared memory.
+
+Requests and replies are pickled: ``(method, arguments)``; ``(True, result)`` or ``(False, (error, traceback))``.
+Entries of declared form are in the shared memory, and not in messages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import random
+import signal
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+
+from llmrl.concurrency import parent_watchdog
+from llmrl.envs.base import EnvBase
+from llmrl.envs.batched import Declared, describe, keyed, restart
+
+__all__ = ["SharedRows", "serve"]
+
+_ALIGNMENT = 64  # bytes
+_DONE = pickle.dumps((True, None))
+
+
+class SharedRows:
+    """A tensor [num_rows, *shape] for each declared entry, in one block of memory that processes share.
+
+    ``columns`` are those tensors. Pickled through a connection, it is the same memory on the other side.
+    """
+
+    def __init__(self, declared: Mapping[NestedKey, Declared], num_rows: int):
+        self.declared, self._num_rows = dict(declared), num_rows
+        self._block = torch.zeros(self._layout()[1], dtype=torch.uint8).share_memory_()
+        self._make_columns()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "columns"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._make_columns()
+
+    def _make_columns(self) -> None:
+        offsets = self._layout()[0]
+        self.columns: dict[NestedKey, Tensor] = {}
+        for key, (shape, dtype) in self.declared.items():
+            size = self._num_rows * shape.numel() * dtype.itemsize
+            column = self._block[offsets[key] : offsets[key] + size].view(dtype)
+            self.columns[key] = column.view(self._num_rows, *shape)
+
+    def _layout(self) -> tuple[dict[NestedKey, int], int]:
+        offsets, end = {}, 0
+        for key, (shape, dtype) in self.declared.items():
+            offsets[key] = end
+            end += -(-self._num_rows * shape.numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        return offsets, max(end, 1)
+
+
+class _Worker:
+    """One env, its latest result, and its row of the shared memory; the methods are the requests."""
+
+    def __init__(self, env: EnvBase):
+        self.env = env
+        self._last: TensorDictBase | None = None
+
+    def share(self, inputs: SharedRows, outputs: SharedRows, row: int) -> None:
+        self._inputs = {key: column[row] for key, column in inputs.columns.items()}
+        self._outputs = {key: (column[row], outputs.declared[key]) for key, column in outputs.columns.items()}
+        self._reset_keys = [key for key in self._outputs if key not in self.env.reward_keys]
+
+    def step(self) -> None:
+        """From shared memory into shared memory."""
+        values = {key: value.clone() for key, value in self._inputs.items()}  # the env may keep what it gets
+        self._step(keyed(values, self.env.batch_size))
+        self._write(self._outputs)
+
+    def step_row(self, td: TensorDictBase, shared: bool) -> TensorDictBase | None:
+        """From a message into shared memory, or into the reply."""
+        self._step(td)
+        return self._write(self._outputs) if shared else self._last
+
+    def restart(self, given: TensorDictBase | None, shared: bool) -> TensorDictBase | None:
+        self._last = restart(self.env, given, self._last)
+        return self._write(self._reset_keys) if shared else self._last
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        return getattr(self.env, method)(*arguments)
+
+    def _step(self, td: TensorDictBase) -> None:
+        self._last = self.env._transition(td if self.env.device is None else td.to(self.env.device))
+
+    def _write(self, keys: Iterable[NestedKey]) -> None:
+        for key in keys:
+            row, declared = self._outputs[key]
+            row.copy_(declared.of(self._last, key))
+
+
+def serve(connection: Connection, owner: int, recipe: bytes, seed: int) -> None:
+    """In the process: makes the env, by the pickled function ``recipe``, and answers requests until the owner closes or
+    ends. ``seed`` is for the global generators, which forked processes would have in common.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the owner, which then closes
+    parent_watchdog.follow(owner)
+    torch.set_num_threads(1)  # a core for each env; and a forked process cannot use the threads of its parent
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    worker: _Worker | None = None
+
+    def make() -> dict[str, Any]:
+        nonlocal worker
+        env = cloudpickle.loads(recipe)()
+        description = describe(env)
+        worker = _Worker(env)
+        return description
+
+    with contextlib.suppress(EOFError, ConnectionError):  # the owner ended
+        connection.send_bytes(_reply(make))
+        while worker is not None:
+            method, arguments = pickle.loads(connection.recv_bytes())
+            if method == "close":
+                break
+            connection.send_bytes(_reply(getattr(worker, method), *arguments))
+    if worker is not None:
+        worker.env.close()
+
+
+def _reply(act: Callable[..., Any], *arguments: Any) -> bytes:
+    try:
+        result = act(*arguments)
+        return _DONE if result is None else pickle.dumps((True, result))
+    except (Exception, SystemExit) as error:
+        text = f"{type(error).__name__}: {error}"
+        return pickle.dumps((False, (text, traceback.format_exc())))
