@@ -380,7 +380,8 @@ class MultiaSyncDataCollector(_MultiDataCollector):
             if not under_way:
                 return
             self._pool.wait(lambda: bool(self._pool.arrivals), "collect a batch")
-            yield self._handed_out(self._take(self._pool.arrivals[0]))
+            batch = self._take(self._pool.arrivals[0])
+            yield self._handed_out(batch if batch is None else batch.clone())  # its memory is written again
 
     def _divide_frames(self) -> list[int]:
         frames = self.options.frames_per_batch

@@ -21,15 +21,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from llmrl.collectors.collector import SyncDataCollector
 from llmrl.concurrency import parent_watchdog
+from llmrl.data.ted_utils import leaf_keys
+from llmrl.envs.batched import Declared
+from llmrl.envs.parallel_worker import SharedRows
 from llmrl.envs.step import next_seed
 
-__all__ = ["PRODUCED", "STOP", "Recipe", "WorkerLoop", "serve", "spec_of"]
+__all__ = ["DELIVERED", "PRODUCED", "SLOTS", "STOP", "Recipe", "WorkerLoop", "serve", "shape_of", "spec_of"]
 
+SLOTS = 2  # batches of a worker that its owner can have at a time
 PRODUCED, DELIVERED, STOP = 0, 1, 2  # columns of the counters that owner and worker share, int64[workers, 3]
 
 
@@ -76,6 +80,8 @@ class WorkerLoop:
         self._later: deque[tuple[Any, ...]] = deque()  # requests that came while a batch was under way
         self._credits = 0  # batches that it may collect; -1: without end
         self._tells = True  # of every batch; False where the owner looks at the counters alone
+        self._slots: SharedRows | None = None
+        self._slot = 0  # that was written last
         self._versions: dict[int, int | str] = {}  # of weights that are on their way
         self._poller = select.poll()
         self._poller.register(connection.fileno(), select.POLLIN)
@@ -106,7 +112,18 @@ class WorkerLoop:
         self._counters[DELIVERED] += frames
         self._credits -= self._credits > 0
         if self._tells:
-            self._send("batch", frames, None if out is None else out.cpu())
+            on_device = out is not None and out.device is not None and out.device.type != "cpu"
+            self._tell(frames, out.cpu() if on_device else out)
+
+    def _tell(self, frames: int, batch: TensorDictBase | None) -> None:
+        """Through the shared memory, where the batch fits what the owner made from the first one."""
+        if self._slots is not None and batch is not None and shape_of(batch) == self._slots.declared:
+            self._slot = (self._slot + 1) % SLOTS
+            for key, column in self._slots.columns.items():
+                column[self._slot].copy_(batch.get(key))
+            self._send("batch", frames, self._slot)
+        else:
+            self._send("batch", frames, batch)
 
     # -- between two steps ---------------------------------------------------------------------------------------------
 
@@ -158,6 +175,8 @@ class WorkerLoop:
             self._credits += 1
         elif name == "run":
             self._tells, [self._credits] = False, arguments
+        elif name == "share":
+            [self._slots] = arguments
         elif name == "set_seed":
             torch.manual_seed(arguments[0])
             self._send("reply", self.collector.set_seed(*arguments))
@@ -172,6 +191,19 @@ class WorkerLoop:
 
     def _send(self, *message: Any) -> None:
         self._connection.send_bytes(pickle.dumps(message))
+
+
+def shape_of(batch: TensorDictBase) -> dict[Any, Declared] | None:
+    """Shape and dtype of every entry by key; None where one is not a tensor of fixed shape."""
+    if type(batch) is not TensorDict:
+        return None
+    found = {}
+    for key in leaf_keys(batch):
+        value = batch.get(key)
+        if not isinstance(value, Tensor) or value.is_nested:
+            return None
+        found[key] = Declared(value.shape, value.dtype)
+    return found
 
 
 def spec_of(env: Any) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -24,8 +24,10 @@ import cloudpickle
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from llmrl.collectors.worker import PRODUCED, Recipe, serve
+from llmrl.collectors.worker import PRODUCED, SLOTS, Recipe, serve, shape_of
 from llmrl.concurrency.process_monitor import process_state, wait_for_exit
+from llmrl.envs.batched import keyed
+from llmrl.envs.parallel_worker import SharedRows
 from llmrl.errors import DeadlineError, LLMRLError, WorkerError
 
 __all__ = ["Packed", "Worker", "WorkerPool"]
@@ -42,8 +44,21 @@ class Worker:
         self.batches: deque[tuple[int, TensorDictBase | None]] = deque()  # arrived, with their frames
         self.replies: deque[Any] = deque()
         self.spec: dict[str, Any] | None = None
+        self.slots: SharedRows | None = None
         self.due = 0  # batches that were granted and have not arrived
         self.seen, self.since = 0, time.monotonic()  # its counter of steps, and when it changed
+
+    def take_in(self, frames: int, batch: TensorDictBase | int | None) -> None:
+        """A batch, or the slot of the shared memory that it is in; the first one says what that memory is made for."""
+        if isinstance(batch, int):
+            values = {key: column[batch] for key, column in self.slots.columns.items()}
+            batch = keyed(values, self._size)
+            batch.names = [*[None] * (len(self._size) - 1), "time"]
+        elif batch is not None and self.slots is None and (declared := shape_of(batch)):
+            self.slots, self._size = SharedRows(declared, SLOTS), batch.batch_size
+            with contextlib.suppress(OSError):
+                self.connection.send(("share", self.slots))  # not by pickle alone, which would copy the memory
+        self.batches.append((frames, batch))
 
     def send(self, *request: Any) -> None:
         with contextlib.suppress(OSError):  # it ended: the next wait says so
@@ -116,7 +131,7 @@ class WorkerPool:
             worker.replies.append(values[0])
         else:
             worker.due -= 1
-            worker.batches.append((values[0], values[1]))
+            worker.take_in(*values)
             self.arrivals.append(worker)
 
     def _check_progress(self, what: str, limit_s: float) -> None:
