@@ -22,7 +22,6 @@ from llmrl.collectors.weight_updaters import WeightUpdaterBase
 from llmrl.concurrency.shared_exclusive_lock import SharedExclusiveLock
 from llmrl.data.ted_utils import as_key, reduce_right
 from llmrl.envs.base import EnvBase
-from llmrl.envs.llm.transforms.policy_version import PolicyVersion
 from llmrl.envs.td_ops import stack_steps
 from llmrl.envs.transforms.step_counter import StepCounter
 from llmrl.envs.transforms.transformed_env import TransformedEnv
@@ -382,9 +381,12 @@ class SyncDataCollector(DataCollectorBase):
             self._root = None
 
 
-def _tracker(given: Any) -> PolicyVersion | None:
+def _tracker(given: Any) -> Any:
+    """The `PolicyVersion` that counts updates, or None."""
     if given is False or given is None:
         return None
+    from llmrl.envs.llm.transforms.policy_version import PolicyVersion  # loads Transformers, which workers can spare
+
     return given if isinstance(given, PolicyVersion) else PolicyVersion("uuid" if given == "uuid" else "int")
 
 

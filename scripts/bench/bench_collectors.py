@@ -2,12 +2,14 @@
 
     python scripts/bench/bench_collectors.py
 
-The floor of `SyncDataCollector` resets, acts, steps and keeps every tensor in a list that is stacked at the end.
+The floor of `SyncDataCollector` resets, acts, steps and keeps every tensor in a list that is stacked at the end. Two
+workers of `MultiaSyncDataCollector` are compared with one, on an env whose step takes a millisecond.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable
 
 import torch
@@ -17,7 +19,7 @@ from tensordict.nn import TensorDictModule
 from timing import best
 from torch import nn
 
-from llmrl.collectors import SyncDataCollector
+from llmrl.collectors import MultiaSyncDataCollector, SyncDataCollector
 from llmrl.envs import EnvBase, GymEnv
 
 FRAMES = 1000
@@ -68,13 +70,40 @@ def sync(repeats: int) -> list[Row]:
     return [Row("SyncDataCollector, CartPole / loop by hand", ours_ms / floor_ms, 1.5, unit="x")]
 
 
+class SlowEnv(EnvBase):
+    """A step takes a millisecond, in which the processor is free."""
+
+    def _reset(self, td: TensorDict | None) -> TensorDict:
+        return TensorDict(observation=torch.zeros(4))
+
+    def _step(self, td: TensorDict) -> TensorDict:
+        time.sleep(1e-3)
+        return TensorDict(observation=td["observation"] + 1, reward=torch.ones(1))
+
+
+def workers(repeats: int) -> list[Row]:
+    frames_ms = []
+    for count in (1, 2):
+        collector = MultiaSyncDataCollector([SlowEnv] * count, lambda td: td, frames_per_batch=100)
+        for _ in range(2 * count):  # what was collected ahead
+            collector.next()
+        start = time.perf_counter()
+        for _ in range(repeats * count):
+            collector.next()
+        frames_ms.append(1e3 * (time.perf_counter() - start) / (100 * repeats * count))
+        collector.shutdown()
+    one_ms, two_ms = frames_ms
+    print(f"an env of 1 ms: a frame in {one_ms:.2f} ms with one worker, {two_ms:.2f} ms with two")
+    return [Row("MultiaSyncDataCollector, a frame with two workers / one", two_ms / one_ms, 1 / 1.6, unit="x")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=10)
     add_json_option(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    rows = sync(arguments.repeats)
+    rows = [*sync(arguments.repeats), *workers(arguments.repeats)]
     print_table(rows)
     write_rows(rows, arguments.json)
 

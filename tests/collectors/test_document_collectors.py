@@ -137,16 +137,16 @@ def test_slices_from_one_env():
     slices(memory(1), SyncDataCollector(make_env(), Scale(), frames_per_batch=N, total_frames=-1))
 
 
-def test_slices_from_batched_envs():
-    env = ParallelEnv(2, make_env, mp_start_method="forkserver")
-    slices(memory(2), SyncDataCollector(env, Scale(), frames_per_batch=N, total_frames=-1))
-
-
 def test_slices_from_several_collectors():
     slices(
         memory(2),
         MultiSyncDataCollector([make_env] * 2, Scale(), frames_per_batch=N, total_frames=-1, cat_results="stack"),
     )
+
+
+def test_slices_from_batched_envs():
+    env = ParallelEnv(2, make_env, mp_start_method="forkserver")
+    slices(memory(2), SyncDataCollector(env, Scale(), frames_per_batch=N, total_frames=-1))
 
 
 def test_slices_from_several_collectors_of_batched_envs():

@@ -11,11 +11,12 @@ from tensordict.nn import InteractionType
 from tensordict.nn.probabilistic import interaction_type
 from torch import nn
 
-from llmrl.collectors import SyncDataCollector
+from llmrl.collectors import SyncDataCollector, VanillaWeightUpdater
 from llmrl.collectors.policy_setup import placed
 from llmrl.data import LazyTensorStorage, ReplayBuffer
-from llmrl.envs import NextStateReconstructor, StepCounter, TransformedEnv
+from llmrl.envs import NextStateReconstructor, StepCounter, Transform, TransformedEnv
 from llmrl.errors import ConfigError, WeightSyncError, WorkerError
+from llmrl.weight_update import MultiProcessWeightSyncScheme, NoWeightSyncScheme, SharedMemWeightSyncScheme
 from tests.support.counting_env import CountingEnv, Scale
 
 
@@ -355,3 +356,52 @@ def wait_for(condition, seconds: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < end, "took too long"
         time.sleep(0.002)
+
+
+# --- schemes in one process ---
+
+
+class Critic(Transform):
+    """A model in the env, as another one might use it."""
+
+    def __init__(self):
+        super().__init__()
+        self.actor = nn.Linear(1, 1)
+
+
+def test_models_in_this_process_take_weights_by_their_path():
+    path = "env.transform[0].actor"
+    schemes = {"policy": SharedMemWeightSyncScheme(), path: MultiProcessWeightSyncScheme()}
+    one = collector(TransformedEnv(CountingEnv(), Critic()), weight_sync_schemes=schemes)
+    weights = nn.Linear(1, 1)
+    one.update_policy_weights_(weights, model_id=path)
+    assert torch.equal(one.env.transform[0].actor.weight, weights.weight)
+    one.update_policy_weights_(weights_dict={"policy": Scale(3.0), path: weights.state_dict()})
+    assert one.policy.scale == 3
+    assert one.policy_version == 1
+    with pytest.raises(ConfigError, match="actr"):
+        collector(weight_sync_schemes={"env.transform[0].actr": MultiProcessWeightSyncScheme()})
+
+
+def test_a_scheme_that_sends_nothing_and_an_updater_of_ones_own():
+    still = collector(weight_sync_schemes={"policy": NoWeightSyncScheme()})
+    still.update_policy_weights_(Scale(3.0))
+    assert (still.policy.scale, still.policy_version) == (1, 1)
+    policy = Scale()
+    own = collector(policy=policy, weight_updater=VanillaWeightUpdater(policy_weights=policy))
+    own.update_policy_weights_(Scale(4.0))
+    assert (policy.scale, own.policy_version) == (4, 1)
+    assert own.weight_updater.collector is own
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_policy_on_a_gpu_is_a_copy_that_follows_the_trainer():
+    policy = Scale()
+    one = collector(policy=policy, policy_device="cuda", storing_device="cpu", total_frames=-1)
+    assert one.policy is not policy
+    policy.scale.data.fill_(2)
+    assert (one.next()["action"] == 1).all()
+    one.update_policy_weights_()
+    assert (one.next()["action"] == 2).all()
+    assert one.next()["action"].device.type == "cpu"
