@@ -48,6 +48,11 @@ PUBLIC = {
     "StopReason",
     "llmrl.modules.llm.log_probs": "token_logprobs TokenScorer TokenScores",
     "llmrl.envs.libs.gym": "GymEnv GymWrapper",
+    "llmrl.envs.transforms": "CatTensors Compose DoubleToFloat ExcludeTransform InitTracker ObservationNorm "
+    "RenameTransform Resize RewardSum SelectTransform StepCounter TensorDictPrimer ToTensorImage Transform "
+    "TransformedEnv",
+    "llmrl.envs.utils": "RandomPolicy check_env_specs make_composite_from_td step_mdp",
+    "llmrl.modules": "GRUModule LSTMModule",
     "llmrl.envs": "EnvBase GymEnv GymWrapper SerialEnv ParallelEnv Transform "
     "Compose TransformedEnv StepCounter check_env_specs step_mdp",
     "llmrl.envs.llm": "ChatEnv DatasetChatEnv GSM8KEnv GSM8KRewardParser GSM8KPrepareQuestion make_gsm8k_env "
@@ -66,7 +71,7 @@ PUBLIC = {
     "llmrl.objectives": "LossModule",
     "llmrl.objectives.llm": "GRPOLoss GRPOLossOutput SFTLoss SFTLossOutput MCAdvantage GroupQuota "
     "StepCounts count_step",
-    "llmrl.collectors": "WeightUpdaterBase",
+    "llmrl.collectors": "RandomPolicy WeightUpdaterBase",
     "llmrl.collectors.llm": "LLMCollector vLLMUpdater",
     "llmrl.collectors.llm.weight_update": "vLLMUpdater VLLMWeightSyncScheme VLLMWeightSender VLLMWeightReceiver",
     "llmrl.weight_update": "publish WeightTarget ModelTarget WeightGroups LazyWeight SyncProbe weight_groups "

@@ -4,12 +4,14 @@ from llmrl.collectors.base import DataCollectorBase
 from llmrl.collectors.collector import SyncDataCollector
 from llmrl.collectors.multi import MultiaSyncDataCollector, MultiSyncDataCollector, aSyncDataCollector
 from llmrl.collectors.weight_updaters import EngineUpdater, VanillaWeightUpdater, WeightUpdaterBase
+from llmrl.envs.utils import RandomPolicy
 
 __all__ = [
     "DataCollectorBase",
     "EngineUpdater",
     "MultiSyncDataCollector",
     "MultiaSyncDataCollector",
+    "RandomPolicy",
     "SyncDataCollector",
     "VanillaWeightUpdater",
     "WeightUpdaterBase",

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from tensordict import (
     LazyStackedTensorDict,
+    NestedKey,
     NonTensorStack,
     TensorDict,
     TensorDictBase,
@@ -18,6 +19,9 @@ from tensordict import (
     is_tensor_collection,
     is_tensorclass,
 )
+from tensordict.nn import InteractionType as ExplorationType
+from tensordict.nn import set_interaction_type as set_exploration_type
+from tensordict.nn.probabilistic import interaction_type as exploration_type
 
 from llmrl.data.ragged.tensordicts import inner
 from llmrl.data.specs import Composite, NonTensor, TensorSpec, Unbounded
@@ -26,7 +30,49 @@ from llmrl.envs.step import step_mdp
 from llmrl.envs.td_ops import stack_steps
 from llmrl.errors import ConfigError, ShapeError
 
-__all__ = ["check_env_specs", "make_composite_from_td", "step_mdp"]
+__all__ = [
+    "ExplorationType",
+    "RandomPolicy",
+    "check_env_specs",
+    "exploration_type",
+    "make_composite_from_td",
+    "set_exploration_type",
+    "step_mdp",
+]
+
+
+class RandomPolicy:
+    """Draws the actions of an env from its spec.
+
+    Writes  ``action_key``; for a `Composite`, its entries. For rows of another number than the spec is written for, an
+            action for each
+    generator  draws them; by default torch's global one
+
+    >>> from llmrl.data import OneHot
+    >>> RandomPolicy(OneHot(3))(TensorDict())["action"].sum()
+    tensor(1)
+    """
+
+    def __init__(
+        self,
+        action_spec: TensorSpec,
+        action_key: NestedKey = "action",
+        *,
+        generator: torch.Generator | None = None,
+    ):
+        named = isinstance(action_spec, Composite)
+        self.action_spec, self.generator = action_spec, generator
+        self.out_keys = list(action_spec.leaf_keys) if named else [action_key]
+
+    def __call__(self, td: TensorDictBase) -> TensorDictBase:
+        spec = self.action_spec
+        if isinstance(spec, Composite):
+            action = _for_batch(spec, spec.shape, td.batch_size)
+            action = action.rand(() if action is spec else td.batch_size, generator=self.generator)
+            for key in self.out_keys:
+                td.set(key, action.get(key))
+            return td
+        return td.set(self.out_keys[0], spec.rand(generator=self.generator))
 
 
 def make_composite_from_td(

@@ -1,5 +1,6 @@
 """SerialEnv and ParallelEnv: one answer from both, for every kind of env, and clear errors from processes that fail."""
 
+import contextlib
 import functools
 import os
 import pickle
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -269,7 +271,9 @@ def gone(pid):
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
-    return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] == "Z"
+    with contextlib.suppress(FileNotFoundError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    return True
 
 
 def wait_until(condition, seconds=10.0):

@@ -8,7 +8,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorClass, TensorDict
 
 from llmrl.data import Bounded, Composite, NonTensor, OneHot, Unbounded
-from llmrl.envs import EnvBase, StepCounter, check_env_specs, make_composite_from_td, step_mdp
+from llmrl.envs import EnvBase, RandomPolicy, StepCounter, check_env_specs, make_composite_from_td, step_mdp
 from llmrl.errors import ConfigError, MissingKeyError
 
 
@@ -235,3 +235,19 @@ def test_the_check_takes_a_start_and_a_policy():
     check_env_specs(Asked(), tensordict=start, policy=lambda td: td.set("action", torch.zeros(2, 1)))
     with pytest.raises(AssertionError, match=r"step 0, 'action': declared within \[-1.0, 1.0\], got 3.0"):
         check_env_specs(Asked(), tensordict=start, policy=lambda td: td.set("action", torch.full((2, 1), 3.0)))
+
+
+def test_a_random_policy_draws_from_the_spec_for_as_many_rows_as_there_are():
+    policy = RandomPolicy(OneHot(3, shape=(2, 3)), "move")
+    action = policy(TensorDict(batch_size=[2]))["move"]
+    assert action.sum(-1).tolist() == [1, 1]
+    agent = Composite(turn=OneHot(4, shape=(2, 4)), shape=(2,))
+    spec = Composite(move=Bounded(-1.0, 1.0, (2, 1)), agent=agent, shape=(2,))
+    policy = RandomPolicy(spec, generator=torch.Generator().manual_seed(0))
+    assert policy.out_keys == ["move", ("agent", "turn")]
+    td = policy(TensorDict(batch_size=[5]))
+    assert td["move"].shape == (5, 1)
+    assert td["agent", "turn"].shape == (5, 4)
+    assert spec[0].is_in(td[0])
+    again = RandomPolicy(spec, generator=torch.Generator().manual_seed(0))(TensorDict(batch_size=[5]))
+    assert (td == again).all()

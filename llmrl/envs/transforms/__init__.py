@@ -2,16 +2,37 @@
 
 from llmrl.envs.transforms.base import Compose, Transform
 from llmrl.envs.transforms.crop import RandomCropTensorDict
+from llmrl.envs.transforms.entries import (
+    CatTensors,
+    DoubleToFloat,
+    ExcludeTransform,
+    ObservationNorm,
+    RenameTransform,
+    SelectTransform,
+)
+from llmrl.envs.transforms.images import Resize, ToTensorImage
 from llmrl.envs.transforms.rb_transforms import MultiStepTransform, NextStateReconstructor
 from llmrl.envs.transforms.step_counter import StepCounter
+from llmrl.envs.transforms.trajectory import InitTracker, RewardSum, TensorDictPrimer
 from llmrl.envs.transforms.transformed_env import TransformedEnv
 
 __all__ = [
+    "CatTensors",
     "Compose",
+    "DoubleToFloat",
+    "ExcludeTransform",
+    "InitTracker",
     "MultiStepTransform",
     "NextStateReconstructor",
+    "ObservationNorm",
     "RandomCropTensorDict",
+    "RenameTransform",
+    "Resize",
+    "RewardSum",
+    "SelectTransform",
     "StepCounter",
+    "TensorDictPrimer",
+    "ToTensorImage",
     "Transform",
     "TransformedEnv",
 ]

@@ -1,0 +1,176 @@
+"""Transforms that follow a trajectory: its first step, the sum of its rewards, entries that a policy carries along."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDictBase, unravel_key
+from torch import Tensor
+
+from llmrl.data.specs import Categorical, Composite, TensorSpec, Unbounded
+from llmrl.envs.td_ops import required
+from llmrl.envs.transforms.base import Keys, Transform
+from llmrl.errors import ConfigError
+
+__all__ = ["InitTracker", "RewardSum", "TensorDictPrimer"]
+
+
+class InitTracker(Transform):
+    """Marks the first step of each trajectory.
+
+    Writes  ``init_key`` bool[*B, 1]: True at a reset, False at t+1
+
+    >>> InitTracker(init_key="is_first").init_key
+    'is_first'
+    """
+
+    def __init__(self, init_key: NestedKey = "is_init"):
+        super().__init__(in_keys=[], out_keys=[init_key])
+        self.init_key = init_key
+
+    def _reset(self, td: TensorDictBase, reset_td: TensorDictBase) -> TensorDictBase:
+        return self._mark(reset_td, True)
+
+    def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
+        return self._mark(next_td, False)
+
+    def _mark(self, td: TensorDictBase, value: bool) -> TensorDictBase:
+        return td.set(self.init_key, torch.full((*td.batch_size, 1), value, device=td.device))
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        shape = (*observation_spec.shape, 1)
+        return observation_spec.set(
+            self.init_key, Categorical(2, shape, device=observation_spec.device, dtype=torch.bool)
+        )
+
+
+class RewardSum(Transform):
+    """Adds the rewards of a trajectory up.
+
+    Writes  ``out_keys``, by default "episode_reward": 0 at a reset, at t+1 that of time t plus the reward. In a batch
+            [*B, T], time last, the same under "next", where a sum starts after each ("next", "done") and at the start
+
+    >>> from tensordict import TensorDict
+    >>> next_td = TensorDict(reward=torch.ones(3, 1), done=torch.tensor([[False], [True], [False]]), batch_size=[3])
+    >>> RewardSum()(TensorDict(next=next_td, batch_size=[3]))["next", "episode_reward"].flatten()
+    tensor([1., 2., 1.])
+    """
+
+    def __init__(self, in_keys: Keys | None = None, out_keys: Keys | None = None):
+        in_keys = "reward" if in_keys is None else in_keys
+        super().__init__(
+            in_keys, "episode_reward" if out_keys is None and in_keys in ("reward", ["reward"]) else out_keys
+        )
+        if self.in_keys == self.out_keys:
+            raise ConfigError(f"RewardSum: out_keys must name where the sums go: got {self.out_keys}.")
+        self._check_pairs()
+
+    def _reset(self, td: TensorDictBase, reset_td: TensorDictBase) -> TensorDictBase:
+        spec = self.parent._get_spec("reward")
+        batch_dims = len(self.parent.batch_size)
+        for in_key, out_key in self._pairs(self.in_keys, self.out_keys):
+            shape, dtype = spec[in_key].shape[batch_dims:], spec[in_key].dtype
+            reset_td.set(out_key, torch.zeros((*reset_td.batch_size, *shape), dtype=dtype, device=reset_td.device))
+        return reset_td
+
+    def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
+        for in_key, out_key in self._pairs(self.in_keys, self.out_keys):
+            before = required(td, out_key, "RewardSum", "step a tensordict that env.reset() returned")
+            next_td.set(out_key, before + required(next_td, in_key, "RewardSum"))
+        return next_td
+
+    def forward(self, td: TensorDictBase) -> TensorDictBase:
+        done = required(td, ("next", "done"), "RewardSum")
+        time = td.batch_dims - 1
+        for in_key, out_key in self._pairs(self.in_keys, self.out_keys):
+            sums: list[Tensor] = []
+            rewards = required(td, unravel_key(("next", in_key)), "RewardSum").unbind(time)
+            for reward, ended in zip(rewards, [None, *done.unbind(time)[:-1]], strict=True):
+                sums.append(reward if ended is None else reward + sums[-1] * ~ended)
+            td.set(unravel_key(("next", out_key)), torch.stack(sums, time))
+        return td
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        rewards = self.parent._get_spec("reward")
+        for in_key, out_key in self._pairs(self.in_keys, self.out_keys):
+            spec = required(rewards, in_key, "RewardSum")
+            observation_spec[out_key] = Unbounded(spec.shape, spec.device, spec.dtype)
+        return observation_spec
+
+
+class TensorDictPrimer(Transform):
+    """Adds entries at a reset that later steps carry along, such as the state of a recurrent policy.
+
+    primers        the spec of each entry for one row; also by keyword. A `Composite` may have the shape of the env
+    random         draws the values from the specs; by default they are ``default_value``
+    default_value  a number, a function that gets the batch size, or a mapping of those by key; default: the spec's zero
+
+    At t+1 an entry is what the policy wrote under "next", else what it was. A batch of a buffer gets those it lacks.
+
+    >>> from llmrl.envs import GymEnv
+    >>> env = GymEnv("CartPole-v1").append_transform(TensorDictPrimer(hidden=Unbounded((3,))))
+    >>> env.rollout(2)["hidden"].shape
+    torch.Size([2, 3])
+    """
+
+    def __init__(
+        self,
+        primers: Mapping[str, TensorSpec] | Composite | None = None,
+        random: bool = False,
+        default_value: Any = None,
+        **named: TensorSpec,
+    ):
+        super().__init__(in_keys=[])
+        specs = primers if isinstance(primers, Composite) else Composite({**(primers or {}), **named})
+        if isinstance(primers, Composite) and named:
+            raise ConfigError(f"TensorDictPrimer: give a Composite or keywords: got both, {', '.join(named)}.")
+        specs = specs[(0,) * len(specs.shape)] if specs.shape else specs
+        self.primers = {key: specs[key] for key in specs.leaf_keys}
+        if random and default_value is not None:
+            raise ConfigError("TensorDictPrimer: random values and a default_value exclude each other: got both.")
+        if not self.primers:
+            raise ConfigError("TensorDictPrimer: needs the spec of at least one entry.")
+        self.random, self.default_value = random, default_value
+        self.out_keys = list(self.primers)
+        self._generator: torch.Generator | None = None
+
+    def _set_seed(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def _reset(self, td: TensorDictBase, reset_td: TensorDictBase) -> TensorDictBase:
+        for key, spec in self.primers.items():
+            reset_td.set(key, self._value(key, spec, reset_td))
+        return reset_td
+
+    def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
+        for key in self.primers:
+            if next_td.get(key, None) is None:
+                written = td.get(unravel_key(("next", key)), None)
+                next_td.set(key, required(td, key, "TensorDictPrimer") if written is None else written)
+        return next_td
+
+    def forward(self, td: TensorDictBase) -> TensorDictBase:
+        for key, spec in self.primers.items():
+            if td.get(key, None) is None:
+                td.set(key, self._value(key, spec, td))
+        return td
+
+    def _value(self, key: NestedKey, spec: TensorSpec, td: TensorDictBase) -> Any:
+        if self.random:
+            value = spec.rand(td.batch_size, generator=self._generator)
+        else:
+            value = spec.zero(td.batch_size)
+            given = self.default_value.get(key) if isinstance(self.default_value, Mapping) else self.default_value
+            if isinstance(given, Callable):
+                value = given(td.batch_size)
+            elif given is not None:
+                value = torch.full_like(value, given)
+        return value if td.device is None else value.to(td.device)
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        for key, spec in self.primers.items():
+            spec = spec if observation_spec.device is None else spec.to(observation_spec.device)
+            observation_spec[key] = spec.expand(*observation_spec.shape, *spec.shape)
+        return observation_spec
