@@ -71,12 +71,17 @@ PUBLIC = {
     "llmrl.objectives": "LossModule",
     "llmrl.objectives.llm": "GRPOLoss GRPOLossOutput SFTLoss SFTLossOutput MCAdvantage GroupQuota "
     "StepCounts count_step",
-    "llmrl.collectors": "RandomPolicy WeightUpdaterBase",
+    "llmrl.collectors": "DataCollectorBase SyncDataCollector MultiSyncDataCollector MultiaSyncDataCollector "
+    "aSyncDataCollector RandomPolicy WeightUpdaterBase VanillaWeightUpdater MultiProcessedWeightUpdater "
+    "RayWeightUpdater",
     "llmrl.collectors.llm": "LLMCollector vLLMUpdater",
     "llmrl.collectors.llm.weight_update": "vLLMUpdater VLLMWeightSyncScheme VLLMWeightSender VLLMWeightReceiver",
     "llmrl.weight_update": "publish WeightTarget ModelTarget WeightGroups LazyWeight SyncProbe weight_groups "
     "merged_weights adapter_folder WeightSyncScheme MultiProcessWeightSyncScheme SharedMemWeightSyncScheme "
-    "NoWeightSyncScheme WeightSender WeightReceiver TransportBackend MPTransport SharedMemTransport",
+    "NoWeightSyncScheme WeightSender WeightReceiver TransportBackend MPTransport SharedMemTransport "
+    "RayWeightSyncScheme RayModuleTransformScheme RPCWeightSyncScheme DistributedWeightSyncScheme "
+    "RayModuleTransformSender RayModuleTransformReceiver RayTransport RayActorTransport RPCTransport "
+    "DistributedTransport",
     "llmrl.modules.llm.backends.vllm": "LLMOnDevice make_vllm_worker stateless_init_process_group vLLMWorker",
     "llmrl.tools": "Tool FunctionTool ToolCall ToolResult ToolError ToolTimeout ToolRunner tool as_tool load_tool",
     "llmrl.tools.sandbox": "Sandbox InterpreterPool Execution Limits",

@@ -3,15 +3,23 @@
 from llmrl.collectors.base import DataCollectorBase
 from llmrl.collectors.collector import SyncDataCollector
 from llmrl.collectors.multi import MultiaSyncDataCollector, MultiSyncDataCollector, aSyncDataCollector
-from llmrl.collectors.weight_updaters import EngineUpdater, VanillaWeightUpdater, WeightUpdaterBase
+from llmrl.collectors.weight_updaters import (
+    EngineUpdater,
+    MultiProcessedWeightUpdater,
+    RayWeightUpdater,
+    VanillaWeightUpdater,
+    WeightUpdaterBase,
+)
 from llmrl.envs.utils import RandomPolicy
 
 __all__ = [
     "DataCollectorBase",
     "EngineUpdater",
+    "MultiProcessedWeightUpdater",
     "MultiSyncDataCollector",
     "MultiaSyncDataCollector",
     "RandomPolicy",
+    "RayWeightUpdater",
     "SyncDataCollector",
     "VanillaWeightUpdater",
     "WeightUpdaterBase",

@@ -126,12 +126,13 @@ class _MultiDataCollector(DataCollectorBase):
         for index, maker in enumerate(makers):
             seed = next_seed(seed)
             parts = {
+                "class": cloudpickle.dumps(cls),
                 "env": _packed(maker, f"{who}: create_env_fn[{index}]"),
                 "policy": policy,
                 "factory": _packed(factory[index] if isinstance(factory, Sequence) else factory, "policy_factory"),
                 "options": _packed(self._options_of(index), f"{who}: an argument"),
             }
-            build = partial(_build, cls, parts, Packed(self.replay_buffer))
+            build = partial(_build, parts, Packed(self.replay_buffer))
             recipes.append(Recipe(build, index, self.num_workers, ends[index], threads, seed))
         return recipes
 
@@ -411,9 +412,9 @@ def _packed(value: Any, what: str, remedy: str = "") -> bytes:
         ) from error
 
 
-def _build(cls: type[SyncDataCollector], parts: Mapping[str, bytes], buffer: Packed, stop: Any) -> SyncDataCollector:
+def _build(parts: Mapping[str, bytes], buffer: Packed, stop: Any) -> SyncDataCollector:
     """In the worker: its collector."""
-    env, policy, factory, options = (cloudpickle.loads(parts[name]) for name in ("env", "policy", "factory", "options"))
+    cls, env, policy, factory, options = map(cloudpickle.loads, parts.values())
     if buffer.value is not None:
         options["replay_buffer"] = buffer.value
     return cls(env, policy, policy_factory=factory, interruptor=stop, **options)

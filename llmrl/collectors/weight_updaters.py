@@ -1,19 +1,36 @@
-"""Weight updaters: what a collector calls when the trainer has new weights. Faces of `llmrl.weight_update.publish`."""
+"""Weight updaters: what a collector calls when the trainer has new weights. Faces of `llmrl.weight_update`."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from llmrl.errors import WeightSyncError
-from llmrl.weight_update import WeightGroups, publish
+from llmrl.weight_update import (
+    DistributedWeightSyncScheme,
+    ModelTarget,
+    RayWeightSyncScheme,
+    RPCWeightSyncScheme,
+    WeightGroups,
+    WeightSyncScheme,
+    publish,
+)
 from llmrl.weight_update.publish import check_engine
+from llmrl.weight_update.target import named_tensors
 
-__all__ = ["EngineUpdater", "VanillaWeightUpdater", "WeightUpdaterBase"]
+__all__ = [
+    "DistributedWeightUpdater",
+    "EngineUpdater",
+    "MultiProcessedWeightUpdater",
+    "RPCWeightUpdater",
+    "RayWeightUpdater",
+    "VanillaWeightUpdater",
+    "WeightUpdaterBase",
+]
 
 Weights = nn.Module | TensorDictBase | Mapping[str, Tensor] | WeightGroups
 
@@ -40,6 +57,10 @@ class WeightUpdaterBase(ABC):
     def _sync_weights_with_worker(self, *, worker_id: Any, server_weights: Any) -> None:
         """Makes the worker hold ``server_weights``, all or nothing."""
 
+    def _sync_weights(self, *, worker_ids: Sequence[Any], server_weights: Any) -> None:
+        for worker_id in worker_ids:
+            self._sync_weights_with_worker(worker_id=worker_id, server_weights=server_weights)
+
     def _get_server_weights(self) -> Any:
         return None
 
@@ -63,8 +84,8 @@ class WeightUpdaterBase(ABC):
         weights = self._get_server_weights() if policy_or_weights is None else self._as_weights(policy_or_weights)
         weights = self._maybe_map_weights(weights)
         ids = self.all_worker_ids() if worker_ids is None else worker_ids
-        for worker_id in ids if isinstance(ids, Sequence) and not isinstance(ids, str) else [ids]:
-            self._sync_weights_with_worker(worker_id=worker_id, server_weights=weights)
+        ids = ids if isinstance(ids, Sequence) and not isinstance(ids, str) else [ids]
+        self._sync_weights(worker_ids=ids, server_weights=weights)
         if self.collector is not None:
             self.collector.increment_version()
 
@@ -94,8 +115,8 @@ class VanillaWeightUpdater(WeightUpdaterBase):
     """Copies weights into a policy in this process.
 
     Reads   ``weight_getter()`` where no weights are given
-    Writes  ``policy_weights``: the tensors (or the module) to write into, by name
-    Raises  WeightSyncError, with nothing written, where names or shapes differ
+    Writes  ``policy_weights``: the module, or the tensors to write into by name
+    Raises  WeightSyncError, with nothing written, where they do not fit
     """
 
     def __init__(
@@ -105,8 +126,8 @@ class VanillaWeightUpdater(WeightUpdaterBase):
         policy_weights: nn.Module | TensorDictBase | Mapping[str, Tensor],
     ):
         super().__init__()
-        self.weight_getter = weight_getter
-        self.policy_weights = named_tensors(policy_weights)
+        self.weight_getter, self.policy_weights = weight_getter, policy_weights
+        self._target = ModelTarget(policy_weights)
 
     def _get_server_weights(self) -> Mapping[str, Tensor] | None:
         return named_tensors(self.weight_getter()) if self.weight_getter is not None else None
@@ -116,20 +137,123 @@ class VanillaWeightUpdater(WeightUpdaterBase):
             raise WeightSyncError(
                 "VanillaWeightUpdater: weights to copy must be given, to the call or by a weight_getter: got neither."
             )
-        mine = {name: tensor.shape for name, tensor in self.policy_weights.items()}
-        given = {name: tensor.shape for name, tensor in server_weights.items()}
-        if mine != given:
-            names = sorted(name for name in mine.keys() | given.keys() if mine.get(name) != given.get(name))
-            raise WeightSyncError(
-                f"VanillaWeightUpdater: names and shapes must be the policy's: {len(names)} differ, first "
-                f"{names[0]!r}: got {given.get(names[0])}, expected {mine.get(names[0])}; nothing was written."
-            )
-        for name, tensor in server_weights.items():
-            self.policy_weights[name].detach().copy_(tensor)
+        publish(server_weights, self._target)
 
 
-def named_tensors(weights: Any) -> Any:
-    """A module or a TensorDict as a flat mapping of dotted names that shares its memory; anything else as it is."""
-    if isinstance(weights, nn.Module):
-        return weights.state_dict()
-    return dict(weights.flatten_keys(".").items()) if isinstance(weights, TensorDictBase) else weights
+class MultiProcessedWeightUpdater(WeightUpdaterBase):
+    """Copies weights into tensors that workers share, one set for each device. A worker may read while they change:
+    `SharedMemWeightSyncScheme` has each version whole.
+
+    get_server_weights  returns the weights where none are given
+    policy_weights      {device: TensorDict in shared memory}; the devices are the worker ids
+    """
+
+    def __init__(
+        self,
+        *,
+        get_server_weights: Callable[[], TensorDictBase] | None,
+        policy_weights: Mapping[Any, TensorDictBase],
+    ):
+        super().__init__()
+        self._getter = get_server_weights
+        self._copiers = {
+            device: VanillaWeightUpdater(policy_weights=weights) for device, weights in policy_weights.items()
+        }
+
+    def all_worker_ids(self) -> Sequence[Any]:
+        return list(self._copiers)
+
+    def _get_server_weights(self) -> Any:
+        return None if self._getter is None else named_tensors(self._getter())
+
+    def _sync_weights_with_worker(self, *, worker_id: Any, server_weights: Any) -> None:
+        self._copiers[worker_id]._sync_weights_with_worker(worker_id=worker_id, server_weights=server_weights)
+
+
+class SenderWeightUpdater(WeightUpdaterBase):
+    """Sends by a `WeightSyncScheme`, and returns when the workers have the weights.
+
+    policy_weights  what is sent where no weights are given
+    workers         what the scheme's sender needs of each, in order of the worker ids
+    """
+
+    def __init__(self, scheme: WeightSyncScheme, policy_weights: Weights | None, workers: Iterable[Any]):
+        super().__init__()
+        self._policy_weights, self.sender = policy_weights, scheme.create_sender()
+        self._ids: list[int] = []
+        for worker_id, worker in enumerate(workers):
+            self.sender.register_worker(worker_id, worker)
+            self._ids.append(worker_id)
+
+    def all_worker_ids(self) -> Sequence[int]:
+        return self._ids
+
+    def _get_server_weights(self) -> Any:
+        return self._policy_weights
+
+    def _sync_weights(self, *, worker_ids: Sequence[Any], server_weights: Any) -> None:
+        if worker_ids:
+            self.sender.update_weights(server_weights, worker_ids=worker_ids)
+            self.sender.wait()
+
+    def _sync_weights_with_worker(self, *, worker_id: Any, server_weights: Any) -> None:
+        self._sync_weights(worker_ids=[worker_id], server_weights=server_weights)
+
+
+class RayWeightUpdater(SenderWeightUpdater):
+    """Sends weights to Ray actors that have a ``policy``.
+
+    max_interval  pushes that a worker may miss: it gets the next one
+    """
+
+    def __init__(
+        self,
+        policy_weights: TensorDictBase | None,
+        remote_collectors: Sequence[Any],
+        max_interval: int = 0,
+        *,
+        timeout: float = 60.0,
+    ):
+        super().__init__(RayWeightSyncScheme(timeout=timeout), policy_weights, remote_collectors)
+        self.max_interval = max_interval
+        self._missed = dict.fromkeys(self._ids, max_interval)
+
+    def _sync_weights(self, *, worker_ids: Sequence[Any], server_weights: Any) -> None:
+        due = [worker for worker in worker_ids if self._missed[worker] >= self.max_interval]
+        self._missed |= {worker: 0 if worker in due else self._missed[worker] + 1 for worker in worker_ids}
+        super()._sync_weights(worker_ids=due, server_weights=server_weights)
+
+
+class RPCWeightUpdater(SenderWeightUpdater):
+    """Sends weights by torch.distributed.rpc to the objects behind ``collector_rrefs``, each with a ``policy``.
+    ``collector_infos`` are their workers.
+    """
+
+    def __init__(
+        self,
+        collector_infos: Sequence[Any],
+        collector_class: Any,
+        collector_rrefs: Sequence[Any],
+        policy_weights: TensorDictBase | None,
+        num_workers: int,
+        *,
+        timeout: float = 60.0,
+    ):
+        workers = [(info, rref, collector_class) for info, rref in zip(collector_infos, collector_rrefs, strict=True)]
+        super().__init__(RPCWeightSyncScheme(timeout=timeout), policy_weights, workers[:num_workers])
+
+
+class DistributedWeightUpdater(SenderWeightUpdater):
+    """Sends weights to ranks 1 to ``num_workers`` of a torch.distributed group with this ``store``."""
+
+    def __init__(
+        self,
+        store: Any,
+        policy_weights: TensorDictBase | None,
+        num_workers: int,
+        sync: bool = True,
+        *,
+        timeout: float = 60.0,
+    ):
+        scheme = DistributedWeightSyncScheme(sync=sync, timeout=timeout)
+        super().__init__(scheme, policy_weights, [(store, rank) for rank in range(1, num_workers + 1)])

@@ -34,6 +34,7 @@ __all__ = ["Packed", "Worker", "WorkerPool"]
 
 START_S = 120.0  # for processes to start and to make their envs, on a busy machine
 CLOSE_S = 5.0  # for envs to close; then their processes are killed
+_SMALL = 16_384  # bytes that a pipe takes at once
 
 
 class Worker:
@@ -61,8 +62,16 @@ class Worker:
         self.batches.append((frames, batch))
 
     def send(self, *request: Any) -> None:
+        """A large request goes by a thread: the worker reads it between two steps, and may send a batch before."""
+        data = pickle.dumps(request)
+        if len(data) > _SMALL:
+            threading.Thread(target=self._write, args=[data], daemon=True).start()
+        else:
+            self._write(data)
+
+    def _write(self, data: bytes) -> None:
         with contextlib.suppress(OSError):  # it ended: the next wait says so
-            self.connection.send_bytes(pickle.dumps(request))
+            self.connection.send_bytes(data)
 
 
 class WorkerPool:

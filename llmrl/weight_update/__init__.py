@@ -20,10 +20,20 @@ collector through it, for each model id and scheme of its ``weight_sync_schemes`
 Where ``scheme.per_worker`` is False no worker is registered: the sender finds the model in its context.
 """
 
+from llmrl.weight_update.distributed import DistributedTransport, DistributedWeightSyncScheme
 from llmrl.weight_update.groups import LazyWeight, WeightGroups, weight_groups
 from llmrl.weight_update.lora import adapter_folder, merged_weights
 from llmrl.weight_update.probe import SyncProbe
 from llmrl.weight_update.publish import WeightTarget, publish
+from llmrl.weight_update.ray_schemes import (
+    RayActorTransport,
+    RayModuleTransformReceiver,
+    RayModuleTransformScheme,
+    RayModuleTransformSender,
+    RayTransport,
+    RayWeightSyncScheme,
+)
+from llmrl.weight_update.rpc import RPCTransport, RPCWeightSyncScheme
 from llmrl.weight_update.schemes import (
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,
@@ -36,11 +46,21 @@ from llmrl.weight_update.target import ModelTarget
 from llmrl.weight_update.transports import MPTransport, SharedMemTransport, TransportBackend
 
 __all__ = [
+    "DistributedTransport",
+    "DistributedWeightSyncScheme",
     "LazyWeight",
     "MPTransport",
     "ModelTarget",
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",
+    "RPCTransport",
+    "RPCWeightSyncScheme",
+    "RayActorTransport",
+    "RayModuleTransformReceiver",
+    "RayModuleTransformScheme",
+    "RayModuleTransformSender",
+    "RayTransport",
+    "RayWeightSyncScheme",
     "SharedMemTransport",
     "SharedMemWeightSyncScheme",
     "SyncProbe",

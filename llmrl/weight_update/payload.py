@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -28,6 +29,7 @@ class Payload:
     memory  uint8[N], all of them
     slot    the number of the shared block that ``memory`` is, or None
     live    numbers of the blocks that the sender still uses
+    stored  a reference to the memory in a store, where there is one
     """
 
     version: int
@@ -35,6 +37,7 @@ class Payload:
     memory: Tensor
     slot: int | None = None
     live: Collection[int] = ()
+    stored: Any = None
 
     @cached_property
     def weights(self) -> dict[str, Tensor]:

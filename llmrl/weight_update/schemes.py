@@ -19,7 +19,13 @@ from llmrl.weight_update.groups import WeightGroups
 from llmrl.weight_update.payload import Payload, Slots, pack
 from llmrl.weight_update.publish import as_weights, publish
 from llmrl.weight_update.target import ModelTarget, named_tensors, resolve
-from llmrl.weight_update.transports import MPTransport, SharedMemTransport, TransportBackend
+from llmrl.weight_update.transports import (
+    CallTransport,
+    DirectTransport,
+    MPTransport,
+    SharedMemTransport,
+    TransportBackend,
+)
 
 __all__ = [
     "MultiProcessWeightSyncScheme",
@@ -30,6 +36,7 @@ __all__ = [
     "WeightSyncScheme",
 ]
 
+_RECEIVERS = "_llmrl_weight_receivers"  # the attribute of a context with its receivers, {model id: receiver}
 Strategy = Literal["state_dict", "tensordict"]
 # (model id, weights, version, transports) -> the one payload of all workers
 Packer = Callable[[str, Mapping[str, Tensor], int, Collection[TransportBackend]], Payload]
@@ -47,6 +54,7 @@ class WeightSyncScheme(ABC):
     """
 
     per_worker = True
+    sync = False  # updates return when the workers have answered
     adopts = False  # receivers' parameters become views of what was received
 
     def __init__(self, strategy: Strategy = "state_dict", *, timeout: float = 10.0) -> None:
@@ -163,6 +171,8 @@ class WeightSender:
             self.version = payload.version
             for worker in ids:
                 self._transports[worker].send_weights(self.model_id, payload)
+            if self.scheme.sync:
+                self._wait(self.scheme.timeout)
 
     def wait(self, timeout: float | None = None) -> None:
         """Returns when every worker has applied what was sent to it. Raises as `update_weights` does."""
@@ -203,7 +213,7 @@ class WeightReceiver:
     """A worker's side of one model. The worker calls `receive` at a step boundary, where no code uses the model."""
 
     def __init__(self, scheme: WeightSyncScheme) -> None:
-        self.scheme = scheme
+        self.scheme, self.model_id = scheme, "policy"
         self._context: Context = lambda: None
         self._path: str | None = None
         self._target: ModelTarget | None = None
@@ -214,9 +224,9 @@ class WeightReceiver:
         """The version of the model's weights; 0 before the first update."""
         return 0 if self._target is None else self._target.version
 
-    def set_context(self, context: Any) -> None:
-        """Sets the object that model paths start from, and keeps no reference to it."""
-        self._context = _weakly(context)
+    def set_context(self, context: Any, model_id: str | None = None) -> None:
+        """Sets the object that model paths start from, and keeps no reference to it; ``model_id`` is the sender's."""
+        self._context, self.model_id = _weakly(context), model_id or self.model_id
 
     def register_model(self, model: nn.Module | TensorDictBase | Mapping[str, Tensor] | str) -> None:
         """Sets what is written: a model, named tensors, or the attribute path of one in the context. Without a call it
@@ -226,8 +236,14 @@ class WeightReceiver:
         self._target = None if isinstance(model, str) else ModelTarget(model, adopts=self.scheme.adopts)
 
     def register_worker_transport(self, pipe: Any) -> None:
-        """Sets this worker's end of the connection, or a transport."""
+        """Sets this worker's end of the connection, or a transport. Where weights come by calls into this process that
+        is None, and `set_context` was called before with the object that they are meant for.
+        """
         self._transport = pipe if isinstance(pipe, TransportBackend) else self.scheme.create_transport(pipe)
+        if isinstance(self._transport, CallTransport):
+            if (context := self._context()) is None:
+                raise ConfigError("WeightReceiver: a context must be set before its transport is registered.")
+            vars(context).setdefault(_RECEIVERS, {})[self.model_id] = self
 
     def receive(self, timeout: float = 0.0) -> int | None:
         """Applies weights that have come, and answers the sender; returns their version, or None where nothing came or
@@ -272,6 +288,25 @@ class WeightReceiver:
                 )
             self.register_model(resolve(context, path))
         publish(weights, self._target, version)
+
+
+def deliver(context: Any, model_id: str, path: str, payload: Payload) -> str:
+    """In the process of ``context``: gives weights to its receiver of that model id, which applies them when it polls.
+    Without one they are applied now, to the model at ``path``. Returns what is wrong, or "".
+    """
+    receivers = vars(context).setdefault(_RECEIVERS, {})
+    receiver = receivers.get(model_id)
+    if receiver is not None and isinstance(receiver._transport, CallTransport):
+        return receiver._transport.take(model_id, payload)
+    if receiver is None:
+        receiver = WeightReceiver(NoWeightSyncScheme())
+        receiver.register_model(resolve(context, path))
+        receivers[model_id] = receiver
+    try:
+        receiver.update_weights(payload.weights, version=payload.version)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 class MultiProcessWeightSyncScheme(WeightSyncScheme):
@@ -337,24 +372,10 @@ class NoWeightSyncScheme(WeightSyncScheme):
         super().__init__()
 
     def create_transport(self, pipe_or_context: Any = None) -> TransportBackend:
-        return _NoTransport()
+        return DirectTransport()
 
     def create_packer(self) -> Packer:
         return lambda model_id, weights, version, transports: Payload(version, {}, torch.empty(0))
-
-
-class _NoTransport(TransportBackend):
-    def send_weights(self, model_id: str, weights: Any) -> None:
-        pass
-
-    def wait(self, deadline: float) -> None:
-        pass
-
-    def receive(self, timeout: float) -> None:
-        return None
-
-    def answer(self, problem: str = "") -> None:
-        pass
 
 
 def _weakly(context: Any) -> Context:

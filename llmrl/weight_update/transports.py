@@ -13,6 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from multiprocessing.reduction import ForkingPickler
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -24,10 +25,11 @@ from llmrl.errors import ConfigError, DeadlineError, WeightSyncError, WorkerErro
 from llmrl.weight_update.payload import Payload, Slots, pack
 from llmrl.weight_update.target import named_tensors
 
-__all__ = ["MPTransport", "SharedMemTransport", "TransportBackend"]
+__all__ = ["CallTransport", "DirectTransport", "MPTransport", "SharedMemTransport", "TransportBackend"]
 
 _MARK = "llmrl-weights"
 _CHUNK = 1 << 20
+_ANSWER_S = 3600.0  # a call waits in the worker so long; the sender gives up before
 _SMALL = 1 << 14  # bytes that an empty pipe takes without a reader
 
 
@@ -94,6 +96,22 @@ class TransportBackend(ABC):
         return WeightSyncError(f"{self.peer} refused version {self.sent} and keeps its weights: {problem}")
 
 
+class DirectTransport(TransportBackend):
+    """A receiver in this process, which has the weights when `send_weights` returns; by itself it sends nothing."""
+
+    def send_weights(self, model_id: str, weights: Any) -> None:
+        pass
+
+    def wait(self, deadline: float) -> None:
+        pass
+
+    def receive(self, timeout: float) -> None:
+        return None
+
+    def answer(self, problem: str = "") -> None:
+        pass
+
+
 class PipeTransport(TransportBackend):
     """What the transports over a duplex `multiprocessing.Pipe` share. The pipe must carry nothing else."""
 
@@ -134,6 +152,8 @@ class PipeTransport(TransportBackend):
     def wait(self, deadline: float) -> None:
         while self.answered < self.sent:
             try:
+                if self.pipe.closed:
+                    raise EOFError
                 if not self.pipe.poll(max(0.0, deadline - time.monotonic())):
                     raise self.late()
                 version, problem = pickle.loads(self.pipe.recv_bytes())
@@ -151,6 +171,8 @@ class PipeTransport(TransportBackend):
 
     def receive(self, timeout: float) -> tuple[str, Payload] | None:
         try:
+            if self.pipe.closed:
+                raise EOFError
             if not self.pipe.poll(timeout):
                 return None
             mark, model_id, *parts = pickle.loads(self.pipe.recv_bytes())
@@ -263,3 +285,61 @@ class SharedMemTransport(PipeTransport):
             self._known[number] = Payload(version, *content, number)
         self._known[number].version = version
         return self._known[number]
+
+
+class CallTransport(TransportBackend):
+    """Weights are an argument of a call into the worker's process, whose return is the answer.
+
+    They are applied by the call, or where the worker has a receiver that polls, by its next `receive`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._call: Any = None
+        self._inbox: SimpleQueue[tuple[str, Payload, SimpleQueue[str]]] = SimpleQueue()
+        self._reply: SimpleQueue[str] | None = None
+
+    @abstractmethod
+    def call(self, model_id: str, payload: Payload) -> Any:
+        """Starts the call, of `deliver` in the worker's process."""
+
+    @abstractmethod
+    def result(self, call: Any, seconds: float) -> str:
+        """What the call returned: a problem or "". Raises TimeoutError; another error where the worker is gone."""
+
+    def send_weights(self, model_id: str, weights: Any) -> None:
+        payload = weights if isinstance(weights, Payload) else pack(named_tensors(weights), self.sent + 1)
+        self.sent, self._call = payload.version, self.call(model_id, payload)
+
+    def wait(self, deadline: float) -> None:
+        if self.answered < self.sent:
+            try:
+                problem = self.result(self._call, max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                raise self.late() from None
+            except Exception as error:
+                raise self.ended(error) from error
+            self.answered, self._call = self.sent, None
+            if problem:
+                raise self.refused(problem)
+
+    def receive(self, timeout: float) -> tuple[str, Payload] | None:
+        try:
+            model_id, self.pending, self._reply = self._inbox.get(timeout=max(timeout, 1e-6))
+        except Empty:
+            return None
+        return model_id, self.pending
+
+    def answer(self, problem: str = "") -> None:
+        if self._reply is not None:
+            self._reply.put(problem)
+            self.pending = self._reply = None
+
+    def take(self, model_id: str, payload: Payload) -> str:
+        """In the worker: leaves weights for the receiver's thread, and returns its answer."""
+        reply: SimpleQueue[str] = SimpleQueue()
+        self._inbox.put((model_id, payload, reply))
+        try:
+            return reply.get(timeout=_ANSWER_S)
+        except Empty:
+            return f"the receiver has not polled for {_ANSWER_S:.0f} s"

@@ -7,7 +7,12 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from llmrl.collectors.weight_updaters import EngineUpdater, VanillaWeightUpdater, WeightUpdaterBase
+from llmrl.collectors.weight_updaters import (
+    EngineUpdater,
+    MultiProcessedWeightUpdater,
+    VanillaWeightUpdater,
+    WeightUpdaterBase,
+)
 from llmrl.errors import WeightSyncError
 from llmrl.modules.llm.engines import TransformersEngine
 from llmrl.modules.llm.engines.weights import WeightSpec
@@ -133,7 +138,7 @@ def test_vanilla_updater_copies_or_changes_nothing():
     updater.push_weights()
     assert torch.equal(policy.weight, trainer.weight)
     kept = policy.weight.clone()
-    with pytest.raises(WeightSyncError, match=r"1 differ, first 'bias'.*nothing was written"):
+    with pytest.raises(WeightSyncError, match=r"'bias' is missing.*Nothing was written"):
         updater.push_weights({"weight": torch.zeros(1, 2)})
     assert torch.equal(policy.weight, kept)
     with pytest.raises(WeightSyncError, match="must be given"):
@@ -158,3 +163,36 @@ def test_a_custom_updater_maps_names_and_serves_its_workers():
     updater.push_weights(WEIGHTS, worker_ids=1)
     names = ["model.a", "model.b.weight"]
     assert updater.sent == ((0, names), (1, names), (1, names))
+
+
+@pytest.mark.parametrize("given", ["module", "from_module", "state_dict"])
+@pytest.mark.parametrize("held", ["module", "from_module"])
+def test_a_language_models_weights_are_copied_from_and_into_any_form(given, held):
+    """Regression: `TensorDict.from_module` also holds buffers that a state dict leaves out, and was refused."""
+    forms = {"module": lambda model: model, "from_module": TensorDict.from_module, "state_dict": nn.Module.state_dict}
+    trainer, policy = (tiny_model(seed=seed) for seed in (0, 1))
+    updater = VanillaWeightUpdater(policy_weights=forms[held](policy))
+    if held == "from_module" and given != "from_module":
+        with pytest.raises(WeightSyncError, match="inv_freq' is missing"):  # it says that it wants them
+            updater.push_weights(forms[given](trainer))
+        return
+    updater.push_weights(forms[given](trainer))
+    for name, tensor in policy.state_dict().items():
+        assert torch.equal(tensor, trainer.state_dict()[name]), name
+
+
+def test_weights_are_copied_into_what_workers_share_on_each_device():
+    shared = {
+        device: TensorDict.from_module(nn.Linear(2, 1)).data.clone().share_memory_() for device in ("cpu", "cpu:0")
+    }
+    trainer = nn.Linear(2, 1)
+    updater = MultiProcessedWeightUpdater(
+        get_server_weights=lambda: TensorDict.from_module(trainer), policy_weights=shared
+    )
+    updater.push_weights(worker_ids="cpu:0")
+    assert torch.equal(shared["cpu:0"]["weight"], trainer.weight)
+    assert not torch.equal(shared["cpu"]["weight"], trainer.weight)
+    updater.push_weights()
+    assert torch.equal(shared["cpu"]["weight"], trainer.weight)
+    with pytest.raises(WeightSyncError, match=r"'bias' is missing"):
+        updater.push_weights({"weight": torch.zeros(1, 2)})

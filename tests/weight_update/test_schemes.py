@@ -216,6 +216,22 @@ def test_a_hugging_face_model_with_buffers_that_are_not_saved_and_tied_weights(m
         assert torch.equal(tensor, source.state_dict()[name].to(dtype)), name
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@SCHEMES
+@pytest.mark.parametrize("there", ["cpu", "cuda"])
+def test_weights_of_a_gpu_reach_a_model_on_it_or_in_main_memory(make_scheme, there):
+    source, target = make_model().to("cuda"), make_model().to(there)
+    sender, receiver = connect(make_scheme(), target)
+    for version in (1, 2, 3):
+        sender.update_weights(fill(source, version))
+        fill(source, -1)
+        assert receiver.receive(5) == version
+    assert {(tensor.device.type, tensor.float().mean().item()) for tensor in target.state_dict().values()} == {
+        (there, 3.0)
+    }
+
+
 def test_shared_memory_is_one_block_for_all_workers_and_two_in_turn():
     scheme, models = SharedMemWeightSyncScheme(), [make_model(), make_model()]
     sender, first = connect(scheme, models[0])
@@ -305,4 +321,72 @@ def test_bad_settings_pipes_and_messages_are_told():
     ours.close()
     with pytest.raises(WorkerError, match="sender must stay"):
         receiver.receive(1)
+    sender = scheme.create_sender()
+    sender.register_worker(0, theirs)
+    sender.update_weights({"a": torch.zeros(1)})
+    theirs.close()
+    with pytest.raises(WorkerError, match="worker 0"):
+        sender.wait()
     assert pickle.loads(pickle.dumps(scheme)).timeout == 10.0
+
+
+def use_all_the_time(scheme, theirs, results, stop):
+    """A worker that uses its model without a pause: every read must find one version alone."""
+    model = nn.ParameterDict({f"weight_{n}": nn.Parameter(torch.zeros(20_000)) for n in range(20)})
+    receiver, torn, taken = scheme.create_receiver(), 0, 0
+    receiver.register_model(model)
+    receiver.register_worker_transport(theirs)
+    while not stop.is_set():
+        taken += receiver.receive() is not None
+        for tensor in model.values():
+            torn += int((tensor != receiver.version).any())
+    results.put((taken, torn))
+
+
+def push_all_the_time(make_scheme, versions, seconds=0.0):
+    """Pushes to three workers, one of which is killed on the way."""
+    sender, results, stop = make_scheme(timeout=20.0).create_sender(), FORK.SimpleQueue(), FORK.Event()
+    named, workers = {f"weight_{n}": torch.zeros(20_000) for n in range(20)}, []
+    for number in range(3):
+        ours, theirs = mp.Pipe()
+        workers.append(FORK.Process(target=use_all_the_time, args=(sender.scheme, theirs, results, stop), daemon=True))
+        workers[-1].start()
+        theirs.close()
+        sender.register_worker(number, ours)
+    last_at = time.monotonic() + seconds
+    while sender.version < versions or time.monotonic() < last_at:
+        for tensor in named.values():
+            tensor.fill_(sender.version + 1)
+        if sender.version == versions // 2 and 2 in sender._transports:
+            workers[2].kill()
+            workers[2].join(10)
+            with pytest.raises(WorkerError, match="worker 2"):
+                push_until_noticed(sender, named)
+            sender.unregister_worker(2)
+            continue
+        sender.update_weights(named)
+        for tensor in named.values():
+            tensor.fill_(-1)  # a worker that still read here would notice
+    sender.wait()
+    stop.set()
+    found = [results.get() for _ in range(2)]
+    assert [torn for _, torn in found] == [0, 0]
+    assert sender.version - 2 <= min(taken for taken, _ in found) <= sender.version
+
+
+def push_until_noticed(sender, named):
+    for _ in range(2):  # the first one may still be handed over
+        for tensor in named.values():
+            tensor.fill_(sender.version + 1)
+        sender.update_weights(named)
+
+
+@SCHEMES
+def test_no_worker_ever_sees_half_of_an_update(make_scheme):
+    push_all_the_time(make_scheme, versions=20)
+
+
+@pytest.mark.slow
+@SCHEMES
+def test_no_worker_ever_sees_half_of_an_update_for_longer(make_scheme):
+    push_all_the_time(make_scheme, versions=200, seconds=15.0)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Hashable, Mapping
 from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from llmrl.collectors.weight_updaters import EngineUpdater, VersionedCollector, Weights, named_tensors
+from llmrl.collectors.weight_updaters import EngineUpdater, VersionedCollector, Weights
 from llmrl.errors import ConfigError, WeightSyncError
 from llmrl.modules.llm.engines.vllm.transfer import NCCL
-from llmrl.weight_update import WeightGroups, publish
+from llmrl.weight_update import WeightGroups, WeightSender, WeightSyncScheme, publish
 from llmrl.weight_update.publish import as_weights, check_engine
+from llmrl.weight_update.target import named_tensors
+from llmrl.weight_update.transports import DirectTransport
 
 __all__ = ["VLLMWeightReceiver", "VLLMWeightSender", "VLLMWeightSyncScheme", "vLLMUpdater"]
 
@@ -88,7 +90,7 @@ class vLLMUpdater(EngineUpdater):
         super()._sync_weights_with_worker(worker_id=worker_id, server_weights=server_weights)
 
 
-class VLLMWeightSyncScheme:
+class VLLMWeightSyncScheme(WeightSyncScheme):
     """Settings of the way from a trainer into vLLM engines; makes the sender, and a receiver for each engine.
 
     master_address, master_port  of the trainer's GPU, for a broadcast by NCCL, to one engine; without an address as
@@ -120,20 +122,22 @@ class VLLMWeightSyncScheme:
         for name, value in (("gpus_per_replica", gpus_per_replica), ("num_replicas", num_replicas)):
             if value < 1:
                 raise ConfigError(f"VLLMWeightSyncScheme: {name} must be at least 1: got {value}.")
-        if strategy not in ("tensordict", "state_dict"):
-            raise ConfigError(f"VLLMWeightSyncScheme: strategy is 'tensordict' or 'state_dict': got {strategy!r}.")
+        super().__init__(strategy)
         self.weight_backend = _broadcast("VLLMWeightSyncScheme", gpus_per_replica, master_address, master_port)
         if self.weight_backend is not None and num_replicas > 1:
             raise ConfigError(
                 f"VLLMWeightSyncScheme: a broadcast from {master_address} reaches the workers of one engine: got "
                 f"num_replicas={num_replicas}; give each engine a weight_backend of its own."
             )
-        self.num_replicas, self.strategy, self.device = num_replicas, strategy, device
+        self.num_replicas, self.device = num_replicas, device
 
     def create_sender(self) -> VLLMWeightSender:
         return VLLMWeightSender(self)
 
-    def create_receiver(self, vllm_engine: Any) -> VLLMWeightReceiver:
+    def create_transport(self, pipe_or_context: Any) -> EngineTransport:
+        return EngineTransport(pipe_or_context)
+
+    def create_receiver(self, vllm_engine: Any) -> VLLMWeightReceiver:  # type: ignore[override]
         """The receiver in front of ``vllm_engine``. Raises TypeError for an object without an engine's methods."""
         return VLLMWeightReceiver(self, vllm_engine)
 
@@ -160,36 +164,32 @@ class VLLMWeightReceiver:
     takes_groups = True  # `publish` puts them together for an engine that does not
 
 
-class VLLMWeightSender:
-    """Sends the weights of one model to every receiver that registered, all under one version."""
+class EngineTransport(DirectTransport):
+    """An engine that this process can call."""
 
-    def __init__(self, scheme: VLLMWeightSyncScheme):
-        self._scheme = scheme
-        self._receivers: dict[int, VLLMWeightReceiver] = {}
-        self._model: nn.Module | None = None
-        self._metadata: Metadata | None = None
+    def __init__(self, receiver: Any) -> None:
+        super().__init__()
+        self.receiver = check_engine(receiver, "VLLMWeightSender")
 
-    @property
-    def version(self) -> int:
-        """The newest version of any receiver's engine."""
-        return max((receiver.version for receiver in self._receivers.values()), default=0)
+    def send_weights(self, model_id: str, weights: Any) -> None:
+        publish(weights, self.receiver)
 
-    def register_model(self, model: nn.Module) -> None:
-        """Sets the model whose weights are sent when none are given."""
-        self._model = model
 
-    def register_worker(self, worker_idx: int, receiver: VLLMWeightReceiver) -> None:
-        """Adds a receiver, or replaces the one of that number."""
-        self._receivers[worker_idx] = check_engine(receiver, "VLLMWeightSender")
+class VLLMWeightSender(WeightSender):
+    """Sends the weights of one model to every receiver that registered, all under one version, the next of any engine.
+    A module goes in groups, nothing is packed.
+    """
+
+    _metadata: Metadata | None = None
 
     def init_all_workers_group(self, model_metadata: Metadata, vllm_engine: Any = None) -> None:
         """Sets what an update must contain; an engine, if given, is registered as worker 0."""
         self._metadata = dict(model_metadata)
         if vllm_engine is not None:
-            self.register_worker(0, self._scheme.create_receiver(vllm_engine))
+            self.register_worker(0, self.scheme.create_receiver(vllm_engine))
 
     @torch.no_grad()
-    def update_weights(self, weights: Weights | None = None) -> None:
+    def update_weights(self, weights: Weights | None = None, *, worker_ids: Collection[Hashable] | None = None) -> None:
         """Sends ``weights``, or those of the registered model; returns when every engine has them.
 
         Reads   a module (sharded, or with adapters that are merged in copies), a TensorDict, named tensors, or groups
@@ -199,17 +199,18 @@ class VLLMWeightSender:
         source = self._model if weights is None else weights
         if source is None:
             raise WeightSyncError("VLLMWeightSender: weights must be given, or a model registered: got neither.")
-        if len(self._receivers) < self._scheme.num_replicas:
+        if len(self._transports) < self.scheme.num_replicas:
             raise WeightSyncError(
-                f"VLLMWeightSender: {self._scheme.num_replicas} engines must have registered: got "
-                f"{len(self._receivers)}; no engine was updated."
+                f"VLLMWeightSender: {self.scheme.num_replicas} engines must have registered: got "
+                f"{len(self._transports)}; no engine was updated."
             )
-        version = self.version + 1
+        version = 1 + max((transport.receiver.version for transport in self._transports.values()), default=0)
         source = as_weights(source) if isinstance(source, nn.Module) else named_tensors(source)
-        broadcasts = self._scheme.weight_backend is not None and torch.cuda.is_available()
-        with torch.cuda.device(self._scheme.device) if broadcasts else nullcontext():
-            for receiver in self._receivers.values():
-                publish(source, receiver, version, metadata=self._metadata)
+        broadcasts = self.scheme.weight_backend is not None and torch.cuda.is_available()
+        with torch.cuda.device(self.scheme.device) if broadcasts else nullcontext():
+            for worker in self._transports if worker_ids is None else worker_ids:
+                publish(source, self._transports[worker].receiver, version, metadata=self._metadata)
+        self.version = version
 
 
 def _broadcast(who: str, num_workers: int, address: str | None, port: int | None) -> NCCL | None:

@@ -1,0 +1,129 @@
+"""Weights from rank to rank of a torch.distributed group, announced and answered through its store."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from llmrl.errors import ConfigError, WorkerError
+from llmrl.weight_update.payload import Payload, pack
+from llmrl.weight_update.schemes import WeightSyncScheme
+from llmrl.weight_update.target import named_tensors
+from llmrl.weight_update.transports import TransportBackend
+
+__all__ = ["DistributedTransport", "DistributedWeightSyncScheme"]
+
+_POLL_S = 1e-3
+
+
+class DistributedTransport(TransportBackend):
+    """Weights between this rank and ``rank``, in one message.
+
+    store    of the group, for announcements and answers; None: the default group's
+    sync     kept for callers; the scheme's ``sync`` says whether updates wait
+    channel  the same on both sides: one for each model
+    device   where messages lie: "cuda" for a group of backend nccl
+    """
+
+    def __init__(
+        self,
+        store: Any = None,
+        rank: int | None = None,
+        sync: bool = True,
+        *,
+        channel: str = "policy",
+        device: str = "cpu",
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self._store = dist.distributed_c10d._get_default_store() if store is None else store
+        self._rank, self.sync, self._device = rank or 0, sync, device
+        me = dist.get_rank()
+        self._out, self._in = (f"llmrl/{channel}/{a}-{b}/" for a, b in ((me, self._rank), (self._rank, me)))
+        # Counted in the store, so that a sender or a receiver that is made anew goes on where the one before stopped.
+        self._sent_count, self._received_count = 0, int(self._store.add(f"{self._in}received", 0))
+        self._work: Any = None  # the message under way, with its memory
+        self._failure: RuntimeError | None = None
+
+    def send_weights(self, model_id: str, weights: Any) -> None:
+        payload = weights if isinstance(weights, Payload) else pack(named_tensors(weights), self.sent + 1)
+        self.sent = payload.version
+        self._sent_count = int(self._store.add(f"{self._out}sent", 1))
+        memory = payload.memory.to(self._device)
+        header = pickle.dumps((model_id, payload.version, payload.layout, memory.numel()))
+        try:
+            self._work = dist.isend(memory, self._rank), memory
+            self._store.set(f"{self._out}{self._sent_count}", header)
+        except RuntimeError as error:
+            self._failure = error  # for `wait`: the other workers get theirs
+
+    def wait(self, deadline: float) -> None:
+        key = f"{self._out}{self._sent_count}/answer"
+        while self.answered < self.sent:
+            if self._failure is not None:
+                raise self.ended(self._failure)
+            try:
+                answered = self._store.check([key])
+                problem = self._store.get(key).decode() if answered else ""
+            except dist.DistError as error:
+                raise self.ended(error) from error
+            if answered:
+                self.answered, self._work = self.sent, None
+                self._store.delete_key(key)
+                if problem:
+                    raise self.refused(problem)
+            elif time.monotonic() >= deadline:
+                raise self.late()
+            else:
+                time.sleep(_POLL_S)
+
+    def receive(self, timeout: float) -> tuple[str, Payload] | None:
+        key, deadline = f"{self._in}{self._received_count + 1}", time.monotonic() + timeout
+        try:
+            while not self._store.check([key]):
+                if time.monotonic() >= deadline:
+                    return None
+                time.sleep(_POLL_S)
+            model_id, version, layout, size = pickle.loads(self._store.get(key))
+            self._store.delete_key(key)
+            memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+            dist.irecv(memory, self._rank).wait(timedelta(seconds=self.timeout))
+        except (dist.DistError, RuntimeError) as error:
+            raise WorkerError(
+                f"WeightReceiver: rank {self._rank} must be there to send weights: it ended or did not send "
+                f"({type(error).__name__}: {error})."
+            ) from error
+        self._received_count = int(self._store.add(f"{self._in}received", 1))
+        self.pending = Payload(version, layout, memory)
+        return model_id, self.pending
+
+    def answer(self, problem: str = "") -> None:
+        if self.pending is not None:
+            self.pending = None
+            self._store.set(f"{self._in}{self._received_count}/answer", problem)
+
+
+class DistributedWeightSyncScheme(WeightSyncScheme):
+    """Weights by point-to-point messages. ``pipe_or_context`` is the other rank, or a tuple (store, rank) or
+    (store, rank, channel): models that share two ranks need a channel each.
+
+    backend  of the group, "gloo" or "nccl"
+    sync     updates return when the workers have answered; False: when the weights are handed over
+    """
+
+    def __init__(self, backend: str = "gloo", sync: bool = True, *, timeout: float = 10.0) -> None:
+        super().__init__("tensordict", timeout=timeout)
+        if backend not in ("gloo", "nccl"):
+            raise ConfigError(f"DistributedWeightSyncScheme: backend must be 'gloo' or 'nccl': got {backend!r}.")
+        self.backend, self.sync = backend, sync
+
+    def create_transport(self, pipe_or_context: Any) -> DistributedTransport:
+        store, rank, *channel = pipe_or_context if isinstance(pipe_or_context, tuple) else (None, pipe_or_context)
+        options = {"channel": channel[0]} if channel else {}
+        device = "cuda" if self.backend == "nccl" else "cpu"
+        return DistributedTransport(store, rank, self.sync, device=device, timeout=self.timeout, **options)

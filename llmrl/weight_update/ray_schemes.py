@@ -1,0 +1,125 @@
+"""Weights to Ray actors: put into the object store once, then read by every actor from its node's memory."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from llmrl.errors import ConfigError
+from llmrl.optional import require
+from llmrl.weight_update.payload import Layout, Payload
+from llmrl.weight_update.schemes import Strategy, WeightReceiver, WeightSender, WeightSyncScheme, deliver
+from llmrl.weight_update.target import resolve
+from llmrl.weight_update.transports import CallTransport
+
+__all__ = [
+    "RayActorTransport",
+    "RayModuleTransformReceiver",
+    "RayModuleTransformScheme",
+    "RayModuleTransformSender",
+    "RayTransport",
+    "RayWeightSyncScheme",
+]
+
+
+class RayTransport(CallTransport):
+    """Weights for one Ray actor, any class of which will do.
+
+    An actor that runs one method at a time takes them between two methods. One that works in a thread registers a
+    receiver, which polls there.
+
+    path  of the model in the actor; None: the model id
+    """
+
+    def __init__(self, remote_collector: Any = None, *, path: str | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self._actor, self._path = remote_collector, path
+
+    def check_connection(self) -> bool:
+        return self._actor is not None
+
+    def call(self, model_id: str, payload: Payload) -> Any:
+        ray = require("ray", extra="ray", used_by="RayTransport")
+        if payload.stored is None:
+            payload.stored = ray.put(payload.memory.numpy())
+        path = model_id if self._path is None else self._path
+        arguments = (model_id, path, payload.version, payload.layout, payload.stored)
+        return self._actor.__ray_call__.remote(_deliver, *arguments)
+
+    def result(self, call: Any, seconds: float) -> str:
+        ray = require("ray", extra="ray", used_by="RayTransport")
+        return ray.get(call, timeout=seconds)  # GetTimeoutError is a TimeoutError
+
+
+class RayActorTransport(RayTransport):
+    """Weights for a model that a Ray actor holds: for no worker in particular.
+
+    update_method  "tensordict" or "state_dict": the form of what is sent; both end as named tensors
+    """
+
+    def __init__(self, actor_ref: Any = None, update_method: Strategy = "tensordict", **options: Any) -> None:
+        super().__init__(actor_ref, strategy=update_method, **options)
+
+
+class RayWeightSyncScheme(WeightSyncScheme):
+    """Weights through Ray's object store. ``pipe_or_context`` is an actor that has the model at the model id's path;
+    in an actor that registers a receiver, None.
+    """
+
+    def create_transport(self, pipe_or_context: Any) -> RayTransport:
+        return RayTransport(pipe_or_context, timeout=self.timeout, strategy=self.strategy)
+
+
+class RayModuleTransformScheme(WeightSyncScheme):
+    """Weights for a module inside of a transform that a Ray actor hosts: it belongs to no worker.
+
+    The model id is the path, in the sender's context, of the actor or of an object with it as ``actor``.
+
+    module  the path of the module in the actor; "": the actor is the module
+    """
+
+    per_worker = False
+
+    def __init__(self, strategy: Strategy = "tensordict", *, module: str = "module", timeout: float = 10.0) -> None:
+        super().__init__(strategy, timeout=timeout)
+        self.module = module
+
+    def create_transport(self, pipe_or_context: Any) -> RayActorTransport:
+        return RayActorTransport(pipe_or_context, self.strategy, path=self.module, timeout=self.timeout)
+
+    def create_sender(self) -> RayModuleTransformSender:
+        return RayModuleTransformSender(self)
+
+    def create_receiver(self) -> RayModuleTransformReceiver:
+        return RayModuleTransformReceiver(self)
+
+
+class RayModuleTransformSender(WeightSender):
+    """Sends to the actor that it finds in its context; nothing has to be registered."""
+
+    def set_context(self, context: Any, model_id: str | None = None) -> None:
+        super().set_context(context, model_id)
+        found = resolve(context, model_id or "")
+        actor = found if hasattr(found, "__ray_call__") else getattr(found, "actor", None)
+        if not hasattr(actor, "__ray_call__"):
+            raise ConfigError(
+                f"RayModuleTransformSender: {model_id or 'the context'!r} must be a Ray actor, or have one as `actor`: "
+                f"got {type(found).__name__}."
+            )
+        self.register_worker("actor", actor)
+
+
+class RayModuleTransformReceiver(WeightReceiver):
+    """The actor's side, for one that applies weights in a thread of its own; others need none."""
+
+
+def _deliver(actor: Any, model_id: str, path: str, version: int, layout: Layout, memory: Any) -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the store's memory cannot be written, and nothing here writes it
+        weights = torch.from_numpy(memory)
+    try:
+        return deliver(actor, model_id, path, Payload(version, layout, weights))
+    except ConfigError as error:
+        return f"{type(error).__name__}: {error}"
