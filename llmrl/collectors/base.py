@@ -43,7 +43,7 @@ class CollectorOptions:
     split_trajs           batches [N, T_max], a trajectory per row, with ("collector", "mask")
     postproc              changes a batch before it is handed out, after ``split_trajs``
     exploration_type      the interaction type (`tensordict.nn.InteractionType`) that the policy samples with
-    return_same_td        the same tensordict is handed out every time, overwritten; else a batch stays as it is
+    return_same_td        one process: the same tensordict is handed out every time, overwritten; else a batch stays
     interruptor           an object; while its ``collection_stopped()`` is true a batch ends early: the rows that are
                           missing are zeros with the trajectory id -1
     set_truncated         the last step of a batch is marked as truncated, and done

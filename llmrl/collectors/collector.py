@@ -68,6 +68,8 @@ class SyncDataCollector(DataCollectorBase):
         if policy is not None and policy_factory is not None:
             raise TypeError(f"{who}: policy and policy_factory exclude each other: got both.")
         self.options = CollectorOptions.of(who, options)
+        if not isinstance(self.options.frames_per_batch, int):
+            raise ConfigError(f"{who}: frames_per_batch is one number: got {self.options.frames_per_batch}.")
         self.env = _make_env(create_env_fn, self.options, who)
         self.frames_per_batch, self.total_frames = self.options.frames_per_batch, self.options.total_frames
         self._num_envs = max(1, self.env.batch_size.numel())

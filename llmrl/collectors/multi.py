@@ -21,7 +21,7 @@ from llmrl.collectors.collector import SyncDataCollector
 from llmrl.collectors.worker import DELIVERED, PRODUCED, STOP, Recipe
 from llmrl.collectors.worker_pool import Packed, Worker, WorkerPool
 from llmrl.envs.step import next_seed
-from llmrl.errors import ConfigError, UnsupportedError
+from llmrl.errors import ConfigError, DeadlineError, UnsupportedError, WorkerError
 from llmrl.weight_update import NoWeightSyncScheme, SharedMemWeightSyncScheme
 
 __all__ = ["MultiSyncDataCollector", "MultiaSyncDataCollector", "aSyncDataCollector"]
@@ -199,7 +199,7 @@ class _MultiDataCollector(DataCollectorBase):
             raise ConfigError(f"{who}.start: the collection has begun already.")
         self._pool.check_open("start")
         self._is_started = True
-        limit = -1 if self.total_frames < 0 else len(self)
+        limit = -1 if self.total_frames < 0 else math.ceil(self.total_frames / sum(self._frames_of))
         for worker in self._pool.workers:
             worker.send("run", limit)
         self._pool.watch()
@@ -233,8 +233,11 @@ class _MultiDataCollector(DataCollectorBase):
             if self._updater is not None and model_id == "policy":
                 self._updater.push_weights(weights, worker_ids)
             elif sender is not None:
-                with self._pool.failing():
+                try:
                     sender.wait()
+                except (DeadlineError, WorkerError):  # a worker that refused weights goes on with those it has
+                    with self._pool.failing():
+                        raise
                 named = sender.prepare(weights)
                 if model_id == "policy":
                     sends = not isinstance(sender.scheme, NoWeightSyncScheme)

@@ -269,6 +269,12 @@ def test_a_policy_can_be_made_in_the_workers(make):
     assert (one.next()["action"] == 6).all()
     one.update_policy_weights_(Scale(7.0))
     assert (one.next()["action"] == 7).all()
+    one.update_policy_weights_({"scale": torch.zeros(2)})  # only the workers can tell
+    with pytest.raises(WeightSyncError, match=r"worker 0.*refused"):
+        one.update_policy_weights_(Scale(8.0))
+    assert (one.next()["action"] == 7).all()
+    one.update_policy_weights_(Scale(8.0))
+    assert (one.next()["action"] == 8).all()
     one.shutdown()
 
 
@@ -306,7 +312,7 @@ def test_workers_fill_the_buffer_until_they_are_shut_down(make, cls):
 
 def test_two_collectors_fill_one_buffer_with_whole_rows(make):
     rows = shared_buffer()
-    both = [make(replay_buffer=rows, total_frames=240) for _ in range(2)]
+    both = [make(cls, replay_buffer=rows, total_frames=240) for cls in MULTI]
     for one in both:
         one.start()
     wait_for(lambda: len(rows) == 480)
