@@ -7,7 +7,7 @@ import math
 import multiprocessing
 import uuid
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -233,11 +233,7 @@ class _MultiDataCollector(DataCollectorBase):
             if self._updater is not None and model_id == "policy":
                 self._updater.push_weights(weights, worker_ids)
             elif sender is not None:
-                try:
-                    sender.wait()
-                except (DeadlineError, WorkerError):  # a worker that refused weights goes on with those it has
-                    with self._pool.failing():
-                        raise
+                self._settle([sender])
                 named = sender.prepare(weights)
                 if model_id == "policy":
                     sends = not isinstance(sender.scheme, NoWeightSyncScheme)
@@ -250,6 +246,15 @@ class _MultiDataCollector(DataCollectorBase):
                     f"{type(self).__name__}: model {model_id!r} must have a scheme in weight_sync_schemes: got schemes "
                     f"for {list(self._senders)}."
                 )
+
+    def _settle(self, senders: Iterable[Any]) -> None:
+        """Waits until the workers have the weights that were handed over."""
+        for sender in senders:
+            try:
+                sender.wait()
+            except (DeadlineError, WorkerError):  # a worker that refused weights goes on with those it has
+                with self._pool.failing():
+                    raise
 
     def increment_version(self) -> None:
         """Called by a weight updater, when its workers have the weights."""
@@ -270,6 +275,7 @@ class _MultiDataCollector(DataCollectorBase):
         return seed
 
     def state_dict(self) -> dict[str, Any]:
+        self._settle(self._senders.values())
         states = self._pool.ask("state_dict", [()] * self.num_workers)
         own = {"frames": self._delivered, "iter": self._batches_out, "version": self._version}
         return {**{f"worker{index}": state for index, state in enumerate(states)}, **own}
@@ -318,6 +324,7 @@ class MultiSyncDataCollector(_MultiDataCollector):
             self._pool.check_open("collect")
             if self.update_at_each_batch:
                 self.update_policy_weights_()
+            self._settle(self._senders.values())  # all of the batch is by the new weights
             self._shared_counters[:, STOP] = 0
             for worker in self._pool.workers:
                 self._grant(worker)
