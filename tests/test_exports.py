@@ -71,7 +71,8 @@ PUBLIC = {
     "llmrl.objectives": "LossModule",
     "llmrl.objectives.llm": "GRPOLoss GRPOLossOutput SFTLoss SFTLossOutput MCAdvantage GroupQuota "
     "StepCounts count_step",
-    "llmrl.collectors": "RandomPolicy WeightUpdaterBase VanillaWeightUpdater MultiProcessedWeightUpdater "
+    "llmrl.collectors": "DataCollectorBase SyncDataCollector MultiSyncDataCollector MultiaSyncDataCollector "
+    "aSyncDataCollector RandomPolicy WeightUpdaterBase VanillaWeightUpdater MultiProcessedWeightUpdater "
     "RayWeightUpdater",
     "llmrl.collectors.llm": "LLMCollector vLLMUpdater",
     "llmrl.collectors.llm.weight_update": "vLLMUpdater VLLMWeightSyncScheme VLLMWeightSender VLLMWeightReceiver",

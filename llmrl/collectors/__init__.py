@@ -1,5 +1,8 @@
 """Collectors run a policy in an environment and hand out what happened; those for chats are in `collectors.llm`."""
 
+from llmrl.collectors.base import DataCollectorBase
+from llmrl.collectors.collector import SyncDataCollector
+from llmrl.collectors.multi import MultiaSyncDataCollector, MultiSyncDataCollector, aSyncDataCollector
 from llmrl.collectors.weight_updaters import (
     EngineUpdater,
     MultiProcessedWeightUpdater,
@@ -10,10 +13,15 @@ from llmrl.collectors.weight_updaters import (
 from llmrl.envs.utils import RandomPolicy
 
 __all__ = [
+    "DataCollectorBase",
     "EngineUpdater",
     "MultiProcessedWeightUpdater",
+    "MultiSyncDataCollector",
+    "MultiaSyncDataCollector",
     "RandomPolicy",
     "RayWeightUpdater",
+    "SyncDataCollector",
     "VanillaWeightUpdater",
     "WeightUpdaterBase",
+    "aSyncDataCollector",
 ]

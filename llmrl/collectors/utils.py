@@ -70,7 +70,7 @@ def split_trajectories(
     except RuntimeError as error:  # a lazy stack of ragged steps
         raise ShapeError(f"split_trajectories: an entry must have one shape at every step: {error}") from error
     out.set(mask_key, mask)
-    out.refine_names(..., "time")
+    out.names = [None, "time"]
     return out
 
 

@@ -18,10 +18,11 @@ from tensordict import (
     TensorDictBase,
     is_tensor_collection,
     is_tensorclass,
+    lazy_stack,
 )
 from torch import Tensor
 
-from llmrl.data.ragged.tensordicts import dim_names, inner, new_tensordict, present_keys, rewrap
+from llmrl.data.ragged.tensordicts import dim_names, entries_of, inner, new_tensordict, present_keys, rewrap
 from llmrl.errors import MissingKeyError, ShapeError
 
 __all__ = ["fill_missing", "present_keys", "put_rows", "required", "shallow_copy", "stack_steps", "update_rows"]
@@ -98,22 +99,55 @@ def update_rows(old: TensorDictBase, rows: Tensor, new: TensorDictBase) -> Tenso
     return LazyStackedTensorDict.maybe_dense_stack(updated, 0)
 
 
-def stack_steps(steps: Sequence[TensorDictBase]) -> TensorDictBase:
-    """The steps along a new last dim named "time": dense where every step has the same shapes, else a lazy stack."""
+def stack_steps(steps: Sequence[TensorDictBase], without: Collection[tuple[str, ...]] = ()) -> TensorDictBase:
+    """The steps along a new last dim named "time": dense where every step has the same shapes, else a lazy stack.
+
+    Entries whose key, as a tuple, is in ``without`` are left out.
+    """
     dim = steps[0].batch_dims
-    if all(_is_dense(step) for step in steps):
-        out = TensorDict.maybe_dense_stack(list(steps), dim)
-        if type(out) is TensorDict:
-            out.names = [*(dim_names(steps[0]) or [None] * dim), "time"]
-            return out
+    try:
+        return _dense_stack(steps, dim, without)
+    except (KeyError, RuntimeError, _Ragged):
+        pass
     # named as it is made: naming the finished stack would go down to every row of every entry
-    return LazyStackedTensorDict.lazy_stack(list(steps), dim, stack_dim_name="time")
+    steps = [step.exclude(*without) for step in steps] if without else list(steps)
+    return LazyStackedTensorDict.lazy_stack(steps, dim, stack_dim_name="time")
 
 
-def _is_dense(value: Any) -> bool:
-    if isinstance(value, (Tensor, NonTensorData, NonTensorStack)):
-        return True
-    return type(value) is TensorDict and all(_is_dense(entry) for entry in value.values())
+class _Ragged(Exception):
+    """An entry cannot be stacked densely."""
+
+
+def _dense_stack(
+    steps: Sequence[TensorDictBase],
+    dim: int,
+    without: Collection[tuple[str, ...]],
+    path: tuple[str, ...] = (),
+) -> TensorDict:
+    # entry by entry: tensordict's own stack takes ten times as long
+    if any(type(step) is not TensorDict for step in steps):
+        raise _Ragged
+    rows = [entries_of(step) for step in steps]
+    entries: dict[str, Any] = {}
+    for key, first in rows[0].items():
+        if (*path, key) in without:
+            continue
+        values = [row[key] for row in rows]
+        if isinstance(first, Tensor):
+            if any(value.dtype != first.dtype or value.is_nested for value in values):
+                raise _Ragged
+            entries[key] = torch.stack(values, dim)
+        elif type(first) is TensorDict:
+            entries[key] = _dense_stack(values, dim, without, (*path, key))
+        elif isinstance(first, (NonTensorData, NonTensorStack)):
+            entries[key] = lazy_stack(values, dim)
+        else:
+            raise _Ragged
+    if any(len(row) != len(rows[0]) for row in rows):
+        raise _Ragged
+    batch_size = [*steps[0].batch_size[:dim], len(steps), *steps[0].batch_size[dim:]]
+    names = [*(dim_names(steps[0]) or [None] * steps[0].batch_dims)]
+    return new_tensordict(entries, batch_size, steps[0].device, [*names[:dim], "time", *names[dim:]])
 
 
 def _replaced(old: Any, rows: Tensor, new: Any, reader: str) -> Any:

@@ -1,0 +1,271 @@
+"""`DataCollectorBase`, what all collectors have in common, and `CollectorOptions`, the arguments that they share."""
+
+from __future__ import annotations
+
+import abc
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import InteractionType
+from torch import Tensor, nn
+
+from llmrl.collectors.utils import split_trajectories
+from llmrl.collectors.weight_updaters import WeightUpdaterBase
+from llmrl.errors import ConfigError, UnsupportedError, did_you_mean
+
+__all__ = ["CollectorOptions", "DataCollectorBase", "registered"]
+
+Device = torch.device | str | None
+Weights = nn.Module | TensorDictBase | Mapping[str, Tensor]
+_WITHOUT_EFFECT = ("use_buffers", "no_cuda_sync", "trust_policy", "local_init_rb", "replay_buffer_chunk")
+
+
+@dataclass(frozen=True)
+class CollectorOptions:
+    """The keyword arguments of every collector.
+
+    frames_per_batch      frames of a batch, over all envs; rounded up to a multiple of their number. Several processes:
+                          also a list with the frames of each
+    total_frames          the collection ends when as many were delivered; -1: never
+    device                of policy, env and data, unless policy_device, env_device or storing_device say otherwise;
+                          several processes: also a list with the device of each
+    create_env_kwargs     arguments of the env's constructor
+    max_frames_per_traj   truncates a trajectory (a `StepCounter`, which also writes "step_count"); None, <= 0: never
+    init_random_frames    so many frames are random actions; with a replay buffer, as long as it has had fewer rows
+    reset_at_each_iter    every batch begins with a reset
+    reset_when_done       False: an env that is done is stepped on, until a reset at the next batch
+    split_trajs           batches [N, T_max], a trajectory per row, with ("collector", "mask")
+    postproc              changes a batch before it is handed out, after ``split_trajs``
+    exploration_type      the interaction type (`tensordict.nn.InteractionType`) that the policy samples with
+    return_same_td        one process: the same tensordict is handed out every time, overwritten; else a batch stays
+    interruptor           an object; while its ``collection_stopped()`` is true a batch ends early: the rows that are
+                          missing are zeros with the trajectory id -1
+    set_truncated         the last step of a batch is marked as truncated, and done
+    replay_buffer         gets the data; iterating then yields None. ``extend_buffer=False``: at every step
+    track_traj_ids        writes ("collector", "traj_ids") int64[*B, T]: a number for each trajectory, from 0 on
+    compact_obs           leaves out ("next", observation), to be rebuilt by `NextStateReconstructor`
+    compile_policy        ``torch.compile`` of the policy, True or its arguments; cudagraph_policy: CUDA graphs likewise
+    weight_updater        takes the weights of ``update_policy_weights_``, in place of the schemes
+    weight_sync_schemes   model id -> scheme of `llmrl.weight_update`; an id is an attribute path of the collector,
+                          such as "policy" or "env.transform[0].actor"
+    track_policy_version  True, "int", "uuid" or a `PolicyVersion`: writes "policy_version", that of the weights used
+    timeout_s             several processes: a worker that takes no step for as long has failed
+    """
+
+    frames_per_batch: int | Sequence[int]
+    total_frames: int = -1
+    device: Device | Sequence[Device] = None
+    storing_device: Device | Sequence[Device] = None
+    policy_device: Device | Sequence[Device] = None
+    env_device: Device | Sequence[Device] = None
+    create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
+    max_frames_per_traj: int | None = None
+    init_random_frames: int | None = None
+    reset_at_each_iter: bool = False
+    reset_when_done: bool = True
+    split_trajs: bool | None = None
+    postproc: Callable[[TensorDictBase], TensorDictBase] | None = None
+    exploration_type: InteractionType = InteractionType.RANDOM
+    return_same_td: bool = False
+    interruptor: Any = None
+    set_truncated: bool = False
+    replay_buffer: Any = None
+    extend_buffer: bool = True
+    track_traj_ids: bool = True
+    compact_obs: bool = False
+    compile_policy: bool | Mapping[str, Any] | None = None
+    cudagraph_policy: bool | Mapping[str, Any] | None = None
+    weight_updater: WeightUpdaterBase | Callable[[], WeightUpdaterBase] | None = None
+    weight_sync_schemes: Mapping[str, Any] | None = None
+    track_policy_version: Any = False
+    timeout_s: float = 60.0
+
+    @classmethod
+    def of(cls, who: str, given: Mapping[str, Any], more: Sequence[str] = ()) -> CollectorOptions:
+        """The options in the keywords of a constructor. ``more`` are keywords that the constructor reads itself.
+
+        Raises  TypeError for an unknown keyword, with the nearest one; ConfigError for values that cannot be used
+        """
+        known = [field.name for field in fields(cls)]
+        for name in given:
+            if name not in known and name not in _WITHOUT_EFFECT:
+                raise TypeError(
+                    f"{who}: an argument must be one that it has: got {name!r}."
+                    f"{did_you_mean(name, [*known, *more, 'policy', 'policy_factory'])}"
+                )
+        if "frames_per_batch" not in given:
+            raise TypeError(f"{who}: frames_per_batch must be given: the number of frames of a batch.")
+        options = cls(**{name: value for name, value in given.items() if name in known})
+        options._check(who)
+        return options
+
+    def _check(self, who: str) -> None:
+        frames = self.frames_per_batch
+        for count in [frames] if isinstance(frames, int) else frames:
+            if count < 1:
+                raise ConfigError(f"{who}: frames_per_batch must be at least 1: got {frames}.")
+        if self.total_frames == 0 or self.total_frames < -1:
+            raise ConfigError(f"{who}: total_frames must be positive, or -1 for no end: got {self.total_frames}.")
+        if not self.timeout_s > 0:
+            raise ConfigError(f"{who}: timeout_s must be positive: got {self.timeout_s}.")
+        if not self.extend_buffer and (self.replay_buffer is None or self.split_trajs or self.postproc is not None):
+            raise ConfigError(
+                f"{who}: extend_buffer=False writes every step to a replay_buffer as it is taken: it needs one, and "
+                "goes without split_trajs and postproc."
+            )
+        if self.split_trajs and not self.track_traj_ids:
+            raise ConfigError(f"{who}: split_trajs cuts where the trajectory id changes: it needs track_traj_ids=True.")
+        if self.interruptor is not None and not callable(getattr(self.interruptor, "collection_stopped", None)):
+            raise ConfigError(f"{who}: interruptor must have a method collection_stopped(): got {self.interruptor!r}.")
+
+    def finished(self, batch: TensorDictBase) -> TensorDictBase:
+        """A batch as it is handed out: split into trajectories, then through ``postproc``."""
+        if self.split_trajs:
+            batch = split_trajectories(batch, prefix="collector")
+        return batch if self.postproc is None else self.postproc(batch)
+
+
+class DataCollectorBase(abc.ABC):
+    """Runs a policy in environments, and hands out what happened batch by batch.
+
+    A subclass writes ``iterator``, ``shutdown``, ``set_seed``, ``state_dict``, ``load_state_dict`` and
+    ``_update_weights``; one that can collect in the background also ``start`` and ``pause``.
+
+    counters  frames that were "produced" = "delivered" + "dropped" (those under way when the collection was ended)
+    """
+
+    options: CollectorOptions
+    frames_per_batch: int
+    total_frames: int
+
+    def __init__(self) -> None:
+        self.counters = {"produced": 0, "delivered": 0, "dropped": 0}
+        self._batches_out = 0
+        self._version: int | str = 0
+        self._iterator: Iterator[TensorDictBase | None] | None = None
+
+    # -- data ----------------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[TensorDictBase | None]:
+        return self.iterator()
+
+    @abc.abstractmethod
+    def iterator(self) -> Iterator[TensorDictBase | None]:
+        """Batches until ``total_frames``; None for each where a replay buffer gets them."""
+
+    def next(self) -> TensorDictBase | None:
+        """The next batch. Raises StopIteration at the end."""
+        if self._iterator is None:
+            self._iterator = self.iterator()
+        return next(self._iterator)
+
+    def __len__(self) -> int:
+        """The number of batches. Raises TypeError without ``total_frames``."""
+        if self.total_frames < 0:
+            raise TypeError(f"{type(self).__name__}: has no length without total_frames.")
+        return math.ceil(self.total_frames / self.frames_per_batch)
+
+    def _ended(self) -> bool:
+        return 0 <= self.total_frames <= self.counters["delivered"]
+
+    def _check_division(self, parts: int, what: str) -> None:
+        """Warns where frames_per_batch and total_frames have to be rounded up."""
+        who, frames = type(self).__name__, self.frames_per_batch
+        if frames % parts:
+            self.frames_per_batch = math.ceil(frames / parts) * parts
+            warnings.warn(
+                f"{who}: frames_per_batch should be a multiple of the number of {what}: got {frames} for {parts}; "
+                f"batches have {self.frames_per_batch}.",
+                stacklevel=3,
+            )
+        if self.total_frames > 0 and self.total_frames % self.frames_per_batch:
+            warnings.warn(
+                f"{who}: total_frames should be a multiple of frames_per_batch: got {self.total_frames} and "
+                f"{self.frames_per_batch}; {len(self) * self.frames_per_batch} frames are collected.",
+                stacklevel=3,
+            )
+
+    # -- in the background ---------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Collects in the background, into the replay buffer."""
+        raise UnsupportedError(f"{type(self).__name__}: does not collect in the background.")
+
+    def pause(self) -> AbstractContextManager[None]:
+        """A block during which a collector that was started takes no step."""
+        raise UnsupportedError(f"{type(self).__name__}: does not collect in the background.")
+
+    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        """Ends a collection that was started. Raises what it failed with."""
+        self.shutdown(timeout=timeout, close_env=close_env)
+
+    @abc.abstractmethod
+    def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        """Ends the collection, within ``timeout`` seconds."""
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    def update_policy_weights_(
+        self,
+        policy_or_weights: Weights | None = None,
+        *,
+        worker_ids: int | Sequence[int] | None = None,
+        model_id: str | None = None,
+        weights_dict: Mapping[str, Weights] | None = None,
+        policy_weights: Weights | None = None,
+    ) -> None:
+        """Hands weights to the policies that collect, which use them from their next step on.
+
+        Reads   a module, a state dict or a TensorDict, all or nothing; None: those of the policy that the collector was
+                given. ``model_id`` names another model of ``weight_sync_schemes``, ``weights_dict`` several
+        Raises  WeightSyncError where they do not fit; ConfigError for a model that has no scheme
+        """
+        if policy_weights is not None:
+            warnings.warn("update_policy_weights_: policy_weights is now policy_or_weights.", stacklevel=2)
+            policy_or_weights = policy_weights if policy_or_weights is None else policy_or_weights
+        if weights_dict is not None and (policy_or_weights is not None or model_id is not None):
+            raise ConfigError(f"{type(self).__name__}: weights_dict names its models: give it alone.")
+        updates = {model_id or "policy": policy_or_weights} if weights_dict is None else weights_dict
+        ids = [worker_ids] if isinstance(worker_ids, int) else worker_ids
+        self._update_weights(updates, ids)
+
+    @abc.abstractmethod
+    def _update_weights(self, updates: Mapping[str, Weights | None], worker_ids: Sequence[int] | None) -> None:
+        """Hands over weights by model id, and moves the version."""
+
+    def receive_weights(self, policy_or_weights: Weights | None = None) -> None:
+        """Takes weights in this process; see ``update_policy_weights_``."""
+        self.update_policy_weights_(policy_or_weights)
+
+    @property
+    def policy_version(self) -> int | str:
+        """The version of the weights that were handed over last: counts the updates, or a uuid."""
+        return self._version
+
+    # -- seeds and state -----------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seeds the envs. Returns the seed for the next env (``seed`` itself if ``static_seed``)."""
+
+    @abc.abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """What a collection goes on from. Trajectories under way are not part of it: new ones take their place."""
+
+    @abc.abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from ``state``."""
+
+
+def registered(updater: Any, collector: DataCollectorBase) -> WeightUpdaterBase | None:
+    """The weight updater, made where a function was given, and told of its collector."""
+    if updater is not None:
+        updater = updater if isinstance(updater, WeightUpdaterBase) else updater()
+        updater.register_collector(collector)
+    return updater

@@ -1,0 +1,424 @@
+"""`SyncDataCollector`: collects in this process, between the training steps or in a thread."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
+from tensordict.nn import set_interaction_type
+from torch import Tensor, nn
+
+from llmrl.collectors.base import CollectorOptions, DataCollectorBase, Weights, registered
+from llmrl.collectors.policy_setup import acting, placed, same_device
+from llmrl.collectors.weight_updaters import WeightUpdaterBase
+from llmrl.concurrency.shared_exclusive_lock import SharedExclusiveLock
+from llmrl.data.ted_utils import as_key, reduce_right
+from llmrl.envs.base import EnvBase
+from llmrl.envs.td_ops import stack_steps
+from llmrl.envs.transforms.step_counter import StepCounter
+from llmrl.envs.transforms.transformed_env import TransformedEnv
+from llmrl.errors import ConfigError, DeadlineError, WorkerError
+from llmrl.weight_update import ModelTarget, MultiProcessWeightSyncScheme, NoWeightSyncScheme, WeightSender
+from llmrl.weight_update.target import resolve
+
+__all__ = ["SyncDataCollector"]
+
+
+class SyncDataCollector(DataCollectorBase):
+    """Collects in this process.
+
+    Reads   ``create_env_fn``, an env or a function that makes one; ``policy`` (None: random actions) or
+            ``policy_factory``, a function that makes one; `CollectorOptions` for the other arguments
+    Yields  batches [*B, T] of steps, time last, in TED form; entries whose name begins with "_" are left out. An env
+            starts anew where it is done; a trajectory that a batch cuts off goes on in the next one
+    Raises  TypeError and ConfigError for arguments that are unknown, or cannot be used together
+
+    The policy is used as it is; only where its tensors are not on ``policy_device`` is it copied there.
+
+    >>> from llmrl.envs import EnvBase
+    >>> class Count(EnvBase):
+    ...     def _reset(self, td):
+    ...         return TensorDict(count=torch.zeros(1))
+    ...     def _step(self, td):
+    ...         count = td["count"] + 1
+    ...         return TensorDict(count=count, reward=count, done=count >= 3)
+    >>> collector = SyncDataCollector(Count, lambda td: td, frames_per_batch=5, total_frames=10)
+    >>> [batch["collector", "traj_ids"].tolist() for batch in collector]
+    [[0, 0, 0, 1, 1], [1, 2, 2, 2, 3]]
+    """
+
+    def __init__(
+        self,
+        create_env_fn: EnvBase | Callable[..., EnvBase],
+        policy: Any = None,
+        *,
+        policy_factory: Callable[[], Any] | None = None,
+        **options: Any,
+    ):
+        super().__init__()
+        who = type(self).__name__
+        if policy is not None and policy_factory is not None:
+            raise TypeError(f"{who}: policy and policy_factory exclude each other: got both.")
+        self.options = CollectorOptions.of(who, options)
+        if not isinstance(self.options.frames_per_batch, int):
+            raise ConfigError(f"{who}: frames_per_batch is one number: got {self.options.frames_per_batch}.")
+        self.env = _make_env(create_env_fn, self.options, who)
+        self.frames_per_batch, self.total_frames = self.options.frames_per_batch, self.options.total_frames
+        self._num_envs = max(1, self.env.batch_size.numel())
+        self._check_division(self._num_envs, "envs")
+        self.replay_buffer = self.options.replay_buffer
+        self._source = policy if policy_factory is None else policy_factory()
+        self.policy = placed(self._source, self.options.policy_device or self.options.device, who)
+        self._act = self.env.rand_action if self.policy is None else acting(self.policy, self.env, self.options)
+        self._tracker = _tracker(self.options.track_policy_version)
+        self._version = 0 if self._tracker is None else self._tracker.version
+        self._weight_updater = registered(self.options.weight_updater, self)
+        self._senders = self._make_senders()
+        self._step_counter = next((t for t in _transforms(self.env) if isinstance(t, StepCounter)), None)
+        self.next_id, self.id_stride = 0, 1  # of trajectories; worker i of n counts i, i + n, ..., which is unique
+        self.before_step: Callable[[], None] | None = None  # called where weights may change: between two steps
+        self._root: TensorDictBase | None = None  # where the next step begins
+        self._steps: list[TensorDictBase] = []  # of the batch under way
+        self._ids = torch.zeros(0, dtype=torch.int64)
+        self._without: frozenset[tuple[str, ...]] | None = None
+        self._same: TensorDictBase | None = None
+        self.frames_taken = 0  # of the batch that was collected last
+        self._thread: threading.Thread | None = None
+        self._gate: SharedExclusiveLock | None = None  # held by a step of the thread, and by who pauses it
+        self._stopped = threading.Event()
+        self._failure: BaseException | None = None
+
+    # -- data ----------------------------------------------------------------------------------------------------------
+
+    def iterator(self) -> Iterator[TensorDictBase | None]:
+        while not self._ended() and not self._stopped.is_set():
+            if self._thread is not None and threading.current_thread() is not self._thread:
+                raise ConfigError(f"{type(self).__name__}: collects in the background already: read the replay buffer.")
+            if (batch := self.collect()) is None:
+                return
+            yield self.deliver(batch)
+
+    def deliver(self, batch: TensorDictBase) -> TensorDictBase | None:
+        """Hands a batch out: to the replay buffer, where there is one, else to the caller."""
+        options = self.options
+        out = options.finished(batch)
+        if options.return_same_td and not options.split_trajs and options.postproc is None:
+            self._same = out = out if self._same is None else self._same.update_(out)
+        if self.replay_buffer is not None and options.extend_buffer:
+            self._extend(out)
+        self.counters["delivered"] += self.frames_taken
+        self._batches_out += 1
+        return None if self.replay_buffer is not None else out
+
+    @torch.no_grad()
+    def collect(self) -> TensorDictBase | None:
+        """One batch of steps, as it is before ``split_trajs`` and ``postproc``; None where `shutdown` came first."""
+        options = self.options
+        steps = self._steps = []
+        ids: list[Tensor] = []
+        versions: list[int | str] = []
+        wanted = self.frames_per_batch // self._num_envs
+        try:
+            if self._root is None or options.reset_at_each_iter:
+                self._start_all()
+            num_random = self._random_steps()
+            with set_interaction_type(options.exploration_type):
+                for step in range(wanted):
+                    if step and options.interruptor is not None and options.interruptor.collection_stopped():
+                        break
+                    with nullcontext() if self._gate is None else self._step_of_thread():
+                        if self._stopped.is_set():
+                            self.counters["dropped"] += len(steps) * self._num_envs
+                            return None
+                        if self.before_step is not None:
+                            self.before_step()
+                        ids.append(self._ids)
+                        versions.append(self._version)
+                        steps.append(self._step(is_random=step < num_random))
+                        self.counters["produced"] += self._num_envs
+                    if not options.extend_buffer:
+                        self._extend(self._assembled(steps[-1:], ids[-1:], versions[-1:]), one_step=True)
+        except BaseException:
+            self._root = None  # of no use after a step that failed half way: the next batch begins with a reset
+            self.counters["dropped"] += len(steps) * self._num_envs
+            raise
+        self.frames_taken, self._steps = len(steps) * self._num_envs, []
+        return self._completed(self._assembled(steps, ids, versions), wanted)
+
+    def _step(self, *, is_random: bool) -> TensorDictBase:
+        env = self.env
+        td = env.rand_action(self._root) if is_random else self._act(self._root)
+        if self.options.reset_when_done:
+            td, self._root = env.step_and_maybe_reset(td)
+            done = td.get("next").get("done")
+            if done.any():
+                self._new_ids(done.reshape(env.batch_size))
+        else:
+            td = env.step(td)
+            self._root = env.step_mdp(td)
+        return td
+
+    def _start_all(self) -> None:
+        self._root = self.env.reset()
+        self._ids = torch.zeros(self.env.batch_size, dtype=torch.int64)
+        self._new_ids(torch.ones(self.env.batch_size, dtype=torch.bool))
+
+    def _new_ids(self, rows: Tensor) -> None:
+        count = int(rows.sum())
+        new = self.next_id + self.id_stride * torch.arange(count)
+        self.next_id += self.id_stride * count
+        self._ids = self._ids.masked_scatter(rows.to(self._ids.device), new)
+
+    def _random_steps(self) -> int:
+        limit = self.options.init_random_frames or 0
+        if limit <= 0:
+            return 0
+        before = self.counters["produced"] if self.replay_buffer is None else self.replay_buffer.write_count
+        return math.ceil(max(0, limit - before) / self._num_envs)
+
+    def _assembled(self, steps: list[TensorDictBase], ids: list[Tensor], versions: list[int | str]) -> TensorDictBase:
+        """The steps as a batch [*B, T], with what the collector itself knows of them."""
+        if self._without is None:
+            self._without = _left_out(steps[0], self.env, compact=self.options.compact_obs)
+        batch = stack_steps(steps, self._without)
+        own: dict[str, Any] = {}
+        if self.options.track_traj_ids:
+            own["traj_ids"] = torch.stack(ids, -1)
+        if self._step_counter is not None:
+            count = batch.get(self._step_counter.step_count_key)
+            own["step_count"] = reduce_right(count, batch.batch_size)
+        if own:
+            batch.set("collector", TensorDict(own, batch.batch_size, device=batch.device, names=batch.names))
+        if self._tracker is not None:
+            if self._tracker.version_type == "int":
+                value: Any = torch.tensor(versions).expand(batch.batch_size).clone()
+            else:
+                rows = batch.batch_size[:-1]
+                value = lazy_stack([NonTensorData(version, batch_size=rows) for version in versions], len(rows))
+            batch.set("policy_version", value)
+        return batch
+
+    def _completed(self, batch: TensorDictBase, wanted: int) -> TensorDictBase:
+        """With the rows that an interruption left out, marked as truncated if asked for, and where it is stored."""
+        if self.options.set_truncated:
+            for key in ("truncated", "done"):
+                batch.get("next").get(key)[..., -1, :] = True
+        missing = wanted - batch.batch_size[-1]
+        if missing:
+            rest = torch.zeros_like(batch[..., :1]).expand(*batch.batch_size[:-1], missing).clone()
+            if self.options.track_traj_ids:
+                rest.get("collector").get("traj_ids").fill_(-1)
+            batch = torch.cat([batch, rest], -1)
+            batch.refine_names(..., "time")
+        device = self.options.storing_device or self.options.device
+        if device is not None and (batch.device is None or not same_device(batch.device, device)):
+            batch = batch.to(device)
+        return batch
+
+    def _extend(self, batch: TensorDictBase, *, one_step: bool = False) -> None:
+        """Rows go into a buffer of rows one by one, also those of several envs; a grid gets them as they are."""
+        options = self.options
+        is_grid = getattr(getattr(self.replay_buffer, "storage", None), "ndim", 1) > 1
+        if one_step and is_grid:
+            self.replay_buffer.add(batch[..., 0])
+        elif is_grid or options.split_trajs or options.postproc is not None:
+            self.replay_buffer.extend(batch)
+        else:
+            self.replay_buffer.extend(batch.reshape(-1))
+
+    # -- in the background ---------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        if self.replay_buffer is None:
+            raise ConfigError(f"{type(self).__name__}.start: collects into a replay_buffer: give one.")
+        if self._thread is not None:
+            raise ConfigError(f"{type(self).__name__}.start: was started already.")
+        self._gate = SharedExclusiveLock(type(self).__name__)
+        self._thread = threading.Thread(target=self._run, name="llmrl-collector", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            for _ in self.iterator():
+                pass
+        except BaseException as error:  # raised again by the next call
+            self._failure = error
+            text = "".join(traceback.format_exception(error))
+            warnings.warn(f"{type(self).__name__}: the collection in the background failed:\n{text}", stacklevel=1)
+
+    def _step_of_thread(self) -> AbstractContextManager[None]:
+        return self._gate.holding("step", math.inf, "a step")
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        self._raise_failure()
+        with nullcontext() if self._gate is None else self._gate.holding(object(), self._deadline(), "the pause"):
+            yield
+
+    def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        self._stopped.set()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join(self.options.timeout_s if timeout is None else timeout)
+            if thread.is_alive():
+                raise DeadlineError(
+                    f"{type(self).__name__}: the step under way must end within "
+                    f"{self.options.timeout_s if timeout is None else timeout:g} s: it did not, and its thread goes on."
+                )
+        self._root = self._same = None
+        if close_env and not self.env.is_closed:
+            self.env.close()
+
+    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        self.shutdown(timeout=timeout, close_env=close_env)
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise WorkerError(
+                f"{type(self).__name__}: the collection in the background failed: {self._failure}"
+            ) from self._failure
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self.options.timeout_s
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    @property
+    def weight_updater(self) -> WeightUpdaterBase | None:
+        return self._weight_updater
+
+    def _make_senders(self) -> dict[str, WeightSender]:
+        """By model id; the models are in this process, so most only check and name the weights."""
+        schemes = self.options.weight_sync_schemes
+        if schemes is None:
+            schemes = {"policy": MultiProcessWeightSyncScheme()} if isinstance(self.policy, nn.Module) else {}
+        senders = {}
+        for model_id, scheme in schemes.items():
+            sender = senders[model_id] = scheme.create_sender()
+            sender.set_context(self, model_id)
+            if scheme.per_worker:
+                resolve(self, model_id)  # a path that leads nowhere is told now
+        return senders
+
+    def _update_weights(self, updates: Mapping[str, Weights | None], worker_ids: Sequence[int] | None) -> None:
+        with self.pause():
+            self.detach_steps()
+            for model_id, weights in updates.items():
+                if model_id == "policy" and self._weight_updater is not None:
+                    self._weight_updater.push_weights(weights, worker_ids)
+                    continue
+                if model_id in self._senders:
+                    self._send(self._senders[model_id], weights)
+                elif model_id != "policy" or weights is not None:
+                    raise ConfigError(
+                        f"{type(self).__name__}: model {model_id!r} must have a scheme in weight_sync_schemes: got "
+                        f"schemes for {list(self._senders)}."
+                    )
+                if model_id == "policy":
+                    self.increment_version()
+
+    def _send(self, sender: WeightSender, weights: Weights | None) -> None:
+        if weights is None and sender.model_id == "policy":
+            if self.policy is self._source:
+                return  # the policy is the trainer's own
+            weights = self._source
+        if not sender.scheme.per_worker:
+            sender.update_weights(weights)
+        elif not isinstance(sender.scheme, NoWeightSyncScheme):
+            ModelTarget(resolve(self, sender.model_id)).update_weights(sender.prepare(weights), version=0)
+
+    def detach_steps(self) -> None:
+        """Copies the steps of a batch under way, before weights change: a policy may have written views of them."""
+        self._steps[:] = [step.clone() for step in self._steps]
+
+    def increment_version(self) -> None:
+        """Called after each update."""
+        if self._tracker is None:
+            self._version += 1
+        else:
+            self._tracker.increment_version()
+            self._version = self._tracker.version
+
+    def set_version(self, version: int | str) -> None:
+        """Moves to a version that was given with the weights."""
+        self._version = version
+        if self._tracker is not None:
+            self._tracker.set_version(version)
+
+    # -- seeds and state -----------------------------------------------------------------------------------------------
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        self._root = None
+        return self.env.set_seed(seed, static_seed)
+
+    def state_dict(self) -> dict[str, Any]:
+        with self.pause():
+            return {
+                "policy_state_dict": self.policy.state_dict() if isinstance(self.policy, nn.Module) else {},
+                "env_state_dict": self.env.state_dict(),
+                "frames": self.counters["delivered"],
+                "iter": self._batches_out,
+                "traj_ids": self.next_id,
+                "version": self._version,
+            }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        with self.pause():
+            if isinstance(self.policy, nn.Module):
+                self.policy.load_state_dict(state["policy_state_dict"])
+            self.env.load_state_dict(state["env_state_dict"])
+            self.counters.update(produced=state["frames"], delivered=state["frames"], dropped=0)
+            self._batches_out = state["iter"]
+            self.set_version(state["version"])
+            self.next_id = state["traj_ids"]
+            self._root = None
+
+
+def _tracker(given: Any) -> Any:
+    """The `PolicyVersion` that counts updates, or None."""
+    if given is False or given is None:
+        return None
+    from llmrl.envs.llm.transforms.policy_version import PolicyVersion  # loads Transformers, which workers can spare
+
+    return given if isinstance(given, PolicyVersion) else PolicyVersion("uuid" if given == "uuid" else "int")
+
+
+def _make_env(create_env_fn: Any, options: CollectorOptions, who: str) -> EnvBase:
+    env = create_env_fn
+    if not isinstance(env, EnvBase):
+        env = create_env_fn(**(options.create_env_kwargs or {}))
+        if not isinstance(env, EnvBase):
+            raise ConfigError(f"{who}: create_env_fn must be, or return, an EnvBase: got {type(env).__name__}.")
+    device = options.env_device or options.device
+    if device is not None and (env.device is None or not same_device(env.device, device)):
+        env = env.to(device)
+    if (limit := options.max_frames_per_traj or 0) > 0:
+        if "step_count" in env.observation_spec.keys():
+            raise ConfigError(
+                f"{who}: max_frames_per_traj adds a StepCounter that writes 'step_count', and the env has that entry "
+                "already: give the env's own StepCounter the limit."
+            )
+        env = env.append_transform(StepCounter(max_steps=limit))
+    return env
+
+
+def _transforms(env: EnvBase) -> list[Any]:
+    return list(env.transform.leaves()) if isinstance(env, TransformedEnv) else []
+
+
+def _left_out(step: TensorDictBase, env: EnvBase, *, compact: bool) -> frozenset[tuple[str, ...]]:
+    """Private entries, at any depth, and for a compact batch what the next row has at its root."""
+    found = {key for key in map(as_key, step.keys(True)) if key[-1].startswith("_")}
+    if compact:
+        observed = [*env.full_observation_spec.leaf_keys, *env.full_state_spec.leaf_keys]
+        found |= {("next", *as_key(key)) for key in observed}
+    return frozenset(found)

@@ -1,0 +1,454 @@
+"""`MultiSyncDataCollector`, `MultiaSyncDataCollector`, `aSyncDataCollector`: collectors in processes of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import multiprocessing
+import uuid
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import cloudpickle
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import nn
+
+from llmrl.collectors.base import CollectorOptions, DataCollectorBase, Weights, registered
+from llmrl.collectors.collector import SyncDataCollector
+from llmrl.collectors.worker import DELIVERED, PRODUCED, STOP, Recipe
+from llmrl.collectors.worker_pool import Packed, Worker, WorkerPool
+from llmrl.envs.step import next_seed
+from llmrl.errors import ConfigError, DeadlineError, UnsupportedError, WorkerError
+from llmrl.weight_update import NoWeightSyncScheme, SharedMemWeightSyncScheme
+
+__all__ = ["MultiSyncDataCollector", "MultiaSyncDataCollector", "aSyncDataCollector"]
+
+_DEVICES = ("device", "storing_device", "policy_device", "env_device")
+
+
+class _MultiDataCollector(DataCollectorBase):
+    """Collectors in processes of their own, one for each env function.
+
+    Reads   ``create_env_fn``, functions that make the envs (or one function, and ``num_workers``); ``policy``, of which
+            each process has a copy, or ``policy_factory``, called in each; `CollectorOptions` for the other arguments
+    Raises  WorkerError where a worker raised, with its traceback, or its process ended; DeadlineError where it took no
+            step for ``timeout_s``. Both name the worker, and all processes have ended by then
+
+    num_threads           of torch in this process; num_sub_threads: in each worker
+    update_at_each_batch  the weights of ``policy`` are sent before every batch
+    weight_sync_schemes   default: the policy by shared memory, `SharedMemWeightSyncScheme`
+    collector_class       the class of the workers' collectors
+
+    Functions are pickled with cloudpickle, and may be lambdas; the main module is not run again. Workers write into a
+    shared ``replay_buffer`` themselves. `start` has them do so without end; then the policy may be some steps behind.
+    """
+
+    def __init__(
+        self,
+        create_env_fn: Sequence[Callable[..., Any]] | Callable[..., Any],
+        policy: Any = None,
+        *,
+        policy_factory: Callable[[], Any] | Sequence[Callable[[], Any]] | None = None,
+        num_workers: int | None = None,
+        collector_class: type[SyncDataCollector] | None = None,
+        update_at_each_batch: bool = False,
+        num_threads: int | None = None,
+        num_sub_threads: int = 1,
+        **options: Any,
+    ):
+        super().__init__()
+        who = type(self).__name__
+        if policy is not None and policy_factory is not None:
+            raise TypeError(f"{who}: policy and policy_factory exclude each other: got both.")
+        makers = _makers(create_env_fn, num_workers, who)
+        self.num_workers = len(makers)
+        own = ("num_workers", "collector_class", "update_at_each_batch", "num_threads", "num_sub_threads")
+        self.options = CollectorOptions.of(who, options, (*own, "cat_results", "preemptive_threshold"))
+        if self.options.interruptor is not None:
+            raise UnsupportedError(f"{who}: an interruptor is not shared with workers; use preemptive_threshold.")
+        self.total_frames = self.options.total_frames
+        self._frames_of = self._divide_frames()
+        self.policy, self.replay_buffer = policy, self.options.replay_buffer
+        self.update_at_each_batch = update_at_each_batch
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        self._is_started, self._delivered = False, 0
+        self._shared_counters = torch.zeros(self.num_workers, 3, dtype=torch.int64).share_memory_()
+        schemes = self.options.weight_sync_schemes
+        if schemes is None:
+            by_default = policy_factory is not None or isinstance(policy, nn.Module)
+            schemes = {"policy": SharedMemWeightSyncScheme(timeout=self.options.timeout_s)} if by_default else {}
+        self._updater = registered(self.options.weight_updater, self)
+        self._senders, ends = self._connect(schemes)
+        recipes = self._recipes(makers, policy_factory, collector_class or SyncDataCollector, num_sub_threads, ends)
+        self._pool = WorkerPool(who, recipes, self._shared_counters, self.options.timeout_s)
+        with self._pool.failing():
+            self._check_specs()
+        if self.options.track_policy_version == "uuid":
+            self._version = ""
+            self._move_version(None, None)
+
+    # -- what the two kinds write --------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _divide_frames(self) -> list[int]:
+        """The frames of a batch of each worker; sets ``frames_per_batch``."""
+
+    def _check_specs(self) -> None:
+        """Compares what the workers' envs declare."""
+
+    # -- processes -----------------------------------------------------------------------------------------------------
+
+    def _connect(self, schemes: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """A sender for each model, and each worker's scheme and end of the connection."""
+        senders: dict[str, Any] = {}
+        ends: list[dict[str, Any]] = [{} for _ in range(self.num_workers)]
+        for model_id, scheme in schemes.items():
+            sender = senders[model_id] = scheme.create_sender()
+            sender.set_context(self, model_id)
+            if model_id == "policy" and isinstance(self.policy, nn.Module):
+                sender.register_model(self.policy)
+            for index in range(self.num_workers if scheme.per_worker else 0):
+                ours, theirs = multiprocessing.Pipe()
+                sender.register_worker(index, ours)
+                ends[index][model_id] = (scheme, theirs)
+        return senders, ends
+
+    def _recipes(
+        self, makers: Sequence[Any], factory: Any, cls: type, threads: int, ends: Sequence[dict[str, Any]]
+    ) -> list[Recipe]:
+        who = type(self).__name__
+        policy = _packed(self.policy, f"{who}: the policy", "; or give policy_factory, a function that makes one")
+        recipes, seed = [], torch.initial_seed() % 2**63
+        for index, maker in enumerate(makers):
+            seed = next_seed(seed)
+            parts = {
+                "class": cloudpickle.dumps(cls),
+                "env": _packed(maker, f"{who}: create_env_fn[{index}]"),
+                "policy": policy,
+                "factory": _packed(factory[index] if isinstance(factory, Sequence) else factory, "policy_factory"),
+                "options": _packed(self._options_of(index), f"{who}: an argument"),
+            }
+            build = partial(_build, parts, Packed(self.replay_buffer))
+            recipes.append(Recipe(build, index, self.num_workers, ends[index], threads, seed))
+        return recipes
+
+    def _options_of(self, index: int) -> dict[str, Any]:
+        """The arguments of a worker's collector; without a buffer its batches are finished here."""
+        given = self.options
+        mine = {name: _at(getattr(given, name), index) for name in _DEVICES}
+        mine["create_env_kwargs"] = _at(given.create_env_kwargs, index)
+        mine |= {"frames_per_batch": self._frames_of[index]}
+        same = ("max_frames_per_traj", "reset_at_each_iter", "reset_when_done", "exploration_type", "set_truncated")
+        same += ("track_traj_ids", "compact_obs", "compile_policy", "cudagraph_policy", "track_policy_version")
+        same += ("extend_buffer", "timeout_s")
+        mine |= {name: getattr(given, name) for name in same}
+        if self.replay_buffer is not None:
+            mine |= {"split_trajs": given.split_trajs, "postproc": given.postproc}
+            mine["init_random_frames"] = given.init_random_frames
+        elif given.init_random_frames:
+            mine["init_random_frames"] = math.ceil(given.init_random_frames / self.num_workers)
+        return mine
+
+    def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        self._pool.close(timeout)
+
+    # -- data ----------------------------------------------------------------------------------------------------------
+
+    def _grant(self, worker: Worker) -> None:
+        worker.due += 1
+        worker.send("grant", 1)
+
+    def _take(self, worker: Worker) -> TensorDictBase | None:
+        self._pool.arrivals.remove(worker)
+        frames, batch = worker.batches.popleft()
+        self._delivered += frames
+        return batch
+
+    def _handed_out(self, batch: TensorDictBase | None) -> TensorDictBase | None:
+        self._batches_out += 1
+        if batch is None:
+            return None
+        device = self.options.storing_device or self.options.device
+        if device is not None and not isinstance(device, (list, tuple)):
+            batch = batch.to(device)
+        return self.options.finished(batch)
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Frames: as in `DataCollectorBase`. Those under way count as dropped once the collection has ended."""
+        produced = int(self._shared_counters[:, PRODUCED].sum())
+        delivered = int(self._shared_counters[:, DELIVERED].sum()) if self._is_started else self._delivered
+        ended = not self._pool.is_open
+        return {"produced": produced, "delivered": delivered, "dropped": produced - delivered if ended else 0}
+
+    @counters.setter
+    def counters(self, value: Mapping[str, int]) -> None:
+        self._delivered = value["delivered"]
+
+    # -- in the background ---------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        who = type(self).__name__
+        if self.replay_buffer is None:
+            raise ConfigError(f"{who}.start: workers write into a replay_buffer: give one.")
+        if self._is_started or self._batches_out:
+            raise ConfigError(f"{who}.start: the collection has begun already.")
+        self._pool.check_open("start")
+        self._is_started = True
+        limit = -1 if self.total_frames < 0 else math.ceil(self.total_frames / sum(self._frames_of))
+        for worker in self._pool.workers:
+            worker.send("run", limit)
+        self._pool.watch()
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        self._pool.ask("pause", [()] * self.num_workers)
+        try:
+            yield
+        finally:
+            for worker in self._pool.workers:
+                worker.send("resume")
+
+    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        try:
+            if self._pool.is_open or self._pool.failure is not None:
+                self._pool.ask("pause", [()] * self.num_workers)  # raises what a worker failed with
+        finally:
+            self.shutdown(timeout=timeout, close_env=close_env)
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    @property
+    def weight_updater(self) -> Any:
+        return self._updater
+
+    def _update_weights(self, updates: Mapping[str, Weights | None], worker_ids: Sequence[int] | None) -> None:
+        self._pool.check_open("take weights")
+        for model_id, weights in updates.items():
+            sender = self._senders.get(model_id)
+            if self._updater is not None and model_id == "policy":
+                self._updater.push_weights(weights, worker_ids)
+            elif sender is not None:
+                self._settle([sender])
+                named = sender.prepare(weights)
+                if model_id == "policy":
+                    sends = not isinstance(sender.scheme, NoWeightSyncScheme)
+                    self._move_version(sender.version + 1 if sends else None, worker_ids)
+                sender.update_weights(named, worker_ids=worker_ids)
+            elif model_id == "policy" and weights is None:
+                self.increment_version()
+            else:
+                raise ConfigError(
+                    f"{type(self).__name__}: model {model_id!r} must have a scheme in weight_sync_schemes: got schemes "
+                    f"for {list(self._senders)}."
+                )
+
+    def _settle(self, senders: Iterable[Any]) -> None:
+        """Waits until the workers have the weights that were handed over."""
+        for sender in senders:
+            try:
+                sender.wait()
+            except (DeadlineError, WorkerError):  # a worker that refused weights goes on with those it has
+                with self._pool.failing():
+                    raise
+
+    def increment_version(self) -> None:
+        """Called by a weight updater, when its workers have the weights."""
+        self._move_version(None, None)
+
+    def _move_version(self, number: int | None, worker_ids: Sequence[int] | None) -> None:
+        """Tells the workers which version the weights ``number`` of the sender are; None: those that they have."""
+        self._version = str(uuid.uuid4()) if isinstance(self._version, str) else self._version + 1
+        for index in range(self.num_workers) if worker_ids is None else worker_ids:
+            self._pool.workers[index].send("version", number, self._version)
+
+    # -- seeds and state -----------------------------------------------------------------------------------------------
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seeds the workers' envs and generators, each from the one before."""
+        for worker in self._pool.workers:
+            [seed] = self._pool.ask("set_seed", [(seed, static_seed)], [worker])
+        return seed
+
+    def state_dict(self) -> dict[str, Any]:
+        self._settle(self._senders.values())
+        states = self._pool.ask("state_dict", [()] * self.num_workers)
+        own = {"frames": self._delivered, "iter": self._batches_out, "version": self._version}
+        return {**{f"worker{index}": state for index, state in enumerate(states)}, **own}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        names = [f"worker{index}" for index in range(self.num_workers)]
+        if missing := [name for name in names if name not in state]:
+            raise ConfigError(f"{type(self).__name__}: the state must have an entry per worker: {missing} are missing.")
+        self._pool.ask("load_state_dict", [(state[name],) for name in names])
+        self._delivered, self._batches_out, self._version = state["frames"], state["iter"], state["version"]
+
+
+class MultiSyncDataCollector(_MultiDataCollector):
+    __doc__ = f"""{_MultiDataCollector.__doc__}
+    Yields  a batch to which each worker has given its share: ``frames_per_batch`` / workers, rounded up. An env without
+            batch dimensions gives [T]; one of P envs [P, T]:
+
+    cat_results           "stack" (default): [B, T], [B, P, T]; 0: [B * T], [B * P, T]; -1: [B * T], [P, B * T]
+    preemptive_threshold  once this share of the workers has finished, the others stop; their missing rows are zeros
+                          with the trajectory id -1
+    """
+
+    def __init__(
+        self,
+        create_env_fn: Sequence[Callable[..., Any]] | Callable[..., Any],
+        policy: Any = None,
+        *,
+        cat_results: Literal["stack"] | int | None = None,
+        preemptive_threshold: float | None = None,
+        **options: Any,
+    ):
+        if cat_results not in (None, "stack", 0, -1):
+            raise ConfigError(f"{type(self).__name__}: cat_results must be 'stack', 0 or -1: got {cat_results!r}.")
+        if preemptive_threshold is not None and not 0 <= preemptive_threshold <= 1:
+            raise ConfigError(
+                f"{type(self).__name__}: preemptive_threshold must be between 0 and 1: got {preemptive_threshold}."
+            )
+        self.cat_results = "stack" if cat_results is None else cat_results
+        self.preemptive_threshold = preemptive_threshold
+        super().__init__(create_env_fn, policy, **options)
+
+    def iterator(self) -> Iterator[TensorDictBase | None]:
+        while not self._ended():
+            if self._is_started:
+                raise ConfigError(f"{type(self).__name__}: collects in the background already: read the replay buffer.")
+            self._pool.check_open("collect")
+            if self.update_at_each_batch:
+                self.update_policy_weights_()
+            self._settle(self._senders.values())  # all of the batch is by the new weights
+            self._shared_counters[:, STOP] = 0
+            for worker in self._pool.workers:
+                self._grant(worker)
+            self._pool.wait(self._have_all_arrived, "collect its part of the batch")
+            batches = [self._take(worker) for worker in self._pool.workers]
+            yield self._handed_out(None if self.replay_buffer is not None else _joined(batches, self.cat_results))
+
+    def _have_all_arrived(self) -> bool:
+        arrived = sum(bool(worker.batches) for worker in self._pool.workers)
+        share = self.preemptive_threshold
+        if share is not None and arrived >= max(1, math.ceil(share * self.num_workers)):
+            self._shared_counters[:, STOP] = 1
+        return arrived == self.num_workers
+
+    def _divide_frames(self) -> list[int]:
+        frames, count = self.options.frames_per_batch, self.num_workers
+        if not isinstance(frames, int):
+            if len(frames) != count:
+                raise ConfigError(
+                    f"{type(self).__name__}: frames_per_batch must have one number per worker: got {len(frames)} for "
+                    f"{count}."
+                )
+            if self.cat_results == "stack" and len(set(frames)) > 1:
+                raise ConfigError(f"{type(self).__name__}: batches of {frames} frames do not stack: cat_results=-1.")
+            self.frames_per_batch = sum(frames)
+            return list(frames)
+        self.frames_per_batch = frames
+        self._check_division(count, "workers")
+        return [self.frames_per_batch // count] * count
+
+    def _check_specs(self) -> None:
+        first = self._pool.workers[0].spec
+        for worker in self._pool.workers[1:]:
+            keys = [key for key in first | worker.spec if first.get(key) != worker.spec.get(key)]
+            if keys:
+                what = f"{keys[0]}" if keys[0] else "the batch size"
+                raise ConfigError(
+                    f"{self._pool.name(worker)}: all envs must declare the same, since their batches are joined: "
+                    f"{what} is {worker.spec.get(keys[0])}, worker 0 has {first.get(keys[0])}; use "
+                    "MultiaSyncDataCollector for envs that differ."
+                )
+
+
+class MultiaSyncDataCollector(_MultiDataCollector):
+    __doc__ = f"""{_MultiDataCollector.__doc__}
+    Yields  batches of ``frames_per_batch`` frames by one worker each, [T] or [P, T], first come, first served. Workers
+            collect on while a batch is trained on, at most two batches ahead; so the policy may be some steps behind.
+    """
+
+    def iterator(self) -> Iterator[TensorDictBase | None]:
+        while True:
+            if self._is_started:
+                raise ConfigError(f"{type(self).__name__}: collects in the background already: read the replay buffer.")
+            under_way = sum(worker.due + len(worker.batches) for worker in self._pool.workers)
+            self._pool.check_open("collect")
+            if self.update_at_each_batch:
+                self.update_policy_weights_()
+            for _ in range(2):
+                for worker in self._pool.workers:
+                    ahead = self._delivered + under_way * self.frames_per_batch
+                    if worker.due + len(worker.batches) < 2 and not 0 <= self.total_frames <= ahead:
+                        self._grant(worker)
+                        under_way += 1
+            if not under_way:
+                return
+            self._pool.wait(lambda: bool(self._pool.arrivals), "collect a batch")
+            batch = self._take(self._pool.arrivals[0])
+            yield self._handed_out(batch if batch is None else batch.clone())  # its memory is written again
+
+    def _divide_frames(self) -> list[int]:
+        frames = self.options.frames_per_batch
+        if not isinstance(frames, int):
+            raise ConfigError(f"{type(self).__name__}: frames_per_batch is that of every batch: got {frames}.")
+        self.frames_per_batch = frames
+        self._check_division(1, "workers")
+        return [frames] * self.num_workers
+
+
+class aSyncDataCollector(MultiaSyncDataCollector):
+    """`MultiaSyncDataCollector` with one worker: collects while the caller trains."""
+
+    def __init__(self, create_env_fn: Callable[..., Any], policy: Any = None, **options: Any):
+        super().__init__([create_env_fn], policy, **options)
+
+
+# --- parts of the owner's side ---
+
+
+def _packed(value: Any, what: str, remedy: str = "") -> bytes:
+    try:
+        return cloudpickle.dumps(value)
+    except Exception as error:  # whatever the parts of the value raise
+        raise ConfigError(
+            f"{what} must be picklable, to reach the workers' processes: {type(error).__name__}: {error}{remedy}."
+        ) from error
+
+
+def _build(parts: Mapping[str, bytes], buffer: Packed, stop: Any) -> SyncDataCollector:
+    """In the worker: its collector."""
+    cls, env, policy, factory, options = map(cloudpickle.loads, parts.values())
+    if buffer.value is not None:
+        options["replay_buffer"] = buffer.value
+    return cls(env, policy, policy_factory=factory, interruptor=stop, **options)
+
+
+def _makers(create_env_fn: Any, num_workers: int | None, who: str) -> list[Any]:
+    """The env functions, one for each worker."""
+    if not isinstance(create_env_fn, Sequence):
+        create_env_fn = [create_env_fn] * (num_workers or 1)
+    if not create_env_fn or (num_workers is not None and num_workers != len(create_env_fn)):
+        raise ConfigError(
+            f"{who}: create_env_fn must have one function per worker: got {len(create_env_fn)} for num_workers="
+            f"{num_workers}."
+        )
+    return list(create_env_fn)
+
+
+def _at(value: Any, index: int) -> Any:
+    """What a worker gets of an argument that may be a list with one for each."""
+    return value[index] if isinstance(value, (list, tuple)) else value
+
+
+def _joined(batches: Sequence[TensorDictBase], how: Literal["stack"] | int) -> TensorDictBase:
+    out = TensorDict.maybe_dense_stack(list(batches), 0) if how == "stack" else torch.cat(list(batches), how)
+    if type(out) is TensorDict:
+        out.names = [*[None] * (out.batch_dims - 1), "time"]
+    return out

@@ -1,0 +1,239 @@
+"""A collector's worker: one `SyncDataCollector` that another process directs, whatever started this one.
+
+The owner sends requests through a `Connection`, pickled ``(name, *arguments)``, and gets ``(name, *values)``: "ready",
+"batch", "reply" or "error". A batch is collected for each credit that the owner has granted, so a worker never collects
+what its owner has no place for. At every step boundary the worker takes new weights, and notices a pause or its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import random
+import select
+import signal
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from llmrl.collectors.collector import SyncDataCollector
+from llmrl.concurrency import parent_watchdog
+from llmrl.data.ted_utils import leaf_keys
+from llmrl.envs.batched import Declared
+from llmrl.envs.parallel_worker import SharedRows
+from llmrl.envs.step import next_seed
+
+__all__ = ["DELIVERED", "PRODUCED", "SLOTS", "STOP", "Recipe", "WorkerLoop", "serve", "shape_of", "spec_of"]
+
+SLOTS = 2  # batches of a worker that its owner can have at a time
+PRODUCED, DELIVERED, STOP = 0, 1, 2  # columns of the counters that owner and worker share, int64[workers, 3]
+
+
+@dataclass
+class Recipe:
+    """What a worker is built from.
+
+    collector  makes its collector, given the interruptor
+    index      of ``count`` workers
+    schemes    weight synchronisation by model id, with the worker's end of the connection
+    threads    of torch in this process
+    """
+
+    collector: Callable[[Any], SyncDataCollector]
+    index: int
+    count: int
+    schemes: Mapping[str, tuple[Any, Any]]
+    threads: int
+    seed: int
+
+
+class _Stop:
+    """The interruptor of a worker's batches: the owner's word that enough others have finished."""
+
+    def __init__(self, counters: np.ndarray):
+        self._counters = counters
+
+    def collection_stopped(self) -> bool:
+        return bool(self._counters[STOP])
+
+
+class _Closed(Exception):
+    """The owner wants no more."""
+
+
+class WorkerLoop:
+    """Answers the requests of one owner; ``counters`` is this worker's row of the shared ones."""
+
+    def __init__(self, connection: Connection, recipe: Recipe, counters: Tensor):
+        self._connection, self._counters = connection, counters.numpy()
+        self.collector = recipe.collector(_Stop(self._counters))
+        self.collector.next_id, self.collector.id_stride = recipe.index, recipe.count
+        self.collector.before_step = self._before_step
+        self._later: deque[tuple[Any, ...]] = deque()  # requests that came while a batch was under way
+        self._credits = 0  # batches that it may collect; -1: without end
+        self._tells = True  # of every batch; False where the owner looks at the counters alone
+        self._slots: SharedRows | None = None
+        self._slot = 0  # that was written last
+        self._versions: dict[int, int | str] = {}  # of weights that are on their way
+        self._poller = select.poll()
+        self._poller.register(connection.fileno(), select.POLLIN)
+        self._receivers: list[tuple[int, str, Any]] = []
+        for model_id, (scheme, end) in recipe.schemes.items():
+            receiver = scheme.create_receiver()
+            receiver.set_context(self.collector)
+            receiver.register_model(self.collector.policy if model_id == "policy" else model_id)
+            receiver.register_worker_transport(end)
+            self._poller.register(end.fileno(), select.POLLIN)
+            self._receivers.append((end.fileno(), model_id, receiver))
+
+    def run(self) -> None:
+        """Until the owner closes."""
+        self._send("ready", spec_of(self.collector.env))
+        try:
+            while True:
+                while self._later or not self._credits:
+                    self._handle(self._later.popleft() if self._later else self._next_request())
+                self._deliver(self.collector.collect())
+        except _Closed:
+            self.collector.shutdown()
+
+    def _deliver(self, batch: TensorDictBase) -> None:
+        frames = self.collector.frames_taken
+        self._counters[PRODUCED] = self.collector.counters["produced"]
+        out = self.collector.deliver(batch)
+        self._counters[DELIVERED] += frames
+        self._credits -= self._credits > 0
+        if self._tells:
+            on_device = out is not None and out.device is not None and out.device.type != "cpu"
+            self._tell(frames, out.cpu() if on_device else out)
+
+    def _tell(self, frames: int, batch: TensorDictBase | None) -> None:
+        """Through the shared memory, where the batch fits what the owner made from the first one."""
+        if self._slots is not None and batch is not None and shape_of(batch) == self._slots.declared:
+            self._slot = (self._slot + 1) % SLOTS
+            for key, column in self._slots.columns.items():
+                column[self._slot].copy_(batch.get(key))
+            self._send("batch", frames, self._slot)
+        else:
+            self._send("batch", frames, batch)
+
+    # -- between two steps ---------------------------------------------------------------------------------------------
+
+    def _before_step(self) -> None:
+        self._counters[PRODUCED] = self.collector.counters["produced"]
+        while events := self._poller.poll(0):
+            self._attend({descriptor for descriptor, _ in events})
+
+    def _attend(self, descriptors: set[int]) -> None:
+        """Requests before weights: the version of weights comes as a request that was sent before them."""
+        if self._connection.fileno() in descriptors:
+            self._note(self._read())
+            return
+        for descriptor, model_id, receiver in self._receivers:
+            if descriptor in descriptors:
+                self.collector.detach_steps()
+                version = receiver.receive()
+                if version is not None and model_id == "policy":
+                    self.collector.set_version(self._versions.pop(version))
+
+    def _note(self, request: tuple[Any, ...]) -> None:
+        name, *arguments = request
+        if name == "close":
+            raise _Closed
+        if name == "pause":
+            self._send("reply", None)
+            while (request := self._read())[0] != "resume":
+                self._note(request)
+        elif name == "version":
+            number, version = arguments
+            if number is None:
+                self.collector.set_version(version)
+            else:
+                self._versions[number] = version
+        else:
+            self._later.append(request)
+
+    # -- between two batches -------------------------------------------------------------------------------------------
+
+    def _next_request(self) -> tuple[Any, ...]:
+        """Waits for one, and takes weights meanwhile."""
+        while not self._later:
+            self._attend({descriptor for descriptor, _ in self._poller.poll()})
+        return self._later.popleft()
+
+    def _handle(self, request: tuple[Any, ...]) -> None:
+        name, *arguments = request
+        if name == "grant":
+            self._credits += 1
+        elif name == "run":
+            self._tells, [self._credits] = False, arguments
+        elif name == "share":
+            [self._slots] = arguments
+        elif name == "set_seed":
+            torch.manual_seed(arguments[0])
+            self._send("reply", self.collector.set_seed(*arguments))
+        else:
+            self._send("reply", getattr(self.collector, name)(*arguments))
+
+    def _read(self) -> tuple[Any, ...]:
+        try:
+            return pickle.loads(self._connection.recv_bytes())
+        except (EOFError, ConnectionError):
+            raise _Closed from None
+
+    def _send(self, *message: Any) -> None:
+        self._connection.send_bytes(pickle.dumps(message))
+
+
+def shape_of(batch: TensorDictBase) -> dict[Any, Declared] | None:
+    """Shape and dtype of every entry by key; None where one is not a tensor of fixed shape."""
+    if type(batch) is not TensorDict:
+        return None
+    found = {}
+    for key in leaf_keys(batch):
+        value = batch.get(key)
+        if not isinstance(value, Tensor) or value.is_nested:
+            return None
+        found[key] = Declared(value.shape, value.dtype)
+    return found
+
+
+def spec_of(env: Any) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of every declared entry, with the batch size under ""; to be compared between workers."""
+    found: dict[str, tuple[tuple[int, ...], str]] = {"": (tuple(env.batch_size), "")}
+    for part in ("observation", "action", "reward", "done"):
+        spec = getattr(env, f"full_{part}_spec")
+        for key in spec.leaf_keys:
+            found[str(key)] = (tuple(spec[key].shape), str(spec[key].dtype))
+    return found
+
+
+def serve(connection: Connection, owner: int, recipe: Recipe, counters: Tensor) -> None:
+    """A worker's process: until the owner closes or ends. What is raised goes to the owner with its traceback."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the owner, which then closes
+    parent_watchdog.follow(owner)
+    torch.set_num_threads(recipe.threads)
+    torch.manual_seed(recipe.seed)
+    random.seed(recipe.seed)
+    np.random.seed(next_seed(recipe.seed))
+    loop: WorkerLoop | None = None
+    try:
+        loop = WorkerLoop(connection, recipe, counters)
+        loop.run()
+    except (Exception, SystemExit) as error:
+        text = f"{type(error).__name__}: {error}"
+        with contextlib.suppress(OSError):  # the owner ended
+            connection.send_bytes(pickle.dumps(("error", text, traceback.format_exc())))
+    finally:
+        if loop is not None:
+            counters.numpy()[PRODUCED] = loop.collector.counters["produced"]
+            if not loop.collector.env.is_closed:
+                loop.collector.env.close()

@@ -1,0 +1,253 @@
+"""The owner's side of worker processes: starts them, hands them requests, and takes what they send until all is well.
+
+A worker that raised, ended or does nothing ends them all; the error names it, and every later call raises it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import select
+import sys
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.util import Finalize
+from typing import Any
+
+import cloudpickle
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from llmrl.collectors.worker import PRODUCED, SLOTS, Recipe, serve, shape_of
+from llmrl.concurrency.process_monitor import process_state, wait_for_exit
+from llmrl.envs.batched import keyed
+from llmrl.envs.parallel_worker import SharedRows
+from llmrl.errors import DeadlineError, LLMRLError, WorkerError
+
+__all__ = ["Packed", "Worker", "WorkerPool"]
+
+START_S = 120.0  # for processes to start and to make their envs, on a busy machine
+CLOSE_S = 5.0  # for envs to close; then their processes are killed
+_SMALL = 16_384  # bytes that a pipe takes at once
+
+
+class Worker:
+    """The owner's side of one worker process."""
+
+    def __init__(self, index: int, process: Any, connection: Connection):
+        self.index, self.process, self.connection = index, process, connection
+        self.batches: deque[tuple[int, TensorDictBase | None]] = deque()  # arrived, with their frames
+        self.replies: deque[Any] = deque()
+        self.spec: dict[str, Any] | None = None
+        self.slots: SharedRows | None = None
+        self.due = 0  # batches that were granted and have not arrived
+        self.seen, self.since = 0, time.monotonic()  # its counter of steps, and when it changed
+
+    def take_in(self, frames: int, batch: TensorDictBase | int | None) -> None:
+        """A batch, or the slot of the shared memory that it is in; the first one says what that memory is made for."""
+        if isinstance(batch, int):
+            values = {key: column[batch] for key, column in self.slots.columns.items()}
+            batch = keyed(values, self._size)
+            batch.names = [*[None] * (len(self._size) - 1), "time"]
+        elif batch is not None and self.slots is None and (declared := shape_of(batch)):
+            self.slots, self._size = SharedRows(declared, SLOTS), batch.batch_size
+            with contextlib.suppress(OSError):
+                self.connection.send(("share", self.slots))  # not by pickle alone, which would copy the memory
+        self.batches.append((frames, batch))
+
+    def send(self, *request: Any) -> None:
+        """A large request goes by a thread: the worker reads it between two steps, and may send a batch before."""
+        data = pickle.dumps(request)
+        if len(data) > _SMALL:
+            threading.Thread(target=self._write, args=[data], daemon=True).start()
+        else:
+            self._write(data)
+
+    def _write(self, data: bytes) -> None:
+        with contextlib.suppress(OSError):  # it ended: the next wait says so
+            self.connection.send_bytes(data)
+
+
+class WorkerPool:
+    """A process for each recipe.
+
+    ``who`` names the collector in messages; ``counters`` int64[workers, 3] are shared with the workers. One that has
+    something to do and does not move its counter of steps for ``timeout_s`` has failed.
+    """
+
+    def __init__(self, who: str, recipes: Sequence[Recipe], counters: Tensor, timeout_s: float):
+        self._who, self._counters, self._timeout_s = who, counters, timeout_s
+        self.workers: list[Worker] = []
+        self.arrivals: list[Worker] = []  # whose batches arrived, the first one first
+        self.failure: BaseException | None = None
+        self._asked = False  # a request that all workers answer, also those without a batch under way
+        self._is_closing = False
+        self._end = Finalize(self, _end, [self.workers], exitpriority=10)
+        with self.failing():
+            self._start(recipes)
+
+    def _start(self, recipes: Sequence[Recipe]) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["llmrl.collectors.worker"])  # then a worker starts in milliseconds
+        for recipe in recipes:
+            ours, theirs = context.Pipe()
+            arguments = [theirs, os.getpid(), recipe, self._counters[recipe.index]]
+            process = context.Process(target=serve, args=arguments, name=f"llmrl-collector-{recipe.index}")
+            with _main_module_hidden():
+                process.start()
+            for end in (theirs, *(end for _, end in recipe.schemes.values())):
+                end.close()  # the worker's end is in the worker alone: its death ends the connection
+            self.workers.append(Worker(recipe.index, process, ours))
+        self.wait(lambda: all(worker.spec is not None for worker in self.workers), "make its env", START_S)
+
+    def wait(self, is_done: Callable[[], bool], what: str, limit_s: float | None = None) -> None:
+        """Takes what workers send until ``is_done``. A worker that has something to do must go on doing it."""
+        limit_s = self._timeout_s if limit_s is None else limit_s
+        poller = select.poll()
+        at = {}
+        for worker in self.workers:
+            worker.since = time.monotonic()
+            for descriptor in (worker.connection.fileno(), worker.process.sentinel):
+                poller.register(descriptor, select.POLLIN)
+                at[descriptor] = worker
+        with self.failing():
+            while not is_done():
+                ready = {at[descriptor].index for descriptor, _ in poller.poll(100)}
+                for index in sorted(ready):
+                    self._receive(self.workers[index], what)
+                self._check_progress(what, limit_s)
+
+    def _receive(self, worker: Worker, what: str) -> None:
+        try:
+            if not worker.connection.poll():
+                raise EOFError
+            name, *values = pickle.loads(worker.connection.recv_bytes())
+        except (EOFError, ConnectionError):
+            wait_for_exit(worker.process, 1.0)
+            state = process_state(worker.process)
+            raise WorkerError(f"{self.name(worker)} must {what}: its process {state}.") from None
+        if name == "error":
+            raise WorkerError(f"{self.name(worker)} must {what}: it raised {values[0]}\n\n{values[1]}")
+        if name == "ready":
+            [worker.spec] = values
+        elif name == "reply":
+            worker.replies.append(values[0])
+        else:
+            worker.due -= 1
+            worker.take_in(*values)
+            self.arrivals.append(worker)
+
+    def _check_progress(self, what: str, limit_s: float) -> None:
+        now = time.monotonic()
+        for worker in self.workers:
+            produced = int(self._counters[worker.index, PRODUCED])
+            if produced != worker.seen or self._is_idle(worker):
+                worker.seen, worker.since = produced, now
+            if now - worker.since > limit_s:
+                raise DeadlineError(
+                    f"{self.name(worker)} must {what}: it has done nothing for {limit_s:g} s, and its process "
+                    f"{process_state(worker.process)}; timeout_s is longer for envs whose steps take longer."
+                )
+
+    def _is_idle(self, worker: Worker) -> bool:
+        return worker.spec is not None and not worker.due and not self._asked
+
+    def name(self, worker: Worker) -> str:
+        return f"{self._who}: worker {worker.index} of {len(self.workers)} (process {worker.process.pid})"
+
+    @contextlib.contextmanager
+    def failing(self) -> Iterator[None]:
+        """Ends all processes where the block raises; what failed is raised by later calls too."""
+        try:
+            yield
+        except BaseException as error:  # Ctrl-C too: replies to come would be taken for those to the next request
+            self.failure = error if isinstance(error, LLMRLError) else None
+            self.close(0.0)
+            raise
+
+    def ask(self, name: str, arguments: Sequence[Sequence[Any]], workers: Sequence[Worker] | None = None) -> list[Any]:
+        """The answers of the workers, which may be in the middle of a batch."""
+        workers = self.workers if workers is None else workers
+        self.check_open(name)
+        for worker, given in zip(workers, arguments, strict=True):
+            worker.send(name, *given)
+        self._asked = True
+        try:
+            self.wait(lambda: all(worker.replies for worker in workers), f"answer {name!r}")
+        finally:
+            self._asked = False
+        return [worker.replies.popleft() for worker in workers]
+
+    def check_open(self, what: str) -> None:
+        if self.failure is not None:
+            raise type(self.failure)(str(self.failure)) from self.failure
+        if not self._end.still_active():
+            raise WorkerError(f"{self._who}: must be open to {what}: it was shut down.")
+
+    @property
+    def is_open(self) -> bool:
+        return self._end.still_active()
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Ends the processes; those that have not ended within ``timeout_s`` are killed."""
+        if self.is_open:
+            self._is_closing = True
+            _end(self.workers, CLOSE_S if timeout_s is None else timeout_s)
+            self._end.cancel()
+
+    def watch(self) -> None:
+        """Has a thread warn of a worker that ends by itself, which nobody waits for."""
+        threading.Thread(target=self._watch, name="llmrl-collector-watch", daemon=True).start()
+
+    def _watch(self) -> None:
+        wait([worker.process.sentinel for worker in self.workers])
+        if not self._is_closing:
+            ended = next(worker for worker in self.workers if not worker.process.is_alive())
+            warnings.warn(f"{self.name(ended)} has ended; the next call of the collector says why.", stacklevel=1)
+
+
+class Packed:
+    """Pickled with cloudpickle, and only when a process is started: a shared buffer goes to processes alone."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpacked, (cloudpickle.dumps(self.value),)
+
+
+def _unpacked(data: bytes) -> Packed:
+    return Packed(cloudpickle.loads(data))
+
+
+@contextlib.contextmanager
+def _main_module_hidden() -> Iterator[None]:
+    """A process that starts inside the block does not run the main module again: cloudpickle sends what is needed."""
+    main = sys.modules["__main__"]
+    saved = {name: vars(main).pop(name) for name in ("__file__", "__spec__") if name in vars(main)}
+    main.__spec__ = None
+    try:
+        yield
+    finally:
+        vars(main).update(saved)
+
+
+def _end(workers: Sequence[Worker], close_s: float = CLOSE_S) -> None:
+    """Has the workers close their envs, and kills those that have not within ``close_s`` seconds."""
+    for worker in workers:
+        worker.send("close")
+    deadline = time.monotonic() + close_s
+    for worker in workers:
+        wait_for_exit(worker.process, max(0.0, deadline - time.monotonic()))
+    for worker in workers:
+        if worker.process.exitcode is None:
+            worker.process.kill()
+            wait_for_exit(worker.process, CLOSE_S)
+    for worker in workers:
+        worker.connection.close()

@@ -1,0 +1,112 @@
+"""Time of the collectors over their floors: the same policy and env in a loop written by hand.
+
+    python scripts/bench/bench_collectors.py
+
+The floor of `SyncDataCollector` resets, acts, steps and keeps every tensor in a list that is stacked at the end. Two
+workers of `MultiaSyncDataCollector` are compared with one, on an env whose step takes a millisecond.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+from table import Row, add_json_option, print_table, write_rows
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from timing import best
+from torch import nn
+
+from llmrl.collectors import MultiaSyncDataCollector, SyncDataCollector
+from llmrl.envs import EnvBase, GymEnv
+
+FRAMES = 1000
+
+
+class Greedy(nn.Module):
+    """Scores of the two actions of CartPole, and the better one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 2))
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return nn.functional.one_hot(self.net(observation).argmax(-1), 2)
+
+
+def cart_pole() -> EnvBase:
+    return GymEnv("CartPole-v1")
+
+
+def by_hand(env: EnvBase, policy: Callable[[TensorDict], TensorDict]) -> Callable[[], None]:
+    """Frames as lists of tensors, stacked; resets where the env is done."""
+
+    @torch.no_grad()
+    def run() -> None:
+        td = env.reset()
+        rows: dict[str, list[torch.Tensor]] = {}
+        for _ in range(FRAMES):
+            td = env.step(policy(td))
+            following = td["next"]
+            for key in ("observation", "action", "done", "terminated", "truncated"):
+                rows.setdefault(key, []).append(td[key])
+            for key in ("observation", "reward", "done", "terminated", "truncated"):
+                rows.setdefault(f"next_{key}", []).append(following[key])
+            td = env.reset() if following["done"].item() else following.exclude("reward")
+        {key: torch.stack(values) for key, values in rows.items()}
+
+    return run
+
+
+def sync(repeats: int) -> list[Row]:
+    torch.manual_seed(0)
+    policy = TensorDictModule(Greedy(), in_keys=["observation"], out_keys=["action"])
+    collector = SyncDataCollector(cart_pole(), policy, frames_per_batch=FRAMES)
+    hand = by_hand(cart_pole(), policy)
+    ours_ms, floor_ms = best(collector.next, hand, repeats=repeats)
+    print(f"CartPole: {1e3 * FRAMES / ours_ms:.0f} frames/s, by hand {1e3 * FRAMES / floor_ms:.0f}")
+    return [Row("SyncDataCollector, CartPole / loop by hand", ours_ms / floor_ms, 1.5, unit="x")]
+
+
+class SlowEnv(EnvBase):
+    """A step takes a millisecond, in which the processor is free."""
+
+    def _reset(self, td: TensorDict | None) -> TensorDict:
+        return TensorDict(observation=torch.zeros(4))
+
+    def _step(self, td: TensorDict) -> TensorDict:
+        time.sleep(1e-3)
+        return TensorDict(observation=td["observation"] + 1, reward=torch.ones(1))
+
+
+def workers(repeats: int) -> list[Row]:
+    frames_ms = []
+    for count in (1, 2):
+        collector = MultiaSyncDataCollector([SlowEnv] * count, lambda td: td, frames_per_batch=100)
+        for _ in range(2 * count):  # what was collected ahead
+            collector.next()
+        start = time.perf_counter()
+        for _ in range(repeats * count):
+            collector.next()
+        frames_ms.append(1e3 * (time.perf_counter() - start) / (100 * repeats * count))
+        collector.shutdown()
+    one_ms, two_ms = frames_ms
+    print(f"an env of 1 ms: a frame in {one_ms:.2f} ms with one worker, {two_ms:.2f} ms with two")
+    return [Row("MultiaSyncDataCollector, a frame with two workers / one", two_ms / one_ms, 1 / 1.6, unit="x")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=10)
+    add_json_option(parser)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = [*sync(arguments.repeats), *workers(arguments.repeats)]
+    print_table(rows)
+    write_rows(rows, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""The examples of the documents on collectors and on `NextStateReconstructor`, repaired only where they cannot run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModule
+from torch import nn
+
+from llmrl.collectors import MultiaSyncDataCollector, MultiSyncDataCollector, SyncDataCollector
+from llmrl.data import LazyTensorStorage, ReplayBuffer
+from llmrl.data.replay_buffers.samplers import SliceSampler
+from llmrl.envs import EnvBase, ParallelEnv, SerialEnv, Transform
+from llmrl.envs.transforms.rb_transforms import NextStateReconstructor
+from llmrl.weight_update import MultiProcessWeightSyncScheme
+from tests.support.counting_env import CountingEnv, Scale
+
+gymnasium = pytest.importorskip("gymnasium")
+N = 60
+
+
+def make_env() -> EnvBase:
+    return CountingEnv()
+
+
+def cart_pole_policy() -> TensorDictModule:
+    """As in the document; the env is asked for its specs. Scores are a valid action: the largest counts."""
+    from llmrl.envs import GymEnv
+
+    env = GymEnv("CartPole-v1")
+    return TensorDictModule(
+        nn.Linear(env.observation_spec["observation"].shape[-1], env.action_spec.shape[-1]),
+        in_keys=["observation"],
+        out_keys=["action"],
+    )
+
+
+def test_a_single_collector_with_a_scheme_for_several_processes():
+    from llmrl.envs import GymEnv
+
+    policy = cart_pole_policy()
+    scheme = MultiProcessWeightSyncScheme(strategy="state_dict")
+    with pytest.warns(UserWarning, match="1024 frames"):  # 1000 frames are no multiple of 64
+        collector = SyncDataCollector(
+            create_env_fn=lambda: GymEnv("CartPole-v1"),
+            policy=policy,
+            frames_per_batch=64,
+            total_frames=1000,
+            weight_sync_schemes={"policy": scheme},
+        )
+    for i, data in enumerate(collector):
+        assert data.batch_size == (64,)
+        if i % 10 == 0:
+            collector.update_policy_weights_(policy.state_dict())
+    collector.shutdown()
+    assert collector.policy_version == 2
+    assert collector.counters["delivered"] == 1024
+
+
+SCRIPT = """
+import torch.nn as nn
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from llmrl.collectors import MultiSyncDataCollector
+from llmrl.envs import GymEnv
+from llmrl.weight_update import SharedMemWeightSyncScheme
+
+env = GymEnv("CartPole-v1")
+policy = TensorDictModule(
+    nn.Linear(env.observation_spec["observation"].shape[-1], env.action_spec.shape[-1]),
+    in_keys=["observation"],
+    out_keys=["action"],
+)
+shared_scheme = SharedMemWeightSyncScheme(strategy="tensordict", auto_register=True)
+collector = MultiSyncDataCollector(
+    create_env_fn=[lambda: GymEnv("CartPole-v1"), lambda: GymEnv("CartPole-v1"), lambda: GymEnv("CartPole-v1")],
+    policy=policy,
+    frames_per_batch=192,
+    total_frames=9600,
+    weight_sync_schemes={"policy": shared_scheme},
+)
+sizes = set()
+for data in collector:
+    sizes.add(tuple(data.batch_size))
+    collector.update_policy_weights_(TensorDict.from_module(policy))
+collector.shutdown()
+print(sizes, collector.counters, collector.policy_version)
+"""
+
+
+@pytest.mark.slow
+def test_several_collectors_with_shared_memory_as_a_script_without_a_guard(tmp_path: Path):
+    """10,000 frames are no multiple of 192: 9,600."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run([sys.executable, str(tmp_path / "script.py")], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "{(3, 64)} {'produced': 9600, 'delivered': 9600, 'dropped': 0} 50\n", done.stderr
+
+
+# --- replay buffers ---
+
+
+def test_flattening_data_while_they_are_written():
+    """``transform=`` of the document runs on reads; ``write_transform`` does what is meant."""
+    memory = ReplayBuffer(storage=LazyTensorStorage(N), write_transform=lambda data: data.reshape(-1), batch_size=4)
+    collector = SyncDataCollector(SerialEnv(2, make_env), Scale(), frames_per_batch=20, total_frames=40)
+    for data in collector:
+        memory.extend(data)
+    assert memory[:].batch_size == (40,)
+
+
+def slices(memory: ReplayBuffer, collector) -> TensorDictBase:
+    """What the buffer hands out once it holds data; slices are steps of one trajectory, in order."""
+    for data, _ in zip(collector, range(2), strict=False):
+        memory.extend(data)
+    collector.shutdown()
+    sample = memory.sample(16)
+    ids = sample["collector", "traj_ids"].reshape(4, 4)
+    assert (ids == ids[:, :1]).all()
+    assert (sample["observation"].reshape(4, 4).diff() == 1).all()
+    return sample
+
+
+def memory(ndim: int) -> ReplayBuffer:
+    return ReplayBuffer(
+        storage=LazyTensorStorage(1000, ndim=ndim),
+        sampler=SliceSampler(num_slices=4, trajectory_key=("collector", "traj_ids")),
+    )
+
+
+def test_slices_from_one_env():
+    slices(memory(1), SyncDataCollector(make_env(), Scale(), frames_per_batch=N, total_frames=-1))
+
+
+def test_slices_from_several_collectors():
+    slices(
+        memory(2),
+        MultiSyncDataCollector([make_env] * 2, Scale(), frames_per_batch=N, total_frames=-1, cat_results="stack"),
+    )
+
+
+def test_slices_from_batched_envs():
+    env = ParallelEnv(2, make_env, mp_start_method="forkserver")
+    slices(memory(2), SyncDataCollector(env, Scale(), frames_per_batch=N, total_frames=-1))
+
+
+def test_slices_from_several_collectors_of_batched_envs():
+    slices(
+        memory(3),
+        MultiSyncDataCollector(
+            [lambda: ParallelEnv(2, make_env, mp_start_method="forkserver")] * 2,
+            Scale(),
+            frames_per_batch=96,
+            total_frames=-1,
+            cat_results="stack",
+        ),
+    )
+
+
+# --- asynchronously ---
+
+
+def test_a_buffer_is_filled_in_the_background_and_sampled():
+    rb = ReplayBuffer(storage=LazyTensorStorage(1000), batch_size=8)
+    collector = SyncDataCollector(make_env(), Scale(), frames_per_batch=8, total_frames=-1, replay_buffer=rb)
+    collector.start()
+    end = time.monotonic() + 10
+    while not len(rb):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    for _ in range(3):
+        assert rb.sample().batch_size == (8,)
+    collector.async_shutdown()
+
+
+# --- the next state ---
+
+
+def test_next_states_are_rebuilt_from_slices_of_compact_data():
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(100),
+        sampler=SliceSampler(slice_len=4, traj_key=("collector", "traj_ids")),
+        transform=NextStateReconstructor(),
+        batch_size=8,
+    )
+    data = TensorDict(
+        {
+            "observation": torch.arange(8, dtype=torch.float32).view(8, 1),
+            ("next", "reward"): torch.zeros(8, 1),
+            ("next", "done"): torch.tensor([[False]] * 7 + [[True]]),
+            ("collector", "traj_ids"): torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]),
+        },
+        batch_size=[8],
+    )
+    rb.extend(data)
+    sample = rb.sample()
+    following = sample["next", "observation"].reshape(2, 4)
+    assert (following[:, :3] == sample["observation"].reshape(2, 4)[:, :3] + 1).all()
+    assert following[:, 3].isnan().all()  # also where both slices are of one trajectory
+
+
+@pytest.mark.parametrize("cls", [SyncDataCollector, MultiSyncDataCollector, MultiaSyncDataCollector])
+def test_next_states_are_rebuilt_from_what_a_compact_collector_wrote(cls):
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(1000),
+        sampler=SliceSampler(slice_len=3, traj_key=("collector", "traj_ids")),
+        transform=NextStateReconstructor(step_count_key=("collector", "step_count")),
+        batch_size=12,
+    )
+    env = make_env if cls is SyncDataCollector else [make_env] * 2
+    options = {"cat_results": -1} if cls is MultiSyncDataCollector else {}
+    collector = cls(
+        env, Scale(), frames_per_batch=24, total_frames=48, compact_obs=True, max_frames_per_traj=50, **options
+    )
+    for data in collector:
+        assert ("next", "observation") not in data.keys(True)
+        rb.extend(data)
+    collector.shutdown()
+    sample = rb.sample()
+    known = ~sample["next", "observation"].isnan()
+    assert known.sum() == 8  # two of three rows of a slice
+    assert (sample["next", "observation"][known] == sample["observation"][known] + 1).all()
+
+
+def test_a_transform_that_measures_bytes_in_an_env_and_offline():
+    class TransformThatMeasuresBytes(Transform):
+        """Measures the number of bytes in the tensordict, and writes it under `"bytes"`."""
+
+        def __init__(self):
+            super().__init__(in_keys=[], out_keys=["bytes"])
+
+        def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+            tensordict["bytes"] = tensordict.bytes()
+            return tensordict
+
+    t = TransformThatMeasuresBytes()
+    make_env().append_transform(t)
+    assert t(TensorDict(a=0))["bytes"] == 8
