@@ -14,7 +14,7 @@ from llmrl.modules.llm.engines.vllm.compat import check_options
 from llmrl.modules.llm.engines.vllm.factory import config_of
 from llmrl.modules.llm.engines.vllm.server import served_model
 from llmrl.train.memory import GPU, engine_share
-from llmrl.train.model_shape import model_shape
+from llmrl.train.model_shape import model_shape, vision_tower
 from llmrl.train.settings import GRPOConfig
 
 if TYPE_CHECKING:
@@ -116,6 +116,8 @@ def plan_engine(
     if config.rollout.options:
         check_options(config.rollout.options)
     longest = task.longest_prompt(held_out) if config.env.max_turns == 1 else 0
+    if (config.rollout.servers or config.rollout.gpus) and vision_tower(model) is not None:
+        raise ConfigError("rollout.servers: a server takes no images: leave out rollout.servers and rollout.gpus.")
     if config.rollout.servers:
         return _plan_servers(config, model.config, _needed_length(config, longest))
     dtype = torch.bfloat16 if session.low_precision else torch.float32

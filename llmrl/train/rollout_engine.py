@@ -17,6 +17,7 @@ from llmrl.errors import DataError, WeightSyncError
 from llmrl.modules.llm.engines import AsyncVLLMEngine, VLLMEngine
 from llmrl.modules.llm.log_probs import TokenScorer
 from llmrl.modules.llm.policies import LLMWrapperBase, TransformersWrapper, vLLMWrapper
+from llmrl.modules.llm.vision import POSITIONS, read_media
 from llmrl.train.distributed import Session
 from llmrl.train.engine_plan import EnginePlan
 from llmrl.train.plan import samples_exactly
@@ -95,6 +96,7 @@ class RolloutEngine:
         self._temperature = 1.0 if servers or interrupts else config.sampling.temperature
         self._probe = SyncProbe(factor=settings.probe_factor, any_problem=self._first_problem)
         self._probed: TensorDictBase | None = None  # the newest rollouts, of which rows may be compared
+        self._probed_images: list[dict[str, Any]] = []  # of the rows that are compared
         self._probed_since: int | None = None  # the version that rows are compared from
         self._is_sender: bool | None = None
         if servers or (config.lora and self.is_vllm):  # these have any weights; the engine has those of the base alone
@@ -158,16 +160,18 @@ class RolloutEngine:
 
     def _use_probed_rows(self, scorer: TokenScorer) -> None:
         """Compares rows of the newest rollouts from now on; engine and trainer have the same weights."""
-        sequences, masks = _probe_rows(self._probed)
-        missing = max(self.session.gather([len(sequences)])) - len(sequences)  # scoring may be a collective
-        sequences += [torch.zeros(2, dtype=torch.int64)] * missing
-        masks += [torch.zeros(2, dtype=torch.bool)] * missing
+        rows = _probe_rows(self._probed)
+        missing = max(self.session.gather([len(rows)])) - len(rows)  # scoring may be a collective
+        rows += [(torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.bool), {})] * missing
+        sequences, masks = [ids for ids, _, _ in rows], [mask for _, mask, _ in rows]
+        self._probed_images = [images for _, _, images in rows]
         self._probe.use(sequences, masks, self._engine_scores, partial(self._score, scorer))
         self._probed_since = self.policy.engine.version
 
     def _engine_scores(self, sequences: Sequence[Tensor]) -> list[Tensor]:
         """Row by row: rounding depends on what is scored together, and equal weights must give equal bits."""
-        return [self.policy.engine.score([ids.cpu()], temperature=self._temperature)[0] for ids in sequences]
+        score = partial(self.policy.engine.score, temperature=self._temperature)
+        return [score([ids.cpu()], **images)[0] for ids, images in zip(sequences, self._probed_images, strict=True)]
 
     def _first_problem(self, problem: str) -> str:
         return next(filter(None, self.session.gather([problem])), "")
@@ -175,10 +179,10 @@ class RolloutEngine:
     def _score(self, scorer: TokenScorer, sequences: Sequence[Tensor]) -> list[Tensor]:
         """The trainer's log-prob of each token after those before it; all ranks do it in step."""
         scores = []
-        for ids in sequences:
+        for ids, images in zip(sequences, self._probed_images, strict=True):
             ids_1T = ids[None].to(self.session.device)
             everywhere = torch.ones_like(ids_1T, dtype=torch.bool)
-            scores.append(scorer(ids_1T, everywhere, everywhere, temperature=self._temperature).log_probs[0])
+            scores.append(scorer(ids_1T, everywhere, everywhere, temperature=self._temperature, **images).log_probs[0])
         # FSDP2 keeps the outermost parameters whole for a backward pass, which does not follow here; a checkpoint
         # that is written now needs them as the optimizer knows them.
         for module in scorer.modules():
@@ -197,17 +201,22 @@ class RolloutEngine:
             self.policy.engine.close()
 
 
-def _probe_rows(data: TensorDictBase) -> tuple[list[Tensor], list[Tensor]]:
-    """One row of each group up to some sampled tokens, and the mask of those tokens."""
+def _probe_rows(data: TensorDictBase) -> list[tuple[Tensor, Tensor, dict[str, Any]]]:
+    """One row of each group up to some sampled tokens, the mask of those tokens, and "media" where it has images."""
+    media = read_media(data)
     ids, masks = data.get(("tokens", "full"), as_list=True), data.get(("masks", "all_assistant_mask"), as_list=True)
-    chosen: dict[int, tuple[Tensor, Tensor]] = {}
+    chosen: dict[int, tuple[Tensor, Tensor, dict[str, Any]]] = {}
     for row, group in enumerate(data.get("group_id").tolist()):
         sampled = masks[row].cpu().nonzero().flatten().tolist()
         if sampled and group not in chosen and len(ids[row]) > 1:
             end = sampled[:_PROBE_TOKENS][-1] + 1
-            chosen[group] = ids[row][:end].cpu(), masks[row][:end].cpu()
-    rows = list(chosen.values())[:_NUM_PROBES]
-    return [row for row, _ in rows], [mask for _, mask in rows]
+            images = {}
+            if media is not None and len(places := media[row][POSITIONS]):
+                if int(places[-1]) >= end:  # of a later turn
+                    continue
+                images = {"media": [media[row]]}
+            chosen[group] = ids[row][:end].cpu(), masks[row][:end].cpu(), images
+    return list(chosen.values())[:_NUM_PROBES]
 
 
 @contextmanager
