@@ -1,0 +1,94 @@
+"""The settings of ``rollout``: the engine that samples, where it is, and how far it may be behind the trainer."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from llmrl.train.setting_types import Settings
+
+__all__ = ["RolloutSettings"]
+
+
+class RolloutSettings(Settings):
+    """The engine that samples, and the number of versions it may be behind the trainer."""
+
+    engine: Literal["transformers", "vllm"] = Field(
+        "transformers", description="transformers: with the very weights that are trained; vllm: faster, with a copy"
+    )
+    own_process: bool | None = Field(
+        None,
+        description="vllm in a process of its own, where every conversation asks by itself; null: where max_staleness, "
+        "oversample, concurrency or several processes ask for it",
+    )
+    max_staleness: int = Field(
+        0,
+        ge=0,
+        description="versions that the weights which sampled may be behind those trained. 1: the next step is sampled "
+        "during the update; more: groups are queued, and go on with new weights while they are sampled; needs vllm",
+    )
+    oversample: float = Field(
+        0.0,
+        ge=0,
+        description="so many more groups are begun, as a share of a step, and the slowest are given up; needs vllm",
+    )
+    concurrency: int | None = Field(
+        None, ge=1, description="max concurrent conversations; null: all advance in lockstep"
+    )
+    gpu_memory: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="vllm's share of a GPU, for all that it holds; null: what the trainer leaves",
+    )
+    max_model_len: int | None = Field(
+        None,
+        ge=2,
+        description="tokens of vllm's longest conversation; null: what env asks, or, with turns, memory holds",
+    )
+    gpus: int = Field(
+        0, ge=0, description="the machine's last GPUs hold engines alone, the others train; needs llmrl launch"
+    )
+    tensor_parallel: int = Field(1, ge=1, description="GPUs that each vllm engine is spread over")
+    sleep: bool | None = Field(
+        None, description="vllm frees its memory during updates; null: where it shares a GPU with the trainer"
+    )
+    options: dict[str, Any] = Field({}, description="more arguments of vllm's engine, by name: {enforce_eager: true}")
+    servers: list[str] = Field([], description="URLs of running vllm servers, which sample instead of an engine here")
+    probe_factor: float = Field(
+        4.0,
+        gt=1,
+        description="vllm: a mean |log-prob difference| to the trainer of so many times this run's median is pushed "
+        "against; three versions in a row end the run",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_old_names(cls, section: Any) -> Any:
+        """Reads files from when the memory for keys and values was ``kv_cache_gb``, and the probe had a bound."""
+        if not isinstance(section, dict):
+            return section
+        section = {name: value for name, value in section.items() if name != "probe_bound"}
+        if (gb := section.pop("kv_cache_gb", None)) is not None:
+            section["options"] = {"kv_cache_memory_bytes": int(gb * 2**30), **section.get("options", {})}
+        return section
+
+    @model_validator(mode="after")
+    def _check_engine(self) -> RolloutSettings:
+        given = "max_staleness" if self.max_staleness else "oversample" if self.oversample else None
+        if given and self.engine != "vllm":
+            raise ValueError(f"{given} needs engine vllm: Transformers samples with the weights being trained")
+        if given and self.own_process is False:
+            raise ValueError(f"{given} needs own_process: in this process nothing overlaps")
+        if self.max_staleness and self.sleep:
+            raise ValueError("max_staleness needs sleep off: the engine samples during updates")
+        if (self.gpus or self.servers) and self.engine != "vllm":
+            raise ValueError(f"{'gpus' if self.gpus else 'servers'} needs engine vllm")
+        if self.gpus and (self.sleep or self.own_process is False):
+            raise ValueError("gpus needs sleep and own_process left out: its engines are servers, which stay awake")
+        if self.gpus % self.tensor_parallel:
+            raise ValueError(f"gpus {self.gpus} must be a multiple of tensor_parallel {self.tensor_parallel}")
+        if self.tensor_parallel > 1 and self.own_process is False:
+            raise ValueError("tensor_parallel needs own_process: in this process there is one GPU")
+        return self
