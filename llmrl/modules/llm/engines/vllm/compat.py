@@ -5,7 +5,6 @@ A version is accepted for what it has, not for its number; the table is for the 
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import inspect
 import json
@@ -28,8 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from llmrl.concurrency import parent_watchdog
-from llmrl.errors import ConfigError, MissingDependencyError, UnsupportedError, did_you_mean
-from llmrl.modules.llm.vision import POSITIONS
+from llmrl.errors import ConfigError, MissingDependencyError, did_you_mean
 from llmrl.optional import require
 
 __all__ = [
@@ -204,7 +202,7 @@ def server_command(model: str, options: Mapping[str, Any], *, host: str, port: i
 def _defaults(vllm: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     settings: dict[str, Any] = {"logprobs_mode": "processed_logprobs", "disable_log_stats": True}
     known = inspect.signature(vllm.EngineArgs).parameters
-    # the pixels of images come normalised (`media_prompt`)
+    # the pixels of images come normalised (images.py)
     settings |= {name: False for name in ("use_tqdm_on_load", "mm_device_do_normalize") if name in known}
     if _on_cpu():
         settings["enforce_eager"] = True
@@ -351,58 +349,6 @@ def tokens_prompt(ids: list[int]) -> Any:
     """A prompt of ids in the form that vLLM processes no further, where it has one."""
     make = getattr(vllm_module("vllm.inputs"), "tokens_input", None)
     return {"prompt_token_ids": ids} if make is None else make(ids)
-
-
-def prompt_of(llm: Any, ids: list[int], media: Mapping[str, Tensor] | None, version: int) -> Any:
-    """A prompt of ids and, where there are some, images."""
-    has_image = media is not None and len(media[POSITIONS])
-    return media_prompt(llm, ids, media, version) if has_image else tokens_prompt(ids)
-
-
-def media_prompt(llm: Any, ids: list[int], media: Mapping[str, Tensor], version: int) -> Any:
-    """A prompt whose ids and images were prepared here, in the form that vLLM processes no further: the ids that it
-    reads are these.
-
-    Raises  UnsupportedError  for a model that reads no images, or whose tokens of one image are not next to each other
-    """
-    processor = getattr(llm.renderer, "mm_processor", None)
-    if processor is None:
-        raise UnsupportedError("VLLMEngine: images need a model that reads them: this one does not.")
-    if getattr(llm.model_config.multimodal_config, "mm_device_do_normalize", False):
-        raise UnsupportedError(
-            "VLLMEngine: pixels come normalised: an LLM that was built elsewhere must not do it again; build it with "
-            "mm_device_do_normalize=False."
-        )
-    inputs = vllm_module("vllm.multimodal.inputs")
-    tensors = {name: value for name, value in media.items() if name != POSITIONS}
-    features = vllm_module("transformers").BatchFeature(tensors)
-    items = inputs.MultiModalKwargsItems.from_hf_inputs(features, processor._get_mm_fields_config(features, {}))
-    positions = media[POSITIONS].tolist()
-    starts = [place for number, place in enumerate(positions) if not number or positions[number - 1] + 1 != place]
-    if list(items) != ["image"] or len(items["image"]) != len(starts):
-        raise UnsupportedError(
-            f"VLLMEngine: the tokens of an image must follow each other, and others must stand between two images: got "
-            f"{len(starts)} runs of them for the tensors {', '.join(tensors)}; use the TransformersEngine."
-        )
-    ends = [*starts[1:], None]
-    counts = [
-        sum(start <= place and (end is None or place < end) for place in positions)
-        for start, end in zip(starts, ends, strict=True)
-    ]
-    return vllm_module("vllm.inputs").mm_input(
-        ids,
-        items,
-        {"image": [f"{version}-{_digest(item)}" for item in items["image"]]},
-        {"image": [inputs.PlaceholderRange(offset=s, length=n) for s, n in zip(starts, counts, strict=True)]},
-    )
-
-
-def _digest(item: Any) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for name, value in sorted(item.get_data().items()):
-        digest.update(f"{name}{tuple(value.shape)}".encode())
-        digest.update(value.contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def lora_request(folder: Path, version: int, number: int) -> Any:

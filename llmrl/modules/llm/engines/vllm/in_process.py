@@ -21,6 +21,7 @@ from llmrl.modules.llm.engines.vllm.core import (
     Requests,
     completion_of_output,
 )
+from llmrl.modules.llm.engines.vllm.images import prompt_of
 from llmrl.modules.llm.engines.vllm.worker import WorkerExtension
 
 __all__ = ["InProcessCore"]
@@ -78,7 +79,7 @@ class InProcessCore:
             return self.llm.generate(prompts, params, use_tqdm=False, lora_request=self._adapter.request)
         engine = self.llm.llm_engine
         for ids, media, param in zip(requests.prompts, requests.media, params, strict=True):
-            prompt = compat.prompt_of(self.llm, ids, media, requests.version)
+            prompt = prompt_of(self.llm, ids, media, requests.version)
             name = str(next(self.llm.request_counter))
             engine.add_request(name, prompt, param, lora_request=self._adapter.request)
         outputs = []

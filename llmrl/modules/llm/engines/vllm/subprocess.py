@@ -39,6 +39,7 @@ from llmrl.modules.llm.engines.vllm.core import (
     Requests,
     completion_of_output,
 )
+from llmrl.modules.llm.engines.vllm.images import prompt_of
 
 __all__ = ["SubprocessCore"]
 
@@ -119,7 +120,7 @@ class SubprocessCore:
         name = f"llmrl-{next(self._numbers)}"
         call.names.append(name)
         media = None if call.media is None else call.media[row]
-        prompt = compat.prompt_of(self.llm, call.prompts[row], media, call.version)
+        prompt = prompt_of(self.llm, call.prompts[row], media, call.version)
         outputs = self.llm.generate(prompt, call.params[row], name, lora_request=self._adapter.request)
         return [output async for output in outputs][-1]
 

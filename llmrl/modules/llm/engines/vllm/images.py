@@ -1,0 +1,68 @@
+"""Prompts with images for vLLM: the ids and tensors that were made here, of which it processes nothing any further."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmrl.errors import UnsupportedError
+from llmrl.modules.llm.engines.vllm.compat import tokens_prompt, vllm_module
+from llmrl.modules.llm.vision import POSITIONS
+
+__all__ = ["prompt_of"]
+
+
+def prompt_of(llm: Any, ids: list[int], media: Mapping[str, Tensor] | None, version: int) -> Any:
+    """A prompt of ids and, where there are some, images."""
+    has_image = media is not None and len(media[POSITIONS])
+    return _media_prompt(llm, ids, media, version) if has_image else tokens_prompt(ids)
+
+
+def _media_prompt(llm: Any, ids: list[int], media: Mapping[str, Tensor], version: int) -> Any:
+    """A prompt whose ids and images were prepared here, in the form that vLLM processes no further: the ids that it
+    reads are these.
+
+    Raises  UnsupportedError  for a model that reads no images, or whose tokens of one image are not next to each other
+    """
+    processor = getattr(llm.renderer, "mm_processor", None)
+    if processor is None:
+        raise UnsupportedError("VLLMEngine: images need a model that reads them: this one does not.")
+    if getattr(llm.model_config.multimodal_config, "mm_device_do_normalize", False):
+        raise UnsupportedError(
+            "VLLMEngine: pixels come normalised: an LLM that was built elsewhere must not do it again; build it with "
+            "mm_device_do_normalize=False."
+        )
+    inputs = vllm_module("vllm.multimodal.inputs")
+    tensors = {name: value for name, value in media.items() if name != POSITIONS}
+    features = vllm_module("transformers").BatchFeature(tensors)
+    items = inputs.MultiModalKwargsItems.from_hf_inputs(features, processor._get_mm_fields_config(features, {}))
+    positions = media[POSITIONS].tolist()
+    starts = [place for number, place in enumerate(positions) if not number or positions[number - 1] + 1 != place]
+    if list(items) != ["image"] or len(items["image"]) != len(starts):
+        raise UnsupportedError(
+            f"VLLMEngine: the tokens of an image must follow each other, and others must stand between two images: got "
+            f"{len(starts)} runs of them for the tensors {', '.join(tensors)}; use the TransformersEngine."
+        )
+    ends = [*starts[1:], None]
+    counts = [
+        sum(start <= place and (end is None or place < end) for place in positions)
+        for start, end in zip(starts, ends, strict=True)
+    ]
+    return vllm_module("vllm.inputs").mm_input(
+        ids,
+        items,
+        {"image": [f"{version}-{_digest(item)}" for item in items["image"]]},
+        {"image": [inputs.PlaceholderRange(offset=s, length=n) for s, n in zip(starts, counts, strict=True)]},
+    )
+
+
+def _digest(item: Any) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for name, value in sorted(item.get_data().items()):
+        digest.update(f"{name}{tuple(value.shape)}".encode())
+        digest.update(value.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
