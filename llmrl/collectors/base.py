@@ -256,7 +256,7 @@ class DataCollectorBase(abc.ABC):
 
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """What a collection goes on from. Trajectories under way are not part of it: new ones take their place."""
+        """The state that a collection continues from. Trajectories under way are not part of it: new ones take their place."""
 
     @abc.abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -264,7 +264,7 @@ class DataCollectorBase(abc.ABC):
 
 
 def registered(updater: Any, collector: DataCollectorBase) -> WeightUpdaterBase | None:
-    """The weight updater, made where a function was given, and told of its collector."""
+    """The weight updater, made where a function was given, and registered with its collector."""
     if updater is not None:
         updater = updater if isinstance(updater, WeightUpdaterBase) else updater()
         updater.register_collector(collector)

@@ -38,7 +38,7 @@ class SyncDataCollector(DataCollectorBase):
     Reads   ``create_env_fn``, an env or a function that makes one; ``policy`` (None: random actions) or
             ``policy_factory``, a function that makes one; `CollectorOptions` for the other arguments
     Yields  batches [*B, T] of steps, time last, in TED form; entries whose name begins with "_" are left out. An env
-            starts anew where it is done; a trajectory that a batch cuts off goes on in the next one
+            restarts where it is done; a trajectory that a batch cuts off goes on in the next one
     Raises  TypeError and ConfigError for arguments that are unknown, or cannot be used together
 
     The policy is used as it is; only where its tensors are not on ``policy_device`` is it copied there.
@@ -306,7 +306,7 @@ class SyncDataCollector(DataCollectorBase):
             sender = senders[model_id] = scheme.create_sender()
             sender.set_context(self, model_id)
             if scheme.per_worker:
-                resolve(self, model_id)  # a path that leads nowhere is told now
+                resolve(self, model_id)  # a path that leads nowhere is an error now
         return senders
 
     def _update_weights(self, updates: Mapping[str, Weights | None], worker_ids: Sequence[int] | None) -> None:

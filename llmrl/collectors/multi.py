@@ -443,7 +443,7 @@ def _makers(create_env_fn: Any, num_workers: int | None, who: str) -> list[Any]:
 
 
 def _at(value: Any, index: int) -> Any:
-    """What a worker gets of an argument that may be a list with one for each."""
+    """A worker's part of an argument that may be a list with one for each."""
     return value[index] if isinstance(value, (list, tuple)) else value
 
 

@@ -69,7 +69,7 @@ def acting(policy: Any, env: EnvBase, options: CollectorOptions) -> Policy:
 
 
 def same_device(one: torch.device | str, other: torch.device | str) -> bool:
-    """Whether both name one device; "cuda" is the current one."""
+    """True if both name one device; "cuda" is the current one."""
     one, other = torch.device(one), torch.device(other)
     if one.type == other.type == "cuda" and None in (one.index, other.index):
         current = torch.cuda.current_device()

@@ -39,7 +39,7 @@ PRODUCED, DELIVERED, STOP = 0, 1, 2  # columns of the counters that owner and wo
 
 @dataclass
 class Recipe:
-    """What a worker is built from.
+    """The arguments that a worker is built from.
 
     collector  makes its collector, given the interruptor
     index      of ``count`` workers

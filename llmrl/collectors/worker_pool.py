@@ -202,7 +202,7 @@ class WorkerPool:
             self._end.cancel()
 
     def watch(self) -> None:
-        """Has a thread warn of a worker that ends by itself, which nobody waits for."""
+        """Starts a thread that warns of a worker that ends by itself."""
         threading.Thread(target=self._watch, name="llmrl-collector-watch", daemon=True).start()
 
     def _watch(self) -> None:

@@ -123,13 +123,13 @@ class BatchedEnv(EnvBase):
         ]
 
     def _input_rows(self, td: TensorDictBase) -> list[TensorDictBase]:
-        """What each env reads at a step."""
+        """The entries that each env reads at a step."""
         keys = td.keys()
         names = dict.fromkeys(key if isinstance(key, str) else key[0] for key in self._input_keys)
         return self._rows(td, [name for name in names if name in keys])
 
     def _reset_rows_given(self, td: TensorDictBase | None) -> list[TensorDictBase | None]:
-        """What each env is reset with; None for one that goes on."""
+        """The entries that each env is reset with; None for one that goes on."""
         if td is None:
             td = new_tensordict({}, self.batch_size)
         rows = self._rows(td, [name for name in td.keys() if name != "next"])
@@ -148,7 +148,7 @@ class BatchedEnv(EnvBase):
         return joined if self.device is None else joined.to(self.device)
 
     def _each(self, act: Callable[[int], Any]) -> list[Any]:
-        """The results for every env; an error is told which it came from."""
+        """The results for every env; an error names the one that it came from."""
         results = []
         for number in range(self.num_workers):
             try:
@@ -217,7 +217,7 @@ class Declared(NamedTuple):
 
 
 def describe(env: EnvBase) -> dict[str, Any]:
-    """What a batch of such environments has to know of one."""
+    """The facts about an environment that a batch of such ones needs."""
     if not isinstance(env, EnvBase):
         raise ConfigError(f"create_env_fn must return an EnvBase: got {type(env).__name__}; GymWrapper makes one.")
     specs = {part: env._get_spec(part).clone() for part in PARTS}

@@ -290,7 +290,7 @@ def _train(command: Command) -> int:
 
 @contextmanager
 def _signals(handler: Any) -> Iterator[None]:
-    """What ends a command is handled by ``handler`` inside, whoever set another one meanwhile."""
+    """Inside, ``handler`` handles the signals that end a command, also after other code has set another one."""
     before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield

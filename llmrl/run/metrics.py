@@ -59,7 +59,7 @@ METRICS: dict[str, str] = {
     "async/dropped_old": "those that were finished, and older than max_staleness when their turn came",
     "async/dropped_stragglers": "those that were given up unfinished, because they would have been",
     "async/queued": "those that wait for a step",
-    "async/begun_anew": "groups that were unfinished at a checkpoint, and begun anew by the run that went on from it",
+    "async/restarted": "groups that were unfinished at a checkpoint, and restarted by the run that went on from it",
     "async/engine_idle": "share of the step that the engine waited",
     "async/trainer_idle": "share of the step that the trainer waited",
     "rollout/failed": "conversations lost in this step",

@@ -142,7 +142,7 @@ class RolloutSource:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from ``state``; another number of ranks, or way of sampling, begins what was on its way anew."""
+        """Continues from ``state``; another number of ranks, or way of sampling, restarts what was on its way."""
         self._collector.load_state_dict(state["collector"])
         queues = (state["ahead"] or {}).get("queues", ())
         if self._queue and len(queues) == self._session.world_size and queues[0]["by_group"] == self._queue.by_group:

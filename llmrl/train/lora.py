@@ -133,7 +133,7 @@ def add_adapters(config: ModelSource, model: PreTrainedModel, session: Session, 
         for module in adapted.modules():
             module.training = isinstance(module, torch.nn.Dropout) and module.p == lora.dropout
     for module in adapted.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):  # which packs weights anew for inference, without gradients
+        if hasattr(module, "support_avx512bf16_for_cpu"):  # which repacks weights for inference, without gradients
             module.support_avx512bf16_for_cpu = False
     name = model.name_or_path
     settings.base_model_name_or_path = str(Path(name).resolve()) if Path(name).is_dir() and name else name

@@ -26,7 +26,7 @@ class PreferenceData(Settings):
 
 
 class DPOSettings(Settings):
-    """What the loss of a pair is."""
+    """The loss of a pair."""
 
     kind: Literal["sigmoid", "ipo", "hinge"] = Field(
         "sigmoid", description="sigmoid: DPO; ipo: a squared distance; hinge: SLiC"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RolloutQueue"]
 
-_COUNTS = ("produced", "delivered", "dropped_old", "dropped_stragglers", "begun_anew")
+_COUNTS = ("produced", "delivered", "dropped_old", "dropped_stragglers", "restarted")
 
 
 @dataclass(eq=False)
@@ -32,7 +32,7 @@ class _Part:
     """Conversations that are begun, sampled and taken together.
 
     number   in the order in which they were drawn
-    before   the collector's state before them: a resumed run begins there anew if they are not finished
+    before   the collector's state before them: a resumed run restarts there if they are not finished
     run      samples them, in the thread that calls it; None where that is done
     version  of the weights when they were begun
     """
@@ -224,13 +224,13 @@ class RolloutQueue:
             return state | {"by_group": self.by_group}
 
     def load_state_dict(self, state: Mapping[str, Any], version: int) -> None:
-        """Continues from ``state``; what was not finished is begun anew, with the weights ``version``."""
+        """Continues from ``state``; what was not finished is restarted, with the weights ``version``."""
         self.counts |= state["counts"]
         for part in state["parts"]:
             self._collector.load_state_dict(part["before"] | {"version": version})
             if part["rows"] is None:
                 self._drawn.append(self._draw())
-                self.counts["begun_anew"] += 1
+                self.counts["restarted"] += 1
             else:
                 self._num_drawn += 1
                 self._finished.append(_Part(self._num_drawn, part["before"], None, data=_from_plain(part["rows"])))

@@ -45,7 +45,7 @@ class DistributedTransport(TransportBackend):
         self._rank, self.sync, self._device = rank or 0, sync, device
         me = dist.get_rank()
         self._out, self._in = (f"llmrl/{channel}/{a}-{b}/" for a, b in ((me, self._rank), (self._rank, me)))
-        # Counted in the store, so that a sender or a receiver that is made anew goes on where the one before stopped.
+        # Counted in the store, so that a sender or a receiver that is made later goes on where the one before stopped.
         self._sent_count, self._received_count = 0, int(self._store.add(f"{self._in}received", 0))
         self._work: Any = None  # the message under way, with its memory
         self._failure: RuntimeError | None = None

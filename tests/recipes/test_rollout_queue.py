@@ -101,7 +101,7 @@ def test_a_checkpoint_holds_what_is_finished_and_begins_the_rest_anew():
     engine = Gate()
     second = queue_of(engine)
     second.load_state_dict(state, version=1)
-    assert second.totals() == {**first.totals(), "begun_anew": 1}
+    assert second.totals() == {**first.totals(), "restarted": 1}
     taken = torch.cat([second.take(version).select("group_id", "policy_version") for version in (1, 2)])
     order = taken["group_id"].argsort()
     assert taken["group_id"][order].tolist() == [0, 0, 1, 1, 2, 2, 3, 3], "no prompt is lost, none is drawn twice"

@@ -127,9 +127,9 @@ def test_answers_that_new_weights_interrupt_keep_the_log_probs_of_each_version_a
     shutil.copytree(place.path / "runs/queue", place.path / "runs/cut")
     shutil.rmtree(place.path / "runs/cut/checkpoints/step4")
     assert place.run("resume", "cut").code == 0
-    begun_anew = [step["async/begun_anew"] for step in place.steps("cut")]
-    assert begun_anew[:2] == [0, 0]
-    assert begun_anew[-1] > 0
+    restarted = [step["async/restarted"] for step in place.steps("cut")]
+    assert restarted[:2] == [0, 0]
+    assert restarted[-1] > 0
     for run in ("queue", "cut"):
         steps = place.steps(run)
         assert [step["async/delivered"] for step in steps] == [4, 8, 12, 16]

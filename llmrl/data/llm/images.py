@@ -1,4 +1,4 @@
-"""Images as messages and datasets have them: found in a conversation, read, and told apart."""
+"""Images as messages and datasets have them: found in a conversation, and read."""
 
 from __future__ import annotations
 

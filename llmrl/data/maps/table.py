@@ -73,7 +73,7 @@ class QueryModule(nn.Module):
         return out.set(self.hash_key, self.hash(td)) if write_hash else out
 
     def index(self, td: TensorDictBase, *, extend: bool = False) -> Tensor:
-        """What `forward` writes under ``index_key``."""
+        """The index that `forward` writes under ``index_key``."""
         if self.hash_to_int is not None:
             return self.hash_to_int(self.hash(td), extend=extend)
         columns = [row_bytes(value.reshape(-1, value.shape[-1])) for value in self._values(td, keep=extend)]
@@ -83,7 +83,7 @@ class QueryModule(nn.Module):
         return torch.tensor(number(self._numbers, rows, extend=extend), device=td.device).reshape(td.batch_size)
 
     def hash(self, td: TensorDictBase) -> Tensor:
-        """What `forward` writes under ``hash_key``."""
+        """The hash that `forward` writes under ``hash_key``."""
         hashes = [self.hash_module(value) for value in self._values(td)]
         return hashes[0] if len(hashes) == 1 else self.aggregator(torch.stack(hashes, -1))
 
@@ -128,7 +128,7 @@ class QueryModule(nn.Module):
 
 
 class TensorMap(ABC):
-    """What a map from tensordicts to values can do."""
+    """A map from tensordicts to values."""
 
     @abstractmethod
     def clear(self) -> None:

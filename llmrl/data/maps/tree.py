@@ -149,7 +149,7 @@ class Tree:
         return {keys[key_type](path, tree): tree for path, tree in self.walk()}
 
     def num_vertices(self, *, count_repeat: bool = False) -> int:
-        """How many different observations there are; ``count_repeat``: how many vertices."""
+        """The number of different observations; ``count_repeat``: of vertices."""
         nodes = [tree._node for _, tree in self.walk()]
         return len(nodes) if count_repeat else len(set(nodes))
 

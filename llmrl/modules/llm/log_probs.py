@@ -190,7 +190,7 @@ def _score_slice(
 
 
 def _tell_routers(model: nn.Module, is_real: Tensor) -> None:
-    """Which positions of the pass that follows are tokens: see `Routers`."""
+    """Marks the positions of the next pass that are tokens: see `Routers`."""
     if (routers := getattr(model, "routers", None)) is not None:
         routers.is_real = is_real.flatten()
 

@@ -23,7 +23,7 @@ __all__ = ["RouterLoad", "Routers", "router_modules"]
 
 
 class RouterLoad(NamedTuple):
-    """What the routers did with the tokens of a batch; sums, so that those of parts add up.
+    """The routers' choices for the tokens of a batch; sums, so that those of parts add up.
 
     ``chosen_RE``  float32  tokens that each router sent to each expert
     ``probs_RE``   float32  probabilities that it gave, added up over the tokens, with grad

@@ -227,7 +227,7 @@ def has_images(media: Sequence[Media] | None) -> bool:
 
 
 def media_inputs(attention_mask: Tensor, media: Sequence[Media]) -> dict[str, Tensor]:
-    """What a model is given for the images of a padded batch bool[B, T]: the tensors, and which tokens they are for.
+    """A model's inputs for the images of a padded batch bool[B, T]: the tensors, and the tokens that they are for.
 
     There are no position ids among them: the model derives them from these.
     """

@@ -19,7 +19,7 @@ _STRIDE = 0x9E3779B97F4A7C15  # a piece must not repeat the random numbers of th
 
 @dataclass
 class Answer:
-    """What has been drawn after ``prompt`` so far; ``reason`` is ABORT until it has ended."""
+    """The ids drawn after ``prompt`` so far; ``reason`` is ABORT until it has ended."""
 
     prompt: list[int]
     row_seed: int
@@ -54,7 +54,7 @@ class Answer:
 
 
 def as_generation(answers: Sequence[Answer], version: int, *, truncated: bool, mixed: bool) -> Generation:
-    """The answers of a call; ``version`` where nothing was drawn, ``mixed`` where the versions of ids are told."""
+    """The answers of a call; ``version`` where nothing was drawn, ``mixed`` where ids have versions of their own."""
     versions = [torch.tensor(answer.versions, dtype=torch.int64) for answer in answers]
     return Generation(
         [torch.tensor(answer.ids, dtype=torch.int64) for answer in answers],

@@ -142,7 +142,7 @@ class VLLMEngine:
         if self.in_flight == "continue" and (params.stop_strings or params.extra):
             raise ConfigError(
                 "AsyncVLLMEngine: with in_flight='continue' answers are drawn in pieces, in which stop_strings and "
-                "options of vLLM alone would count anew: leave them out, or use in_flight='finish'."
+                "options of vLLM alone would restart: leave them out, or use in_flight='finish'."
             )
         if params.stop_strings and not info.reads_text:
             raise ConfigError("VLLMEngine: stop_strings need tokenizer= at construction, to read what was drawn.")
@@ -454,7 +454,7 @@ class AsyncVLLMEngine(VLLMEngine):
 
     in_flight  what new weights do with the rows that are being drawn: "finish", they are waited for; "abort", they end
                with what they have, as ``StopReason.ABORT``; "continue", they go on with the new weights from where
-               they are, keys and values computed anew, and `Generation.versions` says which version drew each id
+               they are, keys and values recomputed, and `Generation.versions` says which version drew each id
     max_age    with "continue": a row ends as ABORT when its first id becomes more than so many versions old
     settings   of `VLLMEngine`
 
