@@ -256,7 +256,7 @@ class DataCollectorBase(abc.ABC):
 
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """The state that a collection continues from. Trajectories under way are not part of it: new ones take their place."""
+        """The state that a collection continues from, without the trajectories under way: new ones take their place."""
 
     @abc.abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
