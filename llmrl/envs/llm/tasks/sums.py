@@ -80,7 +80,7 @@ def sums_preferences(split: str = "train") -> Rows:
     """Rows with "prompt", "chosen" (the demonstrated answer) and "rejected": the same with one digit sum wrong.
 
     >>> {name: text.splitlines()[-1] for name, text in sums_preferences("test")[0].items() if name != "prompt"}
-    {'chosen': '<answer>57</answer>', 'rejected': '<answer>58</answer>'}
+    {'chosen': '<answer>85</answer>', 'rejected': '<answer>95</answer>'}
     """
     draw = random.Random(split)
     return [
