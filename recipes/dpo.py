@@ -69,7 +69,7 @@ def train(config: DPOConfig, session: Session, run: Run) -> None:
     run.print_plan(f"dpo · {pairs.source}", dpo_plan(config, session, tokenizer, pairs, shape))
     steps, steps_per_epoch = sft_steps(config, len(pairs))
 
-    model = load_model(run.source, tokenizer, session, runs=run.runs, checked=run.resume)
+    model = load_model(run.source, tokenizer, session, runs=run.runs, checked=run.resume, adapter=run.adapter)
     policy = TransformersWrapper(model, tokenizer=tokenizer, generate=False)
     task = Task(config.env, tokenizer) if config.env else None
     evaluator, stop_evaluator = make_evaluators(config, session, task, policy) if task else (None, None)

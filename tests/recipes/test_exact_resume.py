@@ -49,11 +49,11 @@ def test_supervised_training_is_resumed_exactly(place, same, changes):
     same_weights(place, 6)
 
 
-@pytest.mark.parametrize("reference", ["start", "none"])
-def test_preference_training_is_resumed_exactly(place, same, reference):
+@pytest.mark.parametrize("changes", [{}, {"dpo": {"reference": "none"}}, {"lora": {"r": 2}}])
+def test_preference_training_is_resumed_exactly(place, same, changes):
     """The reference stays the model of the first step."""
-    settings = {"dpo": {"reference": reference, "kind": "ipo"}, "checkpoint": {"every": 3, "keep": 5}}
-    place.train("dpo", "straight", steps=6, optim=OPTIM, **settings)
+    changes = {**changes, "dpo": {"kind": "ipo", **changes.get("dpo", {})}}
+    place.train("dpo", "straight", steps=6, optim=OPTIM, checkpoint={"every": 3, "keep": 5}, **changes)
     cut_back(place, "straight", to=3)
     assert place.run("resume", "cut").code == 0
     same(place.steps("straight"), place.steps("cut"))
