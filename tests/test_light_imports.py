@@ -42,7 +42,7 @@ def test_help_and_bad_settings_are_answered_without_torch(arguments, code):
     assert loaded == (set(), code)
 
 
-@pytest.mark.parametrize("command", ["sft", "dpo", "grpo"])
+@pytest.mark.parametrize("command", ["sft", "dpo", "reward", "grpo"])
 def test_a_recipe_that_is_run_as_a_module_reports_bad_settings_without_torch(command):
     script = f"import runpy; runpy.run_module('llmrl.recipes.{command}', run_name='__main__')"
     assert run(script, "stepz=1") == (set(), 2)

@@ -68,6 +68,7 @@ RECIPES = {
     "sft": Recipe("llmrl.train.settings:SFTConfig", "llmrl.recipes.sft"),
     "grpo": Recipe("llmrl.train.settings:GRPOConfig", "llmrl.recipes.grpo"),
     "dpo": Recipe("llmrl.train.preference_settings:DPOConfig", "llmrl.recipes.dpo"),
+    "reward": Recipe("llmrl.train.preference_settings:RewardConfig", "llmrl.recipes.reward"),
 }
 
 HELP = """\
@@ -76,6 +77,7 @@ usage: llmrl COMMAND ...
   sft     RECIPE [section.key=value ...]   teach a model by examples
   grpo    RECIPE [section.key=value ...]   improve a model by reward
   dpo     RECIPE [section.key=value ...]   improve a model by pairs of answers
+  reward  RECIPE [section.key=value ...]   train a reward model on pairs of answers
   resume  RUN [section.key=value ...]      go on from a run's last whole checkpoint
   launch  grpo|resume ...                  that, with vLLM servers on the rollout.gpus last GPUs
   eval    RUN [section.key=value ...]      measure a run's checkpoint

@@ -25,6 +25,8 @@ def run(run_dir: Path, *, command: str, config: SFTConfig | GRPOConfig, checkpoi
     Raises  ConfigError if the run's settings name no task or no problems to measure on; DataError if the checkpoint is
             not as it was written
     """
+    if command == "reward":
+        raise ConfigError(f"llmrl eval: a reward model is measured while it trains: llmrl show {run_dir}")
     rows = None if config.env is None else eval_rows(config.env, config.eval)
     if config.env is None or rows is None:
         setting = "env" if config.env is None else "eval.dataset"

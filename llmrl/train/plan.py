@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from llmrl.train.engine_plan import EnginePlan
     from llmrl.train.model_shape import ModelShape
     from llmrl.train.preference_data import TokenizedPairs
-    from llmrl.train.preference_settings import DPOConfig
+    from llmrl.train.preference_settings import DPOConfig, PairsConfig
     from llmrl.train.sft_data import TokenizedChats
     from llmrl.train.tasks import Task
 
@@ -31,6 +31,7 @@ __all__ = [
     "dpo_plan",
     "grpo_plan",
     "grpo_settings",
+    "pairs_plan",
     "samples_exactly",
     "sft_plan",
     "sft_steps",
@@ -52,20 +53,27 @@ def sft_plan(
     return _data_plan(config, session, tokenizer, chats, shape, gpu, unit="conversations", loss=loss, cut=cut)
 
 
-def dpo_plan(
-    config: DPOConfig,
+def dpo_plan(config: DPOConfig, *given: Any) -> Rows:
+    """As `pairs_plan`."""
+    dpo = config.dpo
+    smoothed = f", {dpo.label_smoothing:.0%} of the labels taken for wrong" if dpo.label_smoothing else ""
+    reference = "the model of the start, scored once" if dpo.reference == "start" else "none"
+    return pairs_plan(config, *given, loss=f"{dpo.kind}, beta {dpo.beta:g}{smoothed} · reference: {reference}")
+
+
+def pairs_plan(
+    config: PairsConfig,
     session: Session,
     tokenizer: PreTrainedTokenizerBase,
     pairs: TokenizedPairs,
     shape: ModelShape,
     gpu: GPU | None = None,
+    *,
+    loss: str,
 ) -> Rows:
-    dpo, cut = config.dpo, ""
+    cut = ""
     if pairs.num_dropped:
         cut = f" · {pairs.num_dropped} longer than {config.max_length} tokens, dropped"
-    smoothed = f", {dpo.label_smoothing:.0%} of the labels taken for wrong" if dpo.label_smoothing else ""
-    reference = "the model of the start, scored once" if dpo.reference == "start" else "none"
-    loss = f"{dpo.kind}, beta {dpo.beta:g}{smoothed} · reference: {reference}"
     return _data_plan(config, session, tokenizer, pairs, shape, gpu, unit="pairs", loss=loss, cut=cut)
 
 

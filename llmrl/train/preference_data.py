@@ -1,8 +1,9 @@
-"""Pairs of answers for DPO: rendered and tokenised once, and their log-probs under the reference."""
+"""Pairs of answers: rendered and tokenised once, and their log-probs under the reference of DPO."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,12 +12,12 @@ from torch import Tensor
 
 from llmrl.data.llm.dataset_files import load_rows, to_pair
 from llmrl.envs.llm.tasks.sums import sums_preferences
-from llmrl.errors import DataError, TemplateError
+from llmrl.errors import DataError, TemplateError, did_you_mean
 from llmrl.modules.llm.policies.containers import Masks, Tokens
 from llmrl.modules.llm.rendering import Rendered, Renderer
 from llmrl.objectives.llm import DPOLoss
 from llmrl.train.dealing import deal_batch
-from llmrl.train.preference_settings import DPOConfig
+from llmrl.train.preference_settings import PairsConfig
 from llmrl.train.sft_data import marked_pieces
 
 if TYPE_CHECKING:
@@ -40,19 +41,22 @@ class TokenizedPairs:
     masks: list[Tensor]
     num_chosen: list[int]
     renderer: Renderer
+    margins: list[float] = field(default_factory=list)  # where the data have them
     num_dropped: int = 0  # pairs that were longer than allowed
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def as_rows(self) -> TensorDict:
-        """A batch as `DPOLoss` reads it, without the reference, and "row", the number of the pair."""
+        """A batch as `DPOLoss` and `RewardLoss` read it, without the reference, and "row", the number of the pair."""
+        margins = {"margin": torch.tensor(self.margins)} if self.margins else {}
         return TensorDict(
             {
                 "tokens": Tokens.from_rows({"full": self.ids}),
                 "masks": Masks.from_rows({"all_assistant_mask": self.masks}),
                 "num_chosen": torch.tensor(self.num_chosen),
                 "row": torch.arange(len(self.ids)),
+                **margins,
             },
             batch_size=[len(self.ids)],
         )
@@ -69,18 +73,21 @@ class TokenizedPairs:
         return found
 
 
-def tokenize_pairs(config: DPOConfig, tokenizer: PreTrainedTokenizerBase) -> TokenizedPairs:
-    """The data of ``config``. Of each conversation the last answer counts, its end of turn included.
+def tokenize_pairs(
+    config: PairsConfig, tokenizer: PreTrainedTokenizerBase, *, split: str | None = None, most: int | None = None
+) -> TokenizedPairs:
+    """The data of ``config``; of another ``split``, at most so many. Of each conversation the last answer counts, its
+    end of turn included.
 
     Raises  DataError for data that are missing, empty or too long, or for a pair that cannot be compared; TemplateError
             if the template does not say what the assistant wrote
     """
     data = config.data
     if data.path in _EMBEDDED:
-        rows = _EMBEDDED[data.path](data.split)
+        rows = _EMBEDDED[data.path](split or data.split)
     else:
-        rows = load_rows(data.path, split=data.split, name=data.name)
-    count = min(data.rows or len(rows), len(rows))
+        rows = load_rows(data.path, split=split or data.split, name=data.name)
+    count = min(most or data.rows or len(rows), len(rows))
     columns = data.model_dump(include={"prompt_column", "chosen_column", "rejected_column", "system_prompt"})
     pairs = TokenizedPairs(data.path, [], [], [], Renderer(tokenizer))
     for start in range(0, count, _AT_ONCE):
@@ -91,13 +98,15 @@ def tokenize_pairs(config: DPOConfig, tokenizer: PreTrainedTokenizerBase) -> Tok
         except TemplateError as error:
             raise TemplateError(f"{data.path}, pairs from row {start + 1} on: {error}") from error
         for number, chosen, rejected in zip(numbers, rendered[::2], rendered[1::2], strict=True):
-            _add(pairs, chosen, rejected, number, config)
+            if _add(pairs, chosen, rejected, number, config) and data.margin_column is not None:
+                pairs.margins.append(_margin(rows[number - 1], data.margin_column, number))
     if not pairs.ids:
         raise DataError(f"{data.path}: no pair is left: all are longer than max_length={config.max_length}.")
     return pairs
 
 
-def _add(pairs: TokenizedPairs, chosen: Rendered, rejected: Rendered, number: int, config: DPOConfig) -> None:
+def _add(pairs: TokenizedPairs, chosen: Rendered, rejected: Rendered, number: int, config: PairsConfig) -> bool:
+    """False for a pair that is dropped."""
     longest = max(len(chosen.ids), len(rejected.ids))
     if longest > config.max_length:
         if config.too_long == "error":
@@ -106,7 +115,7 @@ def _add(pairs: TokenizedPairs, chosen: Rendered, rejected: Rendered, number: in
                 f"{number} has one of {longest}; raise max_length, or choose too_long=drop."
             )
         pairs.num_dropped += 1
-        return
+        return False
     masks = []
     for one in (chosen, rejected):
         mask = torch.zeros_like(one.assistant_mask)
@@ -119,6 +128,17 @@ def _add(pairs: TokenizedPairs, chosen: Rendered, rejected: Rendered, number: in
     pairs.ids.append(torch.cat([chosen.ids, rejected.ids]))
     pairs.masks.append(torch.cat(masks))
     pairs.num_chosen.append(len(chosen.ids))
+    return True
+
+
+def _margin(row: Mapping[str, Any], column: str, number: int) -> float:
+    try:
+        return float(row[column])
+    except (KeyError, TypeError, ValueError):
+        raise DataError(
+            f"dataset: {column!r} must be a number: row {number} has {row.get(column)!r:.40}."
+            f"{did_you_mean(column, row)}"
+        ) from None
 
 
 class ReferenceLogProbs:

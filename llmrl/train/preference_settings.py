@@ -1,4 +1,4 @@
-"""The settings of ``llmrl dpo``; no torch."""
+"""The settings of ``llmrl dpo`` and ``llmrl reward``; no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from llmrl.train.setting_types import Settings
 from llmrl.train.settings import SFTConfig
 
-__all__ = ["DPOConfig", "DPOSettings", "PreferenceData"]
+__all__ = ["DPOConfig", "DPOSettings", "PairsConfig", "PreferenceData", "RewardConfig", "RewardLossSettings"]
 
 
 class PreferenceData(Settings):
@@ -22,6 +22,7 @@ class PreferenceData(Settings):
     prompt_column: str | None = Field(None, description="where the prompt is, if it goes by another name")
     chosen_column: str = Field("chosen", description="where the better answer is")
     rejected_column: str = Field("rejected", description="where the worse answer is")
+    margin_column: str | None = Field(None, description="llmrl reward: where the least difference of the rewards is")
     system_prompt: str | None = Field(None, description="first message of conversations that have none of their own")
 
 
@@ -47,8 +48,8 @@ class DPOSettings(Settings):
         return self
 
 
-class DPOConfig(SFTConfig):
-    """Direct preference optimisation: chosen answers become more likely than rejected ones."""
+class PairsConfig(SFTConfig):
+    """What both recipes have."""
 
     data: PreferenceData
     max_length: int = Field(2048, ge=2, description="longest conversation of a pair, in tokens")
@@ -56,8 +57,39 @@ class DPOConfig(SFTConfig):
         "error", description="pairs with a longer one end the run, or are dropped"
     )
     batch_size: int = Field(64, ge=1, description="pairs per optimizer step, over all processes")
-    dpo: DPOSettings = DPOSettings()
 
     @property
     def row_length(self) -> int:
         return 2 * self.max_length
+
+
+class DPOConfig(PairsConfig):
+    """Direct preference optimisation: chosen answers become more likely than rejected ones."""
+
+    dpo: DPOSettings = DPOSettings()
+
+
+class RewardLossSettings(Settings):
+    """The loss of a reward model."""
+
+    level: Literal["sequence", "token"] = Field(
+        "sequence", description="sequence: the reward of the whole answer; token: from where answers part on"
+    )
+
+
+class RewardConfig(PairsConfig):
+    """A reward model: chosen answers get larger rewards than rejected ones."""
+
+    reward: RewardLossSettings = RewardLossSettings()
+
+    @model_validator(mode="after")
+    def _cannot_generate(self) -> RewardConfig:
+        if self.env is not None:
+            raise ValueError("env is for models that answer: a reward model is measured on pairs of eval.split")
+        if self.lora is not None:
+            raise ValueError("lora is for models that answer: leave it out")
+        if self.packing == "on":
+            raise ValueError("packing is for models that answer: leave it out")
+        if self.parallel.context > 1:
+            raise ValueError("parallel.context is for models that answer: leave it out")
+        return self

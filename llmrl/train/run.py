@@ -250,7 +250,8 @@ class Run:
             if evaluator.call_rate is not None:
                 changes.append(("calls", totals.called_before, evaluator.call_rate))
         logs = "metrics.jsonl, rollouts/*.parquet" if totals.rollouts else "metrics.jsonl"
-        following = [f"llmrl {'resume' if self._interrupted else 'eval'} {self.path}"]
+        can_answer = getattr(self.config, "env", None) is not None
+        following = [f"llmrl {'resume' if self._interrupted else 'eval' if can_answer else 'show'} {self.path}"]
         print_summary(
             console,
             headline,

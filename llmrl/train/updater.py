@@ -26,7 +26,7 @@ from llmrl.modules.llm.log_probs import TokenScorer
 from llmrl.modules.llm.packing import Packing
 from llmrl.modules.llm.policies.containers import LogProbs, Masks, Tokens
 from llmrl.objectives.base import merge_outputs, output_fields, total_loss
-from llmrl.objectives.llm import DPOLoss, GRPOLoss, SFTLoss
+from llmrl.objectives.llm import DPOLoss, GRPOLoss, RewardLoss, SFTLoss
 from llmrl.objectives.llm.functional import StepCounts
 from llmrl.train.expert_balance import ExpertBalance
 from llmrl.train.memory import find_gpu, uses_checkpointing
@@ -60,11 +60,13 @@ _METRICS = {
     "margin": "preference/margin",
     "chosen_log_prob": "preference/chosen_logp",
     "rejected_log_prob": "preference/rejected_logp",
+    "chosen_reward": "preference/chosen_reward",
+    "rejected_reward": "preference/rejected_reward",
     "expert_aux_loss": "router/aux_loss",
     "expert_load_max": "router/load_max",
 }
 _BEFORE_UPDATES = ("mismatch_mean", "mismatch_max", "kl_approx", "ESS")  # later they measure what the updates changed
-Loss = GRPOLoss | SFTLoss | DPOLoss
+Loss = GRPOLoss | SFTLoss | DPOLoss | RewardLoss
 _FLOOR = 0.05  # of the peak learning rate, where a schedule ends
 
 

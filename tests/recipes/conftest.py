@@ -40,6 +40,7 @@ DPO = {
     "optim": {"lr": 1e-2, "warmup": 1},
     "samples": 1,
 }
+REWARD = {**DPO, "eval": {"rows": 6}}
 GRPO = {
     "model": TINY,
     "env": {"name": "chat", "dataset": "prompts.jsonl", "reward": "vowels:share"},
@@ -81,8 +82,8 @@ class Workplace:
     def train(
         self, command: str, name: str, *overrides: str, code: int = 0, words: Sequence[str] = (), **changes: Any
     ) -> Result:
-        """A run ``name`` of `SFT`, `DPO` or `GRPO` with ``changes``: exit code, ``words`` in what it wrote."""
-        base = {"sft": SFT, "dpo": DPO, "grpo": GRPO}[command]
+        """A run ``name`` of `SFT`, `DPO`, `REWARD` or `GRPO` with ``changes``: exit code, ``words`` that it wrote."""
+        base = {"sft": SFT, "dpo": DPO, "reward": REWARD, "grpo": GRPO}[command]
         result = self.run(command, self.recipe(name, base, **changes), *overrides, "--name", name)
         assert result.code == code, result.err
         written = " ".join(f"{result.out} {result.err}".split())
@@ -190,6 +191,12 @@ def sft() -> dict[str, Any]:
 def dpo() -> dict[str, Any]:
     """Three steps of direct preference optimisation on the embedded task."""
     return DPO
+
+
+@pytest.fixture
+def reward() -> dict[str, Any]:
+    """Three steps of a reward model on the embedded task."""
+    return REWARD
 
 
 @pytest.fixture

@@ -60,6 +60,13 @@ def test_preference_training_is_resumed_exactly(place, same, changes):
     same_weights(place, 6)
 
 
+def test_a_reward_model_is_resumed_exactly(place, same):
+    place.train("reward", "straight", steps=6, optim=OPTIM, checkpoint={"every": 3, "keep": 5})
+    cut_back(place, "straight", to=3)
+    assert place.run("resume", "cut").code == 0
+    same(place.steps("straight"), place.steps("cut"))
+
+
 @pytest.mark.parametrize(
     "changes",
     [

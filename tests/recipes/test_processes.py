@@ -43,11 +43,13 @@ def test_supervised_training_on_two_processes_has_the_numbers_of_one(place, sft,
     equal_up_to_rounding(place, same, "two", 5)
 
 
-def test_preference_training_on_two_processes_has_the_numbers_of_one(place, dpo, same):
-    settings = place.recipe("pairs", dpo, steps=4, batch_size=7, tokens_per_microbatch=200, optim=OPTIM)
-    assert place.run("dpo", settings, "--name", "one").code == 0
-    command = (settings, "parallel.mode=fsdp2", "--name", "two")
-    result = place.finish(place.process(*command, module="llmrl.recipes.dpo", ranks=2))
+@pytest.mark.parametrize(("recipe", "layout"), [("dpo", "fsdp2"), ("reward", "ddp"), ("reward", "fsdp2")])
+def test_pairs_on_two_processes_have_the_numbers_of_one(place, dpo, reward, same, recipe, layout):
+    base = {"dpo": dpo, "reward": reward}[recipe]
+    settings = place.recipe("pairs", base, steps=4, batch_size=7, tokens_per_microbatch=200, optim=OPTIM)
+    assert place.run(recipe, settings, "--name", "one").code == 0
+    command = (settings, f"parallel.mode={layout}", "--name", "two")
+    result = place.finish(place.process(*command, module=f"llmrl.recipes.{recipe}", ranks=2))
     assert result.code == 0, result.err
     equal_up_to_rounding(place, same, "two", 4)
 

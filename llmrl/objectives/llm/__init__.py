@@ -1,4 +1,4 @@
-"""Losses for language models: `GRPOLoss` and its relatives, `DPOLoss`, `SFTLoss`, and their parts."""
+"""Losses for language models: `GRPOLoss` and its relatives, `DPOLoss`, `RewardLoss`, `SFTLoss`, and their parts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from llmrl.objectives.llm.dpo import DPOLoss, DPOLossOutput
 from llmrl.objectives.llm.functional import StepCounts
 from llmrl.objectives.llm.groups import GroupQuota
 from llmrl.objectives.llm.grpo import GRPOLoss, GRPOLossOutput
+from llmrl.objectives.llm.reward import RewardLoss, RewardLossOutput
 from llmrl.objectives.llm.settings import PRESETS, GRPOSettings, Preset
 from llmrl.objectives.llm.sft import SFTLoss, SFTLossOutput
 
@@ -21,6 +22,8 @@ __all__ = [
     "GroupQuota",
     "MCAdvantage",
     "Preset",
+    "RewardLoss",
+    "RewardLossOutput",
     "SFTLoss",
     "SFTLossOutput",
     "StepCounts",

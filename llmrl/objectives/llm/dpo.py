@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from llmrl.data.ragged.tensordicts import required
 from llmrl.errors import ConfigError, DataError
-from llmrl.modules.llm.log_probs import with_predecessor
 from llmrl.objectives.base import LossModule
 from llmrl.objectives.llm import batch as reading
 from llmrl.objectives.llm import functional as fn
 from llmrl.objectives.llm.batch import PaddedBatch
 from llmrl.objectives.llm.functional import Preference, StepCounts
+from llmrl.objectives.llm.pairs import read_pairs
 
 __all__ = ["DPOLoss", "DPOLossOutput"]
 
@@ -88,16 +88,16 @@ class DPOLoss(LossModule):
 
     def count_step(self, td: TensorDictBase) -> StepCounts:
         """The tokens and pairs (as ``sequences``) of the whole batch of an optimizer step, on this rank."""
-        _, mask_CT = self._read(td)
+        _, mask_CT = read_pairs(td, self.tensor_keys, "DPOLoss")
         return StepCounts.of(torch.cat(mask_CT.chunk(2), -1))
 
     @torch.no_grad()
     def sequence_log_probs(self, td: TensorDictBase) -> Tensor:
         """float32[B, 2]: the log-probs of the chosen and the rejected answers, as the loss compares them."""
-        return self._score(*self._read(td))
+        return self._score(*read_pairs(td, self.tensor_keys, "DPOLoss"))
 
     def forward(self, td: TensorDictBase, normalizer: StepCounts | None = None) -> DPOLossOutput:
-        batch, mask_CT = self._read(td)
+        batch, mask_CT = read_pairs(td, self.tensor_keys, "DPOLoss")
         length_B2 = torch.stack(mask_CT.sum(-1).chunk(2), -1)
         pair_B = length_B2.sum(-1) > 0  # not those that stand in for a rank without rows
         counts = normalizer or StepCounts(int(mask_CT.sum()), int(pair_B.sum()))
@@ -125,31 +125,6 @@ class DPOLoss(LossModule):
             tokens=mask_CT.sum().to(loss_B.dtype),
             batch_size=[],
         )
-
-    def _read(self, td: TensorDictBase) -> tuple[PaddedBatch, Tensor]:
-        """The 2 B conversations, the chosen ones first, and bool[2 B, T], their trained tokens."""
-        keys = self.tensor_keys
-        ids = list(required(td, keys.tokens, "DPOLoss", as_list=True))
-        masks = list(required(td, keys.assistant_mask, "DPOLoss", as_list=True))
-        cuts = required(td, keys.num_chosen, "DPOLoss", "the number of tokens of the chosen conversation")
-        pairs = list(zip(cuts.flatten().tolist(), ids, masks, strict=True))
-        for row, (cut, whole, _) in enumerate(pairs):
-            if not 0 < cut < len(whole):
-                raise DataError(
-                    f"DPOLoss: num_chosen must leave tokens to both conversations: got {cut} of {len(whole)} in row "
-                    f"{row}."
-                )
-        halves = [whole[:cut] for cut, whole, _ in pairs] + [whole[cut:] for cut, whole, _ in pairs]
-        batch = PaddedBatch.from_rows(halves, reader="DPOLoss")
-        marked = [mask[:cut] for cut, _, mask in pairs] + [mask[cut:] for cut, _, mask in pairs]
-        mask_CT = with_predecessor(batch.align(marked, keys.assistant_mask).bool(), batch.attention_mask)
-        trained_B2 = torch.stack(mask_CT.any(-1).chunk(2), -1)
-        if (lonely := trained_B2.any(-1) & ~trained_B2.all(-1)).any():
-            raise DataError(
-                f"DPOLoss: both answers of a pair must have a token to train: row {int(lonely.nonzero()[0])} has one "
-                "without."
-            )
-        return batch, mask_CT
 
     def _score(self, batch: PaddedBatch, mask_CT: Tensor) -> Tensor:
         """float32[B, 2], with grad."""

@@ -6,6 +6,7 @@ from llmrl.run.console.numbers import format_duration, format_number
 from llmrl.run.console.steps import (
     DPO_COLUMNS,
     GRPO_COLUMNS,
+    REWARD_COLUMNS,
     SFT_COLUMNS,
     Column,
     StepDisplay,
@@ -16,6 +17,7 @@ from llmrl.run.console.steps import (
 __all__ = [
     "DPO_COLUMNS",
     "GRPO_COLUMNS",
+    "REWARD_COLUMNS",
     "SFT_COLUMNS",
     "Column",
     "Finding",

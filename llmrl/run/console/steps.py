@@ -18,7 +18,16 @@ from rich.text import Text
 from llmrl.run.console.lines import ascii_only, note, print_line, warn
 from llmrl.run.console.numbers import format_duration, format_number
 
-__all__ = ["DPO_COLUMNS", "GRPO_COLUMNS", "SFT_COLUMNS", "Column", "StepDisplay", "grpo_columns", "print_table"]
+__all__ = [
+    "DPO_COLUMNS",
+    "GRPO_COLUMNS",
+    "REWARD_COLUMNS",
+    "SFT_COLUMNS",
+    "Column",
+    "StepDisplay",
+    "grpo_columns",
+    "print_table",
+]
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,14 @@ DPO_COLUMNS = (
     Column("margin", "preference/margin"),
     Column("chosen", "preference/chosen_logp"),
     Column("rejected", "preference/rejected_logp"),
+    *SFT_COLUMNS[1:],
+)
+
+REWARD_COLUMNS = (
+    Column("loss", "policy/loss"),
+    Column("right", "preference/right_frac", "percent"),
+    Column("chosen", "preference/chosen_reward"),
+    Column("rejected", "preference/rejected_reward"),
     *SFT_COLUMNS[1:],
 )
 

@@ -1,0 +1,125 @@
+"""The loss of a reward model: chosen answers get larger rewards than rejected ones."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal, get_args
+
+import torch
+from tensordict import TensorClass, TensorDictBase
+from torch import Tensor, nn
+
+from llmrl.errors import DataError
+from llmrl.objectives.base import LossModule
+from llmrl.objectives.llm import batch as reading
+from llmrl.objectives.llm import functional as fn
+from llmrl.objectives.llm.batch import PaddedBatch
+from llmrl.objectives.llm.functional import StepCounts
+from llmrl.objectives.llm.pairs import read_pairs
+
+__all__ = ["RewardLoss", "RewardLossOutput"]
+
+Level = Literal["sequence", "token"]
+
+
+class RewardLossOutput(TensorClass["nocast"]):
+    """``loss_reward``, to be differentiated, and metrics: means over the pairs of the step, ``tokens`` a count."""
+
+    loss_reward: Tensor
+    pairs_right: Tensor | None = None  # share of pairs whose chosen answer has the larger reward
+    margin: Tensor | None = None  # chosen minus rejected reward
+    chosen_reward: Tensor | None = None
+    rejected_reward: Tensor | None = None
+    tokens: Tensor | None = None  # tokens of the answers
+
+
+class RewardLoss(LossModule):
+    """-log sigmoid(r_chosen - r_rejected - margin) over pairs of answers to one prompt.
+
+    Reads   ("tokens", "full"), "num_chosen", ("masks", "all_assistant_mask")   as `DPOLoss`
+            "margin"  float32[B]  by how much the rewards are to differ, where the batch has it
+    Calls   reward_network(ids int64[C, T], attention mask bool[C, T]) -> float[C, T], the reward after each token
+    Returns RewardLossOutput; with ``normalizer``, the StepCounts of the optimizer step, micro-batches add up
+    Raises  DataError for a pair of which one answer has no token; MissingKeyError
+
+    level   "sequence": the reward after the last token. "token": the mean over all positions from the first one on at
+            which the conversations differ; one that has ended keeps its last reward. Such a model judges answers that
+            are not finished
+
+    Source: Touvron et al. 2023, Llama 2 (arXiv:2307.09288), eqs. 1 and 2.
+    """
+
+    default_keys: ClassVar = {
+        "tokens": reading.TOKENS,
+        "assistant_mask": reading.ASSISTANT_MASK,
+        "num_chosen": "num_chosen",
+        "margin": "margin",
+    }
+
+    def __init__(self, reward_network: nn.Module, *, level: Level = "sequence") -> None:
+        super().__init__()
+        if level not in get_args(Level):
+            raise fn.unknown("RewardLoss: level", level, get_args(Level))
+        self.reward_network, self.level = reward_network, level
+
+    def count_step(self, td: TensorDictBase) -> StepCounts:
+        """The tokens and pairs (as ``sequences``) of the whole batch of an optimizer step, on this rank."""
+        _, mask_CT = read_pairs(td, self.tensor_keys, "RewardLoss")
+        return StepCounts.of(torch.cat(mask_CT.chunk(2), -1))
+
+    @torch.no_grad()
+    def pair_rewards(self, td: TensorDictBase) -> Tensor:
+        """float32[B, 2]: the rewards of the chosen and the rejected answers."""
+        batch, _ = read_pairs(td, self.tensor_keys, "RewardLoss")
+        return _last(self._rewards(batch), batch)
+
+    def forward(self, td: TensorDictBase, normalizer: StepCounts | None = None) -> RewardLossOutput:
+        batch, mask_CT = read_pairs(td, self.tensor_keys, "RewardLoss")
+        pair_B = mask_CT.any(-1).chunk(2)[0]  # not those that stand in for a rank without rows
+        counts = normalizer or StepCounts(int(mask_CT.sum()), int(pair_B.sum()))
+        reward_CT = self._rewards(batch)
+        reward_B2 = _last(reward_CT, batch)
+        margin_B = td.get(self.tensor_keys.margin, None)
+        margin_B = reward_B2.new_zeros(len(reward_B2)) if margin_B is None else margin_B.flatten().to(reward_B2)
+        if not margin_B.isfinite().all():
+            row = int((~margin_B.isfinite()).nonzero()[0])
+            raise DataError(f"RewardLoss: margin must be finite: got {margin_B[row].item()} in row {row}.")
+        if self.level == "sequence":
+            loss_B = fn.bradley_terry(*reward_B2.unbind(-1), margin_B)
+        else:
+            loss_B = _token_loss(reward_CT, batch, margin_B)
+
+        def mean(value_B: Tensor) -> Tensor:
+            return value_B.masked_fill(~pair_B, 0.0).sum() / max(counts.sequences, 1)
+
+        chosen_B, rejected_B = reward_B2.detach().unbind(-1)
+        return RewardLossOutput(
+            loss_reward=mean(loss_B),
+            pairs_right=mean((chosen_B > rejected_B).to(loss_B.dtype)),
+            margin=mean(chosen_B - rejected_B),
+            chosen_reward=mean(chosen_B),
+            rejected_reward=mean(rejected_B),
+            tokens=mask_CT.sum().to(loss_B.dtype),
+            batch_size=[],
+        )
+
+    def _rewards(self, batch: PaddedBatch) -> Tensor:
+        return self.reward_network(batch.input_ids, batch.attention_mask)
+
+
+def _last(reward_CT: Tensor, batch: PaddedBatch) -> Tensor:
+    """[B, 2]: the rewards after the last tokens."""
+    last_C = batch.attention_mask.sum(-1) - 1
+    return torch.stack(reward_CT.gather(1, last_C.unsqueeze(-1)).squeeze(-1).chunk(2), -1)
+
+
+def _token_loss(reward_CT: Tensor, batch: PaddedBatch, margin_B: Tensor) -> Tensor:
+    """[B]: the mean of the pair's loss from where it parts to where the longer one ends."""
+    length_C = batch.attention_mask.sum(-1, keepdim=True)
+    place_T = torch.arange(reward_CT.shape[1], device=reward_CT.device)
+    kept_CT = reward_CT.gather(1, torch.minimum(place_T, length_C - 1))
+    chosen_BT, rejected_BT = kept_CT.chunk(2)
+    one_BT, other_BT = batch.input_ids.masked_fill(~batch.attention_mask, -1).chunk(2)
+    parted_BT = (one_BT != other_BT).cumsum(-1) > 0
+    counted_BT = parted_BT & (place_T < torch.maximum(*length_C.chunk(2)))
+    loss_BT = fn.bradley_terry(chosen_BT, rejected_BT, margin_B.unsqueeze(-1)).masked_fill(~counted_BT, 0.0)
+    return loss_BT.sum(-1) / counted_BT.sum(-1).clamp(min=1)
