@@ -71,14 +71,14 @@ class Holder:
         return self.applied_in
 
 
-def run(world, *roles):
+def run(world, *roles, context=FORK):
     """Runs each role in a process of its own, and fails with the traceback of the one that fails."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    problems = FORK.SimpleQueue()
+    problems = context.SimpleQueue()
     processes = [
-        FORK.Process(target=play, args=(role, rank, world, port, problems), daemon=True)
+        context.Process(target=play, args=(role, rank, world, port, problems), daemon=True)
         for rank, role in enumerate(roles)
     ]
     for process in processes:
@@ -206,7 +206,8 @@ def rpc_worker(rank, world):
 
 @pytest.mark.slow
 def test_calls_bring_weights_to_workers_that_take_them_at_once_or_when_they_poll():
-    run(3, rpc_trainer, rpc_worker, rpc_worker)
+    # torch.distributed.rpc of a process is for good, and a fork would have that of this one
+    run(3, rpc_trainer, rpc_worker, rpc_worker, context=mp.get_context("spawn"))
 
 
 # -- Ray --------------------------------------------------------------------------------------------------------------
