@@ -1,4 +1,4 @@
-"""A reward model: ``llmrl reward sums_reward``, or ``torchrun -m llmrl.recipes.reward sums_reward.yaml``.
+"""A reward model: ``llmrl reward chat_reward``, or ``torchrun -m llmrl.recipes.reward chat_reward.yaml``.
 
 Pairs of a chosen and a rejected answer are tokenised once. Each step makes the rewards of chosen answers larger than
 those of rejected ones. GRPO asks the model by ``rewards: [{reward_model: {model: CHECKPOINT}}]``.
