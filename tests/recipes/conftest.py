@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from llmrl.run.cli import main
 from llmrl.run.metrics import read_metrics
@@ -162,7 +162,10 @@ class Workplace:
 
     def weights(self, run: str, step: int) -> dict[str, torch.Tensor]:
         folder = self.path / "runs" / run / "checkpoints" / f"step{step}"
-        return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        (architecture,) = AutoConfig.from_pretrained(folder).architectures
+        judges = architecture.endswith("ForSequenceClassification")
+        kind = AutoModelForSequenceClassification if judges else AutoModelForCausalLM
+        return kind.from_pretrained(folder).state_dict()
 
     def checkpoints(self, run: str) -> list[str]:
         return sorted(path.name for path in (self.path / "runs" / run / "checkpoints").iterdir())

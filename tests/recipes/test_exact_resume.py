@@ -65,6 +65,7 @@ def test_a_reward_model_is_resumed_exactly(place, same):
     cut_back(place, "straight", to=3)
     assert place.run("resume", "cut").code == 0
     same(place.steps("straight"), place.steps("cut"))
+    same_weights(place, 6)
 
 
 @pytest.mark.parametrize(
