@@ -20,6 +20,7 @@ from types import SimpleNamespace
 
 import torch
 
+from llmrl.data.llm.dataset_files import FILE_FORMATS
 from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 from llmrl.errors import DataError
 from llmrl.objectives.llm import RewardLoss
@@ -119,7 +120,7 @@ def train(config: RewardConfig, session: Session, run: Run) -> None:
 def held_out_pairs(config: RewardConfig, pairs: TokenizedPairs) -> TokenizedPairs | None:
     """The pairs of ``eval.split``, or of the file ``eval.dataset``; None for a file without that."""
     data, held_out = config.data, config.eval
-    if held_out.dataset is None and Path(data.path).suffix:
+    if held_out.dataset is None and data.path.endswith(FILE_FORMATS):
         return None
     changed = data.model_copy(update={"path": held_out.dataset or data.path})
     if held_out.dataset is None and held_out.split == data.split:
