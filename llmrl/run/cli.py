@@ -1,7 +1,7 @@
 """The command ``llmrl``: reads the command line, checks the settings, then hands over to a recipe.
 
 Everything up to a valid configuration runs without torch, so that help and config errors are printed at once. The
-commands themselves are the recipes (sft, grpo, resume) and `llmrl.run.evaluate`, `show`, `template_report`, `doctor`.
+commands themselves are the recipes (sft, grpo, resume), `llmrl.run.evaluate`, and those of `llmrl.run.commands`.
 
 Exit codes: 0 done, 2 bad configuration, 3 the environment or the data lacks something, 4 training aborted,
 130 interrupted (after a checkpoint).
@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import llmrl
 from llmrl.concurrency.parent_watchdog import follow_launcher
@@ -40,6 +40,8 @@ from llmrl.errors import (
 )
 from llmrl.loading import load_object
 from llmrl.run.checkpoint import latest_checkpoint
+from llmrl.run.command_line import JSON, RUN, Parser
+from llmrl.run.commands import COMMANDS
 from llmrl.run.config import Loaded, dump_config, dump_defaults, find_recipe, load_config, recipe_names
 from llmrl.run.run_dir import RunDir
 
@@ -141,14 +143,7 @@ def _dispatch(arguments: list[str]) -> int:
         print(f"llmrl {llmrl.__version__}")
         return DONE
     command, *rest = arguments
-    others = {
-        "resume": _resume,
-        "launch": _launch_all,
-        "eval": _eval,
-        "show": _show,
-        "template": _template,
-        "doctor": _doctor,
-    }
+    others = {"resume": _resume, "launch": _launch_all, "eval": _eval, **COMMANDS}
     if command in RECIPES:
         return _train(command, rest)
     if command in others:
@@ -191,7 +186,7 @@ def _train(command: str, arguments: list[str]) -> int:
 
 def _read_training(command: str, arguments: list[str]) -> tuple[argparse.Namespace, Path | None, Loaded | None]:
     """The options of a training command, its recipe and its settings; None for both where ``--defaults`` is asked."""
-    parser = _Parser(
+    parser = Parser(
         f"{command} [RECIPE] [section.key=value ...] [options]",
         (["items"], {"nargs": "*", "metavar": "RECIPE | section.key=value", "help": "a YAML file or packaged recipe"}),
         (["--name"], {"help": "the run's folder under --runs; without it, the recipe's name and four digits"}),
@@ -217,7 +212,7 @@ def _read_training(command: str, arguments: list[str]) -> tuple[argparse.Namespa
 
 
 def _launch_all(arguments: list[str]) -> int:
-    own = _Parser(
+    own = Parser(
         "launch grpo RECIPE rollout.gpus=N [section.key=value ...] [options], or launch resume RUN [...]",
         (["command"], {"choices": ["grpo", "resume"]}),
         (["--trainers"], {"type": int, "metavar": "N", "help": "ranks that train (default: a GPU each; on a CPU 1)"}),
@@ -262,7 +257,7 @@ def _check_launched(config: Any) -> None:
 
 def _resume(arguments: list[str]) -> int:
     change = {"nargs": "*", "metavar": "section.key=value", "help": "settings to change, e.g. steps=400"}
-    options = _Parser("resume RUN [section.key=value ...]", RUN, (["overrides"], change)).parse(arguments)
+    options = Parser("resume RUN [section.key=value ...]", RUN, (["overrides"], change)).parse(arguments)
     run = RunDir.open(options.run)
     with _lock(run):
         recipe, info, loaded = _load_run(run, options.overrides)
@@ -282,7 +277,7 @@ def _resume(arguments: list[str]) -> int:
 
 
 def _eval(arguments: list[str]) -> int:
-    options = _Parser(
+    options = Parser(
         "eval RUN [section.key=value ...] [options]",
         RUN,
         (["overrides"], {"nargs": "*", "metavar": "section.key=value", "help": "settings to change"}),
@@ -301,69 +296,7 @@ def _eval(arguments: list[str]) -> int:
     )
 
 
-def _show(arguments: list[str]) -> int:
-    options = _Parser(
-        "show RUN [options]",
-        RUN,
-        (["--rows"], {"type": int, "default": 20, "metavar": "N", "help": "steps in the table (default: 20; 0: all)"}),
-        (["--step"], {"type": int, "metavar": "K", "help": "whose samples (default: the last step's)"}),
-        (["--samples"], {"type": int, "default": 2, "metavar": "N", "help": "conversations to print (default: 2)"}),
-        JSON,
-    ).parse(arguments)
-    run = RunDir.open(options.run)
-    show = importlib.import_module("llmrl.run.show")
-    if options.json:
-        print(show.as_json(run))
-    else:
-        show.show(run, rows=options.rows, step=options.step, samples=options.samples)
-    return DONE
-
-
-def _template(arguments: list[str]) -> int:
-    options = _Parser(
-        "template NAME_OR_PATH [options]",
-        (["name"], {"help": "a folder with a tokenizer, a registered template, or a name on the hub"}),
-        (["--tools"], {"action": "store_true", "help": "conversations with tools are to work, too"}),
-        (["--data"], {"metavar": "FILE", "help": "look at its conversations instead of a made-up one"}),
-        JSON,
-    ).parse(arguments)
-    report = importlib.import_module("llmrl.run.template_report")
-    return report.run(options.name, tools=options.tools, data=options.data, as_json=options.json)
-
-
-def _doctor(arguments: list[str]) -> int:
-    options = _Parser("doctor [--json]", JSON).parse(arguments)
-    return importlib.import_module("llmrl.run.doctor").report(as_json=options.json)
-
-
 # --- helpers ---------------------------------------------------------------------------------------------------------
-
-RUN = (["run"], {"help": "a run's folder, or its name in runs/"})
-JSON = (["--json"], {"action": "store_true", "help": "print one JSON object"})
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse without abbreviations, that lets options stand between settings and suggests near names."""
-
-    def __init__(self, usage: str, *arguments: tuple[list[str], dict[str, Any]]):
-        super().__init__(prog=f"llmrl {usage.partition(' ')[0]}", usage=f"llmrl {usage}", allow_abbrev=False)
-        for flags, options in arguments:
-            self.add_argument(*flags, **options)
-
-    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        options, unknown = self.parse_known_intermixed_args(arguments)
-        if unknown:
-            name, equals, _ = unknown[0].partition("=")
-            takes_value = [text for text, action in self._option_string_actions.items() if action.nargs != 0]
-            match = closest(name, takes_value if equals else self._option_string_actions)
-            hint = f"\ndid you mean  {match}?" if match else ""
-            if equals and not match:
-                hint = f"\ndid you mean  {unknown[0].lstrip('-')}   (settings have no dashes)?"
-            raise ConfigError(f"{self.prog} {unknown[0]}  is not an option{hint}")
-        return options
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{self.prog}  {message}")
 
 
 def _new_run(

@@ -1,0 +1,54 @@
+"""The commands that do not train: the options of each, checked before its module is imported."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from llmrl.run.command_line import JSON, RUN, Parser
+from llmrl.run.run_dir import RunDir
+
+__all__ = ["COMMANDS"]
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"llmrl.run.{name}")
+
+
+def _show(arguments: list[str]) -> int:
+    options = Parser(
+        "show RUN [options]",
+        RUN,
+        (["--rows"], {"type": int, "default": 20, "metavar": "N", "help": "steps in the table (default: 20; 0: all)"}),
+        (["--step"], {"type": int, "metavar": "K", "help": "whose samples (default: the last step's)"}),
+        (["--samples"], {"type": int, "default": 2, "metavar": "N", "help": "conversations to print (default: 2)"}),
+        JSON,
+    ).parse(arguments)
+    run = RunDir.open(options.run)
+    if options.json:
+        print(_module("show").as_json(run))
+    else:
+        _module("show").show(run, rows=options.rows, step=options.step, samples=options.samples)
+    return 0
+
+
+def _template(arguments: list[str]) -> int:
+    options = Parser(
+        "template NAME_OR_PATH [options]",
+        (["name"], {"help": "a folder with a tokenizer, a registered template, or a name on the hub"}),
+        (["--tools"], {"action": "store_true", "help": "conversations with tools are to work, too"}),
+        (["--data"], {"metavar": "FILE", "help": "look at its conversations instead of a made-up one"}),
+        JSON,
+    ).parse(arguments)
+    report = _module("template_report")
+    return report.run(options.name, tools=options.tools, data=options.data, as_json=options.json)
+
+
+def _doctor(arguments: list[str]) -> int:
+    options = Parser("doctor [--json]", JSON).parse(arguments)
+    return _module("doctor").report(as_json=options.json)
+
+
+# name -> what runs it: the arguments after the name in, the exit code out
+COMMANDS: dict[str, Callable[[list[str]], int]] = {"show": _show, "template": _template, "doctor": _doctor}
