@@ -18,6 +18,9 @@ PUBLIC = {
     "LazyStackStorage LazyMemmapStorage LazyTensorStorage RandomSampler SamplerWithoutReplacement RoundRobinWriter "
     "History AdaptiveKLController ConstantKLController",
     "llmrl.collectors.utils": "split_trajectories",
+    "llmrl.data.datasets": "AtariDQNExperienceReplay BaseDatasetExperienceReplay D4RLExperienceReplay "
+    "GenDGRLExperienceReplay MinariExperienceReplay OpenMLExperienceReplay OpenXExperienceReplay "
+    "RobosetExperienceReplay VD4RLExperienceReplay",
     "llmrl.data.replay_buffers": "ReplayBuffer TensorDictReplayBuffer ListStorage LazyStackStorage LazyTensorStorage "
     "LazyMemmapStorage TensorStorage RandomSampler "
     "SamplerWithoutReplacement RoundRobinWriter",

@@ -1,0 +1,204 @@
+"""The Atari DQN replay datasets: what five agents per game saw, in checkpoints of a ring
+(https://offline-rl.github.io).
+
+A checkpoint is a set of gzipped ``.npy`` files, ``$store$_observation_ckpt.7.gz`` and the same for ``action``,
+``reward`` and ``terminal``: one row per step. The rows are a ring, of which ``add_count_ckpt.7.gz`` says how many steps
+were ever added: the oldest row stands at ``add_count % rows`` once it is full.
+"""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from llmrl.data.datasets.base import BaseDatasetExperienceReplay
+from llmrl.data.datasets.downloads import RemoteFile
+from llmrl.data.datasets.formats import reading, ted_rows
+from llmrl.data.replay_buffers import Sampler, SamplerWithoutReplacement, SliceSampler, SliceSamplerWithoutReplacement
+from llmrl.data.ted_utils import segment_ids, trajectory_ends
+from llmrl.errors import DataError
+
+_GAMES = """AirRaid Alien Amidar Assault Asterix Asteroids Atlantis BankHeist BattleZone BeamRider Berzerk Bowling
+Boxing Breakout Carnival Centipede ChopperCommand CrazyClimber DemonAttack DoubleDunk ElevatorAction Enduro FishingDerby
+Freeway Frostbite Gopher Gravitar Hero IceHockey Jamesbond JourneyEscape Kangaroo Krull KungFuMaster MontezumaRevenge
+MsPacman NameThisGame Phoenix Pitfall Pong Pooyan PrivateEye Qbert Riverraid RoadRunner Robotank Seaquest Skiing Solaris
+SpaceInvaders StarGunner Tennis TimePilot Tutankham UpNDown Venture VideoPinball WizardOfWor YarsRevenge Zaxxon"""
+_STORED = ("observation", "action", "reward", "terminal")
+_CHECKPOINTS = 50
+_PART = 4096  # rows that are read at a time
+
+
+class AtariDQNExperienceReplay(BaseDatasetExperienceReplay):
+    """A game and an agent, as in ``"Pong/5"``: 50 checkpoints of a million steps.
+
+    *Rows* ``observation`` uint8[84, 84], ``action`` int32; under ``"next"`` also ``observation`` and ``reward``. A
+    frame is stored once: ``("next", "observation")`` is the frame of the following row when it is read, zeros where the
+    episode ends, which the files do not tell; a last step that ends no episode is left out. The frames of zeros before
+    each episode, which the recorder added, are rows too.
+
+    num_slices, slice_len  one of them makes the sampler a ``SliceSampler``; ``strict_len`` is its ``strict_length``
+    replacement            False: a sampler without replacement
+    num_checkpoints        how many of the checkpoints to download; default all
+
+    ``num_procs`` and ``mp_start_method`` change nothing: the time is that of the download. ``episodes`` has the number
+    of the episode of every row, ``metadata`` what every checkpoint says about itself. Other arguments are those of
+    ``BaseDatasetExperienceReplay``.
+    """
+
+    kind = "atari"
+    suffixes = (".gz",)
+    available_datasets: ClassVar[list[str]] = [f"{game}/{agent}" for game in _GAMES.split() for agent in range(1, 6)]
+    base_url = "https://storage.googleapis.com/atari-replay-datasets/dqn"
+
+    def __init__(
+        self,
+        dataset_id: str,
+        batch_size: int | None = None,
+        *,
+        sampler: Sampler | None = None,
+        num_slices: int | None = None,
+        slice_len: int | None = None,
+        strict_len: bool = True,
+        replacement: bool = True,
+        num_procs: int = 0,
+        mp_start_method: str = "fork",
+        num_checkpoints: int = _CHECKPOINTS,
+        **arguments: Any,
+    ) -> None:
+        self.num_checkpoints = num_checkpoints
+        if sampler is None and (num_slices is not None or slice_len is not None):
+            slices = SliceSampler if replacement else SliceSamplerWithoutReplacement
+            end = ("next", "done")
+            sampler = slices(num_slices=num_slices, slice_len=slice_len, strict_length=strict_len, end_key=end)
+        elif sampler is None and not replacement:
+            sampler = SamplerWithoutReplacement()
+        super().__init__(dataset_id, batch_size, sampler=sampler, **arguments)
+
+    @property
+    def episodes(self) -> Tensor:
+        """int64[rows]: 0 for the rows of the first episode, 1 for those of the second one, and so on."""
+        done = self._storage.entry(("next", "done"), torch.arange(len(self))).reshape(-1)
+        return segment_ids(trajectory_ends(done=done))
+
+    def _remote_files(self) -> list[RemoteFile]:
+        base = f"{self.base_url}/{self.dataset_id}/replay_logs"
+        names = [*(f"$store$_{name}" for name in _STORED), "add_count", "invalid_range"]
+        names = [f"{name}_ckpt.{number}.gz" for number in range(self.num_checkpoints) for name in names]
+        return [RemoteFile(name, f"{base}/{name.replace('$', '%24')}") for name in names]
+
+    def _read(self, files: list[Path], notes: dict[str, Any]) -> Iterator[tuple[TensorDict, str]]:
+        notes["following"] = ["observation"]
+        notes["metadata"] = {"dataset_id": self.dataset_id, "checkpoints": []}
+        seen, held = 0, None  # how many steps were added before; the newest row, until its next frame is known
+        for number, paths in _checkpoints(files):
+            where = f"{paths['observation'].parent}, checkpoint {number}"
+            shapes = {name: _npy_shape(paths[name])[0] for name in _STORED}
+            count = shapes["observation"]
+            if set(shapes.values()) != {count}:
+                raise DataError(f"{where}: the files must have as many rows each: got {shapes}.")
+            if "add_count" in paths:
+                added = int(_npy(paths["add_count"]))
+                oldest = max(added - count, 0)
+                runs = _runs(max(oldest, seen), added, count)
+            else:
+                added, oldest, runs = seen + count, seen, [(0, count)]
+            about = {"number": number, "add_count": added}
+            if "invalid_range" in paths:
+                about["invalid_range"] = _npy(paths["invalid_range"]).tolist()
+            notes["metadata"]["checkpoints"].append(about)
+            if held is not None and oldest > seen and not bool(held["next", "done"]):
+                held = None  # steps are missing between the checkpoints: what followed this row is not known
+            for start, stop in runs:
+                for rows in _rows(where, paths, start, stop):
+                    if held is not None:
+                        yield held, where
+                    held = rows[-1:]
+                    if len(rows) > 1:
+                        yield rows[:-1], where
+            seen = max(seen, added)
+        if held is not None and bool(held["next", "done"]):
+            yield held, where
+
+
+def _checkpoints(files: list[Path]) -> list[tuple[int, dict[str, Path]]]:
+    """The files of each checkpoint by what they hold, in the order of time."""
+    found: dict[int, dict[str, Path]] = {}
+    for path in files:
+        name, _, number = path.name.removesuffix(".gz").rpartition("_ckpt.")
+        if number.isdecimal():
+            found.setdefault(int(number), {})[name.removeprefix("$store$_")] = path
+    for number, paths in found.items():
+        if missing := [name for name in _STORED if name not in paths]:
+            raise DataError(
+                f"AtariDQNExperienceReplay: checkpoint {number} must have $store$_{missing[0]}_ckpt.{number}.gz: found "
+                f"{sorted(path.name for path in paths.values())}."
+            )
+    if not found:
+        raise DataError(
+            f"AtariDQNExperienceReplay: files must be named as $store$_observation_ckpt.0.gz: got {files[0].name}."
+        )
+    return sorted(found.items())
+
+
+def _runs(first: int, end: int, size: int) -> list[tuple[int, int]]:
+    """The places of the steps ``first .. end - 1`` in a ring of ``size`` rows, oldest first."""
+    if first >= end:
+        return []
+    start, stop = first % size, (end - 1) % size + 1
+    return [(start, stop)] if start < stop else [(start, size), (0, stop)]
+
+
+def _rows(where: str, paths: dict[str, Path], start: int, stop: int) -> Iterator[TensorDict]:
+    parts = zip(*(_npy_rows(paths[name], start, stop) for name in _STORED), strict=True)
+    for observation, action, reward, terminal in parts:
+        ends = terminal.astype(bool)
+        now = {("observation",): observation, ("action",): action}
+        yield ted_rows(where, now, {}, reward=reward, terminated=ends, truncated=np.zeros_like(ends))
+
+
+def _npy_rows(path: Path, start: int, stop: int) -> Iterator[np.ndarray]:
+    """The rows of a gzipped array, some at a time: a checkpoint has 7 GB of frames."""
+    count, row, dtype = _npy_shape(path)
+    size = int(np.prod(row)) * dtype.itemsize
+    with ExitStack() as stack:
+        stack.enter_context(reading(path))
+        file = stack.enter_context(gzip.open(path, "rb"))
+        _header(path, file)
+        at = 0
+        while at < stop:
+            wanted = min(_PART, (start if at < start else stop) - at)
+            content = file.read(wanted * size)
+            if len(content) < wanted * size:
+                raise DataError(
+                    f"{path}, row {at + len(content) // size}: the file must have {count} rows: it ends here."
+                )
+            if at >= start:
+                yield np.frombuffer(bytearray(content), dtype).reshape(wanted, *row)
+            at += wanted
+
+
+def _npy_shape(path: Path) -> tuple[int, tuple[int, ...], np.dtype]:
+    with reading(path), gzip.open(path, "rb") as file:
+        return _header(path, file)
+
+
+def _header(path: Path, file: Any) -> tuple[int, tuple[int, ...], np.dtype]:
+    version = np.lib.format.read_magic(file)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, by_columns, dtype = read(file)
+    if not shape or by_columns or dtype.hasobject:
+        raise DataError(f"{path}: the file must hold an array of numbers, row after row: got {dtype} of shape {shape}.")
+    return shape[0], shape[1:], dtype
+
+
+def _npy(path: Path) -> np.ndarray:
+    with reading(path), gzip.open(path, "rb") as file:
+        return np.load(file, allow_pickle=False)

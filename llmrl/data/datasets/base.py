@@ -1,0 +1,338 @@
+"""The base of all offline datasets: files of a public format become memory-mapped rows, whole or not at all.
+
+<root>/<dataset_id>/
+  checkpoint.current  checkpoint.1/    the rows, see rows.py; replaced as a whole
+  downloads/                           files on their way; removed when the rows are complete
+  build.lock                           one process builds, others wait for it
+<root>/<dataset_id>_split/             the same rows, one per trajectory, for ``split_trajs``
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import cloudpickle
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from llmrl.data.datasets.downloads import RemoteFile, fetch, read_ledger, remove_downloads, sha256
+from llmrl.data.datasets.rows import MARKER, DatasetStorage, RowWriter, read_marker
+from llmrl.data.replay_buffers import ImmutableDatasetWriter, TensorDictReplayBuffer, TensorStorage, Writer
+from llmrl.data.replay_buffers.directory import current_directory, replace_directory
+from llmrl.data.replay_buffers.process_lock import ProcessLock
+from llmrl.data.trajectories import split_trajectories
+from llmrl.errors import CheckpointError, ConfigError, DataError, did_you_mean
+
+_CHUNK = 1000  # rows that ``preprocess`` gives to the function at a time
+
+
+class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
+    """Rows of a public dataset in TED, as a buffer that is not written to.
+
+    The rows are mapped from files below ``root`` (default ``~/.cache/llmrl/<kind of dataset>``). If they are not there,
+    they are built: from the files of ``source`` (a file or folder of the public format on this machine), else from such
+    files in ``<root>/<dataset_id>``, else from a download. ``download=False`` never uses the network, ``"force"``
+    builds again. With ``split_trajs`` a row is a trajectory, padded with zeros, ``"mask"`` True on its steps, and
+    ``"traj_ids"``. Other arguments are those of ``TensorDictReplayBuffer``.
+
+    A sub-class has the names of its datasets, the endings of its files, and two methods: `_remote_files` says where
+    they are, `_read` makes rows of them.
+
+    Raises   ConfigError for a name that there is not, or rows that were built with other options or from other files;
+             DataError for files that are missing or broken; DeadlineError if another process builds too long
+    """
+
+    kind: ClassVar[str]  # the name of the folder below ~/.cache/llmrl
+    suffixes: ClassVar[tuple[str, ...]]  # how the names of the files end
+    available_datasets: Sequence[str] = ()
+    lock_timeout_s: float = 6 * 3600.0
+
+    def __init__(
+        self,
+        dataset_id: str,
+        batch_size: int | None = None,
+        *,
+        root: str | Path | None = None,
+        download: bool | str = True,
+        source: str | Path | None = None,
+        split_trajs: bool = False,
+        options: dict[str, Any] | None = None,
+        writer: Writer | Callable[[], Writer] | None = None,
+        **buffer: Any,
+    ) -> None:
+        if download not in (True, False, "force"):
+            raise ConfigError(f"{self._who}: download must be True, False or 'force': got {download!r}.")
+        parts = Path(dataset_id).parts
+        if not parts or ".." in parts or Path(dataset_id).is_absolute():
+            raise ConfigError(f"{self._who}: dataset_id must be a name, below root: got {dataset_id!r}.")
+        self.dataset_id, self.split_trajs = dataset_id, split_trajs
+        self.root = Path(root).expanduser() if root else Path.home() / ".cache" / "llmrl" / self.kind
+        self._source = None if source is None else Path(source).expanduser()
+        self._options = options or {}
+        storage = self._open(download)
+        super().__init__(storage=storage, batch_size=batch_size, writer=writer or ImmutableDatasetWriter(), **buffer)
+
+    @property
+    def _who(self) -> str:
+        return type(self).__name__
+
+    @property
+    def data_path_root(self) -> Path:
+        """The folder of the dataset."""
+        return self.root / self.dataset_id
+
+    @property
+    def data_path(self) -> Path:
+        """The folder of the rows as they are delivered: with ``split_trajs``, one beside that of the dataset."""
+        return self.root / f"{self.dataset_id}_split" if self.split_trajs else self.data_path_root
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Facts about the dataset as a whole, from its files."""
+        return self._storage.notes.get("metadata", {})
+
+    # --- what a format defines ---
+
+    @abstractmethod
+    def _remote_files(self) -> list[RemoteFile]:
+        """The addresses of the files of the dataset."""
+
+    @abstractmethod
+    def _read(self, files: list[Path], notes: dict[str, Any]) -> Iterator[tuple[TensorDictBase, str]]:
+        """The rows of the files, part by part, each with the name of its source; may add to the ``notes``.
+
+        Notes: "metadata", and "following", the entries whose ``"next"`` is the following row's.
+        """
+
+    def _download(self, folder: Path) -> list[Path]:
+        """The files of the dataset, downloaded to the folder."""
+        return fetch(self._who, self._remote_files(), folder)
+
+    def _check_name(self) -> None:
+        if self.dataset_id not in self.available_datasets:
+            raise ConfigError(
+                f"{self._who}: a dataset that is downloaded must be one of {self._who}.available_datasets: got "
+                f"{self.dataset_id!r}.{did_you_mean(self.dataset_id, self.available_datasets)} Files on this machine "
+                "are read with source=..., under any name."
+            )
+
+    # --- opening and building ---
+
+    def _open(self, download: bool | str) -> DatasetStorage:
+        if download == "force" or not self._is_built():
+            with self._lock():
+                if download == "force" or not _is_complete(self.data_path_root):
+                    self._build(bool(download))
+                if self.split_trajs and not self._is_built():
+                    self._build_split()
+        folder = current_directory(self.data_path)
+        self._check_notes(read_marker(self._who, folder)["notes"])
+        return DatasetStorage(self._who, folder)
+
+    def _is_built(self) -> bool:
+        if not self.split_trajs or not _is_complete(self.data_path) or not _is_complete(self.data_path_root):
+            return _is_complete(self.data_path)
+        split, whole = (
+            read_marker(self._who, current_directory(path))["notes"] for path in (self.data_path, self.data_path_root)
+        )
+        return split["split_of"] == whole["id"]
+
+    def _build(self, download: bool) -> None:
+        downloads = self.data_path_root / "downloads"
+        files = self._local_files()
+        if not files and not download:
+            raise DataError(
+                f"{self._who}: {self.dataset_id} must be in {self.data_path_root}, or download be True: there is "
+                f"neither a dataset nor a file that ends in {' or '.join(self.suffixes)}; put the files there, or give "
+                "source=..., a file or folder."
+            )
+        if not files:
+            self._check_name()
+            files = self._download(downloads)
+        notes = {"sources": [self._source_entry(file) for file in files]}
+        self._write(self.data_path_root, lambda notes: self._read(files, notes), notes)
+        remove_downloads(downloads)
+
+    def _build_split(self) -> None:
+        """One row per trajectory, which ends where ``("next", "done")`` is True."""
+        storage = DatasetStorage(self._who, current_directory(self.data_path_root))
+        kept = {name: value for name, value in storage.notes.items() if name not in ("following", "id", "preprocessed")}
+        rows = split_trajectories(storage.get(slice(0, len(storage))), prefix=())
+        self._write(self.data_path, lambda _: [(rows, "split_trajs")], {**kept, "split_of": storage.notes["id"]})
+
+    def _write(
+        self,
+        path: Path,
+        parts: Callable[[dict[str, Any]], Iterable[tuple[TensorDictBase, str]]],
+        notes: dict[str, Any],
+    ) -> None:
+        notes = {**notes, "id": uuid.uuid4().hex, "dataset": f"{self._who} {self.dataset_id}", "options": self._options}
+        with replace_directory(path) as draft, RowWriter(self._who, draft) as writer:
+            for rows, source in parts(notes):
+                writer.write(rows, source)
+            writer.complete(notes)
+
+    def _local_files(self) -> list[Path]:
+        where = self._source or self.data_path_root
+        if where.is_file():
+            return [where]
+        own = [self.data_path_root / "downloads", *self.data_path_root.glob("checkpoint.*")]
+        found = [
+            path
+            for path in sorted(where.rglob("*"))
+            if path.is_file()
+            and path.name.endswith(self.suffixes)
+            and not any(folder in path.parents for folder in own)
+        ]
+        if self._source is not None and not found:
+            raise DataError(
+                f"{self._who}: source must be a file, or a folder with files that end in {' or '.join(self.suffixes)}: "
+                f"got {where}{'' if where.exists() else ', which does not exist'}."
+            )
+        return found
+
+    def _source_entry(self, file: Path) -> dict[str, Any]:
+        known = read_ledger(self.data_path_root / "downloads").get(file.name, {}).get("sha256")
+        about = file.stat()
+        entry = {"name": file.name, "bytes": about.st_size, "changed": about.st_mtime_ns}
+        return {**entry, "sha256": known or sha256(file)}
+
+    def _is_source(self, file: Path, entry: dict[str, Any]) -> bool:
+        about = file.stat()
+        if (file.name, about.st_size) != (entry["name"], entry["bytes"]):
+            return False
+        return about.st_mtime_ns == entry["changed"] or sha256(file) == entry["sha256"]
+
+    def _check_notes(self, notes: dict[str, Any]) -> None:
+        again = "give download='force' to build it again, or another root"
+        if notes["options"] != self._options:
+            raise ConfigError(
+                f"{self._who}: {self.data_path} must have been built with {self._options}: got {notes['options']}; "
+                f"{again}."
+            )
+        if self._source is None:
+            return
+        files = self._local_files()
+        if len(files) != len(notes["sources"]) or not all(map(self._is_source, files, notes["sources"])):
+            raise ConfigError(
+                f"{self._who}: {self.data_path} must have been built from {self._source}: its files are others; "
+                f"{again}."
+            )
+
+    @contextmanager
+    def _lock(self) -> Iterator[None]:
+        self.data_path_root.mkdir(parents=True, exist_ok=True)
+        lock = ProcessLock(self.data_path_root / "build.lock", self.lock_timeout_s)
+        lock.hand_over()
+        with lock:
+            yield
+
+    # --- changing and removing ---
+
+    def preprocess(
+        self,
+        fn: Callable[[TensorDictBase], TensorDictBase],
+        dim: int = 0,
+        num_workers: int | None = None,
+        *,
+        chunksize: int | None = None,
+        num_chunks: int | None = None,
+        num_frames: int | None = None,
+        dest: str | Path | None = None,
+        **pool: Any,
+    ) -> TensorStorage:
+        """Replaces the stored rows by what ``fn`` makes of them, here and for everyone who opens the dataset later.
+
+        ``fn`` gets ``chunksize`` rows (default 1000; 0 gives it single rows without a batch dimension), or one of
+        ``num_chunks`` parts, and returns as many. ``num_workers`` processes share the work (default: this one alone);
+        ``pool``, ``generator``, ``max_tasks_per_child``, ``worker_threads``, ``index_with_generator``, ``pbar`` and
+        ``mp_start_method`` are those of ``TensorDict.map_iter``. ``num_frames`` keeps the first rows only. With
+        ``dest`` the rows are written to that folder, and the dataset stays as it is.
+
+        Returns  a storage of the new rows
+        """
+        if dim != 0:
+            raise ConfigError(f"{self._who}: rows are dimension 0: got dim={dim}.")
+        count = min(num_frames or len(self), len(self))
+        task = _Task(self._who, current_directory(self.data_path), fn)
+        at = TensorDict(at=torch.arange(count), batch_size=[count])
+        size = chunksize if chunksize is not None or num_chunks else _CHUNK
+        if num_workers or pool.get("pool") is not None:
+            made = at.map_iter(task, 0, num_workers, chunksize=size, num_chunks=num_chunks, **pool)
+        else:
+            size = size if size is not None else -(-count // num_chunks)
+            made = map(task, at.split(size) if size else at.unbind(0))
+        notes = {name: value for name, value in self._storage.notes.items() if name != "following"}
+        notes |= {"preprocessed": True}
+        path = self.data_path if dest is None else Path(dest).expanduser()
+        with self._lock():
+            self._write(path, lambda _: ((rows, "preprocess") for rows in made), notes)
+        storage = DatasetStorage(self._who, current_directory(path))
+        if dest is None:
+            self.set_storage(storage)
+        return storage
+
+    def delete(self) -> None:
+        """Removes the rows from the disk, and what was downloaded for them; files that llmrl did not write stay."""
+        with self._lock():
+            for path in {self.data_path, self.data_path_root}:
+                _remove(path)
+        for path in {self.data_path, self.data_path_root}:
+            (path / "build.lock").unlink(missing_ok=True)
+            while path != self.root and path.is_dir() and not any(path.iterdir()):
+                path.rmdir()
+                path = path.parent
+
+
+class _Task:
+    """Applies the function of ``preprocess`` to a part of the rows, in this process or another."""
+
+    def __init__(self, who: str, folder: Path, fn: Callable[[TensorDictBase], TensorDictBase]) -> None:
+        self.who, self.folder, self.fn = who, folder, fn
+        self._storage: DatasetStorage | None = None
+
+    def __call__(self, at: TensorDictBase) -> TensorDictBase:
+        if self._storage is None:
+            self._storage = DatasetStorage(self.who, self.folder)
+        index = at.get("at")
+        made = self.fn(self._storage.get(index if index.ndim else int(index)))
+        if not isinstance(made, TensorDictBase) or made.batch_size[: index.ndim] != index.shape:
+            got = f"batch size {list(made.batch_size)}" if isinstance(made, TensorDictBase) else type(made).__name__
+            raise DataError(
+                f"{self.who}: the function of preprocess must return one row per row, as a tensordict: got {got}, "
+                f"expected a batch size that begins with {list(index.shape)}."
+            )
+        return made if index.ndim else made.unsqueeze(0)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"who": self.who, "folder": self.folder, "fn": cloudpickle.dumps(self.fn)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["who"], state["folder"], cloudpickle.loads(state["fn"]))
+
+
+def _is_complete(path: Path) -> bool:
+    """True if the folder has rows that were written to their end."""
+    try:
+        return (current_directory(path) / MARKER).exists()
+    except CheckpointError:
+        return False
+
+
+def _remove(path: Path) -> None:
+    if not path.is_dir():
+        return
+    for folder in path.glob("checkpoint.*"):
+        if folder.is_dir() and ((folder / MARKER).exists() or folder.suffix == ".draft"):
+            shutil.rmtree(folder)
+    (path / "checkpoint.current").unlink(missing_ok=True)
+    remove_downloads(path / "downloads", forget=True)
+    if (path / "downloads").is_dir() and not os.listdir(path / "downloads"):
+        (path / "downloads").rmdir()

@@ -1,0 +1,213 @@
+"""Helpers for several file formats: rows in TED, errors that name the place, HDF5, archives, pickles without code."""
+
+from __future__ import annotations
+
+import io
+import lzma
+import pickle
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import NonTensorStack, TensorDict
+from torch import Tensor
+
+from llmrl.data.ragged.tensordicts import column as text_column
+from llmrl.errors import DataError, LLMRLError, did_you_mean
+from llmrl.optional import require
+
+__all__ = [
+    "column",
+    "following",
+    "h5_columns",
+    "load_pickle",
+    "load_pickled_array",
+    "open_h5",
+    "reading",
+    "tar_members",
+    "ted_rows",
+]
+
+Key = tuple[str, ...]
+
+
+def ted_rows(
+    where: str,
+    now: Mapping[Key, Any],
+    then: Mapping[Key, Any],
+    *,
+    reward: Any,
+    terminated: Any,
+    truncated: Any,
+    done: Any = None,
+) -> TensorDict:
+    """Transitions as rows of TED.
+
+    Reads    ``now``: entries of the root, [T, ...]; ``then``: entries of ``"next"``, [T, ...]; reward and flags [T] or
+             [T, 1], of which done is terminated or truncated if it is not given
+    Returns  TensorDict [T] with reward and flags [T, 1]; the flags at the root are False
+    Raises   DataError for entries of different lengths, and for a reward that is not finite, naming the row
+
+    >>> rows = ted_rows("a.npz", {("observation",): [0.0, 1.0]}, {("observation",): [1.0, 2.0]}, reward=[0.0, 1.0],
+    ...                 terminated=[False, True], truncated=[False, False])
+    >>> rows["next", "done"].flatten().tolist(), rows["next", "reward"].shape
+    ([False, True], torch.Size([2, 1]))
+    """
+    reward = _as_tensor(reward)
+    flags = {"terminated": terminated, "truncated": truncated}
+    flags = {name: _as_tensor(flag).to(torch.bool) for name, flag in flags.items()}
+    flags["done"] = flags["terminated"] | flags["truncated"] if done is None else _as_tensor(done).to(torch.bool)
+    entries = {key: _as_tensor(value) for key, value in now.items()}
+    entries |= {("next", *key): _as_tensor(value) for key, value in then.items()}
+    entries |= {("next", name): value for name, value in {"reward": reward, **flags}.items()}
+    count = len(reward)
+    for key, value in entries.items():
+        if len(value) != count:
+            raise DataError(
+                f"{where}: every column must have {count} rows, as the rewards: got {len(value)} of {'.'.join(key)}."
+            )
+    if reward.dtype.is_floating_point and not bool(reward.isfinite().all()):
+        row = int((~reward.isfinite().reshape(count, -1).all(1)).nonzero()[0])
+        raise DataError(f"{where}, row {row}: the reward must be a finite number: got {reward[row].tolist()}.")
+    rows = TensorDict(batch_size=[count])
+    for key, value in entries.items():
+        single = key in (("next", "reward"), *(("next", name) for name in flags))
+        rows.set(key, value.reshape(count, 1) if single and value.numel() == count else value)
+    for name in flags:
+        rows.set(name, torch.zeros(count, 1, dtype=torch.bool))
+    return rows
+
+
+def following(values: Any) -> Tensor:
+    """The values of the following rows; zeros for the last one."""
+    values = _as_tensor(values)
+    return torch.cat([values[1:], torch.zeros_like(values[:1])])
+
+
+def column(where: str, columns: Mapping[Any, Any], key: Any) -> Any:
+    """One column. Raises: DataError that names those that there are."""
+    if key not in columns:
+        known = sorted(".".join(name) if isinstance(name, tuple) else str(name) for name in columns)
+        name = ".".join(key) if isinstance(key, tuple) else str(key)
+        raise DataError(
+            f"{where}: the file must have the column {name!r}: it has {', '.join(known)}.{did_you_mean(name, known)}"
+        )
+    return columns[key]
+
+
+@contextmanager
+def reading(where: Path | str) -> Iterator[None]:
+    """Turns every error of a broken or truncated file into a DataError that names the place."""
+    try:
+        yield
+    except LLMRLError:
+        raise
+    except (OSError, EOFError, ValueError, KeyError, RuntimeError, *_BROKEN) as error:
+        raise DataError(
+            f"{where}: the file must be complete and of its format: {error}; download it again, or check what wrote it."
+        ) from error
+
+
+_BROKEN = (zlib.error, lzma.LZMAError, zipfile.BadZipFile, tarfile.TarError, pickle.UnpicklingError)
+
+
+# --- HDF5 ---
+
+
+@contextmanager
+def open_h5(who: str, path: Path) -> Iterator[Any]:
+    h5py = require("h5py", extra="h5", used_by=who)
+    with reading(path), h5py.File(path, "r") as file:
+        yield file
+
+
+def h5_columns(group: Any, path: Key = ()) -> dict[Key, Any]:
+    """The datasets of a group and of the groups inside of it, by their keys."""
+    columns: dict[Key, Any] = {}
+    for name, value in group.items():
+        columns |= h5_columns(value, (*path, name)) if hasattr(value, "items") else {(*path, name): value}
+    return columns
+
+
+# --- archives ---
+
+
+def tar_members(path: Path, suffixes: tuple[str, ...]) -> Iterator[tuple[str, bytes]]:
+    """The files of an archive with such an ending: the place for messages, and the content.
+
+    Raises   DataError for an archive that ends early, also between two files
+    """
+    with reading(path), tarfile.open(path) as archive:
+        for member in archive:
+            if member.isfile() and member.name.endswith(suffixes):
+                yield f"{path}, {member.name}", archive.extractfile(member).read()
+        if path.suffix == ".tar":  # a compressed one says itself that it is cut
+            with path.open("rb") as file:
+                file.seek(archive.offset)
+                if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+                    raise tarfile.ReadError("it ends without the mark of its end")
+
+
+# --- pickles ---
+
+_HARMLESS = {
+    ("_codecs", "encode"),
+    ("collections", "OrderedDict"),
+    *((f"numpy.{core}.multiarray", name) for core in ("core", "_core") for name in ("_reconstruct", "scalar")),
+    *((f"numpy.{core}.numeric", "_frombuffer") for core in ("core", "_core")),
+    ("numpy", "ndarray"),
+    ("numpy", "dtype"),
+}
+
+
+class _DataUnpickler(pickle.Unpickler):
+    """Reads plain Python values and numpy arrays; any other class would run code of the file."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _HARMLESS:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, and only plain values and arrays are read")
+        return super().find_class(module, name)
+
+
+def load_pickle(content: bytes) -> Any:
+    """The value of a pickle. Raises: UnpicklingError for one that would run code.
+
+    >>> load_pickle(pickle.dumps({"a": [1, 2]}))
+    {'a': [1, 2]}
+    """
+    return _DataUnpickler(io.BytesIO(content)).load()
+
+
+def load_pickled_array(content: bytes) -> Any:
+    """Reads what ``numpy.save`` wrote; of a Python value (an array of objects), the value."""
+    file = io.BytesIO(content)
+    version = np.lib.format.read_magic(file)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read(file)
+    if not dtype.hasobject:
+        return np.load(io.BytesIO(content), allow_pickle=False)
+    value = load_pickle(content[file.tell() :])
+    return value.item() if isinstance(value, np.ndarray) and not shape else value
+
+
+def _as_tensor(value: Any) -> Any:
+    if isinstance(value, Tensor | NonTensorStack):
+        return value
+    if isinstance(value, list) and value and isinstance(value[0], str):
+        return text_column(value)
+    array = np.asarray(value)
+    if array.dtype.kind in "OSU":
+        raise DataError(f"a column must hold numbers: got values of type {array.dtype}.")
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    if array.dtype in (np.uint16, np.uint32, np.uint64):
+        array = array.astype(np.int64)  # torch has hardly any operation for them
+    return torch.from_numpy(
+        np.ascontiguousarray(array).copy() if not array.flags.writeable else np.ascontiguousarray(array)
+    )

@@ -1,0 +1,143 @@
+"""Minari datasets, read with the package `minari` in both of its formats, HDF5 and Arrow."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from llmrl.data.datasets.base import BaseDatasetExperienceReplay
+from llmrl.data.datasets.downloads import note_files
+from llmrl.data.datasets.formats import reading, ted_rows
+from llmrl.errors import ConfigError, DataError
+from llmrl.optional import require
+
+Key = tuple[str, ...]
+
+
+class _RemoteNames:
+    """``available_datasets`` of Minari, which its server lists."""
+
+    def __get__(self, instance: Any, owner: type) -> list[str]:
+        with reading("the list of Minari's datasets"):
+            return sorted(_minari(owner.__name__).list_remote_datasets())
+
+
+class MinariExperienceReplay(BaseDatasetExperienceReplay):
+    """A dataset of Minari, as in ``"D4RL/door/human-v2"``.
+
+    *Rows* ``observation`` and ``action`` (nested as their spaces are; parts of a tuple are named "0", "1", ...),
+    ``info``, ``episode``; under ``"next"`` also ``observation``, ``info`` and ``reward``. An info that the environment
+    did not give at reset is only there. Texts stay texts.
+
+    A local source is the folder of a dataset, which has ``data/metadata.json``; ``load_from_local_minari`` takes it
+    from Minari's own folder (``MINARI_DATASETS_PATH``). Other arguments are those of ``BaseDatasetExperienceReplay``;
+    needs the extra ``minari``.
+    """
+
+    kind = "minari"
+    suffixes = ("metadata.json", "main_data.hdf5", ".arrow")
+    available_datasets = _RemoteNames()
+
+    def __init__(
+        self,
+        dataset_id: str,
+        batch_size: int | None = None,
+        *,
+        load_from_local_minari: bool = False,
+        source: str | Path | None = None,
+        **arguments: Any,
+    ) -> None:
+        if load_from_local_minari:
+            if source is not None:
+                raise ConfigError(f"{self._who}: load_from_local_minari says where the files are: got source too.")
+            base = os.environ.get("MINARI_DATASETS_PATH") or Path.home() / ".minari" / "datasets"
+            source = Path(base) / dataset_id
+        super().__init__(dataset_id, batch_size, source=source, **arguments)
+
+    def _download(self, folder: Path) -> list[Path]:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with _datasets_path(folder), reading(f"the download of {self.dataset_id}"):
+                _minari(self._who).download_dataset(self.dataset_id, force_download=True)
+        finally:
+            files = note_files(folder)
+        return files
+
+    def _read(self, files: list[Path], notes: dict[str, Any]) -> Iterator[tuple[TensorDict, str]]:
+        folders = sorted({path.parent for path in files if (path.parent / "metadata.json").exists()})
+        folders = [
+            folder for folder in folders if "total_episodes" in json.loads((folder / "metadata.json").read_text())
+        ]
+        if len(folders) != 1:
+            raise DataError(
+                f"{self._who}: the files must be one dataset of Minari, a folder with metadata.json and its episodes: "
+                f"found {len(folders)} among {[str(path) for path in files[:3]]}."
+            )
+        with reading(folders[0]):
+            dataset = _minari(self._who).MinariDataset(folders[0])
+            notes["metadata"] = json.loads(json.dumps(dataset.storage.metadata, default=str))
+            episodes = iter(dataset.iterate_episodes())
+        number = 0
+        while True:
+            where = f"{folders[0]}, episode {number}"
+            with reading(where):
+                episode = next(episodes, None)
+            if episode is None:
+                return
+            yield _rows(where, episode), where
+            number += 1
+
+
+def _rows(where: str, episode: Any) -> TensorDict:
+    count = len(episode.rewards)
+    now: dict[Key, Any] = {}
+    then: dict[Key, Any] = {}
+    for key, values in [*_flat(episode.observations, ("observation",)), *_flat(episode.infos or {}, ("info",))]:
+        if len(values) == count + 1:
+            now[key], then[key] = values[:-1], values[1:]
+        elif key[0] == "info" and len(values) == count:
+            then[key] = values
+        else:
+            raise DataError(
+                f"{where}: {'.'.join(key)} must have {count + 1} values, one more than rewards: got {len(values)}."
+            )
+    now |= dict(_flat(episode.actions, ("action",)))
+    flags = {"terminated": episode.terminations, "truncated": episode.truncations}
+    rows = ted_rows(where, now, then, reward=episode.rewards, **flags)
+    return rows.set("episode", torch.full([count], int(episode.id)))
+
+
+def _flat(value: Any, key: Key) -> list[tuple[Key, Any]]:
+    if isinstance(value, tuple):
+        value = {str(number): part for number, part in enumerate(value)}
+    if isinstance(value, Mapping):
+        return [entry for name, part in value.items() for entry in _flat(part, (*key, name))]
+    if isinstance(value, np.ndarray) and value.dtype.kind in "OSU":
+        value = [text.decode() if isinstance(text, bytes) else text for text in value.tolist()]
+    return [(key, value)]
+
+
+@contextmanager
+def _datasets_path(folder: Path) -> Iterator[None]:
+    """Lets Minari download to the folder: it reads its place from the environment."""
+    name = "MINARI_DATASETS_PATH"
+    before = os.environ.get(name)
+    os.environ[name] = str(folder)
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
+
+
+def _minari(who: str) -> Any:
+    return require("minari", extra="minari", used_by=who)

@@ -1,0 +1,150 @@
+"""Open X-Embodiment: robot episodes as RLDS steps, pickled in tar archives; hub: jxu124/OpenX-Embodiment."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from llmrl.data.datasets.base import BaseDatasetExperienceReplay
+from llmrl.data.datasets.downloads import RemoteFile, hub_files
+from llmrl.data.datasets.formats import column, following, load_pickle, reading, tar_members, ted_rows
+from llmrl.data.replay_buffers import Sampler, SliceSampler, SliceSamplerWithoutReplacement
+from llmrl.errors import ConfigError, DataError, UnsupportedError
+from llmrl.optional import require
+
+Key = tuple[str, ...]
+
+_CONVERTED = """stanford_kuka_multimodal_dataset nyu_rot_dataset stanford_hydra_dataset austin_buds_dataset
+nyu_franka_play_dataset maniskill_dataset furniture_bench_dataset cmu_franka_exploration_dataset ucsd_kitchen_dataset
+ucsd_pick_and_place_dataset austin_sailor_dataset austin_sirius_dataset usc_cloth_sim utokyo_pr2_opening_fridge
+utokyo_pr2_tabletop_manipulation utokyo_saytap utokyo_xarm_pick_and_place utokyo_xarm_bimanual berkeley_mvp berkeley_rpt
+kaist_nonprehensile stanford_mask_vit tokyo_u_lsmo dlr_sara_pour dlr_sara_grid_clamp dlr_edan_shared_control
+asu_table_top stanford_robocook iamlab_cmu_pickup_insert"""
+_PLAIN = """fractal20220817_data kuka bridge taco_play
+jaco_play berkeley_cable_routing roboturk nyu_door_opening_surprising_effectiveness viola berkeley_autolab_ur5 toto
+language_table columbia_cairlab_pusht_real bc_z robo_net eth_agent_affordances imperialcollege_sawyer_wrist_cam
+uiuc_d3field utaustin_mutex berkeley_fanuc_manipulation cmu_playing_with_food cmu_play_fusion cmu_stretch
+berkeley_gnm_recon berkeley_gnm_cory_hall berkeley_gnm_sac_son"""
+_FLAGS = ("is_first", "is_last", "is_terminal", "reward")
+
+
+class OpenXExperienceReplay(BaseDatasetExperienceReplay):
+    """Episodes of real robots, as in ``"cmu_stretch"``.
+
+    *Rows* ``observation`` (nested, images uint8[3, H, W]), ``action``, ``is_init``, ``episode``, and what else the
+    steps have (``discount``, texts as ``language_instruction``); under ``"next"`` also ``observation`` and ``reward``.
+    The observation after the last step of an episode is not known: it is zeros.
+
+    num_slices, slice_len  one of them makes the sampler a ``SliceSampler``, with ``strict_length`` and ``shuffle``
+    replacement            False: each trajectory once per pass; needed for ``shuffle=False``
+
+    ``streaming=True`` and ``pad``, which goes with it, are not supported: rows are drawn from files on this machine.
+    Other arguments are those of ``BaseDatasetExperienceReplay``; encoded images need the extra ``vision``. Pickles are
+    read only if they hold plain values and arrays.
+    """
+
+    kind = "openx"
+    suffixes = (".tar",)
+    available_datasets: ClassVar[list[str]] = sorted(
+        [*_PLAIN.split(), *(f"{name}_converted_externally_to_rlds" for name in _CONVERTED.split())]
+    )
+    repository = "jxu124/OpenX-Embodiment"
+
+    def __init__(
+        self,
+        dataset_id: str,
+        batch_size: int | None = None,
+        *,
+        shuffle: bool = True,
+        num_slices: int | None = None,
+        slice_len: int | None = None,
+        pad: float | bool | None = None,
+        replacement: bool = True,
+        streaming: bool = False,
+        sampler: Sampler | None = None,
+        strict_length: bool = True,
+        **arguments: Any,
+    ) -> None:
+        if streaming or pad is not None:
+            raise UnsupportedError(
+                f"{self._who}: rows are drawn from files on this machine: got streaming={streaming}, pad={pad}; leave "
+                "both out, and download the dataset once."
+            )
+        if num_slices is not None or slice_len is not None:
+            if sampler is not None:
+                raise ConfigError(f"{self._who}: num_slices and slice_len make the sampler: got a sampler too.")
+            slices = {"num_slices": num_slices, "slice_len": slice_len, "strict_length": strict_length}
+            if replacement:
+                sampler = SliceSampler(**slices)
+            else:
+                sampler = SliceSamplerWithoutReplacement(**slices, shuffle=shuffle)
+        if not shuffle and replacement:
+            raise ConfigError(f"{self._who}: shuffle=False needs replacement=False: got replacement=True.")
+        super().__init__(dataset_id, batch_size, sampler=sampler, **arguments)
+
+    def _remote_files(self) -> list[RemoteFile]:
+        return hub_files(self._who, self.repository, self.dataset_id, self.suffixes)
+
+    def _read(self, files: list[Path], notes: dict[str, Any]) -> Iterator[tuple[TensorDict, str]]:
+        number = 0
+        for path in files:
+            for where, steps in _episodes(path):
+                rows = _rows(self._who, where, steps)
+                yield rows.set("episode", torch.full([len(rows)], number, dtype=torch.int32)), where
+                number += 1
+
+
+def _episodes(path: Path) -> Iterator[tuple[str, list[Any]]]:
+    for where, content in tar_members(path, (".pickle",)):
+        with reading(where):
+            episode = load_pickle(content)
+        steps = episode.get("steps") if isinstance(episode, dict) else None
+        if not isinstance(steps, list) or not steps or not all(isinstance(step, dict) for step in steps):
+            raise DataError(f"{where}: an episode must have 'steps', a list of dicts: got a {type(episode).__name__}.")
+        yield where, steps
+
+
+def _rows(who: str, where: str, steps: list[dict[str, Any]]) -> TensorDict:
+    flat = [dict(_flat(who, step)) for step in steps]
+    columns: dict[Key, Any] = {}
+    for key in flat[0]:
+        for number, step in enumerate(flat):
+            if step.keys() != flat[0].keys():
+                odd = sorted(".".join(name) for name in step.keys() ^ flat[0].keys())
+                raise DataError(f"{where}, step {number}: every step must have the same entries: {', '.join(odd)}.")
+        values = [step[key] for step in flat]
+        with reading(f"{where}, {'.'.join(key)}"):
+            columns[key] = values if isinstance(values[0], str) else _stacked(values)
+    flags = {name: column(where, columns, (name,)) for name in _FLAGS}
+    now = {key: values for key, values in columns.items() if key[0] not in _FLAGS}
+    now[("is_init",)] = flags["is_first"].to(torch.bool)
+    then = {
+        key: following(values) for key, values in now.items() if key[0] == "observation" and torch.is_tensor(values)
+    }
+    last, terminal = flags["is_last"].to(torch.bool), flags["is_terminal"].to(torch.bool)
+    last[-1] = True
+    return ted_rows(where, now, then, reward=flags["reward"], terminated=terminal, truncated=last & ~terminal)
+
+
+def _stacked(values: list[Any]) -> torch.Tensor:
+    return torch.stack([torch.as_tensor(np.array(value)) for value in values])
+
+
+def _flat(who: str, value: Any, key: Key = ()) -> Iterator[tuple[Key, Any]]:
+    """The entries of a step; encoded images as uint8[3, H, W], texts as str, entries that are None left out."""
+    if isinstance(value, Mapping) and isinstance(value.get("bytes"), bytes):
+        image = require("PIL.Image", extra="vision", used_by=who).open(io.BytesIO(value["bytes"]))
+        yield key, np.moveaxis(np.asarray(image.convert("RGB")), -1, 0)
+    elif isinstance(value, Mapping):
+        for name, part in value.items():
+            yield from _flat(who, part, (*key, str(name)))
+    elif isinstance(value, bytes):
+        yield key, value.decode()
+    elif value is not None:
+        yield key, value

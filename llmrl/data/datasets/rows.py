@@ -1,0 +1,186 @@
+"""Rows of a dataset in a folder: one file per entry, written batch by batch, mapped to memory when they are read.
+
+    dataset.json        written last: the entries, how many rows, the size of every file, and notes of the writer
+    column_0.bin        the values of one entry, row after row
+
+Text is stored as an int64 per row into the list of the different texts, which `dataset.json` holds.
+"""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, Self
+
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+from torch import Tensor
+
+from llmrl.data.ragged.tensordicts import column as text_column
+from llmrl.data.replay_buffers import TensorStorage
+from llmrl.data.ted_utils import as_key, expand_right, leaf_keys
+from llmrl.errors import DataError
+
+MARKER = "dataset.json"
+_FORMAT = 1
+
+Key = tuple[str, ...]
+
+
+class _Column(NamedTuple):
+    dtype: torch.dtype
+    shape: torch.Size  # of one row
+    text: bool
+    file: BinaryIO
+
+
+class RowWriter:
+    """Appends batches to the files of a folder; a context manager, which closes them.
+
+    The first batch says which entries there are, of which dtype and shape.
+
+    Raises   DataError for a batch with other entries, naming its ``source`` and the entry
+    """
+
+    def __init__(self, who: str, folder: Path) -> None:
+        self.who, self.folder, self.rows = who, folder, 0
+        self._columns: dict[Key, _Column] = {}
+        self._inside: torch.Size | None = None  # what the batch size of a row is
+        self._texts: dict[str, int] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for column in self._columns.values():
+            column.file.close()
+
+    def write(self, rows: TensorDictBase, source: str) -> None:
+        entries = {key: self._values(rows.get(key), len(rows), source, key) for key in leaf_keys(rows)}
+        if not self._columns:
+            self._inside = rows.batch_size[1:]
+            for number, (key, (values, text)) in enumerate(entries.items()):
+                file = (self.folder / f"column_{number}.bin").open("wb")
+                self._columns[key] = _Column(values.dtype, values.shape[1:], text, file)
+        if entries.keys() != self._columns.keys():
+            odd = sorted(entries.keys() ^ self._columns.keys())
+            raise DataError(
+                f"{self.who}: every part must have the same entries: {source} differs from the first in {odd}."
+            )
+        for key, (values, _) in entries.items():
+            column = self._columns[key]
+            if (values.dtype, values.shape[1:]) != (column.dtype, column.shape):
+                raise DataError(
+                    f"{self.who}: an entry must have one dtype and one shape per row: got {values.dtype} "
+                    f"{list(values.shape[1:])} for {'.'.join(key)} in {source}, expected {column.dtype} "
+                    f"{list(column.shape)}."
+                )
+            values.contiguous().reshape(-1).view(torch.uint8).numpy().tofile(column.file)
+        self.rows += len(rows)
+
+    def complete(self, notes: dict[str, Any]) -> None:
+        """Completes the folder. Raises: DataError if nothing was written."""
+        if not self.rows:
+            raise DataError(f"{self.who}: a dataset must have at least one row: the files have none.")
+        columns = []
+        for key, column in self._columns.items():
+            column.file.close()
+            dtype = str(column.dtype).removeprefix("torch.")
+            entry = {"key": key, "dtype": dtype, "shape": list(column.shape), "text": column.text}
+            columns.append({**entry, "bytes": self.rows * prod(column.shape) * column.dtype.itemsize})
+        content = {"format": _FORMAT, "rows": self.rows, "inside": list(self._inside), "columns": columns}
+        content |= {"texts": list(self._texts), "notes": notes}
+        (self.folder / MARKER).write_text(json.dumps(content, indent=1))
+
+    def _values(self, value: Any, count: int, source: str, key: Key) -> tuple[Tensor, bool]:
+        if isinstance(value, Tensor):
+            return value.detach().cpu(), False
+        texts = [value.data] * count if isinstance(value, NonTensorData) else value.tolist()
+        return torch.tensor([self._number(text, f"{'.'.join(key)} in {source}") for text in texts]), True
+
+    def _number(self, text: Any, where: str) -> Any:
+        if isinstance(text, list):  # the steps of a trajectory
+            return [self._number(each, where) for each in text]
+        if not isinstance(text, str):
+            raise DataError(f"{self.who}: an entry must be tensors or text: got a {type(text).__name__} as {where}.")
+        return self._texts.setdefault(text, len(self._texts))
+
+
+class DatasetStorage(TensorStorage):
+    """The rows of a folder that `RowWriter` filled. What is written to it stays in the memory of this process.
+
+    ``notes["following"]`` are entries whose ``"next"`` is not stored: it is the entry of the following row, or zeros
+    where ``("next", "done")`` ends the trajectory.
+
+    Raises   DataError if a file of the folder is missing or has not the size that it was written with
+    """
+
+    def __init__(self, who: str, folder: Path) -> None:
+        content = read_marker(who, folder)
+        count, self.notes = content["rows"], content["notes"]
+        rows = TensorDict(batch_size=[count, *content["inside"]])
+        texts = content["texts"]
+        self._texts: dict[Key, list[str]] = {}
+        self._following = [as_key(key) for key in self.notes.get("following", [])]
+        for number, column in enumerate(content["columns"]):
+            file, key = folder / f"column_{number}.bin", tuple(column["key"])
+            size = file.stat().st_size if file.exists() else None
+            if size != column["bytes"]:
+                raise DataError(
+                    f"{who}: the dataset is damaged: {file} must have {column['bytes']} bytes: "
+                    f"{'it is missing' if size is None else f'got {size}'}; build it again with download='force'."
+                )
+            if column["text"]:
+                self._texts[key] = texts
+            rows.set(key, _mapped(file, getattr(torch, column["dtype"]), (count, *column["shape"])))
+        super().__init__(rows)
+
+    def batch(self, index: int | slice | Tensor) -> Any:
+        rows = super().batch(index)
+        for key in self._following:
+            rows.set(("next", *key), self._next(key, index, rows))
+        for key, texts in self._texts.items():
+            rows.set(key, _as_text(rows.get(key), texts))
+        return rows
+
+    def entry(self, key: Any, index: Tensor) -> Any:
+        path = as_key(key)
+        if path in self._texts or (path[:1] == ("next",) and path[1:] in self._following):
+            return self.batch(index).get(path)
+        return super().entry(key, index)
+
+    def _next(self, key: Key, index: int | slice | Tensor, rows: Any) -> Tensor:
+        at = torch.arange(index.start, index.stop) if isinstance(index, slice) else torch.as_tensor(index)
+        last = len(self) - 1
+        values = super().entry(key, (at + 1).clamp(max=last).reshape(-1)).reshape(rows.get(key).shape)
+        ends = rows.get(("next", "done")).reshape(at.shape) | (at == last)
+        return values.masked_fill(expand_right(ends, values.ndim), 0)
+
+
+def read_marker(who: str, folder: Path) -> dict[str, Any]:
+    """Reads the description of the rows. Raises: DataError if the folder is not a dataset of this format."""
+    try:
+        content = json.loads((folder / MARKER).read_text())
+        if content["format"] != _FORMAT:
+            raise ValueError(f"its format is {content['format']}, expected {_FORMAT}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{who}: {folder} must be a dataset that llmrl has written: {error!r}; build it again with "
+            "download='force'."
+        ) from error
+    return content
+
+
+def _mapped(file: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    if not prod(shape):
+        return torch.zeros(shape, dtype=dtype)
+    return torch.from_file(str(file), shared=False, size=prod(shape), dtype=dtype).view(shape)
+
+
+def _as_text(numbers: Tensor, texts: list[str]) -> Any:
+    if not numbers.ndim:
+        return NonTensorData(texts[int(numbers)])
+    if numbers.ndim == 1:
+        return text_column([texts[number] for number in numbers.tolist()])
+    return NonTensorStack(*[_as_text(number, texts) for number in numbers])

@@ -1,0 +1,140 @@
+"""V-D4RL: pixels of control tasks, as episodes in .npz files (64 px) or shards of HDF5 (84 px); hub: conglu/vd4rl."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from llmrl.data.datasets.base import BaseDatasetExperienceReplay
+from llmrl.data.datasets.downloads import RemoteFile, hub_files
+from llmrl.data.datasets.formats import column, open_h5, reading, ted_rows
+from llmrl.errors import DataError
+
+_PIXELS = ("pixels", ("next", "pixels"))
+_LEVELS = ("expert", "medium", "medium_expert", "medium_replay", "random")
+_KNOWN = ("image", "observation", "action", "reward", "discount", "step_type", "is_first", "is_last", "is_terminal")
+
+
+class VD4RLExperienceReplay(BaseDatasetExperienceReplay):
+    """Tasks of the DeepMind control suite seen through pixels, as in ``"main/walker_walk/random/64px"``.
+
+    *Rows* ``pixels``, ``action``, ``is_init``, ``episode`` and, where the file has more (``height``, ``velocity``,
+    ...), those under ``observation``; under ``"next"`` also ``pixels``, ``observation``, ``reward`` and ``discount``.
+    In the files an action stands beside the frame that it led to: here it is in the row of the frame before.
+
+    totensor    pixels are delivered as float32 [3, H, W] in [0, 1], else as they are stored
+    image_size  a number or (height, width): pixels are resized to it when they are read
+
+    Other arguments are those of ``BaseDatasetExperienceReplay``; the shards of HDF5 need the extra ``h5``.
+    """
+
+    kind = "vd4rl"
+    suffixes = (".npz", ".hdf5", ".h5")
+    available_datasets: ClassVar[list[str]] = [
+        *(f"main/{task}/{level}/64px" for task in ("cheetah_run", "humanoid_walk", "walker_walk") for level in _LEVELS),
+        *(f"distracting/walker_walk_random/64px/{level}" for level in ("easy", "medium", "hard")),
+        *(f"multitask/{task}_random/64px" for task in ("cheetah_run", "walker_walk")),
+        *(f"main/{task}/{level}/84px" for task in ("cheetah_run", "humanoid_walk", "walker_walk") for level in _LEVELS),
+    ]
+    repository, repository_folder = "conglu/vd4rl", "vd4rl"
+
+    def __init__(
+        self,
+        dataset_id: str,
+        batch_size: int | None = None,
+        *,
+        totensor: bool = True,
+        image_size: int | Sequence[int] | None = None,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(dataset_id, batch_size, **arguments)
+        if totensor or image_size is not None:
+            size = [image_size] * 2 if isinstance(image_size, int) else image_size
+            self.append_transform(_Pixels(totensor, None if size is None else list(size)))
+
+    def _remote_files(self) -> list[RemoteFile]:
+        return hub_files(self._who, self.repository, f"{self.repository_folder}/{self.dataset_id}", self.suffixes)
+
+    def _read(self, files: list[Path], notes: dict[str, Any]) -> Iterator[tuple[TensorDict, str]]:
+        number = 0
+        for path in files:
+            for where, episode in _npz_episode(path) if path.suffix == ".npz" else _h5_episodes(self._who, path):
+                rows = _episode(where, episode)
+                yield rows.set("episode", torch.full([len(rows)], number)), where
+                number += 1
+
+
+def _npz_episode(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    with reading(path), path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+        episode = dict(arrays)
+    yield str(path), episode
+
+
+def _h5_episodes(who: str, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The shard cut where ``step_type`` is 0, the first step of an episode."""
+    with open_h5(who, path) as file:
+        starts = np.flatnonzero(np.asarray(column(str(path), file, "step_type")) == 0)
+        count = len(file["step_type"])
+        if not len(starts) or starts[0] != 0:
+            raise DataError(f"{path}, row 0: 'step_type' must be 0, the first step of an episode.")
+        for start, stop in zip(starts, [*starts[1:], count], strict=True):
+            where = f"{path}, rows {start} to {stop - 1}"
+            with reading(where):
+                yield where, {name: values[start:stop] for name, values in file.items()}
+
+
+def _episode(where: str, columns: dict[str, Any]) -> TensorDict:
+    pixels = columns["image"] if "image" in columns else column(where, columns, "observation")
+    reward, discount = (np.asarray(column(where, columns, name)).reshape(-1) for name in ("reward", "discount"))
+    for name, values in columns.items():
+        if len(values) != len(pixels):
+            raise DataError(
+                f"{where}: every column must have {len(pixels)} rows, as the frames: got {len(values)} of {name!r}."
+            )
+    terminal = columns.get("is_terminal", discount == 0)
+    terminated = np.asarray(terminal).reshape(-1).astype(bool)[1:]
+    truncated = np.zeros_like(terminated)
+    truncated[-1:] = ~terminated[-1:]
+    state = {name: np.asarray(values) for name, values in columns.items() if name not in _KNOWN}
+    both = {("pixels",): np.asarray(pixels), **{("observation", name): values for name, values in state.items()}}
+    first = np.arange(len(reward) - 1) == 0
+    now = {key: values[:-1] for key, values in both.items()}
+    now |= {("action",): np.asarray(column(where, columns, "action"))[1:], ("is_init",): first}
+    then = {**{key: values[1:] for key, values in both.items()}, ("discount",): discount[1:]}
+    return ted_rows(where, now, then, reward=reward[1:], terminated=terminated, truncated=truncated)
+
+
+class _Pixels:
+    """Scales and resizes pixels that are read; those that a transform has made float already are only resized."""
+
+    def __init__(self, to_float: bool, size: list[int] | None) -> None:
+        self.to_float, self.size = to_float, size
+
+    def __call__(self, rows: TensorDictBase) -> TensorDictBase:
+        for key in _PIXELS:
+            if (pixels := rows.get(key, None)) is not None:
+                rows.set(key, self._converted(pixels))
+        return rows
+
+    def _converted(self, pixels: Tensor) -> Tensor:
+        stored = pixels.dtype is torch.uint8
+        last = stored and pixels.shape[-1] == 3 and pixels.shape[-3] != 3
+        images = pixels.movedim(-1, -3) if last else pixels
+        if stored and (self.to_float or self.size is not None):
+            images = images / 255
+        if self.size is not None and list(images.shape[-2:]) != self.size:
+            flat = images.reshape(-1, *images.shape[-3:])
+            flat = torch.nn.functional.interpolate(
+                flat, self.size, mode="bilinear", align_corners=False, antialias=True
+            )
+            images = flat.reshape(*images.shape[:-2], *self.size)
+        if stored and not self.to_float:
+            images = (images * 255).round().clamp(0, 255).to(torch.uint8)
+            images = images.movedim(-3, -1) if last else images
+        return images.contiguous()

@@ -1,0 +1,291 @@
+"""Datasets as buffers: built once and whole, opened again, preprocessed, split, deleted, refused."""
+
+import json
+import threading
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import multiprocessing as mp
+
+from llmrl.data import (
+    RandomSampler,
+    ReplayBufferEnsemble,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    TensorDictRoundRobinWriter,
+)
+from llmrl.data.datasets import AtariDQNExperienceReplay, D4RLExperienceReplay, RobosetExperienceReplay
+from llmrl.data.datasets.rows import MARKER
+from llmrl.data.replay_buffers.directory import current_directory
+from llmrl.envs.transforms import ExcludeTransform, RenameTransform
+from llmrl.errors import ConfigError, DataError, DeadlineError
+from tests.support import public_formats as formats
+
+KITCHEN = "kitchen-complete-v0"
+
+
+@pytest.fixture
+def kitchen(tmp_path) -> dict:
+    """Where the raw file of a small dataset lies: trajectories of 3, 5 and 2 steps."""
+    folder = tmp_path / "root" / KITCHEN
+    folder.mkdir(parents=True)
+    formats.write_d4rl(folder / "kitchen.hdf5", {"terminals": [2, 9], "timeouts": [7]})
+    return {"root": tmp_path / "root", "download": False}
+
+
+# --- the documented examples ---
+
+
+def test_the_example_of_whole_trajectories(kitchen):
+    dataset = D4RLExperienceReplay(KITCHEN, split_trajs=True, batch_size=10, **kitchen)
+    sample = dataset.sample()
+    assert sample.batch_size == (10, 5)
+    assert set(sample.keys()) >= {
+        "action",
+        "done",
+        "index",
+        "infos",
+        "mask",
+        "next",
+        "observation",
+        "timeouts",
+        "traj_ids",
+    }
+    assert sample["mask"].sum(1).tolist() == [[3, 5, 2][number] for number in sample["traj_ids"][:, 0].tolist()]
+    assert not sample["observation"][~sample["mask"]].any()
+    dataset.append_transform(RenameTransform(["done", ("next", "done")], ["terminal", ("next", "terminal")]))
+    renamed = dataset.sample()
+    assert "terminal" in renamed.keys()
+    assert ("next", "terminal") in renamed.keys(True)
+    assert "done" not in renamed.keys()
+    dataset = D4RLExperienceReplay(
+        KITCHEN, sampler=SamplerWithoutReplacement(drop_last=True), split_trajs=True, batch_size=3, **kitchen
+    )
+    batches = list(dataset)
+    assert [sorted(data["traj_ids"][:, 0].tolist()) for data in batches] == [[0, 1, 2]]
+
+
+def norm_of(data):
+    return data.set("obs_norm", data.get("observation").norm(dim=-1))
+
+
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 2, "mp_start_method": "fork"}, {"chunksize": 0}])
+def test_the_example_of_preprocessing(tmp_path, workers):
+    name, arguments = "FK1-v4(expert)/FK1_MicroOpenRandom_v2d-v4", {"root": tmp_path / "root", "batch_size": 32}
+    formats.write_roboset(tmp_path / "seed.h5", [3, 4])
+    dataset = RobosetExperienceReplay(name, source=tmp_path / "seed.h5", download="force", **arguments)
+    dataset.preprocess(norm_of, **workers or {"num_chunks": 3})
+    sample = dataset.sample()
+    assert torch.equal(sample["obs_norm"], sample["observation"].abs().squeeze(-1))
+    again = RobosetExperienceReplay(name, **arguments)
+    assert torch.equal(again[:]["obs_norm"], dataset[:]["obs_norm"])
+    assert again[:]["observation"].flatten().tolist() == [0, 1, 2, 100, 101, 102, 103]
+    anew = RobosetExperienceReplay(name, source=tmp_path / "seed.h5", download="force", **arguments)
+    assert "obs_norm" not in anew.sample().keys()
+
+
+def test_datasets_are_composed_in_an_ensemble(kitchen, tmp_path):
+    formats.write_d4rl(tmp_path / "other.hdf5", {"terminals": [9]})
+    first = D4RLExperienceReplay(KITCHEN, **kitchen)
+    second = D4RLExperienceReplay("other", root=kitchen["root"], source=tmp_path / "other.hdf5")
+    sample = ReplayBufferEnsemble(first, second, batch_size=8, sample_from_all=True).sample()
+    assert sample.batch_size == (2, 4)
+
+
+# --- the buffer ---
+
+
+def test_arguments_of_the_buffer_reach_it(kitchen):
+    transform = ExcludeTransform("infos")
+    dataset = D4RLExperienceReplay(
+        KITCHEN, 4, sampler=RandomSampler(), transform=transform, prefetch=2, collate_fn=lambda rows: rows, **kitchen
+    )
+    sample = dataset.sample()
+    assert "infos" not in sample.keys()
+    assert len(sample) == 4
+    dataset.close()
+    slices = D4RLExperienceReplay(KITCHEN, 4, sampler=SliceSampler(slice_len=2), **kitchen)
+    for _ in range(10):
+        steps = slices.sample()["action"].view(2, 2)
+        assert (steps.diff(dim=1) == 10).all()
+    with pytest.raises(TypeError, match="Did you mean 'sampler'"):
+        D4RLExperienceReplay(KITCHEN, 4, samplers=None, **kitchen)
+
+
+def test_a_dataset_is_not_written_to_and_never_reaches_the_files(kitchen):
+    dataset = D4RLExperienceReplay(KITCHEN, 4, **kitchen)
+    row = dataset[0]
+    for write in (lambda: dataset.add(row), lambda: dataset.extend(dataset[:2]), lambda: dataset.__setitem__(0, row)):
+        with pytest.raises(RuntimeError, match="a data set is not written to"):
+            write()
+    with pytest.raises(RuntimeError, match="a data set is not written to"):
+        dataset.empty()
+    open_to_writes = D4RLExperienceReplay(KITCHEN, 4, writer=TensorDictRoundRobinWriter(), **kitchen)
+    open_to_writes[0] = open_to_writes[1]
+    assert open_to_writes[0]["action"].tolist() == [10]
+    assert D4RLExperienceReplay(KITCHEN, 4, **kitchen)[0]["action"].tolist() == [0]
+
+
+def test_rows_are_mapped_and_not_read(kitchen):
+    dataset = D4RLExperienceReplay(KITCHEN, **kitchen)
+    columns = {column.data_ptr() for column in dataset.storage._columns}
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(dataset.data_path) in line]
+    spans = [tuple(int(end, 16) for end in line[0].split("-")) for line in maps]
+    assert all(any(start <= pointer < stop for start, stop in spans) for pointer in columns)
+
+
+# --- opening again ---
+
+
+def test_a_dataset_is_built_once(kitchen, monkeypatch):
+    D4RLExperienceReplay(KITCHEN, **kitchen)
+    monkeypatch.setattr(D4RLExperienceReplay, "_read", None)
+    assert len(D4RLExperienceReplay(KITCHEN, **kitchen)) == 10
+
+
+def test_other_options_or_files_are_refused_until_it_is_built_again(kitchen, tmp_path):
+    D4RLExperienceReplay(KITCHEN, **kitchen)
+    with pytest.raises(ConfigError, match=r"drop_timeouts.*download='force'"):
+        D4RLExperienceReplay(KITCHEN, terminate_on_end=False, **kitchen)
+    formats.write_d4rl(tmp_path / "kitchen.hdf5", {"terminals": [19]}, count=20)
+    with pytest.raises(ConfigError, match=r"its files are others"):
+        D4RLExperienceReplay(KITCHEN, source=tmp_path / "kitchen.hdf5", **kitchen)
+    arguments = {**kitchen, "download": "force"}
+    assert len(D4RLExperienceReplay(KITCHEN, source=tmp_path / "kitchen.hdf5", **arguments)) == 20
+
+
+def test_trajectories_are_made_anew_when_the_rows_change(kitchen):
+    before = D4RLExperienceReplay(KITCHEN, split_trajs=True, **kitchen)
+    D4RLExperienceReplay(KITCHEN, **kitchen).preprocess(lambda rows: rows.set("action", rows["action"] + 1))
+    after = D4RLExperienceReplay(KITCHEN, split_trajs=True, **kitchen)
+    assert torch.equal(after[:]["action"][after[:]["mask"]], before[:]["action"][before[:]["mask"]] + 1)
+
+
+def test_a_damaged_or_half_written_dataset_is_noticed(kitchen):
+    dataset = D4RLExperienceReplay(KITCHEN, **kitchen)
+    folder = current_directory(dataset.data_path)
+    column = next(folder.glob("column_0.bin"))
+    column.write_bytes(column.read_bytes()[:-1])
+    with pytest.raises(DataError, match=r"column_0\.bin must have 40 bytes: got 39.*download='force'"):
+        D4RLExperienceReplay(KITCHEN, **kitchen)
+    (folder / MARKER).unlink()  # as if it was never completed
+    assert len(D4RLExperienceReplay(KITCHEN, **kitchen)) == 10
+
+
+def build(root, started):
+    started.wait()
+    dataset = D4RLExperienceReplay(KITCHEN, root=root, download=False)
+    assert len(dataset) == 10
+
+
+def test_processes_that_open_one_dataset_build_it_once(kitchen):
+    started = mp.get_context("fork").Event()
+    workers = [mp.get_context("fork").Process(target=build, args=(kitchen["root"], started)) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    started.set()
+    for worker in workers:
+        worker.join(60)
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    assert (kitchen["root"] / KITCHEN / "checkpoint.current").read_text() == "checkpoint.1\n"
+
+
+def test_a_build_that_takes_too_long_elsewhere_is_an_error(kitchen, monkeypatch):
+    class Impatient(D4RLExperienceReplay):
+        lock_timeout_s = 0.2
+
+    dataset = D4RLExperienceReplay(KITCHEN, **kitchen)
+    release = threading.Event()
+
+    def hold():
+        with dataset._lock():
+            release.wait(30)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    time.sleep(0.1)
+    try:
+        with pytest.raises(DeadlineError, match=r"build\.lock"):
+            Impatient(KITCHEN, root=kitchen["root"], download="force")
+    finally:
+        release.set()
+        holder.join()
+
+
+# --- preprocess ---
+
+
+def test_preprocess_can_keep_the_first_rows_or_write_elsewhere(kitchen, tmp_path):
+    dataset = D4RLExperienceReplay(KITCHEN, **kitchen)
+    storage = dataset.preprocess(norm_of, num_frames=4, dest=tmp_path / "elsewhere")
+    assert len(storage) == 4
+    assert "obs_norm" in storage[:].keys()
+    assert "obs_norm" not in dataset[:].keys()
+    with pytest.raises(DataError, match="one row per row"):
+        dataset.preprocess(lambda rows: rows[:1])
+    assert "obs_norm" not in D4RLExperienceReplay(KITCHEN, **kitchen)[:].keys()
+
+
+def test_frames_that_are_stored_once_are_preprocessed_with_the_next(tmp_path):
+    frames = np.arange(1, 6, dtype=np.uint8)[:, None, None] * np.ones((1, 2, 2), np.uint8)
+    formats.write_atari(tmp_path / "logs", 0, frames, [4])
+    dataset = AtariDQNExperienceReplay("Pong/1", root=tmp_path, source=tmp_path / "logs")
+    dataset.preprocess(lambda rows: rows.set("sum", (rows["observation"] + rows["next", "observation"])[:, 0, 0]))
+    assert dataset[:]["sum"].tolist() == [3, 5, 7, 9, 5]
+    assert AtariDQNExperienceReplay("Pong/1", root=tmp_path)[:]["sum"].tolist() == [3, 5, 7, 9, 5]
+
+
+# --- delete ---
+
+
+def test_delete_removes_what_llmrl_wrote_and_nothing_else(kitchen):
+    dataset = D4RLExperienceReplay(KITCHEN, split_trajs=True, **kitchen)
+    assert dataset.data_path.exists()
+    dataset.delete()
+    assert not dataset.data_path.exists()
+    assert [path.name for path in dataset.data_path_root.iterdir()] == ["kitchen.hdf5"]
+    assert len(dataset[:]) == 3  # what is mapped stays readable
+
+
+def test_delete_removes_empty_folders_up_to_the_root(tmp_path):
+    formats.write_roboset(tmp_path / "seed.h5", [3])
+    dataset = RobosetExperienceReplay("DAPG(human)/pen_v2d-v1", root=tmp_path / "root", source=tmp_path / "seed.h5")
+    dataset.delete()
+    assert list((tmp_path / "root").iterdir()) == []
+    assert (tmp_path / "seed.h5").exists()
+
+
+# --- names and arguments ---
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "error"),
+    [
+        (
+            "hoper-medium-v2",
+            {},
+            r"must be one of D4RLExperienceReplay\.available_datasets.*Did you mean 'hopper-medium-v2'",
+        ),
+        ("../outside", {}, "must be a name, below root"),
+        ("hopper-medium-v2", {"download": "yes"}, "must be True, False or 'force'"),
+        ("hopper-medium-v2", {"download": False}, "there is neither a dataset nor a file"),
+        ("hopper-medium-v2", {"source": "/nowhere"}, "/nowhere, which does not exist"),
+    ],
+)
+def test_wrong_arguments_are_told(tmp_path, name, arguments, error):
+    with pytest.raises((ConfigError, DataError), match=error):
+        D4RLExperienceReplay(name, root=tmp_path, **arguments)
+
+
+def test_the_marker_says_what_the_rows_were_built_from(kitchen):
+    dataset = D4RLExperienceReplay(KITCHEN, **kitchen)
+    notes = json.loads((current_directory(dataset.data_path) / MARKER).read_text())["notes"]
+    (source,) = notes["sources"]
+    assert (source["name"], len(source["sha256"])) == ("kitchen.hdf5", 64)
+    names = D4RLExperienceReplay.available_datasets
+    assert all(first < second for first, second in pairwise(names))
+    assert D4RLExperienceReplay.addresses["walker2d-medium-replay-v0"] == "gym_mujoco/walker_mixed"

@@ -1,0 +1,205 @@
+"""Downloads from a server on this machine: progress of bytes, broken connections, checksums, what is kept."""
+
+import hashlib
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+
+from llmrl.data.datasets import D4RLExperienceReplay, OpenMLExperienceReplay, downloads
+from llmrl.data.datasets.downloads import LEDGER, RemoteFile, fetch, read_ledger, remove_downloads
+from llmrl.errors import DataError
+from tests.support import public_formats as formats
+
+CONTENT = bytes(range(256)) * 4000
+
+
+class Server(ThreadingHTTPServer):
+    """Serves ``files`` with ranges; ``breaks`` is how many answers end after ``piece`` bytes."""
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.files, self.requests, self.breaks, self.piece = {}, [], 0, 100_000
+        self.status = None
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        content = self.server.files.get(self.path)
+        self.server.requests.append((self.path, self.headers.get("Range")))
+        if content is None or self.server.status:
+            return self.send_error(self.server.status or 404)
+        tag = f'"{hashlib.md5(content).hexdigest()}"'
+        start = 0
+        if self.headers.get("Range") and self.headers.get("If-Range") == tag:
+            start = int(self.headers["Range"].removeprefix("bytes=").rstrip("-"))
+            if start >= len(content):
+                return self.send_error(416)
+        self.send_response(206 if start else 200)
+        self.send_header("ETag", tag)
+        self.send_header("Content-Length", str(len(content) - start))
+        self.end_headers()
+        body = content[start:]
+        if self.server.breaks:
+            self.server.breaks -= 1
+            body = body[: self.server.piece]
+        self.wfile.write(body)
+        self.close_connection = True
+        return None
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setattr(downloads, "PAUSE_S", 0.01)
+    server = Server()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_broken_download_goes_on_where_it_broke(server, tmp_path):
+    server.files["/a.bin"] = CONTENT
+    server.breaks = 3
+    (path,) = fetch("test", [RemoteFile("a.bin", f"{server.url}/a.bin")], tmp_path)
+    assert path.read_bytes() == CONTENT
+    assert [part for _, part in server.requests] == [None, "bytes=100000-", "bytes=200000-", "bytes=300000-"]
+    assert read_ledger(tmp_path)["a.bin"]["sha256"] == hashlib.sha256(CONTENT).hexdigest()
+    fetch("test", [RemoteFile("a.bin", f"{server.url}/a.bin")], tmp_path)
+    assert len(server.requests) == 4  # what is complete is not asked for again
+
+
+def test_a_later_call_goes_on_but_not_with_another_file(server, tmp_path):
+    server.files["/a.bin"] = CONTENT
+    server.breaks, server.piece = 100, 0
+    file = RemoteFile("a.bin", f"{server.url}/a.bin")
+    with pytest.raises(DataError, match=r"a\.bin must be readable: the connection broke after 0 of"):
+        fetch("test", [file], tmp_path)
+    assert len(server.requests) == downloads.ATTEMPTS
+    server.breaks, server.piece = 1, 100_000
+    server.files["/a.bin"] = other = CONTENT[::-1]
+    server.requests.clear()
+    (path,) = fetch("test", [file], tmp_path)
+    assert path.read_bytes() == other
+    (tmp_path / "b.bin.part").write_bytes(b"of another file")  # without a known validator it is started again
+    server.files["/b.bin"] = CONTENT
+    (path,) = fetch("test", [RemoteFile("b.bin", f"{server.url}/b.bin")], tmp_path)
+    assert path.read_bytes() == CONTENT
+
+
+def test_a_file_that_was_replaced_while_it_was_broken_is_started_again(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(downloads, "ATTEMPTS", 1)
+    server.files["/a.bin"] = CONTENT
+    server.breaks = 1
+    file = RemoteFile("a.bin", f"{server.url}/a.bin")
+    monkeypatch.setattr(downloads, "_receive", one_failure(downloads._receive))
+    with pytest.raises(DataError, match="100,000 bytes have arrived and are kept"):
+        fetch("test", [file], tmp_path)
+    server.files["/a.bin"] = CONTENT[::-1]
+    (path,) = fetch("test", [file], tmp_path)
+    assert path.read_bytes() == CONTENT[::-1]
+    assert server.requests[-1][1] == "bytes=100000-"
+
+
+def one_failure(receive):
+    """The first call breaks without counting as progress."""
+    calls = []
+
+    def wrapped(file, part, *arguments):
+        calls.append(file)
+        if len(calls) == 1:
+            with pytest.raises(ConnectionError):
+                receive(file, part, *arguments)
+            raise downloads.URLError("cable pulled")
+        return receive(file, part, *arguments)
+
+    return wrapped
+
+
+def test_checksums_that_were_published_or_recorded_count(server, tmp_path):
+    server.files["/a.bin"] = CONTENT
+    good = f"md5:{hashlib.md5(CONTENT).hexdigest()}"
+    url = f"{server.url}/a.bin"
+    fetch("test", [RemoteFile("a.bin", url, good, len(CONTENT))], tmp_path)
+    with pytest.raises(DataError, match=r"must be what was published: got sha256:.*expected sha256:00"):
+        fetch("test", [RemoteFile("b.bin", url, "sha256:00")], tmp_path)
+    with pytest.raises(DataError, match=r"got 1,024,000 bytes, expected 5"):
+        fetch("test", [RemoteFile("b.bin", url, None, 5)], tmp_path)
+    assert not list(tmp_path.glob("b.bin*"))
+    remove_downloads(tmp_path)
+    server.files["/a.bin"] = CONTENT[:-1]
+    with pytest.raises(DataError, match="must be what was downloaded the first time"):
+        fetch("test", [RemoteFile("a.bin", url)], tmp_path)
+
+
+def test_an_address_that_is_wrong_is_not_tried_again_and_a_busy_server_is(server, tmp_path):
+    with pytest.raises(DataError, match=r"nothing must be readable: HTTP Error 404"):
+        fetch("test", [RemoteFile("a", f"{server.url}/nothing")], tmp_path)
+    assert len(server.requests) == 1
+    server.status = 503
+    with pytest.raises(DataError, match="503"):
+        fetch("test", [RemoteFile("a", f"{server.url}/nothing")], tmp_path)
+    assert len(server.requests) == 1 + downloads.ATTEMPTS
+
+
+def test_removing_downloads_leaves_other_files(server, tmp_path):
+    server.files["/a.bin"] = CONTENT
+    fetch("test", [RemoteFile("inner/a.bin", f"{server.url}/a.bin")], tmp_path)
+    (tmp_path / "mine.txt").write_text("mine")
+    remove_downloads(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [LEDGER, "mine.txt"]
+
+
+# --- datasets ---
+
+
+def test_a_dataset_is_downloaded_built_and_cleared_up(server, tmp_path):
+    class Local(D4RLExperienceReplay):
+        base_url = server.url
+
+    written = formats.write_d4rl(tmp_path / "raw.hdf5", {"terminals": [9]})
+    server.files["/gym_mujoco_v2/hopper_medium-v2.hdf5"] = (tmp_path / "raw.hdf5").read_bytes()
+    server.breaks, server.piece = 1, 1000
+    dataset = Local("hopper-medium-v2", root=tmp_path / "root")
+    np.testing.assert_array_equal(dataset[:]["observation"], written["observations"])
+    folder = dataset.data_path_root
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "build.lock",
+        "checkpoint.1",
+        "checkpoint.current",
+        "downloads",
+    ]
+    assert [path.name for path in (folder / "downloads").iterdir()] == [LEDGER]
+    server.requests.clear()
+    Local("hopper-medium-v2", root=tmp_path / "root")
+    assert server.requests == []
+    server.files.clear()
+    with pytest.raises(DataError, match="404"):
+        Local("hopper-medium-v2", root=tmp_path / "root", download="force")
+    assert len(Local("hopper-medium-v2", root=tmp_path / "root")) == 10  # what was there still is
+    dataset.delete()
+    assert list((tmp_path / "root").iterdir()) == []
+
+
+def test_openml_asks_for_the_address_and_the_checksum(server, tmp_path):
+    class Local(OpenMLExperienceReplay):
+        base_url = f"{server.url}/json/data"
+
+    arff = formats.ARFF.encode()
+    about = {"url": f"{server.url}/data/179.arff", "md5_checksum": hashlib.md5(arff).hexdigest()}
+    server.files |= {"/json/data/179": json.dumps({"data_set_description": about}).encode(), "/data/179.arff": arff}
+    assert len(Local("adult_num", 2, root=tmp_path)) == 3
+    server.files["/data/179.arff"] = arff + b"\n"
+    with pytest.raises(DataError, match=r"179\.arff must be what was published: got md5:"):
+        Local("adult_onehot", 2, root=tmp_path)
+    server.files["/json/data/24"] = b"{}"
+    with pytest.raises(DataError, match=r"json/data/24"):
+        Local("mushroom_num", 2, root=tmp_path)

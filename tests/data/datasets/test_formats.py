@@ -1,0 +1,426 @@
+"""Every public format, row by row against the arrays that were written."""
+
+import gzip
+import io
+import pickle
+import tarfile
+
+import h5py
+import minari
+import numpy as np
+import pytest
+import torch
+from gymnasium import Env, spaces
+
+from llmrl.data.datasets import (
+    AtariDQNExperienceReplay,
+    D4RLExperienceReplay,
+    GenDGRLExperienceReplay,
+    MinariExperienceReplay,
+    OpenMLExperienceReplay,
+    OpenXExperienceReplay,
+    RobosetExperienceReplay,
+    VD4RLExperienceReplay,
+)
+from llmrl.data.datasets.formats import load_pickle
+from llmrl.errors import DataError, UnsupportedError
+from tests.support import public_formats as formats
+
+FLAGS = ("done", "terminated", "truncated")
+
+
+def ends(dataset) -> dict[str, list[int]]:
+    rows = dataset[:]
+    assert not any(rows[name].any() for name in FLAGS)
+    assert all(rows["next", name].shape == (len(dataset), 1) for name in (*FLAGS, "reward"))
+    return {name: rows["next", name].flatten().nonzero().flatten().tolist() for name in FLAGS}
+
+
+# --- D4RL ---
+
+
+def test_d4rl_rows_are_those_of_the_file(tmp_path):
+    written = formats.write_d4rl(tmp_path / "hopper.hdf5", {"terminals": [3], "timeouts": [7]})
+    dataset = D4RLExperienceReplay("hopper", 4, root=tmp_path / "root", source=tmp_path / "hopper.hdf5")
+    rows = dataset[:]
+    assert len(dataset) == 9  # the last row is no end, and what followed it is not known
+    np.testing.assert_array_equal(rows["observation"], written["observations"][:9])
+    np.testing.assert_array_equal(rows["action"], written["actions"][:9])
+    np.testing.assert_array_equal(rows["next", "reward"][:, 0], written["rewards"][:9])
+    np.testing.assert_array_equal(rows["infos", "qpos"], written["infos/qpos"][:9])
+    assert ends(dataset) == {"terminated": [3], "truncated": [7], "done": [3, 7]}
+    assert rows["timeouts"].nonzero().flatten().tolist() == [7]
+    expected = written["observations"][1:10].copy()
+    expected[[3, 7]] = 0
+    np.testing.assert_array_equal(rows["next", "observation"], expected)
+    assert dataset.sample()["index"].shape == (4,)
+
+
+def test_d4rl_files_with_next_observations_lose_no_row(tmp_path):
+    known = np.arange(20, dtype=np.float32).reshape(10, 2)
+    formats.write_d4rl(tmp_path / "a.hdf5", {"timeouts": [4]}, next_observations=known)
+    dataset = D4RLExperienceReplay("a", root=tmp_path, source=tmp_path / "a.hdf5", terminate_on_end=False)
+    assert dataset[:]["next", "observation"].tolist() == known.tolist()
+
+
+def test_d4rl_options_of_timeouts(tmp_path):
+    formats.write_d4rl(tmp_path / "a.hdf5", {"terminals": [9], "timeouts": [4, 9]})
+    arguments = {"source": tmp_path / "a.hdf5", "use_truncated_as_done": False}
+    kept = D4RLExperienceReplay("kept", root=tmp_path, **arguments)
+    assert ends(kept) == {"terminated": [9], "truncated": [4, 9], "done": [9]}
+    without = D4RLExperienceReplay("without", root=tmp_path, terminate_on_end=False, **arguments)
+    assert without[:]["action"].flatten().tolist() == [0, 10, 20, 30, 50, 60, 70, 80, 90]
+
+
+def test_d4rl_reads_long_files_in_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr("llmrl.data.datasets.d4rl._PART", 3)
+    written = formats.write_d4rl(tmp_path / "a.hdf5", {"terminals": [2, 8]})
+    rows = D4RLExperienceReplay("a", root=tmp_path, source=tmp_path / "a.hdf5")[:]
+    expected = written["observations"][1:10].copy()
+    expected[[2, 8]] = 0
+    np.testing.assert_array_equal(rows["next", "observation"], expected)
+
+
+def test_d4rl_refuses_the_old_package(tmp_path):
+    with pytest.raises(UnsupportedError, match="gymnasium"):
+        D4RLExperienceReplay("hopper-medium-v2", root=tmp_path, from_env=True)
+
+
+# --- Atari ---
+
+
+def frames(values) -> np.ndarray:
+    return np.asarray(values, np.uint8)[:, None, None] * np.ones((1, 6, 6), np.uint8)
+
+
+def test_atari_stores_every_frame_once(tmp_path):
+    formats.write_atari(tmp_path / "logs", 0, frames(range(1, 9)), [2, 7])
+    dataset = AtariDQNExperienceReplay("Pong/5", root=tmp_path / "root", source=tmp_path / "logs")
+    rows = dataset[:]
+    assert rows["observation"][:, 0, 0].tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert rows["next", "observation"][:, 0, 0].tolist() == [2, 3, 0, 5, 6, 7, 8, 0]
+    assert rows["action"].dtype is torch.int32
+    assert rows["next", "reward"].flatten().tolist() == [0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4]
+    assert ends(dataset) == {"terminated": [2, 7], "truncated": [], "done": [2, 7]}
+    assert dataset.episodes.tolist() == [0, 0, 0, 1, 1, 1, 1, 1]
+    assert dataset[4]["next", "observation"].unique().tolist() == [6]
+    files = list(dataset.data_path.rglob("column_*.bin"))
+    assert sum(file.stat().st_size for file in files) == 8 * (36 + 4 + 4 + 6)  # frame, action, reward, six flags
+    assert dataset.metadata["checkpoints"] == [{"number": 0, "add_count": 8, "invalid_range": [0, 1, 2, 3, 4]}]
+
+
+def test_atari_checkpoints_are_rings_that_go_on(tmp_path):
+    """The first was saved before its last row was written; the second holds that row in the same place."""
+    formats.write_atari(tmp_path, 0, frames([1, 2, 3, 99]), [], added=3)
+    formats.write_atari(tmp_path, 1, frames([5, 6, 7, 4]), [2], added=7)
+    rows = AtariDQNExperienceReplay("Pong/1", root=tmp_path / "root", source=tmp_path)[:]
+    assert rows["observation"][:, 0, 0].tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert rows["next", "observation"][:, 0, 0].tolist() == [2, 3, 4, 5, 6, 7, 0]
+
+
+def test_atari_a_gap_between_checkpoints_leaves_out_the_row_before_it(tmp_path):
+    formats.write_atari(tmp_path, 0, frames([1, 2, 3]), [])
+    formats.write_atari(tmp_path, 4, frames([21, 22, 23]), [2], added=15)
+    rows = AtariDQNExperienceReplay("Pong/1", root=tmp_path / "root", source=tmp_path)[:]
+    assert rows["observation"][:, 0, 0].tolist() == [1, 2, 21, 22, 23]
+    assert rows["next", "observation"][:, 0, 0].tolist() == [2, 21, 22, 23, 0]
+
+
+def test_atari_slices_come_from_single_episodes(tmp_path):
+    formats.write_atari(tmp_path, 0, frames(range(1, 21)), [6, 19])
+    dataset = AtariDQNExperienceReplay("Pong/1", 12, slice_len=4, root=tmp_path / "root", source=tmp_path)
+    for _ in range(20):
+        values = dataset.sample()["observation"][:, 0, 0].view(3, 4).to(int)
+        assert (values.diff(dim=1) == 1).all()
+        assert not ((values[:, 0] <= 7) & (values[:, -1] > 7)).any()
+
+
+def test_atari_a_truncated_file_is_named_with_its_row(tmp_path):
+    formats.write_atari(tmp_path, 0, frames(range(1, 9)), [7])
+    file = tmp_path / "$store$_reward_ckpt.0.gz"
+    content = gzip.decompress(file.read_bytes())
+    file.write_bytes(gzip.compress(content[:-5]))
+    with pytest.raises(DataError, match=r"reward_ckpt\.0\.gz, row 6: the file must have 8 rows"):
+        AtariDQNExperienceReplay("Pong/1", root=tmp_path / "root", source=tmp_path)
+
+
+# --- Gen-DGRL ---
+
+
+def test_gen_dgrl_rows_are_those_of_the_archive(tmp_path):
+    episodes = formats.write_dgrl(tmp_path / "bigfish.tar.xz", [3, 2])
+    dataset = GenDGRLExperienceReplay("bigfish-1M_E", root=tmp_path, source=tmp_path / "bigfish.tar.xz")
+    rows = dataset[:]
+    assert rows["observation"].dtype is torch.uint8
+    assert rows["observation"][:, 0, 0, 0].tolist() == [0, 1, 2, 50, 51]
+    assert rows["next", "observation"][:, 0, 0, 0].tolist() == [1, 2, 0, 51, 0]
+    assert rows["action"].tolist() == [*episodes[0]["actions"].tolist(), *episodes[1]["actions"].tolist()]
+    assert rows["next", "reward"].flatten().tolist() == [0, 1, 2, 0, 1]
+    assert rows["episode"].tolist() == [0, 0, 0, 1, 1]
+    assert ends(dataset) == {"terminated": [2, 4], "truncated": [], "done": [2, 4]}
+
+
+def test_a_pickle_that_would_run_code_is_refused(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return (eval, ("1 + 1",))
+
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for name, value in (("0.npy", np.array({"observations": Evil()}, dtype=object)),):
+            file = io.BytesIO()
+            np.save(file, value, allow_pickle=True)
+            formats._add(archive, name, file.getvalue())
+    with pytest.raises(DataError, match=r"a\.tar, 0\.npy.*builtins\.eval"):
+        GenDGRLExperienceReplay("a", root=tmp_path, source=tmp_path / "a.tar")
+    with pytest.raises(pickle.UnpicklingError, match="eval"):
+        load_pickle(pickle.dumps(Evil()))
+
+
+# --- Minari ---
+
+
+class Mission(Env):
+    """Three steps; nested observations, among them a text."""
+
+    observation_space = spaces.Dict(
+        {
+            "position": spaces.Box(-9, 9, (2,), np.float64),
+            "goals": spaces.Tuple([spaces.Discrete(20), spaces.Discrete(20)]),
+            "mission": spaces.Text(10, charset="go 0123456789"),
+        }
+    )
+    action_space = spaces.Box(-1, 1, (3,), np.float32)
+
+    def _observed(self):
+        return {"position": np.full(2, self.at, float), "goals": (self.at, self.at + 1), "mission": f"go {self.at}"}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.at = 0
+        return self._observed(), {"speed": 0.5}
+
+    def step(self, action):
+        self.at += 1
+        return self._observed(), self.at / 2, self.at == 3, False, {"speed": float(self.at)}
+
+
+def write_minari(name: str, data_format: str) -> list[np.ndarray]:
+    """Two episodes, written by Minari; returns the actions."""
+    env, buffers, actions = Mission(), [], []
+    for number in range(2):
+        steps = [(*env.reset(),)]
+        taken = [np.full(3, 0.1 * (step + 1), np.float32) for step in range(3)]
+        results = [env.step(action) for action in taken]
+        seen = [steps[0][0], *(result[0] for result in results)]
+        observations = {
+            "position": [each["position"] for each in seen],
+            "goals": tuple([each["goals"][part] for each in seen] for part in range(2)),
+            "mission": [each["mission"] for each in seen],
+        }
+        infos = {"speed": [steps[0][1]["speed"], *(result[4]["speed"] for result in results)]}
+        columns = {"rewards": 1, "terminations": 2, "truncations": 3}
+        columns = {column: [result[place] for result in results] for column, place in columns.items()}
+        buffers.append(
+            minari.data_collector.EpisodeBuffer(
+                id=number, observations=observations, actions=taken, infos=infos, **columns
+            )
+        )
+        actions += taken
+    about = {
+        "algorithm_name": "none",
+        "author": "a",
+        "author_email": "a@b.c",
+        "code_permalink": "x",
+        "description": "x",
+    }
+    spaces_ = {"action_space": env.action_space, "observation_space": env.observation_space}
+    minari.create_dataset_from_buffers(name, buffers, data_format=data_format, **about, **spaces_)
+    return actions
+
+
+@pytest.mark.filterwarnings("ignore:(`eval_env`|env_spec):UserWarning")
+@pytest.mark.parametrize("data_format", ["hdf5", "arrow"])
+def test_minari_rows_are_those_that_the_environment_gave(tmp_path, monkeypatch, data_format):
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "minari"))
+    actions = write_minari("llmrl/nested-v0", data_format)
+    dataset = MinariExperienceReplay("llmrl/nested-v0", 2, root=tmp_path / "root", load_from_local_minari=True)
+    rows = dataset[:]
+    assert rows["observation", "position"][:, 0].tolist() == [0, 1, 2, 0, 1, 2]
+    assert rows["next", "observation", "position"][:, 1].tolist() == [1, 2, 3, 1, 2, 3]
+    assert rows["observation", "goals", "1"].tolist() == [1, 2, 3, 1, 2, 3]
+    assert rows.get(("observation", "mission")).tolist() == ["go 0", "go 1", "go 2"] * 2
+    assert rows.get(("next", "observation", "mission")).tolist() == ["go 1", "go 2", "go 3"] * 2
+    np.testing.assert_array_equal(rows["action"], actions)
+    assert rows["info", "speed"].flatten().tolist() == [0.5, 1, 2, 0.5, 1, 2]
+    assert rows["next", "info", "speed"].flatten().tolist() == [1, 2, 3, 1, 2, 3]
+    assert rows["next", "reward"].flatten().tolist() == [0.5, 1, 1.5] * 2
+    assert rows["episode"].tolist() == [0, 0, 0, 1, 1, 1]
+    assert ends(dataset) == {"terminated": [2, 5], "truncated": [], "done": [2, 5]}
+    assert dataset.metadata["total_episodes"] == 2
+    split = MinariExperienceReplay("llmrl/nested-v0", root=tmp_path / "root", split_trajs=True)
+    assert split[:].get(("observation", "mission")).tolist() == [["go 0", "go 1", "go 2"]] * 2
+
+
+# --- OpenML ---
+
+
+def test_openml_scales_numbers_and_numbers_categories(tmp_path):
+    (tmp_path / "179.arff").write_text(formats.ARFF)
+    dataset = OpenMLExperienceReplay("adult_num", 2, root=tmp_path, source=tmp_path / "179.arff")
+    rows = dataset[:]
+    age, race = np.array([20.0, 40, 60]), np.array([2.0, 1, 0])  # Asian-Pac, Black, White
+    expected = [(age - 40) / age.std(), np.zeros(3), (race - 1) / race.std()]
+    np.testing.assert_allclose(rows["X"], np.stack(expected, 1), rtol=1e-6)
+    assert rows["y"].tolist() == [1, 2, 0]
+    assert dataset.max_outcome_val == 2
+    assert [len(batch) for batch in dataset] == [2, 1]  # each row once
+    one_hot = OpenMLExperienceReplay("adult_onehot", 2, root=tmp_path, source=tmp_path / "179.arff")
+    assert one_hot[:]["X"][:, 2:].tolist() == [[0, 0, 1], [0, 1, 0], [1, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("50,ten,White,Sales,'>50K'", "line 15: 'hours per week' must be a number: got 'ten'"),
+        ("1,2", "line 15.*5 values"),
+    ],
+)
+def test_openml_names_line_and_column(tmp_path, line, error):
+    (tmp_path / "a.arff").write_text(f"{formats.ARFF}{line}\n")
+    with pytest.raises(DataError, match=error):
+        OpenMLExperienceReplay("adult_num", root=tmp_path, source=tmp_path / "a.arff")
+
+
+# --- Open X-Embodiment ---
+
+
+def test_openx_rows_are_those_of_the_steps(tmp_path):
+    formats.write_openx(tmp_path / "cmu_stretch_00000.tar", [3, 2])
+    dataset = OpenXExperienceReplay("cmu_stretch", 2, num_slices=1, root=tmp_path / "root", source=tmp_path)
+    rows = dataset[:]
+    assert rows["observation", "image"].shape == (5, 3, 4, 6)
+    assert rows["observation", "image"][:, 0, 0, 0].tolist() == [0, 1, 2, 10, 11]
+    assert rows["next", "observation", "image"][:, 2, 3, 5].tolist() == [1, 2, 0, 11, 0]
+    assert rows["observation", "state"].tolist() == [[0, 0], [1, 0], [2, 0], [0, 1], [1, 1]]
+    assert rows["action"].dtype is torch.float64
+    assert rows["is_init"].tolist() == [True, False, False, True, False]
+    assert rows.get("language_instruction").tolist() == ["task 0"] * 3 + ["task 1"] * 2
+    assert rows["next", "reward"].flatten().tolist() == [0, 0, 1, 0, 1]
+    assert rows["episode"].tolist() == [0, 0, 0, 1, 1]
+    assert ends(dataset) == {"terminated": [2, 4], "truncated": [], "done": [2, 4]}
+    sample = dataset.sample()
+    assert sample["episode"].unique().numel() == 1
+    assert sample.get("language_instruction").tolist() == [f"task {int(sample['episode'][0])}"] * 2
+
+
+# --- RoboSet ---
+
+
+def test_roboset_rows_are_those_of_the_trials(tmp_path):
+    for name, lengths in (("seed_a.h5", [3, 2]), ("seed_b.h5", [2])):
+        formats.write_roboset(tmp_path / name, lengths)
+    dataset = RobosetExperienceReplay("DAPG(expert)/door_v2d-v1", 4, root=tmp_path / "root", source=tmp_path)
+    rows = dataset[:]
+    assert rows["observation"].flatten().tolist() == [0, 1, 2, 100, 101, 0, 1]
+    assert rows["next", "observation"].flatten().tolist() == [1, 2, 0, 101, 0, 1, 0]
+    assert rows["next", "info", "solved"].flatten().tolist() == [1, 2, 0, 1, 0, 1, 0]
+    assert rows["next", "reward"].flatten().tolist() == [0, 1 / 8, 2 / 8, 0, 1 / 8, 0, 1 / 8]
+    assert rows["episode"].tolist() == [0, 0, 0, 1, 1, 0, 0]
+    assert rows["seed"].tolist() == [0, 0, 0, 0, 0, 1, 1]
+    assert ends(dataset) == {"terminated": [2, 4, 6], "truncated": [], "done": [2, 4, 6]}
+
+
+# --- V-D4RL ---
+
+
+def test_vd4rl_puts_an_action_beside_the_frame_that_it_was_taken_in(tmp_path):
+    formats.write_vd4rl(tmp_path / "a-5.npz", first=10)
+    formats.write_vd4rl(tmp_path / "b-2.npz", steps=2, first=50, terminal=True)
+    dataset = VD4RLExperienceReplay("main/x", root=tmp_path / "root", source=tmp_path, totensor=False)
+    rows = dataset[:]
+    assert rows["pixels"][:, 0, 0, 0].tolist() == [10, 11, 12, 13, 14, 50, 51]
+    assert rows["next", "pixels"][:, 0, 0, 0].tolist() == [11, 12, 13, 14, 15, 51, 52]
+    assert rows["action"].flatten().tolist() == [1, 2, 3, 4, 5, 1, 2]
+    assert rows["next", "reward"].flatten().tolist() == [3, 6, 9, 12, 15, 3, 6]
+    assert rows["observation", "height"].tolist() == [0, 1, 2, 3, 4, 0, 1]
+    assert rows["is_init"].nonzero().flatten().tolist() == [0, 5]
+    assert ends(dataset) == {"terminated": [6], "truncated": [4], "done": [4, 6]}
+    scaled = VD4RLExperienceReplay("main/x", 3, root=tmp_path / "root", image_size=4).sample()
+    assert scaled["pixels"].shape == (3, 3, 4, 4)
+    torch.testing.assert_close(scaled["pixels"][:, 1, 2, 3] * 255, rows["pixels"][scaled["index"], 0, 0, 0].float())
+
+
+def test_vd4rl_shards_are_cut_where_an_episode_begins(tmp_path):
+    formats.write_vd4rl_shard(tmp_path / "shard.hdf5", [2, 3])
+    dataset = VD4RLExperienceReplay("main/84", root=tmp_path, source=tmp_path / "shard.hdf5", totensor=False)
+    rows = dataset[:]
+    assert rows["pixels"][:, 0, 0, 0].tolist() == [0, 1, 3, 4, 5]
+    assert rows["next", "pixels"][:, 2, 7, 7].tolist() == [1, 2, 4, 5, 6]
+    assert rows["action"].flatten().tolist() == [1, 2, 1, 2, 3]
+    assert ends(dataset) == {"terminated": [], "truncated": [1, 4], "done": [1, 4]}
+
+
+# --- broken files ---
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"rewards": np.zeros(7)}, r"must have 7 rows.*got 10 of actions"),
+        ({"rewards": np.where(np.arange(10) == 4, np.nan, 0)}, r"broken\.hdf5, row 4: the reward must be a finite"),
+    ],
+)
+def test_a_wrong_column_is_named_with_its_file_and_row(tmp_path, change, error):
+    formats.write_d4rl(tmp_path / "broken.hdf5", {"terminals": [9]}, **change)
+    with pytest.raises(DataError, match=error):
+        D4RLExperienceReplay("a", root=tmp_path / "root", source=tmp_path / "broken.hdf5")
+
+
+def test_a_missing_column_gets_the_nearest_name(tmp_path):
+    formats.write_d4rl(tmp_path / "a.hdf5", {})
+    with h5py.File(tmp_path / "a.hdf5", "a") as file:
+        file.move("terminals", "terminal")
+    with pytest.raises(DataError, match=r"column 'terminals'.*Did you mean 'terminal'\?"):
+        D4RLExperienceReplay("a", root=tmp_path / "root", source=tmp_path / "a.hdf5")
+
+
+@pytest.mark.parametrize(
+    ("cls", "name"),
+    [
+        (D4RLExperienceReplay, "a.hdf5"),
+        (RobosetExperienceReplay, "a.h5"),
+        (VD4RLExperienceReplay, "a.npz"),
+        (GenDGRLExperienceReplay, "a.tar.xz"),
+        (OpenXExperienceReplay, "a.tar"),
+        (OpenMLExperienceReplay, "a.arff"),
+    ],
+)
+def test_a_file_that_was_cut_is_named_and_nothing_is_left(tmp_path, cls, name):
+    writers = {
+        "a.hdf5": lambda path: formats.write_d4rl(path, {"terminals": [9]}),
+        "a.h5": lambda path: formats.write_roboset(path, [9]),
+        "a.npz": formats.write_vd4rl,
+        "a.tar.xz": lambda path: formats.write_dgrl(path, [9]),
+        "a.tar": lambda path: formats.write_openx(path, [9]),
+        "a.arff": lambda path: path.write_text(formats.ARFF),
+    }
+    path = tmp_path / name
+    writers[name](path)
+    content = path.read_bytes()
+    end = 1024 if name == "a.tar" else 2 * len(content) // 3 - 7  # an archive is padded
+    path.write_bytes(content[:end])
+    with pytest.raises(DataError, match=f"{tmp_path}/{name}"):
+        cls("a", root=tmp_path / "root", source=path)
+    assert not list((tmp_path / "root").rglob("*.bin"))
+    with pytest.raises(DataError, match="neither a dataset nor a file"):
+        cls("a", root=tmp_path / "root", download=False)
+
+
+def test_an_archive_that_ends_between_two_episodes_is_noticed(tmp_path):
+    path = tmp_path / "a.tar"
+    formats.write_openx(path, [2, 2])
+    with tarfile.open(path) as archive:
+        second = archive.getmembers()[1].offset
+    path.write_bytes(path.read_bytes()[:second])
+    with pytest.raises(DataError, match="ends without the mark of its end"):
+        OpenXExperienceReplay("a", root=tmp_path / "root", source=path)
