@@ -80,7 +80,8 @@ class AtariDQNExperienceReplay(BaseDatasetExperienceReplay):
             sampler = slices(num_slices=num_slices, slice_len=slice_len, strict_length=strict_len, end_key=end)
         elif sampler is None and not replacement:
             sampler = SamplerWithoutReplacement()
-        super().__init__(dataset_id, batch_size, sampler=sampler, **arguments)
+        options = {"num_checkpoints": num_checkpoints}
+        super().__init__(dataset_id, batch_size, sampler=sampler, options=options, **arguments)
 
     @property
     def episodes(self) -> Tensor:

@@ -122,6 +122,8 @@ def _fetch_one(who: str, file: RemoteFile, folder: Path, progress: Progress) -> 
     path.parent.mkdir(parents=True, exist_ok=True)
     part = _part(path)
     task = progress.add_task(file.name, total=file.size)
+    if progress.disable:
+        print(f"{who}: downloading {file.url}", file=sys.stderr)
     failures = 0
     while True:
         had = part.stat().st_size if part.exists() else 0

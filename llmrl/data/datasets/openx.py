@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,10 +14,11 @@ import torch
 from tensordict import TensorDict
 
 from llmrl.data.datasets.base import BaseDatasetExperienceReplay
-from llmrl.data.datasets.downloads import RemoteFile, hub_files
+from llmrl.data.datasets.downloads import RemoteFile, fetch, hub_files
 from llmrl.data.datasets.formats import column, following, load_pickle, reading, tar_members, ted_rows
+from llmrl.data.datasets.streaming import StreamSampler, TrajectoryStream, cut
 from llmrl.data.replay_buffers import Sampler, SliceSampler, SliceSamplerWithoutReplacement
-from llmrl.errors import ConfigError, DataError, UnsupportedError
+from llmrl.errors import ConfigError, DataError
 from llmrl.optional import require
 
 Key = tuple[str, ...]
@@ -43,10 +46,12 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
 
     num_slices, slice_len  one of them makes the sampler a ``SliceSampler``, with ``strict_length`` and ``shuffle``
     replacement            False: each trajectory once per pass; needed for ``shuffle=False``
+    streaming              True: nothing is stored; every slice is of the next trajectory of the files, which are
+                           downloaded one at a time. ``pad`` fills what a short trajectory lacks (True: with 0)
 
-    ``streaming=True`` and ``pad``, which goes with it, are not supported: rows are drawn from files on this machine.
-    Other arguments are those of ``BaseDatasetExperienceReplay``; encoded images need the extra ``vision``. Pickles are
-    read only if they hold plain values and arrays.
+    Without ``batch_size``, iterating gives one trajectory at a time, or one slice of each with ``slice_len``. Other
+    arguments are those of ``BaseDatasetExperienceReplay``; encoded images need the extra ``vision``. Pickles are read
+    only if they hold plain values and arrays.
     """
 
     kind = "openx"
@@ -65,28 +70,69 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
         num_slices: int | None = None,
         slice_len: int | None = None,
         pad: float | bool | None = None,
-        replacement: bool = True,
+        replacement: bool | None = None,
         streaming: bool = False,
         sampler: Sampler | None = None,
         strict_length: bool = True,
         **arguments: Any,
     ) -> None:
-        if streaming or pad is not None:
-            raise UnsupportedError(
-                f"{self._who}: rows are drawn from files on this machine: got streaming={streaming}, pad={pad}; leave "
-                "both out, and download the dataset once."
-            )
-        if num_slices is not None or slice_len is not None:
-            if sampler is not None:
-                raise ConfigError(f"{self._who}: num_slices and slice_len make the sampler: got a sampler too.")
+        self.streaming, self.shuffle, self.slice_len = streaming, shuffle, slice_len
+        self._stream = {"shuffle": shuffle, "num_slices": num_slices, "slice_len": slice_len}
+        self._stream["pad"] = 0 if pad is True else None if pad is False else pad
+        sliced = num_slices is not None or slice_len is not None
+        self._check(sliced, replacement, sampler, arguments.get("split_trajs", False))
+        if streaming:
+            sampler = StreamSampler()
+        elif sliced:
             slices = {"num_slices": num_slices, "slice_len": slice_len, "strict_length": strict_length}
-            if replacement:
-                sampler = SliceSampler(**slices)
-            else:
-                sampler = SliceSamplerWithoutReplacement(**slices, shuffle=shuffle)
-        if not shuffle and replacement:
-            raise ConfigError(f"{self._who}: shuffle=False needs replacement=False: got replacement=True.")
+            without = replacement is False
+            sampler = SliceSamplerWithoutReplacement(**slices, shuffle=shuffle) if without else SliceSampler(**slices)
         super().__init__(dataset_id, batch_size, sampler=sampler, **arguments)
+
+    def _check(self, sliced: bool, replacement: bool | None, sampler: Sampler | None, split: bool) -> None:
+        own, stream = self._stream, self.streaming
+        wrong = {
+            "give num_slices or slice_len, not both": own["num_slices"] is not None and own["slice_len"] is not None,
+            "num_slices and slice_len make the sampler; leave sampler out": sliced and sampler is not None,
+            "shuffle=False needs replacement=False": not (self.shuffle or stream or replacement is False),
+            "pad goes with streaming=True": own["pad"] is not None and not stream,
+            "a stream takes no sampler, replacement=True or split_trajs=True": stream
+            and bool(sampler or replacement or split),
+        }
+        for what, is_so in wrong.items():
+            if is_so:
+                raise ConfigError(f"{self._who}: the arguments must fit each other: {what}.")
+
+    def _open(self, download: bool | str) -> Any:
+        return TrajectoryStream(self._who, self._pass, **self._stream) if self.streaming else super()._open(download)
+
+    def _pass(self) -> Iterator[TensorDict]:
+        """The trajectories of all files; a file that is downloaded is removed behind its last one."""
+        files: list[Any] = self._local_files()
+        if not files:
+            self._check_name()
+            files = self._remote_files()
+        order = torch.randperm(len(files)).tolist() if self.shuffle else range(len(files))
+        for file in (files[number] for number in order):
+            folder = None if isinstance(file, Path) else Path(mkdtemp(prefix="llmrl-stream-"))
+            try:
+                paths = [file] if folder is None else fetch(self._who, [file], folder)
+                yield from (rows for rows, _ in self._read(paths, {}))
+            finally:
+                if folder is not None:
+                    shutil.rmtree(folder, ignore_errors=True)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.batch_size is not None:
+            yield from super().__iter__()
+        elif self.streaming:
+            yield from map(self._transform, self._storage.trajectories())
+        else:
+            ends = self._storage.entry(("next", "done"), torch.arange(len(self))).reshape(-1).nonzero().reshape(-1)
+            starts = [0, *(ends[:-1] + 1).tolist()]
+            for number in torch.randperm(len(ends)).tolist() if self.shuffle else range(len(ends)):
+                rows = self._storage.get(slice(starts[number], int(ends[number]) + 1))
+                yield self._transform(rows if self.slice_len is None else cut(self._who, rows, self.slice_len, None))
 
     def _remote_files(self) -> list[RemoteFile]:
         return hub_files(self._who, self.repository, self.dataset_id, self.suffixes)

@@ -1,6 +1,8 @@
 """Datasets as buffers: built once and whole, opened again, preprocessed, split, deleted, refused."""
 
 import json
+import os
+import signal
 import threading
 import time
 from itertools import pairwise
@@ -174,6 +176,21 @@ def test_a_damaged_or_half_written_dataset_is_noticed(kitchen):
         D4RLExperienceReplay(KITCHEN, **kitchen)
     (folder / MARKER).unlink()  # as if it was never completed
     assert len(D4RLExperienceReplay(KITCHEN, **kitchen)) == 10
+
+
+def test_what_a_killed_process_left_behind_is_not_taken_for_a_dataset(kitchen):
+    class Killed(D4RLExperienceReplay):
+        def _read(self, files, notes):
+            yield next(super()._read(files, notes))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    process = mp.get_context("fork").Process(target=Killed, args=(KITCHEN,), kwargs=kitchen)
+    process.start()
+    process.join(60)
+    folder = kitchen["root"] / KITCHEN
+    assert (folder / "checkpoint.1.draft" / "column_0.bin").exists()
+    assert len(D4RLExperienceReplay(KITCHEN, **kitchen)) == 10
+    assert sorted(path.name for path in folder.glob("checkpoint*")) == ["checkpoint.2", "checkpoint.current"]
 
 
 def build(root, started):

@@ -4,11 +4,19 @@ import hashlib
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
+from huggingface_hub import constants
 
-from llmrl.data.datasets import D4RLExperienceReplay, OpenMLExperienceReplay, downloads
+from llmrl.data.datasets import (
+    D4RLExperienceReplay,
+    OpenMLExperienceReplay,
+    OpenXExperienceReplay,
+    RobosetExperienceReplay,
+    downloads,
+)
 from llmrl.data.datasets.downloads import LEDGER, RemoteFile, fetch, read_ledger, remove_downloads
 from llmrl.errors import DataError
 from tests.support import public_formats as formats
@@ -28,8 +36,9 @@ class Server(ThreadingHTTPServer):
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
-        content = self.server.files.get(self.path)
-        self.server.requests.append((self.path, self.headers.get("Range")))
+        path = unquote(self.path.partition("?")[0])
+        content = self.server.files.get(path)
+        self.server.requests.append((path, self.headers.get("Range")))
         if content is None or self.server.status:
             return self.send_error(self.server.status or 404)
         tag = f'"{hashlib.md5(content).hexdigest()}"'
@@ -203,3 +212,57 @@ def test_openml_asks_for_the_address_and_the_checksum(server, tmp_path):
     server.files["/json/data/24"] = b"{}"
     with pytest.raises(DataError, match=r"json/data/24"):
         Local("mushroom_num", 2, root=tmp_path)
+
+
+@pytest.fixture
+def hub(server, monkeypatch):
+    """Lets the hub's own client ask the server of the test."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", server.url)
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"
+    )
+
+    def add(repository, folder, files):
+        tree = []
+        for name, content in files.items():
+            checksum = hashlib.sha256(content).hexdigest()
+            lfs = {"oid": checksum, "size": len(content), "pointerSize": 130}
+            entry = {"type": "file", "oid": "0" * 40, "size": len(content), "path": f"{folder}/{name}", "lfs": lfs}
+            tree.append(entry)
+            server.files[f"/datasets/{repository}/resolve/main/{folder}/{name}"] = content
+        server.files[f"/api/datasets/{repository}/tree/main/{folder}"] = json.dumps(tree).encode()
+
+    return add
+
+
+def test_files_of_the_hub_are_listed_with_their_checksums(server, hub, tmp_path):
+    name = "FK1-v4(human)/human_demos_by_playdata"
+    formats.write_roboset(tmp_path / "a.h5", [3])
+    content = (tmp_path / "a.h5").read_bytes()
+    hub("jdvakil/RoboSet_Sim", name, {"sub/b.h5": content, "a.h5": content, "notes.txt": b"hello"})
+    dataset = RobosetExperienceReplay(name, root=tmp_path / "root")
+    assert dataset[:]["seed"].tolist() == [0, 0, 0, 1, 1, 1]
+    assert not any(path.endswith("notes.txt") for path, _ in server.requests)
+    server.files[f"/datasets/jdvakil/RoboSet_Sim/resolve/main/{name}/a.h5"] = content[:-1] + b"x"
+    with pytest.raises(DataError, match=r"must be what was published"):
+        RobosetExperienceReplay(name, root=tmp_path / "other")
+    with pytest.raises(DataError, match="on the hub must list its folder"):
+        RobosetExperienceReplay("DAPG(human)/pen_v2d-v1", root=tmp_path / "other")
+
+
+def test_a_stream_downloads_one_file_at_a_time_and_keeps_none(server, hub, tmp_path):
+    files = {}
+    for number, lengths in enumerate([[3, 4], [5]]):
+        formats.write_openx(tmp_path / "a.tar", lengths)
+        files[f"cmu_stretch_{number}.tar"] = (tmp_path / "a.tar").read_bytes()
+    hub("jxu124/OpenX-Embodiment", "cmu_stretch", files)
+    arguments = {"root": tmp_path / "root", "streaming": True, "shuffle": False}
+    dataset = OpenXExperienceReplay("cmu_stretch", **arguments)
+    stream = iter(dataset)
+    assert [len(next(stream)) for _ in range(2)] == [3, 4]
+    assert [path for path, _ in server.requests if path.endswith(".tar")] == [
+        "/datasets/jxu124/OpenX-Embodiment/resolve/main/cmu_stretch/cmu_stretch_0.tar"
+    ]
+    assert [len(rows) for rows in stream] == [5]
+    assert not (tmp_path / "root").exists()

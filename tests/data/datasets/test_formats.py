@@ -23,7 +23,7 @@ from llmrl.data.datasets import (
     VD4RLExperienceReplay,
 )
 from llmrl.data.datasets.formats import load_pickle
-from llmrl.errors import DataError, UnsupportedError
+from llmrl.errors import ConfigError, DataError, UnsupportedError
 from tests.support import public_formats as formats
 
 FLAGS = ("done", "terminated", "truncated")
@@ -311,6 +311,44 @@ def test_openx_rows_are_those_of_the_steps(tmp_path):
     sample = dataset.sample()
     assert sample["episode"].unique().numel() == 1
     assert sample.get("language_instruction").tolist() == [f"task {int(sample['episode'][0])}"] * 2
+
+
+def test_openx_streams_slices_of_one_trajectory_after_the_other(tmp_path):
+    formats.write_openx(tmp_path / "a.tar", [3, 5])
+    arguments = {"root": tmp_path / "root", "source": tmp_path, "streaming": True, "shuffle": False}
+    dataset = OpenXExperienceReplay("cmu_stretch", num_slices=2, **arguments)
+    for _ in range(3):
+        sample = dataset.sample(4)
+        state = sample["observation", "state"].view(2, 2, 2)
+        assert state[:, :, 1].tolist() == [[0, 0], [1, 1]]
+        assert (state[:, 1, 0] - state[:, 0, 0]).tolist() == [1, 1]
+        assert sample["next", "done"].flatten().tolist() == [False, True, False, True]
+        assert sample.get("language_instruction").tolist() == ["task 0"] * 2 + ["task 1"] * 2
+    with pytest.raises(DataError, match="got 3 steps, expected 4"):
+        dataset.sample(8)
+    padded = OpenXExperienceReplay("cmu_stretch", slice_len=4, pad=-1, **arguments).sample(4)
+    assert padded["action"].tolist() == [[0, 0], [1, 1], [2, 2], [-1, -1]]
+    with pytest.raises(UnsupportedError, match="a stream has no length"):
+        len(dataset)
+    shuffled = OpenXExperienceReplay("cmu_stretch", **{**arguments, "shuffle": True})
+    assert sorted(len(rows) for rows in shuffled) == [3, 5]
+
+
+def test_openx_iterates_over_trajectories_without_a_batch_size(tmp_path):
+    formats.write_openx(tmp_path / "a.tar", [3, 5])
+    arguments = {"root": tmp_path / "root", "source": tmp_path, "shuffle": False, "replacement": False}
+    rows = list(OpenXExperienceReplay("cmu_stretch", **arguments))
+    assert [each["observation", "state"][:, 0].tolist() for each in rows] == [[0, 1, 2], [0, 1, 2, 3, 4]]
+    assert [len(each) for each in OpenXExperienceReplay("cmu_stretch", slice_len=2, **arguments)] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"pad": 0}, {"shuffle": False}, {"num_slices": 1, "slice_len": 2}, {"streaming": True, "replacement": True}],
+)
+def test_openx_arguments_that_do_not_fit_are_refused(tmp_path, arguments):
+    with pytest.raises(ConfigError, match="the arguments must fit each other"):
+        OpenXExperienceReplay("cmu_stretch", root=tmp_path, **arguments)
 
 
 # --- RoboSet ---
