@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,7 +33,7 @@ from llmrl.errors import CheckpointError, ConfigError, DataError, did_you_mean
 _CHUNK = 1000  # rows that ``preprocess`` gives to the function at a time
 
 
-class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
+class BaseDatasetExperienceReplay(TensorDictReplayBuffer, ABC):
     """Rows of a public dataset in TED, as a buffer that is not written to.
 
     The rows are mapped from files below ``root`` (default ``~/.cache/llmrl/<kind of dataset>``). If they are not there,
@@ -42,8 +42,8 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
     builds again. With ``split_trajs`` a row is a trajectory, padded with zeros, ``"mask"`` True on its steps, and
     ``"traj_ids"``. Other arguments are those of ``TensorDictReplayBuffer``.
 
-    A sub-class has the names of its datasets, the endings of its files, and two methods: `_remote_files` says where
-    they are, `_read` makes rows of them.
+    A sub-class has ``kind``, ``suffixes`` and `_read`, which makes rows of its files; what can be downloaded is in
+    ``available_datasets`` and `_remote_files`.
 
     Raises   ConfigError for a name that there is not, or rows that were built with other options or from other files;
              DataError for files that are missing or broken; DeadlineError if another process builds too long
@@ -101,15 +101,15 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
     # --- what a format defines ---
 
     @abstractmethod
-    def _remote_files(self) -> list[RemoteFile]:
-        """The addresses of the files of the dataset."""
-
-    @abstractmethod
     def _read(self, files: list[Path], notes: dict[str, Any]) -> Iterator[tuple[TensorDictBase, str]]:
         """The rows of the files, part by part, each with the name of its source; may add to the ``notes``.
 
         Notes: "metadata", and "following", the entries whose ``"next"`` is the following row's.
         """
+
+    def _remote_files(self) -> list[RemoteFile]:
+        """The addresses of the files of the dataset."""
+        return []
 
     def _download(self, folder: Path) -> list[Path]:
         """The files of the dataset, downloaded to the folder."""

@@ -76,7 +76,8 @@ class RowWriter:
                     f"{list(values.shape[1:])} for {'.'.join(key)} in {source}, expected {column.dtype} "
                     f"{list(column.shape)}."
                 )
-            values.contiguous().reshape(-1).view(torch.uint8).numpy().tofile(column.file)
+            content = values.clone(memory_format=torch.contiguous_format)  # a row of one value may have any stride
+            content.reshape(-1).view(torch.uint8).numpy().tofile(column.file)
         self.rows += len(rows)
 
     def complete(self, notes: dict[str, Any]) -> None:

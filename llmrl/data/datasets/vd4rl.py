@@ -1,4 +1,4 @@
-"""V-D4RL: pixels of control tasks, as episodes in .npz files (64 px) or shards of HDF5 (84 px); hub: conglu/vd4rl."""
+"""V-D4RL: pixels of control tasks, as episodes in .npz files or shards of HDF5; hub: conglu/vd4rl."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ class VD4RLExperienceReplay(BaseDatasetExperienceReplay):
         *(f"main/{task}/{level}/64px" for task in ("cheetah_run", "humanoid_walk", "walker_walk") for level in _LEVELS),
         *(f"distracting/walker_walk_random/64px/{level}" for level in ("easy", "medium", "hard")),
         *(f"multitask/{task}_random/64px" for task in ("cheetah_run", "walker_walk")),
-        *(f"main/{task}/{level}/84px" for task in ("cheetah_run", "humanoid_walk", "walker_walk") for level in _LEVELS),
     ]
     repository, repository_folder = "conglu/vd4rl", "vd4rl"
 

@@ -20,7 +20,13 @@ from llmrl.data import (
     SliceSampler,
     TensorDictRoundRobinWriter,
 )
-from llmrl.data.datasets import AtariDQNExperienceReplay, D4RLExperienceReplay, RobosetExperienceReplay
+from llmrl.data.datasets import (
+    AtariDQNExperienceReplay,
+    BaseDatasetExperienceReplay,
+    D4RLExperienceReplay,
+    RobosetExperienceReplay,
+)
+from llmrl.data.datasets.formats import following, ted_rows
 from llmrl.data.datasets.rows import MARKER
 from llmrl.data.replay_buffers.directory import current_directory
 from llmrl.envs.transforms import ExcludeTransform, RenameTransform
@@ -274,6 +280,36 @@ def test_delete_removes_empty_folders_up_to_the_root(tmp_path):
     dataset.delete()
     assert list((tmp_path / "root").iterdir()) == []
     assert (tmp_path / "seed.h5").exists()
+
+
+# --- a format of one's own ---
+
+
+class Lines(BaseDatasetExperienceReplay):
+    """One trajectory per file, one observation and one reward per line."""
+
+    kind, suffixes = "lines", (".txt",)
+
+    def _read(self, files, notes):
+        for path in files:
+            values = torch.tensor([[float(part) for part in line.split()] for line in path.read_text().splitlines()])
+            seen = {("observation",): values[:, :1]}
+            ends = torch.arange(len(values)) == len(values) - 1
+            then = {key: following(value) for key, value in seen.items()}
+            yield (
+                ted_rows(str(path), seen, then, reward=values[:, 1], terminated=ends, truncated=~ends & False),
+                str(path),
+            )
+
+
+def test_a_format_of_ones_own_needs_one_method(tmp_path):
+    (tmp_path / "a.txt").write_text("1 0.5\n2 1\n")
+    (tmp_path / "b.txt").write_text("7 2\n")
+    dataset = Lines("two", 2, source=tmp_path, root=tmp_path / "root")
+    assert dataset[:]["next", "observation"].flatten().tolist() == [2, 0, 0]
+    assert dataset[:]["next", "reward"].flatten().tolist() == [0.5, 1, 2]
+    with pytest.raises(ConfigError, match=r"must be one of Lines\.available_datasets"):
+        Lines("three", root=tmp_path / "root")
 
 
 # --- names and arguments ---
