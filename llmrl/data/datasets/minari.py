@@ -26,7 +26,7 @@ class _RemoteNames:
     """``available_datasets`` of Minari, which its server lists."""
 
     def __get__(self, instance: Any, owner: type) -> list[str]:
-        with reading("the list of Minari's datasets"):
+        with _asking_the_server(owner.__name__):
             return sorted(_minari(owner.__name__).list_remote_datasets())
 
 
@@ -65,7 +65,7 @@ class MinariExperienceReplay(BaseDatasetExperienceReplay):
     def _download(self, folder: Path) -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            with _datasets_path(folder), reading(f"the download of {self.dataset_id}"):
+            with _datasets_path(folder), _asking_the_server(self._who):
                 _minari(self._who).download_dataset(self.dataset_id, force_download=True)
         finally:
             files = note_files(folder)
@@ -137,6 +137,19 @@ def _datasets_path(folder: Path) -> Iterator[None]:
         del os.environ[name]
         if before is not None:
             os.environ[name] = before
+
+
+@contextmanager
+def _asking_the_server(who: str) -> Iterator[None]:
+    try:
+        yield
+    except ImportError:
+        raise  # of the package for the server, which Minari names
+    except Exception as error:  # each of Minari's servers has errors of its own
+        raise DataError(
+            f"{who}: Minari's server must answer: {type(error).__name__}: {error}; check the connection, or give "
+            "source=..., a folder of Minari's."
+        ) from error
 
 
 def _minari(who: str) -> Any:
