@@ -262,7 +262,7 @@ def test_minari_rows_are_those_that_the_environment_gave(tmp_path, monkeypatch, 
 
 
 def test_minari_says_when_its_server_cannot_be_asked(tmp_path):
-    with pytest.raises(DataError, match="Minari's server must answer.*offline mode"):  # as the tests run
+    with pytest.raises(DataError, match=r"Minari's server must answer.*offline mode"):  # as the tests run
         MinariExperienceReplay("D4RL/door/human-v2", root=tmp_path)
 
 
