@@ -84,6 +84,7 @@ usage: llmrl COMMAND ...
   launch  grpo|resume ...                  that, with vLLM servers on the rollout.gpus last GPUs
   eval    RUN [section.key=value ...]      measure a run's checkpoint
   show    RUN                              a run's steps, before and after, samples; reads files only
+  runs                                     the runs in runs/: state, step, best measure, age
   template NAME_OR_PATH                    what a chat template does to training, on a conversation
   doctor                                   devices, versions, and what works here
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from llmrl.run.command_line import JSON, RUN, Parser
@@ -33,6 +34,12 @@ def _show(arguments: list[str]) -> int:
     return 0
 
 
+def _runs(arguments: list[str]) -> int:
+    where = (["--runs"], {"default": "runs", "metavar": "DIR", "help": "where runs are kept (default: runs)"})
+    options = Parser("runs [options]", where, JSON).parse(arguments)
+    return _module("runs").list_runs(Path(options.runs), as_json=options.json)
+
+
 def _template(arguments: list[str]) -> int:
     options = Parser(
         "template NAME_OR_PATH [options]",
@@ -51,4 +58,9 @@ def _doctor(arguments: list[str]) -> int:
 
 
 # name -> what runs it: the arguments after the name in, the exit code out
-COMMANDS: dict[str, Callable[[list[str]], int]] = {"show": _show, "template": _template, "doctor": _doctor}
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "show": _show,
+    "runs": _runs,
+    "template": _template,
+    "doctor": _doctor,
+}
