@@ -58,7 +58,8 @@ def toy(tmp_path, monkeypatch):
     for name in ("toy_recipe", "toy_settings"):
         sys.modules.pop(name, None)
     row = cli.Recipe("toy_settings:ToyConfig", "toy_recipe")
-    monkeypatch.setattr(cli, "RECIPES", {"sft": row, "grpo": row})
+    for command in ("sft", "grpo"):
+        monkeypatch.setitem(cli.RECIPES, command, row)
     import toy_recipe
 
     return toy_recipe

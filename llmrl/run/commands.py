@@ -8,13 +8,85 @@ from pathlib import Path
 from typing import Any
 
 from llmrl.run.command_line import JSON, RUN, Parser
+from llmrl.run.recipes import checkpoint_of, load_run
 from llmrl.run.run_dir import RunDir
 
 __all__ = ["COMMANDS"]
 
+DTYPES = ("bfloat16", "float16", "float32")
+CHECKPOINT = (["--checkpoint"], {"metavar": "stepN", "help": "which checkpoint (default: the last)"})
+
 
 def _module(name: str) -> Any:
     return importlib.import_module(f"llmrl.run.{name}")
+
+
+def _eval(arguments: list[str]) -> int:
+    options = Parser(
+        "eval RUN [section.key=value ...] [options]",
+        RUN,
+        (["overrides"], {"nargs": "*", "metavar": "section.key=value", "help": "settings to change"}),
+        CHECKPOINT,
+        (
+            ["--samples"],
+            {"type": int, "default": 1, "metavar": "K", "help": "answers to a problem (default: 1, greedy)"},
+        ),
+        (["--temperature"], {"type": float, "metavar": "T", "help": "of several samples (default: the run's, else 1)"}),
+        (
+            ["--data"],
+            {
+                "action": "append",
+                "default": [],
+                "metavar": "NAME[:SPLIT]",
+                "help": "a file or hub name to measure on; again for more",
+            },
+        ),
+        JSON,
+    ).parse(arguments)
+    run = RunDir.open(options.run)
+    _, info, loaded = load_run(run, options.overrides)
+    return _module("evaluate").run(
+        run.path,
+        command=info["command"],
+        config=loaded.config,
+        checkpoint=checkpoint_of(run, options.checkpoint),
+        data=options.data,
+        samples=options.samples,
+        temperature=options.temperature,
+        as_json=options.json,
+    )
+
+
+def _export(arguments: list[str]) -> int:
+    options = Parser(
+        "export RUN DIR [options]",
+        RUN,
+        (["folder"], {"metavar": "DIR", "help": "a folder that does not exist"}),
+        CHECKPOINT,
+        (
+            ["--dtype"],
+            {
+                "choices": ["bfloat16", "float16", "float32"],
+                "default": "bfloat16",
+                "help": "of the weights (default: bfloat16)",
+            },
+        ),
+        (["--merge"], {"action": "store_true", "help": "of a run with adapters: the model with them added in"}),
+        (["--push"], {"metavar": "REPO", "help": "upload the folder to this repository of the hub, too"}),
+        (["--public"], {"action": "store_true", "help": "everybody can see the repository that --push makes"}),
+    ).parse(arguments)
+    run = RunDir.open(options.run)
+    _, _, loaded = load_run(run)
+    return _module("export").export(
+        run,
+        Path(options.folder),
+        config=loaded.config,
+        checkpoint=checkpoint_of(run, options.checkpoint),
+        dtype=options.dtype,
+        merge=options.merge,
+        push=options.push,
+        public=options.public,
+    )
 
 
 def _show(arguments: list[str]) -> int:
@@ -59,6 +131,8 @@ def _doctor(arguments: list[str]) -> int:
 
 # name -> what runs it: the arguments after the name in, the exit code out
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "eval": _eval,
+    "export": _export,
     "show": _show,
     "runs": _runs,
     "template": _template,

@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from llmrl.run.cli import RECIPES
+from llmrl.run.recipes import RECIPES
 from llmrl.run.config import dump_config, dump_defaults, find_recipe, load_config, recipe_names
 
 SETTINGS = {name: recipe.settings() for name, recipe in RECIPES.items()}
