@@ -84,7 +84,8 @@ def as_json(run: RunDir) -> str:
 
 def changes(steps: Sequence[Row]) -> list[tuple[str, float, float]]:
     """First and last value of the reward or the loss, and of every evaluation."""
-    evaluations = sorted({name for row in steps for name in row if name.startswith("eval/")})
+    names = {name for row in steps for name in row if name.startswith("eval/")}
+    evaluations = sorted(name for name in names if not name.endswith(("/std", "/count")))
     changes = []
     for name in ["reward/mean" if any("reward/mean" in row for row in steps) else "policy/loss", *evaluations]:
         values = [row[name] for row in steps if row.get(name) is not None]

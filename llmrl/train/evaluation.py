@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,15 +21,15 @@ if TYPE_CHECKING:
     from llmrl.train.distributed import Session
     from llmrl.train.settings import EvalSettings, SFTConfig
 
-__all__ = ["Evaluator", "make_evaluators"]
+__all__ = ["Evaluator", "eval_metrics", "make_evaluators"]
 
 
 class Evaluator:
     """Asks ``policy`` every row once, without sampling, the rows dealt out over the ranks.
 
     `run` returns the mean of "success" where the environment writes it, else of the reward. Answers whose scoring
-    failed are left out of the mean and counted in ``failed``. ``metrics`` has that mean for the log and, with tools,
-    the share of conversations that called one.
+    failed are left out of the mean and counted in ``failed``. ``metrics`` has that mean for the log, with the scores'
+    standard deviation and their count, and with tools the share of conversations that called one.
     """
 
     def __init__(
@@ -47,7 +48,8 @@ class Evaluator:
         self.metric = f"eval/{env.label}/mean" if split == "test" else f"eval/{env.label}-{split}/mean"
         self.num_rows = len(rows)
         self.failed = 0
-        self.score = math.nan  # of the last run, as the next one
+        self.score = self.std = math.nan  # of the last run, as the next ones
+        self.num_scored = 0
         self.call_rate: float | None = None  # None without tools
         self._retries = env.retries
         self._has_tools = bool(env.tools)
@@ -78,7 +80,8 @@ class Evaluator:
         if self._has_tools:
             called = self.session.gather(called)
             self.call_rate = sum(called) / max(1, len(called))
-        self.score = sum(valid) / len(valid) if valid else math.nan
+        self.num_scored = len(valid)
+        self.score, self.std = (statistics.fmean(valid), statistics.pstdev(valid)) if valid else (math.nan, math.nan)
         return self.score
 
     def _ask(self, env: DatasetChatEnv) -> TensorDictBase:
@@ -89,13 +92,22 @@ class Evaluator:
     @property
     def metrics(self) -> dict[str, float]:
         """The last run, under the names of the log."""
-        rate = {} if self.call_rate is None else {f"{self.metric.removesuffix('/mean')}/call_rate": self.call_rate}
-        return {self.metric: self.score, **rate}
+        return eval_metrics(self.metric, self.score, self.std, self.num_scored, call_rate=self.call_rate)
 
     @property
     def summary(self) -> str:
         """The last run in words."""
         return f"{self.name} {self.score:.3f}" + ("" if self.call_rate is None else f", {self.call_rate:.0%} call")
+
+
+def eval_metrics(name: str, mean: float, std: float, count: int, *, call_rate: float | None = None) -> dict[str, float]:
+    """What an evaluation logs, beside its metric ``name`` = ".../mean"; without ``call_rate`` where there are no tools.
+
+    >>> eval_metrics("eval/sums/mean", 0.75, 0.433, 500)
+    {'eval/sums/mean': 0.75, 'eval/sums/std': 0.433, 'eval/sums/count': 500}
+    """
+    values = {"mean": mean, "std": std, "count": count, "call_rate": call_rate}
+    return {f"{name.removesuffix('mean')}{key}": value for key, value in values.items() if value is not None}
 
 
 def make_evaluators(
