@@ -62,9 +62,11 @@ usage: llmrl COMMAND ...
   resume  RUN [section.key=value ...]      go on from a run's last whole checkpoint
   launch  grpo|resume ...                  that, with vLLM servers on the rollout.gpus last GPUs
   eval    RUN [section.key=value ...]      measure a run's checkpoint
+  export  RUN DIR                          a checkpoint as a model folder, with a card; --push to the hub
   show    RUN                              a run's steps, before and after, samples; reads files only
   runs                                     the runs in runs/: state, step, best measure, age
   template NAME_OR_PATH                    what a chat template does to training, on a conversation
+  new     reward|tool|env|recipe NAME      files to start from, with a test that passes
   doctor                                   devices, versions, and what works here
 
 RECIPE is a YAML file or a packaged recipe: {recipes}

@@ -124,6 +124,16 @@ def _template(arguments: list[str]) -> int:
     return report.run(options.name, tools=options.tools, data=options.data, as_json=options.json)
 
 
+def _new(arguments: list[str]) -> int:
+    options = Parser(
+        "new KIND NAME [options]",
+        (["kind"], {"choices": ["reward", "tool", "env", "recipe"], "help": "reward, tool, env or recipe"}),
+        (["name"], {"help": "of the module that is written, in lower case"}),
+        (["--folder"], {"default": ".", "metavar": "DIR", "help": "where the files are written (default: here)"}),
+    ).parse(arguments)
+    return _module("new").new(options.kind, options.name, folder=Path(options.folder))
+
+
 def _doctor(arguments: list[str]) -> int:
     options = Parser("doctor [--json]", JSON).parse(arguments)
     return _module("doctor").report(as_json=options.json)
@@ -136,5 +146,6 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "show": _show,
     "runs": _runs,
     "template": _template,
+    "new": _new,
     "doctor": _doctor,
 }

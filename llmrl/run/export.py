@@ -175,24 +175,17 @@ def _card(run: RunDir, config: ModelSource, name: str, checkpoint: Path, *, adap
     steps = read_metrics(run.path) if run.metrics.exists() else []
     if measured := changes(steps) if steps else []:
         text += ["| measure | before | after |", "|---|---|---|"]
-        text += [f"| {measure} | {before:.3f} | {after:.3f} |" for measure, before, after in measured]
+        text += [
+            f"| {measure.removeprefix('eval/')} | {before:.3f} | {after:.3f} |" for measure, before, after in measured
+        ]
         text += [""]
     text += ["Settings that were given:", ""]
     for setting, place in sorted(info.get("origins", {}).items()):
         text.append(f"- {_code(f'{setting}: {_value(config, setting)}')} ({place})")
-    loader = (
-        "from peft import AutoPeftModelForCausalLM as Model"
-        if adapters
-        else "from transformers import AutoModelForCausalLM as Model"
-    )
-    text += ["", "```python", "from transformers import AutoTokenizer", loader, ""]
-    text += [
-        f"tokenizer = AutoTokenizer.from_pretrained({name!r})",
-        f"model = Model.from_pretrained({name!r})",
-        "```",
-        "",
-    ]
-    return "\n".join(head + text)
+    package, kind = ("peft", "AutoPeftModelForCausalLM") if adapters else ("transformers", _auto_class(info))
+    text += ["", "```python", f"from {package} import {kind}", "from transformers import AutoTokenizer", ""]
+    text += [f"tokenizer = AutoTokenizer.from_pretrained({name!r})", f"model = {kind}.from_pretrained({name!r})"]
+    return "\n".join([*head, *text, "```", ""])
 
 
 def _auto_class(info: Mapping[str, Any]) -> str:
