@@ -62,6 +62,7 @@ usage: llmrl COMMAND ...
   resume  RUN [section.key=value ...]      go on from a run's last whole checkpoint
   launch  grpo|resume ...                  that, with vLLM servers on the rollout.gpus last GPUs
   eval    RUN [section.key=value ...]      measure a run's checkpoint
+  chat    RUN|MODEL                        talk to a model, with the run's tools
   export  RUN DIR                          a checkpoint as a model folder, with a card; --push to the hub
   show    RUN                              a run's steps, before and after, samples; reads files only
   runs                                     the runs in runs/: state, step, best measure, age

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from llmrl.errors import ConfigError
+from llmrl.loading import load_object
 from llmrl.run.command_line import JSON, RUN, Parser
 from llmrl.run.recipes import checkpoint_of, load_run
 from llmrl.run.run_dir import RunDir
@@ -124,6 +126,50 @@ def _template(arguments: list[str]) -> int:
     return report.run(options.name, tools=options.tools, data=options.data, as_json=options.json)
 
 
+def _chat(arguments: list[str]) -> int:
+    options = Parser(
+        "chat RUN|MODEL [options]",
+        (["model"], {"metavar": "RUN|MODEL", "help": "a run's folder or name; or a model's folder or name on the hub"}),
+        CHECKPOINT,
+        (
+            ["--tools"],
+            {"action": "append", "default": [], "metavar": "NAME", "help": "not those of the run; repeatable"},
+        ),
+        (["--system"], {"metavar": "TEXT", "help": "the system prompt, instead of the run's"}),
+        (
+            ["--temperature"],
+            {"type": float, "metavar": "T", "help": "0: greedy (default: the run's, else 1)"},
+        ),
+        (["--max-tokens"], {"type": int, "metavar": "N", "help": "of an answer (default: the run's, else 1024)"}),
+        (["--seed"], {"type": int, "metavar": "N", "help": "of sampling"}),
+    ).parse(arguments)
+    config, runs = _model_source(options.model, options.checkpoint)
+    return _module("chat").chat(
+        config,
+        runs=runs,
+        tools=options.tools,
+        system=options.system,
+        temperature=options.temperature,
+        max_tokens=options.max_tokens,
+        seed=options.seed,
+    )
+
+
+def _model_source(name: str, checkpoint: str | None) -> tuple[Any, Path]:
+    """The settings of a run with its checkpoint as the model, or of a model alone; and where runs are."""
+    try:
+        run = RunDir.open(name)
+    except ConfigError as error:
+        if "did you mean" in str(error) or checkpoint:
+            raise
+        return load_object("llmrl.train.settings:ModelSource", what="settings")(model=name), Path("runs")
+    _, info, loaded = load_run(run)
+    if info["command"] == "reward":
+        raise ConfigError(f"llmrl chat  {run.path} is a reward model, which gives numbers: it does not answer")
+    source = {"model": str(checkpoint_of(run, checkpoint)), "lora": None}  # with adapters merged in
+    return loaded.config.model_copy(update=source), run.path.parent
+
+
 def _new(arguments: list[str]) -> int:
     options = Parser(
         "new KIND NAME [options]",
@@ -146,6 +192,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "show": _show,
     "runs": _runs,
     "template": _template,
+    "chat": _chat,
     "new": _new,
     "doctor": _doctor,
 }
