@@ -58,7 +58,7 @@ READS_TENSORS = {"llmrl.run.metrics"}
 
 # Import names that belong to a distribution of another name, or come with one that llmrl depends on.
 PROVIDED_BY = {"yaml": "pyyaml", "pydantic_core": "pydantic"}
-PROVIDED_BY |= {"tokenizers": "transformers", "safetensors": "transformers"}
+PROVIDED_BY |= {"tokenizers": "transformers", "safetensors": "transformers", "huggingface_hub": "transformers"}
 PROVIDED_BY |= {"cloudpickle": "tensordict"}
 
 
