@@ -13,6 +13,7 @@ from llmrl.run import cli
 from llmrl.run.checkpoint import CheckpointStore
 from llmrl.run.config import load_config, settings
 from llmrl.run.metrics import MetricsLog
+from llmrl.run.recipes import RECIPES, Recipe
 from llmrl.run.rollout_log import Rollout, RolloutLog
 from llmrl.run.run_dir import RunDir
 
@@ -57,8 +58,9 @@ def toy(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("toy_recipe", "toy_settings"):
         sys.modules.pop(name, None)
-    row = cli.Recipe("toy_settings:ToyConfig", "toy_recipe")
-    monkeypatch.setattr(cli, "RECIPES", {"sft": row, "grpo": row})
+    row = Recipe("toy_settings:ToyConfig", "toy_recipe")
+    for command in RECIPES:
+        monkeypatch.setitem(RECIPES, command, row)
     import toy_recipe
 
     return toy_recipe
@@ -315,9 +317,9 @@ def test_doctor_finds_that_this_machine_can_train(capsys):
     assert capsys.readouterr().out.startswith("ok  python")
 
 
-@pytest.mark.parametrize("name", cli.RECIPES)
+@pytest.mark.parametrize("name", RECIPES)
 def test_every_setting_of_a_recipe_has_a_meaning_and_unknown_ones_are_refused(name):
-    model = cli.RECIPES[name].settings()
+    model = RECIPES[name].settings()
     assert [setting.name for setting in settings(model) if not setting.meaning and not setting.inside] == []
     sections = [setting.name.rpartition(".")[0] for setting in settings(model)]
     for section in dict.fromkeys(sections):

@@ -120,7 +120,8 @@ def test_a_training_command_of_the_documents_reaches_its_recipe(command, folder,
     recipe.plan = lambda config, *, runs, gpu=None: []
     monkeypatch.setitem(sys.modules, "recipe", recipe)
     rows = {name: dataclasses.replace(row, module="recipe") for name, row in cli.RECIPES.items()}
-    monkeypatch.setattr(cli, "RECIPES", rows)
+    for name, row in rows.items():
+        monkeypatch.setitem(cli.RECIPES, name, row)
     assert cli.main(shlex.split(command)[1:]) == 0, capsys.readouterr().err
 
 

@@ -46,7 +46,9 @@ TABLE: dict[str, tuple[str, ...]] = {
     "llmrl.train": BELOW_TRAIN,
     "llmrl.run.doctor": (*BASE, *TOOLS, "llmrl.run"),
     "llmrl.run.template_report": (*BELOW_TRAIN, "llmrl.train"),
-    "llmrl.run.evaluate": (*BELOW_TRAIN, "llmrl.train"),
+    "llmrl.run.evaluate": (*BELOW_TRAIN, "llmrl.train", "llmrl.report"),
+    "llmrl.run.export": (*BELOW_TRAIN, "llmrl.train"),
+    "llmrl.run.chat": (*BELOW_TRAIN, "llmrl.train"),
     "llmrl.run.launch": (*BELOW_TRAIN, "llmrl.train"),
     "llmrl.run.cli": ("llmrl",),  # anything
     "llmrl.recipes": ("llmrl",),  # anything

@@ -20,7 +20,6 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +39,10 @@ from llmrl.errors import (
 )
 from llmrl.loading import load_object
 from llmrl.run.checkpoint import latest_checkpoint
-from llmrl.run.command_line import JSON, RUN, Parser
+from llmrl.run.command_line import RUN, Parser
 from llmrl.run.commands import COMMANDS
 from llmrl.run.config import Loaded, dump_config, dump_defaults, find_recipe, load_config, recipe_names
+from llmrl.run.recipes import RECIPES, load_run
 from llmrl.run.run_dir import RunDir
 
 __all__ = ["main"]
@@ -51,27 +51,6 @@ DONE, BAD_CONFIG, ENVIRONMENT, ABORTED, INTERRUPTED = 0, 2, 3, 4, 130
 RANK_0_SPEAKS_WITHIN_S = 10.0
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # the user's choice of how OpenMP's threads wait
 
-
-@dataclass(frozen=True)
-class Recipe:
-    """A training command: the names of its settings' class, imported without torch, and of its loop's module."""
-
-    settings_name: str
-    module: str
-
-    def settings(self) -> type[Any]:
-        return load_object(self.settings_name, what="settings")
-
-    def loop(self) -> Any:
-        return importlib.import_module(self.module)
-
-
-RECIPES = {
-    "sft": Recipe("llmrl.train.settings:SFTConfig", "llmrl.recipes.sft"),
-    "grpo": Recipe("llmrl.train.settings:GRPOConfig", "llmrl.recipes.grpo"),
-    "dpo": Recipe("llmrl.train.preference_settings:DPOConfig", "llmrl.recipes.dpo"),
-    "reward": Recipe("llmrl.train.preference_settings:RewardConfig", "llmrl.recipes.reward"),
-}
 
 HELP = """\
 usage: llmrl COMMAND ...
@@ -83,8 +62,12 @@ usage: llmrl COMMAND ...
   resume  RUN [section.key=value ...]      go on from a run's last whole checkpoint
   launch  grpo|resume ...                  that, with vLLM servers on the rollout.gpus last GPUs
   eval    RUN [section.key=value ...]      measure a run's checkpoint
+  chat    RUN|MODEL                        talk to a model, with the run's tools
+  export  RUN DIR                          a checkpoint as a model folder, with a card; --push to the hub
   show    RUN                              a run's steps, before and after, samples; reads files only
+  runs                                     the runs in runs/: state, step, best measure, age
   template NAME_OR_PATH                    what a chat template does to training, on a conversation
+  new     reward|tool|env|recipe NAME      files to start from, with a test that passes
   doctor                                   devices, versions, and what works here
 
 RECIPE is a YAML file or a packaged recipe: {recipes}
@@ -143,7 +126,7 @@ def _dispatch(arguments: list[str]) -> int:
         print(f"llmrl {llmrl.__version__}")
         return DONE
     command, *rest = arguments
-    others = {"resume": _resume, "launch": _launch_all, "eval": _eval, **COMMANDS}
+    others = {"resume": _resume, "launch": _launch_all, **COMMANDS}
     if command in RECIPES:
         return _train(command, rest)
     if command in others:
@@ -231,7 +214,7 @@ def _launch_all(arguments: list[str]) -> int:
     else:
         run = RunDir.open(next((word for word in rest if "=" not in word), ""))
         changes = ["rollout.servers=[]", *(word for word in rest if "=" in word)]  # those of the start before are gone
-        recipe, _, loaded = _load_run(run, changes)
+        recipe, _, loaded = load_run(run, changes)
         if recipe is not RECIPES["grpo"]:
             own.error(f"needs a run of grpo: {run.path} is none")
         runs = run.path.parent
@@ -260,7 +243,7 @@ def _resume(arguments: list[str]) -> int:
     options = Parser("resume RUN [section.key=value ...]", RUN, (["overrides"], change)).parse(arguments)
     run = RunDir.open(options.run)
     with _lock(run):
-        recipe, info, loaded = _load_run(run, options.overrides)
+        recipe, info, loaded = load_run(run, options.overrides)
         _check_fixed(run, recipe.settings(), loaded.config)
         _check_launched(loaded.config)
         if latest_checkpoint(run.path) is None:
@@ -274,26 +257,6 @@ def _resume(arguments: list[str]) -> int:
 
         on_start = write_settings if options.overrides else None
         return recipe.loop().run(loaded.config, run_dir=run.path, resume=True, on_start=on_start)
-
-
-def _eval(arguments: list[str]) -> int:
-    options = Parser(
-        "eval RUN [section.key=value ...] [options]",
-        RUN,
-        (["overrides"], {"nargs": "*", "metavar": "section.key=value", "help": "settings to change"}),
-        (["--checkpoint"], {"metavar": "stepN", "help": "which checkpoint (default: the last)"}),
-        JSON,
-    ).parse(arguments)
-    run = RunDir.open(options.run)
-    _, info, loaded = _load_run(run, options.overrides)
-    checkpoint = run.checkpoints / options.checkpoint if options.checkpoint else latest_checkpoint(run.path)
-    if checkpoint is None or not checkpoint.is_dir():
-        there = ", ".join(sorted(path.name for path in run.checkpoints.glob("step*"))) or "none"
-        raise DataError(f"llmrl eval: needs a checkpoint: got {options.checkpoint or 'the last'}, there: {there}.")
-    evaluate = importlib.import_module("llmrl.run.evaluate")
-    return evaluate.run(
-        run.path, command=info["command"], config=loaded.config, checkpoint=checkpoint, as_json=options.json
-    )
 
 
 # --- helpers ---------------------------------------------------------------------------------------------------------
@@ -348,14 +311,6 @@ def _launch() -> str:
 
 def _num_restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
-def _load_run(run: RunDir, overrides: Sequence[str]) -> tuple[Recipe, dict[str, Any], Loaded]:
-    info = run.read_info()
-    if info.get("command") not in RECIPES:
-        raise ConfigError(f"{run.info}  must name the command {' or '.join(RECIPES)}: got {info.get('command')!r}")
-    recipe = RECIPES[info["command"]]
-    return recipe, info, load_config(recipe.settings(), run.config, overrides)
 
 
 def _lock(run: RunDir) -> AbstractContextManager[None]:

@@ -1,67 +1,176 @@
-"""``llmrl eval RUN``: greedy answers of a checkpoint to the held-out problems of the run's own task."""
+"""``llmrl eval RUN``: a checkpoint's answers to held-out problems, one greedy one or several sampled ones to each."""
 
 from __future__ import annotations
 
 import json
+import math
+import statistics
 import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
+from llmrl.envs.llm.answers import extract_tags, last_boxed, normalize_answer
 from llmrl.errors import ConfigError
 from llmrl.modules.llm.policies import TransformersWrapper
+from llmrl.report.intervals import interval
 from llmrl.run.checkpoint import check_files
 from llmrl.run.console import format_duration, print_summary
 from llmrl.train.distributed import Session
 from llmrl.train.evaluation import Evaluator
 from llmrl.train.models import load_model, load_tokenizer
-from llmrl.train.settings import GRPOConfig, SFTConfig
+from llmrl.train.settings import EvalSettings, GRPOConfig, SFTConfig
 from llmrl.train.tasks import Task, eval_rows
 
-__all__ = ["run"]
+__all__ = ["run", "sample_metrics"]
+
+Answers = Sequence[tuple[Sequence[float], Sequence[str]]]
 
 
-def run(run_dir: Path, *, command: str, config: SFTConfig | GRPOConfig, checkpoint: Path, as_json: bool = False) -> int:
-    """Prints the score of ``checkpoint``, as one JSON object if so asked, and returns 0.
+def run(
+    run_dir: Path,
+    *,
+    command: str,
+    config: SFTConfig | GRPOConfig,
+    checkpoint: Path,
+    data: Sequence[str] = (),
+    samples: int = 1,
+    temperature: float | None = None,
+    as_json: bool = False,
+) -> int:
+    """Prints the scores of ``checkpoint``, a line or a JSON object for each set of problems, and returns 0.
+
+    ``data``         files or hub names, with ``:SPLIT`` for another split; none: what the run was measured on
+    ``samples``      answers to each problem; more than one are sampled with ``temperature``: the run's, or 1
 
     Raises  ConfigError if the run's settings name no task or no problems to measure on; DataError if the checkpoint is
             not as it was written
     """
     if command == "reward":
         raise ConfigError(f"llmrl eval: a reward model is measured while it trains: llmrl show {run_dir}")
-    rows = None if config.env is None else eval_rows(config.env, config.eval)
-    if config.env is None or rows is None:
-        setting = "env" if config.env is None else "eval.dataset"
-        raise ConfigError(f"llmrl eval: the {command} run {run_dir.name} has no held-out problems; say {setting}=...")
+    if samples < 1:
+        raise ConfigError(f"--samples  must be at least 1: got {samples}")
+    sets = _sets(run_dir, command, config, data)
+    if temperature is None:
+        temperature = 0.0 if samples == 1 else config.sampling.temperature if isinstance(config, GRPOConfig) else 1.0
     check_files(checkpoint)
     with Session(config) as session:
         source = config.model_copy(update={"model": str(checkpoint), "lora": None})  # merged
         tokenizer = load_tokenizer(source, runs=run_dir.parent)
         model = load_model(source, tokenizer, session, runs=run_dir.parent, checked=True)
         policy = TransformersWrapper(model, tokenizer=tokenizer, input_mode="history")
-        started = time.perf_counter()
-        task = Task(config.env, tokenizer)
-        evaluator = Evaluator(session, policy, task, rows, config.eval)
-        score = evaluator.run()
-        seconds = time.perf_counter() - started
-        task.close()
-    if not session.is_first:
-        return 0
+        with closing(Task(config.env, tokenizer)) as task:
+            for settings, rows in sets:
+                started = time.perf_counter()
+                evaluator = Evaluator(session, policy, task, rows, settings, samples=samples, temperature=temperature)
+                evaluator.run()
+                if session.is_first:
+                    found = {
+                        "run": str(run_dir),
+                        "checkpoint": checkpoint.name,
+                        "env": config.env.name,
+                        "dataset": settings.dataset,
+                        "split": settings.split,
+                        "rows": len(rows),
+                        "failed": evaluator.failed,
+                        **sample_metrics(evaluator.answers),
+                        **({} if evaluator.call_rate is None else {"call_rate": evaluator.call_rate}),
+                    }
+                    _print(session, evaluator, found, checkpoint, time.perf_counter() - started, as_json=as_json)
+    return 0
+
+
+def _sets(
+    run_dir: Path, command: str, config: SFTConfig | GRPOConfig, data: Sequence[str]
+) -> list[tuple[EvalSettings, Sequence[Mapping[str, Any]]]]:
+    """The problems of each set that was asked for, and the settings that name it."""
+    if config.env is None:
+        raise ConfigError(f"llmrl eval: the {command} run {run_dir.name} has no held-out problems; say env=...")
+    asked = [config.eval]
+    if data:
+        parts = [name.rpartition(":") if not Path(name).exists() else (name, "", "") for name in data]
+        named = [(name, split) if name else (split, config.eval.split) for name, _, split in parts]
+        asked = [config.eval.model_copy(update={"dataset": name, "split": split or "test"}) for name, split in named]
+    sets = [(settings, eval_rows(config.env, settings)) for settings in asked]
+    if any(rows is None for _, rows in sets):
+        raise ConfigError(
+            f"llmrl eval: the {command} run {run_dir.name} has no held-out problems; say eval.dataset=..."
+        )
+    return sets
+
+
+def sample_metrics(answers: Answers) -> dict[str, Any]:
+    """Measures of problems with K answers each: the scores, NaN where scoring failed, and the texts.
+
+    "mean" is avg@K, the mean over problems of their mean score, and "interval" its 95% interval over problems. Where K
+    is above 1: "pass@k" for k = 1, 2, 4, ... K, the chance that one of k answers is right (scores 1 or more), without
+    bias from K of them (Chen et al. 2021, eq. 1); "majority", the mean score of the answer that most of the K give.
+
+    >>> found = sample_metrics([([1, 0, 0, 0], ["4", "5", "5", "6"]), ([1, 1, 0, 1], ["7", "7", "8", "7"])])
+    >>> found["mean"], found["pass@2"], found["majority"]
+    (0.5, 0.75, 0.5)
+    """
+    rows = [
+        (kept, [text for score, text in zip(scores, texts, strict=True) if math.isfinite(score)])
+        for scores, texts in answers
+        if (kept := [score for score in scores if math.isfinite(score)])
+    ]
+    if not rows:
+        return {"mean": math.nan, "interval": None}
+    means = [statistics.fmean(scores) for scores, _ in rows]
+    mean = statistics.fmean(means)
+    found: dict[str, Any] = {"mean": mean, "interval": interval(mean, statistics.pstdev(means), len(means))}
+    num_samples = max(len(scores) for scores, _ in answers)
+    if num_samples == 1:
+        return found
+    found["samples"] = num_samples
+    sizes = [2**power for power in range(num_samples.bit_length()) if 2**power < num_samples] + [num_samples]
+    for size in sizes:
+        whole = [_pass_at(size, len(scores), sum(score >= 1 for score in scores)) for scores, _ in rows]
+        found[f"pass@{size}"] = statistics.fmean(whole)
+    found["majority"] = statistics.fmean(_majority(*row) for row in rows)
+    return found
+
+
+def _pass_at(size: int, count: int, right: int) -> float:
+    """The share of the choices of ``size`` from ``count`` answers that hold one of the ``right`` ones."""
+    size = min(size, count)  # where scoring some failed
+    return 1.0 - math.comb(count - right, size) / math.comb(count, size)
+
+
+def _majority(scores: Sequence[float], texts: Sequence[str]) -> float:
+    """The mean score of the answers that are most frequent; of equally frequent ones, of the one given first."""
+    final = [_final_answer(text) for text in texts]
+    chosen = max(final, key=final.count)
+    return statistics.fmean(score for score, answer in zip(scores, final, strict=True) if answer == chosen)
+
+
+def _final_answer(text: str) -> str:
+    """What an answer comes to: its last answer block or box, else all of it, in the form for comparing."""
+    answer = extract_tags(text)[1]
+    return normalize_answer(next(part for part in (answer, last_boxed(text), text) if part is not None))
+
+
+def _print(
+    session: Session, evaluator: Evaluator, found: Mapping[str, Any], checkpoint: Path, seconds: float, *, as_json: bool
+) -> None:
     if as_json:
-        result = {
-            "run": str(run_dir),
-            "checkpoint": checkpoint.name,
-            "env": config.env.name,
-            "split": config.eval.split,
-            "rows": len(rows),
-            "failed": evaluator.failed,
-            "mean": score,
-            **({} if evaluator.call_rate is None else {"call_rate": evaluator.call_rate}),
-        }
-        print(json.dumps(result))
-        return 0
+        print(json.dumps(found))
+        return
+    name = evaluator.name if found["dataset"] is None else f"{found['dataset']} {found['split']}"
+    bounds = "" if found["interval"] is None else " [{:.3f}, {:.3f}]".format(*found["interval"])
+    average = f"avg@{found['samples']} " if "samples" in found else ""
+    called = "" if evaluator.call_rate is None else f", {evaluator.call_rate:.0%} call"
     lost = f" · scoring failed on {evaluator.failed}" if evaluator.failed else ""
+    others = [f"{key} {value:.3f}" for key, value in found.items() if key.startswith("pass@") or key == "majority"]
     print_summary(
         session.console,
-        [evaluator.summary, f"{len(rows)} problems{lost}", format_duration(seconds)],
+        [
+            f"{name} {average}{found['mean']:.3f}{bounds}{called}",
+            f"{found['rows']} problems{lost}",
+            format_duration(seconds),
+        ],
+        facts=[("samples", " · ".join(others))] if others else [],
         files=str(checkpoint),
     )
-    return 0

@@ -23,6 +23,9 @@ __all__ = ["METRICS", "MetricsLog", "Mirror", "TensorBoardMirror", "WandbMirror"
 METRICS: dict[str, str] = {
     "reward/mean": "mean reward of the step's completions, failed ones left out",
     "reward/std": "their standard deviation",
+    "reward/p10": "their 10th percentile",
+    "reward/p50": "their median",
+    "reward/p90": "their 90th percentile",
     "group/zero_var_frac": "share of groups whose rewards are all equal: they teach nothing",
     "group/kept_frac": "share of groups that reached the loss",
     "tokens/completion_mean": "tokens sampled per completion",
@@ -93,6 +96,7 @@ METRICS: dict[str, str] = {
     "perf/peak_gb": "peak memory of a device during the updates; on a CPU of the process, since it began",
 }
 
+# Of an evaluation: the mean, the std and the count of its scores, and call_rate where there are tools.
 _FAMILIES = {r"reward/[\w.-]+/\w+": "reward/<function>/mean", r"eval/[\w.-]+/[\w@.-]+": "eval/<environment>/mean"}
 
 

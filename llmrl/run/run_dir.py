@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import socket
+import struct
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -109,6 +110,17 @@ class RunDir:
                     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
                     file.flush()
             yield
+
+    @property
+    def holder(self) -> str | None:
+        """The process that trains here now; None where none does, or the file system knows no locks."""
+        asked = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # struct flock of Linux
+        try:
+            with open(self.path / ".lock", encoding="utf-8") as file:
+                kind = struct.unpack("hhqqi", fcntl.fcntl(file, fcntl.F_GETLK, asked))[0]
+                return None if kind == fcntl.F_UNLCK else file.read().strip() or "a process"
+        except OSError:
+            return None
 
     def write_config(self, text: str) -> None:
         """Writes ``config.yaml``; another process sees the old text or the new one, never half of it."""

@@ -28,7 +28,7 @@ from llmrl.run.metrics import METRICS, read_metrics
 from llmrl.run.rollout_log import Rollout, read_rollouts
 from llmrl.run.run_dir import RunDir
 
-__all__ = ["as_json", "show"]
+__all__ = ["as_json", "changes", "show"]
 
 Row = dict[str, float | None]
 
@@ -60,7 +60,7 @@ def show(
     print_summary(
         console,
         [f"{int(steps[-1]['step'])} steps", format_duration(sum(seconds) if seconds else math.nan)],
-        changes=_changes(steps),
+        changes=changes(steps),
         facts=[("tools", _calls_in_words(calls))] if (calls := _calls(steps)) else [],
         files=f"{run.path}/{{config.yaml, metrics.jsonl, rollouts, checkpoints}}",
         following=[f"llmrl eval {run.path}", f"llmrl resume {run.path}"] if checkpoints else [],
@@ -75,16 +75,17 @@ def as_json(run: RunDir) -> str:
             "run": str(run.path),
             "info": run.read_info(),
             "steps": steps,
-            "changes": {name: {"before": before, "after": after} for name, before, after in _changes(steps)},
+            "changes": {name: {"before": before, "after": after} for name, before, after in changes(steps)},
             "calls": _calls(steps),
             "checkpoints": CheckpointStore(run.path, writer=False).steps(),
         }
     )
 
 
-def _changes(steps: Sequence[Row]) -> list[tuple[str, float, float]]:
+def changes(steps: Sequence[Row]) -> list[tuple[str, float, float]]:
     """First and last value of the reward or the loss, and of every evaluation."""
-    evaluations = sorted({name for row in steps for name in row if name.startswith("eval/")})
+    names = {name for row in steps for name in row if name.startswith("eval/")}
+    evaluations = sorted(name for name in names if not name.endswith(("/std", "/count")))
     changes = []
     for name in ["reward/mean" if any("reward/mean" in row for row in steps) else "policy/loss", *evaluations]:
         values = [row[name] for row in steps if row.get(name) is not None]

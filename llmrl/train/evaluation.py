@@ -1,14 +1,16 @@
-"""Greedy evaluation on problems that are not trained on, with the tools and the user of the training task."""
+"""Evaluation on problems that are not trained on, with the tools and the user of the training task."""
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from llmrl.collectors.llm import LLMCollector
+from llmrl.envs.llm.completions import completion_texts
 from llmrl.errors import DataError
 from llmrl.train.tasks import Task, eval_rows
 
@@ -20,15 +22,16 @@ if TYPE_CHECKING:
     from llmrl.train.distributed import Session
     from llmrl.train.settings import EvalSettings, SFTConfig
 
-__all__ = ["Evaluator", "make_evaluators"]
+__all__ = ["Evaluator", "eval_metrics", "make_evaluators"]
 
 
 class Evaluator:
-    """Asks ``policy`` every row once, without sampling, the rows dealt out over the ranks.
+    """Asks ``policy`` every row, the rows dealt out over the ranks: once and greedily, or ``samples`` times.
 
     `run` returns the mean of "success" where the environment writes it, else of the reward. Answers whose scoring
-    failed are left out of the mean and counted in ``failed``. ``metrics`` has that mean for the log and, with tools,
-    the share of conversations that called one.
+    failed are left out of the mean and counted in ``failed``. ``metrics`` has that mean for the log, with the scores'
+    standard deviation and their count, and with tools the share of conversations that called one. ``answers`` has the
+    scores (NaN: failed) and the texts of each row's answers.
     """
 
     def __init__(
@@ -38,8 +41,11 @@ class Evaluator:
         task: Task,
         rows: Sequence[Mapping[str, Any]],
         settings: EvalSettings,
+        *,
+        samples: int = 1,
+        temperature: float = 0.0,
     ):
-        split, size = settings.split, settings.batch_size
+        split, size = settings.split, max(1, settings.batch_size // samples)
         self.session = session
         self.task = task
         env = task.settings
@@ -47,55 +53,76 @@ class Evaluator:
         self.metric = f"eval/{env.label}/mean" if split == "test" else f"eval/{env.label}-{split}/mean"
         self.num_rows = len(rows)
         self.failed = 0
-        self.score = math.nan  # of the last run, as the next one
+        self.score = self.std = math.nan  # of the last run, as the next ones
+        self.num_scored = 0
+        self.answers: list[tuple[list[float], list[str]]] = []
         self.call_rate: float | None = None  # None without tools
         self._retries = env.retries
         self._has_tools = bool(env.tools)
         self._policy = policy.get_new_version(
-            generate_kwargs={"max_new_tokens": settings.max_tokens, "temperature": 0.0},
+            generate_kwargs={"max_new_tokens": settings.max_tokens, "temperature": temperature},
             prefer_tokens=True,  # nothing is trained, so that a template may rewrite the past
         )
         mine = list(rows[session.rank :: session.world_size])
         batches = [mine[start : start + size] for start in range(0, len(mine), size)]
-        self._envs = [task.make_env(batch, shuffle=False, num_envs=len(batch)) for batch in batches]
+        self._samples = samples
+        options = {"shuffle": False, "repeats": samples, "group_repeats": True}
+        self._envs = [task.make_env(batch, num_envs=len(batch), **options) for batch in batches]
 
     def run(self) -> float:
         scores: list[float] = []
+        texts: list[str] = []
         called: list[bool] = []
         with self.session.autocast(), self.session.in_step(self._policy):
             results = [self._ask(env) for env in self._envs]
-        for after in results:
-            done = after.get("done").flatten()  # a conversation may be several records; the last one has its end
-            reward = after.get("reward")[done].to(torch.float64).flatten(1).sum(1)
+        for rollouts in results:
+            # A conversation may be several records, of which the last has its end; answers to one row stand together.
+            ends = rollouts.get(("next", "done")).flatten().nonzero().flatten()
+            ends = ends[rollouts.get("group_id")[ends].argsort(stable=True)]
+            texts += completion_texts(rollouts[ends], self.task.tokenizer, who="Evaluator")
+            after = rollouts.get("next")
+            reward = after.get("reward")[ends].to(torch.float64).flatten(1).sum(1)
             success = after.get("success", None)
-            score = reward if success is None else success[done].to(torch.float64).flatten(1).sum(1)
+            score = reward if success is None else success[ends].to(torch.float64).flatten(1).sum(1)
             scores += score.masked_fill(~reward.isfinite(), math.nan).tolist()
             if self._has_tools:
-                called += (after.get("tool_use").get("calls")[done] > 0).tolist()
-        scores = self.session.gather(scores)
-        valid = [score for score in scores if math.isfinite(score)]
-        self.failed = len(scores) - len(valid)
+                called += (after.get("tool_use").get("calls")[ends] > 0).tolist()
+        starts = range(0, len(scores), self._samples)
+        own = [(scores[start : start + self._samples], texts[start : start + self._samples]) for start in starts]
+        self.answers = self.session.gather(own)
+        valid = [score for row, _ in self.answers for score in row if math.isfinite(score)]
+        self.failed = len(self.answers) * self._samples - len(valid)
         if self._has_tools:
             called = self.session.gather(called)
             self.call_rate = sum(called) / max(1, len(called))
-        self.score = sum(valid) / len(valid) if valid else math.nan
+        self.num_scored = len(valid)
+        self.score, self.std = (statistics.fmean(valid), statistics.pstdev(valid)) if valid else (math.nan, math.nan)
         return self.score
 
     def _ask(self, env: DatasetChatEnv) -> TensorDictBase:
         env.reset_dataloader()
         collector = LLMCollector(env, policy=self._policy, yield_only_last_steps=True, retries=self._retries)
-        return collector.rollout().get("next")
+        return collector.rollout()
 
     @property
     def metrics(self) -> dict[str, float]:
         """The last run, under the names of the log."""
-        rate = {} if self.call_rate is None else {f"{self.metric.removesuffix('/mean')}/call_rate": self.call_rate}
-        return {self.metric: self.score, **rate}
+        return eval_metrics(self.metric, self.score, self.std, self.num_scored, call_rate=self.call_rate)
 
     @property
     def summary(self) -> str:
         """The last run in words."""
         return f"{self.name} {self.score:.3f}" + ("" if self.call_rate is None else f", {self.call_rate:.0%} call")
+
+
+def eval_metrics(name: str, mean: float, std: float, count: int, *, call_rate: float | None = None) -> dict[str, float]:
+    """What an evaluation logs, beside its metric ``name`` = ".../mean"; without ``call_rate`` where there are no tools.
+
+    >>> eval_metrics("eval/sums/mean", 0.75, 0.433, 500)
+    {'eval/sums/mean': 0.75, 'eval/sums/std': 0.433, 'eval/sums/count': 500}
+    """
+    values = {"mean": mean, "std": std, "count": count, "call_rate": call_rate}
+    return {f"{name.removesuffix('mean')}{key}": value for key, value in values.items() if value is not None}
 
 
 def make_evaluators(

@@ -14,6 +14,7 @@ from llmrl.modules.llm.packing import Packing
 from llmrl.objectives.llm import RewardLoss
 from llmrl.run.checkpoint import CHECKSUMS, check_files
 from llmrl.train.dealing import deal_batch
+from llmrl.train.evaluation import eval_metrics
 from llmrl.train.models import loading_options, resolve_model
 from llmrl.train.preference_settings import RewardConfig
 from llmrl.train.settings import TinyModelSettings
@@ -106,7 +107,8 @@ class PairEvaluator:
 
     @property
     def metrics(self) -> dict[str, float]:
-        return {self.metric: self.score}
+        std = math.sqrt(self.score * (1 - self.score))  # of scores that are 0 or 1
+        return eval_metrics(self.metric, self.score, std, len(self.rows))
 
     @property
     def summary(self) -> str:

@@ -27,6 +27,7 @@ from llmrl.run.console import (
 )
 from llmrl.run.metrics import MetricsLog
 from llmrl.run.rollout_log import Rollout, RolloutLog
+from llmrl.run.run_dir import RunDir
 from llmrl.train.checkpointing import Stateful, load_part, load_state, save_state
 from llmrl.train.lora import ADAPTER
 from llmrl.train.models import resolve_model, save_made_model
@@ -128,6 +129,7 @@ class Run:
         self._rollout_log = RolloutLog(self.path, **options)
         if self._on_start:  # last: what it writes must not be written where a log could not be opened
             self._on_start()
+        self._note_end(None)
 
     def evaluate_before(self, evaluator: Evaluator) -> None:
         """Evaluates as step 0, unless the run is resumed."""
@@ -236,6 +238,7 @@ class Run:
 
     def print_end(self, samples: Sequence[Sample], evaluator: Evaluator | None = None) -> None:
         """Prints sample conversations and the summary: what was done, what changed, what to run next."""
+        self._note_end("interrupted" if self._interrupted else "done")
         console, totals = self.session.console, self.totals
         print_conversations(console, samples)
         headline = ["interrupted" if self._interrupted else f"{self._step} steps"]
@@ -259,6 +262,15 @@ class Run:
             files=f"{self.path}/{{config.yaml, {logs}, checkpoints/step{self._step}}}",
             following=[*following, f"llmrl show {self.path}"] if totals.rollouts else following,
         )
+
+    def _note_end(self, how: str | None) -> None:
+        """Writes into ``run.json`` how the run ended; None while it goes on, which a run that is killed keeps."""
+        folder = RunDir(self.path)
+        if self.session.is_first and folder.info.exists():
+            folder.write_info(
+                {name: value for name, value in folder.read_info().items() if name != "ended"}
+                | ({"ended": how} if how else {})
+            )
 
     @property
     def exit_code(self) -> int:

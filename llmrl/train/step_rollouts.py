@@ -34,6 +34,7 @@ _TRAINED = (
     ("next", "reward"),
     ("next", "done"),
 )
+_QUANTILES = torch.tensor((0.1, 0.5, 0.9), dtype=torch.float64)
 
 
 def select_training_columns(data: TensorDictBase) -> TensorDictBase:
@@ -108,9 +109,13 @@ class StepRollouts:
         equal = sum(len(rewards_of_group - {None}) <= 1 for rewards_of_group in groups.values())
         tokens = sum(row.tokens for row in rows)
         ages = [version - row.version for row in rows]
+        p10, p50, p90 = torch.tensor(rewards or [math.nan], dtype=torch.float64).quantile(_QUANTILES).tolist()
         return {
             "reward/mean": mean,
             "reward/std": math.sqrt(sum((r - mean) ** 2 for r in rewards) / len(rewards)) if rewards else math.nan,
+            "reward/p10": p10,
+            "reward/p50": p50,
+            "reward/p90": p90,
             "group/zero_var_frac": equal / len(groups),
             "group/kept_frac": self._num_kept / len(groups),
             "tokens/completion_mean": tokens / len(rows),

@@ -1,5 +1,7 @@
 """Rewards that fail: a conversation without one is left out and counted, and only too many of them end a run."""
 
+import statistics
+
 import pytest
 
 SOURCE = """
@@ -59,6 +61,10 @@ def test_a_conversation_without_a_reward_is_left_out_and_counted_and_the_run_goe
         kept = [rollout.reward for rollout in rollouts if rollout.reward is not None]
         assert step["rollout/failed"] == len(lost) > 0
         assert step["reward/mean"] == pytest.approx(sum(kept) / len(kept))
+        deciles = statistics.quantiles(kept, n=10, method="inclusive")
+        assert [step[f"reward/p{percent}"] for percent in (10, 50, 90)] == pytest.approx(
+            [deciles[i] for i in (0, 4, 8)]
+        )
         assert {rollout.advantage for rollout in lost} == {None}, "no reward is not a reward of zero"
         trained = sum(rollout.tokens for rollout in rollouts if rollout.advantage is not None)
         assert step["tokens/trained"] == trained

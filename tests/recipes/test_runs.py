@@ -41,7 +41,8 @@ def runs(shared_place):
 def test_every_step_has_a_line_of_known_finite_metrics(runs, run):
     lines = read_metrics(runs.path / "runs" / run)
     assert [line["step"] for line in lines] == list(range(len(lines)))
-    assert lines[0].keys() == {"step", "eval/sums/mean"}, "what was measured before training"
+    measured = {f"eval/sums/{what}" for what in ("mean", "std", "count")}
+    assert lines[0].keys() == {"step", *measured}, "what was measured before training"
     for line in lines:
         for name, value in line.items():
             if name != "step":

@@ -15,7 +15,7 @@ from rich.text import Text
 from llmrl.run.console.lines import can_write, print_block
 from llmrl.run.console.numbers import format_number
 
-__all__ = ["Sample", "print_conversations"]
+__all__ = ["Sample", "print_conversations", "printable"]
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ def print_conversations(console: Console, samples: Sequence[Sample], *, max_char
         body = Text()
         for piece, trained in _shorten(sample.pieces, max_chars):
             if console.is_terminal and console.color_system:
-                body.append(_printable(piece), "bold green" if trained else "dim")
+                body.append(printable(piece), "bold green" if trained else "dim")
             else:
-                body.append(f"{left}{_printable(piece)}{right}" if trained else _printable(piece))
+                body.append(f"{left}{printable(piece)}{right}" if trained else printable(piece))
         scores = (("reward", sample.reward), ("advantage", sample.advantage))
         lines = [f"{name} {format_number(value)}" for name, value in scores if value is not None]
         verdict = Text("\n".join(filter(None, [sample.label, *lines])), justify="right")
@@ -72,5 +72,6 @@ def _shorten(pieces: Sequence[tuple[str, bool]], limit: int) -> list[tuple[str, 
     return [("".join(text for text, _ in group), trained) for trained, group in groups]
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
+    """The text with control characters written out, which a terminal would obey."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: f"\\x{ord(match[0]):02x}", text)

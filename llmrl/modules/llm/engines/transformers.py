@@ -9,7 +9,7 @@ Shapes: B rows of a batch, N rows that still run, U distinct prompts, P prompt a
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,6 +48,8 @@ class TransformersEngine:
     max_batch_tokens  most tokens (rows times prompt + response length) that are in one batch; longer calls are split
     tokenizer         only for ``SamplingParams.stop_strings``
     seed              of the generator that hands out row seeds where a call brings none
+
+    Attribute ``on_tokens``, None unless set: called after each draw with int64[N] tokens and float32[N] log-probs.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class TransformersEngine:
         self.pad_inputs = pad_inputs
         self.tokenizer = tokenizer
         self.version = 0
+        self.on_tokens: Callable[[Tensor, Tensor], None] | None = None
         self._generator = torch.Generator()
         if seed is None:
             self._generator.seed()
@@ -224,6 +227,7 @@ class _Decoding:
     ):
         self.forward, self.tokenizer, self.pad_token_id = engine.forward, engine.tokenizer, engine.pad_token_id
         self.model, self.config = engine.model, engine.model.config
+        self.on_tokens = engine.on_tokens
         self.params, self.media = params, media
         self.prompts = prompts
         self.home = prompts[0].device  # where the caller keeps its rows
@@ -256,6 +260,8 @@ class _Decoding:
             tokens.append(token_N)
             drawn_lp.append(drawn_N)
             plain_lp.append(plain_N)
+            if self.on_tokens is not None:
+                self.on_tokens(token_N, drawn_N)
             ended_N = ended_N | torch.isin(token_N, stop_ids) if len(stop_ids) != 1 else ended_N | (token_N == stop_ids)
             if params.stop_strings:
                 ended_N = ended_N | self._string_ends(token_N, rows_N, tails, string_end_B, step)

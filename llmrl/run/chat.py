@@ -1,0 +1,220 @@
+"""``llmrl chat RUN|MODEL``: a conversation in the terminal, with the run's tools, system prompt and sampling."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from llmrl.envs.llm import ChatEnv
+from llmrl.envs.llm.transforms import ToolTransform
+from llmrl.envs.llm.transforms.tool_messages import append_messages
+from llmrl.envs.utils import step_mdp
+from llmrl.modules.llm.engines import StopReason
+from llmrl.modules.llm.policies import LLMWrapperBase, TransformersWrapper
+from llmrl.run.console import make_console, note, warn
+from llmrl.run.console.conversations import printable
+from llmrl.tools import load_tool
+from llmrl.train.distributed import Session
+from llmrl.train.models import load_model, load_tokenizer
+from llmrl.train.settings import ModelSource
+from llmrl.train.tasks import Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["Conversation", "chat"]
+
+HELP = """\
+/tokens  ids, texts and log-probs of the last answer
+/reset   begin a new conversation
+/exit    leave (also Ctrl-D)
+Ctrl-C stops an answer; what was said last is then taken back."""
+_MAX_TOOL_TURNS = 16  # in a row, where the run does not say how many
+
+
+def chat(
+    config: ModelSource,
+    *,
+    runs: Path,
+    tools: Sequence[str] = (),
+    system: str | None = None,
+    temperature: float | None = None,
+    max_tokens: int | None = None,
+    seed: int | None = None,
+) -> int:
+    """Reads what the user says from standard input until it ends, prints the answers as they are drawn, returns 0.
+
+    ``config``       of a run, with its checkpoint as the model; or with a model alone
+    ``tools``        instead of those of the run; ``system`` instead of its system prompt
+    ``temperature``  and ``max_tokens``: instead of the run's sampling, else 1 and 1024
+
+    Raises  DataError if the model cannot be loaded; TemplateError if it has no chat template that can be used;
+            ConfigError for a tool that is not known
+    """
+    console, env = make_console(), getattr(config, "env", None)
+    run_sampling = getattr(config, "sampling", None)
+    sampling = {} if run_sampling is None else run_sampling.model_dump(exclude={"max_tokens"})
+    limit = max_tokens or (1024 if run_sampling is None else run_sampling.max_tokens)
+    sampling |= {"max_new_tokens": limit} | ({} if temperature is None else {"temperature": temperature})
+    with Session(config) as session:
+        tokenizer = load_tokenizer(config, runs=runs)
+        own_tools = _tools(config, tokenizer, tools)
+        model = load_model(config, tokenizer, session, runs=runs)
+        policy = TransformersWrapper(
+            model, tokenizer=tokenizer, generate_kwargs=sampling | {"seed": seed}, inplace=False
+        )
+        if system is None and env is not None:
+            system = env.system_prompt
+        max_turns = env.max_turns if own_tools is not None and env is not None and not tools else _MAX_TOOL_TURNS
+        with closing(
+            Conversation(policy, console, tools=own_tools, system=system, max_turns=max_turns)
+        ) as conversation:
+            named = ", ".join(own_tools.runner.tools) if own_tools is not None else "none"
+            note(console, f"{config.model} · tools: {named} · /help lists the commands")
+            _talk(conversation, console)
+    return 0
+
+
+def _tools(config: ModelSource, tokenizer: PreTrainedTokenizerBase, names: Sequence[str]) -> ToolTransform | None:
+    """The tools by ``names``, else those of the run, in a transform that leaves the end to the user."""
+    if names:
+        return ToolTransform([load_tool(name) for name in names], tokenizer=tokenizer, end_without_call=False)
+    env = getattr(config, "env", None)
+    if env is None or not env.tools:
+        return None
+    transform = Task(env, tokenizer).tools
+    transform.options = replace(transform.options, end_without_call=False)
+    return transform
+
+
+def _talk(conversation: Conversation, console: Console) -> None:
+    commands = {
+        "/tokens": conversation.print_tokens,
+        "/reset": conversation.reset,
+        "/help": lambda: console.print(HELP),
+    }
+    while True:
+        try:
+            said = input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            console.print()
+            return
+        if said == "/exit":
+            return
+        if said.startswith("/"):
+            if said not in commands:
+                warn(console, f"{said.split()[0]} is not a command; known: {', '.join([*commands, '/exit'])}")
+                continue
+            commands[said]()
+        elif said:
+            conversation.say(said)
+
+
+@dataclass
+class Conversation:
+    """What was said so far, and the policy and the tools that answer; everything is printed to ``console``."""
+
+    policy: LLMWrapperBase
+    console: Console
+    tools: ToolTransform | None = None
+    system: str | None = None
+    max_turns: int = _MAX_TOOL_TURNS  # of the policy after a message of the user
+    drawn: list[tuple[int, float]] = field(default_factory=list)  # of the last turn: ids and log-probs
+    _state: TensorDictBase | None = None
+
+    def __post_init__(self) -> None:
+        self._env: Any = ChatEnv(batch_size=[1], system_prompt=self.system, tokenizer=self.policy.tokenizer)
+        if self.tools is not None:
+            self._env = self._env.append_transform(self.tools)
+        self.policy.engine.on_tokens = self._on_tokens
+
+    def say(self, text: str) -> None:
+        """Adds the user's message and prints the answer, tool calls and their results too. Ctrl-C takes both back."""
+        before = self._state
+        state = self._with(text)
+        try:
+            for _ in range(self.max_turns):
+                state = self._turn(state)
+                if state.get("history").prompt.to_chats()[0][-1]["role"] == "assistant":
+                    break
+            else:
+                warn(self.console, f"the last calls were answered, but {self.max_turns} turns are the limit")
+        except KeyboardInterrupt:
+            self.console.print()
+            warn(self.console, "stopped: the message and its answer are taken back")
+            state = before
+        self._state = state
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The conversation so far."""
+        return [] if self._state is None else self._state.get("history").prompt.to_chats()[0]
+
+    def _with(self, text: str) -> TensorDictBase:
+        if self._state is None:
+            return self._env.reset(TensorDict({"query": text}, batch_size=[1]))
+        state = self._state.copy()
+        append_messages(state, "history", [[{"role": "user", "content": text}]], None)
+        return state
+
+    def _turn(self, state: TensorDictBase) -> TensorDictBase:
+        """The policy's turn, and the answers of the tools that it called."""
+        self.drawn, self._shown = [], 0
+        answered = self.policy(state.copy())
+        columns = (answered.get(name).rows("response")[0].tolist() for name in ("tokens", "log_probs"))
+        self.drawn = list(zip(*columns, strict=True))  # an engine need not tell each token as it draws it
+        self._show(end=True)
+        self.console.print()
+        if answered.get("stop_reason").item() == StopReason.LENGTH:
+            warn(self.console, "the answer was cut: it reached the limit of tokens (--max-tokens)")
+        following = step_mdp(self._env.step(answered))
+        for message in following.get("history").prompt.to_chats()[0][::-1]:
+            if message["role"] != "tool":
+                break
+            self.console.print(Text(printable(f"[{message.get('name', 'tool')}] {message['content']}"), "cyan"))
+        return following
+
+    def _on_tokens(self, token_N: Tensor, log_prob_N: Tensor) -> None:
+        self.drawn.append((int(token_N[0]), float(log_prob_N[0])))
+        self._show()
+
+    def _show(self, *, end: bool = False) -> None:
+        """Prints the text that is new; the last character waits for its other bytes, control tokens are left out."""
+        text = self.policy.tokenizer.decode([token for token, _ in self.drawn], skip_special_tokens=True)
+        if not end:
+            text = text.rstrip("\ufffd")
+        self.console.print(Text(printable(text[self._shown :])), end="", soft_wrap=True)
+        self._shown = max(self._shown, len(text))
+
+    def print_tokens(self) -> None:
+        """The ids, texts and log-probs of the last turn."""
+        if not self.drawn:
+            note(self.console, "there is no answer yet")
+            return
+        table = Table("id", "text", "log-prob", box=None, pad_edge=False)
+        for token, log_prob in self.drawn:
+            table.add_row(str(token), Text(repr(self.policy.tokenizer.decode([token]))), f"{log_prob:.4f}")
+        self.console.print(table)
+
+    def reset(self) -> None:
+        """Begins a new conversation."""
+        self._state, self.drawn = None, []
+        note(self.console, "a new conversation")
+
+    def close(self) -> None:
+        """Ends the tools."""
+        self.policy.engine.on_tokens = None
+        if self.tools is not None:
+            self.tools.close()

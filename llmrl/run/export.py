@@ -1,0 +1,219 @@
+"""``llmrl export RUN DIR``: a checkpoint as a model folder for Transformers, vLLM and the hub, with a model card."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from llmrl.errors import ConfigError, DataError
+from llmrl.modules.llm.rendering import Renderer
+from llmrl.run.checkpoint import CHECKSUMS, check_files
+from llmrl.run.console import make_console, print_summary
+from llmrl.run.metrics import read_metrics
+from llmrl.run.run_dir import RunDir, writing
+from llmrl.run.show import changes
+from llmrl.train.distributed import Session
+from llmrl.train.lora import ADAPTER, base_of, is_adapter
+from llmrl.train.models import load_model, load_tokenizer
+from llmrl.train.settings import ModelSource
+
+__all__ = ["export"]
+
+_OF_THE_RUN = {CHECKSUMS, "trainer.pt"}
+
+
+def export(
+    run: RunDir,
+    folder: Path,
+    *,
+    config: ModelSource,
+    checkpoint: Path,
+    dtype: str = "bfloat16",
+    merge: bool = False,
+    push: str | None = None,
+    public: bool = False,
+) -> int:
+    """Writes ``folder``: weights in ``dtype``, tokenizer, chat template, generation config, README.md; returns 0.
+
+    ``merge``  of a run with adapters: the whole model with them added, instead of the adapters alone
+    ``push``   a repository of the hub that gets the folder too, private unless ``public``
+
+    The weights are read and written a tensor and a file at a time. The folder is there whole or not at all.
+
+    Raises  ConfigError if ``folder`` holds something, or there are no adapters to merge; DataError if the checkpoint is
+            not as it was written, or the hub refuses; RunFolderError if it cannot be written
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder}  exists; export into a folder that does not, or is empty")
+    has_adapters = (checkpoint / ADAPTER).is_dir()
+    if merge and not has_adapters:
+        raise ConfigError(f"--merge  adds adapters to a model: the checkpoint {checkpoint} has none; leave it out")
+    adapters = has_adapters and not merge
+    check_files(checkpoint)
+    with _whole_or_absent(folder) as draft:
+        if adapters:
+            _cast_files(checkpoint / ADAPTER, draft, dtype)
+            _copy(checkpoint, draft, {"config.json", "generation_config.json"})
+        else:
+            if is_adapter(str(checkpoint)):
+                _merge(config, checkpoint, run.path.parent, draft, dtype)
+            else:
+                _cast_files(checkpoint, draft, dtype)
+            _copy(checkpoint, draft, set())
+            _set_dtype(draft / "config.json", dtype)
+        if (draft / "generation_config.json").exists():
+            _set_generation(draft, config, checkpoint)
+        (draft / "README.md").write_text(
+            _card(run, config, folder.name, checkpoint, adapters=has_adapters and not merge)
+        )
+    summary = [f"{sum(path.stat().st_size for path in folder.iterdir()) / 2**20:.1f} MiB in {dtype}"]
+    if push is not None:
+        summary.append(_push(folder, push, private=not public))
+    load = "peft.AutoPeftModelForCausalLM" if has_adapters and not merge else "transformers.AutoModelForCausalLM"
+    print_summary(
+        make_console(), summary, files=str(folder), facts=[("load", f"{load}.from_pretrained({str(folder)!r})")]
+    )
+    return 0
+
+
+@contextmanager
+def _whole_or_absent(folder: Path) -> Iterator[Path]:
+    """A folder beside ``folder`` that becomes it at the end, and is removed if the block fails."""
+    draft = folder.with_name(f".{folder.name}.draft-{os.getpid()}")
+    with writing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        draft.mkdir()
+        try:
+            yield draft
+            os.rename(draft, folder)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+
+
+def _cast_files(source: Path, target: Path, dtype: str) -> None:
+    """Every file of weights, its floating-point tensors in ``dtype``; other files of an adapter as they are."""
+    for path in sorted(source.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            names = file.keys()
+            save_file(
+                {name: _cast(file.get_tensor(name), dtype) for name in names}, target / path.name, file.metadata()
+            )
+    for path in source.glob("*.json"):
+        if path.name == "model.safetensors.index.json":
+            index = json.loads(path.read_text())
+            size = sum(file.stat().st_size for file in target.glob("model*.safetensors"))  # with their headers
+            index["metadata"]["total_size"] = size
+            (target / path.name).write_text(json.dumps(index, indent=1))
+        elif source.name == ADAPTER:
+            shutil.copy(path, target)
+
+
+def _cast(value: torch.Tensor, dtype: str) -> torch.Tensor:
+    return value.to(getattr(torch, dtype)) if value.is_floating_point() else value
+
+
+def _merge(config: ModelSource, checkpoint: Path, runs: Path, draft: Path, dtype: str) -> None:
+    source = config.model_copy(update={"model": str(checkpoint), "lora": None})
+    with Session(source) as session:
+        tokenizer = load_tokenizer(source, runs=runs)
+        model = load_model(source, tokenizer, session, runs=runs, checked=True)
+        model.to(dtype=getattr(torch, dtype)).save_pretrained(draft)
+
+
+def _copy(checkpoint: Path, draft: Path, left_out: set[str]) -> None:
+    """The files of the tokenizer and the model that are not there yet, but for those of the run."""
+    for path in checkpoint.iterdir():
+        known = path.name in _OF_THE_RUN | left_out or path.name.startswith("model") or (draft / path.name).exists()
+        if path.is_file() and not known:
+            shutil.copy(path, draft)
+
+
+def _set_dtype(path: Path, dtype: str) -> None:
+    def change(settings: dict[str, Any]) -> dict[str, Any]:
+        for name, value in settings.items():
+            settings[name] = (
+                change(value) if isinstance(value, dict) else dtype if name in ("dtype", "torch_dtype") else value
+            )
+        return settings
+
+    path.write_text(json.dumps(change({"dtype": dtype, **json.loads(path.read_text())}), indent=2) + "\n")
+
+
+def _set_generation(draft: Path, config: ModelSource, checkpoint: Path) -> None:
+    """What ends an answer by the chat template, and how the run sampled."""
+    tokenizer = load_tokenizer(config.model_copy(update={"model": str(checkpoint)}), runs=checkpoint.parent)
+    stops = list(Renderer(tokenizer).stop_token_ids)
+    path = draft / "generation_config.json"
+    settings = json.loads(path.read_text()) | {"eos_token_id": stops if len(stops) > 1 else stops[0]}
+    if (sampling := getattr(config, "sampling", None)) is not None and sampling.temperature > 0:
+        settings |= {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p}
+        settings |= {"max_new_tokens": sampling.max_tokens}
+    path.write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def _card(run: RunDir, config: ModelSource, name: str, checkpoint: Path, *, adapters: bool) -> str:
+    """The model card: what it was trained from and by, what was measured, and how to load it."""
+    info = run.read_info()
+    base = base_of(str(checkpoint)) if (checkpoint / ADAPTER).is_dir() else config.model
+    named = isinstance(base, str) and not Path(base).exists() and not base.startswith("latest:")  # on the hub
+    head = ["---", f"library_name: {'peft' if adapters else 'transformers'}"]
+    head += [f"base_model: {base}"] if named else []
+    head += [f"tags: [llmrl, {info['command']}]", "---", ""]
+    text = [f"# {name}", "", f"Trained from {_code(base if isinstance(base, str) else 'a random tiny model')} by"]
+    text += ["", f"    llmrl {info['command']} {' '.join(map(str, info.get('arguments', [])))}", ""]
+    text += [f"with llmrl {info.get('llmrl', '?')}; this is {checkpoint.name}.", ""]
+    steps = read_metrics(run.path) if run.metrics.exists() else []
+    if measured := changes(steps) if steps else []:
+        text += ["| measure | before | after |", "|---|---|---|"]
+        text += [
+            f"| {measure.removeprefix('eval/')} | {before:.3f} | {after:.3f} |" for measure, before, after in measured
+        ]
+        text += [""]
+    text += ["Settings that were given:", ""]
+    for setting, place in sorted(info.get("origins", {}).items()):
+        text.append(f"- {_code(f'{setting}: {_value(config, setting)}')} ({place})")
+    package, kind = ("peft", "AutoPeftModelForCausalLM") if adapters else ("transformers", _auto_class(info))
+    text += ["", "```python", f"from {package} import {kind}", "from transformers import AutoTokenizer", ""]
+    text += [f"tokenizer = AutoTokenizer.from_pretrained({name!r})", f"model = {kind}.from_pretrained({name!r})"]
+    return "\n".join([*head, *text, "```", ""])
+
+
+def _auto_class(info: Mapping[str, Any]) -> str:
+    return "AutoModelForSequenceClassification" if info["command"] == "reward" else "AutoModelForCausalLM"
+
+
+def _value(config: ModelSource, name: str) -> Any:
+    value: Any = config.model_dump(mode="json")
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _code(text: str) -> str:
+    return f"`{text.replace('`', chr(39))}`"
+
+
+def _push(folder: Path, repository: str, *, private: bool) -> str:
+    """Uploads the folder and returns where it is. Raises DataError if the hub refuses, or cannot be reached."""
+    from huggingface_hub import HfApi
+
+    try:
+        url = HfApi().create_repo(repository, private=private, exist_ok=True)
+        HfApi().upload_folder(repo_id=repository, folder_path=folder, commit_message="Model by llmrl")
+    except Exception as error:  # of every library between here and the hub
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        raise DataError(
+            f"--push {repository}: the hub must take the model: {reason}; log in with `hf auth login`. The model is in "
+            f"{folder}, complete."
+        ) from error
+    return str(url)

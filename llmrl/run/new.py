@@ -1,0 +1,44 @@
+"""``llmrl new reward|tool|env|recipe NAME``: files to start from, with a test that passes."""
+
+from __future__ import annotations
+
+import keyword
+from importlib import resources
+from pathlib import Path
+from string import Template
+
+from llmrl.errors import ConfigError
+from llmrl.run.console import make_console, print_summary
+from llmrl.run.run_dir import writing
+
+__all__ = ["KINDS", "new"]
+
+KINDS = ("reward", "tool", "env", "recipe")
+
+
+def new(kind: str, name: str, *, folder: Path) -> int:
+    """Writes ``NAME.py`` and ``test_NAME.py`` (and of a recipe its YAML and rows) into ``folder``, and returns 0.
+
+    Raises  ConfigError for a name that cannot be a module's, or files that exist: none is written then
+    """
+    if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower():
+        raise ConfigError(f"llmrl new  NAME must be a name in lower case, as that of a Python module: got {name!r}")
+    starters = sorted(resources.files("llmrl.run").joinpath("starters").iterdir(), key=lambda file: file.name)
+    words = {"name": name, "Name": name.title().replace("_", "")}
+    texts = {
+        folder / starter.name.removesuffix(".txt").replace(kind, name, 1): Template(starter.read_text()).substitute(
+            words
+        )
+        for starter in starters
+        if starter.name.removeprefix("test_").split(".")[0] == kind
+    }
+    if taken := [path.name for path in texts if path.exists()]:
+        raise ConfigError(f"llmrl new  {', '.join(taken)} exists; choose another name, or another folder with --folder")
+    for path, text in texts.items():
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    following = [f"pytest {folder / f'test_{name}.py'}"] + [f"llmrl grpo {name}.yaml"] * (kind == "recipe")
+    files = ", ".join(str(path) for path in texts)
+    print_summary(make_console(), [f"{kind} {name}"], files=files, following=following)
+    return 0

@@ -1,0 +1,60 @@
+"""The training commands: the settings of each, its loop, and the settings of a run that one of them made."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmrl.errors import ConfigError, DataError
+from llmrl.loading import load_object
+from llmrl.run.checkpoint import latest_checkpoint
+from llmrl.run.config import Loaded, load_config
+from llmrl.run.run_dir import RunDir
+
+__all__ = ["RECIPES", "Recipe", "checkpoint_of", "load_run"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A training command: the names of its settings' class, imported without torch, and of its loop's module."""
+
+    settings_name: str
+    module: str
+
+    def settings(self) -> type[Any]:
+        return load_object(self.settings_name, what="settings")
+
+    def loop(self) -> Any:
+        return importlib.import_module(self.module)
+
+
+RECIPES = {
+    "sft": Recipe("llmrl.train.settings:SFTConfig", "llmrl.recipes.sft"),
+    "grpo": Recipe("llmrl.train.settings:GRPOConfig", "llmrl.recipes.grpo"),
+    "dpo": Recipe("llmrl.train.preference_settings:DPOConfig", "llmrl.recipes.dpo"),
+    "reward": Recipe("llmrl.train.preference_settings:RewardConfig", "llmrl.recipes.reward"),
+}
+
+
+def load_run(run: RunDir, overrides: Sequence[str] = ()) -> tuple[Recipe, dict[str, Any], Loaded]:
+    """The recipe of a run, what its ``run.json`` says, and its settings with ``overrides``.
+
+    Raises  ConfigError for a file that cannot be read, or a setting that is not one
+    """
+    info = run.read_info()
+    if info.get("command") not in RECIPES:
+        raise ConfigError(f"{run.info}  must name the command {' or '.join(RECIPES)}: got {info.get('command')!r}")
+    recipe = RECIPES[info["command"]]
+    return recipe, info, load_config(recipe.settings(), run.config, overrides)
+
+
+def checkpoint_of(run: RunDir, name: str | None = None) -> Path:
+    """The checkpoint of that name, or the last one. Raises DataError that lists those there are."""
+    checkpoint = run.checkpoints / name if name else latest_checkpoint(run.path)
+    if checkpoint is None or not checkpoint.is_dir():
+        there = ", ".join(sorted(path.name for path in run.checkpoints.glob("step*"))) or "none"
+        raise DataError(f"{run.path}: must have the checkpoint asked for: got {name or 'the last'}, there: {there}.")
+    return checkpoint

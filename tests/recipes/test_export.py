@@ -1,0 +1,84 @@
+"""`llmrl export`: a checkpoint as a folder that Transformers and peft load, whole or absent."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+
+@pytest.fixture
+def taught(place):
+    place.train("sft", "taught", env={"name": "sums"}, eval={"rows": 4, "max_tokens": 4}, steps=2)
+    return place
+
+
+def logits(model):
+    ids = torch.arange(2, 12)[None]
+    with torch.no_grad():
+        return model(ids).logits.float()
+
+
+def test_the_folder_is_the_checkpoint_in_bfloat16_with_its_template_and_a_card(taught):
+    result = taught.run("export", "taught", "out")
+    assert result.code == 0, result.err
+    checkpoint = taught.path / "runs/taught/checkpoints/step2"
+    folder = taught.path / "out"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.dtype == torch.bfloat16
+    for name, value in taught.weights("taught", 2).items():
+        assert torch.equal(model.state_dict()[name], value.bfloat16()), name
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.chat_template == AutoTokenizer.from_pretrained(checkpoint).chat_template
+    assert model.generation_config.eos_token_id in (tokenizer.eos_token_id, [tokenizer.eos_token_id])
+    assert not {"trainer.pt", "checksums.json"} & {path.name for path in folder.iterdir()}
+    card = (folder / "README.md").read_text()
+    assert "| sums | " in card
+    assert "`optim.lr: 0.01` (taught.yaml" in card
+    assert "library_name: transformers" in card
+
+
+def test_nothing_is_written_over_and_what_fails_leaves_nothing(taught):
+    taught.rows("out", [{"kept": 1}])
+    assert taught.run("export", "taught", "out").code == 2
+    assert json.loads((taught.path / "out").read_text()) == {"kept": 1}
+    assert taught.run("export", "taught", "new", "--merge").code == 2, "no adapters"
+    assert taught.run("export", "taught", "new", "--checkpoint", "step9").code == 3
+    weights = taught.path / "runs/taught/checkpoints/step2/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    failed = taught.run("export", "taught", "new")
+    assert (failed.code, "model.safetensors has" in failed.err) == (3, True)
+    assert sorted(path.name for path in taught.path.iterdir() if "new" in path.name) == []
+
+
+def test_a_hub_that_cannot_be_reached_leaves_the_folder(taught):
+    result = taught.run("export", "taught", "out", "--push", "someone/model")
+    assert result.code == 3, "tests run offline"
+    assert "hf auth login" in result.err
+    assert AutoModelForCausalLM.from_pretrained(taught.path / "out").config.model_type == "qwen2"
+
+
+def test_adapters_are_exported_alone_or_merged(place):
+    peft = pytest.importorskip("peft")
+    place.train("sft", "adapted", lora={"r": 2}, steps=2, checkpoint={"every": 1, "keep": 2})
+    for name, *options in (("alone",), ("merged", "--merge"), ("earlier", "--merge", "--checkpoint", "step1")):
+        result = place.run("export", "adapted", name, "--dtype", "float32", *options)
+        assert result.code == 0, result.err
+    checkpoints = place.path / "runs/adapted/checkpoints"
+    whole = logits(AutoModelForCausalLM.from_pretrained(checkpoints / "step2"))
+    merged = logits(AutoModelForCausalLM.from_pretrained(place.path / "merged"))
+    adapted = logits(peft.AutoPeftModelForCausalLM.from_pretrained(place.path / "alone"))
+    torch.testing.assert_close(merged, whole)
+    torch.testing.assert_close(adapted, whole, rtol=1e-4, atol=1e-5)
+    assert (place.path / "alone" / "chat_template.jinja").exists()
+    earlier = logits(AutoModelForCausalLM.from_pretrained(place.path / "earlier"))
+    assert not torch.allclose(earlier, whole, atol=1e-6)
+
+
+def test_a_reward_model_keeps_its_head(place):
+    place.train("reward", "judge", steps=1)
+    assert place.run("export", "judge", "out", "--dtype", "float32").code == 0
+    model = AutoModelForSequenceClassification.from_pretrained(place.path / "out")
+    for name, value in place.weights("judge", 1).items():
+        assert torch.equal(model.state_dict()[name], value), name
+    assert "AutoModelForSequenceClassification" in (place.path / "out/README.md").read_text()
