@@ -53,9 +53,9 @@ class RolloutQueue:
     all groups of a step, which one version samples.
 
     groups         that a step takes, of ``group_size`` conversations each
-    max_staleness  k: rollouts of at most k steps wait or are being sampled, of fewer where the trainer never waits: what
-                   is begun earlier is only older. A group whose oldest token is by weights more than k versions older
-                   than those it would train is dropped
+    max_staleness  k: rollouts of at most k steps wait or are being sampled, of fewer where the trainer does not wait:
+                   what is begun earlier is only older. A group whose oldest token is by weights more than k versions
+                   older than those it would train is dropped
     oversample     so many more are begun, as a share of a step; what a step need not wait for is dropped in time
     concurrency    of conversations at a time; None: all
     modes          entered in each thread, as autocast
