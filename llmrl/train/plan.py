@@ -188,9 +188,11 @@ def grpo_settings(config: GRPOConfig, *, exact: bool = True) -> tuple[dict[str, 
     if advantage["scale"] != "raw":  # there the group is not a baseline, and equal rewards teach too
         advantage["on_zero_variance"] = "keep" if config.zero_variance == "keep" else "drop"
     loss = preset.settings
-    off_policy = config.updates_per_step > 1 and loss.surrogate != "reinforce"  # which has no ratio to clip
-    if off_policy and loss.proximal == "detach":
-        own.setdefault("proximal", "behaviour" if exact else "recomputed")
+    if loss.proximal == "detach" and loss.surrogate != "reinforce":  # which has no ratio to clip
+        if config.rollout.max_staleness > 1:  # clipped against the weights that sampled: several updates on rollouts of
+            own.setdefault("proximal", "behaviour")  # the same old weights would push on where the first has arrived
+        elif config.updates_per_step > 1:
+            own.setdefault("proximal", "behaviour" if exact else "recomputed")
     if own.get("proximal", loss.proximal) == "behaviour":
         own.setdefault("correction", None)
     if own.get("aggregation", loss.aggregation) == "dr_grpo":

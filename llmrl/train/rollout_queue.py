@@ -53,8 +53,9 @@ class RolloutQueue:
     all groups of a step, which one version samples.
 
     groups         that a step takes, of ``group_size`` conversations each
-    max_staleness  k: rollouts of at most k steps wait or are being sampled; a group whose oldest token is by weights
-                   more than k versions older than those it would train is dropped
+    max_staleness  k: rollouts of at most k steps wait or are being sampled, of fewer where the trainer does not wait:
+                   what is begun earlier is only older. A group whose oldest token is by weights more than k versions
+                   older than those it would train is dropped
     oversample     so many more are begun, as a share of a step; what a step need not wait for is dropped in time
     concurrency    of conversations at a time; None: all
     modes          entered in each thread, as autocast
@@ -79,6 +80,7 @@ class RolloutQueue:
                 f"(batch_locked=False), because groups run on their own: got {type(collector.env).__name__}."
             )
         self._max_staleness, self._group_size = max_staleness, group_size
+        self._steps_ahead = 1  # at most max_staleness
         self._parts_per_step = groups if self.by_group else 1
         self._surplus = math.ceil(oversample * groups)
         most = (max_staleness + 1) * self._parts_per_step + self._surplus
@@ -101,8 +103,8 @@ class RolloutQueue:
     # --- the trainer's side -------------------------------------------------------------------------------------------
 
     def begin_next(self, steps_left: int) -> None:
-        """Begins what the next steps need, as far ahead as ``max_staleness`` allows."""
-        steps = min(self._max_staleness, steps_left)
+        """Begins what the next steps need, as far ahead as the trainer needs and ``max_staleness`` allows."""
+        steps = min(self._max_staleness, self._steps_ahead, steps_left)
         self._fill(steps * self._parts_per_step + (self._surplus if steps else 0))
 
     def take(self, version: int) -> TensorDictBase:
@@ -112,6 +114,12 @@ class RolloutQueue:
         Begins more where too few are on their way. Then stops what could only be taken by a later step, and would be
         too old for it. Raises what sampling raised
         """
+        with self._changed:
+            spare = len(self._finished) - self._parts_per_step
+            if spare < 0 and self.in_progress:
+                self._steps_ahead = min(self._steps_ahead + 1, self._max_staleness)
+            elif spare >= self._parts_per_step:
+                self._steps_ahead -= 1
         self._fill(self._parts_per_step + self._surplus)
         taken: list[_Part] = []
         while len(taken) < self._parts_per_step:

@@ -282,7 +282,8 @@ class AlgorithmSettings(Settings):
     proximal: Literal["behaviour", "detach", "recomputed"] | None = Field(
         None,
         description="what the ratio compares with: the engine's log-probs, the current ones, or those that the trainer "
-        "computes before its first update; null: detach with one update per step, else whichever costs no accuracy",
+        "computes before its first update; null: behaviour with max_staleness above 1, else detach with one update per "
+        "step, else whichever costs no accuracy",
     )
     dual_clip: float | None = Field(None, gt=1, description="bound on the loss of a token with a negative advantage")
     correction: Literal["none", "tis", "mask", "seq-tis", "seq-mask", "geo-mask"] | None = Field(

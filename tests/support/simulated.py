@@ -111,6 +111,7 @@ class SimulatedEngine:
         while self.now < end:
             self._settle()
             self._advance(end)
+        self._settle()
 
     @contextmanager
     def driving(self):
