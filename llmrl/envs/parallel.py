@@ -56,11 +56,10 @@ class ParallelEnv(BatchedEnv):
         num_workers: int,
         create_env_fn: MakeEnv | Sequence[MakeEnv],
         *,
-        create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
-        device: torch.device | str | None = None,
         timeout_s: float = 60.0,
         start_timeout_s: float = 120.0,
         mp_start_method: str = "forkserver",
+        **options: Any,
     ):
         if mp_start_method not in (known := multiprocessing.get_all_start_methods()):
             raise ConfigError(
@@ -72,7 +71,7 @@ class ParallelEnv(BatchedEnv):
             )
         self._times = {"timeout_s": timeout_s, "start_timeout_s": start_timeout_s}
         self._start_method = mp_start_method
-        super().__init__(num_workers, create_env_fn, create_env_kwargs=create_env_kwargs, device=device)
+        super().__init__(num_workers, create_env_fn, **options)
 
     def __reduce__(self) -> tuple[Any, ...]:
         options = {**self._times, "mp_start_method": self._start_method, "device": self._given_device}
