@@ -14,11 +14,11 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torch import Tensor
 
-from llmrl.data.ragged.tensordicts import entries_of, new_tensordict
+from llmrl.data.ragged.tensordicts import attach, entries_of, entry, new_tensordict
 from llmrl.data.specs import Composite
 from llmrl.envs.specs import DONE_KEYS, EnvSpecs
 from llmrl.envs.step import next_seed, step_mdp
-from llmrl.envs.td_ops import fill_missing, put_rows, required, shallow_copy, stack_steps, update_rows
+from llmrl.envs.td_ops import any_row, fill_missing, put_rows, required, shallow_copy, stack_steps, update_rows
 from llmrl.envs.utils import check_env_specs
 from llmrl.errors import ConfigError, RolloutError, ShapeError
 
@@ -71,6 +71,7 @@ class EnvBase(EnvSpecs, abc.ABC):
         super().__init__(device, batch_size)
         self.batch_locked = batch_locked
         self._row_action_spec: tuple[int, Composite] | None = None
+        self._left_behind: tuple[int, dict[str, Any]] = (-1, {})  # arguments of `step_mdp`, of a version of the specs
         self._generator: torch.Generator | None = None
         self.is_closed = False
 
@@ -123,10 +124,10 @@ class EnvBase(EnvSpecs, abc.ABC):
         """
         self._check_batch_size(tensordict, "step")
         next_td = self._transition(tensordict)
-        preset = tensordict.get("next", None)
+        preset = entry(tensordict, "next")
         if preset is not None:
             fill_missing(next_td, preset)
-        tensordict.set("next", next_td)
+        attach(tensordict, "next", next_td)
         return tensordict
 
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
@@ -136,22 +137,20 @@ class EnvBase(EnvSpecs, abc.ABC):
         """
         tensordict = self.step(tensordict)
         next_root = self.step_mdp(tensordict)
-        done = next_root.get("done")
-        if done.any():
+        done = entry(next_root, "done")
+        if any_row(done):
             next_root = self._reset_rows(next_root, done, given=None)
         return tensordict, next_root
 
     def step_mdp(self, tensordict: TensorDictBase) -> TensorDictBase:
         """`llmrl.envs.step_mdp` with this env's keys: without its rewards and its actions."""
-        return step_mdp(
-            tensordict,
-            exclude_action=True,
-            reward_keys=self.reward_keys or ("reward",),
-            action_keys=self.action_keys or ("action",),
-        )
+        if self._left_behind[0] != self.spec_version:
+            keys = {"reward_keys": self.reward_keys or ("reward",), "action_keys": self.action_keys or ("action",)}
+            self._left_behind = self.spec_version, keys
+        return step_mdp(tensordict, exclude_action=True, **self._left_behind[1])
 
     def _transition(self, td: TensorDictBase) -> TensorDictBase:
-        keys = td.keys()
+        keys = entries_of(td) if type(td) is TensorDict else td.keys()
         for name in self._action_root_names():
             if name not in keys:  # asked for by name: reading a ragged one would build its rows
                 required(td, name, f"{type(self).__name__}.step", "let the policy, or env.rand_action(td), write it")
@@ -186,14 +185,10 @@ class EnvBase(EnvSpecs, abc.ABC):
         if self.batch_locked:  # such an env cannot start some rows: all start, and the others are put back
             start = _start_from(given, batch_size, without=("_reset",))
             whole = self._start(start.set("_reset", rows.unsqueeze(-1)))
-            if isinstance(old, LazyStackedTensorDict) or isinstance(whole, LazyStackedTensorDict):
-                return update_rows(old, rows.unsqueeze(-1), whole)
-            new = whole[rows]
-            fill_missing(old, whole)
-        else:
-            start = _start_from(given, torch.Size([int(rows.sum())]), without=("_reset", "next"))
-            new = self._start(start if given is None else start[rows])
-            self._blank(old, new)
+            return update_rows(old, rows, whole, reader=f"{type(self).__name__}.reset")
+        start = _start_from(given, torch.Size([int(rows.sum())]), without=("_reset", "next"))
+        new = self._start(start if given is None else start[rows])
+        self._blank(old, new)
         return put_rows(old, rows, new, reader=f"{type(self).__name__}.reset")
 
     def _carry(self, td: TensorDictBase, reset_td: TensorDictBase) -> TensorDictBase:
@@ -202,7 +197,8 @@ class EnvBase(EnvSpecs, abc.ABC):
             return reset_td
         out = shallow_copy(td, without=("_reset", "next"))
         if isinstance(out, LazyStackedTensorDict) or isinstance(reset_td, LazyStackedTensorDict):
-            return update_rows(out, torch.ones((*out.batch_size, 1), dtype=torch.bool), reset_td)
+            all_rows = torch.ones(out.batch_size, dtype=torch.bool)
+            return update_rows(out, all_rows, reset_td, reader=f"{type(self).__name__}.reset")
         for key, value in reset_td.items():
             out.set(key, value)
         return out
@@ -266,10 +262,14 @@ class EnvBase(EnvSpecs, abc.ABC):
             if resets:
                 td = next_root
                 continue
-            done = td.get("next").get("done")
-            ever_done = done if ever_done is None else ever_done | done
-            if (break_when_any_done and done.any()) or (break_when_all_done and ever_done.all()):
-                break
+            done = entry(entry(td, "next"), "done")
+            if break_when_any_done:
+                if any_row(done):
+                    break
+            else:
+                ever_done = done if ever_done is None else ever_done | done
+                if ever_done.all():
+                    break
             if not last:
                 td = self.step_mdp(td)
         return stack_steps(steps)
@@ -351,7 +351,7 @@ class EnvBase(EnvSpecs, abc.ABC):
 
 def _complete_done(td: TensorDictBase, who: str) -> None:
     read = entries_of(td).get if type(td) is TensorDict else td.get  # the first costs a tenth
-    done, terminated, truncated = flags = [read(key, None) for key in DONE_KEYS]
+    done, terminated, truncated = flags = read("done"), read("terminated"), read("truncated")
     for key, flag in zip(DONE_KEYS, flags, strict=True):
         if flag is not None and flag.dtype != torch.bool:
             raise RolloutError(f"{who}: {key!r} must be bool: got {flag.dtype}.")

@@ -20,7 +20,7 @@ from torch import multiprocessing
 from llmrl.concurrency.process_monitor import process_state, wait_for_exit
 from llmrl.concurrency.processes import poll_timeout
 from llmrl.envs.batched import BatchedEnv, MakeEnv, keyed
-from llmrl.envs.parallel_worker import DONE, STEP, SharedRows, serve
+from llmrl.envs.parallel_worker import STEP, STEP_AND_RESTART, SharedRows, serve
 from llmrl.envs.step import next_seed
 from llmrl.errors import ConfigError, DeadlineError, WorkerError
 
@@ -56,11 +56,10 @@ class ParallelEnv(BatchedEnv):
         num_workers: int,
         create_env_fn: MakeEnv | Sequence[MakeEnv],
         *,
-        create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
-        device: torch.device | str | None = None,
         timeout_s: float = 60.0,
         start_timeout_s: float = 120.0,
         mp_start_method: str = "forkserver",
+        **options: Any,
     ):
         if mp_start_method not in (known := multiprocessing.get_all_start_methods()):
             raise ConfigError(
@@ -72,7 +71,7 @@ class ParallelEnv(BatchedEnv):
             )
         self._times = {"timeout_s": timeout_s, "start_timeout_s": start_timeout_s}
         self._start_method = mp_start_method
-        super().__init__(num_workers, create_env_fn, create_env_kwargs=create_env_kwargs, device=device)
+        super().__init__(num_workers, create_env_fn, **options)
 
     def __reduce__(self) -> tuple[Any, ...]:
         options = {**self._times, "mp_start_method": self._start_method, "device": self._given_device}
@@ -88,7 +87,7 @@ class ParallelEnv(BatchedEnv):
     def _start_envs(self) -> list[dict[str, Any]]:
         self._given_device = self._device
         self._last: list[TensorDictBase | None] = [None] * self.num_workers
-        self._is_started = False
+        self._is_started = self._restarts = self._is_restarted = False
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
         self._end = Finalize(self, _end, [self._processes, self._connections], exitpriority=10)
@@ -123,8 +122,9 @@ class ParallelEnv(BatchedEnv):
                 return
             self._inputs = SharedRows({key: self._declared[key] for key in self._input_keys}, self.num_workers)
             self._outputs = SharedRows({key: self._declared[key] for key in self._step_keys}, self.num_workers)
+            self._roots = SharedRows({key: self._declared[key] for key in self._reset_keys}, self.num_workers)
             for number, connection in enumerate(self._connections):
-                connection.send(("share", (self._inputs, self._outputs, number)))
+                connection.send(("share", (self._inputs, self._outputs, self._roots, number)))
             self._replies(range(self.num_workers), "map the shared memory", "start_timeout_s")
 
     def _call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -133,13 +133,23 @@ class ParallelEnv(BatchedEnv):
 
     def _step(self, td: TensorDictBase) -> TensorDictBase:
         if self._declared is not None and self._shared(td):
-            requests = dict.fromkeys(range(self.num_workers), STEP)
+            self._is_restarted = self._restarts
+            requests = dict.fromkeys(range(self.num_workers), STEP_AND_RESTART if self._restarts else STEP)
         else:
             requests = self._messages("step_row", dict(enumerate(self._input_rows(td))))
         return self._results(self._ask(requests, "take a step"), requests, self._step_keys)
 
+    def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+        self._restarts = True  # one round trip: a worker restarts what is done as soon as it has taken the step
+        try:
+            return super().step_and_maybe_reset(tensordict)
+        finally:
+            self._restarts = self._is_restarted = False
+
     def _reset(self, td: TensorDictBase | None) -> TensorDictBase:
         requests: Mapping[int, bytes]
+        if self._is_restarted:
+            return self._read(self._roots, self._reset_keys)
         if td is None or (not self._row_batch_size and all(key == "_reset" for key in td.keys())):
             rows = range(self.num_workers)
             if self._is_started and td is not None and "_reset" in td.keys():
@@ -175,31 +185,39 @@ class ParallelEnv(BatchedEnv):
             for number, result in zip(numbers, results, strict=True):
                 self._last[number] = result
             return self._joined(self._last, keys)
-        td = keyed({key: self._outputs.columns[key].clone() for key in keys}, self.batch_size)
+        return self._read(self._outputs, keys)
+
+    def _read(self, shared: SharedRows, keys: Sequence[NestedKey]) -> TensorDictBase:
+        td = keyed({key: shared.columns[key].clone() for key in keys}, self.batch_size)
         return td if self.device is None else td.to(self.device)
 
     def _ask(self, requests: Mapping[int, bytes], what: str) -> list[Any]:
         if self.is_closed:
             raise WorkerError(f"ParallelEnv: must be open to {what}: its processes have ended; make a new one.")
+        number = 0
         with self._closed_on_error():
-            for number, request in requests.items():
-                try:
+            try:
+                for number, request in requests.items():
                     self._connections[number].send_bytes(request)
-                except ConnectionError:
-                    raise self._ended(number, what) from None
+            except ConnectionError:
+                raise self._ended(number, what) from None
             return self._replies(requests, what, "timeout_s")
 
     def _replies(self, numbers: Collection[int], what: str, limit: str) -> list[Any]:
         """The results of these workers in order, within the seconds of the setting ``limit``."""
         deadline = time.monotonic() + self._times[limit]
+        left_ms = poll_timeout(deadline)
         replies: dict[int, Any] = {}
         for number in numbers:
+            connection, poller = self._connections[number], self._pollers[number]
             while number not in replies:
-                events = {descriptor for descriptor, _ in self._pollers[number].poll(poll_timeout(deadline))}
-                if self._connections[number].fileno() in events:
+                events = poller.poll(left_ms)
+                if events and events[0][0] == connection.fileno():  # the first of those that are polled
                     replies[number] = self._taken(number, what)
-                elif events:  # a process has ended, maybe with an error to tell
-                    ended = self._sentinels[min(events)]
+                    continue
+                left_ms = poll_timeout(deadline)
+                if events:  # a process has ended, maybe with an error to tell
+                    ended = self._sentinels[min(descriptor for descriptor, _ in events)]
                     self._taken(ended, what)
                     raise self._ended(ended, what)
                 elif time.monotonic() >= deadline:
@@ -212,7 +230,7 @@ class ParallelEnv(BatchedEnv):
             answer = self._connections[number].recv_bytes()
         except (EOFError, ConnectionError):
             raise self._ended(number, what) from None
-        done, reply = (True, None) if answer == DONE else pickle.loads(answer)
+        done, reply = pickle.loads(answer) if answer else (True, None)
         if not done:
             raise WorkerError(f"{self._name(number)} must {what}: its env raised {reply[0]}\n\n{reply[1]}")
         return reply

@@ -1,7 +1,8 @@
 """The process of an env of a `ParallelEnv`: `serve` makes the env and answers requests; `SharedRows` is shared memory.
 
-Requests and replies are pickled: ``(method, arguments)``; ``(True, result)`` or ``(False, (error, traceback))``.
-Entries of declared form are in the shared memory, and not in messages.
+Requests and replies are pickled: ``(method, arguments)``; ``(True, result)`` or ``(False, (error, traceback))``. The
+most frequent ones are empty, which saves either side a read. Entries of declared form are in the shared memory, and not
+in messages.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import pickle
 import random
 import signal
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -22,14 +23,16 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from llmrl.concurrency import parent_watchdog
+from llmrl.data.ragged.tensordicts import bare_tensordict
 from llmrl.envs.base import EnvBase
 from llmrl.envs.batched import Declared, describe, keyed, restart
+from llmrl.envs.td_ops import any_row
 
-__all__ = ["DONE", "STEP", "SharedRows", "serve"]
+__all__ = ["DONE", "STEP", "STEP_AND_RESTART", "SharedRows", "serve"]
 
 _ALIGNMENT = 64  # bytes
+STEP_AND_RESTART = DONE = b""
 STEP = pickle.dumps(("step", ()))
-DONE = pickle.dumps((True, None))
 
 
 class SharedRows:
@@ -66,6 +69,18 @@ class SharedRows:
         return offsets, max(end, 1)
 
 
+_Cell = tuple[NestedKey, Declared, Tensor, np.ndarray | None]
+
+
+def _cells(shared: SharedRows, row: int) -> list[_Cell]:
+    """The entries of one env, also as arrays where numpy knows the dtype."""
+    cells: list[_Cell] = []
+    for key, column in shared.columns.items():
+        array = None if column.dtype == torch.bfloat16 else column[row].numpy()
+        cells.append((key, shared.declared[key], column[row], array))
+    return cells
+
+
 class _Worker:
     """One env, its latest result, and its row of the shared memory; the methods are the requests."""
 
@@ -73,19 +88,26 @@ class _Worker:
         self.env = env
         self._last: TensorDictBase | None = None
 
-    def share(self, inputs: SharedRows, outputs: SharedRows, row: int) -> None:
+    def share(self, inputs: SharedRows, outputs: SharedRows, roots: SharedRows, row: int) -> None:
         self._inputs = {key: column[row] for key, column in inputs.columns.items()}
-        self._outputs = {}
-        for key, column in outputs.columns.items():
-            array = None if column.dtype == torch.bfloat16 else column[row].numpy()
-            self._outputs[key] = column[row], array, outputs.declared[key]
-        self._reset_keys = [key for key in self._outputs if key not in self.env.reward_keys]
+        self._outputs, self._roots = _cells(outputs, row), _cells(roots, row)
+        self._resets = [cell for cell in self._outputs if cell[0] in roots.columns]
 
     def step(self) -> None:
         """From shared memory into shared memory."""
         values = {key: value.clone() for key, value in self._inputs.items()}  # the env may keep what it gets
         self._step(keyed(values, self.env.batch_size))
         self._write(self._outputs)
+
+    def step_and_restart(self) -> None:
+        """A step; then what is done starts again, for which the owner need not ask."""
+        self.step()
+        done = self._last.get("done")
+        if any_row(done):
+            batch_size = self.env.batch_size
+            given = bare_tensordict({} if done.all() else {"_reset": done}, batch_size)
+            self._last = restart(self.env, given, self._last)
+            self._write(self._roots)
 
     def step_row(self, td: TensorDictBase, shared: bool) -> TensorDictBase | None:
         """From a message into shared memory, or into the reply."""
@@ -94,11 +116,11 @@ class _Worker:
 
     def restart(self, given: TensorDictBase | None, shared: bool) -> TensorDictBase | None:
         self._last = restart(self.env, given, self._last)
-        return self._write(self._reset_keys) if shared else self._last
+        return self._write(self._resets) if shared else self._last
 
     def restart_fresh(self, shared: bool) -> TensorDictBase | None:
         self._last = self.env._start(None)
-        return self._write(self._reset_keys) if shared else self._last
+        return self._write(self._resets) if shared else self._last
 
     def call(self, method: str, *arguments: Any) -> Any:
         return getattr(self.env, method)(*arguments)
@@ -106,10 +128,10 @@ class _Worker:
     def _step(self, td: TensorDictBase) -> None:
         self._last = self.env._transition(td if self.env.device is None else td.to(self.env.device))
 
-    def _write(self, keys: Iterable[NestedKey]) -> None:
-        for key in keys:
-            row, array, declared = self._outputs[key]
-            value = declared.of(self._last, key)
+    def _write(self, cells: Sequence[_Cell]) -> None:
+        last = self._last
+        for key, declared, row, array in cells:
+            value = declared.of(last, key)
             if array is None or not value.is_cpu:
                 row.copy_(value)
             else:
@@ -140,7 +162,7 @@ def serve(connection: Connection, owner: int, recipe: bytes, seed: int) -> None:
         connection.send_bytes(_reply(make))
         while worker is not None:
             request = connection.recv_bytes()
-            method, arguments = ("step", ()) if request == STEP else pickle.loads(request)
+            method, arguments = pickle.loads(request) if request else ("step_and_restart", ())
             if method == "close":
                 break
             connection.send_bytes(_reply(getattr(worker, method), *arguments))

@@ -5,6 +5,7 @@ They look at containers, never into lazily stacked rows: the content of a tensor
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -25,7 +26,16 @@ from torch import Tensor
 from llmrl.data.ragged.tensordicts import dim_names, entries_of, inner, new_tensordict, present_keys, rewrap
 from llmrl.errors import MissingKeyError, ShapeError
 
-__all__ = ["fill_missing", "present_keys", "put_rows", "required", "shallow_copy", "stack_steps", "update_rows"]
+__all__ = [
+    "any_row",
+    "fill_missing",
+    "present_keys",
+    "put_rows",
+    "required",
+    "shallow_copy",
+    "stack_steps",
+    "update_rows",
+]
 
 
 def required(td: TensorDictBase, key: NestedKey, reader: str, remedy: str = "", *, as_list: bool = False) -> Any:
@@ -44,6 +54,11 @@ def shallow_copy(td: TensorDictBase, without: Collection[str] = ()) -> TensorDic
         return td.exclude(*without)
     entries = {key: value for key, value in td.items() if key not in without}
     return new_tensordict(entries, td.batch_size, td.device, dim_names(td))
+
+
+def any_row(flags: Tensor) -> bool:
+    """``flags.any()``; for one flag at a fifth of the time."""
+    return bool(flags) if flags.numel() == 1 else bool(flags.any())
 
 
 def fill_missing(td: TensorDictBase, other: TensorDictBase) -> None:
@@ -85,11 +100,18 @@ def put_rows(old: TensorDictBase, rows: Tensor, new: TensorDictBase, *, reader: 
     return out
 
 
-def update_rows(old: TensorDictBase, rows: Tensor, new: TensorDictBase) -> TensorDictBase:
-    """Row by row, for roots that are ragged: the entries of ``old``, overwritten by those of ``new`` where ``rows``
-    (bool[B, *]) has a True, else only completed by them. A new tensordict."""
+def update_rows(old: TensorDictBase, rows: Tensor, new: TensorDictBase, *, reader: str) -> TensorDictBase:
+    """The entries of ``old``, overwritten by those of ``new``, which has as many rows, where ``rows`` (bool[*B]) is
+    True, else only completed by them. Where one of the two is ragged, a row is overwritten as a whole.
+
+    Returns a new tensordict
+    Raises  ShapeError where the rows do not fit
+    """
+    if not isinstance(old, LazyStackedTensorDict) and not isinstance(new, LazyStackedTensorDict):
+        return _update_entries(old, rows, new, reader)
     updated = []
-    for overwrite, before, after in zip(rows.flatten(1).any(1).tolist(), old.unbind(0), new.unbind(0), strict=True):
+    overwrites = rows.reshape(len(rows), -1).any(1).tolist()
+    for overwrite, before, after in zip(overwrites, old.unbind(0), new.unbind(0), strict=True):
         row = shallow_copy(before)
         kept = () if overwrite else before.keys()
         for key in after.keys():
@@ -97,6 +119,28 @@ def update_rows(old: TensorDictBase, rows: Tensor, new: TensorDictBase) -> Tenso
                 row.set(key, after.get(key))
         updated.append(row)
     return LazyStackedTensorDict.maybe_dense_stack(updated, 0)
+
+
+def _update_entries(old: TensorDictBase, rows: Tensor, new: TensorDictBase, reader: str) -> TensorDictBase:
+    entries = dict(old.items())
+    others: dict[str, Any] = {}  # that have to be indexed, which takes several times as long
+    for key, value in new.items():
+        before = entries.get(key)
+        if before is None:
+            entries[key] = value
+        elif type(before) is type(value) is TensorDict:
+            entries[key] = _update_entries(before, rows, value, reader)
+        elif isinstance(before, Tensor) and isinstance(value, Tensor) and _alike(before, value):
+            mask = rows.view(*rows.shape, *[1] * (value.ndim - rows.ndim))
+            entries[key] = torch.where(mask, value, before)
+        else:
+            others[key] = value
+    out = new_tensordict(entries, old.batch_size, old.device, dim_names(old))
+    return put_rows(out, rows, new.select(*others)[rows], reader=reader) if others else out
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and one.layout == other.layout == torch.strided
 
 
 def stack_steps(steps: Sequence[TensorDictBase], without: Collection[tuple[str, ...]] = ()) -> TensorDictBase:
@@ -112,6 +156,9 @@ def stack_steps(steps: Sequence[TensorDictBase], without: Collection[tuple[str, 
     # named as it is made: naming the finished stack would go down to every row of every entry
     steps = [step.exclude(*without) for step in steps] if without else list(steps)
     return LazyStackedTensorDict.lazy_stack(steps, dim, stack_dim_name="time")
+
+
+_dtype, _is_nested = operator.attrgetter("dtype"), operator.attrgetter("is_nested")
 
 
 class _Ragged(Exception):
@@ -134,7 +181,7 @@ def _dense_stack(
             continue
         values = [row[key] for row in rows]
         if isinstance(first, Tensor):
-            if any(value.dtype != first.dtype or value.is_nested for value in values):
+            if len(set(map(_dtype, values))) > 1 or any(map(_is_nested, values)):
                 raise _Ragged
             entries[key] = torch.stack(values, dim)
         elif type(first) is TensorDict:

@@ -1,4 +1,4 @@
-"""Times a step of CartPole in four processes, and a rollout in one, against gymnasium and a loop written by hand.
+"""Times a step of CartPole in four processes, and a rollout in one, against gymnasium and loops written by hand.
 
     python scripts/bench/bench_envs.py [--steps 300] [--repeats 10]
 
@@ -70,6 +70,21 @@ def by_hand(policy: nn.Module, steps: int) -> Callable[[], None]:
     return run
 
 
+def by_hand_in_env(env: GymEnv, policy: TensorDictModule, steps: int) -> Callable[[], None]:
+    """The same loop with our env and policy: reset, act, step, and the steps stacked."""
+
+    @torch.no_grad()
+    def run() -> None:
+        rows, td = [], env.reset()
+        for _ in range(steps):
+            td, root = env.step_and_maybe_reset(policy(td))
+            rows.append(td)
+            td = root
+        torch.stack(rows)
+
+    return run
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
@@ -94,14 +109,18 @@ def main() -> None:
     policy = TensorDictModule(network, in_keys=["observation"], out_keys=["action"])
     env = GymEnv(NAME)
     env.set_seed(0)
-    rolled, looped = best(
-        lambda: env.rollout(steps, policy, break_when_any_done=False), by_hand(network, steps), repeats=repeats
+    rolled, looped, stepped = best(
+        lambda: env.rollout(steps, policy, break_when_any_done=False),
+        by_hand(network, steps),
+        by_hand_in_env(env, policy, steps),
+        repeats=repeats,
     )
     print(f"rollout {1e3 * rolled / steps:.0f} us, by hand {1e3 * looped / steps:.0f} us a step")
     rows = [
         Row(f"a step of ParallelEnv({NUM_ENVS}), of AsyncVectorEnv({NUM_ENVS})", ms[0] / ms[1], 1.2),
         Row(f"a step of SerialEnv({NUM_ENVS}), of AsyncVectorEnv({NUM_ENVS})", ms[2] / ms[1]),
-        Row("env.rollout with a linear policy, the loop by hand", rolled / looped),
+        Row("env.rollout with a linear policy, the loop by hand with gymnasium and plain tensors", rolled / looped),
+        Row("env.rollout with a linear policy, the loop by hand with the same env and policy", rolled / stepped, 1.0),
     ]
     print_table(rows)
     write_rows(rows, arguments.json)

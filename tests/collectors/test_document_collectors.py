@@ -114,8 +114,8 @@ def test_flattening_data_while_they_are_written():
     assert memory[:].batch_size == (40,)
 
 
-def slices(memory: ReplayBuffer, collector) -> TensorDictBase:
-    """What the buffer hands out once it holds data; slices are steps of one trajectory, in order."""
+def slices(memory: ReplayBuffer, collector) -> torch.Size:
+    """The shape of what the buffer holds; the slices that it hands out are steps of one trajectory, in order."""
     for data, _ in zip(collector, range(2), strict=False):
         memory.extend(data)
     collector.shutdown()
@@ -123,7 +123,7 @@ def slices(memory: ReplayBuffer, collector) -> TensorDictBase:
     ids = sample["collector", "traj_ids"].reshape(4, 4)
     assert (ids == ids[:, :1]).all()
     assert (sample["observation"].reshape(4, 4).diff() == 1).all()
-    return sample
+    return memory[:].batch_size
 
 
 def memory(ndim: int) -> ReplayBuffer:
@@ -134,32 +134,29 @@ def memory(ndim: int) -> ReplayBuffer:
 
 
 def test_slices_from_one_env():
-    slices(memory(1), SyncDataCollector(make_env(), Scale(), frames_per_batch=N, total_frames=-1))
+    collector = SyncDataCollector(make_env(), Scale(), frames_per_batch=N, total_frames=-1)
+    assert slices(memory(1), collector) == (120,)
 
 
 def test_slices_from_several_collectors():
-    slices(
-        memory(2),
-        MultiSyncDataCollector([make_env] * 2, Scale(), frames_per_batch=N, total_frames=-1, cat_results="stack"),
+    collector = MultiSyncDataCollector(
+        [make_env] * 2, Scale(), frames_per_batch=N, total_frames=-1, cat_results="stack"
     )
+    assert slices(memory(2), collector) == (2, 60)
 
 
 def test_slices_from_batched_envs():
     env = ParallelEnv(2, make_env, mp_start_method="forkserver")
-    slices(memory(2), SyncDataCollector(env, Scale(), frames_per_batch=N, total_frames=-1))
+    collector = SyncDataCollector(env, Scale(), frames_per_batch=N, total_frames=-1)
+    assert slices(memory(2), collector) == (2, 60)
 
 
 def test_slices_from_several_collectors_of_batched_envs():
-    slices(
-        memory(3),
-        MultiSyncDataCollector(
-            [lambda: ParallelEnv(2, make_env, mp_start_method="forkserver")] * 2,
-            Scale(),
-            frames_per_batch=96,
-            total_frames=-1,
-            cat_results="stack",
-        ),
-    )
+    """The env itself, as in the document: each worker starts a copy."""
+    env = ParallelEnv(2, make_env, mp_start_method="forkserver")
+    collector = MultiSyncDataCollector([env] * 2, Scale(), frames_per_batch=96, total_frames=-1, cat_results="stack")
+    env.close()
+    assert slices(memory(3), collector) == (2, 2, 48)
 
 
 # --- asynchronously ---

@@ -158,6 +158,32 @@ def test_rows_that_are_done_start_again_and_what_was_handed_out_stays(batch):
     assert td["next", "done"][..., 0].tolist() == [[0, 1, 0, 1, 0], [0, 0, 1, 0, 0]]
 
 
+def test_a_worker_restarts_what_is_done_in_the_round_trip_of_the_step(monkeypatch):
+    env = Forked(3, Count, create_env_kwargs=[{"limit": 2.0}, {"limit": 3.0, "start": 1.0}, {"start": 5.0}])
+    asked = []
+    ask = env._ask
+    monkeypatch.setattr(env, "_ask", lambda requests, what: asked.append(what) or ask(requests, what))
+    try:
+        td, counts = env.reset(), []
+        for _ in range(4):
+            stepped, td = env.step_and_maybe_reset(act(1.0)(td))
+            counts.append(
+                (stepped["next", "inner", "count"].flatten().tolist(), td["inner", "count"].flatten().tolist())
+            )
+        assert counts == [
+            ([1, 2, 6], [1, 2, 6]),
+            ([2, 3, 7], [0, 1, 7]),
+            ([1, 2, 8], [1, 2, 8]),
+            ([2, 3, 9], [0, 1, 9]),
+        ]
+        assert asked == ["reset"] + ["take a step"] * 4
+        env.step(act(1.0)(td))  # nothing is restarted that was not asked for
+        td["inner", "count"][0] = 1.0
+        assert env.step(act(1.0)(td))["next", "done"].flatten().tolist() == [True, False, False]
+    finally:
+        env.close()
+
+
 def test_a_step_reads_the_tensordict_and_not_what_the_env_remembers(batch):
     env = batch(2, Count)
     td = env.reset()

@@ -272,33 +272,48 @@ def test_no_scheme_takes_everything_and_sends_nothing():
     assert (model[0].weight == 0).all()
 
 
-def test_the_documents_examples_return_and_the_receiver_reads_by_hand():
+def documents_worker(scheme, child_pipe, results):
+    """The worker's side as the document has it."""
+    policy = nn.Linear(4, 2)
+    receiver = scheme.create_receiver()
+    receiver.register_model(policy)
+    receiver.register_worker_transport(child_pipe)
+    result = receiver._transport.receive_weights(timeout=20.0)
+    if result is not None:
+        model_id, weights = result
+        receiver.apply_weights(weights)
+        results.put((model_id, type(weights), policy.weight.tolist(), receiver._transport.receive_weights(0.01)))
+
+
+@pytest.mark.parametrize("starts_first", [True, False])  # the sender does not wait for a worker that is not there yet
+def test_the_documents_examples_return_and_a_worker_in_a_process_reads_by_hand(starts_first):
     policy = nn.Linear(4, 2)
     scheme = MultiProcessWeightSyncScheme(strategy="state_dict")
     sender = scheme.create_sender()
     parent_pipe, child_pipe = mp.Pipe()
     sender.register_worker(worker_idx=0, pipe_or_context=parent_pipe)
-    sender.update_weights(policy.state_dict())
 
     shared_scheme = SharedMemWeightSyncScheme(strategy="tensordict", auto_register=True)
     shared_sender = shared_scheme.create_sender()
     parent_pipe2, child_pipe2 = mp.Pipe()
     shared_sender.register_worker(worker_idx=0, pipe_or_context=parent_pipe2)
-    shared_sender.update_weights(TensorDict.from_module(policy))
 
-    for made_by, owner, pipe, kind in (
-        (scheme, sender, child_pipe, dict),
-        (shared_scheme, shared_sender, child_pipe2, TensorDict),
-    ):
-        receiver, mine = made_by.create_receiver(), nn.Linear(4, 2)
-        receiver.register_model(mine)
-        receiver.register_worker_transport(pipe)
-        model_id, weights = receiver._transport.receive_weights(timeout=5.0)
-        assert (model_id, type(weights)) == ("policy", kind)
-        receiver.apply_weights(weights)
-        owner.wait()
-        assert torch.equal(mine.weight, policy.weight)
-        assert receiver._transport.receive_weights(timeout=0.01) is None
+    results = [FORK.SimpleQueue(), FORK.SimpleQueue()]
+    arguments = [(scheme, child_pipe, results[0]), (shared_scheme, child_pipe2, results[1])]
+    workers = [FORK.Process(target=documents_worker, args=given, daemon=True) for given in arguments]
+    for worker in workers if starts_first else ():
+        worker.start()
+    sender.update_weights(policy.state_dict())
+    shared_sender.update_weights(TensorDict.from_module(policy))
+    for worker in () if starts_first else workers:
+        worker.start()
+    sender.wait()
+    shared_sender.wait()
+    for queue, kind in zip(results, (dict, TensorDict), strict=True):
+        assert queue.get() == ("policy", kind, policy.weight.tolist(), None)
+    for worker in workers:
+        worker.join(10)
+        assert worker.exitcode == 0
 
 
 def test_bad_settings_pipes_and_messages_are_told():

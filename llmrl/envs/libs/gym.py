@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from llmrl.data.ragged.tensordicts import bare_tensordict, new_tensordict
+from llmrl.data.ragged.tensordicts import bare_tensordict, entry, new_tensordict
 from llmrl.data.specs import (
     Binary,
     Bounded,
@@ -77,7 +77,9 @@ class GymWrapper(EnvBase):
         super().__init__(device=device)
         self.gym_env, self.frame_skip = env, frame_skip
         self._one_hot, self._seed = not categorical_action_encoding, None
+        self._specs_read: Any = (-1, None)  # `_leaf_specs` of a version of the specs
         self._name = "pixels" if from_pixels and pixels_only else "observation"
+        self._observation_space, self._action_space = env.observation_space, env.action_space
         self._is_dict = isinstance(env.observation_space, gymnasium.spaces.Dict)
         spec = self._spec_of(env.observation_space, "observation")
         self.observation_spec = spec if self._is_dict else Composite({self._name: spec})
@@ -100,7 +102,7 @@ class GymWrapper(EnvBase):
         return bare_tensordict(self._observed(observation), self.batch_size, self.device)
 
     def _step(self, td: TensorDictBase) -> TensorDictBase:
-        action = _decode(td.get("action"), self.gym_env.action_space, self._get_spec("action")["action"])
+        action = _decode(entry(td, "action"), self._action_space, self._leaf_specs()[0])
         reward = 0.0
         for _ in range(self.frame_skip):
             observation, one_reward, terminated, truncated, _ = self.gym_env.step(action)
@@ -108,16 +110,24 @@ class GymWrapper(EnvBase):
             if terminated or truncated:
                 break
         entries = self._observed(observation)
-        entries["reward"] = _tensor([reward], np.float32, self.device)
+        device = self.device
+        entries["reward"] = _tensor([reward], np.float32, device)
         for key, flag in zip(DONE_KEYS, (terminated or truncated, terminated, truncated), strict=True):
-            entries[key] = _tensor([flag], np.bool_, self.device)
-        return bare_tensordict(entries, self.batch_size, self.device)
+            entries[key] = _tensor([flag], np.bool_, device)
+        return bare_tensordict(entries, self.batch_size, device)
 
     def _observed(self, observation: Any) -> dict[str, Any]:
-        space, spec = self.gym_env.observation_space, self._get_spec("observation")
+        space, specs = self._observation_space, self._leaf_specs()[1]
         if self._is_dict:
-            return {name: _encode(observation[name], part, spec[name]) for name, part in space.items()}
-        return {self._name: _encode(observation, space, spec[self._name])}
+            return {name: _encode(observation[name], part, specs[name]) for name, part in space.items()}
+        return {self._name: _encode(observation, space, specs[self._name])}
+
+    def _leaf_specs(self) -> tuple[TensorSpec, dict[str, TensorSpec]]:
+        """Those of the action and of the observations; looked up at every step they would cost as much as it."""
+        if self._specs_read[0] != self.spec_version:
+            found = self._get_spec("action")["action"], dict(self._get_spec("observation").items())
+            self._specs_read = self.spec_version, found
+        return self._specs_read[1]
 
     def _spec_of(self, space: Any, what: str) -> TensorSpec:
         """The spec that stands for a space."""
