@@ -280,11 +280,11 @@ def _load_hub(source: str, *, split: str, name: str | None) -> Sequence[Row]:
 
 def _known_names() -> list[str]:
     """Datasets of the hub that were loaded before, and those that the documents name."""
-    from huggingface_hub.constants import HF_HUB_CACHE
+    from datasets import config
 
-    cached = [path.name for path in Path(HF_HUB_CACHE).glob("datasets--*")]
+    cached = [path.name.replace("___", "/") for path in Path(config.HF_DATASETS_CACHE).glob("*___*")]
     named = ["openai/gsm8k", "CarperAI/openai_summarize_comparisons", "CarperAI/openai_summarize_tldr"]
-    return named + [name.removeprefix("datasets--").replace("--", "/") for name in cached]
+    return named + cached
 
 
 def _where(number: int | None) -> str:

@@ -210,6 +210,8 @@ def test_broken_files_and_unknown_names_are_explained(tmp_path, options):
         PairwiseDataset.from_dataset("train", **options)
     with pytest.raises(DataError, match=r"must exist: .*pair.jsonl.*Did you mean 'pairs.jsonl'"):
         PairwiseDataset.from_dataset("train", **options | {"dataset_name": tmp_path / "pair.jsonl"})
+    with pytest.raises(DataError, match=r"the hub answers.*Did you mean 'CarperAI/openai_summarize_tldr'"):
+        PairwiseDataset.from_dataset("train", **options | {"dataset_name": "CarperAI/openai_summarize_tdlr"})
     with pytest.raises(DataError, match="'no/such' cannot be loaded; pass tokenizer="):
         PairwiseDataset.from_dataset("train", **options | {"tokenizer": "no/such"})
     with pytest.raises(ConfigError, match="num_workers has no effect"):

@@ -15,7 +15,7 @@ __all__ = ["Source", "blocks_of"]
 Row = Mapping[str, Any]
 _DEFAULT_ROOT = Path("~/.cache/llmrl/data")
 _VALID_ROWS = 2000  # of a hub dataset's "valid" splits
-AT_ONCE = 4096  # rows per block
+AT_ONCE = 1024  # rows per block
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ class TensorDictTokenizer:
     >>> process = TensorDictTokenizer(tiny_tokenizer(), max_length=6)
     >>> process({"text": ["Hi", "2 + 2?"]})["attention_mask"]
     tensor([[1, 1, 0, 0, 0, 0],
-            [1, 1, 1, 1, 0, 0]])
+            [1, 1, 1, 1, 1, 0]])
     """
 
     def __init__(
@@ -126,10 +126,10 @@ class PromptTensorDictTokenizer(TensorDictTokenizer):
     Raises   DataError for an answer without any token
 
     >>> from llmrl.testing import tiny_tokenizer
-    >>> process = PromptTensorDictTokenizer(tiny_tokenizer(), max_length=6)
-    >>> batch = process({"prompt": ["2 + 2?", "a longer prompt"], "label": [" 4", " 5"]})
+    >>> process = PromptTensorDictTokenizer(tiny_tokenizer(), max_length=8)
+    >>> batch = process({"prompt": ["2 + 2?", "2 + 2?"], "label": [" 4", " 4, four and no more"]})
     >>> batch["prompt_rindex"].tolist(), batch["valid_sample"].tolist()
-    ([3, 5], [True, False])
+    ([4, 4], [True, False])
     """
 
     def __init__(
