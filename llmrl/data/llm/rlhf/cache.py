@@ -135,7 +135,7 @@ def digest(text: str) -> str:
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """Changes with the vocabulary, the merges, the special tokens, the chat template and the sides."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    # A tokenizer's text begins with how its last call cut and padded, which is no part of it.
+    # The text of a tokenizer begins with the padding and truncation of its last call: left out.
     own = json.dumps(tokenizer.get_vocab()) if backend is None else backend.to_str().partition('"added_tokens"')[2]
     names = ("special_tokens_map", "chat_template", "padding_side", "truncation_side")
     return digest(repr([type(tokenizer).__qualname__, *(getattr(tokenizer, name, None) for name in names), own]))

@@ -31,7 +31,7 @@ def _with_lists(cls: C) -> C:
 
 @_with_lists
 class LLMInput(TensorClass["nocast"]):
-    """What a language model reads. ``token_list`` and ``text`` hold one value per row.
+    """The input of a language model. ``token_list`` and ``text`` hold one value per row.
 
     >>> import torch
     >>> rows = LLMInput(tokens=torch.tensor([[5, 6], [7, 0]]), token_list=[[5, 6], [7]], batch_size=[2])
@@ -47,7 +47,7 @@ class LLMInput(TensorClass["nocast"]):
 
 @_with_lists
 class LLMOutput(TensorClass["nocast"]):
-    """What a language model wrote: ``tokens`` with the prompt, ``tokens_response`` without it."""
+    """The output of a language model: ``tokens`` with the prompt, ``tokens_response`` without it."""
 
     tokens: Tensor | None = None
     tokens_response: Tensor | None = None

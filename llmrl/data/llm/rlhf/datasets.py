@@ -37,7 +37,7 @@ Unusable = Literal["error", "drop"]
 
 
 class RewardData(TensorClass["nocast"]):
-    """What a reward model reads, and what it writes: rewards after each token, and after the last one.
+    """The input of a reward model and its output: rewards after each token, and after the last one.
 
     ``input_ids``, ``attention_mask`` int64[B, T]; ``rewards`` float32[B, T, 1]; ``end_scores`` float32[B, 1].
     """

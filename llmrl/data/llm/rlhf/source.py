@@ -43,7 +43,7 @@ class Source:
         return f"{words}-{self.split}"
 
     def recipe(self) -> dict[str, Any]:
-        """What decides which rows they are; of a file also its size and time."""
+        """The part of the recipe that identifies the rows; of a file also its size and time."""
         path = self._path()
         stamp = None
         if path is not None and path.is_file():
