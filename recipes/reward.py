@@ -23,6 +23,7 @@ import torch
 from llmrl.data.llm.dataset_files import FILE_FORMATS
 from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 from llmrl.errors import DataError
+from llmrl.modules.llm.reward_scorer import RewardScorer
 from llmrl.objectives.llm import RewardLoss
 from llmrl.run.console import REWARD_COLUMNS, Sample
 from llmrl.train.dealing import attention_share, deal_batch
@@ -33,7 +34,7 @@ from llmrl.train.models import load_tokenizer, meta_model
 from llmrl.train.plan import pairs_plan, sft_steps
 from llmrl.train.preference_data import TokenizedPairs, tokenize_pairs
 from llmrl.train.preference_settings import RewardConfig
-from llmrl.train.reward_model import PairEvaluator, RewardScorer, load_reward_model
+from llmrl.train.reward_model import PairEvaluator, load_reward_model
 from llmrl.train.run import Run
 from llmrl.train.updater import make_updater, step_metrics
 

@@ -16,7 +16,9 @@ PUBLIC = {
     "UnboundedContinuousTensorSpec UnboundedDiscreteTensorSpec",
     "llmrl.data": "Composite Unbounded Bounded Categorical NonTensor ReplayBuffer TensorDictReplayBuffer ListStorage "
     "LazyStackStorage LazyMemmapStorage LazyTensorStorage RandomSampler SamplerWithoutReplacement RoundRobinWriter "
-    "History AdaptiveKLController ConstantKLController",
+    "History AdaptiveKLController ConstantKLController "
+    "LLMData LLMInput LLMOutput PairwiseDataset PromptData PromptTensorDictTokenizer RewardData RolloutFromModel "
+    "TensorDictTokenizer TokenizedDatasetLoader create_infinite_iterator get_dataloader",
     "llmrl.collectors.utils": "split_trajectories",
     "llmrl.data.datasets": "AtariDQNExperienceReplay BaseDatasetExperienceReplay D4RLExperienceReplay "
     "GenDGRLExperienceReplay MinariExperienceReplay OpenMLExperienceReplay OpenXExperienceReplay "
@@ -42,7 +44,9 @@ PUBLIC = {
     "llmrl.data.replay_buffers.ray_buffer": "RayReplayBuffer",
     "llmrl.data.replay_buffers.remote": "RemoteBuffer RemoteTensorDictReplayBuffer",
     "llmrl.data.llm": "ContentBase History add_chat_template TopKRewardSelector ConstantKLController "
-    "AdaptiveKLController",
+    "AdaptiveKLController "
+    "LLMData LLMInput LLMOutput PairwiseDataset PromptData PromptTensorDictTokenizer RewardData RolloutFromModel "
+    "TensorDictTokenizer TokenizedDatasetLoader create_infinite_iterator get_dataloader",
     "llmrl.data.llm.chat": "History add_chat_template",
     "llmrl.modules.llm": "Renderer LLMWrapperBase TransformersWrapper vLLMWrapper ChatHistory Text Tokens LogProbs "
     "LLMOnDevice make_vllm_worker stateless_init_process_group vLLMWorker "

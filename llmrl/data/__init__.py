@@ -12,9 +12,41 @@ from llmrl.data.specs import *  # noqa: F403
 from llmrl.data.ted import *  # noqa: F403
 
 if TYPE_CHECKING:
-    from llmrl.data.llm import AdaptiveKLController, ConstantKLController, History
+    from llmrl.data.llm import (
+        AdaptiveKLController,
+        ConstantKLController,
+        History,
+        LLMData,
+        LLMInput,
+        LLMOutput,
+        PairwiseDataset,
+        PromptData,
+        PromptTensorDictTokenizer,
+        RewardData,
+        RolloutFromModel,
+        TensorDictTokenizer,
+        TokenizedDatasetLoader,
+        create_infinite_iterator,
+        get_dataloader,
+    )
 
-__all__ = ["AdaptiveKLController", "ConstantKLController", "History"]
+__all__ = [
+    "AdaptiveKLController",
+    "ConstantKLController",
+    "History",
+    "LLMData",
+    "LLMInput",
+    "LLMOutput",
+    "PairwiseDataset",
+    "PromptData",
+    "PromptTensorDictTokenizer",
+    "RewardData",
+    "RolloutFromModel",
+    "TensorDictTokenizer",
+    "TokenizedDatasetLoader",
+    "create_infinite_iterator",
+    "get_dataloader",
+]
 _OF_CONVERSATIONS = tuple(__all__)
 __all__ += maps.__all__
 __all__ += postprocs.__all__

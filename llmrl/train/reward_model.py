@@ -1,4 +1,4 @@
-"""A reward model: a language model's layers with one number for each token, its loading, and its score on pairs."""
+"""Loads a reward model, a language model's layers with one number for each token, and measures it on pairs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from tensordict import TensorDict
-from torch import Tensor, nn
 
-from llmrl.modules.llm.packing import Packing
 from llmrl.objectives.llm import RewardLoss
 from llmrl.run.checkpoint import CHECKSUMS, check_files
 from llmrl.train.dealing import deal_batch
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
     from llmrl.train.distributed import Session
     from llmrl.train.updater import Updater
 
-__all__ = ["PairEvaluator", "RewardScorer", "load_reward_model"]
+__all__ = ["PairEvaluator", "load_reward_model"]
 
 _AT_ONCE = 1024  # pairs
 
@@ -58,29 +56,6 @@ def load_reward_model(
             model = AutoModelForSequenceClassification.from_pretrained(source, **options)
     model = model.eval().to(session.device)
     return session.shard(model) if session.sharded else model
-
-
-class RewardScorer(nn.Module):
-    """The rewards after each token, float32[B, T], of ids int64[B, T] and an attention mask bool[B, T], padded on the
-    right. ``model`` has one label; DDP and FSDP2 wrap this module.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
-        self.model = model
-
-    def use_packing(self, packing: Packing) -> None:
-        """Rewards are computed on padded rows."""
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        given = (input_ids, attention_mask)
-        call_whole = getattr(self.model, "call_whole", None)  # of a sharded model
-        return _token_rewards(self.model, *given) if call_whole is None else call_whole(_token_rewards, *given)
-
-
-def _token_rewards(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    hidden_BTH = model.base_model(input_ids=input_ids, attention_mask=attention_mask.long()).last_hidden_state
-    return model.score(hidden_BTH)[..., 0].float()
 
 
 class PairEvaluator:

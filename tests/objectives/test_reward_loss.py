@@ -12,9 +12,9 @@ from torch import nn
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
 from llmrl.errors import ConfigError, DataError
+from llmrl.modules.llm.reward_scorer import RewardScorer
 from llmrl.objectives import merge_outputs, total_loss
 from llmrl.objectives.llm import RewardLoss
-from llmrl.train.reward_model import RewardScorer
 from tests.objectives.test_dpo import pair, random_pairs, sigmoid
 from tests.support.causal_models import SMALL, gradients, sharpened
 

@@ -191,7 +191,11 @@ def to_pair(
 
 def _load_file(path: Path) -> list[Row]:
     if not path.is_file():
-        raise DataError(f"load_rows: a dataset file must exist: {path} (from {Path.cwd()}) does not.")
+        beside = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise DataError(
+            f"load_rows: a dataset file must exist: {path} (from {Path.cwd()}) does not."
+            f"{did_you_mean(path.name, beside)}"
+        )
     suffix = path.suffix.lower()
     try:
         if suffix != ".parquet" and (reason := why_not_text(path)):
@@ -270,7 +274,17 @@ def _load_hub(source: str, *, split: str, name: str | None) -> Sequence[Row]:
         raise DataError(
             f"load_rows: {source!r} must be a file ending in {', '.join(FILE_FORMATS)} or a dataset on the hub with "
             f"the split {split!r}: there is no such file here, and the hub answers: {type(error).__name__}: {error}"
+            f"{did_you_mean(source, _known_names())}"
         ) from error
+
+
+def _known_names() -> list[str]:
+    """Datasets of the hub that were loaded before, and those that the documents name."""
+    from datasets import config
+
+    cached = [path.name.replace("___", "/") for path in Path(config.HF_DATASETS_CACHE).glob("*___*")]
+    named = ["openai/gsm8k", "CarperAI/openai_summarize_comparisons", "CarperAI/openai_summarize_tldr"]
+    return named + cached
 
 
 def _where(number: int | None) -> str:

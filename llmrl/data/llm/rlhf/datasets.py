@@ -1,0 +1,302 @@
+"""`PairwiseDataset` and `PromptData`: pairs of answers, and prompts with an answer, in memory-mapped rows.
+
+The rows of a file are read as `llmrl reward` and `llmrl sft` read them. With a tokenizer that has a chat template they
+are the ids of its conversations; with any other the texts as they are, and an end-of-sequence id. Where neither text
+has white space at the seam, a line break joins them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from tensordict import TensorClass, TensorDict
+from torch import Tensor
+
+from llmrl.data.llm.codec import codec_for
+from llmrl.data.llm.dataset_files import REFERENCE_COLUMNS, to_messages, to_pair
+from llmrl.data.llm.images import take_images
+from llmrl.data.llm.rlhf.cache import Block, code_fingerprint, open_or_build, tokenizer_fingerprint
+from llmrl.data.llm.rlhf.source import Source, blocks_of
+from llmrl.data.llm.rlhf.tokenizing import check_workers, encode_answers, load_tokenizer, padding_id, same_width
+from llmrl.data.llm.templates import find_template
+from llmrl.errors import ConfigError, DataError, TemplateError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["PairwiseDataset", "PromptData", "RewardData"]
+
+PAIRS, PROMPTS = "CarperAI/openai_summarize_comparisons", "CarperAI/openai_summarize_tldr"
+IGNORED = -100  # a label that no loss counts
+Chat = list[dict[str, Any]]
+Row = Mapping[str, Any]
+Unusable = Literal["error", "drop"]
+
+
+class RewardData(TensorClass["nocast"]):
+    """The input of a reward model and its output: rewards after each token, and after the last one.
+
+    ``input_ids``, ``attention_mask`` int64[B, T]; ``rewards`` float32[B, T, 1]; ``end_scores`` float32[B, 1].
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    rewards: Tensor | None = None
+    end_scores: Tensor | None = None
+
+
+class PairwiseDataset(TensorClass["nocast"]):
+    """Pairs of conversations that differ in their last answer: row i of one belongs to row i of the other."""
+
+    chosen_data: RewardData
+    rejected_data: RewardData
+
+    @classmethod
+    def from_dataset(
+        cls,
+        split: str,
+        dataset_name: str | Path | None = None,
+        max_length: int = 550,
+        root_dir: str | Path | None = None,
+        from_disk: bool = False,
+        num_workers: int | None = None,
+        *,
+        tokenizer: PreTrainedTokenizerBase | str | None = None,
+        valid_size: int | None = None,
+        unusable: Unusable = "error",
+        **columns: str | None,
+    ) -> PairwiseDataset:
+        """The pairs of one split, tokenised at the first call and opened at the next ones.
+
+        Arguments are those of `TokenizedDatasetLoader`; ``columns`` those of `to_pair`, such as ``prompt_column``.
+
+        unusable  "drop" leaves out, and counts in a warning, pairs that are longer than ``max_length`` or that cannot
+                  be compared
+        Raises    DataError naming row and column for a missing column, an empty answer, equal answers, or a
+                  conversation that is too long
+        """
+        source = Source(str(dataset_name or PAIRS), split, root_dir, from_disk, valid_size)
+
+        def chats_of(row: Row, number: int) -> list[Chat]:
+            return list(to_pair(row, number=number, **columns))
+
+        check_workers(num_workers)
+        rows = _Rows(load_tokenizer(tokenizer), max_length, unusable)
+        td = rows.load(source, cls.__name__, dict(columns), chats_of, rows.pair_columns)
+        sides = {name: RewardData(**td[name], batch_size=td.batch_size) for name in ("chosen_data", "rejected_data")}
+        return cls(**sides, batch_size=td.batch_size)
+
+
+class PromptData(TensorClass["nocast"]):
+    """Prompts with an answer each.
+
+    ``input_ids``, ``attention_mask`` int64[B, T] of both, padded on the right; ``prompt_rindex`` int64[B], the position
+    of the prompt's last id; ``labels`` int64[B, T], the ids of the answer, -100 elsewhere. ``logits`` and ``loss`` are
+    for what a model makes of them.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    prompt_rindex: Tensor
+    labels: Tensor | None = None
+    logits: Tensor | None = None
+    loss: Tensor | None = None
+
+    def mask_label(self, pad_token_id: int = 50256) -> PromptData:
+        """The prompts alone: ``pad_token_id`` in the place of the answers, without labels.
+
+        >>> ids, last = torch.tensor([[5, 6, 7, 8]]), torch.tensor([1])
+        >>> PromptData(ids, torch.ones_like(ids), last, batch_size=[1]).mask_label(pad_token_id=0).input_ids
+        tensor([[5, 6, 0, 0]])
+        """
+        place_T = torch.arange(self.input_ids.shape[-1], device=self.input_ids.device)
+        kept_BT = (place_T <= self.prompt_rindex.unsqueeze(-1)) & self.attention_mask.bool()
+        return type(self)(
+            input_ids=self.input_ids.masked_fill(~kept_BT, pad_token_id),
+            attention_mask=kept_BT.to(self.attention_mask.dtype),
+            prompt_rindex=self.prompt_rindex,
+            loss=self.loss,
+            batch_size=self.batch_size,
+            device=self.device,
+        )
+
+    @classmethod
+    def from_dataset(
+        cls,
+        split: str,
+        dataset_name: str | Path | None = None,
+        max_length: int = 550,
+        root_dir: str | Path | None = None,
+        from_disk: bool = False,
+        num_workers: int | None = None,
+        *,
+        tokenizer: PreTrainedTokenizerBase | str | None = None,
+        valid_size: int | None = None,
+        unusable: Unusable = "error",
+        **columns: str | None,
+    ) -> PromptData:
+        """The prompts of one split; arguments as of `PairwiseDataset.from_dataset`, ``columns`` those of `to_messages`.
+
+        The answer is the last turn of "messages", or one of the columns "completion", "answer", "label" and their like;
+        of a pair the chosen one.
+        """
+        source = Source(str(dataset_name or PROMPTS), split, root_dir, from_disk, valid_size)
+
+        def chats_of(row: Row, number: int) -> list[Chat]:
+            return [_answered(row, number, columns)]
+
+        check_workers(num_workers)
+        rows = _Rows(load_tokenizer(tokenizer), max_length, unusable)
+        td = rows.load(source, cls.__name__, dict(columns), chats_of, rows.prompt_columns)
+        return cls(**td, batch_size=td.batch_size)
+
+
+def _answered(row: Row, number: int, columns: Mapping[str, str | None]) -> Chat:
+    """The conversation of a row, which ends in an answer."""
+    known = ("messages", "completion", *REFERENCE_COLUMNS)
+    if "completion_column" not in columns and not any(row.get(name) is not None for name in known):
+        if "chosen" in row and "rejected" in row:
+            return to_pair(row, number=number, **columns)[0]
+        if row.get("label") is not None:
+            columns = {**columns, "completion_column": "label"}
+    chat = to_messages(row, number=number, **columns)
+    if chat[-1]["role"] != "assistant" or not (chat[-1]["content"] or chat[-1].get("tool_calls")):
+        raise DataError(f"dataset: row {number} must end with an answer of the assistant: it has {chat[-1]!r:.80}.")
+    return chat
+
+
+class _Ids(NamedTuple):
+    """A conversation, and where its last answer begins and ends."""
+
+    ids: list[int]
+    start: int
+    end: int
+
+
+class _Rows:
+    """Turns rows into columns of one width, with one tokenizer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int, unusable: Unusable) -> None:
+        if unusable not in ("error", "drop"):
+            raise ConfigError(f"dataset: unusable must be 'error' or 'drop': got {unusable!r}.")
+        self.tokenizer, self.max_length, self.unusable = tokenizer, max_length, unusable
+        self.codec = codec_for(tokenizer, find_template(tokenizer)) if tokenizer.chat_template else None
+        self.end = None if self.codec else tokenizer.eos_token_id  # of plain texts
+
+    def load(
+        self,
+        source: Source,
+        kind: str,
+        columns: dict[str, Any],
+        chats_of: Callable[[Row, int], list[Chat]],
+        columns_of: Callable[[list[list[_Ids]]], Mapping[str, Any]],
+    ) -> TensorDict:
+        """``chats_of`` gives the conversations of a row, ``columns_of`` the columns of rows of their ids."""
+        recipe = {
+            "source": source.recipe(),
+            "kind": kind,
+            "columns": columns,
+            "max_length": self.max_length,
+            "unusable": self.unusable,
+            "tokenizer": tokenizer_fingerprint(self.tokenizer),
+            "code": code_fingerprint(),
+        }
+        return open_or_build(source.root, source.label, recipe, lambda: self._blocks(source, chats_of, columns_of))
+
+    def _blocks(self, source: Source, chats_of: Callable, columns_of: Callable) -> Iterator[Block]:
+        refused: list[DataError] = []
+        kept = 0
+
+        def usable(make: Callable[..., Any], thing: Any, number: int) -> Any:
+            try:
+                return make(thing, number)
+            except DataError as error:
+                if self.unusable == "error":
+                    raise
+                refused.append(error)
+                return None
+
+        for first, block in blocks_of(*source.rows()):
+            rows = [(number, usable(chats_of, row, number)) for number, row in enumerate(block, first)]
+            rows = [(number, chats) for number, chats in rows if chats]
+            ids = iter(self._encode(rows, source.name))
+            found = [usable(self._checked, [next(ids) for _ in chats], number) for number, chats in rows]
+            found = [group for group in found if group]
+            kept += len(found)
+            yield len(block), columns_of(found)
+        if not kept:
+            raise DataError(f"{source.name}: no row is left. The first that was left out: {refused[0]}")
+
+    def _encode(self, rows: list[tuple[int, list[Chat]]], name: str) -> list[_Ids]:
+        """Of all conversations of these rows, in one call of the tokenizer."""
+        numbered = [(number, chat) for number, chats in rows for chat in chats]
+        for number, chat in numbered:
+            if any(isinstance(message["content"], (list, tuple)) for message in chat) and any(take_images(chat)[1]):
+                raise DataError(f"dataset: tokenised rows hold no images: row {number} of {name} has some.")
+        chats = [chat for _, chat in numbered]
+        if self.codec is None:
+            prompts, answers = _plain_texts(numbered, name)
+            return [self._ended(*row) for row in encode_answers(self.tokenizer, prompts, answers)]
+        try:
+            texts, spans = self.codec.render_with_spans(chats)
+            ids, spans = self.codec.encode_with_spans(texts, spans)
+        except TemplateError as error:
+            raise TemplateError(f"{name}, conversations of the rows from {rows[0][0]} on: {error}") from error
+        return [_Ids(own, *found[-1]) for own, found in zip(ids, spans, strict=True)]
+
+    def _ended(self, ids: list[int], start: int) -> _Ids:
+        ids = ids if self.end is None or ids[-1:] == [self.end] else [*ids, self.end]
+        return _Ids(ids, start, len(ids))
+
+    def _checked(self, group: list[_Ids], number: int) -> list[_Ids]:
+        """Raises DataError for conversations that cannot be rows."""
+        for ids, start, end in group:
+            if start >= end - (self.end is not None):
+                raise DataError(f"dataset: an answer must have a token: one of row {number} has none.")
+            if len(ids) > self.max_length:
+                what = f"has {len(ids)} tokens, {start} of them before the answer"
+                raise DataError(
+                    f"dataset: a conversation must be at most max_length = {self.max_length} tokens long: one of row "
+                    f"{number} {what}; raise max_length, or pass unusable='drop'."
+                )
+        if len(group) == 2 and group[0].ids == group[1].ids:
+            raise DataError(f"dataset: the answers of a pair must differ in their tokens: row {number}'s do not.")
+        return group
+
+    def _same_width(self, rows: Sequence[list[int]]) -> dict[str, Tensor]:
+        ids, mask = same_width(rows, self.max_length, padding_id(self.tokenizer))
+        return {"input_ids": ids, "attention_mask": mask}
+
+    def pair_columns(self, groups: list[list[_Ids]]) -> Mapping[str, Any]:
+        sides = {
+            name: self._same_width([group[side].ids for group in groups])
+            for side, name in enumerate(("chosen_data", "rejected_data"))
+        }
+        return TensorDict(sides, batch_size=[len(groups)])
+
+    def prompt_columns(self, groups: list[list[_Ids]]) -> Mapping[str, Any]:
+        columns = self._same_width([own.ids for (own,) in groups])
+        start_B1, end_B1 = torch.tensor([[own.start, own.end] for (own,) in groups]).view(-1, 2).split(1, -1)
+        place_T = torch.arange(self.max_length)
+        answer_BT = (place_T >= start_B1) & (place_T < end_B1)
+        labels_BT = columns["input_ids"].masked_fill(~answer_BT, IGNORED)
+        return {**columns, "prompt_rindex": start_B1.squeeze(-1) - 1, "labels": labels_BT}
+
+
+def _plain_texts(numbered: list[tuple[int, Chat]], name: str) -> tuple[list[str], list[str]]:
+    """The prompts and the answers of conversations without a template."""
+    prompts, answers = [], []
+    for number, chat in numbered:
+        if [message["role"] for message in chat] != ["user", "assistant"]:
+            raise DataError(
+                f"dataset: without a chat template a row is a prompt and an answer: row {number} of {name} is a "
+                f"conversation ({', '.join(message['role'] for message in chat)}); use a tokenizer that has one."
+            )
+        prompt, answer = (message["content"] for message in chat)
+        seam = "" if prompt[-1:].isspace() or answer[:1].isspace() or not prompt else "\n"
+        prompts.append(prompt + seam)
+        answers.append(answer)
+    return prompts, answers

@@ -1,0 +1,82 @@
+"""Times a set of pairs from file to mapped rows against the tokenizer alone on the same texts, and opening it again.
+
+    python scripts/bench/bench_tokenising.py [--pairs 100000] [--repeats 1]
+
+The yardstick is the tokenizer's own batched call, a few thousand texts at a time: ids as lists, nothing read, checked,
+padded or written. Processor time, on one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+from table import Row, add_json_option, print_table, write_rows
+
+from llmrl.data import PairwiseDataset
+from llmrl.testing import tiny_tokenizer
+
+AT_ONCE = 8192  # texts
+POST = "I went to the shop for some tea, walked home in the rain and thought about it for a while. "
+
+
+def seconds(function: Callable[[], object], clock: Callable[[], float]) -> float:
+    start = clock()
+    function()
+    return clock() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=100_000)
+    parser.add_argument("--repeats", type=int, default=1)
+    add_json_option(parser)
+    options = parser.parse_args()
+    pairs = [
+        {"prompt": POST * (1 + i % 3) + f"What is {i} + {i}?", "chosen": f"It is {2 * i}. {POST}", "rejected": f"{i}?"}
+        for i in range(options.pairs)
+    ]
+    tokenizer, plain = tiny_tokenizer(), tiny_tokenizer()
+    plain.chat_template = None
+    texts = [f"{row['prompt']}\n{row[side]}" for row in pairs for side in ("chosen", "rejected")]
+    chats = [
+        [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row[side]}]
+        for row in pairs
+        for side in ("chosen", "rejected")
+    ]
+
+    def in_parts(call: Callable[[list], object], rows: list) -> None:
+        for start in range(0, len(rows), AT_ONCE):
+            call(rows[start : start + AT_ONCE])
+
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "pairs.jsonl"
+        file.write_text("\n".join(map(json.dumps, pairs)))
+        for what, own, yardstick in (
+            ("as text", plain, lambda: in_parts(plain, texts)),
+            ("by a chat template", tokenizer, lambda: in_parts(tokenizer.apply_chat_template, chats)),
+        ):
+            ours, theirs = [], []
+            for repeat in range(options.repeats):
+                arguments = {"max_length": 256, "tokenizer": own, "root_dir": Path(folder) / f"{what}{repeat}"}
+                theirs.append(seconds(yardstick, time.process_time))
+                build = lambda: PairwiseDataset.from_dataset("train", file, **arguments)  # noqa: B023, E731
+                ours.append(seconds(build, time.process_time))
+                opened = seconds(build, time.perf_counter)
+            print(f"{len(pairs):,} pairs {what}: {min(ours):.1f} s, the tokenizer alone {min(theirs):.1f} s")
+            rows.append(Row(f"{len(pairs):,} pairs {what}, file to mapped rows", min(ours) / min(theirs), 1.2))
+            rows.append(Row(f"{len(pairs):,} pairs {what}, opened again", opened, 0.5, "s"))
+    print_table(rows)
+    write_rows(rows, options.json)
+
+
+if __name__ == "__main__":
+    main()
