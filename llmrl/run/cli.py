@@ -42,7 +42,7 @@ from llmrl.loading import load_object
 from llmrl.run.checkpoint import latest_checkpoint
 from llmrl.run.command_line import JSON, RUN, Parser
 from llmrl.run.commands import COMMANDS
-from llmrl.run.config import Loaded, dump_config, dump_defaults, find_recipe, load_config, recipe_names
+from llmrl.run.config import Loaded, dump_config, dump_defaults, find_recipe, load_config, recipe_names, settings
 from llmrl.run.run_dir import RunDir
 
 __all__ = ["main"]
@@ -84,6 +84,9 @@ usage: llmrl COMMAND ...
   launch  grpo|resume ...                  that, with vLLM servers on the rollout.gpus last GPUs
   eval    RUN [section.key=value ...]      measure a run's checkpoint
   show    RUN                              a run's steps, before and after, samples; reads files only
+  report  RUN                              writes its report.html anew
+  watch   RUN [--port N]                   serves the report on this machine while the run trains
+  compare RUN RUN ...                      runs side by side, in the terminal and (--html FILE) as a page
   template NAME_OR_PATH                    what a chat template does to training, on a conversation
   doctor                                   devices, versions, and what works here
 
@@ -315,6 +318,7 @@ def _new_run(
         "llmrl": llmrl.__version__,
         "python": sys.version.split()[0],
         "origins": loaded.origins,
+        "defaults": {s.name: s.default for s in settings(type(loaded.config)) if s.name in loaded.origins},
         "launch": launch,
     }
     try:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from llmrl.report.refresher import ReportRefresher
 from llmrl.run.checkpoint import CheckpointStore, InterruptGuard
 from llmrl.run.console import (
     Column,
@@ -27,6 +28,7 @@ from llmrl.run.console import (
 )
 from llmrl.run.metrics import MetricsLog
 from llmrl.run.rollout_log import Rollout, RolloutLog
+from llmrl.run.run_dir import RunDir
 from llmrl.train.checkpointing import Stateful, load_part, load_state, save_state
 from llmrl.train.lora import ADAPTER
 from llmrl.train.models import resolve_model, save_made_model
@@ -108,11 +110,14 @@ class Run:
         self._ending = self._interrupted = False
         self._interrupt_checked = 0  # the last step at which the ranks agreed on whether to stop
         self._notes: list[str] = []
+        self._plan: list[list[str]] = []
+        self._report: ReportRefresher | None = None  # on the first rank, during the steps
         self._profiler: torch.profiler.profile | None = None
         self._eval_seconds = 0.0
 
     def print_plan(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
         """Prints the plan; called before any weights are loaded."""
+        self._plan = [list(row) for row in rows]
         print_plan(self.session.console, title, rows, right=str(self.path))
 
     def begin(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **parts: Stateful) -> None:
@@ -128,6 +133,9 @@ class Run:
         self._rollout_log = RolloutLog(self.path, **options)
         if self._on_start:  # last: what it writes must not be written where a log could not be opened
             self._on_start()
+        folder = RunDir(self.path)
+        if self.session.is_first and folder.info.exists():  # the command made it; a loop of your own may have none
+            folder.write_info(folder.read_info() | {"plan": self._plan})
 
     def evaluate_before(self, evaluator: Evaluator) -> None:
         """Evaluates as step 0, unless the run is resumed."""
@@ -146,6 +154,9 @@ class Run:
         self._display = StepDisplay(
             total, columns, console=self.session.console, title=self.path.name, start=self.start
         )
+        if self.session.is_first:
+            self._report = ReportRefresher(self.path, lambda text: warn(self.session.console, text))
+            self._in_steps.enter_context(self._report)
         self._in_steps.enter_context(self._guard)
         self._in_steps.enter_context(self._display)
         for step in range(self.start + 1, total + 1):
@@ -220,6 +231,8 @@ class Run:
                 self.totals.first_reward = metrics["reward/mean"]
         self.totals.trained += int(metrics["tokens/trained"])
         self._display.step(step, metrics, "  ".join(self._notes))
+        if self._report is not None:
+            self._report.refresh()
         if warning:
             self._display.warn(f"step {step}: {warning}")
         every = self.config.checkpoint.every
@@ -256,6 +269,7 @@ class Run:
             console,
             headline,
             changes=changes,
+            facts=[("report", str(self.path / "report.html"))],
             files=f"{self.path}/{{config.yaml, {logs}, checkpoints/step{self._step}}}",
             following=[*following, f"llmrl show {self.path}"] if totals.rollouts else following,
         )
