@@ -23,7 +23,7 @@ BASE = (
 TOOLS = ("llmrl.tools", "llmrl.chat_templates")
 BELOW_TRAIN = (
     *(*BASE, *TOOLS, "llmrl.data", "llmrl.modules", "llmrl.envs", "llmrl.envs.llm", "llmrl.objectives"),
-    *("llmrl.weight_update", "llmrl.collectors", "llmrl.testing", "llmrl.run"),
+    *("llmrl.weight_update", "llmrl.collectors", "llmrl.testing", "llmrl.run", "llmrl.report"),
 )
 TABLE: dict[str, tuple[str, ...]] = {
     "llmrl": (),
@@ -43,6 +43,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     ),
     "llmrl.testing": (*BASE, *TOOLS, "llmrl.data", "llmrl.modules", "llmrl.envs", "llmrl.envs.llm"),
     "llmrl.run": BASE,
+    "llmrl.report": (*BASE, "llmrl.run"),
     "llmrl.train": BELOW_TRAIN,
     "llmrl.run.doctor": (*BASE, *TOOLS, "llmrl.run"),
     "llmrl.run.template_report": (*BELOW_TRAIN, "llmrl.train"),
@@ -51,7 +52,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "llmrl.run.cli": ("llmrl",),  # anything
     "llmrl.recipes": ("llmrl",),  # anything
 }
-NO_TORCH = {*BASE, *TOOLS, "llmrl.run"}
+NO_TORCH = {*BASE, *TOOLS, "llmrl.run", "llmrl.report"}
 READS_TENSORS = {"llmrl.run.metrics"}
 
 # Import names that belong to a distribution of another name, or come with one that llmrl depends on.

@@ -13,7 +13,7 @@ from typing import Any
 from llmrl.errors import DataError
 from llmrl.run.run_dir import writing
 
-__all__ = ["Rollout", "RolloutLog", "TokenRecord", "ToolCallRecord", "read_rollouts", "rollout_files"]
+__all__ = ["Rollout", "RolloutLog", "TokenRecord", "ToolCallRecord", "read_rollouts", "read_tokens", "rollout_files"]
 
 _COLUMNS = {
     "step": "int64",
@@ -144,7 +144,7 @@ class RolloutLog:
             ]
         kinds = _COLUMNS | {_TOKEN + name: [kind] for name, kind in _TOKEN_COLUMNS.items()}
         schema = pyarrow.schema([(name, _arrow_type(kind)) for name, kind in kinds.items()])
-        path = self.folder / f"step{step:06d}.parquet"
+        path = self.folder / _file_name(step)
         draft = path.with_suffix(".tmp")
         with writing(path):
             self.folder.mkdir(exist_ok=True)
@@ -169,7 +169,26 @@ def read_rollouts(run_dir: Path | str, step: int | None = None, *, tokens: bool 
         names = parquet.read_schema(path).names
         names = [name for name in names if name in _COLUMNS or (tokens and name.startswith(_TOKEN))]
         return [_rollout(row) for row in parquet.read_table(path, columns=names).to_pylist()]
-    except (ArrowException, OSError, TypeError) as error:
+    except (ArrowException, OSError, TypeError, KeyError) as error:
+        raise DataError(f"{path}: must be a Parquet file of rollouts: {error}.") from error
+
+
+def read_tokens(run_dir: Path | str, step: int, places: Sequence[int]) -> dict[int, TokenRecord]:
+    """The tokens of one step's conversations at these places of its file, of those that have any.
+
+    Raises  DataError as `read_rollouts`
+    """
+    from pyarrow import ArrowException, parquet
+
+    path = Path(run_dir) / "rollouts" / _file_name(step)
+    try:
+        names = [name for name in parquet.read_schema(path).names if name.startswith(_TOKEN)]
+        if not names:
+            return {}
+        rows = parquet.read_table(path, columns=names).take(places).to_pylist()
+        records = {place: _token_record(row) for place, row in zip(places, rows, strict=True)}
+        return {place: record for place, record in records.items() if record is not None}
+    except (ArrowException, OSError, TypeError, KeyError) as error:
         raise DataError(f"{path}: must be a Parquet file of rollouts: {error}.") from error
 
 
@@ -180,13 +199,21 @@ def rollout_files(run_dir: Path | str) -> dict[int, Path]:
 
 def _rollout(row: dict[str, Any]) -> Rollout:
     """A row of a file, which may lack the columns that older versions did not write."""
-    values = {name.removeprefix(_TOKEN): row.pop(name) for name in list(row) if name.startswith(_TOKEN)}
-    if values.get("ids") is not None:
-        row["token_record"] = TokenRecord(**{part.name: values[part.name] for part in fields(TokenRecord)})
+    row["token_record"] = _token_record({name: row.pop(name) for name in list(row) if name.startswith(_TOKEN)})
     if "rewards" in row:
         row["rewards"] = {entry["name"]: entry["value"] for entry in row["rewards"]}
         row["tool_calls"] = tuple(ToolCallRecord(**call) for call in row["tool_calls"])
     return Rollout(**row)
+
+
+def _token_record(values: dict[str, Any]) -> TokenRecord | None:
+    if values.get(f"{_TOKEN}ids") is None:
+        return None
+    return TokenRecord(**{part.name: values[_TOKEN + part.name] for part in fields(TokenRecord)})
+
+
+def _file_name(step: int) -> str:
+    return f"step{step:06d}.parquet"
 
 
 def _plain(value: Any) -> Any:

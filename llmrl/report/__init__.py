@@ -1,0 +1,1 @@
+"""Pages about runs: ``report.html`` in a run's folder, the live page of ``llmrl watch``, comparisons of runs."""
