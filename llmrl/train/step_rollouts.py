@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from llmrl.envs.llm.transforms.tool_use import tool_metrics
+from llmrl.data.ragged.tensordicts import column_values
+from llmrl.envs.llm.transforms.tool_use import read_calls, tool_metrics
 from llmrl.errors import RolloutError
 from llmrl.modules.llm.engines import StopReason
 from llmrl.modules.llm.vision import MEDIA
 from llmrl.run.console import Sample
-from llmrl.run.rollout_log import Rollout
+from llmrl.run.rollout_log import Rollout, ToolCallRecord
 from llmrl.train.sft_data import marked_pieces
 from llmrl.train.token_records import TokenWatch, choose_conversations, prompt_id, token_record
 
@@ -98,6 +99,7 @@ class StepRollouts:
         for row in self._first:  # a group has one prompt
             if groups[row] not in prompt_ids:
                 prompt_ids[groups[row]] = prompt_id(self._ids[row], self._masks[row])
+        calls = column_values(data.get("next"), "tool_calls") or [""] * len(groups)
         parts = {key.removeprefix("reward_"): values.tolist() for key, values in _reward_parts(data).items()}
         mine = [
             Rollout(
@@ -111,6 +113,7 @@ class StepRollouts:
                 group=groups[row],
                 prompt_id=prompt_ids[groups[row]],
                 rewards={name: values[row] for name, values in parts.items()},
+                tool_calls=tuple(ToolCallRecord(**call) for call in read_calls(calls[row])),
             )
             for row, length in zip(self._last, lengths, strict=True)
         ]

@@ -1,10 +1,17 @@
 """The tokens of rollouts in the log: what engine and loss say of each agrees with the metrics of the step."""
 
 import math
+from itertools import groupby
 
 import pytest
 
-from llmrl.testing import tiny_tokenizer
+from llmrl.collectors.llm import LLMCollector
+from llmrl.modules.llm.policies.base import LLMWrapperBase
+from llmrl.testing import FakeEngine, tiny_tokenizer
+from llmrl.train.distributed import Session
+from llmrl.train.settings import EnvSettings, GRPOConfig
+from llmrl.train.step_rollouts import StepRollouts
+from llmrl.train.tasks import Task
 from llmrl.train.token_records import choose_conversations, token_texts
 
 ENDLESS = 10**6
@@ -68,6 +75,33 @@ def test_a_bounded_number_of_conversations_keeps_tokens_the_same_prompts_at_each
     assert kept[0] == kept[1] == set(sorted({rollout.prompt_id for rollout in rollouts})[:2])
     place.train("grpo", "none", token_records=0)
     assert all(rollout.token_record is None for rollout in place.rollouts("none", 1))
+
+
+def test_a_conversation_with_a_tool_has_its_messages_by_role_and_turn_and_its_call(place, grpo):
+    tokenizer, call = (
+        tiny_tokenizer(),
+        '<tool_call>{"name": "calculator", "arguments": {"expression": "40+2"}}</tool_call>',
+    )
+    task = Task(EnvSettings(name="big_sums", tools=["calculator"], max_turns=2), tokenizer)
+    env = task.make_env([{"question": "What is 40 + 2?", "answer": "42"}], num_envs=1, shuffle=False, seed=0)
+    policy = LLMWrapperBase(FakeEngine([call, "42"], tokenizer=tokenizer), tokenizer=tokenizer)
+    data = LLMCollector(env, policy=policy, yield_only_last_steps=True).rollout()
+    with Session(GRPOConfig.model_validate(grpo)) as session:
+        (rollout,) = StepRollouts(session, data, [], tokenizer, keep_tokens=1).records_with_tokens()
+    record = rollout.token_record
+    tokens = list(zip(record.roles, record.turns, record.texts, strict=True))
+    messages = [
+        (*kind, "".join(token[2] for token in same)) for kind, same in groupby(tokens, key=lambda token: token[:2])
+    ]
+    assert [message[:2] for message in messages] == [("user", 0), ("assistant", 0), ("tool", 1), ("assistant", 1)]
+    assert [messages[1][2], messages[3][2]] == [f"{call}<|im_end|>", "42<|im_end|>"]
+    assert "42" in messages[2][2]
+    assert not any(record.trained)  # it did not reach a buffer
+    (made,) = rollout.tool_calls
+    assert (made.turn, made.name, made.arguments, made.result, made.outcome) == (
+        *(0, "calculator", '{"expression": "40+2"}', "42", "ok"),
+    )
+    assert rollout.rewards == {"correct": 1.0}
 
 
 @pytest.mark.slow
