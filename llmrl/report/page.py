@@ -10,7 +10,6 @@ import re
 import time
 from collections.abc import Mapping
 from importlib import resources
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import yaml
 
 from llmrl.report.curves import charts
 from llmrl.report.intervals import Score, evaluations
+from llmrl.report.rollouts import rollouts_data
 from llmrl.report.run_files import RunFiles, one_line, read_run
 from llmrl.report.warnings import findings
 from llmrl.run.console import format_duration, format_number
@@ -59,10 +59,6 @@ def report_data(run: RunFiles) -> dict[str, Any]:
 
 def rollouts_of(run_dir: Path | str) -> dict[str, Any] | None:
     """What the rollout viewer shows; None for a run without rollouts."""
-    if find_spec("llmrl.report.rollouts") is None:
-        return None
-    from llmrl.report.rollouts import rollouts_data  # pyarrow, which a page without rollouts does not need
-
     return rollouts_data(Path(run_dir), max_bytes=ROLLOUT_BYTES)
 
 
@@ -95,8 +91,7 @@ def as_json(data: Any) -> str:
 
 
 def _asset(name: str) -> str:
-    file = resources.files("llmrl.report") / "assets" / name
-    return file.read_text(encoding="utf-8") if file.is_file() else ""
+    return (resources.files("llmrl.report") / "assets" / name).read_text(encoding="utf-8")
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from llmrl.report.run_files import read_run
 __all__ = ["ReportServer", "watch"]
 
 HOST = "127.0.0.1"
+SHARE = 0.05  # of a core, while the page is open
 
 
 class ReportServer(ThreadingHTTPServer):
@@ -35,7 +37,10 @@ class ReportServer(ThreadingHTTPServer):
     def __init__(self, run_dir: Path, port: int = 0):
         self.run_dir = run_dir
         self.token = secrets.token_urlsafe(16)
-        self._lock, self._read, self._made = threading.Lock(), None, {}
+        self._lock = threading.Lock()
+        self._read: tuple[Any, ...] | None = None  # the state of the files that was read last
+        self._made: dict[str, str] = {}
+        self._next = 0.0
         try:
             super().__init__((HOST, port), _Handler)
         except (OSError, OverflowError) as error:
@@ -49,22 +54,21 @@ class ReportServer(ThreadingHTTPServer):
     def content(self, name: str) -> tuple[str, str] | None:
         """The type and the text of ``""`` (the page) or ``"data"``; None for any other name.
 
-        The run is read again when its files have changed.
+        The run is read again when its files have changed, but not so often that it takes more than `SHARE` of a core.
         """
         if name not in ("", "data"):
             return None
         with self._lock:
-            read = _changes(self.run_dir)
-            if read != self._read:
-                self._read, self._made = read, {}
-            if name not in self._made:
+            found = _changes(self.run_dir)
+            if found != self._read and time.monotonic() >= self._next:
+                clock = time.thread_time()
                 try:
-                    data = report_data(read_run(self.run_dir))
-                    rollouts = rollouts_of(self.run_dir)
+                    data, rollouts = report_data(read_run(self.run_dir)), rollouts_of(self.run_dir)
                 except (LLMRLError, OSError) as error:  # it may be whole again the next time
                     return "text/plain", f"{error}\n"
+                self._made = {"": page(data, rollouts, live=True)}
                 self._made["data"] = as_json({"report": data, "rollouts": rollouts})
-                self._made[""] = page(data, rollouts, live=True)
+                self._read, self._next = found, time.monotonic() + (time.thread_time() - clock) / SHARE
         return ("text/html" if name == "" else "application/json"), self._made[name]
 
 

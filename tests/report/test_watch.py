@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import os
 import signal
 import socket
@@ -13,6 +14,7 @@ import threading
 
 import pytest
 
+import llmrl.report.watch as module
 from llmrl.report.watch import ReportServer
 from llmrl.run import cli
 from tests.support.runs import evaluation, make_run
@@ -92,7 +94,8 @@ def test_it_can_only_be_read(server, method):
     assert ask(server, f"/{server.token}/data", method=method)[0].status == 501
 
 
-def test_new_steps_appear_and_a_damaged_file_is_said_until_it_is_whole_again(server):
+def test_new_steps_appear_and_a_damaged_file_is_said_until_it_is_whole_again(server, monkeypatch):
+    monkeypatch.setattr(module, "SHARE", math.inf)
     metrics = server.run_dir / "metrics.jsonl"
     whole = metrics.read_text()
     metrics.write_text(whole + json.dumps({"step": 4, **evaluation(0.8)}) + "\n" + '{"step": 5, "rew')
@@ -104,6 +107,16 @@ def test_new_steps_appear_and_a_damaged_file_is_said_until_it_is_whole_again(ser
     assert "metrics.jsonl:1" in text
     metrics.write_text(whole)
     assert ask(server, f"/{server.token}/data")[0].status == 200
+
+
+def test_files_that_change_all_the_time_are_read_for_a_small_share_of_it(server):
+    before = ask(server, f"/{server.token}/data")[1]
+    with (server.run_dir / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 4, **evaluation(0.8)}) + "\n")
+    server._next = math.inf
+    assert ask(server, f"/{server.token}/data")[1] == before
+    server._next = 0.0
+    assert ask(server, f"/{server.token}/data")[1] != before
 
 
 def test_every_server_has_a_token_of_its_own_on_this_machine_alone(server, tmp_path):

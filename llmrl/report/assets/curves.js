@@ -324,7 +324,7 @@
     charts.splice(0, charts.length, ...specs.map((spec) => new Chart(spec)));
     const sections = [...new Set(specs.map((spec) => spec.section))];
     const links = sections.map((name, i) => html("a", { href: `#section${i}` }, name));
-    byId("sections").replaceChildren(...links);
+    byId("sections").replaceChildren(...links, html("a", { href: "#rollouts-title" }, "Rollouts"), html("a", { href: "#tables" }, "Settings"));
     byId("charts").replaceChildren(...sections.flatMap((name, i) => [
       html("h2", { id: `section${i}` }, name),
       html("div", { class: "grid" }, ...charts.filter(({ spec }) => spec.section === name).map(({ element }) => element)),
@@ -347,7 +347,7 @@
   }
 
   function showRollouts(data) {
-    byId("rollouts").hidden = !data;
+    byId("rollouts-title").hidden = byId("sections").querySelector("[href='#rollouts-title']").hidden = !data;
     if (data) renderRollouts(byId("rollouts"), data);
   }
 
@@ -387,11 +387,9 @@
     addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; requestAnimationFrame(redraw); } });
   }
 
-  /** Asks the server of `llmrl watch` for newer numbers; the rollouts stay as they are while they are being read. */
+  /** Asks the server of `llmrl watch` for newer numbers; the rollouts stay as they are while they have the focus. */
   function follow() {
-    let shown = "", reading = false;
-    byId("rollouts").addEventListener("focusin", () => { reading = true; });
-    byId("rollouts").addEventListener("pointerdown", () => { reading = true; });
+    let shown = "";
     setInterval(async () => {
       try {
         const answer = await fetch("data", { cache: "no-store" });
@@ -401,7 +399,7 @@
         shown = text;
         const { report, rollouts } = JSON.parse(text);
         show(report);
-        if (!reading) showRollouts(rollouts);
+        if (!byId("rollouts").contains(document.activeElement)) showRollouts(rollouts);
       } catch (error) {
         byId("status").textContent = `llmrl watch does not answer; this is what it had last (${error.message})`;
         shown = "";
