@@ -52,7 +52,7 @@ def compare(paths: Sequence[Path], *, html: Path | None = None, console: Console
 
 
 def comparison_data(runs: Mapping[str, RunFiles]) -> dict[str, Any]:
-    """What the page shows, in the form of `llmrl.report.page.report_data`."""
+    """The page's data, in the form of `llmrl.report.page.report_data`."""
     columns = ["", *runs]
     return {
         "title": " · ".join(runs),

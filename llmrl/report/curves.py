@@ -174,16 +174,22 @@ def _with_lines(chart: Chart, lines: Mapping[str, dict[str, Any]]) -> dict[str, 
     return {"section": chart.section, "title": chart.title, "kind": chart.kind, "note": chart.note, "lines": drawn}
 
 
-def _reward_band(rows: Sequence[Row], names: set[str]) -> dict[str, Any]:
-    """Quantiles, or of a run that did not log them the standard deviation around the mean."""
+def _reward_band(rows: Sequence[Row], names: set[str]) -> dict[str, Any] | None:
+    """Quantiles, or of a run that did not log them the standard deviation around the mean.
+
+    None where all rewards are 0 or 1: the mean then says all, and quantiles jump between both.
+    """
+    spread = [(row["step"], row.get("reward/mean"), row.get("reward/std")) for row in rows]
+    spread = [(step, mean, std) for step, mean, std in spread if mean is not None and std is not None]
+    if all(abs(std**2 - mean * (1 - mean)) < 1e-6 for _, mean, std in spread):
+        return None
     if {"reward/p10", "reward/p90"} <= names:
-        ends = [(row["step"], row.get("reward/p10"), row.get("reward/p90")) for row in rows]
         label = "10th to 90th percentile"
+        ends = [(row["step"], row.get("reward/p10"), row.get("reward/p90")) for row in rows]
+        ends = [end for end in ends if None not in end]
     else:
-        pairs = [(row["step"], row.get("reward/mean"), row.get("reward/std")) for row in rows]
-        ends = [(step, m - s, m + s) for step, m, s in pairs if m is not None and s is not None]
         label = "mean ± standard deviation"
-    ends = [end for end in ends if None not in end]
+        ends = [(step, mean - std, mean + std) for step, mean, std in spread]
     kept = sorted({i for edge in (1, 2) for i in thin([end[edge] for end in ends], MOST_POINTS // 2)})
     return {"label": label, **_columns([ends[i] for i in kept])}
 

@@ -41,7 +41,7 @@ def write_report(run_dir: Path | str) -> Path:
 
 
 def report_data(run: RunFiles) -> dict[str, Any]:
-    """What the page of a run shows: cards, findings, charts and tables, as the script reads it."""
+    """The data of a run's page: cards, findings, charts and tables, as the script reads them."""
     info = run.info
     command = " ".join(str(info[name]) for name in ("command", "recipe") if info.get(name))
     started = f"started {info['created']}, llmrl {info.get('llmrl', '?')}" if "created" in info else ""
@@ -58,7 +58,7 @@ def report_data(run: RunFiles) -> dict[str, Any]:
 
 
 def rollouts_of(run_dir: Path | str) -> dict[str, Any] | None:
-    """What the rollout viewer shows; None for a run without rollouts."""
+    """The data of the rollout viewer; None for a run without rollouts."""
     return rollouts_data(Path(run_dir), max_bytes=ROLLOUT_BYTES)
 
 
@@ -145,7 +145,7 @@ def _plan_table(info: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _settings_table(run: RunFiles) -> dict[str, Any]:
-    """What was given and is not the default; an older run has not recorded the defaults."""
+    """The settings that were given and are not the default; an older run has not recorded the defaults."""
     origins, defaults = run.info.get("origins"), run.info.get("defaults")
     rows = []
     for name, place in origins.items() if isinstance(origins, dict) else ():

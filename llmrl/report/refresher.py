@@ -71,7 +71,7 @@ class ReportRefresher:
     def _tell(self, fault: str) -> None:
         if fault not in self._warned:
             self._warned.add(fault)
-            self._warn(f"{self.path} was not written: {fault}")
+            self._warn(f"{self.path} was not written: {fault}; llmrl report {self._run_dir} tries again.")
 
     def __enter__(self) -> ReportRefresher:
         return self

@@ -1,4 +1,4 @@
-"""What a report reads of a run's folder, which may be half written, or of an older version."""
+"""Reads a run's folder for a report; it may be half written, or of an older version."""
 
 from __future__ import annotations
 

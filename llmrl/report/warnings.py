@@ -23,7 +23,7 @@ _TWO_ERRORS = 2.0  # standard errors, before a difference of means is called one
 
 @dataclass(frozen=True)
 class Finding:
-    """What the metrics show, and what to try."""
+    """A fact that the metrics show, and what to try."""
 
     text: str
     remedy: str

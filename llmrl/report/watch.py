@@ -118,7 +118,7 @@ def watch(run_dir: Path, *, port: int) -> int:
 
 
 def _changes(run_dir: Path) -> tuple[Any, ...]:
-    """What differs when the run has written something."""
+    """Times and sizes of the run's files: they differ when it has written something."""
     found: list[Any] = []
     for name in ("metrics.jsonl", "run.json", "config.yaml", "rollouts"):
         try:

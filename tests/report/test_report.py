@@ -134,6 +134,13 @@ def test_phases_add_up_to_the_time_of_a_step(tmp_path):
     assert [sum(values) for values in zip(*(line["y"] for line in phases["lines"]), strict=True)] == [9.0] * 5
 
 
+def test_the_reward_has_a_band_of_quantiles_unless_all_rewards_are_0_or_1(tmp_path):
+    band = chart(charts(read_run(make_run(tmp_path / "a", 5).path)), "Reward")["band"]
+    assert (band["label"], band["low"][0], band["high"][-1]) == ("10th to 90th percentile", 0.1, 1.0)
+    binary = {"reward/mean": lambda x: 0.5 + 0.3 * x, "reward/std": lambda x: math.sqrt(0.25 - (0.3 * x) ** 2)}
+    assert chart(charts(read_run(make_run(tmp_path / "b", 5, binary).path)), "Reward")["band"] is None
+
+
 def test_of_a_long_run_the_extremes_are_kept():
     values = [math.sin(i / 7) for i in range(50_000)]
     values[31_337], values[4242] = 9.0, -9.0

@@ -1,5 +1,5 @@
 "use strict";
-// The page of a run: headline, warnings, charts with one cursor, tables. Text of a run becomes text nodes, never markup.
+// The page of a run: headline, warnings, charts with one cursor, tables. Text of a run becomes text, never markup.
 (() => {
   const HEIGHT = 200, LEFT = 52, RIGHT = 12, TOP = 10, BOTTOM = 22;
   const COLOURS = 7, DASHES = ["", "6 3", "2 3", "9 3 2 3"];
@@ -12,7 +12,8 @@
   /** Marks that would change the direction of text, and halves of surrogate pairs, as something that can be seen. */
   function visible(text) {
     const named = (mark) => `[U+${mark.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}]`;
-    return String(text).replace(/[\u0000-\u0008\u000b-\u001f\u200e\u200f\u202a-\u202e\u2066-\u2069]|\p{Surrogate}/gu, named);
+    const marks = /[\u0000-\u0008\u000b-\u001f\u200e\u200f\u202a-\u202e\u2066-\u2069]|\p{Surrogate}/gu;
+    return String(text).replace(marks, named);
   }
 
   function fill(node, attributes, children) {
@@ -92,7 +93,8 @@
       this.steps = [...new Set(this.lines.flatMap((line) => line.x))].sort((a, b) => a - b);
       this.at = html("span", { class: "at" });
       this.legend = html("div", { class: "legend" });
-      this.plot = svg("svg", { class: "plot", preserveAspectRatio: "none", tabindex: "0", role: "slider", "aria-label": visible(spec.title) });
+      const access = { tabindex: "0", role: "slider", "aria-label": visible(spec.title) };
+      this.plot = svg("svg", { class: "plot", preserveAspectRatio: "none", ...access });
       const head = html("div", { class: "head" }, html("h3", {}, spec.title), this.at);
       this.element = html("article", { class: "chart" }, head, html("p", { class: "note" }, spec.note || ""));
       this.element.append(this.plot, this.legend);
@@ -101,16 +103,13 @@
     }
 
     legendEntry(line, index) {
-      const sample = svg("svg", { width: 22, height: 10, "aria-hidden": "true" });
-      if (this.spec.stacked) sample.append(svg("rect", { width: 22, height: 10, rx: 2, fill: colour(index), class: "area" }));
-      else sample.append(svg("path", { d: "M1 5H21", class: "line", stroke: colour(index), "stroke-dasharray": dash(index) }));
+      const swatch = (child) => svg("svg", { width: 22, height: 10, "aria-hidden": "true" }, child);
+      const box = (name) => swatch(svg("rect", { width: 22, height: 10, rx: 2, fill: colour(index), class: name }));
+      const look = { class: "line", stroke: colour(index), "stroke-dasharray": dash(index) };
+      const sample = this.spec.stacked ? box("area") : swatch(svg("path", { d: "M1 5H21", ...look }));
       const value = html("b");
       this.legend.append(html("span", { title: visible(line.metric) }, sample, line.label, value));
-      if (this.spec.band && index === 0) {
-        const box = svg("svg", { width: 22, height: 10, "aria-hidden": "true" });
-        box.append(svg("rect", { width: 22, height: 10, rx: 2, fill: colour(0), class: "band" }));
-        this.legend.append(html("span", {}, box, this.spec.band.label));
-      }
+      if (this.spec.band && index === 0) this.legend.append(html("span", {}, box("band"), this.spec.band.label));
       return value;
     }
 
@@ -137,7 +136,8 @@
         const shown = this.shownSteps(), last = shown.length - 1;
         const here = state.cursor === null ? last : nearest(shown, state.cursor);
         const page = Math.max(1, Math.round(last / 10));
-        const moves = { ArrowLeft: here - 1, ArrowRight: here + 1, PageUp: here + page, PageDown: here - page, Home: 0, End: last };
+        const moves = { ArrowLeft: here - 1, ArrowRight: here + 1, Home: 0, End: last };
+        Object.assign(moves, { PageDown: here - page, PageUp: here + page });
         if (event.key in moves) {
           setCursor(shown[Math.min(last, Math.max(0, moves[event.key]))]);
           event.preventDefault();
@@ -155,7 +155,8 @@
       this.plot.querySelector(".selection")?.remove();
       if (from === to) return;
       const [left, right] = [this.x(from), this.x(to)].sort((a, b) => a - b);
-      this.plot.append(svg("rect", { class: "selection", x: left, y: TOP, width: right - left, height: HEIGHT - TOP - BOTTOM }));
+      const size = { width: right - left, height: HEIGHT - TOP - BOTTOM };
+      this.plot.append(svg("rect", { class: "selection", x: left, y: TOP, ...size }));
     }
 
     draw() {
@@ -186,7 +187,8 @@
 
     /** The least and the greatest value in sight, with a little room. */
     extent(logarithmic) {
-      const inside = (x, values) => values.filter((value, i) => x[i] >= this.range[0] && x[i] <= this.range[1] && (!logarithmic || value > 0));
+      const shown = (step, value) => step >= this.range[0] && step <= this.range[1] && (!logarithmic || value > 0);
+      const inside = (x, values) => values.filter((value, i) => shown(x[i], value));
       const sets = this.lines.map((line) => inside(line.x, line.y));
       for (const set of [this.spec.band || [], ...(this.spec.whiskers || [])].filter((set) => set.x)) {
         sets.push(inside(set.x, set.low), inside(set.x, set.high));
@@ -196,7 +198,7 @@
       if (!all.length) return logarithmic ? [0.1, 10] : [0, 1];
       let low = all.reduce((a, b) => Math.min(a, b)), high = all.reduce((a, b) => Math.max(a, b));
       if (logarithmic) return low === high ? [low / 2, high * 2] : [low / 1.1, high * 1.1];
-      if (this.spec.kind === "percent" && low >= 0 && high <= 1) [low, high] = [Math.min(low, 0), Math.max(high, low + 0.02)];
+      if (this.spec.kind === "percent" && low >= 0) [low, high] = [0, Math.max(high, 0.02)];
       if (low === high) [low, high] = low === 0 ? [0, 1] : [low - Math.abs(low) * 0.1, high + Math.abs(high) * 0.1];
       const room = (high - low) * 0.05;
       return [low >= 0 && low < room * 4 ? 0 : low - room, high + room];
@@ -204,11 +206,13 @@
 
     axes(width, values) {
       const nodes = [], span = Math.abs(values[1] - values[0]) || 1;
-      const digits = Math.max(4, 1 + Math.ceil(Math.log10(Math.max(...values.map(Math.abs)) / span)));  // to tell them apart
+      const largest = Math.max(...values.map(Math.abs));
+      const digits = Math.max(4, 1 + Math.ceil(Math.log10(largest / span))); // that tell two ticks apart
       for (const value of values) {
         const y = this.y(value);
         nodes.push(svg("line", { class: "rule", x1: LEFT, x2: width - RIGHT, y1: y, y2: y }));
-        nodes.push(svg("text", { x: LEFT - 7, y: y + 3.5, "text-anchor": "end" }, format(value, this.spec.kind, digits)));
+        const text = format(value, this.spec.kind, digits);
+        nodes.push(svg("text", { x: LEFT - 7, y: y + 3.5, "text-anchor": "end" }, text));
       }
       for (const step of ticks(this.range[0], this.range[1], Math.max(2, width / 90)).filter(Number.isInteger)) {
         nodes.push(svg("text", { x: this.x(step), y: HEIGHT - 5, "text-anchor": "middle" }, String(step)));
@@ -229,13 +233,14 @@
     linePaths(line, index, drawable) {
       if (this.spec.stacked) {
         const below = this.path([...line.x].reverse(), [...line.base].reverse(), drawable).replace("M", "L");
-        return [svg("path", { d: `${this.path(line.x, line.y, drawable)}${below}Z`, class: "area", fill: colour(index) })];
+        const d = `${this.path(line.x, line.y, drawable)}${below}Z`;
+        return [svg("path", { d, class: "area", fill: colour(index) })];
       }
       const look = { class: "line", stroke: colour(index), "stroke-dasharray": dash(index) };
       const raw = svg("path", { ...look, d: this.path(line.x, line.y, drawable) });
       if (this.spec.whiskers || line.x.length === 1) {
-        const dots = line.x.map((x, i) => drawable(line.y[i]) && svg("circle", { cx: this.x(x), cy: this.y(line.y[i]), r: 3, fill: colour(index) }));
-        return [raw, ...dots.filter(Boolean)];
+        const dot = (x, y) => svg("circle", { cx: this.x(x), cy: this.y(y), r: 3, fill: colour(index) });
+        return [raw, ...line.x.flatMap((x, i) => (drawable(line.y[i]) ? [dot(x, line.y[i])] : []))];
       }
       if (!state.smoothing) return [raw];
       raw.setAttribute("class", "line raw");
@@ -245,13 +250,15 @@
     bandPath(band, drawable) {
       const upper = this.path(band.x, band.high, drawable);
       const lower = this.path([...band.x].reverse(), [...band.low].reverse(), drawable).replaceAll("M", "L");
-      return svg("path", { class: "band", fill: colour(0), d: upper && lower ? `${upper.replace(/(?!^)M/g, "L")}${lower}Z` : "" });
+      const d = upper && lower ? `${upper.replace(/(?!^)M/g, "L")}${lower}Z` : "";
+      return svg("path", { class: "band", fill: colour(0), d });
     }
 
     whiskers(set, index, drawable) {
       return set.x.filter((_, i) => drawable(set.low[i])).map((step, i) => {
         const x = this.x(step), low = this.y(set.low[i]), high = this.y(set.high[i]);
-        return svg("path", { class: "whisker", stroke: colour(index), d: `M${x} ${low}V${high}M${x - 3} ${low}h6M${x - 3} ${high}h6` });
+        const d = `M${x} ${low}V${high}M${x - 3} ${low}h6M${x - 3} ${high}h6`;
+        return svg("path", { class: "whisker", stroke: colour(index), d });
       });
     }
 
@@ -324,11 +331,13 @@
     charts.splice(0, charts.length, ...specs.map((spec) => new Chart(spec)));
     const sections = [...new Set(specs.map((spec) => spec.section))];
     const links = sections.map((name, i) => html("a", { href: `#section${i}` }, name));
-    byId("sections").replaceChildren(...links, html("a", { href: "#rollouts-title" }, "Rollouts"), html("a", { href: "#tables" }, "Settings"));
-    byId("charts").replaceChildren(...sections.flatMap((name, i) => [
-      html("h2", { id: `section${i}` }, name),
-      html("div", { class: "grid" }, ...charts.filter(({ spec }) => spec.section === name).map(({ element }) => element)),
-    ]));
+    const others = { "#rollouts": "Rollouts", "#tables": "Settings" };
+    const more = Object.entries(others).map(([href, name]) => html("a", { href }, name));
+    byId("sections").replaceChildren(...links, ...more);
+    byId("charts").replaceChildren(...sections.flatMap((name, i) => {
+      const inside = charts.filter(({ spec }) => spec.section === name).map(({ element }) => element);
+      return [html("h2", { id: `section${i}` }, name), html("div", { class: "grid" }, ...inside)];
+    }));
     redraw();
     charts.find(({ spec }) => visible(spec.title) === focused)?.plot.focus({ preventScroll: true });
   }
@@ -347,7 +356,7 @@
   }
 
   function showRollouts(data) {
-    byId("rollouts-title").hidden = byId("sections").querySelector("[href='#rollouts-title']").hidden = !data;
+    byId("sections").querySelector("[href='#rollouts']").hidden = !data;
     if (data) renderRollouts(byId("rollouts"), data);
   }
 
@@ -384,7 +393,10 @@
     byId("smoothing").addEventListener("input", (event) => { state.smoothing = Number(event.target.value); redraw(); });
     byId("zoom").addEventListener("click", () => setZoom(null));
     let width = innerWidth;
-    addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; requestAnimationFrame(redraw); } });
+    addEventListener("resize", () => {
+      if (innerWidth !== width) requestAnimationFrame(redraw);
+      width = innerWidth;
+    });
   }
 
   /** Asks the server of `llmrl watch` for newer numbers; the rollouts stay as they are while they have the focus. */
