@@ -18,6 +18,7 @@ BASE = (
     "llmrl.loading",
     "llmrl.strict_json",
     "llmrl.text_files",
+    "llmrl.notebook_html",
     "llmrl.concurrency",
 )
 TOOLS = ("llmrl.tools", "llmrl.chat_templates")

