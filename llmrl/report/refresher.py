@@ -13,7 +13,7 @@ from llmrl.report.page import write_report
 __all__ = ["ReportRefresher"]
 
 PAUSE_S = 30.0  # between two pages, at least
-SHARE = 0.02  # of the time that pages may take, on one core
+SHARE = 0.01  # of the time that pages may take, on one core
 DEADLINE_S = 300.0
 _SCRIPT = (
     "import os, sys, time; os.nice(5); from llmrl.report import write_report; write_report(sys.argv[1]); "

@@ -33,7 +33,7 @@ def test_a_page_is_written_beside_the_run_one_at_a_time_and_for_a_small_share_of
         assert (run.path / "report.html").is_file()
         began = refresher._began
         assert refresher._finished(first)
-        assert refresher._next - began > 1, "fifty times the seconds of a start of Python at least"
+        assert refresher._next - began > 1, "a hundred times the seconds of a start of Python at least"
     assert warnings == []
 
 
