@@ -162,7 +162,7 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
                     data = cat_rows([data, more])
             rollouts.end_sampling()  # an engine on the trainer's GPU leaves it to the update
             rollouts.begin_next(steps_left=config.steps - step)
-            sampled = StepRollouts(session, data, buffer, tokenizer)
+            sampled = StepRollouts(session, data, buffer, tokenizer, keep_tokens=config.token_records)
             metrics |= sampled.metrics(version=rollouts.version, seconds=time.perf_counter() - clock)
             sampled.check_failed(config.max_failed, step, rollouts.first_error)
 
@@ -184,7 +184,8 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
 
             # 4. Micro-batches, loss, clipping, AdamW: one update on each part of the rollouts.
             clock = time.perf_counter()
-            updates = [updater.step(loss, batch, step) for batch in batches]
+            with sampled.watch(loss):
+                updates = [updater.step(loss, batch, step) for batch in batches]
             seconds = time.perf_counter() - clock
             metrics |= step_metrics(updates, seconds) | updater.speed(seconds)
 
@@ -199,7 +200,7 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
             warning = engine.warning
             if failed := metrics["rollout/failed"]:
                 warning += f"{failed} rollouts failed. {rollouts.first_unreported_error()}".rstrip()
-            run.finish_step(step, metrics, rollouts=sampled.records, warning=warning)
+            run.finish_step(step, metrics, rollouts=sampled.records_with_tokens(), warning=warning)
     run.print_end(sampled.samples(config.samples) if sampled else (), evaluator)
 
 

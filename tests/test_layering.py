@@ -18,12 +18,13 @@ BASE = (
     "llmrl.loading",
     "llmrl.strict_json",
     "llmrl.text_files",
+    "llmrl.notebook_html",
     "llmrl.concurrency",
 )
 TOOLS = ("llmrl.tools", "llmrl.chat_templates")
 BELOW_TRAIN = (
     *(*BASE, *TOOLS, "llmrl.data", "llmrl.modules", "llmrl.envs", "llmrl.envs.llm", "llmrl.objectives"),
-    *("llmrl.weight_update", "llmrl.collectors", "llmrl.testing", "llmrl.run"),
+    *("llmrl.weight_update", "llmrl.collectors", "llmrl.testing", "llmrl.run", "llmrl.report"),
 )
 TABLE: dict[str, tuple[str, ...]] = {
     "llmrl": (),
@@ -43,6 +44,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     ),
     "llmrl.testing": (*BASE, *TOOLS, "llmrl.data", "llmrl.modules", "llmrl.envs", "llmrl.envs.llm"),
     "llmrl.run": BASE,
+    "llmrl.report": (*BASE, "llmrl.run"),
     "llmrl.train": BELOW_TRAIN,
     "llmrl.run.doctor": (*BASE, *TOOLS, "llmrl.run"),
     "llmrl.run.template_report": (*BELOW_TRAIN, "llmrl.train"),
@@ -53,7 +55,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "llmrl.run.cli": ("llmrl",),  # anything
     "llmrl.recipes": ("llmrl",),  # anything
 }
-NO_TORCH = {*BASE, *TOOLS, "llmrl.run"}
+NO_TORCH = {*BASE, *TOOLS, "llmrl.run", "llmrl.report"}
 READS_TENSORS = {"llmrl.run.metrics"}
 
 # Import names that belong to a distribution of another name, or come with one that llmrl depends on.

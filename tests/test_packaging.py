@@ -66,7 +66,7 @@ def test_a_wheel_holds_every_module_and_data_file_and_runs_away_from_the_checkou
     names = set(zipfile.ZipFile(wheel).namelist())
     for package, folder in FOLDERS.items():
         for path in (ROOT / folder).rglob("*"):
-            if path.suffix in (".py", ".jinja", ".yaml", ".typed"):
+            if path.suffix in (".py", ".jinja", ".yaml", ".typed", ".html", ".css", ".js"):
                 assert f"{package.replace('.', '/')}/{path.relative_to(ROOT / folder).as_posix()}" in names
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)

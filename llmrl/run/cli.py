@@ -41,7 +41,7 @@ from llmrl.loading import load_object
 from llmrl.run.checkpoint import latest_checkpoint
 from llmrl.run.command_line import RUN, Parser
 from llmrl.run.commands import COMMANDS
-from llmrl.run.config import Loaded, dump_config, dump_defaults, find_recipe, load_config, recipe_names
+from llmrl.run.config import Loaded, dump_config, dump_defaults, find_recipe, load_config, recipe_names, settings
 from llmrl.run.recipes import RECIPES, load_run
 from llmrl.run.run_dir import RunDir
 
@@ -66,6 +66,9 @@ usage: llmrl COMMAND ...
   export  RUN DIR                          a checkpoint as a model folder, with a card; --push to the hub
   show    RUN                              a run's steps, before and after, samples; reads files only
   runs                                     the runs in runs/: state, step, best measure, age
+  report  RUN                              writes its report.html anew
+  watch   RUN [--port N]                   serves the report on this machine while the run trains
+  compare RUN RUN ...                      runs side by side, in the terminal and (--html FILE) as a page
   template NAME_OR_PATH                    what a chat template does to training, on a conversation
   new     reward|tool|env|recipe NAME      files to start from, with a test that passes
   doctor                                   devices, versions, and what works here
@@ -278,6 +281,7 @@ def _new_run(
         "llmrl": llmrl.__version__,
         "python": sys.version.split()[0],
         "origins": loaded.origins,
+        "defaults": {s.name: s.default for s in settings(type(loaded.config)) if s.name in loaded.origins},
         "launch": launch,
     }
     try:

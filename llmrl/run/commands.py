@@ -20,7 +20,7 @@ CHECKPOINT = (["--checkpoint"], {"metavar": "stepN", "help": "which checkpoint (
 
 
 def _module(name: str) -> Any:
-    return importlib.import_module(f"llmrl.run.{name}")
+    return importlib.import_module(name)
 
 
 def _eval(arguments: list[str]) -> int:
@@ -47,7 +47,7 @@ def _eval(arguments: list[str]) -> int:
     ).parse(arguments)
     run = RunDir.open(options.run)
     _, info, loaded = load_run(run, options.overrides)
-    return _module("evaluate").run(
+    return _module("llmrl.run.evaluate").run(
         run.path,
         command=info["command"],
         config=loaded.config,
@@ -79,7 +79,7 @@ def _export(arguments: list[str]) -> int:
     ).parse(arguments)
     run = RunDir.open(options.run)
     _, _, loaded = load_run(run)
-    return _module("export").export(
+    return _module("llmrl.run.export").export(
         run,
         Path(options.folder),
         config=loaded.config,
@@ -102,16 +102,41 @@ def _show(arguments: list[str]) -> int:
     ).parse(arguments)
     run = RunDir.open(options.run)
     if options.json:
-        print(_module("show").as_json(run))
+        print(_module("llmrl.run.show").as_json(run))
     else:
-        _module("show").show(run, rows=options.rows, step=options.step, samples=options.samples)
+        _module("llmrl.run.show").show(run, rows=options.rows, step=options.step, samples=options.samples)
     return 0
 
 
 def _runs(arguments: list[str]) -> int:
     where = (["--runs"], {"default": "runs", "metavar": "DIR", "help": "where runs are kept (default: runs)"})
     options = Parser("runs [options]", where, JSON).parse(arguments)
-    return _module("runs").list_runs(Path(options.runs), as_json=options.json)
+    return _module("llmrl.run.runs").list_runs(Path(options.runs), as_json=options.json)
+
+
+def _report(arguments: list[str]) -> int:
+    run = RunDir.open(Parser("report RUN", RUN).parse(arguments).run)
+    print(f"report    {_module('llmrl.report').write_report(run.path)}")
+    return 0
+
+
+def _watch(arguments: list[str]) -> int:
+    port = {"type": int, "default": 0, "metavar": "N", "help": "on this machine (default: a free one)"}
+    options = Parser("watch RUN [--port N]", RUN, (["--port"], port)).parse(arguments)
+    return _module("llmrl.report.watch").watch(RunDir.open(options.run).path, port=options.port)
+
+
+def _compare(arguments: list[str]) -> int:
+    parser = Parser(
+        "compare RUN RUN ... [--html FILE]",
+        (["runs"], {"nargs": "+", "metavar": "RUN", "help": "runs' folders, or their names in runs/"}),
+        (["--html"], {"type": Path, "metavar": "FILE", "help": "write a page with overlaid curves, too"}),
+    )
+    options = parser.parse(arguments)
+    if len(options.runs) < 2:
+        parser.error(f"needs at least two runs: got {options.runs[0]}; llmrl show and llmrl report are for one")
+    paths = [RunDir.open(run).path for run in options.runs]
+    return _module("llmrl.report.comparison").compare(paths, html=options.html)
 
 
 def _template(arguments: list[str]) -> int:
@@ -122,7 +147,7 @@ def _template(arguments: list[str]) -> int:
         (["--data"], {"metavar": "FILE", "help": "look at its conversations instead of a made-up one"}),
         JSON,
     ).parse(arguments)
-    report = _module("template_report")
+    report = _module("llmrl.run.template_report")
     return report.run(options.name, tools=options.tools, data=options.data, as_json=options.json)
 
 
@@ -144,7 +169,7 @@ def _chat(arguments: list[str]) -> int:
         (["--seed"], {"type": int, "metavar": "N", "help": "of sampling"}),
     ).parse(arguments)
     config, runs = _model_source(options.model, options.checkpoint)
-    return _module("chat").chat(
+    return _module("llmrl.run.chat").chat(
         config,
         runs=runs,
         tools=options.tools,
@@ -177,22 +202,25 @@ def _new(arguments: list[str]) -> int:
         (["name"], {"help": "of the module that is written, in lower case"}),
         (["--folder"], {"default": ".", "metavar": "DIR", "help": "where the files are written (default: here)"}),
     ).parse(arguments)
-    return _module("new").new(options.kind, options.name, folder=Path(options.folder))
+    return _module("llmrl.run.new").new(options.kind, options.name, folder=Path(options.folder))
 
 
 def _doctor(arguments: list[str]) -> int:
     options = Parser("doctor [--json]", JSON).parse(arguments)
-    return _module("doctor").report(as_json=options.json)
+    return _module("llmrl.run.doctor").report(as_json=options.json)
 
 
 # name -> what runs it: the arguments after the name in, the exit code out
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "eval": _eval,
+    "chat": _chat,
     "export": _export,
     "show": _show,
     "runs": _runs,
+    "report": _report,
+    "watch": _watch,
+    "compare": _compare,
     "template": _template,
-    "chat": _chat,
     "new": _new,
     "doctor": _doctor,
 }

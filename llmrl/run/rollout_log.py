@@ -1,19 +1,30 @@
-"""The rollouts of a run, one Parquet file per step in ``<run>/rollouts``: the rows that ``llmrl show`` prints."""
+"""The rollouts of a run, one Parquet file per step in ``<run>/rollouts``: what ``llmrl show`` and the report show."""
 
 from __future__ import annotations
 
 import math
 import os
 import re
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from llmrl.errors import DataError
+from llmrl.notebook_html import conversation_html, message_html, token_html
 from llmrl.run.run_dir import writing
 
-__all__ = ["Rollout", "RolloutLog", "read_rollouts"]
+__all__ = [
+    "Rollout",
+    "RolloutLog",
+    "Rollouts",
+    "TokenRecord",
+    "ToolCallRecord",
+    "read_rollouts",
+    "read_tokens",
+    "rollout_files",
+]
 
 _COLUMNS = {
     "step": "int64",
@@ -25,7 +36,64 @@ _COLUMNS = {
     "stop_reason": "string",
     "version": "int64",
     "tokens": "int64",
+    "prompt_id": "string",
+    "rewards": {"name": "string", "value": "float64"},
+    "tool_calls": {
+        "turn": "int64",
+        "name": "string",
+        "arguments": "string",
+        "result": "string",
+        "outcome": "string",
+        "seconds": "float64",
+    },
 }
+_TOKEN_COLUMNS = {  # each a list with an entry per token; null in conversations that keep no tokens
+    "ids": "int64",
+    "texts": "string",
+    "roles": "string",
+    "turns": "int64",
+    "control": "bool_",
+    "trained": "bool_",
+    "engine_logp": "float32",
+    "trainer_logp": "float32",
+    "advantage": "float32",
+    "ratio": "float32",
+    "entropy": "float32",
+}
+_TOKEN = "token_"  # before the names of those columns
+_SHOWN, _SHOWN_TOKENS = 20, 2000  # in a notebook: rollouts, and tokens of each
+
+
+@dataclass(frozen=True)
+class TokenRecord:
+    """The tokens of a conversation: in each list an entry per token, None where there is no value.
+
+    A conversation in several training records has here the tokens of the last one.
+    """
+
+    ids: Sequence[int]
+    texts: Sequence[str]  # as the tokenizer decodes each alone; bytes that are not a character as <0xE2>
+    roles: Sequence[str]  # of the message; "system+user" where the prompt's messages were rendered together
+    turns: Sequence[int]  # of the policy, from 0; what the environment said belongs to the turn that it precedes
+    control: Sequence[bool]  # a special token of the tokenizer
+    trained: Sequence[bool]
+    engine_logp: Sequence[float | None]  # None: not sampled
+    trainer_logp: Sequence[float | None] = ()  # before the step's first update; an empty list: of no token
+    advantage: Sequence[float | None] = ()
+    ratio: Sequence[float | None] = ()  # that the surrogate sees
+    entropy: Sequence[float | None] = ()  # where the loss computes it
+
+
+@dataclass(frozen=True)
+class ToolCallRecord:
+    """A tool call and its result."""
+
+    turn: int  # of the policy, from 0
+    name: str
+    arguments: str  # JSON; as the model wrote them where they could not be read
+    result: str  # the message to the model
+    outcome: str  # ok, error, timeout, malformed, unknown, not_run
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -41,6 +109,30 @@ class Rollout:
     tokens: int  # sampled
     group: int = 0
     step: int = 0  # filled in by the log
+    prompt_id: str = ""  # the same for the same first prompt, at any step
+    rewards: dict[str, float | None] = field(default_factory=dict)  # of each reward function
+    tool_calls: Sequence[ToolCallRecord] = ()
+    token_record: TokenRecord | None = None  # of some conversations of a step, and not in files of older versions
+
+    def _repr_html_(self) -> str:
+        """The conversation, for a notebook: with tokens, those that were trained in blue, others sampled in orange."""
+        facts = f"step {self.step} · reward {self.reward} · advantage {self.advantage} · {self.tokens} tokens"
+        messages = [message_html("prompt", self.prompt), message_html("answer", self.completion)]
+        if self.token_record is not None:
+            messages = _record_html(self.token_record)
+        calls = [
+            message_html(f"{call.name}, turn {call.turn + 1}, {call.outcome}", f"{call.arguments}\n{call.result}")
+            for call in self.tool_calls
+        ]
+        return conversation_html(f"{facts} · {self.stop_reason}", [*messages, *calls])
+
+
+class Rollouts(list[Rollout]):
+    """A list that a notebook shows as conversations: the first twenty."""
+
+    def _repr_html_(self) -> str:
+        shown = "".join(rollout._repr_html_() for rollout in self[:_SHOWN])
+        return shown + (f"<p>{len(self) - _SHOWN} more rollouts</p>" if len(self) > _SHOWN else "")
 
 
 class RolloutLog:
@@ -69,10 +161,22 @@ class RolloutLog:
         import pyarrow  # a third of a second that `llmrl --help` need not pay
         from pyarrow import parquet
 
-        rows = [asdict(rollout) | {"step": step} for rollout in rollouts]
-        schema = pyarrow.schema([(name, getattr(pyarrow, kind)()) for name, kind in _COLUMNS.items()])
-        columns = {name: [_plain(row[name]) for row in rows] for name in _COLUMNS}
-        path = self.folder / f"step{step:06d}.parquet"
+        rows = list(rollouts)
+        columns = {name: [_plain(getattr(row, name)) for row in rows] for name in _COLUMNS}
+        columns["step"] = [step] * len(rows)
+        columns["rewards"] = [[{"name": n, "value": _plain(v)} for n, v in row.rewards.items()] for row in rows]
+        columns["tool_calls"] = [
+            [{name: _plain(getattr(call, name)) for name in _COLUMNS["tool_calls"]} for call in row.tool_calls]
+            for row in rows
+        ]
+        for name in _TOKEN_COLUMNS:
+            columns[_TOKEN + name] = [
+                record if record is None else [_plain(value) for value in getattr(record, name)]
+                for record in (row.token_record for row in rows)
+            ]
+        kinds = _COLUMNS | {_TOKEN + name: [kind] for name, kind in _TOKEN_COLUMNS.items()}
+        schema = pyarrow.schema([(name, _arrow_type(kind)) for name, kind in kinds.items()])
+        path = self.folder / _file_name(step)
         draft = path.with_suffix(".tmp")
         with writing(path):
             self.folder.mkdir(exist_ok=True)
@@ -81,30 +185,113 @@ class RolloutLog:
         return path
 
 
-def read_rollouts(run_dir: Path | str, step: int | None = None) -> list[Rollout]:
-    """The conversations of one step; without ``step``, of the last one that was written.
+def read_rollouts(run_dir: Path | str, step: int | None = None, *, tokens: bool = True) -> Rollouts:
+    """The conversations of one step; without ``step``, of the last one that was written. ``tokens``: their tokens, too.
 
     Raises  DataError that lists the steps there are, or names a file that is not one of rollouts
     """
-    files = _files(Path(run_dir) / "rollouts")
+    files = rollout_files(run_dir)
     if not files or (step is not None and step not in files):
         there = f"steps {min(files)} to {max(files)} ({len(files)} files)" if files else "none"
         raise DataError(f"{Path(run_dir) / 'rollouts'}: must hold the step asked for: got {step}, there: {there}.")
     from pyarrow import ArrowException, parquet
 
     path = files[max(files) if step is None else step]
-    names = [field.name for field in fields(Rollout)]
     try:
-        rows = parquet.read_table(path).to_pylist()
-        return [Rollout(**{name: row[name] for name in names}) for row in rows]
-    except (ArrowException, OSError, KeyError) as error:
+        names = parquet.read_schema(path).names
+        names = [name for name in names if name in _COLUMNS or (tokens and name.startswith(_TOKEN))]
+        return Rollouts(_rollout(row) for row in parquet.read_table(path, columns=names).to_pylist())
+    except (ArrowException, OSError, TypeError, KeyError) as error:
         raise DataError(f"{path}: must be a Parquet file of rollouts: {error}.") from error
 
 
+def read_tokens(run_dir: Path | str, step: int, places: Sequence[int]) -> dict[int, TokenRecord]:
+    """The tokens of one step's conversations at these places of its file, of those that have any.
+
+    Raises  DataError as `read_rollouts`
+    """
+    from pyarrow import ArrowException, parquet
+
+    path = Path(run_dir) / "rollouts" / _file_name(step)
+    try:
+        names = [name for name in parquet.read_schema(path).names if name.startswith(_TOKEN)]
+        if not names:
+            return {}
+        rows = parquet.read_table(path, columns=names).take(places).to_pylist()
+        records = {place: _token_record(row) for place, row in zip(places, rows, strict=True)}
+        return {place: record for place, record in records.items() if record is not None}
+    except (ArrowException, OSError, TypeError, KeyError) as error:
+        raise DataError(f"{path}: must be a Parquet file of rollouts: {error}.") from error
+
+
+def rollout_files(run_dir: Path | str) -> dict[int, Path]:
+    """The files of a run's rollouts by their step, ascending."""
+    return _files(Path(run_dir) / "rollouts")
+
+
+def _rollout(row: dict[str, Any]) -> Rollout:
+    """A row of a file, which may lack the columns that older versions did not write."""
+    row["token_record"] = _token_record({name: row.pop(name) for name in list(row) if name.startswith(_TOKEN)})
+    if "rewards" in row:
+        row["rewards"] = {entry["name"]: entry["value"] for entry in row["rewards"]}
+        row["tool_calls"] = tuple(ToolCallRecord(**call) for call in row["tool_calls"])
+    return Rollout(**row)
+
+
+def _token_record(values: dict[str, Any]) -> TokenRecord | None:
+    if values.get(f"{_TOKEN}ids") is None:
+        return None
+    return TokenRecord(**{part.name: values[_TOKEN + part.name] for part in fields(TokenRecord)})
+
+
+def _record_html(record: TokenRecord) -> list[str]:
+    """The messages of a conversation, token by token; the middle of a long one is left out."""
+    length = len(record.ids)
+    places = [place for place in range(length) if min(place, length - 1 - place) < _SHOWN_TOKENS // 2]
+    messages = []
+    for (role, turn), of_message in groupby(places, key=lambda place: (record.roles[place], record.turns[place])):
+        tokens = [_token_html(record, place) for place in of_message]
+        messages.append(message_html(role, tokens=tokens, note=f"· turn {turn + 1}"))
+    left_out = length - len(places)
+    return [*messages, message_html(f"{left_out} tokens of the middle are left out")] if left_out else messages
+
+
+def _token_html(record: TokenRecord, place: int) -> str:
+    numbers = [("id", record.ids[place])]
+    for name in ("engine_logp", "trainer_logp", "advantage", "ratio", "entropy"):
+        values = getattr(record, name)
+        if values and values[place] is not None:
+            numbers.append((name, f"{values[place]:.4g}"))
+    return token_html(
+        record.texts[place],
+        numbers,
+        trained=record.trained[place],
+        sampled=record.engine_logp[place] is not None,
+        control=record.control[place],
+    )
+
+
+def _file_name(step: int) -> str:
+    return f"step{step:06d}.parquet"
+
+
 def _plain(value: Any) -> Any:
+    """The value as a file can hold it: NaN as None, a lone surrogate as the text of its escape."""
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
     return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def _arrow_type(kind: Any) -> Any:
+    import pyarrow
+
+    if isinstance(kind, str):
+        return getattr(pyarrow, kind)()
+    if isinstance(kind, list):
+        return pyarrow.list_(_arrow_type(kind[0]))
+    return pyarrow.list_(pyarrow.struct([(name, _arrow_type(inner)) for name, inner in kind.items()]))
 
 
 def _files(folder: Path) -> dict[int, Path]:
     found = {re.fullmatch(r"step(\d+)\.parquet", path.name): path for path in sorted(folder.glob("step*.parquet"))}
-    return {int(match[1]): path for match, path in found.items() if match}
+    return dict(sorted((int(match[1]), path) for match, path in found.items() if match))

@@ -20,7 +20,7 @@ from typing import Any
 
 from llmrl.errors import ConfigError, RunFolderError, closest
 
-__all__ = ["RunDir", "free_space", "writing"]
+__all__ = ["RunDir", "free_space", "replace_file", "writing"]
 
 
 @dataclass(frozen=True)
@@ -124,11 +124,11 @@ class RunDir:
 
     def write_config(self, text: str) -> None:
         """Writes ``config.yaml``; another process sees the old text or the new one, never half of it."""
-        _replace(self.config, text)
+        replace_file(self.config, text)
 
     def write_info(self, info: Mapping[str, Any]) -> None:
         """Writes ``run.json``, likewise."""
-        _replace(self.info, json.dumps(dict(info), indent=2) + "\n")
+        replace_file(self.info, json.dumps(dict(info), indent=2) + "\n")
 
     def read_info(self) -> dict[str, Any]:
         """Reads ``run.json``.
@@ -174,8 +174,12 @@ def free_space(path: Path) -> str:
     return f"{usage.free / 2**30:.2f} GiB free of {usage.total / 2**30:.2f} GiB on that disk"
 
 
-def _replace(path: Path, text: str) -> None:
-    draft = path.with_name(f".{path.name}.draft")
+def replace_file(path: Path, text: str) -> None:
+    """Writes a file whole or not at all; another process sees the old text or the new one.
+
+    Raises  RunFolderError
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
     with writing(path):
         draft.write_text(text, encoding="utf-8")
         os.replace(draft, path)

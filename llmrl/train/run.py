@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from llmrl.report.refresher import ReportRefresher
 from llmrl.run.checkpoint import CheckpointStore, InterruptGuard
 from llmrl.run.console import (
     Column,
@@ -109,11 +110,14 @@ class Run:
         self._ending = self._interrupted = False
         self._interrupt_checked = 0  # the last step at which the ranks agreed on whether to stop
         self._notes: list[str] = []
+        self._plan: list[list[str]] = []
+        self._report: ReportRefresher | None = None  # on the first rank, during the steps
         self._profiler: torch.profiler.profile | None = None
         self._eval_seconds = 0.0
 
     def print_plan(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
         """Prints the plan; called before any weights are loaded."""
+        self._plan = [list(row) for row in rows]
         print_plan(self.session.console, title, rows, right=str(self.path))
 
     def begin(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **parts: Stateful) -> None:
@@ -129,7 +133,7 @@ class Run:
         self._rollout_log = RolloutLog(self.path, **options)
         if self._on_start:  # last: what it writes must not be written where a log could not be opened
             self._on_start()
-        self._note_end(None)
+        self._write_info(plan=self._plan, ended=None)
 
     def evaluate_before(self, evaluator: Evaluator) -> None:
         """Evaluates as step 0, unless the run is resumed."""
@@ -148,6 +152,9 @@ class Run:
         self._display = StepDisplay(
             total, columns, console=self.session.console, title=self.path.name, start=self.start
         )
+        if self.session.is_first:
+            self._report = ReportRefresher(self.path, lambda text: warn(self.session.console, text))
+            self._in_steps.enter_context(self._report)
         self._in_steps.enter_context(self._guard)
         self._in_steps.enter_context(self._display)
         for step in range(self.start + 1, total + 1):
@@ -222,6 +229,8 @@ class Run:
                 self.totals.first_reward = metrics["reward/mean"]
         self.totals.trained += int(metrics["tokens/trained"])
         self._display.step(step, metrics, "  ".join(self._notes))
+        if self._report is not None:
+            self._report.refresh()
         if warning:
             self._display.warn(f"step {step}: {warning}")
         every = self.config.checkpoint.every
@@ -238,7 +247,7 @@ class Run:
 
     def print_end(self, samples: Sequence[Sample], evaluator: Evaluator | None = None) -> None:
         """Prints sample conversations and the summary: what was done, what changed, what to run next."""
-        self._note_end("interrupted" if self._interrupted else "done")
+        self._write_info(ended="interrupted" if self._interrupted else "done")
         console, totals = self.session.console, self.totals
         print_conversations(console, samples)
         headline = ["interrupted" if self._interrupted else f"{self._step} steps"]
@@ -259,18 +268,17 @@ class Run:
             console,
             headline,
             changes=changes,
+            facts=[("report", str(self.path / "report.html"))],
             files=f"{self.path}/{{config.yaml, {logs}, checkpoints/step{self._step}}}",
             following=[*following, f"llmrl show {self.path}"] if totals.rollouts else following,
         )
 
-    def _note_end(self, how: str | None) -> None:
-        """Writes into ``run.json`` how the run ended; None while it goes on, which a run that is killed keeps."""
+    def _write_info(self, **values: Any) -> None:
+        """Adds to ``run.json``: the plan, and how the run ended, which one that is killed does not say."""
         folder = RunDir(self.path)
-        if self.session.is_first and folder.info.exists():
-            folder.write_info(
-                {name: value for name, value in folder.read_info().items() if name != "ended"}
-                | ({"ended": how} if how else {})
-            )
+        if self.session.is_first and folder.info.exists():  # the command made it; a loop of your own may have none
+            known = folder.read_info() | values
+            folder.write_info({name: value for name, value in known.items() if value is not None})
 
     @property
     def exit_code(self) -> int:

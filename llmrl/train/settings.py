@@ -349,6 +349,9 @@ class GRPOConfig(ModelSource):
     grpo: AlgorithmSettings = AlgorithmSettings()
     eval: EvalSettings = EvalSettings()
     samples: int = Field(2, ge=0, description="conversations printed at the end with their trained tokens marked")
+    token_records: int = Field(
+        16, ge=0, description="conversations per step that rollouts/*.parquet holds token by token; whole groups first"
+    )
 
     @model_validator(mode="after")
     def _check_group(self) -> GRPOConfig:

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from llmrl.envs.llm.transforms.tool_use import tool_metrics
+from llmrl.data.ragged.tensordicts import column_values
+from llmrl.envs.llm.transforms.tool_use import read_calls, tool_metrics
 from llmrl.errors import RolloutError
 from llmrl.modules.llm.engines import StopReason
 from llmrl.modules.llm.vision import MEDIA
 from llmrl.run.console import Sample
-from llmrl.run.rollout_log import Rollout
+from llmrl.run.rollout_log import Rollout, ToolCallRecord
 from llmrl.train.sft_data import marked_pieces
+from llmrl.train.token_records import TokenWatch, choose_conversations, prompt_id, token_record
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from llmrl.data.replay_buffers import ReplayBuffer
+    from llmrl.objectives.llm import GRPOLoss
     from llmrl.train.distributed import Session
 
 __all__ = ["StepRollouts", "oldest_versions", "select_training_columns"]
@@ -61,13 +67,20 @@ class StepRollouts:
     """The rollouts ``data`` of this rank and, through the session, of the others.
 
     A conversation is a row, or several next to each other, of which the last is done (``yield_only_last_steps``).
-    ``buffer`` holds the rows that reached the loss, with advantages.
+    ``buffer`` holds the rows that reached the loss, with advantages. The tokens of ``keep_tokens`` conversations are
+    kept, over all ranks.
 
-    ``records``  one per conversation of all ranks; on every rank, in the order of the ranks
+    ``records``  one per conversation of all ranks; on every rank, in the order of the ranks; without tokens
     """
 
     def __init__(
-        self, session: Session, data: TensorDictBase, buffer: ReplayBuffer, tokenizer: PreTrainedTokenizerBase
+        self,
+        session: Session,
+        data: TensorDictBase,
+        buffer: ReplayBuffer,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        keep_tokens: int = 0,
     ):
         self._session, self._data, self._tokenizer = session, data, tokenizer
         self._advantages: dict[int, float] = {}  # by the seed of the row
@@ -75,12 +88,20 @@ class StepRollouts:
             kept = buffer[:]
             values = kept.get("advantage").flatten(1)[:, 0].tolist()
             self._advantages = dict(zip(kept.get("seed").tolist(), values, strict=True))
-        self._last, lengths = _conversations(data)
+        self._first, self._last, lengths = _conversations(data)
         self._turns = session.gather(_num_turns(data))
         self._seeds, self._rewards = data.get("seed").tolist(), data.get(("next", "reward")).flatten(1).sum(1).tolist()
+        self._ids = data.get(("tokens", "full"), as_list=True)
+        self._masks = data.get(("masks", "all_assistant_mask"), as_list=True)
         prompts, responses = data.get("text").rows("prompt"), data.get("text").rows("response")
         groups, versions = data.get("group_id").tolist(), oldest_versions(data)
         reasons = data.get("stop_reason").tolist()
+        prompt_ids: dict[int, str] = {}
+        for row in self._first:  # a group has one prompt
+            if groups[row] not in prompt_ids:
+                prompt_ids[groups[row]] = prompt_id(self._ids[row], self._masks[row])
+        calls = column_values(data.get("next"), "tool_calls") or [""] * len(groups)
+        parts = {key.removeprefix("reward_"): values.tolist() for key, values in _reward_parts(data).items()}
         mine = [
             Rollout(
                 prompt=prompts[row],
@@ -91,12 +112,52 @@ class StepRollouts:
                 version=versions[row],
                 tokens=length,
                 group=groups[row],
+                prompt_id=prompt_ids[groups[row]],
+                rewards={name: values[row] for name, values in parts.items()},
+                tool_calls=tuple(ToolCallRecord(**call) for call in read_calls(calls[row])),
             )
             for row, length in zip(self._last, lengths, strict=True)
         ]
         self.records = session.gather(mine)
+        self._watch = self._choose(mine, keep_tokens)
         kept_groups = {group for seed, group in zip(self._seeds, groups, strict=True) if seed in self._advantages}
         self._num_kept = sum(session.gather([len(kept_groups)]))
+
+    def _choose(self, mine: list[Rollout], keep_tokens: int) -> TokenWatch:
+        """The rows whose tokens are kept, of all ranks; ``_kept`` are the conversations of this one."""
+        sizes = self._session.gather([len(mine)])
+        self._offset = sum(sizes[: self._session.rank])
+        lengths = [len(self._ids[row]) for row in self._last]
+        count = math.ceil(keep_tokens / self._session.world_size)
+        self._kept = sorted(choose_conversations([r.group for r in mine], [r.prompt_id for r in mine], lengths, count))
+        rows = [(self._seeds[self._last[place]], lengths[place]) for place in self._kept]
+        return TokenWatch(set(self._session.gather(rows)))
+
+    @contextmanager
+    def watch(self, loss: GRPOLoss) -> Iterator[None]:
+        """Around the step's updates with ``loss``: what it computes at the tokens is kept, of some conversations."""
+        with self._watch.active(loss):
+            yield
+
+    def records_with_tokens(self) -> list[Rollout]:
+        """`records`, some of them with their tokens; a collective."""
+        found = {row: numbers for part in self._session.gather([self._watch.found]) for row, numbers in part.items()}
+        engine = self._data.get(("log_probs", "full"), as_list=True)
+        history = self._data.get("history", None)
+        made = []
+        for place in self._kept:
+            row = self._last[place]
+            chats = None if history is None else history[row : row + 1].chats("full")
+            messages = chats[0] if chats else None
+            ids, mask = self._ids[row], self._masks[row]
+            numbers = found.get((self._seeds[row], len(ids)))
+            made.append(
+                (self._offset + place, token_record(self._tokenizer, ids, mask, engine[row], messages, numbers))
+            )
+        records = list(self.records)
+        for place, record in self._session.gather(made):
+            records[place] = replace(records[place], token_record=record)
+        return records
 
     def metrics(self, *, version: int, seconds: float) -> dict[str, float]:
         """Over the rollouts of all ranks; ``seconds`` is what collecting them took."""
@@ -143,11 +204,9 @@ class StepRollouts:
         """Conversations of this rank with their sampled tokens marked: by turns of the highest and lowest advantage."""
         best = sorted(self._last, key=lambda row: -self._advantages.get(self._seeds[row], 0.0))
         order = [best[-1 - place // 2] if place % 2 else best[place // 2] for place in range(min(count, len(best)))]
-        ids = self._data.get(("tokens", "full"), as_list=True)
-        masks = self._data.get(("masks", "all_assistant_mask"), as_list=True)
         return [
             Sample(
-                marked_pieces(self._tokenizer, ids[row], masks[row]),
+                marked_pieces(self._tokenizer, self._ids[row], self._masks[row]),
                 reward=self._rewards[row],
                 advantage=self._advantages.get(self._seeds[row], 0.0),
             )
@@ -155,8 +214,8 @@ class StepRollouts:
         ]
 
 
-def _conversations(data: TensorDictBase) -> tuple[list[int], list[int]]:
-    """The row that each conversation ends in, and the number of tokens sampled in all rows of it."""
+def _conversations(data: TensorDictBase) -> tuple[list[int], list[int], list[int]]:
+    """The rows that each conversation begins and ends in, and the number of tokens sampled in all rows of it."""
     ends: list[int] = []
     lengths: list[int] = []
     sampled = 0
@@ -167,7 +226,14 @@ def _conversations(data: TensorDictBase) -> tuple[list[int], list[int]]:
             ends.append(row)
             lengths.append(sampled)
             sampled = 0
-    return ends, lengths
+    return [0, *(end + 1 for end in ends[:-1])][: len(ends)], ends, lengths
+
+
+def _reward_parts(data: TensorDictBase) -> dict[str, torch.Tensor]:
+    """float64[B] of each reward function, where there are several or one has a name."""
+    after = data.get("next")
+    keys = sorted(key for key in after.keys() if key.startswith("reward_"))
+    return {key: after.get(key).double().flatten(1).sum(1) for key in keys}
 
 
 def _num_turns(data: TensorDictBase) -> list[int]:
@@ -185,8 +251,8 @@ def _env_metrics(session: Session, data: TensorDictBase) -> dict[str, float]:
     after = data.get("next")
     done = after.get("done").flatten()
     metrics = {}
-    for key in sorted(key for key in after.keys() if key.startswith("reward_")):
-        values = session.gather(after.get(key)[done].double().flatten(1).sum(1).tolist())
+    for key, part in _reward_parts(data).items():
+        values = session.gather(part[done].tolist())
         valid = [value for value in values if math.isfinite(value)]
         metrics[f"reward/{key.removeprefix('reward_')}/mean"] = sum(valid) / len(valid) if valid else math.nan
     if (use := after.get("tool_use", None)) is not None:

@@ -59,6 +59,18 @@ def test_a_runs_folder_stands_for_its_last_checkpoint(runs):
         resolve_model(str(folder.parent / "none"), runs=folder.parent)
 
 
+@pytest.mark.parametrize("run", ["taught", "improved"])
+def test_the_report_of_a_run_knows_its_plan_its_settings_and_its_scores(runs, run):
+    text = (runs.path / "runs" / run / "report.html").read_text(encoding="utf-8")
+    data = json.loads(text.partition('id="report-data">')[2].partition("</script>")[0])
+    assert data["title"] == run
+    assert [card["label"] for card in data["cards"]][:1] == ["evaluation sums"]
+    plan, given, _ = data["tables"]
+    assert dict(plan["rows"])["machine"].startswith("1 process")
+    assert [row[1] for row in given["rows"] if row[0] == "optim.lr"] == ["0.01"]
+    assert [row for row in given["rows"] if row[1] == row[2]] == [], "what has its default is left out"
+
+
 def test_supervised_steps_tell_what_was_trained(runs):
     first, *_, last = runs.steps("taught")
     assert last["policy/loss"] < first["policy/loss"]

@@ -6,6 +6,8 @@ rebuilt from it.
 
 from __future__ import annotations
 
+import html
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from reprlib import Repr
@@ -21,6 +23,7 @@ from llmrl.data.ragged.stack import FIELDS, join_message, split_message, stack_m
 from llmrl.data.ragged.tensordicts import fill, inner, rewrap
 from llmrl.data.specs import Composite, NonTensor
 from llmrl.errors import ConfigError, DataError, ShapeError, TemplateError
+from llmrl.notebook_html import conversation_html, message_html, visible
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["History"]
 
 
+_SHOWN = 20  # conversations, in a notebook
 _PADDING_ROLE = "<none>"  # a message of this role only fills a dense batch; it is never rendered
 
 
@@ -199,6 +203,17 @@ class History(TensorClass["nocast"]):
         """
         return Composite({name: NonTensor(shape=tuple(shape)) for name in FIELDS}, shape=tuple(shape), data_cls=cls)
 
+    def _repr_html_(self) -> str:
+        """The first conversations, for a notebook."""
+        chats = {0: [[self._nested]], 1: [self._nested]}.get(self.ndim, self._nested)
+        if self.ndim > 2:
+            return f"<pre>{html.escape(visible(repr(self)))}</pre>"
+        shown = [
+            conversation_html(f"conversation {n}", map(_message_html, chat)) for n, chat in enumerate(chats[:_SHOWN])
+        ]
+        more = f"<p>{len(chats) - _SHOWN} more conversations</p>" if len(chats) > _SHOWN else ""
+        return f"<p>{html.escape(f'History {list(self.shape)}')}</p>{''.join(shown)}{more}"
+
     # The tensorclass over nested lists
 
     def __getitem__(self, index: Any) -> History:
@@ -283,6 +298,16 @@ def _repr(self: History) -> str:
 
 _SHORT = Repr()
 _SHORT.maxstring, _SHORT.maxdict = 60, 8
+
+
+def _message_html(message: Message) -> str:
+    content = message.get("content")
+    if not isinstance(content, str):
+        content = "" if content is None else json.dumps(plain_content(content), ensure_ascii=False, default=str)
+    if message.get("tool_calls"):
+        content += f"\ntool calls: {json.dumps(message['tool_calls'], ensure_ascii=False, default=str)}"
+    note = "" if message.get("is_complete", True) else "(unfinished)"
+    return message_html(str(message["role"]), content, note=note)
 
 
 def _column(self: History, name: str) -> Any:

@@ -6,7 +6,7 @@ published algorithms in `settings`, reading and padding in `batch`. Advantages a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import ClassVar
 
 import torch
@@ -82,8 +82,13 @@ class GRPOLoss(LossModule):
 
     ``aggregation`` takes "token", "seq-mean", "seq-sum", "dr_grpo", "prompt-mean", "sum" and "none" (per token, not
     normalised), and the names "token_mean" (= "token") and "prompt_mean" (= "seq-mean": per sample, then batch).
+
+    ``on_tokens``, where it is set, is called in each forward pass with the batch, the trained tokens bool[B, T], and
+    what is known of each by name: "trainer_logp" (before the step's first update), "advantage", "ratio", "entropy" and
+    "kl_to_ref" where they are computed.
     """
 
+    on_tokens: Callable[[TensorDictBase, Tensor, dict[str, Tensor]], None] | None = None
     default_keys: ClassVar = {
         "tokens": reading.TOKENS,
         "response": reading.RESPONSE,
@@ -203,6 +208,10 @@ class GRPOLoss(LossModule):
             kl_BT = fn.kl_estimate(log_prob_BT, other_BT, mask_BT, kind, log_ratio_BT=token_log_ratio_BT)
             terms[f"loss_kl_to_{name}"] = coefficient * aggregate(kl_BT)
             measured[f"kl_to_{name}"] = kl_BT.detach()
+        trainer_BT = proximal_BT if settings.proximal == "recomputed" else log_prob_BT.detach()  # before the updates
+        if self.on_tokens is not None:
+            known = {"trainer_logp": trainer_BT, "advantage": advantage_BT, "ratio": log_ratio_BT.detach().exp()}
+            self.on_tokens(td, mask_BT, known | measured)
         metrics = _step_metrics(
             measured,
             mask_BT,
@@ -211,7 +220,7 @@ class GRPOLoss(LossModule):
             clipped=clipped,
             weight_BT=weight_BT,
             drift_BT=drift_BT,
-            mismatch_BT=(proximal_BT if settings.proximal == "recomputed" else log_prob_BT) - behaviour_BT,
+            mismatch_BT=trainer_BT - behaviour_BT,
         )
         return GRPOLossOutput(**terms, **metrics, batch_size=[])
 

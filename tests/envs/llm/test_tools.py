@@ -12,10 +12,11 @@ from tensordict import TensorDict
 from llmrl.collectors.llm import LLMCollector
 from llmrl.data.ragged.tensordicts import column
 from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer
-from llmrl.envs import StepCounter, check_env_specs
+from llmrl.envs import StepCounter, check_env_specs, step_mdp
 from llmrl.envs.llm import ChatEnv, DatasetChatEnv
 from llmrl.envs.llm.tool_calls import HermesFormat, LlamaFormat
 from llmrl.envs.llm.transforms import RewardFunction, ToolTransform, tool_metrics
+from llmrl.envs.llm.transforms.tool_use import read_calls
 from llmrl.errors import ConfigError, MissingKeyError
 from llmrl.modules.llm.engines import StopReason
 from llmrl.modules.llm.policies.base import LLMWrapperBase
@@ -47,6 +48,27 @@ def started(*answers, tools=(add,), **options):
 
 def use(td, name):
     return td["next", "tool_use", name].tolist()
+
+
+def test_calls_are_kept_with_arguments_result_and_outcome():
+    good = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+    bad = '<tool_call>{"name": "add", "arguments": </tool_call>'
+    unknown = '<tool_call>{"name": "ad", "arguments": {}}</tool_call>'
+    env = ChatEnv(batch_size=[2]).append_transform(ToolTransform([add], max_calls_per_turn=2))
+    first = env.reset(queries("?", "?"))
+    td = env.step(ScriptedPolicy([good + bad + good, "none"])(first))
+    calls, none = (read_calls(lines) for lines in td["next", "tool_calls"])
+    assert none == []
+    assert [(call["turn"], call["name"], call["outcome"], call["arguments"]) for call in calls] == [
+        (0, "add", "ok", '{"a": 2, "b": 3}'),
+        (0, calls[1]["name"], "malformed", bad),
+        (0, "add", "not_run", '{"a": 2, "b": 3}'),
+    ]
+    assert [call["result"] for call in calls] == [*[m["content"] for m in told(td, 0)[:2]], ""]
+    assert [call["seconds"] is None for call in calls] == [False, False, True]
+    td = env.step(ScriptedPolicy([unknown, "none"])(step_mdp(td)))
+    later = read_calls(td["next", "tool_calls"][0])
+    assert (later[:3], later[3]["turn"], later[3]["outcome"]) == (calls, 1, "unknown")
 
 
 @pytest.mark.parametrize("declare", [True, False])

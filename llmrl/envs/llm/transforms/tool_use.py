@@ -5,7 +5,9 @@ Counted per conversation and carried from turn to turn, so that the row of its l
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -40,6 +42,18 @@ def tool_use_spec(batch_size: Sequence[int], device: torch.device | None) -> Com
     leaves = {name: Unbounded(shape=shape, dtype=torch.int64, device=device) for name in COUNTS}
     leaves["seconds"] = Unbounded(shape=shape, dtype=torch.float32, device=device)
     return Composite(leaves, shape=shape, device=device)
+
+
+def read_calls(lines: str) -> list[dict[str, Any]]:
+    """The calls of a conversation, of its ("next", "tool_calls"): one JSON object a line.
+
+    Returns  "turn" of the policy, from 0; "name"; "arguments", JSON, or the words of a call that could not be read;
+             "result", the message to the model; "outcome", one of ``ENDS``; "seconds" float, None if it was not run
+
+    >>> read_calls('{"turn": 0, "name": "calculator", "outcome": "ok"}\\n')
+    [{'turn': 0, 'name': 'calculator', 'outcome': 'ok'}]
+    """
+    return [json.loads(line) for line in lines.splitlines()]
 
 
 def tool_metrics(data: TensorDictBase) -> dict[str, float]:

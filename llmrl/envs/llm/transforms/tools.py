@@ -52,13 +52,15 @@ _STAND_INS = re.compile("[\U000f0000-\U0010ffff]")  # the renderer writes contro
 
 @dataclass
 class _Turn:
-    """The calls of one conversation's turn: all of them with their ids, and those that run here."""
+    """The calls of one conversation's turn: all of them with their ids, those of tools here, and those that run."""
 
     calls: list[tuple[ParsedCall, str]]
+    found: list[tuple[ParsedCall, str]]
     run: list[tuple[ParsedCall, str]]
     structured: bool  # the message had them apart from its text
     counts: dict[str, float]
     messages: list[dict[str, Any]] = field(default_factory=list)
+    results: list[ToolResult] = field(default_factory=list)  # of ``run``
 
 
 class ToolTransform(Transform):
@@ -66,9 +68,11 @@ class ToolTransform(Transform):
 
     Reads   the policy's turn: (view, "response"), else the last message of (view, "full"); "stop_reason" if any
     Calls   the tools, for all rows at the same time, each call with its deadline; a conversation's calls in their order
-    Writes  at reset  "tools" NonTensor [B]: the schemas, for the chat template; "conversation_id" int64[B]; "tool_use"
+    Writes  at reset  "tools" NonTensor [B]: the schemas, for the chat template; "conversation_id" int64[B]; "tool_use";
+                      "tool_calls"
             at step   ("next", view, "prompt"): one message {"role", "content", "name", "tool_call_id"} per call more
                       ("next", "tool_use"): the counts so far, see `tool_metrics`
+                      ("next", "tool_calls") str [B]: the calls so far, see `read_calls`
                       ("next", "terminated" | "truncated" | "done") bool[B, 1]: a turn without a call terminates the
                       conversation; one cut off, or with calls beyond ``max_tool_turns``, truncates it
     Raises  ConfigError for unusable settings; MissingKeyError for a batch that no reset made. Nothing that a model
@@ -163,6 +167,7 @@ class ToolTransform(Transform):
             ids = torch.arange(first, first + count, device=reset_td.device).reshape(reset_td.batch_size)
             reset_td.set("conversation_id", ids)
             reset_td.set("tool_use", no_tool_use(reset_td.batch_size, reset_td.device))
+            reset_td.set("tool_calls", column([""] * count))
         return reset_td
 
     # -- at step -------------------------------------------------------------------------------------------------------
@@ -191,6 +196,10 @@ class ToolTransform(Transform):
                 self.counters[name] += sum(turn.counts.get(name, 0) for turn in turns)
         use = added_tool_use(use, [turn.counts for turn in turns])
         next_td.set("tool_use", use)
+        calls = column_values(td if peers[0] is self else next_td, "tool_calls")
+        numbers = td.get(("tool_use", "turns")).flatten().tolist()
+        rows = zip(calls, turns, answers, numbers, strict=True)
+        next_td.set("tool_calls", column([before + _lines(turn, text, number) for before, turn, text, number in rows]))
         self._append(next_td, turns, answers)
         if peers[-1] is self:
             called_B = (use.get("calls") > before.get("calls")).flatten()
@@ -217,7 +226,7 @@ class ToolTransform(Transform):
             found = [(call, call_id) for call, call_id in calls if mine(call.name)]
             run = [] if is_skipped else found[: self.options.max_calls_per_turn]
             counts = {"calls": len(found), "not_run": len(found) - len(run)}
-            turns.append(_Turn(calls, run, structured is not None, counts))
+            turns.append(_Turn(calls, found, run, structured is not None, counts))
         return turns
 
     def _run(self, turns: list[_Turn], ids: list[int]) -> None:
@@ -235,6 +244,7 @@ class ToolTransform(Transform):
             turn.messages.append(
                 {"role": self.options.role, "content": content, **name, "tool_call_id": result.call.id}
             )
+            turn.results.append(result)
             for count, value in ((result.status, 1), ("cut", result.cut > 0), ("seconds", result.duration_s)):
                 turn.counts[count] = turn.counts.get(count, 0) + value
         for turn in turns:
@@ -336,6 +346,7 @@ class ToolTransform(Transform):
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         observation_spec["tool_use"] = tool_use_spec(observation_spec.shape, observation_spec.device)
+        observation_spec["tool_calls"] = NonTensor(shape=observation_spec.shape, device=observation_spec.device)
         return observation_spec
 
     def transform_state_spec(self, state_spec: Composite) -> Composite:
@@ -365,6 +376,19 @@ class ToolTransform(Transform):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(tools=[{', '.join(self.runner.tools)}], format={self.format.name!r})"
+
+
+def _lines(turn: _Turn, answer: str, number: int) -> str:
+    """The calls of the policy's turn ``number`` as `read_calls` reads them; those beyond the limit have no result."""
+    lines = []
+    for place, (call, _) in enumerate(turn.found):
+        result = turn.results[place] if place < len(turn.results) else None
+        said = answer[slice(*call.span)] if call.arguments is None else json.dumps(call.arguments, ensure_ascii=False)
+        entry = {"turn": number, "name": call.name, "arguments": said}
+        entry |= {"result": turn.messages[place]["content"] if result else ""}
+        entry |= {"outcome": result.status if result else "not_run", "seconds": result.duration_s if result else None}
+        lines.append(json.dumps(entry) + "\n")
+    return "".join(lines)
 
 
 def _cut_off(td: TensorDictBase) -> Tensor:

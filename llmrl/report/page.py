@@ -1,0 +1,168 @@
+"""``report.html``: one file with everything in it, that needs no network and runs nothing but its own script."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import re
+import time
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from llmrl.report.curves import charts
+from llmrl.report.intervals import Score, evaluations
+from llmrl.report.rollouts import rollouts_data
+from llmrl.report.run_files import RunFiles, one_line, read_run
+from llmrl.report.warnings import findings
+from llmrl.run.console import format_duration, format_number
+from llmrl.run.metrics import METRICS
+from llmrl.run.run_dir import replace_file
+from llmrl.run.yaml_source import YamlLoader
+
+__all__ = ["page", "report_data", "rollouts_of", "write_report"]
+
+ROLLOUT_BYTES = 3_000_000  # with the curves of 1,000 steps the page stays under 5 MB
+
+
+def write_report(run_dir: Path | str) -> Path:
+    """Writes ``report.html`` into a run's folder, whole or not at all; the run may still be under way.
+
+    Raises  DataError if the run's files are damaged, RunFolderError if the page cannot be written
+    """
+    path = Path(run_dir) / "report.html"
+    replace_file(path, page(report_data(read_run(run_dir)), rollouts_of(run_dir)))
+    return path
+
+
+def report_data(run: RunFiles) -> dict[str, Any]:
+    """The data of a run's page: cards, findings, charts and tables, as the script reads them."""
+    info = run.info
+    command = " ".join(str(info[name]) for name in ("command", "recipe") if info.get(name))
+    started = f"started {info['created']}, llmrl {info.get('llmrl', '?')}" if "created" in info else ""
+    return {
+        "title": run.name,
+        "subtitle": " · ".join(filter(None, [command and f"llmrl {command}", started])),
+        "written": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "cards": _cards(run),
+        "findings": [{"text": finding.text, "remedy": finding.remedy} for finding in findings(run)],
+        "charts": charts(run),
+        "tables": [_plan_table(info), _settings_table(run), _metrics_table(run)],
+        "notes": run.notes + ([] if run.steps else ["No step is finished yet."]),
+    }
+
+
+def rollouts_of(run_dir: Path | str) -> dict[str, Any] | None:
+    """The data of the rollout viewer; None for a run without rollouts."""
+    return rollouts_data(Path(run_dir), max_bytes=ROLLOUT_BYTES)
+
+
+def page(data: Mapping[str, Any], rollouts: Mapping[str, Any] | None = None, *, live: bool = False) -> str:
+    """The whole page, pure ASCII but for its own assets. ``live``: it asks its server for newer ``data``.
+
+    Text of a run is in JSON blocks alone, where no "<" is left; the script shows it as text. The policy allows the
+    page's own scripts, by their hashes.
+    """
+    scripts = [_asset(name) for name in ("rollouts.js", "curves.js")]
+    digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts]
+    sources = " ".join(f"'sha256-{digest}'" for digest in digests)
+    parts = {
+        "policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'; "
+        + ("connect-src 'self'; " if live else "")
+        + f"script-src {sources}",
+        "style": _asset("report.css") + _asset("rollouts.css"),
+        "live": "yes" if live else "no",
+        "data": as_json(data),
+        "rollouts": as_json(rollouts),
+        "rollouts_script": scripts[0],
+        "script": scripts[1],
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _asset("page.html"))
+
+
+def as_json(data: Any) -> str:
+    """JSON that can stand inside a script element."""
+    return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _asset(name: str) -> str:
+    return (resources.files("llmrl.report") / "assets" / name).read_text(encoding="utf-8")
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+
+
+def _cards(run: RunFiles) -> list[dict[str, str]]:
+    """The headline: each measure before and after, then what the run took."""
+    cards = []
+    for name, scores in evaluations(run.steps).items():
+        first, last = scores[0], scores[-1]
+        note = f"{_interval(last)} of {last.count:,} problems" if last.count and last.interval else ""
+        cards.append(_change(f"evaluation {name}", first.mean, last.mean, note))
+    for metric, label in {
+        "reward/mean": "reward",
+        "preference/right_frac": "pairs ranked right",
+        "policy/loss": "loss",
+    }.items():
+        values = run.values(metric)
+        if values and not (metric == "policy/loss" and run.values("reward/mean")):
+            cards.append(_change(label, values[0], values[-1], "first and last step"))
+    if run.steps:
+        planned = run.settings.get("steps", "null")
+        of = f" of {planned}" if planned.isdigit() else ""
+        seconds = run.values("time/step")
+        took = format_duration(sum(seconds)) if seconds else "-"
+        pace = f"{format_number(sum(seconds) / len(seconds), 'seconds')} s per step" if seconds else ""
+        cards.append({"label": "steps", "value": f"{run.steps[-1]['step']:.0f}{of}", "note": f"{took} · {pace}"})
+    if trained := sum(run.values("tokens/trained")):
+        speed = run.values("perf/train_tok_s")
+        note = f"{format_number(sum(speed) / len(speed), 'count')} per second of update" if speed else ""
+        cards.append({"label": "trained tokens", "value": format_number(trained, "count"), "note": note})
+    return cards
+
+
+def _change(label: str, before: float, after: float, note: str) -> dict[str, str]:
+    sign = "+" if after >= before else "−"  # noqa: RUF001  a minus
+    gain = f"{sign}{format_number(abs(after - before))}"
+    value = f"{format_number(before)} → {format_number(after)}"
+    return {"label": label, "value": value, "note": " · ".join(filter(None, [gain, note]))}
+
+
+def _interval(score: Score) -> str:
+    low, high = score.interval or (math.nan, math.nan)
+    return f"95%: {format_number(low)} to {format_number(high)}"
+
+
+def _plan_table(info: Mapping[str, Any]) -> dict[str, Any]:
+    plan = info.get("plan")
+    rows = [[str(cell) for cell in row] for row in plan] if isinstance(plan, list) else []
+    return {"title": "Machine and plan", "columns": ["", "as it ran"], "rows": rows, "open": True}
+
+
+def _settings_table(run: RunFiles) -> dict[str, Any]:
+    """The settings that were given and are not the default; an older run has not recorded the defaults."""
+    origins, defaults = run.info.get("origins"), run.info.get("defaults")
+    rows = []
+    for name, place in origins.items() if isinstance(origins, dict) else ():
+        under = [key for key in run.settings if key == name or key.startswith(f"{name}.")]
+        text = str(defaults.get(name, "")) if isinstance(defaults, dict) else ""
+        default = one_line(yaml.load(text, YamlLoader)) if text not in ("", "required") else ""
+        rows += [[key, run.settings[key], default, str(place)] for key in under if run.settings[key] != default]
+    title = "Settings that differ from their defaults"
+    return {"title": title, "columns": ["setting", "value", "default", "given in"], "rows": rows, "open": True}
+
+
+def _metrics_table(run: RunFiles) -> dict[str, Any]:
+    rows = []
+    for name in sorted({name for row in run.steps for name in row} - {"step"}):
+        values = run.values(name)
+        if values:
+            numbers = [format_number(number) for number in (values[0], values[-1], min(values), max(values))]
+            rows.append([name, *numbers, METRICS.get(name, "")])
+    columns = ["metric", "first", "last", "least", "most", "meaning"]
+    return {"title": "All metrics", "columns": columns, "rows": rows, "open": False}

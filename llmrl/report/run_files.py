@@ -1,0 +1,100 @@
+"""Reads a run's folder for a report; it may be half written, or of an older version."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llmrl.errors import ConfigError
+from llmrl.run.metrics import read_metrics
+from llmrl.run.run_dir import RunDir
+from llmrl.run.yaml_source import Source
+
+__all__ = ["Row", "RunFiles", "one_line", "read_run"]
+
+Row = dict[str, float | None]
+_SECRET = re.compile(r"(key|token|secret|password|credentials?)$|authorization", re.IGNORECASE)
+_URL_USER = re.compile(r"(?<=://)[^/@\s]+@")
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """One run.
+
+    ``name``      of its folder
+    ``info``      run.json, {} if it cannot be read
+    ``settings``  config.yaml, dotted name -> value on one line; what looks like a password is replaced
+    ``steps``     metrics.jsonl in the order of the steps, finite numbers or None; [] before the first one
+    ``notes``     what could not be read
+    """
+
+    name: str
+    info: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)
+    steps: list[Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def values(self, metric: str) -> list[float]:
+        """The values of a metric, of the steps that have one."""
+        return [row[metric] for row in self.steps if row.get(metric) is not None]
+
+    @property
+    def trained(self) -> list[Row]:
+        """The steps without those of an evaluation alone, as that before the first step."""
+        return [row for row in self.steps if any(not name.startswith("eval/") for name in row if name != "step")]
+
+
+def read_run(path: Path | str) -> RunFiles:
+    """Reads a run's folder; of a file that is missing, or cannot be read, ``notes`` says so.
+
+    Raises  DataError if metrics.jsonl is damaged before its last line
+    """
+    run, notes = RunDir(Path(path)), []
+    info, settings = {}, {}
+    try:
+        info = _without_secrets(run.read_info())
+    except ConfigError as error:
+        notes.append(str(error).splitlines()[0])
+    try:
+        settings = dict(_leaves(Source.read(run.config).data))
+    except ConfigError as error:
+        notes.append(str(error).splitlines()[0])
+    rows = read_metrics(run.path) if run.metrics.is_file() else []
+    steps = [{name: _number(value) for name, value in row.items()} for row in sorted(rows, key=lambda row: row["step"])]
+    return RunFiles(run.path.resolve().name, info, settings, steps, notes)
+
+
+def _number(value: Any) -> float | None:
+    """A finite float or int; None for anything else that a file could hold."""
+    if not isinstance(value, int | float) or abs(value) > 1e300:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", one_line(_without_secrets(value, str(name)))
+
+
+def one_line(value: Any) -> str:
+    """A setting's value as text."""
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _without_secrets(value: Any, name: str = "") -> Any:
+    """The same without header values, users of URLs, and strings under a name like ``api_key``: pages are shared."""
+    if isinstance(value, Mapping):
+        return {key: "***" if name == "headers" else _without_secrets(inner, str(key)) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_secrets(inner, name) for inner in value]
+    if not isinstance(value, str):
+        return value
+    return "***" if value and _SECRET.search(name) else _URL_USER.sub("***@", value)

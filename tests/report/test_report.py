@@ -1,0 +1,299 @@
+"""report.html without a browser: what is read, what is drawn, what is warned of, and what the page may contain."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import re
+import statistics
+import time
+from pathlib import Path
+
+import pytest
+
+from llmrl.errors import DataError, RunFolderError
+from llmrl.report import write_report
+from llmrl.report.curves import MOST_POINTS, charts, thin
+from llmrl.report.intervals import evaluations, interval
+from llmrl.report.page import report_data
+from llmrl.report.run_files import read_run
+from llmrl.report.warnings import findings
+from llmrl.run import cli
+from llmrl.run.config import settings
+from llmrl.run.metrics import METRICS
+from llmrl.train.preference_settings import DPOConfig
+from llmrl.train.settings import GRPOConfig
+from tests.support.runs import GRPO, evaluation, make_run
+
+
+def chart(made, title):
+    (found,) = [chart for chart in made if chart["title"] == title]
+    return found
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_is_being_written_is_read_up_to_its_last_whole_line(tmp_path):
+    run = make_run(tmp_path / "a", 5)
+    with run.metrics.open("a") as file:
+        file.write('{"step": 6, "reward/me')
+    assert [row["step"] for row in read_run(run.path).steps] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_folder_without_any_file_gives_a_page_that_says_so(tmp_path):
+    data = report_data(read_run(tmp_path))
+    assert "No step is finished yet." in data["notes"]
+    assert any("run.json" in note for note in data["notes"])
+    assert write_report(tmp_path).read_text().startswith("<!doctype html>")
+
+
+def test_an_older_run_without_counts_quantiles_plan_and_defaults_has_a_page(tmp_path):
+    new = ("reward/p10", "reward/p50", "reward/p90")
+    run = make_run(tmp_path / "old", 30, base={name: value for name, value in GRPO.items() if name not in new})
+    rows = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    kept = [{name: v for name, v in row.items() if not name.endswith(("sums/std", "sums/count"))} for row in rows]
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    run.write_info({name: value for name, value in run.read_info().items() if name not in ("plan", "defaults")})
+    data = report_data(read_run(run.path))
+    assert chart(data["charts"], "Reward")["band"]["label"] == "mean ± standard deviation"
+    assert chart(data["charts"], "Evaluation: sums")["whiskers"] == [{"x": [], "low": [], "high": []}]
+    assert data["tables"][1]["rows"][1] == ["optim.lr", "2e-06", "", "command line"]
+
+
+def test_what_is_not_a_finite_number_is_left_out(tmp_path):
+    run = make_run(tmp_path / "a", 3)
+    strange = (
+        '{"step": 4, "policy/loss": NaN, "policy/lr": "high", "reward/mean": Infinity, "policy/entropy": 1' + "0" * 400
+    )
+    run.metrics.write_text(run.metrics.read_text() + strange + ', "policy/grad_norm": [1], "reward/std": 0.5}\n')
+    last = read_run(run.path).steps[-1]
+    assert {name for name, value in last.items() if value is not None} == {"step", "reward/std"}
+    write_report(run.path)
+
+
+def test_a_damaged_line_is_an_error_that_names_it(tmp_path):
+    run = make_run(tmp_path / "a", 3)
+    run.metrics.write_text("not json\n" + run.metrics.read_text())
+    with pytest.raises(DataError, match=r"metrics\.jsonl:1"):
+        write_report(run.path)
+
+
+def test_what_looks_like_a_password_is_not_on_the_page(tmp_path):
+    config = """
+env:
+  tools: [{mcp: {servers: {a: {url: "http://me:secret1@host", headers: {X-Auth: secret2}}, b: {env: {KEY: secret3}}}}}]
+  rewards: [{judge: {api_key: secret4, api_key_env: MY_KEY, model: judge}}]
+sampling: {max_tokens: 7}
+"""
+    run = make_run(tmp_path / "a", 3, config=config)
+    run.write_info({**run.read_info(), "origins": {"env.tools": "a.yaml:3", "env.rewards": "a.yaml:4"}})
+    text = write_report(run.path).read_text()
+    assert "secret" not in text
+    assert "MY_KEY" in text, "the name of a variable is not its value"
+    assert read_run(run.path).settings["sampling.max_tokens"] == "7"
+
+
+# --- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def test_intervals_are_wilsons_for_scores_of_0_and_1_and_normal_for_others():
+    # Newcombe 1998, table I: 81 of 263, 15 of 148, 0 of 20, 1 of 29
+    for right, count, low, high in ((81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0, 0.1611)):
+        p = right / count
+        assert interval(p, math.sqrt(p * (1 - p)), count) == pytest.approx((low, high), abs=5e-5)
+    scores = [0.0, 0.1, 1.0, 1.0, 0.1]
+    mean, std = statistics.fmean(scores), statistics.pstdev(scores)
+    half = 1.959964 * statistics.stdev(scores) / math.sqrt(5)
+    assert interval(mean, std, 5) == pytest.approx((mean - half, mean + half))
+    assert interval(2.0, 0.0, 1) is None
+    assert interval(0.5, 0.5, 0) is None
+
+
+def test_evaluations_are_found_by_environment():
+    rows = [{"step": 0, **evaluation(0.5, 100)}, {"step": 1, "eval/a-b/mean": 2.0}, {"step": 2, **evaluation(0.6, 100)}]
+    found = evaluations(rows)
+    assert list(found) == ["a-b", "sums"]
+    assert str(found["a-b"][0]) == "2.000"
+    assert str(found["sums"][1]) == "0.600 [0.502, 0.691]"
+
+
+def test_every_metric_that_a_run_can_log_is_drawn(tmp_path):
+    run = make_run(tmp_path / "a", 3, {name: lambda x: 0.5 for name in METRICS} | {"reward/f.g/mean": lambda x: 1.0})
+    made = charts(read_run(run.path))
+    drawn = {line["metric"] for chart in made for line in chart["lines"]}
+    assert {*METRICS, "reward/f.g/mean"} - drawn == {"time/step", "reward/p10", "reward/p90"}, "a height, and a band"
+    assert "Other" not in {chart["section"] for chart in made}
+
+
+def test_phases_add_up_to_the_time_of_a_step(tmp_path):
+    phases = chart(charts(read_run(make_run(tmp_path / "a", 5).path)), "Time per step")
+    assert [line["label"] for line in phases["lines"]] == ["generate", "logp", "update", "sync", "rest"]
+    assert [sum(values) for values in zip(*(line["y"] for line in phases["lines"]), strict=True)] == [9.0] * 5
+
+
+def test_the_reward_has_a_band_of_quantiles_unless_all_rewards_are_0_or_1(tmp_path):
+    band = chart(charts(read_run(make_run(tmp_path / "a", 5).path)), "Reward")["band"]
+    assert (band["label"], band["low"][0], band["high"][-1]) == ("10th to 90th percentile", 0.1, 1.0)
+    binary = {"reward/mean": lambda x: 0.5 + 0.3 * x, "reward/std": lambda x: math.sqrt(0.25 - (0.3 * x) ** 2)}
+    assert chart(charts(read_run(make_run(tmp_path / "b", 5, binary).path)), "Reward")["band"] is None
+
+
+def test_of_a_long_run_the_extremes_are_kept():
+    values = [math.sin(i / 7) for i in range(50_000)]
+    values[31_337], values[4242] = 9.0, -9.0
+    kept = thin(values)
+    assert {0, 4242, 31_337, 49_999} <= set(kept)
+    assert len(kept) <= MOST_POINTS + 2
+    assert kept == sorted(kept)
+
+
+def test_a_page_of_a_thousand_steps_is_small_and_quick(tmp_path):
+    names = {name: lambda x: 0.123456789 + math.sin(1000 * x) for name in METRICS}
+    run = make_run(tmp_path / "long", 1000, names, rollouts=20)
+    clock = time.process_time()
+    path = write_report(run.path)
+    assert time.process_time() - clock < 3
+    assert path.stat().st_size < 5e6
+
+
+# --- warnings --------------------------------------------------------------------------------------------------------
+
+
+def warned(tmp_path, changes, steps=40, **options):
+    return [finding.text for finding in findings(read_run(make_run(tmp_path / "a", steps, changes, **options).path))]
+
+
+def test_a_run_that_goes_well_has_no_warning(tmp_path):
+    assert warned(tmp_path, {}) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"reward/mean": lambda x: 0.3 + 0.01 * math.sin(1e6 * x * x)}, "The reward is flat: 0.299 in the first"),
+        ({"reward/mean": lambda x: 0.3 + 1.2 * x if x < 0.5 else 1.5 - 1.2 * x}, "The reward fell from its best, 0.8"),
+        ({"policy/entropy": lambda x: 0.8 * 0.01**x, "reward/mean": lambda x: 0.3 * x}, "The entropy collapses"),
+        ({"policy/entropy": lambda x: 0.5 + 4 * x}, "The entropy grows"),
+        ({"group/zero_var_frac": lambda x: x}, "groups all rewards are equal"),
+        ({"tokens/truncated_frac": lambda x: 0.4 * x}, "of the answers end at the token limit, 4% at the beginning"),
+        ({"mismatch/logp_abs_mean": lambda x: 0.01 + 0.09 * x}, "Engine and trainer disagree by 0.09"),
+        ({"rollout/failed": lambda x: 3 if x > 0.9 else 0}, "12 rollouts failed, in 4 of 40 steps"),
+        ({"policy/loss": lambda x: None if x == 1 else 0.0}, "not a finite number in 1 step, first in step 40"),
+        ({"tokens/trained": lambda x: 0 if x == 0 else 9}, "1 step of 40 trained no token"),
+        ({"policy/grad_norm": lambda x: 90.0 if x == 1 else 1.0}, "gradient norm was 90 in step 40, 90 times"),
+        ({"policy/clip_high_frac": lambda x: 0.4}, "41% of the trained tokens are clipped"),
+        ({"mismatch/probe_warnings": lambda x: int(x == 1)}, "looked wrong 1 time;"),
+        ({"mismatch/ess": lambda x: 0.3}, "Only 30% of the tokens"),
+        ({"async/produced": lambda x: 100, "async/dropped_old": lambda x: 30}, "30% of the groups were dropped"),
+        ({"async/engine_idle": lambda x: 0.7}, "The engine waits 70%"),
+    ],
+)
+def test_each_warning_comes_alone_where_it_is_true(tmp_path, changes, words):
+    (text,) = warned(tmp_path, changes)
+    assert words in text
+
+
+def test_supervised_runs_have_warnings_of_their_own(tmp_path):
+    preferences = {
+        "policy/loss": lambda x: 0.7 + x,
+        "preference/right_frac": lambda x: 0.5,
+        "preference/chosen_logp": lambda x: -50 - 50 * x,
+    }
+    rises, chance, unlikely = warned(tmp_path, {}, base=preferences)
+    assert rises.startswith("The loss rises: 0.79")
+    assert chance.startswith("50% of the pairs")
+    assert unlikely.startswith("Chosen answers become less likely")
+
+
+def test_an_evaluation_that_got_worse_beyond_its_intervals_is_a_warning(tmp_path):
+    run = make_run(tmp_path / "a", 4)
+    with run.metrics.open("a") as file:
+        file.write(json.dumps({"step": 5, **evaluation(0.45)}) + "\n")
+    assert findings(read_run(run.path)) == []
+    with run.metrics.open("a") as file:
+        file.write(json.dumps({"step": 6, **evaluation(0.4)}) + "\n")
+    (finding,) = findings(read_run(run.path))
+    assert finding.text.startswith("The evaluation sums got worse: 0.500 [0.456, 0.544] at step 0, 0.400")
+
+
+def test_a_few_steps_are_no_trend(tmp_path):
+    assert warned(tmp_path, {"reward/mean": lambda x: 0.3, "policy/entropy": lambda x: 1 - x}, steps=19) == []
+
+
+def test_the_settings_that_warnings_name_exist():
+    import llmrl.report.warnings as module
+
+    known = {setting.name for config in (GRPOConfig, DPOConfig) for setting in settings(config)}
+    text = " ".join(re.findall(r'"([^"]*)"', Path(module.__file__).read_text(encoding="utf-8")))
+    sections = {name.partition(".")[0] for name in known if "." in name}
+    named = {word for word in re.findall(r"\b[a-z]+\.[a-z_0-9]+\b", text) if word.partition(".")[0] in sections}
+    assert len(named) > 8
+    assert named <= known
+    assert {"group_size", "zero_variance", "updates_per_step", "overlong_buffer", "truncated"} <= known
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_needs_nothing_else_and_runs_its_own_scripts_alone(tmp_path):
+    run = make_run(tmp_path / "a", 3)
+    text = write_report(run.path).read_text(encoding="utf-8")
+    assert not re.search(r"(src|href)=[\"']?(https?:|//|/)", text)
+    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', text)
+    assert policy.startswith("default-src 'none'")
+    assert "unsafe-inline" not in policy.partition("script-src")[2]
+    assert "connect-src" not in policy
+    for script in re.findall(r"<script>(.*?)</script>", text, flags=re.DOTALL):
+        assert base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() in policy
+
+
+def test_text_of_a_run_stays_inside_its_block_whatever_it_is(tmp_path):
+    hostile = "</script><script>alert(1)</script><!--\u202e\ud800 {{script}}"
+    run = make_run(tmp_path / "a", 3)
+    row = {"step": 4, f"reward/{hostile}/mean": 1.0, hostile: 2.0}
+    run.metrics.write_text(run.metrics.read_text() + json.dumps(row) + "\n")
+    run.write_info({**run.read_info(), "recipe": hostile, "origins": {hostile: hostile}, "plan": [[hostile, hostile]]})
+    text = write_report(run.path).read_text(encoding="utf-8")
+    (block,) = re.findall(r'id="report-data">(.*?)</script>', text, flags=re.DOTALL)
+    assert "<" not in block
+    data = json.loads(block)
+    assert hostile in data["subtitle"]
+    assert [hostile, hostile] in data["tables"][0]["rows"]
+    assert len(re.findall("<script[ >]", text)) == 4
+
+
+def test_the_headline_has_scores_before_and_after_with_their_interval(tmp_path):
+    data = report_data(read_run(make_run(tmp_path / "try1", 40).path))
+    assert data["title"] == "try1"
+    assert data["subtitle"].startswith("llmrl grpo sums_grpo")
+    evaluated, reward, steps, trained = data["cards"]
+    assert evaluated["value"] == ".500 → .900"
+    assert evaluated["note"] == "+.400 · 95%: .871 to .923 of 500 problems"
+    assert reward["value"].startswith(".300 → .")
+    assert (steps["value"], steps["note"]) == ("40 of 40", "6m 00s · 9.00 s per step")
+    assert trained["value"] == "400.0k"
+    plan, given, metrics = data["tables"]
+    assert plan["rows"] == [["machine", "1 process · CPU"]]
+    assert given["rows"] == [["steps", "40", "200", "sums.yaml:5"], ["optim.lr", "2e-06", "1e-06", "command line"]]
+    assert next(row for row in metrics["rows"] if row[0] == "policy/lr")[-1] == "learning rate"
+
+
+def test_llmrl_report_writes_the_page_anew_and_says_where(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run = make_run(tmp_path / "runs" / "try1", 3)
+    assert cli.main(["report", "try1"]) == 0
+    assert capsys.readouterr().out == "report    runs/try1/report.html\n"
+    assert (run.path / "report.html").is_file()
+    assert not list(run.path.glob(".*draft"))
+    assert cli.main(["report", "try2"]) == 2
+    assert "did you mean  runs/try1?" in capsys.readouterr().err
+
+
+def test_a_page_that_cannot_be_written_is_an_error_with_the_reason(tmp_path):
+    run = make_run(tmp_path / "a", 3)
+    (run.path / "report.html").mkdir()
+    with pytest.raises(RunFolderError, match=r"report\.html: cannot be written"):
+        write_report(run.path)
