@@ -28,6 +28,7 @@ _EXTRAS = {
     "peft": ("lora", "LoRA"),
     "bitsandbytes": ("qlora", "LoRA on a model in 4 bits"),
     "gymnasium": ("gym", "Gym environments"),
+    "submitit": ("slurm", "collectors as jobs of Slurm"),
     "h5py": ("h5", "buffers saved as HDF5"),
     "mcp": ("mcp", "MCP tools"),
     "playwright": ("browser", "the browser tool"),
