@@ -62,8 +62,8 @@ class DistributedTransport(TransportBackend):
         memory = payload.memory.to(self._device)
         header = pickle.dumps((model_id, payload.version, payload.layout, memory.numel()))
         try:
+            self._store.set(f"{self._out}{self._sent_count}", header)  # before: NCCL may wait until the other receives
             self._work = self._group.send([memory], self._rank, self._tag), memory
-            self._store.set(f"{self._out}{self._sent_count}", header)
         except RuntimeError as error:
             self._failure = error  # for `wait`: the other workers get theirs
 

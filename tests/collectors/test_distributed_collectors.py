@@ -62,6 +62,8 @@ def refused(error, match, cls=DistributedDataCollector, envs=ENVS, policy=None, 
 def test_arguments_that_cannot_be_used_are_refused_before_a_process_starts(tmp_path):
     refused(ConfigError, "mpi.*built with MPI.*gloo", backend="mpi")
     refused(ConfigError, "backend must be 'gloo' or 'nccl': got 'tcp'", backend="tcp")
+    if not torch.cuda.is_available():
+        refused(ConfigError, "nccl.*CUDA device.*gloo", backend="nccl")
     refused(ConfigError, "launcher must be 'mp'", launcher="ssh")
     refused(ConfigError, "submitit_delayed_launcher decorates", launcher="submitit_delayed")
     refused(ConfigError, "settings of launcher='submitit'", slurm_kwargs={"slurm_partition": "x"})
@@ -121,7 +123,7 @@ def test_only_who_has_the_key_is_let_in():
 def test_a_batch_goes_from_rank_to_rank_as_it_is():
     inner = {"x": torch.randn(2, 3, 4), ("next", "done"): torch.tensor([[True, False, True]] * 2)}
     batch = TensorDict(inner, [2, 3], names=[None, "time"])
-    owner = GroupLink("gloo", "127.0.0.1", 1, "test")
+    owner = GroupLink("gloo", "127.0.0.1", 1)
     worker = GroupLink.__new__(GroupLink)
     vars(worker).update(owner.__getstate__())
     threads = [threading.Thread(target=link.join, args=[rank]) for rank, link in enumerate((owner, worker))]
@@ -130,7 +132,9 @@ def test_a_batch_goes_from_rank_to_rank_as_it_is():
     for thread in threads:
         thread.join(60)
     posted, memory = packed(batch, 1)
-    worker.post(1, memory)
+    told = []
+    worker.post(1, memory, lambda: told.append(True))
+    assert told
     found = unpacked(posted, owner.fetch(1, posted, 20.0))
     assert found.names == batch.names
     assert (found == batch).all()
@@ -266,6 +270,19 @@ def test_rpc_has_one_group_at_a_time_and_another_one_later(make):
     one.shutdown()
     again = make(RPCDataCollector, total_frames=24, weight_sync_schemes={"policy": NoWeightSyncScheme()})
     assert [batch.batch_size for batch in again] == [(12,), (12,)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_policies_and_batches_on_a_gpu_and_a_gpu_for_each_process_of_nccl(make):
+    policy = Scale().cuda()
+    one = make(policy=policy, sync=True, policy_device="cuda", storing_device="cuda")
+    batch = one.next()
+    assert batch["action"].device.type == "cuda"
+    policy.scale.data += 1
+    one.update_policy_weights_()
+    assert (one.next()["action"] == 2).all()
+    refused(ConfigError, "one for each worker", envs=[CountingEnv] * torch.cuda.device_count(), backend="nccl")
 
 
 # --- jobs ---

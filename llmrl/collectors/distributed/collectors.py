@@ -287,7 +287,13 @@ class DistributedDataCollector(_RemoteDataCollector):
         return GroupLink.scheme(self.backend, sync=False)
 
     def _link(self, host: str) -> Link:
-        return GroupLink(self.backend, host, self.num_workers, type(self).__name__)
+        who, devices = type(self).__name__, torch.cuda.device_count()
+        if self.backend == "nccl" and self.remote.launcher == "mp" and devices <= self.num_workers:
+            raise ConfigError(
+                f"{who}: backend='nccl' needs a GPU for this process and one for each worker: got {devices} for "
+                f"{self.num_workers} workers on this machine; use 'gloo', which goes through host memory."
+            )
+        return GroupLink(self.backend, host, self.num_workers)
 
 
 class DistributedSyncDataCollector(DistributedDataCollector):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import warnings
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -29,7 +29,6 @@ from llmrl.weight_update.payload import Layout, Payload, pack
 
 __all__ = ["GroupLink", "Link", "Posted", "RPCLink", "check_backend", "packed", "unpacked"]
 
-_BATCHES = 1  # the tag of their messages; those of weights have larger ones
 _KEPT = 2  # batches of a worker that its owner has not fetched
 _JOIN_S = 60.0
 
@@ -59,8 +58,8 @@ class Link(Protocol):
     def owner(self, model_id: str) -> Any:
         """The worker's side: what a receiver registers."""
 
-    def post(self, number: int, memory: Tensor) -> None:
-        """The worker's side: has the memory of a batch ready."""
+    def post(self, number: int, memory: Tensor, tell: Callable[[], None]) -> None:
+        """The worker's side: has the memory of a batch ready, of which ``tell`` tells the owner."""
 
     def fetch(self, rank: int, posted: Posted, timeout: float) -> Tensor:
         """The owner's side: the memory of a batch. Raises RuntimeError where the worker has ended."""
@@ -89,43 +88,46 @@ class GroupLink:
 
     scheme = DistributedWeightSyncScheme
 
-    def __init__(self, backend: str, host: str, num_workers: int, who: str):
-        check_backend(backend, who)
+    def __init__(self, backend: str, host: str, num_workers: int):
         self.backend, self._host, self._world = backend, host, num_workers + 1
         self.store: Any = dist.TCPStore(
             host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_JOIN_S)
         )
         self._port = self.store.port
-        self._group: Any = None
+        # Two, since messages between two GPUs wait for each other in the order of their group, in both directions.
+        self._batches: Any = None
+        self._weights: Any = None
         self._sent: deque[Any] = deque(maxlen=_KEPT)  # messages under way, with their memory
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "store": None, "_group": None}
+        return {**vars(self), "store": None, "_batches": None, "_weights": None}
 
     def join(self, rank: int, collector: Any = None) -> None:
         timeout = timedelta(seconds=_JOIN_S)
         if self.store is None:
             self.store = dist.TCPStore(self._host, self._port, is_master=False, timeout=timeout)
-        store = dist.PrefixStore("llmrl/group", self.store)
-        if self.backend == "nccl":
+        if self.backend == "nccl" and rank > 0:
             torch.cuda.set_device(rank % torch.cuda.device_count())
-            self._group = dist.ProcessGroupNCCL(store, rank, self._world, timeout)
-        else:
-            self._group = dist.ProcessGroupGloo(store, rank, self._world, timeout)
+        kind = dist.ProcessGroupNCCL if self.backend == "nccl" else dist.ProcessGroupGloo
+        self._batches, self._weights = (
+            kind(dist.PrefixStore(f"llmrl/{name}", self.store), rank, self._world, timeout)
+            for name in ("batches", "weights")
+        )
 
     def worker(self, rank: int, model_id: str) -> Any:
-        return (self.store, rank, model_id, self._group)
+        return (self.store, rank, model_id, self._weights)
 
     def owner(self, model_id: str) -> Any:
-        return (self.store, 0, model_id, self._group)
+        return (self.store, 0, model_id, self._weights)
 
-    def post(self, number: int, memory: Tensor) -> None:
+    def post(self, number: int, memory: Tensor, tell: Callable[[], None]) -> None:
+        tell()  # before: between GPUs sending waits until the owner receives
         memory = memory.to(self._device)
-        self._sent.append((self._group.send([memory], 0, _BATCHES), memory))
+        self._sent.append((self._batches.send([memory], 0, 0), memory))
 
     def fetch(self, rank: int, posted: Posted, timeout: float) -> Tensor:
         memory = torch.empty(posted.num_bytes, dtype=torch.uint8, device=self._device)
-        self._group.recv([memory], rank, _BATCHES).wait(timedelta(seconds=timeout))
+        self._batches.recv([memory], rank, 0).wait(timedelta(seconds=timeout))
         return memory.cpu()
 
     @property
@@ -133,9 +135,10 @@ class GroupLink:
         return "cuda" if self.backend == "nccl" else "cpu"
 
     def close(self) -> None:
-        if self._group is not None and self.backend == "nccl":
-            self._group.abort()  # waits for no peer
-        self._group = self.store = None
+        for group in (self._batches, self._weights):
+            if group is not None and self.backend == "nccl":
+                group.abort()  # waits for no peer
+        self._batches = self._weights = self.store = None
 
 
 class RPCLink:
@@ -200,8 +203,9 @@ class RPCLink:
     def owner(self, model_id: str) -> Any:
         return None
 
-    def post(self, number: int, memory: Tensor) -> None:
+    def post(self, number: int, memory: Tensor, tell: Callable[[], None]) -> None:
         _here.batches[number] = memory
+        tell()
 
     def fetch(self, rank: int, posted: Posted, timeout: float) -> Tensor:
         return rpc.rpc_sync(self._names[rank], _take_batch, (posted.number,), timeout=timeout)

@@ -51,8 +51,7 @@ class RemoteLoop(WorkerLoop):
             return
         self._number += 1
         posted, memory = packed(batch, self._number)
-        self._link.post(posted.number, memory)
-        self._send("batch", frames, posted)
+        self._link.post(posted.number, memory, lambda: self._send("batch", frames, posted))
 
     def _tell_progress(self) -> None:
         self._told_at = time.monotonic()
