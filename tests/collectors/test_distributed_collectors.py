@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from multiprocessing.connection import Client
@@ -70,6 +72,7 @@ def test_arguments_that_cannot_be_used_are_refused_before_a_process_starts(tmp_p
     refused(ConfigError, "collector_class must be", collector_class="ray")
     refused(ConfigError, "num_workers_per_collector=2 needs", num_workers_per_collector=2)
     refused(ConfigError, "at least 1", num_workers_per_collector=0)
+    refused(ConfigError, "collector_kwargs must be one dict, or 2: got 1", collector_kwargs=[{}])
     refused(TypeError, "frames_per_bach.*Did you mean 'frames_per_batch'", frames_per_bach=3)
     refused(TypeError, "tcp_prot.*Did you mean 'tcp_port'", tcp_prot=3)
     refused(TypeError, "update_interval", DistributedSyncDataCollector, sync=True)
@@ -92,7 +95,7 @@ def test_arguments_that_cannot_be_used_are_refused_before_a_process_starts(tmp_p
 
 
 def test_the_collector_of_a_delayed_job_is_what_its_launcher_was_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(launchers, "_delayed", launchers._Delayed(tmp_path / "a.json", 1, "rpc", "gloo", None))
+    monkeypatch.setattr(launchers, "_delayed", launchers._Delayed(tmp_path / "a.json", 1, "rpc", "gloo", None, True))
     refused(ConfigError, "num_jobs=1, framework='rpc'.*got 2 workers, 'distributed'", launcher="submitit_delayed")
     for wrong in ({"num_jobs": 0}, {"num_jobs": 1, "framework": "ray"}):
         with pytest.raises(ConfigError, match="num_jobs must be at least 1 and framework"):
@@ -169,6 +172,8 @@ def test_a_batch_has_a_part_of_each_worker_and_weights_come_with_their_version(m
     assert not set(ids[0].tolist()) & set(ids[1].tolist())
     one.shutdown()
     assert one.counters["produced"] == one.counters["delivered"] + one.counters["dropped"]
+    with pytest.raises(UnsupportedError, match="background"):
+        one.start()
     with pytest.raises(WorkerError, match="shut down"):
         one.update_policy_weights_()
 
@@ -186,14 +191,13 @@ def test_a_worker_that_is_killed_while_it_steps_or_before_it_takes_weights_is_na
     assert time.monotonic() - start < 10
     with pytest.raises(WorkerError, match="worker 1 of 2"):
         one.update_policy_weights_()
-    one = make(sync=True, total_frames=-1)
-    one.next()
-    os.kill(one._pool.workers[0].process.pid, signal.SIGSTOP)
-    one.update_policy_weights_(Scale(2.0))
-    os.kill(one._pool.workers[0].process.pid, signal.SIGKILL)
-    start = time.monotonic()
+    one = make(total_frames=-1, weight_sync_schemes={"policy": DistributedWeightSyncScheme(sync=True, timeout=30)})
+    pid = one._pool.workers[0].process.pid
+    os.kill(pid, signal.SIGSTOP)
+    start, killer = time.monotonic(), threading.Timer(0.5, os.kill, (pid, signal.SIGKILL))
+    killer.start()
     with pytest.raises(WorkerError, match=r"worker 0 of 2.*take weights.*SIGKILL"):
-        one.next()
+        one.update_policy_weights_(Scale(2.0))
     assert time.monotonic() - start < 10
 
 
@@ -285,6 +289,29 @@ def test_policies_and_batches_on_a_gpu_and_a_gpu_for_each_process_of_nccl(make):
     refused(ConfigError, "one for each worker", envs=[CountingEnv] * torch.cuda.device_count(), backend="nccl")
 
 
+OWNER = """
+import time
+from llmrl.collectors.distributed import DistributedDataCollector
+from tests.support.counting_env import CountingEnv, Scale
+
+envs = [lambda: CountingEnv(10, fault="hang", at=5)] * 2
+one = DistributedDataCollector(envs, Scale(), frames_per_batch=12, launcher="mp")
+one._grant(one._pool.workers[0])
+print(*[worker.process.pid for worker in one._pool.workers], flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_workers_end_with_an_owner_that_is_killed_also_while_their_env_hangs():
+    with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as owner:
+        pids = [int(pid) for pid in owner.stdout.readline().split()]
+        assert [is_running(pid) for pid in pids] == [True, True]
+        time.sleep(0.5)  # for the worker to be in the step that hangs
+        owner.kill()
+    wait_until(lambda: not any(map(is_running, pids)), 10)
+
+
 # --- jobs ---
 
 
@@ -292,9 +319,7 @@ def test_policies_and_batches_on_a_gpu_and_a_gpu_for_each_process_of_nccl(make):
 def test_jobs_of_submitit_collect_and_a_killed_one_is_named(tmp_path):
     pytest.importorskip("submitit")
     jobs = {"folder": str(tmp_path), "cluster": "local", "timeout_min": 5}
-    one = DistributedDataCollector(
-        ENVS, Scale(), frames_per_batch=12, total_frames=-1, sync=True, slurm_kwargs=jobs, host="127.0.0.1"
-    )
+    one = DistributedDataCollector(ENVS, Scale(), frames_per_batch=12, total_frames=-1, sync=True, slurm_kwargs=jobs)
     assert one.next().batch_size == (2, 6)
     pids = [int(worker.where.split()[1]) for worker in one._pool.workers]
     os.kill(pids[1], signal.SIGKILL)
@@ -305,7 +330,7 @@ def test_jobs_of_submitit_collect_and_a_killed_one_is_named(tmp_path):
 
 def trainer(path):
     collector = DistributedDataCollector(
-        ENVS, Scale(), frames_per_batch=12, total_frames=24, launcher="submitit_delayed", host="127.0.0.1"
+        ENVS, Scale(), frames_per_batch=12, total_frames=24, launcher="submitit_delayed"
     )
     sizes = [tuple(batch.batch_size) for batch in collector]
     collector.shutdown()

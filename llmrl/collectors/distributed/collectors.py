@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import socket
 import time
 from abc import abstractmethod
@@ -85,7 +86,11 @@ class _RemoteDataCollector(_MultiDataCollector):
         makers = create_env_fn if isinstance(create_env_fn, Sequence) else [create_env_fn]
         if issubclass(self._class, _MultiDataCollector):
             makers = [[maker] * self.remote.num_workers_per_collector for maker in makers]
+        kwargs = self.remote.collector_kwargs
+        if isinstance(kwargs, Sequence) and len(kwargs) != len(makers):
+            raise ConfigError(f"{who}: collector_kwargs must be one dict, or {len(makers)}: got {len(kwargs)}.")
         self._since = [0] * len(makers)  # batches that were handed out since a worker was given weights
+        self._waits: dict[str, bool] = {}  # by model id: updates return when the workers have answered
         self._last: set[int] = set()  # the workers of the batch that was handed out last
         super().__init__(
             makers,
@@ -159,7 +164,10 @@ class _RemoteDataCollector(_MultiDataCollector):
                     f"{type(self).__name__}: with collector_class={self._class.__name__} the policy alone can have a "
                     f"scheme: got one for {model_id!r}, which is in processes of the workers."
                 )
-            sender = senders[model_id] = scheme.create_sender()
+            mine = copy.copy(scheme)  # whose answers are waited for here, beside the workers' other messages
+            mine.sync = False
+            sender = senders[model_id] = mine.create_sender()
+            self._waits[model_id] = scheme.sync
             sender.set_context(self, model_id)
             if model_id == "policy" and isinstance(self.policy, torch.nn.Module):
                 sender.register_model(self.policy)
@@ -169,8 +177,8 @@ class _RemoteDataCollector(_MultiDataCollector):
 
     def _make_pool(self, recipes: Sequence[Recipe]) -> RemotePool:
         who, remote = type(self).__name__, self.remote
-        launch, start_s = launcher_of(remote.launcher, remote.slurm_kwargs, who)
-        is_local = remote.launcher == "mp" and remote.host is None
+        launch, start_s, is_local = launcher_of(remote.launcher, remote.slurm_kwargs, who)
+        is_local = is_local and remote.host is None
         host = remote.host or ("127.0.0.1" if is_local else socket.gethostname())
         rendezvous = Rendezvous(host, remote.tcp_port or delayed_port(), is_local=is_local, who=who)
         try:
@@ -188,6 +196,12 @@ class _RemoteDataCollector(_MultiDataCollector):
                 for index in range(self.num_workers):
                     sender.register_worker(index, link.worker(index + 1, model_id))
         return pool
+
+    def start(self) -> None:
+        raise UnsupportedError(
+            f"{type(self).__name__}: does not collect in the background: its workers, which collect ahead, have no "
+            "buffer to write into; iterate over it."
+        )
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
         for sender in self._senders.values():
@@ -235,6 +249,8 @@ class _RemoteDataCollector(_MultiDataCollector):
             if not isinstance(sender.scheme, NoWeightSyncScheme):
                 self._pool.workers[index].send("weights", sender.model_id)
         super()._hand_over(sender, named, worker_ids)
+        if self._waits[sender.model_id]:
+            self._settle([sender])
 
     def _settle(self, senders: Iterable[Any]) -> None:
         """Waits until the workers have the weights that were handed over, and notices meanwhile that one has ended."""

@@ -77,21 +77,21 @@ class Job:
         return f"its job {self._job.job_id} is {self._job.state}" + (f"; the end of its log:\n{log}" if log else "")
 
 
-def launcher_of(name: str, slurm_kwargs: Mapping[str, Any] | None, who: str) -> tuple[Launch, float]:
-    """What starts a worker, and the seconds that all have to be there."""
+def launcher_of(name: str, slurm_kwargs: Mapping[str, Any] | None, who: str) -> tuple[Launch, float, bool]:
+    """What starts a worker, the seconds that all have to be there, and whether they are on this machine for sure."""
     if name != "submitit" and slurm_kwargs:
         raise ConfigError(f"{who}: slurm_kwargs are settings of launcher='submitit': got them with {name!r}.")
     if name == "mp":
-        return _start_process, START_S
+        return _start_process, START_S, True
     if name == "submitit":
         executor = _executor(slurm_kwargs, who)
-        return lambda address, index: Job(executor.submit(serve, address, index)), QUEUE_S
+        return lambda address, index: Job(executor.submit(serve, address, index)), QUEUE_S, _is_local(executor)
     if name == "submitit_delayed":
         if _delayed is None:
             raise ConfigError(
                 f"{who}: launcher='submitit_delayed' runs inside a function that submitit_delayed_launcher decorates."
             )
-        return lambda address, index: Job(), QUEUE_S
+        return lambda address, index: Job(), QUEUE_S, _delayed.is_local
     raise ConfigError(f"{who}: launcher must be 'mp', 'submitit' or 'submitit_delayed': got {name!r}.")
 
 
@@ -118,6 +118,10 @@ def _executor(settings: Mapping[str, Any] | None, who: str) -> Any:
     return executor
 
 
+def _is_local(executor: Any) -> bool:
+    return executor.cluster in ("local", "debug")
+
+
 # -- the function of the trainer as a job of its own -------------------------------------------------------------------
 
 
@@ -130,6 +134,7 @@ class _Delayed:
     framework: str
     backend: str
     tcpport: int | None
+    is_local: bool
 
 
 _delayed: _Delayed | None = None  # in the job of the trainer
@@ -180,7 +185,8 @@ def submitit_delayed_launcher(
         def launch(*arguments: Any, **keywords: Any) -> Any:
             trainers, collectors = (_executor(conf, who) for conf in (submitit_main_conf, submitit_collection_conf))
             path = Path(trainers.folder).absolute() / f"address-{uuid.uuid4().hex}.json"
-            told = _Delayed(path, num_jobs, framework, backend, tcpport)
+            is_local = _is_local(trainers) and _is_local(collectors)
+            told = _Delayed(path, num_jobs, framework, backend, tcpport, is_local)
             job = trainers.submit(_run_main, told, main, arguments, keywords)
             jobs = [Job(collectors.submit(_wait_and_serve, path)) for _ in range(num_jobs)]
             try:
