@@ -81,6 +81,8 @@ PUBLIC = {
     "llmrl.collectors": "DataCollectorBase SyncDataCollector MultiSyncDataCollector MultiaSyncDataCollector "
     "aSyncDataCollector RandomPolicy WeightUpdaterBase VanillaWeightUpdater MultiProcessedWeightUpdater "
     "RayWeightUpdater",
+    "llmrl.collectors.distributed": "DistributedDataCollector DistributedSyncDataCollector RPCDataCollector "
+    "submitit_delayed_launcher DistributedWeightUpdater RPCWeightUpdater",
     "llmrl.collectors.llm": "LLMCollector vLLMUpdater",
     "llmrl.collectors.llm.weight_update": "vLLMUpdater VLLMWeightSyncScheme VLLMWeightSender VLLMWeightReceiver",
     "llmrl.weight_update": "publish WeightTarget ModelTarget WeightGroups LazyWeight SyncProbe weight_groups "

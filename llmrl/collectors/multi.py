@@ -46,6 +46,11 @@ class _MultiDataCollector(DataCollectorBase):
     shared ``replay_buffer`` themselves. `start` has them do so without end; then the policy may be some steps behind.
     """
 
+    own_arguments: tuple[str, ...] = ("num_workers", "collector_class", "update_at_each_batch", "num_threads")
+    own_arguments += ("num_sub_threads", "cat_results", "preemptive_threshold")
+    cat_results: Literal["stack"] | int = "stack"
+    preemptive_threshold: float | None = None
+
     def __init__(
         self,
         create_env_fn: Sequence[Callable[..., Any]] | Callable[..., Any],
@@ -65,8 +70,7 @@ class _MultiDataCollector(DataCollectorBase):
             raise TypeError(f"{who}: policy and policy_factory exclude each other: got both.")
         makers = _makers(create_env_fn, num_workers, who)
         self.num_workers = len(makers)
-        own = ("num_workers", "collector_class", "update_at_each_batch", "num_threads", "num_sub_threads")
-        self.options = CollectorOptions.of(who, options, (*own, "cat_results", "preemptive_threshold"))
+        self.options = CollectorOptions.of(who, options, self.own_arguments)
         if self.options.interruptor is not None:
             raise UnsupportedError(f"{who}: an interruptor is not shared with workers; use preemptive_threshold.")
         self.total_frames = self.options.total_frames
@@ -80,11 +84,11 @@ class _MultiDataCollector(DataCollectorBase):
         schemes = self.options.weight_sync_schemes
         if schemes is None:
             by_default = policy_factory is not None or isinstance(policy, nn.Module)
-            schemes = {"policy": SharedMemWeightSyncScheme(timeout=self.options.timeout_s)} if by_default else {}
+            schemes = {"policy": self._default_scheme()} if by_default else {}
         self._updater = registered(self.options.weight_updater, self)
         self._senders, ends = self._connect(schemes)
         recipes = self._recipes(makers, policy_factory, collector_class or SyncDataCollector, num_sub_threads, ends)
-        self._pool = WorkerPool(who, recipes, self._shared_counters, self.options.timeout_s)
+        self._pool = self._make_pool(recipes)
         with self._pool.failing():
             self._check_specs()
         if self.options.track_policy_version == "uuid":
@@ -101,6 +105,16 @@ class _MultiDataCollector(DataCollectorBase):
         """Compares what the workers' envs declare."""
 
     # -- processes -----------------------------------------------------------------------------------------------------
+
+    def _builder(self) -> Callable[..., DataCollectorBase]:
+        """What makes a worker's collector, in the worker."""
+        return _build
+
+    def _default_scheme(self) -> Any:
+        return SharedMemWeightSyncScheme(timeout=self.options.timeout_s)
+
+    def _make_pool(self, recipes: Sequence[Recipe]) -> WorkerPool:
+        return WorkerPool(type(self).__name__, recipes, self._shared_counters, self.options.timeout_s)
 
     def _connect(self, schemes: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """A sender for each model, and each worker's scheme and end of the connection."""
@@ -132,7 +146,7 @@ class _MultiDataCollector(DataCollectorBase):
                 "factory": _packed(factory[index] if isinstance(factory, Sequence) else factory, "policy_factory"),
                 "options": _packed(self._options_of(index), f"{who}: an argument"),
             }
-            build = partial(_build, parts, Packed(self.replay_buffer))
+            build = partial(self._builder(), parts, Packed(self.replay_buffer))
             recipes.append(Recipe(build, index, self.num_workers, ends[index], threads, seed))
         return recipes
 
@@ -159,6 +173,7 @@ class _MultiDataCollector(DataCollectorBase):
     # -- data ----------------------------------------------------------------------------------------------------------
 
     def _grant(self, worker: Worker) -> None:
+        worker.begin()
         worker.due += 1
         worker.send("grant", 1)
 
@@ -176,6 +191,89 @@ class _MultiDataCollector(DataCollectorBase):
         if device is not None and not isinstance(device, (list, tuple)):
             batch = batch.to(device)
         return self.options.finished(batch)
+
+    def _batches_of_all(self) -> Iterator[TensorDictBase | None]:
+        """A batch of all workers' parts, again and again."""
+        while not self._ended():
+            if self._is_started:
+                raise ConfigError(f"{type(self).__name__}: collects in the background already: read the replay buffer.")
+            self._pool.check_open("collect")
+            self._push_due_weights()
+            self._settle(self._senders.values())  # all of the batch is by the new weights
+            self._shared_counters[:, STOP] = 0
+            for worker in self._pool.workers:
+                self._grant(worker)
+            self._pool.wait(self._have_all_arrived, "collect its part of the batch")
+            batches = [self._take(worker) for worker in self._pool.workers]
+            yield self._handed_out(None if self.replay_buffer is not None else _joined(batches, self.cat_results))
+
+    def _have_all_arrived(self) -> bool:
+        arrived = sum(bool(worker.batches) for worker in self._pool.workers)
+        share = self.preemptive_threshold
+        if share is not None and arrived >= max(1, math.ceil(share * self.num_workers)):
+            self._shared_counters[:, STOP] = 1
+        return arrived == self.num_workers
+
+    def _batches_of_any(self) -> Iterator[TensorDictBase | None]:
+        """Batches of one worker each, in the order in which they come."""
+        while True:
+            if self._is_started:
+                raise ConfigError(f"{type(self).__name__}: collects in the background already: read the replay buffer.")
+            under_way = sum(worker.due + len(worker.batches) for worker in self._pool.workers)
+            self._pool.check_open("collect")
+            self._push_due_weights()
+            for _ in range(2):
+                for worker in self._pool.workers:
+                    ahead = self._delivered + under_way * self.frames_per_batch
+                    if worker.due + len(worker.batches) < 2 and not 0 <= self.total_frames <= ahead:
+                        self._grant(worker)
+                        under_way += 1
+            if not under_way:
+                return
+            self._pool.wait(lambda: bool(self._pool.arrivals), "collect a batch")
+            batch = self._take(self._pool.arrivals[0])
+            yield self._handed_out(batch if batch is None else batch.clone())  # its memory is written again
+
+    def _push_due_weights(self) -> None:
+        """Called before batches are collected."""
+        if self.update_at_each_batch:
+            self.update_policy_weights_()
+
+    def _shares(self) -> list[int]:
+        frames, count = self.options.frames_per_batch, self.num_workers
+        if not isinstance(frames, int):
+            if len(frames) != count:
+                raise ConfigError(
+                    f"{type(self).__name__}: frames_per_batch must have one number per worker: got {len(frames)} for "
+                    f"{count}."
+                )
+            if self.cat_results == "stack" and len(set(frames)) > 1:
+                raise ConfigError(f"{type(self).__name__}: batches of {frames} frames do not stack: cat_results=-1.")
+            self.frames_per_batch = sum(frames)
+            return list(frames)
+        self.frames_per_batch = frames
+        self._check_division(count, "workers")
+        return [self.frames_per_batch // count] * count
+
+    def _same_frames(self) -> list[int]:
+        frames = self.options.frames_per_batch
+        if not isinstance(frames, int):
+            raise ConfigError(f"{type(self).__name__}: frames_per_batch is that of every batch: got {frames}.")
+        self.frames_per_batch = frames
+        self._check_division(1, "workers")
+        return [frames] * self.num_workers
+
+    def _check_equal_specs(self) -> None:
+        first = self._pool.workers[0].spec
+        for worker in self._pool.workers[1:]:
+            keys = [key for key in first | worker.spec if first.get(key) != worker.spec.get(key)]
+            if keys:
+                what = f"{keys[0]}" if keys[0] else "the batch size"
+                raise ConfigError(
+                    f"{self._pool.name(worker)}: all envs must declare the same, since their batches are joined: "
+                    f"{what} is {worker.spec.get(keys[0])}, worker 0 has {first.get(keys[0])}; use "
+                    "MultiaSyncDataCollector for envs that differ."
+                )
 
     @property
     def counters(self) -> dict[str, int]:
@@ -238,7 +336,7 @@ class _MultiDataCollector(DataCollectorBase):
                 if model_id == "policy":
                     sends = not isinstance(sender.scheme, NoWeightSyncScheme)
                     self._move_version(sender.version + 1 if sends else None, worker_ids)
-                sender.update_weights(named, worker_ids=worker_ids)
+                self._hand_over(sender, named, worker_ids)
             elif model_id == "policy" and weights is None:
                 self.increment_version()
             else:
@@ -246,6 +344,9 @@ class _MultiDataCollector(DataCollectorBase):
                     f"{type(self).__name__}: model {model_id!r} must have a scheme in weight_sync_schemes: got schemes "
                     f"for {list(self._senders)}."
                 )
+
+    def _hand_over(self, sender: Any, named: Mapping[str, Any], worker_ids: Sequence[int] | None) -> None:
+        sender.update_weights(named, worker_ids=worker_ids)
 
     def _settle(self, senders: Iterable[Any]) -> None:
         """Waits until the workers have the weights that were handed over."""
@@ -261,8 +362,13 @@ class _MultiDataCollector(DataCollectorBase):
         self._move_version(None, None)
 
     def _move_version(self, number: int | None, worker_ids: Sequence[int] | None) -> None:
-        """Tells the workers which version the weights ``number`` of the sender are; None: those that they have."""
+        """Moves to the next version, which is that of the weights ``number`` of the sender; None: of those that the
+        workers have.
+        """
         self._version = str(uuid.uuid4()) if isinstance(self._version, str) else self._version + 1
+        self._tell_version(number, worker_ids)
+
+    def _tell_version(self, number: int | None, worker_ids: Sequence[int] | None) -> None:
         for index in range(self.num_workers) if worker_ids is None else worker_ids:
             self._pool.workers[index].send("version", number, self._version)
 
@@ -318,54 +424,13 @@ class MultiSyncDataCollector(_MultiDataCollector):
         super().__init__(create_env_fn, policy, **options)
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
-        while not self._ended():
-            if self._is_started:
-                raise ConfigError(f"{type(self).__name__}: collects in the background already: read the replay buffer.")
-            self._pool.check_open("collect")
-            if self.update_at_each_batch:
-                self.update_policy_weights_()
-            self._settle(self._senders.values())  # all of the batch is by the new weights
-            self._shared_counters[:, STOP] = 0
-            for worker in self._pool.workers:
-                self._grant(worker)
-            self._pool.wait(self._have_all_arrived, "collect its part of the batch")
-            batches = [self._take(worker) for worker in self._pool.workers]
-            yield self._handed_out(None if self.replay_buffer is not None else _joined(batches, self.cat_results))
-
-    def _have_all_arrived(self) -> bool:
-        arrived = sum(bool(worker.batches) for worker in self._pool.workers)
-        share = self.preemptive_threshold
-        if share is not None and arrived >= max(1, math.ceil(share * self.num_workers)):
-            self._shared_counters[:, STOP] = 1
-        return arrived == self.num_workers
+        return self._batches_of_all()
 
     def _divide_frames(self) -> list[int]:
-        frames, count = self.options.frames_per_batch, self.num_workers
-        if not isinstance(frames, int):
-            if len(frames) != count:
-                raise ConfigError(
-                    f"{type(self).__name__}: frames_per_batch must have one number per worker: got {len(frames)} for "
-                    f"{count}."
-                )
-            if self.cat_results == "stack" and len(set(frames)) > 1:
-                raise ConfigError(f"{type(self).__name__}: batches of {frames} frames do not stack: cat_results=-1.")
-            self.frames_per_batch = sum(frames)
-            return list(frames)
-        self.frames_per_batch = frames
-        self._check_division(count, "workers")
-        return [self.frames_per_batch // count] * count
+        return self._shares()
 
     def _check_specs(self) -> None:
-        first = self._pool.workers[0].spec
-        for worker in self._pool.workers[1:]:
-            keys = [key for key in first | worker.spec if first.get(key) != worker.spec.get(key)]
-            if keys:
-                what = f"{keys[0]}" if keys[0] else "the batch size"
-                raise ConfigError(
-                    f"{self._pool.name(worker)}: all envs must declare the same, since their batches are joined: "
-                    f"{what} is {worker.spec.get(keys[0])}, worker 0 has {first.get(keys[0])}; use "
-                    "MultiaSyncDataCollector for envs that differ."
-                )
+        self._check_equal_specs()
 
 
 class MultiaSyncDataCollector(_MultiDataCollector):
@@ -375,32 +440,10 @@ class MultiaSyncDataCollector(_MultiDataCollector):
     """
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
-        while True:
-            if self._is_started:
-                raise ConfigError(f"{type(self).__name__}: collects in the background already: read the replay buffer.")
-            under_way = sum(worker.due + len(worker.batches) for worker in self._pool.workers)
-            self._pool.check_open("collect")
-            if self.update_at_each_batch:
-                self.update_policy_weights_()
-            for _ in range(2):
-                for worker in self._pool.workers:
-                    ahead = self._delivered + under_way * self.frames_per_batch
-                    if worker.due + len(worker.batches) < 2 and not 0 <= self.total_frames <= ahead:
-                        self._grant(worker)
-                        under_way += 1
-            if not under_way:
-                return
-            self._pool.wait(lambda: bool(self._pool.arrivals), "collect a batch")
-            batch = self._take(self._pool.arrivals[0])
-            yield self._handed_out(batch if batch is None else batch.clone())  # its memory is written again
+        return self._batches_of_any()
 
     def _divide_frames(self) -> list[int]:
-        frames = self.options.frames_per_batch
-        if not isinstance(frames, int):
-            raise ConfigError(f"{type(self).__name__}: frames_per_batch is that of every batch: got {frames}.")
-        self.frames_per_batch = frames
-        self._check_division(1, "workers")
-        return [frames] * self.num_workers
+        return self._same_frames()
 
 
 class aSyncDataCollector(MultiaSyncDataCollector):

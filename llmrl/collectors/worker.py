@@ -1,4 +1,4 @@
-"""A collector's worker: one `SyncDataCollector` that another process directs, whatever started this one.
+"""A collector's worker: one collector that another process directs, whatever started this one.
 
 The owner sends requests through a `Connection`, pickled ``(name, *arguments)``, and gets ``(name, *values)``: "ready",
 "batch", "reply" or "error". A batch is collected for each credit that the owner has granted, so a worker never collects
@@ -24,6 +24,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from llmrl.collectors.base import DataCollectorBase
 from llmrl.collectors.collector import SyncDataCollector
 from llmrl.concurrency import parent_watchdog
 from llmrl.data.ted_utils import leaf_keys
@@ -31,7 +32,8 @@ from llmrl.envs.batched import Declared
 from llmrl.envs.parallel_worker import SharedRows
 from llmrl.envs.step import next_seed
 
-__all__ = ["DELIVERED", "PRODUCED", "SLOTS", "STOP", "Recipe", "WorkerLoop", "serve", "shape_of", "spec_of"]
+__all__ = ["DELIVERED", "PRODUCED", "SLOTS", "STOP", "Closed", "Recipe", "WorkerLoop"]
+__all__ += ["direct", "report", "serve", "shape_of", "spec_of"]
 
 SLOTS = 2  # batches of a worker that its owner can have at a time
 PRODUCED, DELIVERED, STOP = 0, 1, 2  # columns of the counters that owner and worker share, int64[workers, 3]
@@ -47,7 +49,7 @@ class Recipe:
     threads    of torch in this process
     """
 
-    collector: Callable[[Any], SyncDataCollector]
+    collector: Callable[[Any], DataCollectorBase]
     index: int
     count: int
     schemes: Mapping[str, tuple[Any, Any]]
@@ -65,7 +67,7 @@ class _Stop:
         return bool(self._counters[STOP])
 
 
-class _Closed(Exception):
+class Closed(Exception):
     """The owner wants no more."""
 
 
@@ -74,8 +76,8 @@ class WorkerLoop:
 
     def __init__(self, connection: Connection, recipe: Recipe, counters: Tensor):
         self._connection, self._counters = connection, counters.numpy()
-        self.collector = recipe.collector(_Stop(self._counters))
-        self.collector.next_id, self.collector.id_stride = recipe.index, recipe.count
+        self.collector: Any = recipe.collector(_Stop(self._counters))
+        self._number_trajectories(recipe.index, recipe.count)
         self.collector.before_step = self._before_step
         self._later: deque[tuple[Any, ...]] = deque()  # requests that came while a batch was under way
         self._credits = 0  # batches that it may collect; -1: without end
@@ -85,25 +87,42 @@ class WorkerLoop:
         self._versions: dict[int, int | str] = {}  # of weights that are on their way
         self._poller = select.poll()
         self._poller.register(connection.fileno(), select.POLLIN)
-        self._receivers: list[tuple[int, str, Any]] = []
+        self._receivers: dict[str, Any] = {}
+        self._models: dict[int, str] = {}  # by the descriptor that their weights come through
         for model_id, (scheme, end) in recipe.schemes.items():
-            receiver = scheme.create_receiver()
-            receiver.set_context(self.collector)
-            receiver.register_model(self.collector.policy if model_id == "policy" else model_id)
-            receiver.register_worker_transport(end)
+            self._receive_weights(model_id, scheme, end)
+
+    def _number_trajectories(self, first: int, stride: int) -> None:
+        if isinstance(self.collector, SyncDataCollector):
+            self.collector.next_id, self.collector.id_stride = first, stride
+        else:
+            self.collector.number_trajectories(first, stride)
+
+    def _receive_weights(self, model_id: str, scheme: Any, end: Any) -> None:
+        """From now on. Weights without a descriptor of their own are announced by the owner."""
+        receiver = self._receivers[model_id] = scheme.create_receiver()
+        receiver.set_context(self.collector, model_id)
+        receiver.register_model(self.collector.policy if model_id == "policy" else model_id)
+        receiver.register_worker_transport(end)
+        if isinstance(end, Connection):
             self._poller.register(end.fileno(), select.POLLIN)
-            self._receivers.append((end.fileno(), model_id, receiver))
+            self._models[end.fileno()] = model_id
 
     def run(self) -> None:
         """Until the owner closes."""
-        self._send("ready", spec_of(self.collector.env))
+        is_one = isinstance(self.collector, SyncDataCollector)
+        self._send("ready", spec_of(self.collector.env) if is_one else self.collector.spec)
         try:
             while True:
                 while self._later or not self._credits:
                     self._handle(self._later.popleft() if self._later else self._next_request())
                 self._deliver(self.collector.collect())
-        except _Closed:
-            self.collector.shutdown()
+        except Closed:
+            pass
+
+    def end(self) -> None:
+        self._counters[PRODUCED] = self.collector.counters["produced"]
+        self.collector.shutdown()
 
     def _deliver(self, batch: TensorDictBase) -> None:
         frames = self.collector.frames_taken
@@ -137,17 +156,19 @@ class WorkerLoop:
         if self._connection.fileno() in descriptors:
             self._note(self._read())
             return
-        for descriptor, model_id, receiver in self._receivers:
-            if descriptor in descriptors:
-                self.collector.detach_steps()
-                version = receiver.receive()
-                if version is not None and model_id == "policy":
-                    self.collector.set_version(self._versions.pop(version))
+        for descriptor in descriptors:
+            self._take_weights(self._models[descriptor])
+
+    def _take_weights(self, model_id: str, timeout: float = 0.0) -> None:
+        self.collector.detach_steps()
+        version = self._receivers[model_id].receive(timeout)
+        if version is not None and model_id == "policy":
+            self.collector.set_version(self._versions.pop(version))
 
     def _note(self, request: tuple[Any, ...]) -> None:
         name, *arguments = request
         if name == "close":
-            raise _Closed
+            raise Closed
         if name == "pause":
             self._send("reply", None)
             while (request := self._read())[0] != "resume":
@@ -158,6 +179,10 @@ class WorkerLoop:
                 self.collector.set_version(version)
             else:
                 self._versions[number] = version
+        elif name == "weights":
+            [model_id] = arguments
+            self._take_weights(model_id, self._receivers[model_id].scheme.timeout)
+            self._send("weights", model_id)
         else:
             self._later.append(request)
 
@@ -177,6 +202,8 @@ class WorkerLoop:
             self._tells, [self._credits] = False, arguments
         elif name == "share":
             [self._slots] = arguments
+        elif name == "number_trajectories":
+            self._send("reply", self._number_trajectories(*arguments))
         elif name == "set_seed":
             torch.manual_seed(arguments[0])
             self._send("reply", self.collector.set_seed(*arguments))
@@ -187,7 +214,7 @@ class WorkerLoop:
         try:
             return pickle.loads(self._connection.recv_bytes())
         except (EOFError, ConnectionError):
-            raise _Closed from None
+            raise Closed from None
 
     def _send(self, *message: Any) -> None:
         self._connection.send_bytes(pickle.dumps(message))
@@ -217,23 +244,31 @@ def spec_of(env: Any) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def serve(connection: Connection, owner: int, recipe: Recipe, counters: Tensor) -> None:
-    """A worker's process: until the owner closes or ends. What is raised goes to the owner with its traceback."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the owner, which then closes
+    """The process of a worker on the owner's machine, until the owner closes or ends."""
     parent_watchdog.follow(owner)
+    direct(connection, recipe, lambda: WorkerLoop(connection, recipe, counters))
+
+
+def direct(connection: Connection, recipe: Recipe, make_loop: Callable[[], WorkerLoop]) -> None:
+    """Runs a worker's loop until the owner closes. What is raised goes to the owner with its traceback."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the owner, which then closes
     torch.set_num_threads(recipe.threads)
     torch.manual_seed(recipe.seed)
     random.seed(recipe.seed)
     np.random.seed(next_seed(recipe.seed))
     loop: WorkerLoop | None = None
     try:
-        loop = WorkerLoop(connection, recipe, counters)
+        loop = make_loop()
         loop.run()
     except (Exception, SystemExit) as error:
-        text = f"{type(error).__name__}: {error}"
-        with contextlib.suppress(OSError):  # the owner ended
-            connection.send_bytes(pickle.dumps(("error", text, traceback.format_exc())))
+        report(connection, error)
     finally:
         if loop is not None:
-            counters.numpy()[PRODUCED] = loop.collector.counters["produced"]
-            if not loop.collector.env.is_closed:
-                loop.collector.env.close()
+            loop.end()
+
+
+def report(connection: Connection, error: BaseException) -> None:
+    """Tells the owner what failed."""
+    text = f"{type(error).__name__}: {error}"
+    with contextlib.suppress(OSError):  # the owner ended
+        connection.send_bytes(pickle.dumps(("error", text, traceback.format_exc())))

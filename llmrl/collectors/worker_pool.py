@@ -30,7 +30,7 @@ from llmrl.envs.batched import keyed
 from llmrl.envs.parallel_worker import SharedRows
 from llmrl.errors import DeadlineError, LLMRLError, WorkerError
 
-__all__ = ["Packed", "Worker", "WorkerPool"]
+__all__ = ["CLOSE_S", "START_S", "Packed", "Worker", "WorkerPool", "main_module_hidden"]
 
 START_S = 120.0  # for processes to start and to make their envs, on a busy machine
 CLOSE_S = 5.0  # for envs to close; then their processes are killed
@@ -48,6 +48,34 @@ class Worker:
         self.slots: SharedRows | None = None
         self.due = 0  # batches that were granted and have not arrived
         self.seen, self.since = 0, time.monotonic()  # its counter of steps, and when it changed
+
+    def begin(self) -> None:
+        """Called before it gets something to do: its time counts from now on, unless it has something to do already."""
+        if not self.due:
+            self.since = time.monotonic()
+
+    @property
+    def where(self) -> str:
+        """For messages."""
+        return f"process {self.process.pid}"
+
+    @property
+    def descriptors(self) -> list[int]:
+        """Where something is to be read once it has sent something, or ended."""
+        return [self.connection.fileno(), self.process.sentinel]
+
+    def state(self) -> str:
+        """What became of its process, for messages."""
+        wait_for_exit(self.process, 1.0)
+        return f"its process {process_state(self.process)}"
+
+    def finish(self, deadline: float) -> None:
+        """Waits for its end, after it was told to close, and kills it at the deadline."""
+        wait_for_exit(self.process, max(0.0, deadline - time.monotonic()))
+        if self.process.exitcode is None:
+            self.process.kill()
+            wait_for_exit(self.process, CLOSE_S)
+        self.connection.close()
 
     def take_in(self, frames: int, batch: TensorDictBase | int | None) -> None:
         """A batch, or the slot of the shared memory that it is in; the first one says what that memory is made for."""
@@ -88,6 +116,7 @@ class WorkerPool:
         self.failure: BaseException | None = None
         self._asked = False  # a request that all workers answer, also those without a batch under way
         self._is_closing = False
+        self.tick: Callable[[], None] = lambda: None  # called again and again while the pool waits
         self._end = Finalize(self, _end, [self.workers], exitpriority=10)
         with self.failing():
             self._start(recipes)
@@ -99,7 +128,7 @@ class WorkerPool:
             ours, theirs = context.Pipe()
             arguments = [theirs, os.getpid(), recipe, self._counters[recipe.index]]
             process = context.Process(target=serve, args=arguments, name=f"llmrl-collector-{recipe.index}")
-            with _main_module_hidden():
+            with main_module_hidden():
                 process.start()
             for end in (theirs, *(end for _, end in recipe.schemes.values())):
                 end.close()  # the worker's end is in the worker alone: its death ends the connection
@@ -112,8 +141,7 @@ class WorkerPool:
         poller = select.poll()
         at = {}
         for worker in self.workers:
-            worker.since = time.monotonic()
-            for descriptor in (worker.connection.fileno(), worker.process.sentinel):
+            for descriptor in worker.descriptors:
                 poller.register(descriptor, select.POLLIN)
                 at[descriptor] = worker
         with self.failing():
@@ -121,6 +149,7 @@ class WorkerPool:
                 ready = {at[descriptor].index for descriptor, _ in poller.poll(100)}
                 for index in sorted(ready):
                     self._receive(self.workers[index], what)
+                self.tick()
                 self._check_progress(what, limit_s)
 
     def _receive(self, worker: Worker, what: str) -> None:
@@ -129,16 +158,17 @@ class WorkerPool:
                 raise EOFError
             name, *values = pickle.loads(worker.connection.recv_bytes())
         except (EOFError, ConnectionError):
-            wait_for_exit(worker.process, 1.0)
-            state = process_state(worker.process)
-            raise WorkerError(f"{self.name(worker)} must {what}: its process {state}.") from None
+            raise WorkerError(f"{self.name(worker)} must {what}: {worker.state()}.") from None
+        worker.since = time.monotonic()
         if name == "error":
             raise WorkerError(f"{self.name(worker)} must {what}: it raised {values[0]}\n\n{values[1]}")
         if name == "ready":
             [worker.spec] = values
         elif name == "reply":
             worker.replies.append(values[0])
-        else:
+        elif name == "progress":
+            self._counters[worker.index, PRODUCED] = values[0]
+        elif name == "batch":
             worker.due -= 1
             worker.take_in(*values)
             self.arrivals.append(worker)
@@ -159,7 +189,7 @@ class WorkerPool:
         return worker.spec is not None and not worker.due and not self._asked
 
     def name(self, worker: Worker) -> str:
-        return f"{self._who}: worker {worker.index} of {len(self.workers)} (process {worker.process.pid})"
+        return f"{self._who}: worker {worker.index} of {len(self.workers)} ({worker.where})"
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
@@ -176,6 +206,7 @@ class WorkerPool:
         workers = self.workers if workers is None else workers
         self.check_open(name)
         for worker, given in zip(workers, arguments, strict=True):
+            worker.begin()
             worker.send(name, *given)
         self._asked = True
         try:
@@ -227,7 +258,7 @@ def _unpacked(data: bytes) -> Packed:
 
 
 @contextlib.contextmanager
-def _main_module_hidden() -> Iterator[None]:
+def main_module_hidden() -> Iterator[None]:
     """A process that starts inside the block does not run the main module again: cloudpickle sends what is needed."""
     main = sys.modules["__main__"]
     saved = {name: vars(main).pop(name) for name in ("__file__", "__spec__") if name in vars(main)}
@@ -244,10 +275,4 @@ def _end(workers: Sequence[Worker], close_s: float = CLOSE_S) -> None:
         worker.send("close")
     deadline = time.monotonic() + close_s
     for worker in workers:
-        wait_for_exit(worker.process, max(0.0, deadline - time.monotonic()))
-    for worker in workers:
-        if worker.process.exitcode is None:
-            worker.process.kill()
-            wait_for_exit(worker.process, CLOSE_S)
-    for worker in workers:
-        worker.connection.close()
+        worker.finish(deadline)

@@ -28,6 +28,7 @@ _EXTRAS = {
     "peft": ("lora", "LoRA"),
     "bitsandbytes": ("qlora", "LoRA on a model in 4 bits"),
     "gymnasium": ("gym", "Gym environments"),
+    "submitit": ("slurm", "collectors as jobs of Slurm"),
     "h5py": ("h5", "buffers and datasets in HDF5"),
     "minari": ("minari", "the datasets of Minari"),
     "mcp": ("mcp", "MCP tools"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import time
+import zlib
 from datetime import timedelta
 from typing import Any
 
@@ -27,6 +28,7 @@ class DistributedTransport(TransportBackend):
     store    of the group, for announcements and answers; None: the default group's
     sync     kept for callers; the scheme's ``sync`` says whether updates wait
     channel  the same on both sides: one for each model
+    group    a torch.distributed ProcessGroup; None: the default group
     device   where messages lie: "cuda" for a group of backend nccl
     """
 
@@ -37,13 +39,16 @@ class DistributedTransport(TransportBackend):
         sync: bool = True,
         *,
         channel: str = "policy",
+        group: Any = None,
         device: str = "cpu",
         **options: Any,
     ) -> None:
         super().__init__(**options)
         self._store = dist.distributed_c10d._get_default_store() if store is None else store
         self._rank, self.sync, self._device = rank or 0, sync, device
-        me = dist.get_rank()
+        self._group = dist.group.WORLD if group is None else group
+        self._tag = zlib.crc32(channel.encode()) >> 1  # the models of two ranks are received in any order
+        me = self._group.rank()
         self._out, self._in = (f"llmrl/{channel}/{a}-{b}/" for a, b in ((me, self._rank), (self._rank, me)))
         # Counted in the store, so that a sender or a receiver that is made later goes on where the one before stopped.
         self._sent_count, self._received_count = 0, int(self._store.add(f"{self._in}received", 0))
@@ -57,8 +62,8 @@ class DistributedTransport(TransportBackend):
         memory = payload.memory.to(self._device)
         header = pickle.dumps((model_id, payload.version, payload.layout, memory.numel()))
         try:
-            self._work = dist.isend(memory, self._rank), memory
-            self._store.set(f"{self._out}{self._sent_count}", header)
+            self._store.set(f"{self._out}{self._sent_count}", header)  # before: NCCL may wait until the other receives
+            self._work = self._group.send([memory], self._rank, self._tag), memory
         except RuntimeError as error:
             self._failure = error  # for `wait`: the other workers get theirs
 
@@ -92,7 +97,7 @@ class DistributedTransport(TransportBackend):
             model_id, version, layout, size = pickle.loads(self._store.get(key))
             self._store.delete_key(key)
             memory = torch.empty(size, dtype=torch.uint8, device=self._device)
-            dist.irecv(memory, self._rank).wait(timedelta(seconds=self.timeout))
+            self._group.recv([memory], self._rank, self._tag).wait(timedelta(seconds=self.timeout))
         except (dist.DistError, RuntimeError) as error:
             raise WorkerError(
                 f"WeightReceiver: rank {self._rank} must be there to send weights: it ended or did not send "
@@ -109,8 +114,8 @@ class DistributedTransport(TransportBackend):
 
 
 class DistributedWeightSyncScheme(WeightSyncScheme):
-    """Weights by point-to-point messages. ``pipe_or_context`` is the other rank, or a tuple (store, rank) or
-    (store, rank, channel): models that share two ranks need a channel each.
+    """Weights by point-to-point messages. ``pipe_or_context`` is the other rank, or a tuple (store, rank),
+    (store, rank, channel) or (store, rank, channel, group): models that share two ranks need a channel each.
 
     backend  of the group, "gloo" or "nccl"
     sync     updates return when the workers have answered; False: when the weights are handed over
@@ -123,7 +128,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         self.backend, self.sync = backend, sync
 
     def create_transport(self, pipe_or_context: Any) -> DistributedTransport:
-        store, rank, *channel = pipe_or_context if isinstance(pipe_or_context, tuple) else (None, pipe_or_context)
-        options = {"channel": channel[0]} if channel else {}
+        store, rank, *more = pipe_or_context if isinstance(pipe_or_context, tuple) else (None, pipe_or_context)
+        options = dict(zip(("channel", "group"), more, strict=False))
         device = "cuda" if self.backend == "nccl" else "cpu"
         return DistributedTransport(store, rank, self.sync, device=device, timeout=self.timeout, **options)

@@ -1,0 +1,18 @@
+"""Collectors whose workers are on other machines, and the launcher and weight updaters for them."""
+
+from llmrl.collectors.distributed.collectors import (
+    DistributedDataCollector,
+    DistributedSyncDataCollector,
+    RPCDataCollector,
+)
+from llmrl.collectors.distributed.launchers import submitit_delayed_launcher
+from llmrl.collectors.weight_updaters import DistributedWeightUpdater, RPCWeightUpdater
+
+__all__ = [
+    "DistributedDataCollector",
+    "DistributedSyncDataCollector",
+    "DistributedWeightUpdater",
+    "RPCDataCollector",
+    "RPCWeightUpdater",
+    "submitit_delayed_launcher",
+]

@@ -1,0 +1,369 @@
+"""`DistributedDataCollector`, `DistributedSyncDataCollector`, `RPCDataCollector`: collectors on other machines."""
+
+from __future__ import annotations
+
+import copy
+import socket
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+
+from llmrl.collectors.collector import SyncDataCollector
+from llmrl.collectors.distributed.launchers import delayed_jobs, delayed_port, launcher_of
+from llmrl.collectors.distributed.links import GroupLink, Link, RPCLink, check_backend
+from llmrl.collectors.distributed.nested import build
+from llmrl.collectors.distributed.pool import RemotePool
+from llmrl.collectors.distributed.rendezvous import Rendezvous
+from llmrl.collectors.multi import MultiaSyncDataCollector, MultiSyncDataCollector, _MultiDataCollector
+from llmrl.collectors.worker import Recipe
+from llmrl.collectors.worker_pool import Worker
+from llmrl.errors import ConfigError, DeadlineError, UnsupportedError, WorkerError
+from llmrl.weight_update import NoWeightSyncScheme
+
+__all__ = ["DistributedDataCollector", "DistributedSyncDataCollector", "RPCDataCollector"]
+
+_CLASSES = {"single": SyncDataCollector, "sync": MultiSyncDataCollector, "async": MultiaSyncDataCollector}
+
+
+@dataclass(frozen=True)
+class RemoteOptions:
+    """The keyword arguments of collectors on other machines, beside `CollectorOptions`.
+
+    collector_class             of a worker: a class, or "single", "sync", "async"
+    collector_kwargs            more arguments of it; a list has those of each worker
+    num_workers_per_collector   envs of a worker whose collector has processes of its own
+    sync                        True: a batch has a part of each worker; False: it is that of the first that is ready
+    update_after_each_batch     after a batch, the workers that collected it get the weights of ``policy``
+    max_weight_update_interval  a worker gets them after so many batches of all workers at the latest; -1: never
+    launcher                    "mp": processes of this machine; "submitit": jobs; "submitit_delayed": the jobs that
+                                `submitit_delayed_launcher` has started
+    slurm_kwargs                settings of a submitit executor, its "folder", which all machines share, and "cluster"
+    tcp_port                    where this process listens for its workers; None: a free port
+    host                        its address for them; None: this machine alone for "mp", else its host name
+    start_timeout_s             until all workers are there; None: 120, for jobs in a queue 3600
+    num_sub_threads             of torch in each worker
+    """
+
+    collector_class: type | str = SyncDataCollector
+    collector_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
+    num_workers_per_collector: int = 1
+    sync: bool = False
+    update_after_each_batch: bool = False
+    max_weight_update_interval: int = -1
+    launcher: str = "submitit"
+    slurm_kwargs: Mapping[str, Any] | None = None
+    tcp_port: int | None = None
+    host: str | None = None
+    start_timeout_s: float | None = None
+    num_sub_threads: int = 1
+
+
+class _RemoteDataCollector(_MultiDataCollector):
+    """A collector that has a worker for each env function, on this machine or on others.
+
+    Reads   ``create_env_fn``, functions that make the envs; ``policy``, of which each worker has a copy, or
+            ``policy_factory``, called in each; `RemoteOptions` and `CollectorOptions` for the other arguments
+    Yields  with ``sync`` batches of ``frames_per_batch`` frames, [workers, *B, T], *B as the worker's collector has it;
+            else batches [*B, T] of ``frames_per_batch`` frames by one worker each, first come, first served; workers
+            collect at most two batches ahead
+    Raises  WorkerError where a worker raised, with its traceback, or its process ended; DeadlineError where it took no
+            step for ``timeout_s``. Both name the worker, and all workers have ended by then
+    """
+
+    own_arguments = tuple(field.name for field in fields(RemoteOptions))
+
+    def __init__(self, create_env_fn: Any, policy: Any, factory: Any, options: Mapping[str, Any]):
+        who = type(self).__name__
+        mine = {name: value for name, value in options.items() if name in RemoteOptions.__dataclass_fields__}
+        self.remote = RemoteOptions(**mine)
+        self._class = self._check(who, options)
+        rest = {name: value for name, value in options.items() if name not in mine}
+        makers = create_env_fn if isinstance(create_env_fn, Sequence) else [create_env_fn]
+        if issubclass(self._class, _MultiDataCollector):
+            makers = [[maker] * self.remote.num_workers_per_collector for maker in makers]
+        kwargs = self.remote.collector_kwargs
+        if isinstance(kwargs, Sequence) and len(kwargs) != len(makers):
+            raise ConfigError(f"{who}: collector_kwargs must be one dict, or {len(makers)}: got {len(kwargs)}.")
+        self._since = [0] * len(makers)  # batches that were handed out since a worker was given weights
+        self._waits: dict[str, bool] = {}  # by model id: updates return when the workers have answered
+        self._last: set[int] = set()  # the workers of the batch that was handed out last
+        super().__init__(
+            makers,
+            policy,
+            policy_factory=factory,
+            collector_class=self._class,
+            num_sub_threads=self.remote.num_sub_threads,
+            **rest,
+        )
+
+    def _check(self, who: str, options: Mapping[str, Any]) -> type:
+        remote = self.remote
+        cls = remote.collector_class
+        cls = _CLASSES.get(cls, cls) if isinstance(cls, str) else cls
+        if not (
+            isinstance(cls, type)
+            and issubclass(cls, (SyncDataCollector, MultiSyncDataCollector, MultiaSyncDataCollector))
+        ):
+            raise ConfigError(
+                f"{who}: collector_class must be SyncDataCollector, MultiSyncDataCollector, MultiaSyncDataCollector, a "
+                f"class derived from one, or one of {list(_CLASSES)}: got {cls!r}."
+            )
+        count = remote.num_workers_per_collector
+        if count < 1:
+            raise ConfigError(f"{who}: num_workers_per_collector must be at least 1: got {count}.")
+        if count > 1 and issubclass(cls, SyncDataCollector):
+            raise ConfigError(
+                f"{who}: num_workers_per_collector={count} needs a collector of several "
+                "processes: collector_class='sync' or 'async'."
+            )
+        if options.get("replay_buffer") is not None:
+            raise UnsupportedError(
+                f"{who}: a replay_buffer is not shared with other machines: extend it with the batches."
+            )
+        return cls
+
+    # -- what the kinds write ------------------------------------------------------------------------------------------
+
+    framework: str
+    backend: str | None = None
+
+    @abstractmethod
+    def _link(self, host: str) -> Link:
+        """What batches and weights go through."""
+
+    @abstractmethod
+    def _scheme_class(self) -> type:
+        """Of the schemes for weights that go through the link."""
+
+    # -- processes -----------------------------------------------------------------------------------------------------
+
+    def _builder(self) -> Callable[..., Any]:
+        return build
+
+    def _options_of(self, index: int) -> dict[str, Any]:
+        given = self.remote.collector_kwargs or {}
+        return {**super()._options_of(index), **(given if isinstance(given, Mapping) else given[index])}
+
+    def _connect(self, schemes: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """The senders, which workers are registered with when all have joined."""
+        senders: dict[str, Any] = {}
+        ends: list[dict[str, Any]] = [{} for _ in range(self.num_workers)]
+        for model_id, scheme in schemes.items():
+            if not isinstance(scheme, (self._scheme_class(), NoWeightSyncScheme)):
+                raise ConfigError(
+                    f"{type(self).__name__}: the scheme of {model_id!r} must be a {self._scheme_class().__name__}, or "
+                    f"a NoWeightSyncScheme: got {type(scheme).__name__}."
+                )
+            if model_id != "policy" and issubclass(self._class, _MultiDataCollector):
+                raise ConfigError(
+                    f"{type(self).__name__}: with collector_class={self._class.__name__} the policy alone can have a "
+                    f"scheme: got one for {model_id!r}, which is in processes of the workers."
+                )
+            mine = copy.copy(scheme)  # whose answers are waited for here, beside the workers' other messages
+            mine.sync = False
+            sender = senders[model_id] = mine.create_sender()
+            self._waits[model_id] = scheme.sync
+            sender.set_context(self, model_id)
+            if model_id == "policy" and isinstance(self.policy, torch.nn.Module):
+                sender.register_model(self.policy)
+            for end in ends:
+                end[model_id] = (scheme, None)
+        return senders, ends
+
+    def _make_pool(self, recipes: Sequence[Recipe]) -> RemotePool:
+        who, remote = type(self).__name__, self.remote
+        launch, start_s, is_local = launcher_of(remote.launcher, remote.slurm_kwargs, who)
+        is_local = is_local and remote.host is None
+        host = remote.host or ("127.0.0.1" if is_local else socket.gethostname())
+        rendezvous = Rendezvous(host, remote.tcp_port or delayed_port(), is_local=is_local, who=who)
+        try:
+            link = self._link(host)
+            if remote.launcher == "submitit_delayed":
+                delayed_jobs(rendezvous.address, self.num_workers, self.framework, self.backend, who)
+        except BaseException:
+            rendezvous.close()
+            raise
+        start_s = remote.start_timeout_s or start_s
+        options = {"rendezvous": rendezvous, "link": link, "launch": launch, "start_timeout_s": start_s}
+        pool = RemotePool(who, recipes, self._shared_counters, self.options.timeout_s, **options)
+        with pool.failing():
+            for model_id, sender in self._senders.items():
+                for index in range(self.num_workers):
+                    sender.register_worker(index, link.worker(index + 1, model_id))
+        return pool
+
+    def start(self) -> None:
+        raise UnsupportedError(
+            f"{type(self).__name__}: does not collect in the background: its workers, which collect ahead, have no "
+            "buffer to write into; iterate over it."
+        )
+
+    def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        for sender in self._senders.values():
+            for index in range(self.num_workers):
+                sender.unregister_worker(index)  # and drops its references to the worker
+        super().shutdown(timeout, close_env)
+
+    # -- data ----------------------------------------------------------------------------------------------------------
+
+    def iterator(self) -> Iterator[TensorDictBase | None]:
+        return self._batches_of_all() if self.remote.sync else self._batches_of_any()
+
+    def _divide_frames(self) -> list[int]:
+        return self._shares() if self.remote.sync else self._same_frames()
+
+    def _check_specs(self) -> None:
+        if self.remote.sync:
+            self._check_equal_specs()
+
+    def _take(self, worker: Worker) -> TensorDictBase | None:
+        if not self.remote.sync:
+            self._last = set()
+        self._last.add(worker.index)
+        return super()._take(worker)
+
+    def _handed_out(self, batch: TensorDictBase | None) -> TensorDictBase | None:
+        self._since = [since + 1 for since in self._since]
+        return super()._handed_out(batch)
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    def _push_due_weights(self) -> None:
+        limit = self.remote.max_weight_update_interval
+        due = self._last if self.remote.update_after_each_batch else set()
+        due = due | {index for index, since in enumerate(self._since) if 0 < limit <= since}
+        self._last = set()
+        if due:
+            self.update_policy_weights_(worker_ids=sorted(due))
+
+    def _hand_over(self, sender: Any, named: Mapping[str, Any], worker_ids: Sequence[int] | None) -> None:
+        ids = list(range(self.num_workers)) if worker_ids is None else worker_ids
+        for index in ids:
+            if sender.model_id == "policy":
+                self._since[index] = 0
+            if not isinstance(sender.scheme, NoWeightSyncScheme):
+                self._pool.workers[index].send("weights", sender.model_id)
+        super()._hand_over(sender, named, worker_ids)
+        if self._waits[sender.model_id]:
+            self._settle([sender])
+
+    def _settle(self, senders: Iterable[Any]) -> None:
+        """Waits until the workers have the weights that were handed over, and notices meanwhile that one has ended."""
+        for sender in senders:
+            deadline = time.monotonic() + sender.scheme.timeout
+            try:
+                self._pool.wait(lambda: _has_settled(sender, deadline), "take weights")  # noqa: B023
+            except (DeadlineError, WorkerError):
+                with self._pool.failing():
+                    raise
+
+
+def _has_settled(sender: Any, deadline: float) -> bool:
+    try:
+        sender.wait(0.0)
+    except DeadlineError:
+        if time.monotonic() > deadline:
+            raise
+        return False
+    return True
+
+
+class DistributedDataCollector(_RemoteDataCollector):
+    __doc__ = f"""{_RemoteDataCollector.__doc__}
+    backend  of the torch.distributed process group that batches and weights go through: "gloo", or "nccl"
+
+    The group is the collector's own: one that the trainer has is left alone.
+    """
+
+    framework = "distributed"
+    own_arguments = (*_RemoteDataCollector.own_arguments, "backend")
+
+    def __init__(
+        self,
+        create_env_fn: Sequence[Callable[..., Any]] | Callable[..., Any],
+        policy: Any = None,
+        *,
+        policy_factory: Callable[[], Any] | Sequence[Callable[[], Any]] | None = None,
+        backend: str = "gloo",
+        **options: Any,
+    ):
+        check_backend(backend, type(self).__name__)
+        self.backend = backend
+        super().__init__(create_env_fn, policy, policy_factory, options)
+
+    def _scheme_class(self) -> type:
+        return GroupLink.scheme
+
+    def _default_scheme(self) -> Any:
+        return GroupLink.scheme(self.backend, sync=False)
+
+    def _link(self, host: str) -> Link:
+        who, devices = type(self).__name__, torch.cuda.device_count()
+        if self.backend == "nccl" and self.remote.launcher == "mp" and devices <= self.num_workers:
+            raise ConfigError(
+                f"{who}: backend='nccl' needs a GPU for this process and one for each worker: got {devices} for "
+                f"{self.num_workers} workers on this machine; use 'gloo', which goes through host memory."
+            )
+        return GroupLink(self.backend, host, self.num_workers)
+
+
+class DistributedSyncDataCollector(DistributedDataCollector):
+    """`DistributedDataCollector` whose batches have a part of each worker, and whose weights follow ``policy``.
+
+    update_interval  batches after which all workers get the weights of ``policy``
+    """
+
+    own_arguments = (*DistributedDataCollector.own_arguments, "update_interval")
+
+    def __init__(self, create_env_fn: Any, policy: Any = None, *, update_interval: int = 1, **options: Any):
+        who = type(self).__name__
+        if update_interval < 1:
+            raise ConfigError(f"{who}: update_interval must be at least 1: got {update_interval}.")
+        for name in ("sync", "update_after_each_batch"):
+            if name in options:
+                raise TypeError(
+                    f"{who}: {name} is an argument of DistributedDataCollector; this one has update_interval."
+                )
+        limit = options.pop("max_weight_update_interval", -1)
+        interval = min(update_interval, limit) if limit > 0 else update_interval
+        super().__init__(create_env_fn, policy, sync=True, max_weight_update_interval=interval, **options)
+
+
+class RPCDataCollector(_RemoteDataCollector):
+    __doc__ = f"""{_RemoteDataCollector.__doc__}
+    Batches and weights go through torch.distributed.rpc, which this process must not use for anything else.
+
+    visible_devices     the device of each worker that sends tensors of a GPU
+    tensorpipe_options  arguments of ``TensorPipeRpcBackendOptions``
+    """
+
+    framework = "rpc"
+    own_arguments = (*_RemoteDataCollector.own_arguments, "visible_devices", "tensorpipe_options")
+
+    def __init__(
+        self,
+        create_env_fn: Sequence[Callable[..., Any]] | Callable[..., Any],
+        policy: Any = None,
+        *,
+        policy_factory: Callable[[], Any] | Sequence[Callable[[], Any]] | None = None,
+        visible_devices: Sequence[torch.device | str] | None = None,
+        tensorpipe_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ):
+        self._visible_devices, self._tensorpipe_options = visible_devices, tensorpipe_options or {}
+        super().__init__(create_env_fn, policy, policy_factory, options)
+
+    def _scheme_class(self) -> type:
+        return RPCLink.scheme
+
+    def _default_scheme(self) -> Any:
+        return RPCLink.scheme()
+
+    def _link(self, host: str) -> Link:
+        options, devices = self._tensorpipe_options, self._visible_devices
+        return RPCLink(host, self.num_workers, options, devices, type(self).__name__)

@@ -1,0 +1,93 @@
+"""`build` makes the collector of a worker; `NestedCollector` is one that has processes of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import cloudpickle
+from tensordict import TensorDictBase
+
+from llmrl.collectors.collector import SyncDataCollector
+
+__all__ = ["NestedCollector", "build"]
+
+
+def build(parts: Mapping[str, bytes], buffer: Any, stop: Any) -> Any:
+    """In the worker: its collector."""
+    cls, env, policy, factory, options = map(cloudpickle.loads, parts.values())
+    if issubclass(cls, SyncDataCollector):
+        return cls(env, policy, policy_factory=factory, **options)
+    return NestedCollector(cls(env, policy if factory is None else factory(), **options))
+
+
+class NestedCollector:
+    """A collector of several processes with the methods that `llmrl.collectors.worker.WorkerLoop` calls.
+
+    New weights go into ``policy``, the copy of this process, and from there to the processes, which take them between
+    two of their steps.
+    """
+
+    def __init__(self, collector: Any):
+        self._collector = collector
+        self.options, self.policy = collector.options, collector.policy
+        self.frames_taken = 0  # of the batch that was collected last
+        self._pool, self._senders = collector._pool, collector._senders
+
+    @property
+    def counters(self) -> dict[str, int]:
+        return self._collector.counters
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """What the envs declare."""
+        return self._pool.workers[0].spec
+
+    @property
+    def before_step(self) -> Callable[[], None]:
+        """Called again and again while the processes collect."""
+        return self._pool.tick
+
+    @before_step.setter
+    def before_step(self, call: Callable[[], None]) -> None:
+        self._pool.tick = call
+
+    def number_trajectories(self, first: int, stride: int) -> None:
+        """Has the ids of trajectories be ``first`` plus a multiple of ``stride``."""
+        count = len(self._pool.workers)
+        self._pool.ask("number_trajectories", [(first + stride * index, stride * count) for index in range(count)])
+
+    def collect(self) -> TensorDictBase:
+        before = self.counters["delivered"]
+        batch = self._collector.next()
+        self.frames_taken = self.counters["delivered"] - before
+        return batch
+
+    def deliver(self, batch: TensorDictBase) -> TensorDictBase:
+        return batch
+
+    def detach_steps(self) -> None:
+        """Does nothing: the processes copy their steps."""
+
+    def set_version(self, version: int | str) -> None:
+        """Hands on the weights that ``policy`` has now, under a version that was given with them."""
+        collector = self._collector
+        collector._version = version
+        if (sender := self._senders.get("policy")) is None:
+            collector._tell_version(None, None)
+        else:
+            collector._settle([sender])
+            collector._tell_version(sender.version + 1, None)
+            sender.update_weights()
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        return self._collector.set_seed(seed, static_seed)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._collector.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._collector.load_state_dict(state)
+
+    def shutdown(self) -> None:
+        self._collector.shutdown()

@@ -1,0 +1,94 @@
+"""The meeting of a collector and its workers: a port of the owner, to which every worker connects with a key."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import multiprocessing
+import os
+import secrets
+import select
+import socket
+import threading
+from dataclasses import dataclass, field
+from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
+from queue import SimpleQueue
+
+from llmrl.errors import ConfigError
+
+__all__ = ["Address", "Rendezvous", "connect", "exit_with"]
+
+
+@dataclass
+class Address:
+    """Where the owner listens; ``key`` is what both sides prove that they have."""
+
+    host: str
+    port: int
+    key: bytes = field(repr=False)
+
+
+class Rendezvous:
+    """Listens for workers; ``arrivals`` gets (index or None, where the worker runs, connection) of each.
+
+    host  the address that workers are given; of this machine alone where ``is_local``
+    port  None: a free one
+    """
+
+    def __init__(self, host: str, port: int | None, *, is_local: bool, who: str):
+        try:
+            self._socket = socket.create_server((host if is_local else "", port or 0))
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise
+            raise ConfigError(
+                f"{who}: tcp_port={port} must be free on this machine: {error.strerror}; give another one, or none, "
+                "and a free one is taken."
+            ) from error
+        self.address = Address(host, self._socket.getsockname()[1], secrets.token_bytes(32))
+        self.arrivals: SimpleQueue[tuple[int | None, str, Connection]] = SimpleQueue()
+        threading.Thread(target=self._accept, name="llmrl-rendezvous", daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                client, _ = self._socket.accept()
+                # in a thread: one that connects and says nothing keeps no worker waiting
+                threading.Thread(target=self._greet, args=[Connection(client.detach())], daemon=True).start()
+
+    def _greet(self, connection: Connection) -> None:
+        try:
+            deliver_challenge(connection, self.address.key)
+            answer_challenge(connection, self.address.key)
+            index, where = connection.recv()
+        except (OSError, EOFError, multiprocessing.AuthenticationError):
+            connection.close()  # not a worker of this collector
+            return
+        self.arrivals.put((index, where, connection))
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._socket.close()
+
+
+def connect(address: Address, index: int | None) -> Connection:
+    """The worker's side."""
+    connection = Client((address.host, address.port), authkey=address.key)
+    with socket.fromfd(connection.fileno(), socket.AF_INET, socket.SOCK_STREAM) as same:
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # notices a machine that is gone
+        same.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.send((index, f"process {os.getpid()} on {socket.gethostname()}"))
+    return connection
+
+
+def exit_with(connection: Connection) -> None:
+    """Ends this process when the other side of a socket has closed it, also while the process hangs elsewhere."""
+
+    def wait() -> None:
+        poller = select.poll()
+        poller.register(connection.fileno(), select.POLLRDHUP)
+        poller.poll()
+        os._exit(1)  # there is no process left to report to
+
+    threading.Thread(target=wait, name="llmrl-owner-watchdog", daemon=True).start()
