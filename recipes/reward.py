@@ -20,9 +20,7 @@ from types import SimpleNamespace
 
 import torch
 
-from llmrl.data.llm.dataset_files import FILE_FORMATS
 from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
-from llmrl.errors import DataError
 from llmrl.objectives.llm import RewardLoss
 from llmrl.run.console import REWARD_COLUMNS, Sample
 from llmrl.train.dealing import attention_share, deal_batch
@@ -31,7 +29,7 @@ from llmrl.train.memory import GPU
 from llmrl.train.model_shape import model_shape
 from llmrl.train.models import load_tokenizer, meta_model
 from llmrl.train.plan import pairs_plan, sft_steps
-from llmrl.train.preference_data import TokenizedPairs, tokenize_pairs
+from llmrl.train.preference_data import train_and_held_out
 from llmrl.train.preference_settings import RewardConfig
 from llmrl.train.reward_model import PairEvaluator, RewardScorer, load_reward_model
 from llmrl.train.run import Run
@@ -53,8 +51,9 @@ def plan(config: RewardConfig, *, runs: Path, gpu: GPU | None = None) -> list[tu
     tokenizer = load_tokenizer(config, runs=runs)
     with Session(config) as session:
         shape = model_shape(meta_model(config, tokenizer, runs=runs))
-        pairs = tokenize_pairs(config, tokenizer)
-        return pairs_plan(config, session, tokenizer, pairs, shape, gpu, loss=LOSS[config.reward.level])
+        pairs, _, measured = train_and_held_out(config, tokenizer)
+        words = {"loss": LOSS[config.reward.level], "measured": measured}
+        return pairs_plan(config, session, tokenizer, pairs, shape, gpu, **words)
 
 
 def run(
@@ -72,11 +71,10 @@ def run(
 def train(config: RewardConfig, session: Session, run: Run) -> None:
     """The parts, put together once, and the loop over them."""
     tokenizer = load_tokenizer(run.source, runs=run.runs)
-    pairs = tokenize_pairs(config, tokenizer)
-    held_out = held_out_pairs(config, pairs)
+    pairs, held_out, measured = train_and_held_out(config, tokenizer)
     shape = model_shape(meta_model(run.source, tokenizer, runs=run.runs))
-    words = LOSS[config.reward.level]
-    run.print_plan(f"reward · {pairs.source}", pairs_plan(config, session, tokenizer, pairs, shape, loss=words))
+    words = {"loss": LOSS[config.reward.level], "measured": measured}
+    run.print_plan(f"reward · {pairs.source}", pairs_plan(config, session, tokenizer, pairs, shape, **words))
     steps, steps_per_epoch = sft_steps(config, len(pairs))
 
     model = load_reward_model(run.source, tokenizer, session, runs=run.runs, checked=run.resume)
@@ -115,15 +113,3 @@ def train(config: RewardConfig, session: Session, run: Run) -> None:
             metrics |= run.evaluate(evaluator)
         run.finish_step(step, metrics)
     run.print_end([Sample(pieces, label=label) for label, pieces in pairs.samples(config.samples)], evaluator)
-
-
-def held_out_pairs(config: RewardConfig, pairs: TokenizedPairs) -> TokenizedPairs | None:
-    """The pairs of ``eval.split``, or of the file ``eval.dataset``; None for a file without that."""
-    data, held_out = config.data, config.eval
-    if held_out.dataset is None and data.path.endswith(FILE_FORMATS):
-        return None
-    changed = data.model_copy(update={"path": held_out.dataset or data.path})
-    if held_out.dataset is None and held_out.split == data.split:
-        raise DataError(f"reward: eval.split must be pairs that are not trained on: got {held_out.split} for both.")
-    config = config.model_copy(update={"data": changed})
-    return tokenize_pairs(config, pairs.renderer.tokenizer, split=held_out.split, most=held_out.rows)

@@ -1,7 +1,9 @@
 """A reward model from pairs to the reward of GRPO."""
 
 import math
+import shutil
 
+import datasets
 import pytest
 
 from llmrl.envs.llm.rewards.model import RewardModelScorer
@@ -47,6 +49,22 @@ def test_settings_that_cannot_be_run_are_refused(place):
     place.train("reward", "same", code=3, words=["eval.split must be pairs that are not"], eval={"split": "train"})
     data = {"path": place.rows("p.jsonl", [PAIR, {**PAIR, "prompt": "1 + 1?"}]), "margin_column": "gap"}
     place.train("reward", "bad", code=3, words=["'gap' must be a number: row 1 has None"], data=data)
+
+
+def test_a_hub_dataset_without_a_test_split_is_held_out_in_part(place, tmp_path, monkeypatch):
+    """The hub's library reads from its cache, as it does without a network."""
+    file = place.rows("rows.jsonl", [{**PAIR, "prompt": f"{i} + {i}?"} for i in range(40)])
+    builder = datasets.load_dataset_builder("json", "default", data_files={"train": file}, cache_dir=tmp_path / "made")
+    builder.download_and_prepare()
+    folder = tmp_path / "cache/me___pairs/default/0.0.0/0"
+    shutil.copytree(builder.cache_dir, folder)
+    (folder / "json-train.arrow").rename(folder / "pairs-train.arrow")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(folder.parents[3]))
+    words = ["18 pairs", "the last 2 pairs of split train, not trained on: there is no split test"]
+    place.train("reward", "judge", steps=1, words=words, data={"path": "me/pairs"}, eval={})
+    assert place.steps("judge")[0]["eval/pairs/mean"] in {0.0, 0.5, 1.0}
+    words = ["the hub with the split 'testing'"]
+    place.train("reward", "typo", code=3, words=words, data={"path": "me/pairs"}, eval={"split": "testing"})
 
 
 def test_a_reward_model_is_not_asked_for_answers(place):
