@@ -78,7 +78,8 @@ class RewardScorer(nn.Module):
 
 
 def _token_rewards(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    hidden_BTH = model.base_model(input_ids=input_ids, attention_mask=attention_mask.long()).last_hidden_state
+    given = {"input_ids": input_ids, "attention_mask": attention_mask.long(), "use_cache": False}
+    hidden_BTH = model.base_model(**given).last_hidden_state
     return model.score(hidden_BTH)[..., 0].float()
 
 
