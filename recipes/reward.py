@@ -1,4 +1,4 @@
-"""A reward model: ``llmrl reward chat_reward``, or ``torchrun -m llmrl.recipes.reward chat_reward.yaml``.
+"""A reward model: ``llmrl reward sums_reward``, or ``torchrun -m llmrl.recipes.reward sums_reward.yaml``.
 
 Pairs of a chosen and a rejected answer are tokenised once. Each step makes the rewards of chosen answers larger than
 those of rejected ones. GRPO asks the model by ``rewards: [{reward_model: {model: CHECKPOINT}}]``.
@@ -43,6 +43,13 @@ LOSS = {
 }
 
 
+def words(config: RewardConfig, measured: str) -> dict[str, str]:
+    """The plan's words on the loss, and on the pairs that are measured."""
+    share = config.reward.first_share
+    first = f"; {share:.0%} of it at the first of them" if share else ""
+    return {"loss": LOSS[config.reward.level] + first, "measured": measured}
+
+
 def plan(config: RewardConfig, *, runs: Path, gpu: GPU | None = None) -> list[tuple[str, str]]:
     """Rows of label and text that describe a run of ``config``, on the machine that is here or on ``gpu``.
 
@@ -52,8 +59,7 @@ def plan(config: RewardConfig, *, runs: Path, gpu: GPU | None = None) -> list[tu
     with Session(config) as session:
         shape = model_shape(meta_model(config, tokenizer, runs=runs))
         pairs, _, measured = train_and_held_out(config, tokenizer)
-        words = {"loss": LOSS[config.reward.level], "measured": measured}
-        return pairs_plan(config, session, tokenizer, pairs, shape, gpu, **words)
+        return pairs_plan(config, session, tokenizer, pairs, shape, gpu, **words(config, measured))
 
 
 def run(
@@ -73,14 +79,14 @@ def train(config: RewardConfig, session: Session, run: Run) -> None:
     tokenizer = load_tokenizer(run.source, runs=run.runs)
     pairs, held_out, measured = train_and_held_out(config, tokenizer)
     shape = model_shape(meta_model(run.source, tokenizer, runs=run.runs))
-    words = {"loss": LOSS[config.reward.level], "measured": measured}
-    run.print_plan(f"reward · {pairs.source}", pairs_plan(config, session, tokenizer, pairs, shape, **words))
+    rows = pairs_plan(config, session, tokenizer, pairs, shape, **words(config, measured))
+    run.print_plan(f"reward · {pairs.source}", rows)
     steps, steps_per_epoch = sft_steps(config, len(pairs))
 
     model = load_reward_model(run.source, tokenizer, session, runs=run.runs, checked=run.resume)
     policy = SimpleNamespace(scorer=RewardScorer(model))
     updater = make_updater(config, session, policy, steps=steps)
-    loss = RewardLoss(updater.scorer, level=config.reward.level)
+    loss = RewardLoss(updater.scorer, **config.reward.model_dump())
     share = attention_share(model)
     evaluator = None
     if held_out is not None:

@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from llmrl.data.llm.dataset_files import FILE_FORMATS, load_rows, to_pair
-from llmrl.envs.llm.tasks.sums import sums_preferences
+from llmrl.envs.llm.tasks.sums import sums_mistakes, sums_preferences
 from llmrl.errors import DataError, TemplateError, did_you_mean
 from llmrl.modules.llm.policies.containers import Masks, Tokens
 from llmrl.modules.llm.rendering import Rendered, Renderer
@@ -30,7 +30,7 @@ __all__ = ["ReferenceLogProbs", "TokenizedPairs", "tokenize_pairs", "train_and_h
 
 Row = Mapping[str, Any]
 
-_EMBEDDED = {"sums": sums_preferences}
+_EMBEDDED = {"sums": sums_preferences, "sums_mistakes": sums_mistakes}
 _AT_ONCE = 1024  # pairs per call of the tokenizer, and per round of scoring
 
 
