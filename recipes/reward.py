@@ -1,4 +1,4 @@
-"""A reward model: ``llmrl reward chat_reward``, or ``torchrun -m llmrl.recipes.reward chat_reward.yaml``.
+"""A reward model: ``llmrl reward sums_reward``, or ``torchrun -m llmrl.recipes.reward sums_reward.yaml``.
 
 Pairs of a chosen and a rejected answer are tokenised once. Each step makes the rewards of chosen answers larger than
 those of rejected ones. GRPO asks the model by ``rewards: [{reward_model: {model: CHECKPOINT}}]``.
@@ -20,9 +20,7 @@ from types import SimpleNamespace
 
 import torch
 
-from llmrl.data.llm.dataset_files import FILE_FORMATS
 from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
-from llmrl.errors import DataError
 from llmrl.modules.llm.reward_scorer import RewardScorer
 from llmrl.objectives.llm import RewardLoss
 from llmrl.run.console import REWARD_COLUMNS, Sample
@@ -32,7 +30,7 @@ from llmrl.train.memory import GPU
 from llmrl.train.model_shape import model_shape
 from llmrl.train.models import load_tokenizer, meta_model
 from llmrl.train.plan import pairs_plan, sft_steps
-from llmrl.train.preference_data import TokenizedPairs, tokenize_pairs
+from llmrl.train.preference_data import train_and_held_out
 from llmrl.train.preference_settings import RewardConfig
 from llmrl.train.reward_model import PairEvaluator, load_reward_model
 from llmrl.train.run import Run
@@ -46,6 +44,13 @@ LOSS = {
 }
 
 
+def words(config: RewardConfig, measured: str) -> dict[str, str]:
+    """The plan's words on the loss, and on the pairs that are measured."""
+    share = config.reward.first_share
+    first = f"; {share:.0%} of it at the first of them" if share else ""
+    return {"loss": LOSS[config.reward.level] + first, "measured": measured}
+
+
 def plan(config: RewardConfig, *, runs: Path, gpu: GPU | None = None) -> list[tuple[str, str]]:
     """Rows of label and text that describe a run of ``config``, on the machine that is here or on ``gpu``.
 
@@ -54,8 +59,8 @@ def plan(config: RewardConfig, *, runs: Path, gpu: GPU | None = None) -> list[tu
     tokenizer = load_tokenizer(config, runs=runs)
     with Session(config) as session:
         shape = model_shape(meta_model(config, tokenizer, runs=runs))
-        pairs = tokenize_pairs(config, tokenizer)
-        return pairs_plan(config, session, tokenizer, pairs, shape, gpu, loss=LOSS[config.reward.level])
+        pairs, _, measured = train_and_held_out(config, tokenizer)
+        return pairs_plan(config, session, tokenizer, pairs, shape, gpu, **words(config, measured))
 
 
 def run(
@@ -73,17 +78,16 @@ def run(
 def train(config: RewardConfig, session: Session, run: Run) -> None:
     """The parts, put together once, and the loop over them."""
     tokenizer = load_tokenizer(run.source, runs=run.runs)
-    pairs = tokenize_pairs(config, tokenizer)
-    held_out = held_out_pairs(config, pairs)
+    pairs, held_out, measured = train_and_held_out(config, tokenizer)
     shape = model_shape(meta_model(run.source, tokenizer, runs=run.runs))
-    words = LOSS[config.reward.level]
-    run.print_plan(f"reward · {pairs.source}", pairs_plan(config, session, tokenizer, pairs, shape, loss=words))
+    rows = pairs_plan(config, session, tokenizer, pairs, shape, **words(config, measured))
+    run.print_plan(f"reward · {pairs.source}", rows)
     steps, steps_per_epoch = sft_steps(config, len(pairs))
 
     model = load_reward_model(run.source, tokenizer, session, runs=run.runs, checked=run.resume)
     policy = SimpleNamespace(scorer=RewardScorer(model))
     updater = make_updater(config, session, policy, steps=steps)
-    loss = RewardLoss(updater.scorer, level=config.reward.level)
+    loss = RewardLoss(updater.scorer, **config.reward.model_dump())
     share = attention_share(model)
     evaluator = None
     if held_out is not None:
@@ -116,15 +120,3 @@ def train(config: RewardConfig, session: Session, run: Run) -> None:
             metrics |= run.evaluate(evaluator)
         run.finish_step(step, metrics)
     run.print_end([Sample(pieces, label=label) for label, pieces in pairs.samples(config.samples)], evaluator)
-
-
-def held_out_pairs(config: RewardConfig, pairs: TokenizedPairs) -> TokenizedPairs | None:
-    """The pairs of ``eval.split``, or of the file ``eval.dataset``; None for a file without that."""
-    data, held_out = config.data, config.eval
-    if held_out.dataset is None and data.path.endswith(FILE_FORMATS):
-        return None
-    changed = data.model_copy(update={"path": held_out.dataset or data.path})
-    if held_out.dataset is None and held_out.split == data.split:
-        raise DataError(f"reward: eval.split must be pairs that are not trained on: got {held_out.split} for both.")
-    config = config.model_copy(update={"data": changed})
-    return tokenize_pairs(config, pairs.renderer.tokenizer, split=held_out.split, most=held_out.rows)

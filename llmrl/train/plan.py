@@ -70,11 +70,13 @@ def pairs_plan(
     gpu: GPU | None = None,
     *,
     loss: str,
+    measured: str | None = None,
 ) -> Rows:
     cut = ""
     if pairs.num_dropped:
         cut = f" · {pairs.num_dropped} longer than {config.max_length} tokens, dropped"
-    return _data_plan(config, session, tokenizer, pairs, shape, gpu, unit="pairs", loss=loss, cut=cut)
+    rows = _data_plan(config, session, tokenizer, pairs, shape, gpu, unit="pairs", loss=loss, cut=cut)
+    return rows + ([("measured", measured)] if measured else [])
 
 
 def _data_plan(

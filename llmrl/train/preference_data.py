@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -10,14 +10,14 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from llmrl.data.llm.dataset_files import load_rows, to_pair
-from llmrl.envs.llm.tasks.sums import sums_preferences
+from llmrl.data.llm.dataset_files import FILE_FORMATS, load_rows, to_pair
+from llmrl.envs.llm.tasks.sums import sums_mistakes, sums_preferences
 from llmrl.errors import DataError, TemplateError, did_you_mean
 from llmrl.modules.llm.policies.containers import Masks, Tokens
 from llmrl.modules.llm.rendering import Rendered, Renderer
 from llmrl.objectives.llm import DPOLoss
 from llmrl.train.dealing import deal_batch
-from llmrl.train.preference_settings import PairsConfig
+from llmrl.train.preference_settings import PairsConfig, PreferenceData, RewardConfig
 from llmrl.train.sft_data import marked_pieces
 
 if TYPE_CHECKING:
@@ -26,9 +26,11 @@ if TYPE_CHECKING:
     from llmrl.train.distributed import Session
     from llmrl.train.updater import Updater
 
-__all__ = ["ReferenceLogProbs", "TokenizedPairs", "tokenize_pairs"]
+__all__ = ["ReferenceLogProbs", "TokenizedPairs", "tokenize_pairs", "train_and_held_out"]
 
-_EMBEDDED = {"sums": sums_preferences}
+Row = Mapping[str, Any]
+
+_EMBEDDED = {"sums": sums_preferences, "sums_mistakes": sums_mistakes}
 _AT_ONCE = 1024  # pairs per call of the tokenizer, and per round of scoring
 
 
@@ -73,25 +75,64 @@ class TokenizedPairs:
         return found
 
 
+def train_and_held_out(
+    config: RewardConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[TokenizedPairs, TokenizedPairs | None, str]:
+    """The pairs to train on, those that are only measured, and what the latter are, in words for the plan.
+
+    The latter are the pairs of ``eval.split``, or of ``eval.dataset``. A dataset of the hub without that split gives
+    the last pairs of the one that is trained on, a tenth at most; a file alone gives none.
+
+    Raises  DataError as `tokenize_pairs`, and where a split would be measured that is trained on
+    """
+    data, held_out = config.data, config.eval
+    if held_out.dataset is None and data.path.endswith(FILE_FORMATS):
+        return tokenize_pairs(config, tokenizer), None, "none; eval.dataset=FILE names pairs to measure"
+    if held_out.dataset is None and held_out.split == data.split:
+        raise DataError(f"reward: eval.split must be pairs that are not trained on: got {held_out.split} for both.")
+    measured = config.model_copy(
+        update={"data": data.model_copy(update={"path": held_out.dataset or data.path, "rows": held_out.rows})}
+    )
+    try:
+        rows = _load(measured.data, held_out.split)
+    except DataError:
+        if data.path in _EMBEDDED or held_out.model_fields_set & {"dataset", "split"}:
+            raise
+        rows = _load(data, data.split)
+        count = min(data.rows or len(rows), len(rows))
+        first = count - min(held_out.rows or count, count // 10)
+        train, other = (tokenize_pairs(config, tokenizer, rows, part) for part in (range(first), range(first, count)))
+        words = f"the last {len(other)} pairs of split {data.split}, not trained on: there is no split {held_out.split}"
+        return train, other, words
+    other = tokenize_pairs(measured, tokenizer, rows)
+    return tokenize_pairs(config, tokenizer), other, f"{other.source} {held_out.split} · {len(other)} pairs"
+
+
+def _load(data: PreferenceData, split: str) -> Sequence[Row]:
+    if data.path in _EMBEDDED:
+        return _EMBEDDED[data.path](split)
+    return load_rows(data.path, split=split, name=data.name)
+
+
 def tokenize_pairs(
-    config: PairsConfig, tokenizer: PreTrainedTokenizerBase, *, split: str | None = None, most: int | None = None
+    config: PairsConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Row] | None = None,
+    part: range | None = None,
 ) -> TokenizedPairs:
-    """The data of ``config``; of another ``split``, at most so many. Of each conversation the last answer counts, its
-    end of turn included.
+    """The pairs of ``rows``, by default the data of ``config``; those at ``part``, by default the first ``data.rows``.
+    Of each conversation the last answer counts, its end of turn included.
 
     Raises  DataError for data that are missing, empty or too long, or for a pair that cannot be compared; TemplateError
             if the template does not say what the assistant wrote
     """
     data = config.data
-    if data.path in _EMBEDDED:
-        rows = _EMBEDDED[data.path](split or data.split)
-    else:
-        rows = load_rows(data.path, split=split or data.split, name=data.name)
-    count = min(most or data.rows or len(rows), len(rows))
+    rows = _load(data, data.split) if rows is None else rows
+    part = range(min(data.rows or len(rows), len(rows))) if part is None else part
     columns = data.model_dump(include={"prompt_column", "chosen_column", "rejected_column", "system_prompt"})
     pairs = TokenizedPairs(data.path, [], [], [], Renderer(tokenizer))
-    for start in range(0, count, _AT_ONCE):
-        numbers = range(start + 1, min(start + _AT_ONCE, count) + 1)
+    for start in range(part.start, part.stop, _AT_ONCE):
+        numbers = range(start + 1, min(start + _AT_ONCE, part.stop) + 1)
         both = [messages for number in numbers for messages in to_pair(rows[number - 1], number=number, **columns)]
         try:
             rendered = pairs.renderer.render(both)

@@ -15,7 +15,9 @@ __all__ = ["DPOConfig", "DPOSettings", "PairsConfig", "PreferenceData", "RewardC
 class PreferenceData(Settings):
     """Pairs of answers to one prompt: rows with ``prompt``, ``chosen`` and ``rejected``, each text or messages."""
 
-    path: str = Field(description="a .jsonl, .json, .parquet or .csv file, a hub name, or an embedded task: sums")
+    path: str = Field(
+        description="a .jsonl, .json, .parquet or .csv file, a hub name, or embedded: sums, sums_mistakes"
+    )
     name: str | None = Field(None, description="configuration of a hub dataset")
     split: str = Field("train", description="split of a hub dataset or of an embedded task")
     rows: int | None = Field(None, ge=1, description="the first so many pairs; null: all")
@@ -75,6 +77,15 @@ class RewardLossSettings(Settings):
     level: Literal["sequence", "token"] = Field(
         "sequence", description="sequence: the reward of the whole answer; token: from where answers part on"
     )
+    first_share: float = Field(
+        0.0, ge=0, le=1, description="with token, the share of the loss at the first token that differs"
+    )
+
+    @model_validator(mode="after")
+    def _first_token_is_for_tokens(self) -> RewardLossSettings:
+        if self.first_share and self.level != "token":
+            raise ValueError(f"first_share is for level token: got {self.level}")
+        return self
 
 
 class RewardConfig(PairsConfig):

@@ -1,4 +1,4 @@
-"""Memory and time of one GRPO or SFT micro-batch, forwards and backwards, against full logits. Prints one table.
+"""Memory and time of one GRPO, SFT or DPO micro-batch, forwards and backwards, against full logits. Prints one table.
 
     python scripts/bench/bench_loss.py [--vocab 60000] [--batch 4] [--length 512] [--repeats 3]
 
@@ -26,7 +26,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from llmrl.modules.llm.log_probs import TokenScorer, TokenScores
 from llmrl.objectives import total_loss
-from llmrl.objectives.llm import GRPOLoss, SFTLoss
+from llmrl.objectives.llm import DPOLoss, GRPOLoss, SFTLoss
 
 MEASURED = {"entropy_bonus": True}
 TRAINED = {"entropy_bonus": True, "entropy_coeff": 0.01, "kl_to_ref_coeff": 0.05}
@@ -39,6 +39,8 @@ VARIANTS = {  # name: (actor, settings of GRPOLoss, or of SFTLoss by name), the 
     "GRPOLoss, entropy bonus and KL": ("chunked", TRAINED),
     "naive SFT and KL": ("naive", {"kl_to_ref_coeff": 0.05}),
     "SFTLoss and KL": ("chunked", {"kl_to_ref_coeff": 0.05}),
+    "naive DPO": ("naive", {}),
+    "DPOLoss": ("chunked", {}),
 }
 LIMITS = {"GRPOLoss, entropy bonus and KL": 0.7, "SFTLoss and KL": 0.7}  # of one logits tensor; 0.6 for the others
 
@@ -75,8 +77,9 @@ def build(args: argparse.Namespace) -> tuple[nn.Module, TensorDict]:
         num_key_value_heads=2,
     )
     shape = (args.batch, args.length)
-    prompt = int(args.prompt_share * args.length) or 1  # the first token has nothing that predicts it
-    mask = (torch.arange(args.length) >= prompt).expand(shape)
+    whole = args.length // 2 if "DPO" in args.variant else args.length  # a row of DPO is two conversations
+    prompt = int(args.prompt_share * whole) or 1  # the first token has nothing that predicts it
+    mask = (torch.arange(args.length) % whole >= prompt).expand(shape)
     td = TensorDict(
         tokens=TensorDict(full=torch.randint(0, args.vocab, shape), batch_size=[args.batch]),
         masks=TensorDict(
@@ -86,6 +89,8 @@ def build(args: argparse.Namespace) -> tuple[nn.Module, TensorDict]:
             full=-torch.tensor(float(args.vocab)).log() + 0.1 * torch.randn(shape), batch_size=[args.batch]
         ),
         advantage=torch.randn(args.batch, 1, 1),
+        num_chosen=torch.full((args.batch,), args.length // 2),
+        reference_log_probs=torch.zeros(args.batch, 2),
         next=TensorDict(
             ref_log_probs=TensorDict(
                 full=-torch.tensor(float(args.vocab)).log() + 0.1 * torch.randn(shape), batch_size=[args.batch]
@@ -110,17 +115,19 @@ def worker(args: argparse.Namespace) -> None:
     model, td = build(args)
     kind, settings = VARIANTS[args.variant]
     naive = FullLogits(model, train_entropy="entropy_coeff" in settings)
-    loss_class = SFTLoss if "SFT" in args.variant else GRPOLoss
+    loss_class = SFTLoss if "SFT" in args.variant else DPOLoss if "DPO" in args.variant else GRPOLoss
     loss = loss_class(TokenScorer(model) if kind == "chunked" else naive, **settings)
 
     def step(batch: TensorDict) -> None:
         model.zero_grad(set_to_none=True)
         total_loss(loss(batch)).backward()
 
-    small = TensorDict(
-        {key: td[key][:1, : args.length if td[key].ndim == 3 else 8] for key in td.keys(True, True)}, batch_size=[1]
-    )
+    small = td[:1].clone()
+    for key in td.keys(True, True):
+        if td[key].shape == (args.batch, args.length):
+            small[key] = td[key][:1, :8]
     small["masks", "all_assistant_mask"] = torch.ones(1, 8, dtype=torch.bool)
+    small["num_chosen"] = torch.tensor([4])
     step(small)  # thread pools, lazy imports
     model.zero_grad(set_to_none=True)
     before = memory_mb("VmRSS")
@@ -168,7 +175,8 @@ def main() -> None:
                     command += [f"--{option}", str(getattr(args, option))]
                 subprocess.run([*command, "--prompt-share", str(share)], check=True)
                 results[name] = got = torch.load(result)
-            naive = results[name.replace("GRPOLoss", "naive").replace("SFTLoss", "naive SFT")]
+            floor = name.replace("GRPOLoss", "naive").replace("SFTLoss", "naive SFT").replace("DPOLoss", "naive DPO")
+            naive = results[floor]
             largest = max(g.abs().max() for g in naive["gradients"])
             gap = max((a - b).abs().max() for a, b in zip(got["gradients"], naive["gradients"], strict=True)) / largest
             print(

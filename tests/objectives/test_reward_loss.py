@@ -74,6 +74,18 @@ def test_worked_numbers(level, margins, expected):
     assert loss.pair_rewards(batch).tolist() == [[4.0, 1.0], [1.0, 0.5]]
 
 
+def test_a_share_of_the_loss_is_that_of_the_first_token():
+    first = (log_sigmoid(1) + log_sigmoid(-1)) / 2
+    mean = ((log_sigmoid(1) + log_sigmoid(3)) / 2 + (log_sigmoid(-1) + log_sigmoid(-1.5) + log_sigmoid(0.5)) / 3) / 2
+    loss, batch = worked(level="token", first_share=0.75)
+    assert loss(batch).loss_reward.item() == pytest.approx(0.75 * first + 0.25 * mean)
+    loss, batch = worked(level="token", first_share=1.0)
+    total_loss(loss(batch)).backward()
+    one, other = sigmoid(-1) / 2, sigmoid(1) / 2
+    expected = [[0, 0, -one, 0], [0, -other, 0, 0], [0, 0, one, 0], [0, other, 0, 0]]
+    assert loss.reward_network.reward.grad.tolist() == [pytest.approx(row) for row in expected]
+
+
 def test_the_gradient_of_a_pair():
     loss, batch = worked()
     total_loss(loss(batch)).backward()
@@ -99,10 +111,12 @@ def test_rewards_are_those_of_the_classifier_that_transformers_reads(model):
         assert rewards.tolist() == pytest.approx(alone, abs=1e-4)
 
 
-@pytest.mark.parametrize("level", ["sequence", "token"])
-def test_micro_batches_change_nothing(model, level):
+@pytest.mark.parametrize(
+    "settings", [{"level": "sequence"}, {"level": "token"}, {"level": "token", "first_share": 0.5}]
+)
+def test_micro_batches_change_nothing(model, settings):
     batch = random_pairs(7)
-    loss = RewardLoss(RewardScorer(model), level=level)
+    loss = RewardLoss(RewardScorer(model), **settings)
     whole = loss(batch)
     expected = gradients(model, total_loss(whole))
     counts = loss.count_step(batch)
@@ -121,6 +135,9 @@ def test_what_cannot_be_compared_is_refused():
         loss(batch.clone().set("margin", torch.tensor([0.0, math.nan])))
     with pytest.raises(ConfigError, match="sequence"):
         RewardLoss(nn.Identity(), level="sentence")
+    for settings in ({"level": "token", "first_share": 1.5}, {"first_share": 0.5}):
+        with pytest.raises(ConfigError, match="first_share must be within"):
+            RewardLoss(nn.Identity(), **settings)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs TRL: pip install trl")

@@ -14,32 +14,33 @@ from llmrl.data.specs.numeric import Bounded, UnboundedContinuous, UnboundedDisc
 from llmrl.data.specs.stacked import Stacked, StackedComposite
 
 
-class _OldName:
-    def __init__(self, name: str, successor: type[TensorSpec]):
-        self.__name__ = self.__qualname__ = name
-        self.__doc__ = f"Deprecated: `{successor.__name__}`."
-        self.__module__ = __name__
-        self._successor = successor
+class _OldName(type(TensorSpec)):
+    """The class of the old names: calling one makes its successor, and what its successor has is an instance of it.
 
-    def __call__(self, *args: Any, **kwargs: Any) -> TensorSpec:
+    A subclass of an old name is an ordinary class.
+    """
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> TensorSpec:
+        successor = vars(cls).get("_successor")
+        if successor is None:
+            return super().__call__(*args, **kwargs)
         warnings.warn(
-            f"{self.__name__} is deprecated; use llmrl.data.{self._successor.__name__}.",
-            DeprecationWarning,
-            stacklevel=2,
+            f"{cls.__name__} is deprecated; use llmrl.data.{successor.__name__}.", DeprecationWarning, stacklevel=2
         )
-        return self._successor(*args, **kwargs)
+        return successor(*args, **kwargs)
 
-    def __instancecheck__(self, instance: Any) -> bool:
-        return isinstance(instance, self._successor)
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return cls.__subclasscheck__(type(instance))
 
-    def __subclasscheck__(self, subclass: type) -> bool:
-        return issubclass(subclass, self._successor)
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        successor = vars(cls).get("_successor")
+        # not issubclass(): that of an abstract class asks all subclasses, of which this is one
+        return super().__subclasscheck__(subclass) if successor is None else successor in subclass.__mro__
 
-    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
-        return (self._successor,)
 
-    def __reduce__(self) -> str:
-        return self.__name__
+def _old_name(name: str, successor: type[TensorSpec]) -> _OldName:
+    doc = f"Deprecated: `{successor.__name__}`."
+    return _OldName(name, (successor,), {"__doc__": doc, "__module__": __name__, "_successor": successor})
 
 
 _SUCCESSORS: dict[str, type[TensorSpec]] = {
@@ -57,4 +58,4 @@ _SUCCESSORS: dict[str, type[TensorSpec]] = {
     "UnboundedDiscreteTensorSpec": UnboundedDiscrete,
 }
 __all__ = list(_SUCCESSORS)  # the names are in the table once
-globals().update({name: _OldName(name, successor) for name, successor in _SUCCESSORS.items()})
+globals().update({name: _old_name(name, successor) for name, successor in _SUCCESSORS.items()})

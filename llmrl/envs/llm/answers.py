@@ -341,11 +341,13 @@ class AnswerParser(ScoringTransform, ABC):
         """A column of the batch, by default the reference. Raises MissingKeyError where it is missing."""
         return required_column(td, key or self.answer_key, type(self).__name__, "the reference")
 
+    def responses(self, td: TensorDictBase) -> list[str]:
+        """The text of each response."""
+        who = type(self).__name__
+        return completion_texts(td, tokenizer_of(self), who=who, mode=self.input_mode, markers=self.markers)
+
     def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
-        texts = completion_texts(
-            td, tokenizer_of(self), who=type(self).__name__, mode=self.input_mode, markers=self.markers
-        )
-        blocks = [find_blocks(text) for text in texts]
+        blocks = [find_blocks(text) for text in self.responses(td)]
         answers = [self.find_answer(found) for found in blocks]
         success_B = torch.tensor(self.judge(answers, td), device=td.device)
         answered_B = torch.tensor([answer is not None for answer in answers], device=td.device)

@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorClass, TensorDictBase
 from torch import Tensor, nn
 
-from llmrl.errors import DataError
+from llmrl.errors import ConfigError, DataError
 from llmrl.objectives.base import LossModule
 from llmrl.objectives.llm import batch as reading
 from llmrl.objectives.llm import functional as fn
@@ -44,6 +44,8 @@ class RewardLoss(LossModule):
     level   "sequence": the reward after the last token. "token": the mean over all positions from the first one on at
             which the conversations differ; one that has ended keeps its last reward. Such a model judges answers that
             are not finished
+    first_share  with "token", the share of the loss at that first position; the mean has the rest. What is wrong shows
+            there, and in a mean over all of the answer it counts little
 
     Source: Touvron et al. 2023, Llama 2 (arXiv:2307.09288), eqs. 1 and 2.
     """
@@ -55,11 +57,16 @@ class RewardLoss(LossModule):
         "margin": "margin",
     }
 
-    def __init__(self, reward_network: nn.Module, *, level: Level = "sequence") -> None:
+    def __init__(self, reward_network: nn.Module, *, level: Level = "sequence", first_share: float = 0.0) -> None:
         super().__init__()
         if level not in get_args(Level):
             raise fn.unknown("RewardLoss: level", level, get_args(Level))
-        self.reward_network, self.level = reward_network, level
+        if not 0 <= first_share <= 1 or (first_share and level != "token"):
+            raise ConfigError(
+                "RewardLoss: first_share must be within [0, 1], and 0 unless level='token': got "
+                f"first_share={first_share}, level={level!r}."
+            )
+        self.reward_network, self.level, self.first_share = reward_network, level, first_share
 
     def count_step(self, td: TensorDictBase) -> StepCounts:
         """The tokens and pairs (as ``sequences``) of the whole batch of an optimizer step, on this rank."""
@@ -86,7 +93,7 @@ class RewardLoss(LossModule):
         if self.level == "sequence":
             loss_B = fn.bradley_terry(*reward_B2.unbind(-1), margin_B)
         else:
-            loss_B = _token_loss(reward_CT, batch, margin_B)
+            loss_B = _token_loss(reward_CT, batch, margin_B, self.first_share)
 
         def mean(value_B: Tensor) -> Tensor:
             return value_B.masked_fill(~pair_B, 0.0).sum() / max(counts.sequences, 1)
@@ -112,8 +119,8 @@ def _last(reward_CT: Tensor, batch: PaddedBatch) -> Tensor:
     return torch.stack(reward_CT.gather(1, last_C.unsqueeze(-1)).squeeze(-1).chunk(2), -1)
 
 
-def _token_loss(reward_CT: Tensor, batch: PaddedBatch, margin_B: Tensor) -> Tensor:
-    """[B]: the mean of the pair's loss from where it parts to where the longer one ends."""
+def _token_loss(reward_CT: Tensor, batch: PaddedBatch, margin_B: Tensor, first_share: float) -> Tensor:
+    """[B]: the pair's loss where it parts, and the mean from there to where the longer one ends."""
     length_C = batch.attention_mask.sum(-1, keepdim=True)
     place_T = torch.arange(reward_CT.shape[1], device=reward_CT.device)
     kept_CT = reward_CT.gather(1, torch.minimum(place_T, length_C - 1))
@@ -122,4 +129,6 @@ def _token_loss(reward_CT: Tensor, batch: PaddedBatch, margin_B: Tensor) -> Tens
     parted_BT = (one_BT != other_BT).cumsum(-1) > 0
     counted_BT = parted_BT & (place_T < torch.maximum(*length_C.chunk(2)))
     loss_BT = fn.bradley_terry(chosen_BT, rejected_BT, margin_B.unsqueeze(-1)).masked_fill(~counted_BT, 0.0)
-    return loss_BT.sum(-1) / counted_BT.sum(-1).clamp(min=1)
+    mean_B = loss_BT.sum(-1) / counted_BT.sum(-1).clamp(min=1)
+    first_B = loss_BT.gather(1, parted_BT.int().argmax(-1, keepdim=True)).squeeze(-1)
+    return (1 - first_share) * mean_B + first_share * first_B

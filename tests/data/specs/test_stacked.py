@@ -302,9 +302,16 @@ def test_an_old_name_warns_and_makes_its_successor(name):
     assert isinstance(new(*args), old)
     assert not isinstance(3, old)
     assert issubclass(new, old)
+    assert issubclass(old, new)
+    assert not issubclass(llmrl.data.TensorSpec, old)
+    assert isinstance(spec, old | None)
+    assert isinstance(None, old | None)
     assert pickle.loads(pickle.dumps(old)) is old
 
     class Mine(old):
         pass
 
     assert issubclass(Mine, new)
+    assert type(Mine(*args)) is Mine
+    assert isinstance(Mine(*args), old)
+    assert not isinstance(new(*args), Mine)

@@ -56,6 +56,17 @@ def test_a_response_has_one_score_in_every_mode(mode, completion, reward, tokeni
     assert after["done"].item() == after["terminated"].item() == (reward > 0)
 
 
+def test_a_right_number_anywhere_is_reported_but_not_rewarded(say):
+    env = ChatEnv(batch_size=[4]).append_transform(GSM8KRewardParser())
+    td = TensorDict(query=column(["?"] * 4), answer=column(["#### 1,236"] * 4), batch_size=[4])
+    said = ["1236.00 snakes", "<answer>1,236</answer>", "<answer>12,36</answer>", "12 and 36"]
+    after = env.step(say(env.reset(td), said))["next"]
+    assert after["reward_contained"].shape == (4, 1, 1)
+    assert after["reward_contained"].flatten().tolist() == pytest.approx([0.1, 0.1, 0.0, 0.0])
+    assert after["reward"].flatten().tolist() == pytest.approx([0.0, 1.0, 0.1, 0.0])
+    assert env.reward_spec["reward_contained"].is_in(after["reward_contained"])
+
+
 # fmt: off
 NORMAL = {
     "1,234": "1234", "1,234,567.50": "1234567.5", "120.00": "120", "100%": "100", ".5": "0.5", "0.50": "0.5",

@@ -88,6 +88,17 @@ def test_the_reward_is_the_weighted_sum_of_the_four_numbers_and_the_blocks(say):
     assert after["reward"].item() == pytest.approx(0.6)
 
 
+def test_the_structured_aggregation_counts_blocks_and_being_complete(say):
+    perfect = "<think>no commas</think><answer>fine</answer>"
+    after = step(say, [perfect, "", "<answer>a, b</answer>"], aggregate_reward="structured")
+    assert after["reward"].flatten().tolist() == pytest.approx([2.2, 0.2, 0.7])
+    scorer = IfEvalScorer(aggregate_reward="structured")
+    score = IFEvalScoreData.of([True], [True])
+    assert scorer.default_reward_aggregator(score, ["t"], ["a", "b"], False).item() == pytest.approx(1.5)
+    with pytest.raises(ConfigError, match="aggregate_reward must be True, False, 'structured' or a function"):
+        IfEvalScorer(aggregate_reward="sum")
+
+
 def test_every_reward_is_within_0_and_1_2(say):
     pieces = ["<think>", "</think>", "<answer>", "</answer>", "a, b", "c", "\n"]
     generator = torch.Generator().manual_seed(0)

@@ -5,13 +5,16 @@ The parser serves any task whose reference is a number; `normalize_answer` decid
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from tensordict import TensorDictBase
 
 from llmrl.data.ragged.tensordicts import column
+from llmrl.data.specs import Composite, Unbounded
 from llmrl.envs.llm.answers import AnswerParser, extract_tags, normalize_answer, reference_answer
 from llmrl.envs.llm.chat import DatasetChatEnv
 from llmrl.envs.llm.completions import required_column
@@ -26,10 +29,15 @@ if TYPE_CHECKING:
 __all__ = ["GSM8KEnv", "GSM8KPrepareQuestion", "GSM8KRewardParser", "make_gsm8k_env"]
 
 
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
 class GSM8KRewardParser(AnswerParser):
     """Scores the answer block of a response against the reference, which ends in ``#### <number>`` or is one answer.
 
-    The last ``<answer>`` block outside thinking counts. Keys, arguments and errors are those of `AnswerParser`.
+    The last ``<answer>`` block outside thinking counts. Keys, arguments and errors are those of `AnswerParser`; besides
+    them it writes "reward_contained" float32[B, 1, 1], format_reward where the right number is anywhere in the
+    response, which is not part of the reward.
 
     >>> parser = GSM8KRewardParser()
     >>> parser.score("<think>6 * 6</think><answer>36 snakes</answer>", "6 * 6 = 36 #### 36")
@@ -50,9 +58,23 @@ class GSM8KRewardParser(AnswerParser):
         return normalize_answer(text)
 
     def judge(self, answers: list[str | None], td: TensorDictBase) -> list[bool]:
-        references = [reference_answer(str(text), row) for row, text in enumerate(self.references(td), 1)]
-        pairs = zip(answers, references, strict=True)
+        pairs = zip(answers, self._numbers(td), strict=True)
         return [answer is not None and normalize_answer(answer) == reference for answer, reference in pairs]
+
+    def _numbers(self, td: TensorDictBase) -> list[str]:
+        return [reference_answer(str(text), row) for row, text in enumerate(self.references(td), 1)]
+
+    def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
+        next_td = super()._step(td, next_td)
+        found = [{normalize_answer(number) for number in _NUMBER.findall(text)} for text in self.responses(td)]
+        contained = [number in numbers for number, numbers in zip(self._numbers(td), found, strict=True)]
+        contained_B = self.format_reward * torch.tensor(contained, device=td.device).float()
+        return next_td.set("reward_contained", contained_B.view(-1, 1, 1))
+
+    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
+        reward_spec = super().transform_reward_spec(reward_spec)
+        reward_spec["reward_contained"] = Unbounded((*reward_spec.shape, 1, 1))
+        return reward_spec
 
 
 class GSM8KPrepareQuestion(Transform):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from tensordict import TensorClass, TensorDictBase
@@ -180,8 +180,9 @@ class IfEvalScorer(ScoringTransform):
 
     The aggregate is the mean of the four numbers of the score, weighted by ``format_weights``, plus 0.1 for exactly one
     answer block and 0.05 for exactly one thinking block: at most 1.15, and 0 for an empty response.
-    ``aggregate_reward`` replaces it: ``fn(score, think_blocks, answer_blocks, complete) -> float`` per response, where
-    ``complete`` is False for one that was cut off; with False there is no reward.
+    ``aggregate_reward="structured"`` adds 0.5 for each of the two instead, and 0.2 for a response that was not cut off:
+    at most 2.2. A function replaces it: ``fn(score, think_blocks, answer_blocks, complete) -> float`` per response,
+    where ``complete`` is False for one that was cut off; with False there is no reward.
 
     >>> from llmrl.envs.llm import IFEvalEnv
     >>> from llmrl.testing import ScriptedPolicy
@@ -199,7 +200,7 @@ class IfEvalScorer(ScoringTransform):
         keyword_args_key: str = "kwargs",
         id_key: str = "key",
         score_key: str = "ifeval_score",
-        aggregate_reward: bool | Aggregate = True,
+        aggregate_reward: bool | Literal["structured"] | Aggregate = True,
         format_weights: Sequence[float] = (0.4, 0.3, 0.2, 0.1),
         set_done_if_answer: bool = True,
         tokenizer: Any | None = None,
@@ -209,6 +210,11 @@ class IfEvalScorer(ScoringTransform):
         if len(format_weights) != 4 or abs(sum(format_weights) - 1) > 1e-6:
             raise ConfigError(
                 f"IfEvalScorer: format_weights must be four numbers that add up to 1: got {list(format_weights)}."
+            )
+        if not (isinstance(aggregate_reward, bool) or aggregate_reward == "structured" or callable(aggregate_reward)):
+            raise ConfigError(
+                "IfEvalScorer: aggregate_reward must be True, False, 'structured' or a function: got "
+                f"{aggregate_reward!r}."
             )
         check_view(input_mode, "IfEvalScorer")
         self.instruction_ids_key = instruction_ids_key
@@ -228,11 +234,14 @@ class IfEvalScorer(ScoringTransform):
         answer_blocks: list[str] | None = None,
         complete: bool = True,
     ) -> Tensor:
-        """The score's four numbers weighted, 0.1 for one answer block and 0.05 for one thinking block: float32 in the
-        batch size of ``score``."""
+        """The score's four numbers weighted, and what the form of the response adds: float32 in the batch size of
+        ``score``."""
         numbers = torch.stack([score.get(name).reshape(score.batch_size) for name in IFEvalScoreData.NAMES], -1)
         followed = (numbers * numbers.new_tensor(self.format_weights)).sum(-1)
-        return followed + 0.1 * (len(answer_blocks or ()) == 1) + 0.05 * (len(think_blocks or ()) == 1)
+        one_answer, one_thought = len(answer_blocks or ()) == 1, len(think_blocks or ()) == 1
+        if self.aggregate_reward == "structured":
+            return followed + 0.5 * one_answer + 0.5 * one_thought + 0.2 * complete
+        return followed + 0.1 * one_answer + 0.05 * one_thought
 
     def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
         texts = completion_texts(td, tokenizer_of(self), who="IfEvalScorer", mode=self.input_mode)
@@ -244,7 +253,8 @@ class IfEvalScorer(ScoringTransform):
         score = torch.stack(scores)
         next_td.set(self.score_key, score if td.device is None else score.to(td.device))
         if self.aggregate_reward is not False:
-            aggregate = self.default_reward_aggregator if self.aggregate_reward is True else self.aggregate_reward
+            aggregate = self.aggregate_reward
+            aggregate = aggregate if callable(aggregate) else self.default_reward_aggregator
             values = [
                 float(aggregate(score, found.thoughts, found.answers, complete))
                 for score, found, complete in zip(scores, blocks, _complete(td, len(texts)), strict=True)

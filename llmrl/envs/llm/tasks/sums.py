@@ -20,6 +20,7 @@ __all__ = [
     "big_sums_demonstrations",
     "big_sums_problems",
     "sums_demonstrations",
+    "sums_mistakes",
     "sums_preferences",
     "sums_problems",
     "sums_reward",
@@ -89,6 +90,23 @@ def sums_preferences(split: str = "train") -> Rows:
     ]
 
 
+def sums_mistakes(split: str = "train") -> Rows:
+    """Rows with "prompt", "chosen" (the demonstrated answer) and "rejected": the same with one mistake of any size.
+
+    A sum, the carry, a copied digit, a digit of the answer or the form is wrong, and what follows is worked out from
+    it. Each problem comes twice.
+
+    >>> {name: text.splitlines()[0] for name, text in sums_mistakes("test")[0].items() if name != "prompt"}
+    {'chosen': '5+0=5, 2+6=8', 'rejected': '5+0=5, 2+6+1=9'}
+    """
+    draw = random.Random(split)
+    return [
+        {"prompt": _problem(a, b)["question"], "chosen": work_out(a, b), "rejected": _mistaken(a, b, draw)}
+        for _ in range(2)
+        for a, b in _split_of(_sums(), split, "sums")
+    ]
+
+
 def sums_reward(completion: str, answer: str) -> float:
     """1 if the completion ends in an answer block that holds the sum, else 0, whatever the working before it.
 
@@ -124,6 +142,32 @@ def _slip(a: int, b: int, draw: random.Random) -> str:
     tens = a // 10 + b // 10 + carry + wrong[1]
     terms = f"{a // 10}+{b // 10}" + ("+1" if carry else "")
     return f"{a % 10}+{b % 10}={ones}, {terms}={tens}\n<answer>{10 * tens + ones % 10}</answer>"
+
+
+def _mistaken(a: int, b: int, draw: random.Random) -> str:
+    """`work_out` with one mistake, half of the time in a sum."""
+    kind = draw.choice(("ones", "tens", "ones", "tens", "carry", "copy", "answer", "form"))
+    digits = [a % 10, b % 10, a // 10, b // 10]
+    if kind == "copy":
+        digits[draw.randrange(4)] += draw.randint(1, 9)
+        digits = [digit % 10 for digit in digits]
+    ones = digits[0] + digits[1]
+    if kind == "ones":
+        ones = draw.choice([other for other in range(19) if other != ones])
+    carry = ones // 10 if kind != "carry" else 1 - ones // 10
+    tens = digits[2] + digits[3] + carry
+    if kind == "tens":
+        tens = draw.choice([other for other in range(1, 20) if other != tens])
+    answer = str(10 * tens + ones % 10)
+    if kind == "answer":
+        place = draw.randrange(len(answer))
+        other = draw.choice([digit for digit in "0123456789" if digit != answer[place]])
+        answer = answer[:place] + other + answer[place + 1 :]
+    terms = f"{digits[2]}+{digits[3]}" + ("+1" if carry else "")
+    block = f"<answer>{answer}</answer>"
+    if kind == "form":
+        block = draw.choice((answer, f"{block}, {terms}={tens}", f"<answer>{answer}", ""))
+    return f"{digits[0]}+{digits[1]}={ones}, {terms}={tens}\n{block}"
 
 
 def _call_or_guess(a: int, b: int, draw: random.Random) -> list[dict[str, Any]]:

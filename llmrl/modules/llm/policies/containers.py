@@ -308,6 +308,8 @@ class Masks(_Rows, TensorClass["nocast"]):
                            environment
     prompt_attention_mask  bool[P]  the same for ``all_attention_mask``; only padded prompts need it
     trained_from           int64[]  where the part begins that the row itself trains
+
+    ``attention_mask_all`` and ``assistant_mask_all``, the older names of the first two, are attributes only.
     """
 
     all_attention_mask: Tensor | None = None
@@ -316,6 +318,14 @@ class Masks(_Rows, TensorClass["nocast"]):
     prompt_attention_mask: Tensor | None = None
     trained_from: Tensor | None = None
     padded: bool | None = None
+
+    @property
+    def attention_mask_all(self) -> Tensor | None:
+        return self.all_attention_mask
+
+    @property
+    def assistant_mask_all(self) -> Tensor | None:
+        return self.all_assistant_mask
 
 
 CONTAINERS: dict[str, Any] = {
