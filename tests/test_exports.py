@@ -74,7 +74,8 @@ PUBLIC = {
     "llmrl.collectors": "DataCollectorBase SyncDataCollector MultiSyncDataCollector MultiaSyncDataCollector "
     "aSyncDataCollector RandomPolicy WeightUpdaterBase VanillaWeightUpdater MultiProcessedWeightUpdater "
     "RayWeightUpdater",
-    "llmrl.collectors.llm": "LLMCollector vLLMUpdater",
+    "llmrl.collectors.distributed": "RayCollector",
+    "llmrl.collectors.llm": "LLMCollector RayLLMCollector vLLMUpdater",
     "llmrl.collectors.llm.weight_update": "vLLMUpdater VLLMWeightSyncScheme VLLMWeightSender VLLMWeightReceiver",
     "llmrl.weight_update": "publish WeightTarget ModelTarget WeightGroups LazyWeight SyncProbe weight_groups "
     "merged_weights adapter_folder WeightSyncScheme MultiProcessWeightSyncScheme SharedMemWeightSyncScheme "

@@ -105,15 +105,13 @@ class LLMCollector:
             self.dialog_turns_per_batch = math.ceil(self.dialog_turns_per_batch / num_envs) * num_envs
             if total_dialog_turns > 0:
                 self.total_dialog_turns = math.ceil(total_dialog_turns / num_envs) * num_envs
-        self.max_dialog_turns = max_dialog_turns
-        self.postproc = postproc
-        self.replay_buffer = replay_buffer
-        self.reset_at_each_iter = reset_at_each_iter
+        self.max_dialog_turns, self.reset_at_each_iter = max_dialog_turns, reset_at_each_iter
+        self.postproc, self.replay_buffer = postproc, replay_buffer
         self.flatten_data = replay_buffer is not None if flatten_data is None else flatten_data
         self.concurrency, self.async_envs = concurrency, bool(async_envs)
         self.background = BackgroundWork(type(self).__name__, _TURN_S)
         self._stream: ConversationStream | None = None
-        self.counters = {"produced": 0, "delivered": 0, "dropped": 0, "conversations": 0, "failed": 0}
+        self.counters = dict.fromkeys(("produced", "delivered", "dropped", "conversations", "failed"), 0)
         self._counting = threading.Lock()
         self._stepper = Stepper(
             self.env,

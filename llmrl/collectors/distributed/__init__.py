@@ -1,0 +1,5 @@
+"""Collectors on several machines."""
+
+from llmrl.collectors.distributed.ray import RayCollector
+
+__all__ = ["RayCollector"]
