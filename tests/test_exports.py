@@ -82,8 +82,8 @@ PUBLIC = {
     "aSyncDataCollector RandomPolicy WeightUpdaterBase VanillaWeightUpdater MultiProcessedWeightUpdater "
     "RayWeightUpdater",
     "llmrl.collectors.distributed": "DistributedDataCollector DistributedSyncDataCollector RPCDataCollector "
-    "submitit_delayed_launcher DistributedWeightUpdater RPCWeightUpdater",
-    "llmrl.collectors.llm": "LLMCollector vLLMUpdater",
+    "RayCollector submitit_delayed_launcher DistributedWeightUpdater RPCWeightUpdater",
+    "llmrl.collectors.llm": "LLMCollector RayLLMCollector vLLMUpdater",
     "llmrl.collectors.llm.weight_update": "vLLMUpdater VLLMWeightSyncScheme VLLMWeightSender VLLMWeightReceiver",
     "llmrl.weight_update": "publish WeightTarget ModelTarget WeightGroups LazyWeight SyncProbe weight_groups "
     "merged_weights adapter_folder WeightSyncScheme MultiProcessWeightSyncScheme SharedMemWeightSyncScheme "

@@ -239,9 +239,21 @@ class DataCollectorBase(abc.ABC):
     def _update_weights(self, updates: Mapping[str, Weights | None], worker_ids: Sequence[int] | None) -> None:
         """Hands over weights by model id, and moves the version."""
 
-    def receive_weights(self, policy_or_weights: Weights | None = None) -> None:
-        """Takes weights in this process; see ``update_policy_weights_``."""
-        self.update_policy_weights_(policy_or_weights)
+    def receive_weights(
+        self,
+        policy_or_weights: Weights | None = None,
+        *,
+        model_id: str | None = None,
+        version: int | str | None = None,
+    ) -> None:
+        """Takes weights in this process; see ``update_policy_weights_``. ``version`` is theirs; None: the next one."""
+        self.update_policy_weights_(policy_or_weights, model_id=model_id)
+        if version is not None and model_id in (None, "policy"):
+            self.set_version(version)
+
+    def set_version(self, version: int | str) -> None:
+        """Moves to a version that was given with the weights."""
+        self._version = version
 
     @property
     def policy_version(self) -> int | str:

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import math
-import threading
-import time
-import traceback
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,13 +15,13 @@ from torch import Tensor, nn
 from llmrl.collectors.base import CollectorOptions, DataCollectorBase, Weights, registered
 from llmrl.collectors.policy_setup import acting, placed, same_device
 from llmrl.collectors.weight_updaters import WeightUpdaterBase
-from llmrl.concurrency.shared_exclusive_lock import SharedExclusiveLock
+from llmrl.concurrency.background_work import BackgroundWork
 from llmrl.data.ted_utils import as_key, reduce_right
 from llmrl.envs.base import EnvBase
 from llmrl.envs.td_ops import stack_steps
 from llmrl.envs.transforms.step_counter import StepCounter
 from llmrl.envs.transforms.transformed_env import TransformedEnv
-from llmrl.errors import ConfigError, DeadlineError, WorkerError
+from llmrl.errors import ConfigError
 from llmrl.weight_update import ModelTarget, MultiProcessWeightSyncScheme, NoWeightSyncScheme, WeightSender
 from llmrl.weight_update.target import resolve
 
@@ -91,16 +87,13 @@ class SyncDataCollector(DataCollectorBase):
         self._without: frozenset[tuple[str, ...]] | None = None
         self._same: TensorDictBase | None = None
         self.frames_taken = 0  # of the batch that was collected last
-        self._thread: threading.Thread | None = None
-        self._gate: SharedExclusiveLock | None = None  # held by a step of the thread, and by who pauses it
-        self._stopped = threading.Event()
-        self._failure: BaseException | None = None
+        self.background = BackgroundWork(who, self.options.timeout_s)
 
     # -- data ----------------------------------------------------------------------------------------------------------
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
-        while not self._ended() and not self._stopped.is_set():
-            if self._thread is not None and threading.current_thread() is not self._thread:
+        while not self._ended() and not self.background.stopped.is_set():
+            if self.background.is_elsewhere:
                 raise ConfigError(f"{type(self).__name__}: collects in the background already: read the replay buffer.")
             if (batch := self.collect()) is None:
                 return
@@ -134,8 +127,8 @@ class SyncDataCollector(DataCollectorBase):
                 for step in range(wanted):
                     if step and options.interruptor is not None and options.interruptor.collection_stopped():
                         break
-                    with nullcontext() if self._gate is None else self._step_of_thread():
-                        if self._stopped.is_set():
+                    with self.background.step():
+                        if self.background.stopped.is_set():
                             self.counters["dropped"] += len(steps) * self._num_envs
                             return None
                         if self.before_step is not None:
@@ -227,68 +220,33 @@ class SyncDataCollector(DataCollectorBase):
         """Rows go into a buffer of rows one by one, also those of several envs; a grid gets them as they are."""
         options = self.options
         is_grid = getattr(getattr(self.replay_buffer, "storage", None), "ndim", 1) > 1
-        if one_step and is_grid:
-            self.replay_buffer.add(batch[..., 0])
-        elif is_grid or options.split_trajs or options.postproc is not None:
-            self.replay_buffer.extend(batch)
-        else:
-            self.replay_buffer.extend(batch.reshape(-1))
+        with self.background.step():  # a pause is one for the buffer too
+            if one_step and is_grid:
+                self.replay_buffer.add(batch[..., 0])
+            elif is_grid or options.split_trajs or options.postproc is not None:
+                self.replay_buffer.extend(batch)
+            else:
+                self.replay_buffer.extend(batch.reshape(-1))
 
     # -- in the background ---------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         if self.replay_buffer is None:
             raise ConfigError(f"{type(self).__name__}.start: collects into a replay_buffer: give one.")
-        if self._thread is not None:
-            raise ConfigError(f"{type(self).__name__}.start: was started already.")
-        self._gate = SharedExclusiveLock(type(self).__name__)
-        self._thread = threading.Thread(target=self._run, name="llmrl-collector", daemon=True)
-        self._thread.start()
+        self.background.start(self.iterator())
 
-    def _run(self) -> None:
-        try:
-            for _ in self.iterator():
-                pass
-        except BaseException as error:  # raised again by the next call
-            self._failure = error
-            text = "".join(traceback.format_exception(error))
-            warnings.warn(f"{type(self).__name__}: the collection in the background failed:\n{text}", stacklevel=1)
-
-    def _step_of_thread(self) -> AbstractContextManager[None]:
-        return self._gate.holding("step", math.inf, "a step")
-
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        self._raise_failure()
-        with nullcontext() if self._gate is None else self._gate.holding(object(), self._deadline(), "the pause"):
-            yield
+    def pause(self) -> AbstractContextManager[None]:
+        return self.background.pause()
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-        self._stopped.set()
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join(self.options.timeout_s if timeout is None else timeout)
-            if thread.is_alive():
-                raise DeadlineError(
-                    f"{type(self).__name__}: the step under way must end within "
-                    f"{self.options.timeout_s if timeout is None else timeout:g} s: it did not, and its thread goes on."
-                )
+        self.background.stop(timeout)
         self._root = self._same = None
         if close_env and not self.env.is_closed:
             self.env.close()
 
     def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
         self.shutdown(timeout=timeout, close_env=close_env)
-        self._raise_failure()
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise WorkerError(
-                f"{type(self).__name__}: the collection in the background failed: {self._failure}"
-            ) from self._failure
-
-    def _deadline(self) -> float:
-        return time.monotonic() + self.options.timeout_s
+        self.background.check()
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
@@ -336,6 +294,10 @@ class SyncDataCollector(DataCollectorBase):
         elif not isinstance(sender.scheme, NoWeightSyncScheme):
             ModelTarget(resolve(self, sender.model_id)).update_weights(sender.prepare(weights), version=0)
 
+    def receive_weights(self, policy_or_weights: Weights | None = None, **options: Any) -> None:
+        with self.pause():  # weights and version change between the same two steps
+            super().receive_weights(policy_or_weights, **options)
+
     def detach_steps(self) -> None:
         """Copies the steps of a batch under way, before weights change: a policy may have written views of them."""
         self._steps[:] = [step.clone() for step in self._steps]
@@ -349,8 +311,7 @@ class SyncDataCollector(DataCollectorBase):
             self._version = self._tracker.version
 
     def set_version(self, version: int | str) -> None:
-        """Moves to a version that was given with the weights."""
-        self._version = version
+        super().set_version(version)
         if self._tracker is not None:
             self._tracker.set_version(version)
 

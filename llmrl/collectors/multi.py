@@ -361,6 +361,12 @@ class _MultiDataCollector(DataCollectorBase):
         """Called by a weight updater, when its workers have the weights."""
         self._move_version(None, None)
 
+    def set_version(self, version: int | str) -> None:
+        self._settle(self._senders.values())
+        super().set_version(version)
+        for worker in self._pool.workers:
+            worker.send("version", None, version)
+
     def _move_version(self, number: int | None, worker_ids: Sequence[int] | None) -> None:
         """Moves to the next version, which is that of the weights ``number`` of the sender; None: of those that the
         workers have.

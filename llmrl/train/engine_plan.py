@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from llmrl.errors import ConfigError, LLMRLError
 from llmrl.modules.llm.engines.vllm.compat import check_options
-from llmrl.modules.llm.engines.vllm.factory import config_of
+from llmrl.modules.llm.engines.vllm.factory import config_of, visible
 from llmrl.modules.llm.engines.vllm.server import served_model
 from llmrl.train.memory import GPU, engine_share
 from llmrl.train.model_shape import model_shape, vision_tower
+from llmrl.train.ray_servers import RayPlan, check_room, connect
 from llmrl.train.settings import GRPOConfig
 
 if TYPE_CHECKING:
@@ -68,6 +70,7 @@ class EnginePlan:
     options  arguments of vLLM
     servers  URLs of engines that run elsewhere; then there is none here
     apart    number of servers that ``llmrl launch`` is to start; then there is none here either
+    ray      servers that a Ray cluster is to place; likewise
     """
 
     own_process: bool = False
@@ -77,12 +80,15 @@ class EnginePlan:
     options: Mapping[str, Any] = field(default_factory=dict)
     servers: tuple[str, ...] = ()
     apart: int = 0
+    ray: RayPlan | None = None
 
     @property
     def place(self) -> str:
         """In words."""
         if self.servers:
             return f"vLLM behind {', '.join(self.servers)}"
+        if self.ray:
+            return str(self.ray)
         if self.apart:
             return f"vLLM behind {self.apart} servers, which llmrl launch starts"
         return "vLLM in a process of its own" if self.own_process else "vLLM in this process"
@@ -116,13 +122,14 @@ def plan_engine(
     if config.rollout.options:
         check_options(config.rollout.options)
     longest = task.longest_prompt(held_out) if config.env.max_turns == 1 else 0
-    if (config.rollout.servers or config.rollout.gpus) and vision_tower(model) is not None:
-        raise ConfigError("rollout.servers: a server takes no images: leave out rollout.servers and rollout.gpus.")
+    if config.rollout.elsewhere and vision_tower(model) is not None:
+        raise ConfigError("rollout.servers: a server takes no images: leave out rollout.servers, .gpus and .ray.")
     if config.rollout.servers:
         return _plan_servers(config, model.config, _needed_length(config, longest))
     dtype = torch.bfloat16 if session.low_precision else torch.float32
     given = {"dtype": dtype, "world_size": session.world_size, "longest_evaluated": longest}
-    return make_engine_plan(config, Gpus.of(session), model, **given)
+    plan = make_engine_plan(config, Gpus.of(session), model, **given)
+    return replace(plan, ray=_plan_ray(config, session)) if config.rollout.ray else plan
 
 
 def make_engine_plan(
@@ -146,7 +153,7 @@ def make_engine_plan(
     needed = _needed_length(config, longest_evaluated)
     length = _length(config, needed, sizes)
     options = {"dtype": str(dtype).removeprefix("torch."), "max_model_len": -1 if length is None else length}
-    if rollout.gpus:
+    if rollout.gpus or rollout.ray:
         share = {} if rollout.gpu_memory is None else {"gpu_memory_utilization": rollout.gpu_memory}
         options |= {"tensor_parallel_size": rollout.tensor_parallel, **share, **rollout.options}
         return EnginePlan(length=length, options=options, apart=rollout.gpus // rollout.tensor_parallel)
@@ -205,6 +212,37 @@ def _plan_servers(config: GRPOConfig, own: PretrainedConfig, needed: int) -> Eng
                     f"{getattr(theirs, name, None)}, expected {getattr(own, name, None)}."
                 )
     return EnginePlan(length=min(lengths), servers=tuple(rollout.servers))
+
+
+def _plan_ray(config: GRPOConfig, session: Session) -> RayPlan:
+    """The first rank connects to the cluster. Raises ConfigError on all ranks where it is not there, or too small."""
+    rollout, found, error = config.rollout, None, ""
+    if session.rank == 0:
+        try:
+            ray = connect(rollout.ray, free_gpus(session) if rollout.ray == "local" else None)
+            has_gpus = any(node["Resources"].get("GPU") for node in ray.nodes() if node["Alive"])
+            resources = {"CPU": 1.0} | ({"GPU": float(rollout.tensor_parallel)} if has_gpus else {})
+            found = RayPlan(rollout.ray, rollout.ray_engines, resources | rollout.ray_resources)
+            check_room(ray.nodes(), found)
+        except LLMRLError as caught:
+            error = str(caught)
+    answers = session.gather([(error, found)])
+    if error := answers[0][0]:
+        raise ConfigError(error)
+    return answers[0][1]
+
+
+def free_gpus(session: Session) -> AbstractContextManager[None]:
+    """A block in which a local cluster is started on the machine's GPUs that no rank trains on."""
+    gpus = Gpus.of(session)
+    if not gpus.count:
+        return nullcontext()
+    if gpus.ranks >= gpus.count:
+        raise ConfigError(
+            f"rollout.ray: a local cluster needs a GPU that no rank trains on: {gpus.ranks} processes train on "
+            f"{gpus.count}; start fewer, or name a cluster on other machines."
+        )
+    return visible(range(gpus.ranks, gpus.count))
 
 
 def _served_model(url: str, remedy: str) -> dict[str, Any]:

@@ -265,8 +265,7 @@ def _engine(config: GRPOConfig, shape: ModelShape, num_gpus: int, low_precision:
     """The least that the engine on a trainer's GPU needs."""
     if config.rollout.engine == "transformers":
         return {"KV cache": 4.0 * shape.cache_numbers(longest_row(config)) * _rows(config, num_gpus)}
-    elsewhere = config.rollout.servers or config.rollout.gpus
-    return {} if elsewhere else engine_memory(config, shape, low_precision=low_precision)
+    return {} if config.rollout.elsewhere else engine_memory(config, shape, low_precision=low_precision)
 
 
 def engine_memory(config: GRPOConfig, shape: ModelShape, *, low_precision: bool) -> dict[str, float]:
@@ -336,7 +335,7 @@ def remedies(config: ModelSource, shape: ModelShape, gpu: GPU, *, low_precision:
 def _remedies_apart(config: ModelSource, shape: ModelShape, gpu: GPU, low_precision: bool) -> dict[str, Any] | None:
     """Those with engines on GPUs of their own."""
     apart = isinstance(config, GRPOConfig) and config.rollout.engine == "vllm" and config.rollout.tensor_parallel == 1
-    if not apart or config.rollout.servers or config.rollout.gpus:
+    if not apart or config.rollout.elsewhere:
         return None
     for num_engines in filter(None, (gpu.count // 8, gpu.count // 4, gpu.count // 2)):
         trainers = replace(gpu, count=gpu.count - num_engines)

@@ -297,7 +297,7 @@ def _staleness(config: GRPOConfig) -> str:
     if rollout.max_staleness == 1 and not rollout.oversample:
         words = "the next rollouts are sampled during the update, one version behind"
     elif rollout.max_staleness:
-        begun = "answers on their way are waited for" if rollout.servers else "answers go on with new weights"
+        begun = "answers on their way are waited for" if rollout.elsewhere else "answers go on with new weights"
         words = f"rollouts are sampled ahead, at most {rollout.max_staleness} versions behind; {begun}"
     if rollout.oversample:
         words += f"; {rollout.oversample:.0%} more groups than a step takes, the slowest are given up"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -13,7 +14,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from llmrl.errors import DataError, WeightSyncError
+from llmrl.errors import DataError, LLMRLError, WeightSyncError, WorkerError
 from llmrl.modules.llm.engines import AsyncVLLMEngine, VLLMEngine
 from llmrl.modules.llm.log_probs import TokenScorer
 from llmrl.modules.llm.policies import LLMWrapperBase, TransformersWrapper, vLLMWrapper
@@ -21,6 +22,7 @@ from llmrl.modules.llm.vision import POSITIONS, read_media
 from llmrl.train.distributed import Session
 from llmrl.train.engine_plan import EnginePlan
 from llmrl.train.plan import samples_exactly
+from llmrl.train.ray_servers import RayServers, connect
 from llmrl.train.settings import GRPOConfig
 from llmrl.weight_update import SyncProbe, adapter_folder, publish
 
@@ -60,7 +62,11 @@ class RolloutEngine:
         settings = config.rollout
         self.is_vllm = plan is not None
         self._sleeps = plan is not None and plan.sleeps
+        self._servers: RayServers | None = None  # of this rank
+        self._folder: tempfile.TemporaryDirectory[str] | None = None  # with their model, until it is garbage
         servers = plan.servers if plan is not None else ()
+        if plan is not None and plan.ray is not None:
+            servers = self._place_servers(config, plan, tokenizer)
         self._on_servers = bool(servers)
         self.exact = samples_exactly(config, session)
         wrapping = {
@@ -86,7 +92,8 @@ class RolloutEngine:
                     ages = {"in_flight": "continue", "max_age": settings.max_staleness}
                     engine = AsyncVLLMEngine(source, **ages, **common, **plan.options)
                 else:
-                    engine = VLLMEngine(source, own_process=plan.own_process, **common, **plan.options)
+                    built = {} if servers else plan.options
+                    engine = VLLMEngine(source, own_process=plan.own_process, **common, **built)
             engine.update_s = 0.9 * config.parallel.timeout_s
             self.policy = vLLMWrapper(engine, **wrapping)
         else:
@@ -101,6 +108,27 @@ class RolloutEngine:
         self._is_sender: bool | None = None
         if servers or (config.lora and self.is_vllm):  # these have any weights; the engine has those of the base alone
             self._send(self.policy.engine.version)
+
+    def _place_servers(self, config: GRPOConfig, plan: EnginePlan, tokenizer: PreTrainedTokenizerBase) -> Sequence[str]:
+        """The URLs of servers that Ray places for the first rank. Raises WorkerError on all ranks where one fails."""
+        error, urls = "", ()
+        if self.session.rank == 0:
+            model, options = self.model.name_or_path, dict(plan.options)
+            if not model:  # made on the spot: its weights are sent before the first rollout
+                self._folder = tempfile.TemporaryDirectory(prefix="llmrl-model-")
+                model, options["load_format"] = self._folder.name, "dummy"
+                for part in (self.model.config, tokenizer):
+                    part.save_pretrained(model)
+            try:
+                wait_s = 0.9 * config.parallel.timeout_s
+                self._servers = RayServers(connect(plan.ray.address), plan.ray, model, options, wait_s=wait_s)
+                urls = self._servers.urls
+            except LLMRLError as caught:
+                error = str(caught)
+        answers = self.session.gather([(error, urls)])
+        if error := answers[0][0]:
+            raise WorkerError(error)
+        return answers[0][1]
 
     def set_probe_rows(self, data: TensorDictBase, scorer: TokenScorer) -> None:
         """Compares engine and trainer on rows of the rollouts ``data``: at once the first time, when no push has come
@@ -144,6 +172,8 @@ class RolloutEngine:
             labels = engine.core.labels if self._on_servers and sends else None
         except WeightSyncError as caught:
             error = str(caught)
+            if self._on_servers and "llmrl resume" not in error:
+                error += " Start the server again; a run goes on from its newest checkpoint by llmrl resume."
         answers = self.session.gather([(error, labels)])  # no rank waits for one that failed
         if error := next((error for error, _ in answers if error), ""):
             raise WeightSyncError(error)
@@ -196,9 +226,11 @@ class RolloutEngine:
             self.policy.engine.sleep(keep_weights=self._takes_adapter)
 
     def close(self) -> None:
-        """Ends an engine of its own."""
+        """Ends an engine of its own, and servers that were placed for it."""
         if self.is_vllm:
             self.policy.engine.close()
+        if self._servers is not None:
+            self._servers.close()
 
 
 def _probe_rows(data: TensorDictBase) -> list[tuple[Tensor, Tensor, dict[str, Any]]]:

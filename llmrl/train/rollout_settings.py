@@ -56,12 +56,26 @@ class RolloutSettings(Settings):
     )
     options: dict[str, Any] = Field({}, description="more arguments of vllm's engine, by name: {enforce_eager: true}")
     servers: list[str] = Field([], description="URLs of running vllm servers, which sample instead of an engine here")
+    ray: str = Field(
+        "",
+        description="vllm in actors of the Ray cluster there: auto (of this machine, or RAY_ADDRESS), local (one is "
+        "started), or host:port of its head",
+    )
+    ray_engines: int = Field(1, ge=1, description="such actors, each with an engine")
+    ray_resources: dict[str, float] = Field(
+        {}, description="of each: {CPU: 4, GPU: 1, big_disk: 1}; GPU: tensor_parallel where nodes have some, CPU: 1"
+    )
     probe_factor: float = Field(
         4.0,
         gt=1,
         description="vllm: a mean |log-prob difference| to the trainer of so many times this run's median is pushed "
         "against; three versions in a row end the run",
     )
+
+    @property
+    def elsewhere(self) -> bool:
+        """True where engines are servers, and none is on a trainer's GPU."""
+        return bool(self.servers or self.gpus or self.ray)
 
     @model_validator(mode="before")
     @classmethod
@@ -83,10 +97,19 @@ class RolloutSettings(Settings):
             raise ValueError(f"{given} needs own_process: in this process nothing overlaps")
         if self.max_staleness and self.sleep:
             raise ValueError("max_staleness needs sleep off: the engine samples during updates")
-        if (self.gpus or self.servers) and self.engine != "vllm":
-            raise ValueError(f"{'gpus' if self.gpus else 'servers'} needs engine vllm")
-        if self.gpus and (self.sleep or self.own_process is False):
-            raise ValueError("gpus needs sleep and own_process left out: its engines are servers, which stay awake")
+        places = [name for name in ("gpus", "servers", "ray") if getattr(self, name)]
+        if places and self.engine != "vllm":
+            raise ValueError(f"{places[0]} needs engine vllm")
+        if self.ray and len(places) > 1:
+            raise ValueError(f"ray places the engines: leave out {places[0]}")
+        if (self.gpus or self.ray) and (self.sleep or self.own_process is False):
+            raise ValueError(
+                f"{places[-1]} needs sleep and own_process left out: its engines are servers, always awake"
+            )
+        if self.ray and self.options.get("enable_lora"):
+            raise ValueError("ray sends whole weights, adapters merged: leave enable_lora out of options")
+        if (self.ray_engines > 1 or self.ray_resources) and not self.ray:
+            raise ValueError("ray_engines and ray_resources need ray, the address of a cluster, auto or local")
         if self.gpus % self.tensor_parallel:
             raise ValueError(f"gpus {self.gpus} must be a multiple of tensor_parallel {self.tensor_parallel}")
         if self.tensor_parallel > 1 and self.own_process is False:

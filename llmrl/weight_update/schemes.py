@@ -243,7 +243,11 @@ class WeightReceiver:
         if isinstance(self._transport, CallTransport):
             if (context := self._context()) is None:
                 raise ConfigError("WeightReceiver: a context must be set before its transport is registered.")
-            vars(context).setdefault(_RECEIVERS, {})[self.model_id] = self
+            self.attach(context)
+
+    def attach(self, context: Any) -> None:
+        """Calls that bring weights into the process of ``context`` give them to this receiver from here on."""
+        vars(context).setdefault(_RECEIVERS, {})[self.model_id] = self
 
     def receive(self, timeout: float = 0.0) -> int | None:
         """Applies weights that have come, and answers the sender; returns their version, or None where nothing came or

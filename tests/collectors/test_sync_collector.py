@@ -348,7 +348,7 @@ def test_two_collectors_fill_one_buffer():
 
 def start_and_fail(one: SyncDataCollector) -> None:
     one.start()
-    wait_for(lambda: not one._thread.is_alive())
+    wait_for(lambda: not one.background.is_running)
 
 
 def wait_for(condition, seconds: float = 10.0) -> None:

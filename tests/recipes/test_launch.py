@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from llmrl.errors import WorkerError
 from llmrl.modules.llm.engines.vllm.compat import EXTENSION, server_command
 from llmrl.run.launch import Command, Launch, run_launch
-from llmrl.testing import tiny_model, tiny_tokenizer
 from tests.support.processes import descendants, is_running, wait_until
 
 MODEL = {"hidden_size": 64, "layers": 1, "heads": 2}  # heads of 32, the smallest that vLLM computes on a CPU
@@ -83,36 +79,6 @@ def test_two_servers_and_two_ranks_one_server_dies_and_ctrl_c_leaves_a_checkpoin
         assert step["mismatch/logp_abs_max"] < 1e-4, "sampled by the weights of this version"
     assert place.checkpoints("run") == [f"step{len(rows)}"]
     wait_until(lambda: not any(is_running(pid) for pid, _ in started))
-
-
-@pytest.mark.vllm
-@pytest.mark.ray
-@pytest.mark.slow
-def test_the_file_for_ray_places_a_server_and_leaves_none(tmp_path):
-    pytest.importorskip("ray")
-    page = (Path(__file__).parents[2] / "docs/scaling.md").read_text()
-    (tmp_path / "on_ray.py").write_text(re.search(r"```python\n(.*?)^```", page, re.S | re.M)[1])
-    model = tiny_model(tiny_tokenizer(), **MODEL)
-    for part in (model, tiny_tokenizer()):
-        part.save_pretrained(tmp_path / "model")
-    ask = "import sys, urllib.request as u; url = sys.argv[1].partition('[')[2].rstrip(']'); "
-    ask += "print(u.urlopen(url + '/v1/models').read().decode()); sys.exit(5)"
-    options = json.dumps({"max_model_len": 64, "kv_cache_memory_bytes": 1 << 27, "dtype": "float32"})
-    command = [sys.executable, "on_ray.py", "--model", str(tmp_path / "model"), "--gpus", "0", "--options", options]
-    ended = subprocess.run(
-        [*command, "--", sys.executable, "-c", ask], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S
-    )
-    assert ended.returncode == 5, ended.stderr
-    assert '"max_model_len":64' in ended.stdout
-    left = [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path) in _text(path)]
-    assert not left
-
-
-def _text(path):
-    try:
-        return path.read_text()
-    except OSError:  # it ended meanwhile
-        return ""
 
 
 @pytest.mark.vllm

@@ -6,6 +6,7 @@ from llmrl.collectors.distributed.collectors import (
     RPCDataCollector,
 )
 from llmrl.collectors.distributed.launchers import submitit_delayed_launcher
+from llmrl.collectors.distributed.ray import RayCollector
 from llmrl.collectors.weight_updaters import DistributedWeightUpdater, RPCWeightUpdater
 
 __all__ = [
@@ -14,5 +15,6 @@ __all__ = [
     "DistributedWeightUpdater",
     "RPCDataCollector",
     "RPCWeightUpdater",
+    "RayCollector",
     "submitit_delayed_launcher",
 ]

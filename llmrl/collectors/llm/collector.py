@@ -8,33 +8,42 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
+from llmrl.collectors.llm.arguments import check_arguments, with_tracker
 from llmrl.collectors.llm.batches import cat_rows
-from llmrl.collectors.llm.rollout import Stepper, TurnLog, rollout_concurrent, rollout_lockstep, truncate
+from llmrl.collectors.llm.rollout import (
+    ConversationsStopped,
+    ConversationStream,
+    Stepper,
+    TurnLog,
+    rollout_concurrent,
+    rollout_lockstep,
+    truncate,
+)
 from llmrl.collectors.weight_updaters import EngineUpdater, WeightUpdaterBase
+from llmrl.concurrency.background_work import BackgroundWork
 from llmrl.data.ragged.tensordicts import new_tensordict
 from llmrl.envs.base import EnvBase
-from llmrl.envs.llm.chat import ChatEnv
 from llmrl.envs.llm.transforms.dataloading import EndOfData
 from llmrl.envs.llm.transforms.policy_version import PolicyVersion
 from llmrl.envs.td_ops import stack_steps
-from llmrl.envs.transforms.base import Transform
-from llmrl.envs.transforms.step_counter import StepCounter
-from llmrl.envs.transforms.transformed_env import TransformedEnv
-from llmrl.errors import ConfigError, ShapeError
+from llmrl.errors import ConfigError
+from llmrl.weight_update import publish
 
 __all__ = ["LLMCollector"]
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
+_TURN_S = 900.0  # for turns under way to end; engines and tools have deadlines of their own
 
 
 class LLMCollector:
-    """Iterates over the turns of ``policy`` in ``env``, synchronously.
+    """Iterates over the turns of ``policy`` in ``env``, or fills a replay buffer in the background (`start`).
 
     Yields, by default           (B, T) lazy stacks of turns, T = ``dialog_turns_per_batch`` / B rounded up, or 1;
                                  conversations that end are reset in place, or all of them ``reset_at_each_iter``
@@ -47,11 +56,13 @@ class LLMCollector:
     ``max_dialog_turns``         truncates a conversation
     ``postproc(data)``           runs before data are handed out; ``flatten_data``: [B * T] instead of (B, T)
     ``concurrency``              conversations that run at a time, each in a thread of its own; None: all in lockstep
+    ``async_envs``               where a conversation ends another one begins at once, and the others go on between
+                                 batches, at most one batch ahead; whole conversations only, in the order of their ends
     ``retries``                  of a failing env.step; then the reward is NaN. None: the exception is raised
     Raises                       ConfigError for arguments that exclude each other, or an env whose turns need not end
 
     ("masks", "trained_from") of every row says which tokens a loss trains, each sampled token once. ``counters``: turns
-    "produced" = "delivered" + "dropped" (of conversations that a budget cut off); "failed" conversations.
+    "produced" = "delivered" + "dropped" (cut off by a budget, an error or the end); "failed" conversations.
 
     >>> from llmrl.envs.llm import DatasetChatEnv
     >>> from llmrl.testing import ScriptedPolicy
@@ -72,6 +83,7 @@ class LLMCollector:
         yield_completed_trajectories: bool | None = None,
         postproc: Callable[[TensorDictBase], TensorDictBase | None] | None = None,
         total_dialog_turns: int = -1,
+        async_envs: bool | None = None,
         replay_buffer: Any | None = None,
         reset_at_each_iter: bool = False,
         flatten_data: bool | None = None,
@@ -83,8 +95,8 @@ class LLMCollector:
     ):
         self.yield_only_last_steps = bool(yield_only_last_steps)
         self.yield_completed_trajectories = bool(yield_completed_trajectories or yield_only_last_steps)
-        _check_arguments(locals())
-        self.env, self.policy_version_tracker = _with_tracker(env, track_policy_version)
+        check_arguments(locals())
+        self.env, self.policy_version_tracker = with_tracker(env, track_policy_version)
         self.policy: Policy = policy if policy is not None else policy_factory()  # type: ignore[misc]
         num_envs = env.batch_size[0]
         self.dialog_turns_per_batch = dialog_turns_per_batch or num_envs
@@ -93,13 +105,13 @@ class LLMCollector:
             self.dialog_turns_per_batch = math.ceil(self.dialog_turns_per_batch / num_envs) * num_envs
             if total_dialog_turns > 0:
                 self.total_dialog_turns = math.ceil(total_dialog_turns / num_envs) * num_envs
-        self.max_dialog_turns = max_dialog_turns
-        self.postproc = postproc
-        self.replay_buffer = replay_buffer
-        self.reset_at_each_iter = reset_at_each_iter
+        self.max_dialog_turns, self.reset_at_each_iter = max_dialog_turns, reset_at_each_iter
+        self.postproc, self.replay_buffer = postproc, replay_buffer
         self.flatten_data = replay_buffer is not None if flatten_data is None else flatten_data
-        self.concurrency = concurrency
-        self.counters = {"produced": 0, "delivered": 0, "dropped": 0, "conversations": 0, "failed": 0}
+        self.concurrency, self.async_envs = concurrency, bool(async_envs)
+        self.background = BackgroundWork(type(self).__name__, _TURN_S)
+        self._stream: ConversationStream | None = None
+        self.counters = dict.fromkeys(("produced", "delivered", "dropped", "conversations", "failed"), 0)
         self._counting = threading.Lock()
         self._stepper = Stepper(
             self.env,
@@ -108,6 +120,7 @@ class LLMCollector:
             sums=self.yield_only_last_steps,
             retries=retries,
             counters=self.counters,
+            background=self.background,
         )
         self._root: TensorDictBase | None = None  # the default form: conversations on their way
         self._turns_B: Tensor | None = None  # their turns so far
@@ -125,14 +138,19 @@ class LLMCollector:
     # -- data ----------------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[TensorDictBase | None]:
-        while (data := self._collect()) is not None:
-            if self.postproc is not None and (data := self.postproc(data)) is None:
-                continue
-            if self.replay_buffer is None:
-                yield data
-            else:
-                self.replay_buffer.extend(data)
-                yield None
+        while True:
+            try:
+                with self._dropping():
+                    if (data := self._collect()) is None:
+                        return
+                    if self.postproc is not None and (data := self.postproc(data)) is None:
+                        continue
+                    if self.replay_buffer is not None:
+                        with self.background.step():
+                            self.replay_buffer.extend(data)
+            except ConversationsStopped:
+                return
+            yield data if self.replay_buffer is None else None
 
     def next(self) -> TensorDictBase | None:
         """The next batch (None with a replay buffer). Raises StopIteration at the end of the budget or of the data."""
@@ -140,16 +158,74 @@ class LLMCollector:
 
     def rollout(self) -> TensorDictBase:
         """One batch as it is collected: before ``postproc``, not into the buffer. Raises StopIteration at the end."""
-        if (data := self._collect()) is None:
+        with self._dropping():
+            data = self._collect()
+        if data is None:
             raise StopIteration
         return data
 
     @torch.no_grad()
     def _collect(self) -> TensorDictBase | None:
+        self.background.check()
+        if self.background.is_elsewhere:
+            raise ConfigError(f"{type(self).__name__}: collects in the background already: read the replay buffer.")
+        if self.async_envs:
+            return self._from_stream()
         if self._exhausted or self._left() == 0:
             return None
         self._read_version()
         return self._finished_conversations() if self.yield_completed_trajectories else self._turns()
+
+    @contextmanager
+    def _dropping(self) -> Iterator[None]:
+        """Turns that are not handed out because the block raises count as dropped."""
+        before = self.counters["delivered"]
+        try:
+            yield
+        except BaseException:
+            self.counters["delivered"] = before
+            self._count_dropped()
+            raise
+
+    def _count_dropped(self) -> None:
+        """Once nothing is under way."""
+        with self._counting:
+            self.counters["dropped"] = self.counters["produced"] - self.counters["delivered"]
+
+    # -- in the background ---------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Fills the replay buffer in a thread, until the budget or the data end, or `async_shutdown`. What the thread
+        raises is raised by the next call.
+        """
+        if self.replay_buffer is None:
+            raise ConfigError(f"{type(self).__name__}.start: collects into a replay_buffer: give one.")
+        self.background.start(iter(self))
+
+    def pause(self) -> AbstractContextManager[None]:
+        """A block during which no turn is taken and no row is written; one that is under way ends first."""
+        return self.background.pause()
+
+    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        """Ends a collection that was started, after the turns under way. Raises what it failed with."""
+        self.shutdown(timeout=timeout, close_env=close_env)
+        self.background.check()
+
+    def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        """Ends the collection; closes the environment, and with it what its transforms hold."""
+        self.background.stopped.set()
+        self._end_stream(timeout)
+        self.background.stop(timeout)
+        self._exhausted = True
+        self._root = None
+        self._count_dropped()
+        if close_env and not self.env.is_closed:
+            self.env.close()
+
+    def _end_stream(self, timeout: float | None = None) -> None:
+        if self._stream is not None:
+            self._stream.stop(_TURN_S if timeout is None else timeout)
+            self._stream = None
 
     # -- whole conversations -------------------------------------------------------------------------------------------
 
@@ -190,6 +266,26 @@ class LLMCollector:
             log = rollout_lockstep(self._stepper, root, self.total_dialog_turns)
         else:
             log = rollout_concurrent(self._stepper, root, self.total_dialog_turns, concurrency=self.concurrency)
+        return self._rows(log)
+
+    def _from_stream(self) -> TensorDictBase | None:
+        """Conversations that have ended, of ``dialog_turns_per_batch`` turns; the others go on."""
+        self._read_version()
+        if self._stream is None:
+            if self._exhausted:
+                return None
+            self.background.allow_pauses()
+            self._stream = ConversationStream(
+                self._stepper,
+                lambda: self._start(1) if self._left() else None,
+                width=self.concurrency or self.env.batch_size[0],
+                room=self.dialog_turns_per_batch,
+                budget=self.total_dialog_turns,
+            )
+        if (log := self._stream.take(self.dialog_turns_per_batch)) is None:
+            self._stream, self._exhausted = None, True
+            self._count_dropped()
+            return None
         return self._rows(log)
 
     def _rows(self, log: TurnLog) -> TensorDictBase | None:
@@ -297,7 +393,15 @@ class LLMCollector:
                 only the version moves
         Raises  WeightSyncError where they do not arrive; the version then stays
         """
-        self.weight_updater.push_weights(weights)
+        # Pausing would wait for answers that the engine interrupts.
+        interrupts = getattr(self._engine, "in_flight", "finish") != "finish"
+        with nullcontext() if interrupts else self.pause():
+            self.weight_updater.push_weights(weights)
+
+    def receive_weights(self, weights: Any, *, model_id: str | None = None, version: int) -> None:
+        """`update_policy_weights_` under a version that was given with the weights."""
+        publish(weights, self.policy.engine, version)
+        self.increment_version()
 
     def increment_version(self) -> None:
         """Called after each update: reads the engine's version, or counts where the policy has no engine."""
@@ -337,15 +441,17 @@ class LLMCollector:
         Between batches of whole conversations that is everything. In the default form conversations are on their way;
         they are not part of the state, and new ones take their place.
         """
-        return {
-            "env": self.env.state_dict(),
-            "version": self._version if self._engine is None else self._engine.version,
-            "counters": dict(self.counters),
-            "exhausted": self._exhausted,
-        }
+        with self.pause():
+            return {
+                "env": self.env.state_dict(),
+                "version": self._version if self._engine is None else self._engine.version,
+                "counters": dict(self.counters),
+                "exhausted": self._exhausted,
+            }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from ``state``, and sets the engine's version; loading the weights is the caller's part."""
+        self._end_stream()
         self.env.load_state_dict(state["env"])
         self.counters.update(state["counters"])
         self._exhausted = state["exhausted"]
@@ -354,65 +460,3 @@ class LLMCollector:
         if self._engine is not None:
             self._engine.version = self._version
         self._set_tracker()  # the env's state has what it was when that was saved
-
-    def shutdown(self, close_env: bool = True) -> None:
-        """Ends the collection; closes the environment, and with it what its transforms hold."""
-        self._exhausted = True
-        self._root = None
-        if close_env and not self.env.is_closed:
-            self.env.close()
-
-
-def _check_arguments(given: Mapping[str, Any]) -> None:
-    """Raises ConfigError and ShapeError for arguments of the collector that cannot be used, or not together."""
-    self, env = given["self"], given["env"]
-    if (given["policy"] is None) == (given["policy_factory"] is None):
-        raise ConfigError("LLMCollector: give exactly one of policy and policy_factory.")
-    if len(env.batch_size) != 1:
-        raise ShapeError(f"LLMCollector: the env must have one batch dimension: got {tuple(env.batch_size)}.")
-    if self.yield_only_last_steps and given["yield_completed_trajectories"] is False:
-        raise ConfigError(
-            "LLMCollector: yield_only_last_steps is a form of yield_completed_trajectories, which is False."
-        )
-    for name, least in (("dialog_turns_per_batch", 1), ("max_dialog_turns", 1), ("concurrency", 1), ("retries", 0)):
-        if given[name] is not None and given[name] < least:
-            raise ConfigError(f"LLMCollector: {name} must be at least {least}: got {given[name]}.")
-    total = given["total_dialog_turns"]
-    if total < 1 and total != -1:
-        raise ConfigError(f"LLMCollector: total_dialog_turns must be positive, or -1 for no limit: got {total}.")
-    if self.yield_completed_trajectories and given["max_dialog_turns"] is None:
-        _check_can_end(env)
-    if self.yield_completed_trajectories and given["reset_at_each_iter"]:
-        raise ConfigError(
-            "LLMCollector: finished conversations restart at each iteration anyway: drop reset_at_each_iter."
-        )
-    if given["concurrency"] is not None and (not self.yield_completed_trajectories or env.batch_locked):
-        raise ConfigError(
-            "LLMCollector: concurrency runs whole conversations, each on its own: it needs yield_only_last_steps "
-            f"or yield_completed_trajectories, and an env with batch_locked=False: got {type(env).__name__}."
-        )
-    if given["replay_buffer"] is not None and given["flatten_data"] is False:
-        raise ConfigError("LLMCollector: a replay buffer holds one row per turn: drop flatten_data=False.")
-
-
-def _check_can_end(env: EnvBase) -> None:
-    base = env.base_env if isinstance(env, TransformedEnv) else env
-    limited = any(isinstance(t, StepCounter) and t.max_steps is not None for t in _transforms(env))
-    if isinstance(base, ChatEnv) and not limited:
-        raise ConfigError(
-            "LLMCollector: finished conversations were asked for, but this env need never finish one: a ChatEnv does "
-            "not by itself; add StepCounter(max_steps=...) to it, or pass max_dialog_turns."
-        )
-
-
-def _with_tracker(env: EnvBase, track: bool | PolicyVersion) -> tuple[EnvBase, PolicyVersion | None]:
-    """The env, and the `PolicyVersion` that it has, or is given here."""
-    tracker = next((transform for transform in _transforms(env) if isinstance(transform, PolicyVersion)), None)
-    if tracker is not None or track is False:
-        return env, tracker
-    tracker = PolicyVersion() if track is True else track
-    return env.append_transform(tracker), tracker
-
-
-def _transforms(env: EnvBase) -> list[Transform]:
-    return list(env.transform.leaves()) if isinstance(env, TransformedEnv) else []

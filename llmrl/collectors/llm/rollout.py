@@ -19,13 +19,22 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from llmrl.collectors.llm.batches import cat_rows
+from llmrl.concurrency.background_work import BackgroundWork
 from llmrl.data.ragged.tensordicts import column, new_tensordict
 from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.chat import next_prompt
-from llmrl.errors import ConfigError, MissingKeyError, RolloutError, ShapeError
+from llmrl.errors import ConfigError, DeadlineError, MissingKeyError, RolloutError, ShapeError
 from llmrl.modules.llm.policies.containers import LogProbs, mark_turn, mark_whole_record
 
-__all__ = ["ConversationsStopped", "Stepper", "TurnLog", "rollout_concurrent", "rollout_lockstep", "truncate"]
+__all__ = [
+    "ConversationStream",
+    "ConversationsStopped",
+    "Stepper",
+    "TurnLog",
+    "rollout_concurrent",
+    "rollout_lockstep",
+    "truncate",
+]
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
 _FAILED = "_failed_rollout"
@@ -119,6 +128,7 @@ class Stepper:
     retries    None: an exception of the env is raised. Else the rows that it fails for are tried again, one by one, so
                many times, and then end with a reward of NaN. Exceptions of the policy are always raised
     counters   "produced" and "failed" are counted here
+    background a turn is one of its steps; none begins once it is stopped
     """
 
     def __init__(
@@ -130,8 +140,9 @@ class Stepper:
         sums: bool,
         retries: int | None,
         counters: dict[str, int],
+        background: BackgroundWork,
     ):
-        self.env, self.policy = env, policy
+        self.env, self.policy, self.background = env, policy, background
         self.max_turns, self.sums, self.retries = max_turns, sums, retries
         self.counters = counters
         self.first_error: str | None = None
@@ -146,8 +157,14 @@ class Stepper:
             return granted
 
     def turn(self, root: TensorDictBase, stopped: threading.Event | None = None) -> TensorDictBase:
+        with self.background.step():
+            return self._turn(root, (self.background.stopped, stopped or self.background.stopped))
+
+    def _turn(self, root: TensorDictBase, stops: Sequence[threading.Event]) -> TensorDictBase:
+        if stops[0].is_set():
+            raise ConversationsStopped
         td = self.policy(root)
-        if stopped is not None and stopped.is_set():
+        if any(stop.is_set() for stop in stops):
             raise ConversationsStopped
         mark_turn(td)
         try:
@@ -265,22 +282,13 @@ def rollout_concurrent(stepper: Stepper, root: TensorDictBase, budget: int, *, c
     stopped = threading.Event()
     same_modes = _modes_of_this_thread()
 
-    def converse(slot: int) -> list[TensorDictBase]:
-        turns: list[TensorDictBase] = []
-        here, returns = root[[slot]], None
+    def run(slot: int) -> list[TensorDictBase]:
         with same_modes():
-            while not stopped.is_set() and stepper.claim(1, budget):
-                td = stepper.turn_of_conversation(here, len(turns) + 1, returns)
-                turns.append(td)
-                returns = stepper.returns(td)
-                if bool(td.get("next").get("done")):
-                    break
-                here = stepper.env.step_mdp(td)
-        return turns
+            return _converse(stepper, root[[slot]], budget, stopped)[0]
 
     count = root.batch_size[0]
     with ThreadPoolExecutor(min(concurrency, count), thread_name_prefix="conversation") as pool:
-        futures: list[Future[list[TensorDictBase]]] = [pool.submit(converse, slot) for slot in range(count)]
+        futures: list[Future[list[TensorDictBase]]] = [pool.submit(run, slot) for slot in range(count)]
         try:
             wait(futures, return_when=FIRST_EXCEPTION)
         finally:  # an exception, also Ctrl-C: the others end with the turn that they are in
@@ -296,6 +304,108 @@ def rollout_concurrent(stepper: Stepper, root: TensorDictBase, budget: int, *, c
             log.add([slot], td)
     stepper.complete([td for _, td in log.turns])
     return log
+
+
+def _converse(
+    stepper: Stepper, root: TensorDictBase, budget: int, stopped: threading.Event
+) -> tuple[list[TensorDictBase], bool]:
+    """The turns of one conversation [1], and True where it has ended rather than been cut off."""
+    turns: list[TensorDictBase] = []
+    returns = None
+    while not stopped.is_set() and stepper.claim(1, budget):
+        td = stepper.turn_of_conversation(root, len(turns) + 1, returns)
+        turns.append(td)
+        returns = stepper.returns(td)
+        if bool(td.get("next").get("done")):
+            return turns, True
+        root = stepper.env.step_mdp(td)
+    return turns, False
+
+
+class ConversationStream:
+    """Conversations that run all the time, each in a thread of its own: where one ends another begins.
+
+    begin   draws one conversation [1]; None where the data have ended
+    width   of them at a time
+    room    no other begins while finished ones of so many turns wait to be taken
+    budget  of turns
+    """
+
+    def __init__(
+        self, stepper: Stepper, begin: Callable[[], TensorDictBase | None], *, width: int, room: int, budget: int
+    ):
+        self._stepper, self._begin, self._room, self._budget = stepper, begin, room, budget
+        self._same_modes = _modes_of_this_thread()
+        self._changed = threading.Condition()
+        self._finished: list[list[TensorDictBase]] = []
+        self._waiting = 0  # turns in them
+        self._running = width  # threads
+        self._stopped = threading.Event()
+        self._error: BaseException | None = None
+        for number in range(width):
+            threading.Thread(target=self._run, name=f"conversation-{number}", daemon=True).start()
+
+    def take(self, num_turns: int) -> TurnLog | None:
+        """Finished conversations of at least so many turns, in the order of their ends; fewer, or None, at the end of
+        the data or the budget. Raises what a conversation raised.
+        """
+        log, slot = TurnLog(), 0
+        with self._changed:
+            while log.num_turns < num_turns:
+                self._changed.wait_for(lambda: self._finished or self._error or not self._running)
+                if self._error is not None:
+                    raise self._error
+                if not self._finished:
+                    break
+                turns = self._finished.pop(0)
+                self._waiting -= len(turns)
+                for td in turns:
+                    log.add([slot], td)
+                slot += 1
+                self._changed.notify_all()
+        if not slot:
+            return None
+        self._stepper.complete([td for _, td in log.turns])
+        return log
+
+    def stop(self, timeout: float) -> None:
+        """Ends each conversation after the turn under way, and returns when all have ended."""
+        self._end(None)
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._running, timeout):
+                raise DeadlineError(
+                    f"LLMCollector: the turns under way must end within {timeout:g} s: {self._running} did not."
+                )
+
+    def _run(self) -> None:
+        try:
+            with self._same_modes():
+                while (root := self._next()) is not None:
+                    turns, has_ended = _converse(self._stepper, root, self._budget, self._stopped)
+                    if has_ended:
+                        with self._changed:
+                            self._finished.append(turns)
+                            self._waiting += len(turns)
+                            self._changed.notify_all()
+        except ConversationsStopped:
+            pass
+        except BaseException as error:  # raised where conversations are taken
+            self._end(error)
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._changed.notify_all()
+
+    def _next(self) -> TensorDictBase | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped.is_set() or self._waiting < self._room)
+            return None if self._stopped.is_set() else self._begin()
+
+    def _end(self, error: BaseException | None) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._stopped.set()
+            self._changed.notify_all()
 
 
 def truncate(next_td: TensorDictBase, cut: Tensor) -> None:

@@ -24,11 +24,11 @@ Answer = tuple[bool, Any]
 
 
 def answer(make: Callable[..., Any], *arguments: Any, **keywords: Any) -> Answer:
-    """``(True, result)`` of ``make(*arguments)``, or ``(False, error)``. Runs in the buffer's process."""
+    """``(True, result)`` of ``make(*arguments)``, or ``(False, error)``. Runs in the other process."""
     try:
         return True, make(*arguments, **keywords)
     except Exception as error:
-        error.add_note("In the buffer's process:\n" + traceback.format_exc().rstrip())
+        error.add_note("In the other process:\n" + traceback.format_exc().rstrip())
         return False, error
 
 

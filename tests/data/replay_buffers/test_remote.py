@@ -179,7 +179,7 @@ def test_errors_of_the_buffer_come_home_as_they_are(processes):
     buffer.extend(rows(0, 3))
     with pytest.raises(DataError, match="unknown key 'more'") as caught:
         buffer.extend(rows(0, 3).set("more", torch.zeros(3)))
-    assert "In the buffer's process" in caught.value.__notes__[0]
+    assert "In the other process" in caught.value.__notes__[0]
     assert "_fix_schema" in caught.value.__notes__[0]
     with pytest.raises(RuntimeError, match="batch_size"):
         buffer.sample()

@@ -142,7 +142,10 @@ class PoolCore:
 
     def _check_any(self, kind: type[LLMRLError]) -> None:
         if not self._in_flight:
-            raise kind(f"VLLMEngine: a server must be left: all are lost. {' '.join(self._lost.values())}")
+            raise kind(
+                f"VLLMEngine: a server must be left: all are lost. {' '.join(self._lost.values())} Start them again; a "
+                "run goes on from its newest checkpoint by llmrl resume."
+            )
 
     # --- weights ------------------------------------------------------------------------------------------------------
 

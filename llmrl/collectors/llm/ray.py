@@ -1,0 +1,235 @@
+"""`RayLLMCollector`: conversations from Ray actors."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+from llmrl.collectors.llm.batches import cat_rows
+from llmrl.collectors.llm.collector import LLMCollector
+from llmrl.collectors.ray_actors import ActorPool, Member, check_buffer
+from llmrl.collectors.weight_updaters import WeightUpdaterBase
+from llmrl.envs.base import EnvBase
+from llmrl.errors import ConfigError, did_you_mean
+from llmrl.weight_update import RayWeightSyncScheme
+
+__all__ = ["RayLLMCollector"]
+
+_KNOWN = inspect.signature(LLMCollector).parameters
+
+
+class RayLLMCollector:
+    """`LLMCollector` in Ray actors, on any machine of a cluster.
+
+    Yields  batches of ``dialog_turns_per_batch`` turns: with ``sync_iter`` one of all actors together, and nothing is
+            sampled while the caller trains; else the first that comes, while each actor collects the next one
+
+    env               makes the env, in each actor, or is one; or a list of functions, one for each actor: give each its
+                      share of the data (``rank``, ``world_size`` of `DatasetChatEnv`)
+    policy            a policy that can be pickled, or ``policy_factory``, called in each actor: there a vLLM engine is
+                      built on the GPUs that Ray gives the actor
+    num_collectors    actors; ``total_dialog_turns`` is shared out among them
+    ray_init_config   arguments of ``ray.init`` where Ray does not run yet, such as ``{"address": "auto"}``
+    remote_config     options of each actor; ``num_cpus`` and ``num_gpus`` are two of them
+    replay_buffer     a `RayReplayBuffer`, which the actors write into; iterating then yields None
+    weight_updater    takes the weights of ``update_policy_weights_``, in place of Ray's object store
+    timeout_s         longest that an actor may take no turn
+    options           of `LLMCollector`
+
+    Raises  WorkerError where an actor raised, with its traceback, or died; DeadlineError. Both name the actor
+    """
+
+    def __init__(
+        self,
+        env: EnvBase | Callable[[], EnvBase] | Sequence[Callable[[], EnvBase]],
+        *,
+        policy: Any = None,
+        policy_factory: Callable[[], Any] | None = None,
+        dialog_turns_per_batch: int,
+        total_dialog_turns: int = -1,
+        num_collectors: int | None = None,
+        ray_init_config: Mapping[str, Any] | None = None,
+        remote_config: Mapping[str, Any] | None = None,
+        sync_iter: bool = True,
+        num_cpus: float | None = None,
+        num_gpus: float | None = None,
+        weight_updater: WeightUpdaterBase | None = None,
+        timeout_s: float = 900.0,
+        **options: Any,
+    ):
+        who = type(self).__name__
+        for name in options:
+            if name not in _KNOWN:
+                raise TypeError(f"{who}: no argument is called {name!r}.{did_you_mean(name, _KNOWN)}")
+        if (policy is None) == (policy_factory is None):
+            raise ConfigError(f"{who}: give exactly one of policy and policy_factory.")
+        envs = list(env) if isinstance(env, Sequence) else [env] * (num_collectors or 1)
+        count = len(envs)
+        if not count or num_collectors not in (None, count):
+            raise ConfigError(f"{who}: env must have one function per collector: got {count} for {num_collectors}.")
+        if 0 <= total_dialog_turns < count:
+            raise ConfigError(f"{who}: total_dialog_turns must be one for each of {count}: got {total_dialog_turns}.")
+        self.replay_buffer = options.get("replay_buffer")
+        check_buffer(self.replay_buffer, who)
+        self.sync_iter, self.dialog_turns_per_batch = sync_iter, dialog_turns_per_batch
+        self.total_dialog_turns = total_dialog_turns
+        self._delivered, self._version = 0, 0
+        options["dialog_turns_per_batch"] = -(-dialog_turns_per_batch // count) if sync_iter else dialog_turns_per_batch
+        shares = [
+            -1 if total_dialog_turns < 0 else total_dialog_turns // count + (index < total_dialog_turns % count)
+            for index in range(count)
+        ]
+        makers = [
+            _Maker(make, policy, policy_factory, options | {"total_dialog_turns": share})
+            for make, share in zip(envs, shares, strict=True)
+        ]
+        resources = {name: n for name, n in (("num_cpus", num_cpus), ("num_gpus", num_gpus)) if n is not None}
+        config = {**(remote_config or {}), **resources}
+        self._pool = ActorPool(
+            who, makers, [config] * count, model_ids=["policy"], init=ray_init_config, timeout_s=timeout_s
+        )
+        self._sender = RayWeightSyncScheme(timeout=timeout_s).create_sender()
+        for member in self._pool.members:
+            self._sender.register_worker(member.index, member.handle)
+        self.weight_updater = weight_updater
+        if weight_updater is not None:
+            weight_updater.register_collector(self)
+
+    @property
+    def remote_collectors(self) -> list[Any]:
+        """The handles of the actors."""
+        return [member.handle for member in self._pool.members]
+
+    # -- data ----------------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[TensorDictBase | None]:
+        while (batches := self._collect()) is not None:
+            yield cat_rows(batches) if self.replay_buffer is None else None
+
+    def next(self) -> TensorDictBase | None:
+        """The next batch (None with a replay buffer). Raises StopIteration at the end of the budget or of the data."""
+        return next(iter(self))
+
+    def _collect(self) -> list[TensorDictBase | None] | None:
+        """The batches of all actors, or the first one; None at the end."""
+        self._pool.check_open("collect")
+        if self._pool.is_started:
+            raise ConfigError(f"{type(self).__name__}: collects in the background already: read the replay buffer.")
+        found: dict[int, TensorDictBase | None] = {}
+        while members := [member for member in self._pool.members if not member.has_ended]:
+            for member in members:
+                if not member.due and (member.index not in found or not self.sync_iter):
+                    self._pool.grant(member)
+            member, turns, batch = self._pool.take()
+            if turns is not None:
+                self._delivered += turns
+                found[member.index] = batch
+            if found and (not self.sync_iter or not any(m.due for m in members)):
+                break
+        if found and not self.sync_iter:
+            self._pool.grant(member)  # it goes on while the caller trains
+        return [found[index] for index in sorted(found)] or None
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Turns "produced" = "delivered" + "dropped" (those under way when the collection was ended)."""
+        counted = self._pool.counters
+        delivered = counted["delivered"] if self._pool.is_started else self._delivered
+        dropped = 0 if self._pool.is_open else counted["produced"] - delivered
+        return {"produced": counted["produced"], "delivered": delivered, "dropped": dropped}
+
+    # -- in the background ---------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """The actors fill the replay buffer, until their budget or data end, or `async_shutdown`."""
+        if self.replay_buffer is None:
+            raise ConfigError(
+                f"{type(self).__name__}.start: actors write into a replay_buffer: give a RayReplayBuffer."
+            )
+        self._pool.start({})
+
+    def pause(self) -> AbstractContextManager[None]:
+        """A block during which no actor takes a turn."""
+        return self._pool.pause()
+
+    def async_shutdown(self, timeout: float | None = None) -> None:
+        """Ends a collection that was started. Raises what an actor failed with."""
+        try:
+            if self._pool.is_open or self._pool.failure is not None:
+                self._pool.ask("counters")
+        finally:
+            self.shutdown(timeout)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Ends the collection and its actors, with their engines; Ray goes on."""
+        self._pool.close(timeout)
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    @property
+    def policy_version(self) -> int:
+        """The version of the weights that sample."""
+        return self._version
+
+    def update_policy_weights_(self, weights: nn.Module | TensorDictBase | Mapping[str, Tensor] | None = None) -> None:
+        """Gives all actors new weights, between two turns of each, and returns when they have them.
+
+        Raises  WeightSyncError where an actor refuses them, naming it; the others have them then
+        """
+        self._pool.check_open("take weights")
+        if self.weight_updater is not None:
+            self.weight_updater.push_weights(weights)
+            return
+        self._sender.update_weights(weights)
+        self._sender.wait()
+        self._version = self._sender.version
+
+    def increment_version(self) -> None:
+        """Called by a weight updater, when the actors have the weights."""
+        self._version += 1
+
+    def init_updater(self, *arguments: Any, **options: Any) -> None:
+        """Calls ``init`` of the weight updater."""
+        if self.weight_updater is None:
+            raise ConfigError(f"{type(self).__name__}.init_updater: there is no weight_updater: give one.")
+        self.weight_updater.init(*arguments, **options)
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of the actors' collectors; conversations on their way are not part of it."""
+        states = self._pool.ask("call", "state_dict")
+        own = {"turns": self._delivered, "version": self._version}
+        return {**{f"worker{index}": state for index, state in enumerate(states)}, **own}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from ``state``; loading the weights is the caller's part."""
+        for member in self._pool.members:
+            if (name := f"worker{member.index}") not in state:
+                raise ConfigError(f"{type(self).__name__}: the state must have an entry per collector: lacks {name}.")
+            self._load(member, state[name])
+        self._delivered, self._version = state["turns"], state["version"]
+
+    def _load(self, member: Member, state: Mapping[str, Any]) -> None:
+        self._pool.ask("call", "load_state_dict", state, of=[member])
+        member.has_ended = False
+
+
+@dataclass
+class _Maker:
+    """Makes the collector of one actor, there."""
+
+    env: Any
+    policy: Any
+    factory: Any
+    options: dict[str, Any]
+
+    def __call__(self) -> LLMCollector:
+        env = self.env if isinstance(self.env, EnvBase) else self.env()
+        return LLMCollector(env, policy=self.policy, policy_factory=self.factory, **self.options)

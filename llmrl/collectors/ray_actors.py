@@ -1,0 +1,397 @@
+"""Collectors in Ray actors: the actor's side, and the owner's, which starts them, asks them, names one that fails."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from llmrl.concurrency.background_work import BackgroundWork
+from llmrl.data.replay_buffers.proxy import Answer, answer
+from llmrl.data.replay_buffers.ray_buffer import RayReplayBuffer
+from llmrl.errors import ConfigError, DeadlineError, LLMRLError, WorkerError
+from llmrl.optional import require
+from llmrl.weight_update import RayWeightSyncScheme, WeightReceiver
+
+__all__ = ["AHEAD", "ActorPool", "Member", "check_buffer", "check_room", "wanted_of"]
+
+AHEAD = 2  # batches of an actor that its owner can have asked for
+_START_S = 120.0  # for an actor to import its modules and to make its env
+_CLOSE_S = 10.0  # for the step under way to end; then actors are killed
+_PERIOD_S = 1.0  # after which actors that have not answered are looked at
+_THREADS = AHEAD + 3  # of an actor: batches that were asked for, weights, pauses, and questions about its progress
+
+
+def check_buffer(replay_buffer: Any, who: str) -> None:
+    """Raises ConfigError for a buffer that actors cannot write into."""
+    if replay_buffer is not None and not isinstance(replay_buffer, RayReplayBuffer):
+        raise ConfigError(
+            f"{who}: actors write into a RayReplayBuffer: got {type(replay_buffer).__name__}; give one, or extend your "
+            "own buffer by the batches that iterating yields."
+        )
+
+
+# --- the actor's side -------------------------------------------------------------------------------------------------
+
+
+class CollectorActor:
+    """Any collector in an actor of several threads: one collects, another one brings weights between two steps."""
+
+    def __init__(self) -> None:
+        self.collector: Any = None
+        self.background: BackgroundWork | None = None
+        self._collecting = threading.Lock()
+        self._pauses: list[contextlib.ExitStack] = []
+
+    def where(self) -> str:
+        """In words."""
+        return f"process {os.getpid()} on {socket.gethostname()}"
+
+    def build(self, recipe: bytes) -> Answer:
+        return answer(self._build, recipe)
+
+    def _build(self, recipe: bytes) -> None:
+        make, model_ids, seed = _ray("ray.cloudpickle").loads(recipe)
+        torch.manual_seed(seed)
+        self.collector = make()
+        self.background = getattr(self.collector, "background", None)
+        if self.background is not None:
+            self.background.allow_pauses()
+        for model_id in model_ids:
+            _Receiver(self, model_id).attach(self)
+
+    def collect(self) -> Answer:
+        """Frames, all frames so far, and the batch on the CPU; None in place of the frames at the end."""
+        return answer(self._collect)
+
+    def _collect(self) -> tuple[int | None, int, Any]:
+        with self._collecting:
+            before = self.collector.counters["delivered"]
+            try:
+                batch = self.collector.next()
+            except StopIteration:
+                return None, self.collector.counters["produced"], None
+        counters = self.collector.counters
+        if batch is not None and batch.device is not None and batch.device.type != "cpu":
+            batch = batch.cpu()
+        return counters["delivered"] - before, counters["produced"], batch
+
+    def call(self, name: str, *arguments: Any) -> Answer:
+        """A method of the collector, between two batches."""
+
+        def run() -> Any:
+            with self._collecting:
+                return getattr(self.collector, name)(*arguments)
+
+        return answer(run)
+
+    def set_seed(self, seed: int, static_seed: bool) -> Answer:
+        torch.manual_seed(seed)
+        return self.call("set_seed", seed, static_seed)
+
+    def start(self, limits: Mapping[str, int]) -> Answer:
+        """Starts the collector in the background, with limits by the names of its attributes."""
+        vars(self.collector).update(limits)
+        return answer(self.collector.start)
+
+    def pause(self) -> Answer:
+        stack = contextlib.ExitStack()
+        self._pauses.append(stack)
+        return answer(lambda: stack.enter_context(self.collector.pause()))
+
+    def resume(self) -> Answer:
+        return answer(self._pauses.pop().close)
+
+    def counters(self) -> Answer:
+        """Raises what the collector failed with in the background."""
+        return answer(self._counters)
+
+    def _counters(self) -> dict[str, int]:
+        if self.background is not None:
+            self.background.check()
+        return {"produced": 0, "delivered": 0} if self.collector is None else dict(self.collector.counters)
+
+    def finish(self, timeout: float) -> Answer:
+        """Ends the collector. Returns its counters."""
+        return answer(self._finish, timeout)
+
+    def _finish(self, timeout: float) -> dict[str, int]:
+        self.collector.shutdown(timeout)
+        return dict(self.collector.counters)
+
+
+class _Receiver(WeightReceiver):
+    """Takes weights for the actor's collector; one that cannot be paused takes them between two batches."""
+
+    def __init__(self, actor: CollectorActor, model_id: str) -> None:
+        super().__init__(RayWeightSyncScheme())
+        self._actor, self.model_id = actor, model_id
+
+    def update_weights(self, weights: Any, *, version: int, model_id: str | None = None) -> None:
+        actor = self._actor
+        with contextlib.nullcontext() if actor.background is not None else actor._collecting:
+            actor.collector.receive_weights(weights, model_id=self.model_id, version=version)
+
+
+# --- the owner's side -------------------------------------------------------------------------------------------------
+
+
+class Member:
+    """The owner's side of one actor."""
+
+    def __init__(self, index: int, handle: Any) -> None:
+        self.index, self.handle = index, handle
+        self.place = "which Ray has not placed yet"
+        self.due: deque[Any] = deque()  # references of batches that it was asked for
+        self.counters = {"produced": 0, "delivered": 0}
+        self.batches = 0  # since it last got weights
+        self.has_ended = False  # its data, or its budget
+        self.since = 0.0  # when it last did something
+
+
+class ActorPool:
+    """An actor for each of ``makers``, functions that build its collector there.
+
+    who        names the owner in messages
+    configs    options of each actor (``num_cpus``, ``num_gpus``, ``resources``, ...)
+    model_ids  models that get weights
+    init       arguments of ``ray.init``, where Ray does not run yet
+
+    An actor that raised, died or does nothing for ``timeout_s`` ends them all; the error names it, and every later call
+    raises it again.
+    """
+
+    def __init__(
+        self,
+        who: str,
+        makers: Sequence[Callable[[], Any]],
+        configs: Sequence[Mapping[str, Any]],
+        *,
+        model_ids: Sequence[str],
+        init: Mapping[str, Any] | None,
+        timeout_s: float,
+    ) -> None:
+        self._who, self.timeout_s = who, timeout_s
+        self._ray = ray = _ray(who=who)
+        recipes = [_packed((make, model_ids, torch.initial_seed() + n), who) for n, make in enumerate(makers)]
+        if not ray.is_initialized():
+            ray.init(**(init or {}))
+        for config in configs:
+            check_room(wanted_of({"num_cpus": 1, **config}), f"{who}: remote_configs")
+        self.failure: LLMRLError | None = None
+        self.is_open, self._is_started = True, False
+        self.members: list[Member] = []
+        actor_class = ray.remote(CollectorActor)
+        with self.failing():
+            for index, config in enumerate(configs):
+                options = {"num_cpus": 1, "max_concurrency": _THREADS, **config}
+                self.members.append(Member(index, actor_class.options(**options).remote()))
+            for member in self.members:
+                member.place = self._first({member.handle.where.remote(): member}, "be placed", _START_S)[1]
+            building = {m.handle.build.remote(recipe): m for m, recipe in zip(self.members, recipes, strict=True)}
+            while building:
+                member, built = self._first(building, "make its env and policy", _START_S)
+                building = {reference: other for reference, other in building.items() if other is not member}
+                if not built[0]:
+                    built[1].add_note(f"Raised in {self.name(member)}.")
+                    raise built[1]
+
+    def name(self, member: Member) -> str:
+        actor = member.handle._actor_id.hex()[:8]
+        return f"{self._who}: collector {member.index} of {len(self.members)} (Ray actor {actor}, {member.place})"
+
+    # --- batches ------------------------------------------------------------------------------------------------------
+
+    def grant(self, member: Member) -> None:
+        """Asks for a batch."""
+        member.due.append(member.handle.collect.remote())
+        member.batches += 1
+
+    def take(self, members: Sequence[Member] | None = None) -> tuple[Member, int | None, Any]:
+        """The first batch that comes, of any of ``members``, and its frames; None for a member that has ended."""
+        with self.failing():
+            pending = {m.due[0]: m for m in (self.members if members is None else members) if m.due}
+            member, found = self._first(pending, "collect a batch", self.timeout_s)
+            frames, member.counters["produced"], batch = self._value(member, found, "collect a batch")
+            member.due.popleft()
+            member.has_ended |= frames is None
+            return member, frames, batch
+
+    # --- questions ----------------------------------------------------------------------------------------------------
+
+    def ask(self, method: str, *arguments: Any, of: Sequence[Member] | None = None) -> list[Any]:
+        """The answers of the actors, in their order."""
+        self.check_open(method)
+        members = self.members if of is None else of
+        pending = {getattr(m.handle, method).remote(*arguments): m for m in members}
+        answers: dict[int, Any] = {}
+        with self.failing():
+            while pending:
+                member, found = self._first(pending, f"answer {method!r}", self.timeout_s)
+                pending = {reference: other for reference, other in pending.items() if other is not member}
+                answers[member.index] = self._value(member, found, f"answer {method!r}")
+        return [answers[member.index] for member in members]
+
+    def _first(self, pending: Mapping[Any, Member], what: str, limit_s: float) -> tuple[Member, Any]:
+        for member in pending.values():
+            member.since = time.monotonic()
+        while True:
+            ready, _ = self._ray.wait(list(pending), num_returns=1, timeout=_PERIOD_S)
+            if ready:
+                return pending[ready[0]], self._get(pending[ready[0]], ready[0], what)
+            self._look_at(list(pending.values()), what)
+            for member in pending.values():
+                if time.monotonic() - member.since > limit_s:
+                    raise DeadlineError(
+                        f"{self.name(member)} must {what}: it has done nothing for {limit_s:g} s. Others may have the "
+                        "cluster's resources (ray status); timeout_s is longer for envs whose steps take longer."
+                    )
+
+    def _look_at(self, members: Sequence[Member], what: str) -> None:
+        """Raises WorkerError for an actor that has died, or whose collector failed; notes who does something."""
+        placed = {m.handle.counters.remote(): m for m in members if m.place.startswith("process")}
+        ready, _ = self._ray.wait(list(placed), num_returns=len(placed), timeout=_PERIOD_S) if placed else ((), ())
+        for reference in ready:
+            member = placed[reference]
+            counters = self._value(member, self._get(member, reference, what), what)
+            if counters["produced"] != member.counters["produced"]:
+                member.since = time.monotonic()
+            member.counters = counters
+
+    def _get(self, member: Member, reference: Any, what: str) -> Any:
+        try:
+            return self._ray.get(reference)
+        except self._ray.exceptions.RayTaskError as error:
+            raise WorkerError(f"{self.name(member)} must {what}: {error}") from error
+        except self._ray.exceptions.RayError as error:
+            raise WorkerError(
+                f"{self.name(member)} must {what}: it has ended: {error}. Make the collector again; the logs of actors "
+                "are in Ray's session folder."
+            ) from error
+
+    def _value(self, member: Member, found: Answer, what: str) -> Any:
+        returned, result = found
+        if returned:
+            return result
+        notes = "\n".join(getattr(result, "__notes__", ()))
+        raise WorkerError(
+            f"{self.name(member)} must {what}: it raised {type(result).__name__}: {result}\n\n{notes}"
+        ) from result
+
+    # --- in the background --------------------------------------------------------------------------------------------
+
+    def start(self, limits: Mapping[str, int]) -> None:
+        """Starts every collector, and a thread that warns of an actor that dies."""
+        if self._is_started or any(member.batches for member in self.members):
+            raise ConfigError(f"{self._who}.start: the collection has begun already.")
+        self.ask("start", limits)
+        self._is_started = True
+        threading.Thread(target=self._watch, name="llmrl-ray-watch", daemon=True).start()
+
+    @property
+    def is_started(self) -> bool:
+        return self._is_started
+
+    def _watch(self) -> None:
+        while self.is_open:
+            try:
+                self._look_at(self.members, "collect in the background")
+            except LLMRLError as error:
+                if self.is_open:
+                    self.failure = error
+                    self._kill()
+                    warnings.warn(f"{error}", stacklevel=1)
+                return
+            time.sleep(_PERIOD_S)
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """A block during which no actor takes a step."""
+        self.ask("pause")
+        try:
+            yield
+        finally:
+            if self.is_open:
+                self.ask("resume")
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """ "produced" and "delivered", as the actors count them."""
+        if self.is_open and self._is_started:
+            for member, counters in zip(self.members, self.ask("counters"), strict=True):
+                member.counters = counters
+        return {name: sum(m.counters[name] for m in self.members) for name in ("produced", "delivered")}
+
+    def check_open(self, what: str) -> None:
+        if self.failure is not None:
+            raise type(self.failure)(str(self.failure)) from self.failure
+        if not self.is_open:
+            raise WorkerError(f"{self._who}: must be open to {what}: it was shut down.")
+
+    @contextlib.contextmanager
+    def failing(self) -> Iterator[None]:
+        """Ends all actors where the block raises; what failed is raised by later calls too."""
+        try:
+            yield
+        except BaseException as error:
+            self.failure = error if isinstance(error, LLMRLError) else None
+            self._kill()
+            raise
+
+    def close(self, timeout: float | None = None) -> None:
+        """Ends the collectors, with their last counters, and the actors."""
+        if not self.is_open:
+            return
+        limit_s = _CLOSE_S if timeout is None else timeout
+        self.is_open = False
+        ended = {member.handle.finish.remote(limit_s): member for member in self.members}
+        ready, _ = self._ray.wait(list(ended), num_returns=len(ended), timeout=limit_s + _PERIOD_S)
+        for reference in ready:
+            with contextlib.suppress(LLMRLError):  # it died, or did not end in time: it is killed either way
+                member = ended[reference]
+                member.counters = self._value(member, self._get(member, reference, "end"), "end")
+        self._kill()
+
+    def _kill(self) -> None:
+        self.is_open = False
+        if self._ray.is_initialized():
+            for member in self.members:
+                self._ray.kill(member.handle)
+
+
+def wanted_of(config: Mapping[str, Any]) -> dict[str, float]:
+    """The resources that options of an actor ask for, by Ray's names."""
+    known = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}
+    return {ours: config[name] for name, ours in known.items() if config.get(name)} | config.get("resources", {})
+
+
+def check_room(wanted: Mapping[str, float], who: str) -> None:
+    """Raises ConfigError where no node of the cluster has such resources, busy or not."""
+    nodes = [node["Resources"] for node in _ray().nodes() if node["Alive"]]
+    if not any(all(node.get(name, 0) >= count for name, count in wanted.items()) for node in nodes):
+        shown = [{name: node.get(name, 0) for name in wanted} for node in nodes]
+        raise ConfigError(f"{who}: a node of the cluster must have {dict(wanted)} for an actor: got {shown}.")
+
+
+def _ray(module: str = "ray", who: str = "collectors in Ray actors") -> Any:
+    return require(module, extra="ray", used_by=who)
+
+
+def _packed(recipe: tuple[Any, ...], who: str) -> bytes:
+    try:
+        return _ray("ray.cloudpickle").dumps(recipe)
+    except Exception as error:  # whatever the parts of the recipe raise
+        raise ConfigError(
+            f"{who}: env, policy and arguments must be picklable, to reach an actor: {type(error).__name__}: {error}; "
+            "give functions that make them there (create_env_fn, policy_factory)."
+        ) from error
