@@ -56,7 +56,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "llmrl.recipes": ("llmrl",),  # anything
 }
 NO_TORCH = {*BASE, *TOOLS, "llmrl.run", "llmrl.report"}
-READS_TENSORS = {"llmrl.run.metrics"}
+READS_TENSORS = {"llmrl.run.mirrors"}
 
 # Import names that belong to a distribution of another name, or come with one that llmrl depends on.
 PROVIDED_BY = {"yaml": "pyyaml", "pydantic_core": "pydantic"}

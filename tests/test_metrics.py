@@ -104,20 +104,6 @@ def test_mirrors_see_every_step(tmp_path):
     assert calls == [(3, {"policy/loss": 1.0}), "closed"]
 
 
-def test_wandb_gets_the_run_under_its_own_name(tmp_path, monkeypatch):
-    calls = []
-    run = types.SimpleNamespace(log=lambda *a, **k: calls.append((a, k)), finish=lambda: calls.append("finish"))
-    fake = types.ModuleType("wandb")
-    fake.init = lambda **arguments: calls.append(arguments) or run
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    with MetricsLog(tmp_path / "sums-1234", mirrors=["wandb"], config={"steps": 2}) as log:
-        log.log(1, {"policy/loss": 0.5})
-    start, step, end = calls
-    assert (start["id"], start["resume"], start["config"]) == ("sums-1234", "allow", {"steps": 2})
-    assert step == (({"policy/loss": 0.5},), {"step": 1})
-    assert end == "finish"
-
-
 def test_a_missing_or_unknown_mirror_is_refused_before_the_first_step(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard", None)  # as if it were not installed
     with pytest.raises((MissingDependencyError, ModuleNotFoundError), match="tensorboard"):

@@ -38,6 +38,7 @@ _EXTRAS = {
     "PIL": ("vision", "images in conversations"),
     "wandb": ("wandb", "mirroring to Weights & Biases"),
     "tensorboard": ("tensorboard", "mirroring to TensorBoard"),
+    "mlflow": ("mlflow", "mirroring to MLflow"),
 }
 
 

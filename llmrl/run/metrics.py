@@ -1,7 +1,7 @@
 """The metrics of a run, one JSON object per step in ``metrics.jsonl``, and the table of their names.
 
 The names are shared by every recipe, so that two runs, and a dashboard made for one of them, can be compared; a name
-that is not in the table is refused. Weights & Biases and TensorBoard are mirrors of the file, never instead of it.
+that is not in the table is refused. Dashboards (`llmrl.run.mirrors`) get a copy; the file is always written.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, SupportsFloat
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from llmrl.errors import ConfigError, DataError, did_you_mean
-from llmrl.optional import require
+from llmrl.run.mirrors import Mirror, make_mirror
 from llmrl.run.run_dir import writing
 
-__all__ = ["METRICS", "MetricsLog", "Mirror", "TensorBoardMirror", "WandbMirror", "check_metric_name", "read_metrics"]
+if TYPE_CHECKING:
+    from llmrl.run.rollout_log import Rollout
+
+__all__ = ["METRICS", "MetricsLog", "check_metric_name", "read_metrics"]
 
 METRICS: dict[str, str] = {
     "reward/mean": "mean reward of the step's completions, failed ones left out",
@@ -114,20 +117,12 @@ def check_metric_name(name: str) -> None:
         raise ConfigError(f"metrics: {name!r} is not a metric.{did_you_mean(name, [*METRICS, *_FAMILIES.values()])}")
 
 
-class Mirror(Protocol):
-    """A dashboard that gets every step as well."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class MetricsLog:
     """Appends one line per step to ``<run>/metrics.jsonl``; each line is on its way to the disk when `log` returns.
 
     ``resume_step``  the step of the checkpoint that the run goes on from: later lines are removed, they will come again
-    ``mirrors``      "wandb", "tensorboard", or any object with `log` and `close`
-    ``config``       the run's settings, for Weights & Biases
+    ``mirrors``      "wandb", "tensorboard", "mlflow", or any `Mirror`
+    ``config``       the run's settings, and ``plan`` its rows of label and text, for the mirrors
     ``enabled``      False on every rank but the first: names are checked, nothing is written
 
     Raises  ConfigError for an unknown metric or mirror, or if the file holds steps and ``resume_step`` is not given
@@ -143,6 +138,7 @@ class MetricsLog:
         resume_step: int | None = None,
         mirrors: Sequence[str | Mirror] = (),
         config: Mapping[str, Any] | None = None,
+        plan: Sequence[tuple[str, str]] = (),
     ):
         self.path = Path(run_dir) / "metrics.jsonl"
         self._file = None
@@ -154,10 +150,7 @@ class MetricsLog:
         elif self.path.exists() and self.path.stat().st_size:
             raise ConfigError(f"{self.path}: holds the steps of another run; resume that one, or choose another name.")
         for mirror in mirrors:
-            if isinstance(mirror, str) and mirror not in _MIRRORS:
-                near = did_you_mean(mirror, _MIRRORS)
-                raise ConfigError(f"log: must name mirrors among {', '.join(_MIRRORS)}: got {mirror!r}.{near}")
-            made = _MIRRORS[mirror](self.path.parent, config) if isinstance(mirror, str) else mirror
+            made = make_mirror(mirror, self.path.parent, config or {}, plan) if isinstance(mirror, str) else mirror
             self._mirrors.append(made)
         with writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -191,6 +184,11 @@ class MetricsLog:
         for mirror in self._mirrors:
             mirror.log(int(step), values)
 
+    def log_rollouts(self, step: int, rollouts: Sequence[Rollout]) -> None:
+        """Shows some of a step's conversations to the mirrors."""
+        for mirror in self._mirrors:
+            mirror.log_rollouts(step, rollouts)
+
     def close(self) -> None:
         """Closes the file and the mirrors; may be called twice."""
         if self._file is not None:
@@ -223,41 +221,6 @@ def read_metrics(path: Path | str) -> list[dict[str, float | None]]:
     for row in _rows(path):
         steps.setdefault(row["step"], {}).update(row)
     return list(steps.values())
-
-
-class WandbMirror:
-    """Weights & Biases; resumes under the run's name."""
-
-    def __init__(self, run_dir: Path, config: Mapping[str, Any] | None = None):
-        wandb = require("wandb", extra="wandb", used_by="log: [wandb]")
-        name = run_dir.resolve().name
-        self._run = wandb.init(project="llmrl", id=name, name=name, dir=str(run_dir), config=config, resume="allow")
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-class TensorBoardMirror:
-    """TensorBoard event files in ``<run>/tensorboard``."""
-
-    def __init__(self, run_dir: Path, config: Mapping[str, Any] | None = None):
-        require("tensorboard", extra="tensorboard", used_by="log: [tensorboard]")
-        from torch.utils.tensorboard import SummaryWriter  # loads tensorboard, hence not at the top
-
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"))
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-_MIRRORS = {"wandb": WandbMirror, "tensorboard": TensorBoardMirror}
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

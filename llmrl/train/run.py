@@ -128,7 +128,7 @@ class Run:
                 load_part(self._folder, part, self._state[name])
         options = {"enabled": self.session.is_first, "resume_step": self.start if self.resume else None}
         settings = self.config.model_dump(mode="json")
-        log = MetricsLog(self.path, mirrors=self.config.log, config=settings, **options)
+        log = MetricsLog(self.path, mirrors=self.config.log, config=settings, plan=self._plan, **options)
         self._log = self._stack.enter_context(log)
         self._rollout_log = RolloutLog(self.path, **options)
         if self._on_start:  # last: what it writes must not be written where a log could not be opened
@@ -224,6 +224,7 @@ class Run:
         self._log.log(step, metrics)
         if rollouts is not None:
             self._rollout_log.write(step, rollouts)
+            self._log.log_rollouts(step, rollouts)
             self.totals.rollouts += len(rollouts)
             if self.totals.first_reward is None:
                 self.totals.first_reward = metrics["reward/mean"]

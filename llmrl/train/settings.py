@@ -252,7 +252,7 @@ class ModelSource(Settings):
     optim: OptimSettings = OptimSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     parallel: ParallelSettings = ParallelSettings()
-    log: list[Literal["wandb", "tensorboard"]] = Field(
+    log: list[Literal["wandb", "tensorboard", "mlflow"]] = Field(
         [], description="mirrors of metrics.jsonl, which is always written"
     )
     profile: ProfileSettings | None = Field(None, description="steps that torch's profiler traces; null: none")
