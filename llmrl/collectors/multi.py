@@ -107,7 +107,7 @@ class _MultiDataCollector(DataCollectorBase):
     # -- processes -----------------------------------------------------------------------------------------------------
 
     def _builder(self) -> Callable[..., DataCollectorBase]:
-        """What makes a worker's collector, in the worker."""
+        """The function that makes a worker's collector, in the worker."""
         return _build
 
     def _default_scheme(self) -> Any:

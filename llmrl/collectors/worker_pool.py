@@ -61,11 +61,11 @@ class Worker:
 
     @property
     def descriptors(self) -> list[int]:
-        """Where something is to be read once it has sent something, or ended."""
+        """File descriptors that become readable when it has sent something, or has ended."""
         return [self.connection.fileno(), self.process.sentinel]
 
     def state(self) -> str:
-        """What became of its process, for messages."""
+        """The state of its process in words, for messages."""
         wait_for_exit(self.process, 1.0)
         return f"its process {process_state(self.process)}"
 

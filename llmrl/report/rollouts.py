@@ -31,7 +31,7 @@ Group = dict[int, Rollout]  # by their place in the file of their step
 
 
 def rollouts_data(run_dir: Path, *, max_bytes: int) -> dict[str, Any] | None:
-    """What the viewer shows of a run: at most about ``max_bytes`` of JSON; None for a run without rollouts.
+    """The rollouts of a run for the viewer: at most about ``max_bytes`` of JSON; None for a run without rollouts.
 
     Steps are the first, the last and others evenly between. Of each come groups in turn: the first by the id of its
     prompt, that of the best answer, that of the worst, then the others by that id. It is as good as random, and the

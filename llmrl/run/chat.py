@@ -124,7 +124,7 @@ def _talk(conversation: Conversation, console: Console) -> None:
 
 @dataclass
 class Conversation:
-    """What was said so far, and the policy and the tools that answer; everything is printed to ``console``."""
+    """The messages so far, and the policy and the tools that answer; everything is printed to ``console``."""
 
     policy: LLMWrapperBase
     console: Console

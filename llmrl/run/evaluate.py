@@ -147,7 +147,7 @@ def _majority(scores: Sequence[float], texts: Sequence[str]) -> float:
 
 
 def _final_answer(text: str) -> str:
-    """What an answer comes to: its last answer block or box, else all of it, in the form for comparing."""
+    """The final answer of a text: its last answer block or box, else all of it, in the form for comparing."""
     answer = extract_tags(text)[1]
     return normalize_answer(next(part for part in (answer, last_boxed(text), text) if part is not None))
 

@@ -150,7 +150,7 @@ def _set_dtype(path: Path, dtype: str) -> None:
 
 
 def _set_generation(draft: Path, config: ModelSource, checkpoint: Path) -> None:
-    """What ends an answer by the chat template, and how the run sampled."""
+    """Writes the stop tokens of the chat template and the run's sampling into the generation config."""
     tokenizer = load_tokenizer(config.model_copy(update={"model": str(checkpoint)}), runs=checkpoint.parent)
     stops = list(Renderer(tokenizer).stop_token_ids)
     path = draft / "generation_config.json"

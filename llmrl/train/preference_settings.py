@@ -51,7 +51,7 @@ class DPOSettings(Settings):
 
 
 class PairsConfig(SFTConfig):
-    """What both recipes have."""
+    """The settings that both recipes have."""
 
     data: PreferenceData
     max_length: int = Field(2048, ge=2, description="longest conversation of a pair, in tokens")

@@ -15,6 +15,7 @@ from llmrl.data.ragged.tensordicts import column_values
 from llmrl.envs.llm.transforms.tool_use import read_calls, tool_metrics
 from llmrl.errors import RolloutError
 from llmrl.modules.llm.engines import StopReason
+from llmrl.modules.llm.rendering import text_tokenizer
 from llmrl.modules.llm.vision import MEDIA
 from llmrl.run.console import Sample
 from llmrl.run.rollout_log import Rollout, ToolCallRecord
@@ -22,7 +23,7 @@ from llmrl.train.sft_data import marked_pieces
 from llmrl.train.token_records import TokenWatch, choose_conversations, prompt_id, token_record
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
     from llmrl.data.replay_buffers import ReplayBuffer
     from llmrl.objectives.llm import GRPOLoss
@@ -78,11 +79,11 @@ class StepRollouts:
         session: Session,
         data: TensorDictBase,
         buffer: ReplayBuffer,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: PreTrainedTokenizerBase | ProcessorMixin,
         *,
         keep_tokens: int = 0,
     ):
-        self._session, self._data, self._tokenizer = session, data, tokenizer
+        self._session, self._data, self._tokenizer = session, data, text_tokenizer(tokenizer)
         self._advantages: dict[int, float] = {}  # by the seed of the row
         if len(buffer):
             kept = buffer[:]

@@ -50,7 +50,7 @@ def theirs(envs: gymnasium.vector.VectorEnv, steps: int) -> Callable[[], None]:
 
 
 def by_hand(policy: nn.Module, steps: int) -> Callable[[], None]:
-    """What `rollout` returns: the observations, actions, rewards and flags of all steps, stacked."""
+    """The result of `rollout`: the observations, actions, rewards and flags of all steps, stacked."""
     env = gymnasium.make(NAME)
 
     @torch.no_grad()

@@ -92,6 +92,7 @@ class EngineWithCopy(RolloutEngine):
 
     def __init__(self, config, session, model, tokenizer, options, plan):
         self.session, self.model, self.is_vllm, self.exact, self._sleeps = session, model, False, False, False
+        self._servers = None
         self.policy = TransformersWrapper(
             copy.deepcopy(model), tokenizer=tokenizer, generate_kwargs=options, prefer_tokens="always"
         )

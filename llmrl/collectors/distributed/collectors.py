@@ -134,7 +134,7 @@ class _RemoteDataCollector(_MultiDataCollector):
 
     @abstractmethod
     def _link(self, host: str) -> Link:
-        """What batches and weights go through."""
+        """The channel of batches and weights: a process group, or RPC."""
 
     @abstractmethod
     def _scheme_class(self) -> type:

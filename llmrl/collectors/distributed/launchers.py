@@ -78,7 +78,7 @@ class Job:
 
 
 def launcher_of(name: str, slurm_kwargs: Mapping[str, Any] | None, who: str) -> tuple[Launch, float, bool]:
-    """What starts a worker, the seconds that all have to be there, and whether they are on this machine for sure."""
+    """Starts a worker; the seconds until all must have connected; whether they are certainly on this machine."""
     if name != "submitit" and slurm_kwargs:
         raise ConfigError(f"{who}: slurm_kwargs are settings of launcher='submitit': got them with {name!r}.")
     if name == "mp":
@@ -127,7 +127,7 @@ def _is_local(executor: Any) -> bool:
 
 @dataclass
 class _Delayed:
-    """What the decorator told the job of the trainer."""
+    """Settings that the decorator passes to the job of the trainer."""
 
     path: Path  # where the workers look for its address
     num_jobs: int

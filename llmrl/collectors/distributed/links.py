@@ -44,7 +44,7 @@ class Posted:
 
 
 class Link(Protocol):
-    """What a collector needs of either way."""
+    """The channel between a collector and its workers: `GroupLink` or `RPCLink`."""
 
     scheme: type[WeightSyncScheme]
     store: Any
@@ -218,7 +218,7 @@ class RPCLink:
 
 
 class _Here:
-    """What calls of the owner find in a worker's process."""
+    """The state of a worker's process that the owner's calls read and change."""
 
     def __init__(self) -> None:
         self.collector: Any = None

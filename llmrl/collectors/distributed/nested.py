@@ -40,7 +40,7 @@ class NestedCollector:
 
     @property
     def spec(self) -> dict[str, Any]:
-        """What the envs declare."""
+        """The specs of the envs."""
         return self._pool.workers[0].spec
 
     @property

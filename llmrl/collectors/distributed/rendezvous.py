@@ -21,7 +21,7 @@ __all__ = ["Address", "Rendezvous", "connect", "exit_with"]
 
 @dataclass
 class Address:
-    """Where the owner listens; ``key`` is what both sides prove that they have."""
+    """The address at which the owner listens; ``key`` is the secret by which both sides authenticate."""
 
     host: str
     port: int
