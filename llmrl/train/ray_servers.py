@@ -115,7 +115,7 @@ class _Server:
         )
 
     def url(self) -> str | None:
-        """The URL at which it answers; None before it does. Raises WorkerError, with the end of its log, where it has ended."""
+        """Its URL; None until it answers. Raises WorkerError, with the end of its log, where it has ended."""
         if (code := self._process.poll()) is not None:
             self._log.seek(0)
             lines = self._log.read().decode(errors="replace").splitlines()[-_SHOWN:]
