@@ -119,7 +119,7 @@ class RolloutQueue:
             if spare < 0 and self.in_progress:
                 self._steps_ahead = min(self._steps_ahead + 1, self._max_staleness)
             elif spare >= self._parts_per_step:
-                self._steps_ahead -= 1
+                self._steps_ahead = max(1, self._steps_ahead - 1)  # 0 would end running ahead for good
         self._fill(self._parts_per_step + self._surplus)
         taken: list[_Part] = []
         while len(taken) < self._parts_per_step:

@@ -123,6 +123,19 @@ def test_rollouts_run_ahead_no_further_than_the_trainer_needs():
     assert slow_engine.max_age > 1, "the trainer would wait"
 
 
+def test_a_resumed_run_with_more_than_it_needs_runs_ahead_again_when_that_is_taken():
+    first, second = queue_of(Gate(), groups=4), queue_of(Gate(), groups=1)
+    first.begin_next(2)
+    wait_until(lambda: first.totals()["queued"] == 4)
+    second.load_state_dict(first.state_dict(), version=1)
+    for _ in range(4):
+        second.take(1)
+    second.begin_next(2)
+    wait_until(lambda: second.totals()["queued"] == 1)
+    for queue in (first, second):
+        queue.close()
+
+
 def test_an_error_of_sampling_is_raised_where_its_rows_are_taken():
     class Broken(Gate):
         def generate(self, prompts, params, *, seeds=None):
