@@ -137,14 +137,17 @@ class SyncDataCollector(DataCollectorBase):
                         versions.append(self._version)
                         steps.append(self._step(is_random=step < num_random))
                         self.counters["produced"] += self._num_envs
-                    if not options.extend_buffer:
-                        self._extend(self._assembled(steps[-1:], ids[-1:], versions[-1:]), one_step=True)
+                        row = None if options.extend_buffer else self._assembled(steps[-1:], ids[-1:], versions[-1:])
+                    if row is not None:
+                        self._extend(row, one_step=True)
+            with self.background.step():  # weights wait for the copy: a policy may have written views of them
+                batch = self._assembled(steps, ids, versions)
         except BaseException:
             self._root = None  # of no use after a step that failed half way: the next batch begins with a reset
             self.counters["dropped"] += len(steps) * self._num_envs
             raise
         self.frames_taken, self._steps = len(steps) * self._num_envs, []
-        return self._completed(self._assembled(steps, ids, versions), wanted)
+        return self._completed(batch, wanted)
 
     def _step(self, *, is_random: bool) -> TensorDictBase:
         env = self.env

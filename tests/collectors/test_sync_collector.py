@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -242,6 +243,35 @@ def test_weights_are_taken_between_batches_and_counted():
         one.update_policy_weights_(Scale(), model_id="critic")
     assert one.policy.scale == 5
     assert one.policy_version == 4
+
+
+@pytest.mark.parametrize("extend_buffer", [True, False])
+def test_weights_from_another_thread_wait_until_the_steps_are_copied(extend_buffer):
+    class Late(SyncDataCollector):
+        """Weights come when the steps are taken and the batch is not made; `Scale` has written views of its weight."""
+
+        def _assembled(self, *parts):
+            thread = threading.Thread(target=self.receive_weights, args=({"scale": torch.tensor(3.0)},))
+            thread.start()
+            threads.append(thread)
+            thread.join(0.2)
+            return super()._assembled(*parts)
+
+    threads, rows = [], buffer()
+    one = Late(
+        CountingEnv,
+        Scale(),
+        frames_per_batch=1,
+        track_policy_version=True,
+        replay_buffer=rows,
+        extend_buffer=extend_buffer,
+    )
+    one.background.allow_pauses()
+    one.next()
+    for thread in threads:
+        thread.join(10)
+    assert one.policy.scale == 3
+    assert (rows[0]["policy_version"].item(), rows[0]["action"].item()) == (0, 1)
 
 
 def test_a_version_can_be_a_uuid():
