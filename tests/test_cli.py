@@ -328,16 +328,21 @@ def test_every_setting_of_a_recipe_has_a_meaning_and_unknown_ones_are_refused(na
 
 
 @pytest.mark.parametrize(
-    ("given", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"), ({"GOMP_SPINCOUNT": "9"}, None)]
+    ("given", "expected"),
+    [
+        ({}, ("PASSIVE", "1000")),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, ("ACTIVE", None)),
+        ({"GOMP_SPINCOUNT": "9"}, (None, "9")),
+    ],
 )
-def test_idle_threads_sleep_unless_the_user_said_how_they_wait(monkeypatch, given, policy):
+def test_idle_threads_soon_sleep_unless_the_user_said_how_they_wait(monkeypatch, given, expected):
     for name in cli.WAITING:
         monkeypatch.setenv(name, "")  # so that its value comes back
         monkeypatch.delenv(name)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     cli.main(["--version"])
-    assert os.environ.get("OMP_WAIT_POLICY") == policy
+    assert (os.environ.get("OMP_WAIT_POLICY"), os.environ.get("GOMP_SPINCOUNT")) == expected
 
 
 def test_help_and_version_answer(capsys):

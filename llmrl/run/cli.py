@@ -82,8 +82,10 @@ exit codes: 0 done, 1 template or doctor found a problem, 2 bad configuration, 3
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. ``argv`` None: the arguments of this process."""
     follow_launcher()
-    if not any(name in os.environ for name in WAITING):  # before torch is loaded; where idle threads spin, runs that
-        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # share cores slow each other down many times over
+    if not any(name in os.environ for name in WAITING):
+        # Before torch is loaded. Threads that spin while they wait slow each other down many times over where runs
+        # share cores; threads that sleep at once are slow to wake on idle ones: a few microseconds of spinning do both.
+        os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
     code = _run(list(sys.argv[1:] if argv is None else argv))
     distributed = sys.modules.get("torch.distributed")
     in_group = distributed is not None and distributed.is_available() and distributed.is_initialized()

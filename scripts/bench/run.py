@@ -27,7 +27,7 @@ def run_one(name: str, folder: Path, verbose: bool) -> list[Row] | None:
     """The rows of one benchmark; None, after showing what it said, if it failed."""
     result = folder / f"{name}.json"
     # What is compared with a floor runs on one thread; a start-up is what a person sees, on all of them.
-    environment = os.environ if name == "startup" else os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ if name in ("startup", "busy") else os.environ | {"OMP_NUM_THREADS": "1"}
     started = time.perf_counter()
     done = subprocess.run(
         [sys.executable, str(FOLDER / f"bench_{name}.py"), "--json", str(result)],

@@ -26,7 +26,7 @@ def test_a_tiny_model_learns_sums_by_examples_and_then_by_reward(tmp_path):
     assert before < 0.05
     assert 0.2 <= after <= 0.7, "examples stop early, so that there is something left to improve"
     checkpoint = next((tmp_path / "taught" / "checkpoints").iterdir())
-    llmrl("grpo", "sums_grpo", f"model={checkpoint}", "steps=60", "eval.every=60", *options, "improved")
+    llmrl("grpo", "sums_grpo", f"model={checkpoint}", "steps=40", "eval.every=40", *options, "improved")
     improved = measures(tmp_path / "improved", "sums")
     assert improved[0] == after, "the same model, the same problems"
     assert improved[-1] >= 0.9

@@ -1,0 +1,71 @@
+"""Times a step of `llmrl sft sums_sft` beside other busy processes: it should slow down as much as its share shrinks.
+
+    python scripts/bench/bench_busy.py [--others 2] [--steps 20]
+
+The command runs on its threads, as a person starts it, alone and beside processes that compute without end; the median
+step of each. Its fair share of the cores is their number divided by that of the threads and processes that want one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from table import Row, add_json_option, print_table, write_rows
+
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+SPIN = {"OMP_WAIT_POLICY": "ACTIVE"}  # threads that compute nothing while they wait, and keep their core
+
+
+def step_s(steps: int, others: int, **waiting: str) -> float:
+    """Seconds of the median step, beside ``others`` busy processes."""
+    environment = {name: value for name, value in os.environ.items() if name not in WAITING}
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(others)]
+    try:
+        with tempfile.TemporaryDirectory() as runs:
+            command = [sys.executable, "-m", "llmrl.run.cli", "sft", "sums_sft", "--runs", runs, "--name", "bench"]
+            command += [f"steps={steps}", "epochs=1", "stop=null", "eval.rows=10"]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment | waiting)
+            lines = (Path(runs) / "bench" / "metrics.jsonl").read_text().splitlines()
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    times = [row["time/step"] for row in map(json.loads, lines) if "time/step" in row]
+    return statistics.median(times[2:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--others", type=int, default=2, help="busy processes beside it")
+    parser.add_argument("--steps", type=int, default=20)
+    add_json_option(parser)
+    arguments = parser.parse_args()
+    cores, others = os.cpu_count() or 1, arguments.others
+    fair = (cores + others) / cores  # of torch's threads there are as many as cores
+    alone, beside, spinning = (
+        step_s(arguments.steps, 0),
+        step_s(arguments.steps, others),
+        step_s(arguments.steps, others, **SPIN),
+    )
+    rows = [
+        Row(
+            f"a step beside {others} busy processes, of a step alone by its share of the cores",
+            beside / alone / fair,
+            1.5,
+        ),
+        Row("the same with threads that spin while they wait", spinning / alone / fair),
+        Row("a step alone", alone, None, "s"),
+    ]
+    print_table(rows)
+    write_rows(rows, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
