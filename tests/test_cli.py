@@ -328,14 +328,17 @@ def test_every_setting_of_a_recipe_has_a_meaning_and_unknown_ones_are_refused(na
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("load", "given", "expected"),
     [
-        ({}, ("PASSIVE", "1000")),
-        ({"OMP_WAIT_POLICY": "ACTIVE"}, ("ACTIVE", None)),
-        ({"GOMP_SPINCOUNT": "9"}, (None, "9")),
+        (1.0, {}, ("PASSIVE", "10000")),
+        (7.0, {}, ("PASSIVE", "1000")),
+        (1.0, {"OMP_WAIT_POLICY": "ACTIVE"}, ("ACTIVE", None)),
+        (1.0, {"GOMP_SPINCOUNT": "9"}, (None, "9")),
     ],
 )
-def test_idle_threads_soon_sleep_unless_the_user_said_how_they_wait(monkeypatch, given, expected):
+def test_idle_threads_soon_sleep_unless_the_user_said_how_they_wait(monkeypatch, load, given, expected):
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     for name in cli.WAITING:
         monkeypatch.setenv(name, "")  # so that its value comes back
         monkeypatch.delenv(name)

@@ -84,8 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     follow_launcher()
     if not any(name in os.environ for name in WAITING):
         # Before torch is loaded. Threads that spin while they wait slow each other down many times over where runs
-        # share cores; threads that sleep at once are slow to wake on idle ones: a few microseconds of spinning do both.
-        os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
+        # share cores; threads that sleep at once are slow to wake. So they spin briefly, on a busy machine very briefly.
+        is_busy = os.getloadavg()[0] > 1.5 * (os.cpu_count() or 1)
+        os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000" if is_busy else "10000"}
     code = _run(list(sys.argv[1:] if argv is None else argv))
     distributed = sys.modules.get("torch.distributed")
     in_group = distributed is not None and distributed.is_available() and distributed.is_initialized()
