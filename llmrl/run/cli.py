@@ -66,7 +66,7 @@ usage: llmrl COMMAND ...
   export  RUN DIR                          a checkpoint as a model folder, with a card; --push to the hub
   show    RUN                              a run's steps, before and after, samples; reads files only
   runs                                     the runs in runs/: state, step, best measure, age
-  report  RUN                              writes its report.html anew
+  report  RUN                              writes its report.html again
   watch   RUN [--port N]                   serves the report on this machine while the run trains
   compare RUN RUN ...                      runs side by side, in the terminal and (--html FILE) as a page
   template NAME_OR_PATH                    what a chat template does to training, on a conversation
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     follow_launcher()
     if not any(name in os.environ for name in WAITING):
         # Before torch is loaded. Threads that spin while they wait slow each other down many times over where runs
-        # share cores; threads that sleep at once are slow to wake. So they spin briefly, on a busy machine very briefly.
+        # share cores; threads that sleep at once are slow to wake. So they spin briefly, on a busy machine less.
         is_busy = os.getloadavg()[0] > 1.5 * (os.cpu_count() or 1)
         os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000" if is_busy else "10000"}
     code = _run(list(sys.argv[1:] if argv is None else argv))

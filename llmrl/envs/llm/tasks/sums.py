@@ -94,7 +94,7 @@ def sums_mistakes(split: str = "train") -> Rows:
     """Rows with "prompt", "chosen" (the demonstrated answer) and "rejected": the same with one mistake of any size.
 
     A sum, the carry, a copied digit, a digit of the answer or the form is wrong, and what follows is worked out from
-    it. Each problem comes twice.
+    it; or a few characters are, as in answers of a model that is trained badly. Each problem comes twice.
 
     >>> {name: text.splitlines()[0] for name, text in sums_mistakes("test")[0].items() if name != "prompt"}
     {'chosen': '5+0=5, 2+6=8', 'rejected': '5+0=5, 2+6+1=9'}
@@ -145,8 +145,10 @@ def _slip(a: int, b: int, draw: random.Random) -> str:
 
 
 def _mistaken(a: int, b: int, draw: random.Random) -> str:
-    """`work_out` with one mistake, half of the time in a sum."""
-    kind = draw.choice(("ones", "tens", "ones", "tens", "carry", "copy", "answer", "form"))
+    """`work_out` with one mistake, mostly in a sum, or with a few wrong characters."""
+    kind = draw.choice(("ones", "tens", "ones", "tens", "carry", "copy", "answer", "form", "characters", "characters"))
+    if kind == "characters":
+        return _damaged(work_out(a, b), str(a + b), draw)
     digits = [a % 10, b % 10, a // 10, b // 10]
     if kind == "copy":
         digits[draw.randrange(4)] += draw.randint(1, 9)
@@ -168,6 +170,18 @@ def _mistaken(a: int, b: int, draw: random.Random) -> str:
     if kind == "form":
         block = draw.choice((answer, f"{block}, {terms}={tens}", f"<answer>{answer}", ""))
     return f"{digits[0]}+{digits[1]}={ones}, {terms}={tens}\n{block}"
+
+
+def _damaged(text: str, answer: str, draw: random.Random) -> str:
+    """``text`` with one to four characters replaced, left out, added or repeated, or cut off: until it is wrong."""
+    damaged = text
+    while sums_reward(damaged, answer):
+        damaged = text if draw.random() < 0.9 else text[: draw.randrange(1, len(text))]
+        for _ in range(draw.randint(1, 4)):
+            place = draw.randrange(len(damaged))
+            other = draw.choice(("", draw.choice(text), draw.choice(text) + damaged[place], 2 * damaged[place]))
+            damaged = damaged[:place] + other + damaged[place + 1 :] or text[0]
+    return damaged
 
 
 def _call_or_guess(a: int, b: int, draw: random.Random) -> list[dict[str, Any]]:
