@@ -2,7 +2,8 @@
 
     python scripts/bench/bench_rollout_viewer.py [--repeats 7] [--json FILE]
 
-Each figure is the median of the repeats, from the event to the layout of what it changed. Needs llmrl[browser].
+Each figure is the median of the repeats: of opening the page until it is loaded and drawn, then from an event to the
+layout of what it changed. Needs llmrl[browser].
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from table import Row, add_json_option, print_table, write_rows
 from llmrl.tools.browser import find_chromium
 
 ASSETS = Path(__file__).parents[2] / "llmrl" / "report" / "assets"
-ROLLOUTS, TARGET_MS = 10_000, 100.0
+ROLLOUTS, TARGET_MS, OPEN_MS = 10_000, 100.0, 1000.0
 WORDS = ("the", "sum", "of", "twelve", "and", "<|im_end|>", "is", "42", "so", "\n")
 TIMED = """([name, number]) => {
   const list = document.querySelector(".rv-list"), field = (name) => document.querySelector(`[name=${name}]`);
@@ -40,6 +41,7 @@ TIMED = """([name, number]) => {
   for (const name of ["query", "least", "step"]) set(name, "");
   return spent;
 }"""
+OPENED = """() => new Promise((done) => requestAnimationFrame(() => setTimeout(() => done(performance.now()))))"""
 ACTIONS = ("search", "step filter", "reward filter", "sort", "arrow key", "end", "group", "colour")
 
 
@@ -75,8 +77,11 @@ def measure(repeats: int) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=find_chromium(), args=["--no-sandbox"])
         tab = browser.new_page()
-        tab.goto(page(Path(folder)).as_uri())
-        rows = []
+        address, opened = page(Path(folder)).as_uri(), []
+        for _ in range(repeats):
+            tab.goto(address)
+            opened.append(tab.evaluate(OPENED))
+        rows = [Row(f"viewer, {ROLLOUTS:,} rollouts: opening", statistics.median(opened), OPEN_MS, "ms")]
         for name in ACTIONS:
             times = [tab.evaluate(TIMED, [name, number]) for number in range(repeats)]
             rows.append(Row(f"viewer, {ROLLOUTS:,} rollouts: {name}", statistics.median(times), TARGET_MS, "ms"))
