@@ -19,7 +19,8 @@ from pathlib import Path
 
 from table import Row, add_json_option, print_table, write_rows
 
-WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+from llmrl.run.cli import WAITING
+
 SPIN = {"OMP_WAIT_POLICY": "ACTIVE"}  # threads that compute nothing while they wait, and keep their core
 
 

@@ -145,7 +145,7 @@ def _slip(a: int, b: int, draw: random.Random) -> str:
 
 
 def _mistaken(a: int, b: int, draw: random.Random) -> str:
-    """`work_out` with one mistake, mostly in a sum, or with a few wrong characters."""
+    """`work_out` with one mistake, in a sum 4 times in 10, or with a few wrong characters."""
     kind = draw.choice(("ones", "tens", "ones", "tens", "carry", "copy", "answer", "form", "characters", "characters"))
     if kind == "characters":
         return _damaged(work_out(a, b), str(a + b), draw)
